@@ -333,7 +333,7 @@ FAULTS = [
         "none:0:0",
         0,
         way="twice",
-        once=r"^ddpshim.errors.LaunchError: an experiment of this name exists.*DDPSHIM_RESUME=always",
+        once=r"^ddpshim.errors.LaunchError: an experiment of this name exists.*, or remove that directory",
         limit_s=60,
         checkpoints=2,
     ),

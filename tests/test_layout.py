@@ -30,6 +30,7 @@ TRAINERS = (
     "observe.report.page",
     "robomimic.algo",
     "robomimic.calls",
+    "robomimic.experiment_folder",
     "robomimic.datasets",
     "robomimic.reads",
     "robomimic.rollout",

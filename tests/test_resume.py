@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, TensorDataset
 
 import ddpshim
+from ddpshim import variables
 from ddpshim.checkpoint import files as checkpoint
-from ddpshim.checkpoint import resume
+from ddpshim.checkpoint import last_save, resume
 from ddpshim.checkpoint.progress_folder import find_progress
 from ddpshim.checkpoint.resume import Resumable
 from ddpshim.errors import CheckpointError, RankError
@@ -128,6 +129,28 @@ def test_a_finished_training_that_is_started_again_leaves(
             assert not has_world()
         else:
             assert not training.restore()
+    finally:
+        preemption.unlisten()
+        ddpshim.cleanup()
+
+
+@pytest.mark.unit
+def test_run_learns_where_a_training_saves_until_it_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variables.RUN_DIR, str(tmp_path))
+    Resumable(tmp_path / "alone", {}).finish()  # without a launcher, where SIGTERM saves nothing
+    assert last_save.noted(str(tmp_path)) is None
+    try:
+        ddpshim.setup(rank=0, world_size=1, device="cpu")
+        training = Resumable(tmp_path / "resume", {})
+        assert (last_save.noted(str(tmp_path)), last_save.place(training.folder)) == (training.folder, "")
+        training.epoch, training.step = 2, 7
+        training.save()
+        checkpoint.flush()
+        assert last_save.place(training.folder) == "epoch 2, step 7"
+        training.finish()
+        assert last_save.noted(str(tmp_path)) is None
     finally:
         preemption.unlisten()
         ddpshim.cleanup()

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from ddpshim.data.transfer import OnDevice
-from ddpshim.robomimic import reads
+from ddpshim.job.world import World
+from ddpshim.options import Options
+from ddpshim.robomimic import experiment_folder, reads
 from ddpshim.trainers.patching import files as patching
 from ddpshim.trainers.session import Session
 from tests.equivalence import (
@@ -340,6 +342,27 @@ def test_guards_speak_up_in_the_trainer(
     assert text in run.log, run.log[-3000:]
 
 
+@pytest.mark.unit
+def test_what_is_said_before_an_experiment_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = [tmp_path / "1", tmp_path / "2"]
+    chosen = {"resume": "auto"}
+    monkeypatch.setattr(experiment_folder, "world", lambda: World(options=Options(**chosen)))
+    assert experiment_folder._about(starts) == "", "nothing would be lost"
+    chosen.update(resume="always", checkpoint_every_n_steps=20)
+    assert experiment_folder._about([]) == ""
+    assert experiment_folder._about(starts) == (
+        f"resume=always, but {starts[1]} holds no saved step: a run saves at SIGTERM, and by checkpoint_every_s=600 "
+        "and checkpoint_every_n_steps=20."
+    )
+    (starts[0] / "resume").mkdir(parents=True)
+    for name in ("epoch_000002_step_000000099.pth", "epoch_000003_step_000000015.pth", "epoch_000004_x.pth.damaged"):
+        (starts[0] / "resume" / name).touch()
+    held = f"{starts[0]} holds unfinished progress (epoch 3, step 15); overwriting deletes it. To resume it, "
+    assert experiment_folder._about(starts[:1]) == f"{held}start again with DDPSHIM_RESUME=always."
+    later = f"remove the later {starts[1]}, and "
+    assert experiment_folder._about(starts) == f"{held}{later}start again with DDPSHIM_RESUME=always."
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_job(trainer: Trainer, rank: int) -> None:
     run = trainer("bc", 2, module="tests.faults", fault=f"kill:{rank}:30", check=False, has_agent=True)
@@ -353,9 +376,17 @@ def test_an_existing_experiment_with_closed_stdin_ends_the_job(trainer: Trainer,
     first = trainer("bc", 2, module="robomimic.scripts.train", steps=2, epochs=1)
     tree, config = copy_release(RELEASE, releases), first.folder / "config.json"
     how: dict[str, Any] = {"module": "robomimic.scripts.train", "forked": True, "has_agent": True}
+    (start,) = (first.folder / "out").glob("*/*/logs/..")
+    saved = start.resolve() / "resume" / "epoch_000003_step_000000015.pth"
+    saved.parent.mkdir()
+    saved.touch()  # as if the first run had not finished
     again = train(tree, config, first.folder, 2, check=False, **how)
     assert again.exit_code != 0
-    assert again.log.count("already exists! \noverwrite? (y/n)") == 1
+    saved.unlink()  # an error if it is gone
+    saved.parent.rmdir()
+    before, _, after = again.log.partition("already exists! \noverwrite? (y/n)")
+    held = f"{saved.parent.parent} holds unfinished progress (epoch 3, step 15); overwriting deletes it. To resume it,"
+    assert (before.count(held), after.count("already exists! \noverwrite"), held in after) == (1, 0, True)
     assert "LaunchError: an experiment of this name exists" in again.log
     assert len([p for p in _written(first) if p.suffix == ".pth"]) == 1, "the experiment that was there is gone"
 

@@ -27,8 +27,9 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessHandler
 
 import ddpshim.__main__ as command_line
 from ddpshim import variables
-from ddpshim.errors import LaunchError
-from ddpshim.job import failure_notes, rank_log
+from ddpshim.checkpoint import last_save
+from ddpshim.errors import LaunchError, WorldError
+from ddpshim.job import failure, failure_notes, rank_log
 from ddpshim.job.launch_env import EXIT_REQUEUE, read_launch_env
 from ddpshim.launch import alone, runner, warm
 from ddpshim.launch.runner import Launch
@@ -139,7 +140,7 @@ def _enter(
     screen = os.open("screen", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(screen, 1)
     os.dup2(screen, 2)
-    sys.argv = ["ddpshim"]
+    sys.argv = ["ddpshim", *argv]
     sys.exit(command_line.main(argv))
 
 
@@ -341,6 +342,15 @@ def test_what_a_rank_says_of_its_end_is_whole_or_not_there(tmp_path: Path, monke
     failure_notes.write(ValueError("rank 0 left early"), 1, knows_cause=True)
     assert failure_notes.read(str(tmp_path))[1][2:] == (False, "ValueError: rank 0 left early\n")
     failure_notes.forget(str(tmp_path))
+    failure_notes.write(failure.caused_by(1, WorldError("its own")), 1)
+    assert not failure_notes.read(str(tmp_path))[1].lost_a_peer
+    failure_notes.forget(str(tmp_path))
+    failure_notes.write(failure.caused_by(0, WorldError("call failed on the main rank (EOFError)")), 1)
+    time.sleep(0.01)  # so that rank 0 is later
+    monkeypatch.setenv("RANK", "0")
+    failure_notes.write(EOFError("closed"), 3)
+    assert failure_notes.first({}, failure_notes.read(str(tmp_path))) == (0, 3), "the cause, not what it caused"
+    failure_notes.forget(str(tmp_path))
     assert failure_notes.read(str(tmp_path)) == {}
 
 
@@ -364,6 +374,37 @@ def test_a_signal_reaches_the_ranks_once_and_their_exit_code_comes_back(tmp_path
         assert job.log(number).count(f"got {name}") == 1
         assert job.log(number).count(f"rank {number} of 2") == 1, "not started again"
     assert f"ddpshim: {name}, passed on to the ranks" in job.screen
+    again = "DDPSHIM_RESUME=always python -m ddpshim run --nproc=2 --max-restarts 1 train.py save\n"
+    assert job.screen.endswith(f"(exit code 75). To resume, unless a scheduler requeues this job: {again}")
+
+
+@pytest.mark.unit
+def test_the_end_of_a_run_says_what_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variables.RUN_DIR, str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["ddpshim", "run", "train.py", "--name", "a b"])
+    for name in runner.names():
+        monkeypatch.delenv(f"DDPSHIM_{name.upper()}", raising=False)
+    for name, value in {"DDPSHIM_RUN_ID": "9", "DDPSHIM_RESUME": "auto", "DDPSHIM_CONFIG": "our options"}.items():
+        monkeypatch.setenv(name, value)
+
+    def said(signal_name: str) -> str:
+        runner._report_last_save(str(tmp_path), signal_name)
+        return capsys.readouterr().err
+
+    assert said("SIGINT") == "", "nothing is known of how this program saves"
+    resume = Path(tmp_path, "resume")
+    resume.mkdir()
+    last_save.note(resume)
+    lost = "ddpshim: Ctrl-C saves nothing; SIGTERM (`kill -TERM PID_OF_RUN`) saves and stops. "
+    assert said("SIGINT") == f"{lost}{resume} holds no saved step\n"
+    Path(resume, "epoch_000003_step_000000015.pth").touch()
+    again = "DDPSHIM_CONFIG='our options' DDPSHIM_RESUME=always python -m ddpshim run train.py --name 'a b'\n"
+    assert said("SIGINT") == f"{lost}To resume at epoch 3, step 15: {again}"
+    assert said("SIGTERM") == f"ddpshim: To resume at epoch 3, step 15: {again}"
+    last_save.forget()
+    assert said("SIGINT") == ""
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGUSR1", 138)])

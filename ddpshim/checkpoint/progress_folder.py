@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Optional
 
 from ddpshim.checkpoint import files as checkpoint
+from ddpshim.checkpoint.last_save import PATTERN
 from ddpshim.checkpoint.latest import link
 from ddpshim.job.group import cleanup, world
 from ddpshim.job.launch_env import is_start_of, read_job_names
 from ddpshim.job.say import say
-
-PATTERN = "epoch_*_step_*.pth"
 
 
 def keep_newest(written: Path, num_kept: int) -> None:

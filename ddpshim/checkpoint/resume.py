@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Callable, NoReturn, Optional, Protocol
 
 from ddpshim.checkpoint import files as checkpoint
-from ddpshim.checkpoint import plain_files
+from ddpshim.checkpoint import last_save, plain_files
 from ddpshim.checkpoint.progress_folder import find_progress, keep_newest, leave_if_finished, mark_finished
 from ddpshim.data.sharded_loader import Enterable
 from ddpshim.errors import CheckpointError, DataError, SyncError
@@ -138,6 +138,8 @@ class Resumable:
         if self._world.is_launched:
             preemption.listen()
             on_cleanup(preemption.leave)
+            if self._world.is_main:
+                last_save.note(self.folder)
 
     def restore(self, later_than: tuple[int, int] = (-1, 0)) -> bool:
         """Restore the newest file if it is beyond `later_than` (epoch, step); return whether it was (collective).
@@ -351,6 +353,7 @@ class Resumable:
         """
         preemption.unlisten(is_complete=True)
         if self._world.is_main:
+            last_save.forget()
             checkpoint.flush()
             shutil.rmtree(self.folder, ignore_errors=True)
             if self._world.is_launched:

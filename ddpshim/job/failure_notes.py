@@ -28,7 +28,7 @@ class Note(NamedTuple):
     Attributes:
         moment: in seconds since 1970.
         exit_code: the process's exit code.
-        lost_a_peer: whether the error only says that another rank is gone.
+        lost_a_peer: whether the error only says that another rank is gone, or has failed.
         traceback: as Python prints it; empty for a SystemExit.
     """
 
@@ -51,10 +51,11 @@ def write(error: BaseException, exit_code: int, *, knows_cause: bool = False) ->
     if note.exists() and not knows_cause:
         return
     lines = [] if isinstance(error, SystemExit) else traceback.format_exception(type(error), error, error.__traceback__)
+    lost = lost_a_peer(error) or str(error.__dict__.get("first_failure", rank)) != rank
     # torch's agent compares when processes ended, in whole seconds: ranks that fail because of this one may end
     # earlier, and then the agent ends this one, perhaps while it writes. So the note appears only when complete.
     try:
-        partial.write_text(json.dumps(Note(time.time(), exit_code, lost_a_peer(error), "".join(lines))))
+        partial.write_text(json.dumps(Note(time.time(), exit_code, lost, "".join(lines))))
         partial.replace(note)
     except OSError as cause:
         say(f"{note} cannot be written ({cause}); `run` will not know why rank {rank} failed", directly=True)

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ddpshim import variables
+from ddpshim.checkpoint import last_save
 from ddpshim.errors import LaunchError
 from ddpshim.job import failure_notes
 from ddpshim.job.launch_env import EXIT_REQUEUE, LaunchEnv, read_launch_env
@@ -37,6 +38,7 @@ from ddpshim.job.say import say
 from ddpshim.launch import alone, signals, warm
 from ddpshim.launch.rank import BEGAN
 from ddpshim.observe.records import FOLDER
+from ddpshim.options import FILE, names
 
 _NUM_LOGS = 50  # runs whose logs are kept in a folder
 
@@ -108,11 +110,13 @@ def run(job: Launch) -> int:
         notes = failure_notes.read(run_dir)
         first, code = failure_notes.first(failures, notes, log_dir)
         if code == EXIT_REQUEUE:  # no failure
-            say(f"the ranks saved their progress and stopped; start the job again to resume (exit code {code})")
+            again = "To resume, unless a scheduler requeues this job"
+            say(f"the ranks saved their progress and stopped (exit code {code}). {again}: {_resuming_command()}")
         elif any(code in (-signum, 128 + signum) for signum in received):  # requested, whichever rank ended first
             where = "" if log_dir is None else f"; their logs are in {log_dir}"
             name = signal.Signals(-code if code < 0 else code - 128).name
             say(f"stopped by {name}{where}")
+            _report_last_save(run_dir, name)
         else:
             _report(first, code, log_dir, notes[first].traceback if first in notes else "")
         return 128 - code if code < 0 else code
@@ -363,6 +367,26 @@ def _shown_on_screen(log: Path) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+def _resuming_command() -> str:
+    """Return the command of this `run`, with the options in variables, that resumes in every case."""
+    named = {FILE, *variables.OF_USERS, *(f"{variables.PREFIX}{name.upper()}" for name in names())}
+    given = {**{name: os.environ[name] for name in sorted(named & {*os.environ})}, "DDPSHIM_RESUME": "always"}
+    assigned = [f"{name}={shlex.quote(value)}" for name, value in given.items()]
+    return " ".join([*assigned, shlex.join(["python", "-m", "ddpshim", *sys.argv[1:]])])
+
+
+def _report_last_save(run_dir: str, name: str) -> None:
+    """Print what a program that saves its progress has saved when the signal `name` ended it."""
+    folder = last_save.noted(run_dir)
+    if folder is None:
+        return
+    signal_name = "Ctrl-C" if name == "SIGINT" else name
+    saves = name in ("SIGTERM", "SIGUSR1")  # then ranks were too slow, and said so
+    lost = "" if saves else f"{signal_name} saves nothing; SIGTERM (`kill -TERM PID_OF_RUN`) saves and stops. "
+    place = last_save.place(folder)
+    say(f"{lost}To resume at {place}: {_resuming_command()}" if place else f"{lost}{folder} holds no saved step")
 
 
 def _error_in(traceback: str) -> str:

@@ -13,17 +13,15 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Callable, Optional, TypeVar, Union
 
 import torch
 from torch import nn
 
 from ddpshim.checkpoint import files as checkpoint
-from ddpshim.checkpoint.progress_folder import find_progress, leave_if_finished
 from ddpshim.data.loader import scale_lr
 from ddpshim.data.transfer import OnDevice
-from ddpshim.errors import LaunchError, OptionsError
+from ddpshim.errors import OptionsError
 from ddpshim.job import events, exchange, machine, preemption
 from ddpshim.job.failure import abort
 from ddpshim.job.group import cleanup, setup, split_random_streams, world
@@ -40,8 +38,9 @@ from ddpshim.options import SECTION, Options
 from ddpshim.robomimic import reads, retention, rollout, virtual_ranks
 from ddpshim.robomimic.algo import AlgoState, algos, flat, trained_together
 from ddpshim.robomimic.datasets import advise_on_cache
+from ddpshim.robomimic.experiment_folder import get_exp_dir as get_exp_dir
 from ddpshim.trainers import import_hook
-from ddpshim.trainers.session import FOLDER, Session, session, wants_to_go_on
+from ddpshim.trainers.session import Session, session
 from ddpshim.trainers.swapping import stand_aside
 
 T = TypeVar("T")
@@ -190,64 +189,6 @@ def main_only(make: Callable[..., Any]) -> Callable[..., Any]:
 def main_computes(compute: Callable[..., T], otherwise: T) -> Callable[..., T]:
     """Return `compute` on the main rank; on others a function that returns `otherwise`. Local."""
     return compute if world().is_main else lambda *args, **kwargs: otherwise
-
-
-def get_exp_dir(config: Any, **options: Any) -> Any:
-    """Return the experiment's directories; only the main rank asks about, removes and makes them (collective).
-
-    If a launcher or scheduler has started this job before (or with the option resume=always, or upstream's `--resume`),
-    they are those of the last start that saved its progress, and the user is not asked; if that start has finished,
-    this one ends with exit code 0. The first directory gets links to the ranks' logs, if `ddpshim run` keeps them.
-
-    Raises LaunchError if upstream asks about an existing directory while standard input is closed.
-    """
-    here = world()
-    newest = here.run_on_main(_newest_start, config, options.get("resume", False))
-    if newest is not None and not options.get("resume"):
-        leave_if_finished(newest / FOLDER)
-    directories, session().goes_on = here.run_on_main(_get_exp_dir, config, options, newest)
-    session().open(Path(directories[0]).parent, logs=directories[0])  # where config.json will be
-    return directories
-
-
-def _newest_start(config: Any, is_asked: bool) -> Optional[Path]:
-    """Return the folder of the last start under this name if this one may resume it. Older ones are never resumed."""
-    import robomimic
-
-    if not wants_to_go_on(is_asked):
-        return None
-    output = Path(robomimic.__path__[0], os.path.expanduser(config.train.output_dir), config.experiment.name)
-    return max((logs.parent for logs in output.glob("*/logs")), default=None)
-
-
-def _get_exp_dir(config: Any, options: dict[str, Any], newest: Optional[Path]) -> tuple[Any, bool]:
-    """Return the directories, and whether they contain progress."""
-    import robomimic.utils.train_utils as TrainUtils
-
-    here = world()
-    if newest is not None and find_progress(newest / FOLDER) is not None:
-        in_some = ["vis"] if (newest / "vis").is_dir() else []  # robocasa and DROID have it
-        folders = [str(newest / name) for name in ("logs", "models", "videos", *in_some)]
-        if not config.experiment.save.enabled:
-            folders[1] = None  # type: ignore[call-overload]
-        return (*folders, str(newest)) if "resume" in options else tuple(folders), True
-    if not here.is_launched:
-        return TrainUtils.get_exp_dir(config, **options), False
-    # After a restart an existing directory is this job's own, from a start that saved nothing: keep it without asking.
-    is_own = here.is_restarted and wants_to_go_on() and not options.get("resume")
-    with replaced(TrainUtils, "input", (lambda prompt: "n") if is_own else _ask):
-        return TrainUtils.get_exp_dir(config, **options), False
-
-
-def _ask(prompt: str) -> str:
-    try:
-        return input(prompt)
-    except (EOFError, OSError, RuntimeError) as error:  # RuntimeError: there is no standard input at all
-        raise LaunchError(
-            f"an experiment of this name exists, and robomimic asks: {' '.join(prompt.split())} Standard input is "
-            f"closed ({type(error).__name__}), so nothing was started. Use another experiment.name, remove that "
-            "directory, or resume it (DDPSHIM_RESUME=always)."
-        ) from error
 
 
 def has_checkpoint(resume: bool, *paths: str) -> bool:

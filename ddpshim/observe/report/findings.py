@@ -44,7 +44,7 @@ def verdict(run: Run) -> Remark:
         return Remark(
             "note",
             f"Interrupted ({left[0].get('reason', 'a signal')}): saved at {where}, counted from 0; stopped with exit "
-            f"code {left[0].get('exit_code', 75)}; start it again to resume",
+            f"code {left[0].get('exit_code', 75)}; DDPSHIM_RESUME=always resumes it",
         )
     if not silent:
         return Remark("good", "Finished: every rank completed the training")
