@@ -586,6 +586,21 @@ def test_check_names_all_that_is_wrong(here: Path) -> None:
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_a_misspelt_option_is_refused_before_any_rank_starts(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    monkeypatch.setattr(runner, "_run_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setenv("DDPSHIM_PRECISIN", "bf16")
+    assert command_line.main(["run", "--nproc", "2", *options, "train.py"]) == 2
+    assert capsys.readouterr().err == (
+        "ddpshim: 1 option is wrong:\n  - variable DDPSHIM_PRECISIN: no such option; did you mean DDPSHIM_PRECISION?\n"
+        "Nothing was started, since the run would not be the one you meant. `python -m ddpshim options` lists all "
+        "options.\n"
+    )
+
+
+@pytest.mark.unit
 def test_node_0_needs_its_port_free(here: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))

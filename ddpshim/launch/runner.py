@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 import tokenize
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ddpshim import variables
-from ddpshim.errors import LaunchError
+from ddpshim.errors import LaunchError, OptionsError
 from ddpshim.job import failure_notes
 from ddpshim.job.launch_env import EXIT_REQUEUE, LaunchEnv, read_launch_env
 from ddpshim.job.port import check_port, why_unknown
@@ -37,6 +38,7 @@ from ddpshim.job.say import say
 from ddpshim.launch import alone, signals, warm
 from ddpshim.launch.rank import BEGAN
 from ddpshim.observe.records import FOLDER
+from ddpshim.options import Options
 
 _NUM_LOGS = 50  # runs whose logs are kept in a folder
 
@@ -167,6 +169,12 @@ def _problems_of_environment(environ: Mapping[str, str]) -> Iterator[str]:
             f"DDPSHIM_LAUNCHER={forced!r}, but `run` launches through torchrun: the ranks would read another "
             "launcher's variables, or train alone. Unset DDPSHIM_LAUNCHER."
         )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the ranks print them
+            Options.read(environ=environ)
+    except OptionsError as error:
+        yield str(error)
 
 
 def problems_of_program(job: Launch) -> Iterator[str]:
