@@ -29,7 +29,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, Optional
 
-from ddpshim import variables
+from ddpshim import adapters, variables
 from ddpshim.errors import LaunchError, OptionsError
 from ddpshim.job import failure_notes
 from ddpshim.job.launch_env import EXIT_REQUEUE, LaunchEnv, read_launch_env
@@ -201,6 +201,9 @@ def problems_of_program(job: Launch) -> Iterator[str]:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             said = str(error) or type(error).__name__
             yield f"{source} does not compile ({said}): no rank could start it. Correct it."
+    known = adapters.function(job.program.partition(".")[0], "problems") if job.is_module else None
+    if known is not None:
+        yield from known(job.program, job.arguments)
 
 
 def module_file(name: str) -> Optional[str]:
