@@ -379,12 +379,6 @@ def _slurm(arguments: argparse.Namespace) -> int:
     settings = {name: value for name, value in vars(arguments).items() if name in Settings.__dataclass_fields__}
     print(batch_script(Settings(**settings)), end="")
     sys.stdout.flush()
-    missing = [f"--{name}" for name in ("time", "cpus-per-rank") if settings[name.replace("-", "_")] is None]
-    if missing:
-        say(
-            f"without {' and '.join(missing)} the site's defaults hold, often a short limit and one core for each "
-            "task. The script says more."
-        )
     for problem in problems_of_program(_launch(arguments)):
         say(
             f"{problem} (The script was printed anyway: the job may run on another machine. A relative path is "

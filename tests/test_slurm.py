@@ -179,8 +179,7 @@ def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--nodes 2 --gpus-per-node 4 --cpus-per-rank 8 --time 1-12 --partition gpu --job-name bc"
     argv = ["slurm", *options.split(), "--", "-m", "robomimic.scripts.train", "--config", "my config.json"]
     assert command_line.main(argv) == 0
-    script, said = capsys.readouterr()
-    assert "without --" not in said
+    script = capsys.readouterr().out
     assert script.startswith("#!/bin/bash\n#SBATCH --job-name=bc\n")
     for directive in (
         "nodes=2",
@@ -208,11 +207,7 @@ def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_the_site_decides_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").touch()
     assert command_line.main(["slurm", str(tmp_path / "train.py")]) == 0
-    script, said = capsys.readouterr()
-    assert said == (
-        "ddpshim: without --time and --cpus-per-rank the site's defaults hold, often a short limit and one core for "
-        "each task. The script says more.\n"
-    )
+    script = capsys.readouterr().out
     completed, _ = script.split("\nset -euo pipefail\n")
     names = re.findall("^##SBATCH --(.*)=.+", completed, re.MULTILINE)
     assert names == ["time", "partition", "account"]
