@@ -380,7 +380,10 @@ def _slurm(arguments: argparse.Namespace) -> int:
     print(batch_script(Settings(**settings)), end="")
     sys.stdout.flush()
     for problem in problems_of_program(_launch(arguments)):
-        say(f"{problem} (The script was printed anyway: the job may run where the trainer exists.)")
+        say(
+            f"{problem} (The script was printed anyway: the job may run on another machine. A relative path is "
+            "relative to the folder in which you call sbatch.)"
+        )
     return 0
 
 

@@ -64,7 +64,12 @@ def port(text: str) -> int:
 
 def nproc(text: str) -> str:
     """A number of ranks, or one of torchrun's words: auto, gpu, cpu, xpu."""
-    return text if text in ("auto", "gpu", "cpu", "xpu") else str(positive(text))
+    if text in ("auto", "gpu", "cpu", "xpu"):
+        return text
+    try:
+        return str(positive(text))
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, nor gpu, cpu or auto") from None
 
 
 def seconds(text: str) -> float:

@@ -395,6 +395,7 @@ def _share_a_word(name: str, other: str) -> bool:
 def nearest(name: str, known: list[str]) -> str:
     """Return the end of a message about an unknown name, which suggests the nearest known one; may be empty."""
     near = difflib.get_close_matches(name, known, n=1)
+    near = near or [other for other in known if len(name) > 3 and other.startswith(name)]  # --gpus: --gpus-per-node
     return f"; did you mean {near[0]}?" if near else ""
 
 

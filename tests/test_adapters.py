@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import types
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,9 @@ from ddpshim.data import fetching
 from ddpshim.data.loader import make_loader
 from ddpshim.data.sampler import draws_by_weight
 from ddpshim.job.world import World
+from ddpshim.launch.runner import Launch, problems_of_program
 from ddpshim.observe import environment
+from ddpshim.robomimic import adapter as robomimic
 
 
 class Squares(Dataset):  # type: ignore[type-arg]
@@ -91,3 +95,27 @@ def test_an_adapter_need_not_offer_anything(toybot: types.ModuleType) -> None:
     assert fetching.fetcher_of(Squares()) is None
     assert not draws_by_weight(OwnSampler([1.0, 2.0], 2))
     assert "toybot patch" not in environment._patch_states()
+
+
+def test_a_package_knows_why_its_trainer_cannot_start(
+    toybot: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toybot.problems = lambda module, arguments: iter([f"{module} lacks {arguments}"])  # type: ignore[attr-defined]
+    for is_module, known in ((True, ["toybot.train lacks ('a',)"]), (False, [])):
+        assert [*problems_of_program(Launch("toybot.train", ("a",), is_module))][1:] == known
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "robomimic" else 1)
+    (tmp_path / "bc.json").touch()
+    train = "robomimic.scripts.train"
+    for given in (["--config", "bc.json"], ["--config=bc.json", "--debug"], ["--algo", "bc"], ["--config"]):
+        assert [*robomimic.problems(train, given)] == []
+    assert [*robomimic.problems("robomimic.scripts.other", ["--config", "bv.json"])] == []
+    (problem,) = robomimic.problems(train, ["--name", "x", "--config", "bv.json"])
+    assert problem.startswith(f"--config bv.json does not exist (in {tmp_path}): no rank could read it. Correct ")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchvision" else 1)
+    (problem,) = robomimic.problems(train, ["--config", "bc.json"])
+    needed = robomimic.TORCHVISION and f"pip install --no-deps {robomimic.TORCHVISION}"
+    assert problem.startswith("torchvision is not installed, which robomimic imports: no rank could start. Install")
+    assert problem.endswith(needed or robomimic.OTHER_TORCHVISION)

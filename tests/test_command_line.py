@@ -184,6 +184,7 @@ def test_a_flag_that_there_is_not(command: Command, here: Path, capsys: pytest.C
         ("patch aply", "apply"),
         ("run --nprc 2 train.py", "--nproc"),
         ("prove --step=3 train.py", "--steps"),
+        ("slurm --gpus 4 -- train.py", "--gpus-per-node"),
     ],
 )
 def test_a_word_that_is_nearly_right(wrong: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:

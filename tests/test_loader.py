@@ -478,7 +478,7 @@ def test_already_sharded_divides_only_the_batch():
     ("batch_size", "world_size", "text"),
     [
         (10, 4, r"Global batch 10 does not split over 4 ranks \(2 left over\); ranks would .* Use 8 or 12\."),
-        (3, 4, r"Global batch 3 does not split over 4 ranks \(3 left over\); .* Use 4\."),
+        (3, 4, r"Global batch 3 is smaller than 4 ranks: some .* at least 4, or use at most 3 ranks \(--nproc 3\)\."),
         (128, 2, r"Global batch 128 is larger than the 97 samples; .* Use at most 96 \(48 for each rank\)"),
     ],
 )

@@ -271,6 +271,25 @@ def test_the_first_failing_ranks_traceback_is_the_last_thing_on_the_screen(tmp_p
     assert said == ([] if number == 0 else [named])
 
 
+@pytest.mark.unit
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_error_that_ranks_share_is_shown_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], first: int
+) -> None:
+    shared = 'Traceback (most recent call last):\n  File "train.py", line 1, in <module>\nValueError: no file\n'
+    log, notes = tmp_path / "rank_0.log", {2: "another", 1: shared, 0: shared}
+    log.write_text(f"epoch 1\nddpshim: rank 0 failed:\n{shared}")
+    runner._report(first, 1, tmp_path, notes)
+    said = "ddpshim: ranks 0, 1 failed with the same error: ValueError: no file"
+    assert capsys.readouterr().err == f"{said} (above, and in {tmp_path}/rank_N.log)\n"
+    log.write_text("epoch 1\n")  # ended before it printed the error
+    runner._report(1, 1, tmp_path, notes)
+    assert capsys.readouterr().err.endswith(shared)
+    log.write_text(shared)
+    runner._report(1, 1, tmp_path, {1: shared, 0: "another"})
+    assert capsys.readouterr().err.endswith(shared)
+
+
 @pytest.mark.parametrize(
     ("what", "number", "code", "said"),
     [
@@ -624,6 +643,21 @@ def test_check_names_all_that_is_wrong(here: Path) -> None:
     assert forced.startswith("DDPSHIM_LAUNCHER='none', but `run` launches through torchrun")
     assert absent.startswith("absent.py does not exist")
     assert alone.startswith("--node-rank=1")
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_a_misspelt_option_is_refused_before_any_rank_starts(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    monkeypatch.setattr(runner, "_run_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setenv("DDPSHIM_PRECISIN", "bf16")
+    assert command_line.main(["run", "--nproc", "2", *options, "train.py"]) == 2
+    assert capsys.readouterr().err == (
+        "ddpshim: 1 option is wrong:\n  - variable DDPSHIM_PRECISIN: no such option; did you mean DDPSHIM_PRECISION?\n"
+        "Nothing was started, since the run would not be the one you meant. `python -m ddpshim options` lists all "
+        "options.\n"
+    )
 
 
 @pytest.mark.unit

@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, default_collate
 
 from ddpshim.data import mailbox
 from ddpshim.data.loader import make_loader
+from ddpshim.data.parts import divide
+from ddpshim.errors import DataError
 from ddpshim.job import say
 from ddpshim.options import Options
 from ddpshim.robomimic import batches as sequences
@@ -302,6 +304,10 @@ def test_what_robomimics_loaders_are_made_with(folder: Path, monkeypatch: pytest
     monkeypatch.setattr(datasets, "world", lambda: off)
     datasets.loader(dataset=known, batch_size=4, num_workers=2)
     assert not {"pin_memory", "persistent_workers"} & {*made[-1]}
+    monkeypatch.setattr(datasets, "world", lambda: SimpleNamespace(**{**vars(off), "world_size": 2}))
+    monkeypatch.setattr(datasets, "make_loader", lambda batch_size, **options: divide(batch_size, 2))
+    with pytest.raises(DataError, match=r"Global batch 1 is smaller .* The batch size is train.batch_size in the conf"):
+        datasets.loader(dataset=known, batch_size=1)
 
 
 def test_who_collates_himself_gets_samples(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

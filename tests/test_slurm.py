@@ -194,10 +194,30 @@ def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
         "requeue",
     ):
         assert f"\n#SBATCH --{directive}\n" in script
-    assert "account" not in script
+    # In front of the first command, after which sbatch reads no line.
+    completed, _ = script.split("\nset -euo pipefail\n")
+    assert re.findall("^##SBATCH.*", completed, re.MULTILINE) == ["##SBATCH --account=NAME"]
+    assert "#SBATCH --account" not in script.replace("##SBATCH", "")
+    assert "\n#export DDPSHIM_LOGS=ddpshim-logs/$SLURM_JOB_ID\n" in script
     assert '\nexport PYTHONHASHSEED="${PYTHONHASHSEED:-0}"' in script
     command = "python -u -m ddpshim.launch.rank -m robomimic.scripts.train --config 'my config.json' || code=$?"
     assert f"\nsrun --kill-on-bad-exit=0 --wait=60 --cpus-per-task=8 {command}\n" in script
+
+
+def test_what_the_site_decides_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").touch()
+    assert command_line.main(["slurm", str(tmp_path / "train.py")]) == 0
+    script = capsys.readouterr().out
+    completed, _ = script.split("\nset -euo pipefail\n")
+    names = re.findall("^##SBATCH --(.*)=.+", completed, re.MULTILINE)
+    assert names == ["time", "partition", "account"]
+    assert "Choose with --cpus-per-rank: 1 for the rank, and 1 for each of its data workers.\n" in completed
+    assert "\n# Each rank's output goes to ddpshim-logs/TIME-PID/rank_N.log" in script
+    assert "cpus-per-task" not in script
+    full = ["--time=30", "--cpus-per-rank=2", "--partition=a", "--account=b"]
+    assert command_line.main(["slurm", *full, str(tmp_path / "train.py")]) == 0
+    script, said = capsys.readouterr()
+    assert (said, script.count("Not given"), script.count("##SBATCH")) == ("", 0, 0)
 
 
 def test_torchrun_inside() -> None:

@@ -504,7 +504,8 @@ REFUSED = {
     ),
     "odd batch": (
         "train(nn.DataParallel(network()), DataLoader(Items(), 1, shuffle=True))",
-        "DataError: Global batch 1 does not split over 2 ranks",
+        "DataError: Global batch 1 is smaller than 2 ranks: some ranks would have no sample in any step. "
+        "Raise the batch size to at least 2, or use at most 1 rank (--nproc 1).",
     ),
     "negatives": (
         "def loss(a, b):\n    z = torch.cat([a, b], 1)\n"

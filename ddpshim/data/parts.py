@@ -280,13 +280,18 @@ class Parts:
 
 def divide(batch_size: int, world_size: int) -> int:
     """Return each rank's part of a global batch. Raises DataError if it does not split. Local."""
+    if 0 < batch_size < world_size:
+        most = f"{batch_size} rank{'s' * (batch_size > 1)}"
+        raise DataError(
+            f"Global batch {batch_size} is smaller than {world_size} ranks: some ranks would have no sample in any "
+            f"step. Raise the batch size to at least {world_size}, or use at most {most} (--nproc {batch_size})."
+        )
     left_over = batch_size % world_size
     if left_over:
         lower = batch_size - left_over
-        nearest = f"{lower} or {lower + world_size}" if lower > 0 else f"{world_size}"
         raise DataError(
             f"Global batch {batch_size} does not split over {world_size} ranks ({left_over} left over); "
-            f"ranks would step on unequal shards. Use {nearest}."
+            f"ranks would step on unequal shards. Use {lower} or {lower + world_size}."
         )
     return batch_size // world_size
 

@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 import tokenize
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -28,19 +29,20 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, Optional
 
-from ddpshim import variables
+from ddpshim import adapters, variables
 from ddpshim.checkpoint import last_save
-from ddpshim.errors import LaunchError
+from ddpshim.errors import LaunchError, OptionsError
 from ddpshim.job import failure_notes
 from ddpshim.job.launch_env import EXIT_REQUEUE, LaunchEnv, read_launch_env
 from ddpshim.job.port import check_port, why_unknown
-from ddpshim.job.say import say
+from ddpshim.job.say import ranks_called, say
 from ddpshim.launch import alone, signals, warm
 from ddpshim.launch.rank import BEGAN
 from ddpshim.observe.records import FOLDER
-from ddpshim.options import FILE, names
+from ddpshim.options import FILE, Options, names
 
 _NUM_LOGS = 50  # runs whose logs are kept in a folder
+_NUM_LINES_SEARCHED = 500  # at the end of rank 0's log, for its traceback
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def run(job: Launch) -> int:
             say(f"stopped by {name}{where}")
             _report_last_save(run_dir, name)
         else:
-            _report(first, code, log_dir, notes[first].traceback if first in notes else "")
+            _report(first, code, log_dir, {rank: note.traceback for rank, note in notes.items()})
         return 128 - code if code < 0 else code
 
 
@@ -171,6 +173,12 @@ def _problems_of_environment(environ: Mapping[str, str]) -> Iterator[str]:
             f"DDPSHIM_LAUNCHER={forced!r}, but `run` launches through torchrun: the ranks would read another "
             "launcher's variables, or train alone. Unset DDPSHIM_LAUNCHER."
         )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the ranks print them
+            Options.read(environ=environ)
+    except OptionsError as error:
+        yield str(error)
 
 
 def problems_of_program(job: Launch) -> Iterator[str]:
@@ -196,6 +204,9 @@ def problems_of_program(job: Launch) -> Iterator[str]:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             said = str(error) or type(error).__name__
             yield f"{source} does not compile ({said}): no rank could start it. Correct it."
+    known = adapters.function(job.program.partition(".")[0], "problems") if job.is_module else None
+    if known is not None:
+        yield from known(job.program, job.arguments)
 
 
 def module_file(name: str) -> Optional[str]:
@@ -396,15 +407,19 @@ def _error_in(traceback: str) -> str:
     return lines[frames[-1] + 1] if frames and lines[frames[-1] + 1 :] else ""
 
 
-def _report(rank: int, code: int, log_dir: Optional[Path], traceback: str) -> None:
-    """Print which rank failed first, and last its traceback, or else the end of its log."""
+def _report(rank: int, code: int, log_dir: Optional[Path], tracebacks: Mapping[int, str]) -> None:
+    """Print which rank failed first, and last its traceback, or else the end of its log; no traceback twice."""
     said = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     if log_dir is None:
         say(f"rank {rank} failed first: it {said}")
         return
-    log = log_dir / f"rank_{rank}.log"
-    if rank > 0:
-        error = _error_in(traceback)
+    log, traceback = log_dir / f"rank_{rank}.log", tracebacks.get(rank, "")
+    error = _error_in(traceback)
+    alike = sorted(other for other in tracebacks if traceback and tracebacks[other] == traceback)
+    # The launcher may have ended rank 0 before it printed the traceback that it noted.
+    if 0 in alike[:-1] and traceback.rstrip() in failure_notes.end_of(log_dir / "rank_0.log", _NUM_LINES_SEARCHED):
+        say(f"{ranks_called(alike)} failed with the same error: {error} (above, and in {log_dir}/rank_N.log)")
+    elif rank > 0:
         say(
             f"rank {rank} failed first: {error} (it {said}; its log is {log}):"
             if error

@@ -29,7 +29,7 @@ class Settings:
     nodes: str = _option("N", "nodes", "1", ("--nnodes",))
     gpus_per_node: str = _option("N", "GPUs of each node, 0 for the CPU", "1")
     nproc_per_node: Optional[str] = _option("N", "ranks on each node (one for each GPU)", also=("--nproc",))
-    cpus_per_rank: Optional[str] = _option("N", "cores for each rank, data workers included")
+    cpus_per_rank: Optional[str] = _option("N", "cores for each rank: 1, and 1 for each of its data workers")
     time: Optional[str] = _option("TIME", "time limit as sbatch takes it: 2-12, 12:00:00, 30")
     partition: Optional[str] = _option("NAME", "the queue")
     account: Optional[str] = _option("NAME", "who pays")
@@ -69,6 +69,10 @@ def batch_script(settings: Settings) -> str:
         "signal": f"USR1@{settings.signal_before}",
     }
     lines = [f"#SBATCH --{name}={value}" for name, value in directives.items() if value is not None]
+    lines += ["#SBATCH --requeue"]
+    to_fill_in = [_TO_FILL_IN[name] for name in _TO_FILL_IN if directives[name] is None]
+    if to_fill_in:
+        lines += ["", _HOW_TO_FILL_IN, *to_fill_in]
     # srun takes the cores of a task from its own option only (SLURM 22.05 and later).
     srun = ["srun", "--kill-on-bad-exit=0", "--wait=60", *([f"--cpus-per-task={cores}"] if cores else [])]
     run, rank = ["python", "-m", "ddpshim", "run", f"--nproc={ranks}"], ["python", "-u", "-m", "ddpshim.launch.rank"]
@@ -77,6 +81,7 @@ def batch_script(settings: Settings) -> str:
     return _TEMPLATE.format(
         directives="\n".join(lines),
         command=shlex.join([*srun, *python, *program]),
+        logs=_LOGS_OF_RUN if by_torchrun else _LOGS_OF_SRUN,
         requeue=EXIT_REQUEUE,
     )
 
@@ -95,11 +100,29 @@ def joins_by_itself(settings: Settings) -> bool:
         return False
 
 
+_HOW_TO_FILL_IN = """\
+# Not given, so the site's defaults hold. Write this script again with more options, or complete a line and remove one
+# "#" from it."""
+_TO_FILL_IN = {
+    "time": """\
+# Without a limit of its own the job gets the partition's. The ranks are signalled before it (--signal), to save.
+##SBATCH --time=12:00:00""",
+    "partition": "##SBATCH --partition=NAME",
+    "account": "##SBATCH --account=NAME",
+    # Not a line to complete: srun would not take the cores from it.
+    "cpus-per-task": """\
+# Most sites give a task one core. Choose with --cpus-per-rank: 1 for the rank, and 1 for each of its data workers.""",
+}
+_LOGS_OF_RUN = """\
+# Each rank's output goes to ddpshim-logs/TIME-PID/rank_N.log, rank 0's also into the job's own (--output)."""
+_LOGS_OF_SRUN = """\
+# All ranks write into the job's output (--output). For a log of each rank as well, remove the next line's "#":
+#export DDPSHIM_LOGS=ddpshim-logs/$SLURM_JOB_ID"""
+
 # --wait and not --kill-on-bad-exit, which would kill a rank that still saves when another has exited with 75.
 _TEMPLATE = """\
 #!/bin/bash
 {directives}
-#SBATCH --requeue
 
 # The site's own lines go here: module load ..., source .../bin/activate
 
@@ -109,6 +132,8 @@ echo "job $SLURM_JOB_ID (restart ${{SLURM_RESTART_COUNT:-0}}) on $SLURM_JOB_NODE
 
 # --signal without "B:" reaches the ranks and not this shell. If a site signals both, the shell ignores it.
 trap : TERM USR1
+
+{logs}
 
 # --wait: when one rank has ended, the others get one minute; they would wait for it for half an hour.
 code=0

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 from ddpshim.errors import DdpShimError
@@ -11,6 +15,11 @@ from ddpshim.robomimic import known
 if TYPE_CHECKING:
     from ddpshim.data.fetching import Fetcher
     from ddpshim.trainers.interface import StandIns
+
+_ITS_NEWEST_PYTHON = (3, 11)
+# Works beside any torch, with --no-deps; newer versions fail except with their own torch.
+TORCHVISION = "torchvision==0.16.2" if sys.version_info[:2] <= _ITS_NEWEST_PYTHON else None
+OTHER_TORCHVISION = "the torchvision that belongs to your torch: https://pytorch.org/get-started/previous-versions"
 
 
 def fetcher(dataset: Any) -> Optional[Fetcher]:
@@ -32,6 +41,26 @@ def draws_by_weight(sampler: Any) -> bool:
 def trainer() -> list[tuple[str, str]]:
     """Return the functions that run robomimic's own training; other programs only use its networks and files."""
     return [("robomimic.utils.train_utils", "run_epoch"), ("robomimic.scripts.train", "train")]
+
+
+def problems(module: str, arguments: Sequence[str]) -> Iterator[str]:
+    """A config that does not exist, and torchvision, without which robomimic's networks cannot be imported."""
+    if module != "robomimic.scripts.train":
+        return
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--config")
+    try:
+        config = parser.parse_known_args(arguments)[0].config
+    except argparse.ArgumentError:  # --config without a value: the trainer prints its usage
+        config = None
+    if config is not None and not os.path.exists(config):
+        yield (
+            f"--config {config} does not exist (in {os.getcwd()}): no rank could read it. Correct the path; `python "
+            "-m ddpshim example` writes a config to try."
+        )
+    if importlib.util.find_spec("robomimic") and not importlib.util.find_spec("torchvision"):
+        needed = f"pip install --no-deps {TORCHVISION}" if TORCHVISION else OTHER_TORCHVISION
+        yield f"torchvision is not installed, which robomimic imports: no rank could start. Install it: {needed}"
 
 
 def stand_ins() -> StandIns:

@@ -167,8 +167,10 @@ def loader(**options: Any) -> DataLoader[Any]:
         if isinstance(made, ShardedLoader):
             made.restarts_workers = not stays
         return made
-    except DataError:
+    except DataError as error:
         if len(dataset) >= batch_size:
+            if batch_size < here.world_size:
+                raise DataError(f"{error} The batch size is train.batch_size in the config.") from None
             raise
         num_ranks = here.world_size
         largest = len(dataset) // num_ranks * num_ranks

@@ -5,20 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpshim.errors import TargetError
+from ddpshim.robomimic.adapter import OTHER_TORCHVISION, TORCHVISION
 
 if TYPE_CHECKING:
     from ddpshim.arguments import Commands
 
 CONFIG, DATA = "lift_bc.json", "lift_scripted200_train.hdf5"
 _HOMES = ("lift", "../../examples/data")  # in a wheel, and in a checkout
-_TORCHVISION = "torchvision==0.16.2"  # works with any torch; newer versions fail except with their own torch
-_ITS_NEWEST_PYTHON = (3, 11)
 
 
 def add(commands: Commands) -> None:
@@ -79,8 +77,8 @@ def _missing() -> list[str]:
     by_name = ["robomimic==0.3.0"] * robomimic
     lines = ["robomimic is not complete here. Without the renderer that it would compile, and beside your torch:"]
     lines += ["  pip install 'ddpshim[robomimic]'"] * robomimic
-    if torchvision and sys.version_info[:2] <= _ITS_NEWEST_PYTHON:
-        by_name.append(_TORCHVISION)
+    if torchvision and TORCHVISION:
+        by_name.append(TORCHVISION)
     elif torchvision:
-        lines.append("  the torchvision that belongs to your torch: https://pytorch.org/get-started/previous-versions")
+        lines.append(f"  {OTHER_TORCHVISION}")
     return lines + [f"  pip install --no-deps {' '.join(by_name)}"] * bool(by_name)

@@ -5,7 +5,7 @@ Every function is optional and is looked up when needed. Without it, the codebas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Optional, Protocol
@@ -51,6 +51,12 @@ class Adapter(Protocol):
         """Return (module, function) for each function of the package that trains.
 
         Without it, every program that imports the package is taken for its trainer.
+        """
+
+    def problems(self, module: str, arguments: Sequence[str]) -> Iterator[str]:
+        """Yield the reasons why `python -m module` of the package cannot start with these arguments, a line each.
+
+        Without it, only the module is checked before ranks start. It should import little, and nothing of the package.
         """
 
     def rollouts(self) -> list[tuple[str, str]]:

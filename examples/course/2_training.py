@@ -249,7 +249,7 @@ assert ddpshim.scale_lr(1e-3, "sqrt", world_size=4) == 0.002  # the usual rule f
 
 failed = run_failing(see, 4, 3)
 print(failed.error)
-assert "Global batch 3 does not split over 4 ranks" in failed.error
+assert "Global batch 3 is smaller than 4 ranks" in failed.error
 
 # %% [markdown]
 # ## The end of an epoch
