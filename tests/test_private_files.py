@@ -387,6 +387,26 @@ def test_a_checkpoint_that_is_being_written_is_not_seen(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) == 2
 
 
+def test_a_folder_that_the_main_rank_makes_just_after_the_news_is_not_seen(tmp_path: Path) -> None:
+    main, peer = worlds()
+    changes = [MainsChanges(world, time.time() - 1) for world in (main, peer)]
+    peers_news, folder = changes[1].news, str(tmp_path / "made")
+
+    def news_then_made() -> Any:
+        known = [*peers_news()]
+        if not os.path.isdir(folder):
+            changes[0].tell(folder)
+            os.mkdir(folder)
+        return iter(known)
+
+    changes[1].news = news_then_made  # type: ignore[method-assign]
+    view = View(changes[1], saves.Saves(peer))
+    place = view.place(folder)
+    assert (os.path.isdir(folder), os.path.exists(place)) == (True, False)
+    assert view.place(folder) == place  # else os.makedirs(exist_ok=True) gets FileExistsError, and then finds no folder
+    view.remove_all()
+
+
 def test_all_see_what_the_main_rank_does_for_all(tmp_path: Path) -> None:
     """A rollout that it plays while others wait."""
     main, peer = worlds()

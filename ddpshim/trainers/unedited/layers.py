@@ -78,9 +78,11 @@ class View:
             posix.close(posix.open(own, os.O_WRONLY | os.O_CREAT))
             self._unknown.add(path)
             return own
+        # The disk first: the main rank announces a file before it makes it, so the news cover every file seen here.
+        is_there = _exists(path)
         if not self._is_hidden(path):
             self._look(path)
-        return own if _exists(own) or self._is_hidden(path) else path
+        return path if is_there and not _exists(own) and not self._is_hidden(path) else own
 
     def place_with_content(self, path: str) -> str:
         """Return the `place` of a file to be read. Raises SyncError if its earlier content is no longer known."""
