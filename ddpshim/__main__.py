@@ -248,8 +248,8 @@ def _add_prove(commands: Commands) -> None:
         "prove",
         help="check that a trainer runs the same experiment on several ranks as in one process",
         description="Run a few steps of a trainer in one process and on several ranks, compare batches, losses and "
-        "weights, and print yes, or the first difference (`python -m ddpshim docs prove`). The trainer writes "
-        "its usual files three times, so give it a scratch folder. Exit code: 0 the same, 1 different, 2 "
+        "weights, and print yes, or the first difference (`python -m ddpshim docs prove`). The trainer's output "
+        "goes to ddpshim-logs, and new files that it makes are removed. Exit code: 0 the same, 1 different, 2 "
         "nothing could be compared.",
         usage="%(prog)s [options] (script.py | -m package.module) [arguments]",
     )
@@ -259,7 +259,7 @@ def _add_prove(commands: Commands) -> None:
     prove.add_argument("--one", metavar="COMMAND", help=text)
     text = "time limit for a run in one process (300 seconds)"
     prove.add_argument("--timeout", type=positive, default=300, metavar="S", help=text)
-    prove.add_argument("--json", action="store_true", help="print JSON; the trainer's output goes to stderr")
+    prove.add_argument("--json", action="store_true", help="for programs")
     _add_program(prove)
     prove.set_defaults(run=_prove, needs_torch=True, starts_ranks=True)
 
@@ -281,8 +281,7 @@ def _prove(arguments: argparse.Namespace) -> int:
             )
             return 2
         alone = replace(job, program=str(program), arguments=tuple(map(str, rest)), is_module=bool(is_module))
-    with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
-        proof = prove(job, Settings(arguments.steps, arguments.nproc, arguments.timeout), alone)
+    proof = prove(job, Settings(arguments.steps, arguments.nproc, arguments.timeout), alone)
     print(json.dumps(as_json(proof), indent=2) if arguments.json else as_text(proof))
     return 0 if proof.is_same else 1
 

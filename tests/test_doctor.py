@@ -14,6 +14,7 @@ import pytest
 from ddpshim.__main__ import main
 from ddpshim.tools.doctor.checking import check
 from ddpshim.tools.doctor.findings import CODES, SEVERITIES
+from ddpshim.tools.doctor.tree import Tree
 from tests.idioms import HAZARDS, IDIOMS, program
 from tests.preloaded_commands import patience
 
@@ -405,6 +406,25 @@ def test_a_file_alone_brings_what_it_imports_of_its_project(tmp_path: Path) -> N
     for path in (tmp_path / "ours" / "train.py", tmp_path / "script.py"):
         found = check(path).findings
         assert [(Path(f.path), f.code, f.line) for f in found] == [(package / "steps.py", "DDP404", 9)]
+
+
+def test_a_package_is_read_as_its_parent_folder_is(tmp_path: Path) -> None:
+    """Also an installed one, in a project, and one file of it, without the other packages beside it."""
+    package = tmp_path / "site-packages" / "ours"
+    (package / "scripts").mkdir(parents=True)  # no __init__.py, as in robomimic
+    (tmp_path / "pyproject.toml").touch()
+    (package / "__init__.py").touch()
+    (package / "steps.py").write_text(f"import shutil\n{TRAINER}    shutil.rmtree(folder)\n")
+    script = "import theirs\nfrom ours.steps import main\nif __name__ == '__main__':\n    main(1, 2, 3)\n"
+    (package / "scripts" / "train.py").write_text(script)
+    (package.parent / "theirs.py").write_text("never = imported(\n")
+    for path in (package, package / "scripts" / "train.py"):
+        report = check(path)
+        assert [(Path(f.path), f.code, f.line) for f in report.findings] == [(package / "steps.py", "DDP404", 9)]
+        assert report.num_programs == 1
+    (package / "scripts" / "train.py").write_text("import steps\n")  # the root is on the path
+    tree = Tree(package, (), lambda shown: None)
+    assert [s.path.name for source in tree.sources for s in tree.imports(source)] == ["steps.py"]
 
 
 def test_what_only_the_name_of_a_method_leads_to_is_not_told_of(tmp_path: Path) -> None:

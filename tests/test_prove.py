@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from ddpshim.tools.prove import judging, sketches, watching
+from ddpshim.tools.prove import judging, new_files, running, sketches, watching
 from ddpshim.tools.prove.noise import Placed
 from tests import bugs
 
@@ -111,6 +117,27 @@ def test_says_where_noise_may_be_all_that_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.unit
+def test_shows_the_answer_on_a_line_of_its_own() -> None:
+    proof = judging.Proof(True, 20, 2, 3e-8, 6e-5, notes=["noted"])
+    assert running.as_text(proof).splitlines() == [
+        "note: noted",
+        "the same experiment: yes",
+        "  20 steps on 2 ranks; then weights differ from those of one process by at most 3e-08",
+        "  for scale: rounding errors added to the gradients of one process change its weights by up to 6e-05",
+    ]
+    assert running.as_text(judging.Proof(False, 0, 2)) == "the same experiment: no"
+
+
+@pytest.mark.unit
+def test_perturbation_leaves_zeros() -> None:
+    """Adam divides a gradient by its own size: it would turn any noise on a zero into a full step."""
+    gradient = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    watching._add_rounding([gradient], 0)
+    assert gradient.tolist() == [pytest.approx(1.0, abs=1e-6), 0.0, 0.0, 0.0]
+    assert gradient[0] != 1
+
+
+@pytest.mark.unit
 def test_nothing_compared(tmp_path: Path) -> None:
     assert judging.judge(tmp_path, 2) == judging.Proof(False, 0, 2)
 
@@ -130,8 +157,14 @@ def _prove(folder: Path, program: str) -> tuple[int, str]:
 )
 def test_clean(tmp_path: Path, name: str, trainer: str) -> None:
     """A port by hand with noise of its own, whose sampler draws in each epoch; and losses over the whole batch."""
-    code, said = _prove(tmp_path, BUGS[name].program(trainer, is_clean=True))
+    writes = "import os, torch; os.makedirs('out', exist_ok=True); torch.save([], 'out/last.pt'); print('loud')\n"
+    code, said = _prove(tmp_path, writes + BUGS[name].program(trainer, is_clean=True))
     assert code == 0, said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ddpshim-logs", "output.txt", "train.py"]
+    (logs,) = (tmp_path / "ddpshim-logs").iterdir()
+    names = ["one.log", "perturbed.log", "rank_0.log", "rank_1.log"]
+    assert {path.name: path.read_text().count("loud") for path in logs.iterdir()} == dict.fromkeys(names, 1)
+    assert "loud" not in said
     assert '"is_same": true' in said
     assert ("ranks draw their own noise" in said) == (trainer == "raw")
 
@@ -161,3 +194,85 @@ def test_nothing_to_compare(tmp_path: Path) -> None:
     assert code == 2
     assert "in one process the trainer made no step, neither plainly nor as a single rank" in said
     assert said.rstrip().endswith("no data")
+
+
+_RECORDERS: list[new_files.Recorder] = []
+
+
+def _hook(event: str, args: object) -> None:
+    if _RECORDERS:  # audit hooks cannot be removed
+        _RECORDERS[-1]._see_event(event, args)
+
+
+@pytest.mark.unit
+def test_removes_what_the_runs_made_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also nothing at all, if the runs changed what existed: a copy that they made may be the only one."""
+    monkeypatch.chdir(tmp_path)
+    records, runs = tmp_path / "records", tmp_path / "runs"
+    sys.addaudithook(_hook)
+
+    def left(change: Callable[[], object]) -> tuple[list[str], list[str]]:
+        """The files in `runs` after a proof whose runs do this to a folder with one file, and what it says."""
+        for folder in (records, runs):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+        (runs / "old.txt").write_text("old")
+        _RECORDERS.append(new_files.Recorder(records))
+        try:
+            change()
+        finally:
+            _RECORDERS.clear()
+        said = [sentence.replace(f"{tmp_path}/", "") for sentence in new_files.remove(records)]
+        return sorted(str(path.relative_to(runs)) for path in runs.rglob("*")), said
+
+    def usual() -> None:
+        os.makedirs("runs/a/models")
+        os.makedirs("runs/a", exist_ok=True)
+        Path("runs/a/models/partial").write_text("x")
+        os.replace("runs/a/models/partial", "runs/a/models/last.pth")
+        Path("runs/a/models/last.pth").write_text("again")
+        os.rename("runs/a", "runs/b")
+        os.symlink("b", "runs/latest")
+        os.link("runs/old.txt", "runs/old_again.txt")
+        Path("runs/b/gone").touch()
+        os.remove("runs/b/gone")
+        folder = os.open("runs/b", os.O_RDONLY)
+        os.mkdir("inside", dir_fd=folder)
+        os.close(folder)
+        file, temporary = tempfile.mkstemp()
+        os.close(file)
+        os.rename(temporary, "runs/temporary.txt")
+        open("runs/old.txt", "a").close()  # changes nothing
+        with contextlib.suppress(OSError):
+            os.rmdir("runs")
+
+    assert left(usual) == (["old.txt"], [])
+
+    def unseen() -> None:
+        os.makedirs("runs/a/b")
+        Path("runs/a/seen").touch()
+        recorder = _RECORDERS.pop()
+        Path("runs/a/b/unseen").touch()
+        _RECORDERS.append(recorder)
+
+    found, said = left(unseen)
+    assert found == ["a", "a/b", "a/b/unseen", "old.txt"]
+    assert said[0].startswith("1 new path left: ")
+    assert said[0].endswith(": rm -r runs/a")
+
+    def moved() -> None:
+        Path("runs/new").touch()
+        os.rename("runs/old.txt", "runs/older.txt")
+
+    def copied() -> None:
+        shutil.copy("runs/old.txt", "runs/older.txt")
+        os.remove("runs/old.txt")
+        Path("runs/new").touch()
+
+    for change in (moved, copied):  # "older.txt" has the only copy
+        found, said = left(change)
+        assert found == ["new", "older.txt"]
+        assert said[0].startswith("the trainer changed runs/old.txt, which existed before. Nothing was removed")
+    assert said[0].endswith("They made: runs/new runs/older.txt")
+    for rewrite in (lambda: Path("runs/old.txt").write_text("new"), lambda: os.truncate("runs/old.txt", 1)):
+        assert left(rewrite)[1][0].endswith("may be the only copy of it")

@@ -77,7 +77,7 @@ def run(job: Launch) -> int:
     """
     job = nodes_of_scheduler(job, os.environ)
     check(job, os.environ)
-    log_dir = _make_log_dir(job) if job.has_logs else None
+    log_dir = make_log_dir(job) if job.has_logs else None
     if os.environ.get("DDPSHIM_EXACT"):  # virtual ranks may share GPUs, which must add in a fixed order
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     is_alone = job.nproc == "1" and (job.nnodes or 1) == 1 and not job.max_restarts
@@ -97,8 +97,9 @@ def run(job: Launch) -> int:
         screen: AbstractContextManager[None] = contextlib.nullcontext()
         if log_dir is not None:
             os.environ[variables.RANK_LOGS] = str(log_dir)
-            say(f"each rank's output goes to {log_dir}/rank_N.log")
-            if not job.node_rank:
+            if job.proof is None:  # `prove` shows its own lines, and the output only of a run that fails
+                say(f"each rank's output goes to {log_dir}/rank_N.log")
+            if not job.node_rank and job.proof is None:
                 screen = _shown_on_screen(log_dir / "rank_0.log")
         # Not through torchrun's parser, which rejects the program's own `--nproc` or `--log` as ambiguous.
         program = [*(["-m"] if job.is_module else []), job.program, *job.arguments]
@@ -106,7 +107,7 @@ def run(job: Launch) -> int:
             failures, received = alone.run(program, job.grace_s) if is_alone else _run_ranks(job, run_dir, program)
         records = Path(run_dir, FOLDER)
         if not failures:
-            if records.exists():
+            if records.exists() and job.proof is None:
                 say(f"build a report of this run: python -m ddpshim report {shlex.quote(records.read_text())}")
             return 0
         notes = failure_notes.read(run_dir)
@@ -120,7 +121,8 @@ def run(job: Launch) -> int:
             say(f"stopped by {name}{where}")
             _report_last_save(run_dir, name)
         else:
-            _report(first, code, log_dir, {rank: note.traceback for rank, note in notes.items()})
+            tracebacks = {rank: note.traceback for rank, note in notes.items()}
+            _report(first, code, log_dir, tracebacks, job.proof is None)
         return 128 - code if code < 0 else code
 
 
@@ -292,7 +294,8 @@ def nodes_of_scheduler(job: Launch, environ: Mapping[str, str]) -> Launch:
     )
 
 
-def _make_log_dir(job: Launch) -> Path:
+def make_log_dir(job: Launch) -> Path:
+    """Make the folder for the output of the ranks of `job` and return it; old ones that `run` named are removed."""
     log_dir = Path(job.log_dir or f"ddpshim-logs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
     try:
         if job.log_dir is None:
@@ -407,19 +410,26 @@ def _error_in(traceback: str) -> str:
     return lines[frames[-1] + 1] if frames and lines[frames[-1] + 1 :] else ""
 
 
-def _report(rank: int, code: int, log_dir: Optional[Path], tracebacks: Mapping[int, str]) -> None:
-    """Print which rank failed first, and last its traceback, or else the end of its log; no traceback twice."""
+def _report(rank: int, code: int, log_dir: Optional[Path], tracebacks: Mapping[int, str], is_shown: bool) -> None:
+    """Print which rank failed first, and last its traceback, or else the end of its log; no traceback twice.
+
+    `is_shown`: whether rank 0's output is on the screen.
+    """
     said = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     if log_dir is None:
         say(f"rank {rank} failed first: it {said}")
         return
     log, traceback = log_dir / f"rank_{rank}.log", tracebacks.get(rank, "")
     error = _error_in(traceback)
-    alike = sorted(other for other in tracebacks if traceback and tracebacks[other] == traceback)
+    alike = sorted(other for other in tracebacks if is_shown and traceback and tracebacks[other] == traceback)
     # The launcher may have ended rank 0 before it printed the traceback that it noted.
-    if 0 in alike[:-1] and traceback.rstrip() in failure_notes.end_of(log_dir / "rank_0.log", _NUM_LINES_SEARCHED):
+    if (
+        is_shown
+        and 0 in alike[:-1]
+        and traceback.rstrip() in failure_notes.end_of(log_dir / "rank_0.log", _NUM_LINES_SEARCHED)
+    ):
         say(f"{ranks_called(alike)} failed with the same error: {error} (above, and in {log_dir}/rank_N.log)")
-    elif rank > 0:
+    elif rank > 0 or not is_shown:
         say(
             f"rank {rank} failed first: {error} (it {said}; its log is {log}):"
             if error

@@ -10,6 +10,7 @@ from pathlib import Path
 from ddpshim.tools.doctor.source import Source
 
 _SKIPPED_FOLDERS = {".git", ".hg", ".tox", ".nox", "__pycache__", "node_modules", "site-packages", ".eggs"}
+_INSTALLED = {"site-packages", "dist-packages"}
 _TARGET = re.compile(rb"_target_:\s*['\"]?([A-Za-z_][\w.]*)")
 
 
@@ -32,18 +33,30 @@ def clocks(configs: dict[Path, bytes]) -> Iterator[tuple[Path, int]]:
                 break
 
 
+def above_package(folder: Path) -> Path:
+    """Return the folder above the package that `folder` is in, where the names of its modules start; else `folder`.
+
+    A folder of scripts directly in a package belongs to it, also without __init__.py.
+    """
+    while folder != folder.parent and any((f / "__init__.py").exists() for f in (folder, folder.parent)):
+        folder = folder.parent
+    return folder
+
+
 def project_of(file: Path) -> Path:
     """Return the folder where a file's absolute imports start: its project, else the folder above its package."""
-    top = file.parent
-    while (top / "__init__.py").exists() and top.parent != top:
-        top = top.parent
+    top = above_package(file.parent)
     marks = ("pyproject.toml", "setup.py", "setup.cfg", ".git")
-    above = [top, *list(top.parents)[:3]]
+    above = [top, *list(top.parents)[:3]] if top.name not in _INSTALLED else []
     return next((folder for folder in above if any((folder / mark).exists() for mark in marks)), top)
 
 
 def imported_files(source: Source, top: Path) -> Iterator[Path]:
-    """Yield the project's files that `source` imports: absolute ones from its folder, one above, or src."""
+    """Yield the project's files that `source` imports: absolute ones from its folder, one above, or src.
+
+    Of installed packages only the one that `source` is in belongs to the project.
+    """
+    own = source.path.relative_to(top).parts[0]
     folders = [f for f in source.path.parents if f == top or top in f.parents]
     for dotted in source.imported:
         stem = dotted.lstrip(".")
@@ -52,6 +65,8 @@ def imported_files(source: Source, top: Path) -> Iterator[Path]:
             continue
         starts = folders[level - 1 : level] if level else [*folders, top / "src"]
         for start in starts:
+            if start.name in _INSTALLED and stem.partition(".")[0] != own:
+                continue
             path = start.joinpath(*stem.split(".")) if stem else start
             found = next((p for p in (path.with_name(path.name + ".py"), path / "__init__.py") if p.is_file()), None)
             if found is not None:

@@ -11,7 +11,7 @@ from typing import Callable, Optional, TypeVar, Union
 
 from ddpshim.reading import read_bytes
 from ddpshim.tools.doctor.nodes import FUNCTIONS, argument, entered, key_of, last_name, words_of
-from ddpshim.tools.doctor.paths import config_files, files_below, imported_files, project_of, targets
+from ddpshim.tools.doctor.paths import above_package, config_files, files_below, imported_files, project_of, targets
 from ddpshim.tools.doctor.source import Source, Unit, Unreadable
 
 T = TypeVar("T", Source, Unit)
@@ -94,7 +94,7 @@ class Tree:
         self.root, self._show = root, show
         self.sources: list[Source] = []
         self.unreadable: list[tuple[Path, Unreadable]] = []
-        top = root if root.is_dir() else project_of(root)
+        top = above_package(root) if root.is_dir() else project_of(root)
         pending = list(files_below(root, set(exclude), (".py",)))
         asked = set(pending)
         while pending:
@@ -111,6 +111,7 @@ class Tree:
                 found = (p for p in imported_files(self.sources[-1], top) if p.name not in exclude)
                 pending += (new := [path for path in dict.fromkeys(found) if path not in asked])
                 asked.update(new)
+        self._num_above = len(root.relative_to(top).parts) if root.is_dir() else 0  # scripts in the root import here
         self._parts: dict[Source, tuple[str, ...]] = {}
         self._by_last: dict[str, list[Source]] = {}
         for source in self.sources:
@@ -169,7 +170,7 @@ class Tree:
         if beside:
             return beside[0]
         if len(parts) == 1:
-            found = [s for s in found if len(self._parts[s]) == 1]
+            found = [s for s in found if len(self._parts[s]) in (1, self._num_above + 1)]
         return min(found, key=lambda s: len(self._parts[s]), default=None)
 
     def definition(self, dotted: str, importer: Source, depth: int = 0) -> Union[Unit, Class, None]:

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ddpshim.errors import LaunchError
+from ddpshim.job import failure_notes
 from ddpshim.job.launch_env import PLACE
-from ddpshim.job.say import progress_line, say
-from ddpshim.launch.runner import Launch, check, run
-from ddpshim.tools.prove import watching
+from ddpshim.job.say import count, progress_line, say
+from ddpshim.launch.runner import Launch, check, make_log_dir, run
+from ddpshim.tools.prove import new_files, watching
 from ddpshim.tools.prove.judging import Proof, judge
 from ddpshim.tools.prove.watching import ONE, PERTURBED, Settings
 
@@ -28,49 +29,66 @@ _NUM_LINES_SHOWN = 12
 def prove(job: Launch, settings: Settings, alone: Optional[Launch] = None) -> Proof:
     """Run `job` on ranks and `alone` in one process (default: the same program), and return the comparison.
 
-    Raises LaunchError if one of them cannot run or makes no step.
+    The output of each run goes to a log, and the files that the runs make are removed. Raises LaunchError if one of
+    them cannot run or makes no step.
     """
     check(job, os.environ)
     alone = alone or job
+    logs = make_log_dir(job)
     with tempfile.TemporaryDirectory(prefix="ddpshim-prove-") as name:
         folder = Path(name)
         (folder / watching.SETTINGS).write_text(json.dumps(asdict(settings)))
-        _run_alone(alone, folder, settings)
-        say(f"the same on {settings.num_ranks} ranks")
-        code = run(replace(job, proof=name, nproc=str(settings.num_ranks)))
-        num_steps = [_num_steps(folder, f"rank_{rank}") for rank in range(settings.num_ranks)]
-        if code or not all(num_steps):
-            raise LaunchError(
-                f"the ranks made {num_steps} steps and ended with exit code {code}: there is nothing to compare. "
-                "Read their output above; make the trainer run on several ranks first."
-            )
+        say(f"3 runs of {settings.steps} steps; their output goes to {logs}, and files that they make are removed")
+        try:
+            _run_alone(alone, folder, logs, settings)
+            new_files.remove(folder)  # the ranks must not find checkpoints of the one process
+            _run_ranks(replace(job, proof=name, nproc=str(settings.num_ranks), log_dir=str(logs)), folder, settings)
+        finally:
+            for sentence in new_files.remove(folder):
+                say(sentence)
         return judge(folder, settings.num_ranks)
 
 
-def _run_alone(job: Launch, folder: Path, settings: Settings) -> None:
+def _run_ranks(job: Launch, folder: Path, settings: Settings) -> None:
+    say(f"run 3: the same program on {settings.num_ranks} ranks")
+    code = run(job)
+    num_steps = [_num_steps(folder, f"rank_{rank}") for rank in range(settings.num_ranks)]
+    if code or not all(num_steps):
+        said = "" if code else f" Rank 0 ended with:\n{failure_notes.end_of(Path(job.log_dir or '', 'rank_0.log'))}"
+        raise LaunchError(
+            f"the ranks made {num_steps} steps and ended with exit code {code}: there is nothing to compare. "
+            f"Make the trainer run on several ranks first; their output is in {job.log_dir}.{said}"
+        )
+
+
+def _run_alone(job: Launch, folder: Path, logs: Path, settings: Settings) -> None:
     """Run it twice without a launcher's variables; if it makes no step, run it twice as the only rank of a job."""
     said = ""
-    ways: tuple[tuple[str, Callable[[], dict[str, str]]], ...] = (("plainly", dict), ("as a single rank", _one_rank))
+    ways: tuple[tuple[str, Callable[[], dict[str, str]]], ...] = (("", dict), (" as a single rank of a job", _one_rank))
     for how, environ in ways:
         end = time.monotonic() + settings.timeout_s
-        say(f"runs in one process, {how}, and once more with a rounding error in each gradient")
-        processes = {ONE: _start(job, folder, ONE, environ())}
-        # Many trainers name their output folder by the second: the second run must not start in the first one's folder.
-        while processes[ONE].poll() is None and not _num_steps(folder, ONE) and time.monotonic() < end:
-            time.sleep(0.05)
-        processes[PERTURBED] = _start(job, folder, PERTURBED, environ())
-        for name, process in processes.items():
-            try:
+        say(f"run 1: one process{how}")
+        processes = {ONE: _start(job, folder, logs, ONE, environ())}
+        try:
+            # Many trainers name their output folder by the second: the second run must not start in the first's folder.
+            while processes[ONE].poll() is None and not _num_steps(folder, ONE) and time.monotonic() < end:
+                time.sleep(0.05)
+            say(f"run 2: one process{how}, with a rounding error added to each gradient")
+            processes[PERTURBED] = _start(job, folder, logs, PERTURBED, environ())
+            for name, process in processes.items():
                 _wait(process, end, folder, name, settings.steps)
-            except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired:
+            raise LaunchError(
+                f"the run in one process made {_num_steps(folder, name)} steps in {settings.timeout_s:g} s: there "
+                "is nothing to compare. Give --timeout more seconds, or --steps fewer steps."
+            ) from None
+        finally:
+            for process in processes.values():
                 process.kill()
-                raise LaunchError(
-                    f"the run in one process made {_num_steps(folder, name)} steps in {settings.timeout_s:g} s: there "
-                    "is nothing to compare. Give --timeout more seconds, or --steps fewer steps."
-                ) from None
+                process.wait()
         if _num_steps(folder, ONE) and _num_steps(folder, PERTURBED):
             return
-        said = (folder / f"{ONE}.txt").read_text(errors="replace").strip()
+        said = (logs / f"{ONE}.log").read_text(errors="replace").strip()
         say(f"made no step: {(said.splitlines() or [''])[-1]}")
         for name in processes:
             (folder / f"{name}.jsonl").unlink(missing_ok=True)
@@ -92,10 +110,10 @@ def _wait(process: subprocess.Popen[bytes], end: float, folder: Path, name: str,
                     raise
 
 
-def _start(job: Launch, folder: Path, name: str, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(job: Launch, folder: Path, logs: Path, name: str, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
     argv = [*(["-m"] if job.is_module else []), job.program, *job.arguments]
     kept = {key: value for key, value in os.environ.items() if key not in PLACE}
-    with (folder / f"{name}.txt").open("wb") as out:
+    with (logs / f"{name}.log").open("wb") as out:
         return subprocess.Popen(
             [sys.executable, "-m", "ddpshim.tools.prove.process", str(folder), name, *argv],
             stdin=subprocess.DEVNULL,
@@ -127,13 +145,17 @@ def as_text(proof: Proof) -> str:
     """Return the notes and the verdict; if it is "no", also the first difference and its usual cause."""
     lines = [f"note: {note}" for note in proof.notes]
     if proof.is_same:
-        size = "" if proof.largest_difference is None else f"largest difference {proof.largest_difference:.0e} "
-        alone = "" if proof.of_rounding is None else f"; a rounding error alone comes to {proof.of_rounding:.0e}"
-        after = f"after {proof.num_steps} steps on {proof.num_ranks} ranks"
-        lines.append(f"the same experiment: yes ({size}{after}{alone})")
+        lines.append("the same experiment: yes")
+        after = f"{count(proof.num_steps, 'step')} on {count(proof.num_ranks, 'rank')}"
+        if proof.largest_difference is not None:
+            after += f"; then weights differ from those of one process by at most {proof.largest_difference:.0e}"
+        lines.append(f"  {after}")
+        if proof.of_rounding is not None:
+            scale = "rounding errors added to the gradients of one process change its weights by up to"
+            lines.append(f"  for scale: {scale} {proof.of_rounding:.0e}")
         return "\n".join(lines)
-    parting = proof.parting
     lines.append("the same experiment: no")
+    parting = proof.parting
     if parting is not None:
         where = f" of {parting.where}" if parting.where else ""
         place = parting.place or "outside your code"

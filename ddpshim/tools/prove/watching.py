@@ -41,7 +41,12 @@ class Settings:
 @contextlib.contextmanager
 def watched(folder: str, run: Optional[str] = None) -> Iterator[None]:
     """Within this block, record the program in `folder` under the name `run` (default "rank_N"). Local."""
+    from ddpshim.tools.prove.new_files import Recorder
+    from ddpshim.trainers.unedited.private_files import switch_loggers_off
+
     rank = int(os.environ.get("RANK", 0))
+    switch_loggers_off()
+    Recorder(Path(folder)).install()
     watcher = Watcher(Path(folder), run or f"rank_{rank}", rank)
     watcher.install()
     try:
@@ -371,7 +376,11 @@ def _digest(states: dict[str, Any]) -> int:
 
 
 def _add_rounding(gradients: list[Any], step: int) -> None:
-    """Add noise as large as rounding errors of another summation order: eps * (|entry| + root mean square of all)."""
+    """Add noise as large as rounding errors of another summation order: eps * (|entry| + root mean square of all).
+
+    Zeros stay: a sum of zeros is zero in any order, and an optimizer that divides a gradient by its own size (Adam)
+    would turn the smallest noise into a full step.
+    """
     import torch
 
     if not gradients:
@@ -383,4 +392,4 @@ def _add_rounding(gradients: list[Any], step: int) -> None:
         for g in gradients:
             if g.is_floating_point() and g.layout == torch.strided:
                 noise = torch.randn(g.shape, generator=own).to(g)
-                g.add_((g.abs() + typical) * noise, alpha=torch.finfo(g.dtype).eps)
+                g.add_((g.abs() + typical) * (g != 0) * noise, alpha=torch.finfo(g.dtype).eps)

@@ -31,11 +31,12 @@ _WRITING = (
 class CLibraries:
     """Redirects paths: `reads(path)` and `writes(path, keeps, is_new)` return the path to use. Local.
 
-    On the main rank they return `path` itself.
+    On the main rank they return `path` itself. `reports`: whether to report commands that every rank starts.
     """
 
-    def __init__(self, reads: Callable[[Any], Any], writes: Callable[..., Any]) -> None:
-        self._reads, self._writes, self._undo = reads, writes, contextlib.ExitStack()
+    def __init__(self, reads: Callable[[Any], Any], writes: Callable[..., Any], reports: bool = True) -> None:
+        self._reads, self._writes, self._reports = reads, writes, reports
+        self._undo = contextlib.ExitStack()
 
     def install(self) -> Callable[[], None]:
         """Redirect libraries that are imported now or later; return a function that undoes it."""
@@ -114,10 +115,10 @@ class CLibraries:
                 redirected = [self._argument(part) for part in args]
                 if os.path.basename(os.fsdecode(args[0])).startswith("ffmpeg") and _is_a_file_name(args[-1]):
                     redirected[-1] = self._writes(args[-1])
-                else:
+                elif self._reports:
                     _report_popen(args[0], sys._getframe(1))
                 args = redirected
-            else:
+            elif self._reports:
                 _report_popen(args, sys._getframe(1))
             if kwargs.get("cwd") is not None:
                 kwargs["cwd"] = self._reads(kwargs["cwd"])

@@ -72,7 +72,7 @@ class PrivateFiles:
                 undo.callback(os.chdir, os.getcwd())
                 undo.enter_context(inherited(self._files))
                 undo.enter_context(refused(self._files.is_private))
-                _switch_loggers_off()
+                switch_loggers_off()
             stand_ins |= {id(self._save): self.save, id(self._load): self.load}
             undo.callback(libraries.install())
             undo.enter_context(in_place(stand_ins))
@@ -161,8 +161,8 @@ class PrivateFiles:
         return path
 
 
-def _switch_loggers_off() -> None:
-    """Disable loggers that use a server, on ranks other than the main one: each rank would create a run."""
+def switch_loggers_off() -> None:
+    """Disable loggers that use a server: each rank, and each run of a proof, would create a run there. Local."""
     switches = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "MLFLOW_TRACKING_URI": "file:./mlruns"}
     os.environ.update({**switches, "CLEARML_OFFLINE_MODE": "1", "SWANLAB_MODE": "disabled"})
     after_import("wandb", _disable_wandb)

@@ -1,0 +1,194 @@
+"""Records the paths that the runs of a proof make or change, and removes those that they made.
+
+Removed is only what did not exist before and was seen to be made by these runs. If they changed something that existed,
+nothing is removed: what they made may be the only copy of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import posix
+import shlex
+import stat
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, Optional
+
+from ddpshim.job.say import count
+from ddpshim.trainers.unedited.c_libraries import CLibraries
+from ddpshim.trainers.unedited.left_alone import LeftAlone
+from ddpshim.trainers.unedited.mains_changes import TEMPORARY, WRITES
+
+RECORDS = "paths.jsonl"
+_MADE, _EXISTED, _MOVED = "made", "existed", "moved"
+# Audit events that change the path in this argument, and the argument with the descriptor of its folder.
+_REMOVING = {"os.remove": (0, 1), "os.rmdir": (0, 1), "os.truncate": (0, None)}
+_MAKING = {"os.mkdir": (0, 2), "os.symlink": (1, 2), "os.link": (1, 3)}
+
+
+class Recorder:
+    """Records the paths that this process and its forked children make or change."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = f"{os.path.realpath(folder)}/"
+        self._left = LeftAlone()
+        # Processes append whole lines, so the first line of a path tells its state before all of them.
+        self._records = os.open(folder / RECORDS, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def install(self) -> None:
+        """Start recording, until this process ends: audit hooks cannot be removed."""
+        import torch
+
+        sys.addaudithook(self._see_event)
+        save = torch.save
+
+        @functools.wraps(save)
+        def save_and_record(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+            if isinstance(f, (str, os.PathLike)):
+                self._see_writing(f)
+            save(obj, f, *args, **kwargs)
+
+        torch.save = save_and_record  # it opens the file in C++
+        CLibraries(lambda path: path, self._see_writing, reports=False).install()
+
+    def _see_event(self, event: str, args: Any) -> None:
+        if event == "open":
+            path, _, flags = args
+            is_temporary = TEMPORARY and isinstance(flags, int) and flags & TEMPORARY == TEMPORARY
+            if isinstance(flags, int) and flags & WRITES and not is_temporary:
+                self._see_writing(path)
+        elif event == "os.rename":
+            source, to = self._path(args[0], args[2]), self._path(args[1], args[3])
+            self._write_if_exists(source)
+            if to and not self._write_if_exists(to) and not source:  # a temporary file
+                self._write(_MADE, to)
+            elif source and to:
+                self._write(_MOVED, source, to)
+        elif event in _REMOVING:
+            path, folder = _REMOVING[event]
+            self._write_if_exists(self._path(args[path], -1 if folder is None else args[folder]))
+        elif event in _MAKING:
+            path, folder = _MAKING[event]
+            found = self._path(args[path], args[folder] if len(args) > folder else -1)
+            if found and not _exists(found):
+                self._write(_MADE, found)
+
+    def _see_writing(self, path: Any, keeps: bool = False, is_new: bool = False) -> Any:
+        """Record that `path` is about to be written, and return it."""
+        found = self._path(path)
+        if found and not self._write_if_exists(found):
+            self._write(_MADE, found)
+        return path
+
+    def _path(self, path: Any, folder: int = -1) -> str:
+        """Return `path` as an absolute one; "" if it is not a file of the program."""
+        if not isinstance(path, (str, bytes, os.PathLike)):
+            return ""
+        try:
+            above = posix.getcwd() if folder < 0 else posix.readlink(f"/proc/self/fd/{folder}")
+        except OSError:
+            return ""
+        found = os.path.join(above, os.fsdecode(path))
+        is_ours = found.startswith(self._folder) or "/__pycache__/" in found
+        if is_ours or self._left.takes_note(found, _caller()) or self._left.has(found):
+            return ""
+        return found
+
+    def _write_if_exists(self, path: str) -> bool:
+        state = _state(path) if path else None
+        if state is not None:
+            self._write(_EXISTED, path, state)
+        return state is not None
+
+    def _write(self, *record: Any) -> None:
+        posix.write(self._records, (json.dumps(record) + "\n").encode())
+
+
+def _caller() -> Optional[FrameType]:
+    """Return the innermost frame outside this file."""
+    frame: Optional[FrameType] = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame
+
+
+def remove(folder: Path) -> list[str]:
+    """Remove what the runs that were recorded in `folder` made, and return sentences about what is left. Local."""
+    made, changed = _found(folder)
+    if changed:
+        changes = f"{changed[0]}{f' and {len(changed) - 1} more' if changed[1:] else ''}"
+        tops = _tops(made)
+        return [
+            f"the trainer changed {changes}, which existed before. Nothing was removed: what the runs made may be the "
+            f"only copy of it{'. They made: ' + ' '.join(map(shlex.quote, tops)) if tops else ''}"
+        ]
+    for path in sorted(made, key=len, reverse=True):
+        try:
+            (posix.rmdir if stat.S_ISDIR(posix.lstat(path).st_mode) else posix.unlink)(path)
+        except OSError:
+            continue  # gone already, or a folder with files of others
+    left = _tops(made)
+    if not left:
+        return []
+    return [
+        f"{count(len(left), 'new path')} left: they hold files that these runs were not seen to write (a subprocess, a "
+        f"library in C, or another program wrote them). Remove them if you do not need them: rm -r "
+        f"{' '.join(map(shlex.quote, left))}"
+    ]
+
+
+def _found(folder: Path) -> tuple[list[str], list[str]]:
+    """Return the paths that the runs made, and those that existed before and have changed."""
+    path = folder / RECORDS
+    before: dict[str, Any] = {}  # None for a path that did not exist
+    for line in path.read_text().splitlines() if path.exists() else ():
+        kind, *values = json.loads(line)
+        place = _real(values[0])
+        if kind == _MADE:
+            before.setdefault(place, None)
+        elif kind == _EXISTED:
+            before.setdefault(place, None if _is_in(place, before) else values[1])
+        else:  # what is in a moved folder is now below its new name
+            to = _real(values[1])
+            inside = [known for known in before if known == place or known.startswith(f"{place}/")]
+            for known in inside:
+                if before[known] is None:
+                    before.setdefault(to + known[len(place) :], None)
+    made = [place for place, state in before.items() if state is None]
+    return made, [place for place, state in before.items() if state is not None and _state(place) != state]
+
+
+def _tops(paths: Sequence[str]) -> list[str]:
+    """Return those of the paths that exist and are in none of the others."""
+    existing = {path: None for path in paths if _exists(path)}
+    return sorted(path for path in existing if not _is_in(path, existing))
+
+
+def _is_in(path: str, made: dict[str, Any]) -> bool:
+    """Whether a folder above `path` is in `made`, with None."""
+    above = (str(parent) for parent in Path(path).parents)
+    return any(made.get(parent, path) is None for parent in above)
+
+
+def _real(path: str) -> str:
+    folder, name = os.path.split(path.rstrip("/"))
+    return os.path.join(os.path.realpath(folder), name)
+
+
+def _exists(path: str) -> bool:
+    return _state(path) is not None
+
+
+def _state(path: str) -> Any:
+    """Return what shows that a path has changed; None if it does not exist. A folder changes only if it is replaced."""
+    try:
+        info = posix.lstat(path)
+        if stat.S_ISLNK(info.st_mode):
+            return [info.st_ino, posix.readlink(path)]
+    except OSError:
+        return None
+    return [info.st_ino] if stat.S_ISDIR(info.st_mode) else [info.st_ino, info.st_size, info.st_mtime_ns]
