@@ -42,15 +42,21 @@ def stand_ins() -> StandIns:
 
 
 def state_of_files() -> str:
-    """Of the installed package; \"not installed\" where there is none."""
+    """Of the modules of this process, else of the installed package; \"not installed\" where there is none."""
+    from ddpshim.trainers.import_hook import set_in_memory
     from ddpshim.trainers.patching.files import status
 
+    in_memory = set_in_memory("robomimic")
+    if in_memory is not None:
+        return f"in memory: {in_memory}"
     if importlib.util.find_spec("robomimic") is None:
         return "robomimic is not installed"
     try:
         found = status("robomimic")
     except DdpShimError as error:
         return str(error)
+    if found.state == "not applied":
+        return f"files as released ({found.patch_set.name}); a launched training is patched in memory"
     return f"{found.state} ({found.patch_set.name}{', the nearest' if found.state == 'unknown' else ''})"
 
 
