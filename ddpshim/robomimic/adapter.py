@@ -9,6 +9,8 @@ from ddpshim.errors import DdpShimError
 from ddpshim.robomimic import known
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ddpshim.data.fetching import Fetcher
     from ddpshim.trainers.interface import StandIns
 
@@ -58,6 +60,13 @@ def state_of_files() -> str:
     if found.state == "not applied":
         return f"files as released ({found.patch_set.name}); a launched training is patched in memory"
     return f"{found.state} ({found.patch_set.name}{', the nearest' if found.state == 'unknown' else ''})"
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    """From logs/log.txt."""
+    from ddpshim.robomimic.logged import logged
+
+    return logged(folder)
 
 
 def new_release(tree: str) -> tuple[list[str], int]:
