@@ -384,7 +384,7 @@ def test_runs_are_compared(tmp_path: Path, capsys: Any) -> None:
     assert rows["samples/s"] == ["100", "250"]
     assert (rows["speed-up"], rows["predicted"]) == (["1.00", "2.50"], ["", "4.00"])
     assert rows["last success rate"] == ["80% (44% to 97%)"] * 2
-    assert rows["digits that agree"] == ["", "all"]
+    assert rows["digits of the loss that agree"] == ["", "all"]
     assert ["config.train.lr", "0.1", "0.2"] in _table_of(out, "What differs")
     assert not any("batch" in row[0] for row in _table_of(out, "What differs"))
     assert command_line.main(["report", folders[0], folders[0], "--markdown"]) == 2
@@ -453,7 +453,7 @@ def test_a_plain_run_in_one_process_is_compared_from_its_own_log(tmp_path: Path,
         ["2", "return in Lift", "0", "2", "1"],
     ]
     rows = {name: of_runs for name, *of_runs in _table_of(out, "Final values")}
-    assert (rows["ranks"], rows["digits that agree"]) == (["1", "2"], ["", "at least 0"])
+    assert (rows["ranks"], rows["digits of the loss that agree"]) == (["1", "2"], ["", "all in epoch 1, 6 in epoch 2"])
     assert rows["last success rate"] == ["50%", "50% (19% to 81%)"]
     assert _table_of(out, "What differs")[1:] == [["config.seed", "1", "2"]]
     assert "- plain: One process, no records of ddpshim: 2 epochs, from the log of its trainer." in out.read_text()

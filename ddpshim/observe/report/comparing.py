@@ -79,7 +79,7 @@ def _values(runs: Mapping[str, Run]) -> Table:
                 **dict(reached(run)),
                 "last loss": number(means[-1]) if means else "",
                 "best validation": number(min(valid)) if valid else "",
-                "digits that agree": "" if run is first else _least_digits(first, run),
+                "digits of the loss that agree": "" if run is first else _digits_of_losses(first, run),
             }
         )
     values = dict.fromkeys(name for of_run in found for name in of_run)
@@ -87,16 +87,21 @@ def _values(runs: Mapping[str, Run]) -> Table:
     note = (
         "Speed-up: samples per second of training, against the first run; "
         "predicted: by ddpshim predict, from the first run's records. In brackets: "
-        "95% intervals, or the epoch. Digits: of losses and results in every epoch."
+        "95% intervals, or the epoch."
     )
     return Table("values", "Final values", ["what", *runs], [row for row in rows if any(row[1:])], note)
 
 
-def _least_digits(first: Run, other: Run) -> str:
-    found = _agreement(first, other).values()
-    if not found:
-        return ""
-    return "all" if math.isinf(min(found)) else f"at least {min(found)}"
+def _digits_of_losses(first: Run, other: Run) -> str:
+    found = [(epoch, digits) for (epoch, what), digits in _agreement(first, other).items() if what == "loss"]
+    if all(math.isinf(digits) for _, digits in found):
+        return "all" if found else ""
+    ends = found if len(found) == 1 else (found[0], found[-1])
+    return ", ".join(f"{_digits_shown(digits)} in epoch {epoch}" for epoch, digits in ends)
+
+
+def _digits_shown(digits: float) -> str:
+    return "all" if math.isinf(digits) else str(digits)
 
 
 def _predicted(first: Run, world_size: int) -> str:
@@ -127,10 +132,14 @@ def _digits(runs: Mapping[str, Run]) -> Table:
     rows = [
         [str(key[0]), key[1], ", ".join(found), *(f"{of[key]:.9g}" if key in of else "" for of in numbers)]
         for key in numbers[0]
-        if any(found := ["" if key not in of else "all" if math.isinf(of[key]) else str(of[key]) for of in agreeing])
+        if any(found := [_digits_shown(of[key]) if key in of else "" for of in agreeing])
     ]
     kept, note = thinned(rows, "row")
-    note = f"7 digits: the relative difference is at most 1e-7. {note}".strip()
+    about = (
+        "7 digits: the relative difference is at most 1e-7. Training amplifies rounding, so later epochs agree in "
+        "fewer digits."
+    )
+    note = f"{about} {note}".strip()
     return Table("digits", "Digits that agree", ["epoch", "value", "digits", *runs], kept, note)
 
 

@@ -196,7 +196,8 @@ def _of_several(runs: Sequence[Run], is_live: bool, library: str) -> str:
     header = f'<div id="head" data-part class="run">{"".join(rows)}</div>'
     main = f"""{_section(made[0])}
 {_charts("Results", results, {table.name for table in made}, _HOW)}
-{"".join(map(_section, made[1:])) or "<p>No setting differs.</p>"}"""
+{"".join(_section(table) for table in made[1:] if table.name == "differences") or "<p>No setting differs.</p>"}
+{"".join(_table(table) for table in made if table.name == "digits")}"""
     return _document(" against ".join(by_name), header, main, results, is_live, library)
 
 
