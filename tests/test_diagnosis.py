@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from ddpshim import __main__ as command_line
 from ddpshim.job import events, meter, pace
 from ddpshim.job.meter import PHASES, Clock, Meter
 from ddpshim.job.pace import Pace
+from ddpshim.job.say import say
 from ddpshim.job.slowness import Finding, judge
 from ddpshim.observe import links
 from ddpshim.observe.predict import Measured, as_text, measured, predict
@@ -196,13 +198,27 @@ def test_loaders_that_are_equally_slow_are_no_fault_of_the_rank_that_waits() -> 
 
 def test_the_line_says_what_it_costs_and_what_to_do() -> None:
     assert str(Finding("data", (), 0.02, 0.1)) == (
-        "every rank spends 20% of each step (20 of 100 ms) waiting for data. Increase num_workers, store images "
-        "decoded and small, or keep the data in memory; more GPUs do not help."
+        "every rank spends 20% of each step (20 of 100 ms) waiting for data. Increase num_workers (robomimic: "
+        "train.num_data_workers), store images decoded and small, or keep the data in memory; more GPUs do not help."
+    )
+    assert str(Finding("communication", (), 0.02, 0.1)).endswith(
+        "Use a larger batch for each rank, fewer ranks, or gradient buckets of another size (DDPSHIM_BUCKET_CAP_MB)."
     )
     assert str(Finding("save", (0,), 0.0123, 0.1)).startswith(
         "rank 0 is longer saving than the others, which wait: 12% of each step (12.3 of 100 ms). Save less often"
     )
     assert str(Finding("forward", (2, 3), 0.02, 0.1)).startswith("ranks 2, 3 are longer in the forward pass")
+
+
+def test_a_line_begins_below_a_progress_bar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = {"a bar"}
+    monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=SimpleNamespace(_instances=shown)))
+    say("slow")
+    shown.clear()
+    say("fast")
+    assert capsys.readouterr().err == "\nddpshim: slow\nddpshim: fast\n"
 
 
 # What a rank counts, and tells

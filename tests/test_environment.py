@@ -19,6 +19,9 @@ from ddpshim.__main__ import main
 from ddpshim.job import machine
 from ddpshim.observe import environment
 from ddpshim.observe.environment import as_text, describe
+from ddpshim.robomimic import adapter
+from ddpshim.trainers import import_hook
+from ddpshim.trainers.patching import files
 from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).parent.parent
@@ -144,6 +147,22 @@ def test_what_cannot_be_found_out_ends_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert report["GPUs"] == report["machine"] == "unknown: RuntimeError: CUDA error: invalid device ordinal"
     assert report["versions"]["Python"]
     assert "machine: unknown: RuntimeError" in as_text(report)
+
+
+def test_an_unedited_run_is_reported_as_patched_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(state="not applied", patch_set=SimpleNamespace(name="robomimic/0.3.0"))
+    monkeypatch.setattr(files, "status", lambda package: found)
+    monkeypatch.setattr(adapter.importlib.util, "find_spec", lambda package: found)
+    released = "files as released (robomimic/0.3.0); a launched training is patched in memory"
+    loaded = [SimpleNamespace(folder=Path("somewhere/robomimic"), set_name=None)]
+    monkeypatch.setattr(import_hook._state, "files", loaded)
+    assert adapter.state_of_files() == released
+    loaded[0].set_name = "robomimic/0.3.0"
+    assert describe()["robomimic patch"] == "in memory: robomimic/0.3.0"
+    loaded[0].folder = Path("somewhere/another")
+    assert adapter.state_of_files() == released
+    found.state = "applied"
+    assert adapter.state_of_files() == "applied (robomimic/0.3.0)"
 
 
 def test_gpus_and_who_reaches_whom(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,7 @@ def test_a_program_and_what_it_imports_are_patched_and_shown_as_they_run(load: L
     disc = importlib.import_module("areas.disc")
     assert (disc.area(1), disc.__file__) == (TWO_PI, f"{tmp_path}/tree/areas/disc.py")
     assert "areas.disc: patched in memory" in files.report()
+    assert files.set_name == "areas/1"
     assert files.refuse(disc) is None
     assert {name: (tmp_path / "tree" / name).read_text() for name in FILES} == FILES
     assert not list(tmp_path.rglob("disc*.pyc")), "another program would run it"
@@ -108,7 +109,7 @@ def test_a_program_and_what_it_imports_are_patched_and_shown_as_they_run(load: L
 def test_another_program_gets_the_files_as_they_are_but_for_those_that_are_named(load: Load) -> None:
     files = load({})
     assert importlib.import_module("areas.tool").result == PI
-    assert files.report() == []
+    assert (files.report(), files.set_name) == ([], None)
 
 
 @pytest.mark.unit
@@ -170,6 +171,7 @@ def test_a_file_that_is_patched_on_disk_is_left(load: Load) -> None:
     files = load({"areas/disc.py": CHANGED["areas/disc.py"]}, is_library="areas.disc".__eq__)
     disc = importlib.import_module("areas.disc")
     assert (disc.area(1), in_memory.patched_source(disc), files.refuse(disc)) == (TWO_PI, None, None)
+    assert files.set_name is None
 
 
 @pytest.mark.unit

@@ -243,6 +243,11 @@ def test_the_readme_is_short_and_runs_what_the_example_writes(
     said = capsys.readouterr().out
     train = "-m robomimic.scripts.train --config lift_bc.json"
     assert readme.count(train) == said.count(train) == 2
+    commands = [line.strip() for line in said.splitlines() if line.startswith("  python")]
+    alone = f"python {train} --name plain"
+    compare = "python -m ddpshim report lift_bc/plain lift_bc/lift_bc --markdown"
+    assert commands == [f"python -m ddpshim run --nproc 2 {train}", alone, compare]
+    assert (alone in readme, compare in readme) == (True, True)
     settings = json.loads((tmp_path / "lift_bc.json").read_text())
     data = "lift_scripted200_train.hdf5"
     assert settings["train"]["data"] == str(tmp_path / data)

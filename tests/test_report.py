@@ -33,9 +33,10 @@ from ddpshim.observe.report import figures, serving
 from ddpshim.observe.report import page as page_of_report
 from ddpshim.observe.report.charts_of_ranks import of_ranks
 from ddpshim.observe.report.charts_of_results import of_results
+from ddpshim.observe.report.comparing import named
 from ddpshim.observe.report.findings import findings, verdict
 from ddpshim.observe.report.results import evaluations
-from ddpshim.observe.report.run import Run, load
+from ddpshim.observe.report.run import Run, load, load_all
 from ddpshim.observe.report.tables import headline, tables
 from ddpshim.observe.report.writing import markdown, write
 from ddpshim.robomimic import calls as robomimic
@@ -378,20 +379,93 @@ def test_runs_are_compared(tmp_path: Path, capsys: Any) -> None:
     folders = [str(tmp_path / name) for name in ("one", "four")]
     assert command_line.main(["report", *folders, "--markdown", "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"{out}\n"
-    rows = [dict(zip(columns, row)) for columns, *lines in [_table_of(out, "Final values")] for row in lines]
-    assert [row["run"] for row in rows] == ["one/2026", "four/2026"]
-    assert [(row["samples/s"], row["speed-up"], row["predicted"]) for row in rows] == [
-        ("100", "1.00", ""),
-        ("250", "2.50", "4.00"),
-    ]
-    assert {row["last success rate"] for row in rows} == {"80% (44% to 97%)"}
+    rows = {name: of_runs for name, *of_runs in _table_of(out, "Final values")}
+    assert rows["what"] == ["one", "four"]
+    assert rows["samples/s"] == ["100", "250"]
+    assert (rows["speed-up"], rows["predicted"]) == (["1.00", "2.50"], ["", "4.00"])
+    assert rows["last success rate"] == ["80% (44% to 97%)"] * 2
+    assert rows["digits of the loss that agree"] == ["", "all"]
     assert ["config.train.lr", "0.1", "0.2"] in _table_of(out, "What differs")
     assert not any("batch" in row[0] for row in _table_of(out, "What differs"))
     assert command_line.main(["report", folders[0], folders[0], "--markdown"]) == 2
     assert "hold the same run" in capsys.readouterr().err
     pytest.importorskip("plotly", reason="pip install plotly: it draws the page's charts")
     assert command_line.main(["report", *folders, "--out", str(tmp_path / "c.html")]) == 0
-    assert "<title>one/2026 against four/2026: report</title>" in (tmp_path / "c.html").read_text()
+    assert "<title>one against four: report</title>" in (tmp_path / "c.html").read_text()
+    again = Run(tmp_path / "four" / "2027", [], 0)
+    assert [*named([again, load(tmp_path / "one")])] == ["four", "one"]
+    assert [*named([again, load(tmp_path / "four")])] == ["four/2027", "four/2026"]
+
+
+LOG = """
+ObservationKeyToModalityDict: action not found
+Train Epoch 0 in words of a dataset
+100%|##########| 30/30 [00:01<00:00, 26.31it/s]
+Train Epoch 1
+{
+    "L2_Loss": 0.5,
+    "Loss": 0.5
+}
+Validation Epoch 1
+{
+    "Loss": NaN
+}
+
+Epoch 1 Memory Usage: 416 MB
+
+Train Epoch 2
+{
+    "Loss": 0.25,
+    "Optimizer/policy0_lr": 0.001
+}
+
+Epoch 2 Rollouts took 1.5s (avg) with results:
+Env: Lift
+{
+    "Return": 2.0,
+    "Success_Rate": 0.5,
+    "time": 1.5
+}
+Train Epoch 3
+{
+    "Loss": 0.1,
+"""
+
+
+def test_a_plain_run_in_one_process_is_compared_from_its_own_log(tmp_path: Path, capsys: Any) -> None:
+    plain = tmp_path / "plain" / "2026"
+    (plain / "logs").mkdir(parents=True)
+    (plain / "logs" / "log.txt").write_text(LOG)
+    (plain / "config.json").write_text('{"seed": 1}')
+    for rank in (0, 1):
+        epochs = [_epoch(number, 9.0, mean={"Loss": loss}) for number, loss in ((1, 0.5), (2, 0.25 * (1 + 3e-7)))]
+        valid = _epoch(1, math.nan, phase="validation")
+        _put(tmp_path / "two" / "2026", rank, _start(rank, seed=1), *epochs, valid, _rollout(2, 0.5, mean=1.0), _end())
+    (tmp_path / "two" / "2026" / "config.json").write_text('{"seed": 2}')
+    out, folders = tmp_path / "c.md", [str(tmp_path / name) for name in ("plain", "two")]
+    assert command_line.main(["report", *folders, "--markdown", "--out", str(out)]) == 0
+    assert _table_of(out, "Digits that agree") == [
+        ["epoch", "value", "digits", "plain", "two"],
+        ["1", "loss", "all", "0.5", "0.5"],
+        ["1", "validation", "all", "nan", "nan"],
+        ["2", "loss", "6", "0.25", "0.250000075"],
+        ["2", "success rate in Lift", "all", "0.5", "0.5"],
+        ["2", "return in Lift", "0", "2", "1"],
+    ]
+    rows = {name: of_runs for name, *of_runs in _table_of(out, "Final values")}
+    assert (rows["ranks"], rows["digits of the loss that agree"]) == (["1", "2"], ["", "all in epoch 1, 6 in epoch 2"])
+    assert rows["last success rate"] == ["50%", "50% (19% to 81%)"]
+    assert _table_of(out, "What differs")[1:] == [["config.seed", "1", "2"]]
+    assert "- plain: One process, no records of ddpshim: 2 epochs, from the log of its trainer." in out.read_text()
+    runs = load_all([tmp_path / "two", plain])
+    by_time = next(chart for chart in of_results(named(runs)) if chart.name == "losses_by_time")
+    assert [trace["name"] for trace in by_time.figure["data"]] == ["two"]
+    capsys.readouterr()
+    assert command_line.main(["report", str(plain)]) == 2
+    assert f"Compare it with a recorded run: python -m ddpshim report {plain} RUN_DIR." in capsys.readouterr().err
+    (plain / "logs" / "log.txt").write_text(LOG.replace("100%|", "ddpshim: global batch 100 = 2 ranks x 50\n"))
+    with pytest.raises(ReportError, match="holds no records"):
+        load_all(folders)
 
 
 def _table_of(page: Path, title: str) -> list[list[str]]:

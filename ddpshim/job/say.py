@@ -17,7 +17,10 @@ from ddpshim.errors import DdpShimError
 def say(text: str, *, directly: bool = False) -> None:
     """Print "ddpshim: `text`" on stderr; `directly`: on the original one, if the program replaced sys.stderr. Local."""
     stream = (sys.__stderr__ or sys.stderr) if directly else sys.stderr
-    print(f"ddpshim: {text}", file=stream, flush=True)
+    # A progress bar that tqdm shows leaves its line unfinished.
+    bars = getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ())
+    begin = "\n" if bars else ""
+    print(f"{begin}ddpshim: {text}", file=stream, flush=True)
 
 
 @functools.cache

@@ -36,7 +36,7 @@ _WHAT = {
     "rollout": "in rollouts",
     "other": "between steps",
 }
-_SAVE_LESS = "Save less often, or with ddpshim.checkpoint.save_in_background"
+_SAVE_LESS = "Save less often, or in a trainer of your own with ddpshim.checkpoint.save_in_background"
 _LOOK_AT_DEVICE = (
     "Check for another program on its GPU or cores, a lower clock (nvidia-smi -q -d PERFORMANCE), or larger samples"
 )
@@ -51,11 +51,12 @@ _DO_ALONE = {
     "other": "Log, print and evaluate less often there, or divide that work over all ranks",
 }
 _DO_TOGETHER = {
-    "data": "Increase num_workers, store images decoded and small, or keep the data in memory; more GPUs do not help",
+    "data": "Increase num_workers (robomimic: train.num_data_workers), store images decoded and small, or keep the "
+    "data in memory; more GPUs do not help",
     "transfer": "Use pin_memory=True and .to(device, non_blocking=True), move images as uint8, augment in the workers "
     "or on the GPU",
-    "communication": "Use a larger batch for each rank, fewer ranks, ddpshim.accumulate, bf16 compression, or another "
-    "bucket_cap_mb",
+    "communication": "Use a larger batch for each rank, fewer ranks, or gradient buckets of another size "
+    "(DDPSHIM_BUCKET_CAP_MB)",
     "save": _SAVE_LESS,
     "rollout": "Evaluate less often, or with fewer episodes",
 }

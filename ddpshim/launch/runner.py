@@ -423,11 +423,7 @@ def _report(rank: int, code: int, log_dir: Optional[Path], tracebacks: Mapping[i
     error = _error_in(traceback)
     alike = sorted(other for other in tracebacks if is_shown and traceback and tracebacks[other] == traceback)
     # The launcher may have ended rank 0 before it printed the traceback that it noted.
-    if (
-        is_shown
-        and 0 in alike[:-1]
-        and traceback.rstrip() in failure_notes.end_of(log_dir / "rank_0.log", _NUM_LINES_SEARCHED)
-    ):
+    if 0 in alike[:-1] and traceback.rstrip() in failure_notes.end_of(log_dir / "rank_0.log", _NUM_LINES_SEARCHED):
         say(f"{ranks_called(alike)} failed with the same error: {error} (above, and in {log_dir}/rank_N.log)")
     elif rank > 0 or not is_shown:
         say(

@@ -13,6 +13,8 @@ from ddpshim.errors import DdpShimError
 from ddpshim.robomimic import known
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ddpshim.data.fetching import Fetcher
     from ddpshim.trainers.interface import StandIns
 
@@ -71,16 +73,29 @@ def stand_ins() -> StandIns:
 
 
 def state_of_files() -> str:
-    """Return the state of the installed package's files, or that robomimic is not installed."""
+    """Return the state of robomimic's modules in this process, else of its installed files, if there are any."""
+    from ddpshim.trainers.import_hook import set_in_memory
     from ddpshim.trainers.patching.files import status
 
+    in_memory = set_in_memory("robomimic")
+    if in_memory is not None:
+        return f"in memory: {in_memory}"
     if importlib.util.find_spec("robomimic") is None:
         return "robomimic is not installed"
     try:
         found = status("robomimic")
     except DdpShimError as error:
         return str(error)
+    if found.state == "not applied":
+        return f"files as released ({found.patch_set.name}); a launched training is patched in memory"
     return f"{found.state} ({found.patch_set.name}{', the nearest' if found.state == 'unknown' else ''})"
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    """From logs/log.txt."""
+    from ddpshim.robomimic.logged import logged
+
+    return logged(folder)
 
 
 def new_release(tree: str) -> tuple[list[str], int]:

@@ -53,13 +53,16 @@ def write(folder: Path) -> str:
     (folder / DATA).write_bytes((home / DATA).read_bytes())
     config.write_text(text, encoding="utf-8")
     train = f"-m robomimic.scripts.train --config {shlex.quote(str(_from_here(config)))}"
+    # robomimic writes below the experiment's name, and deletes an earlier run of that name.
+    one, ranks = (shlex.quote(str(_from_here(folder / "lift_bc" / name))) for name in ("plain", "lift_bc"))
     return "\n".join(
         [
             f"wrote {_from_here(config)}, a config for robomimic, and {DATA}, 200 demonstrations of its task Lift.",
             *_missing(),
-            "Train on 2 ranks, then in one process:",
+            "Train on 2 ranks, then in one process, and compare the two:",
             f"  python -m ddpshim run --nproc 2 {train}",
-            f"  python {train}",
+            f"  python {train} --name plain",
+            f"  python -m ddpshim report {one} {ranks} --markdown",  # the page needs plotly
             f"Checkpoints go into {_from_here(folder / 'lift_bc')}.",
         ]
     )

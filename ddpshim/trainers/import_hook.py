@@ -108,6 +108,12 @@ def report() -> list[str]:
     return [*_state.said, *patched, *(line for stand_ins in _begun() for line in stand_ins.replaced_names())]
 
 
+def set_in_memory(package: str) -> Optional[str]:
+    """Return the name of the patch set that has patched modules of `package` in memory; None if none has. Local."""
+    found = (files.set_name for files in _state.files if files.folder.name == package)
+    return next((name for name in found if name is not None), None)
+
+
 def _give_back() -> None:
     files, finder = [*_state.files], _state.finder
     at = sys.meta_path.index(finder) if finder in sys.meta_path else 0

@@ -167,6 +167,8 @@ def _losses_of_runs(runs: Mapping[str, Run]) -> Optional[Chart]:
 def _losses_by_time(runs: Mapping[str, Run]) -> Optional[Chart]:
     points: dict[str, dict[float, Optional[float]]] = {}
     for name, run in runs.items():
+        if not run.is_recorded:
+            continue  # its log has no times
         offset, before = 0.0, dict[int, float]()
         for start in run.starts:  # the time between two starts is left out
             before[start.number] = offset - start.began
@@ -178,8 +180,9 @@ def _losses_by_time(runs: Mapping[str, Run]) -> Optional[Chart]:
         return None
     unit, scale = time_unit(longest)
     traces = [
-        line(name, {second / scale: mean for second, mean in of.items()}, number)
-        for number, (name, of) in enumerate(points.items())
+        line(name, {second / scale: mean for second, mean in points[name].items()}, number)
+        for number, name in enumerate(runs)
+        if name in points
     ]
     says = f"The last epoch ended after {', '.join(f'{max(of) / scale:.4g}' for of in points.values() if of)} {unit}."
     how = "The same losses over the time while each run ran, evaluations and saving included."

@@ -11,8 +11,9 @@ from typing import Any, Optional
 
 from ddpshim.errors import ReportError
 from ddpshim.observe import predict
+from ddpshim.observe.report.results import evaluations
 from ddpshim.observe.report.run import Run
-from ddpshim.observe.report.tables import Table, reached
+from ddpshim.observe.report.tables import Table, reached, thinned
 from ddpshim.observe.report.words import duration, number, shown
 from ddpshim.reading import read_bytes
 
@@ -21,8 +22,13 @@ _FACTS = ("world_size", "backend", "device", "gpu", "seed", "options")
 
 
 def named(runs: Sequence[Run]) -> dict[str, Run]:
-    """Return the runs by unique names: their own, or else the parts in which their paths differ."""
-    names = [run.name for run in runs]
+    """Return the runs by unique names.
+
+    The experiment's or folder's name; where that is shared, with what follows it; or else where their paths differ.
+    """
+    names = [run.name.partition("/")[0] for run in runs]
+    if len(set(names)) < len(names):
+        names = [run.name for run in runs]
     if len(set(names)) < len(names):
         paths = [run.folder.resolve() for run in runs]
         if len(set(paths)) < len(paths):
@@ -37,8 +43,8 @@ def named(runs: Sequence[Run]) -> dict[str, Run]:
 
 
 def tables_of(runs: Mapping[str, Run]) -> list[Table]:
-    """Return the tables of final values and of differences."""
-    return [table for table in (_values(runs), _differences(runs)) if table.rows]
+    """Return the tables of final values, of differences in settings, and of digits that agree."""
+    return [table for table in (_values(runs), _differences(runs), _digits(runs)) if table.rows]
 
 
 def speed(run: Run) -> Optional[float]:
@@ -58,31 +64,44 @@ def _values(runs: Mapping[str, Run]) -> Table:
     first = next(iter(runs.values()))
     before = speed(first)
     found: list[dict[str, str]] = []
-    for name, run in runs.items():
+    for run in runs.values():
         means = [epoch.mean for epoch in run.epochs if epoch.mean is not None]
         valid = [epoch.valid for epoch in run.epochs if epoch.valid is not None]
         now = speed(run)
         found.append(
             {
-                "run": name,
                 "ranks": str(run.last.world_size),
                 "speed-up": f"{now / before:.2f}" if now and before else "",
                 "predicted": "" if run is first else _predicted(first, run.last.world_size),
                 "samples/s": f"{now:,.0f}" if now else "",
-                "time": duration(run.wall_s),
+                "time": duration(run.wall_s) if run.is_recorded else "",
                 "epochs": str(sum(bool(epoch.training) for epoch in run.epochs)),
                 **dict(reached(run)),
                 "last loss": number(means[-1]) if means else "",
                 "best validation": number(min(valid)) if valid else "",
+                "digits of the loss that agree": "" if run is first else _digits_of_losses(first, run),
             }
         )
-    columns = list(dict.fromkeys(name for row in found for name in row if any(other.get(name) for other in found)))
+    values = dict.fromkeys(name for of_run in found for name in of_run)
+    rows = [[name, *(of_run.get(name, "") for of_run in found)] for name in values]
     note = (
         "Speed-up: samples per second of training, against the first run; "
         "predicted: by ddpshim predict, from the first run's records. In brackets: "
         "95% intervals, or the epoch."
     )
-    return Table("values", "Final values", columns, [[row.get(name, "") for name in columns] for row in found], note)
+    return Table("values", "Final values", ["what", *runs], [row for row in rows if any(row[1:])], note)
+
+
+def _digits_of_losses(first: Run, other: Run) -> str:
+    found = [(epoch, digits) for (epoch, what), digits in _agreement(first, other).items() if what == "loss"]
+    if all(math.isinf(digits) for _, digits in found):
+        return "all" if found else ""
+    ends = found if len(found) == 1 else (found[0], found[-1])
+    return ", ".join(f"{_digits_shown(digits)} in epoch {epoch}" for epoch, digits in ends)
+
+
+def _digits_shown(digits: float) -> str:
+    return "all" if math.isinf(digits) else str(digits)
 
 
 def _predicted(first: Run, world_size: int) -> str:
@@ -94,13 +113,58 @@ def _predicted(first: Run, world_size: int) -> str:
 
 def _differences(runs: Mapping[str, Run]) -> Table:
     facts = [dict(_facts(run)) for run in runs.values()]
-    names = sorted({name for of in facts for name in of})
-    rows = [
-        [name, *(of.get(name, "") for of in facts)] for name in names if len({of.get(name, "") for of in facts}) > 1
-    ]
+    rows = []
+    for name in sorted({name for of in facts for name in of}):
+        # What a run did not record is unknown, not different.
+        known = [of for of, run in zip(facts, runs.values()) if run.is_recorded or name.startswith("config.")]
+        if len({of.get(name, "") for of in known}) > 1:
+            rows.append([name, *(of.get(name, "") for of in facts)])
     note = f"The first {_MOST_ROWS} of {len(rows)}." if len(rows) > _MOST_ROWS else ""
     columns = ["config.json, options, versions", *runs]
     return Table("differences", "What differs", columns, rows[:_MOST_ROWS], note)
+
+
+def _digits(runs: Mapping[str, Run]) -> Table:
+    """Return, for each epoch, the numbers of all runs, and how many digits of each agree with the first."""
+    first = next(iter(runs.values()))
+    numbers = [_by_epoch(run) for run in runs.values()]
+    agreeing = [_agreement(first, run) for run in runs.values() if run is not first]
+    rows = [
+        [str(key[0]), key[1], ", ".join(found), *(f"{of[key]:.9g}" if key in of else "" for of in numbers)]
+        for key in numbers[0]
+        if any(found := [_digits_shown(of[key]) if key in of else "" for of in agreeing])
+    ]
+    kept, note = thinned(rows, "row")
+    about = (
+        "7 digits: the relative difference is at most 1e-7. Training amplifies rounding, so later epochs agree in "
+        "fewer digits."
+    )
+    note = f"{about} {note}".strip()
+    return Table("digits", "Digits that agree", ["epoch", "value", "digits", *runs], kept, note)
+
+
+def _agreement(first: Run, other: Run) -> dict[tuple[int, str], float]:
+    """Return the number of digits in which losses and results of two runs agree, by epoch; infinity: all."""
+    one, two = _by_epoch(first), _by_epoch(other)
+    return {key: _agreeing(one[key], two[key]) for key in one if key in two}
+
+
+def _by_epoch(run: Run) -> dict[tuple[int, str], float]:
+    found: dict[tuple[int, str], Optional[float]] = {}
+    for epoch in run.epochs:
+        found[epoch.number, "loss"], found[epoch.number, "validation"] = epoch.mean, epoch.valid
+    for each in evaluations(run):
+        found[each.epoch, f"success rate in {each.environment}"] = each.success
+        found[each.epoch, f"return in {each.environment}"] = each.mean_return
+    return {key: value for key in sorted(found, key=lambda key: key[0]) if (value := found[key]) is not None}
+
+
+def _agreeing(one: float, two: float) -> float:
+    if one == two or (math.isnan(one) and math.isnan(two)):
+        return math.inf
+    if not (math.isfinite(one) and math.isfinite(two)):
+        return 0
+    return max(0, math.floor(-math.log10(abs(one - two) / max(abs(one), abs(two)))))
 
 
 def _facts(run: Run) -> Iterator[tuple[str, str]]:

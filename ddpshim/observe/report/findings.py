@@ -27,6 +27,9 @@ class Remark(NamedTuple):
 
 def verdict(run: Run) -> Remark:
     """Return a sentence on how the run ended."""
+    if not run.is_recorded:
+        trained = count(sum(bool(epoch.training) for epoch in run.epochs), "epoch")
+        return Remark("note", f"One process, no records of ddpshim: {trained}, from the log of its trainer")
     start, ends = run.last, run.last.ends()
     silent = [rank for rank in range(start.world_size) if rank not in ends]
     left = [end for end in ends.values() if end.get("how") == "left"]

@@ -26,11 +26,11 @@ from ddpshim.version import __version__
 
 _LIGHT = """
   --paper: #ffffff; --card: #f6f7f9; --ink: #1c2430; --soft: #56606e; --faint: #d4d9e0; --line: #e2e6eb;
-  --good: #1a7f4b; --note: #9a6700; --bad: #c6303e;
+  --good: #1a7f4b; --note: #9a6700; --bad: #c6303e; --shade: #aab2bd;
 """
 _DARK = """
   --paper: #12161c; --card: #1a2029; --ink: #e6eaf0; --soft: #a4aebb; --faint: #3a4452; --line: #2b3440;
-  --good: #4cc38a; --note: #e2b03c; --bad: #ff6b78;
+  --good: #4cc38a; --note: #e2b03c; --bad: #ff6b78; --shade: #5b6878;
 """
 _STYLE = f"""
 :root {{ color-scheme: light dark; {_LIGHT} }}
@@ -71,7 +71,11 @@ figcaption {{ font-size: .875rem; color: var(--soft); }}
 figcaption strong {{ color: var(--ink); font-weight: 600; }}
 details {{ border-bottom: 1px solid var(--line); padding: .5rem 0; }}
 summary {{ cursor: pointer; font-weight: 600; }}
-.scroll {{ overflow-x: auto; }}
+.scroll {{ overflow-x: auto; /* the shadow at an edge says that there is more to scroll to */
+  background: linear-gradient(to right, var(--paper) 40%, transparent) 0 0 / 3rem 100% no-repeat local,
+  linear-gradient(to left, var(--paper) 40%, transparent) 100% 0 / 3rem 100% no-repeat local,
+  linear-gradient(to right, var(--shade), transparent) 0 0 / .9rem 100% no-repeat,
+  linear-gradient(to left, var(--shade), transparent) 100% 0 / .9rem 100% no-repeat; }}
 table {{ border-collapse: collapse; font-size: .875rem; margin: .5rem 0; min-width: 50%; }}
 th, td {{ text-align: left; padding: .3rem .7rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top;
   font-variant-numeric: tabular-nums; }}
@@ -79,7 +83,8 @@ th {{ color: var(--soft); font-weight: 600; vertical-align: bottom; }}
 td {{ white-space: nowrap; }} td.long {{ white-space: normal; overflow-wrap: anywhere; min-width: 14rem; }}
 a {{ color: inherit; }}
 @media (max-width: 30rem) {{ body {{ padding: 1rem .7rem 2rem; }} figure {{ padding: .6rem; }}
-  ul.findings li {{ grid-template-columns: 1fr; }} }}
+  ul.findings li {{ grid-template-columns: 1fr; }}
+  :is(#values, #differences) :is(th, td) {{ white-space: normal; overflow-wrap: anywhere; min-width: 5.6rem; }} }}
 @media print {{ :root {{ {_LIGHT} }} body {{ padding: 0; font-size: 11px; max-width: none; }}
   .charts {{ grid-template-columns: 1fr 1fr; }} figure, .verdict, dl div {{ border: 1px solid var(--line); }}
   details::details-content {{ content-visibility: visible; block-size: auto; }} }}
@@ -191,7 +196,8 @@ def _of_several(runs: Sequence[Run], is_live: bool, library: str) -> str:
     header = f'<div id="head" data-part class="run">{"".join(rows)}</div>'
     main = f"""{_section(made[0])}
 {_charts("Results", results, {table.name for table in made}, _HOW)}
-{"".join(map(_section, made[1:])) or "<p>No setting differs.</p>"}"""
+{"".join(_section(table) for table in made[1:] if table.name == "differences") or "<p>No setting differs.</p>"}
+{"".join(_table(table) for table in made if table.name == "digits")}"""
     return _document(" against ".join(by_name), header, main, results, is_live, library)
 
 

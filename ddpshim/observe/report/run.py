@@ -7,13 +7,14 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
+from ddpshim import adapters
 from ddpshim.errors import ReportError
-from ddpshim.observe import records
+from ddpshim.observe import records, sound
 from ddpshim.observe.records import Record
 
 # The parts of training time, as `ddpshim.job.meter.PARTS`, and their names in the report.
@@ -121,6 +122,7 @@ class Run:
     folder: Path
     starts: list[Start]
     num_torn: int
+    is_recorded: bool = True  # else from the log of a trainer in one process
 
     @functools.cached_property
     def epochs(self) -> list[Epoch]:
@@ -211,12 +213,20 @@ class Run:
         return {}
 
 
-def load(folder: Union[str, os.PathLike[str]]) -> Run:
+def load_all(folders: Sequence[Union[str, os.PathLike[str]]]) -> list[Run]:
+    """Return the runs in these folders. Local. Several are for a comparison: see `load`."""
+    return [load(folder, is_compared=len(folders) > 1) for folder in folders]
+
+
+def load(folder: Union[str, os.PathLike[str]], is_compared: bool = False) -> Run:
     """Return the run whose records are in `folder`, or up to two levels below. Local.
 
+    For a comparison, a run without records may be one that an adapter reads from its trainer's own log.
     Raises ReportError if there are none, they cannot be read, or are of several runs.
     """
     home = _find(Path(folder))
+    if home is None:
+        return _logged(Path(folder), is_compared)
     starts: dict[int, Start] = {}
     num_torn = num_begun = 0
     for rank, path in records.files(home).items():
@@ -245,8 +255,8 @@ def load(folder: Union[str, os.PathLike[str]]) -> Run:
     return run
 
 
-def _find(folder: Path) -> Path:
-    """Return the folder, at or near `folder`, whose `ddpshim` holds records."""
+def _find(folder: Path) -> Optional[Path]:
+    """Return the folder, at or near `folder`, whose `ddpshim` holds records; None if there are none."""
     if not folder.is_dir():
         raise ReportError(f"{folder} is not a folder; there is nothing to report. Name the folder of a run.")
     near = (folder, folder.parent) if folder.name in (records.FOLDER, "logs", "models", "videos") else (folder,)
@@ -254,16 +264,36 @@ def _find(folder: Path) -> Path:
     if not found:
         files = (file for depth in ("*", "*/*") for file in folder.glob(f"{depth}/{records.FOLDER}/rank_*.jsonl"))
         found = sorted({file.parent.parent for file in files})
+    return _only(found, folder, "holds records of") if found else None
+
+
+def _logged(folder: Path, is_compared: bool) -> Run:
+    """Return the run of one process in `folder`, or up to two levels below, from the log of its trainer."""
+    offered = [adapters.function(package, "logged") for package in adapters.packages()]
+    readers = [logged for logged in offered if logged is not None]
+    places = sorted({file.parent for depth in ("", "*/", "*/*/") for file in folder.glob(f"{depth}config.json")})
+    found = {place: numbers for place in places for logged in readers if (numbers := logged(place))}
     if not found:
         raise ReportError(
             f"{folder} holds no records ({records.FOLDER}/rank_N.jsonl); there is nothing to report. Launched runs of "
             "robomimic write them beside config.json (not with DDPSHIM_RECORD=no), other trainers with "
             "ddpshim.record(folder)."
         )
+    home = _only([*found], folder, "holds logs, but no records, of")
+    if not is_compared:
+        raise ReportError(
+            f"{folder} holds the log of a run in one process, but no records of ddpshim; a page about it alone would "
+            f"be nearly empty. Compare it with a recorded run: python -m ddpshim report {folder} RUN_DIR."
+        )
+    start = {"kind": "start", "time": 0.0, "start": 1, "world_size": 1}
+    return Run(home, [Start(1, {0: [start, *filter(sound.is_sound, found[home])]})], 0, is_recorded=False)
+
+
+def _only(found: Sequence[Path], folder: Path, holds: str) -> Path:
     if len(found) > 1:
         names = ", ".join(str(place) for place in found[:8]) + (", ..." if len(found) > 8 else "")
         raise ReportError(
-            f"{folder} holds records of {len(found)} runs; one would hide the others. Name one, or several to compare "
+            f"{folder} {holds} {len(found)} runs; one would hide the others. Name one, or several to compare "
             f"them: {names}."
         )
     return found[0]

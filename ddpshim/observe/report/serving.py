@@ -14,7 +14,7 @@ from typing import Any, Optional, Union
 
 from ddpshim.errors import ReportError
 from ddpshim.observe.report import page
-from ddpshim.observe.report.run import load
+from ddpshim.observe.report.run import load_all
 
 ADDRESS = "127.0.0.1"
 _NAMES = (ADDRESS, "localhost")  # with other host names, a foreign web page could read this server
@@ -40,7 +40,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, folders: Sequence[Union[str, os.PathLike[str]]], port: int) -> None:
         """Open the port. Raises ReportError if that fails, or there is nothing to report."""
-        self.folders = [load(folder).folder for folder in folders]
+        self.folders = [run.folder for run in load_all(folders)]
         self.library = page.plotly_js()
         self.videos: dict[str, Path] = {}
         try:
@@ -52,7 +52,7 @@ class Server(ThreadingHTTPServer):
             ) from error
 
     def html(self, library: str) -> str:
-        return page.html([load(folder) for folder in self.folders], self.link, library, is_live=True)
+        return page.html(load_all(self.folders), self.link, library, is_live=True)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore browsers that disconnect in the middle of an answer."""

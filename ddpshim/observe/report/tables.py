@@ -67,6 +67,13 @@ def reached(run: Run) -> list[tuple[str, str]]:
     return out
 
 
+def thinned(rows: list[list[str]], what: str) -> tuple[list[list[str]], str]:
+    """Return at most about 100 of the rows, one for each `what`, and a note that says which."""
+    every = math.ceil(len(rows) / _MOST_ROWS)
+    kept = rows[:: every or 1] + ([rows[-1]] if rows and (len(rows) - 1) % every else [])
+    return kept, f"One {what} in {every} (of {len(rows)} in all), and the last." if every > 1 else ""
+
+
 def tables(run: Run) -> list[Table]:
     """Return all tables that have rows."""
     made = (_rollouts(run), _losses(run), _times(run), _memories(run), _starts(run), _guards(run), _checkpoints(run))
@@ -94,9 +101,7 @@ def _losses(run: Run) -> Table:
         own = [number(epoch.training[rank].loss) if rank in epoch.training else "" for rank in ranks]
         row = [str(epoch.number), str(epoch.steps), number(epoch.mean), *own]
         rows.append([*row, number(epoch.valid)] if has_valid else row)
-    every = math.ceil(len(rows) / _MOST_ROWS)
-    kept = rows[:: every or 1] + ([rows[-1]] if rows and (len(rows) - 1) % every else [])
-    note = f"One epoch in {every} (of {len(rows)} in all), and the last." if every > 1 else ""
+    kept, note = thinned(rows, "epoch")
     return Table("loss", "Loss", [*columns, *(["validation"] if has_valid else [])], kept, note)
 
 

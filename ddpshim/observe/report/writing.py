@@ -14,7 +14,7 @@ from ddpshim.observe import exporting
 from ddpshim.observe.report.comparing import named, tables_of
 from ddpshim.observe.report.findings import findings, verdict
 from ddpshim.observe.report.results import evaluations
-from ddpshim.observe.report.run import Run, load
+from ddpshim.observe.report.run import Run, load, load_all
 from ddpshim.observe.report.tables import Table, headline, tables
 
 PathLike = Union[str, os.PathLike[str]]
@@ -39,7 +39,7 @@ def write(folders: Sequence[PathLike], out: Optional[Path] = None, as_markdown: 
 
     Raises ReportError if there is nothing to report, `out` cannot be written, or plotly is missing for HTML.
     """
-    runs = [load(folder) for folder in folders]
+    runs = load_all(folders)
     suffix = ".md" if as_markdown else ".html"
     out = out or (runs[0].folder / f"report{suffix}" if len(runs) == 1 else Path(f"comparison{suffix}"))
     if as_markdown:

@@ -53,6 +53,7 @@ class PatchedFiles(importlib.abc.MetaPathFinder):
         self._patches_root, self._is_library = patches_root, is_library
         self._files = {_module_of(name): name for patch_set in self._sets for name in patch_set.files}
         self._program: Optional[Patched] = None
+        self.set_name: Optional[str] = None  # of the set that has patched a module in memory
         self.refused: dict[str, HookError] = {}
 
     def find_spec(
@@ -126,6 +127,8 @@ class PatchedFiles(importlib.abc.MetaPathFinder):
         return [f"{loader.name}: patched in memory" for loader in loaders if loader and loader.source is not None]
 
     def _tell(self, found: Patched) -> None:
+        if found.sources:
+            self.set_name = found.name
         if found.moved and read_launch_env(os.environ).rank == 0:
             say(
                 f"{self.folder} is not a release that ddpshim knows; the lines of {found.name} occur once each in "
