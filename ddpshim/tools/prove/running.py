@@ -39,12 +39,16 @@ def prove(job: Launch, settings: Settings, alone: Optional[Launch] = None) -> Pr
         say(f"the same on {settings.num_ranks} ranks")
         code = run(replace(job, proof=name, nproc=str(settings.num_ranks)))
         num_steps = [_num_steps(folder, f"rank_{rank}") for rank in range(settings.num_ranks)]
-        if code or not all(num_steps):
+        proof = judge(folder, settings.num_ranks)
+        if (code or not all(num_steps)) and (proof.parting is None or proof.parting.what == "steps"):
             raise LaunchError(
                 f"the ranks made {num_steps} steps and ended with exit code {code}: there is nothing to compare. "
                 "Read their output above; make the trainer run on several ranks first."
             )
-        return judge(folder, settings.num_ranks)
+        if code:
+            failed = f"the ranks ended with exit code {code} after {num_steps} steps; their output is above"
+            proof = replace(proof, notes=[*proof.notes, failed])
+        return proof
 
 
 def _run_alone(job: Launch, folder: Path, settings: Settings) -> None:
