@@ -216,11 +216,15 @@ def _gradients(one: Run, ranks: Sequence[Run], rounding: _Rounding, step: int) -
         if odd:
             where = _named(one.names[number], [i for _, i in sorted(zip([-s for s in sizes], odd))])
             found = f"{len(odd)} of {len(record['gradients'])} gradients differ (the first by {max(sizes):.1e})"
-            return Parting(step + 1, "gradients", where, record["place"], *_why_gradients(record, every, odd, found))
+            near_enough = max(1e-3, _TIMES_EPS[_GRADIENT] * rounding.eps)
+            why = _why_gradients(record, every, odd, found, near_enough)
+            return Parting(step + 1, "gradients", where, record["place"], *why)
     return None
 
 
-def _why_gradients(record: dict[str, Any], every: Sequence[Any], odd: Sequence[int], found: str) -> tuple[str, str]:
+def _why_gradients(
+    record: dict[str, Any], every: Sequence[Any], odd: Sequence[int], found: str, near: float
+) -> tuple[str, str]:
     num = len(every)
     apart = [i for i in odd if any(difference(every[0][i], own[i]) > 1e-6 for own in every[1:])]
     if apart:
@@ -230,14 +234,17 @@ def _why_gradients(record: dict[str, Any], every: Sequence[Any], odd: Sequence[i
             "method, no_sync), or was wrapped before something was unfrozen; or they were changed after the reduction",
         )
     factors = [ratio(record["gradients"][i], every[0][i]) for i in odd if record["gradients"][i] and every[0][i]]
-    if factors and all(left < 1e-3 for _, left in factors):
+    if factors and all(left < near for _, left in factors):
         low, high = min(c for c, _ in factors), max(c for c, _ in factors)
-        if high - low < 1e-3 * abs(high):
+        if high - low < near * abs(high):
             known = {
                 float(num): "added up, not averaged",
                 1 / num: "averaged twice, or the loss is divided by ranks too",
             }
-            why = next((text for c, text in known.items() if abs(high - c) < 1e-2 * c), "clipped or scaled differently")
+            why = next(
+                (text for c, text in known.items() if abs(high - c) < max(1e-2, near) * c),
+                "clipped or scaled differently",
+            )
             return f"{found}; they are {high:.4g} times those of one process", f"gradients are {why}"
     return (
         found,

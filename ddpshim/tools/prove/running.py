@@ -135,6 +135,9 @@ def as_text(proof: Proof) -> str:
         alone = "" if proof.of_rounding is None else f"; a rounding error alone comes to {proof.of_rounding:.0e}"
         after = f"after {proof.num_steps} steps on {proof.num_ranks} ranks"
         lines.append(f"the same experiment: yes ({size}{after}{alone})")
+        lines.append(
+            "  not compared: numbers that the program prints, logs or saves beside its networks; steps after these"
+        )
         return "\n".join(lines)
     parting = proof.parting
     lines.append("the same experiment: no")
