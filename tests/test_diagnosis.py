@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import ddpshim
 from ddpshim import __main__ as command_line
-from ddpshim.job import events, meter, pace
+from ddpshim.job import events, machine, meter, pace
 from ddpshim.job.meter import PHASES, Clock, Meter
 from ddpshim.job.pace import Pace
 from ddpshim.job.slowness import Finding, judge
@@ -232,8 +232,8 @@ def test_more_workers_are_advised_where_there_are_cores(
     """The last two: each rank is bound to half of the machine's cores."""
     monkeypatch.setattr(pace, "world", lambda: SimpleNamespace(local_world_size=num_ranks))
     monkeypatch.setattr(pace.os, "cpu_count", lambda: num_cores)
-    monkeypatch.setattr(pace.machine, "cores", lambda: frozenset(range(own_cores)))
-    monkeypatch.setattr(pace.machine, "core_quota", lambda: None)
+    monkeypatch.setattr(machine, "cores", lambda: frozenset(range(own_cores)))
+    monkeypatch.setattr(machine, "core_quota", lambda: None)
     kept = Pace()
     kept._clock = SimpleNamespace(num_workers=num_workers)  # type: ignore[assignment]
     assert kept._has_room() == expected

@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
-from ddpshim.job import events, failure, machine
+from ddpshim.job import events, failure
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
 from ddpshim.job.meter import PHASES, Clock, Meter, mark
@@ -133,6 +133,8 @@ class Pace:
 
     def _note(self, means: dict[str, float], sends_s: float, clock: Clock) -> None:
         """Record what `python -m ddpshim predict` needs. `sends_s`: communication without waiting for other ranks."""
+        from ddpshim.job import machine
+
         events.note(
             "pace",
             steps=self.num_steps,
@@ -181,6 +183,8 @@ class Pace:
 
     def _has_room(self) -> bool:
         """Whether this node has cores for one more data worker of each rank."""
+        from ddpshim.job import machine
+
         num_ranks, num_cores = world().local_world_size, machine.num_cores()
         if num_ranks * len(machine.cores()) <= (os.cpu_count() or 1):  # the launcher may have given each rank its own
             num_ranks = 1
