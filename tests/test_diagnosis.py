@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import ddpshim
 from ddpshim import __main__ as command_line
-from ddpshim.job import events, meter, pace
+from ddpshim.job import events, machine, meter, pace
 from ddpshim.job.meter import PHASES, Clock, Meter
 from ddpshim.job.pace import Pace
 from ddpshim.job.say import say
@@ -204,6 +204,12 @@ def test_the_line_says_what_it_costs_and_what_to_do() -> None:
     assert str(Finding("communication", (), 0.02, 0.1)).endswith(
         "Use a larger batch for each rank, fewer ranks, or gradient buckets of another size (DDPSHIM_BUCKET_CAP_MB)."
     )
+    assert str(Finding("data", (), 0.02, 0.1, has_room=False)).endswith(
+        "waiting for data. Store images decoded and small, or keep the data in memory; more GPUs do not help, nor more "
+        "num_workers, which would compete for the cores."
+    )
+    assert "more num_workers" in str(Finding("data", (1,), 0.02, 0.1))
+    assert str(Finding("data", (1,), 0.02, 0.1, has_room=False)).endswith("and what else uses the cores there.")
     assert str(Finding("save", (0,), 0.0123, 0.1)).startswith(
         "rank 0 is longer saving than the others, which wait: 12% of each step (12.3 of 100 ms). Save less often"
     )
@@ -230,6 +236,23 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> Any:
     events.record_to(made)
     yield made.found
     events.record_to(None)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "own_cores", "num_cores", "num_workers", "expected"),
+    [(2, 2, 2, 0, False), (2, 8, 8, 2, True), (2, 8, 8, 3, False), (2, 8, 16, 6, True), (2, 8, 16, 7, False)],
+)
+def test_more_workers_are_advised_where_there_are_cores(
+    num_ranks: int, own_cores: int, num_cores: int, num_workers: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last two: each rank is bound to half of the machine's cores."""
+    monkeypatch.setattr(pace, "world", lambda: SimpleNamespace(local_world_size=num_ranks))
+    monkeypatch.setattr(pace.os, "cpu_count", lambda: num_cores)
+    monkeypatch.setattr(machine, "cores", lambda: frozenset(range(own_cores)))
+    monkeypatch.setattr(machine, "core_quota", lambda: None)
+    kept = Pace()
+    kept._clock = SimpleNamespace(num_workers=num_workers)  # type: ignore[assignment]
+    assert kept._has_room() == expected
 
 
 @pytest.mark.parametrize("data_s", [0.5, 50.0])

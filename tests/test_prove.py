@@ -12,11 +12,14 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Optional
 
 import pytest
 import torch
 
-from ddpshim.tools.prove import judging, new_files, running, sketches, watching
+from ddpshim.errors import LaunchError
+from ddpshim.launch.runner import Launch
+from ddpshim.tools.prove import judging, new_files, precision, running, sketches, watching
 from ddpshim.tools.prove.noise import Placed
 from tests import bugs
 
@@ -60,12 +63,25 @@ def test_rows_of_the_one_process() -> None:
     assert share.among_others(torch.tensor([7, 8]), (0, 1)).tolist() == [8, 1, 1, 7]
 
 
-def _write(folder: Path, run: str, gradient: float, loss: float = 1.0, num_steps: int = 1) -> None:
+def _write(
+    folder: Path,
+    run: str,
+    gradient: float = 1.0,
+    loss: float = 1.0,
+    num_steps: int = 1,
+    dtype: str = "float32",
+    samples: str = "",
+    num_batches: Optional[int] = None,
+) -> None:
     """The records of a trainer with one weight."""
     tensor = sketches.sketch(torch.tensor([1.0, 2.0]))
     lines: list[dict[str, object]] = []
     for t in range(num_steps):
-        lines.append({"kind": "loss", "t": t, "number": 1, "losses": [loss], "place": "train.py:3"})
+        if samples:
+            of_pass = {"sampler": "RandomSampler", "pass_number": 1, "num_batches": num_batches, "num_samples": 10}
+            batch = {"size": len(samples), "samples": list(samples), "streams": None, "place": "train.py:2"}
+            lines.append({"kind": "batch", "t": t, "number": t + 1, **batch, **of_pass})
+        lines.append({"kind": "loss", "t": t, "number": 1, "losses": [loss], "dtype": dtype, "place": "train.py:3"})
         if t == 0:
             lines.append({"kind": "optimizer", "t": t, "optimizer": 0, "names": ["w"], "type": "SGD"})
             lines.append({"kind": "start", "t": t, "optimizer": 0, "weights": [tensor]})
@@ -74,6 +90,18 @@ def _write(folder: Path, run: str, gradient: float, loss: float = 1.0, num_steps
         lines.append({"kind": "gradients", "t": t, "gradients": own, "lr": [0.1], **about})
         lines.append({"kind": "step", "t": t + 1, "weights": [tensor], "moments": {}, **about})
     (folder / f"{run}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _add(folder: Path, run: str, kind: str, **values: object) -> None:
+    with (folder / f"{run}.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": kind, "t": 0, **values}) + "\n")
+
+
+def _parting(folder: Path, num_ranks: int = 2) -> judging.Parting:
+    proof = judging.judge(folder, num_ranks)
+    assert not proof.is_same
+    assert proof.parting is not None
+    return proof.parting
 
 
 @pytest.mark.unit
@@ -111,8 +139,7 @@ def test_says_where_noise_may_be_all_that_parts(tmp_path: Path) -> None:
     for run, size in {"one": 1.0, "perturbed": 1.0, "rank_0": 1.5, "rank_1": 0.5}.items():
         _write(tmp_path, run, size)
     assert judging.judge(tmp_path, 2).notes == ["no batch came from a DataLoader: " + NOT_COMPARED]
-    with (tmp_path / "rank_1.jsonl").open("a") as file:
-        file.write(json.dumps({"kind": "own noise", "t": 0}) + "\n")
+    _add(tmp_path, "rank_1", "own noise")
     assert "may be the only difference" in judging.judge(tmp_path, 2).notes[1]
 
 
@@ -124,6 +151,7 @@ def test_shows_the_answer_on_a_line_of_its_own() -> None:
         "the same experiment: yes",
         "  20 steps on 2 ranks; then weights differ from those of one process by at most 3e-08",
         "  for scale: rounding errors added to the gradients of one process change its weights by up to 6e-05",
+        "  not compared: numbers that the program prints, logs or saves beside its networks; steps after these",
     ]
     assert running.as_text(judging.Proof(False, 0, 2)) == "the same experiment: no"
 
@@ -132,9 +160,168 @@ def test_shows_the_answer_on_a_line_of_its_own() -> None:
 def test_perturbation_leaves_zeros() -> None:
     """Adam divides a gradient by its own size: it would turn any noise on a zero into a full step."""
     gradient = torch.tensor([1.0, 0.0, 0.0, 0.0])
-    watching._add_rounding([gradient], 0)
+    precision.add_rounding([gradient], 0, torch.finfo(torch.float32).eps)
     assert gradient.tolist() == [pytest.approx(1.0, abs=1e-6), 0.0, 0.0, 0.0]
     assert gradient[0] != 1
+
+
+@pytest.mark.unit
+def test_other_numbers_of_steps_are_no(tmp_path: Path) -> None:
+    """An early stop by a rank's own loss, a rank that stops alone, a program that fails in one process."""
+    for run in ("one", "perturbed", "rank_0", "rank_1"):
+        _write(tmp_path, run, num_steps=2 if run.startswith("rank") else 4)
+    found = _parting(tmp_path)
+    assert (found.step, found.what, found.place) == (3, "steps", "train.py:4")
+    assert found.found == "one process made 4 steps, the ranks 2"
+    _write(tmp_path, "rank_1", num_steps=4)
+    assert _parting(tmp_path).found == "one process made 4 steps, the ranks 2 to 4"
+    _write(tmp_path, "rank_0", num_steps=4)
+    assert judging.judge(tmp_path, 2).is_same
+    _add(tmp_path, "one", "failed", error="OSError: no space")
+    assert judging.judge(tmp_path, 2).notes[-1].endswith("after its last step, and not on the ranks: OSError: no space")
+    _write(tmp_path, "one", num_steps=3)
+    _add(tmp_path, "one", "failed", error="OSError: no space")
+    assert _parting(tmp_path).meaning == "the program failed in one process: OSError: no space"
+    # The proof itself ended them, one optimizer's step earlier.
+    _write(tmp_path, "one", num_steps=3)
+    _add(tmp_path, "one", "cut")
+    proof = judging.judge(tmp_path, 2)
+    assert (proof.is_same, proof.num_steps) == (True, 3)
+    assert proof.notes[-1] == "a rounding error alone changes the number of steps in one process (3, with it 4)"
+
+
+@pytest.mark.unit
+def test_optimizers_that_take_turns_otherwise_are_no(tmp_path: Path) -> None:
+    """Before, the steps of one had no partner, and were not compared."""
+    for run in ("one", "perturbed", "rank_0"):
+        _write(tmp_path, run)
+    path = tmp_path / "rank_0.jsonl"
+    path.write_text(path.read_text().replace('"optimizer": 0', '"optimizer": 1'))
+    assert _parting(tmp_path, 1).found == "optimizer 1 made the step in one process, optimizer 2 on the ranks"
+
+
+@pytest.mark.unit
+def test_weights_that_differ_at_the_end_are_no(tmp_path: Path) -> None:
+    """The limits are those of the steps, and the largest difference is taken after the same step."""
+    trained, loaded = (sketches.sketch(torch.tensor(values)) for values in ([1.0, 2.0], [1.0, 3.0]))
+    for run in ("one", "perturbed", "rank_0"):
+        _write(tmp_path, run)
+        torch.save({"0.0": torch.tensor([1.0, 2.0])}, tmp_path / f"{run}.pt")
+        _add(tmp_path, run, "end", weights={"0": [loaded if run == "rank_0" else trained]}, tensors={})
+    found = _parting(tmp_path, 1)
+    assert (found.step, found.what, found.where) == (0, "weights", "w")
+    assert "differ when the program ends" in found.found
+    _write(tmp_path, "rank_0")
+    assert judging.judge(tmp_path, 1).largest_difference == 0
+    for run in ("one", "rank_0"):
+        _write(tmp_path, run, num_steps=2)
+    proof = judging.judge(tmp_path, 1)
+    assert (proof.largest_difference, proof.of_rounding) == (0, None)
+
+
+@pytest.mark.unit
+def test_a_gradient_that_is_zero_in_one_process(tmp_path: Path) -> None:
+    """The rounding error makes it nonzero: relative to zero that is infinite, and would allow anything."""
+    for run, gradient in {"one": 0.0, "perturbed": 1e-7, "rank_0": 1.0}.items():
+        _write(tmp_path, run, gradient)
+    assert _parting(tmp_path, 1).what == "gradients"
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("of_ranks", "num_batches", "says"),
+    [
+        (("ab", "cd"), (3, 2), "drop_last=False keeps it"),
+        (("ab", "cd"), (2, 3), "give the ranks drop_last=True"),
+        (("ab", "cd"), (9, 3), "the loaders have other data"),
+        (("abcd", "abcd"), (3, 3), "every rank reads the same samples"),
+        (("abcd", "efgh"), (3, 2), "a batch as large as the one process's. Build the loader with ddpshim.make_loader"),
+    ],
+)
+def test_samples_of_a_pass(tmp_path: Path, of_ranks: tuple[str, str], num_batches: tuple[int, int], says: str) -> None:
+    """They are compared before what follows from them: rates by the length of the loader, losses."""
+    for run, samples in {"one": "abcd", "perturbed": "abcd", "rank_0": of_ranks[0], "rank_1": of_ranks[1]}.items():
+        is_rank = run.startswith("rank")
+        _write(tmp_path, run, loss=1.0 + is_rank, samples=samples, num_batches=num_batches[is_rank])
+    found = _parting(tmp_path)
+    assert (found.step, found.what, found.place) == (1, "samples", "train.py:2")
+    assert says in found.meaning
+    if num_batches == (3, 2) and of_ranks[1] == "cd":
+        said = "a pass over the data has 3 batches in one process, 2 on the ranks: ranks read 8 of 10 samples"
+        assert found.found == said
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("of_ranks", "says"),
+    [
+        ([1.003, 1.003], None),
+        ([2.0, 2.0], "added up, not averaged"),
+        ([0.5, 0.5], "averaged twice"),
+        ([0.0, 0.0], "cut off (detach)"),
+        ([1.01, 0.99], "they are not reduced"),
+    ],
+)
+def test_rounding_of_bfloat16(tmp_path: Path, of_ranks: list[float], says: Optional[str]) -> None:
+    """It makes a gradient 0.3% larger, and makes no rank's differ from another's; in float32 that is a mistake."""
+    gradients = {"one": 1.0, "perturbed": 1.001, "rank_0": of_ranks[0], "rank_1": of_ranks[1]}
+    for run, gradient in gradients.items():
+        _write(tmp_path, run, gradient, loss=1.005 if run.startswith("rank") else 1.0, dtype="bfloat16")
+    proof = judging.judge(tmp_path, 2)
+    assert proof.notes[0] == "computed in bfloat16: rounding is 65,536 times larger than in float32"
+    assert proof.is_same == (says is None)
+    assert says is None or says in _parting(tmp_path).meaning
+    for run in gradients:
+        _write(tmp_path, run, gradients[run] if run.startswith("rank") else 1.0)
+    assert not judging.judge(tmp_path, 2).is_same
+    _write(tmp_path, "one", dtype="bfloat16")
+    assert _parting(tmp_path).found == "computed in bfloat16 in one process, in float32 on ranks"
+
+
+@pytest.mark.unit
+def test_precision_of_a_backward_pass() -> None:
+    net = torch.nn.Linear(8, 4)
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    assert precision.of_graph([net(x).sum()]) == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert precision.of_graph([net(x).float().mean()]) == torch.bfloat16
+        with torch.no_grad():
+            frozen = net(x).float()
+    assert precision.of_graph([net.weight.sum() * frozen.sum()]) == torch.float32
+    for eps, size in ((precision.SINGLE, precision.SINGLE), (precision.eps_of("bfloat16"), 2.0**-9)):
+        gradient = torch.ones(1000)
+        precision.add_rounding([gradient], 0, eps)
+        assert float((gradient - 1).std()) == pytest.approx(2 * size, rel=0.1)
+
+
+@pytest.mark.unit
+def test_ranks_that_failed_are_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guard may have ended them for what the first samples explain; without a difference there is nothing to say."""
+
+    def run_alone(job: Launch, folder: Path, logs: Path, settings: watching.Settings) -> None:
+        for run in (watching.ONE, watching.PERTURBED):
+            _write(folder, run, samples="abcd")
+
+    def run(job: Launch) -> int:
+        for rank in (0, 1):
+            _write(Path(job.proof or ""), f"rank_{rank}", samples=of_ranks[rank])
+        return 1
+
+    monkeypatch.setattr(running, "check", lambda job, environ: None)
+    monkeypatch.setattr(running, "_run_alone", run_alone)
+    monkeypatch.setattr(running, "run", run)
+    of_ranks = ["abcd", "abcd"]
+    job = Launch("train.py", log_dir=str(tmp_path / "logs"))
+    proof = running.prove(job, watching.Settings())
+    assert proof.parting is not None
+    assert "ddpshim.make_loader" in proof.parting.meaning
+    assert (
+        proof.notes[-1]
+        == f"the ranks ended with exit code 1 after [1, 1] steps; their output is in {tmp_path / 'logs'}"
+    )
+    of_ranks = ["ab", "cd"]
+    with pytest.raises(LaunchError, match=r"the ranks made \[1, 1\] steps and ended with exit code 1"):
+        running.prove(job, watching.Settings())
 
 
 @pytest.mark.unit

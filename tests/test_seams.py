@@ -96,6 +96,7 @@ SEAMS = [
         "test_a_loss_tells_its_reduction",
         "autograd codegen",
     ),
+    Seam("_input_metadata", "tools/prove/precision.py", "test_a_node_tells_the_dtype", "torch/csrc/autograd"),
     Seam("_num_samples", "trainers/unedited/loaders.py", "test_a_samplers_number", "torch/utils/data/sampler.py"),
     Seam("_orig_mod", "model/transparent.py", "test_a_compiled_module_holds_its_own", "torch/_dynamo/eval_frame.py"),
     Seam("_parameters _buffers _modules", "model/transparent.py", "test_a_modules_dictionaries", MODULE),
@@ -447,6 +448,14 @@ def test_save_writes_records_by_name_and_address() -> None:
     with torch.serialization._open_zipfile_writer(file := io.BytesIO()) as writer:
         writer.write_record("data.pkl", b"x", 1)
     assert b"data.pkl" in file.getvalue()
+
+
+@pytest.mark.unit
+def test_a_node_tells_the_dtype_of_its_results() -> None:
+    made = torch.ones(2, requires_grad=True).bfloat16().float()
+    node: Any = made.grad_fn
+    assert [about.dtype for about in node._input_metadata] == [torch.float32]
+    assert [about.dtype for about in node.next_functions[0][0]._input_metadata] == [torch.bfloat16]
 
 
 @pytest.mark.unit

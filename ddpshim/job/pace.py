@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -172,12 +173,22 @@ class Pace:
         finding = judge(ranks, loads_s)
         if finding is None or finding.step_s * num_steps < _LEAST_S:
             return
+        finding = finding._replace(has_room=self._has_room())
         key = finding.phase, finding.ranks
         if finding.share > 2 * self._said.get(key, 0.0):
             self._said[key] = finding.share
             about = {"phase": finding.phase, "ranks": finding.ranks, "share": round(finding.share, 4)}
             events.note("slow", steps=self.num_steps, **about, said=str(finding))
             say(f"after {self.num_steps} steps: {finding} (DDPSHIM_DIAGNOSE=no turns this off)")
+
+    def _has_room(self) -> bool:
+        """Whether this node has cores for one more data worker of each rank."""
+        from ddpshim.job import machine
+
+        num_ranks, num_cores = world().local_world_size, machine.num_cores()
+        if num_ranks * len(machine.cores()) <= (os.cpu_count() or 1):  # the launcher may have given each rank its own
+            num_ranks = 1
+        return self._clock is None or num_ranks * (self._clock.num_workers + 2) <= num_cores
 
 
 def _means_of(blocks: dict[int, list[float]]) -> dict[str, float]:

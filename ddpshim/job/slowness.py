@@ -60,6 +60,10 @@ _DO_TOGETHER = {
     "save": _SAVE_LESS,
     "rollout": "Evaluate less often, or with fewer episodes",
 }
+_DO_WITHOUT_WORKERS = (
+    "Store images decoded and small, or keep the data in memory; more GPUs do not help, nor more num_workers, which "
+    "would compete for the cores"
+)
 
 
 class Finding(NamedTuple):
@@ -70,12 +74,14 @@ class Finding(NamedTuple):
         ranks: the slow ranks; empty if all are equally slow.
         cost_s: seconds lost in every step, on every rank, since the others wait.
         step_s: seconds of a step.
+        has_room: there are cores for more data workers.
     """
 
     phase: str
     ranks: tuple[int, ...]
     cost_s: float
     step_s: float
+    has_room: bool = True
 
     @property
     def share(self) -> float:
@@ -84,9 +90,11 @@ class Finding(NamedTuple):
     def __str__(self) -> str:
         cost = f"{100 * self.share:.0f}% of each step ({1e3 * self.cost_s:.3g} of {1e3 * self.step_s:.4g} ms)"
         if not self.ranks:
-            return f"every rank spends {cost} {_WHAT[self.phase]}. {_DO_TOGETHER[self.phase]}."
+            do = _DO_TOGETHER[self.phase] if self.has_room or self.phase != "data" else _DO_WITHOUT_WORKERS
+            return f"every rank spends {cost} {_WHAT[self.phase]}. {do}."
         who, verb = ranks_called(self.ranks), "is" if len(self.ranks) == 1 else "are"
-        return f"{who} {verb} longer {_WHAT[self.phase]} than the others, which wait: {cost}. {_DO_ALONE[self.phase]}."
+        do = _DO_ALONE[self.phase] if self.has_room else _DO_ALONE[self.phase].partition("; more num_workers")[0]
+        return f"{who} {verb} longer {_WHAT[self.phase]} than the others, which wait: {cost}. {do}."
 
 
 def judge(ranks: Sequence[Blocks], loads_s: Sequence[Optional[float]]) -> Optional[Finding]:

@@ -11,25 +11,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from ddpshim.tools.prove.sketches import difference, ratio
-from ddpshim.tools.prove.watching import ONE, PERTURBED, read
+from ddpshim.tools.prove.counts import lengths_of_passes, notes_on_ends, numbers_of_steps
+from ddpshim.tools.prove.precision import SINGLE, eps_of
+from ddpshim.tools.prove.records import Parting, Run
+from ddpshim.tools.prove.sketches import difference, distance, ratio
+from ddpshim.tools.prove.watching import ONE, PERTURBED
 
 # Ranks may differ from the one process by this many times the perturbed run's difference. Below the second line's
 # limits a difference always counts as rounding: relative to the loss, to the gradient, to the distance a weight moved.
 _TIMES_PERTURBED = 30.0
 _LOSS, _GRADIENT, _WEIGHT = 1e-5, 1e-4, 1e-2
-
-
-@dataclass(frozen=True)
-class Parting:
-    """The first difference between the ranks and the one process."""
-
-    step: int  # from 1
-    what: str  # samples, noise, weights at the start, loss, gradients, learning rate, weights, optimizer, networks
-    where: str  # which tensors, backward pass or optimizer
-    place: str  # file:line of the user's program
-    found: str
-    meaning: str  # the usual cause
+# In bfloat16 or float16 a loss may be rounded once, and a gradient once for each layer: so many times eps.
+_TIMES_EPS = {_LOSS: 2, _GRADIENT: 10, _WEIGHT: 10}
+_MAKE_LOADER = (
+    ". Build the loader with ddpshim.make_loader, or divide the batch size by the number of ranks and give the loader "
+    "a DistributedSampler"
+)
 
 
 @dataclass(frozen=True)
@@ -51,57 +48,36 @@ class Proof:
     notes: Sequence[str] = field(default_factory=list)
 
 
-class _Run:
-    """The records of one process, by step and kind."""
-
-    def __init__(self, folder: Path, run: str) -> None:
-        self.records = read(folder, run)
-        self.names = {r["optimizer"]: r["names"] for r in self.records if r["kind"] == "optimizer"}
-        self.num_steps = sum(r["kind"] == "step" for r in self.records)
-
-    def of(self, kind: str, step: int) -> list[dict[str, Any]]:
-        return [r for r in self.records if r["kind"] == kind and r["t"] == step]
-
-    def trained_on(self, step: int) -> list[dict[str, Any]]:
-        """Return the batches of a step that were followed by a backward pass."""
-        out: list[dict[str, Any]] = []
-        last: Optional[dict[str, Any]] = None
-        for record in self.records:
-            if record["kind"] == "batch":
-                last = record
-            elif record["kind"] == "loss" and last is not None:
-                if record["t"] == step:
-                    out.append(last)
-                last = None
-        return out
-
-
 def judge(folder: Path, num_ranks: int) -> Proof:
     """Return the proof, computed from the records in `folder`."""
-    one, perturbed = _Run(folder, ONE), _Run(folder, PERTURBED)
-    ranks = [_Run(folder, f"rank_{rank}") for rank in range(num_ranks)]
+    one, perturbed = Run(folder, ONE), Run(folder, PERTURBED)
+    ranks = [Run(folder, f"rank_{rank}") for rank in range(num_ranks)]
     num_steps = min(run.num_steps for run in (one, *ranks))
-    notes = _notes(one, ranks)
     rounding = _Rounding(one, perturbed)
-    parting = _first_parting(one, ranks, rounding, num_steps) or _equal_noise(ranks)
+    notes = [*_each_note(one, ranks, rounding), *notes_on_ends(one, perturbed, ranks)]
+    parting = _first_parting(one, ranks, rounding) or _end(one, ranks[0], rounding) or _equal_noise(ranks)
     notes += _note_on_noise(ranks, parting)
     if parting is not None or not num_steps:
         return Proof(False, num_steps, num_ranks, parting=parting, notes=notes)
-    largest, of_rounding = _largest_difference(folder, "rank_0"), _largest_difference(folder, PERTURBED)
+    is_at_end = perturbed.num_steps == one.num_steps, ranks[0].num_steps == one.num_steps
+    of_rounding = _largest_difference(folder, PERTURBED) if is_at_end[0] else None
+    largest = _largest_difference(folder, "rank_0") if is_at_end[1] else None
     return Proof(True, num_steps, num_ranks, largest, of_rounding, notes=notes)
 
 
-def _first_parting(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, num_steps: int) -> Optional[Parting]:
-    looks: list[Callable[[_Run, Sequence[_Run], _Rounding, int], Optional[Parting]]] = [
+def _first_parting(one: Run, ranks: Sequence[Run], rounding: _Rounding) -> Optional[Parting]:
+    looks: list[Callable[[Run, Sequence[Run], _Rounding, int], Optional[Parting]]] = [
         _samples,
+        lengths_of_passes,
         _start,
         _losses,
         _gradients,
         _rates,
         _weights,
         _networks,
+        numbers_of_steps,
     ]
-    for step in range(num_steps):
+    for step in range(max(1, *(run.num_steps for run in (one, *ranks)))):  # ranks may have failed in the first one
         for look in looks:
             parting = look(one, ranks, rounding, step)
             if parting is not None:
@@ -112,20 +88,24 @@ def _first_parting(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, num_st
 class _Rounding:
     """Limits on differences that count as rounding, from the perturbed run's differences so far."""
 
-    def __init__(self, one: _Run, perturbed: _Run) -> None:
+    def __init__(self, one: Run, perturbed: Run) -> None:
         self._one, self._perturbed = one, perturbed
         self._largest: dict[Any, float] = {}
+        known = (r["dtype"] for r in one.records if r["kind"] == "loss" and "dtype" in r)
+        self.dtype = max(known, key=eps_of, default="float32")
+        self.eps = eps_of(self.dtype) if eps_of(self.dtype) > SINGLE else 0.0
 
     def allows(self, key: Any, of_ranks: float, of_perturbed: Optional[float], least: float) -> bool:
         """Whether the difference `of_ranks` counts as rounding. Call it in the order of steps: the limit only grows."""
-        seen = self._largest[key] = max(self._largest.get(key, 0.0), of_perturbed or 0.0)
-        return of_ranks <= max(least, _TIMES_PERTURBED * seen)
+        told = of_perturbed if of_perturbed is not None and math.isfinite(of_perturbed) else 0.0
+        seen = self._largest[key] = max(self._largest.get(key, 0.0), told)
+        return of_ranks <= max(least, _TIMES_EPS[least] * self.eps, _TIMES_PERTURBED * seen)
 
     def of(self, kind: str, step: int) -> list[dict[str, Any]]:
         return self._perturbed.of(kind, step)
 
 
-def _samples(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) -> Optional[Parting]:
+def _samples(one: Run, ranks: Sequence[Run], rounding: _Rounding, step: int) -> Optional[Parting]:
     alone, spread = one.trained_on(step), [run.trained_on(step) for run in ranks]
     if not alone or not all(spread):
         return None
@@ -141,8 +121,10 @@ def _samples(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) -
     )
     if all(own == of_ranks[0] for own in of_ranks) and len(ranks) > 1:
         meaning = "every rank reads the same samples: a sampler that divides them is missing"
+        meaning += _MAKE_LOADER
     elif sizes[1] == len(ranks) * sizes[0]:
-        meaning = "each rank takes a batch as large as the one process's: divide the batch size by the number of ranks"
+        meaning = "each rank takes a batch as large as the one process's"
+        meaning += _MAKE_LOADER
     elif sizes[0] != sizes[1]:
         meaning = "the batch of a step has another size"
     elif samplers[0].startswith("Weighted") and not samplers[1].startswith(("Weighted", "Sharded")):
@@ -157,7 +139,7 @@ def _samples(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) -
     return Parting(step + 1, "samples", "", spread[0][0]["place"], found, meaning)
 
 
-def _start(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) -> Optional[Parting]:
+def _start(one: Run, ranks: Sequence[Run], rounding: _Rounding, step: int) -> Optional[Parting]:
     alone = next((r["tensors"] for r in one.of("begun", step)), None)
     for rank, run in enumerate(ranks):
         theirs = next((r["tensors"] for r in run.of("begun", step)), None)
@@ -172,12 +154,19 @@ def _start(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) -> 
     return None
 
 
-def _losses(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) -> Optional[Parting]:
+def _losses(one: Run, ranks: Sequence[Run], rounding: _Rounding, step: int) -> Optional[Parting]:
     alone, spread = one.of("loss", step), [run.of("loss", step) for run in ranks]
     by_rounding = rounding.of("loss", step)
     for i, record in enumerate(alone):
         if any(len(own) != len(alone) for own in spread) or not all(record["losses"]):
             return None
+        dtypes = {own[i].get("dtype") for own in spread}
+        if dtypes != {record.get("dtype")}:
+            found = (
+                f"computed in {record.get('dtype')} in one process, in {', '.join(sorted(map(str, dtypes)))} on ranks"
+            )
+            meaning = "autocast, or the dtype of the networks, is another one on the ranks"
+            return Parting(step + 1, "loss", f"backward pass {i + 1}", record["place"], found, meaning)
         for j, value in enumerate(record["losses"]):
             theirs = [own[i]["losses"][j] for own in spread if j < len(own[i]["losses"])]
             if len(theirs) != len(ranks):
@@ -191,7 +180,7 @@ def _losses(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) ->
     return None
 
 
-def _why_loss(one: _Run) -> str:
+def _why_loss(one: Run) -> str:
     state = [r for r in one.records if r["kind"] == "state"]
     has_batchnorm = state and any(name.endswith("running_mean") for name in state[0]["tensors"])
     of_batch = "BatchNorm that takes its statistics over a rank's samples (SyncBatchNorm), or " if has_batchnorm else ""
@@ -201,7 +190,7 @@ def _why_loss(one: _Run) -> str:
     )
 
 
-def _gradients(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) -> Optional[Parting]:
+def _gradients(one: Run, ranks: Sequence[Run], rounding: _Rounding, step: int) -> Optional[Parting]:
     for record in one.of("gradients", step):
         number = record["optimizer"]
         theirs = [_same(run, "gradients", step, number) for run in ranks]
@@ -211,24 +200,31 @@ def _gradients(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int)
         total = math.sqrt(sum(own[0] ** 2 for own in record["gradients"] if own is not None))
 
         def relative(a: Any, b: Any, total: float = total) -> float:
-            apart = difference(a, b)
-            return apart * a[0] / (a[0] + 1e-3 * total) if a is not None and math.isfinite(apart) else apart
+            apart, size = distance(a, b), (a or [0.0])[0] + 1e-3 * total
+            return apart / size if size else (math.inf if apart else 0.0)
 
         every = [own["gradients"] for own in theirs if own is not None]
         odd, sizes = [], []
         for i, mine in enumerate(record["gradients"]):
             apart = max(relative(mine, own[i]) for own in every)
-            if not rounding.allows(("gradients", number, i), apart, relative(mine, near["gradients"][i]), _GRADIENT):
+            # A reduction gives all ranks the same bits, whatever the precision.
+            is_reduced = all(relative(every[0][i], own[i]) <= _GRADIENT for own in every[1:])
+            is_near = rounding.allows(("gradients", number, i), apart, relative(mine, near["gradients"][i]), _GRADIENT)
+            if not (is_near and is_reduced):
                 odd.append(i)
                 sizes.append(apart)
         if odd:
             where = _named(one.names[number], [i for _, i in sorted(zip([-s for s in sizes], odd))])
             found = f"{len(odd)} of {len(record['gradients'])} gradients differ (the first by {max(sizes):.1e})"
-            return Parting(step + 1, "gradients", where, record["place"], *_why_gradients(record, every, odd, found))
+            near_enough = max(1e-3, _TIMES_EPS[_GRADIENT] * rounding.eps)
+            why = _why_gradients(record, every, odd, found, near_enough)
+            return Parting(step + 1, "gradients", where, record["place"], *why)
     return None
 
 
-def _why_gradients(record: dict[str, Any], every: Sequence[Any], odd: Sequence[int], found: str) -> tuple[str, str]:
+def _why_gradients(
+    record: dict[str, Any], every: Sequence[Any], odd: Sequence[int], found: str, near: float
+) -> tuple[str, str]:
     num = len(every)
     apart = [i for i in odd if any(difference(every[0][i], own[i]) > 1e-6 for own in every[1:])]
     if apart:
@@ -238,14 +234,17 @@ def _why_gradients(record: dict[str, Any], every: Sequence[Any], odd: Sequence[i
             "method, no_sync), or was wrapped before something was unfrozen; or they were changed after the reduction",
         )
     factors = [ratio(record["gradients"][i], every[0][i]) for i in odd if record["gradients"][i] and every[0][i]]
-    if factors and all(left < 1e-3 for _, left in factors):
+    if factors and all(left < near for _, left in factors):
         low, high = min(c for c, _ in factors), max(c for c, _ in factors)
-        if high - low < 1e-3 * abs(high):
+        if high - low < near * abs(high):
             known = {
                 float(num): "added up, not averaged",
                 1 / num: "averaged twice, or the loss is divided by ranks too",
             }
-            why = next((text for c, text in known.items() if abs(high - c) < 1e-2 * c), "clipped or scaled differently")
+            why = next(
+                (text for c, text in known.items() if abs(high - c) < max(1e-2, near) * c),
+                "clipped or scaled differently",
+            )
             return f"{found}; they are {high:.4g} times those of one process", f"gradients are {why}"
     return (
         found,
@@ -254,7 +253,7 @@ def _why_gradients(record: dict[str, Any], every: Sequence[Any], odd: Sequence[i
     )
 
 
-def _rates(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) -> Optional[Parting]:
+def _rates(one: Run, ranks: Sequence[Run], rounding: _Rounding, step: int) -> Optional[Parting]:
     for record in one.of("gradients", step):
         for rank, run in enumerate(ranks):
             theirs = _same(run, "gradients", step, record["optimizer"])
@@ -266,7 +265,7 @@ def _rates(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) -> 
     return None
 
 
-def _weights(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) -> Optional[Parting]:
+def _weights(one: Run, ranks: Sequence[Run], rounding: _Rounding, step: int) -> Optional[Parting]:
     for record in one.of("step", step + 1):
         number = record["optimizer"]
         start = next((r["weights"] for r in one.records if r["kind"] == "start" and r["optimizer"] == number), None)
@@ -289,7 +288,7 @@ def _weights(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) -
                 return Parting(step + 1, "weights", _named(names, odd), theirs["place"], found, meaning)
             for key, a in record["moments"].items():
                 b = theirs["moments"].get(key)
-                apart, of_near = difference(a, b), difference(a, near["moments"].get(key))
+                apart, of_near = _moved(a, a, b), _moved(a, a, near["moments"].get(key))
                 if not rounding.allows(("moments", number, key), apart, of_near, _WEIGHT):
                     index, _, name = key.partition(".")
                     found = f"{name} of the optimizer differs (by {apart:.1e})"
@@ -298,20 +297,13 @@ def _weights(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) -
     return None
 
 
-def _networks(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) -> Optional[Parting]:
-    states = [r for r in one.records if r["kind"] == "state"]
-    record = next((r for r in states if r["t"] == step + 1), None)
+def _networks(one: Run, ranks: Sequence[Run], rounding: _Rounding, step: int) -> Optional[Parting]:
+    record = next(iter(one.of("state", step + 1)), None)
     theirs = next(iter(ranks[0].of("state", step + 1)), None)
     near = next(iter(rounding.of("state", step + 1)), record)
     if record is None or theirs is None or near is None:
         return None
-    begun, every = states[0]["tensors"], record["tensors"]
-
-    def parts(name: str, a: Any, b: Any) -> bool:
-        start, c = begun.get(name, a), near["tensors"].get(name, a)
-        return not rounding.allows(("state", name), _moved(start, a, b), _moved(start, a, c), _WEIGHT)
-
-    odd = _differing(every, theirs["tensors"], parts)
+    odd = _apart_beside(one, record, theirs, near, rounding)
     if not odd:
         return None
     meaning = "a copy of the trained weights is not updated correctly on the ranks: an average or a target that holds "
@@ -321,6 +313,40 @@ def _networks(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) 
     found = f"{len(odd)} tensors other than the trained weights differ after the step, "
     found += "by more than 1% of the distance they moved"
     return Parting(step + 1, "networks", _shown(odd), _place(ranks[0], step), found, meaning)
+
+
+def _apart_beside(one: Run, mine: Any, theirs: Any, near: Any, rounding: _Rounding) -> list[str]:
+    """Return the names of the networks' other tensors that differ by more than rounding."""
+    begun: dict[str, Any] = next((r["tensors"] for r in one.records if r["kind"] == "state"), {})
+
+    def parts(name: str, a: Any, b: Any) -> bool:
+        start, c = begun.get(name, a), near["tensors"].get(name, a)
+        return not rounding.allows(("state", name), _moved(start, a, b), _moved(start, a, c), _WEIGHT)
+
+    return _differing(mine["tensors"], theirs["tensors"], parts)
+
+
+def _end(one: Run, main_rank: Run, rounding: _Rounding) -> Optional[Parting]:
+    """Compare what the program does with weights after the last step. Other ranks than the main one may do less."""
+    alone, theirs = (next((r for r in run.records if r["kind"] == "end"), None) for run in (one, main_rank))
+    if alone is None or theirs is None or alone["t"] != theirs["t"]:
+        return None
+    near = next(iter(rounding.of("end", alone["t"])), alone)
+    starts = {str(r["optimizer"]): r["weights"] for r in one.records if r["kind"] == "start"}
+    odd = _shown(_apart_beside(one, alone, theirs, near, rounding))
+    for number, mine in alone["weights"].items():
+        others = theirs["weights"].get(number, ()), near["weights"].get(number, mine)
+        apart = [
+            i
+            for i, (begun, a, b, c) in enumerate(zip(starts[number], mine, *others))
+            if not rounding.allows(("weights", int(number), i), _moved(begun, a, b), _moved(begun, a, c), _WEIGHT)
+        ]
+        odd = _named(one.names[int(number)], apart) or odd
+    if not odd:
+        return None
+    found = "they were the same after this step, and differ when the program ends"
+    meaning = "the main rank changes them after the last step: it loads another checkpoint, or puts an average in place"
+    return Parting(alone["t"], "weights", odd, _place(main_rank, alone["t"] - 1), found, meaning)
 
 
 def _differing(mine: Mapping[str, Any], theirs: Mapping[str, Any], parts: Callable[[str, Any, Any], bool]) -> list[str]:
@@ -345,7 +371,7 @@ def _shown(names: Sequence[str]) -> str:
     return _named([re.sub(r"~\w+#\d+", "", name) for name in names], range(len(names)))
 
 
-def _equal_noise(ranks: Sequence[_Run]) -> Optional[Parting]:
+def _equal_noise(ranks: Sequence[Run]) -> Optional[Parting]:
     firsts = [next((r for r in run.records if r["kind"] == "batch"), None) for run in ranks]
     draws = [r for run in ranks for r in run.records if r["kind"] == "draw"]
     streams = {first["streams"] for first in firsts if first is not None}
@@ -360,17 +386,15 @@ def _equal_noise(ranks: Sequence[_Run]) -> Optional[Parting]:
 
 
 def _moved(begun: Any, a: Any, b: Any) -> float:
-    """Return the difference of `a` and `b` over the distance `a` moved from `begun` (over `a` if it did not move)."""
-    apart = difference(a, b)
-    way = difference(a, begun)
-    return apart / way if way and math.isfinite(apart) else apart
+    """Return the distance of `a` and `b` over the distance `a` moved from `begun` (over `a` if it did not move)."""
+    return distance(a, b) / (distance(a, begun) or (a or [0.0])[0] or 1.0)
 
 
-def _same(run: _Run, kind: str, step: int, optimizer: int) -> Optional[dict[str, Any]]:
+def _same(run: Run, kind: str, step: int, optimizer: int) -> Optional[dict[str, Any]]:
     return next((r for r in run.of(kind, step) if r["optimizer"] == optimizer), None)
 
 
-def _place(run: _Run, step: int) -> str:
+def _place(run: Run, step: int) -> str:
     return next((r["place"] for kind in ("gradients", "loss") for r in run.of(kind, step)), "")
 
 
@@ -379,18 +403,16 @@ def _named(names: Sequence[str], which: Sequence[int]) -> str:
     return ", ".join(shown) + (f" and {len(which) - 3} more" if len(which) > 3 else "")
 
 
-def _notes(one: _Run, ranks: Sequence[_Run]) -> list[str]:
-    return list(_each_note(one, ranks))
-
-
-def _each_note(one: _Run, ranks: Sequence[_Run]) -> Iterator[str]:
+def _each_note(one: Run, ranks: Sequence[Run], rounding: _Rounding) -> Iterator[str]:
+    if rounding.eps:
+        yield f"computed in {rounding.dtype}: rounding is {rounding.eps / SINGLE:,.0f} times larger than in float32"
     if any(r["kind"] == "draw" for run in ranks for r in run.records):
         yield "ranks draw their own noise; for the comparison each was given its rows of the one process's noise"
     if one.num_steps and not any(r["kind"] == "batch" for r in one.records):
         yield "no batch came from a DataLoader: samples were not compared, and ranks' noise was not replaced"
 
 
-def _note_on_noise(ranks: Sequence[_Run], parting: Optional[Parting]) -> Iterator[str]:
+def _note_on_noise(ranks: Sequence[Run], parting: Optional[Parting]) -> Iterator[str]:
     is_meant = parting is not None and parting.what in ("loss", "gradients")
     if parting and is_meant and any(run.of("own noise", parting.step - 1) for run in ranks):
         yield (

@@ -42,23 +42,29 @@ def prove(job: Launch, settings: Settings, alone: Optional[Launch] = None) -> Pr
         try:
             _run_alone(alone, folder, logs, settings)
             new_files.remove(folder)  # the ranks must not find checkpoints of the one process
-            _run_ranks(replace(job, proof=name, nproc=str(settings.num_ranks), log_dir=str(logs)), folder, settings)
+            ranks = replace(job, proof=name, nproc=str(settings.num_ranks), log_dir=str(logs))
+            return _judged(ranks, folder, settings)
         finally:
             for sentence in new_files.remove(folder):
                 say(sentence)
-        return judge(folder, settings.num_ranks)
 
 
-def _run_ranks(job: Launch, folder: Path, settings: Settings) -> None:
+def _judged(job: Launch, folder: Path, settings: Settings) -> Proof:
+    """Run `job` on ranks, and compare it with the runs in one process."""
     say(f"run 3: the same program on {settings.num_ranks} ranks")
     code = run(job)
     num_steps = [_num_steps(folder, f"rank_{rank}") for rank in range(settings.num_ranks)]
-    if code or not all(num_steps):
+    proof = judge(folder, settings.num_ranks)
+    if (code or not all(num_steps)) and (proof.parting is None or proof.parting.what == "steps"):
         said = "" if code else f" Rank 0 ended with:\n{failure_notes.end_of(Path(job.log_dir or '', 'rank_0.log'))}"
         raise LaunchError(
             f"the ranks made {num_steps} steps and ended with exit code {code}: there is nothing to compare. "
             f"Make the trainer run on several ranks first; their output is in {job.log_dir}.{said}"
         )
+    if code:
+        failed = f"the ranks ended with exit code {code} after {num_steps} steps; their output is in {job.log_dir}"
+        proof = replace(proof, notes=[*proof.notes, failed])
+    return proof
 
 
 def _run_alone(job: Launch, folder: Path, logs: Path, settings: Settings) -> None:
@@ -153,6 +159,9 @@ def as_text(proof: Proof) -> str:
         if proof.of_rounding is not None:
             scale = "rounding errors added to the gradients of one process change its weights by up to"
             lines.append(f"  for scale: {scale} {proof.of_rounding:.0e}")
+        lines.append(
+            "  not compared: numbers that the program prints, logs or saves beside its networks; steps after these"
+        )
         return "\n".join(lines)
     lines.append("the same experiment: no")
     parting = proof.parting

@@ -38,14 +38,21 @@ def sketch(tensor: Optional[torch.Tensor]) -> Optional[list[float]]:
         return [float(flat.norm()), *sums]
 
 
-def difference(one: Any, other: Any) -> float:
-    """Return the norm of two tensors' difference relative to the first; infinity if one is None and the other not 0."""
+def distance(one: Any, other: Any) -> float:
+    """Return the norm of two tensors' difference; None counts as zeros, and NaN differs from numbers by infinity."""
     if one is None or other is None:
-        there = one or other
-        return 0.0 if there is None or there[0] == 0 else math.inf
+        return float((one or other or [0.0])[0])
     apart = math.sqrt(sum((a - b) ** 2 for a, b in zip(one[1:], other[1:])) / NUM_SIGNS)
     if apart != apart:
         return 0.0 if str(one) == str(other) else math.inf
+    return apart
+
+
+def difference(one: Any, other: Any) -> float:
+    """Return the norm of two tensors' difference relative to the first; infinity if one is None and the other not 0."""
+    apart = distance(one, other)
+    if one is None or other is None:
+        return math.inf if apart else 0.0
     return apart / one[0] if one[0] else (math.inf if apart else 0.0)
 
 

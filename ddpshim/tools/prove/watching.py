@@ -51,6 +51,9 @@ def watched(folder: str, run: Optional[str] = None) -> Iterator[None]:
     watcher.install()
     try:
         yield
+    except BaseException as error:
+        watcher.see_error(error)
+        raise
     finally:
         watcher.end()
 
@@ -66,8 +69,9 @@ class Watcher:
         self._optimizers: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # number, steps
         self._named: dict[int, Parameters] = {}
         self._held: dict[int, list[Any]] = {}  # optimizer number -> its parameters
-        self._passes: weakref.WeakKeyDictionary[Any, tuple[str, int]] = weakref.WeakKeyDictionary()
+        self._passes: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         self._num_steps = self._num_batches = self._num_backward = self._num_passes = 0
+        self._eps = 0.0  # of the coarsest dtype of a backward pass so far
         self._stepping: Any = None
         self._is_due = self._has_drawn = self._has_unseen_state = False
         self._undo = contextlib.ExitStack()
@@ -94,8 +98,7 @@ class Watcher:
             self._end_batch()
             batches = begin(loader)
             self._num_passes += 1
-            sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-            self._passes[getattr(batches, "_batches", batches)] = type(sampler).__name__, self._num_passes
+            self._passes[getattr(batches, "_batches", batches)] = _about_pass(loader, self._num_passes)
             return batches
 
         @functools.wraps(advance)
@@ -120,10 +123,15 @@ class Watcher:
     def end(self) -> None:
         """Write the last records and stop recording."""
         if os.getpid() == self._process:
-            self._is_due = False
             self._see_state(is_last=True)
             self._save()
+            self._mark_over()
         self._undo.close()
+
+    def see_error(self, error: BaseException) -> None:
+        """Record that the program failed."""
+        if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+            self._write("failed", error=f"{type(error).__name__}: {error}"[:200])
 
     def _write(self, kind: str, **values: Any) -> None:
         if os.getpid() == self._process:
@@ -138,8 +146,8 @@ class Watcher:
         size, samples = samples_of(batch)
         own = _states()
         is_own = self._run.startswith("rank") and not _ranks_share_draws()
-        sampler, number = self._passes.get(batches, ("", 0))
-        about = {"size": size, "samples": samples, "sampler": sampler, "pass_number": number, "place": place()}
+        of_pass = self._passes.get(batches) or {"sampler": "", "pass_number": 0}
+        about = {"size": size, "samples": samples, **of_pass, "place": place()}
         self._write("batch", number=self._num_batches, streams=_digest(own) if is_own else None, **about)
         if self._run == ONE:
             import torch
@@ -188,6 +196,8 @@ class Watcher:
     def _see_loss(self, tensors: Any) -> None:
         if os.getpid() != self._process:
             return
+        from ddpshim.tools.prove.precision import eps_of, of_graph
+
         roots = [tensors] if hasattr(tensors, "numel") else list(tensors)
         losses = [float(root.detach()) for root in roots if root.numel() == 1]
         self._num_backward += 1
@@ -195,7 +205,9 @@ class Watcher:
             # No buffers: the forward pass has already changed them.
             tensors = {name: tensor for name, tensor in _beside({}) if tensor.requires_grad}
             self._write("begun", tensors=dict(zip(tensors, _sketches(list(tensors.values())))))
-        self._write("loss", number=self._num_backward, losses=losses, place=place())
+        dtype = str(of_graph(roots)).partition(".")[2]
+        self._eps = max(self._eps, eps_of(dtype))
+        self._write("loss", number=self._num_backward, losses=losses, dtype=dtype, place=place())
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._stepping is not None or os.getpid() != self._process:
@@ -210,7 +222,9 @@ class Watcher:
             self._write("optimizer", optimizer=known[0], names=shown, type=type(optimizer).__name__)
             self._write("start", optimizer=known[0], weights=_sketches(params))
         if self._run == PERTURBED:
-            _add_rounding([p.grad for p in params if p.grad is not None], self._num_steps)
+            from ddpshim.tools.prove.precision import add_rounding
+
+            add_rounding([p.grad for p in params if p.grad is not None], self._num_steps, self._eps)
         self._write(
             "gradients",
             optimizer=known[0],
@@ -251,10 +265,13 @@ class Watcher:
     def _save(self) -> None:
         import torch
 
+        of_trained = {number: _sketches(params) for number, params in self._held.items()}
+        beside = dict(_beside(self._held))
+        self._write("end", weights=of_trained, tensors=dict(zip(beside, _sketches(list(beside.values())))))
         if self._rank:
             return
         trained = {f"{number}.{i}": p for number, params in self._held.items() for i, p in enumerate(params)}
-        every = {**trained, **dict(_beside(self._held))}
+        every = {**trained, **beside}
         torch.save(
             {name: tensor.detach().cpu().clone() for name, tensor in every.items()}, self._folder / f"{self._run}.pt"
         )
@@ -262,11 +279,15 @@ class Watcher:
     def _stop(self) -> None:
         """End this process once its peers have finished their steps, so that the program does not continue."""
         self._save()
-        num = 0
-        if self._run.startswith("rank"):
+        self._mark_over()
+        is_rank = self._run.startswith("rank")
+        end_with_peers(self._folder, self._settings.num_ranks if is_rank else 0, self._settings.timeout_s)
+
+    def _mark_over(self) -> None:
+        if self._is_due:
+            self._write("cut")
+        if self._run.startswith("rank"):  # peers wait for this file
             (self._folder / f"over_{self._run}").touch()
-            num = self._settings.num_ranks
-        end_with_peers(self._folder, num, self._settings.timeout_s)
 
 
 def read(folder: Path, run: str) -> list[dict[str, Any]]:
@@ -274,6 +295,24 @@ def read(folder: Path, run: str) -> list[dict[str, Any]]:
     path = folder / f"{run}.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _about_pass(loader: Any, number: int) -> dict[str, Any]:
+    """Return what is known of a pass over a loader before its first batch; a length that it does not know is None."""
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    lengths: list[Optional[int]] = []
+    # Not the loader's own length: asked for that of an iterable dataset, it warns in later passes.
+    for item in (sampler if loader.batch_sampler is None else loader.batch_sampler, sampler):
+        try:
+            lengths.append(len(item))
+        except (TypeError, NotImplementedError, AttributeError, ValueError):  # the program's own sampler
+            lengths.append(None)
+    return {
+        "sampler": type(sampler).__name__,
+        "pass_number": number,
+        "num_batches": lengths[0],
+        "num_samples": lengths[1],
+    }
 
 
 def _sketches(tensors: Sequence[Any]) -> list[Any]:
@@ -373,23 +412,3 @@ def _restore(states: dict[str, Any]) -> None:
 
 def _digest(states: dict[str, Any]) -> int:
     return zlib.crc32(states["torch"].numpy().tobytes())
-
-
-def _add_rounding(gradients: list[Any], step: int) -> None:
-    """Add noise as large as rounding errors of another summation order: eps * (|entry| + root mean square of all).
-
-    Zeros stay: a sum of zeros is zero in any order, and an optimizer that divides a gradient by its own size (Adam)
-    would turn the smallest noise into a full step.
-    """
-    import torch
-
-    if not gradients:
-        return
-    own = torch.Generator().manual_seed(step)
-    total = sum(float(g.double().square().sum()) for g in gradients)
-    typical = (total / max(1, sum(g.numel() for g in gradients))) ** 0.5
-    with torch.no_grad():
-        for g in gradients:
-            if g.is_floating_point() and g.layout == torch.strided:
-                noise = torch.randn(g.shape, generator=own).to(g)
-                g.add_((g.abs() + typical) * (g != 0) * noise, alpha=torch.finfo(g.dtype).eps)

@@ -1,0 +1,83 @@
+"""Finds where the ranks make another number of steps than the one process, or read another number of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Optional
+
+from ddpshim.tools.prove.records import Parting, Run
+
+
+def lengths_of_passes(one: Run, ranks: Sequence[Run], rounding: Any, step: int) -> Optional[Parting]:
+    """Return a Parting if batches of this step are equally large, but a pass over the data has another number of them.
+
+    Rates that depend on the length of the loader differ from then on, so this cause is looked for before them.
+    """
+    alone, spread = one.trained_on(step), [run.trained_on(step) for run in ranks]
+    if not alone or not all(spread) or alone[0]["size"] != sum(own[0]["size"] for own in spread):
+        return None
+    length, of_ranks = alone[0].get("num_batches"), [int(own[0].get("num_batches") or 0) for own in spread]
+    if not length or not all(of_ranks) or set(of_ranks) == {length}:
+        return None
+    size, fewest, most = alone[0]["size"], min(of_ranks), max(of_ranks)
+    found = f"a pass over the data has {length} batches in one process, {_range(fewest, most)} on the ranks"
+    num_samples = alone[0].get("num_samples")
+    if fewest < length and num_samples and (length - 1) * size < num_samples <= length * size:
+        found += f": ranks read {fewest * size} of {num_samples} samples"
+    if most == length - 1:
+        meaning = "ranks leave out the last batch, which is not full: drop_last=False keeps it (with ranks the default "
+        meaning += "of make_loader is True)"
+    elif fewest == length + 1:
+        meaning = "the one process leaves out the last batch, which is not full: give the ranks drop_last=True as well"
+    else:
+        meaning = "the loaders have other data, or another sampler or drop_last"
+    meaning += "; len(loader), and a learning rate that is planned with it, differ too"
+    return Parting(step + 1, "samples", "", spread[0][0]["place"], found, meaning)
+
+
+def numbers_of_steps(one: Run, ranks: Sequence[Run], rounding: Any, step: int) -> Optional[Parting]:
+    """Return a Parting if not all processes make this step, with the same optimizer.
+
+    A process that the proof ended has not refused the step.
+    """
+    steps = [next(iter(run.of("step", step + 1)), None) for run in (one, *ranks)]
+    stepped = {record["optimizer"] for record in steps if record is not None}
+    missing = [run for run, record in zip((one, *ranks), steps) if record is None and not run.is_cut]
+    if not stepped or (len(stepped) == 1 and not missing):
+        return None
+    fewest, most = min(run.num_steps for run in ranks), max(run.num_steps for run in ranks)
+    found = f"one process made {one.num_steps} steps{_cut(one)}, the ranks {_range(fewest, most)}"
+    found += next((_cut(run) for run in ranks if run.is_cut), "")
+    if len(stepped) > 1:
+        numbers = [f"optimizer {record['optimizer'] + 1}" for record in steps if record is not None]
+        found = f"{numbers[0]} made the step in one process, {', '.join(numbers[1:])} on the ranks"
+        meaning = "optimizers take turns in another way on the ranks"
+    elif one.error and one in missing:
+        meaning = f"the program failed in one process: {one.error}"
+    else:
+        meaning = (
+            "the number of epochs or steps, or an early stop, depends on a number that is another one on the ranks: "
+            "a loss or a count of a rank's own share of samples divided by the number of all, or the length of a loader"
+        )
+    last = next((record for run in missing for record in run.of("step", run.num_steps)), None)
+    place = next((record["place"] for record in (last, *steps) if record is not None), "")
+    return Parting(step + 1, "steps", "", place, found, meaning)
+
+
+def notes_on_ends(one: Run, perturbed: Run, ranks: Sequence[Run]) -> Iterator[str]:
+    """Yield what a reader should know of runs that ended early."""
+    if one.error and not any(run.error for run in ranks):
+        yield f"the program failed in one process, after its last step, and not on the ranks: {one.error}"
+    if perturbed.num_steps != one.num_steps:
+        yield (
+            f"a rounding error alone changes the number of steps in one process ({one.num_steps}, with it "
+            f"{perturbed.num_steps})"
+        )
+
+
+def _cut(run: Run) -> str:
+    return " (and would make more)" if run.is_cut else ""
+
+
+def _range(fewest: int, most: int) -> str:
+    return str(most) if fewest == most else f"{fewest} to {most}"
