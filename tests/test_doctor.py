@@ -141,12 +141,12 @@ def test_one_seed_is_reported_where_something_is_drawn_during_the_training(tmp_p
     head, train = TRAINER.split("def main(network, batches, folder):\n")
     before = f"import torch\nfrom torch import nn\n{head}torch.manual_seed(0)\nx = torch.randn(8)\n"
     lines = textwrap.dedent(train)
-    for program, drawn in (
+    for text, drawn in (
         (before + lines, ""),  # data, once
         (before + "net = nn.Sequential(nn.Dropout(0.1))\n" + lines, "nn.Dropout"),
         (before + lines + "    x = torch.rand(8)\n", "torch.rand"),
     ):
-        path.write_text(program)
+        path.write_text(text)
         said = [f.message for f in check(path).findings if f.code == "DDP301"]
         assert said == ([] if not drawn else [f"{_ONE_SEED} all ranks draw equal numbers, for example by {drawn}."])
 
@@ -248,6 +248,8 @@ def test_a_trainer_of_one_process_has_them_to_come(tmp_path: Path) -> None:
     )
     found = check(tmp_path).findings
     assert [(f.code, f.line, f.severity) for f in found] == [("DDP401", 5, "migration"), ("DDP402", 5, "migration")]
+    *_, last = check(tmp_path / "train.py").as_text().splitlines()
+    assert re.search(r"`python -m ddpshim run --nproc N \S*train.py` needs none of it", last)
 
 
 def test_scripts_that_do_not_train_are_left_alone(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def loader_without_share(call: ast.Call, unit: Unit, case: Case) -> Optional[str
 
 
 def _splits_by_ddpshim(case: Case) -> bool:
-    """Whether a program of ddpshim splits its data: it may pass a DataLoader to make_loader, or an adapter splits it."""
+    """Whether a program of ddpshim splits its data: it may pass a DataLoader to make_loader, or an adapter does it."""
     origins = case.program.origins
     is_wrapped = not origins.isdisjoint({"ddpshim.setup", "ddpshim.wrap_parallel"})
     is_adapted = any(name.startswith("ddpshim.robomimic") for name in origins)
@@ -283,9 +283,9 @@ def _says_per_rank(case: Case) -> bool:
     """Whether some arithmetic or help text of the program relates the batch to the number of ranks."""
     for unit, operation in case.all(ast.BinOp):
         is_scaling = isinstance(operation.op, (ast.Div, ast.FloorDiv, ast.Mult))
-        if is_scaling and any(map(_SCALED.search, identifiers(operation) | {_target(operation, unit)})):
-            if case.holds(operation, unit, is_world_size):
-                return True
+        is_scaled = is_scaling and any(map(_SCALED.search, identifiers(operation) | {_target(operation, unit)}))
+        if is_scaled and case.holds(operation, unit, is_world_size):
+            return True
     for _, grown in case.all(ast.AugAssign):
         if is_world_size(grown.value) and any(map(_SCALED.search, identifiers(grown.target))):
             return True
