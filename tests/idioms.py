@@ -57,6 +57,18 @@ nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 --- end
 if rank == 0:
     torch.save(model.module.state_dict(), "last.pt")
+=== the number of ranks has another name
+--- data
+world = dist.get_world_size()
+sampler = DistributedSampler(data, shuffle=True, drop_last=True)
+loader = DataLoader(data, 64 // world, sampler=sampler, drop_last=True)
+=== a loader that ddpshim splits
+--- model
+import ddpshim
+model = ddpshim.wrap_parallel(network.to(device))
+--- data
+loader = ddpshim.make_loader(DataLoader(data, batch_size, shuffle=True))
+--- epoch
 === the main rank saves by run_on_main
 --- before
 def write_last(path):
@@ -308,6 +320,13 @@ if rank == 0:
 """
 
 HAZARD_TEXT = """\
+=== a loader that ddpshim does not split
+--- model
+import ddpshim
+model = ddpshim.wrap_parallel(network.to(device))
+--- data
+loader = DataLoader(data, batch_size, shuffle=True)  # DDP204
+--- epoch
 === backward alone in no_sync
 --- loss
 loss = nn.functional.mse_loss(model(x.to(device)), y.to(device)) / 4

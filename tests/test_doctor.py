@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,9 @@ TRAINER = (
 )
 
 
+_ONE_SEED = "torch.manual_seed(0) is the same on every rank and stays so:"
+
+
 def _doctor(*arguments: object, code: int = 1) -> subprocess.CompletedProcess[bytes]:
     """What the command answers; `code` is its exit code."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -131,6 +135,21 @@ def test_the_command_prints_the_diff_and_changes_nothing(tmp_path: Path) -> None
     assert b'\n-    os.environ["MASTER_PORT"] = "29500"' in ran.stdout
     assert b"DDP604" in ran.stderr
     assert path.read_text() == _examples("DDP604")[0]
+
+
+def test_one_seed_is_reported_where_something_is_drawn_during_the_training(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    head, train = TRAINER.split("def main(network, batches, folder):\n")
+    before = f"import torch\nfrom torch import nn\n{head}torch.manual_seed(0)\nx = torch.randn(8)\n"
+    lines = textwrap.dedent(train)
+    for text, drawn in (
+        (before + lines, ""),  # data, once
+        (before + "net = nn.Sequential(nn.Dropout(0.1))\n" + lines, "nn.Dropout"),
+        (before + lines + "    x = torch.rand(8)\n", "torch.rand"),
+    ):
+        path.write_text(text)
+        said = [f.message for f in check(path).findings if f.code == "DDP301"]
+        assert said == ([] if not drawn else [f"{_ONE_SEED} all ranks draw equal numbers, for example by {drawn}."])
 
 
 def test_what_takes_a_person_is_not_fixed(tmp_path: Path) -> None:
@@ -230,6 +249,8 @@ def test_a_trainer_of_one_process_has_them_to_come(tmp_path: Path) -> None:
     )
     found = check(tmp_path).findings
     assert [(f.code, f.line, f.severity) for f in found] == [("DDP401", 5, "migration"), ("DDP402", 5, "migration")]
+    *_, last = check(tmp_path / "train.py").as_text().splitlines()
+    assert re.search(r"`python -m ddpshim run --nproc N \S*train.py` needs none of it", last)
 
 
 def test_scripts_that_do_not_train_are_left_alone(tmp_path: Path) -> None:

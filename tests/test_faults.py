@@ -14,7 +14,9 @@ from typing import Any, Optional
 import pytest
 import torch.distributed as dist
 
+from ddpshim.errors import SyncError
 from ddpshim.job import failure, peer_errors
+from ddpshim.job.job import current
 from tests.equivalence import source
 from tests.fault_table import FAULTS, HEAD, RELEASE, Fault, _lasting, _without_owner, complaints, inject
 
@@ -72,6 +74,14 @@ def test_who_did_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     store.set("failed/2", "1")  # it waited in vain as well
     monkeypatch.setattr(failure, "_TIMEOUTS_APART_S", 0.2)
     assert failure._silent_ranks(failure.Watched(0, 4, store, None)) == [1, 3]
+
+
+def test_a_line_about_another_ranks_failure_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(current(), "watched", failure.Watched(0, 2, dist.HashStore(), None))
+    failure._claim(SyncError("made by a thread, and never raised"))
+    assert failure._why(0) == " (SyncError)"
+    assert failure._short(ValueError("one\ntwo")) == "ValueError: one"
+    assert failure._short(ValueError("a " + 200 * "word ")) == "ValueError: a" + 57 * " word" + " ..."
 
 
 def test_what_comes_on_top_of_a_lost_peer_is_not_the_first_failure() -> None:

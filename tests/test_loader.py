@@ -293,6 +293,7 @@ def test_on_ranks_what_is_left_out_by_default_is_said(capsys):
     lines = [line for line in capsys.readouterr().err.splitlines() if " drops " in line]
     assert len(lines) == 1
     assert "test_loader.py:60 drops 5 of 21 samples in each epoch" in lines[0]
+    assert lines[0].endswith("drop_last=False trains on all of them, as one process does")
 
 
 def test_what_is_empty_is_empty_on_any_number_of_ranks():

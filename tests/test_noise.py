@@ -558,6 +558,7 @@ def test_ranks_that_train_on_batches_of_their_own_draw_their_own_noise_and_say_s
     assert not torch.equal(after, other_after)
     assert seeds[0] == SEED != seeds[1]
     assert said.count("Linear is trained on batches that are not the current batch of make_loader") == 1
+    assert "if every rank reads the whole data set, the global batch is 2 times as large" in said
     assert nothing == ""
 
 

@@ -516,8 +516,9 @@ def test_after_cleanup_the_module_is_bare_again() -> None:
 
 
 _LEAVES = """
-import collections
+import atexit
 import contextlib
+import os
 import pathlib
 import torch
 import ddpshim
@@ -531,24 +532,32 @@ def threads():
             names += [] if int(rest.split()[6]) & 4 else [name]
     return names
 
+def train():
+    make_net = lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    nets = [ddpshim.wrap_parallel(make_net()) for _ in range(2)]
+    sum(net(torch.rand(3, 4)).sum() for net in nets).backward()
+    assert len(threads()) > len(before) + 2  # gloo's, which have no names of their own before torch 2.9
+    return nets
+
 before = threads()
+atexit.register(lambda: None if threads() == before else os._exit(3))  # it runs after what setup() registers
 world = ddpshim.setup()
-nets = [ddpshim.wrap_parallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))) for _ in range(2)]
-sum(net(torch.rand(3, 4)).sum() for net in nets).backward()
-assert len(threads()) > len(before) + 2  # gloo's, which have no names of their own before torch 2.9
+nets = train()
 ddpshim.cleanup()
 assert threads() == before
 try:
     world.gather(0)
 except ddpshim.WorldError as error:
     print(error)
+ddpshim.setup()
+nets = train()  # without cleanup()
 """
 
 
 @pytest.mark.launch
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the names of threads in /proc")
 @pytest.mark.skipif(not ENDS_THREADS, reason="before torch 2.8 they live as long as the process")
-def test_cleanup_ends_the_threads_of_gloo(tmp_path: Path) -> None:
+def test_cleanup_or_the_end_of_the_program_ends_the_threads_of_gloo(tmp_path: Path) -> None:
     """One that is alive when Python ends may abort a finished job; in an interpreter of its own, as imports matter."""
     (tmp_path / "leaves.py").write_text(_LEAVES)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable
 
@@ -164,6 +165,20 @@ def test_batches_that_ranks_do_not_divide_train_as_in_one_process() -> None:
             assert torch.equal(own_state, state)
         means = [sum(of_ranks) / 3 for of_ranks in zip(*(rank[name][1] for rank in ranks))]
         assert means == pytest.approx(losses, abs=1e-13), name
+
+
+def _rank_counts_a_pass() -> Any:
+    here = ddpshim.world()
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        loader = ddpshim.make_loader(TensorDataset(torch.arange(5.0)), batch_size=4, drop_last=False)
+    return [(len(x), here.all_gather(x).tolist()) for (x,) in loader], said.getvalue()
+
+
+def test_a_pass_is_counted_without_the_rows_that_are_repeated() -> None:
+    (first, said), (second, _) = run_ranks(_rank_counts_a_pass, 2)
+    assert first == second == [(2, [0.0, 1.0, 2.0, 3.0]), (1, [4.0])]
+    assert "has 1 sample in its last batch, for 2 ranks: the others repeat one" in said
+    assert "take it from world.all_gather(values)" in said
 
 
 def _refusals() -> list[str]:

@@ -159,7 +159,8 @@ def _say_dropped(world: World, loader: ShardedLoader, samples: Any) -> None:
     if dropped and world.is_main:
         say_once(
             f"{loader.called} drops {dropped} of {num_samples} samples in each epoch, the incomplete last batch: "
-            "drop_last defaults to True on ranks, and to False in a plain `python train.py`. Set drop_last to choose"
+            "drop_last defaults to True on ranks, and to False in a plain `python train.py`. drop_last=False trains on "
+            "all of them, as one process does"
         )
 
 

@@ -145,8 +145,9 @@ class Parts:
         if 0 < num_left < self.num_shares and self.world.is_main:
             say(
                 f"the loader of {line_of_the_caller()} has {count(num_left, 'sample')} in its last batch, for "
-                f"{self.num_shares} ranks: the others repeat one. Gradients ignore the repeats; a sum that the "
-                "program takes over a pass would count them again"
+                f"{self.num_shares} ranks: the others repeat one. Gradients ignore the repeats; a sum or a mean that "
+                "the program takes over a pass would count them again: take it from world.all_gather(values), one "
+                "value for each row, which leaves them out"
             )
 
     def _split(self, is_exact: bool = False) -> Split:

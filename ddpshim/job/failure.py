@@ -34,6 +34,7 @@ _EXIT_HANDLERS_DEADLINE_S = 5.0
 _STORE_DEADLINE_S = 5.0
 _LAUNCHER_DEADLINE_S = 5.0
 _TIMEOUTS_APART_S = 3.0
+_LONGEST = 300  # characters of an error in the line of a rank that did not fail first
 
 
 @dataclass
@@ -191,8 +192,7 @@ def _report(error: BaseException, exit_code: int, me: int, watched: Optional[Wat
         if isinstance(error, Exception):
             _record_for_torchrun(error)
     else:
-        said = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        line = f"rank {me} stops because rank {first} failed first{_why(first)}; rank {me}'s own error: {said}"
+        line = f"rank {me} stops because rank {first} failed first{_why(first)}; rank {me}'s own error: {_short(error)}"
         say(f"rank {me} was interrupted" if isinstance(error, KeyboardInterrupt) else line, directly=True)
         # A launcher kills all other ranks when it sees one end, and torchrun blames the one that ended in
         # the earliest second: exit only after the first rank has printed its traceback and exited.
@@ -206,6 +206,12 @@ def _report(error: BaseException, exit_code: int, me: int, watched: Optional[Wat
             out.flush()
     if first == me:
         _ask_store(lambda store: store.set("left", "1"))
+
+
+def _short(error: BaseException) -> str:
+    """Return the first line of `error`, cut between words if it is long. Local."""
+    said = f"{type(error).__name__}: {error}".splitlines()[0]
+    return said if len(said) <= _LONGEST else said[: _LONGEST + 1].rpartition(" ")[0] + " ..."
 
 
 def _with_who_left(error: BaseException) -> BaseException:
@@ -224,7 +230,8 @@ def _claim(error: BaseException) -> int:
     """Return the rank that failed first: this one, unless another is named in the store already."""
     if "first_failure" in error.__dict__:
         return int(error.__dict__["first_failure"])
-    why = f"{type(error).__name__} in {place(error)}".encode(errors="backslashreplace").decode()
+    raised = f" in {where}" if (where := place(error)) else ""  # another thread's error may never have been raised
+    why = f"{type(error).__name__}{raised}".encode(errors="backslashreplace").decode()
     _ask_store(lambda store: store.set(f"why/{rank()}", why))
     claimed = _ask_store(lambda store: _rank_in(claim(store, "first_failure", str(rank()))))
     if claimed == rank() and isinstance(error, SystemExit):

@@ -5,6 +5,7 @@ Other modules use torch's process group only for networks: gradients, weights, b
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import inspect
 import itertools
@@ -145,6 +146,8 @@ def setup(
         seed_everything(seed)
     check_first_step(options, job)
     if made.world_size > 1:
+        atexit.unregister(_leave)
+        atexit.register(_leave, os.getpid())  # before the watch and other parts register theirs, so that it runs last
         unshared.begin()
         failure.arm(made.rank, job.store, made.world_size)
         if options.guard:
@@ -180,6 +183,7 @@ def cleanup() -> None:
     made, ended.world = ended.world, None
     if made is None:
         return
+    atexit.unregister(_leave)
     ended.left = made
     failing = failure.on_the_way_out()
     try:
@@ -207,6 +211,24 @@ def cleanup() -> None:
         # exception").
         ended.control = None
     ended.group = None
+
+
+def _leave(process: int) -> None:
+    """End gloo's threads if a program ends without `cleanup`: one that is alive when Python ends may abort it.
+
+    Local: it compares nothing, so that a rank that ends by `sys.exit` waits for no other. `process` called `setup`; a
+    fork of it has none of these threads.
+    """
+    job = current()
+    is_aborting = job.watched is not None and job.watched.ending.locked()
+    if job.world is None or os.getpid() != process or is_aborting or not _has_group():
+        return
+    if job.group is not None and job.world.backend != "nccl":
+        job.before_end.pop_all()  # it compares ranks
+        cleanup()
+    elif job.control is not None and ENDS_THREADS:  # the other group is the program's, or nccl's: see `cleanup`
+        control, job.control = job.control, None
+        dist.destroy_process_group(control)
 
 
 def draws_alike() -> bool:

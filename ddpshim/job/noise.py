@@ -82,8 +82,10 @@ def begin_training(network: str) -> None:
     use_own_batches()
     if here is not None and here.is_main:
         say(
-            f"{network} is trained on batches that are not the current batch of make_loader: from now on each rank "
-            "draws its own noise, which differs from one process (option noise)"
+            f"{network} is trained on batches that are not the current batch of make_loader: if every rank reads the "
+            f"whole data set, the global batch is {here.world_size} times as large, at the same learning rate. Use "
+            "make_loader, unless ranks get different data on purpose. From now on each rank draws its own noise, which "
+            "differs from one process (option noise)"
         )
 
 

@@ -11,6 +11,7 @@ import os
 import sys
 from typing import Any, Optional
 
+from ddpshim import variables
 from ddpshim.errors import LaunchError, SyncError
 from ddpshim.job.after_import import after_import
 from ddpshim.job.job import current
@@ -75,12 +76,16 @@ def _refuse_alone(found: str, answer: _Answer) -> None:
         return
     is_set_up = current().world is not None
     nothing = "no network was wrapped by wrap_parallel" if is_set_up else "nothing has distributed this program"
+    wrapping = "its networks with wrap_parallel and its loaders with make_loader (`python -m ddpshim docs MIGRATION`)"
+    unedited = f"`{variables.UNEDITED}=on python -m ddpshim run --nproc {size}`"
+    to_do = (
+        f"Wrap {wrapping}."
+        if is_set_up
+        else f"Start a one-process trainer, unedited, by {unedited}; or wrap {wrapping}."
+    )
     raise SyncError(
-        f"{found}: {nothing}. {size} processes would train {size} separate models, into the same files. Wrap its "
-        "networks with wrap_parallel and its loaders with make_loader (`python -m ddpshim docs MIGRATION`), or "
-        "start the unedited one-process trainer by `python -m ddpshim run` (with DDPSHIM_UNEDITED=on if it seems to "
-        "distribute itself). If each process is meant to train its own model (a sweep), DDPSHIM_GUARD=0 turns this "
-        "check off."
+        f"{found}: {nothing}. {size} processes would train {size} separate models, into the same files. {to_do} If "
+        "each process is meant to train its own model (a sweep), DDPSHIM_GUARD=0 turns this check off."
     )
 
 

@@ -70,6 +70,13 @@ class Report:
         lines.append(f"{found}{ignored}; {programs} in {self.num_files} files, {self.num_lines} lines")
         if self.findings:
             lines.append(f"why, with an example: python -m ddpshim doctor --explain {self.findings[0].code}")
+        migrating = next((finding for finding in self.findings if finding.severity == "migration"), None)
+        if migrating is not None:
+            trainer = migrating.path if self.root.is_file() else "train.py"
+            lines.append(
+                f"migration: only to change the trainer by hand; `python -m ddpshim run --nproc N {trainer}` needs "
+                "none of it: it distributes a one-process trainer unedited, or names the line that it cannot"
+            )
         return "\n".join(lines)
 
 

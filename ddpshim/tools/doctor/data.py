@@ -186,8 +186,10 @@ def _follows_an_exit(child: ast.AST, loop: ast.AST) -> bool:
     return any(isinstance(s, (ast.Continue, ast.Break, ast.Return, ast.Raise)) for s in before)
 
 
-@call_rule("DDP204", "DataLoader", unless=("lightning", "fabric", "transformers", "ddpshim", "accelerate", "deepspeed"))
+@call_rule("DDP204", "DataLoader", unless=("lightning", "fabric", "transformers", "accelerate", "deepspeed"))
 def loader_without_share(call: ast.Call, unit: Unit, case: Case) -> Optional[str]:
+    if "ddpshim" in case.program.frameworks and _splits_by_ddpshim(case):
+        return None
     if (case.program.is_distributed and any(k.arg is None for k in call.keywords)) or _is_held_out(call, unit):
         return None
     is_named = any("train" in name.lower() for name in {_target(call, unit), *_dataset_words(call)})
@@ -209,6 +211,14 @@ def loader_without_share(call: ast.Call, unit: Unit, case: Case) -> Optional[str
     if case.is_guarded(call, unit) or case.depends_on_launch(call, unit):
         return None
     return f"{what}: every rank reads all of the data, and an epoch costs as long as on one."
+
+
+def _splits_by_ddpshim(case: Case) -> bool:
+    """Whether a program of ddpshim splits its data: it may pass a DataLoader to make_loader, or an adapter does it."""
+    origins = case.program.origins
+    is_wrapped = not origins.isdisjoint({"ddpshim.setup", "ddpshim.wrap_parallel"})
+    is_adapted = any(name.startswith("ddpshim.robomimic") for name in origins)
+    return not is_wrapped or is_adapted or case.program.uses("make_loader", "shard_iterable", "shard_tfdata")
 
 
 def _bound_words(node: ast.expr, unit: Unit, case: Case) -> set[str]:
@@ -255,7 +265,7 @@ def batch_per_rank(call: ast.Call, unit: Unit, case: Case) -> Optional[str]:
     if size is None or _is_held_out(call, unit) or not _has_share(call, unit, case):
         return None
     words = identifiers(size) | _bound_words(size, unit, case)
-    if is_world_size(size) or any(map(_PER_RANK.search, words)) or _says_per_rank(case):
+    if case.holds(size, unit, is_world_size) or any(map(_PER_RANK.search, words)) or _says_per_rank(case):
         return None
     grows = f"batch_size={text_of(size, 30)} is each rank's own: the global batch grows with the number of ranks"
     return f"{grows}, and nothing divides it or scales the learning rate."
@@ -272,8 +282,9 @@ def _has_share(call: ast.Call, unit: Unit, case: Case) -> bool:
 def _says_per_rank(case: Case) -> bool:
     """Whether some arithmetic or help text of the program relates the batch to the number of ranks."""
     for unit, operation in case.all(ast.BinOp):
-        is_scaling = isinstance(operation.op, (ast.Div, ast.FloorDiv, ast.Mult)) and is_world_size(operation)
-        if is_scaling and any(map(_SCALED.search, identifiers(operation) | {_target(operation, unit)})):
+        is_scaling = isinstance(operation.op, (ast.Div, ast.FloorDiv, ast.Mult))
+        is_scaled = is_scaling and any(map(_SCALED.search, identifiers(operation) | {_target(operation, unit)}))
+        if is_scaled and case.holds(operation, unit, is_world_size):
             return True
     for _, grown in case.all(ast.AugAssign):
         if is_world_size(grown.value) and any(map(_SCALED.search, identifiers(grown.target))):
@@ -329,13 +340,29 @@ def one_seed(case: Case) -> Iterator[Hit]:
         or any(_seed_differs(c, u, case) for u, c in seeds)
     ):
         return
-    if all(_NOISE.isdisjoint(unit.words) for unit in case.program.units):
+    drawn = next((text for where in case.program.units if (text := _draw_in(where))), None)
+    if drawn is None:
         return
     torch_seeds = [s for s in seeds if s[0].source.qualified(s[1].func).startswith("torch")] or seeds
     unit, call = min(torch_seeds, key=lambda s: (s[0].source is not case.program.entry, s[1].lineno))
     if not case.is_guarded(call, unit):
         same = f"{text_of(call)} is the same on every rank and stays so"
-        yield Hit(unit, call, f"{same}: all ranks draw equal noise, dropout and crops.")
+        yield Hit(unit, call, f"{same}: all ranks draw equal numbers, for example by {drawn}.")
+
+
+def _draw_in(unit: Unit) -> Optional[str]:
+    """Return a function or a layer that draws during the training, as it is named in the unit.
+
+    Not a function that a module calls outside its loops: it draws once, usually for data.
+    """
+    if _NOISE.isdisjoint(unit.words):
+        return None
+    for named in (*unit.all(ast.Attribute), *unit.all(ast.Name)):
+        is_layer = last_name(named)[:1].isupper()  # Dropout, RandomCrop: it draws later
+        in_loop = any(isinstance(a, (ast.For, ast.While)) for a in unit.source.above(named))
+        if last_name(named) in _NOISE and (is_layer or in_loop or not unit.is_module):
+            return text_of(named, 40)
+    return None
 
 
 def _seed_differs(call: ast.Call, unit: Unit, case: Case) -> bool:
