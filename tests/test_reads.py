@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import linecache
 import logging
 import math
 import re
 import statistics
 import struct
+import sys
 import threading
+from pathlib import Path
 from typing import Any, Callable
 
 import numpy as np
@@ -26,6 +29,7 @@ from ddpshim.job import shares
 from ddpshim.job.world import World
 from ddpshim.trainers.unedited import losses
 from ddpshim.trainers.unedited.reads import _mean, equal_reads
+from ddpshim.trainers.unedited.tallies import Sources
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -115,6 +119,8 @@ def _reads() -> dict[str, Any]:
         out["by rows"] = loss.item(), loss.double().item()
         shares.end_batch()
         shares.begin_batch(2)
+        x = torch.zeros(2, 3)
+        out["by its rows"] = float(loss) * len(x)
         out["sums"], out["counted"] = _sums(_OWN[here.rank]), _counted(here.rank)
         shares.end_batch()
         plateau = ReduceLROnPlateau(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), patience=0)
@@ -154,6 +160,7 @@ def test_numbers_are_those_of_all_ranks() -> None:
         assert out.pop("nan")[2] == -math.inf
         assert (out.pop("count"), out.pop("yes"), out.pop("logged")) == ([1, 1], True, ["loss 0.375"])
         assert out.pop("by rows") == (0.25, 0.25)
+        assert out.pop("by its rows") == 0.75
         assert out.pop("plateau") == 0.375
         in_all, squares = 12 * sum(_OWN), 6 * sum(own**2 for own in _OWN)
         whole = in_all + squares
@@ -166,6 +173,7 @@ def test_numbers_are_those_of_all_ranks() -> None:
         assert not out
     assert said_by_it[1] == ""
     assert said_by_it[0].count("reads a loss whose terms are averaged over ranks in different ways") == 2
+    assert len(re.findall(r":\d+: in `float\(loss\) \* len\(x\)`.* 2 times too small", said_by_it[0])) == 1
     said = [line for line in said_by_it[0].splitlines() if "differs between ranks" in line]
     assert len(said) == 2
     assert re.search(r"test_reads\.py:\d+ reads a whole number that differs between ranks \(1, 2\)", said[0])
@@ -249,3 +257,56 @@ def test_the_mean_of_numbers_that_are_large_or_none() -> None:
     assert math.isnan(_mean([math.inf, -math.inf], [1, 1]))
     assert _mean([math.inf, 1.0], [1, 2]) == math.inf
     assert _mean([1e16, 1.0, -1e16], [1, 1, 1]) == 1 / 3
+
+
+class _Loss:
+    """Notes the product that it is read in; the batch has 4 rows on this rank."""
+
+    def __init__(self) -> None:
+        self.sources, self.product = Sources(), ""
+
+    def item(self) -> float:
+        found = self.sources.product(sys._getframe(1), 4)
+        self.product = "" if found is None else found.text
+        return 0.5
+
+    def __mul__(self, other: float) -> _Loss:
+        return self
+
+
+_PRODUCTS = {
+    "total += loss.item() * len(x)": "loss.item() * len(x)",
+    "total += x.size(0) * loss.item()": "x.size(0) * loss.item()",
+    "total += (\n  2 * loss.item() *\n  batch['x'].shape[0])": "2 * loss.item() * batch['x'].shape[0]",
+    "total += loss.item() / 3 * x.size()[0]": "loss.item() / 3 * x.size()[0]",
+    "n, m = x.shape; total += loss.item() * n": "loss.item() * n",
+    "n = len(x); now = loss.item(); total += n * now": "n * now",
+    "total += (loss * x.size(0)).item()": "loss * x.size(0)",
+    "total += loss.item() * x.size(1)": "",  # 3
+    "total += loss.item() * steps": "",  # a constant, 4
+    "n = 4; total += loss.item() * n": "",
+    "total += loss.item() * len(data)": "",  # a list of 4
+    "total += loss.item() + len(x)": "",
+    "total += loss.item() ** len(x)": "",
+    "total += max(loss.item(), len(x))": "",
+    "total += loss.item(); n = len(x); total *= n": "",
+}
+
+
+@pytest.mark.parametrize("text", _PRODUCTS)
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_a_product_with_the_rows_of_a_batch_is_found_in_the_source(text: str, is_inside: bool, tmp_path: Path) -> None:
+    path, loss, x = tmp_path / "train.py", _Loss(), torch.zeros(4, 3)
+    lines = text.splitlines()
+    path.write_text(
+        "\n".join(["def f():", " total = 0", *(f" {line}" for line in lines), "f()"] if is_inside else lines)
+    )
+    linecache.checkcache(str(path))
+    names = {"__name__": "__main__", "loss": loss, "x": x, "batch": {"x": x}, "data": [1] * 4, "steps": 4, "total": 0}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    assert loss.product == _PRODUCTS[text]
+    path.unlink()
+    loss.sources, loss.product = Sources(), ""
+    linecache.checkcache(str(path))
+    exec(compile(text, str(path), "exec"), {**names, "total": 0})
+    assert loss.product == ""  # no source

@@ -7,6 +7,7 @@ number the main rank's. A number that is equal on all ranks stays unchanged, bit
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import math
@@ -28,7 +29,7 @@ from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say
 from ddpshim.job.world import CROSSED_DEADLINE_S, World
-from ddpshim.trainers.unedited import losses
+from ddpshim.trainers.unedited import losses, tallies
 from ddpshim.trainers.unedited.places import say_on_main
 
 _NUMBERS = ("item", "__float__", "__int__", "__index__", "__bool__")
@@ -79,6 +80,7 @@ class _Reads:
         self._item: Callable[[torch.Tensor], Any] = torch.Tensor.item
         self._named: set[str] = set()  # the lines that were reported
         self._num_reads = 0
+        self._sources = tallies.Sources()
 
     def number(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the stand-in for a method that returns a Python number."""
@@ -157,6 +159,7 @@ class _Reads:
             self._say_of_kept(line)
             if reading.is_mixed:
                 self._say_mixed(line)
+            self._say_of_rows(line)
             return own.clone().fill_(_mean([_number(other) for other, _ in everyones], [w for _, w in everyones]))
         self._say([other for other, _ in everyones], own.dtype, line)
         return own.clone().fill_(everyones[0][0])
@@ -204,6 +207,23 @@ class _Reads:
                 f"{_place(line)} reads a number that differs between ranks, after the pass over a loader whose last "
                 f"batch ({kept.totals[0]} samples) the ranks do not divide: all ranks take the mean of their numbers. "
                 "If the number describes that batch, one process would weight each sample equally"
+            )
+
+    def _say_of_rows(self, line: FrameType) -> None:
+        """Report a number of the whole batch that the program multiplies by the rows of this rank's share."""
+        share, place = shares.at_hand(), _place(line)
+        if share is None or not self._here.is_main or place in self._named:
+            return
+        product = self._sources.product(line, share.num_rows)
+        if product is not None:
+            self._named.add(place)
+            total = share.total(share.num_rows)
+            say(
+                f"{place}: in `{product.text}`, the number read is that of the whole batch ({total} samples), "
+                f"but `{ast.unparse(product.size)}` is the rows of this rank's share ({share.num_rows}). Divided by "
+                f"the number of all samples, the result is {total / share.num_rows:g} times too small, and so is a "
+                "decision on it (an early stop, the best checkpoint). Sum up the numbers without the rows, and divide "
+                "by the number of batches; or divide by a sum of the same rows"
             )
 
     def _say_mixed(self, line: FrameType) -> None:
