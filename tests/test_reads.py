@@ -28,8 +28,8 @@ from ddpshim.errors import WorldError
 from ddpshim.job import shares
 from ddpshim.job.world import World
 from ddpshim.trainers.unedited import losses
+from ddpshim.trainers.unedited.products import Sources
 from ddpshim.trainers.unedited.reads import _mean, equal_reads
-from ddpshim.trainers.unedited.tallies import Sources
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -245,6 +245,61 @@ def test_a_training_logs_and_decides_as_one_process() -> None:
     for logs in run_ranks(_train_on_ranks, 2):
         assert logs.shape == one.shape
         torch.testing.assert_close(logs, one, rtol=2e-6, atol=1e-7)
+
+
+class _Meter:
+    """The meter of many trainers."""
+
+    def __init__(self) -> None:
+        self.sum, self.count = 0.0, 0
+
+    def update(self, value: float, n: int = 1) -> None:
+        self.sum += value * n
+        self.count += n
+
+
+def _tutorial(make: Callable[..., Any], wrap: Callable[[nn.Module], nn.Module], num_samples: int) -> Any:
+    """The loop of torch's tutorials; returns what it prints."""
+    torch.manual_seed(0)
+    net = wrap(nn.Linear(3, 2).double())
+    x = (torch.arange(3.0 * num_samples) * 0.7).sin().double().view(num_samples, 3)
+    data = TensorDataset(x, (x.sum(1) > 0).long())
+    loader, optimizer = make(data, 8, shuffle=True, drop_last=False), torch.optim.SGD(net.parameters(), lr=0.5)
+    running, correct, right, seen, parts, meter, printed = 0.0, 0, 0.0, 0, [], _Meter(), list[float]()
+    for _ in range(3):
+        running, correct, right, seen, parts, meter = 0.0, 0, 0.0, 0, [], _Meter()
+        for a, b in loader:
+            out = net(a)
+            loss = functional.cross_entropy(out, b)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            running += loss.item() * a.size(0)
+            n = len(a)
+            now = 2 * loss.item()
+            parts.append(n * now)
+            meter.update(loss.item(), a.shape[0])
+            correct += (out.argmax(1) == b).sum().item()
+            right = right + torch.sum(out.argmax(1).eq(b).double()).item()
+            seen += a.size(0)
+        printed += [running / len(data), running / seen, sum(parts) / seen, sum(parts) / len(data), correct / len(data)]
+        printed += [100 * correct / (seen + 1e-8), right / seen, meter.sum / meter.count, correct, running]
+        assert type(running / seen) is type(running / len(data)) is float
+    return printed
+
+
+def _tutorial_on_ranks(num_samples: int) -> Any:
+    with equal_reads(ddpshim.world(), lambda: False):
+        return _tutorial(ddpshim.make_loader, ddpshim.wrap_parallel, num_samples)
+
+
+def test_sums_over_batches_are_those_of_one_process() -> None:
+    # The last batches have 1 sample, which both ranks hold, and 3, of which rank 0 has 2.
+    for num_samples in (41, 43):
+        one = _tutorial(DataLoader, lambda net: net, num_samples)
+        of_ranks = run_ranks(_tutorial_on_ranks, 2, num_samples)
+        assert of_ranks[0] == of_ranks[1]
+        assert of_ranks[0] == pytest.approx(one, rel=1e-12)
 
 
 def test_one_process_reads_as_ever() -> None:

@@ -1,172 +1,153 @@
-"""Finds where a program multiplies a number that it reads from a tensor by the rows of its batch.
+"""Numbers that carry the rows they are for, so that sums over batches, and their quotients, are those of one process.
 
-`running += loss.item() * x.size(0)`: on several ranks the first factor is the mean over the whole batch, the second is
-the number of this rank's rows. Only the source shows that a factor is a number of rows, not a constant of equal value.
+`running += loss.item() * x.size(0)`: x has this rank's rows, `loss.item()` is the mean over the rows of all ranks. So
+their product is multiplied by all rows instead. `running / seen`, where the program counted `seen += x.size(0)`, is
+divided by all rows, and `running / len(data)` by what it says. Each class is a float or an int in all other respects.
 """
 
 from __future__ import annotations
 
-import ast
-import linecache
-from collections.abc import Iterator
-from itertools import islice
-from types import CodeType, FrameType
-from typing import NamedTuple, Optional, Union
+import sys
+from typing import Any, Callable, NamedTuple, Union
 
-import torch
+from ddpshim.job.job import current
+from ddpshim.trainers.unedited.products import Sources
 
-_READS = ("item", "tolist", "numpy")
-_Scope = Union[ast.FunctionDef, ast.AsyncFunctionDef, ast.Module]
+_Number = Union[int, float]
+_CLOSE = 1e-3  # `seen + 1e-8` counts as `seen`
 
 
-class Product(NamedTuple):
-    """A product of a number that is read and a number of rows, in the source of a program."""
+class Rows(NamedTuple):
+    """How many rows a number is for."""
 
-    text: str  # the expression, such as "loss.item() * x.size(0)"
-    size: ast.expr  # the number of rows in it
+    own: int  # as this rank's program counts them
+    whole: int  # of all ranks
 
+    def __add__(self, other: Any) -> Rows:
+        return Rows(self.own + other.own, self.whole + other.whole)
 
-class Sources:
-    """The products in the program's files."""
-
-    def __init__(self) -> None:
-        self._files: dict[str, Optional[ast.Module]] = {}
-        self._parents: dict[ast.AST, ast.AST] = {}
-        self._found: dict[tuple[CodeType, int], list[Product]] = {}
-
-    def product(self, line: FrameType, num_rows: int) -> Optional[Product]:
-        """Return the product of what `line` now reads and a size of a tensor that has `num_rows` rows; None if there is
-        no such product, or no source. Local."""
-        key = line.f_code, line.f_lasti
-        if key not in self._found:
-            self._found[key] = [*self._products(line)]
-        return next((each for each in self._found[key] if _number_of(each.size, line) in (num_rows, None)), None)
-
-    def _products(self, line: FrameType) -> Iterator[Product]:
-        tree = self._tree(line)
-        read = None if tree is None else _read_at(tree, line)
-        if tree is None or read is None:
-            return
-        scope = self._scope(read)
-        inside = [node for node in ast.walk(read) if isinstance(node, ast.BinOp)]
-        for node in [*self._above(read), *inside]:
-            yield from _with_a_size(node, read, scope)
-        assigned = self._parents[read]
-        targets = assigned.targets if isinstance(assigned, ast.Assign) else []
-        names = {target.id for target in targets if isinstance(target, ast.Name)}
-        for used in ast.walk(scope):
-            if isinstance(used, ast.Name) and used.id in names:
-                for node in self._above(used):
-                    yield from _with_a_size(node, used, scope)
-
-    def _tree(self, line: FrameType) -> Optional[ast.Module]:
-        path = line.f_code.co_filename
-        if path not in self._files:
-            try:
-                self._files[path] = tree = ast.parse("".join(linecache.getlines(path, line.f_globals)))
-            except (SyntaxError, ValueError):
-                self._files[path] = tree = None
-            nodes = () if tree is None else ast.walk(tree)
-            self._parents.update((child, node) for node in nodes for child in ast.iter_child_nodes(node))
-        return self._files[path]
-
-    def _scope(self, node: ast.AST) -> _Scope:
-        while not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)):
-            node = self._parents[node]
-        return node
-
-    def _above(self, node: ast.AST) -> Iterator[ast.BinOp]:
-        """Yield the products, and quotients by other numbers, of which `node` is a factor."""
-        above = self._parents[node]
-        while isinstance(above, (ast.BinOp, ast.UnaryOp)):
-            if isinstance(above, ast.BinOp):
-                if not (isinstance(above.op, ast.Mult) or (isinstance(above.op, ast.Div) and above.left is node)):
-                    return
-                yield above
-            node, above = above, self._parents[above]
+    def __sub__(self, other: Any) -> Rows:
+        return Rows(self.own - other.own, self.whole - other.whole)
 
 
-def _with_a_size(node: ast.BinOp, read: ast.AST, scope: _Scope) -> Iterator[Product]:
-    """Yield `node` if it is a product with a size of a tensor."""
-    sides = (node.left, node.right) if isinstance(node.op, ast.Mult) else ()
-    for side in sides:
-        if side is not read and _is_size(side, scope):
-            yield Product(ast.unparse(node), side)
+class _Carries:
+    """A number with its rows."""
+
+    rows: Rows
+    todays: _Number  # for tensors: what this rank's rows give
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(self).__mro__[-2], (_plain(self),)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A loss may be divided by it: ddpshim expects that gradients depend on a rank's own rows.
+        own = [each.todays if isinstance(each, _Carries) else each for each in args]
+        return func(*own, **{name: getattr(each, "todays", each) for name, each in (kwargs or {}).items()})
+
+    def __add__(self, other: Any) -> Any:
+        return _sum(self, other, 1)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return _sum(self, other, -1)
+
+    def __mul__(self, other: Any) -> Any:
+        if not _is_number(other):
+            return NotImplemented
+        number: Any = self
+        return _carrying(_plain(number) * _plain(other), self.rows, self.todays * _plain(other))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        if not _is_number(other):
+            return NotImplemented
+        number: Any = self
+        excess = _plain(other) - self.rows.own
+        if isinstance(other, _Carries) or abs(excess) > _CLOSE or self.rows.own == self.rows.whole:
+            return _plain(number) / _plain(other)
+        if current().part(Sources).is_a_length(sys._getframe(1)):
+            return _plain(number) / _plain(other)
+        return _plain(number) / (self.rows.whole + excess)
 
 
-def _read_at(tree: ast.Module, line: FrameType) -> Optional[ast.Call]:
-    """Return the call with which `line` now reads a number; None if its line has several and Python does not know."""
-    number = line.f_lineno
-    found = [call for call in ast.walk(tree) if isinstance(call, ast.Call) and _is_read(call)]
-    found = [call for call in found if call.lineno <= number <= (call.end_lineno or call.lineno)]
-    if hasattr(line.f_code, "co_positions"):  # Python 3.11 and later
-        _, end_line, _, end = next(islice(line.f_code.co_positions(), line.f_lasti // 2, None))
-        found = [call for call in found if (call.end_lineno, call.end_col_offset) == (end_line, end)]
-    return found[0] if len(found) == 1 else None
+class Total(_Carries, float):
+    """A sum over rows, or a product of one with a number."""
+
+    def __new__(cls, value: float, rows: Rows, todays: _Number) -> Total:
+        self = super().__new__(cls, value)
+        self.rows, self.todays = rows, todays
+        return self
 
 
-def _is_read(call: ast.Call) -> bool:
-    if isinstance(call.func, ast.Attribute):
-        return call.func.attr in _READS and not call.args
-    return isinstance(call.func, ast.Name) and call.func.id == "float" and len(call.args) == 1
+class Count(_Carries, int):
+    """A count over rows."""
+
+    def __new__(cls, value: int, rows: Rows, todays: _Number) -> Count:
+        self = super().__new__(cls, value)
+        self.rows, self.todays = rows, todays
+        return self
 
 
-def _is_size(node: ast.expr, scope: _Scope) -> bool:
-    """Whether `node` looks like a size of a tensor, or is a name that `scope` assigns from one."""
-    if isinstance(node, ast.Name):
-        assigned = [each for each in ast.walk(scope) if isinstance(each, ast.Assign)]
-        pairs = [(to, each.value) for each in assigned for to in each.targets]
-        of_it = [value for to, value in pairs if isinstance(to, ast.Name) and to.id == node.id]
-        unpacked = [value for to, value in pairs if isinstance(to, ast.Tuple) and node.id in _names_of(to)]
-        is_size = any(not isinstance(value, ast.Name) and _is_size(value, scope) for value in of_it)
-        return is_size or any(".shape" in text or ".size()" in text for text in map(ast.unparse, unpacked))
-    return _sized(node) is not None
+class Mean(float):
+    """A mean over the rows of a batch. Times this rank's number of rows, it is the total of all rows."""
+
+    rows: Rows
+
+    def __new__(cls, value: float, rows: Rows) -> Mean:
+        self = super().__new__(cls, value)
+        self.rows = rows
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return float, (float(self),)
+
+    def __mul__(self, other: Any) -> Any:
+        if isinstance(other, _Carries) or not _is_number(other):
+            return NotImplemented if not _is_number(other) else other * float(self)
+        if type(other) is int and other == self.rows.own:
+            return Total(float(self) * self.rows.whole, self.rows, float(self) * other)
+        return Mean(float(self) * other, self.rows)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        return Mean(float(self) / _plain(other), self.rows) if _is_number(other) else NotImplemented
 
 
-def _names_of(node: ast.Tuple) -> list[str]:
-    return [each.id for each in node.elts if isinstance(each, ast.Name)]
+class Tally:
+    """What a number that is read will be used for. `is_sum`: it is a sum over rows; else it is multiplied by rows."""
+
+    def __init__(self, rows: Rows, is_sum: bool) -> None:
+        self.rows, self.is_sum = rows, is_sum
+        self.holds = False  # whether all ranks use it so
+
+    def carrying(self, value: _Number, own: Callable[[], _Number]) -> _Number:
+        """Return `value`, the number of all ranks, with its rows; `own` returns this rank's."""
+        if not self.holds:
+            return value
+        return _carrying(value, self.rows, own()) if self.is_sum else Mean(value, self.rows)
 
 
-def _sized(node: ast.expr) -> Optional[tuple[ast.expr, int]]:
-    """Return (tensor, dimension) for len(x), x.size(0), x.size()[0] and x.shape[0]; None for all else."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len" and len(node.args) == 1:
-        return node.args[0], 0
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "size" and node.args:
-        return _at(node.func.value, node.args[0])
-    if isinstance(node, ast.Subscript):
-        sizes = node.value.func if isinstance(node.value, ast.Call) else node.value
-        if isinstance(sizes, ast.Attribute) and sizes.attr in ("shape", "size"):
-            return _at(sizes.value, node.slice)
-    return None
+def _sum(one: Any, other: Any, sign: int) -> Any:
+    if not _is_number(other):
+        return NotImplemented
+    rows, todays = one.rows, getattr(other, "todays", _plain(other))
+    if isinstance(other, _Carries):
+        rows = rows + other.rows if sign > 0 else rows - other.rows
+    return _carrying(_plain(one) + sign * _plain(other), rows, one.todays + sign * todays)
 
 
-def _at(tensor: ast.expr, dimension: ast.expr) -> Optional[tuple[ast.expr, int]]:
-    is_number = isinstance(dimension, ast.Constant) and isinstance(dimension.value, int)
-    return (tensor, dimension.value) if is_number else None  # type: ignore[attr-defined]
+def _carrying(value: _Number, rows: Rows, todays: _Number) -> Union[Total, Count]:
+    return Count(value, rows, todays) if isinstance(value, int) else Total(value, rows, todays)
 
 
-def _number_of(size: ast.expr, line: FrameType) -> Optional[int]:
-    """Return the value of `size` in `line`; None if it is unknown, -1 if it is not that of a tensor."""
-    sized = _sized(size)
-    if sized is None:
-        value = _value(size, line)
-        return value if isinstance(value, int) or value is None else -1
-    tensor, dimension = _value(sized[0], line), sized[1]
-    if isinstance(tensor, torch.Tensor):
-        return tensor.shape[dimension] if dimension < tensor.dim() else -1
-    is_len = isinstance(size, ast.Call) and isinstance(size.func, ast.Name)  # also of a loader or a dataset
-    return -1 if is_len or tensor is not None else None
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
 
 
-def _value(node: ast.expr, line: FrameType) -> object:
-    """Return the value of a name or of an item of a batch, without running code of the program; None if unknown."""
-    if isinstance(node, ast.Name):
-        return line.f_locals.get(node.id, line.f_globals.get(node.id))
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        held, key = _value(node.value, line), node.slice.value
-        if type(held) in (dict, list, tuple):
-            try:
-                return held[key]  # type: ignore[index]
-            except (LookupError, TypeError):
-                return None
-    return None
+def _plain(value: Any) -> Any:
+    """Return `value` without what it carries."""
+    return float(value) if isinstance(value, float) else int(value)
