@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
+import json
 import linecache
 import logging
 import math
+import pickle
 import re
 import statistics
 import struct
@@ -30,6 +33,7 @@ from ddpshim.job.world import World
 from ddpshim.trainers.unedited import losses
 from ddpshim.trainers.unedited.products import Sources
 from ddpshim.trainers.unedited.reads import _mean, equal_reads
+from ddpshim.trainers.unedited.tallies import Count, Mean, Rows, Total
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -314,29 +318,78 @@ def test_the_mean_of_numbers_that_are_large_or_none() -> None:
     assert _mean([1e16, 1.0, -1e16], [1, 1, 1]) == 1 / 3
 
 
-class _Loss:
-    """Notes the product that it is read in; the batch has 4 rows on this rank."""
+def test_numbers_that_carry_their_rows_are_plain_numbers_in_all_else() -> None:
+    rows, uneven = Rows(4, 8), Rows(2, 3)
+    mean, total, count = Mean(0.1, rows), Total(0.8, rows, 0.4), Count(5, rows, 2)
+    for number, plain in ((mean, 0.1), (total, 0.8), (count, 5)):
+        for copied in (pickle.loads(pickle.dumps(number)), copy.deepcopy(number), copy.copy(number)):
+            assert type(copied) is type(plain)
+            assert copied == plain
+        shown = repr(number), str(number), f"{number:.3f}", json.dumps([number]), hash(number), round(number, 1)
+        assert shown == (repr(plain), str(plain), f"{plain:.3f}", json.dumps([plain]), hash(plain), round(plain, 1))
+        assert (number == plain, number < plain, np.array([number]).tolist()) == (True, False, [plain])
+        assert torch.tensor(number, dtype=torch.float64).item() == plain
+    assert f"{count:d}" == "5"
+    assert 0.1 * 4 != mean * 4 == 4 * mean == 0.1 * 8  # its rows
+    assert (type(mean * 5), mean * 5, type(mean + 4), mean + 4) == (Mean, 0.5, float, 4.1)
+    both = sum([total, Total(0.3, uneven, 0.2)])
+    assert (both, both.rows, both.todays) == (pytest.approx(1.1), Rows(6, 11), pytest.approx(0.6))
+    assert (both - total).rows == uneven
+    seen = 0
+    seen += 6
+    for quotient in (both / seen, both / (seen + 1e-8), 2 * both / seen / 2, both / max(seen, 1), both / float(seen)):
+        assert (quotient, type(quotient)) == (pytest.approx(0.1), float)
+    assert (both / 11, both / 5, both / both) == pytest.approx((0.1, 0.22, 1))
+    data = [0] * 4
+    size = len(data)
+    seen = 0
+    seen += 4
+    # The same number is not the number of rows if it is a constant or the length of a list.
+    assert (total / len(data), total / size, total / 4, total / seen) == (0.2, 0.2, 0.2, 0.1)
+    more = count + 0 + Count(2, uneven, 1)
+    seen = sum([4, 2])
+    assert (more, type(more), more.rows, more / 7) == (7, Count, Rows(6, 11), 1)
+    assert (100 * more / seen, more * 0.5 / seen) == pytest.approx((700 / 11, 3.5 / 11))
+    assert (type(100 * more), type(more * 0.5)) == (Count, Total)
+    weight = torch.ones(1, requires_grad=True)
+    assert [(weight / count).item(), (count * weight).item(), (weight + total).item()] == pytest.approx([0.5, 2, 1.4])
 
-    def __init__(self) -> None:
-        self.sources, self.product = Sources(), ""
+
+class _Loss(float):
+    """Notes what its reads are used for; the batch has 4 rows on this rank."""
+
+    def __init__(self, value: float = 0.5) -> None:
+        self.sources, self.found = Sources(), ""
 
     def item(self) -> float:
-        found = self.sources.product(sys._getframe(1), 4)
-        self.product = "" if found is None else found.text
+        product = self.sources.product(sys._getframe(1), 4)
+        is_count = self.sources.is_count(sys._getframe(1), 4)
+        self.found = "" if product is None else product.text + " " * (not product.is_tallied)
+        self.found = "count" if is_count else self.found
         return 0.5
 
-    def __mul__(self, other: float) -> _Loss:
+    def sum(self) -> _Loss:
         return self
 
 
-_PRODUCTS = {
+_USES = {  # what is found; a space at the end: but is not only added up
     "total += loss.item() * len(x)": "loss.item() * len(x)",
-    "total += x.size(0) * loss.item()": "x.size(0) * loss.item()",
+    "total = total + x.size(0) * loss.item()": "x.size(0) * loss.item()",
     "total += (\n  2 * loss.item() *\n  batch['x'].shape[0])": "2 * loss.item() * batch['x'].shape[0]",
     "total += loss.item() / 3 * x.size()[0]": "loss.item() / 3 * x.size()[0]",
     "n, m = x.shape; total += loss.item() * n": "loss.item() * n",
-    "n = len(x); now = loss.item(); total += n * now": "n * now",
-    "total += (loss * x.size(0)).item()": "loss * x.size(0)",
+    "n = len(x); now = loss.item(); total += n * now; print(now)": "n * now",
+    "n = len(x); now = loss.item(); total += n * now; data.append(now)": "n * now ",
+    "seen = 4; total += loss.item() * len(x); y = 2 * total / seen": "loss.item() * len(x)",
+    "seen = 4; total += loss.item() * len(x); y = float(total) / seen": "loss.item() * len(x) ",
+    "seen = 4; total += loss.item() * len(x); y = total * (1 / seen)": "loss.item() * len(x) ",
+    "total += loss.item() * len(x); y = float(total) / len(data)": "loss.item() * len(x)",
+    "total = loss.item() * len(x)": "loss.item() * len(x) ",
+    "total += loss.item() * len(x) / 2": "loss.item() * len(x) ",
+    "total += float(loss.item()) * x.size(0)": "",
+    "data.append(loss.item() * len(x))": "loss.item() * len(x)",
+    "data.append(loss.item() * len(x)); y = max(data) / 4": "loss.item() * len(x) ",
+    "f(loss.item(), n=x.size(0))": "f(loss.item(), n=x.size(0))",
     "total += loss.item() * x.size(1)": "",  # 3
     "total += loss.item() * steps": "",  # a constant, 4
     "n = 4; total += loss.item() * n": "",
@@ -345,23 +398,27 @@ _PRODUCTS = {
     "total += loss.item() ** len(x)": "",
     "total += max(loss.item(), len(x))": "",
     "total += loss.item(); n = len(x); total *= n": "",
+    "total += g(x > loss).sum().item()": "count",
+    "s = g(x.eq(loss)).sum(); total += s.item(); y = 100 * total / steps": "count",
+    "total += g(batch['x']).sum().item(); y = 100.0 * total / len(data)": "count",
+    "total += g(x).sum().item(); y = 100.0 * total / steps": "",  # Python's own float
+    "total = g(x).sum().item()": "",  # perhaps a divisor of the loss
+    "total += g(x[:4]).sum().item()": "",
+    "total += g(net.weight).sum().item()": "",
+    "total += g(weight).sum().item()": "",
 }
 
 
-@pytest.mark.parametrize("text", _PRODUCTS)
 @pytest.mark.parametrize("is_inside", [False, True])
-def test_a_product_with_the_rows_of_a_batch_is_found_in_the_source(text: str, is_inside: bool, tmp_path: Path) -> None:
-    path, loss, x = tmp_path / "train.py", _Loss(), torch.zeros(4, 3)
-    lines = text.splitlines()
-    path.write_text(
-        "\n".join(["def f():", " total = 0", *(f" {line}" for line in lines), "f()"] if is_inside else lines)
-    )
-    linecache.checkcache(str(path))
-    names = {"__name__": "__main__", "loss": loss, "x": x, "batch": {"x": x}, "data": [1] * 4, "steps": 4, "total": 0}
-    exec(compile(path.read_text(), str(path), "exec"), names)
-    assert loss.product == _PRODUCTS[text]
-    path.unlink()
-    loss.sources, loss.product = Sources(), ""
-    linecache.checkcache(str(path))
-    exec(compile(text, str(path), "exec"), {**names, "total": 0})
-    assert loss.product == ""  # no source
+def test_what_a_number_is_used_for_is_found_in_the_source(is_inside: bool, tmp_path: Path) -> None:
+    loss, x, path = _Loss(), torch.zeros(4, 3), str(tmp_path / "train.py")
+    held = {"x": x, "batch": {"x": x}, "data": [1] * 4, "steps": 4, "net": nn.Linear(2, 4)}
+    functions = {"g": lambda x: loss, "f": lambda x, n: 0, "weight": nn.Parameter(torch.ones(4))}
+    for has_source in (True, False):
+        for text, found in _USES.items():
+            source = "\n".join(["def main():", " total = 0", *(f" {line}" for line in text.splitlines()), "main()"])
+            source = source if is_inside else text
+            linecache.cache[path] = len(source), None, source.splitlines(True) if has_source else [], path
+            loss.sources, loss.found = Sources(), ""
+            exec(compile(source, path, "exec"), {"loss": loss, "total": 0, **held, **functions})
+            assert loss.found == (found if has_source else ""), text
