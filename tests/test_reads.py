@@ -98,6 +98,19 @@ def _counted(rank: int) -> list[float]:
     return [*read, *(part.item() for part in (*parts, halved, loss)), loss.detach().item()]
 
 
+def _after_its_batch(rank: int) -> list[float]:
+    """What is read, after a pass, of losses of its last batch, of which the ranks have 2 rows and 1."""
+    own, batches = torch.full(((2, 1)[rank],), _OWN[rank], requires_grad=True), _Peeks()
+    shares.begin_batch(len(own), of=batches, total=3)
+    mean, total = own.mean(), (2 * own).sum()
+    both = mean + functional.mse_loss(own, torch.zeros(len(own)))
+    with losses.of_the_batch([total, both]):
+        (total + both).backward()
+    shares.end_batch(batches)
+    shares.keep(is_left=False)
+    return [both.item(), both.detach().item(), mean.item(), total.item(), mean.detach().clone().item()]
+
+
 def _reads() -> dict[str, Any]:
     here, is_alone = ddpshim.world(), []
     loss = torch.tensor(_OWN[here.rank], requires_grad=True) * 1
@@ -140,6 +153,7 @@ def _reads() -> dict[str, Any]:
         packages = "torch.optim.adam", "tqdm.std", "ddpshim.model"
         out["of others"] = [_in_the_name_of(package, loss) for package in packages]
         out["of the program's"] = [_in_the_name_of(package, loss) for package in ("__main__", "policies.act")]
+        out["after its batch"] = _after_its_batch(here.rank)
         out["large"] = (torch.arange(3) + here.rank).tolist()
     out["after"] = loss.item()
     assert {name: vars(torch.Tensor).get(name) for name in before} == before
@@ -173,13 +187,16 @@ def test_numbers_are_those_of_all_ranks() -> None:
         counted = [0.375, 0.75, 4.0625, 0.1875, 1.625 - 4.0625 / 2]  # of the last one the mean over the ranks
         of_one_rank = [0.25, 0.5]
         assert out.pop("counted") == pytest.approx([*counted, *of_one_rank, *counted, counted[-1]], rel=1e-6)
+        means = [(2 * _OWN[0] ** power + _OWN[1] ** power) / 3 for power in (1, 2)]
+        assert out.pop("after its batch") == pytest.approx([sum(means), sum(means), means[0], 6 * means[0], 0.375])
         said_by_it.append(out.pop("said"))
         assert not out
     assert said_by_it[1] == ""
     assert said_by_it[0].count("reads a loss whose terms are averaged over ranks in different ways") == 2
     assert len(re.findall(r":\d+: in `float\(loss\) \* len\(x\)`.* 2 times too small", said_by_it[0])) == 1
     said = [line for line in said_by_it[0].splitlines() if "differs between ranks" in line]
-    assert len(said) == 2
+    assert len(said) == 3
+    assert "after the pass over a loader that has a batch (3 samples) which the ranks do not divide" in said.pop()
     assert re.search(r"test_reads\.py:\d+ reads a whole number that differs between ranks \(1, 2\)", said[0])
     assert re.search(r"test_reads\.py:\d+ reads a yes or no that differs between ranks \(True, False\)", said[1])
 

@@ -192,7 +192,8 @@ class _Reads:
         if all(other == bits for other, _ in everyones) and (reading.times == 1 or not reading.is_sure):
             return own  # a sum that is equal on all ranks is over weights, not over samples
         if own.is_floating_point():
-            self._say_of_kept(line)
+            if reading.weight is None:
+                self._say_of_kept(line)
             if reading.is_mixed:
                 self._say_mixed(line)
             if not is_tallied:
@@ -244,11 +245,13 @@ class _Reads:
     def _say_of_kept(self, line: FrameType) -> None:
         """Report a plain mean over ranks that may have different numbers of rows."""
         sharing = current().part(shares.Sharing)
-        kept = sharing.kept
-        if sharing.share is None and kept is not None and kept.totals and not kept.looked_at:
+        kept, given = sharing.kept, sharing.last_given
+        totals = () if given is None else (given.total, given.largest[0])
+        uneven = next((total for total in totals if total % self._here.world_size), None)
+        if sharing.share is None and kept is not None and uneven is not None and not kept.looked_at:
             say_on_main(
-                f"{_place(line)} reads a number that differs between ranks, after the pass over a loader whose last "
-                f"batch ({kept.totals[0]} samples) the ranks do not divide: all ranks take the mean of their numbers. "
+                f"{_place(line)} reads a number that differs between ranks, after the pass over a loader that has a "
+                f"batch ({uneven} samples) which the ranks do not divide: all ranks take the mean of their numbers. "
                 "If the number describes that batch, one process would weight each sample equally"
             )
 
