@@ -33,7 +33,7 @@ from ddpshim.job.world import World
 from ddpshim.trainers.unedited import losses
 from ddpshim.trainers.unedited.products import Sources
 from ddpshim.trainers.unedited.reads import _mean, equal_reads
-from ddpshim.trainers.unedited.tallies import Count, Mean, Rows, Total
+from ddpshim.trainers.unedited.tallies import Count, FloatCount, Mean, Rows, Total
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -286,9 +286,9 @@ def _tutorial(make: Callable[..., Any], wrap: Callable[[nn.Module], nn.Module], 
     x = (torch.arange(3.0 * num_samples) * 0.7).sin().double().view(num_samples, 3)
     data = TensorDataset(x, (x.sum(1) > 0).long())
     loader, optimizer = make(data, 8, shuffle=True, drop_last=False), torch.optim.SGD(net.parameters(), lr=0.5)
-    running, correct, right, seen, parts, meter, printed = 0.0, 0, 0.0, 0, [], _Meter(), list[float]()
+    printed: list[float] = []
     for _ in range(3):
-        running, correct, right, seen, parts, meter = 0.0, 0, 0.0, 0, [], _Meter()
+        running, correct, hits, right, seen, parts, meter = 0.0, 0, 0, 0.0, 0, list[float](), _Meter()
         for a, b in loader:
             out = net(a)
             loss = functional.cross_entropy(out, b)
@@ -302,9 +302,11 @@ def _tutorial(make: Callable[..., Any], wrap: Callable[[nn.Module], nn.Module], 
             meter.update(loss.item(), a.shape[0])
             correct += (out.argmax(1) == b).sum().item()
             right = right + torch.sum(out.argmax(1).eq(b).double()).item()
+            hits += (out.argmax(1) == b).sum().item()
             seen += a.size(0)
         printed += [running / len(data), running / seen, sum(parts) / seen, sum(parts) / len(data), correct / len(data)]
         printed += [100 * correct / (seen + 1e-8), right / seen, meter.sum / meter.count, correct, running]
+        printed += [100.0 * hits / seen, 100.0 * hits / len(data)]
         assert type(running / seen) is type(running / len(data)) is float
     return printed
 
@@ -368,6 +370,10 @@ def test_numbers_that_carry_their_rows_are_plain_numbers_in_all_else() -> None:
     assert (more, type(more), more.rows, more / 7) == (7, Count, Rows(6, 11), 1)
     assert (100 * more / seen, more * 0.5 / seen) == pytest.approx((700 / 11, 3.5 / 11))
     assert (type(100 * more), type(more * 0.5)) == (Count, Total)
+    shown = sum([FloatCount(5, rows, 2), FloatCount(2, uneven, 1)])
+    assert (100.0 * shown / seen, type(100.0 * shown)) == (pytest.approx(700 / 11), Total)
+    assert (f"{shown} {shown!r} {shown:d}", range(9)[shown], shown) == ("7 7 7", 7, 7)
+    assert type(copy.deepcopy(shown)) is int
     weight = torch.ones(1, requires_grad=True)
     assert [(weight / count).item(), (count * weight).item(), (weight + total).item()] == pytest.approx([0.5, 2, 1.4])
 
@@ -380,9 +386,9 @@ class _Loss(float):
 
     def item(self) -> float:
         product = self.sources.product(sys._getframe(1), 4)
-        is_count = self.sources.is_count(sys._getframe(1), 4)
+        counts_as = self.sources.counts_as(sys._getframe(1), 4)
         self.found = "" if product is None else product.text + " " * (not product.is_tallied)
-        self.found = "count" if is_count else self.found
+        self.found = self.found if counts_as is None else f"count {counts_as.__name__}"
         return 0.5
 
     def sum(self) -> _Loss:
@@ -415,10 +421,11 @@ _USES = {  # what is found; a space at the end: but is not only added up
     "total += loss.item() ** len(x)": "",
     "total += max(loss.item(), len(x))": "",
     "total += loss.item(); n = len(x); total *= n": "",
-    "total += g(x > loss).sum().item()": "count",
-    "s = g(x.eq(loss)).sum(); total += s.item(); y = 100 * total / steps": "count",
-    "total += g(batch['x']).sum().item(); y = 100.0 * total / len(data)": "count",
-    "total += g(x).sum().item(); y = 100.0 * total / steps": "",  # Python's own float
+    "total += g(x > loss).sum().item()": "count int",
+    "s = g(x.eq(loss)).sum(); total += s.item(); y = 100 * total / steps": "count int",
+    "total += g(batch['x']).sum().item(); y = 100.0 * total / len(data)": "count int",
+    "total += g(x).sum().item(); y = 100.0 * total / steps": "count float",
+    "total += g(x).sum().item(); y = float(total) / steps": "",
     "total = g(x).sum().item()": "",  # perhaps a divisor of the loss
     "total += g(x[:4]).sum().item()": "",
     "total += g(net.weight).sum().item()": "",

@@ -35,6 +35,7 @@ class _Read(NamedTuple):
 
     products: Sequence[Product] = ()
     counted: Optional[ast.expr] = None  # the tensor of which a sum is added up; None: this is not a count
+    counts_as: type = int  # float: a quotient, such as 100.0 * count / seen, would lose the rows of an int
 
 
 class Sources:
@@ -52,16 +53,18 @@ class Sources:
         products = self._read(line).products
         return next((each for each in products if _number_of(each.size, line) in (num_rows, None)), None)
 
-    def is_count(self, line: FrameType, num_rows: int) -> bool:
-        """Whether `line` now reads a sum over a tensor of `num_rows` rows, and only adds it to others. Local."""
+    def counts_as(self, line: FrameType, num_rows: int) -> Optional[type]:
+        """Return the class for the count that `line` now reads, a sum over a tensor of `num_rows` rows that is only
+        added to others; None if it reads something else. Local."""
         counted = self._read(line).counted
         inside = [] if counted is None else [*ast.walk(counted)]
         parts = [node for node in inside if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Tuple)]
         if any(not isinstance(_value(part.value, line), (dict, list, tuple)) for part in parts):
-            return False  # x[0] and x[:4] are not all rows
+            return None  # x[0] and x[:4] are not all rows
         values = [_value(node, line) for node in inside if isinstance(node, (ast.Name, ast.Subscript))]
         tensors = [value for value in values if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)]
-        return any(tensor.dim() and tensor.shape[0] == num_rows for tensor in tensors)
+        is_of_rows = any(tensor.dim() and tensor.shape[0] == num_rows for tensor in tensors)
+        return self._read(line).counts_as if is_of_rows else None
 
     def is_a_length(self, line: FrameType) -> bool:
         """Whether `line` now divides by a constant, or by a length that is not a tensor's. Local."""
@@ -101,8 +104,7 @@ class Sources:
         products = []
         for node in self._above(read):
             products += [
-                Product(*found, is_item and self._is_added_up(node, tree, False))
-                for found in _with_a_size(node, read, scope)
+                Product(*found, is_item and self._is_added_up(node, tree)) for found in _with_a_size(node, read, scope)
             ]
         for inside in ast.walk(read):
             products += [Product(*found, False) for found in _with_a_size(inside, read, scope)]
@@ -119,25 +121,28 @@ class Sources:
                 for node in self._above(used)
                 for found in _with_a_size(node, used, scope)
             ]
-            added = {used for used, node, _ in pairs if self._is_added_up(node, tree, False)}
+            added = {used for used, node, _ in pairs if self._is_added_up(node, tree)}
             # The number itself must not be kept: a checkpoint would hold its class.
             is_safe = is_item and all(
                 used in added or self._is_shown(used) for used in uses if isinstance(used.ctx, ast.Load)
             )
             products += [Product(*found, is_safe) for _, _, found in pairs]
-        counted = _summed(read, scope) if is_item and self._is_added_up(read, tree, True) else None
-        return _Read(products, counted)
+        counted = _summed(read, scope) if is_item else None
+        for kind in (int, float):
+            if counted is not None and self._is_added_up(read, tree, kind):
+                return _Read(products, counted, kind)
+        return _Read(products)
 
     def _is_shown(self, used: ast.AST) -> bool:
         above = self._parents[used]
         is_print = isinstance(above, ast.Call) and isinstance(above.func, ast.Name) and above.func.id == "print"
         return is_print or isinstance(above, (ast.FormattedValue, ast.Compare))
 
-    def _is_added_up(self, node: Any, tree: ast.Module, is_count: bool) -> bool:
+    def _is_added_up(self, node: Any, tree: ast.Module, counts_as: Optional[type] = None) -> bool:
         """Whether `node` is only added to a sum, and no quotient of that sum in the program would lose its rows."""
         scope = self._scope(node)
         above = self._parents[node]
-        kinds = (ast.Add,) if is_count else (ast.Add, ast.Mult)
+        kinds = (ast.Add,) if counts_as else (ast.Add, ast.Mult)
         while isinstance(above, ast.BinOp) and isinstance(above.op, kinds):
             node, above = above, self._parents[above]
         into: Optional[ast.expr] = None
@@ -152,7 +157,7 @@ class Sources:
         text = ast.unparse(into)
         is_passed_on = any(isinstance(each, ast.Return) and _has(each, text) for each in ast.walk(scope))
         seen_in = scope if isinstance(into, ast.Name) and not is_passed_on else tree
-        return not any(_loses(each, text, is_count) for each in ast.walk(seen_in))
+        return not any(_loses(each, text, counts_as is int) for each in ast.walk(seen_in))
 
     def _tree(self, line: FrameType) -> Optional[ast.Module]:
         path = line.f_code.co_filename

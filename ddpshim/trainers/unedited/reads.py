@@ -164,9 +164,10 @@ class _Reads:
         rows = tallies.Rows(share.num_rows, share.total(share.num_rows))
         product = sources.product(line, rows.own) if tensor.is_floating_point() else None
         if product is not None:
-            return tallies.Tally(rows, False) if product.is_tallied else None
+            return tallies.Tally(rows, None) if product.is_tallied else None
         is_graph = tensor.grad_fn is not None or losses.reading_of(tensor) != losses.Reading()
-        return None if is_graph or not sources.is_count(line, rows.own) else tallies.Tally(rows, True)
+        counts_as = None if is_graph else sources.counts_as(line, rows.own)
+        return None if counts_as is None else tallies.Tally(rows, counts_as)
 
     def _of_all(
         self,
@@ -186,7 +187,7 @@ class _Reads:
         everyones, is_tallied = self._exchange(bits, reading.weight, own.dtype, line, tally)
         if tally is not None:
             tally.holds = is_tallied
-        if is_tallied and tally is not None and tally.is_sum:
+        if is_tallied and tally is not None and tally.counts_as is not None:
             numbers = [other for other, num_rows in everyones if num_rows]
             return own.clone().fill_(_sum([*map(_number, numbers)]) if own.is_floating_point() else sum(numbers))
         if all(other == bits for other, _ in everyones) and (reading.times == 1 or not reading.is_sure):

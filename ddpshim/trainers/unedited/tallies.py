@@ -8,7 +8,7 @@ divided by all rows, and `running / len(data)` by what it says. Each class is a 
 from __future__ import annotations
 
 import sys
-from typing import Any, Callable, NamedTuple, Union
+from typing import Any, Callable, NamedTuple, Optional, Union
 
 from ddpshim.job.job import current
 from ddpshim.trainers.unedited.products import Sources
@@ -37,7 +37,7 @@ class _Carries:
     todays: _Number  # for tensors: what this rank's rows give
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return type(self).__mro__[-2], (_plain(self),)
+        return type(_plain(self)), (_plain(self),)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,7 +57,7 @@ class _Carries:
         if not _is_number(other):
             return NotImplemented
         number: Any = self
-        return _carrying(_plain(number) * _plain(other), self.rows, self.todays * _plain(other))
+        return _carrying(_plain(number) * _plain(other), self.rows, self.todays * _plain(other), self)
 
     __rmul__ = __mul__
 
@@ -91,6 +91,24 @@ class Count(_Carries, int):
         return self
 
 
+class FloatCount(_Carries, float):
+    """A count over rows that shows as an int. In 100.0 * count, Python asks a class of float first, but none of int."""
+
+    def __new__(cls, value: int, rows: Rows, todays: _Number) -> FloatCount:
+        self = super().__new__(cls, value)
+        self.rows, self.todays = rows, todays
+        return self
+
+    def __repr__(self) -> str:
+        return repr(int(self))
+
+    def __format__(self, spec: str) -> str:
+        return format(int(self), spec)
+
+    def __index__(self) -> int:
+        return int(self)
+
+
 class Mean(float):
     """A mean over the rows of a batch. Times this rank's number of rows, it is the total of all rows."""
 
@@ -118,17 +136,21 @@ class Mean(float):
 
 
 class Tally:
-    """What a number that is read will be used for. `is_sum`: it is a sum over rows; else it is multiplied by rows."""
+    """What a number that is read is used for. `counts_as`: the class of a sum over rows; None: times rows."""
 
-    def __init__(self, rows: Rows, is_sum: bool) -> None:
-        self.rows, self.is_sum = rows, is_sum
+    def __init__(self, rows: Rows, counts_as: Optional[type]) -> None:
+        self.rows, self.counts_as = rows, counts_as
         self.holds = False  # whether all ranks use it so
 
-    def carrying(self, value: _Number, own: Callable[[], _Number]) -> _Number:
+    def carrying(self, value: _Number, own: Callable[[], _Number]) -> Any:
         """Return `value`, the number of all ranks, with its rows; `own` returns this rank's."""
         if not self.holds:
             return value
-        return _carrying(value, self.rows, own()) if self.is_sum else Mean(value, self.rows)
+        if self.counts_as is None:
+            return Mean(value, self.rows)
+        if self.counts_as is float and isinstance(value, int):
+            return FloatCount(value, self.rows, own())
+        return _carrying(value, self.rows, own())
 
 
 def _sum(one: Any, other: Any, sign: int) -> Any:
@@ -137,11 +159,14 @@ def _sum(one: Any, other: Any, sign: int) -> Any:
     rows, todays = one.rows, getattr(other, "todays", _plain(other))
     if isinstance(other, _Carries):
         rows = rows + other.rows if sign > 0 else rows - other.rows
-    return _carrying(_plain(one) + sign * _plain(other), rows, one.todays + sign * todays)
+    return _carrying(_plain(one) + sign * _plain(other), rows, one.todays + sign * todays, one, other)
 
 
-def _carrying(value: _Number, rows: Rows, todays: _Number) -> Union[Total, Count]:
-    return Count(value, rows, todays) if isinstance(value, int) else Total(value, rows, todays)
+def _carrying(value: _Number, rows: Rows, todays: _Number, *of: Any) -> _Carries:
+    if isinstance(value, float):
+        return Total(value, rows, todays)
+    is_float = any(isinstance(each, FloatCount) for each in of)
+    return FloatCount(value, rows, todays) if is_float else Count(value, rows, todays)
 
 
 def _is_number(value: Any) -> bool:
@@ -150,4 +175,4 @@ def _is_number(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     """Return `value` without what it carries."""
-    return float(value) if isinstance(value, float) else int(value)
+    return float(value) if isinstance(value, float) and not isinstance(value, FloatCount) else int(value)
