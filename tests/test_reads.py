@@ -311,18 +311,20 @@ def _tutorial(make: Callable[..., Any], wrap: Callable[[nn.Module], nn.Module], 
     return printed
 
 
-def _tutorial_on_ranks(num_samples: int) -> Any:
+# The last batches have 1 sample, which both ranks hold, and 3, of which rank 0 has 2.
+_NUM_SAMPLES = (41, 43)
+
+
+def _tutorial_on_ranks() -> Any:
     with equal_reads(ddpshim.world(), lambda: False):
-        return _tutorial(ddpshim.make_loader, ddpshim.wrap_parallel, num_samples)
+        return [_tutorial(ddpshim.make_loader, ddpshim.wrap_parallel, num) for num in _NUM_SAMPLES]
 
 
 def test_sums_over_batches_are_those_of_one_process() -> None:
-    # The last batches have 1 sample, which both ranks hold, and 3, of which rank 0 has 2.
-    for num_samples in (41, 43):
-        one = _tutorial(DataLoader, lambda net: net, num_samples)
-        of_ranks = run_ranks(_tutorial_on_ranks, 2, num_samples)
-        assert of_ranks[0] == of_ranks[1]
-        assert of_ranks[0] == pytest.approx(one, rel=1e-12)
+    of_ranks = run_ranks(_tutorial_on_ranks, 2)
+    assert of_ranks[0] == of_ranks[1]
+    for num, printed in zip(_NUM_SAMPLES, of_ranks[0]):
+        assert printed == pytest.approx(_tutorial(DataLoader, lambda net: net, num), rel=1e-12)
 
 
 def test_one_process_reads_as_ever() -> None:
