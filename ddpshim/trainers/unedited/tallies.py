@@ -15,6 +15,7 @@ from ddpshim.trainers.unedited.products import Sources
 
 _Number = Union[int, float]
 _CLOSE = 1e-3  # `seen + 1e-8` counts as `seen`
+_MOST_DEPTH = 8  # of what is saved
 
 
 class Rows(NamedTuple):
@@ -151,6 +152,19 @@ class Tally:
         if self.counts_as is float and isinstance(value, int):
             return FloatCount(value, self.rows, own())
         return _carrying(value, self.rows, own())
+
+
+def without_rows(value: Any, depth: int = _MOST_DEPTH) -> Any:
+    """Return `value` with plain numbers, also in dicts, lists and tuples: torch.load refuses other classes. Local."""
+    if isinstance(value, (_Carries, Mean)):
+        return _plain(value)
+    if type(value) not in (dict, list, tuple) or not depth:
+        return value
+    parts = [*value.values()] if type(value) is dict else [*value]
+    plain = [without_rows(part, depth - 1) for part in parts]
+    if all(new is old for new, old in zip(plain, parts)):
+        return value
+    return dict(zip(value, plain)) if type(value) is dict else type(value)(plain)
 
 
 def _sum(one: Any, other: Any, sign: int) -> Any:
