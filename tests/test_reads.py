@@ -137,6 +137,9 @@ def _reads() -> dict[str, Any]:
         shares.end_batch()
         shares.begin_batch(2)
         x = torch.zeros(2, 3)
+        out["counted rows"] = 0
+        for y in (x, x[:, :1] + here.rank):
+            out["counted rows"] += (y >= 0).sum().item()
         out["by its rows"] = float(loss) * len(x)
         out["sums"], out["counted"] = _sums(_OWN[here.rank]), _counted(here.rank)
         shares.end_batch()
@@ -178,6 +181,7 @@ def test_numbers_are_those_of_all_ranks() -> None:
         assert out.pop("nan")[2] == -math.inf
         assert (out.pop("count"), out.pop("yes"), out.pop("logged")) == ([1, 1], True, ["loss 0.375"])
         assert out.pop("by rows") == (0.25, 0.25)
+        assert out.pop("counted rows") == 6 + 2 * 2  # the same on both ranks, and rows of each
         assert out.pop("by its rows") == 0.75
         assert out.pop("plateau") == 0.375
         in_all, squares = 12 * sum(_OWN), 6 * sum(own**2 for own in _OWN)
@@ -388,9 +392,9 @@ class _Loss(float):
 
     def item(self) -> float:
         product = self.sources.product(sys._getframe(1), 4)
-        counts_as = self.sources.counts_as(sys._getframe(1), 4)
+        count = self.sources.count(sys._getframe(1), 4)
         self.found = "" if product is None else product.text + " " * (not product.is_tallied)
-        self.found = self.found if counts_as is None else f"count {counts_as.__name__}"
+        self.found = self.found if count is None else f"count {count[0].__name__}"
         return 0.5
 
     def sum(self) -> _Loss:
@@ -429,6 +433,7 @@ _USES = {  # what is found; a space at the end: but is not only added up
     "total += g(x).sum().item(); y = 100.0 * total / steps": "count float",
     "total += g(x).sum().item(); y = float(total) / steps": "",
     "total = g(x).sum().item()": "",  # perhaps a divisor of the loss
+    "data.append(g(x).sum().item())": "",  # perhaps lengths
     "total += g(x[:4]).sum().item()": "",
     "total += g(net.weight).sum().item()": "",
     "total += g(weight).sum().item()": "",

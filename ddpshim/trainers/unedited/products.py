@@ -53,9 +53,9 @@ class Sources:
         products = self._read(line).products
         return next((each for each in products if _number_of(each.size, line) in (num_rows, None)), None)
 
-    def counts_as(self, line: FrameType, num_rows: int) -> Optional[type]:
-        """Return the class for the count that `line` now reads, a sum over a tensor of `num_rows` rows that is only
-        added to others; None if it reads something else. Local."""
+    def count(self, line: FrameType, num_rows: int) -> Optional[tuple[type, list[torch.Tensor]]]:
+        """Return (class for the count that `line` now reads, tensors of `num_rows` rows of which it is a sum); None if
+        it reads something else, or does not only add it to others. Local."""
         counted = self._read(line).counted
         inside = [] if counted is None else [*ast.walk(counted)]
         parts = [node for node in inside if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Tuple)]
@@ -63,8 +63,8 @@ class Sources:
             return None  # x[0] and x[:4] are not all rows
         values = [_value(node, line) for node in inside if isinstance(node, (ast.Name, ast.Subscript))]
         tensors = [value for value in values if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)]
-        is_of_rows = any(tensor.dim() and tensor.shape[0] == num_rows for tensor in tensors)
-        return self._read(line).counts_as if is_of_rows else None
+        of_rows = [tensor for tensor in tensors if tensor.dim() and tensor.shape[0] == num_rows]
+        return (self._read(line).counts_as, of_rows) if of_rows else None
 
     def is_a_length(self, line: FrameType) -> bool:
         """Whether `line` now divides by a constant, or by a length that is not a tensor's. Local."""
@@ -150,8 +150,8 @@ class Sources:
             into = above.target
         elif isinstance(above, ast.Assign) and _has(node, ast.unparse(above.targets[0])):
             into = above.targets[0]
-        elif isinstance(above, ast.Call) and isinstance(above.func, ast.Attribute) and above.func.attr == "append":
-            into = above.func.value
+        elif counts_as is None and isinstance(above, ast.Call) and isinstance(above.func, ast.Attribute):
+            into = above.func.value if above.func.attr == "append" else None
         if into is None:
             return False
         text = ast.unparse(into)

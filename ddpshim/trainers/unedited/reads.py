@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ddpshim.errors import WorldError
-from ddpshim.job import messages, shares
+from ddpshim.job import messages, plain, shares
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say
@@ -164,10 +164,10 @@ class _Reads:
         rows = tallies.Rows(share.num_rows, share.total(share.num_rows))
         product = sources.product(line, rows.own) if tensor.is_floating_point() else None
         if product is not None:
-            return tallies.Tally(rows, None) if product.is_tallied else None
+            return tallies.Tally(rows) if product.is_tallied else None
         is_graph = tensor.grad_fn is not None or losses.reading_of(tensor) != losses.Reading()
-        counts_as = None if is_graph else sources.counts_as(line, rows.own)
-        return None if counts_as is None else tallies.Tally(rows, counts_as)
+        count = None if is_graph else sources.count(line, rows.own)
+        return None if count is None else tallies.Tally(rows, *count)
 
     def _of_all(
         self,
@@ -188,6 +188,8 @@ class _Reads:
         if tally is not None:
             tally.holds = is_tallied
         if is_tallied and tally is not None and tally.counts_as is not None:
+            if all(other == bits for other, _ in everyones) and self._are_equal(tally.tensors):
+                return own  # the same rows on all ranks, such as a validation batch
             numbers = [other for other, num_rows in everyones if num_rows]
             return own.clone().fill_(_sum([*map(_number, numbers)]) if own.is_floating_point() else sum(numbers))
         if all(other == bits for other, _ in everyones) and (reading.times == 1 or not reading.is_sure):
@@ -232,6 +234,12 @@ class _Reads:
             return [*zip(numbers, [_number(theirs) for theirs, _ in weights])], is_tallied
         return [*zip(numbers, [count >> 2 for count in counts])], is_tallied
 
+    def _are_equal(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether all ranks have the same `tensors` (collective)."""
+        parts = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+        own = zlib.crc32(b"".join(map(plain.bytes_of, parts))), 0
+        return all(theirs == own for theirs in messages.pairs(own, self._here.world_size, self._here._peers()))
+
     def _refuse(self, line: FrameType, last: Any) -> None:
         step = "" if last is None else f", in step {last.step} of epoch {last.epoch}"
         own = f"reads a number from a tensor at {_place(line)}{step} (read {self._num_reads})"
@@ -269,8 +277,8 @@ class _Reads:
                 f"{place}: in `{product.text}`, the number read is that of the whole batch ({total} samples), "
                 f"but `{ast.unparse(product.size)}` is the rows of this rank's share ({share.num_rows}). Divided by "
                 f"the number of all samples, the result is {total / share.num_rows:g} times too small, and so is a "
-                "decision on it (an early stop, the best checkpoint). Sum up the numbers without the rows, and divide "
-                "by the number of batches; or divide by a sum of the same rows"
+                "decision on it (an early stop, the best checkpoint). ddpshim uses the rows of all ranks where the "
+                "program only adds such products up: total += loss.item() * x.size(0), then total / num_samples"
             )
 
     def _say_mixed(self, line: FrameType) -> None:

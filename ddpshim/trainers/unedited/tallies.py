@@ -8,7 +8,10 @@ divided by all rows, and `running / len(data)` by what it says. Each class is a 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, Callable, NamedTuple, Optional, Union
+
+import torch
 
 from ddpshim.job.job import current
 from ddpshim.trainers.unedited.products import Sources
@@ -137,10 +140,13 @@ class Mean(float):
 
 
 class Tally:
-    """What a number that is read is used for. `counts_as`: the class of a sum over rows; None: times rows."""
+    """What a number that is read is used for.
 
-    def __init__(self, rows: Rows, counts_as: Optional[type]) -> None:
-        self.rows, self.counts_as = rows, counts_as
+    `counts_as`: the class of a sum over the rows of `tensors`; None if the number is multiplied by rows.
+    """
+
+    def __init__(self, rows: Rows, counts_as: Optional[type] = None, tensors: Sequence[torch.Tensor] = ()) -> None:
+        self.rows, self.counts_as, self.tensors = rows, counts_as, tensors
         self.holds = False  # whether all ranks use it so
 
     def carrying(self, value: _Number, own: Callable[[], _Number]) -> Any:
