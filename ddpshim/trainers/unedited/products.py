@@ -73,7 +73,8 @@ class Sources:
             tree = self._tree(line)
             divided = [] if tree is None else _at_place([node for node in ast.walk(tree) if _divisor(node)], line)
             self._lengths[key] = [*filter(None, map(_divisor, divided))]
-        return any(self._is_a_length(divisor, line) for divisor in self._lengths[key])
+        divisors = self._lengths[key]  # before Python 3.11 all those of the line
+        return bool(divisors) and all(self._is_a_length(divisor, line) for divisor in divisors)
 
     def _is_a_length(self, node: ast.expr, line: FrameType) -> bool:
         if isinstance(node, ast.Name):
