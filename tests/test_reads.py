@@ -370,7 +370,11 @@ def test_numbers_that_carry_their_rows_are_plain_numbers_in_all_else() -> None:
     seen = 0
     seen += 4
     # The same number is not the number of rows if it is a constant or the length of a list.
-    assert (total / len(data), total / size, total / 4, total / seen) == (0.2, 0.2, 0.2, 0.1)
+    quotients = [total / len(data)]
+    quotients.append(total / size)
+    quotients.append(total / 4)
+    quotients.append(total / seen)
+    assert quotients == [0.2, 0.2, 0.2, 0.1]
     more = count + 0 + Count(2, uneven, 1)
     seen = sum([4, 2])
     assert (more, type(more), more.rows, more / 7) == (7, Count, Rows(6, 11), 1)
@@ -447,8 +451,9 @@ def test_what_a_number_is_used_for_is_found_in_the_source(is_inside: bool, tmp_p
     functions = {"g": lambda x: loss, "f": lambda x, n: 0, "weight": nn.Parameter(torch.ones(4))}
     for has_source in (True, False):
         for text, found in _USES.items():
-            source = "\n".join(["def main():", " total = 0", *(f" {line}" for line in text.splitlines()), "main()"])
-            source = source if is_inside else text
+            lines = text.replace("; ", "\n").splitlines()
+            source = "\n".join(["def main():", " total = 0", *(f" {line}" for line in lines), "main()"])
+            source = source if is_inside else "\n".join(lines)
             linecache.cache[path] = len(source), None, source.splitlines(True) if has_source else [], path
             loss.sources, loss.found = Sources(), ""
             exec(compile(source, path, "exec"), {"loss": loss, "total": 0, **held, **functions})
