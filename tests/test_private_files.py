@@ -45,6 +45,7 @@ from ddpshim.trainers.unedited.commands import Commands
 from ddpshim.trainers.unedited.layers import View
 from ddpshim.trainers.unedited.mains_changes import MainsChanges
 from ddpshim.trainers.unedited.private_files import PrivateFiles
+from ddpshim.trainers.unedited.tallies import Count, Rows
 from tests.ranks import run_ranks
 
 
@@ -512,8 +513,8 @@ def test_children_see_the_files_of_their_rank(tmp_path: Path) -> None:
 def test_what_a_dataset_keeps_is_each_ranks_own(tmp_path: Path) -> None:
     _, peer = worlds()
     with PrivateFiles(peer, time.time(), lambda: True).installed():
-        torch.save({"a": 1}, tmp_path / "sample.pt")
-        assert torch.load(tmp_path / "sample.pt") == {"a": 1}
+        torch.save({"a": 1, "history": [(Count(2, Rows(2, 4), 1), 3)]}, tmp_path / "sample.pt")
+        assert torch.load(tmp_path / "sample.pt") == {"a": 1, "history": [(2, 3)]}
     assert not list(tmp_path.iterdir())
 
 

@@ -251,7 +251,9 @@ def _reading(found: list[Term], of_ranks: list[list[Optional[float]]], share: sh
         # A rank that divided by 0 gets the weight 0: its number is nan.
         return Reading(weight=float(share.num_counted if is_number else 0), is_mixed=True)
     factors = [_factor_of(term, of_term, share) for term, of_term in zip(found, counts)]
-    return Reading(factors[0]) if _is_one(factors) else Reading(is_mixed=True)
+    # Where ranks have different numbers of rows, a read after the batch needs those of the batch.
+    rows = float(share.num_counted) if share.totals else None
+    return Reading(factors[0], rows) if _is_one(factors) else Reading(weight=rows, is_mixed=True)
 
 
 def _is_one(numbers: list[Any]) -> bool:

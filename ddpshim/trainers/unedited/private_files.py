@@ -29,6 +29,7 @@ from ddpshim.trainers.unedited.mains_changes import MainsChanges
 from ddpshim.trainers.unedited.saves import Saves
 from ddpshim.trainers.unedited.slipped import refused
 from ddpshim.trainers.unedited.stand_ins import Files
+from ddpshim.trainers.unedited.tallies import without_rows
 
 T = TypeVar("T")
 
@@ -108,7 +109,7 @@ class PrivateFiles:
 
     def save(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         """torch.save; to a path or an open file only on the main rank. A file at a path is complete or absent."""
-        path = self._path_of(f)
+        path, obj = self._path_of(f), without_rows(obj)
         if path is None:
             if self._files is not None and isinstance(f, (str, os.PathLike)):
                 f = self._files.place_to_write(f)

@@ -7,6 +7,7 @@ number the main rank's. A number that is equal on all ranks stays unchanged, bit
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import math
@@ -23,15 +24,16 @@ import torch
 from torch import nn
 
 from ddpshim.errors import WorldError
-from ddpshim.job import messages, shares
+from ddpshim.job import messages, plain, shares
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say
 from ddpshim.job.world import CROSSED_DEADLINE_S, World
-from ddpshim.trainers.unedited import losses
+from ddpshim.trainers.unedited import losses, tallies
 from ddpshim.trainers.unedited.places import say_on_main
+from ddpshim.trainers.unedited.products import Sources
 
-_NUMBERS = ("item", "__float__", "__int__", "__index__", "__bool__")
+_NUMBERS = ("__float__", "__int__", "__index__", "__bool__")
 _ARRAYS = ("tolist", "numpy", "__array__")
 # These read for their own purposes: the same on all ranks, or at different times on each (a progress bar).
 _NOT_THE_PROGRAM = ("torch", "torchvision", "functorch", "ddpshim", "tqdm", "wandb")
@@ -61,7 +63,7 @@ def equal_reads(here: World, is_local: Callable[[], bool]) -> Iterator[None]:
         yield
         return
     reads = _Reads(here, is_local)
-    kinds = {**dict.fromkeys(_NUMBERS, reads.number), **dict.fromkeys(_ARRAYS, reads.array)}
+    kinds = {"item": reads.item, **dict.fromkeys(_NUMBERS, reads.number), **dict.fromkeys(_ARRAYS, reads.array)}
     with contextlib.ExitStack() as stack:
         for name, kind in {**kinds, "__format__": reads.formatted, "__repr__": reads.text}.items():
             original = getattr(torch.Tensor, name)
@@ -86,6 +88,19 @@ class _Reads:
         def read(tensor: torch.Tensor) -> Any:
             line = self._line(tensor, sys._getframe(1))
             return original(tensor if line is None else self._of_all(tensor, line))
+
+        return read
+
+    def item(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the stand-in for `item`, whose number may carry its rows; see `tallies`."""
+
+        def read(tensor: torch.Tensor) -> Any:
+            line = self._line(tensor, sys._getframe(1))
+            if line is None:
+                return original(tensor)
+            tally = self._tally(tensor, line)
+            number = original(self._of_all(tensor, line, tally=tally))
+            return number if tally is None else tally.carrying(number, lambda: original(tensor))
 
         return read
 
@@ -141,7 +156,26 @@ class _Reads:
             return None
         return line
 
-    def _of_all(self, tensor: torch.Tensor, line: FrameType, own: Optional[torch.Tensor] = None) -> torch.Tensor:
+    def _tally(self, tensor: torch.Tensor, line: FrameType) -> Optional[tallies.Tally]:
+        """Return what the number becomes if the program multiplies it by rows of the batch, or counts them. Local."""
+        share, sources = shares.at_hand(), current().part(Sources)
+        if share is None:
+            return None
+        rows = tallies.Rows(share.num_rows, share.total(share.num_rows))
+        product = sources.product(line, rows.own) if tensor.is_floating_point() else None
+        if product is not None:
+            return tallies.Tally(rows) if product.is_tallied else None
+        is_graph = tensor.grad_fn is not None or losses.reading_of(tensor) != losses.Reading()
+        count = None if is_graph else sources.count(line, rows.own)
+        return None if count is None else tallies.Tally(rows, *count)
+
+    def _of_all(
+        self,
+        tensor: torch.Tensor,
+        line: FrameType,
+        own: Optional[torch.Tensor] = None,
+        tally: Optional[tallies.Tally] = None,
+    ) -> torch.Tensor:
         """Return `own` (`tensor` on the CPU) if all ranks have the same number; else the common number (collective).
 
         That is the mean over ranks, the sum for a sum over samples, or the main rank's integer or bool.
@@ -150,21 +184,36 @@ class _Reads:
         own = tensor.detach().cpu() if own is None else own
         value = self._item(own) if reading.times == 1 else self._item(own) * reading.times
         bits = _bits(value) if own.is_floating_point() else int(value)
-        everyones = self._exchange(bits, reading.weight, own.dtype, line)
+        everyones, is_tallied = self._exchange(bits, reading.weight, own.dtype, line, tally)
+        if tally is not None:
+            tally.holds = is_tallied
+        if is_tallied and tally is not None and tally.counts_as is not None:
+            if all(other == bits for other, _ in everyones) and self._are_equal(tally.tensors):
+                return own  # the same rows on all ranks, such as a validation batch
+            numbers = [other for other, num_rows in everyones if num_rows]
+            return own.clone().fill_(_sum([*map(_number, numbers)]) if own.is_floating_point() else sum(numbers))
         if all(other == bits for other, _ in everyones) and (reading.times == 1 or not reading.is_sure):
             return own  # a sum that is equal on all ranks is over weights, not over samples
         if own.is_floating_point():
-            self._say_of_kept(line)
+            if reading.weight is None:
+                self._say_of_kept(line)
             if reading.is_mixed:
                 self._say_mixed(line)
+            if not is_tallied:
+                self._say_of_rows(line)
             return own.clone().fill_(_mean([_number(other) for other, _ in everyones], [w for _, w in everyones]))
         self._say([other for other, _ in everyones], own.dtype, line)
         return own.clone().fill_(everyones[0][0])
 
     def _exchange(
-        self, bits: int, weight: Optional[float], dtype: torch.dtype, line: FrameType
-    ) -> list[tuple[int, float]]:
-        """Return (number, its weight) of each rank (collective).
+        self,
+        bits: int,
+        weight: Optional[float],
+        dtype: torch.dtype,
+        line: FrameType,
+        tally: Optional[tallies.Tally],
+    ) -> tuple[list[tuple[int, float]], bool]:
+        """Return (number, its weight) of each rank, and whether all ranks have a `tally` (collective).
 
         The weights are the ranks' `weight` if all ranks have one, else their numbers of rows of the batch.
         """
@@ -174,15 +223,22 @@ class _Reads:
         num_rows = 1 if at_hand is None else at_hand.num_counted
         what = f"{os.path.basename(line.f_code.co_filename)}:{line.f_lineno} {dtype} {self._num_reads} {last}"
         tag = zlib.crc32(what.encode(errors="backslashreplace"))
-        to_send = bits, (num_rows << 1 | (weight is not None)) << 32 | tag
-        everyones = messages.pairs(to_send, self._here.world_size, self._here._peers())
+        counted = num_rows << 2 | (tally is not None) << 1 | (weight is not None)
+        everyones = messages.pairs((bits, counted << 32 | tag), self._here.world_size, self._here._peers())
         if any(theirs & 0xFFFFFFFF != tag for _, theirs in everyones):
             self._refuse(line, last)
         numbers, counts = [number for number, _ in everyones], [theirs >> 32 for _, theirs in everyones]
+        is_tallied = all(count & 2 for count in counts)
         if weight is not None and all(count & 1 for count in counts):
             weights = messages.pairs((_bits(weight), tag), self._here.world_size, self._here._peers())
-            return [*zip(numbers, [_number(theirs) for theirs, _ in weights])]
-        return [*zip(numbers, [count >> 1 for count in counts])]
+            return [*zip(numbers, [_number(theirs) for theirs, _ in weights])], is_tallied
+        return [*zip(numbers, [count >> 2 for count in counts])], is_tallied
+
+    def _are_equal(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether all ranks have the same `tensors` (collective)."""
+        parts = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+        own = zlib.crc32(b"".join(map(plain.bytes_of, parts))), 0
+        return all(theirs == own for theirs in messages.pairs(own, self._here.world_size, self._here._peers()))
 
     def _refuse(self, line: FrameType, last: Any) -> None:
         step = "" if last is None else f", in step {last.step} of epoch {last.epoch}"
@@ -198,12 +254,31 @@ class _Reads:
     def _say_of_kept(self, line: FrameType) -> None:
         """Report a plain mean over ranks that may have different numbers of rows."""
         sharing = current().part(shares.Sharing)
-        kept = sharing.kept
-        if sharing.share is None and kept is not None and kept.totals and not kept.looked_at:
+        kept, given = sharing.kept, sharing.last_given
+        totals = () if given is None else (given.total, given.largest[0])
+        uneven = next((total for total in totals if total % self._here.world_size), None)
+        if sharing.share is None and kept is not None and uneven is not None and not kept.looked_at:
             say_on_main(
-                f"{_place(line)} reads a number that differs between ranks, after the pass over a loader whose last "
-                f"batch ({kept.totals[0]} samples) the ranks do not divide: all ranks take the mean of their numbers. "
+                f"{_place(line)} reads a number that differs between ranks, after the pass over a loader that has a "
+                f"batch ({uneven} samples) which the ranks do not divide: all ranks take the mean of their numbers. "
                 "If the number describes that batch, one process would weight each sample equally"
+            )
+
+    def _say_of_rows(self, line: FrameType) -> None:
+        """Report a number of the whole batch that the program multiplies by the rows of this rank's share."""
+        share, place = shares.at_hand(), _place(line)
+        if share is None or not self._here.is_main or place in self._named:
+            return
+        product = current().part(Sources).product(line, share.num_rows)
+        if product is not None and not product.is_in_a_call:
+            self._named.add(place)
+            total = share.total(share.num_rows)
+            say(
+                f"{place}: in `{product.text}`, the number read is that of the whole batch ({total} samples), "
+                f"but `{ast.unparse(product.size)}` is the rows of this rank's share ({share.num_rows}). Divided by "
+                f"the number of all samples, the result is {total / share.num_rows:g} times too small, and so is a "
+                "decision on it (an early stop, the best checkpoint). ddpshim uses the rows of all ranks where the "
+                "program only adds such products up: total += loss.item() * x.size(0), then total / num_samples"
             )
 
     def _say_mixed(self, line: FrameType) -> None:
