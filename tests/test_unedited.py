@@ -561,7 +561,7 @@ for index, x, y in DataLoader(Items(27), 8, shuffle=True):
     two = succeeded(run(tmp_path, script, 2))
     said = [line for line in two.logs[0].splitlines() if line.startswith("ddpshim: train.py")]
     assert [line[9:21] for line in said] == ["train.py:45:", "train.py:46:", "train.py:31:"]
-    assert "each rank sees 1/2 of the samples. The length of a batch, and anything" in said[0]
+    assert "each rank sees 1/2 of the samples. The length of a batch is that of this share" in said[0]
     assert "the loss has a sum over the samples of a batch (SumBackward0)" in said[2]
     assert "a step was made on a batch" not in two.logs[0]
     sizes = [len(batch) for batch in two.said(1, "trained on")]

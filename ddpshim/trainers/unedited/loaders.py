@@ -160,8 +160,7 @@ def _split(loader: DataLoader[Any], steps: Steps) -> ShardedLoader:
     if here.world_size > 1:
         say_on_main(
             f"{loader.place}: training passes over this DataLoader are split, and each rank sees "
-            f"1/{here.world_size} of the samples. The length of a batch, and anything computed from it, is that of "
-            "this share"
+            f"1/{here.world_size} of the samples. The length of a batch is that of this share"
         )
     return made  # type: ignore[no-any-return]
 
