@@ -279,14 +279,14 @@ def test_an_error_that_ranks_share_is_shown_once(
     shared = 'Traceback (most recent call last):\n  File "train.py", line 1, in <module>\nValueError: no file\n'
     log, notes = tmp_path / "rank_0.log", {2: "another", 1: shared, 0: shared}
     log.write_text(f"epoch 1\nddpshim: rank 0 failed:\n{shared}")
-    runner._report(first, 1, tmp_path, notes)
+    runner._report(first, 1, tmp_path, notes, is_shown=True)
     said = "ddpshim: ranks 0, 1 failed with the same error: ValueError: no file"
     assert capsys.readouterr().err == f"{said} (above, and in {tmp_path}/rank_N.log)\n"
     log.write_text("epoch 1\n")  # ended before it printed the error
-    runner._report(1, 1, tmp_path, notes)
+    runner._report(1, 1, tmp_path, notes, is_shown=True)
     assert capsys.readouterr().err.endswith(shared)
     log.write_text(shared)
-    runner._report(1, 1, tmp_path, {1: shared, 0: "another"})
+    runner._report(1, 1, tmp_path, {1: shared, 0: "another"}, is_shown=True)
     assert capsys.readouterr().err.endswith(shared)
 
 

@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import ddpshim
+from ddpshim.job.say import say
 from ddpshim.model import backward, seams
 from tests import public_api
 from tests.equivalence import largest_difference
@@ -131,6 +132,7 @@ SEAMS = [
     Seam("_fields", "model/accumulation.py", "test_named_tuples", "Lib/collections: documented"),
     Seam("_asdict", "trainers/patching/patchset.py", "test_named_tuples", "Lib/collections: documented"),
     Seam("_SubParsersAction", "arguments.py", "test_frames", "only an annotation: argparse has no public name for it"),
+    Seam("_instances", "job/say.py", "test_an_open_progress_bar", "tqdm/std.py, tqdm.__new__"),
     Seam("_option_string_actions", "arguments.py", "test_options_of_a_parser", "argparse.py, _ActionsContainer"),
 ]
 # Of robomimic's datasets and algorithms, and of tf.data; `python -m ddpshim patch new-release` looks at robomimic's.
@@ -197,6 +199,16 @@ def test_nothing_private_is_imported_at_the_top_of_a_file() -> None:
 
 
 # Canaries.
+
+
+@pytest.mark.unit
+def test_an_open_progress_bar_is_known_until_it_is_closed(capsys: pytest.CaptureFixture[str]) -> None:
+    tqdm = pytest.importorskip("tqdm").tqdm
+    bar = tqdm(total=2, file=io.StringIO())
+    say("with a bar")
+    bar.close()
+    say("without")
+    assert capsys.readouterr().err == "\nddpshim: with a bar\nddpshim: without\n"
 
 
 def _net() -> nn.Module:
