@@ -466,6 +466,8 @@ def test_save_writes_records_by_name_and_address() -> None:
 def test_a_node_tells_the_dtype_of_its_results() -> None:
     made = torch.ones(2, requires_grad=True).bfloat16().float()
     node: Any = made.grad_fn
+    if not hasattr(node, "_input_metadata") and Version(torch.__version__).release < (2, 6):
+        pytest.skip("this torch does not show the dtypes: every graph counts as float32 (docs/prove.md)")
     assert [about.dtype for about in node._input_metadata] == [torch.float32]
     assert [about.dtype for about in node.next_functions[0][0]._input_metadata] == [torch.bfloat16]
 
