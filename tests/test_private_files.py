@@ -564,6 +564,33 @@ def test_ranks_at_different_places_of_one_program(tmp_path: Path, slow: int) -> 
     assert tree(tmp_path / "alone") == tree(tmp_path / "ranks")
 
 
+NUM_OLD = 60
+
+
+def remove_as_rank(folder: str) -> Any:
+    here = ddpshim.world()
+    started = here.broadcast(time.time())
+
+    def program() -> list[str]:
+        for number in range(NUM_OLD):
+            here.barrier()
+            shutil.rmtree(f"old_{number}")
+        return os.listdir()
+
+    with PrivateFiles(here, started, lambda: False).installed():
+        here.barrier()
+        return in_folder(Path(folder), program)
+
+
+@pytest.mark.ranks
+def test_ranks_remove_a_folder_at_the_same_time(tmp_path: Path) -> None:
+    """Before, rank 1 failed at about every tenth: the folder was another one, or empty, and then not."""
+    for number in range(NUM_OLD):
+        (tmp_path / f"old_{number}" / "inner").mkdir(parents=True)
+        (tmp_path / f"old_{number}" / "inner" / "a.txt").write_text("a")
+    assert run_ranks(remove_as_rank, 2, str(tmp_path)) == [[], []]
+
+
 def saved_apart(folder: str) -> Any:
     here = ddpshim.world()
     with mock.patch.object(saves, "_THREADS_S", 0.2), PrivateFiles(here, time.time(), lambda: False).installed():

@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -132,6 +133,12 @@ SEAMS = [
     Seam("_fields", "model/accumulation.py", "test_named_tuples", "Lib/collections: documented"),
     Seam("_asdict", "trainers/patching/patchset.py", "test_named_tuples", "Lib/collections: documented"),
     Seam("_SubParsersAction", "arguments.py", "test_frames", "only an annotation: argparse has no public name for it"),
+    Seam(
+        "_use_fd_functions",
+        "trainers/unedited/private_files.py",
+        "test_rmtree_compares_inodes",
+        "Lib/shutil.py, rmtree",
+    ),
     Seam("_instances", "job/say.py", "test_an_open_progress_bar", "tqdm/std.py, tqdm.__new__"),
     Seam("_option_string_actions", "arguments.py", "test_options_of_a_parser", "argparse.py, _ActionsContainer"),
 ]
@@ -199,6 +206,19 @@ def test_nothing_private_is_imported_at_the_top_of_a_file() -> None:
 
 
 # Canaries.
+
+
+@pytest.mark.unit
+def test_rmtree_compares_inodes_only_with_open_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other").mkdir()
+    open_folder = os.open
+    for removes, by_descriptor in ((False, True), (True, False)):
+        (tmp_path / "old" / "inner").mkdir(parents=True, exist_ok=True)
+        monkeypatch.setattr(shutil, "_use_fd_functions", by_descriptor)
+        with monkeypatch.context() as patch:  # the folder that is opened is another one
+            patch.setattr(os, "open", lambda path, *args, **words: open_folder(tmp_path / "other", os.O_RDONLY))
+            shutil.rmtree(tmp_path / "old", ignore_errors=True)
+        assert (tmp_path / "old").exists() != removes
 
 
 @pytest.mark.unit

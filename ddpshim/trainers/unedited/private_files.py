@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import io
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from typing import Any, Callable, Optional, TypeVar
@@ -18,6 +19,7 @@ import torch
 
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.job.after_import import after_import
+from ddpshim.job.replaced import replaced
 from ddpshim.job.world import World
 from ddpshim.trainers.unedited import mains_changes
 from ddpshim.trainers.unedited.c_libraries import CLibraries
@@ -71,6 +73,9 @@ class PrivateFiles:
                 atexit.register(self._view.remove_all)  # a rank that fails ends without leaving this block
                 undo.callback(atexit.unregister, self._view.remove_all)
                 undo.callback(os.chdir, os.getcwd())
+                # Otherwise shutil.rmtree refuses a folder that the main rank removes after its lstat: it then opens
+                # a copy with another inode.
+                undo.enter_context(replaced(shutil, "_use_fd_functions", False))
                 undo.enter_context(inherited(self._files))
                 undo.enter_context(refused(self._files.is_private))
                 switch_loggers_off()

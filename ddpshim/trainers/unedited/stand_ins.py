@@ -105,8 +105,11 @@ class Files:
                 return posix.scandir(place)
             if isinstance(path, int):  # entries show only their name, but need a path for stat
                 return Listing(Entry(name, os.path.join(found, name), name) for name in self._view.names(folder))
-            if self._view.folder == posix.getcwd() and not self._view.has_own(folder):
-                return posix.scandir(path)
+            if place == folder and self._view.folder == posix.getcwd():
+                with posix.scandir(path) as entries:  # before `has_own`, which then knows what main has removed by now
+                    listed = [*entries]
+                if not self._view.has_own(folder):
+                    return Listing(iter(listed))
             given = os.fspath(path)
             encoded = os.fsencode if isinstance(given, bytes) else str
             names = [encoded(name) for name in self._view.names(folder)]
@@ -342,13 +345,13 @@ class Entry:
 class Listing:
     """Stands in for the iterator that os.scandir returns."""
 
-    def __init__(self, entries: Iterator[Entry]) -> None:
+    def __init__(self, entries: Iterator[Any]) -> None:
         self._entries = entries
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[Any]:
         return self._entries
 
-    def __next__(self) -> Entry:
+    def __next__(self) -> Any:
         return next(self._entries)
 
     def __enter__(self) -> Listing:
