@@ -85,12 +85,14 @@ def main(programs: Programs, argv: Optional[list[str]] = None) -> None:
 
 
 def difference(one: Any, other: Any) -> float:
-    """Return the largest difference of two results, relative to numbers above 1; infinite where they are of two kinds."""
+    """Return the largest difference of two results, relative to numbers above 1; infinite where kinds differ."""
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         return max(map(difference, one, other), default=0.0)
-    if type(one) is type(other) is float and not one == other and not (math.isnan(one) and math.isnan(other)):
-        return abs(one - other) / max(1.0, abs(one)) if math.isfinite(one - other) else math.inf
-    return 0.0 if one == other or one != one and other != other else math.inf
+    if isinstance(one, dict) and isinstance(other, dict):
+        return difference(list(one.items()), list(other.items()))
+    if isinstance(one, float) and isinstance(other, float) and math.isfinite(one - other):
+        return abs(one - other) / max(1.0, abs(one))
+    return 0.0 if repr(one) == repr(other) else math.inf
 
 
 if __name__ == "__main__":
