@@ -368,9 +368,9 @@ def perplexity_of_a_corpus(log: Log) -> Trained:
     trained = fit(log, net, lambda x, y: F.cross_entropy(net(x).flatten(0, 1), y.flatten()), loader(x, y))
     nll, count = 0.0, 0
     with torch.no_grad():
-        for x, y in loader(x, y, shuffle=False):
-            nll += F.cross_entropy(net(x).flatten(0, 1), y.flatten(), reduction="sum").item()
-            count += (y >= 0).sum().item()
+        for inputs, labels in loader(x, y, shuffle=False):
+            nll += F.cross_entropy(net(inputs).flatten(0, 1), labels.flatten(), reduction="sum").item()
+            count += (labels >= 0).sum().item()
     log(math.exp(nll / count), nll / count / math.log(2), count)
     return trained
 
