@@ -139,12 +139,14 @@ class Rows(torch.Tensor):
         block: this rank's rows; part of this rank's graph.
         dimension: the dimension of the rows.
         part: how it is divided.
+        place: the part, and the dimension counted from the last one, which is 1.
         memory: shared with all row tensors that share its memory.
     """
 
     block: torch.Tensor
     dimension: int
     part: Part
+    place: tuple[Part, int]
     memory: Memory
     cached: Optional[tuple[Any, torch.Tensor, int]]
 
@@ -156,6 +158,7 @@ class Rows(torch.Tensor):
         size[dimension] = part.size
         made: Rows = _T._make_wrapper_subclass(cls, size, dtype=block.dtype, device=block.device)  # type: ignore[attr-defined]
         made.block, made.dimension, made.part = block, dimension, part
+        made.place = part, len(size) - dimension
         made.memory, made.cached = memory or Memory(), None
         return made
 
@@ -285,7 +288,9 @@ def _version(tensor: torch.Tensor) -> int:
 def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     """Return `func` of the wholes, computed on every rank (collective). What it changes in place is changed."""
     found: list[tuple[Rows, torch.Tensor, int]] = []
-    name = getattr(getattr(func, "__self__", None), "__name__", "") or getattr(func, "__name__", str(func))
+    name = str(getattr(func, "__name__", func))
+    if name in ("__get__", "__set__"):
+        name = str(getattr(func.__self__, "__name__", name))  # of an attribute
 
     def plain(value: Any) -> Any:
         if isinstance(value, Rows):
