@@ -23,6 +23,11 @@ def is_dense(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_quantized
 
 
+def order_in_memory(x: torch.Tensor) -> list[int]:
+    """Return the dimensions with more than one entry, from the one with the largest stride on."""
+    return sorted((i for i in range(x.dim()) if x.shape[i] > 1), key=lambda i: (-x.stride(i), i)) if x.numel() else []
+
+
 def difference(one: Any, other: Any) -> Optional[str]:
     """Return how `other` differs from `one`; None if they are equal, up to rounding."""
     if isinstance(one, (tuple, list)):
@@ -110,21 +115,27 @@ def problem(
     wanted, error = _seen(function, given)
     state = torch.get_rng_state()
     found, own_error = _seen(function, given_rows)
+    own_state = torch.get_rng_state()
+    if own_error is None:
+        seen, own_error = _seen(lambda: plain([flat(found), flat(given_rows)]), ((), {}))
     if error is not None:
         return None if own_error is not None else f"is refused by torch ({error!r:.80}), not with rows"
     if own_error is not None:
         return f"raises {own_error!r:.300}"
-    if not torch.equal(torch.get_rng_state(), state):
+    if not torch.equal(own_state, state):
         return "another state of the generator"
-    for name, one, other in (("result", wanted, found), ("arguments", given, given_rows)):
+    for name, one, other, other_seen in (
+        ("result", wanted, found, seen[0]),
+        ("arguments", given, given_rows, seen[1]),
+    ):
         for old, new in zip(flat(one), flat(other)):
             if isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor) and not has_random_result:
-                if old.layout is torch.strided and old.numel() and min(old.shape, default=2) > 1 and old.stride() != new.stride():
+                if is_dense(old) and is_dense(new) and order_in_memory(old) != order_in_memory(new):
                     return f"{name}: strides {old.stride()} are {new.stride()}"
                 if old.requires_grad != new.requires_grad:
                     return f"{name}: requires_grad {old.requires_grad} is {new.requires_grad}"
         if not has_random_result:
-            different = difference(flat(one), plain(flat(other)))
+            different = difference(flat(one), other_seen)
             if different:
                 return f"{name}: {different}"
     for rows, whole in wholes:

@@ -16,7 +16,7 @@ import torch
 from tests import row_cases
 from tests.ranks import run_ranks
 
-NUM_PER_LAUNCH = 40
+NUM_PER_LAUNCH = 30
 MOST_CASES = 40  # for an operation and type
 UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 
