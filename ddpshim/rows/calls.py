@@ -19,13 +19,14 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from ddpshim import variables
-from ddpshim.errors import OptionsError
+from ddpshim.errors import OptionsError, SyncError
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
+from ddpshim.job.say import line_of_the_caller
 from ddpshim.rows import blocks, dimensions, gradients, layers  # noqa: F401: they register their rules
 from ddpshim.rows.gradients import plain
 from ddpshim.rows.rules import T
-from ddpshim.rows.tensor import Counts, Rows, divided, leaves, mapped
+from ddpshim.rows.tensor import Counts, Rows, divided, is_plain, leaves, mapped
 
 # By DDPSHIM_ROWS: the multiplications of a call that is divided. A smaller one takes less time than to divide it.
 _LEAST_WORK = {"auto": 1 << 20, "all": 0, "off": math.inf}
@@ -71,10 +72,10 @@ def with_rows(call: Callable[..., Any]) -> Callable[..., Any]:
         if not _can_divide(module, args, kwargs):
             return call(module, *args, **kwargs)
         dim, calls.is_inside = calls.dim, True
-        num = next(x.shape[dim] for x in leaves((args, kwargs)) if isinstance(x, T) and x.dim() > dim)
+        num = next(x.shape[dim] for x in leaves((args, kwargs)) if is_plain(x) and x.dim() > dim)
 
         def share(x: Any) -> Any:
-            return divided(x, dim) if isinstance(x, T) and x.dim() > dim and x.shape[dim] == num else x
+            return divided(x, dim) if is_plain(x) and x.dim() > dim and x.shape[dim] == num else x
 
         try:
             return call(module, *mapped(share, args), **mapped(share, kwargs))
@@ -101,7 +102,7 @@ def _can_divide(module: nn.Module, args: Any, kwargs: Any) -> bool:
     for x in leaves((args, kwargs)):
         if isinstance(x, Rows):
             return False  # it is divided already
-        if isinstance(x, T) and x.dim() > calls.dim and first is None:
+        if first is None and is_plain(x) and x.dim() > calls.dim:
             first = x.shape[calls.dim]
     if first is None or blocks.part_of(first, blocks.ranks().size) is None:
         return False
@@ -145,6 +146,19 @@ def _making(original: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
+def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def refusing(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, Rows) for x in tensors):
+            raise SyncError(
+                f"{line_of_the_caller()}: {original.__name__} of a batch that is divided over the ranks: the hook would "
+                "get one rank's gradients. Use x.register_hook(...) for each tensor."
+            )
+        return original(tensors, *args, **kwargs)
+
+    return refusing
+
+
 class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
     """torch's DataParallel, whose module computes on rows of dimension `dim`, on this rank's device."""
 
@@ -152,6 +166,7 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
         world = current().world
         device = torch.device("cpu") if world is None else world.device
         super().__init__(module, [device.index] if device.type == "cuda" else None, dim=dim)
+        self.dim = dim  # torch sets it on GPUs only
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.device_ids:
@@ -209,4 +224,5 @@ def installed() -> Iterator[None]:
                     makes = name not in ("vjp", "jvp", "linearize")
                     put(owner, name, (_making if makes else on_wholes)(getattr(owner, name)))
         put(torch, "vmap", _making(torch.vmap))
+        put(torch.autograd.graph, "register_multi_grad_hook", _refusing(torch.autograd.graph.register_multi_grad_hook))
         yield

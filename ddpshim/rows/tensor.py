@@ -164,6 +164,9 @@ class Rows(torch.Tensor):
         made.memory, made.cached = memory or Memory(), None
         return made
 
+    def as_subclass(self, cls: Any) -> Any:
+        return whole(self, "as_subclass").as_subclass(cls)  # torch does not pass it on to __torch_function__
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -239,12 +242,19 @@ def gathered(block: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
     return blocks.gather(block, dim, part)
 
 
+def is_plain(value: Any) -> bool:
+    """Whether `value` is a tensor in ordinary memory, and of no class of the program. Local."""
+    if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
+        return False
+    return value.layout is torch.strided and not value.is_nested and not value.is_quantized
+
+
 def divided(whole: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """Return a row tensor with the values and the memory of `whole`, which must be equal on all ranks. Local.
 
     Returns `whole` itself if it cannot be divided: fewer than two rows for a rank, or no plain tensor.
     """
-    if type(whole) not in (torch.Tensor, torch.nn.Parameter) or whole.layout is not torch.strided or whole.is_quantized:
+    if not is_plain(whole):
         return whole
     part = blocks.part_of(whole.shape[dim], blocks.ranks().size)
     if part is None:
