@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import math
 import os
 import sys
 import weakref
 from collections.abc import Iterator
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, cast
 
 import torch
 from torch import nn
@@ -38,13 +39,14 @@ class Calls:
     Attributes:
         is_inside: whether a network computes on rows now.
         dim: the dimension of the rows.
+        original: torch's nn.Module.__call__, while it is replaced.
         least_work: multiplications of a call that is divided.
         is_off: whether nothing is divided now: inside torch.func, torch.jit and torch.compile.
     """
 
     def __init__(self) -> None:
         self.is_inside = self.is_off = False
-        self.dim = 0
+        self.dim, self.original = 0, cast(Any, None)
         choice = os.environ.get(variables.ROWS, "auto").strip().lower()
         if choice not in _LEAST_WORK:
             raise OptionsError(f"{variables.ROWS}={choice!r}: which calls are divided is unclear. Use auto, all or off.")
@@ -111,13 +113,17 @@ def _can_divide(module: nn.Module, args: Any, kwargs: Any) -> bool:
 
 @contextlib.contextmanager
 def nothing_divided() -> Iterator[None]:
-    """Within this block no network's arguments are divided. Local."""
+    """Within this block no network's arguments are divided, and torch.compile sees torch's own modules. Local."""
     calls = current().part(Calls)
-    before, calls.is_off = calls.is_off, True
-    try:
+    if calls.is_off or calls.original is None:
         yield
+        return
+    calls.is_off = True
+    try:
+        with replaced(nn.Module, "__call__", calls.original):
+            yield
     finally:
-        calls.is_off = before
+        calls.is_off = False
 
 
 def on_wholes(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,7 +142,8 @@ def _making(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def made(*args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
+        with nothing_divided():
+            found = original(*args, **kwargs)
         if isinstance(found, nn.Module) or not callable(found) or isinstance(found, type):
             return found  # a module's call is seen anyway
         if not args or not callable(args[0]):  # with options only: a decorator
@@ -210,6 +217,11 @@ def installed() -> Iterator[None]:
             undo.enter_context(replaced(owner, name, value))
 
         undo.enter_context(gradients.installed())
+        # It keeps torch's nn.Module.__call__ when it is imported, which the first wrapper does anyway.
+        importlib.import_module("torch._dynamo")
+        calls = current().part(Calls)
+        calls.original = nn.Module.__call__
+        undo.callback(setattr, calls, "original", None)
         put(nn.Module, "__call__", with_rows(nn.Module.__call__))
         for module in (nn, nn.parallel, sys.modules["torch.nn.parallel.data_parallel"]):
             put(module, "DataParallel", DataParallel)
@@ -218,6 +230,8 @@ def installed() -> Iterator[None]:
                 if hasattr(module, name):
                     put(module, name, _bodies_of(getattr(module, name)))
         put(torch, "compile", _making(torch.compile))
+        for name in ("trace", "trace_module", "script"):
+            put(torch.jit, name, on_wholes(getattr(torch.jit, name)))
         for name in ("grad", "grad_and_value", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "vmap", "linearize"):
             for owner in (torch.func, sys.modules.get("torch._functorch.apis")):
                 if owner is not None and hasattr(owner, name):

@@ -105,6 +105,8 @@ class Networks:
         roots = [module for module in modules if id(module) not in children]
         place = self._places[optimizer]
         for root in choose(roots, missing):
+            if isinstance(root, torch.jit.ScriptModule):
+                continue  # it is computed whole, and so are its gradients
             number = sum(p.numel() for p in root.parameters() if p.requires_grad)
             if world().world_size > 1:
                 say_on_main(
