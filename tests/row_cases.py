@@ -1,0 +1,184 @@
+"""Compares a call on row tensors with the same call on whole tensors: results, arguments, generators, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Optional
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+from ddpshim.job.job import current
+from ddpshim.rows.gradients import plain
+from ddpshim.rows.tensor import Counts, Rows, divided
+
+Cut = Callable[[torch.Tensor], Optional[int]]
+
+
+def flat(value: Any) -> list[Any]:
+    return list(tree_flatten(tuple(value) if isinstance(value, (tuple, list)) else value)[0])
+
+
+def is_dense(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_quantized
+
+
+def difference(one: Any, other: Any) -> Optional[str]:
+    """Return how `other` differs from `one`; None if they are equal, up to rounding."""
+    if isinstance(one, (tuple, list)):
+        if not isinstance(other, (tuple, list)) or len(one) != len(other):
+            return f"{type(one).__name__} of {len(one)} is {other!r:.80}"
+        return next((found for found in map(difference, one, other) if found), None)
+    if not isinstance(one, torch.Tensor):
+        is_same = type(one) is type(other) and (one == other or one != one or not isinstance(one, (int, float, str)))
+        return None if is_same else f"{one!r:.80} is {other!r:.80}"
+    if not isinstance(other, torch.Tensor) or (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout):
+        return f"{tuple(one.shape)} {one.dtype} is {getattr(other, 'shape', other)} {getattr(other, 'dtype', '')}"
+    if one.is_quantized:
+        return None
+    one, other = (x.detach().to_dense() if x.layout is not torch.strided else x.detach() for x in (one, other))
+    rounding = 1e-9 if one.dtype in (torch.float64, torch.complex128) else 2e-5
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    if torch.allclose(one.to(wide), other.to(wide), rtol=rounding, atol=rounding, equal_nan=True):
+        return None
+    return f"values differ by {(one.to(wide) - other.to(wide)).abs().max()}"
+
+
+def fresh(value: Any, needs_gradients: bool) -> Any:
+    """Return `value` with copies of its tensors, in their memory formats; leaves that require gradients if asked."""
+
+    def copied(x: Any) -> Any:
+        if not is_dense(x):
+            return x
+        made = x.detach().clone(memory_format=torch.preserve_format)
+        if 0 in x.stride():
+            made = torch.empty([1 if not step else n for n, step in zip(x.shape, x.stride())], dtype=x.dtype)
+            made = made.copy_(x[tuple(slice(None) if step else slice(0, 1) for step in x.stride())]).expand(x.shape)
+        return made.requires_grad_() if needs_gradients and made.dtype is torch.float64 else made
+
+    return tree_map(copied, value)
+
+
+def _seen(function: Callable[..., Any], given: Any) -> tuple[Any, Optional[Exception]]:
+    torch.manual_seed(2)
+    try:
+        return function(*given[0], **given[1]), None
+    except Exception as error:
+        return None, error
+
+
+def problem(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    cut: Cut,
+    needs_gradients: bool = False,
+    keeps_mirrors: bool = False,
+    has_random_result: bool = False,
+) -> Optional[str]:
+    """Return how `function` of row tensors differs from `function` of the wholes; None if it does not (collective).
+
+    Args:
+        cut: returns the dimension of a tensor's rows; None for a tensor that stays whole.
+        keeps_mirrors: whether the wholes from which rows are cut stay mirrors of them.
+        has_random_result: whether results are uninitialised memory, so that only shapes are compared.
+    """
+    leaves, leaves_of_rows = fresh((args, kwargs), needs_gradients), fresh((args, kwargs), needs_gradients)
+    wholes: list[tuple[Any, Any]] = []
+
+    def made(x: Any, divides: bool) -> Any:
+        if not is_dense(x):
+            return x
+        dim = cut(x) if divides else None
+        copied = x
+        if x.requires_grad:  # leaves cannot be changed in place
+            copied = x * 1 if 0 not in x.stride() else x.view_as(x)
+        if dim is None:
+            return copied
+        rows = divided(copied, dim)
+        if isinstance(rows, Rows):
+            if keeps_mirrors:
+                wholes.append((rows, copied))
+            else:
+                rows.memory.mirrors.clear()
+        return rows
+
+    given = tree_map(lambda x: made(x, False), leaves)
+    given_rows = tree_map(lambda x: made(x, True), leaves_of_rows)
+    if not any(isinstance(x, Rows) for x in flat(given_rows)):
+        return None
+    wanted, error = _seen(function, given)
+    state = torch.get_rng_state()
+    found, own_error = _seen(function, given_rows)
+    if error is not None:
+        return None if own_error is not None else f"is refused by torch ({error!r:.80}), not with rows"
+    if own_error is not None:
+        return f"raises {own_error!r:.300}"
+    if not torch.equal(torch.get_rng_state(), state):
+        return "another state of the generator"
+    for name, one, other in (("result", wanted, found), ("arguments", given, given_rows)):
+        for old, new in zip(flat(one), flat(other)):
+            if isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor) and not has_random_result:
+                if old.layout is torch.strided and old.numel() and min(old.shape, default=2) > 1 and old.stride() != new.stride():
+                    return f"{name}: strides {old.stride()} are {new.stride()}"
+                if old.requires_grad != new.requires_grad:
+                    return f"{name}: requires_grad {old.requires_grad} is {new.requires_grad}"
+        if not has_random_result:
+            different = difference(flat(one), plain(flat(other)))
+            if different:
+                return f"{name}: {different}"
+    for rows, whole in wholes:
+        if torch.is_tensor(whole) and difference(whole, plain(rows)):
+            return f"mirror: {difference(whole, plain(rows))}"
+    return _gradients(leaves, wanted, leaves_of_rows, found) if needs_gradients else None
+
+
+def _gradients(leaves: Any, wanted: Any, leaves_of_rows: Any, found: Any) -> Optional[str]:
+    def needing(value: Any) -> list[Any]:
+        return [x for x in flat(value) if isinstance(x, torch.Tensor) and x.requires_grad]
+
+    outputs, outputs_of_rows = needing(wanted), needing(found)
+    if not outputs:
+        return None
+    torch.manual_seed(3)
+    seeds = [torch.randn_like(x) if x.layout is torch.strided else None for x in outputs]
+    if any(seed is None for seed in seeds):
+        return None
+    try:
+        first = torch.autograd.grad(outputs, needing(leaves), seeds, allow_unused=True)
+    except RuntimeError:
+        return None
+    try:
+        second = torch.autograd.grad(outputs_of_rows, needing(leaves_of_rows), [s.clone() for s in seeds], allow_unused=True)
+    except Exception as error:
+        return f"its gradient raises {error!r:.300}"
+    different = difference(list(first), plain(list(second)))
+    return different and f"gradient: {different}"
+
+
+def num_on_rows() -> int:
+    return int(current().part(Counts).on_rows)
+
+
+def variants(value: Any, num_ranks: int) -> list[tuple[int, int]]:
+    """Return (size, place from the last dimension) of all dimensions in tensors of `value` that can be divided."""
+    sizes: dict[tuple[int, int], None] = {}
+    for x in flat(value):
+        if is_dense(x):
+            sizes.update(((n, x.dim() - dim), None) for dim, n in enumerate(x.shape) if n >= 2 * num_ranks)
+    return [*sizes]
+
+
+def cutting(size: int, place: int, only_first: bool) -> Cut:
+    """Return the `cut` of all tensors, or of the first one, that have this size at this place."""
+    num_found = 0
+
+    def cut(x: torch.Tensor) -> Optional[int]:
+        nonlocal num_found
+        dim = x.dim() - place
+        if dim < 0 or x.shape[dim] != size or (only_first and num_found):
+            return None
+        num_found += 1
+        return dim
+
+    return cut
