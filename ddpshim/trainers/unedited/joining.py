@@ -10,7 +10,6 @@ import contextlib
 import functools
 import os
 import secrets
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +19,7 @@ from torch.utils import data as torch_data
 
 from ddpshim.errors import OptionsError
 from ddpshim.job import unshared
-from ddpshim.job.group import cleanup, draws_alike, setup, world
+from ddpshim.job.group import cleanup, draws_alike, setup
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.job.shares import Sharing
