@@ -126,6 +126,29 @@ def libero(root: Path) -> None:
             demo["obs/joint_states"] = rng.random((steps, 7), dtype=np.float32)
 
 
+def tokens(root: Path) -> None:
+    """Write two files of tokens for nanoGPT."""
+    rng = np.random.default_rng(0)
+    (root / "data/tiny").mkdir()
+    for name in ("train", "val"):
+        rng.integers(0, 48, 400).astype(np.uint16).tofile(root / f"data/tiny/{name}.bin")
+    (root / "data/tiny/meta.pkl").write_bytes(pickle.dumps({"vocab_size": 48}))
+
+
+def hopper(root: Path) -> None:
+    """Write episodes of several lengths for the decision transformer."""
+    rng = np.random.default_rng(0)
+    shapes = {"observations": (11,), "actions": (3,), "rewards": ()}
+    paths = [{name: rng.random((steps, *shape)) for name, shape in shapes.items()} for steps in (9, 17, 30, 12)]
+    for path in paths:
+        path["terminals"] = np.zeros(len(path["rewards"]), dtype=bool)
+    (root / "gym/data/hopper-medium-v2.pkl").write_bytes(pickle.dumps(paths))
+
+
+def nothing(root: Path) -> None:
+    """Write nothing: the data comes with the trainer, or from the stand-in of a simulator."""
+
+
 def mnist(root: Path) -> None:
     """Write MNIST's four files with 250 and 60 random digits, beside the trainer's folder as it expects them."""
     rng = np.random.default_rng(0)
@@ -141,7 +164,7 @@ def mnist(root: Path) -> None:
 def mnist_and_results(root: Path) -> None:
     """Write the same, and make the folder for pictures that the VAE expects."""
     mnist(root)
-    (root / "vae" / "results").mkdir()
+    (root / "vae" / "results").mkdir(exist_ok=True)
 
 
 def _idx(array: np.ndarray) -> bytes:

@@ -23,8 +23,8 @@ instructions and, where that does not explain a difference, also between runs wh
 [patches/README.md](../patches/README.md) says what DIR is. requirements/trainers.txt lists what the trainers need;
 installing it (Python 3.11) takes half a minute of CPU.
 
-| trainer | batches split | result | weights | EMA | optimizer | logged numbers |
-|---|---|---|---|---|---|---|
+| trainer | ranks | batches split | result | weights | EMA | optimizer | logged numbers | seconds |
+|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -37,19 +37,22 @@ def written(rows: list[Row]) -> str:
         results = {"equal": "equal", "refused": "refused, below"}
         result = results.get(row.verdict, f"**{row.verdict}**, below")
         split = "yes" if row.is_split else "no: whole on each rank"
-        lines.append(f"| {row.trainer.name} | {split if found else ''} | {result} | {' | '.join(shown)} |")
+        shown.append(f"{row.seconds[1]:.0f} ({row.seconds[0]:.0f})" if found else "")
+        cells = [row.trainer.name, str(row.num_ranks), split if found else "", result, *shown]
+        lines.append(f"| {' | '.join(cells)} |")
     page = [
         HEAD + "\n".join(lines),
         "A number is the largest difference from one process; for logged numbers above 1 it is relative.",
     ]
     page.append("## Commands\n")
-    for row in rows:
-        owner, commit = row.trainer.source
-        place = "" if row.trainer.folder == "." else f", in `{row.trainer.folder}/`"
-        stubs = f" Stand-ins: {', '.join(row.trainer.stubs)}." if row.trainer.stubs else ""
-        page.append(f"**{row.trainer.name}**: {owner} at {commit[:12]}{place}.{stubs}")
-        page.append("```\n" + _wrapped(["TYPED =", *map(_quoted, row.trainer.command)]) + "\n```")
-        page += [f"- {note}" for note in row.notes if note]
+    for trainer in {row.trainer.name: row.trainer for row in rows}.values():
+        owner, commit = trainer.source
+        place = "" if trainer.folder == "." else f", in `{trainer.folder}/`"
+        stubs = f" Stand-ins: {', '.join(trainer.stubs)}." if trainer.stubs else ""
+        page.append(f"**{trainer.name}**: {owner} at {commit[:12]}{place}.{stubs}")
+        page.append("```\n" + _wrapped(["TYPED =", *map(_quoted, trainer.command)]) + "\n```")
+        notes = [(row.num_ranks, note) for row in rows if row.trainer.name == trainer.name for note in row.notes]
+        page += [f"- {num_ranks} ranks: {note}" for num_ranks, note in notes if note]
     page.append(TAIL)
     return "\n\n".join(part.rstrip("\n") for part in page) + "\n"
 

@@ -15,7 +15,11 @@ VISUALNAV = ("robodhruv/visualnav-transformer", "dca79815b704e5aa9c6bdc3082351f9
 UMI = ("real-stanford/universal_manipulation_interface", "d095ba9590df789df5189eea5ee7e431689038a6")
 LIBERO = ("Lifelong-Robot-Learning/LIBERO", "8f1084e3132a39270c3a13ebe37270a43ece2a01")
 EXAMPLES = ("pytorch/examples", "77f55b912142e11fcfdf5b530231fb9c52f181e8")
-WANDB_STUB = str(Path(__file__).parent / "wandb_stub")
+NANOGPT = ("karpathy/nanoGPT", "3adf61e154c3fe3fca428ad6bc3818b27a3b8291")
+DECISION_TRANSFORMER = ("kzl/decision-transformer", "e2d82e68f330c00f763507b3b01d774740bee53f")
+CORL = ("tinkoff-ai/CORL", "6afec90484bbf47dee05fdf525e26a3ebe028e9b")
+CLEANRL = ("vwxyzjn/cleanrl", "fe8d8a03c41a7ef5b523e2e354bd01c363e786bb")
+WANDB_STUB, GYM_STUB = (str(Path(__file__).parent / name) for name in ("wandb_stub", "gym_stub"))
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,37 @@ def visualnav(name: str) -> Trainer:
         needs=("efficientnet_pytorch", "warmup_scheduler", "lmdb", "prettytable", "vit_pytorch", "cv2"),
         stubs=("wandb",),
         path=("train", "real-stanford+diffusion_policy", WANDB_STUB),
+    )
+
+
+def corl(name: str, *options: str) -> Trainer:
+    """Return one of CORL's offline algorithms."""
+    return Trainer(
+        f"corl_{name}",
+        CORL,
+        [
+            *(f"algorithms/offline/{name}.py", "--device", "cpu", "--seed", "0", "--buffer_size", "200"),
+            *("--batch_size", "64", "--max_timesteps", "20", "--eval_freq", "10", "--n_episodes", "2"),
+            *("--checkpoints_path", "checkpoints", *options),
+        ],
+        data.nothing,
+        needs=("pyrallis",),
+        stubs=("gym", "wandb"),
+        path=(WANDB_STUB, GYM_STUB),
+    )
+
+
+def cleanrl(name: str, *options: str) -> Trainer:
+    """Return one of cleanrl's algorithms, with the simulator that it uses."""
+    return Trainer(
+        f"cleanrl_{name.split('_')[0]}",
+        CLEANRL,
+        [f"cleanrl/{name}.py", "--seed", "1", *options],
+        data.nothing,
+        environment={"FIELD_INSTEAD": "torch.utils.tensorboard:field_tensorboard"},
+        needs=("gymnasium", "tyro"),
+        stubs=("tensorboard",),
+        path=(".",),
     )
 
 
@@ -280,7 +315,7 @@ TRAINERS = [
         environment={
             "LIBERO_CONFIG_PATH": "{sources}/home",
             "FIELD_INSTEAD": "libero.libero.envs:field_libero",
-            "FIELD_NUMPY": "1.22",
+            "FIELD_OLDER": "1",
             "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
         },
         needs=("hydra", "h5py", "einops", "easydict", "thop"),
@@ -329,7 +364,7 @@ TRAINERS = [
             *("main.py", "--dataset", "fake", "--batchSize", "64", "--imageSize", "64", "--ngf", "4", "--ndf", "4"),
             *("--niter", "1", "--manualSeed", "1", "--outf", "out"),
         ],
-        lambda root: None,
+        data.nothing,
         folder="dcgan",
         losses=r"Loss_D",
     ),
@@ -348,5 +383,63 @@ TRAINERS = [
         data.mnist,
         folder="mnist",
         losses=r"Epoch|Test set",
+    ),
+    Trainer(
+        "nanogpt",
+        NANOGPT,
+        [
+            *("train.py", "--dataset=tiny", "--device=cpu", "--dtype=float32", "--compile=False", "--wandb_log=True"),
+            *("--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16", "--batch_size=12", "--dropout=0.1"),
+            *("--gradient_accumulation_steps=2", "--max_iters=12", "--warmup_iters=2", "--lr_decay_iters=12"),
+            *("--eval_interval=3", "--eval_iters=3", "--log_interval=100"),
+        ],
+        data.tokens,
+        environment={"DDPSHIM_UNEDITED": "on"},
+        stubs=("wandb",),
+        path=(WANDB_STUB,),
+    ),
+    Trainer(
+        "dt_gym",
+        DECISION_TRANSFORMER,
+        [
+            *("experiment.py", "--device", "cpu", "--K", "6", "--batch_size", "16", "--embed_dim", "32"),
+            *("--warmup_steps", "4", "--num_eval_episodes", "1", "--max_iters", "2", "--num_steps_per_iter", "8"),
+            *("--log_to_wandb", "True"),
+        ],
+        data.hopper,
+        folder="gym",
+        environment={"FIELD_SEED": "1"},
+        stubs=("gym", "wandb", "seed"),
+        path=(WANDB_STUB, GYM_STUB, "transformers-4.5.1"),
+    ),
+    Trainer(
+        "dt_atari",
+        DECISION_TRANSFORMER,
+        [
+            *("run_dt_atari.py", "--context_length", "4", "--epochs", "2", "--num_steps", "60", "--num_buffers", "5"),
+            *("--trajectories_per_buffer", "1", "--batch_size", "16"),
+        ],
+        data.nothing,
+        folder="atari",
+        environment={
+            "FIELD_ONE_GPU": "mingpt.trainer_atari",
+            "FIELD_INSTEAD": "atari_py:field_atari,fixed_replay_buffer:field_atari",
+            "FIELD_EMPTY": "blosc",
+        },
+        needs=("cv2",),
+        stubs=("Atari", "CUDA"),
+        losses=r"train loss",
+        path=("atari",),
+    ),
+    corl("td3_bc"),
+    corl("iql"),
+    corl("cql"),
+    cleanrl(
+        "ppo",
+        *("--total-timesteps", "256", "--num-envs", "4", "--num-steps", "32", "--num-minibatches", "2"),
+    ),
+    cleanrl(
+        "sac_continuous_action",
+        *("--env-id", "Pendulum-v1", "--total-timesteps", "220", "--learning-starts", "190", "--batch-size", "64"),
     ),
 ]
