@@ -6,7 +6,7 @@ With FIELD_ONE_GPU=MODULE, the module sees one GPU, and its device is the CPU.
 With FIELD_OLDER=1, numpy, Python and torch have names that are no longer there: some trainers pin older versions.
 With FIELD_SEED=1, the generators begin with a seed: some trainers set none.
 With FIELD_INSTEAD=MODULE:OTHER,..., the module OTHER replaces one of the trainer's, such as its simulator.
-With FIELD_EMPTY=MODULE,..., modules are empty: they are imported, but not used.
+With FIELD_EMPTY=MODULE,..., every name in these modules is None: they are imported, but not used.
 """
 
 import atexit
@@ -81,7 +81,7 @@ def _sees_one_gpu(module):
 
 
 def _older_numpy(module):
-    module.bool = bool
+    module.bool, module.int, module.float = bool, int, float
 
 
 def _older_torch(module):
@@ -149,7 +149,7 @@ class _Instead(importlib.abc.MetaPathFinder):
 
 
 class _Empty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports modules without content."""
+    """Imports modules in which every name is None."""
 
     def __init__(self, names):
         self.names = names
@@ -159,7 +159,7 @@ class _Empty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if found else None
 
     def exec_module(self, module):
-        pass
+        module.__getattr__ = lambda name: None
 
 
 def _listed(variable):

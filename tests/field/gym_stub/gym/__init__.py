@@ -97,8 +97,8 @@ class TransformReward(Wrapper):
         return self.function(reward)
 
 
-def make(name, **ignored):
-    return Env()
+def make(id, **ignored):
+    return Env(60, 9) if id.startswith("kitchen") else Env()
 
 
 def register(*ignored, **more):
