@@ -52,6 +52,7 @@ class Env:
         """Return ten episodes of random actions, in d4rl's format."""
         names = ("observations", "actions", "rewards", "next_observations", "terminals", "timeouts")
         found = {name: [] for name in names}
+        self.seed(1)
         for _ in range(10):
             state, done = self.reset(), False
             while not done:
