@@ -11,6 +11,7 @@ With FIELD_EMPTY=MODULE,..., every name in these modules is None: they are impor
 
 import atexit
 import collections.abc
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -49,9 +50,19 @@ def _modules_stay(module):
 
 
 def _tensors_stay(module):
+    from torch.overrides import handle_torch_function, has_torch_function_unary
+
     move = module.Tensor.to
+
+    @functools.wraps(move)
+    def to(self, *args, **kwargs):
+        args, kwargs = map(_on_cpu, args), _on_cpu(kwargs)
+        if has_torch_function_unary(self):  # a subclass sees the function that it knows, `torch.Tensor.to`
+            return handle_torch_function(to, (self,), self, *args, **kwargs)
+        return move(self, *args, **kwargs)
+
     module.Tensor.cuda = lambda self, *args, **kwargs: self
-    module.Tensor.to = lambda self, *args, **kwargs: move(self, *map(_on_cpu, args), **_on_cpu(kwargs))
+    module.Tensor.to = to
 
 
 def _made_on_cpu(module):
@@ -172,7 +183,7 @@ ACTIONS = [(name, _sees_one_gpu) for name in _listed("FIELD_ONE_GPU")]
 if "FIELD_PROBE" in os.environ:
     ACTIONS.append(("torch.optim.optimizer", _watch_optimizers))
 if os.environ.get("FIELD_CUDA") == "cpu":
-    ACTIONS += [("torch.nn.modules.module", _modules_stay), ("torch._tensor", _tensors_stay), ("torch", _made_on_cpu)]
+    ACTIONS += [("torch.nn.modules.module", _modules_stay), ("torch", _tensors_stay), ("torch", _made_on_cpu)]
 if "FIELD_OLDER" in os.environ:
     collections.Mapping = collections.abc.Mapping
     ACTIONS += [("numpy", _older_numpy), ("torch._utils", _older_torch)]
