@@ -108,14 +108,14 @@ class SampleStreams(Dataset[Any]):
                 self._fetch_again(self._past)
         if state == _DRAWS_NOTHING:
             samples = self._fetch(indices)
-            if not _has_drawn(before):
+            if not has_drawn(before):
                 self._remember(indices.whole)
                 return samples
             return self._after_a_late_draw(indices, before)
         whole = self._fetch(indices.whole)
         if not isinstance(whole, (list, tuple)) or len(whole) != len(indices.whole):
             return self._undivided(indices, before)
-        if state == _UNKNOWN and _has_drawn(before):
+        if state == _UNKNOWN and has_drawn(before):
             self._continue_with_whole_batches("draws random numbers for a sample")
             if self._past:
                 self._fetch_again(self._past)
@@ -130,7 +130,7 @@ class SampleStreams(Dataset[Any]):
             return self._collate(samples)
         before = global_states()
         batch = self._collate([*samples] if isinstance(samples, _Fetched) else samples)
-        has_drawn = _has_drawn(before)
+        has_drawn = has_drawn(before)
         if not isinstance(samples, _Fetched):
             if has_drawn:
                 self._print_once(
@@ -165,7 +165,7 @@ class SampleStreams(Dataset[Any]):
         """Fetch this rank's samples; if any of them draws, with streams seeded by place."""
         before = global_states()
         samples = [] if self._state() == _DRAWS else self._fetch(indices)
-        if self._state() != _DRAWS and not _has_drawn(before):
+        if self._state() != _DRAWS and not has_drawn(before):
             return samples
         self._set_state(_DRAWS)
         self._print_once(
@@ -257,7 +257,7 @@ def _rows_of(batch: Any, num_rows: int, rows: Sequence[int]) -> Any:
     raise _Indivisible
 
 
-def _has_drawn(before: dict[str, Any]) -> bool:
+def has_drawn(before: dict[str, Any]) -> bool:
     """Whether a generator's state is not that of `before`, an earlier `global_states()`."""
     now = global_states()
     return any(name in before and not is_same_state(before[name], state) for name, state in now.items())

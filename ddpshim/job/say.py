@@ -9,7 +9,8 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import Callable
+from types import FrameType
+from typing import Callable, Optional
 
 from ddpshim.errors import DdpShimError
 
@@ -89,7 +90,9 @@ def line_of_the_caller() -> str:
     torch = sys.modules.get("torch")
     ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     excluded = (ours, os.path.dirname(getattr(torch, "__file__", None) or ours), contextlib.__file__)
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(excluded):
-            return f"{frame.filename}:{frame.lineno}"
+    frame: Optional[FrameType] = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(excluded):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
     return "a line of ddpshim"

@@ -28,6 +28,7 @@ class Passes:
         self.at_end: list[Callable[[], None]] = []  # used if the engine takes no callbacks
         self.at_outer_end: list[Callable[[], None]] = []
         self.after: list[Callable[[], None]] = []  # called after each outermost pass
+        self.once_after: list[Callable[[], None]] = []  # called after the outermost pass that is under way
         self.has_outer_end = False  # whether the engine will call `end` when the outermost pass ends
         self.unfinished: Callable[[], Optional[str]] = lambda: None
         self.left: Optional[str] = None  # the pass that an exception aborted
@@ -48,6 +49,7 @@ class Passes:
         """Drop all pending calls, because an exception ended the pass."""
         self.at_end.clear()
         self.at_outer_end.clear()
+        self.once_after.clear()
         self.has_outer_end = False
 
 
@@ -132,6 +134,8 @@ def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., No
             passes.at_end.pop(0)()
         for call in () if passes.depth else passes.after:
             call()
+        while passes.once_after and not passes.depth:
+            passes.once_after.pop(0)()
         if clock is not None:
             clock.end()
 

@@ -59,17 +59,32 @@ def _stand_in(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if not training or not shares.has_share():
             return original(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        normed, mean, variance, count = _Normalise.apply(input, eps, current().part(_Synced).group)  # type: ignore[no-untyped-call]
-        if running_mean is not None and running_var is not None:
-            with torch.no_grad():
-                running_mean.lerp_(mean.to(running_mean), momentum)
-                running_var.lerp_((variance * (count / (count - 1))).to(running_var), momentum)
-        shape = [1, -1] + [1] * (input.dim() - 2)
-        if weight is not None:
-            normed = normed * weight.view(shape)
-        return normed if bias is None else normed + bias.view(shape)
+        group = current().part(_Synced).group
+        return over_ranks(input, running_mean, running_var, weight, bias, momentum, eps, group)
 
     return batch_norm
+
+
+def over_ranks(
+    x: torch.Tensor,
+    running_mean: Optional[torch.Tensor],
+    running_var: Optional[torch.Tensor],
+    weight: Optional[torch.Tensor],
+    bias: Optional[torch.Tensor],
+    momentum: float,
+    eps: float,
+    group: Any,
+) -> torch.Tensor:
+    """Return `batch_norm` in training of this rank's rows `x`, normalised over those of all ranks (collective)."""
+    normed, mean, variance, count = _Normalise.apply(x, eps, group)  # type: ignore[no-untyped-call]
+    if running_mean is not None and running_var is not None:
+        with torch.no_grad():
+            running_mean.lerp_(mean.to(running_mean), momentum)
+            running_var.lerp_((variance * (count / (count - 1))).to(running_var), momentum)
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    if weight is not None:
+        normed = normed * weight.view(shape)
+    return normed if bias is None else normed + bias.view(shape)  # type: ignore[no-any-return]
 
 
 class _Normalise(torch.autograd.Function):

@@ -216,7 +216,7 @@ def check_equal_steps(what: str = "the epoch", deadline_s: float = _STEPS_DEADLI
     here = world()
     if here.world_size == 1 or not here.options.guard:
         return
-    mine = sum(wrapped.num_reductions for wrapped in _wrappers())
+    mine = num_reductions()
     of_ranks = here.meet("steps", [mine, _hash_of_all()], deadline_s)
     counts = ", ".join(f"{number} on rank {rank}" for rank, (number, _) in of_ranks.items())
     cure = (
@@ -299,6 +299,11 @@ def _compare_in_the_end() -> None:
         say(f"ranks {missing} did not reach cleanup(): the last weights were not compared")
     if not missing and None not in of_ranks.values():
         _refuse_unequal(list(of_ranks.values()), "the job")
+
+
+def num_reductions() -> int:
+    """Return how many backward passes of all networks were reduced so far. Local."""
+    return sum(wrapped.num_reductions for wrapped in _wrappers())
 
 
 def _asking(save: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,7 @@
 """Runs a program for one process as a rank: joins the job, and replaces names of torch until the program ends.
 
-Networks are wrapped when a pass that may train begins. A training pass over a DataLoader uses `make_loader`; an
-evaluation is complete on every rank, because the program takes its sums and means for those of the whole data. See
-docs/any_trainer.md.
+Every rank runs the whole program. Networks are wrapped when they first train; batches are row tensors (`ddpshim.rows`).
+See docs/any_trainer.md.
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn import parallel as torch_parallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import data as torch_data
 
 from ddpshim.errors import OptionsError
-from ddpshim.job import noise, unshared
+from ddpshim.job import unshared
 from ddpshim.job.group import cleanup, draws_alike, setup, world
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
+from ddpshim.job.shares import Sharing
+from ddpshim.rows import calls
+from ddpshim.rows.loader import DataLoader
+from ddpshim.rows.tensor import Counts
 from ddpshim.trainers.unedited import accelerators, gpus, leaving
 from ddpshim.trainers.unedited.clock import Clock
 from ddpshim.trainers.unedited.commands import Commands
-from ddpshim.trainers.unedited.loaders import DataLoader
 from ddpshim.trainers.unedited.private_files import PrivateFiles
 from ddpshim.trainers.unedited.program import Start
 from ddpshim.trainers.unedited.reads import equal_reads
 from ddpshim.trainers.unedited.rollouts import Rollouts
-from ddpshim.trainers.unedited.steps import Steps
+from ddpshim.trainers.unedited.steps import Steps, say_what_was_divided
 
 
 @contextlib.contextmanager
@@ -50,19 +49,17 @@ def joined(start: Start) -> Iterator[None]:
             f"order={here.options.order}, noise={here.options.noise}: an unedited program draws its data splits and "
             "evaluations on each rank, and these would differ. Leave both options out."
         )
-    noise.share(trains_whole_batches=True)
-    steps, rollouts = current().part(Steps), Rollouts(here)
+    current().part(Sharing).trains_whole_batches = True
+    steps, rollouts, counts = current().part(Steps), Rollouts(here), current().part(Counts)
 
     def is_apart() -> bool:
         return rollouts.is_playing or is_reading()
 
     def is_reading() -> bool:
         # Only in the main thread: a file that another thread saves meanwhile is a checkpoint, not a dataset's cache.
-        return steps.is_reading and threading.current_thread() is threading.main_thread()
+        return counts.is_fetching and threading.current_thread() is threading.main_thread()
 
     undo = contextlib.ExitStack()
-    for module in (nn, torch_parallel, sys.modules["torch.nn.parallel.data_parallel"]):
-        undo.enter_context(replaced(module, "DataParallel", DataParallel))
     for module in (torch_data, torch_data.dataloader):
         undo.enter_context(replaced(module, "DataLoader", DataLoader))
     undo.enter_context(_optimizers_seen())
@@ -81,14 +78,13 @@ def joined(start: Start) -> Iterator[None]:
         undo.enter_context(equal_reads(here, is_apart))
         undo.enter_context(rollouts.on_main(files.apart))
         unshared.leave_to_others()
-        undo.callback(register_optimizer_step_pre_hook(steps.check_step).remove)
-        undo.enter_context(replaced(torch, "compile", steps.compiled(torch.compile)))
-        undo.callback(steps.shadows.end)
+        undo.enter_context(calls.installed())
         undo.enter_context(replaced(torch.autograd, "backward", steps.checked(torch.autograd.backward)))
     if here.device.type == "cuda":
         undo.enter_context(gpus.shown(here.local_world_size))
     try:
         yield
+        say_what_was_divided()
         here.barrier()  # other ranks may still query the store for saved files, and rank 0 may host it
     except SystemExit as error:
         if not error.code:
@@ -113,20 +109,3 @@ def _optimizers_seen() -> Iterator[None]:
             yield
         finally:
             current().part(Steps).networks.forget()
-
-
-class DataParallel(torch_parallel.DataParallel[Any]):
-    """torch's DataParallel on this rank's device only; gradients of `module` are reduced over ranks (collective).
-
-    Keys, attributes and forward are torch's. `device_ids` and `output_device`, which divide a batch among GPUs, are
-    ignored: the loader has divided it.
-    """
-
-    def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:
-        device = world().device
-        super().__init__(module, [device.index] if device.type == "cuda" else None, dim=dim)
-        current().part(Steps).networks.take(module)
-
-
-# A model that was saved whole is then unpickled as torch's class, also without ddpshim.
-DataParallel.__module__, DataParallel.__qualname__ = torch_parallel.DataParallel.__module__, "DataParallel"

@@ -89,11 +89,6 @@ class Networks:
             if optimizer is not None:
                 self._wrap_for(optimizer)
 
-    def take(self, module: nn.Module) -> None:
-        """Wrap `module`, which the program has put into an nn.DataParallel (collective)."""
-        wrap_parallel(module)
-        self._remember(module)
-
     def _wrap_for(self, optimizer: torch.optim.Optimizer) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         missing = [p for p in params if not guard.is_owned(p)]

@@ -19,6 +19,7 @@ import torch
 
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.job.after_import import after_import
+from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.job.world import World
 from ddpshim.trainers.unedited import mains_changes
@@ -29,9 +30,10 @@ from ddpshim.trainers.unedited.layers import View
 from ddpshim.trainers.unedited.left_alone import LeftAlone
 from ddpshim.trainers.unedited.mains_changes import MainsChanges
 from ddpshim.trainers.unedited.saves import Saves
+from ddpshim.rows.gradients import plain
+from ddpshim.rows.tensor import Counts
 from ddpshim.trainers.unedited.slipped import refused
 from ddpshim.trainers.unedited.stand_ins import Files
-from ddpshim.trainers.unedited.tallies import without_rows
 
 T = TypeVar("T")
 
@@ -114,7 +116,7 @@ class PrivateFiles:
 
     def save(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         """torch.save; to a path or an open file only on the main rank. A file at a path is complete or absent."""
-        path, obj = self._path_of(f), without_rows(obj)
+        path, obj = self._path_of(f), plain(obj)
         if path is None:
             if self._files is not None and isinstance(f, (str, os.PathLike)):
                 f = self._files.place_to_write(f)
@@ -123,12 +125,13 @@ class PrivateFiles:
         if self._view is not None:
             self._view.leave_to_main(path)
             return
-        if isinstance(f, (str, os.PathLike)):
-            self._changes.tell(path)
-            checkpoint.save_whole(self._save_partial, obj, path, *args, **kwargs)
-        else:
-            self._save(obj, f, *args, **kwargs)
-            f.flush()
+        with current().part(Counts).alone():
+            if isinstance(f, (str, os.PathLike)):
+                self._changes.tell(path)
+                checkpoint.save_whole(self._save_partial, obj, path, *args, **kwargs)
+            else:
+                self._save(obj, f, *args, **kwargs)
+                f.flush()
         self._saves.note(path)
 
     def _save_partial(self, obj: Any, partial: str, *args: Any, **kwargs: Any) -> None:

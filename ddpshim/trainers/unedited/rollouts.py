@@ -16,11 +16,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Callable
 
 from ddpshim import adapters
-from ddpshim.job import shares
 from ddpshim.job.after_import import after_import
 from ddpshim.job.random_streams import rank_states, restore_rank_states
+from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.job.world import World
+from ddpshim.rows.tensor import Counts
 
 
 class Rollouts:
@@ -90,7 +91,7 @@ class Rollouts:
             def alone() -> Any:
                 self.is_playing = True
                 try:
-                    with shares.without_batch():
+                    with current().part(Counts).alone():
                         own.append(method(runner, *args, **kwargs))
                 finally:
                     self.is_playing = False

@@ -1,0 +1,201 @@
+"""Where batches become row tensors: at the first network that gets them; and what computes on wholes only.
+
+Which tensor is divided is a question of speed: a row tensor is the whole to every operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any, Callable, Optional
+
+import torch
+from torch import nn
+
+from ddpshim.job.job import current
+from ddpshim.job.replaced import replaced
+from ddpshim.rows import blocks, gradients
+from ddpshim.rows.gradients import plain
+from ddpshim.rows.rules import T
+from ddpshim.rows.tensor import Counts, Rows, divided, leaves, mapped
+
+# A call of fewer multiplications than this takes less time than to divide it.
+LEAST_WORK = 1 << 20
+
+
+class Calls:
+    """The calls of networks in a job.
+
+    Attributes:
+        is_inside: whether a network computes on rows now.
+        is_off: whether nothing is divided now: inside torch.func, torch.jit and torch.compile.
+    """
+
+    def __init__(self) -> None:
+        self.is_inside = self.is_off = False
+        self.dim = 0
+        self._sizes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+    def num_parameters(self, module: nn.Module) -> int:
+        """Return the number of entries of the parameters of `module`, as it was at its first call. Local."""
+        if module not in self._sizes:
+            self._sizes[module] = sum(p.numel() for p in module.parameters() if not isinstance(p, nn.UninitializedParameter))
+        return self._sizes[module]
+
+
+def with_rows(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the stand-in for nn.Module.__call__."""
+
+    @functools.wraps(call)
+    def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls = current().part(Calls)
+        if torch.compiler.is_compiling() or calls.is_off or calls.is_inside:
+            return call(module, *args, **kwargs)
+        if computes_wholes(module):
+            with nothing_divided():
+                return call(module, *plain(args), **plain(kwargs))
+        if not _can_divide(module, args, kwargs):
+            return call(module, *args, **kwargs)
+        dim, calls.is_inside = calls.dim, True
+        num = next(x.shape[dim] for x in leaves((args, kwargs)) if isinstance(x, T) and x.dim() > dim)
+
+        def share(x: Any) -> Any:
+            return divided(x, dim) if isinstance(x, T) and x.dim() > dim and x.shape[dim] == num else x
+
+        try:
+            return call(module, *mapped(share, args), **mapped(share, kwargs))
+        finally:
+            calls.is_inside = False
+
+    return called
+
+
+def computes_wholes(module: nn.Module) -> bool:
+    """Whether the module's operations are not seen one by one: it is compiled or scripted. Local."""
+    return (
+        isinstance(module, torch.jit.ScriptModule)
+        or hasattr(module, "_orig_mod")
+        or getattr(module, "_compiled_call_impl", None) is not None
+    )
+
+
+def _can_divide(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    calls, counts = current().part(Calls), current().part(Counts)
+    if not counts.is_in_lock_step():
+        return False
+    first: Optional[int] = None
+    for x in leaves((args, kwargs)):
+        if isinstance(x, Rows):
+            return False  # it is divided already
+        if isinstance(x, T) and x.dim() > calls.dim and first is None:
+            first = x.shape[calls.dim]
+    if first is None or blocks.part_of(first, blocks.ranks().size) is None:
+        return False
+    return first * calls.num_parameters(module) >= LEAST_WORK
+
+
+@contextlib.contextmanager
+def nothing_divided() -> Iterator[None]:
+    """Within this block no network's arguments are divided. Local."""
+    calls = current().part(Calls)
+    before, calls.is_off = calls.is_off, True
+    try:
+        yield
+    finally:
+        calls.is_off = before
+
+
+def on_wholes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` that gets wholes, and divides nothing inside. It is collective if it gets row tensors."""
+
+    @functools.wraps(function)
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        with nothing_divided():
+            return function(*plain(args), **plain(kwargs))
+
+    return computed
+
+
+def _making(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the stand-in for a function that returns a function: torch.vmap, torch.func.grad, torch.compile."""
+
+    @functools.wraps(original)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        if isinstance(found, nn.Module) or not callable(found) or isinstance(found, type):
+            return found  # a module's call is seen anyway
+        if not args or not callable(args[0]):  # with options only: a decorator
+            return lambda function: made(function, **kwargs)
+        return on_wholes(found)
+
+    return made
+
+
+class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
+    """torch's DataParallel, whose module computes on rows of dimension `dim`, on this rank's device."""
+
+    def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:
+        world = current().world
+        device = torch.device("cpu") if world is None else world.device
+        super().__init__(module, [device.index] if device.type == "cuda" else None, dim=dim)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.device_ids:
+            device = torch.device("cuda", self.device_ids[0])
+
+            def moved(x: Any) -> Any:
+                return x.to(device) if isinstance(x, T) else x
+
+            inputs, kwargs = mapped(moved, inputs), mapped(moved, kwargs)
+        calls = current().part(Calls)
+        before, calls.dim, calls.is_inside = (calls.dim, calls.is_inside), self.dim, False
+        try:
+            return self.module(*inputs, **kwargs)
+        finally:
+            calls.dim, calls.is_inside = before
+
+
+# A model that was saved whole is then unpickled as torch's class, also without ddpshim.
+DataParallel.__module__, DataParallel.__qualname__ = nn.DataParallel.__module__, "DataParallel"
+
+
+def _bodies_of(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Return the stand-in for torch's has_torch_function in functions that Python wrote: Rows go into their bodies."""
+
+    def has_function(*args: Any) -> bool:
+        if not original(*args):
+            return False
+        given = args[0] if len(args) == 1 and type(args[0]) in (tuple, list) else args
+        kinds = {type(x) for x in given if isinstance(x, T)}
+        return not kinds <= {Rows, T, nn.Parameter} or torch._C._is_torch_function_mode_enabled()
+
+    return has_function
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Within this block, networks compute on rows where their arguments can be divided."""
+    with contextlib.ExitStack() as undo:
+
+        def put(owner: Any, name: str, value: Any) -> None:
+            undo.enter_context(replaced(owner, name, value))
+
+        undo.enter_context(gradients.installed())
+        put(nn.Module, "__call__", with_rows(nn.Module.__call__))
+        for module in (nn, nn.parallel, sys.modules["torch.nn.parallel.data_parallel"]):
+            put(module, "DataParallel", DataParallel)
+        for module in (nn.functional, sys.modules["torch.functional"]):
+            for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
+                if hasattr(module, name):
+                    put(module, name, _bodies_of(getattr(module, name)))
+        put(torch, "compile", _making(torch.compile))
+        for name in ("grad", "grad_and_value", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "vmap", "linearize"):
+            for owner in (torch.func, sys.modules.get("torch._functorch.apis")):
+                if owner is not None and hasattr(owner, name):
+                    makes = name not in ("vjp", "jvp", "linearize")
+                    put(owner, name, (_making if makes else on_wholes)(getattr(owner, name)))
+        put(torch, "vmap", _making(torch.vmap))
+        yield

@@ -1,0 +1,299 @@
+"""Gradients of row tensors as the program sees them: backward, autograd.grad, hooks, functions of its own.
+
+Inside blocks a gradient is W times a rank's share (`blocks`); here it becomes the whole's gradient, or its rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any, Callable
+
+import torch
+from torch.utils import checkpoint as torch_checkpoint
+
+from ddpshim.job.job import current
+from ddpshim.job.replaced import replaced
+from ddpshim.model.backward import Passes
+from ddpshim.model.guard import Watched
+from ddpshim.rows import blocks
+from ddpshim.rows.blocks import Mean
+from ddpshim.rows.rules import T, argument, rule
+from ddpshim.rows.tensor import Rows, cut, gathered, mapped, on_whole, whole
+
+
+_OURS = "ddpshim"
+
+
+def is_reduced(tensor: Any) -> bool:
+    """Whether a wrapper averages the gradient of `tensor` over ranks when a backward pass ends. Local."""
+    return id(tensor) in current().part(Watched).owners
+
+
+def plain(value: Any) -> Any:
+    """Return `value` with the wholes of row tensors (collective)."""
+    return mapped(lambda one: whole(one) if isinstance(one, Rows) else one, value)
+
+
+def _listed(value: Any) -> list[Any]:
+    return [value] if value is None or isinstance(value, T) else [*value]
+
+
+def _seeds(tensors: Any, gradients: Any) -> tuple[list[Any], list[Any]]:
+    """Return tensors, and their gradients, from which a backward pass can begin on this rank."""
+    given, seeds = _listed(tensors), _listed(gradients)
+    seeds = seeds + [None] * (len(given) - len(seeds))
+    for i, (tensor, seed) in enumerate(zip(given, seeds)):
+        if isinstance(tensor, Rows) and seed is None:
+            given[i] = whole(tensor)
+        elif isinstance(tensor, Rows):
+            given[i], seeds[i] = tensor.block, _own_of(seed, tensor) * blocks.ranks().size
+        elif isinstance(seed, Rows):
+            seeds[i] = whole(seed)
+    return given, seeds
+
+
+def _own_of(gradient: Any, rows: Rows) -> Any:
+    """Return this rank's rows of a gradient of `rows`."""
+    if isinstance(gradient, Rows) and (gradient.dimension, gradient.part) == (rows.dimension, rows.part):
+        return gradient.block
+    return cut(plain(gradient), rows.dimension, rows.part)
+
+
+def backward_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the stand-in for torch.autograd.backward."""
+
+    @functools.wraps(original)
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, inputs: Any = None, **kwargs: Any) -> Any:
+        if not any(isinstance(one, Rows) for one in (*_listed(tensors), *_listed(grad_tensors), *_listed(inputs))):
+            return original(tensors, grad_tensors, *args, inputs=inputs, **kwargs)
+        given, seeds = _seeds(tensors, grad_tensors)
+        if inputs is not None:
+            inputs = [one.block if isinstance(one, Rows) else one for one in _listed(inputs)]
+        return original(given, seeds, *args, inputs=inputs, **kwargs)
+
+    return backward
+
+
+def grad_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the stand-in for torch.autograd.grad, which also averages gradients of parameters (collective)."""
+
+    @functools.wraps(original)
+    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        given, seeds = _seeds(outputs, grad_outputs)
+        of = _listed(inputs)
+        found = original(given, [one.block if isinstance(one, Rows) else one for one in of], seeds, *args, **kwargs)
+        return tuple(one if one is None else _as_seen(one, of[i]) for i, one in enumerate(found))
+
+    return grad
+
+
+def _as_seen(gradient: torch.Tensor, tensor: Any) -> Any:
+    """Return the gradient of `tensor` in one process."""
+    if isinstance(tensor, Rows):
+        factor = 1 if tensor.block.is_leaf else blocks.ranks().size
+        return Rows(gradient / factor, tensor.dimension, tensor.part)
+    return Mean.apply(gradient) if is_reduced(tensor) else gradient  # type: ignore[no-untyped-call]
+
+
+@rule(T.backward)
+def _backward(func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("gradient", "retain_graph", "create_graph", "inputs")
+    given = {**dict(zip(names, args[1:])), **kwargs}
+    torch.autograd.backward(args[0], given.pop("gradient", None), **given)
+
+
+def _mirror(rows: Rows) -> Any:
+    """Return the mirror that is the tensor whose rows these are; None if it is no tensor of the program."""
+    return next((one for one in rows.memory.mirrors if one.block is rows.block and one.dim == rows.dimension), None)
+
+
+@rule(T.requires_grad_, T.requires_grad.__set__)  # type: ignore[attr-defined]
+def _require(func: Any, args: Any, kwargs: Any) -> Any:
+    rows = args[0]
+    requires, mirror = argument(args, kwargs, 1, "requires_grad", True), _mirror(rows)
+    if mirror is not None:
+        mirror.whole.requires_grad_(requires)
+        with torch.enable_grad():
+            rows.block = mirror.block = cut(mirror.whole, rows.dimension, rows.part)
+    elif requires and rows.block.is_leaf and not rows.block.requires_grad:
+        rows.block.requires_grad_()
+        num_ranks = blocks.ranks().size
+        rows.block.register_hook(lambda gradient: gradient / num_ranks)
+    else:
+        rows.block.requires_grad_(requires)
+    rows.cached = None
+    return rows if func is T.requires_grad_ else None
+
+
+@rule(T.retain_grad)
+def _retain(func: Any, args: Any, kwargs: Any) -> Any:
+    args[0].block.retain_grad()
+
+
+@rule(T.grad.__get__)  # type: ignore[attr-defined]
+def _gradient(func: Any, args: Any, kwargs: Any) -> Any:
+    rows = args[0]
+    mirror = _mirror(rows)
+    if mirror is not None and mirror.whole.is_leaf and mirror.whole.requires_grad:
+        return mirror.whole.grad
+    own = rows.block.grad
+    if own is None:
+        return None
+    kept = rows.__dict__.get("gradient")
+    if kept is None or kept[0] is not own:
+        factor = 1 if rows.block.is_leaf else blocks.ranks().size
+        kept = rows.__dict__["gradient"] = own, Rows(own if factor == 1 else own / factor, rows.dimension, rows.part)
+    return kept[1]
+
+
+@rule(T.grad.__set__, T.grad.__delete__)  # type: ignore[attr-defined]
+def _set_gradient(func: Any, args: Any, kwargs: Any) -> Any:
+    rows = args[0]
+    if not isinstance(rows, Rows):
+        return NotImplemented
+    value = args[1] if len(args) > 1 else None
+    rows.block.grad = None if value is None else _own_of(value, rows)
+
+
+@rule(T.data.__set__)  # type: ignore[attr-defined]
+def _set_data(func: Any, args: Any, kwargs: Any) -> Any:
+    rows, value = args
+    if not isinstance(rows, Rows):
+        return NotImplemented
+    if rows.shape != value.shape:
+        raise ValueError("x.data = y of another shape, for a batch that is divided over the ranks: use x = y")
+    rows.block.data = _own_of(value, rows).detach()
+    rows.memory.wrote()
+
+
+def hook_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the stand-in for Tensor.register_hook: the hook gets the whole's gradient, or the average."""
+
+    @functools.wraps(original)
+    def register_hook(self: Any, hook: Callable[[Any], Any]) -> Any:
+        if _asks_itself():
+            return original(self, hook)
+        if isinstance(self, Rows):
+            return self.block.register_hook(_of_whole(hook, self))
+        if not self.is_leaf:
+            return original(self, hook)
+        parameter = weakref.ref(self)
+
+        def averaged(gradient: torch.Tensor) -> Any:
+            is_one_of_ranks = is_reduced(parameter())
+            return plain(hook(Mean.apply(gradient) if is_one_of_ranks else gradient))  # type: ignore[no-untyped-call]
+
+        return original(self, averaged)
+
+    return register_hook
+
+
+def _asks_itself() -> bool:
+    """Whether ddpshim calls the stand-in that calls this. Local."""
+    return str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0] == _OURS
+
+
+def _of_whole(hook: Callable[[Any], Any], rows: Rows) -> Callable[[Any], Any]:
+    dim, part = rows.dimension, rows.part
+    factor = 1 if rows.block.is_leaf else blocks.ranks().size
+
+    def called(gradient: torch.Tensor) -> Any:
+        changed = hook(gathered(gradient, dim, part) / factor)
+        return None if changed is None else cut(plain(changed), dim, part) * factor
+
+    return called
+
+
+def post_hook_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the stand-in for register_post_accumulate_grad_hook: the hook is called after the reduction."""
+
+    @functools.wraps(original)
+    def register(self: Any, hook: Callable[[Any], Any]) -> Any:
+        passes = current().part(Passes)
+        if _asks_itself():
+            return original(self, hook)
+
+        def later(parameter: torch.Tensor) -> None:
+            if not is_reduced(parameter):
+                hook(parameter)
+                return
+            passes.once_after.append(functools.partial(hook, parameter))
+
+        return original(self, later)
+
+    return register
+
+
+# Functions of the program.
+_made: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def apply_of_rows(original: Any) -> Any:
+    """Return the stand-in for autograd.Function.apply: the function gets wholes, and its results are wholes."""
+    inner = original.__func__
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.partition(".")[0] == _OURS:
+            return inner(cls, *args, **kwargs)
+        return inner(_on_wholes(cls), *plain(args), **plain(kwargs))
+
+    return classmethod(apply)
+
+
+def _on_wholes(cls: Any) -> Any:
+    made = _made.get(cls)
+    if made is None:
+        names = [name for name in ("forward", "backward", "vjp", "jvp") if name in dir(cls)]
+        parts = {name: staticmethod(_returning_wholes(getattr(cls, name))) for name in names}
+        made = _made[cls] = type(cls)(cls.__name__, (cls,), {**parts, "__module__": cls.__module__})
+        _made[made] = made
+    return made
+
+
+def _returning_wholes(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def returning(*args: Any, **kwargs: Any) -> Any:
+        return plain(function(*args, **kwargs))
+
+    return returning
+
+
+def _checkpoint(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+    """The reentrant checkpoint, by torch's other one: the gradients are the same, and rows stay rows."""
+    if any(isinstance(one, T) and one.requires_grad for one in args) and torch.is_grad_enabled():
+        return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+    with torch.no_grad():
+        return function(*args)
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Within this block, torch's functions of gradients know row tensors."""
+    with contextlib.ExitStack() as undo:
+
+        def put(owner: Any, name: str, value: Any) -> None:
+            undo.enter_context(replaced(owner, name, value))
+
+        put(torch.autograd, "backward", backward_of_rows(torch.autograd.backward))
+        put(torch.autograd, "grad", grad_of_rows(torch.autograd.grad))
+        put(T, "register_hook", hook_of_rows(T.register_hook))
+        name = "register_post_accumulate_grad_hook"
+        if hasattr(T, name):
+            put(T, name, post_hook_of_rows(getattr(T, name)))
+        put(torch.autograd.Function, "apply", apply_of_rows(vars(torch.autograd.Function)["apply"]))
+        put(torch_checkpoint.CheckpointFunction, "apply", staticmethod(_checkpoint))
+        yield
+
+
+def text_of(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the text of the whole, with the name of the operation that computed the rows."""
+    rows = args[0]
+    node, text = rows.block.grad_fn, on_whole(func, args, kwargs)
+    return text if node is None else text.replace("GatherBackward", type(node).__name__)
+
+
+rule(T.__repr__, T.__format__)(text_of)

@@ -1,0 +1,302 @@
+"""Rules of products, convolutions, normalisations, recurrent layers, attention and unreduced losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ddpshim.job.job import current
+from ddpshim.job.whole_batch import group
+from ddpshim.model import batchnorm
+from ddpshim.rows.blocks import Part
+from ddpshim.rows.rules import (
+    Mixed,
+    Rule,
+    T,
+    argument,
+    made,
+    meeting,
+    place_of,
+    rule,
+    used_by_rows,
+    whole_if_mixed,
+)
+from ddpshim.rows.tensor import Counts, Rows
+
+
+def _row_tensor(block: torch.Tensor, part: Part, place: int) -> Rows:
+    current().part(Counts).on_rows += 1
+    return Rows(block, block.dim() - place, part)
+
+
+@rule("matmul mm bmm mv __matmul__ __rmatmul__")
+@whole_if_mixed
+def _product(func: Any, args: Any, kwargs: Any) -> Any:
+    """(..., M, K) times (..., K, N), with the rows in M, in N, or in one of the dimensions before them."""
+    one, other = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "mat2", kwargs.get("other"))
+    if func is T.__rmatmul__:
+        one, other, func = other, one, torch.matmul
+    if not isinstance(one, T) or not isinstance(other, T):
+        return NotImplemented
+    part, place = place_of((one, other))
+    is_vector = one.dim() == 1, other.dim() == 1
+    if type(one) is Rows and type(other) is Rows:
+        if place < 3:
+            raise Mixed
+        return _row_tensor(func(one.block, other.block), part, place)
+    if any(is_vector) and (type(one) is Rows) == is_vector[0] and (type(other) is Rows) == is_vector[1]:
+        raise Mixed
+    if place >= 3:
+        block = func(meeting(one, part, place), meeting(other, part, place))
+        return _row_tensor(block, part, place - any(is_vector))
+    if place != (2 if type(one) is Rows else 1):
+        raise Mixed  # the rows are added up
+    block = func(
+        one.block if type(one) is Rows else used_by_rows(one), other.block if type(other) is Rows else used_by_rows(other)
+    )
+    return _row_tensor(block, part, place - (type(one) is Rows and is_vector[1]))
+
+
+@rule("linear")
+@whole_if_mixed
+def _linear(func: Any, args: Any, kwargs: Any) -> Any:
+    rows = argument(args, kwargs, 0, "input")
+    if type(rows) is not Rows or rows.dimension == rows.dim() - 1:
+        return NotImplemented
+    rows.memory.pull()
+    named = {name: used_by_rows(value) for name, value in kwargs.items() if name != "input"}
+    return made(func(rows.block, *map(used_by_rows, args[1:]), **named), rows)
+
+
+@rule("addmm baddbmm")
+@whole_if_mixed
+def _product_and_sum(func: Any, args: Any, kwargs: Any) -> Any:
+    if len(args) < 3 or type(args[1]) is not Rows:
+        return NotImplemented
+    part, place = place_of(args)
+    if args[1].dimension:
+        raise Mixed
+    other = meeting(args[2], part, place) if args[1].dim() == 3 else used_by_rows(args[2])
+    block = func(meeting(args[0], part, place), args[1].block, other, *args[3:], **kwargs)
+    return made(block, args[1], 0)
+
+
+@rule("bilinear")
+@whole_if_mixed
+def _bilinear(func: Any, args: Any, kwargs: Any) -> Any:
+    part, place = place_of(args[:2])
+    if place < 2 or kwargs:
+        return NotImplemented
+    return _row_tensor(func(*(meeting(x, part, place) for x in args[:2]), *map(used_by_rows, args[2:])), part, place)
+
+
+@rule("cdist")
+@whole_if_mixed
+def _distances(func: Any, args: Any, kwargs: Any) -> Any:
+    """(..., P, M) and (..., R, M), with the rows in P, or in a dimension before it."""
+    if type(args[0]) is not Rows:
+        return NotImplemented
+    part, place = place_of(args[:2])
+    if place < 2 or (place == 2 and isinstance(args[1], Rows)):
+        raise Mixed
+    other = used_by_rows(args[1]) if place == 2 else meeting(args[1], part, place)
+    return made(func(args[0].block, other, *args[2:], **kwargs), args[0], None)
+
+
+@rule(torch._C._VariableFunctions.einsum)  # type: ignore[attr-defined]
+@whole_if_mixed
+def _einsum(func: Any, args: Any, kwargs: Any) -> Any:
+    equation = args[0]
+    given = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
+    if not isinstance(equation, str) or "." in equation or "->" not in equation or kwargs:
+        return NotImplemented
+    inputs, output = equation.replace(" ", "").split("->")
+    letters = inputs.split(",")
+    found = {(names[x.dimension], x.part) for names, x in zip(letters, given) if type(x) is Rows}
+    if len(found) != 1:
+        raise Mixed
+    ((letter, part),) = found
+    if output.count(letter) != 1 or any(names.count(letter) > 1 for names in letters):
+        raise Mixed
+    for x in given:
+        if type(x) is Rows:
+            x.memory.pull()
+    inside = [
+        meeting(x, part, len(names) - names.index(letter)) if letter in names else used_by_rows(x)
+        for names, x in zip(letters, given)
+    ]
+    return _row_tensor(func(equation, inside), part, len(output) - output.index(letter))
+
+
+# The rows are in the first dimension; the numbers are those of all dimensions.
+_OF_FIRST = {
+    3: "conv1d conv_transpose1d max_pool1d max_pool1d_with_indices avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d "
+    "upsample_nearest1d upsample_linear1d _upsample_nearest_exact1d reflection_pad1d replication_pad1d",
+    4: "conv2d conv_transpose2d max_pool2d max_pool2d_with_indices avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d "
+    "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_nearest_exact2d _upsample_bilinear2d_aa "
+    "_upsample_bicubic2d_aa pixel_shuffle pixel_unshuffle channel_shuffle im2col reflection_pad2d replication_pad2d",
+    5: "conv3d conv_transpose3d max_pool3d max_pool3d_with_indices avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d "
+    "upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact3d",
+}
+
+
+def _of_first(num_dims: int) -> Rule:
+    @whole_if_mixed
+    def first(func: Any, args: Any, kwargs: Any) -> Any:
+        rows = args[0] if args else None
+        if type(rows) is not Rows or rows.dimension or rows.part.outer > 1 or rows.dim() != num_dims:
+            return NotImplemented
+        rows.memory.pull()
+        out = func(rows.block, *map(used_by_rows, args[1:]), **{name: used_by_rows(x) for name, x in kwargs.items()})
+        return made(out, rows) if isinstance(out, T) else type(out)([made(one, rows) for one in out])
+
+    return first
+
+
+for _num, _names in _OF_FIRST.items():
+    rule(_names)(_of_first(_num))
+
+
+@rule("grid_sampler grid_sampler_2d grid_sampler_3d")
+@whole_if_mixed
+def _sampled(func: Any, args: Any, kwargs: Any) -> Any:
+    part, place = place_of(args)
+    if place != args[0].dim() or any(x.shape[0] != part.size for x in args[:2]):
+        raise Mixed
+    return _row_tensor(func(*(meeting(x, part, place) for x in args[:2]), *args[2:], **kwargs), part, place)
+
+
+@rule(torch._C._nn.pad)  # type: ignore[attr-defined]
+@whole_if_mixed
+def _pad(func: Any, args: Any, kwargs: Any) -> Any:
+    rows, widths = args[0], argument(args, kwargs, 1, "pad")
+    if type(rows) is not Rows or rows.dim() - rows.dimension <= len(widths) // 2:
+        return NotImplemented
+    rows.memory.pull()
+    return made(func(rows.block, *args[1:], **kwargs), rows)
+
+
+@rule("layer_norm rms_norm")
+@whole_if_mixed
+def _normalised(func: Any, args: Any, kwargs: Any) -> Any:
+    rows, shape = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "normalized_shape")
+    if type(rows) is not Rows or len(args) < 2 or rows.dim() - rows.dimension <= len(shape):
+        return NotImplemented
+    rows.memory.pull()
+    named = {name: used_by_rows(value) for name, value in kwargs.items()}
+    return made(func(rows.block, shape, *map(used_by_rows, args[2:]), **named), rows)
+
+
+@rule("group_norm instance_norm")
+@whole_if_mixed
+def _normalised_in_groups(func: Any, args: Any, kwargs: Any) -> Any:
+    rows = args[0] if args else None
+    keeps_statistics = func is torch.instance_norm and any(isinstance(value, T) for value in args[3:5])
+    if type(rows) is not Rows or rows.dimension or rows.part.outer > 1 or keeps_statistics or kwargs:
+        return NotImplemented
+    rows.memory.pull()
+    return made(func(rows.block, *map(used_by_rows, args[1:])), rows)
+
+
+@rule(torch.batch_norm)
+@whole_if_mixed
+def _batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
+    """In training: over the rows of all ranks (collective, and once differentiable)."""
+    if len(args) < 8 or type(args[0]) is not Rows or args[0].dimension or args[0].part.outer > 1:
+        return NotImplemented
+    rows, weight, bias, running_mean, running_var, trains, momentum, eps = args[:8]
+    rows.memory.pull()
+    if trains:
+        with_state = rows.block, running_mean, running_var, used_by_rows(weight), used_by_rows(bias), momentum, eps, group()
+        return made(batchnorm.over_ranks(*with_state), rows)
+    return made(func(rows.block, *map(used_by_rows, args[1:])), rows)
+
+
+@rule(torch.embedding)
+@whole_if_mixed
+def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
+    """Args: weight, indices, padding_idx, scale_grad_by_freq, sparse."""
+    if len(args) < 2 or type(args[1]) is not Rows or any(argument(args, kwargs, *x) for x in ((3, "scale_grad_by_freq"), (4, "sparse"))):
+        return NotImplemented
+    args[1].memory.pull()
+    return made(func(used_by_rows(args[0]), args[1].block, *args[2:], **kwargs), args[1])
+
+
+@rule("scaled_dot_product_attention")
+@whole_if_mixed
+def _attention(func: Any, args: Any, kwargs: Any) -> Any:
+    if argument(args, kwargs, 4, "dropout_p", 0.0):
+        return NotImplemented  # it draws inside the kernel
+    part, place = place_of((*args, *kwargs.values()))
+    if place < 3:
+        raise Mixed
+    named = {name: meeting(value, part, place) for name, value in kwargs.items()}
+    return _row_tensor(func(*(meeting(x, part, place) for x in args), **named), part, place)
+
+
+@rule("lstm gru rnn_tanh rnn_relu")
+@whole_if_mixed
+def _recurrent(func: Any, args: Any, kwargs: Any) -> Any:
+    """Args: input, states, parameters, has_biases, num_layers, dropout, train, bidirectional, batch_first."""
+    if len(args) != 9 or type(args[0]) is not Rows or isinstance(args[2], T) or (args[5] and args[6] and args[4] > 1):
+        return NotImplemented
+    rows, states = args[0], args[1]
+    if rows.dim() != 3 or rows.dimension != (0 if args[8] else 1) or rows.part.outer > 1:
+        raise Mixed
+    rows.memory.pull()
+    every = states if isinstance(states, (list, tuple)) else [states]
+    if any(type(state) is Rows and (state.dimension, state.part) != (1, rows.part) for state in every):
+        raise Mixed
+    inside = [meeting(state, rows.part, 2) for state in every]
+    out = func(rows.block, inside if isinstance(states, (list, tuple)) else inside[0], used_by_rows(args[2]), *args[3:])
+    return (made(out[0], rows), *(Rows(state, 1, rows.part) for state in out[1:]))
+
+
+@rule("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
+@whole_if_mixed
+def _recurrent_cell(func: Any, args: Any, kwargs: Any) -> Any:
+    part, place = place_of(args[:2])
+    if place != 2 or kwargs:
+        raise Mixed
+    out = func(*(meeting(x, part, 2) for x in args[:2]), *map(used_by_rows, args[2:]))
+    return Rows(out, 0, part) if isinstance(out, T) else tuple(Rows(one, 0, part) for one in out)
+
+
+def _unreduced(position: int) -> Rule:
+    """Return the rule of a loss whose argument `position` is the kind of reduction; 0 is none."""
+
+    @whole_if_mixed
+    def unreduced(func: Any, args: Any, kwargs: Any) -> Any:
+        if argument(args, kwargs, position, "reduction", 1) != 0:
+            return NotImplemented
+        part, place = place_of((*args, *kwargs.values()))
+        named = {name: meeting(value, part, place) for name, value in kwargs.items()}
+        return _row_tensor(func(*(meeting(value, part, place) for value in args), **named), part, place)
+
+    return unreduced
+
+
+rule(*(getattr(torch._C._nn, name) for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")), torch.kl_div)(_unreduced(2))
+rule(torch._C._nn.binary_cross_entropy)(_unreduced(3))  # type: ignore[attr-defined]
+rule(torch.binary_cross_entropy_with_logits)(_unreduced(4))
+
+
+@rule(torch._C._nn.cross_entropy_loss, torch._C._nn.nll_loss_nd)  # type: ignore[attr-defined]
+@whole_if_mixed
+def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
+    """Args: logits (B, C, ...), classes (B, ...) or probabilities (B, C, ...), weights of classes, reduction."""
+    if argument(args, kwargs, 3, "reduction", 1) != 0 or kwargs:
+        return NotImplemented
+    logits, target = args[:2]
+    rows = next((x for x in args[:2] if type(x) is Rows), None)
+    if rows is None or logits.dim() < 2:
+        raise Mixed
+    for x in (logits, target):
+        if type(x) is Rows:
+            x.memory.pull()
+            if (x.dimension, x.part) != (0, rows.part):
+                raise Mixed
+    inside = [meeting(x, rows.part, x.dim()) for x in (logits, target)]
+    out = func(*inside, *map(used_by_rows, args[2:]))
+    return _row_tensor(out, rows.part, out.dim())

@@ -1,0 +1,279 @@
+"""A DataLoader that fetches this rank's rows of each batch only, and hands out row tensors.
+
+Order, batches, workers and random draws are torch's own, on every rank. Whole batches are fetched where rows alone
+could differ: a collate function of the program, a dataset that draws random numbers, a batch too small to divide.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Optional, TypeVar
+
+import torch
+from torch.utils import data as torch_data
+
+from ddpshim.data.augmentation import Numbered, SampleStreams, has_drawn, show_dataset_to_worker
+from ddpshim.errors import DataError
+from ddpshim.job import messages
+from ddpshim.job.group import world
+from ddpshim.job.job import current
+from ddpshim.job.random_streams import global_states, restore_global_states
+from ddpshim.job.say import line_of_the_caller, say
+from ddpshim.model import guard
+from ddpshim.rows import blocks
+from ddpshim.rows.tensor import Counts, Rows, leaves
+
+T_co = TypeVar("T_co", covariant=True)
+
+_END = object()
+_MOST_LEVELS = 4  # of attributes of a dataset, in which a generator is looked for
+_GENERATORS = ("Generator", "RandomState", "BitGenerator")  # of numpy, which may not be loaded
+
+
+class DataLoader(torch_data.DataLoader[T_co]):
+    """torch's DataLoader with the same attributes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.place = line_of_the_caller()
+        self._of_rows: Optional[_RowsLoader] = None
+        self._is_divided: Optional[bool] = None
+
+    def __iter__(self) -> Any:
+        counts = current().part(Counts)
+        if blocks.ranks().size == 1 or not counts.is_in_lock_step():
+            return super().__iter__()
+        if self._is_divided is None:
+            self._is_divided = _can_divide(self)
+            if self._is_divided:
+                _check_same_indices(self)
+                self._of_rows = _RowsLoader.of(self)
+        begin = super().__iter__ if self._of_rows is None else self._of_rows.__iter__
+        return _batches(self, begin)
+
+
+def _batches(loader: DataLoader[Any], begin: Any) -> Iterator[Any]:
+    """Yield the batches of one pass (collective)."""
+    counts, batches = current().part(Counts), None
+    num_passes = guard.num_reductions()
+    try:
+        while True:
+            counts.is_fetching = True
+            try:
+                batches = begin() if batches is None else batches
+                batch = next(batches, _END)
+            finally:
+                counts.is_fetching = False
+            if batch is _END:
+                break
+            yield batch if loader._of_rows is None else _with_rows(*batch, loader.place)
+    finally:
+        batches = None  # ends an abandoned pass now, on every rank: Python up to 3.10 keeps this frame
+    if guard.num_reductions() != num_passes:
+        guard.check_equal_steps(f"a pass over the DataLoader of {loader.place}")
+
+
+class _RowsLoader(torch_data.DataLoader[Any]):
+    """A copy of a loader that fetches (number of rows of the whole batch, this rank's rows)."""
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> _RowsLoader:
+        made = copy.copy(loader)
+        made.__class__ = cls
+        streams: Any = (_InWorkers if loader.num_workers else _InThisProcess)(loader)
+        inside = {"dataset": streams, "collate_fn": streams.collated_rows, "_iterator": None}
+        if loader.num_workers:
+            inside["worker_init_fn"] = _Init(loader.worker_init_fn)
+        vars(made).update(inside)
+        return made  # type: ignore[return-value]
+
+    @property
+    def _index_sampler(self) -> Any:
+        return _OwnRows(self.batch_sampler)
+
+
+class _OwnRows:
+    """The batches of a sampler, as this rank's indices with those of all ranks."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Numbered]:
+        here = blocks.ranks()
+        for step, indices in enumerate(self._batches):
+            part = blocks.part_of(len(indices), here.size)
+            rows = range(len(indices)) if part is None else range(*part.cuts[here.rank : here.rank + 2])
+            whole = [*indices]
+            numbered = Numbered([whole[row] for row in rows], 0, step)
+            numbered.whole, numbered.rows = whole, rows
+            yield numbered
+
+
+
+
+class _InWorkers(SampleStreams):
+    """The dataset in a data worker: with the draws that it makes in one process."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        here = blocks.ranks()
+        super().__init__(loader.dataset, loader.collate_fn, 0, (here.rank, here.size), loader.num_workers)
+        self.is_as_in_one_process = True
+
+    def __getitems__(self, indices: Any) -> Any:
+        return len(indices.whole), super().__getitems__(indices)
+
+    def collated_rows(self, given: Any) -> Any:
+        num_rows, samples = given
+        return num_rows, self.collated(samples)
+
+
+class _InThisProcess(torch_data.Dataset[Any]):
+    """The dataset in the training's process, where all ranks' generators must stay in one state.
+
+    Once a rank's samples draw random numbers, all ranks fetch whole batches, from that batch on.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.dataset, self._collate = loader.dataset, loader.collate_fn
+        self.draws = False
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, indices: Any) -> Any:
+        return indices
+
+    def collated_rows(self, indices: Any) -> Any:
+        """Fetch and collate this rank's rows (collective)."""
+        num_rows, here = len(indices.whole), world()
+        before = global_states()
+        if not self.draws:
+            batch = self._collate(self._fetch(indices))
+            drawn = int(has_drawn(before))
+            if not any(flag for flag, _ in messages.pairs((drawn, 0), here.world_size, here._peers())):
+                return num_rows, batch
+            self.draws = True
+            restore_global_states(before)
+            if here.is_main:
+                say(
+                    f"{type(self.dataset).__name__} draws random numbers for a sample: to draw what one process "
+                    "draws, each rank loads whole batches, which makes loading as slow as in one process. With "
+                    "num_workers > 0 loading is not in the training's way"
+                )
+        whole = self._collate(self._fetch(indices.whole))
+        return num_rows, _rows_of(whole, indices.rows, num_rows)
+
+    def _fetch(self, indices: Any) -> Any:
+        by_batch = getattr(self.dataset, "__getitems__", None)
+        return by_batch([*indices]) if callable(by_batch) else [self.dataset[index] for index in indices]
+
+
+class _Init:
+    """The program's worker_init_fn, in a worker that shows it the program's dataset."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __call__(self, worker: int) -> None:
+        show_dataset_to_worker()
+        if self._original is not None:
+            self._original(worker)
+
+
+def _rows_of(batch: Any, rows: range, num_rows: int) -> Any:
+    """Return these rows of a batch that torch's default collate made."""
+    if len(rows) == num_rows:
+        return batch
+    return _walked(lambda x: x[rows.start : rows.stop], lambda texts: texts[rows.start : rows.stop], batch)
+
+
+def _walked(of_tensor: Any, of_texts: Any, batch: Any) -> Any:
+    """Return a batch of torch's default collate with its tensors and its lists of text replaced."""
+    if isinstance(batch, torch.Tensor):
+        return of_tensor(batch)
+    if isinstance(batch, Mapping):
+        changed = {key: _walked(of_tensor, of_texts, value) for key, value in batch.items()}
+        if type(batch) is dict or not hasattr(batch, "update"):
+            return changed
+        copied: Any = copy.copy(batch)
+        copied.update(changed)
+        return copied
+    if isinstance(batch, (list, tuple)) and batch and all(isinstance(one, (str, bytes)) for one in batch):
+        return of_texts(batch)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_walked(of_tensor, of_texts, one) for one in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(_walked(of_tensor, of_texts, one) for one in batch)  # type: ignore[call-arg]
+    return batch
+
+
+def _with_rows(num_rows: int, batch: Any, place: str) -> Any:
+    """Return the batch with row tensors (collective)."""
+    here = world()
+    part = blocks.part_of(num_rows, here.world_size)
+    if part is None:
+        return batch
+    kinds = [(x.dtype, x.shape[1:]) if isinstance(x, torch.Tensor) else type(x).__name__ for x in leaves(batch)]
+    tag = zlib.crc32(repr((num_rows, [kind for kind in kinds if kind != "str"])).encode())
+    if len(set(messages.pairs((tag, 0), here.world_size, here._peers()))) > 1:
+        of_ranks = here.gather(repr(kinds))
+        raise DataError(
+            f"{place}: samples of one batch differ in shape or type: {of_ranks[0]} on rank 0, and "
+            f"{next(x for x in of_ranks if x != of_ranks[0])} on another. torch's collate cannot join them. Make "
+            "samples alike, or give the loader a collate_fn"
+        )
+
+    def texts(own: Any) -> Any:
+        return type(own)([one for theirs in here.gather(own) for one in theirs])
+
+    return _walked(lambda x: Rows(x, 0, part), texts, batch)
+
+
+def _can_divide(loader: DataLoader[Any]) -> bool:
+    return (
+        not isinstance(loader.dataset, torch_data.IterableDataset)
+        and loader.collate_fn is torch_data.default_collate
+        and loader.batch_sampler is not None
+        and getattr(loader, "in_order", True)
+        and not _has_generator(loader.dataset, _MOST_LEVELS, set())
+    )
+
+
+def _has_generator(value: Any, num_levels: int, seen: set[int]) -> bool:
+    """Whether an object holds a random generator of its own, whose state a rank's rows alone would change. Local."""
+    if id(value) in seen or not num_levels:
+        return False
+    seen.add(id(value))
+    if isinstance(value, (random.Random, torch.Generator)):
+        return True
+    if type(value).__module__.partition(".")[0] == "numpy":
+        return type(value).__name__ in _GENERATORS
+    if isinstance(value, (list, tuple)):
+        return any(_has_generator(one, num_levels - 1, seen) for one in value[:64])
+    inner = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    if not isinstance(inner, dict) or isinstance(value, (type, torch.nn.Module)) or type(value) is type(sys):
+        return False
+    return any(_has_generator(one, num_levels - 1, seen) for one in [*inner.values()][:256])
+
+
+def _check_same_indices(loader: DataLoader[Any]) -> None:
+    """Raise DataError if ranks hold different parts of the data (collective)."""
+    inner, own = loader.dataset, []
+    while isinstance(inner, torch_data.Subset):
+        own.append(hash(tuple(int(index) for index in inner.indices)))
+        inner = inner.dataset
+    everyones = world().gather(own)
+    odd = next((rank for rank, theirs in enumerate(everyones) if theirs != everyones[0]), None)
+    if odd is not None:
+        raise DataError(
+            f"{loader.place}: the Subsets of ranks 0 and {odd} have different indices; a sample would be used for "
+            "training on one rank and for validation on another. Draw the split from torch's, numpy's or Python's "
+            "global generator, or with a fixed seed (np.random.default_rng(0))."
+        )

@@ -1,0 +1,308 @@
+"""Rules of elementwise operations, of questions about a tensor, and of random draws.
+
+A rule computes on blocks what is row-wise by definition: no entry of a row's result depends on another row. It returns
+NotImplemented where that does not hold, and the operation is then computed on the whole. Together with `dimensions` and
+`layers` this is the closed list; tests/test_rows.py compares each rule with the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Optional
+
+import torch
+from torch.nn import functional as F
+
+from ddpshim.job.job import current
+from ddpshim.model.guard import Watched
+from ddpshim.rows import blocks
+from ddpshim.rows.blocks import Part, Same
+from ddpshim.rows.tensor import RULES, Counts, Rows, cut
+
+T = torch.Tensor
+_NAMESPACES = (torch, T, torch._C._nn, torch._C._VariableFunctions, torch.special, torch.linalg, F)
+
+Rule = Callable[[Any, Any, Any], Any]
+
+# With broadcasting. Names ending with _ change their first argument; "data", "real" and "imag" are attributes.
+ELEMENTWISE = """
+abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan
+atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp
+clamp_max clamp_min clip complex conj_physical copysign cos cosh deg2rad digamma div divide elu eq erf erfc erfinv exp
+exp2 expm1 fix float_power floor floor_divide fmax fmin fmod frac gelu greater greater_equal gt ge hardshrink
+hardsigmoid hardswish hardtanh heaviside hypot i0 igamma igammac isclose isfinite isinf isnan isneginf isposinf isreal
+ldexp leaky_relu lerp less less_equal le lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and
+logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish mul multiply mvlgamma nan_to_num ne neg
+negative nextafter not_equal polar polygamma positive pow rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu
+sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink sqrt square sub subtract tan tanh threshold true_divide
+trunc xlogy where entr erfcx expit gammainc gammaincc gammaln i0e i1 i1e log_ndtr ndtr ndtri psi xlog1py zeta
+bessel_j0 bessel_j1
+__and__ __or__ __xor__ __rand__ __ror__ __rxor__ __invert__ __lshift__ __rshift__ __eq__ __ne__ __lt__ __le__ __gt__
+__ge__ __add__ __radd__ __mul__ __rmul__ __sub__ __rsub__ __div__ __rdiv__ __truediv__ __rtruediv__ __floordiv__
+__rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __neg__ __pos__ __abs__
+clone contiguous to type float double half bfloat16 int long short char byte bool cfloat cdouble type_as detach cpu cuda
+zeros_like ones_like full_like conj resolve_conj resolve_neg
+"""
+IN_PLACE = """
+abs_ acos_ acosh_ add_ addcdiv_ addcmul_ asin_ asinh_ atan_ atan2_ atanh_ bitwise_and_ bitwise_not_ bitwise_or_
+bitwise_xor_ ceil_ celu_ clamp_ clamp_max_ clamp_min_ clip_ copysign_ cos_ cosh_ digamma_ div_ divide_ elu_ eq_ erf_
+erfc_ erfinv_ exp_ exp2_ expm1_ fix_ float_power_ floor_ floor_divide_ fmod_ frac_ ge_ gt_ hardsigmoid_ hardswish_
+hardtanh_ heaviside_ hypot_ leaky_relu_ lerp_ lgamma_ log_ log10_ log1p_ log2_ logical_and_ logical_not_ logical_or_
+logical_xor_ logit_ lt_ le_ masked_fill_ mish_ mul_ multiply_ nan_to_num_ ne_ neg_ negative_ nextafter_ pow_
+reciprocal_ relu_ relu6_ remainder_ round_ rsqrt_ selu_ sgn_ sigmoid_ sign_ silu_ sin_ sinc_ sinh_ sqrt_ square_ sub_
+subtract_ tan_ tanh_ threshold_ true_divide_ trunc_ xlogy_ copy_ zero_ fill_ __iadd__ __isub__ __imul__ __idiv__
+__itruediv__ __iand__ __ior__ __ixor__ __ifloordiv__ __imod__ __ipow__ __ilshift__ __irshift__
+"""
+ABOUT = """
+size dim ndimension numel nelement element_size is_floating_point is_complex get_device __len__ __hash__ is_tensor
+is_signed
+"""
+ATTRIBUTES = "shape dtype device layout ndim is_cuda is_cpu is_sparse is_quantized is_meta is_nested itemsize nbytes names"
+OF_BLOCK = "is_contiguous is_inference is_conj is_neg"
+ATTRIBUTES_OF_BLOCK = "requires_grad grad_fn is_leaf retains_grad output_nr _version"
+
+
+class Mixed(Exception):
+    """Raised where tensors do not have their rows in one place: the operation is computed on the whole."""
+
+
+def functions(names: Iterable[str]) -> list[Any]:
+    """Return torch's functions and methods of these names, in all of its namespaces that this torch has. Local."""
+    found = (getattr(place, name, None) for name in names for place in _NAMESPACES)
+    return [function for function in found if callable(function)]
+
+
+def getters(names: str) -> list[Any]:
+    """Return the getters of these attributes of tensors that this torch has. Local."""
+    return [getattr(T, name).__get__ for name in names.split() if hasattr(T, name)]
+
+
+def rule(*given: Any) -> Callable[[Rule], Rule]:
+    """Register a rule for functions; a text has names for `functions`. Local."""
+
+    def add(made: Rule) -> Rule:
+        for one in given:
+            for function in functions(one.split()) if isinstance(one, str) else [one]:
+                RULES[function] = made
+        return made
+
+    return add
+
+
+def made(block: torch.Tensor, of: Rows, dim: Optional[int] = None, part: Optional[Part] = None) -> Rows:
+    """Return a new row tensor of `block`, or `of` itself if the operation returned its block. Local."""
+    if block is of.block:
+        return of
+    current().part(Counts).on_rows += 1
+    memory = of.memory if shares_memory(block, of.block) else None
+    return Rows(block, of.dimension if dim is None else dim, part or of.part, memory)
+
+
+def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def place_of(values: Iterable[Any]) -> tuple[Part, int]:
+    """Return (part, place of the rows, counted from the last dimension) of all row tensors in `values`. Local.
+
+    Raises Mixed if they differ, or if there are none.
+    """
+    found: Optional[tuple[Part, int]] = None
+    for value in values:
+        kind = type(value)
+        if kind is Rows:
+            value.memory.pull()
+            here = value.part, value.dim() - value.dimension
+            if found is not None and found != here:
+                raise Mixed
+            found = here
+        elif (kind is list or kind is tuple) and any(type(inner) is Rows for inner in value):
+            here = place_of(value)
+            if found is not None and found != here:
+                raise Mixed
+            found = here
+    if found is None:
+        raise Mixed
+    return found
+
+
+def meeting(value: Any, part: Part, place: int) -> Any:
+    """Return the part of `value` that broadcasts against blocks whose rows are at `place` from the last dimension.
+
+    A whole tensor with all rows there is cut; one without that dimension, or with size 1 there, is used as it is.
+    Raises Mixed otherwise.
+    """
+    kind = type(value)
+    if kind is Rows:
+        return value.block
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        dim = value.dim() - place
+        if dim >= 0 and value.shape[dim] != 1:
+            if value.shape[dim] != part.size or value.layout is not torch.strided:
+                raise Mixed
+            return cut(value, dim, part)
+        return used_by_rows(value)
+    if kind is list or kind is tuple:
+        return kind([meeting(inner, part, place) for inner in value])
+    return used_by_rows(value)
+
+
+def used_by_rows(value: Any) -> Any:
+    """Return a whole value for use with blocks: a tensor's gradient becomes the sum over ranks. Local.
+
+    Except for parameters, whose gradients a wrapper reduces. Raises Mixed for a row tensor or a class of the program.
+    """
+    if isinstance(value, T):
+        if type(value) is not T and type(value) is not torch.nn.Parameter:
+            raise Mixed
+        if value.requires_grad and torch.is_grad_enabled() and id(value) not in current().part(Watched).owners:
+            return Same.apply(value)  # type: ignore[no-untyped-call]
+        return value
+    if type(value) is list or type(value) is tuple:
+        return type(value)([used_by_rows(inner) for inner in value])
+    return value
+
+
+def argument(args: Any, kwargs: Any, position: int, name: str, default: Any = None) -> Any:
+    """Return an argument that may be given by place or by name. Local."""
+    return args[position] if len(args) > position else kwargs.get(name, default)
+
+
+def whole_if_mixed(inner: Rule) -> Rule:
+    """Return the rule `inner`; NotImplemented if it raises Mixed, and for results in tensors that are given. Local."""
+
+    def checked(func: Any, args: Any, kwargs: Any) -> Any:
+        if kwargs and kwargs.get("out") is not None:
+            return NotImplemented
+        try:
+            return inner(func, args, kwargs)
+        except Mixed:
+            return NotImplemented
+
+    return checked
+
+
+@whole_if_mixed
+def elementwise(func: Any, args: Any, kwargs: Any) -> Any:
+    part, place = place_of((*args, *kwargs.values()) if kwargs else args)
+    given = [meeting(value, part, place) for value in args]
+    block = func(*given, **{name: meeting(value, part, place) for name, value in kwargs.items()})
+    if type(args[0]) is Rows:
+        return made(block, args[0], block.dim() - place)
+    current().part(Counts).on_rows += 1
+    return Rows(block, block.dim() - place, part)
+
+
+rule(ELEMENTWISE, *getters("real imag data"))(elementwise)
+
+
+@rule(torch.where, T.where)
+def _where(func: Any, args: Any, kwargs: Any) -> Any:
+    return elementwise(func, args, kwargs) if len(args) + len(kwargs) == 3 else NotImplemented  # 1: places of True
+
+
+@rule(IN_PLACE)
+@whole_if_mixed
+def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
+    part, place = place_of((*args, *kwargs.values()) if kwargs else args)
+    rows = args[0] if args else None
+    if type(rows) is not Rows or place != rows.dim() - rows.dimension:
+        return NotImplemented
+    given = [meeting(value, part, place) for value in args]
+    func(*given, **{name: meeting(value, part, place) for name, value in kwargs.items()})
+    current().part(Counts).on_rows += 1
+    rows.memory.wrote()
+    return rows
+
+
+@rule(ABOUT, *getters(ATTRIBUTES))
+def _about(func: Any, args: Any, kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+@rule(OF_BLOCK, *getters(ATTRIBUTES_OF_BLOCK))
+def _of_block(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(args[0].block, *args[1:], **kwargs)
+
+
+@rule("stride")
+def _stride(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(template(args[0], "meta"), *args[1:], **kwargs)
+
+
+def template(rows: Rows, device: Any = None) -> torch.Tensor:
+    """Return a whole tensor without values in the memory layout that it has in one process. Local."""
+    strides, shape = rows.block.stride(), list(rows.shape)
+    order = sorted(range(rows.dim()), key=lambda i: (-strides[i], i))
+    sizes = [1 if strides[i] == 0 else shape[i] for i in order]  # an expanded dimension has no memory
+    empty = torch.empty(sizes, dtype=rows.dtype, device=device or rows.device)
+    return empty.permute(sorted(range(rows.dim()), key=order.__getitem__)).expand(shape)
+
+
+@rule("new_zeros new_ones new_full new_empty new_tensor")
+def _new(func: Any, args: Any, kwargs: Any) -> Any:
+    if type(args[0]) is not Rows or any(isinstance(value, Rows) for value in (*args[1:], *kwargs.values())):
+        return NotImplemented
+    return func(args[0].block.detach(), *args[1:], **kwargs)
+
+
+# Random draws are those of one process: for the whole, on every rank.
+@rule("randn_like rand_like randint_like")
+def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(template(args[0]), *args[1:], **kwargs) if args and type(args[0]) is Rows else NotImplemented
+
+
+@rule("detach_")
+def _detach(func: Any, args: Any, kwargs: Any) -> Any:
+    args[0].block.detach_()
+    return args[0]
+
+
+@rule("empty_like")
+def _empty(func: Any, args: Any, kwargs: Any) -> Any:
+    return made(func(args[0].block, *args[1:], **kwargs), args[0]) if args else NotImplemented
+
+
+@rule("normal_ uniform_ random_ exponential_ log_normal_ cauchy_ geometric_ bernoulli_")
+def _drawn_in_place(func: Any, args: Any, kwargs: Any) -> Any:
+    rows = args[0]
+    if type(rows) is not Rows or any(isinstance(value, T) for value in (*args[1:], *kwargs.values())):
+        return NotImplemented
+    with torch.no_grad():
+        drawn = func(template(rows).contiguous(memory_format=torch.preserve_format), *args[1:], **kwargs)
+    rows.block.copy_(blocks.own(drawn, rows.dimension, rows.part))
+    rows.memory.wrote()
+    return rows
+
+
+@rule(torch.dropout, torch.feature_dropout)
+def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
+    rows, p, trains = args[0], argument(args, kwargs, 1, "p"), argument(args, kwargs, 2, "train")
+    if type(rows) is not Rows or rows.block.is_complex():
+        return NotImplemented
+    if not trains:
+        return elementwise(func, args, kwargs)
+    if not 0 < p < 1 or (func is torch.feature_dropout and (rows.dimension or rows.part.outer > 1)):
+        return NotImplemented
+    rows.memory.pull()
+    return made(rows.block * _mask(func, rows, p), rows)
+
+
+@rule(torch.dropout_, torch.feature_dropout_)
+def _dropout_in_place(func: Any, args: Any, kwargs: Any) -> Any:
+    rows, p, trains = args[0], argument(args, kwargs, 1, "p"), argument(args, kwargs, 2, "train")
+    if func is not torch.dropout_ or type(rows) is not Rows or rows.block.is_complex() or not 0 < p < 1:
+        return NotImplemented
+    if trains:
+        rows.memory.pull()
+        rows.block.mul_(_mask(torch.dropout, rows, p))
+        rows.memory.wrote()
+    return rows
+
+
+def _mask(func: Any, rows: Rows, p: float) -> torch.Tensor:
+    """Return this rank's block of what dropout multiplies the whole by. Local."""
+    with torch.no_grad():
+        ones = torch.ones_like(template(rows, "meta"), device=rows.device)
+        return blocks.own(func(ones, p, True), rows.dimension, rows.part)

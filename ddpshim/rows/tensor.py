@@ -1,0 +1,350 @@
+"""Defines `Rows`, a tensor with the shape of the whole batch that holds this rank's block of rows.
+
+An operation that is row-wise by definition (`rules`) is computed on the blocks. Any other operation gathers first and
+is computed whole on every rank: slower, and right. Memory is shared as in one process: a whole tensor that shares
+memory with a row tensor (a slice across rows, the argument of a network) is its mirror. What is written into one is
+copied into the other before the next use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, Optional
+
+import torch
+
+from ddpshim.errors import SyncError
+from ddpshim.job.job import current
+from ddpshim.job.say import line_of_the_caller
+from ddpshim.rows import blocks
+from ddpshim.rows.blocks import Gather, Part, Scatter
+
+RULES: dict[Any, Callable[..., Any]] = {}  # by function of torch; a rule may return NotImplemented
+_WITHOUT_FUNCTION = torch._C.DisableTorchFunctionSubclass
+_T = torch.Tensor
+# They give away the address of a tensor's memory.
+_EXPOSED = {
+    getattr(_T, name)
+    for name in ("numpy", "__array__", "data_ptr", "storage", "untyped_storage", "__dlpack__", "share_memory_")
+    if hasattr(_T, name)
+}
+_DETACHING = {"detach", "lift_fresh", "alias", "_to_copy"}
+
+
+class Counts:
+    """Counts of a job's operations on row tensors.
+
+    Attributes:
+        on_rows: number of operations that were computed on blocks.
+        gathered: number of gathers, by line of the program and function.
+        num_bytes: bytes of the wholes, in the same way.
+        is_fetching: whether a loader is producing a batch.
+        is_alone: whether this rank runs something that others do not.
+    """
+
+    def __init__(self) -> None:
+        self.on_rows = 0
+        self.gathered: Counter[tuple[str, str]] = Counter()
+        self.num_bytes: Counter[tuple[str, str]] = Counter()
+        self.is_fetching = False
+        self.is_alone = False
+        self._thread, self._process = threading.get_ident(), os.getpid()
+
+    def is_in_lock_step(self) -> bool:
+        """Whether all ranks run this code at the same point, so that collectives meet. Local."""
+        is_backward = torch._C._current_graph_task_id() >= 0  # in autograd's own threads
+        is_here = is_backward or threading.get_ident() == self._thread
+        return is_here and os.getpid() == self._process and not self.is_fetching and not self.is_alone
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within this block this rank does something that others do not, so it must not gather. Local."""
+        before, self.is_alone = self.is_alone, True
+        try:
+            yield
+        finally:
+            self.is_alone = before
+
+
+class _Mirror:
+    """A whole tensor of which `rows` is this rank's block, and which the program may read or change."""
+
+    def __init__(self, rows: Rows, whole: torch.Tensor, is_exposed: bool) -> None:
+        self.block, self.dim, self.part, self.whole = rows.block, rows.dimension, rows.part, whole
+        self.is_exposed = is_exposed or whole.is_inference()
+        self.version = -1 if self.is_exposed else whole._version
+
+    def has_changed(self) -> bool:
+        """Whether the program has written into the whole since the last copy. Local."""
+        if self.is_exposed:
+            return not torch.equal(blocks.own(self.whole.detach(), self.dim, self.part), self.block.detach())
+        return self.whole._version != self.version
+
+    def pull(self) -> None:
+        """Copy the whole's rows into the block. Local."""
+        part = cut(self.whole, self.dim, self.part)
+        if part.data_ptr() != self.block.data_ptr():
+            self.block.copy_(part)
+        self.note()
+
+    def push(self) -> None:
+        """Copy all ranks' blocks into the whole (collective)."""
+        own_rows = blocks.own(self.whole, self.dim, self.part)
+        shares = own_rows.data_ptr() == self.block.data_ptr()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not shares):
+            self.whole.copy_(gathered(self.block, self.dim, self.part))
+        self.note()
+
+    def note(self) -> None:
+        if not self.is_exposed:
+            self.version = self.whole._version
+
+
+class Memory:
+    """What row tensors that share memory have in common.
+
+    Attributes:
+        num_writes: how often it was written through a row tensor.
+    """
+
+    __slots__ = ("mirrors", "num_writes")
+
+    def __init__(self) -> None:
+        self.num_writes = 0
+        self.mirrors: list[_Mirror] = []
+
+    def pull(self) -> None:
+        """Copy what the program has written into mirrors (collective if something was written)."""
+        for mirror in self.mirrors:
+            if mirror.has_changed():
+                mirror.pull()
+                self.wrote(except_for=mirror)
+
+    def wrote(self, except_for: Optional[_Mirror] = None) -> None:
+        """Note that the blocks were written; copy them into the mirrors (collective if there are any)."""
+        self.num_writes += 1
+        for mirror in self.mirrors:
+            if mirror is not except_for:
+                mirror.push()
+
+
+class Rows(torch.Tensor):
+    """A row tensor.
+
+    Attributes:
+        block: this rank's rows; part of this rank's graph.
+        dimension: the dimension of the rows.
+        part: how it is divided.
+        memory: shared with all row tensors that share its memory.
+    """
+
+    block: torch.Tensor
+    dimension: int
+    part: Part
+    memory: Memory
+    cached: Optional[tuple[Any, torch.Tensor, int]]
+
+    @staticmethod
+    def __new__(
+        cls, block: torch.Tensor, dimension: int, part: Part, memory: Optional[Memory] = None
+    ) -> Rows:
+        size = list(block.shape)
+        size[dimension] = part.size
+        made: Rows = _T._make_wrapper_subclass(cls, size, dtype=block.dtype, device=block.device)  # type: ignore[attr-defined]
+        made.block, made.dimension, made.part = block, dimension, part
+        made.memory, made.cached = memory or Memory(), None
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        rule = RULES.get(func)
+        if rule is not None:
+            out = rule(func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        return on_whole(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Gather for code that bypasses __torch_function__: C++ extensions, torch.tensor(x)."""
+        name = func.overloadpacket.__name__
+        found = [x for x in leaves((args, kwargs or {})) if isinstance(x, Rows)]
+        if torch.is_grad_enabled() and name not in _DETACHING and any(x.block.requires_grad for x in found):
+            raise SyncError(
+                f"{line_of_the_caller()}: {func} got a batch that is divided over the ranks by a way that ddpshim "
+                "does not see (a C++ extension?), so its gradient would be lost. Give it x.clone() of a tensor "
+                "outside the network, or set DDPSHIM_ROWS=off: every rank then computes whole batches."
+            )
+        with torch.no_grad():
+            return on_whole(func, args, kwargs or {})
+
+
+def leaves(value: Any) -> list[Any]:
+    """Return the items of nested tuples, lists and dicts. Local."""
+    if isinstance(value, (tuple, list)):
+        return [leaf for inner in value for leaf in leaves(inner)]
+    if isinstance(value, dict):
+        return [leaf for inner in value.values() for leaf in leaves(inner)]
+    return [value]
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return nested tuples, lists and dicts with each item replaced by `function` of it. Local."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([mapped(function, inner) for inner in value])
+    if isinstance(value, dict):
+        changed = {key: mapped(function, inner) for key, inner in value.items()}
+        if kind is dict:
+            return changed
+        if all(changed[key] is inner for key, inner in value.items()):
+            return value
+        try:
+            copied = value.copy()
+            copied.update(changed)
+            return copied
+        except Exception:
+            return kind(changed)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind(*(mapped(function, inner) for inner in value))
+    if isinstance(value, (tuple, list)):
+        parts = [mapped(function, inner) for inner in value]
+        return value if all(new is old for new, old in zip(parts, value)) else kind(parts)
+    return function(value)
+
+
+def cut(whole: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
+    """Return this rank's block of `whole`, as part of its graph (its backward pass is collective)."""
+    if whole.requires_grad and torch.is_grad_enabled():
+        made: torch.Tensor = Scatter.apply(whole, dim, part)  # type: ignore[no-untyped-call]
+        return made
+    return blocks.own(whole, dim, part)
+
+
+def gathered(block: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
+    """Return the whole of the ranks' blocks, as part of their graph (collective)."""
+    if block.requires_grad and torch.is_grad_enabled():
+        made: torch.Tensor = Gather.apply(block, dim, part)  # type: ignore[no-untyped-call]
+        return made
+    return blocks.gather(block, dim, part)
+
+
+def divided(whole: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """Return a row tensor with the values and the memory of `whole`, which must be equal on all ranks. Local.
+
+    Returns `whole` itself if it cannot be divided: fewer than two rows for a rank, or no plain tensor.
+    """
+    if type(whole) not in (torch.Tensor, torch.nn.Parameter) or whole.layout is not torch.strided or whole.is_quantized:
+        return whole
+    part = blocks.part_of(whole.shape[dim], blocks.ranks().size)
+    if part is None:
+        return whole
+    block = cut(whole, dim, part)
+    if not block.is_contiguous() and whole.is_contiguous():
+        block = block.contiguous()
+    rows = Rows(block, dim, part)
+    rows.memory.mirrors.append(_Mirror(rows, whole, False))
+    return rows
+
+
+def whole(rows: Rows, why: str = "") -> torch.Tensor:
+    """Return the whole of a row tensor, computed at most once (collective)."""
+    rows.memory.pull()
+    for mirror in rows.memory.mirrors:
+        if mirror.block is rows.block and mirror.dim == rows.dimension:
+            needs = rows.block.requires_grad and torch.is_grad_enabled()
+            if mirror.whole.requires_grad or not needs:
+                return mirror.whole
+    key = rows.memory.num_writes, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    if rows.cached is not None and rows.cached[0] == key and _version(rows.cached[1]) == rows.cached[2]:
+        return rows.cached[1]
+    counts = current().part(Counts)
+    if not counts.is_in_lock_step():
+        raise SyncError(
+            f"{line_of_the_caller()}: a batch that is divided over the ranks is used in another thread or process, or "
+            "in code that one rank runs alone, at a time that differs between ranks. Read it in the main thread, "
+            "outside of datasets and rollouts: batch.clone(), float(loss)."
+        )
+    made = gathered(rows.block, rows.dimension, rows.part)
+    place = line_of_the_caller(), why
+    counts.gathered[place] += 1
+    counts.num_bytes[place] += made.numel() * made.element_size()
+    rows.cached = key, made, _version(made)
+    return made
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return `func` of the wholes, computed on every rank (collective). What it changes in place is changed."""
+    found: list[tuple[Rows, torch.Tensor, int]] = []
+    name = getattr(getattr(func, "__self__", None), "__name__", "") or getattr(func, "__name__", str(func))
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Rows):
+            made = whole(value, name)
+            found.append((value, made, _version(made)))
+            return made
+        return value
+
+    args, kwargs = mapped(plain, args), mapped(plain, kwargs)
+    out = func(*args, **kwargs)
+    for rows, made, version in found:
+        has_changed = _version(made) != version
+        if made.is_inference():
+            has_changed = not torch.equal(blocks.own(made, rows.dimension, rows.part), rows.block)
+        if has_changed:
+            if made.shape != rows.shape or made.dtype != rows.dtype:
+                raise SyncError(
+                    f"{line_of_the_caller()}: {name} changed the shape or type of a batch that is divided over the "
+                    "ranks in place. Use the variant that returns a new tensor"
+                )
+            written(rows, made)
+    if not found:
+        return out
+    if func in _EXPOSED:
+        for rows, made, _ in found[:1]:
+            rows.memory.mirrors.append(_Mirror(rows, made, True))
+    by_memory = {_memory(made): (rows, made) for rows, made, _ in found}
+
+    def shared(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, Rows):
+            return value
+        known = by_memory.get(_memory(value))
+        if known is None:
+            return value
+        rows, made = known
+        if value is made:
+            return rows
+        if not any(mirror.whole is made for mirror in rows.memory.mirrors):
+            rows.memory.mirrors.append(_Mirror(rows, made, False))
+        return value
+
+    return mapped(shared, out)
+
+
+def written(rows: Rows, made: torch.Tensor) -> None:
+    """Copy a changed whole into the block (collective if there are mirrors)."""
+    for mirror in rows.memory.mirrors:
+        if mirror.whole is made:
+            mirror.pull()
+            rows.memory.wrote(except_for=mirror)
+            return
+    rows.block.copy_(cut(made, rows.dimension, rows.part))
+    rows.memory.wrote()
+    key = rows.memory.num_writes, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    rows.cached = key, made, _version(made)
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse
+        return id(tensor)
