@@ -4,7 +4,7 @@ With FIELD_NUDGED=1, the weights are one unit in the last place larger after the
 With FIELD_CUDA=cpu, the device "cuda" is the CPU: some trainers support no other.
 With FIELD_ONE_GPU=MODULE, the module sees one GPU, and its device is the CPU.
 With FIELD_OLDER=1, numpy, Python and torch have names that are no longer there: some trainers pin older versions.
-With FIELD_SEED=1, the generators begin with a seed: some trainers set none.
+With FIELD_SEED=MODULE, the generators get a seed after the import of the module: some trainers set none.
 With FIELD_INSTEAD=MODULE:OTHER,..., the module OTHER replaces one of the trainer's, such as its simulator.
 With FIELD_EMPTY=MODULE,..., every name in these modules is None: they are imported, but not used.
 """
@@ -99,6 +99,14 @@ def _older_torch(module):
     module._accumulate = itertools.accumulate
 
 
+def _seeded(module):
+    import numpy
+    import torch
+
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(1)
+
+
 def _write():
     import torch
 
@@ -187,7 +195,5 @@ if os.environ.get("FIELD_CUDA") == "cpu":
 if "FIELD_OLDER" in os.environ:
     collections.Mapping = collections.abc.Mapping
     ACTIONS += [("numpy", _older_numpy), ("torch._utils", _older_torch)]
-if "FIELD_SEED" in os.environ:
-    random.seed(1)
-    ACTIONS += [("numpy", lambda module: module.random.seed(1)), ("torch", lambda module: module.manual_seed(1))]
+ACTIONS += [(name, _seeded) for name in _listed("FIELD_SEED")]
 sys.meta_path.insert(0, _AfterImport(ACTIONS))
