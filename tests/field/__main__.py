@@ -141,7 +141,12 @@ def play(
 
 def refusal(printed: str) -> str:
     """Return ddpshim's message if it refused the trainer, else an empty string."""
-    found = re.findall(r"(?:\w*Error|ddpshim[\w.]*\.\w+Error|NotTheSame\w*|Refused): (.+)", printed)
+    found = re.findall(r"ddpshim[\w.]*\.\w+Error: (.+)", printed)
+    return found[-1] if found else ""
+
+
+def _last_error(printed: str) -> str:
+    found = re.findall(r"^(?:.*failed first: |.*same error: )?([\w.]*(?:Error|Exception)\b.*)", printed, re.MULTILINE)
     return found[-1] if found else ""
 
 
@@ -168,7 +173,7 @@ def compared(trainer: Trainer, one: Left, samples: list[Left], two: Left, num_ra
         notes.append(f"edited: {two.edited}")
     if two.exit_code:
         verdict = "refused" if refusal(two.printed) else "failed"
-        return Row(trainer, num_ranks, verdict, {}, [*notes, refusal(two.printed)])
+        return Row(trainer, num_ranks, verdict, {}, [*notes, refusal(two.printed) or _last_error(two.printed)])
     differences, unread = _differences(one, two, trainer.losses)
     notes += unread
     if set(two.probes) != set(range(num_ranks)):
