@@ -35,8 +35,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 DEADLINE_S = 900
 TOLERANCE = 1e-5  # float32, after 10 to 30 steps
-# Two runs in one process that round otherwise, on other CPU instructions or from weights whose last bit differs. How far
-# they end from the first run measures the rounding error.
+# Two runs in one process that round otherwise: on other CPU instructions, and from weights whose last bit differs. Their
+# difference from the first run measures the rounding error.
 ROUNDED = {
     "instructions": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "DNNL_MAX_CPU_ISA": "SSE41"},
     "nudged": {"FIELD_NUDGED": "1"},
@@ -54,7 +54,7 @@ class Row:
     verdict: str  # equal, differs, refused, failed
     differences: dict[str, Optional[float]]
     notes: list[str]
-    is_split: bool = False  # whether ranks trained on shares of batches
+    on_rows: float = 0.0  # the share of operations on rows in the main rank's operations on rows and gathers
     rounding: dict[str, Optional[float]] = field(default_factory=dict)  # as `differences`, between runs of one process
     seconds: tuple[float, float] = (0.0, 0.0)  # of one process, and of the ranks
 
@@ -178,9 +178,9 @@ def compared(trainer: Trainer, one: Left, samples: list[Left], two: Left, num_ra
     notes += unread
     if set(two.probes) != set(range(num_ranks)):
         notes.append(f"ranks with an optimizer at the end: {sorted(two.probes)}")
-    counts = len(rows(one, trainer.losses)), len(rows(two, trainer.losses))
-    if counts[0] != counts[1] or not counts[0]:
-        notes.append(f"rows of the log: {counts[0]} and {counts[1]}")
+    num_rows = len(rows(one, trainer.losses)), len(rows(two, trainer.losses))
+    if num_rows[0] != num_rows[1] or not num_rows[0]:
+        notes.append(f"rows of the log: {num_rows[0]} and {num_rows[1]}")
     for name in sorted(one.files.keys() - two.files.keys()):
         notes.append(f"missing: {name}")
     for name in sorted(two.files.keys() - one.files.keys()):
@@ -189,11 +189,12 @@ def compared(trainer: Trainer, one: Left, samples: list[Left], two: Left, num_ra
         sizes = one.files[name].stat().st_size, two.files[name].stat().st_size
         if bool(sizes[0]) != bool(sizes[1]):
             notes.append(f"{name}: {sizes[0]} and {sizes[1]} bytes")
-    is_split = "training passes over this DataLoader are split" in two.printed
+    counts = next((optimizer.get("counts") or {} for optimizer in two.probes[0]), {}) if 0 in two.probes else {}
+    on_rows = counts.get("on_rows", 0) / max(1, sum(counts.values()))
     most = {key: max(TOLERANCE, TIMES_ROUNDING * (rounding[key] or 0.0)) for key in differences}
     is_equal = all(value is None or value <= most[key] for key, value in differences.items())
     verdict, seconds = "equal" if is_equal and not notes else "differs", (one.seconds, two.seconds)
-    return Row(trainer, num_ranks, verdict, differences, notes, is_split, rounding, seconds)
+    return Row(trainer, num_ranks, verdict, differences, notes, on_rows, rounding, seconds)
 
 
 def _left(trainer: Trainer, name: str, upstream: Path, work: Path, reuses: bool, num_ranks: int = 0) -> Left:
@@ -247,6 +248,7 @@ def main() -> int:
             row = compared(trainer, left["one"], samples, ranks, num_ranks)
             table.append(row)
             shown = f"{row.verdict} {row.differences} {row.notes}; rounding {row.rounding}; seconds {row.seconds}"
+            shown += f"; on rows {row.on_rows:.0%}"
             print(f"{trainer.name} on {num_ranks} ranks: {shown}", flush=True)
     if args.write:
         args.write.write_text(written(table))

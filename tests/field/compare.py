@@ -12,7 +12,12 @@ from typing import Any, Optional
 import torch
 
 # Dates, times, seconds since 1970, and the first eight digits of a UUID.
-CLOCK = [r"\d{4}[._-]\d{2}[._-]\d{2}", r"\d{2}[.:_-]\d{2}[.:_-]\d{2}", r"(?<!\d)1\d{9}(?!\d)", r"(?<=-)[0-9a-f]{8}(?=/|$)"]
+CLOCK = [
+    r"\d{4}[._-]\d{2}[._-]\d{2}",
+    r"\d{2}[.:_-]\d{2}[.:_-]\d{2}",
+    r"(?<!\d)1\d{9}(?!\d)",
+    r"(?<=-)[0-9a-f]{8}(?=/|$)",
+]
 SPEED = re.compile(r"time|SPS|mfu")  # logged numbers that the clock gives
 PACE = re.compile(r"\bt(?:ime)?: *[\d.]+|\[[^\]]*(?:it/s|s/it)[^\]]*\]")  # the same in printed lines
 NUMBER = re.compile(r"[-+]?\d+\.\d+(?:e[-+]?\d+)?|\bnan\b|\binf\b")

@@ -23,7 +23,7 @@ instructions and, where that does not explain a difference, also between runs wh
 [patches/README.md](../patches/README.md) says what DIR is. requirements/trainers.txt lists what the trainers need;
 installing it (Python 3.11) takes half a minute of CPU.
 
-| trainer | ranks | batches split | result | weights | EMA | optimizer | logged numbers | seconds |
+| trainer | ranks | on rows | result | weights | EMA | optimizer | logged numbers | seconds |
 |---|---|---|---|---|---|---|---|---|
 """
 
@@ -36,9 +36,8 @@ def written(rows: list[Row]) -> str:
         shown = [_shown(row, key) for key in ("weights", "EMA", "optimizer", "losses")]
         results = {"equal": "equal", "refused": "refused, below"}
         result = results.get(row.verdict, f"**{row.verdict}**, below")
-        split = "yes" if row.is_split else "no: whole on each rank"
         shown.append(f"{row.seconds[1]:.0f} ({row.seconds[0]:.0f})" if found else "")
-        cells = [row.trainer.name, str(row.num_ranks), split if found else "", result, *shown]
+        cells = [row.trainer.name, str(row.num_ranks), f"{row.on_rows:.0%}" if found else "", result, *shown]
         lines.append(f"| {' | '.join(cells)} |")
     page = [
         HEAD + "\n".join(lines),

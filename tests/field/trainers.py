@@ -141,9 +141,9 @@ def d3il(agent: str, *options: str) -> Trainer:
         f"d3il_{agent}",
         D3IL,
         [
-            *("run.py", f"agents={agent}_agent", f"agent_name={agent}", "data_directory=walks", "device=cpu", "epoch=2"),
-            *("train_batch_size=16", "val_batch_size=16", "num_workers=1", "hidden_dim=32", "num_hidden_layers=2"),
-            *("n_layer=2", "n_embd=24", *options),
+            *("run.py", f"agents={agent}_agent", f"agent_name={agent}", "data_directory=walks", "device=cpu"),
+            *("epoch=2", "train_batch_size=16", "val_batch_size=16", "num_workers=1", "hidden_dim=32"),
+            *("num_hidden_layers=2", "n_layer=2", "n_embd=24", *options),
         ],
         data.avoiding,
         environment={

@@ -1,4 +1,4 @@
-"""Replaces gym and its simulators: the state of an environment is a linear function of the last state and the action."""
+"""Replaces gym and its simulators: a state is a simple function of the last state and the action."""
 
 import sys
 import types
