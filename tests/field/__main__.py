@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 DEADLINE_S = 900
 TOLERANCE = 1e-5  # float32, after 10 to 30 steps
-# Two runs in one process that round otherwise: on other CPU instructions, and from weights whose last bit differs. Their
+# Two runs in one process that round otherwise, on other CPU instructions or from weights whose last bit differs. Their
 # difference from the first run measures the rounding error.
 ROUNDED = {
     "instructions": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "DNNL_MAX_CPU_ISA": "SSE41"},
