@@ -17,7 +17,7 @@ from torch import nn
 
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
-from ddpshim.rows import blocks, gradients
+from ddpshim.rows import blocks, dimensions, gradients, layers  # noqa: F401: they register their rules
 from ddpshim.rows.gradients import plain
 from ddpshim.rows.rules import T
 from ddpshim.rows.tensor import Counts, Rows, divided, leaves, mapped

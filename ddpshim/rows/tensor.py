@@ -285,7 +285,9 @@ def _version(tensor: torch.Tensor) -> int:
 def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     """Return `func` of the wholes, computed on every rank (collective). What it changes in place is changed."""
     found: list[tuple[Rows, torch.Tensor, int]] = []
-    name = getattr(getattr(func, "__self__", None), "__name__", "") or getattr(func, "__name__", str(func))
+    name = str(getattr(func, "__name__", func))
+    if name in ("__get__", "__set__"):
+        name = str(getattr(func.__self__, "__name__", name))  # of an attribute
 
     def plain(value: Any) -> Any:
         if isinstance(value, Rows):
