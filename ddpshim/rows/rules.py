@@ -111,9 +111,10 @@ def place_of(values: Iterable[Any]) -> tuple[Part, int]:
     for value in values:
         kind = type(value)
         if kind is Rows:
-            value.memory.pull()
-            here = value.part, value.dim() - value.dimension
-            if found is not None and found != here:
+            if value.memory.mirrors:
+                value.memory.pull()
+            here = value.place
+            if found is not None and found is not here and found != here:
                 raise Mixed
             found = here
         elif (kind is list or kind is tuple) and any(type(inner) is Rows for inner in value):
@@ -135,6 +136,8 @@ def meeting(value: Any, part: Part, place: int) -> Any:
     kind = type(value)
     if kind is Rows:
         return value.block
+    if kind is int or kind is float:
+        return value
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         dim = value.dim() - place
         if dim >= 0 and value.shape[dim] != 1:
@@ -185,6 +188,8 @@ def whole_if_mixed(inner: Rule) -> Rule:
 @whole_if_mixed
 def elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     part, place = place_of((*args, *kwargs.values()) if kwargs else args)
+    if len(args) == 1 and not kwargs:
+        return made(func(args[0].block), args[0])
     given = [meeting(value, part, place) for value in args]
     block = func(*given, **{name: meeting(value, part, place) for name, value in kwargs.items()})
     if type(args[0]) is Rows:
@@ -206,7 +211,7 @@ def _where(func: Any, args: Any, kwargs: Any) -> Any:
 def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
     part, place = place_of((*args, *kwargs.values()) if kwargs else args)
     rows = args[0] if args else None
-    if type(rows) is not Rows or place != rows.dim() - rows.dimension:
+    if type(rows) is not Rows or place != rows.place[1]:
         return NotImplemented
     given = [meeting(value, part, place) for value in args]
     func(*given, **{name: meeting(value, part, place) for name, value in kwargs.items()})

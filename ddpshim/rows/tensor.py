@@ -139,12 +139,14 @@ class Rows(torch.Tensor):
         block: this rank's rows; part of this rank's graph.
         dimension: the dimension of the rows.
         part: how it is divided.
+        place: the part, and the dimension counted from the last one, which is 1.
         memory: shared with all row tensors that share its memory.
     """
 
     block: torch.Tensor
     dimension: int
     part: Part
+    place: tuple[Part, int]
     memory: Memory
     cached: Optional[tuple[Any, torch.Tensor, int]]
 
@@ -156,6 +158,7 @@ class Rows(torch.Tensor):
         size[dimension] = part.size
         made: Rows = _T._make_wrapper_subclass(cls, size, dtype=block.dtype, device=block.device)  # type: ignore[attr-defined]
         made.block, made.dimension, made.part = block, dimension, part
+        made.place = part, len(size) - dimension
         made.memory, made.cached = memory or Memory(), None
         return made
 
