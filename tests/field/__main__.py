@@ -54,7 +54,7 @@ class Row:
     verdict: str  # equal, differs, refused, failed
     differences: dict[str, Optional[float]]
     notes: list[str]
-    on_rows: float = 0.0  # the share of operations on rows in the main rank's operations on rows and gathers
+    on_rows: Optional[str] = None  # per cent of the operations on batches that were divided
     rounding: dict[str, Optional[float]] = field(default_factory=dict)  # as `differences`, between runs of one process
     seconds: tuple[float, float] = (0.0, 0.0)  # of one process, and of the ranks
 
@@ -136,6 +136,9 @@ def play(
         check=True,
     )
     left.checkpoints = {name: value for name, value in torch.load(states).items() if name in new}
+    states.unlink()
+    for name in left.checkpoints:  # their tensors are in memory; all trainers' would fill a disk
+        os.truncate(root / name, 1)
     return left
 
 
@@ -189,12 +192,11 @@ def compared(trainer: Trainer, one: Left, samples: list[Left], two: Left, num_ra
         sizes = one.files[name].stat().st_size, two.files[name].stat().st_size
         if bool(sizes[0]) != bool(sizes[1]):
             notes.append(f"{name}: {sizes[0]} and {sizes[1]} bytes")
-    counts = next((optimizer.get("counts") or {} for optimizer in two.probes[0]), {}) if 0 in two.probes else {}
-    on_rows = counts.get("on_rows", 0) / max(1, sum(counts.values()))
+    shares = re.findall(r"ddpshim: (\d+)% of the operations on batches", two.printed)
     most = {key: max(TOLERANCE, TIMES_ROUNDING * (rounding[key] or 0.0)) for key in differences}
     is_equal = all(value is None or value <= most[key] for key, value in differences.items())
     verdict, seconds = "equal" if is_equal and not notes else "differs", (one.seconds, two.seconds)
-    return Row(trainer, num_ranks, verdict, differences, notes, on_rows, rounding, seconds)
+    return Row(trainer, num_ranks, verdict, differences, notes, shares[-1] if shares else None, rounding, seconds)
 
 
 def _left(trainer: Trainer, name: str, upstream: Path, work: Path, reuses: bool, num_ranks: int = 0) -> Left:
@@ -247,9 +249,11 @@ def main() -> int:
                 ranks = _left(trainer, f"ranks_{num_ranks}", args.upstream, work, args.reuse, num_ranks)
             row = compared(trainer, left["one"], samples, ranks, num_ranks)
             table.append(row)
-            shown = f"{row.verdict} {row.differences} {row.notes}; rounding {row.rounding}; seconds {row.seconds}"
-            shown += f"; on rows {row.on_rows:.0%}"
-            print(f"{trainer.name} on {num_ranks} ranks: {shown}", flush=True)
+            shown = f"{row.verdict} {row.differences} {row.notes}; rounding {row.rounding}"
+            print(
+                f"{trainer.name} on {num_ranks} ranks: {shown}; seconds {row.seconds}; {row.on_rows}% on rows",
+                flush=True,
+            )
     if args.write:
         args.write.write_text(written(table))
     return int(any(row.verdict in ("differs", "failed") for row in table))

@@ -37,7 +37,7 @@ def written(rows: list[Row]) -> str:
         results = {"equal": "equal", "refused": "refused, below"}
         result = results.get(row.verdict, f"**{row.verdict}**, below")
         shown.append(f"{row.seconds[1]:.0f} ({row.seconds[0]:.0f})" if found else "")
-        cells = [row.trainer.name, str(row.num_ranks), f"{row.on_rows:.0%}" if found else "", result, *shown]
+        cells = [row.trainer.name, str(row.num_ranks), f"{row.on_rows}%" if row.on_rows else "", result, *shown]
         lines.append(f"| {' | '.join(cells)} |")
     page = [
         HEAD + "\n".join(lines),

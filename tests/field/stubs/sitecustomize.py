@@ -28,7 +28,6 @@ import types
 _OPEN, _WRITE, _CLOSE = os.open, os.write, os.close
 RANK = os.environ.get("RANK", "0")
 OPTIMIZERS = {}  # by id, kept alive until the end
-ON_ROWS = {}  # after the last step: how many operations were computed on rows, and how many gathers there were
 
 
 def _watch_optimizers(module):
@@ -36,17 +35,9 @@ def _watch_optimizers(module):
         if id(optimizer) not in OPTIMIZERS and os.environ.get("FIELD_NUDGED"):
             _nudge(p for group in optimizer.param_groups for p in group["params"])
         OPTIMIZERS[id(optimizer)] = optimizer
-        _count()
 
     module.register_optimizer_step_post_hook(stepped)
     atexit.register(_write)
-
-
-def _count():
-    rows = sys.modules.get("ddpshim.rows.tensor")
-    if rows is not None:
-        counts = rows.current().part(rows.Counts)
-        ON_ROWS.update(on_rows=counts.on_rows, gathered=sum(counts.gathered.values()))
 
 
 def _divides_small_calls(module):
@@ -132,7 +123,6 @@ def _write():
             "weights": [p.detach().clone() for group in optimizer.param_groups for p in group["params"]],
             "optimizer": [optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]],
             "lr": [float(group["lr"]) for group in optimizer.param_groups],
-            "counts": ON_ROWS,
         }
         for optimizer in OPTIMIZERS.values()
     ]
