@@ -10,16 +10,18 @@ if TYPE_CHECKING:
 HEAD = """# Public trainers, unedited
 
 This page shows which public trainers give the same result under ddpshim. Every trainer is unedited. It was trained with
-`python TYPED`, without ddpshim, and with `python -m ddpshim run --nproc 2 TYPED`, in two processes on a CPU: the same
+`python TYPED`, without ddpshim, and with `python -m ddpshim run --nproc N TYPED`, in N processes on a CPU: the same
 seed, noise and dropout on, small data, and small networks through options. Then the results were compared: weights and
 states of every optimizer on each rank, checkpoints with averaged weights (EMA), the numbers in the logs row by row, and
 the names of all files, without times.
 
-The number in brackets is the rounding error: the difference between two runs of `python TYPED` that use different CPU
-instructions and, where that does not explain a difference, also between runs whose first weights differ in the last bit
-(libero). "Equal" means within 1e-5, or within ten times the rounding error, with the same files.
+The number in brackets is the rounding error: the larger difference from `python TYPED` of two more runs in one process,
+one that uses other CPU instructions and one whose first weights differ in the last bit. "Equal" means within 1e-5, or
+within ten times the rounding error, with the same files. "On rows" is the share of the operations on batches that were
+divided among the ranks. Networks as small as these are divided for this comparison only; `run` computes a call of fewer
+than a million multiplications whole.
 
-`python -m tests.field --upstream DIR --write docs/trainers.md` writes this page.
+`python -m tests.field --upstream DIR --nproc 2,3 --write docs/trainers.md` writes this page.
 [patches/README.md](../patches/README.md) says what DIR is. requirements/trainers.txt lists what the trainers need;
 installing it (Python 3.11) takes half a minute of CPU.
 
@@ -80,14 +82,21 @@ The test machine has no GPU, network or display. What needs one is replaced by m
 (tests/field/stubs); the trainers' files are not changed:
 
 - simulator: an `env_runner` (LIBERO: environments) that plays the policy for a few steps on random observations and
-  scores its actions
+  scores its actions; d3il's and the kitchen's likewise
 - transformers: the BERT embedding of LIBERO's sentences is computed from their letters, because its weights are online
-- numpy's name `bool` (robomimic 0.2.0) and `torch.load` as before torch 2.6 (a variable), because LIBERO pins both
-- CUDA: `.cuda()` in ACT leaves tensors on the CPU
+- names that numpy, Python and torch no longer have (`numpy.bool`, `collections.Mapping`, `torch._utils._accumulate`), and
+  `torch.load` as before torch 2.6 (a variable): some trainers pin older versions
+- CUDA: the device "cuda" is the CPU, because some trainers know no other. dt_atari is shown one GPU, whose device is the
+  CPU, so that it uses `nn.DataParallel`
+- gym: environments whose next state is a simple function of the state and the action; d4rl's data comes from them
+- Atari: random images, in the simulator and in the replays, which are read with TensorFlow
+- renderer: diffuser's writes the observations that it is to draw, so that samples are compared
+- tensorboard: each scalar becomes a line of JSON
+- seed: the generators get a seed after the imports, because the trainer sets none
 - ResNet's weights: a file of random weights in the place of the download
 - dm_control, IPython, pytorch3d: imported by ACT and DP3, but not used in these runs
-- wandb: visualnav-transformer needs its network, and DP3 logs nowhere else, so the stand-in writes logged values to a
-  file of JSON lines. diffusion_policy uses the real W&B in its mode `disabled`
+- wandb: needs its network, and some trainers log nowhere else, so the stand-in writes logged values to a file of JSON
+  lines. diffusion_policy uses the real W&B in its mode `disabled`
 """
 
 
