@@ -84,10 +84,10 @@ The test machine has no GPU, network or display. What needs one is replaced by m
 - simulator: an `env_runner` (LIBERO: environments) that plays the policy for a few steps on random observations and
   scores its actions; d3il's and the kitchen's likewise
 - transformers: the BERT embedding of LIBERO's sentences is computed from their letters, because its weights are online
-- names that numpy, Python and torch no longer have (`numpy.bool`, `collections.Mapping`, `torch._utils._accumulate`), and
-  `torch.load` as before torch 2.6 (a variable): some trainers pin older versions
-- CUDA: the device "cuda" is the CPU, because some trainers know no other. dt_atari is shown one GPU, whose device is the
-  CPU, so that it uses `nn.DataParallel`
+- names that numpy, Python and torch no longer have (`numpy.bool`, `collections.Mapping`, `torch._utils._accumulate`),
+  and `torch.load` as before torch 2.6 (a variable): some trainers pin older versions
+- CUDA: the device "cuda" is the CPU, because some trainers know no other. dt_atari is shown one GPU, whose device is
+  the CPU, so that it uses `nn.DataParallel`
 - gym: environments whose next state is a simple function of the state and the action; d4rl's data comes from them
 - Atari: random images, in the simulator and in the replays, which are read with TensorFlow
 - renderer: diffuser's writes the observations that it is to draw, so that samples are compared
