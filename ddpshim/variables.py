@@ -6,11 +6,12 @@ HOOKS = "DDPSHIM_HOOKS"  # off: do not hook unedited trainers
 RANK_LOGS = "DDPSHIM_RANK_LOGS"  # folder for the output of each rank of `run`; unset if output goes to the screen
 RUN_DIR = "DDPSHIM_RUN_DIR"  # a private folder of one `run`, where failing ranks record when and how they failed
 UNEDITED = "DDPSHIM_UNEDITED"  # whether to distribute an unedited one-process program: on, off, auto
+ROWS = "DDPSHIM_ROWS"  # auto; all: divide also what is too small to gain; off: compute whole batches on every rank
 AUDIT = "DDPSHIM_AUDIT"  # folder to which the ranks of an audit write; else unset
 PROVE = "DDPSHIM_PROVE"  # folder to which the ranks of a proof write; else unset
 UPSTREAM = "DDPSHIM_UPSTREAM"  # source trees for the tests
 # For variables of module files or sites, such as DDPSHIM_MODULE_ROOT: ignored.
 MODULE_PREFIX = "DDPSHIM_MODULE_"
 FAULT = "DDPSHIM_FAULT"  # for the tests: the fault to cause
-OF_USERS = (LAUNCHER, HOOKS, UNEDITED)  # set by users; the others are messages, or for the tests
-ALL = (LAUNCHER, HOOKS, RANK_LOGS, RUN_DIR, UNEDITED, AUDIT, PROVE, UPSTREAM, FAULT)
+OF_USERS = (LAUNCHER, HOOKS, UNEDITED, ROWS)  # set by users; the others are messages, or for the tests
+ALL = (LAUNCHER, HOOKS, RANK_LOGS, RUN_DIR, UNEDITED, ROWS, AUDIT, PROVE, UPSTREAM, FAULT)

@@ -79,33 +79,43 @@ def own(whole: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
 
 def gather(block: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
     """Return the whole tensor, in the memory layout that it would have in one process (collective)."""
-    here, rows = ranks(), block.detach()
+    here = ranks()
     counts = [part.num_own(rank) for rank in range(here.size)]
+    whole = torch.empty_strided(*layout(block, dim, part.size), dtype=block.dtype, device=block.device)
+    if not whole.numel():
+        return whole
+    rows, into = block.detach(), whole
     if part.outer > 1:
+        rows = rows.unflatten(dim, (part.outer, counts[here.rank]))
+        into = into.unflatten(dim, (part.outer, part.num_rows))
         dim += 1
-        rows = rows.unflatten(dim - 1, (part.outer, counts[here.rank]))
     apart = rows.movedim(dim, 0).contiguous()
-    if apart.numel():
-        data = apart.view(counts[here.rank], -1).view(torch.uint8)  # as bytes: backends lack some types
-        if len(data) < max(counts):
-            data = torch.cat([data, data.new_empty((max(counts) - len(data), data.shape[1]))])
-        everyones = [torch.empty_like(data) for _ in counts]
-        dist.all_gather(everyones, data, group=group())
-        joined = torch.cat([theirs[:num] for theirs, num in zip(everyones, counts)]).view(block.dtype)
-    else:
-        joined = apart
-    whole = joined.view(part.num_rows, *apart.shape[1:]).movedim(0, dim)
-    return whole.flatten(dim - 1, dim) if part.outer > 1 else in_layout_of(whole, block)
+    data = apart.view(len(apart), -1).view(torch.uint8)  # as bytes: backends lack some types
+    if len(data) < max(counts):
+        data = torch.cat([data, data.new_empty((max(counts) - len(data), data.shape[1]))])
+    everyones = [torch.empty_like(data) for _ in counts]
+    dist.all_gather(everyones, data, group=group())
+    into = into.movedim(dim, 0)
+    for theirs, start, num in zip(everyones, part.cuts, counts):
+        into[start : start + num] = theirs[:num].view(block.dtype).view(num, *apart.shape[1:])
+    return whole
 
 
-def in_layout_of(whole: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    """Return `whole` with its dimensions in memory in the order of `block`'s. Local."""
-    if block.is_contiguous():
-        return whole.contiguous()
-    strides = block.stride()
-    order = sorted(range(block.dim()), key=lambda i: (-strides[i], i))
-    made = whole.permute(order).contiguous()
-    return made.permute(sorted(range(block.dim()), key=order.__getitem__))
+def layout(block: torch.Tensor, dim: int, size: int) -> tuple[list[int], list[int]]:
+    """Return the shape and strides of a whole, whose dimension `dim` has `size`, in one process: dense, in the order of
+    the block's dimensions in memory. Local."""
+    shape, strides, step = list(block.shape), [0] * block.dim(), 1
+    shape[dim] = size
+    of_block = block.stride()
+    for i in sorted(range(block.dim()), key=lambda i: (of_block[i], -i)):
+        strides[i], step = step, step * max(1, shape[i])
+    return shape, strides
+
+
+def strides_of_whole(block: torch.Tensor, dim: int, size: int) -> list[int]:
+    """Return the strides that the whole has in one process, if `block` is a view as the whole is. Local."""
+    own, of_rows = block.shape[dim], block.stride(dim)
+    return [stride * size // own if stride > of_rows else stride for stride in block.stride()]
 
 
 def added_up(tensor: torch.Tensor) -> torch.Tensor:
@@ -117,6 +127,11 @@ def added_up(tensor: torch.Tensor) -> torch.Tensor:
     else:
         dist.all_reduce(total.contiguous(), group=group())
     return total.to(tensor.dtype)
+
+
+def differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors differ on any rank (collective)."""
+    return bool(added_up(torch.tensor([not torch.equal(one, other)], dtype=torch.int32)).item())
 
 
 class Gather(torch.autograd.Function):
@@ -145,18 +160,6 @@ class Scatter(torch.autograd.Function):
         return Gather.apply(gradient, ctx.dim, ctx.part) / ranks().size, None, None
 
 
-class Same(torch.autograd.Function):
-    """A whole tensor that each rank uses with its rows: its gradient is the sum of the ranks' (backward: collective)."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor) -> torch.Tensor:
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return Mean.apply(gradient)
-
-
 class Mean(torch.autograd.Function):
     """The mean over ranks; its own gradient is equal on all ranks already (collective)."""
 
@@ -167,3 +170,11 @@ class Mean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient
+
+
+def same(whole: torch.Tensor) -> torch.Tensor:
+    """Return a whole tensor that each rank uses with its rows: its gradient is the sum of the ranks' (backward:
+    collective)."""
+    used = whole.view_as(whole)
+    used.register_hook(Mean.apply)  # no function of its own: its view would refuse changes of `whole` in place
+    return used

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import os
 import sys
 import weakref
 from collections.abc import Iterator
@@ -14,7 +16,10 @@ from typing import Any, Callable, Optional
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
+from ddpshim import variables
+from ddpshim.errors import OptionsError
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.rows import blocks, dimensions, gradients, layers  # noqa: F401: they register their rules
@@ -22,8 +27,8 @@ from ddpshim.rows.gradients import plain
 from ddpshim.rows.rules import T
 from ddpshim.rows.tensor import Counts, Rows, divided, leaves, mapped
 
-# A call of fewer multiplications than this takes less time than to divide it.
-LEAST_WORK = 1 << 20
+# By DDPSHIM_ROWS: the multiplications of a call that is divided. A smaller one takes less time than to divide it.
+_LEAST_WORK = {"auto": 1 << 20, "all": 0, "off": math.inf}
 
 
 class Calls:
@@ -31,12 +36,18 @@ class Calls:
 
     Attributes:
         is_inside: whether a network computes on rows now.
+        dim: the dimension of the rows.
+        least_work: multiplications of a call that is divided.
         is_off: whether nothing is divided now: inside torch.func, torch.jit and torch.compile.
     """
 
     def __init__(self) -> None:
         self.is_inside = self.is_off = False
         self.dim = 0
+        choice = os.environ.get(variables.ROWS, "auto").strip().lower()
+        if choice not in _LEAST_WORK:
+            raise OptionsError(f"{variables.ROWS}={choice!r}: which calls are divided is unclear. Use auto, all or off.")
+        self.least_work = _LEAST_WORK[choice]
         self._sizes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
     def num_parameters(self, module: nn.Module) -> int:
@@ -84,7 +95,7 @@ def computes_wholes(module: nn.Module) -> bool:
 
 def _can_divide(module: nn.Module, args: Any, kwargs: Any) -> bool:
     calls, counts = current().part(Calls), current().part(Counts)
-    if not counts.is_in_lock_step():
+    if not counts.is_in_lock_step() or forward_ad._current_level >= 0:  # type: ignore[attr-defined]
         return False
     first: Optional[int] = None
     for x in leaves((args, kwargs)):
@@ -94,7 +105,7 @@ def _can_divide(module: nn.Module, args: Any, kwargs: Any) -> bool:
             first = x.shape[calls.dim]
     if first is None or blocks.part_of(first, blocks.ranks().size) is None:
         return False
-    return first * calls.num_parameters(module) >= LEAST_WORK
+    return first * calls.num_parameters(module) >= calls.least_work
 
 
 @contextlib.contextmanager

@@ -83,8 +83,13 @@ def grad_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        given, seeds = _seeds(outputs, grad_outputs)
         of = _listed(inputs)
+        if kwargs.get("is_grads_batched") and any(isinstance(one, Rows) for one in (*_listed(outputs), *of)):
+            del kwargs["is_grads_batched"]
+            every = zip(*(seed.unbind() for seed in _listed(plain(grad_outputs))))
+            found = [grad(outputs, inputs, seeds, *args, **{**kwargs, "retain_graph": True}) for seeds in every]
+            return tuple(None if of_one[0] is None else torch.stack(plain(of_one)) for of_one in zip(*found))
+        given, seeds = _seeds(outputs, grad_outputs)
         found = original(given, [one.block if isinstance(one, Rows) else one for one in of], seeds, *args, **kwargs)
         return tuple(one if one is None else _as_seen(one, of[i]) for i, one in enumerate(found))
 
@@ -143,11 +148,8 @@ def _gradient(func: Any, args: Any, kwargs: Any) -> Any:
     own = rows.block.grad
     if own is None:
         return None
-    kept = rows.__dict__.get("gradient")
-    if kept is None or kept[0] is not own:
-        factor = 1 if rows.block.is_leaf else blocks.ranks().size
-        kept = rows.__dict__["gradient"] = own, Rows(own if factor == 1 else own / factor, rows.dimension, rows.part)
-    return kept[1]
+    # Not kept: autograd adds to the gradient of a leaf in place.
+    return Rows(own if rows.block.is_leaf else own / blocks.ranks().size, rows.dimension, rows.part)
 
 
 @rule(T.grad.__set__, T.grad.__delete__)  # type: ignore[attr-defined]
@@ -239,7 +241,7 @@ def apply_of_rows(original: Any) -> Any:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.partition(".")[0] == _OURS:
             return inner(cls, *args, **kwargs)
-        return inner(_on_wholes(cls), *plain(args), **plain(kwargs))
+        return on_whole(functools.partial(inner, _on_wholes(cls)), args, kwargs)
 
     return classmethod(apply)
 
@@ -247,7 +249,8 @@ def apply_of_rows(original: Any) -> Any:
 def _on_wholes(cls: Any) -> Any:
     made = _made.get(cls)
     if made is None:
-        names = [name for name in ("forward", "backward", "vjp", "jvp") if name in dir(cls)]
+        base: Any = torch.autograd.Function
+        names = [name for name in ("forward", "backward", "vjp", "jvp") if getattr(cls, name) is not getattr(base, name)]
         parts = {name: staticmethod(_returning_wholes(getattr(cls, name))) for name in names}
         made = _made[cls] = type(cls)(cls.__name__, (cls,), {**parts, "__module__": cls.__module__})
         _made[made] = made

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from ddpshim.job.job import current
 from ddpshim.model.guard import Watched
 from ddpshim.rows import blocks
-from ddpshim.rows.blocks import Part, Same
-from ddpshim.rows.tensor import RULES, Counts, Rows, cut
+from ddpshim.rows.blocks import Part, same
+from ddpshim.rows.tensor import RULES, Counts, Rows, cut, shares_memory
 
 T = torch.Tensor
 _NAMESPACES = (torch, T, torch._C._nn, torch._C._VariableFunctions, torch.special, torch.linalg, F)
@@ -98,10 +98,6 @@ def made(block: torch.Tensor, of: Rows, dim: Optional[int] = None, part: Optiona
     return Rows(block, of.dimension if dim is None else dim, part or of.part, memory)
 
 
-def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
-
-
 def place_of(values: Iterable[Any]) -> tuple[Part, int]:
     """Return (part, place of the rows, counted from the last dimension) of all row tensors in `values`. Local.
 
@@ -159,7 +155,7 @@ def used_by_rows(value: Any) -> Any:
         if type(value) is not T and type(value) is not torch.nn.Parameter:
             raise Mixed
         if value.requires_grad and torch.is_grad_enabled() and id(value) not in current().part(Watched).owners:
-            return Same.apply(value)  # type: ignore[no-untyped-call]
+            return same(value)
         return value
     if type(value) is list or type(value) is tuple:
         return type(value)([used_by_rows(inner) for inner in value])
@@ -238,11 +234,8 @@ def _stride(func: Any, args: Any, kwargs: Any) -> Any:
 
 def template(rows: Rows, device: Any = None) -> torch.Tensor:
     """Return a whole tensor without values in the memory layout that it has in one process. Local."""
-    strides, shape = rows.block.stride(), list(rows.shape)
-    order = sorted(range(rows.dim()), key=lambda i: (-strides[i], i))
-    sizes = [1 if strides[i] == 0 else shape[i] for i in order]  # an expanded dimension has no memory
-    empty = torch.empty(sizes, dtype=rows.dtype, device=device or rows.device)
-    return empty.permute(sorted(range(rows.dim()), key=order.__getitem__)).expand(shape)
+    strides = blocks.strides_of_whole(rows.block, rows.dimension, rows.part.size)
+    return torch.empty_strided(rows.shape, strides, dtype=rows.dtype, device=device or rows.device)
 
 
 @rule("new_zeros new_ones new_full new_empty new_tensor")
@@ -275,7 +268,7 @@ def _drawn_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     if type(rows) is not Rows or any(isinstance(value, T) for value in (*args[1:], *kwargs.values())):
         return NotImplemented
     with torch.no_grad():
-        drawn = func(template(rows).contiguous(memory_format=torch.preserve_format), *args[1:], **kwargs)
+        drawn = func(template(rows), *args[1:], **kwargs)
     rows.block.copy_(blocks.own(drawn, rows.dimension, rows.part))
     rows.memory.wrote()
     return rows

@@ -27,11 +27,7 @@ RULES: dict[Any, Callable[..., Any]] = {}  # by function of torch; a rule may re
 _WITHOUT_FUNCTION = torch._C.DisableTorchFunctionSubclass
 _T = torch.Tensor
 # They give away the address of a tensor's memory.
-_EXPOSED = {
-    getattr(_T, name)
-    for name in ("numpy", "__array__", "data_ptr", "storage", "untyped_storage", "__dlpack__", "share_memory_")
-    if hasattr(_T, name)
-}
+_EXPOSING = {"numpy", "__array__", "data_ptr", "storage", "untyped_storage", "__dlpack__", "share_memory_"}
 _DETACHING = {"detach", "lift_fresh", "alias", "_to_copy"}
 
 
@@ -76,13 +72,20 @@ class _Mirror:
     def __init__(self, rows: Rows, whole: torch.Tensor, is_exposed: bool) -> None:
         self.block, self.dim, self.part, self.whole = rows.block, rows.dimension, rows.part, whole
         self.is_exposed = is_exposed or whole.is_inference()
-        self.version = -1 if self.is_exposed else whole._version
+        self.note()
+
+    def is_of(self, rows: Rows) -> bool:
+        """Whether the block of `rows` is this one, in memory and in shape. Local."""
+        one, other = self.block, rows.block
+        if one is not other and not (shares_memory(one, other) and one.shape == other.shape and one.stride() == other.stride() and one.storage_offset() == other.storage_offset()):
+            return False
+        return one.dtype == other.dtype and (self.dim, self.part) == (rows.dimension, rows.part)
 
     def has_changed(self) -> bool:
-        """Whether the program has written into the whole since the last copy. Local."""
+        """Whether the program has written into the whole since the last copy: the same answer on all ranks. Local."""
         if self.is_exposed:
-            return not torch.equal(blocks.own(self.whole.detach(), self.dim, self.part), self.block.detach())
-        return self.whole._version != self.version
+            return not torch.equal(self.whole.detach(), self.known)
+        return self.whole._version != self.known
 
     def pull(self) -> None:
         """Copy the whole's rows into the block. Local."""
@@ -100,8 +103,7 @@ class _Mirror:
         self.note()
 
     def note(self) -> None:
-        if not self.is_exposed:
-            self.version = self.whole._version
+        self.known: Any = self.whole.detach().clone() if self.is_exposed else self.whole._version
 
 
 class Memory:
@@ -259,9 +261,10 @@ def whole(rows: Rows, why: str = "") -> torch.Tensor:
     """Return the whole of a row tensor, computed at most once (collective)."""
     rows.memory.pull()
     for mirror in rows.memory.mirrors:
-        if mirror.block is rows.block and mirror.dim == rows.dimension:
-            needs = rows.block.requires_grad and torch.is_grad_enabled()
-            if mirror.whole.requires_grad or not needs:
+        if mirror.is_of(rows):
+            if not rows.block.requires_grad or not torch.is_grad_enabled():
+                return mirror.whole.detach() if mirror.whole.requires_grad else mirror.whole
+            if mirror.whole.requires_grad:
                 return mirror.whole
     key = rows.memory.num_writes, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     if rows.cached is not None and rows.cached[0] == key and _version(rows.cached[1]) == rows.cached[2]:
@@ -304,7 +307,7 @@ def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     for rows, made, version in found:
         has_changed = _version(made) != version
         if made.is_inference():
-            has_changed = not torch.equal(blocks.own(made, rows.dimension, rows.part), rows.block)
+            has_changed = blocks.differ(blocks.own(made, rows.dimension, rows.part), rows.block)
         if has_changed:
             if made.shape != rows.shape or made.dtype != rows.dtype:
                 raise SyncError(
@@ -314,9 +317,9 @@ def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
             written(rows, made)
     if not found:
         return out
-    if func in _EXPOSED:
-        for rows, made, _ in found[:1]:
-            rows.memory.mirrors.append(_Mirror(rows, made, True))
+    if name in _EXPOSING:
+        rows, made, _ = found[0]
+        rows.memory.mirrors.append(_Mirror(rows, made, True))
     by_memory = {_memory(made): (rows, made) for rows, made, _ in found}
 
     def shared(value: Any) -> Any:
@@ -338,7 +341,7 @@ def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
 def written(rows: Rows, made: torch.Tensor) -> None:
     """Copy a changed whole into the block (collective if there are mirrors)."""
     for mirror in rows.memory.mirrors:
-        if mirror.whole is made:
+        if mirror.whole is made or _memory(mirror.whole) == _memory(made):
             mirror.pull()
             rows.memory.wrote(except_for=mirror)
             return
@@ -346,6 +349,10 @@ def written(rows: Rows, made: torch.Tensor) -> None:
     rows.memory.wrote()
     key = rows.memory.num_writes, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     rows.cached = key, made, _version(made)
+
+
+def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(_memory(one) == _memory(other))
 
 
 def _memory(tensor: torch.Tensor) -> Any:

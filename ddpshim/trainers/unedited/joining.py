@@ -24,6 +24,7 @@ from ddpshim.job.group import cleanup, draws_alike, setup, world
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.job.shares import Sharing
+from ddpshim.model.guard import Watched
 from ddpshim.rows import calls
 from ddpshim.rows.loader import DataLoader
 from ddpshim.rows.tensor import Counts
@@ -49,7 +50,7 @@ def joined(start: Start) -> Iterator[None]:
             f"order={here.options.order}, noise={here.options.noise}: an unedited program draws its data splits and "
             "evaluations on each rank, and these would differ. Leave both options out."
         )
-    current().part(Sharing).trains_whole_batches = True
+    current().part(Sharing).trains_whole_batches = current().part(Watched).is_one_program = True
     steps, rollouts, counts = current().part(Steps), Rollouts(here), current().part(Counts)
 
     def is_apart() -> bool:
