@@ -7,6 +7,7 @@ With FIELD_CUDA=cpu, the device "cuda" is the CPU: some trainers support no othe
 With FIELD_ONE_GPU=MODULE, the module sees one GPU, and its device is the CPU.
 With FIELD_OLDER=1, numpy, Python and torch have names that are no longer there: some trainers pin older versions.
 With FIELD_SEED=MODULE, the generators get a seed after the import of the module: some trainers set none.
+With FIELD_FLOAT64=1, new tensors are of float64, to see whether a difference is rounding.
 With FIELD_INSTEAD=MODULE:OTHER,..., the module OTHER replaces one of the trainer's, such as its simulator.
 With FIELD_EMPTY=MODULE,..., every name in these modules is None: they are imported, but not used.
 """
@@ -201,5 +202,7 @@ if os.environ.get("FIELD_CUDA") == "cpu":
 if "FIELD_OLDER" in os.environ:
     collections.Mapping = collections.abc.Mapping
     ACTIONS += [("numpy", _older_numpy), ("torch._utils", _older_torch)]
+if "FIELD_FLOAT64" in os.environ:
+    ACTIONS.append(("torch", lambda module: module.set_default_dtype(module.float64)))
 ACTIONS += [(name, _seeded) for name in _listed("FIELD_SEED")]
 sys.meta_path.insert(0, _AfterImport(ACTIONS))
