@@ -70,6 +70,7 @@ def environment(trainer: Trainer, upstream: Path, sources: Path, probe: Optional
         "OMP_NUM_THREADS": "1",
         "HYDRA_FULL_ERROR": "1",
         "WANDB_MODE": "disabled",
+        "DDPSHIM_ROWS": "all",  # these networks are so small that `auto` would compute most calls whole
         **{key: value.format(sources=sources) for key, value in trainer.environment.items()},
     }
     return {**kept, **shown, **({"FIELD_PROBE": str(probe)} if probe else {})}

@@ -1,7 +1,5 @@
 """Observes a trainer from outside: at its end each rank writes its optimizers' parameters and states to $FIELD_PROBE.
 
-Ranks divide every call of a network, also of those that are so small that it takes longer.
-
 With FIELD_NUDGED=1, the weights are one unit in the last place larger after the first step.
 With FIELD_CUDA=cpu, the device "cuda" is the CPU: some trainers support no other.
 With FIELD_ONE_GPU=MODULE, the module sees one GPU, and its device is the CPU.
@@ -39,10 +37,6 @@ def _watch_optimizers(module):
 
     module.register_optimizer_step_post_hook(stepped)
     atexit.register(_write)
-
-
-def _divides_small_calls(module):
-    module.LEAST_WORK = 0
 
 
 def _nudge(parameters):
@@ -196,7 +190,7 @@ sys.meta_path.insert(0, _Instead(dict(pair.split(":") for pair in _listed("FIELD
 sys.meta_path.insert(0, _Empty(_listed("FIELD_EMPTY")))
 ACTIONS = [(name, _sees_one_gpu) for name in _listed("FIELD_ONE_GPU")]
 if "FIELD_PROBE" in os.environ:
-    ACTIONS += [("torch.optim.optimizer", _watch_optimizers), ("ddpshim.rows.calls", _divides_small_calls)]
+    ACTIONS.append(("torch.optim.optimizer", _watch_optimizers))
 if os.environ.get("FIELD_CUDA") == "cpu":
     ACTIONS += [("torch.nn.modules.module", _modules_stay), ("torch", _tensors_stay), ("torch", _made_on_cpu)]
 if "FIELD_OLDER" in os.environ:
