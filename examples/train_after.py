@@ -23,14 +23,14 @@ def main():
     device = world.device
     policy = ddpshim.wrap_parallel(Policy().to(device))
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-3)
-    loader = ddpshim.make_loader(dataset, batch_size=100, shuffle=True)
+    loader = ddpshim.make_loader(dataset, batch_size=100, shuffle=True, drop_last=False)
     for epoch in range(5):
         for x, y in loader:
             loss = -policy.forward_train(x.to(device)).log_prob(y.to(device)).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        loss = world.mean(loss.item())
+        loss = world.mean_over(loss * len(x), len(x)).item()
         if world.is_main:
             print(f"epoch {epoch}: loss {loss:.4f}")
     if world.is_main:

@@ -151,8 +151,34 @@ def test_a_trainer_with_dataparallel(tmp_path: Path) -> None:
     assert _losses(_run(alone, tmp_path)) == before
     assert len(before) == len(_losses(_run(two_ranks, tmp_path))) == 6
     _run(found, tmp_path)
+    _where_ranks_divide_nothing(tmp_path, source)
     (tmp_path / "by_hand.py").write_text((ROOT / "examples" / "migration" / "by_hand.py").read_text())
     _a_migration_by_hand(tmp_path, [block.text for block in blocks if block.language == "diff"])
+
+
+def _where_ranks_divide_nothing(folder: Path, migrated: str) -> None:
+    """On three ranks: batches of 32, and at last one of 2 samples, of which a rank has none."""
+    found = []
+    for name, text, run in (
+        ("before", (ROOT / "examples" / "migration" / "trainer.py").read_text(), "python trainer.py"),
+        ("alone", migrated, "python trainer.py"),
+        ("ranks", migrated, "python -m ddpshim run --nproc 3 trainer.py"),
+    ):
+        inside = folder / name
+        inside.mkdir()
+        for old, new in (("batch_size=100", "batch_size=32"), ("range(2000, 2400)", "range(2000, 2290)")):
+            assert old in text
+            text = text.replace(old, new)
+        (inside / "trainer.py").write_text(text)
+        losses = _losses(_run(run, inside))
+        (best,) = inside.glob("runs/*/best.pth")
+        found.append((losses, torch.load(best)["policy"]))
+    (before, best_before), (alone, _), (ranks, best) = found
+    assert len(before) == 6
+    assert alone == pytest.approx(before, abs=2e-6)  # six digits are printed
+    assert ranks == pytest.approx(before, abs=2e-6)
+    assert min(before[1::2]) < before[5], "the last epoch is the best one"
+    assert max((best[name] - value).abs().max().item() for name, value in best_before.items()) < 1e-5
 
 
 def _a_migration_by_hand(folder: Path, steps: list[str]) -> None:

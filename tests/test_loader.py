@@ -1,7 +1,9 @@
 """make_loader: W ranks side by side in one process, compared with a world of one."""
 
+import multiprocessing
 import random
 from collections import Counter
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -292,7 +294,7 @@ def test_on_ranks_what_is_left_out_by_default_is_said(capsys):
         assert [(len(one), one.drop_last) for one in loaders] == [(num_samples // 8, True)] * 2
     lines = [line for line in capsys.readouterr().err.splitlines() if " drops " in line]
     assert len(lines) == 1
-    assert "test_loader.py:60 drops 5 of 21 samples in each epoch" in lines[0]
+    assert "test_loader.py:62 drops 5 of 21 samples in each epoch" in lines[0]
     assert lines[0].endswith("drop_last=False trains on all of them, as one process does")
 
 
@@ -614,6 +616,71 @@ def test_one_draw_and_one_failure_on_two_processes():
     assert errors1[0].startswith("WorldError")
     assert "KeyError: 'gone'" in errors1[0]
     assert "number of samples: 8 on rank 0, 9 on rank 1" in errors0[1] == errors1[1]
+
+
+class Shuffled(IterableDataset):
+    """0 to 95, whose order or values come from somewhere."""
+
+    def __init__(self, kind):
+        self.kind, self.epoch = kind, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        if self.kind == "a seed and the epoch":
+            return iter(np.random.default_rng(self.epoch).permutation(96).tolist())
+        if self.kind == "the global generators":
+            return iter(Numbers(96, noisy=True))
+        of_its_own = np.random.default_rng().permutation(96)
+        if self.kind == "entropy of its own, from the middle on":
+            of_its_own = [*range(48), *(number for number in of_its_own.tolist() if number >= 48)]
+        return iter([int(number) for number in of_its_own])
+
+
+EQUAL = ["a seed and the epoch", "the global generators"]
+FORKED = {"num_workers": 2, "multiprocessing_context": "fork"}
+UNEQUAL = ["entropy of its own", "entropy of its own, from the middle on"]
+
+
+def _rank_reads_streams(options):
+    """Of each kind: the items of two passes, what was said, and how often a hash was sent."""
+    multiprocessing.current_process()._config["daemon"] = False  # so that it may have workers
+    out = {}
+    for kind in EQUAL + UNEQUAL:
+        seen, said, loader = [], "", make_loader(Shuffled(kind), 12, **options)
+        with mock.patch.object(World, "count", autospec=True, side_effect=World.count) as sent:
+            for _ in range(2):
+                try:
+                    seen.append([number for batch in loader for number in batch.tolist()])
+                except DataError as error:
+                    said = str(error)
+        out[kind] = seen, said, sent.call_count
+    return out
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [(1, FORKED), (2, {}), (3, {}), (2, FORKED), (3, {**FORKED, "persistent_workers": True})],
+)
+def test_streams_that_differ_between_ranks_or_workers_are_refused(num_ranks, options):
+    ranks = run_ranks(_rank_reads_streams, num_ranks, options)
+    for kind in EQUAL:
+        for passes in zip(*(seen for seen, _, _ in (rank[kind] for rank in ranks))):
+            assert sorted(number for of_rank in passes for number in of_rank) == list(range(96))
+        assert {rank[kind][1:] for rank in ranks} == {("", 2 * 4 * options.get("num_workers", 1))}
+    for kind in UNEQUAL:
+        said = [rank[kind][1] for rank in ranks if rank[kind][1]]
+        assert said, kind
+        assert all("read other items of Shuffled than another rank or data worker" in text for text in said)
+        assert ("In step 4 of" in said[0]) == (kind == UNEQUAL[1])
+
+
+@pytest.mark.ranks
+def test_without_guards_streams_are_not_compared():
+    ranks = run_ranks(_rank_reads_streams, 2, {}, environ={"DDPSHIM_GUARD": "0"})
+    assert {rank[kind][1:] for rank in ranks for kind in rank} == {("", 0)}
 
 
 LOADERS = {

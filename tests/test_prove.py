@@ -72,6 +72,7 @@ def _write(
     dtype: str = "float32",
     samples: str = "",
     num_batches: Optional[int] = None,
+    weight: float = 1.0,
 ) -> None:
     """The records of a trainer with one weight."""
     tensor = sketches.sketch(torch.tensor([1.0, 2.0]))
@@ -81,7 +82,8 @@ def _write(
             of_pass = {"sampler": "RandomSampler", "pass_number": 1, "num_batches": num_batches, "num_samples": 10}
             batch = {"size": len(samples), "samples": list(samples), "streams": None, "place": "train.py:2"}
             lines.append({"kind": "batch", "t": t, "number": t + 1, **batch, **of_pass})
-        lines.append({"kind": "loss", "t": t, "number": 1, "losses": [loss], "dtype": dtype, "place": "train.py:3"})
+        of_loss = {"losses": [loss], "weight": weight, "dtype": dtype, "place": "train.py:3"}
+        lines.append({"kind": "loss", "t": t, "number": 1, **of_loss})
         if t == 0:
             lines.append({"kind": "optimizer", "t": t, "optimizer": 0, "names": ["w"], "type": "SGD"})
             lines.append({"kind": "start", "t": t, "optimizer": 0, "weights": [tensor]})
@@ -123,6 +125,19 @@ def test_names_what_gradients_are(tmp_path: Path, of_ranks: list[float], what: s
     if proof.parting is not None:
         assert (proof.parting.what, proof.parting.where, proof.parting.place) == (what, "w", "train.py:4")
         assert says in proof.parting.meaning
+
+
+@pytest.mark.unit
+def test_losses_are_weighed_by_rows(tmp_path: Path) -> None:
+    """Two rows and one, and a rank that repeats a row: neither its loss nor its sample counts."""
+    for run, loss, samples, weight in (
+        *(("one", 5.0, "abc", 1.0), ("perturbed", 5.0, "abc", 1.0)),
+        *(("rank_0", 6.0, "ac", 2.0), ("rank_1", 3.0, "b", 1.0), ("rank_2", 6.0, "a", 0.0)),
+    ):
+        _write(tmp_path, run, loss=loss, samples=samples, weight=weight)
+    assert judging.judge(tmp_path, 3).is_same
+    _write(tmp_path, "rank_1", loss=3.0, samples="b", weight=2.0)
+    assert _parting(tmp_path, 3).found.startswith("5 in one process, 4.5 as the mean of the ranks'")
 
 
 @pytest.mark.unit
@@ -330,9 +345,21 @@ def test_nothing_compared(tmp_path: Path) -> None:
     assert judging.judge(tmp_path, 2) == judging.Proof(False, 0, 2)
 
 
-def _prove(folder: Path, program: str) -> tuple[int, str]:
+def _prove(folder: Path, program: str, num_ranks: int = 2) -> tuple[int, str]:
     (folder / "train.py").write_text(program)
-    return bugs.command(["prove", "--json", "train.py"], folder)
+    return bugs.command(["prove", "--json", "--nproc", str(num_ranks), "train.py"], folder)
+
+
+@pytest.mark.launch
+def test_a_batch_that_ranks_do_not_divide(tmp_path: Path) -> None:
+    """Three ranks, batches of 32, and one of a single sample at the end of each pass."""
+    program = (Path(__file__).parent.parent / "examples" / "train_after.py").read_text()
+    for old, new in (("batch_size=100", "batch_size=32"), ("torch.randn(2000, 8)", "torch.randn(97, 8)")):
+        assert old in program
+        program = program.replace(old, new)
+    code, said = _prove(tmp_path, program, 3)
+    assert code == 0, said
+    assert '"num_steps": 20' in said
 
 
 @pytest.mark.launch

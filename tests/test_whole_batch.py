@@ -92,10 +92,7 @@ def test_a_loss_over_the_whole_batch_is_that_of_one_process(name: str, world_siz
     for own_weights, own_losses, own_state in ranks:
         assert (own_weights - weights).abs().max() < 1e-13
         assert torch.equal(own_state, state)
-        if name != "mean_over":
-            assert own_losses == pytest.approx(losses, abs=1e-13)
-    means = [sum(of_ranks) / world_size for of_ranks in zip(*(own for _, own, _ in ranks))]
-    assert means == pytest.approx(losses, abs=1e-13)
+        assert own_losses == pytest.approx(losses, abs=1e-13)
 
 
 @pytest.mark.parametrize("name", ["mean_over", "samples that are compared"])
@@ -179,6 +176,52 @@ def test_a_pass_is_counted_without_the_rows_that_are_repeated() -> None:
     assert first == second == [(2, [0.0, 1.0, 2.0, 3.0]), (1, [4.0])]
     assert "has 1 sample in its last batch, for 2 ranks: the others repeat one" in said
     assert "take it from world.all_gather(values)" in said
+
+
+def _logs(make: Callable[..., Any]) -> list[list[float]]:
+    """Of each batch: its mean, as a number and as a tensor, and how many entries are valid, as a fraction."""
+    world, rows = ddpshim.world(), []
+    for x, mask in make(_data(), batch_size=UNEVEN, drop_last=False):
+        loss = x.square().mean()
+        as_number = world.mean_over(loss.item() * len(x), len(x))
+        assert type(as_number) is float
+        as_tensor = world.mean_over(loss * len(x), len(x))
+        rows.append([as_number, as_tensor.item(), world.mean_over(mask.bool().sum(), mask.numel()).item()])
+    return rows
+
+
+def _rank_logs() -> Any:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        rows = _logs(ddpshim.make_loader)
+        means = [ddpshim.world().mean(1.0) for _ in range(2)]
+        for _ in ddpshim.make_loader(_data(), batch_size=BATCH):
+            means.append(ddpshim.world().mean(1.0))
+    return rows, said.getvalue()
+
+
+def test_means_of_batches_that_ranks_do_not_divide_are_those_of_one_process() -> None:
+    """The last batch has two rows, and the third rank repeats one."""
+    rows = _logs(DataLoader)
+    assert len(rows) == 3
+    (first, said), *others = run_ranks(_rank_logs, 3)
+    for row, expected in zip(first, rows):
+        assert row == pytest.approx(expected, abs=1e-7)
+        assert row[:2] == pytest.approx(expected[:2], abs=1e-14)
+    for own, own_said in others:
+        assert own == first
+        assert "world.mean" not in own_said
+    assert said.count("world.mean weighs all ranks equally, but they have different numbers of samples") == 1
+
+
+def _rank_means_evenly() -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        for x, _ in ddpshim.make_loader(_data(), batch_size=BATCH):
+            ddpshim.world().mean(x.sum().item())
+    return said.getvalue()
+
+
+def test_of_a_mean_over_equal_shares_nothing_is_said() -> None:
+    assert "world.mean" not in "".join(run_ranks(_rank_means_evenly, 3))
 
 
 def _refusals() -> list[str]:
@@ -273,5 +316,5 @@ def test_batches_of_different_sizes_are_not_put_together() -> None:
 def test_with_one_process_nothing_is_gathered() -> None:
     x = torch.ones(3)
     assert ddpshim.world().all_gather(x) is x
-    assert ddpshim.world().mean_over(x.sum(), 2) == 1.5
+    assert ddpshim.world().mean_over(x.sum(), 2) == ddpshim.world().mean_over(3, 2) == 1.5
     assert ddpshim.whole_batch(lambda given, by: given is x and by == 2)(x, by=2)

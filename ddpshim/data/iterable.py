@@ -9,11 +9,14 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ddpshim.data.alike import length
+from ddpshim.data.facts import hash_of
 from ddpshim.data.sampler import EpochCounter, Split
 from ddpshim.errors import DataError
 from ddpshim.job.group import current_or_new_world, use_own_batches
 from ddpshim.job.random_streams import PrivateRandom, derive_seed
 from ddpshim.job.world import World
+
+_NUM_COMPARED = 8  # items of a global batch that are hashed
 
 
 def shard_iterable(
@@ -130,8 +133,11 @@ class ShardedStream(IterableDataset[Any]):
         epochs: EpochCounter,
         is_split: bool = True,
         persistent_workers: bool = False,
+        num_readers: int = 0,
     ) -> None:
+        """`num_readers`: how many processes of this rank read it, and are compared; 0: they are not."""
         self.dataset = dataset
+        self.num_readers = num_readers
         self.epochs = epochs
         self._split = split
         self._seed = seed
@@ -142,6 +148,8 @@ class ShardedStream(IterableDataset[Any]):
         self._shared = torch.zeros(2, dtype=torch.int64, device="cpu") if persistent_workers else None
         if self._shared is not None:
             self._shared.share_memory_()
+        # Of each reader: hashes of the first items of global batches 0, 1, 2, 4, 8, ...
+        self._hashes = torch.zeros(num_readers, 64, dtype=torch.int64, device="cpu").share_memory_()
 
     def begin(self, epoch: int) -> None:
         """Make the next iterators, in this process and in workers, read `epoch` from its start step on. Local.
@@ -158,6 +166,33 @@ class ShardedStream(IterableDataset[Any]):
             )
         if self._shared is not None:
             self._shared.copy_(torch.tensor(self._begun, device="cpu"))
+        else:  # new ones, because workers of an abandoned pass may still write
+            self._hashes = torch.zeros_like(self._hashes).share_memory_()
+
+    def comparison(self, here: World, name: str) -> Callable[[int], None]:
+        """Return a function to call with the step of each batch of the pass that begins. Local: it never waits.
+
+        It raises DataError if the readers have read other items than another reader, of any rank. Each adds its hash to
+        a sum of all ranks, which is a multiple of it if all are equal. The last reader to add sees a difference.
+        """
+        (epoch, start), hashes = self._begun, self._hashes
+        due = [0] * self.num_readers  # each reader's next global batch to compare
+
+        def compare(step: int) -> None:
+            reader = (step - start) % len(due)
+            while (at := due[reader]) <= step:
+                due[reader], own = max(1, 2 * at), int(hashes[reader, at.bit_length()])
+                if here.count(f"{name}/{at}", own) % own:
+                    raise DataError(
+                        f"In step {at} of epoch {epoch}, rank {here.rank} read other items of "
+                        f"{type(self.dataset).__name__} than another rank or data worker. Each keeps its share of "
+                        "what it reads, so some items would be trained on twice and others never. Let the dataset "
+                        "draw from torch, random or np.random, which are equal everywhere while it is read, or from "
+                        "np.random.default_rng(epoch) with the epoch that its set_epoch gets. If each rank has data "
+                        "of its own, pass already_sharded=True. DDPSHIM_GUARD=0 turns this check off."
+                    )
+
+        return compare
 
     def num_steps(self) -> int:
         """Return the number of global batches, if the dataset has a length.
@@ -195,32 +230,34 @@ class ShardedStream(IterableDataset[Any]):
         step, is_whole = 0, True
         while is_whole:
             with private.swapped_in(), _worker_info_hidden():
-                share, is_whole = self._read_batch(items)
+                share, is_whole, head = self._read_batch(items)
+            if self.num_readers and not step & (step - 1):
+                self._hashes[worker, step.bit_length()] = 1 + hash_of(head[:_NUM_COMPARED])
             if step >= start and (step - start) % num_workers == worker:
                 yield from share
             step += 1
 
-    def _read_batch(self, items: Iterator[Any]) -> tuple[list[Any], bool]:
-        """Read one global batch; return this rank's share of it and whether it was whole."""
+    def _read_batch(self, items: Iterator[Any]) -> tuple[list[Any], bool, list[Any]]:
+        """Read one global batch; return this rank's share of it, whether it was whole, and its first items."""
         split = self._split
         share: list[Any] = []
         head: list[Any] = []
         num_read = 0
         for item in islice(items, split.global_batch_size):
-            if num_read < split.world_size:
+            if num_read < max(split.world_size, _NUM_COMPARED):
                 head.append(item)
             if num_read % split.world_size == split.rank:
                 share.append(item)
             num_read += 1
         if num_read == split.global_batch_size:
-            return share, True
+            return share, True, head
         if split.drop_last or num_read == 0:
-            return [], False
+            return [], False, head
         # This rank's last position may be past the end; it then wraps to the start of the batch.
         last = (num_read - 1) // split.world_size * split.world_size + split.rank
         if last >= num_read:
             share.append(head[(last - num_read) % num_read])
-        return share, False
+        return share, False, head
 
 
 @contextlib.contextmanager

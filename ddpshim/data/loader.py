@@ -72,9 +72,9 @@ def make_loader(
     Args:
         dataset: map-style or iterable. Every rank and worker reads an iterable one in full and keeps its share. So it
             must give the same items for the same (seed, epoch): draws from the global generators do, entropy of
-            its own does not. `get_worker_info()` is None in it, so that it does not shard a second time. If
-            it shards by rank, set `already_sharded`; if it reads too slowly, use :func:`ddpshim.shard_iterable`. Its
-            `set_epoch`, if it has one, is called.
+            its own does not, and raises DataError in the pass. `get_worker_info()` is None in it, so that it does not
+            shard a second time. If it shards by rank, set `already_sharded`; if it reads too slowly, use
+            :func:`ddpshim.shard_iterable`. Its `set_epoch`, if it has one, is called.
         batch_size: of all ranks together. None: items are ready batches.
         sampler: as in torch; one draw of it is split over the ranks.
         batch_sampler: each of its lists is a global batch. `drop_last` does not apply to it.

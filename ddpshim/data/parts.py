@@ -217,9 +217,10 @@ class Parts:
         if num_samples is not None:
             self._refuse_too_small(self.dataset, "dataset")
             self._refuse_no_step(num_samples, split)
-        stays = self.options["persistent_workers"]
+        stays, num_readers = self.options["persistent_workers"], max(1, self.options["num_workers"])
+        is_split, is_compared = not self.already_sharded, self.world.options.guard
         stream = ShardedStream(
-            self.dataset, split, self.order_seed, EpochCounter(), not self.already_sharded, persistent_workers=stays
+            self.dataset, split, self.order_seed, EpochCounter(), is_split, stays, num_readers * is_compared
         )
         # torch shards an IterDataPipe itself, if it is not wrapped.
         as_is = self.already_sharded and isinstance(self.dataset, IterDataPipe)

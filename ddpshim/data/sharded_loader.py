@@ -150,9 +150,13 @@ class ShardedLoader(DataLoader[Any], Enterable):
         own = None
         if self.num_workers == 0 and streams is not None:
             own = _Own(streams, derive_seed(self._seed, "here", *scope))
+        compare = None
+        if self.deals_shares and getattr(source, "num_readers", False):
+            number = current().next_number(f"stream {self.number}")
+            compare = source.comparison(world(), f"stream {self.number}/{number}/{epoch}")
         num_samples = source.num_samples() if hasattr(source, "num_samples") else None
         first = shares.Position(self.number, epoch, start, num_samples)
-        return _Pass(batches, draw, next_size, own, self.deals_shares, first, self.called, num_ahead)
+        return _Pass(batches, draw, next_size, own, self.deals_shares, first, self.called, num_ahead, compare)
 
     def _draws(self) -> SampleStreams:
         """Return the dataset with the random streams that it has in the pass that begins."""
@@ -183,11 +187,13 @@ class _Pass:
         first: shares.Position,
         called: str,
         num_ahead: int,
+        compare: Optional[Callable[[int], None]],
     ) -> None:
         self._batches, self._draw, self._next_size, self._own = batches, draw, next_size, own
         self._deals_shares, self._is_uneven = deals_shares, False  # of the current batch
         self._next, self.called = first, called
         self._num_ahead = num_ahead  # batches fetched and dropped, so that each worker continues with its own
+        self._compare = compare  # each batch with those of other ranks, by its step
         self.position: Optional[shares.Position] = None  # of the current batch, if it may be trained on
 
     def __iter__(self) -> "_Pass":
@@ -207,6 +213,8 @@ class _Pass:
         self._num_ahead = 0
         with contextlib.nullcontext() if self._own is None else self._own.swapped_in():
             batch = next(self._batches)
+        if self._compare is not None:
+            self._compare(self._next.step)
         num_rows, total = self._next_size()
         current().progress.batch = (self._next.epoch, self._next.step)
         # A thread that fetches ahead may be at different batches on different ranks.

@@ -35,19 +35,26 @@ def group() -> Any:
     return made.group
 
 
-def mean_over(here: World, total: torch.Tensor, count: Any) -> torch.Tensor:
+def mean_over(here: World, total: Any, count: Any) -> Any:
     """See `World.mean_over`."""
-    is_tensor = isinstance(count, torch.Tensor)  # a number is written on the device: a copy to it would block
-    counted = count.detach().to(total) if is_tensor else total.detach().new_full((), float(count))
     num, at_hand = exchange.size(here), shares.at_hand()
+    weight = 1.0 if at_hand is None else at_hand.weight  # 0 if this rank repeats a row of another rank
+    if not isinstance(total, torch.Tensor):
+        sums = {"total": float(total), "count": float(count)}
+        of_all = here.sum(sums if weight else dict.fromkeys(sums, 0.0))
+        return of_all["total"] / of_all["count"]
+    wide = torch.promote_types(total.dtype, torch.float32)  # counts above 256 are not exact in bfloat16
+    is_tensor = isinstance(count, torch.Tensor)  # a number is written on the device: a copy to it would block
+    counted = count.detach().to(total.device, wide) if is_tensor else total.detach().new_full((), count, dtype=wide)
     if num == 1:
         return total / counted
-    if at_hand is None or not at_hand.totals:
-        return total * num / exchange.add_up(counted, group(), "a mean over all samples")
+    own = torch.stack(torch.broadcast_tensors(total.detach().to(wide), counted))
+    own = own if weight else torch.zeros_like(own)
+    total_of_all, over_all = exchange.add_up(own, group(), "a mean over all samples")
     # The backward pass multiplies by `weight`, which is right for a mean over the rank's rows: undo it here.
-    has_rows, weight = float(at_hand.num_counted > 0), at_hand.weight or 1.0
-    over_all = exchange.add_up(counted * has_rows, group(), "a mean over all samples")
-    return total * (has_rows * num / weight) / over_all
+    mean: torch.Tensor = total * (num / weight if weight else 0.0) / over_all
+    with torch.no_grad():  # the gradient stays that of this rank's part
+        return mean.copy_(total_of_all / over_all)
 
 
 def all_gather(here: World, x: torch.Tensor) -> torch.Tensor:

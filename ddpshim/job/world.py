@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from ddpshim.errors import WorldError
-from ddpshim.job import events, failure, messages, precision
+from ddpshim.job import events, failure, messages, precision, shares
 from ddpshim.job.job import Job
 from ddpshim.job.reduction import reduce, to_cpu
-from ddpshim.job.say import described, line_of_the_caller
+from ddpshim.job.say import described, line_of_the_caller, say_once
 from ddpshim.job.turns import Playing, in_order_of_numbers
 from ddpshim.options import Options
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ddpshim.job.running import Running
 
 T = TypeVar("T")
+N = TypeVar("N", float, torch.Tensor)
 
 CROSSED_DEADLINE_S = 10.0
 _NUM_KEPT = 4  # values of `hand_out` that stay in the store for each name; no rank is further behind
@@ -207,30 +209,38 @@ class World:
     def mean(self, value: Any) -> Any:
         """Return the mean over ranks (collective); see `sum`. A mean of integers is a float.
 
-        Every rank counts once: with 2 samples on one rank and 1 on another, the one sample weighs as much as the two.
-        For the mean over samples, sum both totals and counts (`sum`, `running`), or use `mean_over`.
+        Every rank counts once: with 2 samples on one rank and 1 on another, the one sample weighs as much as the two,
+        and a line says so once, during or after a batch that W does not divide. For the mean over samples, use
+        `mean_over`, or sum both totals and counts (`sum`, `running`).
         """
+        is_the_programs = not sys._getframe(1).f_globals.get("__name__", "").startswith("ddpshim.")
+        if self.is_main and is_the_programs and self._job.part(shares.Sharing).is_uneven:
+            say_once(
+                "world.mean weighs all ranks equally, but they have different numbers of samples of a batch: a mean "
+                "over samples differs from one process. Use world.mean_over(mean * len(x), len(x)) in the loop"
+            )
         return reduce(self.gather(to_cpu(value)), mean=True, like=value)
 
-    def mean_over(self, total: torch.Tensor, count: Any) -> torch.Tensor:
-        """Return a loss: the mean over the entries of all ranks; `total` is the sum over this rank's (collective).
+    def mean_over(self, total: N, count: Any) -> N:
+        """Return the mean over the entries of all ranks; `total` is the sum over this rank's (collective).
 
-        A mean over valid entries (padding masks, sample weights, valid steps) divides by a number that differs between
-        ranks; if each rank took its own mean, entries on ranks with few would weigh more. The result on each rank is
-        W * total / (sum of all counts). So the mean of the results over ranks is the mean over all entries, and the
-        mean of their gradients is its gradient. A rank without entries (count 0) must still run the network, on an
-        empty batch: the others wait for its backward pass.
+        For a loss or a logged number. A mean over samples, or over valid entries (padding masks, sample weights, valid
+        steps), divides by a number that differs between ranks; if each rank took its own mean, entries on ranks with
+        few would weigh more. The result is the same on all ranks, and the mean of their gradients is its gradient. In
+        a loop over `make_loader`, a rank that repeats a row of another rank counts nothing. A rank without entries
+        (count 0) must still run the network, on an empty batch: the others wait for its backward pass.
 
         >>> World().mean_over(torch.tensor(6.0), 3)
         tensor(2.)
 
         Args:
-            total: a tensor without dimensions, or one value for each of several losses.
+            total: a tensor without dimensions, or one value for each of several losses; or a number, which travels as
+                in `sum`.
             count: the number of this rank's entries, or the sum of their weights; a number or a tensor.
         """
         from ddpshim.job import whole_batch
 
-        return whole_batch.mean_over(self, total, count)
+        return cast(N, whole_batch.mean_over(self, total, count))
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks, in the order of one process's batch (collective). Differentiable.

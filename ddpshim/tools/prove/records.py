@@ -37,7 +37,7 @@ class Run:
         return [r for r in self.records if r["kind"] == kind and r["t"] == step]
 
     def trained_on(self, step: int) -> list[dict[str, Any]]:
-        """Return the batches of a step that were followed by a backward pass."""
+        """Return the batches of a step that were followed by a backward pass; one that only repeats a row is empty."""
         out: list[dict[str, Any]] = []
         last: Optional[dict[str, Any]] = None
         for record in self.records:
@@ -45,6 +45,6 @@ class Run:
                 last = record
             elif record["kind"] == "loss" and last is not None:
                 if record["t"] == step:
-                    out.append(last)
+                    out.append(last if record.get("weight", 1.0) else {**last, "size": 0, "samples": []})
                 last = None
         return out

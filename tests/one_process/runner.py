@@ -1,0 +1,102 @@
+"""Runs short programs for one process, each from the same seeds, and writes what they logged and trained.
+
+`python tests/one_process/hostile.py OUT [--only A,B] [--double] [--nudge]` writes OUT/results.json after every program:
+{name: {"log": [...], "weights": [...], "error": null or text}}. `python tests/one_process/runner.py OUT OTHER` prints
+the largest difference of each program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+from pathlib import Path
+from typing import Any, Callable, Optional, Union
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+def read(value: Any) -> Any:
+    """Return `value` as json can hold it."""
+    if isinstance(value, Tensor):
+        return (torch.view_as_real(value) if value.is_complex() else value).tolist()
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+
+
+class Log:
+    """Collects numbers in the order in which a program reads them."""
+
+    def __init__(self) -> None:
+        self.lines: list[Any] = []
+
+    def __call__(self, *values: Any) -> None:
+        self.lines += map(read, values)
+
+
+Trained = list[Union[nn.Module, Tensor]]
+Programs = dict[str, Callable[[Log], Trained]]
+
+
+def nudge() -> None:
+    """Change the last bit of what is drawn by torch.randn and by the usual initialisations of weights."""
+
+    def nudged(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            out = draw(*args, **kwargs)
+            out.data.mul_(1 + torch.finfo(out.dtype).eps)
+            return out
+
+        return call
+
+    torch.randn = nudged(torch.randn)
+    for name in ("kaiming_uniform_", "xavier_uniform_", "uniform_", "normal_"):
+        setattr(nn.init, name, nudged(getattr(nn.init, name)))
+
+
+def main(programs: Programs, argv: Optional[list[str]] = None) -> None:
+    """Run `programs` and write their results, after each of them, so that a hang shows where."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--only", type=lambda names: names.split(","), default=list(programs))
+    parser.add_argument("--double", action="store_true", help="float64 as the default dtype")
+    parser.add_argument("--nudge", action="store_true", help="change the last bit of the initial weights and data")
+    options = parser.parse_args(argv)
+    if options.double:
+        torch.set_default_dtype(torch.float64)
+    if options.nudge:
+        nudge()
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = {}
+    for name in options.only:
+        print(name, flush=True)
+        torch.manual_seed(0), np.random.seed(0), random.seed(0)
+        log, weights, error = Log(), [], None
+        try:
+            for part in programs[name](log):
+                weights += [read(x) for x in (part.state_dict().values() if isinstance(part, nn.Module) else [part])]
+        except Exception as problem:
+            error = f"{type(problem).__name__}: {problem}"
+        results[name] = {"log": log.lines, "weights": weights, "error": error}
+        (options.out / "results.json").write_text(json.dumps(results))
+
+
+def difference(one: Any, other: Any) -> float:
+    """Return the largest difference of two results, relative to numbers above 1; infinite where kinds differ."""
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return max(map(difference, one, other), default=0.0)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return difference(list(one.items()), list(other.items()))
+    if isinstance(one, float) and isinstance(other, float) and math.isfinite(one - other):
+        return abs(one - other) / max(1.0, abs(one))
+    return 0.0 if repr(one) == repr(other) else math.inf
+
+
+if __name__ == "__main__":
+    ones, others = (json.loads((Path(folder) / "results.json").read_text()) for folder in sys.argv[1:])
+    for name in ones:
+        other = others.get(name, {"log": None, "weights": None, "error": "did not run"})
+        print(f"{name:40} {max(difference(ones[name][k], other[k]) for k in ('log', 'weights')):8.1e} {other['error']}")
