@@ -32,7 +32,11 @@ def difference(one: Any, other: Any) -> Optional[str]:
     if not isinstance(one, torch.Tensor):
         is_same = type(one) is type(other) and (one == other or one != one or not isinstance(one, (int, float, str)))
         return None if is_same else f"{one!r:.80} is {other!r:.80}"
-    if not isinstance(other, torch.Tensor) or (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout):
+    if not isinstance(other, torch.Tensor) or (one.shape, one.dtype, one.layout) != (
+        other.shape,
+        other.dtype,
+        other.layout,
+    ):
         return f"{tuple(one.shape)} {one.dtype} is {getattr(other, 'shape', other)} {getattr(other, 'dtype', '')}"
     if one.is_quantized:
         return None
@@ -119,7 +123,12 @@ def problem(
     for name, one, other in (("result", wanted, found), ("arguments", given, given_rows)):
         for old, new in zip(flat(one), flat(other)):
             if isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor) and not has_random_result:
-                if old.layout is torch.strided and old.numel() and min(old.shape, default=2) > 1 and old.stride() != new.stride():
+                if (
+                    old.layout is torch.strided
+                    and old.numel()
+                    and min(old.shape, default=2) > 1
+                    and old.stride() != new.stride()
+                ):
                     return f"{name}: strides {old.stride()} are {new.stride()}"
                 if old.requires_grad != new.requires_grad:
                     return f"{name}: requires_grad {old.requires_grad} is {new.requires_grad}"
@@ -149,7 +158,9 @@ def _gradients(leaves: Any, wanted: Any, leaves_of_rows: Any, found: Any) -> Opt
     except RuntimeError:
         return None
     try:
-        second = torch.autograd.grad(outputs_of_rows, needing(leaves_of_rows), [s.clone() for s in seeds], allow_unused=True)
+        second = torch.autograd.grad(
+            outputs_of_rows, needing(leaves_of_rows), [s.clone() for s in seeds], allow_unused=True
+        )
     except Exception as error:
         return f"its gradient raises {error!r:.300}"
     different = difference(list(first), plain(list(second)))

@@ -121,7 +121,9 @@ def strides_of_whole(block: torch.Tensor, dim: int, size: int) -> list[int]:
 def added_up(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of all ranks' tensors (collective)."""
     is_small = tensor.dtype in (torch.float16, torch.bfloat16)
-    total = tensor.detach().to(torch.float32) if is_small else tensor.detach().clone(memory_format=torch.contiguous_format)
+    total = (
+        tensor.detach().to(torch.float32) if is_small else tensor.detach().clone(memory_format=torch.contiguous_format)
+    )
     if total.is_complex():
         dist.all_reduce(torch.view_as_real(total), group=group())
     else:

@@ -24,7 +24,7 @@ from ddpshim.errors import OptionsError, SyncError
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import line_of_the_caller
-from ddpshim.rows import blocks, dimensions, gradients, layers  # noqa: F401: they register their rules
+from ddpshim.rows import blocks, dimensions, gradients, layers  # noqa: F401 (they register their rules)
 from ddpshim.rows.gradients import plain
 from ddpshim.rows.rules import T
 from ddpshim.rows.tensor import Counts, Rows, divided, is_plain, leaves, mapped
@@ -49,14 +49,18 @@ class Calls:
         self.dim, self.original = 0, cast(Any, None)
         choice = os.environ.get(variables.ROWS, "auto").strip().lower()
         if choice not in _LEAST_WORK:
-            raise OptionsError(f"{variables.ROWS}={choice!r}: which calls are divided is unclear. Use auto, all or off.")
+            raise OptionsError(
+                f"{variables.ROWS}={choice!r}: which calls are divided is unclear. Use auto, all or off."
+            )
         self.least_work = _LEAST_WORK[choice]
         self._sizes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
     def num_parameters(self, module: nn.Module) -> int:
         """Return the number of entries of the parameters of `module`, as it was at its first call. Local."""
         if module not in self._sizes:
-            self._sizes[module] = sum(p.numel() for p in module.parameters() if not isinstance(p, nn.UninitializedParameter))
+            self._sizes[module] = sum(
+                p.numel() for p in module.parameters() if not isinstance(p, nn.UninitializedParameter)
+            )
         return self._sizes[module]
 
 

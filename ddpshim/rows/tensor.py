@@ -77,7 +77,12 @@ class _Mirror:
     def is_of(self, rows: Rows) -> bool:
         """Whether the block of `rows` is this one, in memory and in shape. Local."""
         one, other = self.block, rows.block
-        if one is not other and not (shares_memory(one, other) and one.shape == other.shape and one.stride() == other.stride() and one.storage_offset() == other.storage_offset()):
+        if one is not other and not (
+            shares_memory(one, other)
+            and one.shape == other.shape
+            and one.stride() == other.stride()
+            and one.storage_offset() == other.storage_offset()
+        ):
             return False
         return one.dtype == other.dtype and (self.dim, self.part) == (rows.dimension, rows.part)
 
@@ -153,9 +158,7 @@ class Rows(torch.Tensor):
     cached: Optional[tuple[Any, torch.Tensor, int]]
 
     @staticmethod
-    def __new__(
-        cls, block: torch.Tensor, dimension: int, part: Part, memory: Optional[Memory] = None
-    ) -> Rows:
+    def __new__(cls, block: torch.Tensor, dimension: int, part: Part, memory: Optional[Memory] = None) -> Rows:
         size = list(block.shape)
         size[dimension] = part.size
         made: Rows = _T._make_wrapper_subclass(cls, size, dtype=block.dtype, device=block.device)  # type: ignore[attr-defined]
