@@ -6,6 +6,7 @@ could differ: a collate function of the program, a dataset that draws random num
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import sys
@@ -52,22 +53,29 @@ class DataLoader(torch_data.DataLoader[T_co]):
             if self._is_divided:
                 _check_same_indices(self)
                 self._of_rows = _RowsLoader.of(self)
-        begin = super().__iter__ if self._of_rows is None else self._of_rows.__iter__
-        return _batches(self, begin)
+        with _fetching():  # now, since torch draws the seed of workers when a pass begins
+            batches = super().__iter__() if self._of_rows is None else iter(self._of_rows)
+        return _batches(self, batches)
 
 
-def _batches(loader: DataLoader[Any], begin: Any) -> Iterator[Any]:
+@contextlib.contextmanager
+def _fetching() -> Iterator[None]:
+    """Within this block a loader produces a batch. Local."""
+    counts = current().part(Counts)
+    before, counts.is_fetching = counts.is_fetching, True
+    try:
+        yield
+    finally:
+        counts.is_fetching = before
+
+
+def _batches(loader: DataLoader[Any], batches: Any) -> Iterator[Any]:
     """Yield the batches of one pass (collective)."""
-    counts, batches = current().part(Counts), None
     num_passes = guard.num_reductions()
     try:
         while True:
-            counts.is_fetching = True
-            try:
-                batches = begin() if batches is None else batches
+            with _fetching():
                 batch = next(batches, _END)
-            finally:
-                counts.is_fetching = False
             if batch is _END:
                 break
             yield batch if loader._of_rows is None else _with_rows(batch, loader.place)

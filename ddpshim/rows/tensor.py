@@ -59,7 +59,8 @@ class Counts:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Within this block this rank does something that others do not, so it must not gather. Local."""
-        before, self.is_alone = self.is_alone, True
+        before = self.is_alone
+        self.is_alone = before or threading.get_ident() == self._thread
         try:
             yield
         finally:

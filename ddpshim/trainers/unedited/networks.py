@@ -69,7 +69,7 @@ class Networks:
 
     def _is_trained(self, module: nn.Module) -> bool:
         """Whether `module` directly holds parameters of an optimizer and is in training mode."""
-        if not module.training or not any(p is not None for p in module._parameters.values()):
+        if not any(p is not None for p in module._parameters.values()):
             return False
         optimizers = (optimizer for reference in self._optimizers if (optimizer := reference()) is not None)
         ids = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -139,6 +139,9 @@ class Networks:
         wrapped = [module for reference in self.wrapped if (module := reference()) is not None]
         known = {shapes_of(module) for root in wrapped for module in root.modules()} - {()}
         owned = {id(p) for root in wrapped for p in root.parameters()}
+        optimizers = (optimizer for reference in self._optimizers if (optimizer := reference()) is not None)
+        # A network of a later optimizer is no copy; beside its own copy, their order would differ between ranks.
+        owned |= {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         copies = [
             root
             for root in roots
