@@ -34,10 +34,16 @@ def difference(one: Any, other: Any) -> Optional[str]:
         if not isinstance(other, (tuple, list)) or len(one) != len(other):
             return f"{type(one).__name__} of {len(one)} is {other!r:.80}"
         return next((found for found in map(difference, one, other) if found), None)
+    if one is None and isinstance(other, torch.Tensor) and not other.any():
+        return None  # a gradient
     if not isinstance(one, torch.Tensor):
         is_same = type(one) is type(other) and (one == other or one != one or not isinstance(one, (int, float, str)))
         return None if is_same else f"{one!r:.80} is {other!r:.80}"
-    if not isinstance(other, torch.Tensor) or (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout):
+    if not isinstance(other, torch.Tensor) or (one.shape, one.dtype, one.layout) != (
+        other.shape,
+        other.dtype,
+        other.layout,
+    ):
         return f"{tuple(one.shape)} {one.dtype} is {getattr(other, 'shape', other)} {getattr(other, 'dtype', '')}"
     if one.is_quantized:
         return None
@@ -160,7 +166,9 @@ def _gradients(leaves: Any, wanted: Any, leaves_of_rows: Any, found: Any) -> Opt
     except RuntimeError:
         return None
     try:
-        second = torch.autograd.grad(outputs_of_rows, needing(leaves_of_rows), [s.clone() for s in seeds], allow_unused=True)
+        second = torch.autograd.grad(
+            outputs_of_rows, needing(leaves_of_rows), [s.clone() for s in seeds], allow_unused=True
+        )
     except Exception as error:
         return f"its gradient raises {error!r:.300}"
     different = difference(list(first), plain(list(second)))

@@ -53,6 +53,7 @@ def test_comparing_sees_what_differs(tmp_path: Path) -> None:
     assert compare.losses([[1.0], [2.0]], [[1.0], [2.5]]) == 0.25
     assert compare.losses([[1.0]], [[1.0], [1.0]]) == float("inf")
     assert compare.without_clock("outputs/2026.11.23/12.38.11_run/0.pth") == "outputs/TIME/TIME_run/0.pth"
+    assert compare.without_clock("runs/ppo__1__1700000000/a-0f3e2d1c/1.pt") == "runs/ppo__1__TIME/a-TIME/1.pt"
 
 
 @pytest.mark.upstream
@@ -67,6 +68,6 @@ def test_a_published_workspace(tmp_path: Path) -> None:
     from tests.field import __main__ as field
 
     trainer = next(trainer for trainer in field.TRAINERS if trainer.name == "unet_lowdim")
-    ran = {name: field.play(trainer, Path(upstream), tmp_path / name, name == "two") for name in ("one", "two")}
-    row = field.compared(trainer, ran["one"], ran["one"], ran["two"])
+    one, two = (field.play(trainer, Path(upstream), tmp_path / str(num_ranks), num_ranks) for num_ranks in (0, 2))
+    row = field.compared(trainer, one, [one], two, 2)
     assert row.verdict == "equal", row

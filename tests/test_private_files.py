@@ -34,6 +34,7 @@ import pytest
 import tensorboardX
 import torch
 import torch.distributed as dist
+from ddpshim.trainers.unedited.tallies import Count, Rows
 
 import ddpshim
 from ddpshim.errors import SyncError
@@ -45,7 +46,6 @@ from ddpshim.trainers.unedited.commands import Commands
 from ddpshim.trainers.unedited.layers import View
 from ddpshim.trainers.unedited.mains_changes import MainsChanges
 from ddpshim.trainers.unedited.private_files import PrivateFiles
-from ddpshim.trainers.unedited.tallies import Count, Rows
 from tests.ranks import run_ranks
 
 

@@ -21,6 +21,8 @@ from typing import Any, Callable
 import numpy as np
 import pytest
 import torch
+from ddpshim.trainers.unedited.products import Sources
+from ddpshim.trainers.unedited.tallies import Count, FloatCount, Mean, Rows, Total
 from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -31,9 +33,7 @@ from ddpshim.errors import WorldError
 from ddpshim.job import shares
 from ddpshim.job.world import World
 from ddpshim.trainers.unedited import losses
-from ddpshim.trainers.unedited.products import Sources
 from ddpshim.trainers.unedited.reads import _mean, equal_reads
-from ddpshim.trainers.unedited.tallies import Count, FloatCount, Mean, Rows, Total
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

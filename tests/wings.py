@@ -8,6 +8,7 @@ WINGS = [
     "checkpoint",
     "observe",
     "evaluation",
+    "rows",
     "trainers",
     "robomimic",
     "droid",

@@ -130,19 +130,19 @@ class SampleStreams(Dataset[Any]):
             return self._collate(samples)
         before = global_states()
         batch = self._collate([*samples] if isinstance(samples, _Fetched) else samples)
-        has_drawn = has_drawn(before)
+        draws = has_drawn(before)
         if not isinstance(samples, _Fetched):
-            if has_drawn:
+            if draws:
                 self._print_once(
                     f"{_name(self._collate)} draws random numbers now but did not for the first batch: one process "
                     "would draw different ones",
                     is_seen_by_all=False,
                 )
             return batch
-        if has_drawn and self._state() == _UNKNOWN and self._past is not None and len(self._past) > 1:
+        if draws and self._state() == _UNKNOWN and self._past is not None and len(self._past) > 1:
             self._fetch_again(self._past[:-1])
             samples, before = _Fetched(self._fetch(self._past[-1]), samples.rows), global_states()
-        if has_drawn:
+        if draws:
             restore_global_states(before)
             try:
                 batch = _rows_of(self._collate([*samples.whole]), len(samples.whole), samples.rows)
@@ -151,7 +151,7 @@ class SampleStreams(Dataset[Any]):
                     f"{_name(self._collate)} draws random numbers for a batch that cannot be divided: one process "
                     "would draw different ones"
                 )
-        if self._state() == _UNKNOWN and has_drawn:
+        if self._state() == _UNKNOWN and draws:
             self._continue_with_whole_batches(f"is collated by {_name(self._collate)}, which draws random numbers")
         elif self._state() == _UNKNOWN:
             self._set_state(_DRAWS_NOTHING)

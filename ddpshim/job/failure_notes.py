@@ -44,9 +44,9 @@ def write(error: BaseException, exit_code: int, *, knows_cause: bool = False) ->
     Raises nothing if it cannot be written: the rank must end anyway, and `run` then uses its exit code.
     """
     folder = os.environ.get(variables.RUN_DIR)
-    if folder is None or "RANK" not in os.environ:
+    rank = os.environ.get("RANK", os.environ.get(variables.RANK))
+    if folder is None or rank is None:
         return
-    rank = os.environ["RANK"]
     note, partial = Path(folder, f"failed.{rank}"), Path(folder, f"partial.{rank}")
     if note.exists() and not knows_cause:
         return

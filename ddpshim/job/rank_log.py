@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Callable
 
-from ddpshim.variables import RANK_LOGS
+from ddpshim.variables import RANK, RANK_LOGS
 
 
 def has_log() -> bool:
@@ -83,7 +83,7 @@ def copy_output(folder: str, rank: int) -> Callable[[], None]:
 
 
 def _log() -> Path:
-    return Path(os.environ[RANK_LOGS], f"rank_{os.environ['RANK']}.log")
+    return Path(os.environ[RANK_LOGS], f"rank_{os.environ.get('RANK') or os.environ[RANK]}.log")
 
 
 class _Both:

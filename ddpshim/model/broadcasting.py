@@ -89,4 +89,5 @@ def broadcast(tensors: Sequence[torch.Tensor], process_group: Any = None) -> Non
             message = torch.cat([tensor.reshape(-1) for tensor in same])
             dist.broadcast(message.view(torch.uint8), main, group)  # bytes, because gloo does not support bool
             for tensor, values in zip(same, message.split([tensor.numel() for tensor in same])):
-                tensor.copy_(values.view(tensor.shape))
+                if not torch.equal(tensor, values.view(tensor.shape)):  # else a graph that holds it stays valid
+                    tensor.copy_(values.view(tensor.shape))

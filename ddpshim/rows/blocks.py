@@ -89,7 +89,8 @@ def gather(block: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
         rows = rows.unflatten(dim, (part.outer, counts[here.rank]))
         into = into.unflatten(dim, (part.outer, part.num_rows))
         dim += 1
-    apart = rows.movedim(dim, 0).contiguous()
+    # `contiguous` would keep any stride of a dimension of size 1.
+    apart = rows.movedim(dim, 0).clone(memory_format=torch.contiguous_format)
     data = apart.view(len(apart), -1).view(torch.uint8)  # as bytes: backends lack some types
     if len(data) < max(counts):
         data = torch.cat([data, data.new_empty((max(counts) - len(data), data.shape[1]))])
@@ -121,7 +122,9 @@ def strides_of_whole(block: torch.Tensor, dim: int, size: int) -> list[int]:
 def added_up(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of all ranks' tensors (collective)."""
     is_small = tensor.dtype in (torch.float16, torch.bfloat16)
-    total = tensor.detach().to(torch.float32) if is_small else tensor.detach().clone(memory_format=torch.contiguous_format)
+    total = (
+        tensor.detach().to(torch.float32) if is_small else tensor.detach().clone(memory_format=torch.contiguous_format)
+    )
     if total.is_complex():
         dist.all_reduce(torch.view_as_real(total), group=group())
     else:

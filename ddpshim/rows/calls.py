@@ -7,25 +7,27 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import math
 import os
 import sys
 import weakref
 from collections.abc import Iterator
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, cast
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 
 from ddpshim import variables
-from ddpshim.errors import OptionsError
+from ddpshim.errors import OptionsError, SyncError
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
-from ddpshim.rows import blocks, dimensions, gradients, layers  # noqa: F401: they register their rules
+from ddpshim.job.say import line_of_the_caller
+from ddpshim.rows import blocks, dimensions, gradients, layers  # noqa: F401 (they register their rules)
 from ddpshim.rows.gradients import plain
 from ddpshim.rows.rules import T
-from ddpshim.rows.tensor import Counts, Rows, divided, leaves, mapped
+from ddpshim.rows.tensor import Counts, Rows, divided, is_plain, leaves, mapped
 
 # By DDPSHIM_ROWS: the multiplications of a call that is divided. A smaller one takes less time than to divide it.
 _LEAST_WORK = {"auto": 1 << 20, "all": 0, "off": math.inf}
@@ -37,23 +39,28 @@ class Calls:
     Attributes:
         is_inside: whether a network computes on rows now.
         dim: the dimension of the rows.
+        original: torch's nn.Module.__call__, while it is replaced.
         least_work: multiplications of a call that is divided.
         is_off: whether nothing is divided now: inside torch.func, torch.jit and torch.compile.
     """
 
     def __init__(self) -> None:
         self.is_inside = self.is_off = False
-        self.dim = 0
+        self.dim, self.original = 0, cast(Any, None)
         choice = os.environ.get(variables.ROWS, "auto").strip().lower()
         if choice not in _LEAST_WORK:
-            raise OptionsError(f"{variables.ROWS}={choice!r}: which calls are divided is unclear. Use auto, all or off.")
+            raise OptionsError(
+                f"{variables.ROWS}={choice!r}: which calls are divided is unclear. Use auto, all or off."
+            )
         self.least_work = _LEAST_WORK[choice]
         self._sizes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
     def num_parameters(self, module: nn.Module) -> int:
         """Return the number of entries of the parameters of `module`, as it was at its first call. Local."""
         if module not in self._sizes:
-            self._sizes[module] = sum(p.numel() for p in module.parameters() if not isinstance(p, nn.UninitializedParameter))
+            self._sizes[module] = sum(
+                p.numel() for p in module.parameters() if not isinstance(p, nn.UninitializedParameter)
+            )
         return self._sizes[module]
 
 
@@ -71,10 +78,10 @@ def with_rows(call: Callable[..., Any]) -> Callable[..., Any]:
         if not _can_divide(module, args, kwargs):
             return call(module, *args, **kwargs)
         dim, calls.is_inside = calls.dim, True
-        num = next(x.shape[dim] for x in leaves((args, kwargs)) if isinstance(x, T) and x.dim() > dim)
+        num = next(x.shape[dim] for x in leaves((args, kwargs)) if is_plain(x) and x.dim() > dim)
 
         def share(x: Any) -> Any:
-            return divided(x, dim) if isinstance(x, T) and x.dim() > dim and x.shape[dim] == num else x
+            return divided(x, dim) if is_plain(x) and x.dim() > dim and x.shape[dim] == num else x
 
         try:
             return call(module, *mapped(share, args), **mapped(share, kwargs))
@@ -101,7 +108,7 @@ def _can_divide(module: nn.Module, args: Any, kwargs: Any) -> bool:
     for x in leaves((args, kwargs)):
         if isinstance(x, Rows):
             return False  # it is divided already
-        if isinstance(x, T) and x.dim() > calls.dim and first is None:
+        if first is None and is_plain(x) and x.dim() > calls.dim:
             first = x.shape[calls.dim]
     if first is None or blocks.part_of(first, blocks.ranks().size) is None:
         return False
@@ -110,13 +117,17 @@ def _can_divide(module: nn.Module, args: Any, kwargs: Any) -> bool:
 
 @contextlib.contextmanager
 def nothing_divided() -> Iterator[None]:
-    """Within this block no network's arguments are divided. Local."""
+    """Within this block no network's arguments are divided, and torch.compile sees torch's own modules. Local."""
     calls = current().part(Calls)
-    before, calls.is_off = calls.is_off, True
-    try:
+    if calls.is_off or calls.original is None:
         yield
+        return
+    calls.is_off = True
+    try:
+        with replaced(nn.Module, "__call__", calls.original):
+            yield
     finally:
-        calls.is_off = before
+        calls.is_off = False
 
 
 def on_wholes(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,7 +146,8 @@ def _making(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def made(*args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
+        with nothing_divided():
+            found = original(*args, **kwargs)
         if isinstance(found, nn.Module) or not callable(found) or isinstance(found, type):
             return found  # a module's call is seen anyway
         if not args or not callable(args[0]):  # with options only: a decorator
@@ -145,6 +157,19 @@ def _making(original: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
+def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def refusing(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, Rows) for x in tensors):
+            raise SyncError(
+                f"{line_of_the_caller()}: {original.__name__} of a batch that is divided over the ranks: the hook would "
+                "get one rank's gradients. Use x.register_hook(...) for each tensor."
+            )
+        return original(tensors, *args, **kwargs)
+
+    return refusing
+
+
 class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
     """torch's DataParallel, whose module computes on rows of dimension `dim`, on this rank's device."""
 
@@ -152,6 +177,7 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
         world = current().world
         device = torch.device("cpu") if world is None else world.device
         super().__init__(module, [device.index] if device.type == "cuda" else None, dim=dim)
+        self.dim = dim  # torch sets it on GPUs only
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.device_ids:
@@ -195,6 +221,11 @@ def installed() -> Iterator[None]:
             undo.enter_context(replaced(owner, name, value))
 
         undo.enter_context(gradients.installed())
+        # It keeps torch's nn.Module.__call__ when it is imported, which the first wrapper does anyway.
+        importlib.import_module("torch._dynamo")
+        calls = current().part(Calls)
+        calls.original = nn.Module.__call__
+        undo.callback(setattr, calls, "original", None)
         put(nn.Module, "__call__", with_rows(nn.Module.__call__))
         for module in (nn, nn.parallel, sys.modules["torch.nn.parallel.data_parallel"]):
             put(module, "DataParallel", DataParallel)
@@ -203,10 +234,13 @@ def installed() -> Iterator[None]:
                 if hasattr(module, name):
                     put(module, name, _bodies_of(getattr(module, name)))
         put(torch, "compile", _making(torch.compile))
+        for name in ("trace", "trace_module", "script"):
+            put(torch.jit, name, on_wholes(getattr(torch.jit, name)))
         for name in ("grad", "grad_and_value", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "vmap", "linearize"):
             for owner in (torch.func, sys.modules.get("torch._functorch.apis")):
                 if owner is not None and hasattr(owner, name):
                     makes = name not in ("vjp", "jvp", "linearize")
                     put(owner, name, (_making if makes else on_wholes)(getattr(owner, name)))
         put(torch, "vmap", _making(torch.vmap))
+        put(torch.autograd.graph, "register_multi_grad_hook", _refusing(torch.autograd.graph.register_multi_grad_hook))
         yield

@@ -105,7 +105,7 @@ def divided_shape(rows: Rows, shape: list[int]) -> tuple[list[int], int, Part]:
     below = math.prod(shape)
     if not end or below != rows.numel():
         raise Mixed
-    for dim, size in enumerate(shape):
+    for dim, size in enumerate(shape):  # noqa: B007
         above, below = below, below // size
         if below < end <= above:
             break
@@ -154,7 +154,7 @@ def _reshape(func: Any, args: Any, kwargs: Any) -> Any:
     if name in ("view_as", "reshape_as"):
         shape = [*argument(args, kwargs, 1, "other").shape]
     elif name in ("view", "reshape"):
-        shape = _filled_in(_sizes((kwargs.get("shape", kwargs.get("size")),) if not others else others), rows.numel())
+        shape = _filled_in(_sizes(others or (kwargs.get("shape", kwargs.get("size")),)), rows.numel())
     elif name == "ravel":
         shape = [rows.numel()]
     elif name == "flatten":
@@ -326,7 +326,7 @@ def _num_dims(one: Any) -> int:
     """Return how many dimensions this part of an index uses. Raises Mixed if it is of no known kind."""
     if one is None or one is Ellipsis:
         return 0
-    if isinstance(one, bool) or isinstance(one, Rows):
+    if isinstance(one, (bool, Rows)):
         raise Mixed
     if isinstance(one, T):
         is_mask = one.dtype in (torch.bool, torch.uint8)

@@ -24,7 +24,6 @@ from ddpshim.rows.blocks import Mean
 from ddpshim.rows.rules import T, argument, rule
 from ddpshim.rows.tensor import Rows, cut, gathered, mapped, on_whole, whole
 
-
 _OURS = "ddpshim"
 
 
@@ -250,7 +249,9 @@ def _on_wholes(cls: Any) -> Any:
     made = _made.get(cls)
     if made is None:
         base: Any = torch.autograd.Function
-        names = [name for name in ("forward", "backward", "vjp", "jvp") if getattr(cls, name) is not getattr(base, name)]
+        names = [
+            name for name in ("forward", "backward", "vjp", "jvp") if getattr(cls, name) is not getattr(base, name)
+        ]
         parts = {name: staticmethod(_returning_wholes(getattr(cls, name))) for name in names}
         made = _made[cls] = type(cls)(cls.__name__, (cls,), {**parts, "__module__": cls.__module__})
         _made[made] = made

@@ -41,6 +41,8 @@ def _product(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     part, place = place_of((one, other))
     is_vector = one.dim() == 1, other.dim() == 1
+    if all(is_vector):
+        raise Mixed
     if type(one) is Rows and type(other) is Rows:
         if place < 3:
             raise Mixed
@@ -53,7 +55,8 @@ def _product(func: Any, args: Any, kwargs: Any) -> Any:
     if place != (2 if type(one) is Rows else 1):
         raise Mixed  # the rows are added up
     block = func(
-        one.block if type(one) is Rows else used_by_rows(one), other.block if type(other) is Rows else used_by_rows(other)
+        one.block if type(one) is Rows else used_by_rows(one),
+        other.block if type(other) is Rows else used_by_rows(other),
     )
     return _row_tensor(block, part, place - (type(one) is Rows and is_vector[1]))
 
@@ -104,7 +107,7 @@ def _distances(func: Any, args: Any, kwargs: Any) -> Any:
     return made(func(args[0].block, other, *args[2:], **kwargs), args[0], None)
 
 
-@rule(torch._C._VariableFunctions.einsum)  # type: ignore[attr-defined]
+@rule(torch._C._VariableFunctions.einsum)
 @whole_if_mixed
 def _einsum(func: Any, args: Any, kwargs: Any) -> Any:
     equation = args[0]
@@ -167,7 +170,7 @@ def _sampled(func: Any, args: Any, kwargs: Any) -> Any:
     return _row_tensor(func(*(meeting(x, part, place) for x in args[:2]), *args[2:], **kwargs), part, place)
 
 
-@rule(torch._C._nn.pad)  # type: ignore[attr-defined]
+@rule(torch._C._nn.pad)
 @whole_if_mixed
 def _pad(func: Any, args: Any, kwargs: Any) -> Any:
     rows, widths = args[0], argument(args, kwargs, 1, "pad")
@@ -208,7 +211,16 @@ def _batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
     rows, weight, bias, running_mean, running_var, trains, momentum, eps = args[:8]
     rows.memory.pull()
     if trains:
-        with_state = rows.block, running_mean, running_var, used_by_rows(weight), used_by_rows(bias), momentum, eps, group()
+        with_state = (
+            rows.block,
+            running_mean,
+            running_var,
+            used_by_rows(weight),
+            used_by_rows(bias),
+            momentum,
+            eps,
+            group(),
+        )
         return made(batchnorm.over_ranks(*with_state), rows)
     return made(func(rows.block, *map(used_by_rows, args[1:])), rows)
 
@@ -217,7 +229,11 @@ def _batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
 @whole_if_mixed
 def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
     """Args: weight, indices, padding_idx, scale_grad_by_freq, sparse."""
-    if len(args) < 2 or type(args[1]) is not Rows or any(argument(args, kwargs, *x) for x in ((3, "scale_grad_by_freq"), (4, "sparse"))):
+    if (
+        len(args) < 2
+        or type(args[1]) is not Rows
+        or any(argument(args, kwargs, *x) for x in ((3, "scale_grad_by_freq"), (4, "sparse")))
+    ):
         return NotImplemented
     args[1].memory.pull()
     return made(func(used_by_rows(args[0]), args[1].block, *args[2:], **kwargs), args[1])
@@ -277,12 +293,14 @@ def _unreduced(position: int) -> Rule:
     return unreduced
 
 
-rule(*(getattr(torch._C._nn, name) for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")), torch.kl_div)(_unreduced(2))
-rule(torch._C._nn.binary_cross_entropy)(_unreduced(3))  # type: ignore[attr-defined]
+rule(*(getattr(torch._C._nn, name) for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")), torch.kl_div)(
+    _unreduced(2)
+)
+rule(torch._C._nn.binary_cross_entropy)(_unreduced(3))
 rule(torch.binary_cross_entropy_with_logits)(_unreduced(4))
 
 
-@rule(torch._C._nn.cross_entropy_loss, torch._C._nn.nll_loss_nd)  # type: ignore[attr-defined]
+@rule(torch._C._nn.cross_entropy_loss, torch._C._nn.nll_loss_nd)
 @whole_if_mixed
 def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
     """Args: logits (B, C, ...), classes (B, ...) or probabilities (B, C, ...), weights of classes, reduction."""

@@ -6,6 +6,7 @@ could differ: a collate function of the program, a dataset that draws random num
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import sys
@@ -52,25 +53,32 @@ class DataLoader(torch_data.DataLoader[T_co]):
             if self._is_divided:
                 _check_same_indices(self)
                 self._of_rows = _RowsLoader.of(self)
-        begin = super().__iter__ if self._of_rows is None else self._of_rows.__iter__
-        return _batches(self, begin)
+        with _fetching():  # now, since torch draws the seed of workers when a pass begins
+            batches = super().__iter__() if self._of_rows is None else iter(self._of_rows)
+        return _batches(self, batches)
 
 
-def _batches(loader: DataLoader[Any], begin: Any) -> Iterator[Any]:
+@contextlib.contextmanager
+def _fetching() -> Iterator[None]:
+    """Within this block a loader produces a batch. Local."""
+    counts = current().part(Counts)
+    before, counts.is_fetching = counts.is_fetching, True
+    try:
+        yield
+    finally:
+        counts.is_fetching = before
+
+
+def _batches(loader: DataLoader[Any], batches: Any) -> Iterator[Any]:
     """Yield the batches of one pass (collective)."""
-    counts, batches = current().part(Counts), None
     num_passes = guard.num_reductions()
     try:
         while True:
-            counts.is_fetching = True
-            try:
-                batches = begin() if batches is None else batches
+            with _fetching():
                 batch = next(batches, _END)
-            finally:
-                counts.is_fetching = False
             if batch is _END:
                 break
-            yield batch if loader._of_rows is None else _with_rows(*batch, loader.place)
+            yield batch if loader._of_rows is None else _with_rows(batch, loader.place)
     finally:
         batches = None  # ends an abandoned pass now, on every rank: Python up to 3.10 keeps this frame
     if guard.num_reductions() != num_passes:
@@ -82,14 +90,15 @@ class _RowsLoader(torch_data.DataLoader[Any]):
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> _RowsLoader:
-        made = copy.copy(loader)
+        made: Any = copy.copy(loader)
         made.__class__ = cls
         streams: Any = (_InWorkers if loader.num_workers else _InThisProcess)(loader)
         inside = {"dataset": streams, "collate_fn": streams.collated_rows, "_iterator": None}
         if loader.num_workers:
             inside["worker_init_fn"] = _Init(loader.worker_init_fn)
         vars(made).update(inside)
-        return made  # type: ignore[return-value]
+        assert isinstance(made, cls)
+        return made
 
     @property
     def _index_sampler(self) -> Any:
@@ -114,8 +123,6 @@ class _OwnRows:
             numbered = Numbered([whole[row] for row in rows], 0, step)
             numbered.whole, numbered.rows = whole, rows
             yield numbered
-
-
 
 
 class _InWorkers(SampleStreams):
@@ -210,13 +217,13 @@ def _walked(of_tensor: Any, of_texts: Any, batch: Any) -> Any:
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(_walked(of_tensor, of_texts, one) for one in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(_walked(of_tensor, of_texts, one) for one in batch)  # type: ignore[call-arg]
+        return type(batch)(_walked(of_tensor, of_texts, one) for one in batch)
     return batch
 
 
-def _with_rows(num_rows: int, batch: Any, place: str) -> Any:
+def _with_rows(fetched: Any, place: str) -> Any:
     """Return the batch with row tensors (collective)."""
-    here = world()
+    (num_rows, batch), here = fetched, world()
     part = blocks.part_of(num_rows, here.world_size)
     if part is None:
         return batch

@@ -59,7 +59,8 @@ class Counts:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Within this block this rank does something that others do not, so it must not gather. Local."""
-        before, self.is_alone = self.is_alone, True
+        before = self.is_alone
+        self.is_alone = before or threading.get_ident() == self._thread
         try:
             yield
         finally:
@@ -77,7 +78,12 @@ class _Mirror:
     def is_of(self, rows: Rows) -> bool:
         """Whether the block of `rows` is this one, in memory and in shape. Local."""
         one, other = self.block, rows.block
-        if one is not other and not (shares_memory(one, other) and one.shape == other.shape and one.stride() == other.stride() and one.storage_offset() == other.storage_offset()):
+        if one is not other and not (
+            shares_memory(one, other)
+            and one.shape == other.shape
+            and one.stride() == other.stride()
+            and one.storage_offset() == other.storage_offset()
+        ):
             return False
         return one.dtype == other.dtype and (self.dim, self.part) == (rows.dimension, rows.part)
 
@@ -153,9 +159,7 @@ class Rows(torch.Tensor):
     cached: Optional[tuple[Any, torch.Tensor, int]]
 
     @staticmethod
-    def __new__(
-        cls, block: torch.Tensor, dimension: int, part: Part, memory: Optional[Memory] = None
-    ) -> Rows:
+    def __new__(cls, block: torch.Tensor, dimension: int, part: Part, memory: Optional[Memory] = None) -> Rows:
         size = list(block.shape)
         size[dimension] = part.size
         made: Rows = _T._make_wrapper_subclass(cls, size, dtype=block.dtype, device=block.device)  # type: ignore[attr-defined]
@@ -163,6 +167,9 @@ class Rows(torch.Tensor):
         made.place = part, len(size) - dimension
         made.memory, made.cached = memory or Memory(), None
         return made
+
+    def as_subclass(self, cls: Any) -> Any:
+        return whole(self, "as_subclass").as_subclass(cls)  # torch does not pass it on to __torch_function__
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -239,12 +246,19 @@ def gathered(block: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
     return blocks.gather(block, dim, part)
 
 
+def is_plain(value: Any) -> bool:
+    """Whether `value` is a tensor in ordinary memory, and of no class of the program. Local."""
+    if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
+        return False
+    return value.layout is torch.strided and not value.is_nested and not value.is_quantized
+
+
 def divided(whole: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """Return a row tensor with the values and the memory of `whole`, which must be equal on all ranks. Local.
 
     Returns `whole` itself if it cannot be divided: fewer than two rows for a rank, or no plain tensor.
     """
-    if type(whole) not in (torch.Tensor, torch.nn.Parameter) or whole.layout is not torch.strided or whole.is_quantized:
+    if not is_plain(whole):
         return whole
     part = blocks.part_of(whole.shape[dim], blocks.ranks().size)
     if part is None:

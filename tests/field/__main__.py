@@ -1,6 +1,6 @@
-"""Runs public trainers, completely unedited, in one process and on two ranks, and compares their results.
+"""Runs public trainers, completely unedited, in one process and on ranks, and compares their results.
 
-Run it: python -m tests.field --upstream DIR [--only NAME,NAME] [--work DIR] [--write docs/trainers.md]
+Run it: python -m tests.field --upstream DIR [--nproc 2,3] [--only NAME,NAME] [--work DIR] [--write docs/trainers.md]
 
 DIR contains a folder OWNER+NAME with each trainer's sources at its commit (see patches/README.md);
 requirements/trainers.txt lists the packages they need.
@@ -35,10 +35,12 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 DEADLINE_S = 900
 TOLERANCE = 1e-5  # float32, after 10 to 30 steps
-LAUNCHED = ["-m", "ddpshim", "run", "--nproc", "2"]
-# Other CPU instructions round differently: the difference of two such runs in one process measures the rounding error.
-ROUNDS_OTHERWISE = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "DNNL_MAX_CPU_ISA": "SSE41"}
-NUDGED = {"FIELD_NUDGED": "1"}  # another measurement of it, if the first does not explain a difference
+# Two runs in one process that round otherwise, on other CPU instructions or from weights whose last bit differs. Their
+# difference from the first run measures the rounding error.
+ROUNDED = {
+    "instructions": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "DNNL_MAX_CPU_ISA": "SSE41"},
+    "nudged": {"FIELD_NUDGED": "1"},
+}
 TIMES_ROUNDING = 10.0
 IGNORED = {"__pycache__", "ddpshim-logs"}
 
@@ -48,11 +50,13 @@ class Row:
     """A line of the table."""
 
     trainer: Trainer
+    num_ranks: int
     verdict: str  # equal, differs, refused, failed
     differences: dict[str, Optional[float]]
     notes: list[str]
-    is_split: bool = False  # whether ranks trained on shares of batches
+    on_rows: Optional[str] = None  # per cent of the operations on batches that were divided
     rounding: dict[str, Optional[float]] = field(default_factory=dict)  # as `differences`, between runs of one process
+    seconds: tuple[float, float] = (0.0, 0.0)  # of one process, and of the ranks
 
 
 def environment(trainer: Trainer, upstream: Path, sources: Path, probe: Optional[Path]) -> dict[str, str]:
@@ -66,6 +70,7 @@ def environment(trainer: Trainer, upstream: Path, sources: Path, probe: Optional
         "OMP_NUM_THREADS": "1",
         "HYDRA_FULL_ERROR": "1",
         "WANDB_MODE": "disabled",
+        "DDPSHIM_ROWS": "all",  # these networks are so small that `auto` would compute most calls whole
         **{key: value.format(sources=sources) for key, value in trainer.environment.items()},
     }
     return {**kept, **shown, **({"FIELD_PROBE": str(probe)} if probe else {})}
@@ -80,7 +85,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def play(
-    trainer: Trainer, upstream: Path, place: Path, launched: bool, variables: Optional[Mapping[str, str]] = None
+    trainer: Trainer, upstream: Path, place: Path, num_ranks: int, variables: Optional[Mapping[str, str]] = None
 ) -> Left:
     """Run the trainer in a fresh copy of its sources and data, and collect its results."""
     root, probe = place / "run", place / "probe"
@@ -90,8 +95,9 @@ def play(
     pristine = digests(root)
     trainer.make_data(sources)
     before = digests(root)
-    launcher = [*LAUNCHED, "--log-dir", str(place / "logs")] if launched else []
-    command = [sys.executable, *launcher, *trainer.command]
+    launcher = ["-m", "ddpshim", "run", "--nproc", str(num_ranks), "--log-dir", str(place / "logs")]
+    command = [sys.executable, *(launcher if num_ranks else []), *trainer.command]
+    started = time.perf_counter()
     with open(place / "printed.txt", "wb") as out:
         process = subprocess.Popen(
             command,
@@ -116,6 +122,7 @@ def play(
         {},
         (place / "printed.txt").read_text(errors="replace"),
         [name for name, digest in pristine.items() if after.get(name) != digest],
+        time.perf_counter() - started,
     )
     for name in new:
         shown = without_clock(name)
@@ -130,12 +137,20 @@ def play(
         check=True,
     )
     left.checkpoints = {name: value for name, value in torch.load(states).items() if name in new}
+    states.unlink()
+    for name in left.checkpoints:  # their tensors are in memory; all trainers' would fill a disk
+        os.truncate(root / name, 1)
     return left
 
 
 def refusal(printed: str) -> str:
     """Return ddpshim's message if it refused the trainer, else an empty string."""
-    found = re.findall(r"(?:\w*Error|ddpshim[\w.]*\.\w+Error|NotTheSame\w*|Refused): (.+)", printed)
+    found = re.findall(r"ddpshim[\w.]*\.\w+Error: (.+)", printed)
+    return found[-1] if found else ""
+
+
+def _last_error(printed: str) -> str:
+    found = re.findall(r"^(?:.*failed first: |.*same error: )?([\w.]*(?:Error|Exception)\b.*)", printed, re.MULTILINE)
     return found[-1] if found else ""
 
 
@@ -150,25 +165,26 @@ def _differences(one: Left, other: Left, pattern: str) -> tuple[dict[str, Option
     return found, unread
 
 
-def compared(trainer: Trainer, one: Left, samples: list[Left], two: Left) -> Row:
+def compared(trainer: Trainer, one: Left, samples: list[Left], two: Left, num_ranks: int) -> Row:
     """Return the row of `trainer`; `samples` are runs of one process with different rounding."""
     notes = []
     exit_code = next((left.exit_code for left in (one, *samples) if left.exit_code), 0)
     if exit_code:
-        return Row(trainer, "failed", {}, [f"one process ended with {exit_code}"])
+        return Row(trainer, num_ranks, "failed", {}, [f"one process ended with {exit_code}"])
     each = [_differences(one, sample, trainer.losses)[0] for sample in samples]
     rounding = {key: max((own[key] or 0.0 for own in each), default=0.0) for key in (each[0] if each else ())}
     if two.edited:
         notes.append(f"edited: {two.edited}")
     if two.exit_code:
-        return Row(trainer, "refused" if refusal(two.printed) else "failed", {}, [*notes, refusal(two.printed)])
+        verdict = "refused" if refusal(two.printed) else "failed"
+        return Row(trainer, num_ranks, verdict, {}, [*notes, refusal(two.printed) or _last_error(two.printed)])
     differences, unread = _differences(one, two, trainer.losses)
     notes += unread
-    if set(two.probes) != {0, 1}:
+    if set(two.probes) != set(range(num_ranks)):
         notes.append(f"ranks with an optimizer at the end: {sorted(two.probes)}")
-    counts = len(rows(one, trainer.losses)), len(rows(two, trainer.losses))
-    if counts[0] != counts[1] or not counts[0]:
-        notes.append(f"rows of the log: {counts[0]} and {counts[1]}")
+    num_rows = len(rows(one, trainer.losses)), len(rows(two, trainer.losses))
+    if num_rows[0] != num_rows[1] or not num_rows[0]:
+        notes.append(f"rows of the log: {num_rows[0]} and {num_rows[1]}")
     for name in sorted(one.files.keys() - two.files.keys()):
         notes.append(f"missing: {name}")
     for name in sorted(two.files.keys() - one.files.keys()):
@@ -177,31 +193,31 @@ def compared(trainer: Trainer, one: Left, samples: list[Left], two: Left) -> Row
         sizes = one.files[name].stat().st_size, two.files[name].stat().st_size
         if bool(sizes[0]) != bool(sizes[1]):
             notes.append(f"{name}: {sizes[0]} and {sizes[1]} bytes")
-    is_split = "training passes over this DataLoader are split" in two.printed
+    shares = re.findall(r"ddpshim: (\d+)% of the operations on batches", two.printed)
     most = {key: max(TOLERANCE, TIMES_ROUNDING * (rounding[key] or 0.0)) for key in differences}
     is_equal = all(value is None or value <= most[key] for key, value in differences.items())
-    return Row(trainer, "equal" if is_equal and not notes else "differs", differences, notes, is_split, rounding)
+    verdict, seconds = "equal" if is_equal and not notes else "differs", (one.seconds, two.seconds)
+    return Row(trainer, num_ranks, verdict, differences, notes, shares[-1] if shares else None, rounding, seconds)
 
 
-def _left(trainer: Trainer, name: str, upstream: Path, work: Path, reuses: bool) -> Left:
-    """Return the results of a trainer's run `name`: one process, two ranks, or one process with different rounding."""
+def _left(trainer: Trainer, name: str, upstream: Path, work: Path, reuses: bool, num_ranks: int = 0) -> Left:
+    """Return the results of a trainer's run `name`: on ranks, or, if there are none, in one process."""
     place = work / trainer.name / name
     kept = place / "left.pickle"
-    if reuses and name != "two" and kept.is_file():
+    if reuses and not num_ranks and kept.is_file():
         return pickle.loads(kept.read_bytes())  # type: ignore[no-any-return]
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
-    started = time.perf_counter()
-    variables = {"rounded": ROUNDS_OTHERWISE, "nudged": NUDGED}.get(name, {})
-    left = play(trainer, upstream.resolve(), place, name == "two", variables)
+    left = play(trainer, upstream.resolve(), place, num_ranks, ROUNDED.get(name, {}))
     kept.write_bytes(pickle.dumps(left))
-    print(f"{trainer.name} {name}: exit {left.exit_code}, {time.perf_counter() - started:.0f} s", flush=True)
+    print(f"{trainer.name} {name}: exit {left.exit_code}, {left.seconds:.0f} s", flush=True)
     return left
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.field", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--upstream", type=Path, default=os.environ.get("DDPSHIM_UPSTREAM"))
+    parser.add_argument("--nproc", default="2", help="numbers of ranks, with commas between them")
     parser.add_argument("--only", default="", help="names, with commas between them")
     parser.add_argument("--work", type=Path, help="keep what the runs leave behind here")
     parser.add_argument(
@@ -222,18 +238,23 @@ def main() -> int:
             print(f"{trainer.name}: skipped, lacking {lacking or trainer.upstream}", flush=True)
             continue
         left: dict[str, Left] = {}
-        for name in ("one", "rounded", "two"):
+        for name in ("one", *ROUNDED):
             left[name] = _left(trainer, name, args.upstream, work, args.reuse)
-            if left[name].exit_code and name != "two":
+            if left[name].exit_code:
                 print(left[name].printed[-3000:])
                 break
-        samples, two = [left[name] for name in ("rounded",) if name in left], left.get("two", left["one"])
-        row = compared(trainer, left["one"], samples, two)
-        if row.verdict == "differs" and row.rounding and not row.notes:
-            samples.append(_left(trainer, "nudged", args.upstream, work, args.reuse))
-            row = compared(trainer, left["one"], samples, two)
-        table.append(row)
-        print(f"{trainer.name}: {row.verdict} {row.differences} {row.notes}; rounding {row.rounding}", flush=True)
+        samples = [left[name] for name in ROUNDED if name in left]
+        for num_ranks in map(int, args.nproc.split(",")):
+            ranks = left["one"]
+            if not any(one.exit_code for one in left.values()):
+                ranks = _left(trainer, f"ranks_{num_ranks}", args.upstream, work, args.reuse, num_ranks)
+            row = compared(trainer, left["one"], samples, ranks, num_ranks)
+            table.append(row)
+            shown = f"{row.verdict} {row.differences} {row.notes}; rounding {row.rounding}"
+            print(
+                f"{trainer.name} on {num_ranks} ranks: {shown}; seconds {row.seconds}; {row.on_rows}% on rows",
+                flush=True,
+            )
     if args.write:
         args.write.write_text(written(table))
     return int(any(row.verdict in ("differs", "failed") for row in table))

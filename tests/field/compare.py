@@ -1,4 +1,4 @@
-"""Compares the results of one process and of two ranks: weights, EMA, optimizers, losses, files."""
+"""Compares the results of one process and of ranks: weights, EMA, optimizers, losses, files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from typing import Any, Optional
 
 import torch
 
-CLOCK = [r"\d{4}[._-]\d{2}[._-]\d{2}", r"\d{2}[.:_-]\d{2}[.:_-]\d{2}"]
+# Dates, times, seconds since 1970, and the first eight digits of a UUID.
+CLOCK = [
+    r"\d{4}[._-]\d{2}[._-]\d{2}",
+    r"\d{2}[.:_-]\d{2}[.:_-]\d{2}",
+    r"(?<!\d)1\d{9}(?!\d)",
+    r"(?<=-)[0-9a-f]{8}(?=/|$)",
+]
+SPEED = re.compile(r"time|SPS|mfu")  # logged numbers that the clock gives
+PACE = re.compile(r"\bt(?:ime)?: *[\d.]+|\[[^\]]*(?:it/s|s/it)[^\]]*\]")  # the same in printed lines
 NUMBER = re.compile(r"[-+]?\d+\.\d+(?:e[-+]?\d+)?|\bnan\b|\binf\b")
 
 
@@ -26,6 +34,7 @@ class Left:
     files: dict[str, Path]  # names without the time
     printed: str
     edited: list[str] = field(default_factory=list)  # upstream files that have changed
+    seconds: float = 0.0
 
 
 def without_clock(name: str) -> str:
@@ -90,14 +99,14 @@ def rows(left: Left, pattern: str) -> list[list[float]]:
     found = []
     if pattern:
         for line in left.printed.splitlines():
-            line = re.sub(r"time: *[\d.]+", "", line.split("\r")[-1])
+            line = PACE.sub("", line.split("\r")[-1])
             if re.search(pattern, line):
                 found.append([float(number) for number in NUMBER.findall(line)])
-        return found
+        return [row for row, last in zip(found, [None, *found]) if row != last]  # a progress bar repeats its line
     for name in sorted(left.files):
         if name.endswith((".json.txt", ".jsonl")):
             for line in left.files[name].read_text().splitlines():
-                found.append([float(value) for _, value in sorted(json.loads(line).items())])
+                found.append([float(value) for key, value in sorted(json.loads(line).items()) if not SPEED.search(key)])
     return found
 
 

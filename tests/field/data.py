@@ -126,6 +126,71 @@ def libero(root: Path) -> None:
             demo["obs/joint_states"] = rng.random((steps, 7), dtype=np.float32)
 
 
+def tokens(root: Path) -> None:
+    """Write two files of tokens for nanoGPT."""
+    rng = np.random.default_rng(0)
+    (root / "data/tiny").mkdir()
+    for name in ("train", "val"):
+        rng.integers(0, 48, 400).astype(np.uint16).tofile(root / f"data/tiny/{name}.bin")
+    (root / "data/tiny/meta.pkl").write_bytes(pickle.dumps({"vocab_size": 48}))
+
+
+def hopper(root: Path) -> None:
+    """Write episodes of several lengths for the decision transformer."""
+    rng = np.random.default_rng(0)
+    shapes = {"observations": (11,), "actions": (3,), "rewards": ()}
+    paths = [{name: rng.random((steps, *shape)) for name, shape in shapes.items()} for steps in (9, 17, 30, 12)]
+    for path in paths:
+        path["terminals"] = np.zeros(len(path["rewards"]), dtype=bool)
+    (root / "gym/data/hopper-medium-v2.pkl").write_bytes(pickle.dumps(paths))
+
+
+def kitchen(root: Path) -> None:
+    """Write eight walks of the kitchen, each with its own length, for miniBET and VQ-BeT."""
+    import torch
+
+    rng = np.random.default_rng(0)
+    folder, steps = root / "kitchen", 24
+    folder.mkdir()
+    np.save(folder / "observations_seq.npy", rng.random((steps, 8, 60), dtype=np.float32))
+    np.save(folder / "actions_seq.npy", rng.random((steps, 8, 9), dtype=np.float32))
+    np.save(folder / "existence_mask.npy", (np.arange(steps)[:, None] < rng.integers(14, steps, 8)).astype(np.float32))
+    torch.save(torch.zeros(steps, 8, 7), folder / "onehot_goals.pth")
+
+
+def avoiding(root: Path) -> None:
+    """Write three walks of a robot, for d3il."""
+    rng = np.random.default_rng(0)
+    folder = root / "walks"
+    folder.mkdir()
+    for name, steps in {"a": 20, "b": 14, "c": 19}.items():
+        positions = {key: rng.random((steps, 3)) for key in ("des_c_pos", "c_pos")}
+        (folder / f"{name}.pkl").write_bytes(pickle.dumps({"robot": positions}))
+
+
+def stitched(root: Path) -> None:
+    """Write three walks one after the other, for dppo."""
+    rng = np.random.default_rng(0)
+    lengths = np.array([20, 14, 19])
+    folder = root / "data/gym/hopper-medium-v2"
+    folder.mkdir(parents=True)
+    walks = {name: rng.random((sum(lengths), width)) * 2 - 1 for name, width in {"states": 11, "actions": 3}.items()}
+    np.savez(folder / "train.npz", traj_lengths=lengths, **walks)
+
+
+def aloha_human(root: Path) -> None:
+    """Write the episodes of `aloha` where act-plus-plus reads them."""
+    aloha(root)
+    (root / "data").mkdir()
+    folder = root / "<put your data dir here>"
+    (folder / "sim_transfer_cube_scripted").rename(root / "data/sim_transfer_cube_human")
+    folder.rmdir()
+
+
+def nothing(root: Path) -> None:
+    """Write nothing: the data comes with the trainer, or from the stand-in of a simulator."""
+
+
 def mnist(root: Path) -> None:
     """Write MNIST's four files with 250 and 60 random digits, beside the trainer's folder as it expects them."""
     rng = np.random.default_rng(0)
@@ -141,7 +206,7 @@ def mnist(root: Path) -> None:
 def mnist_and_results(root: Path) -> None:
     """Write the same, and make the folder for pictures that the VAE expects."""
     mnist(root)
-    (root / "vae" / "results").mkdir()
+    (root / "vae" / "results").mkdir(exist_ok=True)
 
 
 def _idx(array: np.ndarray) -> bytes:

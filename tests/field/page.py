@@ -10,21 +10,22 @@ if TYPE_CHECKING:
 HEAD = """# Public trainers, unedited
 
 This page shows which public trainers give the same result under ddpshim. Every trainer is unedited. It was trained with
-`python TYPED`, without ddpshim, and with `python -m ddpshim run --nproc 2 TYPED`, in two processes on a CPU: the same
+`python TYPED`, without ddpshim, and with `python -m ddpshim run --nproc N TYPED`, in N processes on a CPU: the same
 seed, noise and dropout on, small data, and small networks through options. Then the results were compared: weights and
 states of every optimizer on each rank, checkpoints with averaged weights (EMA), the numbers in the logs row by row, and
 the names of all files, without times.
 
-The number in brackets is the rounding error: the difference between two runs of `python TYPED` that use different CPU
-instructions and, where that does not explain a difference, also between runs whose first weights differ in the last bit
-(libero). "Equal" means within 1e-5, or within ten times the rounding error, with the same files.
+The number in brackets is the rounding error: the larger difference from `python TYPED` of two more runs in one process,
+one that uses other CPU instructions and one whose first weights differ in the last bit. "Equal" means within 1e-5, or
+within ten times the rounding error, with the same files. "On rows" is the share of the operations on batches that were
+divided among the ranks, with `DDPSHIM_ROWS=all`: without it `run` computes calls as small as these whole.
 
-`python -m tests.field --upstream DIR --write docs/trainers.md` writes this page.
+`python -m tests.field --upstream DIR --nproc 2,3 --write docs/trainers.md` writes this page.
 [patches/README.md](../patches/README.md) says what DIR is. requirements/trainers.txt lists what the trainers need;
 installing it (Python 3.11) takes half a minute of CPU.
 
-| trainer | batches split | result | weights | EMA | optimizer | logged numbers |
-|---|---|---|---|---|---|---|
+| trainer | ranks | on rows | result | weights | EMA | optimizer | logged numbers | seconds |
+|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -36,41 +37,33 @@ def written(rows: list[Row]) -> str:
         shown = [_shown(row, key) for key in ("weights", "EMA", "optimizer", "losses")]
         results = {"equal": "equal", "refused": "refused, below"}
         result = results.get(row.verdict, f"**{row.verdict}**, below")
-        split = "yes" if row.is_split else "no: whole on each rank"
-        lines.append(f"| {row.trainer.name} | {split if found else ''} | {result} | {' | '.join(shown)} |")
+        shown.append(f"{row.seconds[1]:.0f} ({row.seconds[0]:.0f})" if found else "")
+        cells = [row.trainer.name, str(row.num_ranks), f"{row.on_rows}%" if row.on_rows else "", result, *shown]
+        lines.append(f"| {' | '.join(cells)} |")
     page = [
         HEAD + "\n".join(lines),
         "A number is the largest difference from one process; for logged numbers above 1 it is relative.",
     ]
     page.append("## Commands\n")
-    for row in rows:
-        owner, commit = row.trainer.source
-        place = "" if row.trainer.folder == "." else f", in `{row.trainer.folder}/`"
-        stubs = f" Stand-ins: {', '.join(row.trainer.stubs)}." if row.trainer.stubs else ""
-        page.append(f"**{row.trainer.name}**: {owner} at {commit[:12]}{place}.{stubs}")
-        page.append("```\n" + _wrapped(["TYPED =", *map(_quoted, row.trainer.command)]) + "\n```")
-        page += [f"- {note}" for note in row.notes if note]
+    for trainer in {row.trainer.name: row.trainer for row in rows}.values():
+        owner, commit = trainer.source
+        place = "" if trainer.folder == "." else f", in `{trainer.folder}/`"
+        stubs = f" Stand-ins: {', '.join(trainer.stubs)}." if trainer.stubs else ""
+        page.append(f"**{trainer.name}**: {owner} at {commit[:12]}{place}.{stubs}")
+        page.append("```\n" + _wrapped(["TYPED =", *map(_quoted, trainer.command)]) + "\n```")
+        notes = [(row.num_ranks, note) for row in rows if row.trainer.name == trainer.name for note in row.notes]
+        page += [f"- {num_ranks} ranks: {note}" for num_ranks, note in notes if note]
     page.append(TAIL)
     return "\n\n".join(part.rstrip("\n") for part in page) + "\n"
 
 
 TAIL = """## What differs, and why
 
-- vae: the network and the losses of epochs are equal; these are sums over the samples. Within an epoch vae prints such
-  a sum divided by the length of the batch, and counts samples by that length. On a rank this is its share's length, so
-  the printed loss is doubled and the count is halved. ddpshim reports this, with the line.
-- libero: the published config changes the colours of images with numbers drawn in a loop over the samples. A rank has
-  fewer samples, so it draws other numbers than one process. ddpshim reports this, and the command above turns it off
-  (`color_aug`).
+- mnist on 3 ranks: rounding that Adadelta enlarges. In float64 (`FIELD_FLOAT64=1 python -m tests.field`) weights and
+  logged numbers equal one process to 1e-15.
 - umi uses accelerate. accelerate is shown one process on each rank, so the batch size is the global one, and the run
   equals `python train.py`. Under `accelerate launch` each rank would load whole batches and draw the same noise.
-
-act and gnm draw random numbers per sample in a data worker, so each rank loads whole batches, and ddpshim reports it.
-gnm takes minutes and is not in the table. It is equal up to rounding: weights 1e-02 (2e-02), logged numbers 1e-01
-(1e-01). Its loss adds a mean over masked entries to a mean over all samples; the two weight ranks differently, and each
-term's gradient is scaled on its own (tests/test_unedited.py checks
-such losses in float64). Before the first step its logged numbers equal one process to 1e-06, except the
-total of the two means: ranks log their mean, 5.4 instead of 4.8, and ddpshim reports it.
+- act_plus_plus trains without its encoder (`--no_encoder`), because with it the published commit ends with an error.
 
 ## Stand-ins
 
@@ -78,14 +71,21 @@ The test machine has no GPU, network or display. What needs one is replaced by m
 (tests/field/stubs); the trainers' files are not changed:
 
 - simulator: an `env_runner` (LIBERO: environments) that plays the policy for a few steps on random observations and
-  scores its actions
+  scores its actions; d3il's and the kitchen's likewise
 - transformers: the BERT embedding of LIBERO's sentences is computed from their letters, because its weights are online
-- numpy's name `bool` (robomimic 0.2.0) and `torch.load` as before torch 2.6 (a variable), because LIBERO pins both
-- CUDA: `.cuda()` in ACT leaves tensors on the CPU
+- names that numpy, Python and torch no longer have (`numpy.bool`, `collections.Mapping`, `torch._utils._accumulate`),
+  and `torch.load` as before torch 2.6 (a variable): some trainers pin older versions
+- CUDA: the device "cuda" is the CPU, because some trainers know no other. dt_atari is shown one GPU, whose device is
+  the CPU, so that it uses `nn.DataParallel`
+- gym: environments whose next state is a simple function of the state and the action; d4rl's data comes from them
+- Atari: random images, in the simulator and in the replays, which are read with TensorFlow
+- renderer: diffuser's writes the observations that it is to draw, so that samples are compared
+- tensorboard: each scalar becomes a line of JSON
+- seed: the generators get a seed after the imports, because the trainer sets none
 - ResNet's weights: a file of random weights in the place of the download
 - dm_control, IPython, pytorch3d: imported by ACT and DP3, but not used in these runs
-- wandb: visualnav-transformer needs its network, and DP3 logs nowhere else, so the stand-in writes logged values to a
-  file of JSON lines. diffusion_policy uses the real W&B in its mode `disabled`
+- wandb: needs its network, and some trainers log nowhere else, so the stand-in writes logged values to a file of JSON
+  lines. diffusion_policy uses the real W&B in its mode `disabled`
 """
 
 

@@ -13,6 +13,13 @@ import torch
 ENDINGS = {".ckpt", ".pth", ".pt"}
 
 
+def __getattr__(name: str) -> Any:
+    """Return a module class: a checkpoint may contain one that the trainer's script defines."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (torch.nn.Module,), {})
+
+
 def flat(value: Any, name: str = "") -> dict[str, torch.Tensor]:
     """Return the tensors and numbers in nested containers, modules and optimizers, by path."""
     if isinstance(value, torch.Tensor):

@@ -6,17 +6,8 @@ and train as on one. 50 samples in batches of 16: the last has 2 rows, and neith
 
 from __future__ import annotations
 
-import copy
-import csv
-import importlib.util
-import io
-import itertools
-import json
-import logging
 import math
-import random
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Callable, Optional
 
 import numpy as np
@@ -24,12 +15,10 @@ import torch
 import torch.nn.functional as F
 from runner import Log, Programs, Trained, main
 from torch import Tensor, nn
-from torch.distributions import Beta, Categorical, Independent, MixtureSameFamily, Normal, kl_divergence
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
-from torch.optim import SGD, Adam, AdamW
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler, random_split
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
 
 IDIOMS: Programs = {}
 

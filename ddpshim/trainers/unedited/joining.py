@@ -10,7 +10,6 @@ import contextlib
 import functools
 import os
 import secrets
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,9 +17,10 @@ from typing import Any
 import torch
 from torch.utils import data as torch_data
 
+from ddpshim import variables
 from ddpshim.errors import OptionsError
 from ddpshim.job import unshared
-from ddpshim.job.group import cleanup, draws_alike, setup, world
+from ddpshim.job.group import cleanup, draws_alike, setup
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.job.shares import Sharing
@@ -64,6 +64,7 @@ def joined(start: Start) -> Iterator[None]:
     for module in (torch_data, torch_data.dataloader):
         undo.enter_context(replaced(module, "DataLoader", DataLoader))
     undo.enter_context(_optimizers_seen())
+    undo.enter_context(_one_process_shown())
 
     def take_back() -> None:
         undo.close()
@@ -94,6 +95,18 @@ def joined(start: Start) -> Iterator[None]:
     finally:
         undo.close()
         cleanup()
+
+
+@contextlib.contextmanager
+def _one_process_shown() -> Iterator[None]:
+    """Within this block the program finds no variables of a launcher. Local."""
+    rank = os.environ.get("RANK", "0")
+    with accelerators.in_one_process():
+        os.environ[variables.RANK] = rank
+        try:
+            yield
+        finally:
+            del os.environ[variables.RANK]
 
 
 @contextlib.contextmanager

@@ -62,13 +62,14 @@ class Networks:
         if (
             torch.is_grad_enabled()
             and threading.current_thread() is threading.main_thread()
+            and torch._C._functorch.peek_interpreter_stack() is None  # type: ignore[attr-defined]
             and self._is_trained(module)
         ):
             self.wrap()
 
     def _is_trained(self, module: nn.Module) -> bool:
         """Whether `module` directly holds parameters of an optimizer and is in training mode."""
-        if not module.training or not any(p is not None for p in module._parameters.values()):
+        if not any(p is not None for p in module._parameters.values()):
             return False
         optimizers = (optimizer for reference in self._optimizers if (optimizer := reference()) is not None)
         ids = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -85,9 +86,10 @@ class Networks:
         self._is_stale = False
         self.forget()
         self._optimizers = [reference for reference in self._optimizers if reference() is not None]
-        for optimizer in [reference() for reference in self._optimizers]:
-            if optimizer is not None:
-                self._wrap_for(optimizer)
+        with torch._C.DisableTorchFunction():  # the program's own modes
+            for optimizer in [reference() for reference in self._optimizers]:
+                if optimizer is not None:
+                    self._wrap_for(optimizer)
 
     def _wrap_for(self, optimizer: torch.optim.Optimizer) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -102,10 +104,9 @@ class Networks:
         children = {id(child) for module in modules for child in module._modules.values()}
         roots = [module for module in modules if id(module) not in children]
         place = self._places[optimizer]
-        chosen, homeless = choose(roots, missing)
-        if homeless:
-            chosen.append(TensorsOfNoModule(homeless))
-        for root in chosen:
+        for root in choose(roots, missing):
+            if isinstance(root, torch.jit.ScriptModule):
+                continue  # it is computed whole, and so are its gradients
             number = sum(p.numel() for p in root.parameters() if p.requires_grad)
             if world().world_size > 1:
                 say_on_main(
@@ -138,6 +139,9 @@ class Networks:
         wrapped = [module for reference in self.wrapped if (module := reference()) is not None]
         known = {shapes_of(module) for root in wrapped for module in root.modules()} - {()}
         owned = {id(p) for root in wrapped for p in root.parameters()}
+        optimizers = (optimizer for reference in self._optimizers if (optimizer := reference()) is not None)
+        # A network of a later optimizer is no copy; beside its own copy, their order would differ between ranks.
+        owned |= {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         copies = [
             root
             for root in roots
@@ -156,19 +160,11 @@ class Networks:
                 )
 
 
-class TensorsOfNoModule(nn.Module):
-    """Holds an optimizer's tensors that are in no module: the temperature of an actor-critic, a latent."""
+def choose(roots: Iterable[nn.Module], params: list[Any]) -> list[nn.Module]:
+    """Return the modules of `roots` that hold `params`. Local.
 
-    def __init__(self, tensors: list[Any]) -> None:
-        super().__init__()
-        for number, tensor in enumerate(tensors):
-            self._parameters[f"{number}"] = tensor
-
-
-def choose(roots: Iterable[nn.Module], params: list[Any]) -> tuple[list[nn.Module], list[Any]]:
-    """Return the modules of `roots` that hold `params`, and the parameters that no module holds. Local.
-
-    If several modules hold a parameter, the one with most of `params`, then the largest: the same on all ranks.
+    If several hold a parameter, the one with most of `params`, then the largest: the same on all ranks. A tensor in no
+    module (a temperature, a latent) needs no wrapper: `ddpshim.rows` adds up its gradient over ranks.
     """
     wanted = {id(p) for p in params}
     held = [(root, {id(p) for p in root.parameters()}) for root in roots]
@@ -179,7 +175,7 @@ def choose(roots: Iterable[nn.Module], params: list[Any]) -> tuple[list[nn.Modul
         if not wanted.isdisjoint(ids):
             chosen.append(root)
             wanted -= ids
-    return chosen, [p for p in params if id(p) in wanted]
+    return chosen
 
 
 def shapes_of(module: nn.Module) -> Shapes:

@@ -22,6 +22,8 @@ from ddpshim.job.after_import import after_import
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.job.world import World
+from ddpshim.rows.gradients import plain
+from ddpshim.rows.tensor import Counts
 from ddpshim.trainers.unedited import mains_changes
 from ddpshim.trainers.unedited.c_libraries import CLibraries
 from ddpshim.trainers.unedited.children import inherited
@@ -30,8 +32,6 @@ from ddpshim.trainers.unedited.layers import View
 from ddpshim.trainers.unedited.left_alone import LeftAlone
 from ddpshim.trainers.unedited.mains_changes import MainsChanges
 from ddpshim.trainers.unedited.saves import Saves
-from ddpshim.rows.gradients import plain
-from ddpshim.rows.tensor import Counts
 from ddpshim.trainers.unedited.slipped import refused
 from ddpshim.trainers.unedited.stand_ins import Files
 

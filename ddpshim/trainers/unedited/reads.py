@@ -1,4 +1,4 @@
-"""Makes a program read the main rank's number on all ranks, so that decisions are equal even where devices round otherwise.
+"""Makes a program read the main rank's number on all ranks, so that decisions are equal where devices round otherwise.
 
 Every rank runs the whole program, and numbers are those of whole batches. They may differ in rounding: by GPUs of
 different kinds, or sums in an order that a GPU does not fix.
