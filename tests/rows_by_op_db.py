@@ -16,8 +16,8 @@ import torch
 from tests import row_cases
 from tests.ranks import run_ranks
 
-NUM_PER_LAUNCH = 30
-MOST_CASES = 40  # for an operation and type
+NUM_PER_LAUNCH = 60
+MOST_CASES = 24  # for an operation and type
 UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 
 
@@ -87,7 +87,7 @@ def main(num_ranks: int, names: list[str], progress: str = "/tmp/rows_by_op_db."
             for rank in range(num_ranks):
                 print("  rank", rank, Path(f"{progress}{rank}").read_text().splitlines()[-1], flush=True)
             continue
-        for rank, (found, never) in enumerate(results):
+        for rank, (found, _) in enumerate(results):
             for name, differs in found.items():
                 print(f"{name} on rank {rank}: {len(differs)}: " + "\n    ".join(differs[:3]), flush=True)
         all_never += results[0][1]

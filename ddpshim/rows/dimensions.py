@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ddpshim.job.job import current
 from ddpshim.rows import blocks
 from ddpshim.rows.blocks import LEAST_ROWS, Part
 from ddpshim.rows.rules import (
@@ -22,7 +23,7 @@ from ddpshim.rows.rules import (
     rule,
     whole_if_mixed,
 )
-from ddpshim.rows.tensor import Rows
+from ddpshim.rows.tensor import Counts, Rows
 
 # Names, place of the argument with the dimensions, its name, and what is taken if it is not given.
 _REMOVING = """
@@ -30,6 +31,11 @@ sum mean nansum nanmean prod amax amin logsumexp std var median nanmedian mode a
 std_mean var_mean count_nonzero
 """
 _KEEPING = "softmax log_softmax cumsum cumprod cummax cummin logcumsumexp"
+# All of their results keep the dimensions before the last two.
+_OF_MATRICES = """
+triu tril det inv inverse logdet slogdet cholesky qr svd svdvals eigh eigvalsh matrix_exp matrix_power
+"""
+_OF_TWO = "cosine_similarity cross vecdot"
 
 
 def dims_of(value: Any, num: int) -> set[int]:
@@ -70,8 +76,68 @@ rule(_KEEPING)(_over(1, True))
 rule("sort argsort")(_over(1, True, default=-1))
 rule("topk")(_over(2, True, default=-1))
 rule("norm vector_norm quantile nanquantile")(_over(2, False))
-rule("flip")(_over(1, True, "dims"))
+rule("diff fft ifft rfft irfft hfft ihfft")(_over(2, True, default=-1))
+rule("fft2 ifft2 rfft2 irfft2")(_over(2, True, default=(-2, -1)))
+rule("fftn ifftn rfftn irfftn")(_over(2, True))
+rule("fftshift ifftshift")(_over(1, True))
+rule(torch._C._nn.glu)(_over(1, True, default=-1))  # type: ignore[attr-defined]
 rule("roll")(_over(2, True, "dims"))
+
+
+@rule("flip")
+@whole_if_mixed
+def _flip(func: Any, args: Any, kwargs: Any) -> Any:
+    dims = kwargs.get("dims", args[1] if len(args) == 2 else args[1:])
+    return _over(1, True)(func, (args[0], dims), {})
+
+
+@rule(_OF_MATRICES)
+@whole_if_mixed
+def _of_matrices(func: Any, args: Any, kwargs: Any) -> Any:
+    rows = args[0]
+    if type(rows) is not Rows or rows.dim() - rows.dimension <= 2:
+        return NotImplemented
+    rows.memory.pull()
+    out = func(rows.block, *args[1:], **kwargs)
+    return made(out, rows) if isinstance(out, T) else type(out)([made(one, rows) for one in out])
+
+
+@rule(_OF_TWO)
+@whole_if_mixed
+def _of_two(func: Any, args: Any, kwargs: Any) -> Any:
+    """Two tensors that broadcast, over a dimension that remains if it is `cross`."""
+    part, place = place_of((*args, *kwargs.values()))
+    one, other = args[0], argument(args, kwargs, 1, "x2", kwargs.get("other", kwargs.get("y")))
+    num = max(one.dim(), other.dim())
+    default = 1 if func.__name__ == "cosine_similarity" else None if func in (torch.cross, T.cross) else -1
+    (dim,) = dims_of(argument(args, kwargs, 2, "dim", default), num)
+    if dim == num - place:
+        raise Mixed
+    named = {name: meeting(value, part, place) for name, value in kwargs.items()}
+    block = func(*(meeting(x, part, place) for x in args), **named)
+    of = one if type(one) is Rows else other
+    return made(block, of, num - place - (block.dim() < num and dim < num - place))
+
+
+@rule("pairwise_distance")
+@whole_if_mixed
+def _pairwise(func: Any, args: Any, kwargs: Any) -> Any:
+    part, place = place_of((*args, *kwargs.values()))
+    if place < 2 or len(args) < 2:
+        raise Mixed
+    block = func(*(meeting(x, part, place) for x in args), **kwargs)
+    num = max(x.dim() for x in args[:2])
+    return made(block, next(x for x in args if type(x) is Rows), num - place)
+
+
+@rule("view_as_complex view_as_real")
+@whole_if_mixed
+def _complex(func: Any, args: Any, kwargs: Any) -> Any:
+    rows = args[0]
+    if type(rows) is not Rows or (func is torch.view_as_complex and rows.dimension == rows.dim() - 1):
+        return NotImplemented
+    rows.memory.pull()
+    return made(func(rows.block), rows)
 
 
 @rule("max min")
@@ -85,6 +151,8 @@ def _decision(func: Any, args: Any, kwargs: Any) -> Any:
     rows = args[0] if args else None
     if type(rows) is not Rows or len(args) > 1 or kwargs:
         return _over(1, False)(func, args, kwargs)
+    if not current().part(Counts).is_in_lock_step():
+        return NotImplemented  # which says so
     rows.memory.pull()
     is_any = func in (torch.any, T.any)
     found = func(rows.block.detach())
@@ -103,7 +171,7 @@ def divided_shape(rows: Rows, shape: list[int]) -> tuple[list[int], int, Part]:
     step = math.prod(old[rows.dimension + 1 :])
     end = step * part.num_rows
     below = math.prod(shape)
-    if not end or below != rows.numel():
+    if not below or below != rows.numel():
         raise Mixed
     for dim, size in enumerate(shape):  # noqa: B007
         above, below = below, below // size
@@ -166,10 +234,10 @@ def _reshape(func: Any, args: Any, kwargs: Any) -> Any:
             raise Mixed
         shape = [*rows.shape[:first], math.prod(rows.shape[first : last + 1]), *rows.shape[last + 1 :]]
     else:
-        dim, sizes = argument(args, kwargs, 1, "dim"), argument(args, kwargs, 2, "sizes")
-        if not isinstance(dim, int) or not all(isinstance(size, int) for size in sizes):
+        dim = argument(args, kwargs, 1, "dim")
+        if not isinstance(dim, int) or not -rows.dim() <= dim < rows.dim():
             raise Mixed
-        sizes = _filled_in([*sizes], rows.shape[dim])
+        sizes = _filled_in(_sizes(args[2:] or (kwargs.get("sizes"),)), rows.shape[dim])
         shape = [*rows.shape[: dim % rows.dim()], *sizes, *rows.shape[dim % rows.dim() + 1 :]]
     inside, dim, part = divided_shape(rows, shape)
     try:
@@ -228,7 +296,7 @@ def _repeat(func: Any, args: Any, kwargs: Any) -> Any:
 @whole_if_mixed
 def _repeat_each(func: Any, args: Any, kwargs: Any) -> Any:
     rows, times = args[0], argument(args, kwargs, 1, "repeats")
-    if type(rows) is not Rows or not isinstance(times, int) or times < 1:
+    if type(rows) is not Rows or not isinstance(times, int) or times < 1 or kwargs.get("output_size") is not None:
         return NotImplemented
     (dim,) = dims_of(argument(args, kwargs, 2, "dim"), rows.dim())
     rows.memory.pull()
@@ -268,20 +336,19 @@ rule("narrow index_select")(_parting(1))
 rule("select")(_parting(1, True))
 rule("unbind")(_parting(1, True, default=0))
 rule("chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split")(_parting(2, default=0))
-rule("diff")(_parting(2, default=-1))
 rule(T.unfold)(_parting(1, name="dimension"))
 
 
 @rule("cat concat concatenate stack")
 @whole_if_mixed
 def _joined(func: Any, args: Any, kwargs: Any) -> Any:
-    given, dim = argument(args, kwargs, 0, "tensors"), argument(args, kwargs, 1, "dim", kwargs.get("axis", 0))
+    given, dim = argument(args, kwargs, 0, "tensors"), argument(args, kwargs, 1, "dim", 0)
     part, place = place_of([given])
     num = given[0].dim()
     if any(value.dim() != num for value in given) or not isinstance(dim, int):
         raise Mixed
     row, is_stack = num - place, func is torch.stack
-    dim %= num + is_stack
+    (dim,) = dims_of(dim, num + is_stack)
     if dim == row and not is_stack:
         raise Mixed
     block = func([meeting(value, part, place) for value in given], dim)

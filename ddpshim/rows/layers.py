@@ -104,7 +104,7 @@ def _distances(func: Any, args: Any, kwargs: Any) -> Any:
     if place < 2 or (place == 2 and isinstance(args[1], Rows)):
         raise Mixed
     other = used_by_rows(args[1]) if place == 2 else meeting(args[1], part, place)
-    return made(func(args[0].block, other, *args[2:], **kwargs), args[0], None)
+    return _row_tensor(func(args[0].block, other, *args[2:], **kwargs), part, place)
 
 
 @rule(torch._C._VariableFunctions.einsum)
@@ -135,7 +135,7 @@ def _einsum(func: Any, args: Any, kwargs: Any) -> Any:
 # The rows are in the first dimension; the numbers are those of all dimensions.
 _OF_FIRST = {
     3: "conv1d conv_transpose1d max_pool1d max_pool1d_with_indices avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d "
-    "upsample_nearest1d upsample_linear1d _upsample_nearest_exact1d reflection_pad1d replication_pad1d",
+    "upsample_nearest1d upsample_linear1d _upsample_nearest_exact1d reflection_pad1d replication_pad1d col2im",
     4: "conv2d conv_transpose2d max_pool2d max_pool2d_with_indices avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d "
     "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_nearest_exact2d _upsample_bilinear2d_aa "
     "_upsample_bicubic2d_aa pixel_shuffle pixel_unshuffle channel_shuffle im2col reflection_pad2d replication_pad2d",
@@ -148,7 +148,7 @@ def _of_first(num_dims: int) -> Rule:
     @whole_if_mixed
     def first(func: Any, args: Any, kwargs: Any) -> Any:
         rows = args[0] if args else None
-        if type(rows) is not Rows or rows.dimension or rows.part.outer > 1 or rows.dim() != num_dims:
+        if type(rows) is not Rows or rows.dimension or rows.dim() != num_dims:
             return NotImplemented
         rows.memory.pull()
         out = func(rows.block, *map(used_by_rows, args[1:]), **{name: used_by_rows(x) for name, x in kwargs.items()})
@@ -159,6 +159,27 @@ def _of_first(num_dims: int) -> Rule:
 
 for _num, _names in _OF_FIRST.items():
     rule(_names)(_of_first(_num))
+
+
+@rule("prelu")
+@whole_if_mixed
+def _prelu(func: Any, args: Any, kwargs: Any) -> Any:
+    rows = args[0]
+    if type(rows) is not Rows or rows.dimension == 1 or kwargs:
+        return NotImplemented  # dimension 1 is that of the weights
+    rows.memory.pull()
+    return made(func(rows.block, *map(used_by_rows, args[1:])), rows)
+
+
+@rule("bucketize")
+@whole_if_mixed
+def _bucketize(func: Any, args: Any, kwargs: Any) -> Any:
+    rows = args[0]
+    if type(rows) is not Rows:
+        return NotImplemented
+    rows.memory.pull()
+    named = {name: used_by_rows(value) for name, value in kwargs.items()}
+    return made(func(rows.block, *map(used_by_rows, args[1:]), **named), rows)
 
 
 @rule("grid_sampler grid_sampler_2d grid_sampler_3d")
@@ -196,7 +217,7 @@ def _normalised(func: Any, args: Any, kwargs: Any) -> Any:
 def _normalised_in_groups(func: Any, args: Any, kwargs: Any) -> Any:
     rows = args[0] if args else None
     keeps_statistics = func is torch.instance_norm and any(isinstance(value, T) for value in args[3:5])
-    if type(rows) is not Rows or rows.dimension or rows.part.outer > 1 or keeps_statistics or kwargs:
+    if type(rows) is not Rows or rows.dimension or keeps_statistics or kwargs:
         return NotImplemented
     rows.memory.pull()
     return made(func(rows.block, *map(used_by_rows, args[1:])), rows)
@@ -206,7 +227,7 @@ def _normalised_in_groups(func: Any, args: Any, kwargs: Any) -> Any:
 @whole_if_mixed
 def _batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
     """In training: over the rows of all ranks (collective, and once differentiable)."""
-    if len(args) < 8 or type(args[0]) is not Rows or args[0].dimension or args[0].part.outer > 1:
+    if len(args) < 8 or type(args[0]) is not Rows or args[0].dimension:
         return NotImplemented
     rows, weight, bias, running_mean, running_var, trains, momentum, eps = args[:8]
     rows.memory.pull()

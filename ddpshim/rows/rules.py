@@ -17,10 +17,10 @@ from ddpshim.job.job import current
 from ddpshim.model.guard import Watched
 from ddpshim.rows import blocks
 from ddpshim.rows.blocks import Part, same
-from ddpshim.rows.tensor import RULES, Counts, Rows, cut, shares_memory
+from ddpshim.rows.tensor import RULES, Counts, Rows, cut, mapped, shares_memory
 
 T = torch.Tensor
-_NAMESPACES = (torch, T, torch._C._nn, torch._C._VariableFunctions, torch.special, torch.linalg, F)
+_NAMESPACES = (torch, T, torch._C._nn, torch._C._VariableFunctions, torch.special, torch.linalg, torch.fft, F)
 
 Rule = Callable[[Any, Any, Any], Any]
 
@@ -33,14 +33,14 @@ exp2 expm1 fix float_power floor floor_divide fmax fmin fmod frac gelu greater g
 hardsigmoid hardswish hardtanh heaviside hypot i0 igamma igammac isclose isfinite isinf isnan isneginf isposinf isreal
 ldexp leaky_relu lerp less less_equal le lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and
 logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish mul multiply mvlgamma nan_to_num ne neg
-negative nextafter not_equal polar polygamma positive pow rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu
+negative nextafter not_equal polar positive pow rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu
 sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink sqrt square sub subtract tan tanh threshold true_divide
 trunc xlogy where entr erfcx expit gammainc gammaincc gammaln i0e i1 i1e log_ndtr ndtr ndtri psi xlog1py zeta
 bessel_j0 bessel_j1
 __and__ __or__ __xor__ __rand__ __ror__ __rxor__ __invert__ __lshift__ __rshift__ __eq__ __ne__ __lt__ __le__ __gt__
 __ge__ __add__ __radd__ __mul__ __rmul__ __sub__ __rsub__ __div__ __rdiv__ __truediv__ __rtruediv__ __floordiv__
 __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __neg__ __pos__ __abs__
-clone contiguous to type float double half bfloat16 int long short char byte bool cfloat cdouble type_as detach cpu cuda
+clone contiguous float double half bfloat16 int long short char byte bool cfloat cdouble detach cpu cuda
 zeros_like ones_like full_like conj resolve_conj resolve_neg
 """
 IN_PLACE = """
@@ -170,17 +170,29 @@ def argument(args: Any, kwargs: Any, position: int, name: str, default: Any = No
 
 
 def whole_if_mixed(inner: Rule) -> Rule:
-    """Return the rule `inner`; NotImplemented if it raises Mixed, and for results in tensors that are given. Local."""
+    """Return the rule `inner`, whose first argument is never given by name; NotImplemented if it raises Mixed. Local.
+
+    And NotImplemented for results in tensors that are given, and for results that are new leaves.
+    """
 
     def checked(func: Any, args: Any, kwargs: Any) -> Any:
-        if kwargs and kwargs.get("out") is not None:
-            return NotImplemented
+        if kwargs:
+            if kwargs.get("out") is not None or kwargs.get("requires_grad"):
+                return NotImplemented
+            kwargs = {_OF_NUMPY.get(name, name): value for name, value in kwargs.items()}
+            if not args and "input" in kwargs:
+                args = (kwargs.pop("input"),)
+            if not args and "tensors" not in kwargs:
+                return NotImplemented
         try:
             return inner(func, args, kwargs)
         except Mixed:
             return NotImplemented
 
     return checked
+
+
+_OF_NUMPY = {"axis": "dim", "keepdims": "keepdim"}  # torch takes these too
 
 
 @whole_if_mixed
@@ -199,9 +211,23 @@ def elementwise(func: Any, args: Any, kwargs: Any) -> Any:
 rule(ELEMENTWISE, *getters("real imag data"))(elementwise)
 
 
-@rule(torch.where, T.where)
-def _where(func: Any, args: Any, kwargs: Any) -> Any:
-    return elementwise(func, args, kwargs) if len(args) + len(kwargs) == 3 else NotImplemented  # 1: places of True
+@rule(torch.where, T.where, "polygamma")
+def _by_place(func: Any, args: Any, kwargs: Any) -> Any:
+    """Functions whose first argument is not `input`; `where` of one argument returns the places of True."""
+    num_args = 2 if func.__name__ == "polygamma" else 3
+    return elementwise(func, args, kwargs) if len(args) == num_args else NotImplemented
+
+
+@rule("to type type_as")
+@whole_if_mixed
+def _as_type(func: Any, args: Any, kwargs: Any) -> Any:
+    """Of another tensor, only type and device are used."""
+    rows = args[0]
+    if type(rows) is Rows:
+        rows.memory.pull()
+    args, kwargs = mapped(lambda x: x.block if type(x) is Rows else x, (args, kwargs))
+    out = func(*args, **kwargs)
+    return made(out, rows) if type(rows) is Rows and isinstance(out, T) else out
 
 
 @rule(IN_PLACE)
@@ -225,6 +251,7 @@ def _about(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @rule(OF_BLOCK, *getters(ATTRIBUTES_OF_BLOCK))
+@whole_if_mixed
 def _of_block(func: Any, args: Any, kwargs: Any) -> Any:
     return func(args[0].block, *args[1:], **kwargs)
 
@@ -240,7 +267,7 @@ def template(rows: Rows, device: Any = None) -> torch.Tensor:
     return torch.empty_strided(rows.shape, strides, dtype=rows.dtype, device=device or rows.device)
 
 
-@rule("new_zeros new_ones new_full new_empty new_tensor")
+@rule("new_zeros new_ones new_full new_empty new_tensor new_empty_strided")
 def _new(func: Any, args: Any, kwargs: Any) -> Any:
     if type(args[0]) is not Rows or any(isinstance(value, Rows) for value in (*args[1:], *kwargs.values())):
         return NotImplemented
@@ -261,7 +288,9 @@ def _detach(func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule("empty_like")
 def _empty(func: Any, args: Any, kwargs: Any) -> Any:
-    return made(func(args[0].block, *args[1:], **kwargs), args[0]) if args else NotImplemented
+    if not args or kwargs.get("requires_grad"):
+        return NotImplemented
+    return made(func(args[0].block, *args[1:], **kwargs), args[0])
 
 
 @rule("normal_ uniform_ random_ exponential_ log_normal_ cauchy_ geometric_ bernoulli_")
@@ -277,6 +306,7 @@ def _drawn_in_place(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @rule(torch.dropout, torch.feature_dropout)
+@whole_if_mixed
 def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
     rows, p, trains = args[0], argument(args, kwargs, 1, "p"), argument(args, kwargs, 2, "train")
     if type(rows) is not Rows or rows.block.is_complex():
@@ -289,7 +319,13 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
     return made(rows.block * _mask(func, rows, p), rows)
 
 
+@rule("rrelu")
+def _rrelu(func: Any, args: Any, kwargs: Any) -> Any:
+    return NotImplemented if argument(args, kwargs, 3, "training", False) else elementwise(func, args, kwargs)
+
+
 @rule(torch.dropout_, torch.feature_dropout_)
+@whole_if_mixed
 def _dropout_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     rows, p, trains = args[0], argument(args, kwargs, 1, "p"), argument(args, kwargs, 2, "train")
     if func is not torch.dropout_ or type(rows) is not Rows or rows.block.is_complex() or not 0 < p < 1:
