@@ -22,7 +22,7 @@ from ddpshim import variables
 from ddpshim.errors import OptionsError
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
-from ddpshim.rows import blocks, dimensions, gradients, layers  # noqa: F401: they register their rules
+from ddpshim.rows import blocks, gradients  # noqa: F401: they register their rules
 from ddpshim.rows.gradients import plain
 from ddpshim.rows.rules import T
 from ddpshim.rows.tensor import Counts, Rows, divided, leaves, mapped
@@ -46,14 +46,18 @@ class Calls:
         self.dim = 0
         choice = os.environ.get(variables.ROWS, "auto").strip().lower()
         if choice not in _LEAST_WORK:
-            raise OptionsError(f"{variables.ROWS}={choice!r}: which calls are divided is unclear. Use auto, all or off.")
+            raise OptionsError(
+                f"{variables.ROWS}={choice!r}: which calls are divided is unclear. Use auto, all or off."
+            )
         self.least_work = _LEAST_WORK[choice]
         self._sizes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
     def num_parameters(self, module: nn.Module) -> int:
         """Return the number of entries of the parameters of `module`, as it was at its first call. Local."""
         if module not in self._sizes:
-            self._sizes[module] = sum(p.numel() for p in module.parameters() if not isinstance(p, nn.UninitializedParameter))
+            self._sizes[module] = sum(
+                p.numel() for p in module.parameters() if not isinstance(p, nn.UninitializedParameter)
+            )
         return self._sizes[module]
 
 
@@ -95,7 +99,7 @@ def computes_wholes(module: nn.Module) -> bool:
 
 def _can_divide(module: nn.Module, args: Any, kwargs: Any) -> bool:
     calls, counts = current().part(Calls), current().part(Counts)
-    if not counts.is_in_lock_step() or forward_ad._current_level >= 0:  # type: ignore[attr-defined]
+    if not counts.is_in_lock_step() or forward_ad._current_level >= 0:
         return False
     first: Optional[int] = None
     for x in leaves((args, kwargs)):

@@ -24,7 +24,6 @@ from ddpshim.rows.blocks import Mean
 from ddpshim.rows.rules import T, argument, rule
 from ddpshim.rows.tensor import Rows, cut, gathered, mapped, on_whole, whole
 
-
 _OURS = "ddpshim"
 
 
@@ -139,7 +138,7 @@ def _retain(func: Any, args: Any, kwargs: Any) -> Any:
     args[0].block.retain_grad()
 
 
-@rule(T.grad.__get__)  # type: ignore[attr-defined]
+@rule(T.grad.__get__)  # type: ignore[union-attr]
 def _gradient(func: Any, args: Any, kwargs: Any) -> Any:
     rows = args[0]
     mirror = _mirror(rows)
@@ -152,7 +151,7 @@ def _gradient(func: Any, args: Any, kwargs: Any) -> Any:
     return Rows(own if rows.block.is_leaf else own / blocks.ranks().size, rows.dimension, rows.part)
 
 
-@rule(T.grad.__set__, T.grad.__delete__)  # type: ignore[attr-defined]
+@rule(T.grad.__set__, T.grad.__delete__)  # type: ignore[union-attr]
 def _set_gradient(func: Any, args: Any, kwargs: Any) -> Any:
     rows = args[0]
     if not isinstance(rows, Rows):
@@ -250,7 +249,9 @@ def _on_wholes(cls: Any) -> Any:
     made = _made.get(cls)
     if made is None:
         base: Any = torch.autograd.Function
-        names = [name for name in ("forward", "backward", "vjp", "jvp") if getattr(cls, name) is not getattr(base, name)]
+        names = [
+            name for name in ("forward", "backward", "vjp", "jvp") if getattr(cls, name) is not getattr(base, name)
+        ]
         parts = {name: staticmethod(_returning_wholes(getattr(cls, name))) for name in names}
         made = _made[cls] = type(cls)(cls.__name__, (cls,), {**parts, "__module__": cls.__module__})
         _made[made] = made

@@ -57,7 +57,9 @@ ABOUT = """
 size dim ndimension numel nelement element_size is_floating_point is_complex get_device __len__ __hash__ is_tensor
 is_signed
 """
-ATTRIBUTES = "shape dtype device layout ndim is_cuda is_cpu is_sparse is_quantized is_meta is_nested itemsize nbytes names"
+ATTRIBUTES = (
+    "shape dtype device layout ndim is_cuda is_cpu is_sparse is_quantized is_meta is_nested itemsize nbytes names"
+)
 OF_BLOCK = "is_contiguous is_inference is_conj is_neg"
 ATTRIBUTES_OF_BLOCK = "requires_grad grad_fn is_leaf retains_grad output_nr _version"
 

@@ -77,7 +77,12 @@ class _Mirror:
     def is_of(self, rows: Rows) -> bool:
         """Whether the block of `rows` is this one, in memory and in shape. Local."""
         one, other = self.block, rows.block
-        if one is not other and not (shares_memory(one, other) and one.shape == other.shape and one.stride() == other.stride() and one.storage_offset() == other.storage_offset()):
+        if one is not other and not (
+            shares_memory(one, other)
+            and one.shape == other.shape
+            and one.stride() == other.stride()
+            and one.storage_offset() == other.storage_offset()
+        ):
             return False
         return one.dtype == other.dtype and (self.dim, self.part) == (rows.dimension, rows.part)
 
@@ -85,7 +90,7 @@ class _Mirror:
         """Whether the program has written into the whole since the last copy: the same answer on all ranks. Local."""
         if self.is_exposed:
             return not torch.equal(self.whole.detach(), self.known)
-        return self.whole._version != self.known
+        return bool(self.whole._version != self.known)
 
     def pull(self) -> None:
         """Copy the whole's rows into the block. Local."""
@@ -153,12 +158,10 @@ class Rows(torch.Tensor):
     cached: Optional[tuple[Any, torch.Tensor, int]]
 
     @staticmethod
-    def __new__(
-        cls, block: torch.Tensor, dimension: int, part: Part, memory: Optional[Memory] = None
-    ) -> Rows:
+    def __new__(cls, block: torch.Tensor, dimension: int, part: Part, memory: Optional[Memory] = None) -> Rows:
         size = list(block.shape)
         size[dimension] = part.size
-        made: Rows = _T._make_wrapper_subclass(cls, size, dtype=block.dtype, device=block.device)  # type: ignore[attr-defined]
+        made: Rows = _T._make_wrapper_subclass(cls, size, dtype=block.dtype, device=block.device)
         made.block, made.dimension, made.part = block, dimension, part
         made.place = part, len(size) - dimension
         made.memory, made.cached = memory or Memory(), None
@@ -175,7 +178,7 @@ class Rows(torch.Tensor):
         return on_whole(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Gather for code that bypasses __torch_function__: C++ extensions, torch.tensor(x)."""
         name = func.overloadpacket.__name__
         found = [x for x in leaves((args, kwargs or {})) if isinstance(x, Rows)]
