@@ -92,7 +92,7 @@ class _Mirror:
         """Whether the program has written into the whole since the last copy: the same answer on all ranks. Local."""
         if self.is_exposed:
             return not torch.equal(self.whole.detach(), self.known)
-        return self.whole._version != self.known
+        return bool(self.whole._version != self.known)
 
     def pull(self) -> None:
         """Copy the whole's rows into the block. Local."""
@@ -163,7 +163,7 @@ class Rows(torch.Tensor):
     def __new__(cls, block: torch.Tensor, dimension: int, part: Part, memory: Optional[Memory] = None) -> Rows:
         size = list(block.shape)
         size[dimension] = part.size
-        made: Rows = _T._make_wrapper_subclass(cls, size, dtype=block.dtype, device=block.device)  # type: ignore[attr-defined]
+        made: Rows = _T._make_wrapper_subclass(cls, size, dtype=block.dtype, device=block.device)
         made.block, made.dimension, made.part = block, dimension, part
         made.place = part, len(size) - dimension
         made.memory, made.cached = memory or Memory(), None
@@ -183,7 +183,7 @@ class Rows(torch.Tensor):
         return on_whole(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Gather for code that bypasses __torch_function__: C++ extensions, torch.tensor(x)."""
         name = func.overloadpacket.__name__
         found = [x for x in leaves((args, kwargs or {})) if isinstance(x, Rows)]
