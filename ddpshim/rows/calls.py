@@ -164,8 +164,8 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
     def refusing(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, Rows) for x in tensors):
             raise SyncError(
-                f"{line_of_the_caller()}: {original.__name__} of a batch that is divided over the ranks: the hook would "
-                "get one rank's gradients. Use x.register_hook(...) for each tensor."
+                f"{line_of_the_caller()}: {original.__name__} of a batch that is divided over the ranks: the hook "
+                "would get one rank's gradients. Use x.register_hook(...) for each tensor."
             )
         return original(tensors, *args, **kwargs)
 
