@@ -88,7 +88,7 @@ def run(tmp_path: Path, script: str, num_ranks: int, *, name: str = "", is_plain
     if is_plain:
         job = preloaded().start([([str(file)], {**environment(), **environ})], folder)
     else:
-        common = {**environment(), "GLOO_SOCKET_IFNAME": "lo", "PYTHONHASHSEED": "0", **environ}
+        common = {**environment(), "GLOO_SOCKET_IFNAME": "lo", "PYTHONHASHSEED": "0", variables.ROWS: "all", **environ}
         common = {variables.RANK_LOGS: str(folder), variables.RUN_DIR: str(folder / "job"), **common}
         places = [{**common, **place} for place in as_torchrun_says(num_ranks)]
         job = preloaded().start([(["ddpshim.launch.rank", str(file)], place) for place in places], folder)
@@ -158,14 +158,12 @@ torch.save(model.state_dict(), "weights.pth")
 def test_two_ranks_make_the_steps_of_one(tmp_path: Path, kind: str) -> None:
     one, two = (succeeded(run(tmp_path, SAME.format(loader=LOADERS[kind]), n)) for n in (1, 2))
     expected = one.said(0, "trained on")
-    assert len(expected) == 2 * one.said(0, "length")[0] == 2 * two.said(1, "length")[0]
-    assert two.said(0, "trained on") == two.said(1, "trained on") == expected
+    assert len(expected) == 2 * one.said(0, "length")[0]
     assert expected[: len(expected) // 2] != expected[len(expected) // 2 :], "another order in each epoch"
+    for what in ("trained on", "length", "evaluated on"):
+        assert two.said(0, what) == two.said(1, what) == one.said(0, what)
     weights = [torch.load(ran.folder / "weights.pth") for ran in (one, two)]
     assert difference(*weights) < 1e-12
-    whole = two.said(0, "evaluated on")
-    assert whole == two.said(1, "evaluated on") == one.said(0, "evaluated on")
-    assert len(whole[0]) == {"subset": 32, "weights": 24}.get(kind, 40)
 
 
 def test_networks_are_found_by_their_optimizers(tmp_path: Path) -> None:
@@ -227,8 +225,8 @@ torch.save({**weights, "temperature": agent.temperature.detach(), "drawn": torch
     assert difference(*(torch.load(ran.folder / "weights.pth") for ran in (plain, two))) < 1e-6  # the temperature's
     assert two.said(0, "rollout") == two.said(1, "rollout") == plain.said(0, "rollout")
     for rank in (0, 1):
-        for what in ("kept", "last"):  # 7 samples: 4 of one rank, 3 of the other
-            assert two.said(rank, what) == pytest.approx(plain.said(0, what), abs=1e-6)
+        assert two.said(rank, "kept") == pytest.approx(plain.said(0, "kept"), abs=1e-6)
+        assert two.said(rank, "last") == pytest.approx(plain.said(0, "last"), abs=1e-6)
 
 
 def test_a_program_that_joins_a_group_of_its_own_starts_again_and_is_left_alone(tmp_path: Path) -> None:
@@ -296,7 +294,7 @@ torch.save([model, torch.rand(3)], "all.pth")
     assert plain.said(0, "trained on") == one.said(0, "trained on")
 
 
-def test_sequential_and_iterable_loaders_give_the_plain_scripts_steps(tmp_path: Path) -> None:
+def test_a_sequential_loader_that_trains_gives_the_plain_scripts_steps_on_every_rank(tmp_path: Path) -> None:
     script = """
 class Stream(data.IterableDataset):
     def __iter__(self):
@@ -320,39 +318,31 @@ torch.save(model.state_dict(), "weights.pth")
 
 def test_ranks_draw_what_one_process_draws(tmp_path: Path) -> None:
     script = """
+random.seed(1), np.random.seed(1)
+
 class Noisy(Items):
     def __getitem__(self, index):
         return (*super().__getitem__(index), torch.rand(()).item())
 
 def draw():
-    return [torch.rand(()).item(), random.random(), float(np.random.rand())]
+    say("drawn", [torch.rand(()).item(), random.random(), float(np.random.rand())])
 
-np.random.seed(1), random.seed(1)
 one, two = nn.DataParallel(network()), nn.DataParallel(network())
 loader, other = DataLoader(Noisy(), 8, shuffle=True), DataLoader(Noisy(), 8, shuffle=True)
-say("alike", draw())
-orders = [], []
-for (a, *_, augmented), (b, *_) in zip(loader, other):
-    say("alike", draw())
-    say("rows", [torch.rand(len(a)).tolist(), augmented.tolist()])
-    orders[0].extend(a.tolist()), orders[1].extend(b.tolist())
-    one.eval(), two.eval()
+draw()
+for (a, x, *_, augmented), (b, *_) in zip(loader, other):
+    draw()
+    say("drawn", [torch.rand(len(a)).tolist(), torch.rand_like(x).tolist(), augmented.tolist(), b.tolist()])
     with torch.no_grad():
-        say("alike", [draw() + augmented.tolist() + torch.rand(8, 4).tolist() for *_, augmented in loader])
-    one.train()
+        say("drawn", [augmented.tolist() + torch.rand(8, 4).tolist() for *_, augmented in loader])
     next(one.parameters()).mean().backward()
-    say("rows", [torch.rand(len(a)).tolist()])
-say("two loaders meet", orders[0] == orders[1])
+    say("drawn", [torch.rand(len(a)).tolist()])
 for _ in other: next(one.parameters()).mean().backward()  # zip left it at its last batch
-say("alike", torch.rand(4, 8).tolist())
 batch = next(iter(loader))  # and then trained on, again and again
-say("rows", [torch.rand(4).tolist()])
+say("drawn", torch.rand(4, 8).tolist())
 """
-    plain = succeeded(run(tmp_path, script, 1, is_plain=True, PYTHONHASHSEED="0"))
-    two = succeeded(run(tmp_path, script, 2))
-    for what in ("alike", "rows", "two loaders meet"):
-        assert two.said(0, what) == two.said(1, what) == plain.said(0, what)
-    assert len(plain.said(0, "alike")) == 12
+    plain, two = succeeded(run(tmp_path, script, 1, is_plain=True)), succeeded(run(tmp_path, script, 2))
+    assert two.said(0, "drawn") == two.said(1, "drawn") == plain.said(0, "drawn")
 
 
 ROLLS_OUT = """
@@ -469,6 +459,62 @@ torch.save(model.state_dict(), "weights.pth")
             assert looked == pytest.approx(of_one, abs=1e-12)
 
 
+# Losses and batches of any kind
+
+SAME_AS_ONE = {
+    "small batches": "train(nn.DataParallel(network()), DataLoader(Items(), 1, shuffle=True))",
+    "last batch": "train(nn.DataParallel(network()), DataLoader(Items(27), 8, shuffle=True))",
+    "negatives": (
+        "def loss(a, b):\n    z = torch.cat([a, b], 1)\n"
+        "    return nn.functional.cross_entropy(z @ z.T, torch.arange(len(z)))\n"
+        "train(network(), DataLoader(Items(), 8, shuffle=True), 1, loss)"
+    ),
+    "sum": "train(network(), DataLoader(Items(27), 8, shuffle=True), 1, lambda a, b: ((a - b) ** 2).sum())",
+    "masked mean": (
+        "def loss(a, b):\n    mask = (b > 0).double()\n    return (((a - b) ** 2) * mask).sum() / mask.sum().item()\n"
+        "train(network(), DataLoader(Items(), 8, shuffle=True), 1, loss)"
+    ),
+    "normalised advantages": (
+        "def loss(a, b):\n    z = b - a.detach()\n    return -(a * (z - z.mean()) / (z.std() + 1e-8)).mean()\n"
+        "train(network(), DataLoader(Items(), 8, shuffle=True), 1, loss)"
+    ),
+    "padding": (
+        "def padded(rows):\n    size = max(row[0] % 5 for row in rows) + 1\n"
+        "    x, y = (torch.stack([row[k] for row in rows]) for k in (1, 2))\n"
+        "    return torch.tensor([row[0] for row in rows]), *(z[:, None].repeat(1, size, 1) for z in (x, y))\n"
+        "train(network(), DataLoader(Items(), 4, shuffle=True, collate_fn=padded))"
+    ),
+    "looks while it trains": (
+        "model, validation = nn.DataParallel(network(dropout=0.5)), DataLoader(Items(), 8)\n"
+        "def loss(a, b):\n    with torch.no_grad():\n        say('looked', model(next(iter(validation))[1]).tolist())\n"
+        "    return ((a - b) ** 2).sum() / len(a) + 0 * sum(torch.rand(()) for row in a)\n"
+        "train(model, DataLoader(Items(27), 8, shuffle=True), 1, loss)"
+    ),
+    "only looked at": (
+        "net = network()\noptimizer = torch.optim.SGD(net.parameters(), 0.1)\n"
+        "say('looked', [sum(float(x.mean()) for index, x, y in DataLoader(Items(), 8, shuffle=True))])"
+    ),
+}
+SAVES = """
+Adam, made = torch.optim.Adam, []
+torch.optim.Adam = lambda parameters, **options: made.append([*parameters]) or Adam(made[-1], **options)
+{program}
+torch.save([p.detach() for group in made for p in group], "weights.pth")
+"""
+
+
+@pytest.mark.parametrize("kind", SAME_AS_ONE)
+def test_what_a_program_computes_is_what_one_process_computes(tmp_path: Path, kind: str) -> None:
+    script = SAVES.format(program=SAME_AS_ONE[kind])
+    plain, three = succeeded(run(tmp_path, script, 1, is_plain=True)), succeeded(run(tmp_path, script, 3))
+    for one, other in zip(*(torch.load(ran.folder / "weights.pth") for ran in (plain, three))):
+        torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-11)
+    for rank in range(3):
+        assert three.said(rank, "trained on") == plain.said(0, "trained on")
+        for looked, of_one in zip(three.said(rank, "looked"), plain.said(0, "looked")):
+            torch.testing.assert_close(torch.tensor(looked), torch.tensor(of_one), rtol=1e-9, atol=1e-11)
+
+
 # What is refused, and what is said
 
 REFUSED = {
@@ -480,11 +526,19 @@ REFUSED = {
     "another split": (
         "part = data.Subset(Items(), np.random.default_rng(os.getpid()).permutation(40)[:32])\n"
         "train(nn.DataParallel(network()), DataLoader(part, 8, shuffle=True))",
-        "DataError: train.py:37: the Subsets of ranks 0 and 1 have different indices",
+        "train.py:37: the Subsets of ranks 0 and 1 have different indices",
+    ),
+    "another thread": (
+        "import threading\nfrom torch.utils.data import DataLoader\nresult = []\n"
+        "def read(x):\n    try:\n        float(x.mean())\n    except Exception as error:\n        result.append(error)\n"
+        "for index, x, y in DataLoader(Items(), 8):\n"
+        "    thread = threading.Thread(target=read, args=(x,))\n    thread.start()\n    thread.join()\n    break\n"
+        "raise result[0]",
+        "train.py:41: a batch that is divided over the ranks is used in another thread or process",
     ),
     "another model": (
-        "model = nn.DataParallel(network())\ntorch.save(1, f'{os.environ[\"DDPSHIM_RANK\"]}.pth')\n"
-        "torch.load(f'{os.environ[\"DDPSHIM_RANK\"]}.pth')\ntorch.distributed.barrier()",
+        "file = f'{os.environ[\"DDPSHIM_RANK\"]}.pth'\ntorch.save(1, file)\ntorch.load(file)\n"
+        "torch.distributed.barrier()",
         "SyncError: rank 1 is to load ",
     ),
 }
@@ -496,6 +550,20 @@ def test_refused(tmp_path: Path, kind: str) -> None:
     ran = run(tmp_path, script, 2)
     assert 1 in ran.exit_codes
     assert any(message in log for log in ran.logs), "\n".join(ran.logs)
+
+
+def test_what_was_divided_is_said_at_the_end(tmp_path: Path) -> None:
+    script = """
+def loss(a, b):
+    return ((a - b) ** 2).cumsum(0).mean()
+
+train(nn.DataParallel(network()), DataLoader(Items(), 8, shuffle=True), 10, loss)
+"""
+    two = succeeded(run(tmp_path, script, 2))
+    said = [line for line in two.logs[0].splitlines() if "of the operations on batches" in line]
+    assert re.match(r"ddpshim: \d+% of the operations on batches were divided among the ranks\. Whole batches", said[0])
+    assert "train.py:38 (cumsum, 50 times" in said[0]
+    assert "of the operations on batches" not in two.logs[1]
 
 
 def test_the_main_rank_writes(tmp_path: Path) -> None:
@@ -535,10 +603,7 @@ except FileExistsError:
     assert two.said(0, "loaded") == two.said(1, "loaded") == [["0", 0], ["0", 1], ["0", 2]]
     assert (two.said(0, "memory"), two.said(1, "memory")) == (["0"], ["1"])
     assert (two.said(0, "wandb"), two.said(1, "wandb")) == ([None], ["disabled"])
-    of_main = {f"cache_{index}.pth" for batch in two.said(0, "trained on")[:5] for index in batch[:4]}
-    assert of_main <= {path.name for path in two.folder.iterdir()}, (
-        "a dataset's own files are those of the rank that fetched"
-    )
+    assert len(list(two.folder.glob("cache_*.pth"))) == 40, "a dataset's own files are every rank's"
     assert [two.said(number, "there before") for number in (0, 1)] == [[True], [True]]
     assert [p.name for p in (two.folder / "runs" / "a").iterdir() if p.is_file()] == ["last.pth"]
 
