@@ -73,7 +73,7 @@ def own(whole: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
     start, num = part.cuts[here.rank], part.num_own(here.rank)
     if part.outer == 1:
         return whole.narrow(dim, start, num)
-    apart = whole.unflatten(dim, (part.outer, part.num_rows))
+    apart: torch.Tensor = whole.unflatten(dim, (part.outer, part.num_rows))
     return apart.narrow(dim + 1, start, num).flatten(dim, dim + 1)
 
 
@@ -134,7 +134,7 @@ def added_up(tensor: torch.Tensor) -> torch.Tensor:
 
 def differ(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors differ on any rank (collective)."""
-    return bool(added_up(torch.tensor([not torch.equal(one, other)], dtype=torch.int32)).item())
+    return bool(added_up(torch.tensor([not torch.equal(one, other)], dtype=torch.int32, device=one.device)).item())
 
 
 class Gather(torch.autograd.Function):
@@ -147,7 +147,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return Scatter.apply(gradient, ctx.dim, ctx.part) * ranks().size, None, None
+        return Scatter.apply(gradient, ctx.dim, ctx.part) * ranks().size, None, None  # type: ignore[no-untyped-call]
 
 
 class Scatter(torch.autograd.Function):
@@ -160,7 +160,7 @@ class Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return Gather.apply(gradient, ctx.dim, ctx.part) / ranks().size, None, None
+        return Gather.apply(gradient, ctx.dim, ctx.part) / ranks().size, None, None  # type: ignore[no-untyped-call]
 
 
 class Mean(torch.autograd.Function):

@@ -27,7 +27,7 @@ from ddpshim.job.say import line_of_the_caller
 from ddpshim.rows import blocks, dimensions, gradients, layers  # noqa: F401 (they register their rules)
 from ddpshim.rows.gradients import plain
 from ddpshim.rows.rules import T
-from ddpshim.rows.tensor import Counts, Rows, divided, is_plain, leaves, mapped
+from ddpshim.rows.tensor import Counts, Rows, divided, is_plain, leaves, mapped, write_back
 
 # By DDPSHIM_ROWS: the multiplications of a call that is divided. A smaller one takes less time than to divide it.
 _LEAST_WORK = {"auto": 1 << 20, "all": 0, "off": math.inf}
@@ -83,10 +83,12 @@ def with_rows(call: Callable[..., Any]) -> Callable[..., Any]:
         def share(x: Any) -> Any:
             return divided(x, dim) if is_plain(x) and x.dim() > dim and x.shape[dim] == num else x
 
+        copies: list[Any] = []
         try:
-            return call(module, *mapped(share, args), **mapped(share, kwargs))
+            return call(module, *mapped(share, args, copies), **mapped(share, kwargs, copies))
         finally:
             calls.is_inside = False
+            write_back(copies)
 
     return called
 
@@ -162,8 +164,8 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
     def refusing(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, Rows) for x in tensors):
             raise SyncError(
-                f"{line_of_the_caller()}: {original.__name__} of a batch that is divided over the ranks: the hook would "
-                "get one rank's gradients. Use x.register_hook(...) for each tensor."
+                f"{line_of_the_caller()}: {original.__name__} of a batch that is divided over the ranks: the hook "
+                "would get one rank's gradients. Use x.register_hook(...) for each tensor."
             )
         return original(tensors, *args, **kwargs)
 

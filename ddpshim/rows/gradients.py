@@ -138,7 +138,7 @@ def _retain(func: Any, args: Any, kwargs: Any) -> Any:
     args[0].block.retain_grad()
 
 
-@rule(T.grad.__get__)  # type: ignore[attr-defined]
+@rule(T.grad.__get__)  # type: ignore[union-attr]
 def _gradient(func: Any, args: Any, kwargs: Any) -> Any:
     rows = args[0]
     mirror = _mirror(rows)
@@ -151,7 +151,7 @@ def _gradient(func: Any, args: Any, kwargs: Any) -> Any:
     return Rows(own if rows.block.is_leaf else own / blocks.ranks().size, rows.dimension, rows.part)
 
 
-@rule(T.grad.__set__, T.grad.__delete__)  # type: ignore[attr-defined]
+@rule(T.grad.__set__, T.grad.__delete__)  # type: ignore[union-attr]
 def _set_gradient(func: Any, args: Any, kwargs: Any) -> Any:
     rows = args[0]
     if not isinstance(rows, Rows):

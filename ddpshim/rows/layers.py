@@ -107,7 +107,7 @@ def _distances(func: Any, args: Any, kwargs: Any) -> Any:
     return _row_tensor(func(args[0].block, other, *args[2:], **kwargs), part, place)
 
 
-@rule(torch._C._VariableFunctions.einsum)
+@rule(torch._C._VariableFunctions.einsum)  # type: ignore[attr-defined]
 @whole_if_mixed
 def _einsum(func: Any, args: Any, kwargs: Any) -> Any:
     equation = args[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import random
 import sys
 import zlib
@@ -40,7 +41,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.place = line_of_the_caller()
+        self.place = os.path.basename(line_of_the_caller())
         self._of_rows: Optional[_RowsLoader] = None
         self._is_divided: Optional[bool] = None
 

@@ -9,6 +9,7 @@ copied into the other before the next use.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import threading
 from collections import Counter
@@ -91,7 +92,7 @@ class _Mirror:
         """Whether the program has written into the whole since the last copy: the same answer on all ranks. Local."""
         if self.is_exposed:
             return not torch.equal(self.whole.detach(), self.known)
-        return self.whole._version != self.known
+        return bool(self.whole._version != self.known)
 
     def pull(self) -> None:
         """Copy the whole's rows into the block. Local."""
@@ -162,7 +163,7 @@ class Rows(torch.Tensor):
     def __new__(cls, block: torch.Tensor, dimension: int, part: Part, memory: Optional[Memory] = None) -> Rows:
         size = list(block.shape)
         size[dimension] = part.size
-        made: Rows = _T._make_wrapper_subclass(cls, size, dtype=block.dtype, device=block.device)  # type: ignore[attr-defined]
+        made: Rows = _T._make_wrapper_subclass(cls, size, dtype=block.dtype, device=block.device)
         made.block, made.dimension, made.part = block, dimension, part
         made.place = part, len(size) - dimension
         made.memory, made.cached = memory or Memory(), None
@@ -182,7 +183,7 @@ class Rows(torch.Tensor):
         return on_whole(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Gather for code that bypasses __torch_function__: C++ extensions, torch.tensor(x)."""
         name = func.overloadpacket.__name__
         found = [x for x in leaves((args, kwargs or {})) if isinstance(x, Rows)]
@@ -205,29 +206,41 @@ def leaves(value: Any) -> list[Any]:
     return [value]
 
 
-def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return nested tuples, lists and dicts with each item replaced by `function` of it. Local."""
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return kind([mapped(function, inner) for inner in value])
+def mapped(function: Callable[[Any], Any], value: Any, copies: Optional[list[Any]] = None) -> Any:
+    """Return nested tuples, lists and dicts with each item replaced by `function` of it. Local.
+
+    What has no replaced item is returned itself. `copies` receives (container, copy) of each copied list and dict.
+    """
     if isinstance(value, dict):
-        changed = {key: mapped(function, inner) for key, inner in value.items()}
-        if kind is dict:
-            return changed
+        changed = {key: mapped(function, inner, copies) for key, inner in value.items()}
         if all(changed[key] is inner for key, inner in value.items()):
             return value
-        try:
-            copied = value.copy()
-            copied.update(changed)
-            return copied
-        except Exception:
-            return kind(changed)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return kind(*(mapped(function, inner) for inner in value))
-    if isinstance(value, (tuple, list)):
-        parts = [mapped(function, inner) for inner in value]
-        return value if all(new is old for new, old in zip(parts, value)) else kind(parts)
-    return function(value)
+        made: Any = changed
+        if type(value) is not dict:
+            made = copy.copy(value)
+            made.update(changed)
+    elif isinstance(value, (tuple, list)):
+        parts = [mapped(function, inner, copies) for inner in value]
+        if all(new is old for new, old in zip(parts, value)):
+            return value
+        made = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)  # type: ignore[call-arg]
+    else:
+        return function(value)
+    if copies is not None and not isinstance(value, tuple):
+        copies.append((value, made, copy.copy(made)))
+    return made
+
+
+def write_back(copies: list[Any]) -> None:
+    """Write into the containers that `mapped` copied what a function has written into their copies. Local."""
+    for container, made, given in copies:
+        if isinstance(container, dict):
+            for key in given.keys() - made.keys():
+                del container[key]
+            container.update((key, item) for key, item in made.items() if key not in given or given[key] is not item)
+        elif len(made) != len(given) or any(new is not old for new, old in zip(made, given)):
+            before = {id(new): old for new, old in zip(given, container)}
+            container[:] = [before.get(id(item), item) for item in made]
 
 
 def cut(whole: torch.Tensor, dim: int, part: Part) -> torch.Tensor:

@@ -81,7 +81,7 @@ class Networks:
 
     def wrap(self) -> None:
         """Wrap the networks of all optimizers (collective if one has new parameters)."""
-        if not self._is_stale:
+        if torch.compiler.is_compiling() or not self._is_stale:
             return
         self._is_stale = False
         self.forget()

@@ -42,7 +42,9 @@ class Steps:
 
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if current().part(Passes).depth <= 1:  # not in a pass of a checkpoint, inside another one
+            if (
+                not torch.compiler.is_compiling() and current().part(Passes).depth <= 1
+            ):  # not in a pass of a checkpoint, inside another one
                 self.networks.wrap()
                 self.num_passes += 1
                 if is_milestone(self.num_passes):
