@@ -28,12 +28,17 @@ def order_in_memory(x: torch.Tensor) -> list[int]:
     return sorted((i for i in range(x.dim()) if x.shape[i] > 1), key=lambda i: (-x.stride(i), i)) if x.numel() else []
 
 
-def difference(one: Any, other: Any) -> Optional[str]:
-    """Return how `other` differs from `one`; None if they are equal, up to rounding."""
+def rounding_of(dtype: torch.dtype) -> float:
+    is_exact = dtype in (torch.float64, torch.complex128) or not (dtype.is_floating_point or dtype.is_complex)
+    return 1e-9 if is_exact else 2e-2 if dtype in (torch.float16, torch.bfloat16) else 2e-5
+
+
+def difference(one: Any, other: Any, rounding: float = 0) -> Optional[str]:
+    """Return how `other` differs from `one`; None if they are equal, up to `rounding` and that of their type."""
     if isinstance(one, (tuple, list)):
         if not isinstance(other, (tuple, list)) or len(one) != len(other):
             return f"{type(one).__name__} of {len(one)} is {other!r:.80}"
-        return next((found for found in map(difference, one, other) if found), None)
+        return next((found for pair in zip(one, other) if (found := difference(*pair, rounding))), None)
     if one is None and isinstance(other, torch.Tensor) and not other.any():
         return None  # a gradient
     if not isinstance(one, torch.Tensor):
@@ -48,7 +53,7 @@ def difference(one: Any, other: Any) -> Optional[str]:
     if one.is_quantized:
         return None
     one, other = (x.detach().to_dense() if x.layout is not torch.strided else x.detach() for x in (one, other))
-    rounding = 1e-9 if one.dtype in (torch.float64, torch.complex128) else 2e-5
+    rounding = max(rounding, rounding_of(one.dtype))
     wide = torch.complex128 if one.is_complex() else torch.float64
     if torch.allclose(one.to(wide), other.to(wide), rtol=rounding, atol=rounding, equal_nan=True):
         return None
@@ -179,7 +184,8 @@ def _gradients(leaves: Any, wanted: Any, leaves_of_rows: Any, found: Any) -> Opt
         )
     except Exception as error:
         return f"its gradient raises {error!r:.300}"
-    different = difference(list(first), plain(list(second)))
+    rounding = max(rounding_of(x.dtype) for x in outputs)
+    different = difference(list(first), plain(list(second)), rounding)
     return different and f"gradient: {different}"
 
 
