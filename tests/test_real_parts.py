@@ -35,7 +35,7 @@ def main(config):
     model, loader = network(), DataLoader(Items(), 8, shuffle=True)
     optimizer = torch.optim.Adam(model.parameters(), config.lr)
     writer = SummaryWriter("events")
-    own = 1 + int(os.environ.get("RANK", 0))
+    own = 1 + int(os.environ.get("DDPSHIM_RANK", 0))
     zarr.save("buffer.zarr", np.zeros(6))
     for epoch in range(2):
         model.train()
@@ -305,8 +305,7 @@ def test_a_program_that_uses_accelerate_is_that_of_one_process(tmp_path: Path) -
     assert (two.folder / "log.txt").read_text() == (plain.folder / "log.txt").read_text()
     for name in ("0.pth", "1.pth"):
         assert difference(*(torch.load(ran.folder / name) for ran in (plain, two))) < 1e-12
-    ((_, last),) = plain.said(0, "processes")
-    assert [two.said(rank, "processes") for rank in (0, 1)] == [[[1, last[::2]]], [[1, last[1::2]]]]
+    assert two.said(0, "processes") == two.said(1, "processes") == plain.said(0, "processes")
 
 
 @pytest.mark.launch

@@ -104,7 +104,7 @@ def computes_wholes(module: nn.Module) -> bool:
 
 def _can_divide(module: nn.Module, args: Any, kwargs: Any) -> bool:
     calls, counts = current().part(Calls), current().part(Counts)
-    if not counts.is_in_lock_step() or forward_ad._current_level >= 0:  # type: ignore[attr-defined]
+    if not counts.is_in_lock_step() or forward_ad._current_level >= 0:
         return False
     first: Optional[int] = None
     for x in leaves((args, kwargs)):

@@ -80,7 +80,7 @@ rule("diff fft ifft rfft irfft hfft ihfft")(_over(2, True, default=-1))
 rule("fft2 ifft2 rfft2 irfft2")(_over(2, True, default=(-2, -1)))
 rule("fftn ifftn rfftn irfftn")(_over(2, True))
 rule("fftshift ifftshift")(_over(1, True))
-rule(torch._C._nn.glu)(_over(1, True, default=-1))  # type: ignore[attr-defined]
+rule(torch._C._nn.glu)(_over(1, True, default=-1))
 rule("roll")(_over(2, True, "dims"))
 
 

@@ -223,7 +223,7 @@ def mapped(function: Callable[[Any], Any], value: Any, copies: Optional[list[Any
         parts = [mapped(function, inner, copies) for inner in value]
         if all(new is old for new, old in zip(parts, value)):
             return value
-        made = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)  # type: ignore[call-arg]
+        made = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     else:
         return function(value)
     if copies is not None and not isinstance(value, tuple):

@@ -62,7 +62,7 @@ class Networks:
         if (
             torch.is_grad_enabled()
             and threading.current_thread() is threading.main_thread()
-            and torch._C._functorch.peek_interpreter_stack() is None  # type: ignore[attr-defined]
+            and torch._C._functorch.peek_interpreter_stack() is None
             and self._is_trained(module)
         ):
             self.wrap()
