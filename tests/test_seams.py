@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import ddpshim
+from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say
 from ddpshim.model import backward, seams
 from tests import public_api
@@ -86,20 +87,12 @@ SEAMS = [
         "test_workers_are_found_and_let_go",
         LOADER,
     ),
-    Seam("_iterator", "trainers/unedited/loaders.py", "test_workers_that_stay", LOADER),
+    Seam("_iterator _index_sampler", "rows/loader.py", "test_workers_that_stay", LOADER),
     Seam("torch.utils.data._utils", "data/sharded_loader.py", "test_workers_are_found_and_let_go", LOADER),
     Seam("_MapDatasetFetcher _IterableDatasetFetcher", "data/sharded_loader.py", "test_workers_fetch", LOADER),
     Seam("_worker_info _utils", "data/iterable.py", "test_hidden_worker_info", "torch/utils/data/_utils/worker.py"),
     Seam("_save _open_zipfile_writer", "checkpoint/snapshot.py", "test_save_writes_records", "torch/serialization.py"),
-    Seam(
-        "_saved_reduction _saved_self _saved_self_sym_sizes _saved_self_sym_numel _saved_other _saved_target "
-        "_saved_total_weight _saved_weight _saved_ignore_index",
-        "trainers/unedited/losses.py",
-        "test_a_loss_tells_its_reduction",
-        "autograd codegen",
-    ),
     Seam("_input_metadata", "tools/prove/precision.py", "test_a_node_tells_the_dtype", "torch/csrc/autograd"),
-    Seam("_num_samples", "trainers/unedited/loaders.py", "test_a_samplers_number", "torch/utils/data/sampler.py"),
     Seam("_orig_mod", "model/transparent.py", "test_a_compiled_module_holds_its_own", "torch/_dynamo/eval_frame.py"),
     Seam("_parameters _buffers _modules", "model/transparent.py", "test_a_modules_dictionaries", MODULE),
     Seam("_non_persistent_buffers_set", "model/transparent.py", "test_a_modules_dictionaries", MODULE),
@@ -118,12 +111,14 @@ SEAMS = [
         "test_a_group_counts_its_collectives",
         "torch/distributed/distributed_c10d",
     ),
-    Seam(
-        "_python_dispatch _get_current_dispatch_mode _ops _schema _cdata",
-        "trainers/unedited/coupling.py",
-        "test_operations_are_handed_over_with_what_they_write",
-        "torch/utils/_python_dispatch.py, torch/_ops.py",
-    ),
+    Seam("_make_wrapper_subclass _cdata", "rows/tensor.py", "test_a_tensor_of_another_shape", "torch/_tensor.py"),
+    Seam("_to_copy", "rows/tensor.py", "test_a_tensor_of_another_shape", "torch/csrc/utils/tensor_new.cpp"),
+    Seam("_VariableFunctions _nn", "rows/rules.py", "test_python_functions_call", "torch/nn/functional.py, _VF.py"),
+    Seam("_current_graph_task_id", "rows/tensor.py", "test_a_backward_pass_has_a_number", "torch/csrc/autograd"),
+    Seam("_current_level", "rows/calls.py", "test_a_level_of_forward_derivatives", "torch/autograd/forward_ad.py"),
+    Seam("_compiled_call_impl", "rows/calls.py", "test_a_module_compiled_in_place", MODULE),
+    Seam("_is_torch_function_mode_enabled", "rows/calls.py", "test_a_mode_over_functions", "torch/overrides.py"),
+    Seam("_functorch", "trainers/unedited/networks.py", "test_a_transform_is_seen", "torch/_functorch/pyfunctorch.py"),
     Seam("_version", "model/running_sum.py", "test_a_tensor_counts_its_changes", "torch/_tensor: documented"),
     Seam("_run_exitfuncs", "job/failure.py", "test_exit_handlers_can_be_run", "Lib/atexit"),
     Seam("_inheriting", "trainers/import_hook.py", "test_a_spawned_child_knows", "Lib/multiprocessing/spawn.py"),
@@ -492,61 +487,6 @@ def test_a_node_tells_the_dtype_of_its_results() -> None:
     assert [about.dtype for about in node.next_functions[0][0]._input_metadata] == [torch.bfloat16]
 
 
-@pytest.mark.unit
-def test_a_loss_tells_its_reduction() -> None:
-    x, y = torch.ones(4, requires_grad=True), torch.zeros(4)
-    for reduction, number in (("mean", 1), ("sum", 2)):
-        loss = nn.functional.mse_loss(x, y, reduction=reduction)
-        assert loss.grad_fn._saved_reduction == number  # type: ignore[union-attr]
-        assert loss.grad_fn._saved_self.shape == (4,)  # type: ignore[union-attr]
-    node: Any = (x.sum() / y.add(3).sum()).grad_fn
-    assert (type(node).__name__, float(node._saved_other)) == ("DivBackward0", 12)
-    of_tensor, of_python = node._saved_other.double(), (x.sum() / 12.0).grad_fn._saved_other  # type: ignore[union-attr]
-    kinds = [torch.result_type(number, torch.zeros(())) for number in (of_tensor, of_python)]
-    assert kinds == [torch.float64, torch.float32]  # numbers of Python do not decide the dtype
-    assert node.next_functions[0][0]._saved_self_sym_sizes == (4,)
-    node = x[y > -1].mean().grad_fn
-    num = len(node._saved_self) if hasattr(node, "_saved_self") else node._saved_self_sym_numel  # torch 2.1: the first
-    assert (num, type(node.next_functions[0][0]).__name__) == (4, "IndexBackward0")
-    node = nn.functional.nll_loss(x.view(2, 2), torch.tensor([0, -100])).grad_fn
-    assert (float(node._saved_total_weight), node._saved_target.numel(), node._saved_weight) == (1, 2, None)
-    assert node._saved_ignore_index == 2**64 - 100
-    assert type(node.next_functions[0][0].next_functions[0][0]).__name__ == "AccumulateGrad"
-
-
-@pytest.mark.unit
-def test_operations_are_handed_over_with_what_they_write() -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-
-    seen: list[Any] = []
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append((func, args[0]))
-            return func(*args, **(kwargs or {}))
-
-    x = torch.ones(3, requires_grad=True)
-    with Mode() as mode:
-        assert _get_current_dispatch_mode() is mode
-        made = (x * 2)[1:]
-        made.normal_()
-    assert _get_current_dispatch_mode() is None
-    (times, of), (view, whole), (draws, _) = seen
-    assert of is x
-    assert made.untyped_storage()._cdata == whole.untyped_storage()._cdata != x.untyped_storage()._cdata
-    assert all(isinstance(func, torch._ops.OpOverload) for func, _ in seen)
-    first = [func._schema.arguments[0].alias_info for func in (times, view, draws)]
-    assert [None if info is None else info.is_write for info in first] == [None, False, True]
-
-
-@pytest.mark.unit
-def test_a_samplers_number_is_none_where_it_draws_all() -> None:
-    from torch.utils.data import RandomSampler
-
-    assert RandomSampler(_Squares())._num_samples is None
-    assert RandomSampler(_Squares(), num_samples=2)._num_samples == 2
-
-
 @pytest.mark.launch  # of torch 2.1: it starts a process for its compiler
 @pytest.mark.skipif(
     sys.version_info >= (3, 12) and Version(torch.__version__).release < (2, 4), reason="no torch.compile there"
@@ -708,3 +648,97 @@ def test_networks_are_reduced_without_private_names_as_with_them() -> None:
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=patience(400))
     assert done.returncode == 0, done.stdout[-3000:]
     assert sum(map(int, re.findall(r"(\d+) (?:passed|skipped)", done.stdout))) > 10
+
+
+class _Outer(torch.Tensor):
+    seen: list[str]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _Outer.seen.append(func.__name__)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(torch.ones(2, 3), *args[1:], **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _Outer.seen.append(func.overloadpacket.__name__)
+        return torch.ones(2, 3)
+
+
+def _outer() -> Any:
+    _Outer.seen = []
+    return torch.Tensor._make_wrapper_subclass(_Outer, (5, 3), dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.unit
+def test_a_tensor_of_another_shape_than_its_memory_is_asked_about_every_function() -> None:
+    outer = _outer()
+    with torch._C.DisableTorchFunctionSubclass():
+        assert (tuple(outer.shape), outer.requires_grad) == ((5, 3), False)
+    assert tuple(torch.relu(outer).shape) == (2, 3)
+    assert _Outer.seen == ["relu"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.tensor of a tensor
+        torch.tensor(_outer())
+    assert set(_Outer.seen) <= {"detach", "_to_copy", "lift_fresh", "alias", "clone"}
+    x = torch.ones(4)
+    assert x[1:].untyped_storage()._cdata == x.untyped_storage()._cdata != x.clone().untyped_storage()._cdata
+
+
+@pytest.mark.unit
+def test_python_functions_call_these_builtins() -> None:
+    outer = _outer()
+    with replaced(nn.functional, "has_torch_function_variadic", lambda *given: False):
+        nn.functional.pad(outer, (0, 1))
+        nn.functional.cross_entropy(outer, torch.tensor([0, 1]))
+    assert _Outer.seen[0] == "pad"
+    assert "cross_entropy_loss" in _Outer.seen
+    assert torch._VF.einsum is torch._C._VariableFunctions.einsum  # type: ignore[attr-defined]
+    assert {torch._C._nn.mse_loss, torch._C._nn.nll_loss_nd}
+
+
+@pytest.mark.unit
+def test_a_backward_pass_has_a_number() -> None:
+    seen: list[int] = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda gradient: seen.append(torch._C._current_graph_task_id()))
+    x.sum().backward()
+    assert seen[0] >= 0 > torch._C._current_graph_task_id()
+
+
+@pytest.mark.unit
+def test_a_level_of_forward_derivatives_is_open() -> None:
+    assert torch.autograd.forward_ad._current_level < 0
+    with torch.autograd.forward_ad.dual_level():
+        assert torch.autograd.forward_ad._current_level >= 0
+
+
+@pytest.mark.unit
+def test_a_module_compiled_in_place_has_another_call() -> None:
+    net = nn.Linear(2, 2)
+    if not hasattr(net, "compile"):  # torch 2.1
+        pytest.skip("this torch has no Module.compile")
+    assert getattr(net, "_compiled_call_impl", None) is None
+    with replaced(torch, "compile", lambda call, *args, **kwargs: call):
+        net.compile()
+    assert net._compiled_call_impl is not None
+
+
+@pytest.mark.unit
+def test_a_mode_over_functions_is_seen() -> None:
+    assert not torch._C._is_torch_function_mode_enabled()
+    with torch.overrides.TorchFunctionMode():
+        assert torch._C._is_torch_function_mode_enabled()
+
+
+@pytest.mark.unit
+def test_a_transform_is_seen() -> None:
+    seen: list[bool] = []
+
+    def square(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch._C._functorch.peek_interpreter_stack() is None)  # type: ignore[attr-defined]
+        return x * x
+
+    torch.func.grad(square)(torch.tensor(2.0))
+    assert seen == [False]
+    assert torch._C._functorch.peek_interpreter_stack() is None  # type: ignore[attr-defined]

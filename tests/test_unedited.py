@@ -530,7 +530,8 @@ REFUSED = {
     ),
     "another thread": (
         "import threading\nfrom torch.utils.data import DataLoader\nresult = []\n"
-        "def read(x):\n    try:\n        float(x.mean())\n    except Exception as error:\n        result.append(error)\n"
+        "def read(x):\n    try:\n        float(x.mean())\n    except Exception as error:\n"
+        "        result.append(error)\n"
         "for index, x, y in DataLoader(Items(), 8):\n"
         "    thread = threading.Thread(target=read, args=(x,))\n    thread.start()\n    thread.join()\n    break\n"
         "raise result[0]",
