@@ -18,7 +18,16 @@ from torch.utils.data import IterableDataset
 from ddpshim.job.after_import import after_import
 from ddpshim.job.replaced import replaced
 
-_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PMI_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
+_LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_",
+    "PMI_",
+    "OMPI_COMM_WORLD_",
+    "MV2_COMM_WORLD_",
+)
 _STRATEGIES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG", "TP")
 _PLUGINS = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
 

@@ -145,7 +145,9 @@ class Networks:
         copies = [
             root
             for root in roots
-            if shapes_of(root) in known and not any(id(p) in owned or guard.is_owned(p) for p in root.parameters())
+            if shapes_of(root) in known
+            and not any(p.is_meta for p in root.parameters())
+            and not any(id(p) in owned or guard.is_owned(p) for p in root.parameters())
         ]
         facts = [(type(copy).__name__, shapes_of(copy), _sum_of(copy)) for copy in copies]
         of_ranks = world().gather(facts)
