@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional as F
 
 from ddpshim.rows import blocks, calls, dimensions, layers, rules
-from ddpshim.rows.tensor import Memory, Rows
-from tests import row_cases
+from ddpshim.rows.tensor import RULES, Memory, Rows
+from tests import row_cases, row_walk
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -104,6 +104,9 @@ def broadcasting(n: int) -> Calls:
     yield call(lambda a: torch.special.polygamma(n=1, input=a), x(n, 4, positive=True))
     yield call(T.masked_fill, x(n, 4), w(n, 1, dtype=torch.bool), 1.0)
     yield call(T.masked_fill_, x(n, 4), x(n, 4, dtype=torch.bool), 1.0)
+    yield call(lambda a: (a == None, a != None, a in [1, "a"][1:]), x(n, 4))  # noqa: E711
+    yield call(T.__ipow__, x(n, 4), None)
+    yield call(lambda a: ((a * 2).detach_(), a.detach().detach_()), x(n, 4))
     yield call(T.type, x(n, 4))
     yield call(T.type, x(n, 4), torch.float32)
     yield call(T.to, x(n, 4), w(3, dtype=torch.float32))
@@ -165,6 +168,9 @@ def reductions(n: int) -> Calls:
     yield call(T.flip, x(n, 4), 1, 0)
     yield call(T.flip, x(2, n, 4, rows=1), 0, 2)
     yield call(T.flip, x(n, 4), dims=(0,))
+    yield call(T.count_nonzero, x(n, 4), 1, 0)
+    yield call(T.std, x(n, 4, 3), 1, 0)
+    yield call(T.var, x(n, 4, 3), 1, 2)
     yield call(torch.roll, x(n, 4), 1)
     yield call(torch.roll, x(n, 4), 1, 1)
     yield call(torch.roll, x(n, 4), (1, 2), (0, 1))
@@ -582,6 +588,28 @@ def _all_families(num_rows: int) -> dict[str, list[str]]:
     return {name: found for name in FAMILIES if (found := problems_of(name, num_rows))}
 
 
+def _every_function(num_rows: int) -> tuple[dict[str, str], set[str]]:
+    """Return problems of torch's functions, and names of those whose rule computed nothing on rows."""
+    warnings.simplefilter("ignore")
+    used = set()
+
+    def noting(function: Any, rule: Any) -> Any:
+        def noted(*args: Any) -> Any:
+            out = rule(*args)
+            if out is not NotImplemented:
+                used.add(function)
+            return out
+
+        return noted
+
+    functions = row_walk.all_functions()
+    with calls.installed(), mock.patch.dict(RULES, {f: noting(f, rule) for f, rule in RULES.items()}):
+        found = row_walk.problems_of(functions, num_rows)
+        for name in FAMILIES:
+            problems_of(name, num_rows)
+    return found, {functions[function] for function in RULES if function not in used}
+
+
 # Each of them breaks rules of a kind; then calls of the family must differ.
 def _whole_partner(value: Any, part: blocks.Part, place: int) -> Any:
     return value.block if type(value) is Rows else value
@@ -629,6 +657,17 @@ def _with_breaks(num_rows: int) -> dict[str, int]:
 @pytest.mark.parametrize(("num_ranks", "num_rows"), [(2, 7), (3, 10)])
 def test_rules_equal_the_whole(num_ranks: int, num_rows: int) -> None:
     assert run_ranks(_all_families, num_ranks, num_rows, timeout_s=120) == [{}] * num_ranks
+
+
+# Functions with a rule that no call here uses, and why.
+UNUSED: dict[str, str] = {}
+
+
+def test_every_function_of_torch() -> None:
+    """What has no rule is computed on the whole, by one way; what has one is computed on rows here."""
+    for found, unused in run_ranks(_every_function, 2, 7, timeout_s=240):
+        assert found == {}
+        assert unused - set(UNUSED) == set()
 
 
 def test_a_broken_rule_is_seen() -> None:
