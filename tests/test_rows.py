@@ -406,6 +406,12 @@ def products(n: int) -> Calls:
         first = x(3, n, rows=1) if rows else x(n, 3)
         yield call(torch.einsum, equation, first, w(n, 3) if ",b" in equation else w(3, 3))
     yield call(torch.einsum, "bhqd,bhkd->bhqk", x(n, 2, 3, 4), x(n, 2, 3, 4))
+    yield call(torch.einsum, "...ij,...j->...i", x(n, 4, 3), w(3))
+    yield call(torch.einsum, "...ij,...j->...i", x(n, 4, 3), x(n, 3))
+    yield call(torch.einsum, "...ij,...jk->...ik", x(2, n, 4, 3, rows=1), w(n, 3, 4))
+    yield call(torch.einsum, "...ij,...jk->ik...", x(n, 4, 3), w(2, 1, 3, 4))
+    yield call(torch.einsum, "...i->...", x(n, 3))
+    yield call(torch.einsum, "...i->i", x(n, 3))
     yield call(torch.einsum, "bi,bi->b", x(n, 3), w(1, 3))
     yield call(torch.einsum, "bi,jb->ij", x(n, 3), w(4, n))
     for mask in (None, w(3, 3, dtype=torch.bool), w(n, 1, 3, 3), w(n, 1, 3, 3, dtype=torch.bool)):
@@ -416,6 +422,8 @@ def products(n: int) -> Calls:
     yield call(F.scaled_dot_product_attention, x(2, n, 3, 4, rows=1), w(2, n, 3, 4), w(2, n, 3, 4))
     yield call(F.scaled_dot_product_attention, x(2, 3, n, 4, rows=2), x(2, 3, n, 4, rows=2), x(2, 3, n, 4, rows=2))
     yield call(F.scaled_dot_product_attention, x(n, 2, 3, 4), x(n, 2, 3, 4), w(n, 2, 3, 4), dropout_p=0.5)
+    for options in ({"is_causal": True}, {"attn_mask": w(3, 3)}, {"attn_mask": w(n, 1, 1, 3), "scale": 0.3}):
+        yield call(F.scaled_dot_product_attention, *(x(n, 2, 3, 4) for _ in range(3)), dropout_p=0.5, **options)
 
 
 def in_layers(n: int) -> Calls:
