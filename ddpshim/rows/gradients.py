@@ -88,6 +88,7 @@ def grad_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
             every = zip(*(seed.unbind() for seed in _listed(plain(grad_outputs))))
             found = [grad(outputs, inputs, seeds, *args, **{**kwargs, "retain_graph": True}) for seeds in every]
             return tuple(None if of_one[0] is None else torch.stack(plain(of_one)) for of_one in zip(*found))
+        of = [one if not isinstance(one, Rows) else _source(one) for one in of]
         given, seeds = _seeds(outputs, grad_outputs)
         found = original(given, [one.block if isinstance(one, Rows) else one for one in of], seeds, *args, **kwargs)
         return tuple(one if one is None else _as_seen(one, of[i]) for i, one in enumerate(found))
@@ -115,12 +116,19 @@ def _mirror(rows: Rows) -> Any:
     return next((one for one in rows.memory.mirrors if one.block is rows.block and one.dim == rows.dimension), None)
 
 
+def _source(rows: Rows) -> Any:
+    """Return the whole from which a row tensor was cut, if it has a gradient; else the row tensor. Local."""
+    mirror = _mirror(rows)
+    return mirror.whole if mirror is not None and mirror.is_source and mirror.whole.requires_grad else rows
+
+
 @rule(T.requires_grad_, T.requires_grad.__set__)  # type: ignore[attr-defined]
 def _require(func: Any, args: Any, kwargs: Any) -> Any:
     rows = args[0]
     requires, mirror = argument(args, kwargs, 1, "requires_grad", True), _mirror(rows)
     if mirror is not None:
         mirror.whole.requires_grad_(requires)
+        mirror.is_source = True
         with torch.enable_grad():
             rows.block = mirror.block = cut(mirror.whole, rows.dimension, rows.part)
     elif requires and rows.block.is_leaf and not rows.block.requires_grad:
@@ -135,15 +143,16 @@ def _require(func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule(T.retain_grad)
 def _retain(func: Any, args: Any, kwargs: Any) -> Any:
-    args[0].block.retain_grad()
+    source = _source(args[0])
+    (source.block if isinstance(source, Rows) else source).retain_grad()
 
 
 @rule(T.grad.__get__)  # type: ignore[union-attr]
 def _gradient(func: Any, args: Any, kwargs: Any) -> Any:
     rows = args[0]
-    mirror = _mirror(rows)
-    if mirror is not None and mirror.whole.is_leaf and mirror.whole.requires_grad:
-        return mirror.whole.grad
+    source = _source(rows)
+    if source is not rows:
+        return source.grad
     own = rows.block.grad
     if own is None:
         return None
@@ -157,7 +166,11 @@ def _set_gradient(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(rows, Rows):
         return NotImplemented
     value = args[1] if len(args) > 1 else None
-    rows.block.grad = None if value is None else _own_of(value, rows)
+    source = _source(rows)
+    if source is not rows:
+        source.grad = plain(value)
+    else:
+        rows.block.grad = None if value is None else _own_of(value, rows)
 
 
 @rule(T.data.__set__)  # type: ignore[attr-defined]
@@ -178,6 +191,7 @@ def hook_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
     def register_hook(self: Any, hook: Callable[[Any], Any]) -> Any:
         if _asks_itself():
             return original(self, hook)
+        self = _source(self) if isinstance(self, Rows) else self
         if isinstance(self, Rows):
             return self.block.register_hook(_of_whole(hook, self))
         if not self.is_leaf:

@@ -69,11 +69,15 @@ class Counts:
 
 
 class _Mirror:
-    """A whole tensor of which `rows` is this rank's block, and which the program may read or change."""
+    """A whole tensor of which `rows` is this rank's block, and which the program may read or change.
 
-    def __init__(self, rows: Rows, whole: torch.Tensor, is_exposed: bool) -> None:
+    Attributes:
+        is_source: whether the block was cut from it: then it is the tensor of the program, with all its gradient.
+    """
+
+    def __init__(self, rows: Rows, whole: torch.Tensor, is_exposed: bool, is_source: bool = False) -> None:
         self.block, self.dim, self.part, self.whole = rows.block, rows.dimension, rows.part, whole
-        self.is_exposed = is_exposed or whole.is_inference()
+        self.is_exposed, self.is_source = is_exposed or whole.is_inference(), is_source
         self.note()
 
     def is_of(self, rows: Rows) -> bool:
@@ -280,7 +284,7 @@ def divided(whole: torch.Tensor, dim: int = 0) -> torch.Tensor:
     if not block.is_contiguous() and whole.is_contiguous():
         block = block.contiguous()
     rows = Rows(block, dim, part)
-    rows.memory.mirrors.append(_Mirror(rows, whole, False))
+    rows.memory.mirrors.append(_Mirror(rows, whole, False, is_source=True))
     return rows
 
 

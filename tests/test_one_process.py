@@ -1,0 +1,66 @@
+"""Programs for one process (tests/one_process), which know nothing of ranks, on three ranks against one process.
+
+Batches are of 16 and 7 of 50 samples, which three ranks do not divide. `DDPSHIM_ROWS=all` divides even tiny networks.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpshim import variables
+from tests.preloaded import environment
+from tests.preloaded_commands import patience
+
+FOLDER = Path(__file__).parent / "one_process"
+DEADLINE_S = 240
+# What is not equal, and what is seen instead; docs/any_trainer.md lists these exceptions.
+REFUSED = {
+    "shape_changed_in_place": "SyncError",
+    "storage_replaced": "SyncError",
+    "hooks_on_several_gradients": "SyncError",
+    "graph_inspected": "AssertionError",  # type(x) is Tensor
+    "loss_in_a_thread": "IndexError",  # of the program, after an error in its thread
+    "networks_in_two_threads": "KeyError",
+}
+SEEN = {"printed", "memory_looked_at"}  # the name of the class of a tensor; where its memory is
+HALF = {"networks_in_other_precisions", "autocast_to_bfloat16"}  # rounded to 8 bits, in another order
+SLOW = {"compiled_eager", "compiled_aot", "compiled_by_inductor", "compiled_loss", "compiled_in_place", "compiled_step"}
+
+
+def _results(program: str, folder: Path, *options: str, ranks: int = 0) -> Any:
+    launched = ["-m", "ddpshim", "run", "--nproc", str(ranks)] if ranks else []
+    command = [sys.executable, *launched, str(FOLDER / f"{program}.py"), "results", *options]
+    folder.mkdir()
+    environ = {**environment(), variables.ROWS: "all", "PYTHONWARNINGS": "ignore", "DDPSHIM_DIAGNOSE": "no"}
+    done = subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=patience(DEADLINE_S), check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads((folder / "results" / "results.json").read_text())
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("program", ["idioms", "hostile"])
+def test_three_ranks_compute_what_one_process_computes(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    compare = __import__("compare").compare
+    programs = getattr(__import__(program), "IDIOMS" if program == "idioms" else "PROGRAMS")
+    only = ["--only", ",".join(name for name in programs if name not in SLOW)]
+    plain = _results(program, tmp_path / "plain", *only)
+    nudged = _results(program, tmp_path / "nudged", "--nudge", *only)
+    ranks = _results(program, tmp_path / "ranks", *only, ranks=3)
+    verdicts = compare(plain, ranks, nudged)
+    for name in SEEN | HALF:
+        verdicts.pop(name, None)
+    others = {name: verdict for name, verdict in verdicts.items() if verdict != "equal"}
+    for name in [name for name in REFUSED if name in others]:
+        assert others.pop(name).startswith(REFUSED[name])
+    assert not others
