@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Optional
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -39,6 +40,8 @@ def difference(one: Any, other: Any, rounding: float = 0) -> Optional[str]:
         if not isinstance(other, (tuple, list)) or len(one) != len(other):
             return f"{type(one).__name__} of {len(one)} is {other!r:.80}"
         return next((found for pair in zip(one, other) if (found := difference(*pair, rounding))), None)
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and one.dtype != object:
+        one, other = torch.from_numpy(one), torch.from_numpy(other)
     if one is None and isinstance(other, torch.Tensor) and not other.any():
         return None  # a gradient
     if not isinstance(one, torch.Tensor):

@@ -57,7 +57,10 @@ def _over(position: int, keeps: bool, name: str = "dim", default: Any = None) ->
         others = (*args[1:], *kwargs.values())
         if type(rows) is not Rows or any(isinstance(value, T) for value in others):
             return NotImplemented
-        dims = dims_of(argument(args, kwargs, position, name, default), rows.dim())
+        given = argument(args, kwargs, position, name, default)
+        if position == 1 and len(args) > 2 and all(type(one) is int for one in args[1:]):
+            given = args[1:]  # x.flip(0, 1)
+        dims = dims_of(given, rows.dim())
         if rows.dimension in dims:
             return NotImplemented
         rows.memory.pull()
@@ -79,16 +82,10 @@ rule("norm vector_norm quantile nanquantile")(_over(2, False))
 rule("diff fft ifft rfft irfft hfft ihfft")(_over(2, True, default=-1))
 rule("fft2 ifft2 rfft2 irfft2")(_over(2, True, default=(-2, -1)))
 rule("fftn ifftn rfftn irfftn")(_over(2, True))
+rule("flip")(_over(1, True, "dims"))
 rule("fftshift ifftshift")(_over(1, True))
 rule(torch._C._nn.glu)(_over(1, True, default=-1))
 rule("roll")(_over(2, True, "dims"))
-
-
-@rule("flip")
-@whole_if_mixed
-def _flip(func: Any, args: Any, kwargs: Any) -> Any:
-    dims = kwargs.get("dims", args[1] if len(args) == 2 else args[1:])
-    return _over(1, True)(func, (args[0], dims), {})
 
 
 @rule(_OF_MATRICES)
@@ -146,7 +143,7 @@ def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
     return (elementwise if is_of_two else _over(1, False))(func, args, kwargs)
 
 
-@rule("all any")
+@rule("all any _is_all_true _is_any_true")
 def _decision(func: Any, args: Any, kwargs: Any) -> Any:
     rows = args[0] if args else None
     if type(rows) is not Rows or len(args) > 1 or kwargs:
@@ -154,7 +151,7 @@ def _decision(func: Any, args: Any, kwargs: Any) -> Any:
     if not current().part(Counts).is_in_lock_step():
         return NotImplemented  # which says so
     rows.memory.pull()
-    is_any = func in (torch.any, T.any)
+    is_any = "any" in func.__name__
     found = func(rows.block.detach())
     number = blocks.added_up((found if is_any else ~found.bool()).to(torch.int32))
     return (number > 0 if is_any else number == 0).to(found.dtype)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from string import ascii_letters
+from typing import Any, Optional
 
 import torch
 
@@ -112,10 +114,18 @@ def _distances(func: Any, args: Any, kwargs: Any) -> Any:
 def _einsum(func: Any, args: Any, kwargs: Any) -> Any:
     equation = args[0]
     given = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
-    if not isinstance(equation, str) or "." in equation or "->" not in equation or kwargs:
+    if not isinstance(equation, str) or "->" not in equation or kwargs:
         return NotImplemented
     inputs, output = equation.replace(" ", "").split("->")
     letters = inputs.split(",")
+    if "..." in equation:  # by letters of its own
+        free = "".join(letter for letter in ascii_letters if letter not in equation)
+        nums = [x.dim() - len(names) + 3 if "..." in names else 0 for names, x in zip(letters, given)]
+        letters = [names.replace("...", free[max(nums) - num : max(nums)]) for names, num in zip(letters, nums)]
+        output = output.replace("...", free[: max(nums)])
+        equation = ",".join(letters) + "->" + output
+    if any(len(names) != x.dim() for names, x in zip(letters, given)):
+        raise Mixed  # torch says what is wrong
     found = {(names[x.dimension], x.part) for names, x in zip(letters, given) if type(x) is Rows}
     if len(found) != 1:
         raise Mixed
@@ -264,12 +274,35 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
 @whole_if_mixed
 def _attention(func: Any, args: Any, kwargs: Any) -> Any:
     if argument(args, kwargs, 4, "dropout_p", 0.0):
-        return NotImplemented  # it draws inside the kernel
+        return _attention_that_draws(*args, **kwargs)
     part, place = place_of((*args, *kwargs.values()))
     if place < 3:
         raise Mixed
     named = {name: meeting(value, part, place) for name, value in kwargs.items()}
     return _row_tensor(func(*(meeting(x, part, place) for x in args), **named), part, place)
+
+
+def _attention_that_draws(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Optional[float] = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Return what torch's own attention computes on a CPU, which has no kernel that draws, step by step."""
+    if query.device.type != "cpu" or enable_gqa or (is_causal and attn_mask is not None):
+        return NotImplemented  # a GPU's kernel draws inside
+    root = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    weights = (query * root) @ (key.transpose(-2, -1) * root)
+    if is_causal:
+        attn_mask = torch.ones(weights.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None:
+        is_bool = attn_mask.dtype is torch.bool
+        weights = weights.masked_fill(~attn_mask, -math.inf) if is_bool else weights + attn_mask
+    return torch.dropout(weights.softmax(-1), dropout_p, True) @ value
 
 
 @rule("lstm gru rnn_tanh rnn_relu")

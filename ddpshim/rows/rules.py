@@ -199,9 +199,12 @@ _OF_NUMPY = {"axis": "dim", "keepdims": "keepdim"}  # torch takes these too
 def elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     part, place = place_of((*args, *kwargs.values()) if kwargs else args)
     if len(args) == 1 and not kwargs:
-        return made(func(args[0].block), args[0])
-    given = [meeting(value, part, place) for value in args]
-    block = func(*given, **{name: meeting(value, part, place) for name, value in kwargs.items()})
+        block = func(args[0].block)
+    else:
+        given = [meeting(value, part, place) for value in args]
+        block = func(*given, **{name: meeting(value, part, place) for name, value in kwargs.items()})
+    if block is NotImplemented:
+        return NotImplemented  # Python asks the other operand: x == None
     if type(args[0]) is Rows:
         return made(block, args[0], block.dim() - place)
     current().part(Counts).on_rows += 1
@@ -238,7 +241,8 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
     if type(rows) is not Rows or place != rows.place[1]:
         return NotImplemented
     given = [meeting(value, part, place) for value in args]
-    func(*given, **{name: meeting(value, part, place) for name, value in kwargs.items()})
+    if func(*given, **{name: meeting(value, part, place) for name, value in kwargs.items()}) is NotImplemented:
+        return NotImplemented
     current().part(Counts).on_rows += 1
     rows.memory.wrote()
     return rows
@@ -282,8 +286,9 @@ def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule("detach_")
 def _detach(func: Any, args: Any, kwargs: Any) -> Any:
-    args[0].block.detach_()
-    return args[0]
+    rows = args[0]
+    rows.block, rows.cached = rows.block.detach(), None  # torch refuses `detach_` of views, which blocks may be
+    return rows
 
 
 @rule("empty_like")
