@@ -90,7 +90,7 @@ def gather(block: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
         into = into.unflatten(dim, (part.outer, part.num_rows))
         dim += 1
     # `contiguous` would keep any stride of a dimension of size 1.
-    apart = rows.movedim(dim, 0).clone(memory_format=torch.contiguous_format)
+    apart = rows.movedim(dim, 0).resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     data = apart.view(len(apart), -1).view(torch.uint8)  # as bytes: backends lack some types
     if len(data) < max(counts):
         data = torch.cat([data, data.new_empty((max(counts) - len(data), data.shape[1]))])

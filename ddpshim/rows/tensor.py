@@ -28,7 +28,17 @@ RULES: dict[Any, Callable[..., Any]] = {}  # by function of torch; a rule may re
 _WITHOUT_FUNCTION = torch._C.DisableTorchFunctionSubclass
 _T = torch.Tensor
 # They give away the address of a tensor's memory.
-_EXPOSING = {"numpy", "__array__", "data_ptr", "storage", "untyped_storage", "__dlpack__", "share_memory_"}
+_EXPOSING = {
+    "numpy",
+    "__array__",
+    "data_ptr",
+    "const_data_ptr",
+    "mutable_data_ptr",
+    "storage",
+    "untyped_storage",
+    "__dlpack__",
+    "share_memory_",
+}
 _DETACHING = {"detach", "lift_fresh", "alias", "_to_copy"}
 
 
@@ -89,6 +99,8 @@ class _Mirror:
             and one.stride() == other.stride()
             and one.storage_offset() == other.storage_offset()
         ):
+            return False
+        if (one.is_conj(), one.is_neg()) != (other.is_conj(), other.is_neg()):
             return False
         return one.dtype == other.dtype and (self.dim, self.part) == (rows.dimension, rows.part)
 
