@@ -54,7 +54,7 @@ class Buffers:
         """Allocate one message per device, with a view of the dtype and shape of each buffer."""
         numbers: dict[torch.device, list[int]] = {}
         for i, buffer in enumerate(now):
-            if buffer is not None:
+            if type(buffer) is torch.Tensor:  # no row tensor: it is each rank's own
                 numbers.setdefault(buffer.device, []).append(i)
         self._messages.clear()
         for device, those in numbers.items():
