@@ -175,60 +175,6 @@ def test_where_the_batch_stands_in_a_shape() -> None:
     assert share.rows(samples.t()[:, :8], (1, 1)).shape == (2, 4)
 
 
-def _predict(obs: torch.Tensor, drawn: Any) -> Any:
-    """As a policy does that flattens batch and time before it draws."""
-    probs = torch.ones(obs.shape[0], 3, 5)
-    return drawn(probs.view(-1, 5))
-
-
-def test_what_is_drawn_for_a_kept_batch_in_rows_of_batch_and_time(capsys: pytest.CaptureFixture[str]) -> None:
-    """And not what is drawn for a rollout, of as many environments as that."""
-    kept = shares.Kept(rank=0, world_size=2, num_rows=4)
-
-    def where(obs: torch.Tensor, like: Any = None) -> Any:
-        return _predict(obs, lambda rows: kept.dimension(rows.shape))
-
-    assert where(torch.ones(4, 2)) == (0, 3)
-    assert where(torch.ones(12, 2)) is None  # 12 environments are 36 rows
-    assert where(torch.ones(3, 2)) is None
-
-    def of_environments(obs: torch.Tensor) -> Any:
-        return kept.dimension((len(obs), 7)), kept.is_of_it((len(obs), 7))
-
-    assert of_environments(torch.ones(12, 2)) == (None, False)
-
-    def of_several_samples(obs: torch.Tensor) -> Any:
-        return kept.dimension((len(obs) * 5, 7))
-
-    assert of_several_samples(torch.ones(4, 2)) == (0, 5)
-
-    def of_one_in_a_dict(batch: dict[str, torch.Tensor]) -> Any:
-        return kept.dimension((20, 7))
-
-    assert of_one_in_a_dict({"obs": torch.ones(4, 2)}) == (0, 5)
-
-    def of_none() -> Any:
-        return kept.is_of_it((20, 7))
-
-    assert of_none() is False
-
-    def of_either(obs: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
-        return torch.rand(len(samples), 2)
-
-    sharing = shares.Sharing()
-    sharing.kept = kept
-    with noise.names_replaced(sharing), torch.no_grad():
-        assert len(of_either(torch.ones(4, 2), torch.ones(20, 2))) == 20
-        assert "test_noise.py" in (said := capsys.readouterr().err)
-        assert "draws for 20 x 2 numbers, equal on all ranks" in said
-        _predict(torch.ones(4, 2), lambda rows: torch.multinomial(rows, 1))
-        assert not capsys.readouterr().err
-        torch.manual_seed(1)
-        own = _predict(torch.ones(4, 2), lambda rows: torch.multinomial(rows, 1))
-    torch.manual_seed(1)
-    assert torch.equal(own.view(4, 3), torch.multinomial(torch.ones(24, 5), 1).view(8, 3)[::2])
-
-
 # Whole trainings, in float64: what is left is rounding.
 
 

@@ -605,7 +605,7 @@ except FileExistsError:
     assert (two.said(0, "memory"), two.said(1, "memory")) == (["0"], ["1"])
     assert (two.said(0, "wandb"), two.said(1, "wandb")) == ([None], ["disabled"])
     of_main = {f"cache_{index}.pth" for batch in two.said(0, "trained on")[:5] for index in batch[:4]}
-    assert of_main <= {path.name for path in two.folder.iterdir()}, "those of the rank that fetched"
+    assert {file.name for file in two.folder.glob("cache_*.pth")} == of_main, "others keep a dataset's files themselves"
     assert [two.said(number, "there before") for number in (0, 1)] == [[True], [True]]
     assert [p.name for p in (two.folder / "runs" / "a").iterdir() if p.is_file()] == ["last.pth"]
 

@@ -28,7 +28,7 @@ from ddpshim.job.job import current
 from ddpshim.job.random_streams import derive_seed, shared_random_streams
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import line_of_the_caller, say
-from ddpshim.job.shares import Kept, Share, Sharing
+from ddpshim.job.shares import Share, Sharing
 
 LARGE = 512  # a draw of at least so many numbers is reported if none of its dimensions is the batch
 _bernoulli_ = torch.Tensor.bernoulli_
@@ -57,11 +57,10 @@ _NUMPYS = {  # the position of numpy's argument `size`
 }
 
 
-def share(trains_whole_batches: bool = False) -> None:
+def share() -> None:
     """Share draws among the ranks of this job from now on; `cleanup()` ends it. Local."""
     job = current()
     sharing = job.part(Sharing)
-    sharing.trains_whole_batches |= trains_whole_batches
     if sharing.is_on:
         return
     sharing.is_on = True
@@ -139,14 +138,14 @@ def _size_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[int, 
 
 def _factory(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
     def draw(*arguments: Any, **options: Any) -> Any:
-        if sharing.of_draws is None or "out" in options:
+        if sharing.share is None or "out" in options:
             return original(*arguments, **options)
         shape = _size_of(arguments, options)
-        where = sharing.of_draws.dimension(shape)
+        where = sharing.share.dimension(shape)
         if where is None:
             return _alone(sharing, shape, lambda: original(*arguments, **options))
         options.pop("size", None)
-        return sharing.of_draws.rows(original(sharing.of_draws.whole(shape, where), **options), where).clone()
+        return sharing.share.rows(original(sharing.share.whole(shape, where), **options), where).clone()
 
     return draw
 
@@ -154,25 +153,25 @@ def _factory(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., An
 def _randint(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
     def draw(*arguments: Any, **options: Any) -> Any:
         place = next((i for i, given in enumerate(arguments) if not isinstance(given, (int, float))), None)
-        if sharing.of_draws is None or "out" in options or (place is None and "size" not in options):
+        if sharing.share is None or "out" in options or (place is None and "size" not in options):
             return original(*arguments, **options)
         shape = tuple(options["size"] if place is None else arguments[place])
-        where = sharing.of_draws.dimension(shape)
+        where = sharing.share.dimension(shape)
         if where is None:
             return _alone(sharing, shape, lambda: original(*arguments, **options))
-        whole = sharing.of_draws.whole(shape, where)
+        whole = sharing.share.whole(shape, where)
         if place is None:
             options["size"] = whole
         else:
             arguments = (*arguments[:place], whole, *arguments[place + 1 :])
-        return sharing.of_draws.rows(original(*arguments, **options), where).clone()
+        return sharing.share.rows(original(*arguments, **options), where).clone()
 
     return draw
 
 
 def _normal(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
     def draw(mean: Any, std: Any = 1.0, size: Any = None, **options: Any) -> Any:
-        if sharing.of_draws is None or "out" in options:
+        if sharing.share is None or "out" in options:
             sized = {} if size is None else {"size": size}
             return original(mean, std, **sized, **options)
         if size is None:
@@ -180,45 +179,45 @@ def _normal(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any
             of_both = [part.shape for part in (mean, std) if isinstance(part, torch.Tensor)]
             size = torch.broadcast_shapes(*of_both)
             options = {"dtype": given.dtype, "device": given.device, **options}
-        where = sharing.of_draws.dimension(tuple(size))
+        where = sharing.share.dimension(tuple(size))
         if where is None:
             widened = torch.zeros(size, **{key: given for key, given in options.items() if key != "generator"}) + mean
             return _alone(sharing, tuple(size), lambda: original(widened, std))
         generator = {key: options.pop(key) for key in ("generator",) if key in options}
-        unit = original(0.0, 1.0, sharing.of_draws.whole(size, where), **generator, **options)
+        unit = original(0.0, 1.0, sharing.share.whole(size, where), **generator, **options)
         with torch.no_grad():  # as torch computes it: times the deviation, then plus the mean
-            return sharing.of_draws.rows(unit, where).mul(std).add(mean)
+            return sharing.share.rows(unit, where).mul(std).add(mean)
 
     return draw
 
 
 def _like(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
     def draw(like: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        if sharing.of_draws is None:
+        if sharing.share is None:
             return original(like, *arguments, **options)
-        where = sharing.of_draws.dimension(like.shape)
+        where = sharing.share.dimension(like.shape)
         if where is None:
             return _alone(sharing, like.shape, lambda: original(like, *arguments, **options))
-        whole = original(_template(sharing.of_draws, like, where), *arguments, **options)
-        return sharing.of_draws.rows(whole, where).clone()
+        whole = original(_template(sharing.share, like, where), *arguments, **options)
+        return sharing.share.rows(whole, where).clone()
 
     return draw
 
 
 def _in_place(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
     def draw(self: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
-        if sharing.of_draws is None or isinstance(self, nn.Parameter):
+        if sharing.share is None or isinstance(self, nn.Parameter):
             return original(self, *arguments, **options)  # type: ignore[no-any-return]
-        where = sharing.of_draws.dimension(self.shape)
+        where = sharing.share.dimension(self.shape)
         if where is None:
             return _alone(sharing, self.shape, lambda: original(self, *arguments, **options))  # type: ignore[no-any-return]
         arguments = tuple(
-            sharing.of_draws.among_others(given.expand(self.shape), where) if isinstance(given, torch.Tensor) else given
+            sharing.share.among_others(given.expand(self.shape), where) if isinstance(given, torch.Tensor) else given
             for given in arguments
         )
-        whole = original(_template(sharing.of_draws, self, where), *arguments, **options)
+        whole = original(_template(sharing.share, self, where), *arguments, **options)
         with torch.no_grad():
-            return self.copy_(sharing.of_draws.rows(whole, where))
+            return self.copy_(sharing.share.rows(whole, where))
 
     return draw
 
@@ -245,7 +244,7 @@ def _dropout(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., An
 
 def _of_the_whole(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
     def compute(*arguments: Any, **options: Any) -> Any:
-        at_hand = sharing.of_draws
+        at_hand = sharing.share
         tensors = [given for given in (*arguments, *options.values()) if isinstance(given, torch.Tensor)]
         if at_hand is None or not tensors or not _draws(original.__name__, arguments, options):
             return original(*arguments, **options)
@@ -331,7 +330,6 @@ def _permutation(sharing: Sharing, original: Callable[..., Any]) -> Callable[...
     def draw(n: int, *arguments: Any, **options: Any) -> Any:
         asks = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
         if sharing.share is not None and n == sharing.share.num_rows and asks != "torchvision":  # ColorJitter
-            sharing.is_permuted = True
             _name(
                 sharing,
                 "permutes the batch: on several ranks only samples of the same rank are mixed",
@@ -381,7 +379,7 @@ def _of_dimensions(sharing: Sharing, original: Callable[..., Any]) -> Callable[.
     return draw
 
 
-def _template(at_hand: Share, like: torch.Tensor, where: tuple[int, ...]) -> torch.Tensor:
+def _template(at_hand: Share, like: torch.Tensor, where: tuple[int, int]) -> torch.Tensor:
     """Return ones for the global batch in the memory layout of `like`: torch draws in the order of memory."""
     whole = at_hand.whole(like.shape, where)
     strides = like.stride()
@@ -398,28 +396,21 @@ def _alone(sharing: Sharing, shape: Sequence[int], draw: Callable[[], Any]) -> A
     It always draws from the shared generators, so that they keep the state of one process's.
     """
     drawn = draw()
-    if isinstance(sharing.of_draws, Kept) or math.prod(shape) < LARGE:
+    if math.prod(shape) < LARGE:
         _name_alike(sharing, shape)
         return drawn
-    assert sharing.of_draws is not None
-    sizes, num_rows = " x ".join(map(str, shape)), sharing.of_draws.num_rows
+    assert sharing.share is not None
+    sizes, num_rows = " x ".join(map(str, shape)), sharing.share.num_rows
     _name(sharing, f"draws {sizes} numbers, but no dimension is the batch ({num_rows})", "each rank's own")
-    with shared_random_streams(derive_seed(sharing.of_draws.rank, str(drawn.reshape(-1)[:4].tolist()))):
+    with shared_random_streams(derive_seed(sharing.share.rank, str(drawn.reshape(-1)[:4].tolist()))):
         return draw()
 
 
 def _name_alike(sharing: Sharing, shape: Sequence[int]) -> None:
     """Report a draw that is equal on all ranks and may differ from one process's."""
-    at_hand = sharing.of_draws
+    at_hand = sharing.share
     sizes = " x ".join(map(str, shape))
-    if isinstance(at_hand, Kept):
-        if at_hand.is_of_it(shape) is None:
-            _say_of_line(
-                sharing,
-                f"draws for {sizes} numbers, equal on all ranks, as in a rollout. If they are for a batch kept from "
-                f"an earlier pass ({at_hand.num_rows} rows on a rank), one process would draw different ones",
-            )
-    elif at_hand is not None and math.prod(shape) >= LARGE:
+    if at_hand is not None and math.prod(shape) >= LARGE:
         what = f"draws for {sizes} numbers, but no dimension is the batch ({at_hand.num_rows})"
         _name(sharing, what, "equal on all ranks")
     else:
@@ -428,12 +419,8 @@ def _name_alike(sharing: Sharing, shape: Sequence[int]) -> None:
 
 def _name(sharing: Sharing, what: str, whose: str) -> None:
     """Report once the line of code of a draw that one process would make differently."""
-    _say_of_line(sharing, f"{what}; these draws are {whose}, and one process would draw differently (option noise)")
-
-
-def _say_of_line(sharing: Sharing, text: str) -> None:
     line = line_of_the_caller()
     if line not in sharing.named:
         sharing.named.add(line)
-        if sharing.of_draws is not None and sharing.of_draws.rank == 0:
-            say(f"{line} {text}")
+        if sharing.share is not None and sharing.share.rank == 0:
+            say(f"{line} {what}; these draws are {whose}, and one process would draw differently (option noise)")

@@ -8,20 +8,13 @@ not divide the batch, some ranks have one row more: then the mean over the batch
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import accumulate
-from operator import mul
-from types import FrameType
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
 
 from ddpshim.job.job import current
-
-_MOST_PARTS = 32  # a longer dict, list or tuple is not taken for a batch
-_NOT_WHO_DRAWS = ("torch", "ddpshim", "contextlib", "functools")
 
 
 class Share(NamedTuple):
@@ -68,7 +61,7 @@ class Share(NamedTuple):
             return num_rows
         return next((size for size in self.sizes if num_rows and num_rows % size == 0), None)
 
-    def dimension(self, shape: Sequence[int]) -> Optional[tuple[int, ...]]:
+    def dimension(self, shape: Sequence[int]) -> Optional[tuple[int, int]]:
         """Return (dimension of the batch in `shape`, its entries per sample); None if no dimension is the batch."""
         if tuple(shape[:2]) in self.sequence_first and shape[1] in self.sizes:
             return 1, 1
@@ -77,7 +70,7 @@ class Share(NamedTuple):
             return 0, shape[0] // num_samples
         return next(((number, 1) for number, size in enumerate(shape) if size in self.sizes), None)
 
-    def whole(self, shape: Sequence[int], where: tuple[int, ...]) -> list[int]:
+    def whole(self, shape: Sequence[int], where: tuple[int, int]) -> list[int]:
         """Return `shape` for the global batch; `where` is the result of `dimension`."""
         dimension, num_each = where
         return [self.total(size // num_each) * num_each if i == dimension else size for i, size in enumerate(shape)]
@@ -85,106 +78,25 @@ class Share(NamedTuple):
     def _own(self, total: int) -> slice:
         return slice(self.rank, None, self.world_size) if self.rank < total else slice(0, 1)
 
-    def rows(self, drawn: Any, where: tuple[int, ...]) -> Any:
+    def rows(self, drawn: Any, where: tuple[int, int]) -> Any:
         """Return this rank's rows of `drawn`, a tensor or array for the global batch."""
-        dimension, num_each = where[:2]
+        dimension, num_each = where
         own = self._own(drawn.shape[dimension] // num_each)
         if num_each == 1:
             return drawn[(slice(None),) * dimension + (own,)]
         each = drawn.reshape((-1, num_each, *drawn.shape[1:]))[own]
         return each.reshape((-1, *drawn.shape[1:]))
 
-    def among_others(self, own: torch.Tensor, where: tuple[int, ...]) -> torch.Tensor:
+    def among_others(self, own: torch.Tensor, where: tuple[int, int]) -> torch.Tensor:
         """Return `own` in its rows of the global batch, and ones elsewhere, which are valid in every distribution."""
         whole = own.new_ones(self.whole(own.shape, where))
-        dimension, num_each = where[:2]
+        dimension, num_each = where
         rows = self._own(whole.shape[dimension] // num_each)
         if num_each == 1:
             whole[(slice(None),) * dimension + (rows,)] = own
         else:
             whole.view(-1, num_each, *own.shape[1:])[rows] = own.reshape(-1, num_each, *own.shape[1:])
         return whole
-
-
-class Kept(Share):
-    """A rank's rows of a batch that the program may have kept from a finished pass, to evaluate it without gradients.
-
-    A draw is for this batch if its first size is the number of rows, or a multiple (batch times time) and the functions
-    that draw hold tensors with the batch's rows. All other draws (a rollout) are equal on all ranks.
-
-    If the last batch of the pass has fewer rows than the others, `totals` has the totals of both, and `looked_at` is
-    the total of the batch that the latest draw was for; 0 if unknown.
-    """
-
-    looked_at = 0
-
-    @property
-    def num_counted(self) -> int:
-        """The number of this rank's own rows of the evaluated batch; 1 if all ranks may have equally many."""
-        return len(range(self.rank, self.looked_at, self.world_size)) if self.looked_at else 1
-
-    def dimension(self, shape: Sequence[int]) -> Optional[tuple[int, ...]]:
-        """See `Share.dimension`; only the first can be the batch. With `totals` collective; see `_agreed`."""
-        if self.totals:
-            return self._agreed(shape)
-        if len(shape) and shape[0] == self.num_rows:
-            return 0, 1
-        return (0, shape[0] // self.num_rows) if self.is_of_it(shape) else None
-
-    def whole(self, shape: Sequence[int], where: tuple[int, ...]) -> list[int]:
-        """Return `shape` for the global batch; `where` is the result of `dimension`."""
-        return [where[2] * where[1], *shape[1:]] if self.totals else super().whole(shape, where)
-
-    def _agreed(self, shape: Sequence[int]) -> Optional[tuple[int, ...]]:
-        """Return (0, rows per sample, samples of the global batch), or None; equal on all ranks (collective)."""
-        here = current().world
-        assert here is not None
-        drawn = here.gather((shape[0] if len(shape) else 0, self.is_of_it(shape)))
-        rows, is_of_full_batch = [num_rows for num_rows, _ in drawn], drawn[0][1]
-        for total in self.totals:
-            shares = [len(range(rank, total, self.world_size)) or 1 for rank in range(self.world_size)]
-            num_each = rows[0] // shares[0]
-            is_clear = num_each == 1 or len(set(shares)) > 1 or is_of_full_batch
-            if num_each and is_clear and rows == [share * num_each for share in shares]:
-                self.looked_at = total
-                return 0, num_each, total
-        return None
-
-    def is_of_it(self, shape: Sequence[int]) -> Optional[bool]:
-        """Return whether a draw of `shape` has several rows for each row of the batch; None if unknown. Local.
-
-        The tensors in the nearest calling functions decide: one of (rows, time, ...) that is flattened later, or only
-        tensors with the batch's rows. A rollout in several environments has tensors with another number of rows.
-        """
-        if self.num_rows < 2 or not len(shape) or shape[0] <= self.num_rows or shape[0] % self.num_rows:
-            return False
-        nearest = _sizes_held((self.num_rows, shape[0]))
-        if any(sizes[0] == self.num_rows and shape[0] in accumulate(sizes, mul) for held in nearest for sizes in held):
-            return True
-        first = {sizes[0] for sizes in nearest[0]} if nearest else set()
-        return None if len(first) == 2 else self.num_rows in first
-
-
-def _sizes_held(first: tuple[int, int], num_functions: int = 2) -> list[list[tuple[int, ...]]]:
-    """Return, for the nearest calling functions that have any, the shapes of tensors whose first size is in `first`.
-    Local."""
-    found: list[list[tuple[int, ...]]] = []
-    frame: Optional[FrameType] = sys._getframe(2)
-    while frame is not None and len(found) < num_functions:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_WHO_DRAWS:
-            held = [tuple(value.shape) for value in _tensors(frame.f_locals.values())]
-            found += [with_it] if (with_it := [sizes for sizes in held if sizes and sizes[0] in first]) else []
-        frame = frame.f_back
-    return found
-
-
-def _tensors(values: Iterable[Any], is_inside: bool = False) -> Iterator[torch.Tensor]:
-    """Yield the tensors in `values`, and in the dicts, lists and tuples in it that may be a batch."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif type(value) in (dict, list, tuple) and len(value) <= _MOST_PARTS and not is_inside:
-            yield from _tensors([*value.values()] if type(value) is dict else [*value], True)
 
 
 class Position(NamedTuple):
@@ -203,7 +115,6 @@ class Given:
         is_under_way: whether its latest batch may still be trained on.
         num_rows: rows of that batch on this rank.
         total: rows of that batch on all ranks.
-        largest: `total` of the largest batch so far, and its `num_rows`.
         feeds: whether that batch is for training.
         num_batches: number of batches so far.
         num_since: how many of them since the last backward pass.
@@ -214,7 +125,6 @@ class Given:
     def __init__(self, num_passes: int) -> None:
         self.is_under_way = self.feeds = True
         self.num_rows = self.total = self.num_batches = self.num_since = 0
-        self.largest = (0, 0)
         self.passes_before = self.passes_then = num_passes
 
 
@@ -223,12 +133,9 @@ class Sharing:
 
     Attributes:
         share: this rank's rows of the current batch; None between batches.
-        kept: this rank's rows of a batch that the program may have kept from the previous pass.
-        is_left: whether the pass that returned the current batch was left before its end.
         trains_whole_batches: whether each rank may train on a whole batch, with equal draws on all ranks.
         is_uneven: whether W does not divide the latest batch of a pass that is under way or has just ended.
         has_fetched_ahead: whether that pass has ended before its last batch was trained on.
-        is_permuted: whether the program permuted the rows of the current batch, which was reported.
         num_passes: backward passes so far.
         given: the batches of each pass.
         last_given: the batches of the pass that returned the current one.
@@ -236,9 +143,7 @@ class Sharing:
 
     def __init__(self) -> None:
         self.share: Optional[Share] = None
-        self.kept: Optional[Kept] = None
-        self.is_on = self.trains_whole_batches = self.is_left = False
-        self.is_uneven = self.has_fetched_ahead = self.is_permuted = False
+        self.is_on = self.trains_whole_batches = self.is_uneven = self.has_fetched_ahead = False
         self.sequence_first: set[tuple[int, ...]] = set()  # for `Share`
         self.named: set[str] = set()  # the lines of code that were reported
         self.last: tuple[Optional[Position], str] = None, ""  # of the current batch, also if its pass was deleted
@@ -249,12 +154,6 @@ class Sharing:
     def under_way(self) -> list[Given]:
         """Return the passes whose latest batch may still be trained on."""
         return [given for given in self.given.values() if given.is_under_way]
-
-    @property
-    def of_draws(self) -> Optional[Share]:
-        """The share that applies to torch's draws now."""
-        is_looking = self.kept is not None and not torch.is_grad_enabled()
-        return self.kept if is_looking and (self.share is None or self.is_left) else self.share
 
 
 def begin_batch(num_rows: int, of: Optional[object] = None, total: Optional[int] = None) -> None:
@@ -270,13 +169,11 @@ def begin_batch(num_rows: int, of: Optional[object] = None, total: Optional[int]
     if of is not None:
         given = sharing.given.setdefault(of, Given(sharing.num_passes))
         given.is_under_way, given.num_rows, given.total = True, num_rows, total
-        given.largest = max(given.largest, (total, num_rows))
         given.num_since = 1 if given.passes_then != sharing.num_passes else given.num_since + 1
         given.num_batches += 1
         given.passes_then = sharing.num_passes
         sharing.last = getattr(of, "position", None), getattr(of, "called", "")
         given.feeds, sharing.last_given = sharing.last[0] is not None, given
-    sharing.kept, sharing.is_left, sharing.is_permuted = None, False, False
     by_size = {given.num_rows: given.total for given in sharing.under_way() if given.num_rows != num_rows}
     others, totals = tuple(sorted(by_size)), (total, *(by_size[size] for size in sorted(by_size)))
     sharing.is_uneven = any(each % size for each in (total, *(given.total for given in sharing.under_way())))
@@ -292,18 +189,6 @@ def positions() -> list[tuple[Position, str]]:
     under_way = [of for of, given in sharing.given.items() if given.is_under_way]
     places = {(getattr(of, "position", None), getattr(of, "called", "")) for of in under_way} | {sharing.last}
     return sorted((position, called) for position, called in places if position is not None)
-
-
-def keep(is_left: bool) -> None:
-    """Record that the current pass has ended or, if `is_left`, was left: the program may keep a batch of it. Local."""
-    job = current()
-    sharing = job.part(Sharing)
-    given = sharing.last_given
-    if job.world is None or given is None:
-        return
-    total, num_rows = given.largest
-    totals = (given.total, total) if given.total != total else ()
-    sharing.kept, sharing.is_left = Kept(job.world.rank, job.world.world_size, num_rows, totals=totals), is_left
 
 
 def play(share: Optional[Share]) -> Optional[Share]:
@@ -338,14 +223,11 @@ def at_hand() -> Optional[Share]:
 @contextlib.contextmanager
 def without_batch() -> Iterator[None]:
     """Run a block as if between batches: all ranks draw the same. Local."""
-    sharing = current().part(Sharing)
-    before, kept = play(None), sharing.kept
-    sharing.kept = None
+    before = play(None)
     try:
         yield
     finally:
         play(before)
-        sharing.kept = kept
 
 
 def has_share() -> bool:

@@ -13,8 +13,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Callable
 
-from torch.utils.data import IterableDataset
-
 from ddpshim.job.after_import import after_import
 from ddpshim.job.replaced import replaced
 
@@ -59,9 +57,9 @@ def shown_one_process(leave_alone: Callable[[str], Any]) -> Iterator[None]:
     with contextlib.ExitStack() as until:
 
         def put() -> None:
-            state, loaders = sys.modules["accelerate.state"], sys.modules["accelerate.data_loader"]
+            state = sys.modules["accelerate.state"].PartialState
             accelerator = sys.modules["accelerate.accelerator"].Accelerator
-            make, begin, iterate = accelerator.__init__, state.PartialState.__init__, loaders.DataLoaderShard.__iter__
+            make, begin = accelerator.__init__, state.__init__
 
             @functools.wraps(make)
             def made(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -75,32 +73,8 @@ def shown_one_process(leave_alone: Callable[[str], Any]) -> Iterator[None]:
                 with in_one_process():
                     begin(self, *args, **kwargs)
 
-            @functools.wraps(iterate)
-            def batches(self: Any) -> Any:
-                is_endless = isinstance(self.dataset, IterableDataset)
-                return iterate(self) if is_endless else _batches(self, loaders.send_to_device)
-
             until.enter_context(replaced(accelerator, "__init__", made))
-            until.enter_context(replaced(state.PartialState, "__init__", begun))
-            until.enter_context(replaced(loaders.DataLoaderShard, "__iter__", batches))
+            until.enter_context(replaced(state, "__init__", begun))
 
         until.callback(after_import("accelerate", put))
         yield
-
-
-def _batches(shard: Any, send_to_device: Callable[..., Any]) -> Iterator[Any]:
-    """Yield the batches of accelerate's DataLoaderShard, each fetched only after the step on the previous one.
-
-    accelerate fetches one batch ahead, but random draws in a step must be for the rows of the batch fetched last.
-    """
-    shard.begin()
-    shard.set_epoch(shard.iteration)
-    last = len(shard.base_dataloader) - 1
-    for index, batch in enumerate(shard.base_dataloader):
-        shard.end_of_dataloader = index == last
-        if shard.device is not None:
-            batch = send_to_device(batch, shard.device)
-        if index >= shard.skip_batches:
-            yield batch
-    shard.iteration += 1
-    shard.end()

@@ -15,7 +15,7 @@ from ddpshim import variables
 _LIBRARIES = ("ddpshim", "multiprocessing", "importlib", "triton", "numba", "torch._inductor", "torch._dynamo")
 # These write on behalf of their callers.
 _PASS_ON = ("pathlib", "os", "posixpath", "genericpath", "shutil", "io", "codecs", "gzip", "tempfile", "contextlib")
-_OURS = __name__.rpartition(".")[0]
+_OURS_THAT_PASS_ON = (__name__.rpartition(".")[0], "ddpshim.model.guard")
 _VARIABLES = (
     *("XDG_CACHE_HOME", "MPLCONFIGDIR", "NUMBA_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_HOME"),
     *("TORCH_EXTENSIONS_DIR", "HF_HOME", "CUDA_CACHE_PATH", variables.RUN_DIR),
@@ -57,7 +57,7 @@ class LeftAlone:
         """Whether a library writes for its own purposes: it calls `frame`, directly or through `_PASS_ON`."""
         while frame is not None:
             name = str(frame.f_globals.get("__name__"))
-            if not (name.startswith(_OURS) or name.partition(".")[0] in _PASS_ON):
+            if not (name.startswith(_OURS_THAT_PASS_ON) or name.partition(".")[0] in _PASS_ON):
                 return f"{name}.".startswith(tuple(f"{library}." for library in _LIBRARIES))
             frame = frame.f_back
         return False

@@ -75,10 +75,6 @@ class Networks:
         ids = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         return any(id(p) in ids for p in module._parameters.values())
 
-    def is_training(self) -> bool:
-        """Whether a module with trained parameters is in training mode. Local."""
-        return any(module.training for reference in self._trained if (module := reference()) is not None)
-
     def wrap(self) -> None:
         """Wrap the networks of all optimizers (collective if one has new parameters)."""
         if torch.compiler.is_compiling() or not self._is_stale:

@@ -17,30 +17,18 @@ _NOT_THE_PROGRAMS = (_OURS, os.path.dirname(torch.__file__), os.path.dirname(os.
 
 
 def line_of_the_program() -> str:
-    """Return "file:line" of `frame_of_the_program`. Local."""
-    frame = frame_of_the_program()
-    if frame is None:
-        return "a line of torch"
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-def frame_of_the_program() -> Optional[FrameType]:
-    """Return the innermost frame of the program's own files; if there is none, of an installed package. Local."""
+    """Return "file:line" of the innermost frame of the program's own files; else of an installed package. Local."""
     frame: Optional[FrameType] = sys._getframe(1)
     installed = None
     while frame is not None:
         path = frame.f_code.co_filename
-        if not is_not_the_programs(path):
+        if not path.startswith(_NOT_THE_PROGRAMS):
+            line = f"{os.path.basename(path)}:{frame.f_lineno}"
             if "site-packages" not in path and "dist-packages" not in path:
-                return frame
-            installed = installed or frame
+                return line
+            installed = installed or line
         frame = frame.f_back
-    return installed
-
-
-def is_not_the_programs(path: str) -> bool:
-    """Whether the file is ddpshim's, torch's or Python's. Local."""
-    return path.startswith(_NOT_THE_PROGRAMS)
+    return installed or "a line of torch"
 
 
 def say_on_main(text: str) -> None:
