@@ -28,7 +28,6 @@ from torch import nn
 import ddpshim
 from benchmarks.results import Result, main
 from ddpshim.job.job import current
-from ddpshim.job.shares import Sharing
 from ddpshim.rows import blocks, calls
 from ddpshim.rows.tensor import Rows, whole
 from tests.ranks import run_ranks
@@ -56,7 +55,7 @@ class Arm:
         if self.is_dtensor:
             self.mesh, self.context = dtensor.DeviceMesh("cpu", list(range(self.size))), implicit_replication
         if self.is_rows:
-            self.context, current().part(Sharing).trains_whole_batches = calls.installed, True  # as `run` does
+            self.context, current().holds_whole_batches = calls.installed, True  # as `run` does
 
     def cut(self, x: torch.Tensor, needs_grad: bool = False) -> Any:
         """Return the batch `x` as this arm holds it."""

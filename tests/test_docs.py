@@ -141,10 +141,18 @@ def test_a_trainer_with_dataparallel(tmp_path: Path) -> None:
     source = (ROOT / "examples" / "migration" / "trainer.py").read_text()
     (tmp_path / "trainer.py").write_text(source)
     blocks = _section("3.")
-    to_do, then = (block.text for block in blocks if block.language == "sh")
-    assert "migration" in _run(to_do, tmp_path)
+    whole, to_do, then = (block.text for block in blocks if block.language == "sh")
+    three_lines, *steps = (block.text for block in blocks if block.language == "diff")
     before = _losses(_run("python trainer.py", tmp_path))
-    for diff in (block.text for block in blocks if block.language == "diff"):
+    assert len([line for line in three_lines.splitlines() if line[0] in "+-"]) <= 5
+    (tmp_path / "trainer.py").write_text(_apply(three_lines, source))
+    assert _losses(_run("python trainer.py", tmp_path)) == before
+    assert _losses(_run(whole, tmp_path)) == pytest.approx(before, abs=2e-6)
+    torchrun = "torchrun --standalone --nproc_per_node=2 trainer.py"
+    assert sorted(_losses(_run(torchrun, tmp_path))) == pytest.approx(sorted(2 * before), abs=2e-6)
+    (tmp_path / "trainer.py").write_text(source)
+    assert "migration" in _run(to_do, tmp_path)
+    for diff in steps:
         source = _apply(diff, source)
     (tmp_path / "trainer.py").write_text(source)
     alone, two_ranks, found = then.splitlines()
@@ -153,7 +161,7 @@ def test_a_trainer_with_dataparallel(tmp_path: Path) -> None:
     _run(found, tmp_path)
     _where_ranks_divide_nothing(tmp_path, source)
     (tmp_path / "by_hand.py").write_text((ROOT / "examples" / "migration" / "by_hand.py").read_text())
-    _a_migration_by_hand(tmp_path, [block.text for block in blocks if block.language == "diff"])
+    _a_migration_by_hand(tmp_path, steps)
 
 
 def _where_ranks_divide_nothing(folder: Path, migrated: str) -> None:

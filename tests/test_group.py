@@ -25,6 +25,7 @@ from typing import Any, Callable, Optional
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 import ddpshim
 from ddpshim import LaunchError, World, WorldError, cleanup, setup
@@ -387,6 +388,42 @@ def _on_main() -> tuple[Any, ...]:
 @pytest.mark.ranks
 def test_run_on_main() -> None:
     assert run_ranks(_on_main, 3) == [(0.1 + 0.2, 1), (0.1 + 0.2, 0), (0.1 + 0.2, 0)]
+
+
+def _whole_batches() -> tuple[Any, ...]:
+    with pytest.raises(WorldError, match="after setup"):
+        setup(batch="global")
+    cleanup()
+    setup(batch="global")
+    assert setup(batch="global") is ddpshim.world()
+    data = torch.utils.data.TensorDataset(torch.arange(50.0)[:, None])
+    with pytest.raises(ddpshim.DataError, match="per_rank_batch"):
+        ddpshim.make_loader(data, 16, per_rank_batch=True)
+    batches = [x for (x,) in ddpshim.make_loader(data, 16)]
+    net = ddpshim.wrap_parallel(torch.nn.Linear(1, 1, bias=False))
+    torch.nn.init.ones_(net.weight)
+    loss = sum((net(x).sum() for x in batches), torch.zeros(()))
+    loss.backward()
+    kept = net.weight.grad
+    net(batches[0]).sum().backward()  # adds to what the program holds, as in one process
+    found = [len(x) for x in batches], type(batches[0]).__name__, loss.item(), kept.item()
+    cleanup()
+    assert torch.utils.data.DataLoader is DataLoader
+    assert torch.nn.Module.__call__ is torch.nn.Linear.__call__
+    return found
+
+
+@pytest.mark.ranks
+def test_setup_for_whole_batches() -> None:
+    assert run_ranks(_whole_batches, 3) == [([16, 16, 16, 2], "Rows", 1225.0, 1225.0 + 120.0)] * 3
+
+
+def test_setup_for_whole_batches_in_one_process() -> None:
+    assert setup(batch="global").world_size == 1
+    assert type(ddpshim.make_loader(range(3))) is DataLoader
+    cleanup()
+    with pytest.raises(ddpshim.OptionsError, match=r"'whole'.*local or global"):
+        setup(batch="whole")
 
 
 def _adopted() -> tuple[int, int, int]:

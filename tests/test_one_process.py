@@ -34,7 +34,8 @@ REFUSED = {
 # The name of the class of a tensor; where its memory is; how many functions a class or a mode of the program is told.
 SEEN = {"printed", "memory_looked_at", "tensors_of_its_own_kind", "modes_over_dispatch"}
 HALF = {"networks_in_other_precisions", "autocast_to_bfloat16"}  # rounded to 8 bits, in another order
-SLOW = {"compiled_eager", "compiled_aot", "compiled_by_inductor", "compiled_loss", "compiled_in_place", "compiled_step"}
+SLOW = {"compiled_aot", "compiled_by_inductor", "compiled_loss", "compiled_step"}
+ALWAYS = {"compiled_eager", "compiled_in_place"}
 
 
 def _results(program: str, folder: Path, *options: str, ranks: int = 0) -> Any:
@@ -57,7 +58,8 @@ def test_three_ranks_compute_what_one_process_computes(
     monkeypatch.syspath_prepend(str(FOLDER))
     compare = __import__("compare").compare
     programs = getattr(__import__(program), "IDIOMS" if program == "idioms" else "PROGRAMS")
-    chosen = [name for name in programs if name not in SLOW][:: 1 if program == "idioms" else EVERY]
+    chosen = [name for name in programs if name not in SLOW | ALWAYS][:: 1 if program == "idioms" else EVERY]
+    chosen += [name for name in programs if name in ALWAYS]
     only = ["--only", ",".join(chosen)]
     plain = _results(program, tmp_path / "plain", *only)
     nudged = _results(program, tmp_path / "nudged", "--nudge", *only)

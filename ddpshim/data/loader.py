@@ -57,7 +57,8 @@ def make_loader(
     """Return a DataLoader that gives this rank its share of each global batch.
 
     Takes the arguments of torch's DataLoader, in the same order. Without a launcher it returns that DataLoader, with
-    torch's defaults, order and random draws. Launched, also with one rank, it returns a :class:`ShardedLoader`. The
+    torch's defaults, order and random draws; after `setup(batch="global")` one with the same batches on every rank.
+    Otherwise, also with one rank, it returns a :class:`ShardedLoader`. The
     call is then collective, with equal arguments on every rank, and so is `iter()` if the order comes from the user's
     sampler or batch_sampler.
 
@@ -110,11 +111,16 @@ def make_loader(
         pin_memory_device=pin_memory_device,
         **newer,
     )
-    is_default = drop_last is None
+    is_default, is_whole = drop_last is None, current().holds_whole_batches or not here.is_launched
     if drop_last is None:  # torch refuses True if it makes no batches
-        drop_last = here.is_launched and batch_sampler is None and batch_size is not None
-    if not here.is_launched:
-        return DataLoader(
+        drop_last = not is_whole and batch_sampler is None and batch_size is not None
+    if is_whole:
+        if here.is_launched and (already_sharded or per_rank_batch or here.options.per_rank_batch):
+            raise DataError(
+                'make_loader(already_sharded or per_rank_batch) after setup(batch="global"): every rank would take its '
+                'share for the whole batch. Leave it out, or use batch="local".'
+            )
+        return torch.utils.data.DataLoader(  # of row tensors, after `setup(batch="global")`
             dataset, batch_size, shuffle, sampler, batch_sampler, drop_last=drop_last, generator=generator, **options
         )
     if seed is None:

@@ -83,6 +83,7 @@ def setup(
     side_timeout_s: Optional[float] = None,
     seed: Optional[int] = None,
     options: Optional[Options] = None,
+    batch: str = "local",
 ) -> World:
     """Return the World of this process; joins the job that the launcher's variables (or arguments) describe.
 
@@ -100,17 +101,32 @@ def setup(
         seed: seeds torch, numpy and random *equally* on all ranks. Their generators stay equal (option noise): for a
             batch of `make_loader` each rank takes its rows of the noise drawn for the whole batch.
         options: the run's options; default `Options.read()`, from DDPSHIM_* variables.
+        batch: what the program holds. "local": this rank's share of a batch, from `make_loader`, as with DDP.
+            "global": the whole batch, as with `nn.DataParallel`: loader, loss, metrics and files stay as they are in
+            one process, and networks compute on this rank's rows (docs/any_trainer.md). Call it before anything else.
 
     Raises:
         LaunchError: launch variables are missing, malformed or contradictory, or the port is in use.
         OptionsError: options are wrong, or differ between ranks.
         WorldError: called again with arguments that contradict the first call.
     """
-    place = {"rank": rank, "world_size": world_size, "local_rank": local_rank, "local_world_size": local_world_size}
+    given = {name: value for name, value in locals().items() if name != "batch"}
+    place: dict[str, Any] = {"rank": rank, "world_size": world_size, "local_rank": local_rank}
+    place["local_world_size"] = local_world_size
+    master: dict[str, Any] = {"master_addr": master_addr, "master_port": master_port}
     asked: dict[str, Any] = {**place, "backend": backend, "device": device, "seed": seed, "options": options}
     job = current()
+    if batch not in ("local", "global"):
+        raise OptionsError(f"setup(batch={batch!r}): what the program holds is unclear. Use local or global.")
     if job.world is not None:
+        if batch == "global" and job.world.is_launched and not job.holds_whole_batches:
+            raise WorldError(
+                'setup(batch="global") after setup(): what was built since holds this rank\'s share of a batch. Give '
+                "batch to the first call."
+            )
         return _reuse(job, job.world, asked)
+    if batch == "global" and (_has_group() or read_launch_env(os.environ, **place, **master).is_launched):
+        return importlib.import_module("ddpshim.trainers.unedited.joining").join_edited(**given)  # type: ignore[no-any-return]
     settle_rounding()
     options = Options.read() if options is None else options
     if options.debug:
@@ -121,7 +137,7 @@ def setup(
         made = replace(_adopt(job, device, side_timeout_s), options=options)
         _check_same(made, {**asked, "backend": backend or options.backend})
     else:
-        env = read_launch_env(os.environ, **place, master_addr=master_addr, master_port=master_port)
+        env = read_launch_env(os.environ, **place, **master)
         if env.is_launched:
             backend = backend or options.backend
             made = _join(job, env, backend, device, timeout_s, side_timeout_s, is_watched=options.guard)

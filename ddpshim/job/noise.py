@@ -70,7 +70,7 @@ def share() -> None:
 def begin_training(network: str) -> None:
     """In the first backward pass, give ranks their own noise if their batch is not a share of one process's. Local."""
     sharing = current().part(Sharing)
-    if sharing.share is not None or sharing.trains_whole_batches or not draws_alike():
+    if sharing.share is not None or current().holds_whole_batches or not draws_alike():
         return
     here = current().world
     if here is not None and here.options.exact is not None:

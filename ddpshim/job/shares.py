@@ -133,7 +133,6 @@ class Sharing:
 
     Attributes:
         share: this rank's rows of the current batch; None between batches.
-        trains_whole_batches: whether each rank may train on a whole batch, with equal draws on all ranks.
         is_uneven: whether W does not divide the latest batch of a pass that is under way or has just ended.
         has_fetched_ahead: whether that pass has ended before its last batch was trained on.
         num_passes: backward passes so far.
@@ -143,7 +142,7 @@ class Sharing:
 
     def __init__(self) -> None:
         self.share: Optional[Share] = None
-        self.is_on = self.trains_whole_batches = self.is_uneven = self.has_fetched_ahead = False
+        self.is_on = self.is_uneven = self.has_fetched_ahead = False
         self.sequence_first: set[tuple[int, ...]] = set()  # for `Share`
         self.named: set[str] = set()  # the lines of code that were reported
         self.last: tuple[Optional[Position], str] = None, ""  # of the current batch, also if its pass was deleted
@@ -233,4 +232,4 @@ def without_batch() -> Iterator[None]:
 def has_share() -> bool:
     """Return whether the current computation is for this rank's share of a batch. Local."""
     sharing = current().part(Sharing)
-    return sharing.share is not None or (torch.is_grad_enabled() and not sharing.trains_whole_batches)
+    return sharing.share is not None or (torch.is_grad_enabled() and not current().holds_whole_batches)

@@ -65,8 +65,6 @@ class Watched:
         self.hooks = contextlib.ExitStack()  # removes the hooks of optimizers
         self.sees_optimizers = self.compares_in_the_end = False
         self.is_alone = False  # a rank missed a meeting
-        # Every rank runs the whole program: a gradient that no backward pass reduced is equal on all ranks.
-        self.is_one_program = False
 
     def unwatch_optimizers(self) -> None:
         self.hooks.close()
@@ -348,7 +346,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             before.look_at_writes(mine)
             deque(map(setattr, mine, repeat(_MARK), repeat(True)), maxlen=0)
         # Nothing was reduced since this optimizer's last step: the same gradients may be used again, others may not.
-        elif not all(map(hasattr, mine, repeat(_MARK))) and not _watched().is_one_program:
+        elif not all(map(hasattr, mine, repeat(_MARK))) and not current().holds_whole_batches:
             raise SyncError(
                 f"{type(optimizer).__name__}.step(): gradients of {type(wrapped.module).__name__} were replaced "
                 f"since the last step without a backward pass (after {now} of them; torch.autograd.grad, or .grad "
@@ -366,7 +364,7 @@ def _by_owner(
     present = list(map(is_not, gradients, repeat(None)))
     params, gradients = list(compress(params, present)), list(compress(gradients, present))
     owners = list(map(_watched().owners.get, map(id, params)))
-    for p in () if _watched().is_one_program else compress(params, map(is_, owners, repeat(None))):
+    for p in () if current().holds_whole_batches else compress(params, map(is_, owners, repeat(None))):
         raise _alone(optimizer, p)
     distinct: Any = [owner for owner in dict(zip(map(id, owners), owners)).values() if owner is not None]
     return [(wrapped, list(compress(gradients, map(is_, owners, repeat(wrapped))))) for wrapped in distinct]
@@ -385,7 +383,7 @@ def _check_reduced(optimizer: torch.optim.Optimizer, wrapped: Reduced) -> None:
             f"{step} after a backward pass of {name} under no_sync() or accumulate(is_last=False); ranks would step "
             "on different gradients. Use neither for the last backward pass before a step."
         )
-    if wrapped.num_reductions == 0 and not _watched().is_one_program:
+    if wrapped.num_reductions == 0 and not current().holds_whole_batches:
         raise SyncError(
             f"{step}: the gradients of {name} never went through a backward pass (torch.autograd.grad, or .grad "
             f"set by hand); ranks would train different models. Call loss.backward() ({OPT_OUT})."

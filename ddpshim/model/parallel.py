@@ -140,7 +140,9 @@ def wrap_parallel(
             comm_hook=comm_hook,
             comm_hook_state=comm_hook_state,
             process_group=process_group if process_group is not None else dist.group.WORLD,
-            gradient_as_bucket_view=_either(gradient_as_bucket_view, given.gradient_as_bucket_view),
+            # A program for one process may keep gradients over the next backward pass.
+            gradient_as_bucket_view=not current().holds_whole_batches
+            and _either(gradient_as_bucket_view, given.gradient_as_bucket_view),
             **({} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}),
         )
     split_random_streams()

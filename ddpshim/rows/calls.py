@@ -25,9 +25,8 @@ from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import line_of_the_caller
 from ddpshim.rows import blocks, dimensions, gradients, layers  # noqa: F401 (they register their rules)
-from ddpshim.rows.gradients import plain
 from ddpshim.rows.rules import T
-from ddpshim.rows.tensor import Counts, Rows, divided, is_plain, leaves, mapped, write_back
+from ddpshim.rows.tensor import Counts, Rows, divided, is_plain, leaves, mapped, on_whole, write_back
 
 # By DDPSHIM_ROWS: the multiplications of a call that is divided. A smaller one takes less time than to divide it.
 _LEAST_WORK = {"auto": 1 << 20, "all": 0, "off": math.inf}
@@ -74,7 +73,7 @@ def with_rows(call: Callable[..., Any]) -> Callable[..., Any]:
             return call(module, *args, **kwargs)
         if computes_wholes(module):
             with nothing_divided():
-                return call(module, *plain(args), **plain(kwargs))
+                return on_whole(call, (module, *args), kwargs)
         if not _can_divide(module, args, kwargs):
             return call(module, *args, **kwargs)
         dim, calls.is_inside = calls.dim, True
@@ -137,8 +136,10 @@ def on_wholes(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def computed(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
         with nothing_divided():
-            return function(*plain(args), **plain(kwargs))
+            return on_whole(function, args, kwargs)
 
     return computed
 

@@ -477,5 +477,466 @@ def divided_by_the_intended_batch_size(log: Log) -> Trained:
     return fit(log, net, lambda x, y: (net(x) - y).square().sum() / batch_size, loader(*data(), size=batch_size))
 
 
+# Weights and ratios
+
+
+@idiom
+def sample_weights(log: Log) -> Trained:
+    net, (x, y) = mlp(), data()
+    weights = torch.rand(len(x))
+
+    def loss_of(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        return (F.mse_loss(net(x), y, reduction="none").mean(-1) * w).sum() / w.sum()
+
+    return fit(log, net, loss_of, loader(x, y, weights))
+
+
+@idiom
+def class_weights(log: Log) -> Trained:
+    net = mlp(out=4)
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([0.5, 1.0, 2.0, 3.0]), label_smoothing=0.1)
+    return fit(log, net, lambda x, y: criterion(net(x), y), loader(*classes()))
+
+
+@idiom
+def weights_of_the_batch(log: Log) -> Trained:
+    """Positives count more, by their share of the batch."""
+    net = mlp()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        positives = y.sum()
+        weight = (len(y) - positives) / positives.clamp(min=1)
+        return F.binary_cross_entropy_with_logits(net(x).squeeze(-1), y, pos_weight=weight)
+
+    return fit(log, net, loss_of, loader(*binary()))
+
+
+@idiom
+def importance_weights(log: Log) -> Trained:
+    """As in prioritised replay: weights by rank of the error, relative to the largest of the batch."""
+    net = mlp()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        error = (net(x) - y).squeeze(-1)
+        weights = (1 + error.detach().abs().argsort().argsort()).to(error.dtype) ** -0.5
+        weights = weights / weights.max()
+        log((error.abs() + 1e-6).detach().numpy().max())
+        return (weights * error.square()).mean()
+
+    return fit(log, net, loss_of)
+
+
+@idiom
+def advantage_weighted(log: Log) -> Trained:
+    net, value = mlp(), mlp()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        advantage = y - value(x).detach()
+        weights = torch.softmax(advantage.flatten() / 0.5, 0) * len(x)
+        return (weights.clamp(max=20) * (net(x) - y).square().flatten()).mean() + F.mse_loss(value(x), y)
+
+    return fit(log, net, loss_of)
+
+
+@idiom
+def dice(log: Log) -> Trained:
+    net = convnet()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        p = net(x).sigmoid()
+        return 1 - (2 * (p * y).sum() + 1) / (p.sum() + y.sum() + 1)
+
+    return fit(log, net, loss_of, loader(*masks()))
+
+
+@idiom
+def focal(log: Log) -> Trained:
+    net = mlp(out=4)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        nll = F.cross_entropy(net(x), y, reduction="none")
+        return ((1 - torch.exp(-nll)) ** 2 * nll).sum() / (y > 0).sum().clamp(min=1)
+
+    return fit(log, net, loss_of, loader(*classes()))
+
+
+@idiom
+def root_of_the_mean(log: Log) -> Trained:
+    net = mlp()
+    return fit(log, net, lambda x, y: torch.sqrt(F.mse_loss(net(x), y) + 1e-8) + (net(x) - y).norm() / len(x) ** 0.5)
+
+
+@idiom
+def expectile_and_quantile(log: Log) -> Trained:
+    net, taus = mlp(out=5), torch.linspace(0.1, 0.9, 5)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        difference = y - net(x)
+        huber = F.huber_loss(net(x), y.expand(-1, 5), reduction="none")
+        return ((taus - (difference.detach() < 0).to(x.dtype)).abs() * huber).sum(-1).mean()
+
+    return fit(log, net, loss_of)
+
+
+# Samples that meet each other
+
+
+@idiom
+def info_nce(log: Log) -> Trained:
+    net = mlp(out=4)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        one = F.normalize(net(x + 0.1 * torch.randn_like(x)), dim=-1)
+        two = F.normalize(net(x + 0.1 * torch.randn_like(x)), dim=-1)
+        return F.cross_entropy(one @ two.T / 0.1, torch.arange(len(x)))
+
+    return fit(log, net, loss_of)
+
+
+@idiom
+def contrast_of_two_encoders(log: Log) -> Trained:
+    """As CLIP: both directions, with a learned temperature."""
+    one, two, scale = mlp(out=4), mlp(1, 4), nn.Parameter(torch.tensor(1.0))
+    net = nn.ModuleList([one, two])
+    net.register_parameter("scale", scale)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        a, b = F.normalize(one(x), dim=1), F.normalize(two(y), dim=1)
+        logits, labels = scale.exp() * a @ b.t(), torch.arange(x.size(0))
+        log((logits.argmax(1) == labels).float().mean().item())
+        return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
+
+    return fit(log, net, loss_of)
+
+
+@idiom
+def supervised_contrast(log: Log) -> Trained:
+    net = mlp(out=4)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        z = F.normalize(net(x), dim=1)
+        others = ~torch.eye(len(x), dtype=torch.bool)
+        logits = (z @ z.T / 0.5).masked_fill(~others, -1e9)
+        same = (y.unsqueeze(0) == y.unsqueeze(1)) & others
+        found = same.any(1)
+        log(int(found.sum()))
+        per_sample = (logits.log_softmax(1) * same).sum(1)[found] / same.sum(1)[found]
+        return -per_sample.sum() / found.sum().clamp(min=1)
+
+    return fit(log, net, loss_of, loader(*classes()))
+
+
+@idiom
+def hardest_triplets(log: Log) -> Trained:
+    net = mlp(out=3)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        distances = torch.cdist(net(x), net(x))
+        same = y[:, None] == y[None]
+        farthest = (distances * same).max(1)[0]
+        nearest = (distances + 1e3 * same).min(1)[0]
+        return F.relu(farthest - nearest + 0.3).mean()
+
+    return fit(log, net, loss_of, loader(*classes()))
+
+
+@idiom
+def cross_correlation(log: Log) -> Trained:
+    """As Barlow Twins and VICReg: features are normalised over the batch."""
+    net = mlp(out=4)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        one, two = net(x + 0.1 * torch.randn_like(x)), net(x + 0.1 * torch.randn_like(x))
+        a, b = ((z - z.mean(0)) / (z.std(0) + 1e-4) for z in (one, two))
+        c = a.T @ b / len(x)
+        off = c.flatten()[:-1].view(3, 5)[:, 1:].pow(2).sum()
+        return (torch.diagonal(c) - 1).pow(2).sum() + 5e-3 * off + F.relu(1 - one.var(dim=0).sqrt()).mean()
+
+    return fit(log, net, loss_of)
+
+
+@idiom
+def kernel_discrepancy(log: Log) -> Trained:
+    net = mlp(out=3)
+
+    def kernel(a: Tensor, b: Tensor) -> Tensor:
+        return torch.exp(-(a.unsqueeze(1) - b.unsqueeze(0)).pow(2).mean(2)).mean()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        z, prior = net(x), torch.randn(len(x), 3)
+        return kernel(z, z) + kernel(prior, prior) - 2 * kernel(z, prior)
+
+    return fit(log, net, loss_of)
+
+
+@idiom
+def mixup(log: Log) -> Trained:
+    net = mlp(out=4)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        share, order = np.random.beta(0.4, 0.4), torch.randperm(x.size(0))
+        out = net(share * x + (1 - share) * x[order])
+        return share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, y[order])
+
+    return fit(log, net, loss_of, loader(*classes()))
+
+
+@idiom
+def gradient_penalty(log: Log) -> Trained:
+    net = mlp()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        inner = (x + torch.rand(len(x), 1) * torch.randn_like(x)).requires_grad_(True)
+        (slope,) = torch.autograd.grad(net(inner).sum(), inner, create_graph=True)
+        return net(x).mean() + 10 * (slope.norm(2, dim=1) - 1).pow(2).mean()
+
+    return fit(log, net, loss_of)
+
+
+@idiom
+def conservative_q(log: Log) -> Trained:
+    net, target = mlp(7), mlp(7)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        at_random = torch.empty(len(x) * 3, 1).uniform_(-1, 1)
+        q = net(torch.cat([x.repeat_interleave(3, 0), at_random], 1)).view(len(x), 3)
+        of_data = net(torch.cat([x, y], 1))
+        gap = torch.logsumexp(q, 1).mean() - of_data.mean()
+        log(gap.item())
+        with torch.no_grad():
+            for slow, fast in zip(target.parameters(), net.parameters()):
+                slow.mul_(0.9).add_(0.1 * fast)
+        return F.mse_loss(of_data, y + 0.9 * target(torch.cat([x, y], 1)).detach()) + gap
+
+    return [*fit(log, net, loss_of), target]
+
+
+# Codebooks and normalisers
+
+
+@idiom
+def codebook(log: Log) -> Trained:
+    """As a VQ-VAE: the codes follow the mean of what is assigned to them; perplexity over the batch is logged."""
+    encoder, decoder = mlp(out=4), mlp(4, 6)
+    codes, counts = torch.randn(8, 4), torch.ones(8)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        z = encoder(x)
+        chosen = torch.cdist(z.detach(), codes).argmin(1)
+        one_hot = F.one_hot(chosen, 8).to(z.dtype)
+        counts.mul_(0.9).add_(one_hot.sum(0), alpha=0.1)
+        codes.mul_(0.9).add_(0.1 * (one_hot.T @ z.detach()) / counts.clamp(min=0.1).unsqueeze(1))
+        used = one_hot.mean(0)
+        log(torch.exp(-(used * torch.log(used + 1e-10)).sum()), chosen.unique().numel())
+        q = codes[chosen]
+        return F.mse_loss(decoder(z + (q - z).detach()), x) + 0.25 * F.mse_loss(z, q)
+
+    return [*fit(log, nn.ModuleList([encoder, decoder]), loss_of), codes, counts]
+
+
+@idiom
+def running_normaliser(log: Log) -> Trained:
+    """Chan's update of mean and variance with each batch, in numpy."""
+    net, mean, variance, count = mlp(), np.zeros(6), np.ones(6), 1e-4
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        nonlocal mean, variance, count
+        theirs, num = x.numpy(), x.shape[0]
+        delta, total = theirs.mean(0) - mean, count + num
+        squares = variance * count + theirs.var(0) * num + delta**2 * count * num / total
+        mean, variance, count = mean + delta * num / total, squares / total, total
+        log(mean, variance)
+        return F.mse_loss(net((x - torch.as_tensor(mean).to(x)) / torch.as_tensor(variance).to(x).sqrt()), y)
+
+    return fit(log, net, loss_of)
+
+
+@idiom
+def normalised_advantages(log: Log) -> Trained:
+    """A clipped policy gradient, which stops at a large divergence."""
+    net, x = mlp(out=3), torch.randn(48, 6)
+    actions, advantages = torch.randint(3, (48,)), torch.randn(48)
+    with torch.no_grad():
+        old = torch.distributions.Categorical(logits=net(x)).log_prob(actions)
+    optimizer = SGD(net.parameters(), lr=0.5)
+    for _ in range(4):
+        order = np.random.permutation(48)
+        for start in range(0, 48, 16):
+            rows = order[start : start + 16]
+            policy = torch.distributions.Categorical(logits=net(x[rows]))
+            ratio = (policy.log_prob(actions[rows]) - old[rows]).exp()
+            a = advantages[rows]
+            a = (a - a.mean()) / (a.std() + 1e-8)
+            loss = torch.max(-a * ratio, -a * ratio.clamp(0.8, 1.2)).mean() - 0.01 * policy.entropy().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                divergence = ((ratio - 1) - ratio.log()).mean()
+                log(loss.item(), ((ratio - 1).abs() > 0.2).float().mean().item())
+        log(divergence)
+        if divergence > 0.02:
+            break
+    return [net]
+
+
+@idiom
+def free_bits_and_annealing(log: Log) -> Trained:
+    net, decoder, seen = mlp(out=4), mlp(2, 6), 0
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        nonlocal seen
+        seen += len(x)
+        mean, logvar = net(x).chunk(2, dim=1)
+        z = mean + (0.5 * logvar).exp() * torch.randn_like(mean)
+        divergence = -0.5 * (1 + logvar - mean.pow(2) - logvar.exp())
+        log(divergence.sum(1).mean().item())
+        bits = torch.clamp(divergence.mean(0), min=0.05).sum()
+        return F.mse_loss(decoder(z), x, reduction="sum") / x.size(0) + min(1.0, seen / 30) * bits
+
+    return fit(log, nn.ModuleList([net, decoder]), loss_of)
+
+
+# Logs, metrics and what follows from them
+
+
+class MeanMetric:
+    """A metric in the style of torchmetrics."""
+
+    def __init__(self) -> None:
+        self.total, self.weight = torch.tensor(0.0), torch.tensor(0.0)
+
+    def update(self, value: Tensor, weight: Any = 1.0) -> None:
+        weight = torch.broadcast_to(torch.as_tensor(weight, dtype=value.dtype), value.shape)
+        self.total = self.total + (value * weight).sum()
+        self.weight = self.weight + weight.sum()
+
+    def compute(self) -> Tensor:
+        return self.total / self.weight
+
+
+@idiom
+def metric_objects(log: Log) -> Trained:
+    net, of_rows, of_batches = mlp(), MeanMetric(), MeanMetric()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        errors = (net(x) - y).square().squeeze(-1)
+        of_rows.update(errors.detach())
+        of_batches.update(errors.detach().mean(), len(x))
+        return errors.mean()
+
+    trained = fit(log, net, loss_of)
+    log(of_rows.compute().item(), of_batches.compute())
+    return trained
+
+
+@idiom
+def tallies_in_tensors(log: Log) -> Trained:
+    net, confusion, correct, total = mlp(out=4), torch.zeros(4, 4), torch.zeros(()), 0
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        nonlocal correct, total
+        logits = net(x)
+        _, predicted = logits.max(1)
+        total += y.size(0)
+        correct += predicted.eq(y).sum()
+        confusion.add_(torch.bincount(4 * y + predicted, minlength=16).view(4, 4))
+        top = logits.topk(2, 1)[1].t().eq(y.view(1, -1).expand(2, -1)).reshape(-1).float().sum(0, keepdim=True)
+        log(100.0 * correct / total, top.mul_(100.0 / y.size(0)).item())
+        return F.cross_entropy(logits, y)
+
+    trained = fit(log, net, loss_of, loader(*classes()))
+    overlap = confusion.diag() / (confusion.sum(0) + confusion.sum(1) - confusion.diag()).clamp(min=1)
+    log(confusion, overlap.mean().item())
+    return trained
+
+
+@idiom
+def scores_of_a_validation_set(log: Log) -> Trained:
+    """R squared, RMSE and the area under a curve, from predictions that were collected in lists."""
+    net, (x, y) = mlp(), data()
+    trained = fit(log, net, lambda x, y: F.mse_loss(net(x), y), loader(x, y))
+    predictions, truths, squares = [], [], 0.0
+    with torch.no_grad():
+        for inputs, targets in loader(x, y, shuffle=False):
+            out = net(inputs)
+            squares += torch.sum((out - targets) ** 2).item()
+            predictions.append(out.cpu().numpy())
+            truths.extend(targets.flatten().tolist())
+    found, truth = np.concatenate(predictions).ravel(), np.array(truths)
+    positive = truth > 0
+    order = found.argsort().argsort() + 1
+    area = (order[positive].sum() - positive.sum() * (positive.sum() + 1) / 2) / (positive.sum() * (~positive).sum())
+    log(1 - squares / ((truth - truth.mean()) ** 2).sum(), math.sqrt(squares / len(truth)), area)
+    return trained
+
+
+@idiom
+def logged_dictionaries(log: Log) -> Trained:
+    """Tensors go into a logger as they are; means of dictionaries are taken at the end of the pass."""
+    net, history, smooth = mlp(), [], None
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        nonlocal smooth
+        errors = net(x) - y
+        loss = errors.square().mean()
+        smooth = loss.detach() if smooth is None else 0.9 * smooth + 0.1 * loss.detach()
+        history.append({"loss": loss.detach(), "largest": errors.abs().max(), "smooth": smooth, "batch": errors})
+        return loss
+
+    trained = fit(log, net, loss_of)
+    for key in ("loss", "largest", "smooth"):
+        log(torch.stack([entry[key] for entry in history]).mean().item())
+    log(np.histogram(torch.cat([entry["batch"] for entry in history]).detach().numpy(), bins=5)[0])
+    return trained
+
+
+@idiom
+def early_stop_and_plateau(log: Log) -> Trained:
+    net, (x, y) = mlp(), data()
+    optimizer = SGD(net.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.3)
+    best, waited, kept = math.inf, 0, {}
+    for epoch in range(8):
+        for inputs, targets in loader(x[:40], y[:40]):
+            optimizer.zero_grad()
+            F.mse_loss(net(inputs), targets).backward()
+            optimizer.step()
+        with torch.no_grad():
+            losses = [F.mse_loss(net(a), b) for a, b in loader(x[40:], y[40:], size=7)]
+        valid = sum(losses) / len(losses)
+        scheduler.step(valid)
+        log(epoch, valid, optimizer.param_groups[0]["lr"])
+        if valid < best - 1e-3:
+            best, waited, kept = valid, 0, {k: v.clone() for k, v in net.state_dict().items()}
+        else:
+            waited += 1
+            if waited > 1:
+                break
+    net.load_state_dict(kept)
+    return [net]
+
+
+@idiom
+def outliers_left_out(log: Log) -> Trained:
+    """Steps with a large gradient, and samples above the median of the batch, are left out."""
+    net, skipped = mlp(), 0
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for x, y in loader(*data(), size=7):
+        errors = (net(x) - y).square().flatten()
+        kept = errors <= errors.median()
+        loss = errors[kept].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = clip_grad_norm_(net.parameters(), 0.5)
+        if norm > 0.4:
+            skipped += 1
+            continue
+        optimizer.step()
+        log(norm.item(), kept.sum().item())
+    log(skipped)
+    return [net]
+
+
 if __name__ == "__main__":
     main(IDIOMS)

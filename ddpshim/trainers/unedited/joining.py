@@ -6,13 +6,15 @@ See docs/any_trainer.md.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
 import secrets
 import threading
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch.utils import data as torch_data
@@ -20,11 +22,10 @@ from torch.utils import data as torch_data
 from ddpshim import variables
 from ddpshim.errors import OptionsError
 from ddpshim.job import unshared
-from ddpshim.job.group import cleanup, draws_alike, setup
-from ddpshim.job.job import current
-from ddpshim.job.replaced import replaced
-from ddpshim.job.shares import Sharing
-from ddpshim.model.guard import Watched
+from ddpshim.job.group import cleanup, draws_alike, setup, world
+from ddpshim.job.job import Job, current
+from ddpshim.job.replaced import noted, replaced
+from ddpshim.job.world import World
 from ddpshim.rows import calls
 from ddpshim.rows.loader import DataLoader
 from ddpshim.rows.tensor import Counts
@@ -41,16 +42,61 @@ from ddpshim.trainers.unedited.steps import Steps, say_what_was_divided
 @contextlib.contextmanager
 def joined(start: Start) -> Iterator[None]:
     """Join the job; within this block, imported programs find the replaced names; then leave the job (collective)."""
+    try:
+        with _as_one_program(_set_up(), start):
+            yield
+            _say_goodbye()
+    except SystemExit as error:
+        if not error.code:
+            world().barrier()
+        raise
+    finally:
+        cleanup()
+
+
+def join_edited(**given: Any) -> World:
+    """Join the job until `cleanup()` or the end of the program, which calls this (collective). See `setup`."""
+    here, job, until = _set_up(**given), current(), contextlib.ExitStack()
+    with noted() as stand_ins:
+        until.enter_context(_as_one_program(here))
+    until.enter_context(stand_ins.where_imported())
+    job.before_end.callback(_say_goodbye)
+    job.at_end.callback(until.close)
+    atexit.register(_leave, job, os.getpid())
+    return here
+
+
+def _leave(job: Job, process: int) -> None:
+    """Leave the job at the end of a program that does not call `cleanup()` (collective)."""
+    is_failing = job.watched is not None and job.watched.ending.locked()
+    if job is current() and os.getpid() == process and not is_failing:
+        cleanup()
+
+
+def _say_goodbye() -> None:
+    """Say what was divided, and wait for other ranks (collective)."""
+    say_what_was_divided()
+    world().barrier()  # other ranks may still query the store for saved files, and rank 0 may host it
+
+
+def _set_up(seed: Optional[int] = None, **given: Any) -> World:
+    """Call `setup`; a program without a seed gets one, as ranks must be equal: weights, data splits (collective)."""
     gpus.see_one(int(os.environ.get("LOCAL_RANK", 0)))
-    # A script without a seed differs in each run, but must be equal on all ranks: weights, data splits.
-    seed = setup().broadcast(secrets.randbits(62))
-    here = setup(seed=seed)
+    here = setup(seed=seed, **given)
+    if seed is None:
+        here = setup(seed=here.broadcast(secrets.randbits(62)))
     if not draws_alike():
         raise OptionsError(
-            f"order={here.options.order}, noise={here.options.noise}: an unedited program draws its data splits and "
-            "evaluations on each rank, and these would differ. Leave both options out."
+            f"order={here.options.order}, noise={here.options.noise}: a program that every rank runs whole draws its "
+            "data splits and evaluations on each rank, and these would differ. Leave both options out."
         )
-    current().part(Sharing).trains_whole_batches = current().part(Watched).is_one_program = True
+    return here
+
+
+@contextlib.contextmanager
+def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None]:
+    """Within this block the ranks run one program. It is left alone if it distributes itself, if `start` is given."""
+    current().holds_whole_batches = True
     steps, rollouts, counts = current().part(Steps), Rollouts(here), current().part(Counts)
 
     def is_apart() -> bool:
@@ -60,41 +106,35 @@ def joined(start: Start) -> Iterator[None]:
         # Only in the main thread: a file that another thread saves meanwhile is a checkpoint, not a dataset's cache.
         return counts.is_fetching and threading.current_thread() is threading.main_thread()
 
-    undo = contextlib.ExitStack()
-    for module in (torch_data, torch_data.dataloader):
-        undo.enter_context(replaced(module, "DataLoader", DataLoader))
-    undo.enter_context(_optimizers_seen())
-    undo.enter_context(_one_process_shown())
+    with contextlib.ExitStack() as undo:
+        for module in (torch_data, torch_data.dataloader):
+            undo.enter_context(replaced(module, "DataLoader", DataLoader))
+        undo.enter_context(_optimizers_seen())
+        undo.enter_context(_one_process_shown())
 
-    def take_back() -> None:
-        undo.close()
+        def take_back() -> None:
+            undo.close()
+            if here.world_size > 1:
+                files.remove_new()
+
+        if start is not None:
+            undo.enter_context(leaving.noticed(start, take_back))
+            undo.enter_context(
+                accelerators.shown_one_process(lambda found: leaving.leave_alone(start, found, take_back))
+            )
         if here.world_size > 1:
-            files.remove_new()
-
-    undo.enter_context(leaving.noticed(start, take_back))
-    undo.enter_context(accelerators.shown_one_process(lambda found: leaving.leave_alone(start, found, take_back)))
-    if here.world_size > 1:
-        files, clock = PrivateFiles(here, start.time, is_reading), Clock(here, is_apart)
-        for part in (files, clock, Commands(clock, files)):
-            undo.enter_context(part.installed())
-        undo.enter_context(equal_reads(here, is_apart))
-        undo.enter_context(rollouts.on_main(files.apart))
-        unshared.leave_to_others()
-        undo.enter_context(calls.installed())
-        undo.enter_context(replaced(torch.autograd, "backward", steps.checked(torch.autograd.backward)))
-    if here.device.type == "cuda":
-        undo.enter_context(gpus.shown(here.local_world_size))
-    try:
+            since = time.time() if start is None else start.time
+            files, clock = PrivateFiles(here, since, is_reading), Clock(here, is_apart)
+            for part in (files, clock, Commands(clock, files)):
+                undo.enter_context(part.installed())
+            undo.enter_context(equal_reads(here, is_apart))
+            undo.enter_context(rollouts.on_main(files.apart))
+            unshared.leave_to_others()
+            undo.enter_context(calls.installed())
+            undo.enter_context(replaced(torch.autograd, "backward", steps.checked(torch.autograd.backward)))
+        if here.device.type == "cuda":
+            undo.enter_context(gpus.shown(here.local_world_size))
         yield
-        say_what_was_divided()
-        here.barrier()  # other ranks may still query the store for saved files, and rank 0 may host it
-    except SystemExit as error:
-        if not error.code:
-            here.barrier()
-        raise
-    finally:
-        undo.close()
-        cleanup()
 
 
 @contextlib.contextmanager

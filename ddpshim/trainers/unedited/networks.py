@@ -110,8 +110,7 @@ class Networks:
                     f"{type(optimizer).__name__}, is trained by all ranks together"
                 )
             try:
-                # A program may keep gradients over the next backward pass, so they are no views of buckets.
-                wrap_parallel(root, gradient_as_bucket_view=False)
+                wrap_parallel(root)
             except SyncError as error:
                 raise SyncError(f"{place}: {error}") from error
             self._remember(root)
