@@ -60,7 +60,7 @@ class Arm:
     def cut(self, x: torch.Tensor, needs_grad: bool = False) -> Any:
         """Return the batch `x` as this arm holds it."""
         if self.is_rows:
-            part = blocks.part_of(len(x), self.size)
+            part = blocks.part_of(len(x))
             return Rows(blocks.own(x, 0, part).clone(), 0, part).requires_grad_(needs_grad)  # as a loader makes them
         if self.is_dtensor and len(x) % self.size:
             x = dtensor.distribute_tensor(x, self.mesh, [dtensor.Shard(0)])

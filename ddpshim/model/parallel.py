@@ -94,9 +94,12 @@ def wrap_parallel(
         if here.world_size > 1:
             check_same_structure(module, here)
         broadcast_state(module)
-        if batchnorm.has_batchnorm(module):
-            batchnorm.sync()
-        exact.reduce(module)
+        if current().holds_whole_batches:  # `ddpshim.rows.pieces` adds up the gradients
+            guard.watch(module)
+        else:
+            if batchnorm.has_batchnorm(module):
+                batchnorm.sync()
+            exact.reduce(module)
         split_random_streams()
         return _in_precision(BareModule(module), here)
     given = here.options

@@ -2,7 +2,8 @@
 
 Every rank runs the whole program. The gradient of a tensor that all ranks hold whole is equal on all ranks. Inside
 blocks, gradients are W times a rank's share, so that the mean over the W ranks, which a reducer computes for
-parameters, is their sum. So a gather's backward pass multiplies by W, and a scatter's divides by W.
+parameters, is their sum. So a gather's backward pass multiplies by W, and a scatter's divides by W. (With the option
+`exact`, `pieces` adds them up, and the factor is 1.)
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ LEAST_ROWS = 2  # in a block: a dimension of one row has no strides that show th
 
 
 class Part(NamedTuple):
-    """How a dimension is divided: `outer` times all rows, of which rank r holds those from cuts[r] to cuts[r + 1].
+    """How a dimension is divided: `outer` times all rows, of which piece i has those from cuts[i] to cuts[i + 1].
 
-    50 rows on 3 ranks: outer 1, cuts (0, 16, 33, 50). A dimension of more than one `outer` arises if time, then batch
-    are flattened into one.
+    50 rows on 3 ranks: outer 1, cuts (0, 16, 33, 50). A rank holds one piece, or with the option `exact` V / W. A
+    dimension of more than one `outer` arises if time, then batch are flattened into one.
     """
 
     outer: int
@@ -37,8 +38,10 @@ class Part(NamedTuple):
     def size(self) -> int:
         return self.outer * self.cuts[-1]
 
-    def num_own(self, rank: int) -> int:
-        return self.cuts[rank + 1] - self.cuts[rank]
+    def bounds(self, rank: int, size: int) -> tuple[int, int]:
+        """Return the first row of a rank among `size`, and that after its last."""
+        each = (len(self.cuts) - 1) // size
+        return self.cuts[rank * each], self.cuts[(rank + 1) * each]
 
 
 class Ranks(NamedTuple):
@@ -49,38 +52,62 @@ class Ranks(NamedTuple):
 
 
 class State:
-    """The state of row tensors in a job."""
+    """The state of row tensors in a job.
+
+    Attributes:
+        ranks: this rank, or, while a piece is computed, this piece among all.
+        num_pieces: into how many pieces rows are divided.
+        is_in_piece: whether a piece is being computed (`pieces`).
+        factor: by how much gradients inside blocks are larger than a rank's share.
+    """
 
     def __init__(self) -> None:
         world = current().world
         self.ranks = Ranks(0, 1) if world is None else Ranks(world.rank, world.world_size)
+        exact = None if world is None else world.options.exact
+        self.num_pieces, self.is_in_piece = exact or self.ranks.size, False
+        self.factor = 1 if exact is not None else self.ranks.size
 
 
 def ranks() -> Ranks:
     return current().part(State).ranks
 
 
+def factor() -> int:
+    return current().part(State).factor
+
+
+def part_of(num_rows: int) -> Optional[Part]:
+    """Return how `num_rows` rows are divided; None if a piece would have fewer than LEAST_ROWS. Local."""
+    return _part_of(num_rows, current().part(State).num_pieces)
+
+
 @functools.lru_cache(maxsize=1024)
-def part_of(num_rows: int, num_ranks: int) -> Optional[Part]:
-    """Return how `num_rows` rows are divided; None if a block would have fewer than LEAST_ROWS."""
-    cuts = tuple(num_rows * rank // num_ranks for rank in range(num_ranks + 1))
-    return Part(1, cuts) if num_rows // num_ranks >= LEAST_ROWS else None
+def _part_of(num_rows: int, num_pieces: int) -> Optional[Part]:
+    cuts = tuple(num_rows * piece // num_pieces for piece in range(num_pieces + 1))
+    return Part(1, cuts) if num_rows // num_pieces >= LEAST_ROWS else None
+
+
+def num_own(part: Part) -> int:
+    """Return the number of this rank's rows (of one `outer`). Local."""
+    first, end = part.bounds(*ranks())
+    return end - first
 
 
 def own(whole: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
     """Return this rank's block of `whole`; a view if `part.outer` is 1. Local."""
-    here = ranks()
-    start, num = part.cuts[here.rank], part.num_own(here.rank)
+    start, end = part.bounds(*ranks())
     if part.outer == 1:
-        return whole.narrow(dim, start, num)
+        return whole.narrow(dim, start, end - start)
     apart: torch.Tensor = whole.unflatten(dim, (part.outer, part.num_rows))
-    return apart.narrow(dim + 1, start, num).flatten(dim, dim + 1)
+    return apart.narrow(dim + 1, start, end - start).flatten(dim, dim + 1)
 
 
 def gather(block: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
     """Return the whole tensor, in the memory layout that it would have in one process (collective)."""
     here = ranks()
-    counts = [part.num_own(rank) for rank in range(here.size)]
+    bounds = [part.bounds(rank, here.size) for rank in range(here.size)]
+    counts = [end - start for start, end in bounds]
     whole = torch.empty_strided(*layout(block, dim, part.size), dtype=block.dtype, device=block.device)
     if not whole.numel():
         return whole
@@ -94,12 +121,20 @@ def gather(block: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
     data = apart.view(len(apart), -1).view(torch.uint8)  # as bytes: backends lack some types
     if len(data) < max(counts):
         data = torch.cat([data, data.new_empty((max(counts) - len(data), data.shape[1]))])
-    everyones = [torch.empty_like(data) for _ in counts]
-    dist.all_gather(everyones, data, group=group())
+    everyones = gather_alike(data)
     into = into.movedim(dim, 0)
-    for theirs, start, num in zip(everyones, part.cuts, counts):
-        into[start : start + num] = theirs[:num].view(block.dtype).view(num, *apart.shape[1:])
+    for theirs, (start, end), num in zip(everyones, bounds, counts):
+        into[start:end] = theirs[:num].view(block.dtype).view(num, *apart.shape[1:])
     return whole
+
+
+def gather_alike(own: torch.Tensor) -> list[torch.Tensor]:
+    """Return all ranks' tensors, which have one shape (collective)."""
+    if ranks().size == 1:
+        return [own]
+    everyones = [torch.empty_like(own) for _ in range(ranks().size)]
+    dist.all_gather(everyones, own, group=group())
+    return everyones
 
 
 def layout(block: torch.Tensor, dim: int, size: int) -> tuple[list[int], list[int]]:
@@ -125,6 +160,8 @@ def added_up(tensor: torch.Tensor) -> torch.Tensor:
     total = (
         tensor.detach().to(torch.float32) if is_small else tensor.detach().clone(memory_format=torch.contiguous_format)
     )
+    if ranks().size == 1:
+        return total.to(tensor.dtype)
     if total.is_complex():
         dist.all_reduce(torch.view_as_real(total), group=group())
     else:
@@ -147,7 +184,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return Scatter.apply(gradient, ctx.dim, ctx.part) * ranks().size, None, None  # type: ignore[no-untyped-call]
+        return Scatter.apply(gradient, ctx.dim, ctx.part) * factor(), None, None  # type: ignore[no-untyped-call]
 
 
 class Scatter(torch.autograd.Function):
@@ -160,7 +197,7 @@ class Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return Gather.apply(gradient, ctx.dim, ctx.part) / ranks().size, None, None  # type: ignore[no-untyped-call]
+        return Gather.apply(gradient, ctx.dim, ctx.part) / factor(), None, None  # type: ignore[no-untyped-call]
 
 
 class Mean(torch.autograd.Function):

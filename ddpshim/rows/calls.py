@@ -69,24 +69,25 @@ def with_rows(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         calls = current().part(Calls)
-        if torch.compiler.is_compiling() or calls.is_off or calls.is_inside:
+        if torch.compiler.is_compiling() or calls.is_off:
             return call(module, *args, **kwargs)
         if computes_wholes(module):
             with nothing_divided():
                 return on_whole(call, (module, *args), kwargs)
-        if not _can_divide(module, args, kwargs):
+        found = _dimension_and_size(module, leaves((args, kwargs)))
+        if found is None:
             return call(module, *args, **kwargs)
-        dim, calls.is_inside = calls.dim, True
-        num = next(x.shape[dim] for x in leaves((args, kwargs)) if is_plain(x) and x.dim() > dim)
+        dim, num = found
 
         def share(x: Any) -> Any:
             return divided(x, dim) if is_plain(x) and x.dim() > dim and x.shape[dim] == num else x
 
         copies: list[Any] = []
+        before, calls.is_inside = calls.is_inside, True
         try:
             return call(module, *mapped(share, args, copies), **mapped(share, kwargs, copies))
         finally:
-            calls.is_inside = False
+            calls.is_inside = before
             write_back(copies)
 
     return called
@@ -96,24 +97,29 @@ def computes_wholes(module: nn.Module) -> bool:
     """Whether the module's operations are not seen one by one: it is compiled or scripted. Local."""
     return (
         isinstance(module, torch.jit.ScriptModule)
-        or hasattr(module, "_orig_mod")
+        or "_orig_mod" in module.__dict__.get("_modules", ())
         or getattr(module, "_compiled_call_impl", None) is not None
     )
 
 
-def _can_divide(module: nn.Module, args: Any, kwargs: Any) -> bool:
-    calls, counts = current().part(Calls), current().part(Counts)
-    if not counts.is_in_lock_step() or forward_ad._current_level >= 0:
-        return False
-    first: Optional[int] = None
-    for x in leaves((args, kwargs)):
+def _dimension_and_size(module: nn.Module, given: list[Any]) -> Optional[tuple[int, int]]:
+    """Return along which dimension, of which size, plain tensors among a call's arguments become row tensors. Local.
+
+    With a row tensor: those that have as many rows. Otherwise the first one decides, in the outermost call only: an
+    inner one may be that of an embedding of positions.
+    """
+    calls = current().part(Calls)
+    for x in given:
         if isinstance(x, Rows):
-            return False  # it is divided already
-        if first is None and is_plain(x) and x.dim() > calls.dim:
-            first = x.shape[calls.dim]
-    if first is None or blocks.part_of(first, blocks.ranks().size) is None:
-        return False
-    return first * calls.num_parameters(module) >= calls.least_work
+            dim, num = x.dimension, x.shape[x.dimension]
+            is_met = any(is_plain(y) and y.dim() > dim and y.shape[dim] == num for y in given)
+            return (dim, num) if is_met and x.part == blocks.part_of(num) else None
+    if calls.is_inside or not current().part(Counts).is_in_lock_step() or forward_ad._current_level >= 0:
+        return None
+    first = next((x.shape[calls.dim] for x in given if is_plain(x) and x.dim() > calls.dim), None)
+    if first is None or blocks.part_of(first) is None:
+        return None
+    return (calls.dim, first) if first * calls.num_parameters(module) >= calls.least_work else None
 
 
 @contextlib.contextmanager

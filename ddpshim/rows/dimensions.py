@@ -23,7 +23,7 @@ from ddpshim.rows.rules import (
     rule,
     whole_if_mixed,
 )
-from ddpshim.rows.tensor import Counts, Rows
+from ddpshim.rows.tensor import RULES, Counts, Rows
 
 # Names, place of the argument with the dimensions, its name, and what is taken if it is not given.
 _REMOVING = """
@@ -186,7 +186,7 @@ def divided_shape(rows: Rows, shape: list[int]) -> tuple[list[int], int, Part]:
         raise Mixed
     new = Part(above // end, cuts)
     inside = [*shape]
-    inside[dim] = new.outer * new.num_own(blocks.ranks().rank)
+    inside[dim] = new.outer * blocks.num_own(new)
     return inside, dim, new
 
 
@@ -486,3 +486,8 @@ def _one_hot(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented  # else the largest class of all rows
     rows.memory.pull()
     return made(func(rows.block, num), rows)
+
+
+# Rules of `pieces` for which a tensor is only looked at or moved.
+MOVING = [_decision, _reshape, _moved, _expand, _broadcast, _joined, _get, _set, _by_index_in_place, _one_hot, _complex]
+MOVING += [RULES[func] for func in (T.narrow, T.select, T.unbind, T.chunk, T.unfold)]

@@ -49,7 +49,7 @@ def _seeds(tensors: Any, gradients: Any) -> tuple[list[Any], list[Any]]:
         if isinstance(tensor, Rows) and seed is None:
             given[i] = whole(tensor)
         elif isinstance(tensor, Rows):
-            given[i], seeds[i] = tensor.block, _own_of(seed, tensor) * blocks.ranks().size
+            given[i], seeds[i] = tensor.block, _own_of(seed, tensor) * blocks.factor()
         elif isinstance(seed, Rows):
             seeds[i] = whole(seed)
     return given, seeds
@@ -99,7 +99,7 @@ def grad_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
 def _as_seen(gradient: torch.Tensor, tensor: Any) -> Any:
     """Return the gradient of `tensor` in one process."""
     if isinstance(tensor, Rows):
-        factor = 1 if tensor.block.is_leaf else blocks.ranks().size
+        factor = 1 if tensor.block.is_leaf else blocks.factor()
         return Rows(gradient / factor, tensor.dimension, tensor.part)
     return Mean.apply(gradient) if is_reduced(tensor) else gradient  # type: ignore[no-untyped-call]
 
@@ -133,8 +133,8 @@ def _require(func: Any, args: Any, kwargs: Any) -> Any:
             rows.block = mirror.block = cut(mirror.whole, rows.dimension, rows.part)
     elif requires and rows.block.is_leaf and not rows.block.requires_grad:
         rows.block.requires_grad_()
-        num_ranks = blocks.ranks().size
-        rows.block.register_hook(lambda gradient: gradient / num_ranks)
+        factor = blocks.factor()
+        rows.block.register_hook(lambda gradient: gradient / factor)
     else:
         rows.block.requires_grad_(requires)
     rows.cached = None
@@ -157,7 +157,7 @@ def _gradient(func: Any, args: Any, kwargs: Any) -> Any:
     if own is None:
         return None
     # Not kept: autograd adds to the gradient of a leaf in place.
-    return Rows(own if rows.block.is_leaf else own / blocks.ranks().size, rows.dimension, rows.part)
+    return Rows(own if rows.block.is_leaf else own / blocks.factor(), rows.dimension, rows.part)
 
 
 @rule(T.grad.__set__, T.grad.__delete__)  # type: ignore[union-attr]
@@ -214,7 +214,7 @@ def _asks_itself() -> bool:
 
 def _of_whole(hook: Callable[[Any], Any], rows: Rows) -> Callable[[Any], Any]:
     dim, part = rows.dimension, rows.part
-    factor = 1 if rows.block.is_leaf else blocks.ranks().size
+    factor = 1 if rows.block.is_leaf else blocks.factor()
 
     def called(gradient: torch.Tensor) -> Any:
         changed = hook(gathered(gradient, dim, part) / factor)

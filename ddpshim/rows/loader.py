@@ -47,7 +47,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
 
     def __iter__(self) -> Any:
         counts = current().part(Counts)
-        if blocks.ranks().size == 1 or not counts.is_in_lock_step():
+        if current().part(blocks.State).num_pieces == 1 or not counts.is_in_lock_step():
             return super().__iter__()
         if self._is_divided is None:
             self._is_divided = _can_divide(self)
@@ -87,7 +87,7 @@ def _batches(loader: DataLoader[Any], batches: Any) -> Iterator[Any]:
 
 
 class _RowsLoader(torch_data.DataLoader[Any]):
-    """A copy of a loader that fetches (number of rows of the whole batch, this rank's rows)."""
+    """A copy of a loader that fetches (number of rows of the batch, this rank's rows, all ranks' tags or None)."""
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> _RowsLoader:
@@ -118,8 +118,8 @@ class _OwnRows:
     def __iter__(self) -> Iterator[Numbered]:
         here = blocks.ranks()
         for step, indices in enumerate(self._batches):
-            part = blocks.part_of(len(indices), here.size)
-            rows = range(len(indices)) if part is None else range(*part.cuts[here.rank : here.rank + 2])
+            part = blocks.part_of(len(indices))
+            rows = range(len(indices)) if part is None else range(*part.bounds(*here))
             whole = [*indices]
             numbered = Numbered([whole[row] for row in rows], 0, step)
             numbered.whole, numbered.rows = whole, rows
@@ -139,7 +139,7 @@ class _InWorkers(SampleStreams):
 
     def collated_rows(self, given: Any) -> Any:
         num_rows, samples = given
-        return num_rows, self.collated(samples)
+        return num_rows, self.collated(samples), None
 
 
 class _InThisProcess(torch_data.Dataset[Any]):
@@ -160,23 +160,23 @@ class _InThisProcess(torch_data.Dataset[Any]):
 
     def collated_rows(self, indices: Any) -> Any:
         """Fetch and collate this rank's rows (collective)."""
-        num_rows, here = len(indices.whole), world()
+        num_rows = len(indices.whole)
         before = global_states()
         if not self.draws:
             batch = self._collate(self._fetch(indices))
-            drawn = int(has_drawn(before))
-            if not any(flag for flag, _ in messages.pairs((drawn, 0), here.world_size, here._peers())):
-                return num_rows, batch
+            told = _of_ranks(int(has_drawn(before)), _tag(num_rows, batch))
+            if not any(has_drawn for has_drawn, _ in told):
+                return num_rows, batch, [tag for _, tag in told]
             self.draws = True
             restore_global_states(before)
-            if here.is_main:
+            if world().is_main:
                 say(
                     f"{type(self.dataset).__name__} draws random numbers for a sample: to draw what one process "
                     "draws, each rank loads whole batches, which makes loading as slow as in one process. With "
                     "num_workers > 0 loading is not in the training's way"
                 )
         whole = self._collate(self._fetch(indices.whole))
-        return num_rows, _rows_of(whole, indices.rows, num_rows)
+        return num_rows, _rows_of(whole, indices.rows, num_rows), None
 
     def _fetch(self, indices: Any) -> Any:
         by_batch = getattr(self.dataset, "__getitems__", None)
@@ -224,14 +224,14 @@ def _walked(of_tensor: Any, of_texts: Any, batch: Any) -> Any:
 
 def _with_rows(fetched: Any, place: str) -> Any:
     """Return the batch with row tensors (collective)."""
-    (num_rows, batch), here = fetched, world()
-    part = blocks.part_of(num_rows, here.world_size)
+    (num_rows, batch, tags), here = fetched, world()
+    part = blocks.part_of(num_rows)
     if part is None:
         return batch
-    kinds = [(x.dtype, x.shape[1:]) if isinstance(x, torch.Tensor) else type(x).__name__ for x in leaves(batch)]
-    tag = zlib.crc32(repr((num_rows, [kind for kind in kinds if kind != "str"])).encode())
-    if len(set(messages.pairs((tag, 0), here.world_size, here._peers()))) > 1:
-        of_ranks = here.gather(repr(kinds))
+    if tags is None:
+        tags = [tag for _, tag in _of_ranks(0, _tag(num_rows, batch))]
+    if len(set(tags)) > 1:
+        of_ranks = here.gather(repr(_kinds(batch)))
         raise DataError(
             f"{place}: samples of one batch differ in shape or type: {of_ranks[0]} on rank 0, and "
             f"{next(x for x in of_ranks if x != of_ranks[0])} on another. torch's collate cannot join them. Make "
@@ -242,6 +242,21 @@ def _with_rows(fetched: Any, place: str) -> Any:
         return type(own)([one for theirs in here.gather(own) for one in theirs])
 
     return _walked(lambda x: Rows(x, 0, part), texts, batch)
+
+
+def _kinds(batch: Any) -> list[Any]:
+    return [(x.dtype, x.shape[1:]) if isinstance(x, torch.Tensor) else type(x).__name__ for x in leaves(batch)]
+
+
+def _of_ranks(*own: int) -> list[tuple[int, int]]:
+    """Return two numbers of each rank (collective)."""
+    here = world()
+    return messages.pairs(own, here.world_size, here._peers()) if here.world_size > 1 else [own]  # type: ignore[arg-type,list-item]
+
+
+def _tag(num_rows: int, batch: Any) -> int:
+    """Return a hash of what ranks must have alike in a batch."""
+    return zlib.crc32(repr((num_rows, [kind for kind in _kinds(batch) if kind != "str"])).encode())
 
 
 def _can_divide(loader: DataLoader[Any]) -> bool:

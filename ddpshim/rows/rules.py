@@ -40,6 +40,8 @@ bessel_j0 bessel_j1
 __and__ __or__ __xor__ __rand__ __ror__ __rxor__ __invert__ __lshift__ __rshift__ __eq__ __ne__ __lt__ __le__ __gt__
 __ge__ __add__ __radd__ __mul__ __rmul__ __sub__ __rsub__ __div__ __rdiv__ __truediv__ __rtruediv__ __floordiv__
 __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __neg__ __pos__ __abs__
+"""
+MOVES = """
 clone contiguous float double half bfloat16 int long short char byte bool cfloat cdouble detach cpu cuda
 zeros_like ones_like full_like conj resolve_conj resolve_neg
 """
@@ -157,7 +159,7 @@ def used_by_rows(value: Any) -> Any:
         if type(value) is not T and type(value) is not torch.nn.Parameter:
             raise Mixed
         if value.requires_grad and torch.is_grad_enabled() and id(value) not in current().part(Watched).owners:
-            return same(value)
+            return value if current().part(blocks.State).is_in_piece else same(value)
         return value
     if type(value) is list or type(value) is tuple:
         return type(value)([used_by_rows(inner) for inner in value])
@@ -211,7 +213,7 @@ def elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     return Rows(block, block.dim() - place, part)
 
 
-rule(ELEMENTWISE, *getters("real imag data"))(elementwise)
+rule(ELEMENTWISE, MOVES, *getters("real imag data"))(elementwise)
 
 
 @rule(torch.where, T.where, "polygamma")
@@ -235,7 +237,7 @@ def _as_type(func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule(IN_PLACE)
 @whole_if_mixed
-def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
+def in_place(func: Any, args: Any, kwargs: Any) -> Any:
     part, place = place_of((*args, *kwargs.values()) if kwargs else args)
     rows = args[0] if args else None
     if type(rows) is not Rows or place != rows.place[1]:
@@ -347,3 +349,8 @@ def _mask(func: Any, rows: Rows, p: float) -> torch.Tensor:
     with torch.no_grad():
         ones = torch.ones_like(template(rows, "meta"), device=rows.device)
         return blocks.own(func(ones, p, True), rows.dimension, rows.part)
+
+
+# Rules of `pieces` for which a tensor is only looked at, moved, or drawn for.
+MOVING = [_as_type, _about, _of_block, _stride, _new, _drawn, _detach, _empty, _drawn_in_place]
+MOVING += [_dropout, _dropout_in_place]

@@ -261,7 +261,7 @@ def write_back(copies: list[Any]) -> None:
 
 def cut(whole: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
     """Return this rank's block of `whole`, as part of its graph (its backward pass is collective)."""
-    if whole.requires_grad and torch.is_grad_enabled():
+    if whole.requires_grad and torch.is_grad_enabled() and not current().part(blocks.State).is_in_piece:
         made: torch.Tensor = Scatter.apply(whole, dim, part)  # type: ignore[no-untyped-call]
         return made
     return blocks.own(whole, dim, part)
@@ -289,7 +289,7 @@ def divided(whole: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """
     if not is_plain(whole):
         return whole
-    part = blocks.part_of(whole.shape[dim], blocks.ranks().size)
+    part = blocks.part_of(whole.shape[dim])
     if part is None:
         return whole
     block = cut(whole, dim, part)

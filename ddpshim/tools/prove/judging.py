@@ -111,7 +111,10 @@ def _samples(one: Run, ranks: Sequence[Run], rounding: _Rounding, step: int) -> 
     if not alone or not all(spread):
         return None
     mine = Counter(name for batch in alone for name in batch["samples"] or ())
-    of_ranks = [Counter(name for batch in own for name in batch["samples"] or ()) for own in spread]
+    of_ranks = [
+        Counter(name for batch in own if not (rank and batch["whole"]) for name in batch["samples"] or ())
+        for rank, own in enumerate(spread)
+    ]
     together = sum(of_ranks, Counter())
     if mine == together or not mine or not together:
         return None

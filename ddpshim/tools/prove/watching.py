@@ -147,7 +147,8 @@ class Watcher:
         own = _states()
         is_own = self._run.startswith("rank") and not _ranks_share_draws()
         of_pass = self._passes.get(batches) or {"sampler": "", "pass_number": 0}
-        about = {"size": size, "samples": samples, **of_pass, "place": place()}
+        is_whole = _is_of_all_ranks(batches, batch, size)
+        about = {"size": size, "samples": samples, "whole": is_whole, **of_pass, "place": place()}
         self._write("batch", number=self._num_batches, streams=_digest(own) if is_own else None, **about)
         if self._run == ONE:
             import torch
@@ -363,14 +364,24 @@ def _is_ours(module: Any) -> bool:
 
 
 def _ranks_share_draws() -> bool:
-    """Whether ddpshim gives each rank its rows of one process's draws: then no noise is imposed, and this is tested."""
+    """Whether ddpshim gives ranks one process's draws: then no noise is imposed, and this is tested."""
     shares: Any = sys.modules.get("ddpshim.job.shares")
     if shares is None:
         return False
     from ddpshim.job.group import has_world
     from ddpshim.job.job import current
 
-    return has_world() and bool(current().part(shares.Sharing).is_on)
+    return has_world() and (current().holds_whole_batches or bool(current().part(shares.Sharing).is_on))
+
+
+def _is_of_all_ranks(batches: Any, batch: Any, size: int) -> bool:
+    """Whether every rank gets this whole batch, and not its rows of it with the number of all."""
+    if "ddpshim.rows.loader" not in sys.modules:
+        return False
+    from ddpshim.job.job import current
+
+    has_rows = type(getattr(batches, "_dataset", None)).__module__ == "ddpshim.rows.loader"
+    return current().holds_whole_batches and (not has_rows or bool(batch[0] == size))
 
 
 def _places(own: list[str], every: list[str], rank: int, num_ranks: int) -> Optional[list[int]]:

@@ -26,7 +26,7 @@ from ddpshim.job.group import cleanup, draws_alike, setup, world
 from ddpshim.job.job import Job, current
 from ddpshim.job.replaced import noted, replaced
 from ddpshim.job.world import World
-from ddpshim.rows import calls
+from ddpshim.rows import calls, pieces
 from ddpshim.rows.loader import DataLoader
 from ddpshim.rows.tensor import Counts
 from ddpshim.trainers.unedited import accelerators, gpus, leaving
@@ -130,8 +130,11 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
             undo.enter_context(equal_reads(here, is_apart))
             undo.enter_context(rollouts.on_main(files.apart))
             unshared.leave_to_others()
-            undo.enter_context(calls.installed())
             undo.enter_context(replaced(torch.autograd, "backward", steps.checked(torch.autograd.backward)))
+        if here.world_size > 1 or here.options.exact is not None:
+            undo.enter_context(calls.installed())
+        if here.options.exact is not None:
+            undo.enter_context(pieces.installed())
         if here.device.type == "cuda":
             undo.enter_context(gpus.shown(here.local_world_size))
         yield

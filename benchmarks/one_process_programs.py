@@ -1,0 +1,337 @@
+"""Training and evaluation programs for one process, as users write them; benchmarks/one_process.py runs them on ranks.
+
+`python benchmarks/one_process_programs.py NAME NUM_BLOCKS OUT` runs a block of steps to warm up, then NUM_BLOCKS
+measured ones, and writes OUT: {"ms": milliseconds of a step in each block, "loss": the last loss, and, on ranks, what a
+step needed}.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+WIDTHS = (64, 128, 256)
+
+
+class Block(nn.Module):
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv1d(num_in, num_out, 5, padding=2), nn.GroupNorm(8, num_out), nn.Mish())
+        self.second = nn.Sequential(nn.Conv1d(num_out, num_out, 5, padding=2), nn.GroupNorm(8, num_out), nn.Mish())
+        self.condition, self.skip = nn.Sequential(nn.Mish(), nn.Linear(96, 2 * num_out)), nn.Conv1d(num_in, num_out, 1)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        scale, bias = self.condition(condition).unsqueeze(-1).chunk(2, dim=1)
+        return self.second(scale * self.first(x) + bias) + self.skip(x)
+
+
+class UNet(nn.Module):
+    """Predicts the noise in actions (B, 16, 7) at timesteps (B,), given observations (B, 20)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation = nn.Sequential(nn.Linear(20, 256), nn.ReLU(), nn.Linear(256, 64))
+        self.timestep, widths = nn.Embedding(100, 32), (7, *WIDTHS)
+        self.down = nn.ModuleList(Block(a, b) for a, b in zip(widths, WIDTHS))
+        self.middle = Block(WIDTHS[-1], WIDTHS[-1])
+        self.up = nn.ModuleList(Block(a + b, b) for a, b in zip((WIDTHS[-1], *WIDTHS[:0:-1]), WIDTHS[::-1]))
+        self.last = nn.Conv1d(WIDTHS[0], 7, 1)
+
+    def forward(self, actions: Tensor, timestep: Tensor, observation: Tensor) -> Tensor:
+        condition = torch.cat([self.timestep(timestep), self.observation(observation)], 1)
+        y, skipped = actions.transpose(1, 2), []
+        for block in self.down:
+            skipped.append(y := block(y, condition))
+        y = self.middle(y, condition)
+        for block in self.up:
+            y = block(torch.cat([y, skipped.pop()], 1), condition)
+        return self.last(y).transpose(1, 2)
+
+
+def endless(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def unet(batch_size: int) -> Callable[[], float]:
+    net = UNet()
+    ema, optimizer = copy.deepcopy(net), torch.optim.AdamW(net.parameters(), lr=1e-4, weight_decay=1e-6)
+    data = TensorDataset(torch.randn(4 * batch_size, 20), torch.randn(4 * batch_size, 16, 7))
+    batches = endless(DataLoader(data, batch_size, shuffle=True))
+
+    def step() -> float:
+        observation, actions = next(batches)
+        noise, timestep = torch.randn_like(actions), torch.randint(0, 100, (len(actions),))
+        kept = 1 - timestep[:, None, None] / 100
+        loss = F.mse_loss(net(kept * actions + (1 - kept) * noise, timestep, observation), noise)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for average, weight in zip(ema.parameters(), net.parameters()):
+                average.lerp_(weight, 0.01)
+        return loss.item()
+
+    return step
+
+
+class ACT(nn.Module):
+    """Predicts chunks of actions (B, 20, 7) from two images (B, 2, 3, 96, 96) and a latent of the actions."""
+
+    def __init__(self, width: int = 192) -> None:
+        super().__init__()
+        self.images = nn.Sequential(
+            *(nn.Conv2d(3, 32, 7, 4, 3), nn.BatchNorm2d(32), nn.ReLU()),
+            *(nn.Conv2d(32, 64, 3, 2, 1), nn.BatchNorm2d(64), nn.ReLU()),
+            *(nn.Conv2d(64, width, 3, 2, 1), nn.BatchNorm2d(width), nn.ReLU()),
+        )
+        self.latent, self.joints = nn.Linear(7 * 20, 2 * 32), nn.Linear(14, width)
+        self.of_latent, self.places = nn.Linear(32, width), nn.Parameter(0.02 * torch.randn(74, 1, width))
+        self.transformer = nn.Transformer(width, 6, 3, 3, 512, 0.1)
+        self.queries, self.head = nn.Parameter(0.02 * torch.randn(20, 1, width)), nn.Linear(width, 7)
+
+    def forward(self, joints: Tensor, images: Tensor, actions: Tensor) -> Any:
+        num = joints.shape[0]
+        mean, log_variance = self.latent(actions.flatten(1)).chunk(2, 1)
+        z = mean + (log_variance / 2).exp() * torch.randn_like(mean)
+        seen = self.images(images.flatten(0, 1)).flatten(2).unflatten(0, (num, 2)).permute(1, 3, 0, 2).flatten(0, 1)
+        tokens = torch.cat([self.of_latent(z)[None], self.joints(joints)[None], seen]) + self.places
+        out = self.transformer(tokens, self.queries.expand(-1, num, -1)).transpose(0, 1)
+        return self.head(out), mean, log_variance
+
+
+def act(batch_size: int = 16) -> Callable[[], float]:
+    net = ACT()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-5)
+    num = 4 * batch_size
+    tensors = (
+        torch.randn(num, 14),
+        torch.randint(0, 256, (num, 2, 3, 96, 96), dtype=torch.uint8),
+        torch.randn(num, 20, 7),
+    )
+    batches = endless(DataLoader(TensorDataset(*tensors, torch.rand(num, 20) < 0.2), batch_size, shuffle=True))
+
+    def step() -> float:
+        joints, images, actions, is_pad = next(batches)
+        predicted, mean, log_variance = net(joints, images / 255.0, actions)
+        l1 = (F.l1_loss(actions, predicted, reduction="none") * ~is_pad.unsqueeze(-1)).mean()
+        kl = (-0.5 * (1 + log_variance - mean.pow(2) - log_variance.exp())).sum(-1).mean()
+        loss = l1 + 10 * kl
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int = 192, num_heads: int = 6, length: int = 64) -> None:
+        super().__init__()
+        self.one, self.two, self.num_heads = nn.LayerNorm(width), nn.LayerNorm(width), num_heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1))
+        self.drop = nn.Dropout(0.1)
+        self.register_buffer("mask", torch.tril(torch.ones(length, length)).view(1, 1, length, length))
+
+    def forward(self, x: Tensor) -> Tensor:
+        num, length, width = x.size()
+        q, k, v = self.qkv(self.one(x)).split(width, dim=2)
+        q, k, v = (y.view(num, length, self.num_heads, width // self.num_heads).transpose(1, 2) for y in (q, k, v))
+        scores = (q @ k.transpose(-2, -1)) * (1.0 / k.size(-1) ** 0.5)
+        scores = self.drop(
+            F.softmax(scores.masked_fill(self.get_buffer("mask")[:, :, :length, :length] == 0, float("-inf")), dim=-1)
+        )
+        x = x + self.drop(self.out((scores @ v).transpose(1, 2).contiguous().view(num, length, width)))
+        return x + self.mlp(self.two(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, words: int = 100, width: int = 192, length: int = 64) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Parameter(torch.zeros(1, length, width))
+        self.layers, self.norm = nn.Sequential(*(Layer(width) for _ in range(4))), nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, text: Tensor) -> Tensor:
+        return self.head(self.norm(self.layers(self.words(text) + self.places[:, : text.size(1)])))
+
+
+def mingpt(batch_size: int = 32) -> Callable[[], float]:
+    net = GPT()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-4, betas=(0.9, 0.95))
+    batches = endless(DataLoader(TensorDataset(torch.randint(0, 100, (4 * batch_size, 65))), batch_size, shuffle=True))
+
+    def step() -> float:
+        (text,) = next(batches)
+        logits = net(text[:, :-1])
+        loss = F.cross_entropy(logits.view(-1, logits.size(-1)), text[:, 1:].reshape(-1))
+        net.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def resnet(batch_size: int = 16) -> Callable[[], float]:
+    """robomimic's image encoder, and a head."""
+    from robomimic.models.base_nets import ResNet18Conv, SpatialSoftmax
+
+    conv = ResNet18Conv(input_channel=3, pretrained=False)
+    points = SpatialSoftmax(conv.output_shape([3, 84, 84]), num_kp=32)
+    net = nn.Sequential(conv, points, nn.Flatten(), nn.Linear(64, 7))
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-4)
+    tensors = torch.randint(0, 256, (4 * batch_size, 84, 84, 3), dtype=torch.uint8), torch.randn(4 * batch_size, 7)
+    batches = endless(DataLoader(TensorDataset(*tensors), batch_size, shuffle=True))
+
+    def step() -> float:
+        images, actions = next(batches)
+        loss = F.mse_loss(net(images.permute(0, 3, 1, 2).float() / 255.0), actions)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def replay(batch_size: int = 1024, width: int = 512) -> Callable[[], float]:
+    """TD3 from a replay buffer in numpy."""
+
+    def mlp(num_in: int, num_out: int) -> nn.Sequential:
+        return nn.Sequential(
+            *(nn.Linear(num_in, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, num_out))
+        )
+
+    actor, critics, generator = mlp(64, 8), nn.ModuleList([mlp(72, 1), mlp(72, 1)]), np.random.default_rng(0)
+    old_actor, old_critics = copy.deepcopy(actor), copy.deepcopy(critics)
+    optimizers = torch.optim.Adam(actor.parameters(), 3e-4), torch.optim.Adam(critics.parameters(), 3e-4)
+    buffer = {name: generator.standard_normal((20000, n)).astype(np.float32) for name, n in _SIZES.items()}
+
+    def step() -> float:
+        rows = generator.integers(0, 20000, batch_size)
+        s, a, r, then = (torch.from_numpy(buffer[name][rows]) for name in _SIZES)
+        with torch.no_grad():
+            noise = (torch.randn_like(a) * 0.2).clamp(-0.5, 0.5)
+            pair = torch.cat([then, (old_actor(then).tanh() + noise).clamp(-1, 1)], 1)
+            target = r + 0.99 * torch.min(*(critic(pair) for critic in old_critics))
+        loss: Any = sum(F.mse_loss(critic(torch.cat([s, a], 1)), target) for critic in critics)
+        optimizers[1].zero_grad()
+        loss.backward()
+        optimizers[1].step()
+        of_actor = -critics[0](torch.cat([s, actor(s).tanh()], 1)).mean()
+        optimizers[0].zero_grad()
+        of_actor.backward()
+        optimizers[0].step()
+        with torch.no_grad():
+            for old, new in ((old_actor, actor), (old_critics, critics)):
+                for slow, fast in zip(old.parameters(), new.parameters()):
+                    slow.lerp_(fast, 0.005)
+        return float(loss)
+
+    return step
+
+
+_SIZES = {"s": 64, "a": 8, "r": 1, "then": 64}
+
+
+def classifier(batch_size: int = 128) -> Callable[[], float]:
+    """Images in their order, in the training's process."""
+    convolutions = (
+        nn.Conv2d(3, 32, 3, 1, 1),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, 2, 1),
+        nn.ReLU(),
+        nn.Conv2d(64, 64, 3, 2, 1),
+    )
+    net = nn.Sequential(*convolutions, nn.ReLU(), nn.Flatten(), nn.Linear(4096, 10))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    tensors = torch.randn(4 * batch_size, 3, 32, 32), torch.randint(0, 10, (4 * batch_size,))
+    batches, correct = endless(DataLoader(TensorDataset(*tensors), batch_size, shuffle=False)), 0
+
+    def step() -> float:
+        nonlocal correct
+        x, y = next(batches)
+        logits = net(x)
+        loss = F.cross_entropy(logits, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        correct += (logits.argmax(1) == y).sum().item()
+        return loss.item()
+
+    return step
+
+
+def sampling(batch_size: int = 128) -> Callable[[], float]:
+    """An evaluation: actions are sampled in ten steps of denoising, and compared."""
+    net = UNet().eval()
+    data = TensorDataset(torch.randn(4 * batch_size, 20), torch.randn(4 * batch_size, 16, 7))
+    batches = endless(DataLoader(data, batch_size))
+
+    @torch.no_grad()
+    def step() -> float:
+        observation, actions = next(batches)
+        x = torch.randn_like(actions)
+        for t in range(90, -1, -10):
+            x = x - 0.1 * net(x, torch.full((len(x),), t), observation) + 0.01 * torch.randn_like(x)
+        return F.mse_loss(x, actions).item()
+
+    return step
+
+
+PROGRAMS: dict[str, tuple[Callable[[], Callable[[], float]], int]] = {  # and the steps of a block
+    "unet_64": (lambda: unet(64), 10),
+    "unet_256": (lambda: unet(256), 3),
+    "act": (act, 6),
+    "mingpt": (mingpt, 6),
+    "resnet": (resnet, 4),
+    "replay": (replay, 12),
+    "classifier": (classifier, 12),
+    "sampling": (sampling, 3),
+}
+
+
+def needed(step: Callable[[], float]) -> dict[str, float]:
+    """Return what a step on ranks needs: operations on rows, gathers and their bytes, messages of all kinds."""
+    counts = sys.modules["ddpshim.rows.tensor"].Counts
+    of_job = sys.modules["ddpshim.job.job"].current().part(counts)
+    before = of_job.on_rows, sum(of_job.gathered.values()), sum(of_job.num_bytes.values())
+    with torch.profiler.profile() as seen:
+        step()
+    after = of_job.on_rows, sum(of_job.gathered.values()), sum(of_job.num_bytes.values())
+    found = dict(zip(("operations", "gathers", "bytes"), (float(b - a) for a, b in zip(before, after))))
+    return {**found, "messages": float(sum(event.name.startswith("gloo:") for event in seen.events()))}
+
+
+def main(name: str, num_blocks: int, out: str) -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    make, num_steps = PROGRAMS[name]
+    step, times, loss = make(), [], 0.0
+    for _ in range(num_blocks + 1):
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            loss = step()
+        times.append(1000 * (time.perf_counter() - start) / num_steps)
+    found: dict[str, Any] = {"ms": times[1:], "loss": loss}
+    if "ddpshim.rows.tensor" in sys.modules:
+        found.update(needed(step))
+    with open(out, "w") as file:
+        json.dump(found, file)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,181 @@
+"""Computes rules in pieces, for the option `exact`: the bits of a result then do not depend on the number of ranks.
+
+With exact=V every dimension of rows is divided into V pieces, of which each of W ranks holds V / W. A rule is computed
+for one piece after the other, with tensors of the same shapes and layouts for every W. Gradients of whole tensors are
+added up over all pieces, from the first to the last, so no wrapper reduces those of parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, Callable
+
+import torch
+
+from ddpshim.job.job import current
+from ddpshim.rows import blocks, dimensions, rules
+from ddpshim.rows.blocks import Part, Ranks
+from ddpshim.rows.tensor import RULES, Rows, divided, leaves, mapped, on_whole
+
+_ALIGNMENT = 64  # bytes; kernels round differently at other addresses
+
+
+class AddUp(torch.autograd.Function):
+    """The pieces' gradients of this rank -> the sum over all pieces, in their order (collective)."""
+
+    @staticmethod
+    def forward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        ctx.num = len(gradients)
+        every = [gradient for theirs in blocks.gather_alike(torch.stack(gradients)) for gradient in theirs]
+        total: torch.Tensor = every[0].clone()
+        for gradient in every[1:]:
+            total.add_(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return (gradient,) * ctx.num
+
+
+class ForPieces(torch.autograd.Function):
+    """A whole tensor -> itself for each piece of this rank (its backward pass is collective)."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, num: int) -> tuple[torch.Tensor, ...]:
+        return tuple(whole.view_as(whole) for _ in range(num))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return AddUp.apply(*gradients), None  # type: ignore[no-untyped-call]
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in a layout, and at an address, that do not depend on what it is a part of. Local."""
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda i: (-strides[i], i))
+    made = tensor.permute(order).contiguous()
+    if made.data_ptr() % _ALIGNMENT:
+        made = made.clone()
+    back: torch.Tensor = made.permute([order.index(i) for i in range(tensor.dim())])
+    return back
+
+
+def parted(rows: Rows) -> list[Rows]:
+    """Return a row tensor for each piece of this rank. Local."""
+    sizes, dim, block, outer = _sizes(rows.part), rows.dimension, rows.block, rows.part.outer
+    if len(sizes) == 1:
+        found: Sequence[torch.Tensor] = [block]
+    elif outer == 1:
+        found = block.split(sizes, dim)
+    else:
+        found = [one.flatten(dim, dim + 1) for one in block.unflatten(dim, (outer, sum(sizes))).split(sizes, dim + 1)]
+    return [Rows(dense(one), dim, rows.part) for one in found]
+
+
+def joined(pieces: Sequence[Rows]) -> Rows:
+    """Return the row tensor of this rank's pieces. Local."""
+    first, dim, outer = pieces[0], pieces[0].dimension, pieces[0].part.outer
+    found = [piece.block for piece in pieces]
+    if len(found) == 1:
+        return Rows(dense(found[0]), dim, first.part)
+    if outer > 1:
+        found = [one.unflatten(dim, (outer, one.shape[dim] // outer)) for one in found]
+        dim += 1
+    strides = found[0].stride()
+    order = sorted(range(found[0].dim()), key=lambda i: (-strides[i], i))
+    block = torch.cat([one.permute(order) for one in found], order.index(dim))
+    block = block.permute([order.index(i) for i in range(block.dim())])
+    return Rows(block.flatten(dim - 1, dim) if outer > 1 else block, first.dimension, first.part)
+
+
+def _sizes(part: Part) -> list[int]:
+    """Return the number of rows (of one `outer`) of each piece of this rank."""
+    return [part.cuts[i + 1] - part.cuts[i] for i in _own_pieces()]
+
+
+def _own_pieces() -> range:
+    here, num_pieces = blocks.ranks(), current().part(blocks.State).num_pieces
+    each = num_pieces // here.size
+    return range(here.rank * each, (here.rank + 1) * each)
+
+
+@contextlib.contextmanager
+def _inside(number: int) -> Iterator[None]:
+    """Within this block, ranks are the pieces, and this one computes piece `number`. Local."""
+    state = current().part(blocks.State)
+    before = state.ranks
+    state.ranks = Ranks(number, state.num_pieces)
+    state.is_in_piece = True
+    try:
+        yield
+    finally:
+        state.ranks, state.is_in_piece = before, False
+
+
+def _of_piece(of: dict[int, Any], i: int, value: Any) -> Any:
+    return of[id(value)][i] if id(value) in of else value
+
+
+def in_pieces(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a rule that computes `rule` for one piece after the other."""
+
+    @functools.wraps(rule)
+    def computed(func: Any, args: Any, kwargs: Any) -> Any:
+        given = [x for x in leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        is_drawing = "attention" in func.__name__ and rules.argument(args, kwargs, 4, "dropout_p", 0.0)
+        if current().part(blocks.State).is_in_piece or is_drawing:
+            return rule(func, args, kwargs)
+        if func is torch.batch_norm and len(args) > 5 and args[5]:  # in training: over all rows
+            return divided(on_whole(func, args, kwargs))
+        of: dict[int, Any] = {}
+        for x in given:
+            if type(x) is Rows:
+                x.memory.pull()
+                of[id(x)] = parted(x)
+        if not of:
+            return rule(func, args, kwargs)
+        changed = args[0] if rule is rules.in_place and type(args[0]) is Rows else None
+        if changed is not None:
+            for piece in of[id(changed)]:
+                piece.block = piece.block.clone()
+        for x in given:
+            if id(x) not in of and x.requires_grad and torch.is_grad_enabled():
+                of[id(x)] = ForPieces.apply(x, len(_own_pieces()))  # type: ignore[no-untyped-call]
+        found = []
+        for i, number in enumerate(_own_pieces()):
+            inside = mapped(functools.partial(_of_piece, of, i), (args, kwargs))
+            with _inside(number):
+                found.append(rule(func, *inside))
+        if found[0] is NotImplemented:
+            return NotImplemented
+        if changed is not None:
+            changed.block.copy_(joined(of[id(changed)]).block)
+            changed.memory.wrote()
+            return changed
+        if isinstance(found[0], (tuple, list)):
+            return type(found[0])([joined(ones) if type(ones[0]) is Rows else ones[0] for ones in zip(*found)])
+        return joined(found) if type(found[0]) is Rows else found[0]
+
+    return computed
+
+
+# They only move, or share memory, or draw for the whole.
+_MOVING = {
+    *rules.functions(rules.MOVES.split()),
+    *rules.getters("real imag data"),
+    *(func for func, rule in RULES.items() if rule in (*rules.MOVING, *dimensions.MOVING)),
+}
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Within this block, rules are computed in pieces. Local."""
+    before = dict(RULES)
+    RULES.update((func, in_pieces(rule)) for func, rule in before.items() if func not in _MOVING)
+    try:
+        yield
+    finally:
+        RULES.clear()
+        RULES.update(before)
