@@ -38,11 +38,17 @@ SLOW = {"compiled_aot", "compiled_by_inductor", "compiled_loss", "compiled_step"
 ALWAYS = {"compiled_eager", "compiled_in_place"}
 
 
-def _results(program: str, folder: Path, *options: str, ranks: int = 0) -> Any:
+def _results(program: str, folder: Path, *options: str, ranks: int = 0, **environ_of: str) -> Any:
     launched = ["-m", "ddpshim", "run", "--nproc", str(ranks)] if ranks else []
     command = [sys.executable, *launched, str(FOLDER / f"{program}.py"), "results", *options]
     folder.mkdir()
-    environ = {**environment(), variables.ROWS: "all", "PYTHONWARNINGS": "ignore", "DDPSHIM_DIAGNOSE": "no"}
+    environ = {
+        **environment(),
+        variables.ROWS: "all",
+        "PYTHONWARNINGS": "ignore",
+        "DDPSHIM_DIAGNOSE": "no",
+        **environ_of,
+    }
     done = subprocess.run(
         command, cwd=folder, env=environ, capture_output=True, text=True, timeout=patience(DEADLINE_S), check=False
     )
@@ -71,3 +77,16 @@ def test_three_ranks_compute_what_one_process_computes(
     for name in [name for name in REFUSED if name in others]:
         assert others.pop(name).startswith(REFUSED[name])
     assert not others
+
+
+@pytest.mark.launch
+def test_exact_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    chosen = ["--only", ",".join([*__import__("idioms").IDIOMS][::4])]
+    one, *others = (
+        _results("idioms", tmp_path / str(ranks), *chosen, ranks=ranks, DDPSHIM_EXACT="4") for ranks in (1, 2, 4)
+    )
+    assert all(found["error"] is None for found in one.values())
+    assert [repr(found) for found in others] == [repr(one)] * 2
+    plain = _results("idioms", tmp_path / "plain", *chosen)
+    assert set(__import__("compare").compare(plain, one).values()) == {"equal"}

@@ -15,8 +15,10 @@ from typing import Any, Callable
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
+from ddpshim.errors import SyncError
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
+from ddpshim.job.say import line_of_the_caller
 from ddpshim.model.backward import Passes
 from ddpshim.model.guard import Watched
 from ddpshim.rows import blocks
@@ -179,7 +181,9 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(rows, Rows):
         return NotImplemented
     if rows.shape != value.shape:
-        raise ValueError("x.data = y of another shape, for a batch that is divided over the ranks: use x = y")
+        raise SyncError(
+            f"{line_of_the_caller()}: x.data = y of another shape, for a batch divided over the ranks. Use x = y"
+        )
     rows.block.data = _own_of(value, rows).detach()
     rows.memory.wrote()
 
@@ -315,3 +319,5 @@ def text_of(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 rule(T.__repr__, T.__format__)(text_of)
+
+RULES_OF_WHOLES = [_backward, _require, _retain, _gradient, _set_gradient, _set_data, text_of]

@@ -15,7 +15,7 @@ from typing import Any, Callable
 import torch
 
 from ddpshim.job.job import current
-from ddpshim.rows import blocks, dimensions, rules
+from ddpshim.rows import blocks, dimensions, gradients, rules
 from ddpshim.rows.blocks import Part, Ranks
 from ddpshim.rows.tensor import RULES, Rows, divided, leaves, mapped, on_whole
 
@@ -165,7 +165,7 @@ def in_pieces(rule: Callable[..., Any]) -> Callable[..., Any]:
 _MOVING = {
     *rules.functions(rules.MOVES.split()),
     *rules.getters("real imag data"),
-    *(func for func, rule in RULES.items() if rule in (*rules.MOVING, *dimensions.MOVING)),
+    *(func for func, rule in RULES.items() if rule in (*rules.MOVING, *dimensions.MOVING, *gradients.RULES_OF_WHOLES)),
 }
 
 
