@@ -347,6 +347,9 @@ def _dropout_in_place(func: Any, args: Any, kwargs: Any) -> Any:
 def _mask(func: Any, rows: Rows, p: float) -> torch.Tensor:
     """Return this rank's block of what dropout multiplies the whole by. Local."""
     with torch.no_grad():
+        if func is torch.dropout and rows.device.type == "cpu":  # what torch does there, without a pass over ones
+            drawn = template(rows).bernoulli_(1 - p)
+            return blocks.own(drawn, rows.dimension, rows.part) / (1 - p)
         ones = torch.ones_like(template(rows, "meta"), device=rows.device)
         return blocks.own(func(ones, p, True), rows.dimension, rows.part)
 
