@@ -207,7 +207,7 @@ def resnet(batch_size: int = 16) -> Callable[[], float]:
     return step
 
 
-def replay(batch_size: int = 1024, width: int = 512) -> Callable[[], float]:
+def replay(batch_size: int = 4096, width: int = 512) -> Callable[[], float]:
     """TD3 from a replay buffer in numpy."""
 
     def mlp(num_in: int, num_out: int) -> nn.Sequential:
@@ -298,7 +298,7 @@ PROGRAMS: dict[str, tuple[Callable[[], Callable[[], float]], int]] = {  # and th
     "act": (act, 6),
     "mingpt": (mingpt, 6),
     "resnet": (resnet, 4),
-    "replay": (replay, 12),
+    "replay": (replay, 3),
     "classifier": (classifier, 12),
     "sampling": (sampling, 3),
 }

@@ -90,3 +90,21 @@ def test_exact_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path, monkeypa
     assert [repr(found) for found in others] == [repr(one)] * 2
     plain = _results("idioms", tmp_path / "plain", *chosen)
     assert set(__import__("compare").compare(plain, one).values()) == {"equal"}
+
+
+@pytest.mark.launch
+def test_prove_says_yes(tmp_path: Path) -> None:
+    command = ["-m", "ddpshim", "prove", "--nproc", "3", "--steps", "50", str(FOLDER / "idioms.py"), "out"]
+    environ = {**environment(), variables.ROWS: "all", "PYTHONWARNINGS": "ignore"}
+    for name in ("info_nce", "masked_over_item"):
+        done = subprocess.run(
+            [sys.executable, *command, "--only", name],
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=patience(DEADLINE_S),
+            check=False,
+        )
+        assert "the same experiment: yes\n  4 steps on 3 ranks" in done.stdout, done.stdout + done.stderr
+        assert "noise" not in done.stdout

@@ -165,6 +165,7 @@ class Rows(torch.Tensor):
         dimension: the dimension of the rows.
         part: how it is divided.
         place: the part, and the dimension counted from the last one, which is 1.
+        sizes: its shape.
         memory: shared with all row tensors that share its memory.
     """
 
@@ -172,6 +173,7 @@ class Rows(torch.Tensor):
     dimension: int
     part: Part
     place: tuple[Part, int]
+    sizes: torch.Size
     memory: Memory
     cached: Optional[tuple[Any, torch.Tensor, int]]
 
@@ -181,9 +183,26 @@ class Rows(torch.Tensor):
         size[dimension] = part.size
         made: Rows = _T._make_wrapper_subclass(cls, size, dtype=block.dtype, device=block.device)
         made.block, made.dimension, made.part = block, dimension, part
-        made.place = part, len(size) - dimension
+        made.place, made.sizes = (part, len(size) - dimension), torch.Size(size)
         made.memory, made.cached = memory or Memory(), None
         return made
+
+    # Asked most, so without the way through __torch_function__.
+    shape = property(lambda self: self.sizes)
+    dtype = property(lambda self: self.block.dtype)
+    device = property(lambda self: self.block.device)
+    ndim = property(lambda self: len(self.sizes))
+
+    def dim(self) -> int:
+        return len(self.sizes)
+
+    def size(self, dim: Any = None) -> Any:
+        if type(dim) is int or dim is None:
+            return self.sizes if dim is None else self.sizes[dim]
+        return super().size(dim)
+
+    def __len__(self) -> int:
+        return self.sizes[0]
 
     def as_subclass(self, cls: Any) -> Any:
         return whole(self, "as_subclass").as_subclass(cls)  # torch does not pass it on to __torch_function__

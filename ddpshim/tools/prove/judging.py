@@ -112,7 +112,7 @@ def _samples(one: Run, ranks: Sequence[Run], rounding: _Rounding, step: int) -> 
         return None
     mine = Counter(name for batch in alone for name in batch["samples"] or ())
     of_ranks = [
-        Counter(name for batch in own if not (rank and batch["whole"]) for name in batch["samples"] or ())
+        Counter(name for batch in own if not (rank and batch.get("whole")) for name in batch["samples"] or ())
         for rank, own in enumerate(spread)
     ]
     together = sum(of_ranks, Counter())
