@@ -171,7 +171,7 @@ OF_THE_PROCESS = {
     "job.random_streams._shared": "a block of code that draws alike on all ranks",
     "observe.records._state": "an open file, in which the end of a run is noted after cleanup()",
     "job.rendezvous._state": "the store of a launcher's address: its server must outlive its clients",
-    "rows.blocks.part_of": "numbers, by numbers",
+    "rows.blocks._part_of": "numbers, by numbers",
     "rows.gradients._made": "classes of the program, by class",
     "robomimic.known.digest": "of code, by the code",
     "robomimic.windows._rows_of": "files in memory, of a data worker as well",

@@ -21,8 +21,11 @@ from torch.utils._device import DeviceContext
 import ddpshim
 from ddpshim.checkpoint import snapshot
 from ddpshim.job import events
+from ddpshim.job.job import current
 from ddpshim.job.pace import Pace
 from ddpshim.job.replaced import replaced
+from ddpshim.rows import calls
+from ddpshim.rows.tensor import Counts
 from tests import simulated_gpus, slowness, test_parallel
 from tests.equivalence import copy_release, make_run_config, source
 from tests.preloaded import START_DEADLINE_S, environment, preloaded
@@ -244,8 +247,11 @@ _MAY_WAIT = {
 _WARM_UP, _STEPS = 10, 3  # weights are compared at the tenth
 
 
-def _rank_counts_syncs(kinds: list[str]) -> dict[str, tuple[list[str], list[str]]]:
+def _rank_counts_syncs(kinds: list[str], on_rows: bool = False) -> dict[str, tuple[list[str], list[str]]]:
     here, counted = ddpshim.world(), {}
+    if on_rows:
+        current().holds_whole_batches = True
+        current().at_end.enter_context(calls.installed())
     networks = {kind: _network(kind).to(here.device) for kind in kinds}
     for kind, bare in networks.items():
         net = ddpshim.wrap_parallel(bare)
@@ -257,6 +263,7 @@ def _rank_counts_syncs(kinds: list[str]) -> dict[str, tuple[list[str], list[str]
                     optimizer.zero_grad()
                     net(x).pow(2).mean().backward()
                     optimizer.step()
+        assert bool(current().part(Counts).on_rows) == on_rows
         counted[kind] = [str(event) for event in log.syncs if not _may_wait(event)], [e.what for e in log.races]
     return counted
 
@@ -271,9 +278,9 @@ def _may_wait(event: Event) -> bool:
 _KINDS = ["linear", "unused", "transformer", "batchnorm"]
 
 
-@pytest.fixture(scope="module")
-def counted() -> list[dict[str, tuple[list[str], list[str]]]]:
-    return run_ranks(_rank_counts_syncs, 2, _KINDS, on_gpus=True)
+@pytest.fixture(scope="module", params=[False, True], ids=["shares", "rows"])
+def counted(request: pytest.FixtureRequest) -> list[dict[str, tuple[list[str], list[str]]]]:
+    return run_ranks(_rank_counts_syncs, 2, _KINDS, request.param, on_gpus=True, environ={"DDPSHIM_ROWS": "all"})
 
 
 @pytest.mark.parametrize("kind", _KINDS)
