@@ -200,11 +200,11 @@ def compared(trainer: Trainer, one: Left, samples: list[Left], two: Left, num_ra
     return Row(trainer, num_ranks, verdict, differences, notes, shares[-1] if shares else None, rounding, seconds)
 
 
-def _left(trainer: Trainer, name: str, upstream: Path, work: Path, reuses: bool, num_ranks: int = 0) -> Left:
+def _left(trainer: Trainer, name: str, upstream: Path, work: Path, reuses: str, num_ranks: int = 0) -> Left:
     """Return the results of a trainer's run `name`: on ranks, or, if there are none, in one process."""
     place = work / trainer.name / name
     kept = place / "left.pickle"
-    if reuses and not num_ranks and kept.is_file():
+    if kept.is_file() and (reuses == "all" or (reuses == "one" and not num_ranks)):
         return pickle.loads(kept.read_bytes())  # type: ignore[no-any-return]
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
@@ -221,7 +221,10 @@ def main() -> int:
     parser.add_argument("--only", default="", help="names, with commas between them")
     parser.add_argument("--work", type=Path, help="keep what the runs leave behind here")
     parser.add_argument(
-        "--reuse", action="store_true", help="take the runs in one process from --work if they are there"
+        "--reuse",
+        choices=("none", "one", "all"),
+        default="none",
+        help="which runs are taken from --work if they are there: those in one process, or all",
     )
     parser.add_argument("--write", type=Path, help="the page to write")
     args = parser.parse_args()

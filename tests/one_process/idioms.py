@@ -929,7 +929,7 @@ def outliers_left_out(log: Log) -> Trained:
         optimizer.zero_grad()
         loss.backward()
         norm = clip_grad_norm_(net.parameters(), 0.5)
-        if norm > 0.4:
+        if norm > 1.0:
             skipped += 1
             continue
         optimizer.step()

@@ -8,6 +8,7 @@ the largest difference of each program.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import random
@@ -73,6 +74,7 @@ def main(programs: Programs, argv: Optional[list[str]] = None) -> None:
     results = {}
     for name in options.only:
         print(name, flush=True)
+        gc.collect()  # networks of programs before are gone on all ranks, and in all runs that `prove` compares
         torch.manual_seed(0), np.random.seed(0), random.seed(0)
         log, weights, error = Log(), [], None
         try:

@@ -279,11 +279,11 @@ def _weights(one: Run, ranks: Sequence[Run], rounding: _Rounding, step: int) -> 
             theirs = _same(run, "step", step + 1, number)
             if theirs is None or start is None:
                 continue
-            names = one.names[number]
+            names, eps = one.names[number], eps_of(rounding.dtype)
             odd = [
                 i
                 for i, (begun, a, b, c) in enumerate(zip(start, record["weights"], theirs["weights"], near["weights"]))
-                if not rounding.allows(("weights", number, i), _moved(begun, a, b), _moved(begun, a, c), _WEIGHT)
+                if not rounding.allows(("weights", number, i), _moved(begun, a, b, eps), _moved(begun, a, c), _WEIGHT)
             ]
             if odd:
                 found = f"after the step {len(odd)} of {len(names)} weights differ, "
@@ -390,9 +390,13 @@ def _equal_noise(ranks: Sequence[Run]) -> Optional[Parting]:
     return Parting(1, "noise", "", draws[0]["place"], found, meaning)
 
 
-def _moved(begun: Any, a: Any, b: Any) -> float:
-    """Return the distance of `a` and `b` over the distance `a` moved from `begun` (over `a` if it did not move)."""
-    return distance(a, b) / (distance(a, begun) or (a or [0.0])[0] or 1.0)
+def _moved(begun: Any, a: Any, b: Any, eps: float = 0.0) -> float:
+    """Return the distance of `a` and `b` over the distance `a` moved from `begun` (over `a` if it did not move).
+
+    0 within `eps` of `a`: a bias whose gradient cancels moves by the last bit, or not.
+    """
+    apart, size = distance(a, b), (a or [0.0])[0]
+    return 0.0 if apart <= eps * size else apart / (distance(a, begun) or size or 1.0)
 
 
 def _same(run: Run, kind: str, step: int, optimizer: int) -> Optional[dict[str, Any]]:
