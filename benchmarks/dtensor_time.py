@@ -24,10 +24,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.dtensor import Arm, dtensor
+from benchmarks.one_process_programs import UNet
 from benchmarks.results import Result, main, median_and_quartiles, ratio
 from tests.ranks import run_ranks
 
-NUM_SAMPLES, HORIZON, D_ACTION, D_OBS, D_CONDITION, WIDTHS = 64, 16, 7, 20, 96, (64, 128, 256)
+NUM_SAMPLES, HORIZON, D_ACTION, D_OBS, D_CONDITION = 64, 16, 7, 20, 96
 PLAIN = "DTensor, one reduction"
 OFF = {"DDPSHIM_GUARD": "0"}  # no arm is wrapped by ddpshim, whose guard would refuse it
 _grad = torch.autograd.grad  # row tensors may replace it
@@ -48,33 +49,12 @@ class _Block(nn.Module):
         return self.second(y) + self.skip(x)
 
 
-class _UNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.observation = nn.Sequential(nn.Linear(D_OBS, 256), nn.ReLU(), nn.Linear(256, 64))
-        self.timestep, widths = nn.Embedding(100, D_CONDITION - 64), (D_ACTION, *WIDTHS)
-        self.down = nn.ModuleList(_Block(a, b) for a, b in zip(widths, WIDTHS))
-        self.middle = _Block(WIDTHS[-1], WIDTHS[-1])
-        self.up = nn.ModuleList(_Block(a + b, b) for a, b in zip((WIDTHS[-1], *WIDTHS[:0:-1]), WIDTHS[::-1]))
-        self.last = nn.Conv1d(WIDTHS[0], D_ACTION, 1)
-
-    def forward(self, actions: Any, timestep: Any, observation: Any) -> Any:
-        condition = torch.cat([self.timestep(timestep), self.observation(observation)], 1)
-        y, skipped = actions.transpose(1, 2), []
-        for block in self.down:
-            skipped.append(y := block(y, condition))
-        y = self.middle(y, condition)
-        for block in self.up:
-            y = block(torch.cat([y, skipped.pop()], 1), condition)
-        return self.last(y).transpose(1, 2)
-
-
 def step(name: str, num_steps: int) -> dict[str, float]:
     """Return a step's milliseconds, the last loss, and for DTensor the number of messages (collective)."""
     arm = Arm(name)
     torch.manual_seed(0)
     observation, actions = torch.randn(NUM_SAMPLES, D_OBS), torch.randn(NUM_SAMPLES, HORIZON, D_ACTION)
-    net: Any = _UNet() if name in ("one process", "DDP", PLAIN) else arm.own(_UNet())
+    net: Any = UNet(_Block) if name in ("one process", "DDP", PLAIN) else arm.own(UNet(_Block))
     parameters = list(net.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-4)
     if name == "DDP":

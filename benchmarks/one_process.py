@@ -15,15 +15,15 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Optional
 
+from benchmarks.one_process_programs import PROGRAMS
 from benchmarks.results import Result, median_and_quartiles
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = Path(__file__).with_name("one_process_programs.py")
-NAMES = ("unet_64", "unet_256", "act", "mingpt", "resnet", "replay", "classifier", "sampling")
 DIVIDED_TOO = {"replay", "classifier", "sampling"}  # with a target of their own
 LEAST_TIMES, MOST_TIMES = 1.6, 1.02
 DEADLINE_S = 240
@@ -47,7 +47,7 @@ def measure(name: str, num_blocks: int, tree: Optional[Path]) -> dict[str, Any]:
         return found
 
 
-def results(quick: bool, names: Sequence[str] = NAMES, against: Optional[Path] = None) -> Iterator[Result]:
+def results(quick: bool, names: Iterable[str] = PROGRAMS, against: Optional[Path] = None) -> Iterator[Result]:
     arms: dict[str, Optional[Path]] = {"one process": None, "rows": ROOT}
     if against is not None:
         arms["other"] = against
@@ -79,8 +79,8 @@ def run(quick: bool) -> list[Result]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--only", help=f"some of {', '.join(NAMES)}")
+    parser.add_argument("--only", help=f"some of {', '.join(PROGRAMS)}")
     parser.add_argument("--against", type=Path, help="a checkout of another commit")
     given = parser.parse_args()
-    for result in results(given.quick, given.only.split(",") if given.only else NAMES, given.against):
+    for result in results(given.quick, given.only.split(",") if given.only else PROGRAMS, given.against):
         print(result, flush=True)

@@ -38,13 +38,13 @@ class Block(nn.Module):
 class UNet(nn.Module):
     """Predicts the noise in actions (B, 16, 7) at timesteps (B,), given observations (B, 20)."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: Callable[[int, int], nn.Module] = Block) -> None:
         super().__init__()
         self.observation = nn.Sequential(nn.Linear(20, 256), nn.ReLU(), nn.Linear(256, 64))
         self.timestep, widths = nn.Embedding(100, 32), (7, *WIDTHS)
-        self.down = nn.ModuleList(Block(a, b) for a, b in zip(widths, WIDTHS))
-        self.middle = Block(WIDTHS[-1], WIDTHS[-1])
-        self.up = nn.ModuleList(Block(a + b, b) for a, b in zip((WIDTHS[-1], *WIDTHS[:0:-1]), WIDTHS[::-1]))
+        self.down = nn.ModuleList(block(a, b) for a, b in zip(widths, WIDTHS))
+        self.middle = block(WIDTHS[-1], WIDTHS[-1])
+        self.up = nn.ModuleList(block(a + b, b) for a, b in zip((WIDTHS[-1], *WIDTHS[:0:-1]), WIDTHS[::-1]))
         self.last = nn.Conv1d(WIDTHS[0], 7, 1)
 
     def forward(self, actions: Tensor, timestep: Tensor, observation: Tensor) -> Tensor:
@@ -308,11 +308,14 @@ def needed(step: Callable[[], float]) -> dict[str, float]:
     """Return what a step on ranks needs: operations on rows, gathers and their bytes, messages of all kinds."""
     counts = sys.modules["ddpshim.rows.tensor"].Counts
     of_job = sys.modules["ddpshim.job.job"].current().part(counts)
-    before = of_job.on_rows, sum(of_job.gathered.values()), sum(of_job.num_bytes.values())
+
+    def counted() -> tuple[int, ...]:
+        return of_job.on_rows, sum(of_job.gathered.values()), sum(of_job.num_bytes.values())
+
+    before = counted()
     with torch.profiler.profile() as seen:
         step()
-    after = of_job.on_rows, sum(of_job.gathered.values()), sum(of_job.num_bytes.values())
-    found = dict(zip(("operations", "gathers", "bytes"), (float(b - a) for a, b in zip(before, after))))
+    found = dict(zip(("operations", "gathers", "bytes"), (float(b - a) for a, b in zip(before, counted()))))
     return {**found, "messages": float(sum(event.name.startswith("gloo:") for event in seen.events()))}
 
 

@@ -31,7 +31,7 @@ REFUSED = {
     "networks_in_two_threads": "KeyError",
     "contexts_of_torch": "SyncError",  # the program turns __torch_function__ off
 }
-# The name of the class of a tensor; where its memory is; how many functions a class or a mode of the program is told.
+# They look at a tensor's class or address, or count the functions that torch calls: these differ, numbers do not.
 SEEN = {"printed", "memory_looked_at", "tensors_of_its_own_kind", "modes_over_dispatch"}
 HALF = {"networks_in_other_precisions", "autocast_to_bfloat16"}  # rounded to 8 bits, in another order
 SLOW = {"compiled_aot", "compiled_by_inductor", "compiled_loss", "compiled_step"}

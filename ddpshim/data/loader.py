@@ -58,9 +58,8 @@ def make_loader(
 
     Takes the arguments of torch's DataLoader, in the same order. Without a launcher it returns that DataLoader, with
     torch's defaults, order and random draws; after `setup(batch="global")` one with the same batches on every rank.
-    Otherwise, also with one rank, it returns a :class:`ShardedLoader`. The
-    call is then collective, with equal arguments on every rank, and so is `iter()` if the order comes from the user's
-    sampler or batch_sampler.
+    Otherwise, also with one rank, it returns a :class:`ShardedLoader`. The call is then collective, with equal
+    arguments on every rank, and so is `iter()` if the order comes from the user's sampler or batch_sampler.
 
     The order is the one that torch draws in one process, from the same random streams, at any world size. For an
     iterable dataset, and with the option order=computed, it is a function of (seed, epoch). The epoch advances

@@ -111,9 +111,8 @@ def setup(
         WorldError: called again with arguments that contradict the first call.
     """
     given = {name: value for name, value in locals().items() if name != "batch"}
-    place: dict[str, Any] = {"rank": rank, "world_size": world_size, "local_rank": local_rank}
-    place["local_world_size"] = local_world_size
-    master: dict[str, Any] = {"master_addr": master_addr, "master_port": master_port}
+    place = {name: given[name] for name in ("rank", "world_size", "local_rank", "local_world_size")}
+    master = {name: given[name] for name in ("master_addr", "master_port")}
     asked: dict[str, Any] = {**place, "backend": backend, "device": device, "seed": seed, "options": options}
     job = current()
     if batch not in ("local", "global"):
@@ -236,8 +235,7 @@ def _leave(process: int) -> None:
     fork of it has none of these threads.
     """
     job = current()
-    is_aborting = job.watched is not None and job.watched.ending.locked()
-    if job.world is None or os.getpid() != process or is_aborting or not _has_group():
+    if job.world is None or os.getpid() != process or job.is_failing() or not _has_group():
         return
     if job.group is not None and job.world.backend != "nccl":
         job.before_end.pop_all()  # it compares ranks

@@ -59,6 +59,10 @@ class Job:
             made = self._parts[kind] = kind()
         return made
 
+    def is_failing(self) -> bool:
+        """Return whether an error is ending this rank. Local."""
+        return self.watched is not None and self.watched.ending.locked()
+
     def end(self) -> None:
         """Call the callbacks of `before_end`, then of `at_end`, and drop the modules' state. Local."""
         with contextlib.ExitStack() as stack:

@@ -159,8 +159,12 @@ def _short(file: str) -> str:
     for name, root in roots.items():
         if file.startswith(root + os.sep):
             return name + file[len(root) :].replace(os.sep, "/")
-    is_pythons = file.startswith(_PYTHON + os.sep) and "-packages" not in file
-    return "python" + file[len(_PYTHON) :].replace(os.sep, "/") if is_pythons else file.replace(os.sep, "/")
+    return "python" + file[len(_PYTHON) :].replace(os.sep, "/") if is_pythons(file) else file.replace(os.sep, "/")
+
+
+def is_pythons(file: str) -> bool:
+    """Return whether `file` is of Python's standard library. Local."""
+    return file.startswith(_PYTHON + os.sep) and "-packages" not in file
 
 
 def _lines(stack: list[Frame]) -> list[str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
 from typing import Any, Optional
 
+from ddpshim.job.progress import is_pythons
+
 _ABSENT = object()
-_STDLIB = os.path.dirname(os.__file__) + os.sep
 
 
 class StandIns:
@@ -29,20 +29,14 @@ class StandIns:
         """Within this block, also modules that imported a replaced name before find the other value. Local."""
         with contextlib.ExitStack() as undo:
             for name, module in [*sys.modules.items()]:
-                if name.partition(".")[0] in ("torch", "ddpshim") or not _is_installed_apart(module):
+                file = getattr(module, "__file__", None)
+                if not file or is_pythons(file) or name.partition(".")[0] in ("torch", "ddpshim"):
                     continue
-                for inner, found in [*getattr(module, "__dict__", {}).items()]:
+                for inner, found in [*vars(module).items()]:
                     before, value = self._of.get(id(found), (_ABSENT, None))
                     if before is found:
                         undo.enter_context(replaced(module, inner, value))
             yield
-
-
-def _is_installed_apart(module: Any) -> bool:
-    """Whether a module is not Python's own. Local."""
-    path = getattr(module, "__file__", None) or ""
-    inside = path[len(_STDLIB) :] if path.startswith(_STDLIB) else None
-    return bool(path) and (inside is None or inside.startswith(("site-packages", "dist-packages")))
 
 
 @contextlib.contextmanager

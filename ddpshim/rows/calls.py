@@ -80,7 +80,7 @@ def with_rows(call: Callable[..., Any]) -> Callable[..., Any]:
         dim, num = found
 
         def share(x: Any) -> Any:
-            return divided(x, dim) if is_plain(x) and x.dim() > dim and x.shape[dim] == num else x
+            return divided(x, dim) if _has_rows(x, dim, num) else x
 
         copies: list[Any] = []
         before, calls.is_inside = calls.is_inside, True
@@ -102,6 +102,11 @@ def computes_wholes(module: nn.Module) -> bool:
     )
 
 
+def _has_rows(x: Any, dim: int, num: int) -> bool:
+    """Whether `x` is a plain tensor with `num` entries in dimension `dim`. Local."""
+    return is_plain(x) and x.dim() > dim and bool(x.shape[dim] == num)
+
+
 def _dimension_and_size(module: nn.Module, given: list[Any]) -> Optional[tuple[int, int]]:
     """Return along which dimension, of which size, plain tensors among a call's arguments become row tensors. Local.
 
@@ -112,7 +117,7 @@ def _dimension_and_size(module: nn.Module, given: list[Any]) -> Optional[tuple[i
     for x in given:
         if isinstance(x, Rows):
             dim, num = x.dimension, x.shape[x.dimension]
-            is_met = any(is_plain(y) and y.dim() > dim and y.shape[dim] == num for y in given)
+            is_met = any(_has_rows(y, dim, num) for y in given)
             return (dim, num) if is_met and x.part == blocks.part_of(num) else None
     if calls.is_inside or not current().part(Counts).is_in_lock_step() or forward_ad._current_level >= 0:
         return None

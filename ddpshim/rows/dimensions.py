@@ -23,7 +23,7 @@ from ddpshim.rows.rules import (
     rule,
     whole_if_mixed,
 )
-from ddpshim.rows.tensor import RULES, Counts, Rows
+from ddpshim.rows.tensor import Counts, Rows
 
 # Names, place of the argument with the dimensions, its name, and what is taken if it is not given.
 _REMOVING = """
@@ -127,7 +127,7 @@ def _pairwise(func: Any, args: Any, kwargs: Any) -> Any:
     return made(block, next(x for x in args if type(x) is Rows), num - place)
 
 
-@rule("view_as_complex view_as_real")
+@rule("view_as_complex view_as_real", moves=True)
 @whole_if_mixed
 def _complex(func: Any, args: Any, kwargs: Any) -> Any:
     rows = args[0]
@@ -143,7 +143,7 @@ def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
     return (elementwise if is_of_two else _over(1, False))(func, args, kwargs)
 
 
-@rule("all any _is_all_true _is_any_true")
+@rule("all any _is_all_true _is_any_true", moves=True)
 def _decision(func: Any, args: Any, kwargs: Any) -> Any:
     rows = args[0] if args else None
     if type(rows) is not Rows or len(args) > 1 or kwargs:
@@ -206,7 +206,7 @@ def _filled_in(shape: list[int], numel: int) -> list[int]:
     return [numel // rest if size == -1 else size for size in shape]
 
 
-@rule("view reshape view_as reshape_as flatten unflatten ravel")
+@rule("view reshape view_as reshape_as flatten unflatten ravel", moves=True)
 @whole_if_mixed
 def _reshape(func: Any, args: Any, kwargs: Any) -> Any:
     rows, name = args[0], func.__name__
@@ -244,7 +244,11 @@ def _reshape(func: Any, args: Any, kwargs: Any) -> Any:
     return made(block, rows, dim, part)
 
 
-@rule("transpose swapaxes swapdims t permute movedim moveaxis unsqueeze squeeze adjoint", *getters("T mT H mH"))
+@rule(
+    "transpose swapaxes swapdims t permute movedim moveaxis unsqueeze squeeze adjoint",
+    *getters("T mT H mH"),
+    moves=True,
+)
 @whole_if_mixed
 def _moved(func: Any, args: Any, kwargs: Any) -> Any:
     """Move dimensions: torch itself shows on a tensor without values where that of the rows goes."""
@@ -258,7 +262,7 @@ def _moved(func: Any, args: Any, kwargs: Any) -> Any:
     return made(func(rows.block, *args[1:], **kwargs), rows, moved.index(3))
 
 
-@rule("expand expand_as broadcast_to")
+@rule("expand expand_as broadcast_to", moves=True)
 @whole_if_mixed
 def _expand(func: Any, args: Any, kwargs: Any) -> Any:
     rows = args[0]
@@ -303,7 +307,7 @@ def _repeat_each(func: Any, args: Any, kwargs: Any) -> Any:
     return made(func(rows.block, *args[1:], **kwargs), rows, None, part)
 
 
-@rule(torch._C._VariableFunctions.broadcast_tensors)  # type: ignore[attr-defined]
+@rule(torch._C._VariableFunctions.broadcast_tensors, moves=True)  # type: ignore[attr-defined]
 @whole_if_mixed
 def _broadcast(func: Any, args: Any, kwargs: Any) -> Any:
     given = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
@@ -329,14 +333,14 @@ def _parting(position: int, removes: bool = False, name: str = "dim", default: A
     return parting
 
 
-rule("narrow index_select")(_parting(1))
-rule("select")(_parting(1, True))
-rule("unbind")(_parting(1, True, default=0))
-rule("chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split")(_parting(2, default=0))
-rule(T.unfold)(_parting(1, name="dimension"))
+rule("narrow index_select", moves=True)(_parting(1))
+rule("select", moves=True)(_parting(1, True))
+rule("unbind", moves=True)(_parting(1, True, default=0))
+rule("chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split", moves=True)(_parting(2, default=0))
+rule(T.unfold, moves=True)(_parting(1, name="dimension"))
 
 
-@rule("cat concat concatenate stack")
+@rule("cat concat concatenate stack", moves=True)
 @whole_if_mixed
 def _joined(func: Any, args: Any, kwargs: Any) -> Any:
     given, dim = argument(args, kwargs, 0, "tensors"), argument(args, kwargs, 1, "dim", 0)
@@ -408,7 +412,7 @@ def _num_dims(one: Any) -> int:
     raise Mixed
 
 
-@rule(T.__getitem__)
+@rule(T.__getitem__, moves=True)
 @whole_if_mixed
 def _get(func: Any, args: Any, kwargs: Any) -> Any:
     rows, index = args
@@ -419,7 +423,7 @@ def _get(func: Any, args: Any, kwargs: Any) -> Any:
     return made(rows.block[inside], rows, dim)
 
 
-@rule(T.__setitem__)
+@rule(T.__setitem__, moves=True)
 @whole_if_mixed
 def _set(func: Any, args: Any, kwargs: Any) -> Any:
     rows, index, value = args
@@ -463,7 +467,7 @@ def _by_index(func: Any, args: Any, kwargs: Any) -> Any:
     return made(func(*given, **{name: meeting(value, part, place) for name, value in kwargs.items()}), rows)
 
 
-@rule("scatter_ scatter_add_")
+@rule("scatter_ scatter_add_", moves=True)
 @whole_if_mixed
 def _by_index_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     rows = args[0]
@@ -478,7 +482,7 @@ def _by_index_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     return rows
 
 
-@rule("one_hot")
+@rule("one_hot", moves=True)
 @whole_if_mixed
 def _one_hot(func: Any, args: Any, kwargs: Any) -> Any:
     rows, num = args[0], argument(args, kwargs, 1, "num_classes", -1)
@@ -486,8 +490,3 @@ def _one_hot(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented  # else the largest class of all rows
     rows.memory.pull()
     return made(func(rows.block, num), rows)
-
-
-# Rules of `pieces` for which a tensor is only looked at or moved.
-MOVING = [_decision, _reshape, _moved, _expand, _broadcast, _joined, _get, _set, _by_index_in_place, _one_hot, _complex]
-MOVING += [RULES[func] for func in (T.narrow, T.select, T.unbind, T.chunk, T.unfold)]

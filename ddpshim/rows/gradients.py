@@ -106,7 +106,7 @@ def _as_seen(gradient: torch.Tensor, tensor: Any) -> Any:
     return Mean.apply(gradient) if is_reduced(tensor) else gradient  # type: ignore[no-untyped-call]
 
 
-@rule(T.backward)
+@rule(T.backward, moves=True)
 def _backward(func: Any, args: Any, kwargs: Any) -> Any:
     names = ("gradient", "retain_graph", "create_graph", "inputs")
     given = {**dict(zip(names, args[1:])), **kwargs}
@@ -124,7 +124,7 @@ def _source(rows: Rows) -> Any:
     return mirror.whole if mirror is not None and mirror.is_source and mirror.whole.requires_grad else rows
 
 
-@rule(T.requires_grad_, T.requires_grad.__set__)  # type: ignore[attr-defined]
+@rule(T.requires_grad_, T.requires_grad.__set__, moves=True)  # type: ignore[attr-defined]
 def _require(func: Any, args: Any, kwargs: Any) -> Any:
     rows = args[0]
     requires, mirror = argument(args, kwargs, 1, "requires_grad", True), _mirror(rows)
@@ -143,13 +143,13 @@ def _require(func: Any, args: Any, kwargs: Any) -> Any:
     return rows if func is T.requires_grad_ else None
 
 
-@rule(T.retain_grad)
+@rule(T.retain_grad, moves=True)
 def _retain(func: Any, args: Any, kwargs: Any) -> Any:
     source = _source(args[0])
     (source.block if isinstance(source, Rows) else source).retain_grad()
 
 
-@rule(T.grad.__get__)  # type: ignore[union-attr]
+@rule(T.grad.__get__, moves=True)  # type: ignore[union-attr]
 def _gradient(func: Any, args: Any, kwargs: Any) -> Any:
     rows = args[0]
     source = _source(rows)
@@ -162,7 +162,7 @@ def _gradient(func: Any, args: Any, kwargs: Any) -> Any:
     return Rows(own if rows.block.is_leaf else own / blocks.factor(), rows.dimension, rows.part)
 
 
-@rule(T.grad.__set__, T.grad.__delete__)  # type: ignore[union-attr]
+@rule(T.grad.__set__, T.grad.__delete__, moves=True)  # type: ignore[union-attr]
 def _set_gradient(func: Any, args: Any, kwargs: Any) -> Any:
     rows = args[0]
     if not isinstance(rows, Rows):
@@ -175,7 +175,7 @@ def _set_gradient(func: Any, args: Any, kwargs: Any) -> Any:
         rows.block.grad = None if value is None else _own_of(value, rows)
 
 
-@rule(T.data.__set__)  # type: ignore[attr-defined]
+@rule(T.data.__set__, moves=True)  # type: ignore[attr-defined]
 def _set_data(func: Any, args: Any, kwargs: Any) -> Any:
     rows, value = args
     if not isinstance(rows, Rows):
@@ -318,6 +318,4 @@ def text_of(func: Any, args: Any, kwargs: Any) -> Any:
     return text if node is None else text.replace("GatherBackward", type(node).__name__)
 
 
-rule(T.__repr__, T.__format__)(text_of)
-
-RULES_OF_WHOLES = [_backward, _require, _retain, _gradient, _set_gradient, _set_data, text_of]
+rule(T.__repr__, T.__format__, moves=True)(text_of)

@@ -165,7 +165,7 @@ class _InThisProcess(torch_data.Dataset[Any]):
         if not self.draws:
             batch = self._collate(self._fetch(indices))
             told = _of_ranks(int(has_drawn(before)), _tag(num_rows, batch))
-            if not any(has_drawn for has_drawn, _ in told):
+            if not any(drew for drew, _ in told):
                 return num_rows, batch, [tag for _, tag in told]
             self.draws = True
             restore_global_states(before)
@@ -248,10 +248,10 @@ def _kinds(batch: Any) -> list[Any]:
     return [(x.dtype, x.shape[1:]) if isinstance(x, torch.Tensor) else type(x).__name__ for x in leaves(batch)]
 
 
-def _of_ranks(*own: int) -> list[tuple[int, int]]:
+def _of_ranks(one: int, other: int) -> list[tuple[int, int]]:
     """Return two numbers of each rank (collective)."""
-    here = world()
-    return messages.pairs(own, here.world_size, here._peers()) if here.world_size > 1 else [own]  # type: ignore[arg-type,list-item]
+    here, own = world(), (one, other)
+    return messages.pairs(own, here.world_size, here._peers()) if here.world_size > 1 else [own]
 
 
 def _tag(num_rows: int, batch: Any) -> int:

@@ -15,7 +15,7 @@ from typing import Any, Callable
 import torch
 
 from ddpshim.job.job import current
-from ddpshim.rows import blocks, dimensions, gradients, rules
+from ddpshim.rows import blocks, rules
 from ddpshim.rows.blocks import Part, Ranks
 from ddpshim.rows.tensor import RULES, Rows, divided, leaves, mapped, on_whole
 
@@ -53,13 +53,20 @@ class ForPieces(torch.autograd.Function):
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor in a layout, and at an address, that do not depend on what it is a part of. Local."""
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda i: (-strides[i], i))
+    order = _order_in_memory(tensor)
     made = tensor.permute(order).contiguous()
-    if made.data_ptr() % _ALIGNMENT:
-        made = made.clone()
-    back: torch.Tensor = made.permute([order.index(i) for i in range(tensor.dim())])
-    return back
+    return _moved_back(made.clone() if made.data_ptr() % _ALIGNMENT else made, order)
+
+
+def _order_in_memory(tensor: torch.Tensor) -> list[int]:
+    """Return the dimensions from the one with the largest stride to the one with the smallest."""
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda i: (-strides[i], i))
+
+
+def _moved_back(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """Return what was permuted by `order` in its own order of dimensions."""
+    return tensor.permute([order.index(i) for i in range(tensor.dim())])
 
 
 def parted(rows: Rows) -> list[Rows]:
@@ -83,10 +90,8 @@ def joined(pieces: Sequence[Rows]) -> Rows:
     if outer > 1:
         found = [one.unflatten(dim, (outer, one.shape[dim] // outer)) for one in found]
         dim += 1
-    strides = found[0].stride()
-    order = sorted(range(found[0].dim()), key=lambda i: (-strides[i], i))
-    block = torch.cat([one.permute(order) for one in found], order.index(dim))
-    block = block.permute([order.index(i) for i in range(block.dim())])
+    order = _order_in_memory(found[0])
+    block = _moved_back(torch.cat([one.permute(order) for one in found], order.index(dim)), order)
     return Rows(block.flatten(dim - 1, dim) if outer > 1 else block, first.dimension, first.part)
 
 
@@ -129,6 +134,7 @@ def in_pieces(rule: Callable[..., Any]) -> Callable[..., Any]:
             return rule(func, args, kwargs)
         if func is torch.batch_norm and len(args) > 5 and args[5]:  # in training: over all rows
             return divided(on_whole(func, args, kwargs))
+        own = _own_pieces()
         of: dict[int, Any] = {}
         for x in given:
             if type(x) is Rows:
@@ -142,9 +148,9 @@ def in_pieces(rule: Callable[..., Any]) -> Callable[..., Any]:
                 piece.block = piece.block.clone()
         for x in given:
             if id(x) not in of and x.requires_grad and torch.is_grad_enabled():
-                of[id(x)] = ForPieces.apply(x, len(_own_pieces()))  # type: ignore[no-untyped-call]
+                of[id(x)] = ForPieces.apply(x, len(own))  # type: ignore[no-untyped-call]
         found = []
-        for i, number in enumerate(_own_pieces()):
+        for i, number in enumerate(own):
             inside = mapped(functools.partial(_of_piece, of, i), (args, kwargs))
             with _inside(number):
                 found.append(rule(func, *inside))
@@ -161,19 +167,11 @@ def in_pieces(rule: Callable[..., Any]) -> Callable[..., Any]:
     return computed
 
 
-# They only move, or share memory, or draw for the whole.
-_MOVING = {
-    *rules.functions(rules.MOVES.split()),
-    *rules.getters("real imag data"),
-    *(func for func, rule in RULES.items() if rule in (*rules.MOVING, *dimensions.MOVING, *gradients.RULES_OF_WHOLES)),
-}
-
-
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     """Within this block, rules are computed in pieces. Local."""
     before = dict(RULES)
-    RULES.update((func, in_pieces(rule)) for func, rule in before.items() if func not in _MOVING)
+    RULES.update((func, in_pieces(rule)) for func, rule in before.items() if func not in rules.MOVING)
     try:
         yield
     finally:

@@ -81,13 +81,17 @@ def getters(names: str) -> list[Any]:
     return [getattr(T, name).__get__ for name in names.split() if hasattr(T, name)]
 
 
-def rule(*given: Any) -> Callable[[Rule], Rule]:
-    """Register a rule for functions; a text has names for `functions`. Local."""
+MOVING: set[Any] = set()  # functions that only look at rows, move them, or draw for the whole: `pieces` leaves them
+
+
+def rule(*given: Any, moves: bool = False) -> Callable[[Rule], Rule]:
+    """Register a rule for functions; a text has names for `functions`. `moves`: they belong to MOVING. Local."""
 
     def add(made: Rule) -> Rule:
         for one in given:
             for function in functions(one.split()) if isinstance(one, str) else [one]:
                 RULES[function] = made
+                (MOVING.add if moves else MOVING.discard)(function)
         return made
 
     return add
@@ -213,7 +217,8 @@ def elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     return Rows(block, block.dim() - place, part)
 
 
-rule(ELEMENTWISE, MOVES, *getters("real imag data"))(elementwise)
+rule(ELEMENTWISE)(elementwise)
+rule(MOVES, *getters("real imag data"), moves=True)(elementwise)
 
 
 @rule(torch.where, T.where, "polygamma")
@@ -223,7 +228,7 @@ def _by_place(func: Any, args: Any, kwargs: Any) -> Any:
     return elementwise(func, args, kwargs) if len(args) == num_args else NotImplemented
 
 
-@rule("to type type_as")
+@rule("to type type_as", moves=True)
 @whole_if_mixed
 def _as_type(func: Any, args: Any, kwargs: Any) -> Any:
     """Of another tensor, only type and device are used."""
@@ -250,19 +255,19 @@ def in_place(func: Any, args: Any, kwargs: Any) -> Any:
     return rows
 
 
-@rule(ABOUT, *getters(ATTRIBUTES))
+@rule(ABOUT, *getters(ATTRIBUTES), moves=True)
 def _about(func: Any, args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-@rule(OF_BLOCK, *getters(ATTRIBUTES_OF_BLOCK))
+@rule(OF_BLOCK, *getters(ATTRIBUTES_OF_BLOCK), moves=True)
 @whole_if_mixed
 def _of_block(func: Any, args: Any, kwargs: Any) -> Any:
     return func(args[0].block, *args[1:], **kwargs)
 
 
-@rule("stride")
+@rule("stride", moves=True)
 def _stride(func: Any, args: Any, kwargs: Any) -> Any:
     return func(template(args[0], "meta"), *args[1:], **kwargs)
 
@@ -273,7 +278,7 @@ def template(rows: Rows, device: Any = None) -> torch.Tensor:
     return torch.empty_strided(rows.shape, strides, dtype=rows.dtype, device=device or rows.device)
 
 
-@rule("new_zeros new_ones new_full new_empty new_tensor new_empty_strided")
+@rule("new_zeros new_ones new_full new_empty new_tensor new_empty_strided", moves=True)
 def _new(func: Any, args: Any, kwargs: Any) -> Any:
     if type(args[0]) is not Rows or any(isinstance(value, Rows) for value in (*args[1:], *kwargs.values())):
         return NotImplemented
@@ -281,26 +286,26 @@ def _new(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 # Random draws are those of one process: for the whole, on every rank.
-@rule("randn_like rand_like randint_like")
+@rule("randn_like rand_like randint_like", moves=True)
 def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
     return func(template(args[0]), *args[1:], **kwargs) if args and type(args[0]) is Rows else NotImplemented
 
 
-@rule("detach_")
+@rule("detach_", moves=True)
 def _detach(func: Any, args: Any, kwargs: Any) -> Any:
     rows = args[0]
     rows.block, rows.cached = rows.block.detach(), None  # torch refuses `detach_` of views, which blocks may be
     return rows
 
 
-@rule("empty_like")
+@rule("empty_like", moves=True)
 def _empty(func: Any, args: Any, kwargs: Any) -> Any:
     if not args or kwargs.get("requires_grad"):
         return NotImplemented
     return made(func(args[0].block, *args[1:], **kwargs), args[0])
 
 
-@rule("normal_ uniform_ random_ exponential_ log_normal_ cauchy_ geometric_ bernoulli_")
+@rule("normal_ uniform_ random_ exponential_ log_normal_ cauchy_ geometric_ bernoulli_", moves=True)
 def _drawn_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     rows = args[0]
     if type(rows) is not Rows or any(isinstance(value, T) for value in (*args[1:], *kwargs.values())):
@@ -312,7 +317,7 @@ def _drawn_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     return rows
 
 
-@rule(torch.dropout, torch.feature_dropout)
+@rule(torch.dropout, torch.feature_dropout, moves=True)
 @whole_if_mixed
 def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
     rows, p, trains = args[0], argument(args, kwargs, 1, "p"), argument(args, kwargs, 2, "train")
@@ -331,7 +336,7 @@ def _rrelu(func: Any, args: Any, kwargs: Any) -> Any:
     return NotImplemented if argument(args, kwargs, 3, "training", False) else elementwise(func, args, kwargs)
 
 
-@rule(torch.dropout_, torch.feature_dropout_)
+@rule(torch.dropout_, torch.feature_dropout_, moves=True)
 @whole_if_mixed
 def _dropout_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     rows, p, trains = args[0], argument(args, kwargs, 1, "p"), argument(args, kwargs, 2, "train")
@@ -352,8 +357,3 @@ def _mask(func: Any, rows: Rows, p: float) -> torch.Tensor:
             return blocks.own(drawn, rows.dimension, rows.part) / (1 - p)
         ones = torch.ones_like(template(rows, "meta"), device=rows.device)
         return blocks.own(func(ones, p, True), rows.dimension, rows.part)
-
-
-# Rules of `pieces` for which a tensor is only looked at, moved, or drawn for.
-MOVING = [_as_type, _about, _of_block, _stride, _new, _drawn, _detach, _empty, _drawn_in_place]
-MOVING += [_dropout, _dropout_in_place]

@@ -68,8 +68,7 @@ def join_edited(**given: Any) -> World:
 
 def _leave(job: Job, process: int) -> None:
     """Leave the job at the end of a program that does not call `cleanup()` (collective)."""
-    is_failing = job.watched is not None and job.watched.ending.locked()
-    if job is current() and os.getpid() == process and not is_failing:
+    if job is current() and os.getpid() == process and not job.is_failing():
         cleanup()
 
 
