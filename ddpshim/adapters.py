@@ -15,7 +15,7 @@ from typing import Any, Optional
 
 GROUP = "ddpshim.trainers"
 _BUILT_IN = {
-    **{package: f"ddpshim.{package}.adapter" for package in ("robomimic", "lerobot", "openpi", "diffusion_policy")},
+    **{package: f"ddpshim.{package}.adapter" for package in ("robomimic", "diffusion_policy")},
     "diffusion_policy_3d": "ddpshim.diffusion_policy.adapter",
 }
 

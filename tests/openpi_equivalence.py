@@ -1,6 +1,6 @@
 """Compares openpi's unedited PyTorch trainer on N ranks with one process without a launcher, with noise.
 
-Run it: DDPSHIM_UPSTREAM=… python -m tests.openpi_equivalence [--ranks 2,4] [--write docs/openpi.md]
+Run it: DDPSHIM_UPSTREAM=… python -m tests.openpi_equivalence [--ranks 2,3] [--write docs/other_codebases.md]
 
 `scripts/train_pytorch.py` and `src/openpi/training/data_loader.py` are those of $DDPSHIM_UPSTREAM/openpi-15a9616. The
 rest is replaced by stand-ins: a small policy with pi0's noise and times, and dropout; its config, data, jax, wandb.
@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from tests import pages
 ROOT = Path(__file__).parent.parent
 TREE = "openpi-15a9616"
 HOW_TO_GET = f"no openpi: put its tree at commit 15a9616 into $DDPSHIM_UPSTREAM/{TREE}"
-START = "<!-- what follows is written by python -m tests.openpi_equivalence --write docs/openpi.md -->\n"
+START = "<!-- what follows is written by python -m tests.openpi_equivalence --write docs/other_codebases.md -->\n"
+END = "<!-- end of openpi -->\n"
 DEADLINE_S = 240
 STEPS, LEFT_AT = 12, 7  # a pass has 5 steps of 8 samples
 
@@ -210,7 +212,7 @@ def copy_tree(folder: Path) -> None:
 
 def start(folder: Path, name: str, before: list[str], *flags: str) -> tuple[list[str], str]:
     """Run `python BEFORE train_pytorch.py NAME`; return its log's lines without times, and its whole output."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "DDPSHIM_ROWS": "all"}
     environ["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
     both: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     command = [sys.executable, *before, "train_pytorch.py", name, *flags]
@@ -222,7 +224,7 @@ def start(folder: Path, name: str, before: list[str], *flags: str) -> tuple[list
 
 def under_run(num_ranks: int) -> list[str]:
     """Return the arguments before the trainer's, to start it on `num_ranks` ranks."""
-    return ["-m", "ddpshim", "run", f"--nproc={num_ranks}", "--no-logs"]
+    return ["-m", "ddpshim", "run", f"--nproc={num_ranks}", "--log-dir=logs"]
 
 
 def weights(folder: Path, name: str, step: int = STEPS - 1) -> dict[str, torch.Tensor]:
@@ -242,46 +244,43 @@ def largest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], of_mom
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in names)
 
 
-def rows(folder: Path, ranks: list[int]) -> list[list[str]]:
-    """Train in all ways, and return the rows of the table."""
+def rows(folder: Path, ranks: list[int]) -> Iterator[list[str]]:
+    """Train in all ways, and yield the rows of the table."""
     copy_tree(folder)
-    log, _ = start(folder, "plain", [])
-    wandb = folder / "wandb.jsonl"
 
-    def steps_in_wandb() -> list[tuple[int, float]]:
-        read = [json.loads(line) for line in wandb.read_text().splitlines()]
-        return [(line["step"], round(line["loss"], 5)) for line in read if "loss" in line]
+    def train(name: str, before: list[str], *flags: str) -> tuple[list[str], list[str], dict[str, torch.Tensor]]:
+        """Return the lines of the log, those of W&B, and the weights."""
+        (folder / "wandb.jsonl").unlink(missing_ok=True)
+        log, _ = start(folder, name, before, *flags)
+        sent = [json.loads(line) for line in (folder / "wandb.jsonl").read_text().splitlines()]
+        losses = [f"{line['step']} {line['loss']:.5f}" for line in sent if "loss" in line]
+        return log, losses, weights(folder, name)
 
-    logged = steps_in_wandb()
-    whole = weights(folder, "plain")
-    moved = largest(weights(folder, "plain", LEFT_AT), whole)
-    made = []
-
-    def row(text: str, name: str, found: list[str]) -> None:
-        own, steps = weights(folder, name), steps_in_wandb()
-        same_wandb = steps == logged[-len(found) :] and len(steps) == len(found)
-        made.append(
-            [
-                *(text, f"{moved:.0e}", f"{largest(own, whole):.0e}", f"{largest(own, whole, True):.0e}"),
-                "same text" if found == log[-len(found) :] and found else "**differs**",
-                "one run" if same_wandb else "**differs**",
-            ]
+    def row(text: str, own: Any, plain: Any) -> list[str]:
+        moved = largest(weights(folder, "plain", LEFT_AT), plain[2])
+        differences = largest(own[2], plain[2]), largest(own[2], plain[2], True)
+        assert own[0], "nothing was logged"
+        same = (
+            "same text" if own[0] == plain[0] else "**differs**",
+            "one run" if own[1] == plain[1] else "**differs**",
         )
+        return [text, f"{moved:.0e}", *(f"{x:.0e}" if x < 1e-6 else f"**{x:.0e}**" for x in differences), *same]
 
+    plain = train("plain", [])
     for n in ranks:
-        wandb.unlink()
         (folder / "checkpoints" / f"on{n}").mkdir(parents=True)
-        row(f"{n} ranks, `--overwrite`", f"on{n}", start(folder, f"on{n}", under_run(n), "--overwrite")[0])
-    wandb.unlink()
-    shutil.rmtree(folder / "checkpoints" / f"on{ranks[0]}" / str(STEPS - 1))
-    resumed, _ = start(folder, f"on{ranks[0]}", under_run(ranks[-1]), "--resume")
-    row(f"{ranks[0]} ranks, stopped at step {LEFT_AT}, resumed on {ranks[-1]}", f"on{ranks[0]}", resumed)
-    return made
+        yield row(f"{n} ranks, `--overwrite`", train(f"on{n}", under_run(n), "--overwrite"), plain)
+    for name in ("plain", f"on{ranks[0]}"):
+        last = shutil.ignore_patterns(str(STEPS - 1))
+        shutil.copytree(folder / "checkpoints" / name, folder / "checkpoints" / f"{name}-resumed", ignore=last)
+    alone = train("plain-resumed", [], "--resume")
+    resumed = train(f"on{ranks[0]}-resumed", under_run(ranks[-1]), "--resume")
+    yield row(f"{ranks[0]} ranks to step {LEFT_AT}, resumed on {ranks[-1]}; one process resumed", resumed, alone)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="2,4", help="a run on the first is stopped and resumed on the last")
+    parser.add_argument("--ranks", default="2,3", help="a run on the first is stopped and resumed on the last")
     parser.add_argument("--folder", type=Path, help="keep the runs here")
     parser.add_argument("--write", type=Path, help="a page that has the line after which the table stands")
     args = parser.parse_args()
@@ -295,7 +294,7 @@ def main() -> None:
     text = "\n".join([*lines, "", f"torch {torch.__version__}, gloo on CPU, {STEPS} steps of 8 samples."]) + "\n"
     print(text)
     if args.write:
-        pages.fill(args.write, START, text)
+        pages.fill(args.write, START, text, END)
     sys.exit("**" in text)
 
 

@@ -66,11 +66,11 @@ def toybot(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
 
 def test_only_ours_without_entry_points() -> None:
     assert adapters.packages() == {
-        **{package: f"ddpshim.{package}.adapter" for package in ("robomimic", "lerobot", "openpi", "diffusion_policy")},
+        **{package: f"ddpshim.{package}.adapter" for package in ("robomimic", "diffusion_policy")},
         "diffusion_policy_3d": "ddpshim.diffusion_policy.adapter",
     }
-    names = ("lerobot", "robomimic", "diffusion_policy", "diffusion_policy_3d", "numpy")
-    assert [adapters.has_trainer(name) for name in names] == [True, True, False, False, False]
+    names = ("robomimic", "diffusion_policy", "diffusion_policy_3d", "numpy")
+    assert [adapters.has_trainer(name) for name in names] == [True, False, False, False]
     assert fetching.fetcher_of(Squares()) is None
     assert not draws_by_weight(OwnSampler([1.0, 2.0], 2))
 

@@ -929,7 +929,7 @@ def test_the_program_runs_from_an_installed_layout(toy: Toy, tmp_path: Path) -> 
         "tools.pages",
         "version",
     )
-    modules += ("lerobot.adapter", "openpi.adapter", "diffusion_policy.adapter")
+    modules += ("diffusion_policy.adapter",)
     for module in (*modules, *(f"trainers.patching.{name}" for name in PATCHING)):
         at = Path(*module.split(".")).with_suffix(".py")
         (package / at).parent.mkdir(parents=True, exist_ok=True)

@@ -252,6 +252,27 @@ for _, x, y in DataLoader(Items(), 8):
     assert len([*(two.folder / "outputs").iterdir()]) == 2  # of the start that counts, one of each rank
 
 
+@pytest.mark.parametrize(
+    ("rank", "is_alone"), [('os.environ["RANK"]', True), ('os.environ.get("RANK", "none")', False)]
+)
+def test_a_program_that_can_join_a_group_is_one_process_unless_it_needs_a_launcher(
+    rank: str, is_alone: bool, tmp_path: Path
+) -> None:
+    script = f"""
+import torch.distributed as dist
+rank = {rank}
+say("rank", rank)
+if rank != "none":
+    dist.init_process_group("gloo")
+model = network() if rank == "none" else nn.parallel.DistributedDataParallel(network())
+train(model, DataLoader(Items(), 8))
+"""
+    two = succeeded(run(tmp_path, script, 2))
+    assert [two.said(number, "rank")[-1] for number in (0, 1)] == (["0", "1"] if is_alone else ["none", "none"])
+    line = "KeyError('RANK') in one process, and it can make a process group, so the program distributes itself"
+    assert (line in two.logs[0]) == is_alone
+
+
 @pytest.mark.unit
 @pytest.mark.parametrize(
     ("source", "line"),
@@ -260,7 +281,6 @@ for _, x, y in DataLoader(Items(), 8):
             "import torch\nimport lightning\n",
             "program.py:2 imports lightning: taken for a program that",
         ),
-        ("import torch.distributed as dist\ndist.init_process_group()\n", "program.py calls init_process_group: taken"),
         ("import ddpshim\nimport deepspeed\n", None),
     ],
 )

@@ -12,8 +12,6 @@ WINGS = [
     "trainers",
     "robomimic",
     "droid",
-    "lerobot",
-    "openpi",
     "diffusion_policy",
     "launch",
     "tools",

@@ -1,1 +1,1 @@
-"""Plays diffusion_policy's rollouts on the main rank only: docs/diffusion_policy.md."""
+"""Plays diffusion_policy's rollouts on the main rank only: docs/other_codebases.md."""

@@ -55,11 +55,11 @@ def _run(argv: Sequence[str]) -> None:
         with recording.recorded(audit):
             _run_program(argv)
     else:
-        with program.distributed(argv) as is_distributed:
-            if not is_distributed:
+        with program.distributed(argv) as start:
+            if start is None:
                 import_hook.activate()
                 after_import("hydra.core.utils", _one_output_folder)
-            _run_program(argv)
+            _run_program(argv, start)
 
 
 def _one_output_folder() -> None:
@@ -70,7 +70,7 @@ def _one_output_folder() -> None:
         sys.modules["hydra.core.utils"].datetime = type("datetime", (datetime,), {"now": lambda: moment})  # type: ignore[attr-defined]
 
 
-def _run_program(argv: Sequence[str]) -> None:
+def _run_program(argv: Sequence[str], start: Optional[program.Start] = None) -> None:
     is_module = argv[0] == "-m"
     name, *arguments = argv[is_module:]
     sys.argv = [name, *arguments]
@@ -95,6 +95,9 @@ def _run_program(argv: Sequence[str]) -> None:
         error.__traceback__ = _without_our_frames(error.__traceback__)
         if isinstance(error, EOFError):  # input() without a terminal: the program's own line is what failed
             _hide_clock(error.__traceback__)
+        if start is not None and isinstance(error, Exception):
+            for act in start.at_failure:
+                act(error)
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         failure_notes.write(error, code)
         if sys.excepthook is sys.__excepthook__:

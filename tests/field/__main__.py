@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
@@ -200,18 +200,43 @@ def compared(trainer: Trainer, one: Left, samples: list[Left], two: Left, num_ra
     return Row(trainer, num_ranks, verdict, differences, notes, shares[-1] if shares else None, rounding, seconds)
 
 
-def _left(trainer: Trainer, name: str, upstream: Path, work: Path, reuses: str, num_ranks: int = 0) -> Left:
+def _left(trainer: Trainer, name: str, upstream: Path, work: Path, num_ranks: int = 0) -> Left:
     """Return the results of a trainer's run `name`: on ranks, or, if there are none, in one process."""
     place = work / trainer.name / name
     kept = place / "left.pickle"
-    if kept.is_file() and (reuses == "all" or (reuses == "one" and not num_ranks)):
+    if kept.is_file():
         return pickle.loads(kept.read_bytes())  # type: ignore[no-any-return]
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     left = play(trainer, upstream.resolve(), place, num_ranks, ROUNDED.get(name, {}))
-    kept.write_bytes(pickle.dumps(left))
     print(f"{trainer.name} {name}: exit {left.exit_code}, {left.seconds:.0f} s", flush=True)
+    if not num_ranks:
+        kept.write_bytes(pickle.dumps(left))
     return left
+
+
+def _rows(trainer: Trainer, upstream: Path, work: Path, ranks: list[int], *, are_reused: bool) -> Iterator[Row]:
+    """Yield the row of each number of ranks. A run on ranks is removed once it is compared: its files are large."""
+    kept = {num_ranks: work / trainer.name / f"row_{num_ranks}.pickle" for num_ranks in ranks}
+    if are_reused and all(path.is_file() for path in kept.values()):
+        for num_ranks, path in kept.items():
+            yield Row(trainer, num_ranks, **pickle.loads(path.read_bytes()))
+        return
+    left: dict[str, Left] = {}
+    for name in ("one", *ROUNDED):
+        left[name] = _left(trainer, name, upstream, work)
+        if left[name].exit_code:
+            print(left[name].printed[-3000:])
+            break
+    samples = [left[name] for name in ROUNDED if name in left]
+    for num_ranks, path in kept.items():
+        of_ranks = left["one"]
+        if not any(one.exit_code for one in left.values()):
+            of_ranks = _left(trainer, f"ranks_{num_ranks}", upstream, work, num_ranks)
+        row = compared(trainer, left["one"], samples, of_ranks, num_ranks)
+        path.write_bytes(pickle.dumps({k: v for k, v in vars(row).items() if k not in ("trainer", "num_ranks")}))
+        shutil.rmtree(work / trainer.name / f"ranks_{num_ranks}", ignore_errors=True)
+        yield row
 
 
 def main() -> int:
@@ -219,13 +244,8 @@ def main() -> int:
     parser.add_argument("--upstream", type=Path, default=os.environ.get("DDPSHIM_UPSTREAM"))
     parser.add_argument("--nproc", default="2", help="numbers of ranks, with commas between them")
     parser.add_argument("--only", default="", help="names, with commas between them")
-    parser.add_argument("--work", type=Path, help="keep what the runs leave behind here")
-    parser.add_argument(
-        "--reuse",
-        choices=("none", "one", "all"),
-        default="none",
-        help="which runs are taken from --work if they are there: those in one process, or all",
-    )
+    parser.add_argument("--work", type=Path, help="keep rows and runs of one process here; reuse the latter")
+    parser.add_argument("--reuse-rows", action="store_true", help="reuse the rows of --work too")
     parser.add_argument("--write", type=Path, help="the page to write")
     args = parser.parse_args()
     if not args.upstream:
@@ -240,22 +260,12 @@ def main() -> int:
         if lacking or not (args.upstream / trainer.upstream).is_dir():
             print(f"{trainer.name}: skipped, lacking {lacking or trainer.upstream}", flush=True)
             continue
-        left: dict[str, Left] = {}
-        for name in ("one", *ROUNDED):
-            left[name] = _left(trainer, name, args.upstream, work, args.reuse)
-            if left[name].exit_code:
-                print(left[name].printed[-3000:])
-                break
-        samples = [left[name] for name in ROUNDED if name in left]
-        for num_ranks in map(int, args.nproc.split(",")):
-            ranks = left["one"]
-            if not any(one.exit_code for one in left.values()):
-                ranks = _left(trainer, f"ranks_{num_ranks}", args.upstream, work, args.reuse, num_ranks)
-            row = compared(trainer, left["one"], samples, ranks, num_ranks)
+        ranks = [*map(int, args.nproc.split(","))]
+        for row in _rows(trainer, args.upstream, work, ranks, are_reused=args.reuse_rows):
             table.append(row)
             shown = f"{row.verdict} {row.differences} {row.notes}; rounding {row.rounding}"
             print(
-                f"{trainer.name} on {num_ranks} ranks: {shown}; seconds {row.seconds}; {row.on_rows}% on rows",
+                f"{trainer.name} on {row.num_ranks} ranks: {shown}; seconds {row.seconds}; {row.on_rows}% on rows",
                 flush=True,
             )
     if args.write:

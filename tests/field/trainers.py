@@ -422,7 +422,6 @@ TRAINERS = [
             *("--eval_interval=3", "--eval_iters=3", "--log_interval=100"),
         ],
         data.tokens,
-        environment={"DDPSHIM_UNEDITED": "on"},
         stubs=("wandb",),
         path=(WANDB_STUB,),
     ),

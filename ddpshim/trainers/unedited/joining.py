@@ -121,6 +121,7 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
             undo.enter_context(
                 accelerators.shown_one_process(lambda found: leaving.leave_alone(start, found, take_back))
             )
+            start.at_failure.append(lambda error: leaving.leave_alone_if_it_joins(start, error, take_back))
         if here.world_size > 1:
             since = time.time() if start is None else start.time
             files, clock = PrivateFiles(here, since, is_reading), Clock(here, is_apart)

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, Callable, NoReturn
+from typing import Any, Callable, NoReturn, Optional
 
 import torch.distributed as dist
 
@@ -76,17 +76,20 @@ def _stand_in(
     return instead
 
 
-def leave_alone(start: Start, found: str, take_back: Callable[[], None]) -> NoReturn:
-    """Restart this rank without changes to the program (collective). Raises SyncError if networks were wrapped."""
-    here = world()
+def leave_alone(start: Start, found: str, take_back: Callable[[], None], error: Optional[Exception] = None) -> NoReturn:
+    """Restart this rank without changes to the program (collective). Raises SyncError if networks were wrapped.
+
+    `error`: with which the program ended, if it did.
+    """
+    here, line = world(), line_of_the_program(error)
     if current().has_networks:
         raise SyncError(
-            f"{line_of_the_program()}: {found}, after ddpshim has distributed it as a program for one process; both "
+            f"{line}: {found}, after ddpshim has distributed it as a program for one process; both "
             f"would reduce gradients. Set {variables.UNEDITED}=off if the program distributes all its training "
             "itself; otherwise remove that call."
         )
     say_on_main(
-        f"{line_of_the_program()}: {found}, so the program distributes itself. ddpshim restarts it and leaves it "
+        f"{line}: {found}, so the program distributes itself. ddpshim restarts it and leaves it "
         f"alone ({variables.UNEDITED}=off skips the restart)"
     )
     here.barrier()
@@ -100,3 +103,9 @@ def leave_alone(start: Start, found: str, take_back: Callable[[], None]) -> NoRe
     os.chdir(start.folder)
     again = [sys.executable, "-u", "-m", "ddpshim.launch.rank", *start.argv]
     os.execve(sys.executable, again, {**start.environ, variables.UNEDITED: "off"})
+
+
+def leave_alone_if_it_joins(start: Start, error: Exception, take_back: Callable[[], None]) -> None:
+    """Restart a program that failed before it made a network and can make a process group: it may need a launcher."""
+    if start.joins and not current().has_networks:
+        leave_alone(start, f"{error!r} in one process, and it can make a process group", take_back, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from types import FrameType
 from typing import Optional
 
@@ -16,10 +17,16 @@ _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__
 _NOT_THE_PROGRAMS = (_OURS, os.path.dirname(torch.__file__), os.path.dirname(os.__file__), "<frozen")
 
 
-def line_of_the_program() -> str:
-    """Return "file:line" of the innermost frame of the program's own files; else of an installed package. Local."""
+def line_of_the_program(error: Optional[BaseException] = None) -> str:
+    """Return "file:line" of the innermost frame of the program's own files; else of an installed package. Local.
+
+    `error`: where it was raised, in place of where this is called.
+    """
     frame: Optional[FrameType] = sys._getframe(1)
     installed = None
+    if error is not None:
+        for raised, _ in traceback.walk_tb(error.__traceback__):
+            frame = raised
     while frame is not None:
         path = frame.f_code.co_filename
         if not path.startswith(_NOT_THE_PROGRAMS):

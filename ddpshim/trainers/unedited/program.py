@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import Callable, Optional
 
 from ddpshim import variables
 from ddpshim.errors import LaunchError, OptionsError
@@ -25,6 +25,8 @@ class Start:
     """How this rank was started, so that it can be restarted."""
 
     argv: Sequence[str]
+    joins: bool = False  # whether its file calls a function that makes a process group
+    at_failure: list[Callable[[Exception], None]] = field(default_factory=list)  # called if the program fails
     folder: str = field(default_factory=os.getcwd)
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     time: float = field(default_factory=time.time)
@@ -32,13 +34,13 @@ class Start:
 
 
 @contextlib.contextmanager
-def distributed(argv: Sequence[str]) -> Iterator[bool]:
-    """Within this block, the program `argv` is distributed, unless it distributes itself; yields whether it is.
+def distributed(argv: Sequence[str]) -> Iterator[Optional[Start]]:
+    """Within this block, the program `argv` is distributed, unless it distributes itself; yields None if it is not.
 
     If so, collective: the job is joined when the program imports torch, or at once if its files import it.
     """
     if not is_launched() or not _is_wanted():
-        yield False
+        yield None
         return
     sources = Sources(_file_of(argv))
     if sources.own_way is not None and os.environ.get(variables.UNEDITED) != "on":
@@ -48,9 +50,9 @@ def distributed(argv: Sequence[str]) -> Iterator[bool]:
                 "then often that of each rank: another experiment than one process (docs/from_configs.md). "
                 "DDPSHIM_UNEDITED=on distributes it as a program for one process; off leaves it alone without this line"
             )
-        yield False
+        yield None
         return
-    start = Start(argv)
+    start = Start(argv, sources.joins)
     with contextlib.ExitStack() as until:
 
         def begin() -> None:
@@ -62,7 +64,7 @@ def distributed(argv: Sequence[str]) -> Iterator[bool]:
         after_import("torch", begin)
         if sources.imports_torch:
             importlib.import_module("torch")
-        yield True
+        yield start
 
 
 def is_launched() -> bool:

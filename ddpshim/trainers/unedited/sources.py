@@ -39,6 +39,7 @@ class Sources:
     Attributes:
         own_way: how the program distributes itself, with file and line; None if it does not seem to.
         by_ddpshim: whether it does so through ddpshim, or through a trainer that has an adapter.
+        joins: whether its own file calls a function that makes a process group, perhaps only under a launcher.
         imports_torch: whether an import statement imports torch.
     """
 
@@ -46,7 +47,7 @@ class Sources:
         """`program`: its file; None if there is no file to read."""
         self.own_way: Optional[str] = None
         self.by_ddpshim = False
-        self.imports_torch = False
+        self.joins = self.imports_torch = False
         if program is None or not program.endswith(".py"):
             return
         roots = [os.path.dirname(os.path.abspath(program)), *(path or os.getcwd() for path in sys.path)]
@@ -64,6 +65,7 @@ class Sources:
                 self.by_ddpshim = self.own_way is not None
                 if len(seen) == 1:  # the program
                     self.own_way = self.own_way or _by_others(source)
+                    self.joins = not _JOINS.isdisjoint(source.names)
                 for name, _ in source.imports:
                     top = name.partition(".")[0]
                     self.imports_torch |= top == "torch"
@@ -149,8 +151,6 @@ def _by_others(source: Source) -> Optional[str]:
         top = name.partition(".")[0]
         if top in _DISTRIBUTORS:
             return f"{where}:{line} imports {top}"
-    if not _JOINS.isdisjoint(source.names):
-        return f"{where} calls {sorted(_JOINS & source.names)[0]}"
     return None
 
 

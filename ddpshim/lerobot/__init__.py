@@ -1,1 +1,0 @@
-"""Distributes LeRobot's trainer, unedited: docs/lerobot.md."""

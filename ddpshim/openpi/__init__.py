@@ -1,1 +1,0 @@
-"""Distributes openpi's PyTorch trainer, unedited: docs/openpi.md."""
