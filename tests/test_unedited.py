@@ -273,6 +273,31 @@ train(model, DataLoader(Items(), 8))
     assert (line in two.logs[0]) == is_alone
 
 
+def test_the_rank_that_locks_a_shared_cache_first_fills_it_and_waits_for_nobody(tmp_path: Path) -> None:
+    """The main rank waits for the lock; the other, which holds it, must not wait for the main rank's clock."""
+    script = """
+import fcntl, pathlib, time, uuid
+cache = pathlib.Path(os.environ["HF_HOME"])
+cache.mkdir(exist_ok=True)
+if os.environ["DDPSHIM_RANK"] == "0":
+    while not (cache / "begun").exists():
+        time.sleep(0.01)
+with open(cache / "lock", "a") as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    (cache / "begun").touch()
+    if not (cache / "made").exists():
+        time.sleep(0.5)
+        (cache / "made").write_text(f"{time.time()} {uuid.uuid4()}")
+        say("made it", os.environ["DDPSHIM_RANK"])
+say("now", time.time(), uuid.uuid4().hex)
+say("now", (cache / "made").read_text())
+train(network(), DataLoader(Items(), 8), epochs=1)
+"""
+    two = succeeded(run(tmp_path, script, 2, HF_HOME=str(tmp_path / "cache"), DDPSHIM_TIMEOUT_S="30"))
+    assert (two.said(0, "made it"), two.said(1, "made it")) == ([], ["1"])
+    assert two.said(0, "now") == two.said(1, "now")
+
+
 @pytest.mark.unit
 @pytest.mark.parametrize(
     ("source", "line"),

@@ -32,6 +32,7 @@ from ddpshim.rows.tensor import Counts
 from ddpshim.trainers.unedited import accelerators, gpus, leaving
 from ddpshim.trainers.unedited.clock import Clock
 from ddpshim.trainers.unedited.commands import Commands
+from ddpshim.trainers.unedited.locks import Locks
 from ddpshim.trainers.unedited.private_files import PrivateFiles
 from ddpshim.trainers.unedited.program import Start
 from ddpshim.trainers.unedited.reads import equal_reads
@@ -97,9 +98,10 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
     """Within this block the ranks run one program. It is left alone if it distributes itself, if `start` is given."""
     current().holds_whole_batches = True
     steps, rollouts, counts = current().part(Steps), Rollouts(here), current().part(Counts)
+    locks = Locks()
 
     def is_apart() -> bool:
-        return rollouts.is_playing or is_reading()
+        return rollouts.is_playing or is_reading() or locks.are_held()
 
     def is_reading() -> bool:
         # Only in the main thread: a file that another thread saves meanwhile is a checkpoint, not a dataset's cache.
@@ -125,7 +127,7 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
         if here.world_size > 1:
             since = time.time() if start is None else start.time
             files, clock = PrivateFiles(here, since, is_reading), Clock(here, is_apart)
-            for part in (files, clock, Commands(clock, files)):
+            for part in (files, clock, Commands(clock, files), locks):
                 undo.enter_context(part.installed())
             undo.enter_context(equal_reads(here, is_apart))
             undo.enter_context(rollouts.on_main(files.apart))
