@@ -198,14 +198,17 @@ STREAMS = "training_state/rng_state.safetensors"
 
 
 def logs_differ(lines: list[str], others: list[str]) -> str:
-    """Return how the lines of two logs differ: not at all, in numbers by at most a share of them, or otherwise."""
-    number = re.compile(r"-?\d+\.?\d*(?:e[+-]\d+)?")
+    """Return how the lines of two logs differ: not at all, in the last digit or by 1e-5 of a number, or by more."""
+    number = re.compile(r"(-?\d+)(?:\.(\d+))?(?:e([+-]\d+))?")
     if lines == others:
         return "same text"
     if [number.sub("", line) for line in lines] != [number.sub("", line) for line in others]:
         return "**differs**"
-    pairs = zip(number.findall(" ".join(lines)), number.findall(" ".join(others)))
-    largest = max(abs(float(a) - float(b)) / max(abs(float(a)), abs(float(b)), 1e-3) for a, b in pairs)
+    pairs = [*zip(number.finditer(" ".join(lines)), number.finditer(" ".join(others)))]
+    off = [(abs(float(a[0]) - float(b[0])), float(b[0]), b) for a, b in pairs]
+    if all(by < 1.5 * 10.0 ** (int(b[3] or 0) - len(b[2] or "")) for by, _, b in off):
+        return "last digit"
+    largest = max(by / max(abs(value), 1e-3) for by, value, _ in off)
     return f"{largest:.0e}" if largest < 1e-5 else f"**{largest:.0e}**"
 
 
