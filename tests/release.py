@@ -91,10 +91,9 @@ def wrong_in(wheel: Path, sources: Collection[str]) -> set[str]:
 
 
 def first_screen() -> str:
-    """Return the README's commands before its first heading: those that make an environment, then those that train."""
+    """Return the README's last commands before its first heading: they make an environment and train robomimic."""
     text = (ROOT / "README.md").read_text().partition("\n## ")[0]
-    train, environment = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return str(environment + train)
+    return str(re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[-1])
 
 
 def script(wheel: Path, python: Path, torch: str) -> str:
@@ -102,7 +101,6 @@ def script(wheel: Path, python: Path, torch: str) -> str:
     text = first_screen()
     for written, meant in (
         ("python3 -m venv", f"{python} -m venv"),
-        ("pip install .  ", f"pip install {wheel}  "),
         ('".[', f'"{wheel}['),
         ("install torch ", f"install {torch} "),
         ("--nproc 4", "--nproc 2"),

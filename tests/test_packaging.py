@@ -135,7 +135,6 @@ def test_the_release_checklist_reads_the_readme_and_the_versions(monkeypatch: py
         "python3.9 -m venv env && . env/bin/activate",
         'pip install torch==2.1.0 torchvision "the.whl[robomimic]"',
         "pip install --no-deps robomimic==0.3.0",
-        "pip install the.whl",
         "python -m ddpshim example",
         "python -m ddpshim run --nproc 2 -m robomimic.scripts.train --config lift_bc.json",
     ]

@@ -35,9 +35,6 @@ done
 [[ $WANDB =~ ^[01]$ && $RESUME =~ ^[01]$ ]] || wrong "WANDB='$WANDB' RESUME='$RESUME': give 0 or 1"
 [[ -z $ROOT || -f $ROOT/meta/info.json ]] || wrong "ROOT='$ROOT' holds no data set: meta/info.json is not there"
 command -v "$PYTHON" >/dev/null || wrong "PYTHON='$PYTHON' is no program: activate your environment first"
-if [[ $GPUS =~ ^[0-9]+$ && $BATCH_SIZE =~ ^[0-9]+$ ]] && ((BATCH_SIZE % GPUS)); then
-    wrong "BATCH_SIZE=$BATCH_SIZE does not split over GPUS=$GPUS"
-fi
 last=$OUTPUT/checkpoints/last/pretrained_model/train_config.json
 if [[ $RESUME == 1 ]]; then
     [[ -f $last ]] || wrong "RESUME=1, and $last is not there: start with RESUME=0"
