@@ -180,8 +180,9 @@ class DistributedModule(Transparent, DistributedDataParallel):
         signature = inspect.signature(DistributedDataParallel.__init__).parameters
         # torch 2.13 renames the option. False: forward sends no buffers (`Buffers` does, after backward).
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature else "broadcast_buffers"
-        # `broadcast_state` sends the weights, and writes only what differs.
-        options: dict[str, Any] = {**ddp_options, buffers: False, "init_sync": False}
+        options: dict[str, Any] = {**ddp_options, buffers: False}
+        if "init_sync" in signature:  # `broadcast_state` sends the weights; torch 2.1 has no such option
+            options["init_sync"] = False
         take_back = seams.ignore_in_wrapper(module, _names_of_owned(module))
         try:
             DistributedDataParallel.__init__(self, module, process_group=process_group, **options)

@@ -54,11 +54,12 @@ def _bare_key(key: str) -> str:
 
 def note_call() -> None:
     """Count time as the forward pass from here on, if a clock runs. Local; does nothing while torch compiles."""
-    if not _is_compiling() and events.running is not None:
+    if not is_compiling() and events.running is not None:
         events.running.call_network()
 
 
-def _is_compiling() -> bool:
+def is_compiling() -> bool:
+    """Whether torch compiles the caller. Local."""
     ask = getattr(torch.compiler, "is_compiling", None)  # torch 2.1 lacks it, and has a graph break here
     return ask is not None and ask()
 

@@ -24,6 +24,7 @@ from ddpshim.errors import OptionsError, SyncError
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import line_of_the_caller
+from ddpshim.model.transparent import is_compiling
 from ddpshim.rows import blocks, dimensions, gradients, layers  # noqa: F401 (they register their rules)
 from ddpshim.rows.rules import T
 from ddpshim.rows.tensor import Counts, Rows, divided, is_plain, leaves, mapped, on_whole, write_back
@@ -69,7 +70,7 @@ def with_rows(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         calls = current().part(Calls)
-        if torch.compiler.is_compiling() or calls.is_off:
+        if is_compiling() or calls.is_off:
             return call(module, *args, **kwargs)
         if computes_wholes(module):
             with nothing_divided():
@@ -147,7 +148,7 @@ def on_wholes(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def computed(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return function(*args, **kwargs)
         with nothing_divided():
             return on_whole(function, args, kwargs)

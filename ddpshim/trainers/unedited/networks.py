@@ -21,7 +21,7 @@ from ddpshim.errors import SyncError
 from ddpshim.job.group import world
 from ddpshim.model import guard
 from ddpshim.model.parallel import wrap_parallel
-from ddpshim.model.transparent import Transparent
+from ddpshim.model.transparent import Transparent, is_compiling
 from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -77,7 +77,7 @@ class Networks:
 
     def wrap(self) -> None:
         """Wrap the networks of all optimizers (collective if one has new parameters)."""
-        if torch.compiler.is_compiling() or not self._is_stale:
+        if is_compiling() or not self._is_stale:
             return
         self._is_stale = False
         self.forget()

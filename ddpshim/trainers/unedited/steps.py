@@ -14,6 +14,7 @@ from ddpshim.job.job import current
 from ddpshim.job.say import say, size
 from ddpshim.model.backward import Passes
 from ddpshim.model.equality import is_milestone
+from ddpshim.model.transparent import is_compiling
 from ddpshim.rows.gradients import plain
 from ddpshim.rows.tensor import Counts
 from ddpshim.trainers.unedited.networks import Networks
@@ -43,7 +44,7 @@ class Steps:
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if (
-                not torch.compiler.is_compiling() and current().part(Passes).depth <= 1
+                not is_compiling() and current().part(Passes).depth <= 1
             ):  # not in a pass of a checkpoint, inside another one
                 self.networks.wrap()
                 self.num_passes += 1
