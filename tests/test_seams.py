@@ -66,6 +66,7 @@ SEAMS = [
         "_C _distributed_c10d", "model/seams.py", "test_torchs_reducer_armed_by_hand", "torch/distributed/__init__.py"
     ),
     Seam("_set_params_and_buffers_to_ignore_for_model", "model/seams.py", "test_ignored_parameters", WRAPPER),
+    Seam("_sync_module_states", "model/seams.py", "test_the_wrapper_sends_nothing", WRAPPER),
     Seam("_ddp_params_and_buffers_to_ignore", "model/seams.py", "test_ignored_parameters", WRAPPER),
     Seam("_build_params_for_reducer", "model/reducer.py", "test_torchs_reducer_armed_by_hand", WRAPPER),
     Seam("_build_debug_param_to_name_mapping", "model/reducer.py", "test_torchs_reducer_armed_by_hand", WRAPPER),
@@ -288,6 +289,19 @@ def _ignore() -> list[str]:
 
 def test_ignored_parameters_are_left_out_while_the_wrapper_is_made() -> None:
     assert run_ranks(_ignore, 2)[0] == ["0.bias", "2.weight", "2.bias", "False"]
+
+
+def _send_nothing() -> float:
+    network = nn.Linear(1, 1)
+    nn.init.constant_(network.weight, dist.get_rank())
+    undo = seams.send_nothing_at_first()
+    DistributedDataParallel(network)
+    undo()
+    return network.weight.item()
+
+
+def test_the_wrapper_sends_nothing_when_it_is_told() -> None:
+    assert run_ranks(_send_nothing, 2) == [0.0, 1.0]
 
 
 class _Compiled(nn.Linear):

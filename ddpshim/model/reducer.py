@@ -180,14 +180,16 @@ class DistributedModule(Transparent, DistributedDataParallel):
         signature = inspect.signature(DistributedDataParallel.__init__).parameters
         # torch 2.13 renames the option. False: forward sends no buffers (`Buffers` does, after backward).
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature else "broadcast_buffers"
+        # `broadcast_state` sends the weights, and writes only what differs.
         options: dict[str, Any] = {**ddp_options, buffers: False}
-        if "init_sync" in signature:  # `broadcast_state` sends the weights; torch 2.1 has no such option
+        undo = contextlib.ExitStack()
+        undo.callback(seams.ignore_in_wrapper(module, _names_of_owned(module)))
+        if "init_sync" in signature:
             options["init_sync"] = False
-        take_back = seams.ignore_in_wrapper(module, _names_of_owned(module))
-        try:
+        else:
+            undo.callback(seams.send_nothing_at_first())
+        with undo:
             DistributedDataParallel.__init__(self, module, process_group=process_group, **options)
-        finally:
-            take_back()
 
     def _begin_publicly(self, module: nn.Module, process_group: Any, ddp_options: dict[str, Any]) -> None:
         """Set the attributes of torch's DDP, with a reducer that uses torch's public API alone."""

@@ -58,3 +58,11 @@ def ignore_in_wrapper(module: nn.Module, names: Sequence[str]) -> Callable[[], N
         return lambda: None
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
     return lambda: delattr(module, "_ddp_params_and_buffers_to_ignore")
+
+
+def send_nothing_at_first() -> Callable[[], None]:
+    """Make torch's DDP send no weights when it is made, for torch 2.1, without an option for it; return an undo."""
+    wrapper: Any = sys.modules[DistributedDataParallel.__module__]
+    send = wrapper._sync_module_states
+    wrapper._sync_module_states = lambda *args, **kwargs: None
+    return lambda: setattr(wrapper, "_sync_module_states", send)
