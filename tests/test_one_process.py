@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ddpshim import variables
 from tests.preloaded import environment
@@ -74,6 +75,8 @@ def test_three_ranks_compute_what_one_process_computes(
     for name in SEEN | HALF:
         verdicts.pop(name, None)
     others = {name: verdict for name, verdict in verdicts.items() if verdict != "equal"}
+    if not hasattr(torch.compiler, "is_compiling"):  # torch 2.1, in which some fail in one process too
+        others = {name: verdict for name, verdict in others.items() if not verdict.startswith("both: ")}
     for name in [name for name in REFUSED if name in others]:
         assert others.pop(name).startswith(REFUSED[name])
     assert not others
