@@ -306,6 +306,10 @@ train(network(), DataLoader(Items(), 8), epochs=1)
             "import torch\nimport lightning\n",
             "program.py:2 imports lightning: taken for a program that",
         ),
+        (
+            "import torch.distributed as dist\nif __name__ == '__main__':\n    dist.init_process_group()\n",
+            "program.py calls init_process_group: taken",
+        ),
         ("import ddpshim\nimport deepspeed\n", None),
     ],
 )

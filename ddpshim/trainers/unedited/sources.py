@@ -31,6 +31,7 @@ class Source:
     path: str
     imports: list[tuple[str, int]] = field(default_factory=list)  # (name of a module, line)
     names: set[str] = field(default_factory=set)  # functions and attributes that it uses
+    joins: Optional[str] = None  # a function that makes a process group, called under no condition
 
 
 class Sources:
@@ -109,6 +110,7 @@ def read(path: str) -> Optional[Source]:
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     source = Source(path)
+    conditional = {inside for node in ast.walk(tree) if _depends(node) for inside in ast.walk(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             source.imports += [(alias.name, node.lineno) for alias in node.names]
@@ -118,7 +120,17 @@ def read(path: str) -> Optional[Source]:
             source.imports += [(f"{module}.{alias.name}".strip("."), node.lineno) for alias in node.names]
         elif isinstance(node, ast.Attribute):
             source.names.add(node.attr)
+        elif isinstance(node, ast.Call) and node not in conditional:
+            name = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
+            source.joins = name if name in _JOINS else source.joins
     return source
+
+
+def _depends(node: ast.AST) -> bool:
+    """Whether what is inside runs under a condition: not `if __name__ == "__main__"`."""
+    if not isinstance(node, (ast.If, ast.IfExp)):
+        return False
+    return not any(isinstance(name, ast.Name) and name.id == "__name__" for name in ast.walk(node.test))
 
 
 def _absolute(path: str, node: ast.ImportFrom) -> str:
@@ -151,7 +163,7 @@ def _by_others(source: Source) -> Optional[str]:
         top = name.partition(".")[0]
         if top in _DISTRIBUTORS:
             return f"{where}:{line} imports {top}"
-    return None
+    return None if source.joins is None else f"{where} calls {source.joins}"
 
 
 def _trains(package: str, name: str, source: Source) -> bool:
