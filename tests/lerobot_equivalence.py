@@ -8,7 +8,6 @@ made here: nothing is downloaded.
 
 from __future__ import annotations
 
-import argparse
 import filecmp
 import importlib.util
 import os
@@ -32,7 +31,7 @@ DEADLINE_S = 300
 TRAINER = ("-m", "lerobot.scripts.lerobot_train")
 STEPS, LEFT_AT = 12, 5
 # Options that change how data are read, judged or computed, with releases that have them.
-HALF = "automatic mixed precision"  # numbers in bfloat16 differ by their rounding
+HALF = "automatic mixed precision (bfloat16)"  # numbers in bfloat16 differ by their rounding
 VARIANTS = {
     "two workers": "--num_workers=2",
     "augmented images": "--dataset.image_transforms.enable=true",
@@ -271,11 +270,19 @@ def rows(policy: str, folder: Path, ranks: list[int]) -> Iterator[list[str]]:
     yield [policy, f"{ranks[0]} ranks, torchrun", *compare(run, plain).values()]
 
 
+def _all_rows(policies: list[str], folder: Path, ranks: list[int], page: Optional[Path]) -> Iterator[list[str]]:
+    """Yield the rows of all policies: those of others than `policies` are those of the page."""
+    for policy in POLICIES:
+        if policy in policies:
+            yield from rows(policy, folder, ranks)
+        elif page is not None:
+            kept = (line.strip("| ").split(" | ") for line in page.read_text().splitlines())
+            yield from (row for row in kept if row[0] == policy)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = pages.parser(__doc__)
     parser.add_argument("--policies", default=",".join(POLICIES))
-    parser.add_argument("--ranks", default="2,3", help="a run on the first is stopped and resumed on the last")
-    parser.add_argument("--write", type=Path, help="a page that has the line after which the table stands")
     args = parser.parse_args()
     if not is_there():
         parser.exit(1, f"{HOW_TO_GET}\n")
@@ -283,24 +290,14 @@ def main() -> None:
     from lerobot import __version__
 
     columns = ["policy", "run", "moved by training", "weights", "optimizer", "log", "random streams", "files"]
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         make_data(folder)
         make_backbone(folder)
-        asked = args.policies.split(",")
-        for policy in POLICIES:
-            if policy not in asked and args.write:  # rows of others are kept
-                lines += [line for line in args.write.read_text().splitlines() if line.startswith(f"| {policy} |")]
-            for row in rows(policy, folder, [int(n) for n in args.ranks.split(",")]) if policy in asked else ():
-                lines.append(f"| {' | '.join(row)} |")
-                print(lines[-1], flush=True)
-    lines += ["", f"LeRobot {__version__}, torch {torch.__version__}, gloo on CPU, {STEPS} steps of 8 samples."]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if args.write:
-        pages.fill(args.write, START, text, END)
-    sys.exit("**" in text)
+        ranks = [int(n) for n in args.ranks.split(",")]
+        lines = pages.table(columns, _all_rows(args.policies.split(","), folder, ranks, args.write))
+    made = f"LeRobot {__version__}, torch {torch.__version__}, gloo on CPU, {STEPS} steps of 8 samples."
+    pages.finish([*lines, "", made], args.write, START, END)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ rest is replaced by stand-ins: a small policy with pi0's noise and times, and dr
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -279,23 +278,17 @@ def rows(folder: Path, ranks: list[int]) -> Iterator[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="2,3", help="a run on the first is stopped and resumed on the last")
+    parser = pages.parser(__doc__)
     parser.add_argument("--folder", type=Path, help="keep the runs here")
-    parser.add_argument("--write", type=Path, help="a page that has the line after which the table stands")
     args = parser.parse_args()
     if tree() is None:
         parser.exit(1, f"{HOW_TO_GET}\n")
     columns = ["run", "moved by training", "weights", "optimizer", "log", "W&B"]
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     with tempfile.TemporaryDirectory() as temporary:
         folder = (args.folder or Path(temporary)).resolve()
-        lines += [f"| {' | '.join(row)} |" for row in rows(folder, [int(n) for n in args.ranks.split(",")])]
-    text = "\n".join([*lines, "", f"torch {torch.__version__}, gloo on CPU, {STEPS} steps of 8 samples."]) + "\n"
-    print(text)
-    if args.write:
-        pages.fill(args.write, START, text, END)
-    sys.exit("**" in text)
+        lines = pages.table(columns, rows(folder, [int(n) for n in args.ranks.split(",")]))
+    made = f"torch {torch.__version__}, gloo on CPU, {STEPS} steps of 8 samples."
+    pages.finish([*lines, "", made], args.write, START, END)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NoReturn, Optional
 
 
 def fill(page: Path, start: str, text: str, end: str = "") -> None:
@@ -15,3 +19,29 @@ def fill(page: Path, start: str, text: str, end: str = "") -> None:
     if not mark or end not in rest:
         raise ValueError(f"{page} has no {start if not mark else end!r}: there is no place for what was made")
     page.write_text(f"{before}{start}\n{text}{end}{after}", encoding="utf-8")
+
+
+def parser(description: Optional[str]) -> argparse.ArgumentParser:
+    """Return a parser of the options that all programs have which compare ranks with one process."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--ranks", default="2,3", help="a run on the first is stopped and resumed on the last")
+    made.add_argument("--write", type=Path, help="a page that has the line after which the table stands")
+    return made
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table, and print each when it is there."""
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    for row in rows:
+        lines.append(f"| {' | '.join(row)} |")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def finish(lines: Sequence[str], page: Optional[Path], start: str, end: str) -> NoReturn:
+    """Print the lines, fill `page` with them, and exit: with 1 if something in them is bold, which is a difference."""
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if page:
+        fill(page, start, text, end)
+    sys.exit("**" in text)

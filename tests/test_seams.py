@@ -294,9 +294,8 @@ def test_ignored_parameters_are_left_out_while_the_wrapper_is_made() -> None:
 def _send_nothing() -> float:
     network = nn.Linear(1, 1)
     nn.init.constant_(network.weight, dist.get_rank())
-    undo = seams.send_nothing_at_first()
-    DistributedDataParallel(network)
-    undo()
+    with seams.nothing_sent_at_first():
+        DistributedDataParallel(network)
     return network.weight.item()
 
 

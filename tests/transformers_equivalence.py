@@ -7,13 +7,13 @@ It needs the environment of requirements/lerobot.txt.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests import pages
@@ -59,37 +59,29 @@ def compare(run: Path, plain: Path, nudged: Path) -> list[str]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="2,3", help="a run on the first is resumed on the last")
-    parser.add_argument("--write", type=Path, help="a page that has the line after which the table stands")
-    args = parser.parse_args()
-    import torch
-    import transformers
+def rows(folder: Path, ranks: list[int]) -> Iterator[list[str]]:
+    """Train in all ways, and yield the rows of the table."""
+    plain, nudged = start(folder, "plain"), start(folder, "nudged", nudge=True)
+    for n in ranks:
+        yield [f"{n} ranks", *compare(start(folder, f"on{n}", n), plain, nudged)]
+    later = shutil.ignore_patterns(*(f"checkpoint-{n}" for n in range(LEFT_AT + 1, STEPS + 1)), "log.json", "best")
+    for name in ("plain", f"on{ranks[0]}"):
+        shutil.copytree(folder / name, folder / f"{name}-resumed", ignore=later)
+    resumed = start(folder, f"on{ranks[0]}-resumed", ranks[-1], resumes=True)
+    alone = start(folder, "plain-resumed", resumes=True)
+    what = f"{ranks[0]} ranks to step {LEFT_AT}, resumed on {ranks[-1]}; one process resumed"
+    yield [what, *compare(resumed, alone, nudged)]
 
-    lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+
+def main() -> None:
+    args = pages.parser(__doc__).parse_args()
+    import torch
+    from transformers import __version__
+
     with tempfile.TemporaryDirectory() as temporary:
-        folder, ranks = Path(temporary), [int(n) for n in args.ranks.split(",")]
-        plain, nudged = start(folder, "plain"), start(folder, "nudged", nudge=True)
-        runs = {f"{n} ranks": (start(folder, f"on{n}", n), plain) for n in ranks}
-        for name in ("plain", f"on{ranks[0]}"):
-            later = shutil.ignore_patterns(
-                *(f"checkpoint-{n}" for n in range(LEFT_AT + 1, STEPS + 1)), "log.json", "best"
-            )
-            shutil.copytree(folder / name, folder / f"{name}-resumed", ignore=later)
-        resumed = start(folder, f"on{ranks[0]}-resumed", ranks[-1], resumes=True)
-        what = f"{ranks[0]} ranks to step {LEFT_AT}, resumed on {ranks[-1]}; one process resumed"
-        runs[what] = (resumed, start(folder, "plain-resumed", resumes=True))
-        for name, (run, alone) in runs.items():
-            lines.append(f"| {' | '.join([name, *compare(run, alone, nudged)])} |")
-    made = (
-        f"transformers {transformers.__version__}, torch {torch.__version__}, gloo on CPU, {STEPS} steps of 16 samples."
-    )
-    text = "\n".join([*lines, "", made]) + "\n"
-    print(text)
-    if args.write:
-        pages.fill(args.write, START, text, END)
-    sys.exit("**" in text)
+        lines = pages.table(COLUMNS, rows(Path(temporary), [int(n) for n in args.ranks.split(",")]))
+    made = f"transformers {__version__}, torch {torch.__version__}, gloo on CPU, {STEPS} steps of 16 samples."
+    pages.finish([*lines, "", made], args.write, START, END)
 
 
 if __name__ == "__main__":

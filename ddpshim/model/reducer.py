@@ -187,7 +187,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         if "init_sync" in signature:
             options["init_sync"] = False
         else:
-            undo.callback(seams.send_nothing_at_first())
+            undo.enter_context(seams.nothing_sent_at_first())
         with undo:
             DistributedDataParallel.__init__(self, module, process_group=process_group, **options)
 

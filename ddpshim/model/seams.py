@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import Any, Callable
@@ -9,6 +10,8 @@ from typing import Any, Callable
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from ddpshim.job.replaced import replaced
 
 REDUCER = (
     "prepare_for_backward",
@@ -60,9 +63,7 @@ def ignore_in_wrapper(module: nn.Module, names: Sequence[str]) -> Callable[[], N
     return lambda: delattr(module, "_ddp_params_and_buffers_to_ignore")
 
 
-def send_nothing_at_first() -> Callable[[], None]:
-    """Make torch's DDP send no weights when it is made, for torch 2.1, without an option for it; return an undo."""
-    wrapper: Any = sys.modules[DistributedDataParallel.__module__]
-    send = wrapper._sync_module_states
-    wrapper._sync_module_states = lambda *args, **kwargs: None
-    return lambda: setattr(wrapper, "_sync_module_states", send)
+def nothing_sent_at_first() -> contextlib.AbstractContextManager[None]:
+    """Within this block, torch's DDP sends no weights when it is made: for torch 2.1, which has no option for it."""
+    wrapper = sys.modules[DistributedDataParallel.__module__]
+    return replaced(wrapper, "_sync_module_states", lambda *args, **kwargs: None)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tests.field.__main__ import Row
 
+ROOT = Path(__file__).parent.parent.parent
 HEAD = """# Public trainers, unedited
 
 This page shows which public trainers give the same result under ddpshim. Every trainer is unedited. It was trained with
@@ -50,7 +52,8 @@ def written(rows: list[Row]) -> str:
         place = "" if trainer.folder == "." else f", in `{trainer.folder}/`"
         stubs = f" Stand-ins: {', '.join(trainer.stubs)}." if trainer.stubs else ""
         page.append(f"**{trainer.name}**: {owner} at {commit[:12]}{place}.{stubs}")
-        page.append("```\n" + _wrapped(["TYPED =", *map(_quoted, trainer.command)]) + "\n```")
+        command = [part.replace(f"{ROOT}/", "") for part in trainer.command]
+        page.append("```\n" + _wrapped(["TYPED =", *map(_quoted, command)]) + "\n```")
         notes = [(row.num_ranks, note) for row in rows if row.trainer.name == trainer.name for note in row.notes]
         page += [f"- {num_ranks} ranks: {note}" for num_ranks, note in notes if note]
     page.append(TAIL)

@@ -39,10 +39,11 @@ class Locks:
         def stand_in(fd: Any, operation: int, *rest: Any) -> Any:
             answer = real(fd, operation, *rest)
             number = fd if isinstance(fd, int) else fd.fileno()
+            file = _file_of(number)
             if operation & fcntl.LOCK_UN:
                 self._held.pop(number, None)
-            elif threading.current_thread() is threading.main_thread() and self._places.has(_file_of(number)):
-                self._held[number] = _file_of(number)
+            elif threading.current_thread() is threading.main_thread() and self._places.has(file):
+                self._held[number] = file
             return answer
 
         return stand_in
