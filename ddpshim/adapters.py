@@ -35,12 +35,6 @@ def function(package: str, name: str) -> Optional[Any]:
     return None if module is None else getattr(importlib.import_module(module), name, None)
 
 
-def has_trainer(package: str) -> bool:
-    """Whether an adapter distributes the package's trainer: not if its `trainer()` returns an empty list. Local."""
-    trainer = function(package, "trainer")
-    return package in packages() and (trainer is None or bool(trainer()))
-
-
 def functions_for(value: Any, name: str) -> Iterator[Any]:
     """Yield the function `name` of each adapter for the class of `value` or one of its base classes. Local."""
     for package in dict.fromkeys(str(kind.__module__).partition(".")[0] for kind in type(value).__mro__):

@@ -12,9 +12,8 @@
     ├── RolloutError  an episode of an evaluation failed
     ├── CheckpointError  (also OSError) a checkpoint could not be written or read, or none would be kept
     ├── ReportError   a run left no records, or its charts cannot be drawn
-    ├── PatchError    a patch set does not fit its target
-    │   └── TargetError  the target does not exist
-    └── HookError     an installed trainer cannot be distributed without an edit
+    └── PatchError    a patch set does not fit its target
+        └── TargetError  the target does not exist
 
 Every message has three parts: what was found, what it would have caused, what to do.
 """
@@ -78,7 +77,3 @@ class TargetError(PatchError):
     """The target of a patch set does not exist."""
 
     exit_code = 2
-
-
-class HookError(DdpShimError):
-    """ddpshim cannot distribute an installed trainer: it is unknown, or used in a way in which ranks would diverge."""

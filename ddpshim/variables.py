@@ -2,10 +2,9 @@
 
 PREFIX = "DDPSHIM_"
 LAUNCHER = "DDPSHIM_LAUNCHER"  # which launcher's variables to use if those of several are set
-HOOKS = "DDPSHIM_HOOKS"  # off: do not hook unedited trainers
 RANK_LOGS = "DDPSHIM_RANK_LOGS"  # folder for the output of each rank of `run`; unset if output goes to the screen
 RUN_DIR = "DDPSHIM_RUN_DIR"  # a private folder of one `run`, where failing ranks record when and how they failed
-UNEDITED = "DDPSHIM_UNEDITED"  # whether to distribute an unedited one-process program: on, off, auto
+UNEDITED = "DDPSHIM_UNEDITED"  # whether to distribute an unedited program: on, off, auto
 ROWS = "DDPSHIM_ROWS"  # auto; all: divide also what is too small to gain; off: compute whole batches on every rank
 RANK = "DDPSHIM_RANK"  # this rank, while the launcher's variables are hidden from an unedited program
 AUDIT = "DDPSHIM_AUDIT"  # folder to which the ranks of an audit write; else unset
@@ -14,5 +13,5 @@ UPSTREAM = "DDPSHIM_UPSTREAM"  # source trees for the tests
 # For variables of module files or sites, such as DDPSHIM_MODULE_ROOT: ignored.
 MODULE_PREFIX = "DDPSHIM_MODULE_"
 FAULT = "DDPSHIM_FAULT"  # for the tests: the fault to cause
-OF_USERS = (LAUNCHER, HOOKS, UNEDITED, ROWS)  # set by users; the others are messages, or for the tests
-ALL = (LAUNCHER, HOOKS, RANK_LOGS, RUN_DIR, UNEDITED, ROWS, RANK, AUDIT, PROVE, UPSTREAM, FAULT)
+OF_USERS = (LAUNCHER, UNEDITED, ROWS)  # set by users; the others are messages, or for the tests
+ALL = (LAUNCHER, RANK_LOGS, RUN_DIR, UNEDITED, ROWS, RANK, AUDIT, PROVE, UPSTREAM, FAULT)

@@ -269,7 +269,7 @@ def observe(folder: str, script: str, arguments: list[str]) -> None:
 
     random.seed(0)  # upstream changes colours without a seed
     install_stand_ins()
-    trainer.preload(everything=True)
+    trainer.activate()
     import robomimic.algo as algorithms
     import robomimic.algo.diffusion_policy as diffusion_policy
     from robomimic.utils.dataset import MetaDataset

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 
 from ddpshim.trainers.patching import files as patching
-from tests import trainer
 from tests.preloaded import as_torchrun_says, preloaded, start_afresh
 from tests.preloaded import environment as _environ
 from tests.variants import IMAGE_KEY, IMAGE_SIZE, VARIANTS, WHY, is_shipped
@@ -96,8 +95,6 @@ def copy_release(release: str, folder: Path, way: str = "patched") -> Path:
             if (found / package).is_dir():
                 shutil.copytree(found / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
         (patching.apply if way == "patched" else patching.revert)(str(tree))
-        if way == "hooked":
-            shutil.copy(tree / "robomimic" / "scripts" / "train.py", tree / trainer.COPY)
     return tree
 
 

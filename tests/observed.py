@@ -59,7 +59,7 @@ class _Clock:
 def _write_down_networks(out: dict[str, Any], is_plain: bool) -> None:
     import ddpshim.robomimic.calls as adapter
 
-    prepare, end_training = adapter.prepare, adapter.end_training
+    prepare, finish = adapter.prepare, adapter.finish
 
     def note(model: Any) -> Any:
         out["model"] = model
@@ -74,7 +74,7 @@ def _write_down_networks(out: dict[str, Any], is_plain: bool) -> None:
 
     def observed_end() -> None:
         out["states"] = global_states()
-        end_training()
+        finish()
 
     if is_plain:  # nothing calls `prepare`
         import robomimic.algo
@@ -82,7 +82,7 @@ def _write_down_networks(out: dict[str, Any], is_plain: bool) -> None:
         factory = robomimic.algo.algo_factory
         robomimic.algo.algo_factory = lambda *args, **options: note(factory(*args, **options))
 
-    adapter.prepare, adapter.end_training = observed_prepare, observed_end
+    adapter.prepare, adapter.finish = observed_prepare, observed_end
 
 
 class _Noted:
@@ -130,13 +130,7 @@ def _write_down_data(out: dict[str, Any]) -> None:
 
         return computed
 
-    def routed(*args: Any, **options: Any) -> Any:
-        # If robomimic is hooked, its trainer must call the hook, and the hook this function.
-        is_hooked = os.environ.get(trainer.UNEDITED) == "hooked"
-        from_trainer = is_hooked and not sys._getframe(1).f_globals["__name__"].startswith("ddpshim.")
-        return (run_epoch if from_trainer else observed_run_epoch)(*args, **options)
-
-    TrainUtils.run_epoch, _MapDatasetFetcher.fetch = routed, indexed
+    TrainUtils.run_epoch, _MapDatasetFetcher.fetch = observed_run_epoch, indexed
     for name in ("normalize_obs", "get_action_stats"):
         if hasattr(SequenceDataset, name):
             setattr(SequenceDataset, name, counted(getattr(SequenceDataset, name)))

@@ -61,7 +61,7 @@ def environment(tree: Optional[Path] = None) -> dict[str, str]:
     stubs = [str(p) for p in (ROOT / "tests" / "stubs").iterdir() if importlib.util.find_spec(p.name) is None]
     trees = [] if tree is None else [str(tree), str(tree / "act" / "detr")]
     way = "plain" if tree is None else trainer.way_of(tree)
-    unedited = {trainer.UNEDITED: way} if way in ("unedited", "hooked") else {}
+    unedited = {trainer.UNEDITED: way} if way == "unedited" else {}
     return {**inherited, "PYTHONPATH": os.pathsep.join([*trees, str(ROOT), *stubs]), **unedited}
 
 
@@ -479,7 +479,7 @@ def main() -> None:
     for name in (*FOREIGN, *OURS):
         with contextlib.suppress(Exception):  # missing, or incompatible with this torch: its users will see the error
             importlib.import_module(name)
-    trainer.preload()
+    trainer.activate()
     for name in ROBOMIMICS if "robomimic" in sys.argv else ():
         importlib.import_module(name)
     settle_rounding()  # otherwise one plain run in fifty differs from the others in the last digit

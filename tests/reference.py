@@ -73,7 +73,6 @@ CHAPTERS = {
     ),
     "Profile and records": ("profile", "record", "observe.recording.Recorder"),
     "Tests of a trainer": ("testing.on_ranks", "testing.assert_same_training"),
-    "robomimic without an edit": ("auto.activate", "auto.deactivate", "auto.is_active", "auto.report"),
     "Errors": (
         "DdpShimError",
         "LaunchError",
@@ -85,7 +84,6 @@ CHAPTERS = {
         "RolloutError",
         "CheckpointError",
         "PatchError",
-        "HookError",
         "ReportError",
     ),
 }

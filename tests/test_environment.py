@@ -20,8 +20,7 @@ from ddpshim.job import machine
 from ddpshim.observe import environment
 from ddpshim.observe.environment import as_text, describe
 from ddpshim.robomimic import adapter
-from ddpshim.trainers import import_hook
-from ddpshim.trainers.patching import files
+from ddpshim.trainers.patching import files, in_memory
 from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).parent.parent
@@ -154,13 +153,12 @@ def test_an_unedited_run_is_reported_as_patched_in_memory(monkeypatch: pytest.Mo
     monkeypatch.setattr(files, "status", lambda package: found)
     monkeypatch.setattr(adapter.importlib.util, "find_spec", lambda package: found)
     released = "files as released (robomimic/0.3.0); a launched training is patched in memory"
-    loaded = [SimpleNamespace(folder=Path("somewhere/robomimic"), set_name=None)]
-    monkeypatch.setattr(import_hook._state, "files", loaded)
     assert adapter.state_of_files() == released
-    loaded[0].set_name = "robomimic/0.3.0"
-    assert describe()["robomimic patch"] == "in memory: robomimic/0.3.0"
-    loaded[0].folder = Path("somewhere/another")
-    assert adapter.state_of_files() == released
+    for package, state in (("robomimic", "in memory: robomimic/0.3.0"), ("another", released)):
+        finder = in_memory.PatchedFiles(in_memory.Patched("robomimic/0.3.0", {f"{package}.algo": b""}, ()))
+        with monkeypatch.context() as meanwhile:
+            meanwhile.setattr(sys, "meta_path", [finder, *sys.meta_path])
+            assert describe()["robomimic patch"] == state
     found.state = "applied"
     assert adapter.state_of_files() == "applied (robomimic/0.3.0)"
 

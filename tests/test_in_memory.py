@@ -11,15 +11,17 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Callable
+from typing import Callable
 
 import pytest
+import torch
 
-from ddpshim.errors import HookError
+from ddpshim import adapters
 from ddpshim.trainers.patching import in_memory, patchset
 from tests import droid
 from tests.equivalence import copy_release, make_run_config, source
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh
+from tests.ranks import free_port
 
 FILES = {
     "areas/__init__.py": "",
@@ -59,35 +61,30 @@ def sets(tmp_path: Path) -> Path:
     return tmp_path / "sets"
 
 
-@pytest.fixture
-def load(
-    tmp_path: Path, sets: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., in_memory.PatchedFiles]]:
-    """Installs the package with these texts, and has it patched; all is as before at the end."""
-    found: list[in_memory.PatchedFiles] = []
+Load = Callable[..., bool]
+PI = pytest.approx(3.14159, abs=1e-5)
+TWO_PI = pytest.approx(6.28319, abs=1e-5)
 
-    def install(files: dict[str, str], **how: Any) -> in_memory.PatchedFiles:
+
+@pytest.fixture
+def load(tmp_path: Path, sets: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+    """Installs the package with these texts, and has its tool patched; all is as before at the end."""
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setattr(adapters, "packages", lambda: {"areas": "none"})
+
+    def install(files: dict[str, str], module: str = "areas.tool") -> bool:
         write(tmp_path / "tree", {**FILES, **files})
         monkeypatch.syspath_prepend(str(tmp_path / "tree"))
-        found.append(in_memory.PatchedFiles(tmp_path / "tree" / "areas", sets, **how))
-        sys.meta_path.insert(0, found[-1])
-        return found[-1]
+        return in_memory.patch_program(module, sets)
 
     yield install
-    for finder in found:
-        sys.meta_path.remove(finder)
     for name in [name for name in sys.modules if name.split(".")[0] == "areas"]:
         del sys.modules[name]
 
 
-PI = pytest.approx(3.14159, abs=1e-5)
-TWO_PI = pytest.approx(6.28319, abs=1e-5)
-Load = Callable[..., in_memory.PatchedFiles]
-
-
 @pytest.mark.unit
 def test_a_program_and_what_it_imports_are_patched_and_shown_as_they_run(load: Load, tmp_path: Path) -> None:
-    files = load({})
+    assert load({})
     with pytest.raises(TypeError) as failed:
         runpy.run_module("areas.tool", run_name="__main__")
     frames = traceback.extract_tb(failed.tb)[-2:]
@@ -98,31 +95,21 @@ def test_a_program_and_what_it_imports_are_patched_and_shown_as_they_run(load: L
     assert frames[1].filename == f"{tmp_path}/tree/areas/disc.py, patched by ddpshim"
     disc = importlib.import_module("areas.disc")
     assert (disc.area(1), disc.__file__) == (TWO_PI, f"{tmp_path}/tree/areas/disc.py")
-    assert "areas.disc: patched in memory" in files.report()
-    assert files.set_name == "areas/1"
-    assert files.refuse(disc) is None
+    assert in_memory.set_in_memory("areas") == "areas/1"
     assert {name: (tmp_path / "tree" / name).read_text() for name in FILES} == FILES
     assert not list(tmp_path.rglob("disc*.pyc")), "another program would run it"
 
 
 @pytest.mark.unit
-def test_another_program_gets_the_files_as_they_are_but_for_those_that_are_named(load: Load) -> None:
-    files = load({})
-    assert importlib.import_module("areas.tool").result == PI
-    assert (files.report(), files.set_name) == ([], None)
-
-
-@pytest.mark.unit
-def test_a_library_is_patched_for_every_program(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
-    load({"areas/tool.py": FILES["areas/tool.py"] + "# edited\n"}, is_library="areas.disc".__eq__)
-    assert importlib.import_module("areas.tool").result == TWO_PI, "patched by itself, whatever another file is"
-    assert "no release" not in capsys.readouterr().err
+def test_another_program_gets_the_files_as_they_are(load: Load) -> None:
+    assert not load({}, "areas.other")
+    assert importlib.import_module("areas.disc").area(1) == PI
+    assert in_memory.set_in_memory("areas") is None
 
 
 @pytest.mark.unit
 def test_moved_lines_are_patched_where_they_stand_once(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
-    moved = "# a fork of our own\n" + FILES["areas/disc.py"].replace("\n", "\r\n")
-    load({"areas/disc.py": moved}, is_library="areas.disc".__eq__)
+    assert load({"areas/disc.py": "# a fork of our own\n" + FILES["areas/disc.py"].replace("\n", "\r\n")})
     assert importlib.import_module("areas.disc").area(1) == TWO_PI
     said = capsys.readouterr().err
     assert re.fullmatch(
@@ -143,54 +130,32 @@ def test_moved_lines_are_patched_where_they_stand_once(load: Load, capsys: pytes
         (FILES["areas/disc.py"] * 2, "line 4: 'def area(radius):' and the lines after it occur at lines 4, 9"),
     ],
 )
-def test_a_file_that_no_set_fits_is_refused_by_the_line(load: Load, text: str, why: str) -> None:
-    files = load({"areas/disc.py": text}, is_library="areas.disc".__eq__)
-    disc = importlib.import_module("areas.disc")  # a program may have no use for it
-    assert disc.area(1) == PI
-    assert f"areas/disc.py, 01-all.patch, {why}" in str(files.refuse(disc))
+def test_a_package_that_no_set_fits_is_left_as_it_is_with_the_lines(
+    load: Load, text: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not load({"areas/disc.py": text})
+    assert importlib.import_module("areas.disc").area(1) == PI
+    said = capsys.readouterr().err
+    assert "it is distributed as any other program is" in said
+    assert f"areas/disc.py, 01-all.patch, {why}" in said
 
 
 @pytest.mark.unit
-def test_a_program_that_no_set_fits_is_refused(load: Load) -> None:
-    load({"areas/tool.py": FILES["areas/tool.py"].replace("result", "outcome")}, is_library="areas.disc".__eq__)
-    with pytest.raises(HookError, match=r"docs MIGRATION, section 2\)\. Or run a copy of the trainer from outside"):
-        runpy.run_module("areas.tool", run_name="__main__")
-
-
-@pytest.mark.unit
-def test_a_library_that_no_set_fits_stops_only_those_who_use_it(load: Load) -> None:
-    files = load({"areas/disc.py": FILES["areas/disc.py"] * 2}, is_library="areas.disc".__eq__)
-    with pytest.raises(TypeError):  # of the line that the set adds to the program
-        runpy.run_module("areas.tool", run_name="__main__")
-    assert list(files.refused) == ["areas.disc"]
-    assert "01-all.patch, line 4" in str(files.refuse(sys.modules["areas.disc"]))
-
-
-@pytest.mark.unit
-def test_a_file_that_is_patched_on_disk_is_left(load: Load) -> None:
-    files = load({"areas/disc.py": CHANGED["areas/disc.py"]}, is_library="areas.disc".__eq__)
+def test_files_that_are_patched_on_disk_are_left(load: Load) -> None:
+    assert load({"areas/disc.py": CHANGED["areas/disc.py"]})
     disc = importlib.import_module("areas.disc")
-    assert (disc.area(1), in_memory.patched_source(disc), files.refuse(disc)) == (TWO_PI, None, None)
-    assert files.set_name is None
-
-
-@pytest.mark.unit
-def test_what_was_imported_before_cannot_be_patched_and_is_named(load: Load, tmp_path: Path) -> None:
-    write(tmp_path / "tree", FILES)
-    sys.path.insert(0, str(tmp_path / "tree"))
-    disc = importlib.import_module("areas.disc")
-    sys.path.pop(0)
-    files = load({}, is_library="areas.disc".__eq__)
-    assert re.match(r"areas\.disc: imported before ddpshim\.auto", str(files.refuse(disc)))
-    with pytest.raises(HookError, match=r"areas\.disc: imported before ddpshim\.auto.* Move `import ddpshim\.auto`"):
-        runpy.run_module("areas.tool", run_name="__main__")
+    assert disc.area(1) == TWO_PI
+    assert not hasattr(disc.__loader__, "_source")
+    del sys.modules["areas.disc"], sys.modules["areas"]
+    assert not load(CHANGED)
 
 
 @pytest.mark.unit
 def test_a_file_is_known_by_its_path(load: Load, tmp_path: Path) -> None:
-    files = load({})
-    assert files.module_at((tmp_path / "tree" / "areas" / "tool.py").resolve()) == "areas.tool"
-    assert files.module_at((tmp_path / "tree" / "areas" / "__init__.py").resolve()) is None
+    load({})
+    assert in_memory.module_of(str(tmp_path / "tree" / "areas" / "tool.py")) == "areas.tool"
+    assert in_memory.module_of(str(tmp_path / "areas" / "tool.py")) is None
+    assert in_memory.module_of(str(tmp_path / "tree" / "tool.py")) is None
 
 
 # The real trainer.
@@ -211,12 +176,12 @@ def test_every_hunk_of_a_set_stands_once_in_its_release(patch_set: patchset.Patc
         moved, num_hunks, odd = patchset.transform_moved(patch_set.patches, name, content)
         assert (patchset.sha256(moved), odd) == (hashes.patched, [])
         assert num_hunks > 0
-    files = in_memory.PatchedFiles(tree / "robomimic")
-    files.begin_program()
-    texts = {name: files.source(name[: -len(".py")].replace("/", ".")) or b"" for name in patch_set.files}
+    found, lacking = in_memory.fit(tree / "robomimic", [patch_set])
+    texts = {name: found.sources[name[: -len(".py")].replace("/", ".")] for name in patch_set.files}
     assert {name: patchset.sha256(text) for name, text in texts.items()} == {
         name: hashes.patched for name, hashes in patch_set.files.items()
     }
+    assert lacking == []
 
 
 def _run(tree: Path, folder: Path, *command: str) -> tuple[int, str]:
@@ -232,7 +197,7 @@ def _rename(config: Path, name: str) -> None:
 
 @pytest.mark.launch
 @pytest.mark.robomimic
-def test_a_fork_is_patched_or_refused_and_its_trainers_copy_is_hooked(tmp_path: Path) -> None:
+def test_a_fork_is_patched_or_distributed_as_any_program_is(tmp_path: Path) -> None:
     tree = copy_release(RELEASE, tmp_path, "plain")
     config = make_run_config(tree, RELEASE, "td3_bc", tmp_path, 3, 1)
     trainer, algorithm = (tree / "robomimic" / name for name in ("scripts/train.py", "algo/td3_bc.py"))
@@ -243,31 +208,42 @@ def test_a_fork_is_patched_or_refused_and_its_trainers_copy_is_hooked(tmp_path: 
     assert "global batch 100 = 2 ranks x 50" in said
     one_line = "the lines of robomimic/0.3.0 occur once each in robomimic/algo/td3_bc.py, robomimic/scripts/train.py"
     assert said.count(one_line) == said.count("finished run successfully") == 1
+    patched = _losses(said)
 
-    # An algorithm that is somebody's own stops those who train it, and nobody else.
-    text = algorithm.read_text()
-    algorithm.write_text(text.replace("lam = self.algo_config.alpha /", "lam = self.algo_config.our_alpha /"))
+    algorithm.write_text(algorithm.read_text().replace("lam = self.algo_config.alpha /", "lam = 1.0 * 2.5 /"))
     _rename(config, "own_loss")
     code, said = _run(tree, tmp_path, "-m", "robomimic.scripts.train", "--config", str(config))
-    assert code == 1
-    assert re.search(
-        r"HookError: .*\n.*algo/td3_bc\.py, 03-model\.patch, line 289: '.*' and the lines after it occur nowhere", said
-    )
-    other = make_run_config(tree, RELEASE, "bc", tmp_path, 3, 1)
-    code, said = _run(tree, tmp_path, "-m", "robomimic.scripts.train", "--config", str(other))
     assert code == 0, said[-3000:]
-    algorithm.write_text(text)
+    assert re.search(r"algo/td3_bc\.py, 03-model\.patch, line 289: '.*' and the lines after it occur nowhere", said)
+    assert "of the operations on batches were divided among the ranks" in said
+    assert _losses(said) == pytest.approx(patched, rel=1e-5)
+    assert len(patched) == 1
 
-    trainer.write_text(trainer.read_text().replace("device = TorchUtils.get_torch_device(", "device = get_device("))
-    code, said = _run(tree, tmp_path, "-m", "robomimic.scripts.train", "--config", str(config))
-    assert code == 1
-    assert re.search(
-        r"scripts/train\.py, 01-launch\.patch, line 350: 'device = .*' and the lines after it occur nowhere", said
-    )
 
+def _losses(said: str) -> list[float]:
+    return [float(number) for number in re.findall(r'"Loss": (\S+?),', said)]
+
+
+@pytest.mark.launch
+@pytest.mark.robomimic
+def test_a_trainer_of_ones_own_around_robomimic_is_a_program_like_others(tmp_path: Path) -> None:
+    tree = copy_release(RELEASE, tmp_path, "plain")
+    config = make_run_config(tree, RELEASE, "bc_rnn_gmm", tmp_path, 3, 2)
     copy = tmp_path / "my_train.py"
-    copy.write_text(trainer.read_text().replace("device = get_device(", "device = TorchUtils.get_torch_device("))
-    _rename(config, "copied")
-    code, said = _run(tree, tmp_path, str(copy), "--config", str(config))
-    assert code == 0, said[-3000:]
-    assert "global batch 100 = 2 ranks x 50" in said
+    copy.write_text("import ddpshim.auto\n" + (tree / "robomimic" / "scripts" / "train.py").read_text())
+    found = []
+    for name, launcher in (
+        ("one", []),
+        ("three", ["-m", "torch.distributed.run", "--nproc_per_node=3", f"--master_port={free_port()}"]),
+    ):
+        _rename(config, name)
+        command = [*launcher, str(copy), "--config", str(config)]
+        code, said = start_afresh(command, environment(tree), tmp_path, START_DEADLINE_S)
+        assert code == 0, said[-3000:]
+        assert said.count("finished run successfully") == 1
+        (newest,) = (tmp_path / "out" / name).glob("*/models/model_epoch_2.pth")
+        found.append((torch.load(newest, weights_only=False)["model"], _losses(said)))
+    (one, losses), (three, losses_of_three) = found
+    assert len(losses) == 2
+    assert losses_of_three == pytest.approx(losses, rel=1e-4)
+    assert max(float((one[key] - three[key]).abs().max()) for key in one) < 1e-5

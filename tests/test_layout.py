@@ -34,7 +34,6 @@ TRAINERS = (
     "robomimic.datasets",
     "robomimic.reads",
     "robomimic.rollout",
-    "robomimic.stand_ins",
     "robomimic.windows",
 )  # these import the trainer's packages, or plotly, inside functions
 ALLOWED = {"torch", "packaging", "ddpshim", *sys.stdlib_module_names} if sys.version_info >= (3, 10) else None
@@ -174,11 +173,6 @@ OF_THE_PROCESS = {
     "robomimic.known.digest": "of code, by the code",
     "robomimic.windows._rows_of": "files in memory, of a data worker as well",
     "robomimic.datasets._asking": "a call of a function",
-    "robomimic.own_lines.trainer": "the program's training, until it ends",
-    "trainers.import_hook._state": "what Python's import finds",
-    "trainers.swapping._at_stand_aside": "functions of other packages that are replaced",
-    "trainers.swapping._running": "functions of other packages that are replaced",
-    "trainers.swapping._swapped": "functions of other packages that are replaced",
 }
 
 

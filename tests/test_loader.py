@@ -20,7 +20,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from ddpshim.data.loader import arguments_of, make_loader, scale_lr
+from ddpshim.data.loader import make_loader, scale_lr
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
 from ddpshim.job import job as jobs
@@ -681,22 +681,3 @@ def test_streams_that_differ_between_ranks_or_workers_are_refused(num_ranks, opt
 def test_without_guards_streams_are_not_compared():
     ranks = run_ranks(_rank_reads_streams, 2, {}, environ={"DDPSHIM_GUARD": "0"})
     assert {rank[kind][1:] for rank in ranks for kind in rank} == {("", 0)}
-
-
-LOADERS = {
-    "in order": lambda data: DataLoader(data, 4),
-    "shuffled": lambda data: DataLoader(data, 4, shuffle=True, drop_last=True),
-    "with replacement": lambda data: DataLoader(data, 4, sampler=RandomSampler(data, True, 12)),
-    "weighted": lambda data: DataLoader(data, 4, sampler=WeightedRandomSampler(range(1, 11), 12)),
-    "batches of one's own": lambda data: DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 3, False)),
-    "items": lambda data: DataLoader(data, batch_size=None, sampler=SubsetRandomSampler([5, 3, 1])),
-}
-
-
-@pytest.mark.parametrize("kind", LOADERS)
-def test_a_loader_is_made_again_of_its_arguments(kind):
-    given = LOADERS[kind](TensorDataset(torch.arange(10)))
-    torch.manual_seed(1)
-    batches = [batch[0].tolist() for batch in given]
-    torch.manual_seed(1)
-    assert [batch[0].tolist() for batch in make_loader(**arguments_of(given), world=World())] == batches

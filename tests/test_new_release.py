@@ -59,7 +59,7 @@ def test_a_release_that_is_known_lacks_nothing(released: Path, capsys: pytest.Ca
     assert said[0] == "ok      patch set robomimic/0.3.0 fits (not applied)"
     assert "ok      SequenceDataset makes samples as in 0.3.0" in said
     assert all(line.startswith("ok") for line in said)
-    assert len(said) == 16
+    assert len(said) == 3
 
 
 @pytest.mark.robomimic
@@ -71,7 +71,6 @@ def test_the_next_release_lacks_what_changed(
     for name, before, after in (
         ("scripts/train.py", '"""', '"""\nThe next one.\n'),
         ("utils/dataset.py", "def get_item(self, index):", "def get_item(self, index):\n        index = int(index)"),
-        ("utils/log_utils.py", "def record(self, k,", "def record(self, key,"),
     ):
         text = (tree / name).read_text()
         assert before in text
@@ -80,8 +79,7 @@ def test_the_next_release_lacks_what_changed(
     said = capsys.readouterr().out.splitlines()
     lacking = [line[8:] for line in said if line.startswith("LACKING")]
     assert lacking[0] == "no patch set fits; the nearest is robomimic/0.3.0"
-    assert "SequenceDataset makes samples by other code (digest " in lacking[-2]
-    assert lacking[-1] == "robomimic.utils.log_utils.DataLogger.record: key is new; k is missing"
+    assert "SequenceDataset makes samples by other code (digest " in lacking[-1]
     assert "ok        robomimic/algo/td3_bc.py: original" in said
     (train,) = (line for line in said if "scripts/train.py: changed upstream" in line)
     num_found, num_hunks = (int(word) for word in train.split("; ")[1].split() if word.isdigit())

@@ -895,7 +895,7 @@ def _train(releases: Path, folder: Path, way: str, **how: Any) -> Any:
 
 @pytest.mark.launch
 @pytest.mark.robomimic
-@pytest.mark.parametrize("way", ["patched", "unedited", "hooked"])
+@pytest.mark.parametrize("way", ["patched", "unedited"])
 def test_the_report_of_robomimic_has_the_numbers_of_its_log(releases: Path, tmp_path: Path, way: str) -> None:
     trained = _train(releases, tmp_path, way)
     run = load(trained.folder / "out")

@@ -105,7 +105,6 @@ SEAMS = [
         "test_the_agent_starts_ranks_by",
         "torch/distributed/elastic/multiprocessing/api.py",
     ),
-    Seam("_register_atexit", "trainers/import_hook.py", "test_threads_are_there_at", "Lib/threading.py"),
     Seam(
         "_get_sequence_number_for_group",
         "job/unshared.py",
@@ -122,8 +121,8 @@ SEAMS = [
     Seam("_functorch", "trainers/unedited/networks.py", "test_a_transform_is_seen", "torch/_functorch/pyfunctorch.py"),
     Seam("_version", "model/running_sum.py", "test_a_tensor_counts_its_changes", "torch/_tensor: documented"),
     Seam("_run_exitfuncs", "job/failure.py", "test_exit_handlers_can_be_run", "Lib/atexit"),
-    Seam("_inheriting", "trainers/import_hook.py", "test_a_spawned_child_knows", "Lib/multiprocessing/spawn.py"),
-    Seam("_getframe", "trainers/swapping.py", "test_frames", "Lib/sys"),
+    Seam("_inheriting", "auto.py", "test_a_spawned_child_knows", "Lib/multiprocessing/spawn.py"),
+    Seam("_getframe", "trainers/unedited/leaving.py", "test_frames", "Lib/sys"),
     Seam("_current_frames", "job/progress.py", "test_frames", "Lib/sys: documented"),
     Seam("_exit", "job/failure.py", "test_frames", "Lib/os: documented"),
     Seam("_fields", "model/accumulation.py", "test_named_tuples", "Lib/collections: documented"),
@@ -544,22 +543,6 @@ def test_the_agent_starts_ranks_by_a_method_that_can_be_replaced() -> None:
 
     assert "self._start()" in Path(sys.modules[PContext.__module__].__file__ or "").read_text()
     assert callable(PContext._start)
-
-
-CHILD = """
-import atexit, multiprocessing, threading
-threading._register_atexit(lambda: print("threads", threading.active_count(), flush=True))
-atexit.register(lambda: print("handler", flush=True))
-stop = threading.Event()
-threading.Thread(target=stop.wait, daemon=False).start()
-threading._register_atexit(stop.set)
-"""
-
-
-@pytest.mark.launch
-def test_threads_are_there_at_the_first_exit_handlers() -> None:
-    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=patience(60))
-    assert (done.stdout.split("\n")[:2], done.stderr) == (["threads 2", "handler"], "")
 
 
 @pytest.mark.launch

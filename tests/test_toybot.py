@@ -36,7 +36,7 @@ class Toybot:
         run = () if num_ranks is None else ("-m", "ddpshim", "run", f"--nproc={num_ranks}")
         code, said = self.python(*run, "-m", "toybot.train", "--out", name, *more)
         assert code == 0, said
-        assert said.count("trained") == 1
+        assert len([line for line in said.splitlines() if line.startswith("trained")]) == 1
         logged = [json.loads(line) for line in (self.folder / name / "log.jsonl").read_text().splitlines()]
         return torch.load(self.folder / name / "policy.pth"), [epoch["loss"] for epoch in logged], said
 
@@ -130,17 +130,18 @@ def test_its_batches_are_fetched_whole_with_the_same_values(toybot: Toybot) -> N
     assert losses == singly_losses
 
 
-def test_a_fork_of_it_is_patched_or_refused(toybot: Toybot) -> None:
+def test_a_fork_of_it_is_patched_or_distributed_as_any_program_is(toybot: Toybot) -> None:
+    one, losses, _ = toybot.train("alone before", None)
     file = toybot.folder / "site" / "toybot" / "train.py"
     text = file.read_text()
     file.write_text("# ours\n" + text)
     *_, said = toybot.train("fork", 2)
     assert said.count("the lines of toybot/1.0 occur once each in toybot/train.py") == 1
-    file.write_text(text.replace("    loader = DataLoader(Windows(", "    loader = OurLoader(Windows("))
-    code, said = toybot.python("-m", "ddpshim", "run", "--nproc=2", "-m", "toybot.train", "--out", "refused")
-    file.write_text(text)
-    assert code == 1
-    assert (
-        "toybot/train.py, 01-ranks.patch, line 25: 'torch.manual_seed(args.seed)' and the lines after it occur" in said
+    file.write_text(
+        text.replace("    loader = DataLoader(Windows(", "    loader = torch.utils.data.DataLoader(Windows(")
     )
-    assert not (toybot.folder / "refused").exists()
+    three, losses_of_three, said = toybot.train("own lines", 3)
+    file.write_text(text)
+    assert "train.py, 01-ranks.patch, line 25: 'torch.manual_seed(args.seed)' and the lines after it occur" in said
+    assert losses_of_three == pytest.approx(losses, rel=1e-5)
+    assert _difference(one, three) < 1e-5

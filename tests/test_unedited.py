@@ -803,3 +803,26 @@ def test_a_module_that_was_only_looked_for_is_seen_when_it_is_imported(
     importlib.import_module("looked_for")
     assert seen == [1]
     assert sys.meta_path == finders
+
+
+AUTO = """
+import ddpshim.auto, multiprocessing, sys
+print(__name__, "ddpshim.launch.rank" in sys.modules, sys.argv[1:], flush=True)
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=print, args=("child",))
+    child.start()
+    child.join()
+"""
+
+
+def test_auto_starts_a_rank_again_as_run_does_and_no_other_process(tmp_path: Path) -> None:
+    (tmp_path / "tool.py").write_text(AUTO)
+    (rank,) = as_torchrun_says(1)
+    for environ in ({}, rank, {**rank, variables.UNEDITED: "off"}):
+        for tool in ([str(tmp_path / "tool.py")], ["-m", "tool"]):
+            code, said = start_afresh([*tool, "a", "b c"], {**environment(), **environ}, tmp_path, DEADLINE_S, True)
+            assert (code, said.splitlines()[0]) == (0, f"__main__ {bool(environ)} ['a', 'b c']"), said
+            assert said.count("__mp_main__") == said.count("child") == 1
+    code, said = start_afresh(["-c", "import ddpshim.auto"], {**environment(), **rank}, tmp_path, DEADLINE_S, True)
+    assert code == 1
+    assert "LaunchError: import ddpshim.auto in several processes, in a program without a file" in said

@@ -19,8 +19,6 @@ from torch.utils.data import TensorDataset
 import ddpshim
 from ddpshim.errors import SyncError
 from ddpshim.job import job, unshared
-from ddpshim.robomimic import stand_ins
-from ddpshim.trainers import import_hook
 from tests.preloaded import START_DEADLINE_S, environment
 from tests.ranks import run_ranks
 
@@ -209,23 +207,3 @@ def test_a_program_with_a_group_of_its_own(tmp_path: Path) -> None:
         assert _train(nn.parallel.DistributedDataParallel(nn.Linear(2, 1))) == 2
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.unit
-def test_auto_watches_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched: list[str] = []
-    monkeypatch.setattr(unshared, "watch", lambda: watched.append("the process"))
-    import_hook.deactivate()
-    import_hook.activate()
-    import_hook.deactivate()
-    assert watched == ["the process"]
-
-
-@pytest.mark.unit
-def test_networks_of_robomimic_in_a_loop_of_ones_own_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "robomimic.utils.train_utils", raising=False)
-
-    def algo_factory(algo_name: str, config: Any, obs_key_shapes: Any, ac_dim: int, device: str) -> str:
-        return f"{algo_name} on {device}"
-
-    assert stand_ins._algo_factory(algo_factory, "bc", None, {}, 7, device="cpu") == "bc on cpu"

@@ -7,9 +7,6 @@ from typing import Any, Callable, Optional
 import torch
 from torch.utils.data import (
     DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
     default_collate,
 )
 
@@ -167,27 +164,6 @@ def _say_dropped(world: World, loader: ShardedLoader, samples: Any) -> None:
             "drop_last defaults to True on ranks, and to False in a plain `python train.py`. drop_last=False trains on "
             "all of them, as one process does"
         )
-
-
-def arguments_of(given: "DataLoader[Any]") -> dict[str, Any]:
-    """Return the arguments of torch's DataLoader `given`, for `make_loader`. Local."""
-    names = ["dataset", "batch_size", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"]
-    names += ["multiprocessing_context", "persistent_workers", "pin_memory_device", "generator"]
-    options = {name: getattr(given, name) for name in names}
-    if given.num_workers:
-        options["prefetch_factor"] = given.prefetch_factor
-    if isinstance(given.dataset, IterableDataset):
-        return {**options, "drop_last": given.drop_last}
-    sampler = given.sampler
-    if given.batch_size is None:
-        if given.batch_sampler is None:
-            return {**options, "sampler": sampler}
-        return {**options, "batch_size": 1, "batch_sampler": given.batch_sampler}
-    own = type(sampler) in (RandomSampler, SequentialSampler)
-    if type(sampler) is RandomSampler and (sampler.replacement or len(sampler) != len(sampler.data_source)):
-        own = False  # its draws are the user's choice
-    shuffle = own and type(sampler) is RandomSampler
-    return {**options, "shuffle": shuffle, "sampler": None if own else sampler, "drop_last": given.drop_last}
 
 
 def _check_virtual_ranks(exact: int, global_batch_size: Optional[int], drop_last: bool) -> None:

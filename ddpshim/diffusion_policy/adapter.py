@@ -6,11 +6,6 @@ Their workspaces are distributed like any other one-process program (docs/any_tr
 from __future__ import annotations
 
 
-def trainer() -> list[tuple[str, str]]:
-    """Return an empty list: a program that imports the package runs a workspace, which is distributed unedited."""
-    return []
-
-
 def rollouts() -> list[tuple[str, str]]:
     """Return the classes whose subclasses play rollouts, each with its module."""
     return [

@@ -5,6 +5,7 @@ Imports no torch: the program decides what is imported, in which order.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import signal
@@ -21,7 +22,6 @@ from ddpshim.job import failure_notes, unshared
 from ddpshim.job.after_import import after_import
 from ddpshim.job.rank_log import redirect_output
 from ddpshim.job.say import say
-from ddpshim.trainers import import_hook
 from ddpshim.trainers.unedited import program
 
 BEGAN = "began"  # a file in RUN_DIR that is made when `run` begins
@@ -33,6 +33,7 @@ def main(argv: Sequence[str]) -> None:
     if "RANK" in os.environ and os.getpgrp() != os.getpid():
         # torch 2.1 leaves ranks in the terminal's group: Ctrl-C would reach them directly and through `run`.
         os.setsid()
+    sys.modules["ddpshim.launch.rank"] = sys.modules["__main__"]  # for `import ddpshim.auto`
     redirect_output()
     # Nothing of the program has been imported yet.
     proof = os.environ.get(variables.PROVE)
@@ -55,11 +56,11 @@ def _run(argv: Sequence[str]) -> None:
         with recording.recorded(audit):
             _run_program(argv)
     else:
-        with program.distributed(argv) as start:
+        patched = program.patched(argv)
+        with contextlib.nullcontext() if patched else program.distributed(argv) as start:
             if start is None:
-                import_hook.activate()
                 after_import("hydra.core.utils", _one_output_folder)
-            _run_program(argv, start)
+            _run_program(patched or argv, start)
 
 
 def _one_output_folder() -> None:
@@ -80,13 +81,10 @@ def _run_program(argv: Sequence[str], start: Optional[program.Start] = None) -> 
         else:
             if not getattr(sys.flags, "safe_path", False):  # python -P (3.11) puts no folder there
                 sys.path[0] = os.path.dirname(os.path.abspath(name))
-            module = import_hook.program_in(name)
-            if module is None and name.endswith((".pyc", ".pyz", ".zip")):
+            if name.endswith((".pyc", ".pyz", ".zip")):
                 runpy.run_path(os.path.abspath(name), run_name="__main__")
-            elif module is None:
+            else:
                 _run_file(name)
-            else:  # so that it can be patched in memory
-                runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as error:
         if error.code:
             failure_notes.write(error, error.code if isinstance(error.code, int) else 1)

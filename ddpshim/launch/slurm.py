@@ -89,7 +89,7 @@ def batch_script(settings: Settings) -> str:
 def joins_by_itself(settings: Settings) -> bool:
     """Return whether the program reads SLURM's variables, because it imports ddpshim or is patched by it. Local; reads
     one file."""
-    if settings.is_module and adapters.has_trainer(settings.program.partition(".")[0]):
+    if settings.is_module and settings.program.partition(".")[0] in adapters.packages():
         return True
     from ddpshim.launch.runner import module_file
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ddpshim.data.fetching import Fetcher
-    from ddpshim.trainers.interface import StandIns
 
 _ITS_NEWEST_PYTHON = (3, 11)
 # Works beside any torch, with --no-deps; newer versions fail except with their own torch.
@@ -40,11 +39,6 @@ def draws_by_weight(sampler: Any) -> bool:
     ) == known.WEIGHTED_SAMPLER_NAMES
 
 
-def trainer() -> list[tuple[str, str]]:
-    """Return the functions that run robomimic's own training; other programs only use its networks and files."""
-    return [("robomimic.utils.train_utils", "run_epoch"), ("robomimic.scripts.train", "train")]
-
-
 def problems(module: str, arguments: Sequence[str]) -> Iterator[str]:
     """A config that does not exist, and torchvision, without which robomimic's networks cannot be imported."""
     if module != "robomimic.scripts.train":
@@ -65,17 +59,10 @@ def problems(module: str, arguments: Sequence[str]) -> Iterator[str]:
         yield f"torchvision is not installed, which robomimic imports: no rank could start. Install it: {needed}"
 
 
-def stand_ins() -> StandIns:
-    """Return the stand-ins for functions of an installed, unedited robomimic."""
-    from ddpshim.robomimic import stand_ins
-
-    return stand_ins
-
-
 def state_of_files() -> str:
     """Return the state of robomimic's modules in this process, else of its installed files, if there are any."""
-    from ddpshim.trainers.import_hook import set_in_memory
     from ddpshim.trainers.patching.files import status
+    from ddpshim.trainers.patching.in_memory import set_in_memory
 
     in_memory = set_in_memory("robomimic")
     if in_memory is not None:

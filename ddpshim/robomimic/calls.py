@@ -39,9 +39,7 @@ from ddpshim.robomimic import reads, retention, rollout, virtual_ranks
 from ddpshim.robomimic.algo import AlgoState, algos, flat, trained_together
 from ddpshim.robomimic.datasets import advise_on_cache
 from ddpshim.robomimic.experiment_folder import get_exp_dir as get_exp_dir
-from ddpshim.trainers import import_hook
 from ddpshim.trainers.session import Session, session
-from ddpshim.trainers.swapping import stand_aside
 
 T = TypeVar("T")
 _COMPUTED_ON_CPU = ("rewards", "dones")  # upstream discounts rewards before it moves a batch to the GPU
@@ -64,19 +62,13 @@ def quiet() -> None:
     Under `python -m ddpshim run` they go to the rank's own log instead. Errors still reach standard error. From here
     on a config file may have a `ddpshim` section. Raises LaunchError if the launcher's variables are impossible.
     """
-    stand_aside()  # a patched trainer must not be hooked as well
-    silence_other_ranks()
-    keep_the_section()
-
-
-def silence_other_ranks() -> None:
-    """Discard the output of a rank that is not the main one and has no log of its own. Local."""
     if read_launch_env(os.environ).rank > 0 and not has_log():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
         warnings.simplefilter("ignore")
+    _keep_the_section()
 
 
-def keep_the_section() -> None:
+def _keep_the_section() -> None:
     """Store the `ddpshim` section of a config file for `join`: upstream's config refuses unknown keys. Local.
 
     The section is left out of the config, so that code without ddpshim can read the config saved in a checkpoint.
@@ -92,27 +84,12 @@ def keep_the_section() -> None:
     BaseConfig.update = update
 
 
-def leave_the_section() -> None:
-    """Undo `keep_the_section`. Local."""
-    from robomimic.config.base_config import BaseConfig
-
-    if "update" in vars(BaseConfig):
-        del BaseConfig.update
-
-
 def start(config: Any, device: torch.device) -> torch.device:
     """Join the job, and return this rank's device, to use instead of `device` (collective, once, before other calls).
 
     Raises OptionsError if the `ddpshim` section of the config file or a variable is wrong, and WorldError, on all
     ranks, if their configs or code differ.
     """
-    device = join(device)
-    begin(config)
-    return device
-
-
-def join(device: torch.device) -> torch.device:
-    """Join the job, and return this rank's device (collective). The first half of `start`."""
     section, _run().section = _run().section, None
     options = Options.read(section)
     if options.accumulation_steps > 1:
@@ -127,29 +104,19 @@ def join(device: torch.device) -> torch.device:
             "support; small gradients would become 0. Use bf16, which needs none."
         )
     here = setup(device=None if device.type == "cuda" else device, options=options)
-    return here.device if here.is_launched else device
-
-
-def begin(config: Any) -> None:
-    """Check that all ranks have the same config and code, and set the seed (collective). The second half of `start`."""
-    here = world()
     if not here.is_launched:
-        return
+        return device
     session().begin(config, "robomimic", config.train.seed, first_epoch=1)
     if here.is_main:
         # Before ranks load their data, which may exhaust the memory.
         advise_on_cache(config, here.local_world_size)
+    return here.device
 
 
 def finish() -> None:
-    """End the training and leave the job (collective)."""
-    end_training()
-    cleanup()
-
-
-def end_training() -> None:
-    """Mark the training as finished; all ranks wait until the main rank has saved its files (collective)."""
+    """Mark the training as finished when the main rank has saved its files, and leave the job (collective)."""
     session().end()
+    cleanup()
 
 
 def failed(error: BaseException) -> None:
@@ -222,10 +189,6 @@ def prepare(model: Any) -> Any:
     here = world()
     if not here.is_launched:
         return model
-    for module in {kind.__module__ for algo in algos(model) for kind in type(algo).__mro__}:
-        refused = import_hook.refused(module)
-        if refused is not None:
-            raise refused
     if here.options.exact is None:  # with exact, the number of threads must not depend on the number of ranks
         torch.set_num_threads(max(1, min(torch.get_num_threads(), machine.num_cores() // here.local_world_size)))
     for algo in algos(model):

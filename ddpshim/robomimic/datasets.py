@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 
 from ddpshim.data import advice, node_memory
-from ddpshim.data.loader import arguments_of, make_loader
+from ddpshim.data.loader import make_loader
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
 from ddpshim.job import machine
@@ -181,21 +181,6 @@ def loader(**options: Any) -> DataLoader[Any]:
             f"epoch would have no step. Name a filter key with more demonstrations, {lower}or, if this is the "
             "validation set, set experiment.validate to false."
         ) from None
-
-
-def divided(given: Any) -> DataLoader[Any]:
-    """Return a loader of this rank's share of `given`, the trainer's DataLoader (collective).
-
-    Returns `given` itself if it is such a loader already. Raises DataError for any other class, or as `loader` does.
-    """
-    if isinstance(given, ShardedLoader):
-        return given
-    if type(given) is not DataLoader:
-        raise DataError(
-            f"run_epoch with a {type(given).__name__} instead of torch's DataLoader; its data could not be divided, "
-            "and all ranks would train on the same samples. Use ddpshim.make_loader instead."
-        )
-    return loader(**arguments_of(given))
 
 
 def _source(dataset: Any) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Optional
 
 from ddpshim.robomimic import known
-from ddpshim.robomimic.stand_ins import TARGETS
 from ddpshim.trainers.patching.files import Status, status
 from ddpshim.trainers.patching.patchset import transform_moved
 
@@ -22,7 +21,7 @@ def compared(tree: str) -> tuple[list[str], int]:
     looked = status(tree)
     lines: list[str] = []
     num_lacking = 0
-    for found, text in [*_patches(looked), *_data(looked.directory), *_functions(looked.directory)]:
+    for found, text in [*_patches(looked), *_data(looked.directory)]:
         lines.append(f"{'ok     ' if found else 'LACKING'} {text}")
         num_lacking += not found
     return lines, num_lacking
@@ -74,31 +73,3 @@ def _names_in(file: Path, kind: str, method: str) -> Optional[set[str]]:
             bodies = [part for body in code if hasattr(body, "co_consts") for part in body.co_consts]
             return next((set(p.co_names) for p in bodies if getattr(p, "co_name", None) == method), None)
     return None
-
-
-def _functions(package: Path) -> Iterator[tuple[bool, str]]:
-    """Yield whether each function that a stand-in replaces exists with known parameters, and a text about it."""
-    for module, targets in TARGETS.items():
-        file = package.joinpath(*module.split(".")[1:]).with_suffix(".py")
-        found = _parameters(known.parsed(file)[0]) if file.is_file() else {}
-        for target in targets:
-            names = found.get(target.name)
-            if names is None:
-                yield False, f"{module}.{target.name} is not there"
-                continue
-            required, optional = target.required.split(), target.optional.split()
-            news = [f"{name} is new" for name in names if name not in {*required, *optional}]
-            news += [f"{name} is missing" for name in required if name not in names]
-            yield not news, f"{module}.{target.name}: {'; '.join(news) or 'its parameters are known'}"
-
-
-def _parameters(tree: ast.Module) -> dict[str, list[str]]:
-    """Return the parameters of each function, and of each method (`Class.method`)."""
-    found = {}
-    scopes = [("", tree.body), *((f"{node.name}.", node.body) for node in tree.body if isinstance(node, ast.ClassDef))]
-    for prefix, body in scopes:
-        for node in body:
-            if isinstance(node, ast.FunctionDef):
-                given = node.args
-                found[prefix + node.name] = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-    return found

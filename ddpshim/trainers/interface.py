@@ -7,35 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Optional, Protocol
 
 from ddpshim.data.fetching import Fetcher
-
-
-class StandIns(Protocol):
-    """Replaces functions of an installed, unedited trainer."""
-
-    def begin(self) -> None:
-        """Prepare. Called before the first module of the package is executed, or at once if it is imported already."""
-
-    def is_patched(self, name: str) -> bool:
-        """Whether the module `name` is also patched in memory if a user's own program imports it."""
-
-    def concerns(self, name: str) -> bool:
-        """Whether the module `name` has something to replace. Called often, so it should import little."""
-
-    def hook(self, modules: Sequence[ModuleType]) -> list[str]:
-        """Replace the functions in these modules, all or none; return a line for each. Raises HookError."""
-
-    def unhook(self) -> None:
-        """Restore everything. Raises HookError during a training on several ranks."""
-
-    def replaced_names(self) -> list[str]:
-        """Return a line for each further name that was replaced in the trainer's modules."""
-
-    def end(self) -> None:
-        """Leave the job. Called at the end of the program; raises nothing."""
 
 
 class Adapter(Protocol):
@@ -46,12 +20,6 @@ class Adapter(Protocol):
 
     def draws_by_weight(self, sampler: Any) -> bool:
         """Whether `sampler`, the package's own WeightedRandomSampler, draws as torch's does."""
-
-    def trainer(self) -> list[tuple[str, str]]:
-        """Return (module, function) for each function of the package that trains.
-
-        Without it, every program that imports the package is taken for its trainer.
-        """
 
     def problems(self, module: str, arguments: Sequence[str]) -> Iterator[str]:
         """Yield the reasons why `python -m module` of the package cannot start with these arguments, a line each.
@@ -64,9 +32,6 @@ class Adapter(Protocol):
 
         In an unedited program they play only on the main rank, while other ranks wait for the result of `run`.
         """
-
-    def stand_ins(self) -> StandIns:
-        """Return the stand-ins for installed, unedited trainers of the package."""
 
     def patch_sets(self) -> Path:
         """Return the folder of patch sets that ddpshim does not contain: ``CODEBASE/VERSION/*.patch``."""

@@ -1,13 +1,10 @@
-"""Patches the files of a package in memory when Python loads them; nothing on disk changes.
+"""Patches a package's files in memory when one of them runs as a program; nothing on disk changes.
 
-If a file of the package is run as a program, it is patched, and so is each file of its patch set that it imports. If
-another program imports the package, only the files that its adapter names are patched.
+Another program that imports the package gets the files as they are.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import importlib.abc
 import importlib.util
 import os
@@ -16,10 +13,10 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import decode_source
 from pathlib import Path
-from types import CodeType, ModuleType
-from typing import Any, Callable, NamedTuple, Optional
+from types import CodeType
+from typing import NamedTuple, Optional
 
-from ddpshim.errors import HookError
+from ddpshim import adapters
 from ddpshim.job.launch_env import read_launch_env
 from ddpshim.job.say import say
 from ddpshim.trainers.patching.files import FileStatus, look_at, status, turned
@@ -37,152 +34,90 @@ class Patched(NamedTuple):
     moved: tuple[str, ...]
 
 
-class PatchedFiles(importlib.abc.MetaPathFinder):
-    """Finds the modules of the package in `folder` that a patch set changes.
+def module_of(path: str) -> Optional[str]:
+    """Return the module of the file `path`, if it is in an installed package that has an adapter; else None. Local."""
+    file = Path(path).resolve()
+    for package in adapters.packages().keys() & set(file.parts):
+        spec = importlib.util.find_spec(package)
+        for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+            if Path(folder).resolve() in file.parents:
+                return _module_of(str(file.relative_to(Path(folder).resolve().parent)))
+    return None
 
-    Modules with `is_library(name)` are patched for every program, independently of each other; if no set fits such a
-    file, it is loaded unpatched and `refused` has the reason. The others are patched together, when one of them is run
-    as a program.
+
+def patch_program(module: str, patches_root: Optional[Path] = None) -> bool:
+    """Patch what Python loads from now on, if a set changes `module`, which is about to run as a program. Local.
+
+    Returns False if there is none, if it is patched on disk, or if none fits the files; a line then says which.
     """
-
-    def __init__(
-        self, folder: Path, patches_root: Optional[Path] = None, is_library: Callable[[str], bool] = lambda name: False
-    ) -> None:
-        self.folder = folder
-        self._sets = [found for found in load_sets(patches_root) if found.package == folder.name]
-        self._patches_root, self._is_library = patches_root, is_library
-        self._files = {_module_of(name): name for patch_set in self._sets for name in patch_set.files}
-        self._program: Optional[Patched] = None
-        self.set_name: Optional[str] = None  # of the set that has patched a module in memory
-        self.refused: dict[str, HookError] = {}
-
-    def find_spec(
-        self, name: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
-    ) -> Optional[ModuleSpec]:
-        if name not in self._files:
-            return None
-        found = PathFinder.find_spec(name, path, target)
-        if found is None or not isinstance(found.loader, SourceFileLoader) or found.origin is None:
-            return found
-        return importlib.util.spec_from_file_location(name, found.origin, loader=_Loader(name, found.origin, self))
-
-    def module_at(self, path: Path) -> Optional[str]:
-        """Return the module name of the file `path` (without symlinks) if a set changes it; else None. Local."""
-        names = {(self.folder / file.split("/", 1)[1]).resolve(): name for name, file in self._files.items()}
-        return names.get(path)
-
-    def begin_program(self) -> None:
-        """Patch every module that is loaded from now on: one of them is about to run as a program. Local.
-
-        Raises HookError if no set fits, or if one of the modules is already loaded.
-        """
-        libraries = {name for name in self._files if self._is_library(name)}
-        try:
-            found = self._fit(self._files.keys() - libraries)
-        except HookError as error:
-            raise HookError(
-                f"{error} Or run a copy of the trainer from outside the package (python -m ddpshim run "
-                "my_train.py): its calls are hooked, and none of its lines need to be known."
-            ) from None
-        for name in sorted(libraries):
-            try:
-                own = self._fit({name})
-            except HookError as error:
-                self.refused[name] = error
-                continue
-            found = Patched(found.name, {**found.sources, **own.sources}, (*found.moved, *own.moved))
-        too_early = [n for n in found.sources if n in sys.modules and patched_source(sys.modules[n]) is None]
-        if too_early:
-            raise HookError(_IMPORTED_TOO_EARLY.format(", ".join(too_early)))
-        self._tell(found)
-        self._program = found
-
-    def source(self, name: str) -> Optional[bytes]:
-        """Return the patched text of the module `name`; None if it is loaded as it is on disk. Local.
-
-        Raises HookError if a set changes the module, but no set fits its file.
-        """
-        if self._program is not None:
-            return self._program.sources.get(name)
-        if name not in self._files or not self._is_library(name):
-            return None
-        found = self._fit({name})
-        self._tell(found)
-        return found.sources.get(name)
-
-    def refuse(self, module: ModuleType) -> Optional[HookError]:
-        """Return the error if `module`, which is loaded, should be patched but is not; else None. Local."""
-        name = module.__name__
-        if name not in self.refused and name in self._files and patched_source(module) is None:
-            try:
-                if self.source(name) is not None:
-                    self.refused[name] = HookError(_IMPORTED_TOO_EARLY.format(name))
-            except HookError as error:
-                self.refused[name] = error
-        return self.refused.get(name)
-
-    def report(self) -> list[str]:
-        """Return a line for each module that was loaded patched. Local."""
-        loaders = [_loader_of(module) for module in [*sys.modules.values()]]
-        return [f"{loader.name}: patched in memory" for loader in loaders if loader and loader.source is not None]
-
-    def _tell(self, found: Patched) -> None:
-        if found.sources:
-            self.set_name = found.name
-        if found.moved and read_launch_env(os.environ).rank == 0:
+    package = module.partition(".")[0]
+    spec = importlib.util.find_spec(package) if package in adapters.packages() else None
+    folders = spec.submodule_search_locations if spec is not None else None
+    if not folders:
+        return False
+    folder = Path(next(iter(folders)))
+    sets = [found for found in load_sets(patches_root) if found.package == package]
+    if not any(module == _module_of(name) for patch_set in sets for name in patch_set.files):
+        return False
+    found, lacking = fit(folder, sets, patches_root)
+    is_main = read_launch_env(os.environ).rank == 0
+    if lacking:
+        if is_main:
             say(
-                f"{self.folder} is not a release that ddpshim knows; the lines of {found.name} occur once each in "
-                f"{', '.join(sorted(found.moved))}, and are patched in memory"
+                f"{folder} is not a release that ddpshim knows, and no patch set fits its lines: it is distributed as "
+                f"any other program (python -m ddpshim docs any_trainer). {found.name}, the nearest, has no place for:"
+                "\n  " + "\n  ".join(lacking)
             )
-
-    @functools.cached_property
-    def _nearest(self) -> PatchSet:
-        return status(str(self.folder), patches_root=self._patches_root).patch_set
-
-    def _fit(self, modules: set[str]) -> Patched:
-        """Patch the files of these modules with the set that fits. Raises HookError if none does.
-
-        A set fits if the files are those of its release, or else if each hunk's lines occur exactly once; the nearest
-        release is tried first.
-        """
-        nearest = self._nearest.name
-        wanted = {name for name in self._nearest.files if _module_of(name) in modules}
-        candidates = []
-        for patch_set in self._sets:
-            if wanted <= patch_set.files.keys():
-                files = [file for file in look_at(patch_set, self.folder).files if _module_of(file.name) in modules]
-                is_release = all(file.state in ("original", "patched") for file in files)
-                candidates.append((not is_release, patch_set.name != nearest, patch_set, files))
-        refused: list[str] = []
-        for _, is_other, patch_set, files in sorted(candidates, key=lambda candidate: candidate[:2]):
-            found, lacking = _patched(patch_set, files)
-            if not lacking:
-                return found
-            if not is_other or not refused:
-                refused = lacking
-        raise HookError(
-            f"{self.folder} is not a release that ddpshim knows, and no patch set fits its lines. The nearest, "
-            f"{nearest}, has no place for:\n  " + "\n  ".join(refused) + "\nWithout these the ranks would train a "
-            "different model than one process. Restore the released files, or merge the set into yours (python "
-            "-m ddpshim docs MIGRATION, section 2)."
+        return False
+    if found.moved and is_main:
+        say(
+            f"{folder} is not a release that ddpshim knows; the lines of {found.name} occur once each in "
+            f"{', '.join(sorted(found.moved))}, and are patched in memory"
         )
+    if found.sources:
+        sys.meta_path.insert(0, PatchedFiles(found))
+    return bool(found.sources)
 
 
-_IMPORTED_TOO_EARLY = (
-    "{}: imported before ddpshim.auto, so it could not be patched, and ranks would train a different model than "
-    "one process. Move `import ddpshim.auto` above that import."
-)
+def set_in_memory(package: str) -> Optional[str]:
+    """Return the name of the set that patches `package` in memory in this process; None if none does. Local."""
+    finders = [finder for finder in sys.meta_path if isinstance(finder, PatchedFiles)]
+    return next((finder.found.name for finder in finders if finder.package == package), None)
 
 
-def patched_source(module: Any) -> Optional[bytes]:
-    """Return the patched text that `module` was loaded from; None if it was loaded from its file. Local."""
-    loader = _loader_of(module)
-    return loader.source if loader else None
+def fit(folder: Path, sets: Sequence[PatchSet], patches_root: Optional[Path] = None) -> tuple[Patched, list[str]]:
+    """Return the package in `folder` patched by the set that fits, and no lines; or a line for each hunk without place.
+
+    A set fits if the files are those of its release, or else if each hunk's lines occur exactly once; the nearest
+    release is tried first.
+    """
+    nearest = status(str(folder), patches_root=patches_root).patch_set.name
+    looks = [look_at(patch_set, folder) for patch_set in sets]
+    tried = [
+        (look.state == "unknown", look.patch_set.name != nearest, _patched(look.patch_set, look.files))
+        for look in looks
+    ]
+    for _, _, (found, lacking) in sorted(tried, key=lambda each: each[:2]):
+        if not lacking:
+            return found, []
+    return next(patched for _, is_other, patched in tried if not is_other)
 
 
-def _loader_of(module: Any) -> Optional[_Loader]:
-    loader = getattr(getattr(module, "__spec__", None), "loader", None)
-    return loader if isinstance(loader, _Loader) else None
+class PatchedFiles(importlib.abc.MetaPathFinder):
+    """Finds the modules that a set has patched."""
+
+    def __init__(self, found: Patched) -> None:
+        self.found = found
+        self.package = next(iter(found.sources)).partition(".")[0]
+
+    def find_spec(self, name: str, path: Optional[Sequence[str]], target: object = None) -> Optional[ModuleSpec]:
+        if name not in self.found.sources:
+            return None
+        found = PathFinder.find_spec(name, path)
+        if found is None or found.origin is None:
+            return found
+        loader = _Loader(name, found.origin, self.found.sources[name])
+        return importlib.util.spec_from_file_location(name, found.origin, loader=loader)
 
 
 def _module_of(name: str) -> str:
@@ -210,29 +145,13 @@ def _patched(patch_set: PatchSet, files: Sequence[FileStatus]) -> tuple[Patched,
 class _Loader(SourceFileLoader):
     """Loads a module from its patched text; another file name in its code makes tracebacks show that text."""
 
-    def __init__(self, name: str, path: str, files: PatchedFiles) -> None:
+    def __init__(self, name: str, path: str, source: bytes) -> None:
         super().__init__(name, path)
-        self.source: Optional[bytes] = None
-        self._files = files
+        self._source = source
 
     def get_code(self, fullname: str) -> Optional[CodeType]:
-        # Python calls `get_code` for a module that it runs as a program, and `exec_module` for an imported one.
-        self._files.begin_program()
-        return self._code()
-
-    def exec_module(self, module: ModuleType) -> None:
-        code = self._code()
-        assert code is not None
-        exec(code, vars(module))
+        code: CodeType = self.source_to_code(self._source, f"{self.path}, patched by ddpshim")
+        return code
 
     def get_source(self, fullname: str) -> Optional[str]:
-        # The module of a program is called __main__, so `fullname` may differ from `self.name`.
-        return super().get_source(self.name) if self.source is None else decode_source(self.source)
-
-    def _code(self) -> Optional[CodeType]:
-        with contextlib.suppress(HookError):  # users of the module get this error from `refuse`
-            self.source = self._files.source(self.name)
-        if self.source is None:
-            return super().get_code(self.name)
-        code: CodeType = self.source_to_code(self.source, f"{self.path}, patched by ddpshim")
-        return code
+        return decode_source(self._source)

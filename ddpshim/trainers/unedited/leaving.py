@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.util
 import os
 import sys
 import time
@@ -13,9 +11,8 @@ from typing import Any, Callable, NoReturn, Optional
 
 import torch.distributed as dist
 
-from ddpshim import adapters, variables
+from ddpshim import variables
 from ddpshim.errors import SyncError
-from ddpshim.job.after_import import after_import
 from ddpshim.job.group import cleanup, world
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
@@ -27,7 +24,7 @@ _LAST_ANSWER_S = 0.2  # time for other ranks to read the last answer of the stor
 
 @contextlib.contextmanager
 def noticed(start: Start, take_back: Callable[[], None]) -> Iterator[None]:
-    """Within this block, restart a program that creates a process group, calls ddpshim or runs an adapter's trainer.
+    """Within this block, restart a program that creates a process group or calls ddpshim.
 
     `take_back`: restores the replaced names and removes the files that the program has made.
     """
@@ -37,9 +34,6 @@ def noticed(start: Start, take_back: Callable[[], None]) -> Iterator[None]:
         def put(owner: Any, name: str, found: str) -> None:
             if hasattr(owner, name):
                 until.enter_context(replaced(owner, name, _stand_in(start, getattr(owner, name), found, take_back)))
-
-        def put_later(module: str, function: str) -> None:
-            put(sys.modules[module], function, f"it calls {module}.{function}")
 
         def is_shown() -> bool:
             """False for the program, which would otherwise divide work or writing among ranks by itself."""
@@ -51,17 +45,7 @@ def noticed(start: Start, take_back: Callable[[], None]) -> Iterator[None]:
         until.enter_context(replaced(dist, "is_initialized", is_shown))
         for name in ("setup", "wrap_parallel", "make_loader"):
             put(sys.modules["ddpshim"], name, f"it calls ddpshim.{name}")
-        for package in adapters.packages():
-            for module, function in _trainer_of(package):
-                until.callback(after_import(module, functools.partial(put_later, module, function)))
         yield
-
-
-def _trainer_of(package: str) -> list[tuple[str, str]]:
-    if package not in sys.modules and importlib.util.find_spec(package) is None:
-        return []
-    trainer: Any = adapters.function(package, "trainer")
-    return [] if trainer is None else trainer()
 
 
 def _stand_in(

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Callable, Optional
 
-from ddpshim import variables
+from ddpshim import adapters, variables
 from ddpshim.errors import LaunchError, OptionsError
 from ddpshim.job.after_import import after_import
 from ddpshim.job.launch_env import read_launch_env
@@ -33,17 +33,35 @@ class Start:
     process: int = field(default_factory=os.getpid)
 
 
+def patched(argv: Sequence[str]) -> Optional[Sequence[str]]:
+    """Return `argv` so that it runs the module that a patch set changes, which is patched in memory from now on. Local.
+
+    Returns None for other programs, and for all with DDPSHIM_UNEDITED=on or off.
+    """
+    if not is_launched() or _wanted() != "auto" or adapters.packages().keys().isdisjoint(_words(argv)):
+        return None
+    from ddpshim.trainers.patching import in_memory
+
+    module, rest = (argv[1], argv[2:]) if argv[0] == "-m" else (in_memory.module_of(argv[0]), argv[1:])
+    return ["-m", module, *rest] if module is not None and in_memory.patch_program(module) else None
+
+
+def _words(argv: Sequence[str]) -> list[str]:
+    """Return the names in the program's path or in its module's name."""
+    return argv[1].split(".") if argv[0] == "-m" else os.path.realpath(argv[0]).split(os.sep)
+
+
 @contextlib.contextmanager
 def distributed(argv: Sequence[str]) -> Iterator[Optional[Start]]:
     """Within this block, the program `argv` is distributed, unless it distributes itself; yields None if it is not.
 
     If so, collective: the job is joined when the program imports torch, or at once if its files import it.
     """
-    if not is_launched() or not _is_wanted():
+    if not is_launched() or _wanted() == "off":
         yield None
         return
     sources = Sources(_file_of(argv))
-    if sources.own_way is not None and os.environ.get(variables.UNEDITED) != "on":
+    if sources.own_way is not None and _wanted() != "on":
         if not sources.by_ddpshim and read_launch_env(os.environ).rank == 0:
             say(
                 f"{sources.own_way}: taken for a program that distributes itself, and left alone. Its batch size is "
@@ -75,13 +93,13 @@ def is_launched() -> bool:
         return False  # `setup` raises this error if the program calls it
 
 
-def _is_wanted() -> bool:
+def _wanted() -> str:
     choice = os.environ.get(variables.UNEDITED, "auto").strip().lower()
     if choice not in ("on", "off", "auto"):
         raise OptionsError(
             f"{variables.UNEDITED}={choice!r}: whether to distribute the program is unclear. Use on or off."
         )
-    return choice != "off"
+    return choice
 
 
 def _file_of(argv: Sequence[str]) -> Optional[str]:

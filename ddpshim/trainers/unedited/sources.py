@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Optional
 
-from ddpshim import adapters
-
 _MOST_FILES = 2000
 # Packages that distribute a program, if its own file imports them.
 _DISTRIBUTORS = {
@@ -39,7 +37,7 @@ class Sources:
 
     Attributes:
         own_way: how the program distributes itself, with file and line; None if it does not seem to.
-        by_ddpshim: whether it does so through ddpshim, or through a trainer that has an adapter.
+        by_ddpshim: whether it does so through ddpshim.
         joins: whether its own file calls a function that makes a process group, perhaps only under a launcher.
         imports_torch: whether an import statement imports torch.
     """
@@ -70,7 +68,7 @@ class Sources:
                 for name, _ in source.imports:
                     top = name.partition(".")[0]
                     self.imports_torch |= top == "torch"
-                    if not adapters.has_trainer(top) and top not in sys.builtin_module_names:
+                    if top not in sys.builtin_module_names:
                         pending += self._files_of(name)
 
     def _files_of(self, name: str) -> Iterator[str]:
@@ -150,10 +148,8 @@ def _by_ddpshim(source: Source) -> Optional[str]:
     where = os.path.basename(source.path)
     for name, line in source.imports:
         top = name.partition(".")[0]
-        if top == "ddpshim":
+        if top == "ddpshim" and name != "ddpshim.auto":
             return f"{where}:{line} imports ddpshim"
-        if top in adapters.packages() and _trains(top, name, source):
-            return f"{where}:{line} imports the trainer of {top}"
     return None
 
 
@@ -164,11 +160,3 @@ def _by_others(source: Source) -> Optional[str]:
         if top in _DISTRIBUTORS:
             return f"{where}:{line} imports {top}"
     return None if source.joins is None else f"{where} calls {source.joins}"
-
-
-def _trains(package: str, name: str, source: Source) -> bool:
-    """Whether a file that imports `name` of `package`, which has an adapter, runs that package's own trainer."""
-    trainer = adapters.function(package, "trainer")
-    if trainer is None:
-        return True
-    return any(function in source.names and f"{name}.".startswith(f"{module}.") for module, function in trainer())
