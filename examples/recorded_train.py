@@ -1,7 +1,7 @@
 """robomimic's own trainer, which also records each rank's samples: `recorded_train.py WAY FOLDER [trainer arguments]`.
 
-WAY: "released" is the trainer as released; "ddpshim" imports ddpshim.auto first; "by_hand" is a typical quick port:
-DistributedDataParallel around the networks, and a DistributedSampler in the loader.
+WAY: "released" is the trainer as released; "ddpshim" patches it in memory, as `ddpshim run -m robomimic.scripts.train`
+does; "by_hand" is a typical quick port: DistributedDataParallel around the networks, and a DistributedSampler in the loader.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def port_by_hand(arguments: list[str]) -> list[str]:
 def main() -> None:
     way, folder, *arguments = sys.argv[1:]
     if way == "ddpshim":
-        import ddpshim.auto  # noqa: F401
+        from ddpshim.trainers.patching.in_memory import patch_program
+
+        patch_program("robomimic.scripts.train")
     elif way == "by_hand":
         arguments = port_by_hand(arguments)
     samples: list[int] = []
