@@ -1,9 +1,10 @@
 """Compares LeRobot's unedited trainer on N ranks with one process without a launcher, with noise.
 
-Run it: python -m tests.lerobot_equivalence [--policies act,vqbet] [--ranks 2,3] [--write PAGE]
+Run it: python -m tests.lerobot_equivalence [--policies act,vqbet] [--variants] [--ranks 2,3] [--write PAGE]
 
 It needs an environment with LeRobot (requirements/lerobot.txt). Data, and SmolVLA's backbone with random weights, are
-made here: nothing is downloaded.
+made here: nothing is downloaded. Rows of the page that another release or policy has stay. `--variants`: also what
+only some releases can do.
 """
 
 from __future__ import annotations
@@ -238,7 +239,7 @@ def resume(run: Run, name: str, before: list[str]) -> Run:
     return start(run.folder.parent, name, before, f"--config_path={config}", "--resume=true")
 
 
-def rows(policy: str, folder: Path, ranks: list[int]) -> Iterator[list[str]]:
+def rows(policy: str, folder: Path, ranks: list[int], with_variants: bool) -> Iterator[list[str]]:
     """Train `policy` in all ways, and yield the rows of its table."""
     plain = start(folder, f"{policy}-plain", [*TRAINER], *settings(policy))
     runs = {n: start(folder, f"{policy}-{n}", under_run(n), *settings(policy)) for n in ranks}
@@ -248,7 +249,7 @@ def rows(policy: str, folder: Path, ranks: list[int]) -> Iterator[list[str]]:
     resumed = resume(runs[ranks[0]], f"{policy}-resumed-{ranks[-1]}", under_run(ranks[-1]))
     what = f"{ranks[0]} ranks to step {LEFT_AT}, resumed on {ranks[-1]}; one process resumed"
     yield [policy, what, *compare(resumed, alone).values()]
-    if policy != "act":
+    if policy != "act" or not with_variants:
         return
     for what, arguments in VARIANTS.items():
         name = re.sub(r"\W+", "-", what)
@@ -270,33 +271,47 @@ def rows(policy: str, folder: Path, ranks: list[int]) -> Iterator[list[str]]:
     yield [policy, f"{ranks[0]} ranks, torchrun", *compare(run, plain).values()]
 
 
-def _all_rows(policies: list[str], folder: Path, ranks: list[int], page: Optional[Path]) -> Iterator[list[str]]:
-    """Yield the rows of all policies: those of others than `policies` are those of the page."""
-    for policy in POLICIES:
-        if policy in policies:
-            yield from rows(policy, folder, ranks)
-        elif page is not None:
-            kept = (line.strip("| ").split(" | ") for line in page.read_text().splitlines())
-            yield from (row for row in kept if row[0] == policy)
+def _all_rows(args: Any, release: str, folder: Path) -> Iterator[list[str]]:
+    """Yield all rows, by release: those of other releases, and of policies that are not asked for, are the page's."""
+    policies, ranks = args.policies.split(","), [int(n) for n in args.ranks.split(",")]
+    page = args.write.read_text().partition(START)[2].partition(END)[0] if args.write else ""
+    kept = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
+    for other in sorted({row[0] for row in kept} | {release}):
+        for policy in POLICIES:
+            if (other, policy in policies) == (release, True):
+                yield from ([release, *row] for row in rows(policy, folder, ranks, args.variants))
+            else:
+                yield from (row for row in kept if row[:2] == [other, policy])
 
 
 def main() -> None:
     parser = pages.parser(__doc__)
     parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--variants", action="store_true", help="ACT also in other ways, which LeRobot 0.6.1 has")
     args = parser.parse_args()
     if not is_there():
         parser.exit(1, f"{HOW_TO_GET}\n")
     import torch
     from lerobot import __version__
 
-    columns = ["policy", "run", "moved by training", "weights", "optimizer", "log", "random streams", "files"]
+    release = f"{__version__}, torch {torch.__version__.partition('+')[0]}"
+    columns = [
+        "LeRobot",
+        "policy",
+        "run",
+        "moved by training",
+        "weights",
+        "optimizer",
+        "log",
+        "random streams",
+        "files",
+    ]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         make_data(folder)
         make_backbone(folder)
-        ranks = [int(n) for n in args.ranks.split(",")]
-        lines = pages.table(columns, _all_rows(args.policies.split(","), folder, ranks, args.write))
-    made = f"LeRobot {__version__}, torch {torch.__version__}, gloo on CPU, {STEPS} steps of 8 samples."
+        lines = pages.table(columns, _all_rows(args, release, folder))
+    made = f"{STEPS} steps of 8 samples, gloo on CPU."
     pages.finish([*lines, "", made], args.write, START, END)
 
 
