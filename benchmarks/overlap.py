@@ -29,7 +29,6 @@ from benchmarks.emulated import RealOrder
 from benchmarks.gradient_orders import FILE
 from benchmarks.results import Result, alternate, main, median_and_quartiles, ratio
 from benchmarks.step import checksum, switch_guards
-from ddpshim.model import seams
 from tests.ranks import run_ranks
 
 TARGETS = {0.1: 0.95, 0.4: 0.90, 1.1: 0.85}  # all-reduce / compute: wall time / raw DDP's
@@ -42,7 +41,6 @@ ARMS: dict[str, Callable[[nn.Module], Any]] = {
     _LEAST: lambda net: _copied(net),
     "raw DDP": DistributedDataParallel,
     "ddpshim": ddpshim.wrap_parallel,
-    "ddpshim by public API": lambda net: _wrapped_publicly(net),
 }
 
 
@@ -67,15 +65,6 @@ def _copy(view: torch.Tensor, parameter: torch.Tensor) -> None:
     with torch.no_grad():
         torch.mul(parameter.grad, 1 / dist.get_world_size(), out=view)
     parameter.grad = view
-
-
-def _wrapped_publicly(net: nn.Module) -> Any:
-    """Wrap `net` as on a torch without the private names that activate its reducer."""
-    names, seams.REDUCER = seams.REDUCER, ("hidden",)
-    try:
-        return ddpshim.wrap_parallel(net)
-    finally:
-        seams.REDUCER = names
 
 
 class _Arm:
@@ -169,8 +158,6 @@ def run(quick: bool) -> list[Result]:
                     f"; no target: gradients copied to where they are sent from, and not sent, take {least:.3f} of it"
                 )
             out.append(Result("overlap", what, middle, "x raw DDP", quartiles, target, note=note))
-            middle, quartiles = ratio(seconds["ddpshim by public API"], seconds["ddpshim"])
-            out.append(Result("overlap", f"{what}, by torch's public API alone", middle, "x ddpshim", quartiles))
         ours, torchs = (run_ranks(backward_left, 2, policy, name, timeout_s=120)[0] for name in ("ddpshim", "raw DDP"))
         what = f"backward left when a byte is sent, {policy}"
         out.append(

@@ -22,7 +22,7 @@ from unittest import mock
 
 import torch
 
-from tests import public_api, simulated_gpus
+from tests import simulated_gpus
 from tests.preloaded_commands import SOCKET, commands, patience
 
 # pytest, and modules of the library that tests and programs import: 0.2 s of CPU in each process without a preload. Not
@@ -100,8 +100,6 @@ def _enter(
     out: Any,
 ) -> None:
     warnings.simplefilter("error")
-    if public_api.is_asked_for():
-        public_api.hide()
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", "This DataLoader will create")  # on a machine with fewer cores than workers
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.1's torch.load causes it itself

@@ -30,7 +30,6 @@ from ddpshim.model.inputs import moved
 from ddpshim.model.parallel import BareModule, DataParallelModule, best_bucket_cap_mb
 from ddpshim.model.reducer import _Pass
 from ddpshim.model.transparent import portable_keys
-from tests import public_api
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh
 from tests.preloaded_commands import patience
 from tests.ranks import run_ranks
@@ -729,8 +728,6 @@ def _rank_converts(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["float", "float and back"])
 def test_a_conversion_after_the_wrap_is_an_error(how: str) -> None:
-    if public_api.is_asked_for() and how == "float and back":
-        pytest.skip("the public hooks stay with the parameter: it is reduced as ever")
     with pytest.raises(RankError, match="of Policy changed its dtype or device after wrap_parallel"):
         run_ranks(_rank_converts, 2, how)
 
@@ -857,7 +854,7 @@ def _rank_steps() -> dict[str, object]:
 def test_a_step_has_the_bits_of_ddp_and_no_python_for_each_parameter() -> None:
     for rank in run_ranks(_rank_steps, 2):
         few_layers, many_layers = rank["calls"]
-        assert few_layers == many_layers or public_api.is_asked_for()
+        assert few_layers == many_layers
         assert all(torch.equal(a, b) for a, b in zip(*rank["weights"]))
 
 

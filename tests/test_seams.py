@@ -1,7 +1,7 @@
 """Every private name of torch and Python that ddpshim stands on, and a canary for what each means.
 
 A canary that fails on a new torch says what to re-read there. Where names for gradients are missing, `wrap_parallel`
-uses torch's public API; `TESTS_PUBLIC_API=1 python -m pytest tests/test_parallel.py tests/test_guard.py` runs on that.
+refuses that torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import ast
 import atexit
 import collections
 import contextlib
-import inspect
 import io
 import multiprocessing
 import os
@@ -34,11 +33,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import ddpshim
+from ddpshim.errors import SyncError
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say
 from ddpshim.model import backward, seams
-from tests import public_api
-from tests.equivalence import largest_difference
 from tests.preloaded_commands import patience
 from tests.ranks import run_ranks
 
@@ -232,7 +230,7 @@ def _net() -> nn.Module:
 
 
 def _arm_by_hand() -> list[Any]:
-    assert seams.lacking() == []
+    seams.refuse_unknown_torch()
     net = _net()
     wrapped = DistributedDataParallel(net)
     parameters, are_sparse = wrapped._build_params_for_reducer()
@@ -323,7 +321,6 @@ def _call_compiled_networks() -> list[bool]:
     return [net.asked == [wrapped], wrapped.bucket_bytes_cap >= 2**20, small.asked == [None], raw.asked == [raw_ddp]]
 
 
-@pytest.mark.skipif(public_api.is_asked_for(), reason="torch's DDP is not beneath")
 def test_graphs_are_split_inside_of_ddps_forward() -> None:
     assert run_ranks(_call_compiled_networks, 2)[0] == [True] * 4
 
@@ -590,60 +587,12 @@ def test_named_tuples_tell_their_fields() -> None:
     assert (pair._fields, pair._asdict()) == (("a", "b"), {"a": 1, "b": 2})
 
 
-# Without them.
-
-
-def _train(is_public: bool, has_views: bool) -> dict[str, Any]:
-    if is_public:
-        public_api.take_away()
-    torch.manual_seed(5)
-    body = nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.BatchNorm1d(300), nn.Linear(300, 300), nn.Tanh())
-    heads = nn.ModuleDict({"one": nn.Linear(300, 2), "two": nn.Linear(300, 2), "never": nn.Linear(300, 2)})
-    words = nn.Embedding(10, 6, sparse=True)
-    net = nn.ModuleDict({"body": body, "heads": heads, "words": words})
-    here = ddpshim.world()
-    ddpshim.wrap_parallel(net, gradient_as_bucket_view=has_views, bucket_cap_mb=0.2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    random = torch.Generator().manual_seed(7 + here.rank)
-    for step in range(6):
-        hidden = body(words(torch.randint(10, (8,), generator=random)))
-        head = heads["one" if (step + here.rank) % 3 else "two"]  # ranks use other parameters
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        loss = head(hidden).square().mean()
-        loss.backward(retain_graph=step == 4)
-        if step == 4:
-            (loss * 0.5).backward()
-        nn.utils.clip_grad_norm_([*body.parameters(), *heads.parameters()], 1.0)
-        optimizer.step()
-    unused = [name for name, p in net.named_parameters() if p.grad is None]
-    return {"weights": {name: value.clone() for name, value in net.state_dict().items()}, "unused": unused}
-
-
-@pytest.mark.parametrize("has_views", [True, False])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_without_private_names_gradients_are_equal_to_the_last_bit(num_ranks: int, has_views: bool) -> None:
-    # Older torches give the first bucket 1 MB, whatever `bucket_cap_mb` says: in other buckets gloo adds gradients of
-    # three ranks in another order.
-    has_equal_buckets = "bucket_bytes_cap_default" in inspect.getsource(DistributedDataParallel)
-    largest = 0 if has_equal_buckets or num_ranks == 2 else 1e-7
-    ours = run_ranks(_train, num_ranks, False, has_views)
-    public = run_ranks(_train, num_ranks, True, has_views)
-    for one, other in zip(ours, public):
-        assert one["unused"] == other["unused"] == ["heads.never.weight", "heads.never.bias"]
-        assert largest_difference(one["weights"], other["weights"]) <= largest
-        assert largest_difference(public[0]["weights"], other["weights"]) == 0
-
-
-@pytest.mark.launch
-def test_networks_are_reduced_without_private_names_as_with_them() -> None:
-    """A few of the tests of `wrap_parallel` and the guards; CONTRIBUTING.md has the command for all of them."""
-    which = "one_process or one_more_backward or no_sync or scaler or freezing or noise_that_differs"
-    environ = {**os.environ, public_api.VARIABLE: "1"}
-    files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("parallel", "guard")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", which, *files]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=patience(400))
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert sum(map(int, re.findall(r"(\d+) (?:passed|skipped)", done.stdout))) > 10
+@pytest.mark.unit
+def test_a_torch_without_a_private_name_of_its_reducer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    seams.refuse_unknown_torch()
+    monkeypatch.setattr(seams, "REDUCER", (*seams.REDUCER, "_gone"))
+    with pytest.raises(SyncError, match=r"has no Reducer\._gone, by which a backward pass activates DDP's reducer"):
+        seams.refuse_unknown_torch()
 
 
 class _Outer(torch.Tensor):

@@ -25,7 +25,6 @@ class Passes:
     def __init__(self) -> None:
         self.is_watched = False
         self.depth = 0  # more than 1 with reentrant checkpoints, whose passes are nested
-        self.at_end: list[Callable[[], None]] = []  # used if the engine takes no callbacks
         self.at_outer_end: list[Callable[[], None]] = []
         self.after: list[Callable[[], None]] = []  # called after each outermost pass
         self.once_after: list[Callable[[], None]] = []  # called after the outermost pass that is under way
@@ -47,7 +46,6 @@ class Passes:
 
     def drop(self) -> None:
         """Drop all pending calls, because an exception ended the pass."""
-        self.at_end.clear()
         self.at_outer_end.clear()
         self.once_after.clear()
         self.has_outer_end = False
@@ -90,8 +88,7 @@ def check_unchanged(parameters: Iterable[torch.Tensor], versions: Iterable[int],
 
 def at_end(call: Callable[[], None]) -> None:
     """Run `call` when the current backward pass has computed all gradients. Local."""
-    queue = seams.queue_of_engine()
-    current().part(Passes).at_end.append(call) if queue is None else queue(call)
+    seams.at_end_of_pass(call)
 
 
 def at_outer_end(call: Callable[[], None]) -> bool:
@@ -130,8 +127,6 @@ def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., No
             raise
         finally:
             passes.depth -= 1
-        while passes.at_end and not passes.depth:
-            passes.at_end.pop(0)()
         for call in () if passes.depth else passes.after:
             call()
         while passes.once_after and not passes.depth:

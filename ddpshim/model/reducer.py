@@ -28,7 +28,6 @@ from ddpshim.errors import SyncError
 from ddpshim.job import devices, events, exchange, noise
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
-from ddpshim.job.say import say
 from ddpshim.model import agreement, backward, guard, inputs, order, refused, seams
 from ddpshim.model.agreement import Agreement
 from ddpshim.model.broadcasting import Buffers, broadcast_state
@@ -115,9 +114,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
         process_group: Any,
         **ddp_options: Any,
     ) -> None:
-        lacking = seams.lacking()
-        begin = self._begin_publicly if lacking else self._begin
-        begin(module, process_group, ddp_options)
+        seams.refuse_unknown_torch()
+        self._begin(module, process_group, ddp_options)
         if getattr(comm_hook, "__module__", "").endswith("powerSGD_hook"):
             raise SyncError(
                 "PowerSGD sends several messages per bucket, which would be mixed up with the one about unused "
@@ -126,7 +124,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine = self.__dict__
         mine["_reducer"], mine["_device"] = self.reducer, self.device
         if comm_hook is not None:
-            (self._reducer if lacking else self).register_comm_hook(comm_hook_state, comm_hook)
+            self.register_comm_hook(comm_hook_state, comm_hook)
         self._modules.pop("module")
         self._show(module)
         reduced: list[nn.Parameter] = self._reduced
@@ -137,10 +135,10 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["_buffers_to_send"] = buffers if homes else None
         mine["_usual"] = None  # with static_graph: the parameters that the first backward pass left out
         mine["_unused"] = Unused(len(reduced), self._device, process_group)
-        needs = not lacking and refused.needs_default_stream(self._device, dist.get_backend(process_group))
+        needs = refused.needs_default_stream(self._device, dist.get_backend(process_group))
         mine["_needs_default_stream"] = needs
         # torch.compile then splits graphs where buckets end. It refuses buckets smaller than DDP's first one.
-        mine["_splits_graphs"] = hasattr(module, "_orig_mod") and not lacking and self.bucket_bytes_cap >= 1024 * 1024
+        mine["_splits_graphs"] = hasattr(module, "_orig_mod") and self.bucket_bytes_cap >= 1024 * 1024
         mine["_missed"] = []  # indices of parameters without a gradient, in the pass that ends
         mine["_captured"] = []  # memory that CUDA graphs copy from
         mine["_seen"] = []  # the parameters that got a gradient in this pass
@@ -161,10 +159,6 @@ class DistributedModule(Transparent, DistributedDataParallel):
         # Builtins. Strong references: a caller who drops the wrapper and uses the module must stay synchronised.
         hooks = functools.partial(getattr, self._pass, "is_begun"), self._seen.append
         mine["_handles"] = [p.register_post_accumulate_grad_hook(hook) for p in reduced for hook in hooks]
-        if lacking:
-            for i, parameter in enumerate(reduced):
-                mark_ready = functools.partial(_mark_ready, self._reducer, i + 1)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(mark_ready))
         broadcast_state(module, process_group)
         guard.own(self, reduced)
         mine["_order"] = order.of(process_group)
@@ -190,30 +184,6 @@ class DistributedModule(Transparent, DistributedDataParallel):
             undo.enter_context(seams.nothing_sent_at_first())
         with undo:
             DistributedDataParallel.__init__(self, module, process_group=process_group, **options)
-
-    def _begin_publicly(self, module: nn.Module, process_group: Any, ddp_options: dict[str, Any]) -> None:
-        """Set the attributes of torch's DDP, with a reducer that uses torch's public API alone."""
-        from ddpshim.model import public_reducer
-
-        nn.Module.__init__(self)
-        mine, (reduced, are_sparse) = self.__dict__, public_reducer.parameters_of(module, guard.is_owned)
-        self._modules["module"] = module
-        mine.update(process_group=process_group, require_backward_grad_sync=True, device_ids=None, **ddp_options)
-        mine["_reduced"], mine["_presence"] = reduced, nn.Parameter(reduced[0].new_zeros(len(reduced) + agreement.NUM))
-        mine["device"] = reduced[0].device
-        mine["reducer"] = public_reducer.PublicReducer(
-            [self._presence, *reduced],
-            [False, *are_sparse],
-            process_group,
-            ddp_options.get("bucket_cap_mb"),
-            ddp_options["gradient_as_bucket_view"],
-        )
-        if is_first() and dist.get_rank() == 0:
-            missing = ", ".join(seams.lacking())
-            say(
-                f"torch {torch.__version__} lacks {missing}; gradients are reduced through its public API: equal to "
-                "the last bit, in up to 1.04 times the time per step"
-            )
 
     def _build_params_for_reducer(self) -> Any:
         """Return the parameters for torch's reducer, which reverses them: the additional one is first, so sent last."""
@@ -409,10 +379,6 @@ class DistributedModule(Transparent, DistributedDataParallel):
         """Raise SyncError if the last comparison found a difference between ranks."""
         if not devices.is_capturing(self._device):
             self._equality.finish()
-
-
-def _mark_ready(reducer: Any, index: int, parameter: torch.Tensor) -> None:
-    reducer._autograd_hook(index)
 
 
 def _accumulator(parameter: torch.Tensor) -> Any:

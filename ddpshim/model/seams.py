@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpshim.errors import SyncError
 from ddpshim.job.replaced import replaced
 
 REDUCER = (
@@ -25,20 +26,26 @@ WRAPPER = (
     "_build_debug_param_to_name_mapping",
     "_set_params_and_buffers_to_ignore_for_model",
 )
-CALLBACK = "queue_callback"
 BUCKET_CAP_MB = 25.0  # the default of torch's DDP
 
 
-def lacking() -> list[str]:
-    """Return the private names that activating torch's reducer needs and this torch lacks. Local."""
+def refuse_unknown_torch() -> None:
+    """Raise SyncError if this torch lacks private names that activating its reducer needs. Local."""
     reducer = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
     names = [f"Reducer.{name}" for name in REDUCER if not hasattr(getattr(reducer, "Reducer", None), name)]
-    return names + [f"DistributedDataParallel.{n}" for n in WRAPPER if not hasattr(DistributedDataParallel, n)]
+    names += [f"DistributedDataParallel.{n}" for n in WRAPPER if not hasattr(DistributedDataParallel, n)]
+    names += [] if hasattr(torch.autograd.Variable, "_execution_engine") else ["Variable._execution_engine"]
+    if names:
+        raise SyncError(
+            f"torch {torch.__version__} has no {', '.join(names)}, by which a backward pass activates DDP's reducer: "
+            "gradients would not be reduced. Use a torch that it was tested with (python -m ddpshim docs supported)."
+        )
 
 
-def queue_of_engine() -> Any:
-    """Return the function that queues a callback for the end of the current backward pass, or None. Local."""
-    return getattr(getattr(torch.autograd.Variable, "_execution_engine", None), CALLBACK, None)
+def at_end_of_pass(call: Callable[[], None]) -> None:
+    """Make the engine run `call` when the current backward pass has computed all gradients. Local."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
 
 
 def compiles_backward() -> bool:
