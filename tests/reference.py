@@ -1,6 +1,6 @@
 """Writes docs/api.md from the docstrings, and docs/files.md, the index of files: `python -m tests.reference`.
 
-griffe reads the sources for the reference, ast those for the index.
+Both are pages of the site, and in no commit. griffe reads the sources for the reference, ast those for the index.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import logging
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -232,7 +231,11 @@ def _fenced(code: str) -> str:
     return "```python\n" + re.sub(r"^ {4}", "", code.rstrip(), flags=re.MULTILINE) + "\n```\n\n"
 
 
-if __name__ == "__main__":
+def write() -> None:
+    """Write both pages."""
     PAGE.write_text(page(), encoding="utf-8")
     FILES.write_text(index(), encoding="utf-8")
-    print(f"{PAGE.relative_to(ROOT)}: {len(page().splitlines())} lines", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    write()
