@@ -109,15 +109,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog=prog, description=text, is_group=True)
     parser.epilog = (
         "Exit codes: 0 success; 1 the answer is no (findings, a patch that does not fit, a different experiment); 2 "
-        "nothing was done (wrong usage, a missing file, a job that could not start); 130 Ctrl-C. run and audit also "
-        "return the exit code of a failed rank."
+        "nothing was done (wrong usage, a missing file, a job that could not start); 130 Ctrl-C. run also "
+        "returns the exit code of a failed rank."
     )
     parser.add_argument("--version", action="version", version=f"ddpshim {version.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_run(commands)
-    _add_prove(commands)
+    _add_check(commands)
     doctor.add(commands)
-    _add_audit(commands)
     command.add(commands)
     about_runs.add(commands)
     _add_selftest(commands)
@@ -206,67 +205,30 @@ def _selftest(arguments: argparse.Namespace) -> int:
     return 0 if is_good else 1
 
 
-def _add_audit(commands: Commands) -> None:
-    audit = commands.add_parser(
-        "audit",
-        help="run a trainer that is already distributed, and find errors in its first steps",
-        description="Start your own distributed trainer on several ranks, as torchrun would, watch its first "
-        "steps, and report what is wrong (`python -m ddpshim docs audit`). The trainer writes its usual files, "
-        "so give it a scratch folder. Exit code: 0 nothing found, 1 findings, 2 wrong usage; if a rank failed, "
-        "that rank's exit code.",
-        usage="%(prog)s [options] (script.py | -m package.module) [arguments]",
-    )
-    audit.add_argument(*_NPROC, type=several, default=2, metavar="N", help="ranks on this node (2)")
-    audit.add_argument("--steps", type=positive, default=20, metavar="K", help="optimizer steps (20)")
-    audit.add_argument(
-        "--to-end", action="store_true", help="do not stop the job after these steps; observe it until it ends"
-    )
-    text = "the batch size in one process; report a different global batch"
-    audit.add_argument("--single-batch", type=positive, metavar="N", help=text)
-    text = "stop the job if no rank makes progress for this long (300 seconds)"
-    audit.add_argument("--timeout", type=positive, default=300, metavar="S", help=text)
-    audit.add_argument("--json", action="store_true", help="print JSON; the trainer's output goes to stderr")
-    audit.add_argument("--log-dir", metavar="DIR", help="folder for rank_0.log, rank_1.log ... (ddpshim-logs/TIME-PID)")
-    _add_program(audit)
-    audit.set_defaults(run=_audit, needs_torch=True, starts_ranks=True)
-
-
-def _audit(arguments: argparse.Namespace) -> int:
-    from ddpshim.tools.audit.recording import Settings
-    from ddpshim.tools.audit.running import as_json, as_text, audit
-
-    job = replace(_launch(arguments), nproc=str(arguments.nproc))
-    settings = Settings(arguments.steps, arguments.to_end, arguments.timeout)
-    with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
-        report, code = audit(job, settings, arguments.single_batch)
-    print(json.dumps(as_json(report, code), indent=2) if arguments.json else as_text(report, job.program, code))
-    return code or int(bool(report.findings))
-
-
-def _add_prove(commands: Commands) -> None:
-    prove = commands.add_parser(
-        "prove",
+def _add_check(commands: Commands) -> None:
+    check = commands.add_parser(
+        "check",
         help="check that a trainer runs the same experiment on several ranks as in one process",
         description="Run a few steps of a trainer in one process and on several ranks, compare batches, losses and "
-        "weights, and print yes, or the first difference (`python -m ddpshim docs prove`). The trainer's output "
-        "goes to ddpshim-logs, and new files that it makes are removed. Exit code: 0 the same, 1 different, 2 "
-        "nothing could be compared.",
+        "weights, and print yes, or the first difference (`python -m ddpshim docs check`). The trainer's output "
+        "goes to ddpshim-logs, and new files that it makes are removed. Exit code: 0 the same, 1 different or wrong, "
+        "2 nothing could be compared.",
         usage="%(prog)s [options] (script.py | -m package.module) [arguments]",
     )
-    prove.add_argument(*_NPROC, type=several, default=2, metavar="N", help="ranks on this node (2)")
-    prove.add_argument("--steps", type=positive, default=20, metavar="K", help="optimizer steps (20)")
+    check.add_argument(*_NPROC, type=several, default=2, metavar="N", help="ranks on this node (2)")
+    check.add_argument("--steps", type=positive, default=20, metavar="K", help="optimizer steps (20)")
     text = "the one-process trainer and its arguments, as one quoted word (default: the same command)"
-    prove.add_argument("--one", metavar="COMMAND", help=text)
+    check.add_argument("--one", metavar="COMMAND", help=text)
     text = "time limit for a run in one process (300 seconds)"
-    prove.add_argument("--timeout", type=positive, default=300, metavar="S", help=text)
-    prove.add_argument("--json", action="store_true", help="for programs")
-    _add_program(prove)
-    prove.set_defaults(run=_prove, needs_torch=True, starts_ranks=True)
+    check.add_argument("--timeout", type=positive, default=300, metavar="S", help=text)
+    check.add_argument("--json", action="store_true", help="for programs")
+    _add_program(check)
+    check.set_defaults(run=_check, needs_torch=True, starts_ranks=True)
 
 
-def _prove(arguments: argparse.Namespace) -> int:
-    from ddpshim.tools.prove.running import as_json, as_text, prove
-    from ddpshim.tools.prove.watching import Settings
+def _check(arguments: argparse.Namespace) -> int:
+    from ddpshim.tools.check.running import as_json, as_text, check
+    from ddpshim.tools.check.watching import Settings
 
     job, alone = _launch(arguments), None
     if arguments.one:
@@ -281,9 +243,9 @@ def _prove(arguments: argparse.Namespace) -> int:
             )
             return 2
         alone = replace(job, program=str(program), arguments=tuple(map(str, rest)), is_module=bool(is_module))
-    proof = prove(job, Settings(arguments.steps, arguments.nproc, arguments.timeout), alone)
+    proof = check(job, Settings(arguments.steps, arguments.nproc, arguments.timeout), alone)
     print(json.dumps(as_json(proof), indent=2) if arguments.json else as_text(proof))
-    return 0 if proof.is_same else 1
+    return 0 if proof.is_same and not proof.wrong else 1
 
 
 def _add_run(commands: Commands) -> None:

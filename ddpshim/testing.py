@@ -104,7 +104,7 @@ def assert_same_training(
     elif len({tuple(lines) for lines in differing.values()}) > 1 or len(differing) < nproc:
         why = "Ranks differ from each other: return what all ranks share, or see whether gradients cross the ranks."
     else:
-        why = "All ranks agree. `python -m ddpshim prove` finds the first step at which a program parts, and why."
+        why = "All ranks agree. `python -m ddpshim check` finds the first step at which a program parts, and why."
     more = f"\n  ... and {len(lines) - _MOST_SHOWN} more" if len(lines) > _MOST_SHOWN else ""
     shown = "".join(f"\n  {line}" for line in lines[:_MOST_SHOWN])
     raise AssertionError(

@@ -7,11 +7,10 @@ RUN_DIR = "DDPSHIM_RUN_DIR"  # a private folder of one `run`, where failing rank
 UNEDITED = "DDPSHIM_UNEDITED"  # whether to distribute an unedited program: on, off, auto
 ROWS = "DDPSHIM_ROWS"  # auto; all: divide also what is too small to gain; off: compute whole batches on every rank
 RANK = "DDPSHIM_RANK"  # this rank, while the launcher's variables are hidden from an unedited program
-AUDIT = "DDPSHIM_AUDIT"  # folder to which the ranks of an audit write; else unset
-PROVE = "DDPSHIM_PROVE"  # folder to which the ranks of a proof write; else unset
+CHECK = "DDPSHIM_CHECK"  # folder to which the ranks of a check write; else unset
 UPSTREAM = "DDPSHIM_UPSTREAM"  # source trees for the tests
 # For variables of module files or sites, such as DDPSHIM_MODULE_ROOT: ignored.
 MODULE_PREFIX = "DDPSHIM_MODULE_"
 FAULT = "DDPSHIM_FAULT"  # for the tests: the fault to cause
 OF_USERS = (LAUNCHER, UNEDITED, ROWS)  # set by users; the others are messages, or for the tests
-ALL = (LAUNCHER, RANK_LOGS, RUN_DIR, UNEDITED, ROWS, RANK, AUDIT, PROVE, UPSTREAM, FAULT)
+ALL = (LAUNCHER, RANK_LOGS, RUN_DIR, UNEDITED, ROWS, RANK, CHECK, UPSTREAM, FAULT)

@@ -26,9 +26,9 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 LONGEST = [
     f"test_{name}.py"
     for name in (
-        *("one_process", "rows", "prove"),
+        *("one_process", "rows", "check"),
         *("simulated_gpus", "gpu_selftest", "auto", "robomimic", "examples", "resume", "parallel", "docs", "runner"),
-        *("group", "audit", "data_kinds", "equivalence", "noise", "course", "guard", "report", "types", "unedited"),
+        *("group", "data_kinds", "equivalence", "noise", "course", "guard", "report", "types", "unedited"),
         *("rollout", "launch_matrix", "faults", "selftest", "packaging", "options", "background", "sampler", "slurm"),
         *("layout", "checkpoint"),
     )

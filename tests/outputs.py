@@ -26,8 +26,7 @@ PYTHON = (3, 11)  # the version that wrote FILE
 # A wrong value for an option of each type.
 WRONG = {
     ("run",): ["--nproc", "none", "train.py"],
-    ("audit",): ["--nproc", "1", "train.py"],
-    ("prove",): ["--steps", "0", "train.py"],
+    ("check",): ["--steps", "0", "train.py"],
     ("selftest",): ["--timeout", "long"],
     ("slurm",): ["--time", "soon", "train.py"],
     ("doctor",): ["--select", "DDP9", "train.py"],

@@ -55,8 +55,8 @@ def test_the_doctor_finds_what_the_page_says(tmp_path: Path) -> None:
 
 def test_what_counts_as_found() -> None:
     """The answer names the bug, and is not given of the twin as well."""
-    said = {"doctor": Answer(["DDP203", "DDP401"]), "prove": Answer(["gradients"], where="head.weight and 1 more")}
-    silent = {"doctor": Answer(), "prove": Answer()}
+    said = {"doctor": Answer(["DDP203", "DDP401"]), "check": Answer(["gradients"], where="head.weight and 1 more")}
+    silent = {"doctor": Answer(), "check": Answer()}
     assert Result(_bug("DDP203"), said, silent).right("doctor") == ["DDP203"]
     assert Result(_bug("DDP203"), said, {**silent, "doctor": Answer(["DDP203"])}).right("doctor") == []
     assert Result(_bug("gradients:head.weight"), said, silent).is_found
@@ -71,7 +71,7 @@ def test_what_counts_as_found() -> None:
     ("tool", "name"),
     [
         ("guards", "a checkpoint is loaded on the main rank alone"),
-        ("audit", "the sampler's seed differs between ranks"),
+        ("check", "the sampler's seed differs between ranks"),
     ],
 )
 def test_found_as_the_page_says(tool: str, name: str) -> None:

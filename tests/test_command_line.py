@@ -65,8 +65,7 @@ SAMPLES: dict[Command, list[str]] = {
     ("docs",): ["launching"],
     ("selftest",): [],
     ("doctor",): ["train.py"],
-    ("audit",): ["train.py"],
-    ("prove",): ["train.py"],
+    ("check",): ["train.py"],
     ("report",): ["run", "--markdown"],
     ("predict",): ["run", "--gpus", "8"],
 }
@@ -87,9 +86,7 @@ MISSING: dict[tuple[Command, str], tuple[list[str], int]] = {
     (("run",), "log_dir"): (["--log-dir", "train.py/absent", "train.py"], 2),
     (("slurm",), "program"): (["absent.py"], 0),  # a warning: the job may find it
     (("doctor",), "path"): (["absent"], 2),
-    (("audit",), "program"): (["absent.py"], 2),
-    (("prove",), "program"): (["absent.py"], 2),
-    (("audit",), "log_dir"): (["--log-dir", "train.py/absent", "train.py"], 2),
+    (("check",), "program"): (["absent.py"], 2),
     (("selftest",), "write"): (["--gpu", "--write", "train.py/absent"], 2),
     (("example",), "out"): (["--out", "train.py/absent"], 2),
     (("report",), "folder"): (["absent"], 2),
@@ -183,7 +180,7 @@ def test_a_flag_that_there_is_not(command: Command, here: Path, capsys: pytest.C
         ("rnu", "run"),
         ("patch aply", "apply"),
         ("run --nprc 2 train.py", "--nproc"),
-        ("prove --step=3 train.py", "--steps"),
+        ("check --step=3 train.py", "--steps"),
         ("slurm --gpus 4 -- train.py", "--gpus-per-node"),
     ],
 )
@@ -343,7 +340,7 @@ def test_the_pages_that_messages_name_are_there(capsys: pytest.CaptureFixture[st
         text = re.sub(r'"\s+f?"', "", file.read_text())
         assert not re.search(r"See MIGRATION\.md|[(]MIGRATION\.md", text), f"{file}: a wheel's user has `ddpshim docs`"
         named |= set(re.findall(r"(?:ddpshim docs |docs/)(\w+)(?:\.md|[`),. ])", text))
-    assert {"MIGRATION", "any_trainer", "audit", "gpus", "installing", "prove", "report"} <= named
+    assert {"MIGRATION", "any_trainer", "check", "gpus", "installing", "report"} <= named
     for name in named:
         assert _call(["docs", name]) == 0, name
         assert capsys.readouterr().out.startswith("# ")
@@ -450,7 +447,7 @@ def test_what_needs_no_torch_is_the_same_without(
 
 
 def test_who_needs_torch() -> None:
-    assert NEED_TORCH == [("run",), ("prove",), ("audit",), ("patch", "new-release"), ("selftest",)]
+    assert NEED_TORCH == [("run",), ("check",), ("patch", "new-release"), ("selftest",)]
 
 
 @pytest.mark.parametrize("command", NEED_TORCH, ids=_id)
@@ -474,7 +471,7 @@ def test_the_shell_completes_commands_and_options() -> None:
     parser = command_line._parser()
     parser.prog = "ddpshim"
     script = shtab.complete(parser, "bash")
-    for words, expected in (("pa", {"patch"}), ("patch re", {"revert"}), ("prove --st", {"--steps"})):
+    for words, expected in (("pa", {"patch"}), ("patch re", {"revert"}), ("check --st", {"--steps"})):
         typed = ["ddpshim", *words.split()]
         tab = f"COMP_WORDS=({' '.join(typed)}); COMP_CWORD={len(typed) - 1}; _shtab_ddpshim ddpshim {typed[-1]}"
         said = subprocess.run(

@@ -116,7 +116,7 @@ def test_no_file_and_any_content_where_a_command_is_given_a_file(
 ) -> None:
     argv, code = MISSING[command, name]
     (place,) = (here / word for word in argv if word.startswith("absent"))
-    starts = command in (("run",), ("audit",), ("prove",))
+    starts = command in (("run",), ("check",))
     for kind in [*NO_FILES, *CONTENTS, *(() if starts else PROGRAMS)]:
         _put(place, kind)
         of_no_file = (code,) if starts or command == ("slurm",) or kind.startswith("link") else (1, 2)
@@ -229,7 +229,7 @@ def test_options_that_are_no_numbers_no_names_and_no_text(
 
 def test_one_process_of_a_proof_that_is_no_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for text in ("'", "-m", " "):
-        assert "is not a command" in _said(["prove", f"--one={text}", "train.py"], capsys, (2,))
+        assert "is not a command" in _said(["check", f"--one={text}", "train.py"], capsys, (2,))
 
 
 def test_variables(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

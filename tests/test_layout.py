@@ -105,8 +105,8 @@ def test_the_check_of_imports_can_fail() -> None:
     assert _wrong_imports("job.group", "from ddpshim.model.parallel import wrap_parallel") == ["ddpshim.model.parallel"]
     assert _wrong_imports("job.group", "def f():\n    from ddpshim import data") == ["ddpshim.data"]
     assert _wrong_imports("options", "from ddpshim.job import group") == ["ddpshim.job"]
-    assert _wrong_imports("launch.rank", "from ddpshim.tools import audit") == ["ddpshim.tools"]
-    assert _wrong_imports("launch.rank", "def f():\n    from ddpshim.tools import audit") == []
+    assert _wrong_imports("launch.rank", "from ddpshim.tools import check") == ["ddpshim.tools"]
+    assert _wrong_imports("launch.rank", "def f():\n    from ddpshim.tools import check") == []
     assert _wrong_imports("data.loader", "from ddpshim.robomimic import batches") == ["ddpshim.robomimic"]
     if ALLOWED:
         assert _wrong_imports("job.group", "def f():\n    import numpy") == ["numpy"]
@@ -154,7 +154,7 @@ OF_THE_PROCESS = {
     "data.sharded_loader._dismiss_workers_with": "what is done at the end of the process",
     "data.mailbox._mailboxes": "shared memory, for as long as a loader holds it",
     "data.mailbox._names": "two mailboxes of one process must not have one name",
-    "tools.prove.sketches._signs": "a function of a number",
+    "tools.check.sketches._signs": "a function of a number",
     "job.group._kept": "groups that torch before 2.8 cannot end",
     "job.group._worlds": "how many there were: a store keeps the keys of the one before",
     "job.unshared.watch": "torch's hook of all optimizers is the process's",

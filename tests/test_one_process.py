@@ -100,8 +100,8 @@ def test_exact_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path, monkeypa
 
 
 @pytest.mark.launch
-def test_prove_says_yes(tmp_path: Path) -> None:
-    command = ["-m", "ddpshim", "prove", "--nproc", "3", "--steps", "50", str(FOLDER / "idioms.py"), "out"]
+def test_check_says_yes(tmp_path: Path) -> None:
+    command = ["-m", "ddpshim", "check", "--nproc", "3", "--steps", "50", str(FOLDER / "idioms.py"), "out"]
     environ = {**environment(), variables.ROWS: "all", "PYTHONWARNINGS": "ignore"}
     for name in ("info_nce", "masked_over_item"):
         done = subprocess.run(

@@ -91,7 +91,7 @@ SEAMS = [
     Seam("_MapDatasetFetcher _IterableDatasetFetcher", "data/sharded_loader.py", "test_workers_fetch", LOADER),
     Seam("_worker_info _utils", "data/iterable.py", "test_hidden_worker_info", "torch/utils/data/_utils/worker.py"),
     Seam("_save _open_zipfile_writer", "checkpoint/snapshot.py", "test_save_writes_records", "torch/serialization.py"),
-    Seam("_input_metadata", "tools/prove/precision.py", "test_a_node_tells_the_dtype", "torch/csrc/autograd"),
+    Seam("_input_metadata", "tools/check/precision.py", "test_a_node_tells_the_dtype", "torch/csrc/autograd"),
     Seam("_orig_mod", "model/transparent.py", "test_a_compiled_module_holds_its_own", "torch/_dynamo/eval_frame.py"),
     Seam("_parameters _buffers _modules", "model/transparent.py", "test_a_modules_dictionaries", MODULE),
     Seam("_non_persistent_buffers_set", "model/transparent.py", "test_a_modules_dictionaries", MODULE),
@@ -491,7 +491,7 @@ def test_a_node_tells_the_dtype_of_its_results() -> None:
     made = torch.ones(2, requires_grad=True).bfloat16().float()
     node: Any = made.grad_fn
     if not hasattr(node, "_input_metadata") and Version(torch.__version__).release < (2, 6):
-        pytest.skip("this torch does not show the dtypes: every graph counts as float32 (docs/prove.md)")
+        pytest.skip("this torch does not show the dtypes: every graph counts as float32 (docs/check.md)")
     assert [about.dtype for about in node._input_metadata] == [torch.float32]
     assert [about.dtype for about in node.next_functions[0][0]._input_metadata] == [torch.bfloat16]
 

@@ -31,7 +31,7 @@ IN_OS = """
 """
 PATCH = [["patch", *words, "--target", "tree"] for words in (["check"], ["apply"], ["status"], ["revert"])]
 WORK = [["doctor", "train.py"], ["patch", "list"], ["env"], ["example"], ["report", "recorded", "--markdown"]]
-START_RANKS = [["run", "train.py"], ["prove", "train.py"], ["audit", "train.py"], ["selftest"]]
+START_RANKS = [["run", "train.py"], ["check", "train.py"], ["selftest"]]
 
 
 def take_away() -> None:

@@ -36,31 +36,23 @@ def main(argv: Sequence[str]) -> None:
     sys.modules["ddpshim.launch.rank"] = sys.modules["__main__"]  # for `import ddpshim.auto`
     redirect_output()
     # Nothing of the program has been imported yet.
-    proof = os.environ.get(variables.PROVE)
+    proof = os.environ.get(variables.CHECK)
     if proof:
-        from ddpshim.tools.prove import watching
+        from ddpshim.tools.check import watching
 
         with watching.watched(proof):
             _run(argv)
     else:
-        if not os.environ.get(variables.AUDIT):  # the audit detects this too, and reports more
-            unshared.watch()
+        unshared.watch()
         _run(argv)
 
 
 def _run(argv: Sequence[str]) -> None:
-    audit = os.environ.get(variables.AUDIT)
-    if audit:
-        from ddpshim.tools.audit import recording
-
-        with recording.recorded(audit):
-            _run_program(argv)
-    else:
-        patched = program.patched(argv)
-        with contextlib.nullcontext() if patched else program.distributed(argv) as start:
-            if start is None:
-                after_import("hydra.core.utils", _one_output_folder)
-            _run_program(patched or argv, start)
+    patched = program.patched(argv)
+    with contextlib.nullcontext() if patched else program.distributed(argv) as start:
+        if start is None:
+            after_import("hydra.core.utils", _one_output_folder)
+        _run_program(patched or argv, start)
 
 
 def _one_output_folder() -> None:

@@ -65,8 +65,7 @@ class Launch:
     log_dir: Optional[str] = None
     has_logs: bool = True
     grace_s: float = 60.0
-    audit: Optional[str] = None  # a folder for the ranks' records, see ddpshim.tools.audit.recording
-    proof: Optional[str] = None  # a folder for the ranks' records, see ddpshim.tools.prove.watching
+    proof: Optional[str] = None  # a folder for the ranks' records, see ddpshim.tools.check.watching
 
 
 def run(job: Launch) -> int:
@@ -90,14 +89,13 @@ def run(job: Launch) -> int:
         if os.environ.get("PYTHONHASHSEED", "random") == "random":
             os.environ["PYTHONHASHSEED"] = "0"
         os.environ.update(_options_of_python())
-        for name, folder in ((variables.AUDIT, job.audit), (variables.PROVE, job.proof)):
-            os.environ.pop(name, None)
-            if folder is not None:
-                os.environ[name] = folder
+        os.environ.pop(variables.CHECK, None)
+        if job.proof is not None:
+            os.environ[variables.CHECK] = job.proof
         screen: AbstractContextManager[None] = contextlib.nullcontext()
         if log_dir is not None:
             os.environ[variables.RANK_LOGS] = str(log_dir)
-            if job.proof is None:  # `prove` shows its own lines, and the output only of a run that fails
+            if job.proof is None:  # `check` shows its own lines, and the output only of a run that fails
                 say(f"each rank's output goes to {log_dir}/rank_N.log")
             if not job.node_rank and job.proof is None:
                 screen = _shown_on_screen(log_dir / "rank_0.log")

@@ -179,7 +179,7 @@ def _count_steps(module: nn.Module, here: World, bucket_cap_mb: Optional[float],
     """Start to diagnose the steps that train `module`, if the option is on; return its bucket size. Local."""
     if bucket_cap_mb is None:
         bucket_cap_mb = best_bucket_cap_mb(module, backend)
-    if here.is_launched and here.options.diagnose and variables.PROVE not in os.environ:  # a proof's records are slow
+    if here.is_launched and here.options.diagnose and variables.CHECK not in os.environ:  # a proof's records are slow
         bucket_bytes = (bucket_cap_mb or seams.BUCKET_CAP_MB) * 2**20
         current().part(Pace).begin(_num_bytes(module), bucket_bytes)
     return bucket_cap_mb

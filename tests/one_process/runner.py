@@ -74,7 +74,7 @@ def main(programs: Programs, argv: Optional[list[str]] = None) -> None:
     results = {}
     for name in options.only:
         print(name, flush=True)
-        gc.collect()  # networks of programs before are gone on all ranks, and in all runs that `prove` compares
+        gc.collect()  # networks of programs before are gone on all ranks, and in all runs that `check` compares
         torch.manual_seed(0), np.random.seed(0), random.seed(0)
         log, weights, error = Log(), [], None
         try:

@@ -139,7 +139,7 @@ def _why_not_named(job: _Job, name: str, planted: Path, following: Optional[Path
 
 
 def robomimic(options: Plan, folder: Path, checks: list[Check]) -> Iterator[Result]:
-    """Run `python -m ddpshim prove` on robomimic's trainer, with made-up data."""
+    """Run `python -m ddpshim check` on robomimic's trainer, with made-up data."""
     from ddpshim.tools.selftest.gpu import FAILED, NOT_RUN, PASSED, Result
 
     (check,) = checks
@@ -150,7 +150,7 @@ def robomimic(options: Plan, folder: Path, checks: list[Check]) -> Iterator[Resu
     begun = time.monotonic()
     own = folder / "robomimic"
     own.mkdir()
-    command = [sys.executable, "-m", "ddpshim", "prove", "--json", "--nproc", str(options.nproc)]
+    command = [sys.executable, "-m", "ddpshim", "check", "--json", "--nproc", str(options.nproc)]
     program = [
         "--steps",
         str(_NUM_STEPS),

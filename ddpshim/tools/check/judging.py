@@ -12,11 +12,11 @@ from operator import mul
 from pathlib import Path
 from typing import Any, Optional
 
-from ddpshim.tools.prove.counts import lengths_of_passes, notes_on_ends, numbers_of_steps
-from ddpshim.tools.prove.precision import SINGLE, eps_of
-from ddpshim.tools.prove.records import Parting, Run
-from ddpshim.tools.prove.sketches import difference, distance, ratio
-from ddpshim.tools.prove.watching import ONE, PERTURBED
+from ddpshim.tools.check.counts import lengths_of_passes, notes_on_ends, numbers_of_steps, wrong_in_all
+from ddpshim.tools.check.precision import SINGLE, eps_of
+from ddpshim.tools.check.records import Parting, Run
+from ddpshim.tools.check.sketches import difference, distance, ratio
+from ddpshim.tools.check.watching import ONE, PERTURBED
 
 # Ranks may differ from the one process by this many times the perturbed run's difference. Below the second line's
 # limits a difference always counts as rounding: relative to the loss, to the gradient, to the distance a weight moved.
@@ -47,6 +47,7 @@ class Proof:
     of_rounding: Optional[float] = None
     parting: Optional[Parting] = None
     notes: Sequence[str] = field(default_factory=list)
+    wrong: Sequence[Parting] = field(default_factory=list)  # what is wrong in one process too
 
 
 def judge(folder: Path, num_ranks: int) -> Proof:
@@ -56,14 +57,15 @@ def judge(folder: Path, num_ranks: int) -> Proof:
     num_steps = min(run.num_steps for run in (one, *ranks))
     rounding = _Rounding(one, perturbed)
     notes = [*_each_note(one, ranks, rounding), *notes_on_ends(one, perturbed, ranks)]
+    wrong = [*wrong_in_all(one, ranks[0])]
     parting = _first_parting(one, ranks, rounding) or _end(one, ranks[0], rounding) or _equal_noise(ranks)
     notes += _note_on_noise(ranks, parting)
     if parting is not None or not num_steps:
-        return Proof(False, num_steps, num_ranks, parting=parting, notes=notes)
+        return Proof(False, num_steps, num_ranks, parting=parting, notes=notes, wrong=wrong)
     is_at_end = perturbed.num_steps == one.num_steps, ranks[0].num_steps == one.num_steps
     of_rounding = _largest_difference(folder, PERTURBED) if is_at_end[0] else None
     largest = _largest_difference(folder, "rank_0") if is_at_end[1] else None
-    return Proof(True, num_steps, num_ranks, largest, of_rounding, notes=notes)
+    return Proof(True, num_steps, num_ranks, largest, of_rounding, notes=notes, wrong=wrong)
 
 
 def _first_parting(one: Run, ranks: Sequence[Run], rounding: _Rounding) -> Optional[Parting]:

@@ -18,24 +18,25 @@ from ddpshim.errors import LaunchError
 from ddpshim.job import failure_notes
 from ddpshim.job.launch_env import PLACE
 from ddpshim.job.say import count, progress_line, say
-from ddpshim.launch.runner import Launch, check, make_log_dir, run
-from ddpshim.tools.prove import new_files, watching
-from ddpshim.tools.prove.judging import Proof, judge
-from ddpshim.tools.prove.watching import ONE, PERTURBED, Settings
+from ddpshim.launch import runner
+from ddpshim.launch.runner import Launch, make_log_dir, run
+from ddpshim.tools.check import new_files, watching
+from ddpshim.tools.check.judging import Proof, judge
+from ddpshim.tools.check.watching import ONE, PERTURBED, Settings
 
 _NUM_LINES_SHOWN = 12
 
 
-def prove(job: Launch, settings: Settings, alone: Optional[Launch] = None) -> Proof:
+def check(job: Launch, settings: Settings, alone: Optional[Launch] = None) -> Proof:
     """Run `job` on ranks and `alone` in one process (default: the same program), and return the comparison.
 
     The output of each run goes to a log, and the files that the runs make are removed. Raises LaunchError if one of
     them cannot run or makes no step.
     """
-    check(job, os.environ)
+    runner.check(job, os.environ)
     alone = alone or job
     logs = make_log_dir(job)
-    with tempfile.TemporaryDirectory(prefix="ddpshim-prove-") as name:
+    with tempfile.TemporaryDirectory(prefix="ddpshim-check-") as name:
         folder = Path(name)
         (folder / watching.SETTINGS).write_text(json.dumps(asdict(settings)))
         say(f"3 runs of {settings.steps} steps; their output goes to {logs}, and files that they make are removed")
@@ -107,7 +108,7 @@ def _run_alone(job: Launch, folder: Path, logs: Path, settings: Settings) -> Non
 def _wait(process: subprocess.Popen[bytes], end: float, folder: Path, name: str, num_steps: int) -> None:
     with progress_line() as show:
         while True:
-            show(f"prove: {_num_steps(folder, name)} of {num_steps} steps in one process")
+            show(f"check: {_num_steps(folder, name)} of {num_steps} steps in one process")
             try:
                 process.wait(min(0.5, max(0.1, end - time.monotonic())))
                 return
@@ -121,7 +122,7 @@ def _start(job: Launch, folder: Path, logs: Path, name: str, environ: Mapping[st
     kept = {key: value for key, value in os.environ.items() if key not in PLACE}
     with (logs / f"{name}.log").open("wb") as out:
         return subprocess.Popen(
-            [sys.executable, "-m", "ddpshim.tools.prove.process", str(folder), name, *argv],
+            [sys.executable, "-m", "ddpshim.tools.check.process", str(folder), name, *argv],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -162,12 +163,11 @@ def as_text(proof: Proof) -> str:
         lines.append(
             "  not compared: numbers that the program prints, logs or saves beside its networks; steps after these"
         )
-        return "\n".join(lines)
-    lines.append("the same experiment: no")
-    parting = proof.parting
-    if parting is not None:
+    else:
+        lines.append("the same experiment: no")
+    for parting in (*([proof.parting] if proof.parting else []), *proof.wrong):
         where = f" of {parting.where}" if parting.where else ""
-        place = parting.place or "outside your code"
-        lines.append(f"  differs first in step {parting.step}: {parting.what}{where}, {place}")
+        found = f"differs first in step {parting.step}" if parting is proof.parting else "wrong in one process too"
+        lines.append(f"  {found}: {parting.what}{where}, {parting.place or 'outside your code'}")
         lines += [f"  found:   {parting.found}", f"  usually: {parting.meaning}"]
     return "\n".join(lines)

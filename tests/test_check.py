@@ -1,4 +1,4 @@
-"""`python -m ddpshim prove`: it says yes to clean trainers, and where others part (all of them: tests/bugs.py)."""
+"""`python -m ddpshim check`: it says yes to clean trainers, and where others part (all of them: tests/bugs.py)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import torch
 
 from ddpshim.errors import LaunchError
 from ddpshim.launch.runner import Launch
-from ddpshim.tools.prove import judging, new_files, precision, running, sketches, watching
-from ddpshim.tools.prove.noise import Placed
+from ddpshim.tools.check import judging, new_files, precision, running, sketches, watching
+from ddpshim.tools.check.noise import Placed
 from tests import bugs
 
 NOT_COMPARED = "samples were not compared, and ranks' noise was not replaced"
@@ -323,12 +323,12 @@ def test_ranks_that_failed_are_judged(tmp_path: Path, monkeypatch: pytest.Monkey
             _write(Path(job.proof or ""), f"rank_{rank}", samples=of_ranks[rank])
         return 1
 
-    monkeypatch.setattr(running, "check", lambda job, environ: None)
+    monkeypatch.setattr(running.runner, "check", lambda job, environ: None)
     monkeypatch.setattr(running, "_run_alone", run_alone)
     monkeypatch.setattr(running, "run", run)
     of_ranks = ["abcd", "abcd"]
     job = Launch("train.py", log_dir=str(tmp_path / "logs"))
-    proof = running.prove(job, watching.Settings())
+    proof = running.check(job, watching.Settings())
     assert proof.parting is not None
     assert "ddpshim.make_loader" in proof.parting.meaning
     assert (
@@ -337,7 +337,7 @@ def test_ranks_that_failed_are_judged(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     of_ranks = ["ab", "cd"]
     with pytest.raises(LaunchError, match=r"the ranks made \[1, 1\] steps and ended with exit code 1"):
-        running.prove(job, watching.Settings())
+        running.check(job, watching.Settings())
 
 
 @pytest.mark.unit
@@ -345,9 +345,9 @@ def test_nothing_compared(tmp_path: Path) -> None:
     assert judging.judge(tmp_path, 2) == judging.Proof(False, 0, 2)
 
 
-def _prove(folder: Path, program: str, num_ranks: int = 2) -> tuple[int, str]:
+def _check(folder: Path, program: str, num_ranks: int = 2) -> tuple[int, str]:
     (folder / "train.py").write_text(program)
-    return bugs.command(["prove", "--json", "--nproc", str(num_ranks), "train.py"], folder)
+    return bugs.command(["check", "--json", "--nproc", str(num_ranks), "train.py"], folder)
 
 
 @pytest.mark.launch
@@ -357,7 +357,7 @@ def test_a_batch_that_ranks_do_not_divide(tmp_path: Path) -> None:
     for old, new in (("batch_size=100", "batch_size=32"), ("torch.randn(2000, 8)", "torch.randn(97, 8)")):
         assert old in program
         program = program.replace(old, new)
-    code, said = _prove(tmp_path, program, 3)
+    code, said = _check(tmp_path, program, 3)
     assert code == 0, said
     assert '"num_steps": 20' in said
 
@@ -373,7 +373,7 @@ def test_a_batch_that_ranks_do_not_divide(tmp_path: Path) -> None:
 def test_clean(tmp_path: Path, name: str, trainer: str) -> None:
     """A port by hand with noise of its own, whose sampler draws in each epoch; and losses over the whole batch."""
     writes = "import os, torch; os.makedirs('out', exist_ok=True); torch.save([], 'out/last.pt'); print('loud')\n"
-    code, said = _prove(tmp_path, writes + BUGS[name].program(trainer, is_clean=True))
+    code, said = _check(tmp_path, writes + BUGS[name].program(trainer, is_clean=True))
     assert code == 0, said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ddpshim-logs", "output.txt", "train.py"]
     (logs,) = (tmp_path / "ddpshim-logs").iterdir()
@@ -394,7 +394,7 @@ def test_clean(tmp_path: Path, name: str, trainer: str) -> None:
     ],
 )
 def test_finds(tmp_path: Path, name: str, what: str, says: str) -> None:
-    code, said = _prove(tmp_path, BUGS[name].program("raw"))
+    code, said = _check(tmp_path, BUGS[name].program("raw"))
     assert code == 1, said
     parting = json.loads(said[said.index("{\n") :])["parting"]
     assert parting["what"] == what
@@ -405,7 +405,7 @@ def test_finds(tmp_path: Path, name: str, what: str, says: str) -> None:
 
 @pytest.mark.launch
 def test_nothing_to_compare(tmp_path: Path) -> None:
-    code, said = _prove(tmp_path, "raise SystemExit('no data')\n")
+    code, said = _check(tmp_path, "raise SystemExit('no data')\n")
     assert code == 2
     assert "in one process the trainer made no step, neither plainly nor as a single rank" in said
     assert said.rstrip().endswith("no data")

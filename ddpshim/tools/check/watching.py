@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ddpshim.job.replaced import replaced
-from ddpshim.tools.audit.fingerprints import samples_of
-from ddpshim.tools.audit.recording import Parameters, end_with_peers, place
+from ddpshim.tools.check.program import Parameters, end_with_peers, place, samples_of
 
 SETTINGS = "settings.json"
 ONE, PERTURBED = "one", "perturbed"  # names of the runs in one process; the ranks' runs are "rank_0", "rank_1", ...
@@ -41,7 +40,7 @@ class Settings:
 @contextlib.contextmanager
 def watched(folder: str, run: Optional[str] = None) -> Iterator[None]:
     """Within this block, record the program in `folder` under the name `run` (default "rank_N"). Local."""
-    from ddpshim.tools.prove.new_files import Recorder
+    from ddpshim.tools.check.new_files import Recorder
     from ddpshim.trainers.unedited.private_files import switch_loggers_off
 
     rank = int(os.environ.get("RANK", 0))
@@ -162,7 +161,7 @@ class Watcher:
 
     def _impose(self, samples: list[str]) -> None:
         """Impose the noise that the one process drew for these samples, if one of its batches of this step had them."""
-        from ddpshim.tools.prove.noise import Imposed
+        from ddpshim.tools.check.noise import Imposed
 
         if self._of_one is None:
             self._of_one = {}
@@ -198,7 +197,7 @@ class Watcher:
         if os.getpid() != self._process:
             return
         from ddpshim.job import shares
-        from ddpshim.tools.prove.precision import eps_of, of_graph
+        from ddpshim.tools.check.precision import eps_of, of_graph
 
         roots = [tensors] if hasattr(tensors, "numel") else list(tensors)
         losses = [float(root.detach()) for root in roots if root.numel() == 1]
@@ -226,7 +225,7 @@ class Watcher:
             self._write("optimizer", optimizer=known[0], names=shown, type=type(optimizer).__name__)
             self._write("start", optimizer=known[0], weights=_sketches(params))
         if self._run == PERTURBED:
-            from ddpshim.tools.prove.precision import add_rounding
+            from ddpshim.tools.check.precision import add_rounding
 
             add_rounding([p.grad for p in params if p.grad is not None], self._num_steps, self._eps)
         self._write(
@@ -313,6 +312,7 @@ def _about_pass(loader: Any, number: int) -> dict[str, Any]:
             lengths.append(None)
     return {
         "sampler": type(sampler).__name__,
+        "shuffles": getattr(sampler, "shuffle", None),
         "pass_number": number,
         "num_batches": lengths[0],
         "num_samples": lengths[1],
@@ -320,7 +320,7 @@ def _about_pass(loader: Any, number: int) -> dict[str, Any]:
 
 
 def _sketches(tensors: Sequence[Any]) -> list[Any]:
-    from ddpshim.tools.prove.sketches import sketch
+    from ddpshim.tools.check.sketches import sketch
 
     return [sketch(tensor) for tensor in tensors]
 

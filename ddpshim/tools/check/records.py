@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from ddpshim.tools.prove.watching import read
+from ddpshim.tools.check.watching import read
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,18 @@ class Run:
 
     def of(self, kind: str, step: int) -> list[dict[str, Any]]:
         return [r for r in self.records if r["kind"] == kind and r["t"] == step]
+
+    def passes(self) -> list[list[dict[str, Any]]]:
+        """Return the batches of each pass over a loader that a backward pass followed."""
+        found: dict[int, list[dict[str, Any]]] = {}
+        last: Optional[dict[str, Any]] = None
+        for record in self.records:
+            if record["kind"] == "batch":
+                last = record
+            elif record["kind"] == "loss" and last is not None:
+                found.setdefault(last["pass_number"], []).append(last)
+                last = None
+        return list(found.values())
 
     def trained_on(self, step: int) -> list[dict[str, Any]]:
         """Return the batches of a step that were followed by a backward pass; one that only repeats a row is empty."""

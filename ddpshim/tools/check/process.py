@@ -6,7 +6,7 @@ import os
 import runpy
 import sys
 
-from ddpshim.tools.prove.watching import watched
+from ddpshim.tools.check.watching import watched
 
 
 def main() -> None:

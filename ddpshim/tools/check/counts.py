@@ -1,11 +1,12 @@
-"""Finds where the ranks make another number of steps than the one process, or read another number of batches."""
+"""Finds other numbers of steps and batches on the ranks, and what is wrong in one process too."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
-from ddpshim.tools.prove.records import Parting, Run
+from ddpshim.job.say import count
+from ddpshim.tools.check.records import Parting, Run
 
 
 def lengths_of_passes(one: Run, ranks: Sequence[Run], rounding: Any, step: int) -> Optional[Parting]:
@@ -73,6 +74,29 @@ def notes_on_ends(one: Run, perturbed: Run, ranks: Sequence[Run]) -> Iterator[st
             f"a rounding error alone changes the number of steps in one process ({one.num_steps}, with it "
             f"{perturbed.num_steps})"
         )
+
+
+def wrong_in_all(one: Run, main_rank: Run) -> Iterator[Parting]:
+    """Yield what is wrong however many ranks there are, so that no comparison shows it."""
+    orders: dict[Any, list[Sequence[str]]] = {}
+    for passed in main_rank.passes():
+        about = passed[0]
+        key = about["place"], about["num_samples"], about.get("shuffles")
+        if about["sampler"] == "DistributedSampler":
+            orders.setdefault(key, []).append([name for batch in passed for name in batch["samples"] or ()])
+    for (place, _, shuffles), (first, *others) in orders.items():
+        if shuffles is False:
+            found, meaning = "training data come in one order in every pass", "DistributedSampler(shuffle=False)"
+            yield Parting(1, "order", "", place, found, meaning)
+        elif any(min(len(first), len(o)) > 3 and all(a == b for a, b in zip(first, o)) for o in others):
+            found = "a pass over the training data has the order of the first one"
+            yield Parting(1, "order", "", place, found, "sampler.set_epoch(epoch) is not called")
+    for number, names in one.names.items():
+        steps = [r for r in one.records if r["kind"] == "gradients" and r["optimizer"] == number]
+        if names and steps and not any(gradient is not None for r in steps for gradient in r["gradients"]):
+            found = f"none of its {count(len(names), 'parameter')} got a gradient in any step: it trains nothing"
+            meaning = "it holds the parameters of another network: made before a copy, a wrap or a new layer"
+            yield Parting(1, "optimizer", f"optimizer {number + 1}", steps[0]["place"], found, meaning)
 
 
 def _cut(run: Run) -> str:

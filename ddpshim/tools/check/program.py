@@ -1,0 +1,121 @@
+"""Finds what a report names (samples, parameters, lines of the program), and ends a process with its peers.
+
+Draws nothing and changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Optional
+
+_MAX_PARTS = 1024  # approximate limit on the entries of a sample that are hashed
+_HERE = str(Path(__file__).absolute().parents[2])  # the folder of the package ddpshim
+_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def samples_of(batch: Any) -> tuple[int, Optional[list[str]]]:
+    """Return the number of samples in a batch and a hash of each; (0, None) if the batch holds no tensors.
+
+    A sample is one row of every tensor whose first dimension equals that of the batch's first tensor.
+    """
+    import torch
+
+    with torch.no_grad():
+        strided = (t for t in _tensors(batch) if t.dim() and t.layout == torch.strided)
+        tensors = [t.detach() for t in strided if not (t.is_nested or t.is_quantized or t.is_meta)]
+        if not tensors or not len(tensors[0]):
+            return 0, None
+        size = len(tensors[0])
+        names = torch.zeros(size, dtype=torch.int64, device="cpu")  # even if the program sets a default device
+        for i, t in enumerate(t for t in tensors if len(t) == size):
+            rows = t.flatten(1) if t.dim() > 1 else t[:, None]
+            rows = rows[:, :: max(1, rows.shape[1] // _MAX_PARTS)]
+            if rows.is_complex():
+                rows = torch.view_as_real(rows.resolve_conj()).flatten(1)
+            if rows.is_floating_point():
+                rows = rows.double().view(torch.int64)
+            bits = rows.to("cpu", torch.int64)
+            # Scrambled odd weights, one per position: the same entries at other positions get another hash.
+            weights = torch.arange(i + 1, i + 1 + bits.shape[1], device="cpu") * 0x5851F42D4C957F2D + (2 * i + 1)
+            names += ((bits ^ (bits >> 31)) * (weights | 1)).sum(1)
+        return size, [f"{name & 0xFFFFFFFFFFFF:x}" for name in names.tolist()]
+
+
+def _tensors(batch: Any) -> Iterator[Any]:
+    import torch
+
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, (Mapping, list, tuple)):
+        for value in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(value)
+
+
+def end_with_peers(folder: Path, num: int, timeout_s: float) -> NoReturn:
+    """End this process and its data workers once `folder` holds `num` files "over_*", one per finished process."""
+    end = time.monotonic() + timeout_s
+    # A peer may still be receiving the last gradients from this one.
+    while len(list(folder.glob("over_*"))) < num and time.monotonic() < end:
+        time.sleep(0.02)
+    with contextlib.suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a data worker is killed
+    for child in multiprocessing.active_children():
+        child.kill()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+class Parameters:
+    """The names of an optimizer's parameters."""
+
+    def __init__(self, params: Sequence[Any]) -> None:
+        from torch import nn
+        from torch.nn.parallel import DistributedDataParallel
+
+        found = (o for o in gc.get_objects() if issubclass(type(o), nn.Module))
+        modules = [module for module in found if "_modules" in vars(module)]  # else nn.Module.__init__ has not run yet
+        mine = {id(p) for p in params}
+        named: list[tuple[str, Any]] = []
+        self.groups: list[Any] = []  # keeps the process groups alive until the program has ended
+        for module in modules:
+            if isinstance(module, DistributedDataParallel):
+                self.groups.append(module.process_group)
+            else:
+                named += [(name, p) for name, p in module.named_parameters() if id(p) in mine]
+        names = _outermost(named)
+        self.names = [names.get(id(p), "") for p in params]
+
+
+def _outermost(named: Sequence[tuple[str, Any]]) -> dict[int, str]:
+    """Return id -> the tensor's longest name, which is its name in the outermost module."""
+    return {id(tensor): name for name, tensor in sorted(named, key=lambda item: len(item[0]))}
+
+
+def place() -> str:
+    """Return "file:line" of the innermost frame of the user's program; "" if the stack has none."""
+    package = (getattr(sys.modules.get("__main__"), "__package__", None) or "").partition(".")[0]
+    stack = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe(1)))
+    return next((shown(name, line) for name, line in stack if is_program(name, package)), "")
+
+
+def shown(file: str, line: object) -> str:
+    """Return "file:line" as reports print it: relative to the working folder if the file is in it."""
+    near = os.path.relpath(file)
+    return f"{file if near.startswith('..') else near}:{line}"
+
+
+def is_program(file: str, package: str) -> bool:
+    """Whether a Python file is the user's: it belongs to the `package` run with -m, or to no library."""
+    is_library = file.startswith(("<", _HERE + os.sep, *_LIBRARIES))
+    return f"{os.sep}{package}{os.sep}" in file if package and is_library else not is_library
