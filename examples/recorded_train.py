@@ -1,7 +1,8 @@
 """robomimic's own trainer, which also records each rank's samples: `recorded_train.py WAY FOLDER [trainer arguments]`.
 
 WAY: "released" is the trainer as released; "ddpshim" patches it in memory, as `ddpshim run -m robomimic.scripts.train`
-does; "by_hand" is a typical quick port: DistributedDataParallel around the networks, and a DistributedSampler in the loader.
+does; "by_hand" is a typical quick port: DistributedDataParallel around the networks, and a DistributedSampler in the
+loader.
 """
 
 from __future__ import annotations
