@@ -46,7 +46,7 @@ def _cost_us(num_rounds: int, num_steps: int) -> float:
     def measure(is_counted: bool) -> float:
         backward.watch(lambda: None)  # as if there were gradients to reduce
         if is_counted:
-            Pace().begin(4.0, 4.0)
+            Pace().begin()
         took = _steps(policy, x, num_steps)
         current().end()
         return took

@@ -1,6 +1,6 @@
 """Measures the minutes to a policy that lifts the cube: robomimic as released, and by ddpshim on one and two ranks.
 
-    DDPSHIM_UPSTREAM=... python -m benchmarks.to_success [--quick] [--write docs/to_success.md]
+    DDPSHIM_UPSTREAM=... python -m benchmarks.to_success [--quick] [--write FILE]
 
 The time includes everything: the command starts, imports, loads 200 demonstrations of robosuite's Lift, trains, and
 plays episodes at fixed intervals, until it writes a checkpoint that has succeeded in 90% of them. Then the published
@@ -198,7 +198,7 @@ def measure(folder: Path, plan: Plan) -> list[Found]:
 
 
 def page(found: Sequence[Found], plan: Plan, command: str, versions: str) -> str:
-    """Return the text of docs/to_success.md."""
+    """Return the table as Markdown, with what was measured and how."""
     lines = ["| | minutes | each seed, s | CPU, s | steps | played again | 95% |", "|---|---:|---|---:|---|---|---|"]
     of_arm = {arm: sorted((f for f in found if f.arm == arm), key=lambda f: f.seed) for arm in ARMS}
     base = _median(of_arm["robomimic as released"])
@@ -266,7 +266,7 @@ def main() -> None:
     where = "DDPSHIM_UPSTREAM=… " if os.environ.get("DDPSHIM_UPSTREAM") else ""
     words = [where + "python -m benchmarks.to_success", *(["--quick"] if args.quick else [])]
     python = f"Python {sys.version.split()[0]}, gloo on {num_cores()} CPU cores, {load:.1f} processes computing before"
-    text = page(found, plan, " ".join([*words, "--write docs/to_success.md"]), f"{versions}, {python}")
+    text = page(found, plan, " ".join(words), f"{versions}, {python}")
     print(text)
     if args.write:
         args.write.write_text(text, encoding="utf-8")

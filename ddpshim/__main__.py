@@ -21,7 +21,6 @@ from ddpshim import version
 from ddpshim.arguments import Parser, natural, nproc, port, positive, seconds, several
 from ddpshim.errors import DdpShimError, LaunchError
 from ddpshim.job.say import say
-from ddpshim.observe import about_runs
 from ddpshim.tools import example, options, pages
 from ddpshim.tools.doctor import command as doctor
 from ddpshim.trainers.patching import command
@@ -118,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_check(commands)
     doctor.add(commands)
     command.add(commands)
-    about_runs.add(commands)
+    _add_report(commands)
     _add_selftest(commands)
     _add_slurm(commands)
     example.add(commands)
@@ -126,6 +125,40 @@ def _parser() -> argparse.ArgumentParser:
     _add_env(commands)
     pages.add(commands)
     return parser
+
+
+def _add_report(commands: Commands) -> None:
+    report = commands.add_parser(
+        "report",
+        help="build a page about a run: success, losses, time, guards, how it ended; or compare several runs",
+        description="Build a one-page report from the records of a run, as HTML that needs no network, and print its "
+        "path; or print it as Markdown. With several runs, compare them with the first (`python -m ddpshim docs "
+        "report`). Exit code: 0 written, 2 nothing to report, or wrong usage.",
+    )
+    text = "folder of the run: where config.json is, or above it; several are compared with the first"
+    report.add_argument("folder", type=Path, nargs="+", metavar="RUN_DIR", help=text)
+    text = "where to write (default: report.html in RUN_DIR, for several runs comparison.html here; Markdown: the "
+    text += "screen; --export: a folder, by default RUN_DIR)"
+    report.add_argument("--out", type=Path, metavar="PATH", help=text)
+    ways = report.add_mutually_exclusive_group()
+    ways.add_argument("--markdown", action="store_true", help="the same without charts; needs no plotly")
+    text = (
+        "write the curves of the mean and of each rank instead: TensorBoard events, or an offline run for `wandb sync`"
+    )
+    ways.add_argument("--export", choices=("tensorboard", "wandb"), help=text)
+    report.set_defaults(run=_report)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from ddpshim.observe.report import run, writing
+
+    if arguments.export:
+        print(*writing.export(arguments.folder, arguments.out, arguments.export), sep="\n")
+    elif arguments.markdown and arguments.out is None:
+        print(writing.markdown(run.load_all(arguments.folder)), end="")
+    else:
+        print(writing.write(arguments.folder, arguments.out, arguments.markdown))
+    return 0
 
 
 def _add_env(commands: Commands) -> None:

@@ -98,7 +98,7 @@ assert 0 < apart < 1e-4
 
 # %%
 (run,) = (FOLDER / "lift_bc" / "two").iterdir()
-shell(f"python -m ddpshim report --markdown {run}")
+shell(f"python -m ddpshim report --markdown --out {run}/report.md {run}")
 print((run / "report.md").read_text()[:1500])
 
 # %% [markdown]

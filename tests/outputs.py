@@ -30,7 +30,7 @@ WRONG = {
     ("selftest",): ["--timeout", "long"],
     ("slurm",): ["--time", "soon", "train.py"],
     ("doctor",): ["--select", "DDP9", "train.py"],
-    ("predict",): ["run", "--gpus", "-1"],
+    ("report",): ["run", "--export", "mlflow"],
     ("docs",): ["lanching"],
 }
 

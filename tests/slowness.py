@@ -1,6 +1,6 @@
 """Makes a phase of a training on ranks slow, and checks whether the diagnosis after 20 steps names it.
 
-    python -m tests.slowness [--rounds 1] [--write docs/slowness.md]
+    python -m benchmarks --only diagnosis
 
 Compute is emulated by sleeps, so that four ranks run on two cores; loaders, reductions, saves and optimizers are real.
 Each phase is slowed by 5, 10 and 20% of a step, on one of four ranks (communication: between all of them). An equal
@@ -9,10 +9,8 @@ number of runs is healthy.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -176,47 +174,3 @@ def measure(of: Iterable[Case], num_at_once: int = 1) -> list[tuple[Case, Option
     rows = list(of)
     with ThreadPoolExecutor(num_at_once) as pool:
         return list(zip(rows, pool.map(look, rows)))
-
-
-def page(rows: Sequence[tuple[Case, Optional[dict[str, Any]]]]) -> str:
-    """Return the table, as Markdown."""
-    planted = [(case, found) for case, found in rows if case.phase is not None]
-    healthy = [found for case, found in rows if case.phase is None]
-    right = sum(is_right(case, found) for case, found in planted)
-    alarms = sum(found is not None for found in healthy)
-    lines = [
-        f"{right} of {len(planted)} plants were placed right; {alarms} false alarms in {len(healthy)} healthy runs. "
-        f"{NUM_RANKS} ranks, a step of {1e3 * STEP_S:.0f} ms.",
-        "",
-        "| phase | planted | runs | placed right | cost that was said |",
-        "| --- | ---: | ---: | ---: | --- |",
-    ]
-    for phase, share in itertools.product(PHASES, SHARES):
-        found = [(case, f) for case, f in planted if case[:2] == (phase, share)]
-        said = ", ".join("nothing" if f is None else f"{100 * f['share']:.1f}%" for _, f in found)
-        lines.append(
-            f"| {phase} | {100 * share:.0f}% | {len(found)} | {sum(is_right(*each) for each in found)} | {said} |"
-        )
-    wrong = [f"- {case}: {found}" for case, found in rows if not is_right(case, found)]
-    return "\n".join([*lines, "", *(["Wrong:", "", *wrong] if wrong else [])]).rstrip() + "\n"
-
-
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.slowness", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="runs of each phase and share (1)")
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="runs at a time (1)")
-    parser.add_argument("--write", type=Path, help="the page to write")
-    args = parser.parse_args(argv)
-    rows = measure(cases(args.rounds), args.at_once)
-    text = page(rows)
-    if args.write is None:
-        print(text, end="")
-    else:
-        head = f"# What slows a run\n\nWritten by `python -m tests.slowness --write docs/{args.write.name}`.\n\n"
-        args.write.write_text(head + text, encoding="utf-8")
-    right = [is_right(*row) for row in rows if row[0].phase is not None]
-    return int(sum(right) < 0.95 * len(right) or any(f for case, f in rows if case.phase is None))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,7 +14,6 @@ from benchmarks import __main__ as front
 from benchmarks import page as pictures
 from benchmarks import to_success
 from benchmarks.results import Result, alternate, median_and_quartiles, ratio
-from ddpshim.observe.ring_model import Cluster, Link, Training
 
 
 def test_arms_are_measured_in_alternation() -> None:
@@ -95,28 +94,6 @@ def test_a_picture_has_what_others_take_for_each_question(tmp_path: Path) -> Non
     headings = [line for line in lines if line.startswith("## ") or line.startswith("![")]
     question = "How long does a step take?"
     assert headings == [f"## {question}", f"![{question}](benchmarks/step.png)", "## Other measurements"]
-
-
-CLUSTER = Cluster("of tests", inside=Link(1e9, 0.001), between=Link(1e8, 0.01), gpus_per_node=4)
-
-
-def test_a_ring_sends_twice_what_it_has() -> None:
-    assert CLUSTER.all_reduce_s(1e9, 1) == 0
-    assert CLUSTER.all_reduce_s(1e9, 4) == pytest.approx(2 * 3 / 4 + 6 * 0.001)
-    # Three nodes: the ring inside each, and one among three.
-    assert CLUSTER.all_reduce_s(1e9, 12) == pytest.approx(2 * 3 / 4 + 6 * 0.001 + 2 * 2 / 3 * 10 + 4 * 0.01)
-
-
-def test_a_step_hides_all_but_what_comes_after_the_backward_pass() -> None:
-    fast = Cluster("fast", Link(1e12, 0.0), Link(1e12, 0.0))
-    two = Training(num_parameters=50e6, compute_s=3.0, bucket_bytes=100e6)  # two buckets, backward from 1 s on
-    assert two.step_s(2, fast) == pytest.approx(3.0 + 1e8 / 1e12)
-    slow = Cluster("slow", Link(1e8, 0.0), Link(1e8, 0.0))  # a second for each bucket
-    assert two.step_s(2, slow) == pytest.approx(2.0 + 1 + 1)
-    assert Training(50e6, 3.0, 100e6, overlaps=False).step_s(2, slow) == pytest.approx(3.0 + 1 + 1)
-    assert Training(50e6, 3.0, 100e6, bytes_per_parameter=2.0).step_s(2, slow) == pytest.approx(3.5)
-    assert Training(50e6, 3.0, 100e6, accumulation_steps=2).step_s(2, slow) == pytest.approx(3 + 2.0 + 1 + 1)
-    assert two.efficiency(2, slow) == pytest.approx(3 / 4)
 
 
 def test_what_was_measured_before_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,15 +14,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import ddpshim
-from ddpshim import __main__ as command_line
 from ddpshim.job import events, machine, meter, pace
 from ddpshim.job.meter import PHASES, Clock, Meter
 from ddpshim.job.pace import Pace
 from ddpshim.job.say import say
 from ddpshim.job.slowness import Finding, judge
-from ddpshim.observe import links
-from ddpshim.observe.predict import Measured, as_text, measured, predict
-from ddpshim.observe.ring_model import Cluster, Link
 from tests import slowness
 from tests.ranks import run_ranks
 
@@ -196,24 +190,23 @@ def test_loaders_that_are_equally_slow_are_no_fault_of_the_rank_that_waits() -> 
     assert _place(_judge(ranks, 0.05, 0.05, 0.13, 0.05)) == ("data", (2,), 23)
 
 
-def test_the_line_says_what_it_costs_and_what_to_do() -> None:
-    assert str(Finding("data", (), 0.02, 0.1)) == (
-        "every rank spends 20% of each step (20 of 100 ms) waiting for data. Increase num_workers (robomimic: "
-        "train.num_data_workers), store images decoded and small, or keep the data in memory; more GPUs do not help."
-    )
-    assert str(Finding("communication", (), 0.02, 0.1)).endswith(
-        "Use a larger batch for each rank, fewer ranks, or gradient buckets of another size (DDPSHIM_BUCKET_CAP_MB)."
-    )
-    assert str(Finding("data", (), 0.02, 0.1, has_room=False)).endswith(
-        "waiting for data. Store images decoded and small, or keep the data in memory; more GPUs do not help, nor more "
-        "num_workers, which would compete for the cores."
-    )
-    assert "more num_workers" in str(Finding("data", (1,), 0.02, 0.1))
-    assert str(Finding("data", (1,), 0.02, 0.1, has_room=False)).endswith("and what else uses the cores there.")
-    assert str(Finding("save", (0,), 0.0123, 0.1)).startswith(
-        "rank 0 is longer saving than the others, which wait: 12% of each step (12.3 of 100 ms). Save less often"
-    )
-    assert str(Finding("forward", (2, 3), 0.02, 0.1)).startswith("ranks 2, 3 are longer in the forward pass")
+@pytest.mark.parametrize(
+    ("finding", "said"),
+    [
+        (
+            Finding("data", (), 0.02, 0.1),
+            "every rank spends 20% of each step (20 of 100 ms) waiting for data. Increase",
+        ),
+        (Finding("data", (), 0.02, 0.1, has_room=False), "nor more num_workers, which would compete for the cores."),
+        (Finding("data", (1,), 0.02, 0.1), "more num_workers"),
+        (Finding("data", (1,), 0.02, 0.1, has_room=False), "and what else uses the cores there."),
+        (Finding("communication", (), 0.02, 0.1), "gradient buckets of another size (DDPSHIM_BUCKET_CAP_MB)."),
+        (Finding("save", (0,), 0.0123, 0.1), "which wait: 12% of each step (12.3 of 100 ms). Save less often"),
+        (Finding("forward", (2, 3), 0.02, 0.1), "ranks 2, 3 are longer in the forward pass"),
+    ],
+)
+def test_the_line_says_what_it_costs_and_what_to_do(finding: Finding, said: str) -> None:
+    assert said in str(finding)
 
 
 def test_a_line_begins_below_a_progress_bar(
@@ -231,8 +224,8 @@ def test_a_line_begins_below_a_progress_bar(
 
 
 @pytest.fixture
-def notes(monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = slowness.Notes(("slow", "pace"))
+def notes() -> Any:
+    made = slowness.Notes(("slow",))
     events.record_to(made)
     yield made.found
     events.record_to(None)
@@ -260,20 +253,21 @@ def test_a_line_after_twenty_steps_where_there_is_something_to_say(
     time: Any, notes: Any, data_s: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept = Pace()
-    kept.begin(4e6, 1e6)
+    kept.begin()
     _train(time, Meter(), "wrapper", 43, data_s)
     ddpshim.cleanup()
     kept._end()
-    assert notes[0]["steps"] == pace.FIRST_LOOK
-    assert notes[0]["seconds"] == {
-        **{"data": data_s, "transfer": 1, "forward": 2, "backward": 4, "communication": 8, "after": 16},
-        **{"optimizer": 32, "save": 64, "rollout": 0, "evaluation": 0, "outside": 0},
-    }
-    assert notes[0]["gradient_bytes"] == 4e6
     said = [line for line in capsys.readouterr().err.splitlines() if "steps" in line]
-    assert [note.get("phase", note["steps"]) for note in notes] == [20, "save", 40], "it is said once"
-    assert said == [f"ddpshim: after 20 steps: {notes[1]['said']} (DDPSHIM_DIAGNOSE=no turns this off)"]
+    assert [(note["phase"], note["steps"]) for note in notes] == [("save", pace.FIRST_LOOK)], "it is said once"
+    assert said == [f"ddpshim: after 20 steps: {notes[0]['said']} (DDPSHIM_DIAGNOSE=no turns this off)"]
     assert events.running is None
+
+
+def _looks(kept: Pace) -> list[tuple[int, dict[int, list[float]]]]:
+    """The steps at which `kept` has looked, and what it found; it tells nothing."""
+    made = list[tuple[int, dict[int, list[float]]]]()
+    kept._tell = lambda ranks, loads_s, num_steps: made.append((kept.num_steps, ranks[0]))  # type: ignore[method-assign]
+    return made
 
 
 class _Mark:
@@ -289,30 +283,35 @@ class _Mark:
         return 100 * (end.at - self.at)
 
 
-def test_on_a_gpu_its_own_times_count_and_nothing_waits(time: Any, notes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_its_own_times_count_and_nothing_waits(time: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     num_marks = []
     for module in (meter, pace):
         monkeypatch.setattr(module, "mark", lambda: (num_marks.append(1), _Mark(time))[1])
     kept = Pace()
-    kept.begin(4e6, 1e6)
+    looks = _looks(kept)
+    kept.begin()
     kept._on_gpu = True
     _train(time, Meter(), "wrapper", 23)
     kept._end()
-    seconds = notes[0]["seconds"]
-    assert (seconds["forward"], seconds["backward"], seconds["optimizer"]) == pytest.approx((0.2, 0.4, 3.2))
-    assert seconds["save"] == 64.0, "the host's: rare, so not in the steps that are marked"
+    ((_, blocks),) = looks
+    for block in blocks.values():
+        seconds = dict(zip(PHASES, block))
+        assert (seconds["forward"], seconds["backward"], seconds["optimizer"]) == pytest.approx((0.2, 0.4, 3.2))
+        assert seconds["save"] == 64.0, "the host's: rare, so not in the steps that are marked"
     assert len(num_marks) == pytest.approx(23 / 3 * 13, abs=26), "every third step"
 
 
-def test_later_looks_are_at_twice_as_many_steps(time: Any, notes: Any) -> None:
-    kept, left = Pace(), list[dict[int, list[float]]]()
-    kept._tell = lambda ranks, loads_s, num_steps: left.extend(ranks)  # type: ignore[method-assign]
-    kept.begin(4e6, 1e6)
+def test_later_looks_are_at_twice_as_many_steps(time: Any) -> None:
+    kept = Pace()
+    looks = _looks(kept)
+    kept.begin()
     _train(time, Meter(), "wrapper", 90)
     kept._end()
-    assert [note["steps"] for note in notes] == [20, 40, 80]
-    assert [sorted(blocks) for blocks in left] == [list(range(4, 21)), list(range(21, 41)), list(range(42, 81, 2))]
-    assert {tuple(block) for blocks in left for block in blocks.values()} == {tuple(notes[0]["seconds"].values())}
+    assert [steps for steps, _ in looks] == [20, 40, 80]
+    assert [sorted(blocks) for _, blocks in looks] == [list(range(4, 21)), list(range(21, 41)), list(range(42, 81, 2))]
+    seconds = {"data": 0.5, "transfer": 1, "forward": 2, "backward": 4, "communication": 8, "after": 16}
+    seconds |= {"optimizer": 32, "save": 64, "rollout": 0, "evaluation": 0, "outside": 0}
+    assert {tuple(block) for _, blocks in looks for block in blocks.values()} == {tuple(seconds[p] for p in PHASES)}
 
 
 @pytest.mark.ranks
@@ -336,99 +335,3 @@ def _is_counted() -> tuple[bool, bool]:
 @pytest.mark.parametrize("choice", ["yes", "no"])
 def test_the_option_turns_it_off(choice: str) -> None:
     assert run_ranks(_is_counted, 2, environ={"DDPSHIM_DIAGNOSE": choice}) == [(choice == "yes", False)] * 2
-
-
-# Predictions
-
-RUN = Measured(
-    world_size=2,
-    step_s=0.9,
-    seconds={**dict.fromkeys(PHASES, 0.0), "forward": 0.25, "backward": 0.5, "optimizer": 0.05, "communication": 0.1},
-    waits_s=0.0,
-    gradient_bytes=40e6,
-    bucket_bytes=40e6,
-    num_workers=0,
-    worker_s=None,
-    cores=8,
-    ranks_per_node=2,
-    link=Link(400e6, 0.0),  # of two ranks: 0.1 s for the gradients
-)
-
-
-def _more(**seconds: float) -> Measured:
-    """The run with longer phases."""
-    return replace(RUN, seconds={**RUN.seconds, **seconds}, step_s=RUN.step_s + sum(seconds.values()))
-
-
-@pytest.mark.parametrize(
-    ("run", "step_s", "limit", "more_help"),
-    [
-        # A quarter of the computation, the optimizer, and 14/8 in place of 2/2 of the gradients on the ring.
-        (RUN, 0.75 / 4 + 0.05 + 0.175, "the networks' computation", True),
-        (replace(RUN, link=Link(100e6, 0.0)), 0.75 / 4 + 0.05 + 0.7, "communication", False),
-        (replace(RUN, link=None), 0.75 / 4 + 0.05, "the networks' computation", True),
-        (_more(save=0.4), 0.75 / 4 + 0.45 + 0.175, "what every rank does alike", True),
-        (_more(data=4.0), 4.75 / 4 + 0.05 + 0.175, "the data loader", False),
-        (replace(_more(data=4.0), cores=4), 0.75 / 4 + 0.05 + 0.175 + 2.0, "the data loader", False),
-        # Workers that are waited for are at their limit: 4 of them on 8 cores make a global batch in 1.9 s.
-        (replace(_more(data=1.0), num_workers=2), 0.95, "the data loader", False),
-        (replace(_more(data=1.0), num_workers=4), 1.9, "the data loader", False),
-        # Others are known by what they took: 4 for 1.6 s a batch, two batches on 8 cores.
-        (replace(RUN, num_workers=4, worker_s=3.2), 0.8, "the data loader", False),
-        (replace(RUN, num_workers=4, worker_s=3.2, cores=4), 0.9, "the data loader", False),  # half waited for a core
-        (replace(RUN, num_workers=4, worker_s=0.8), 0.75 / 4 + 0.05 + 0.175, "the networks' computation", True),
-        (replace(RUN, waits_s=0.4), 1.15 / 4 + 0.05 + 0.175, "the networks' computation", True),
-        (replace(RUN, holds_global_batch=False), 0.8 + 0.175, "the networks' computation", True),
-    ],
-)
-def test_a_step_on_eight_ranks(run: Measured, step_s: float, limit: str, more_help: bool) -> None:
-    found = predict(run, 8)
-    assert (found.step_s, found.limit, found.more_help) == (pytest.approx(step_s), limit, more_help)
-    grows = 1 if run.holds_global_batch else 4
-    assert found.speedup == pytest.approx(grows * run.step_s / step_s)
-    assert predict(run, 2).step_s == pytest.approx(run.step_s, rel=0.5), "the run itself"
-
-
-def test_a_prediction_in_words() -> None:
-    run = replace(_more(data=1.0), num_workers=2)
-    assert as_text(run, predict(run, 8)) == (
-        "8 GPUs: 2.0 times as fast as the 2 of the run (950.0 ms a step, 1900.0 ms in the run); the data loader is the "
-        "limit; more GPUs will not help."
-    )
-    slow = replace(RUN, link=Link(10e6, 0.0), seconds={**RUN.seconds, "communication": 4.0}, step_s=4.8)
-    assert as_text(slow, predict(slow, 16)).startswith("16 GPUs: slower, 0.43 times as fast as the 2 of the run")
-    assert "as fast as within a node: the run had one node." in as_text(slow, predict(slow, 16))
-    assert "Whether the data loader can keep up" in as_text(RUN, predict(replace(RUN, num_workers=2), 8))
-
-
-def test_a_link_is_known_by_two_messages() -> None:
-    link = Link(1e9, 1e-3)
-    small_s, large_s = (Cluster("", link, link).all_reduce_s(size, 4) for size in links.MESSAGES_BYTES)
-    found = links.link_of(4, small_s, large_s)
-    assert (found.bytes_per_s, found.latency_s) == pytest.approx((1e9, 1e-3))
-    assert links.link_of(4, 0.1, 0.1).latency_s == pytest.approx(0.1 / 6)
-
-
-def _recorded(folder: str) -> None:
-    loader = ddpshim.make_loader(slowness.Samples(lambda: None, 48), batch_size=2, num_workers=0)
-    policy = ddpshim.wrap_parallel(nn.Linear(2, 1))
-    with ddpshim.record(folder):
-        for batch in loader:
-            policy(batch).sum().backward()
-
-
-@pytest.mark.ranks
-def test_a_prediction_from_the_records_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_ranks(_recorded, 2, str(tmp_path))
-    found = measured(tmp_path)
-    assert set(found.seconds) == set(PHASES)
-    assert (found.world_size, found.ranks_per_node, found.num_workers, found.gradient_bytes) == (2, 2, 0, 12)
-    assert found.link is not None
-    assert found.link.bytes_per_s > 1e6
-    assert command_line.main(["predict", str(tmp_path), "--gpus", "4", "8"]) == 0
-    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["4 GPUs", "8 GPUs"]
-    for file in (tmp_path / "ddpshim").iterdir():
-        lines = file.read_text().splitlines(keepends=True)
-        file.write_text("".join(line for line in lines if '"pace"' not in line))
-    assert command_line.main(["predict", str(tmp_path), "--gpus", "8"]) == 2
-    assert "do not contain the phases of all ranks' steps" in capsys.readouterr().err

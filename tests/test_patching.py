@@ -921,7 +921,6 @@ def test_the_program_runs_from_an_installed_layout(toy: Toy, tmp_path: Path) -> 
         "robomimic.adapter",
         "robomimic.known",
         "arguments",
-        "observe.about_runs",
         "options",
         "tools.doctor.command",
         "tools.example",

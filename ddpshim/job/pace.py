@@ -36,7 +36,6 @@ class Pace:
 
     def __init__(self) -> None:
         self.num_steps = -1  # until the first step begins
-        self._gradient_bytes, self._bucket_bytes = 0.0, 0.0
         self._meter = Meter()
         self._clock: Optional[Clock] = None
         self._on_gpu = False
@@ -50,14 +49,8 @@ class Pace:
         self._num_tries = 0
         self._said: dict[tuple[str, tuple[int, ...]], float] = {}
 
-    def begin(self, gradient_bytes: float, bucket_bytes: float) -> None:
-        """Measure this job's steps from now to `cleanup()`. Local; call it for each network.
-
-        Args:
-            gradient_bytes: bytes that a step sends for this network.
-            bucket_bytes: bytes of each bucket.
-        """
-        self._gradient_bytes, self._bucket_bytes = self._gradient_bytes + gradient_bytes, bucket_bytes
+    def begin(self) -> None:
+        """Measure this job's steps from now to `cleanup()`. Local; without effect if it has begun."""
         if self._clock is None:
             self._on_gpu = world().device.type == "cuda"
             self._clock = self._meter.start()
@@ -107,16 +100,12 @@ class Pace:
     def _leave(self, clock: Clock) -> None:
         """Send the measurements since the last look to the main rank through the store, and begin new ones."""
         here, blocks = world(), self._by_host
-        means = _means_of(blocks)
         if self._by_gpu:
+            for place in map(PHASES.index, _BY_HOST):
+                mean_s = sum(block[place] for block in blocks.values()) / len(blocks)
+                for block in self._by_gpu.values():
+                    block[place] = mean_s
             blocks = self._by_gpu
-            for block in blocks.values():
-                for phase in _BY_HOST:
-                    block[PHASES.index(phase)] = means[phase]
-            means = _means_of(blocks)
-        if events.is_recorded():
-            sent = sorted(block[PHASES.index("communication")] for block in blocks.values())
-            self._note(means, sent[len(sent) // 4], clock)
         worker_s = clock.worker_s()
         loads_s = None if worker_s is None else worker_s / clock.num_workers
         if here.world_size == 1:
@@ -130,22 +119,6 @@ class Pace:
         self._by_host, self._by_gpu = {}, {}
         self._since, self._next_look = self.num_steps, 2 * self._next_look
         self._width = max(1, (self._next_look - self._since) // _NUM_BLOCKS)
-
-    def _note(self, means: dict[str, float], sends_s: float, clock: Clock) -> None:
-        """Record what `python -m ddpshim predict` needs. `sends_s`: communication without waiting for other ranks."""
-        from ddpshim.job import machine
-
-        events.note(
-            "pace",
-            steps=self.num_steps,
-            seconds={phase: float(f"{seconds:.6g}") for phase, seconds in means.items()},
-            sends_s=sends_s,
-            workers=clock.num_workers,
-            worker_s=clock.worker_s(),
-            cores=machine.num_cores(),
-            gradient_bytes=self._gradient_bytes,
-            bucket_bytes=self._bucket_bytes,
-        )
 
     def _read(self) -> None:
         """On the main rank: judge, once the numbers of all ranks are in the store."""
@@ -189,10 +162,6 @@ class Pace:
         if num_ranks * len(machine.cores()) <= (os.cpu_count() or 1):  # the launcher may have given each rank its own
             num_ranks = 1
         return self._clock is None or num_ranks * (self._clock.num_workers + 2) <= num_cores
-
-
-def _means_of(blocks: dict[int, list[float]]) -> dict[str, float]:
-    return {phase: sum(column) / len(blocks) for phase, column in zip(PHASES, zip(*blocks.values()))}
 
 
 def _key(look: int, rank: int) -> str:

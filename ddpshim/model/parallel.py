@@ -180,8 +180,7 @@ def _count_steps(module: nn.Module, here: World, bucket_cap_mb: Optional[float],
     if bucket_cap_mb is None:
         bucket_cap_mb = best_bucket_cap_mb(module, backend)
     if here.is_launched and here.options.diagnose and variables.CHECK not in os.environ:  # a proof's records are slow
-        bucket_bytes = (bucket_cap_mb or seams.BUCKET_CAP_MB) * 2**20
-        current().part(Pace).begin(_num_bytes(module), bucket_bytes)
+        current().part(Pace).begin()
     return bucket_cap_mb
 
 

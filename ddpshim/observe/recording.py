@@ -22,7 +22,7 @@ from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.meter import Meter
 from ddpshim.job.say import say
 from ddpshim.job.world import World
-from ddpshim.observe import environment, exporting, links, records
+from ddpshim.observe import environment, exporting, records
 
 _PROGRESS_EVERY_S = 30.0
 _GPU_LOOK_EVERY_S = 5.0
@@ -106,9 +106,7 @@ class Recorder:
         self._gpu_use: list[int] = []
         if self.is_on:
             number = here.run_on_main(_number, folder)
-            link = links.measure(here)  # collective, so before a rank can find that it cannot write
-            numbers_of_link = None if link is None else (link.bytes_per_s, link.latency_s)
-            self.is_on = records.begin(folder, here.rank, start=number, link=numbers_of_link, **_facts(here))
+            self.is_on = records.begin(folder, here.rank, start=number, **_facts(here))
             # The last chance to record how the run ended: with the exception that is propagating, if any.
             on_cleanup(lambda: _note_failure(sys.exc_info()[1]))
 
@@ -299,7 +297,7 @@ def _number(folder: checkpoint.PathLike) -> int:
 def _facts(here: World) -> dict[str, Any]:
     names = ("world_size", "local_world_size", "node_rank", "backend", "device", "launcher", "num_restarts", "seed")
     facts = {name: getattr(here, name) for name in names}
-    facts.update(device=str(here.device), options=asdict(here.options))
+    facts.update(device=str(here.device), cores=machine.num_cores(), options=asdict(here.options))
     if here.device.type == "cuda":
         facts["gpu"] = torch.cuda.get_device_name(here.device)
     return {**facts, "environment": environment.describe()} if here.is_main else facts

@@ -168,8 +168,6 @@ for num_parameters in (1e6, 20e6, 100e6):
     print(f"{num_parameters / 1e6:5.0f}M parameters: {', '.join(by_link)}")
 
 # %% [markdown]
-# [docs/scaling.md](../../docs/scaling.md) shows this for diffusion policies on up to 512 GPUs, with overlap.
-#
 # ## Buckets and overlap
 #
 # During backward, gradients are computed one after the other, those of the last layer first. They are not sent one by

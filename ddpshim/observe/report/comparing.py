@@ -1,4 +1,4 @@
-"""Compares runs: their results, measured and predicted speed-up, and differences in configuration."""
+"""Compares runs with the first of them: success, losses, speed, and differences in configuration."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ddpshim.errors import ReportError
-from ddpshim.observe import predict
-from ddpshim.observe.report.results import evaluations
+from ddpshim.observe.report.findings import Remark
+from ddpshim.observe.report.results import Evaluation, evaluations
 from ddpshim.observe.report.run import Run
 from ddpshim.observe.report.tables import Table, reached, thinned
-from ddpshim.observe.report.words import duration, number, shown
+from ddpshim.observe.report.words import duration, number, rate, shown
 from ddpshim.reading import read_bytes
 
 _MOST_ROWS = 100
+_FEW_DIGITS = 2
 _FACTS = ("world_size", "backend", "device", "gpu", "seed", "options")
 
 
@@ -44,7 +45,44 @@ def named(runs: Sequence[Run]) -> dict[str, Run]:
 
 def tables_of(runs: Mapping[str, Run]) -> list[Table]:
     """Return the tables of final values, of differences in settings, and of digits that agree."""
-    return [table for table in (_values(runs), _differences(runs), _digits(runs)) if table.rows]
+    return [table for table in (_values(runs), _digits(runs), _differences(runs)) if table.rows]
+
+
+def verdicts(runs: Mapping[str, Run]) -> list[tuple[str, Remark]]:
+    """Return, for each run but the first, its name and a sentence that compares it with the first. Local.
+
+    The level is "note" if an interval of a last success rate does not overlap that of the first run, or if the losses
+    of the first common epoch agree in fewer than 2 digits; else "good".
+    """
+    (first_name, first), *others = runs.items()
+    return [(name, _against(first_name, first, run)) for name, run in others]
+
+
+def _against(name: str, first: Run, run: Run) -> Remark:
+    digits = [found for (_, what), found in _agreement(first, run).items() if what == "loss"]
+    is_apart = bool(digits) and digits[0] < _FEW_DIGITS
+    said = [f"losses agree in these digits: {_digits_of_losses(first, run)}" if digits else "no loss to compare"]
+    before, after = _last(first), _last(run)
+    for environment in (environment for environment in before if environment in after):
+        (one, interval), (two, other) = (
+            (each.success or 0.0, each.success_interval) for each in (before[environment], after[environment])
+        )
+        overlap = ""
+        if interval and other:
+            overlaps = max(interval[0], other[0]) <= min(interval[1], other[1])
+            is_apart |= not overlaps
+            overlap = ", the intervals overlap" if overlaps else ", the intervals do not overlap"
+        where = f" in {environment}" if len(before) > 1 else ""
+        said.append(f"success{where} {rate(two, other)} against {rate(one, interval)}{overlap}")
+    then, now = speed(first), speed(run)
+    if then and now:
+        said.append(f"{now / then:.2f} times as fast")
+    return Remark("note" if is_apart else "good", f"Against {name}: {'; '.join(said)}")
+
+
+def _last(run: Run) -> dict[str, Evaluation]:
+    """Return the last evaluation of each environment that has a success rate."""
+    return {each.environment: each for each in evaluations(run) if each.success is not None}
 
 
 def speed(run: Run) -> Optional[float]:
@@ -72,7 +110,6 @@ def _values(runs: Mapping[str, Run]) -> Table:
             {
                 "ranks": str(run.last.world_size),
                 "speed-up": f"{now / before:.2f}" if now and before else "",
-                "predicted": "" if run is first else _predicted(first, run.last.world_size),
                 "samples/s": f"{now:,.0f}" if now else "",
                 "time": duration(run.wall_s) if run.is_recorded else "",
                 "epochs": str(sum(bool(epoch.training) for epoch in run.epochs)),
@@ -84,11 +121,7 @@ def _values(runs: Mapping[str, Run]) -> Table:
         )
     values = dict.fromkeys(name for of_run in found for name in of_run)
     rows = [[name, *(of_run.get(name, "") for of_run in found)] for name in values]
-    note = (
-        "Speed-up: samples per second of training, against the first run; "
-        "predicted: by ddpshim predict, from the first run's records. In brackets: "
-        "95% intervals, or the epoch."
-    )
+    note = "Speed-up: samples per second of training, against the first run. In brackets: 95% intervals, or the epoch."
     return Table("values", "Final values", ["what", *runs], [row for row in rows if any(row[1:])], note)
 
 
@@ -102,13 +135,6 @@ def _digits_of_losses(first: Run, other: Run) -> str:
 
 def _digits_shown(digits: float) -> str:
     return "all" if math.isinf(digits) else str(digits)
-
-
-def _predicted(first: Run, world_size: int) -> str:
-    try:
-        return f"{predict.predict(predict.measured(first.folder), world_size).speedup:.2f}"
-    except ReportError:  # its records lack the phases of a step
-        return ""
 
 
 def _differences(runs: Mapping[str, Run]) -> Table:

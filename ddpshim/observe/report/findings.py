@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from ddpshim.job.peer_errors import LOST, meaning_of
 from ddpshim.job.say import count, ranks_called
-from ddpshim.observe.report.run import Epoch, Run
-from ddpshim.observe.report.words import clock, duration, first_line, ms, number, percent, size, span
+from ddpshim.observe.report.run import Run
+from ddpshim.observe.report.words import clock, first_line, ms, number, percent, span
 
-_MUCH_DATA_WAIT, _MUCH_COMMUNICATION, _MUCH_SAVING = 0.15, 0.3, 0.05
+_MUCH_DATA_WAIT, _MUCH_COMMUNICATION = 0.15, 0.3
 _UNEVEN = 1.15
-_MUCH_GROWTH, _LEAST_GROWTH_BYTES = 1.3, 200e6
 _WARM_S = 30.0
 
 
@@ -26,7 +24,7 @@ class Remark(NamedTuple):
 
 
 def verdict(run: Run) -> Remark:
-    """Return a sentence on how the run ended."""
+    """Return a sentence on how the run ended. Local."""
     if not run.is_recorded:
         trained = count(sum(bool(epoch.training) for epoch in run.epochs), "epoch")
         return Remark("note", f"One process, no records of ddpshim: {trained}, from the log of its trainer")
@@ -59,8 +57,8 @@ def verdict(run: Run) -> Remark:
 
 
 def findings(run: Run) -> list[Remark]:
-    """Return what to look at, the worst first."""
-    looks = (_about_records, _about_losses, _about_guards, _about_time, _about_memory, _about_saving)
+    """Return what to look at, the worst first. Local."""
+    looks = (_about_records, _about_losses, _about_guards, _about_time)
     found = [finding for look in looks for finding in look(run)]
     return sorted(found, key=lambda finding: ("bad", "note", "good").index(finding.level))
 
@@ -71,7 +69,7 @@ def _about_records(run: Run) -> Iterator[Remark]:
             yield Remark(
                 "bad",
                 f"In start {start.number} the records of {ranks_called(start.missing)} are missing; what follows is "
-                "about the others. On nodes without a shared disk, copy the files of all nodes into one folder.",
+                "about the others. On nodes without a shared disk, copy the files of all nodes into one folder",
             )
     if run.num_torn:
         lines = count(run.num_torn, "line")
@@ -86,8 +84,10 @@ def _about_records(run: Run) -> Iterator[Remark]:
 
 
 def _about_losses(run: Run) -> Iterator[Remark]:
-    rows = [(epoch, rank, row.loss) for epoch in run.epochs for rank, row in epoch.training.items()]
-    odd = [(epoch, rank) for epoch, rank, loss in rows if loss is not None and not math.isfinite(loss)]
+    by_epoch = [
+        (epoch, {r: row.loss for r, row in epoch.training.items() if row.loss is not None}) for epoch in run.epochs
+    ]
+    odd = [(epoch, rank) for epoch, of in by_epoch for rank, loss in of.items() if not math.isfinite(loss)]
     if odd:
         epoch, rank = odd[0]
         yield Remark(
@@ -95,46 +95,13 @@ def _about_losses(run: Run) -> Iterator[Remark]:
             f"The loss is not finite from epoch {epoch.number} on (rank {rank}): lower the learning rate, clip "
             "gradients, or look for broken samples",
         )
-    gap = largest_gap(run)
-    if gap is not None:
-        epoch, rank, share = gap
-        if share == 0:
-            yield Remark(
-                "note",
-                "All ranks report exactly the same losses: they were averaged before they were recorded, or every rank "
-                "sees the same samples",
-            )
-        else:
-            yield Remark(
-                "good",
-                "The ranks' losses differ, as they should, since each sees its own share of the samples: by at most "
-                f"{percent(share)} from their mean (rank {rank}, epoch {epoch.number})",
-            )
-    valid = [(loss, epoch.number) for epoch in run.epochs if (loss := epoch.valid) is not None and loss == loss]
-    if len(valid) > 2:
-        best, then = min(valid)
-        if valid[-1][0] > 1.1 * best and then != valid[-1][1]:
-            yield Remark(
-                "note",
-                f"The validation loss was lowest in epoch {then} ({number(best)}) and is {number(valid[-1][0])} now: "
-                "the policy may be overfitting",
-            )
-
-
-def largest_gap(run: Run) -> Optional[tuple[Epoch, int, float]]:
-    """Return epoch and rank of the loss farthest from the mean over ranks, and its distance relative to the mean."""
-    found = [(epoch, *each) for epoch in run.epochs if len(epoch.training) > 1 for each in deviations(epoch)]
-    gaps = [(epoch, rank, abs(loss - centre) / abs(centre)) for epoch, rank, loss, centre in found if centre]
-    return max(gaps, key=lambda gap: (gap[2], gap[0].number, -gap[1]), default=None)
-
-
-def deviations(epoch: Epoch) -> list[tuple[int, float, float]]:
-    """Return each rank, its loss, and the mean over ranks; nothing if a loss is not finite."""
-    losses = {rank: row.loss for rank, row in epoch.training.items() if row.loss is not None}
-    if not losses or not all(map(math.isfinite, losses.values())):
-        return []
-    centre = math.fsum(losses.values()) / len(losses)
-    return [(rank, loss, centre) for rank, loss in losses.items()]
+    several = [set(of.values()) for _, of in by_epoch if len(of) > 1]
+    if several and all(len(losses) == 1 for losses in several):
+        yield Remark(
+            "note",
+            "All ranks report exactly the same losses: they were averaged before they were recorded, or every rank "
+            "sees the same samples",
+        )
 
 
 def _about_guards(run: Run) -> Iterator[Remark]:
@@ -159,7 +126,7 @@ def _about_time(run: Run) -> Iterator[Remark]:
     ranks = [rank for rank in run.ranks if any(row.wall_s for row in run.rows(rank))]
     if not any(len(run.timed(rank)) < len(run.rows(rank)) or run.trained_s(rank) > _WARM_S for rank in ranks):
         return  # all that was measured is the warm-up
-    waits = {rank: run.share(rank, ["data_wait"]) for rank in ranks}
+    waits, talks = ({rank: run.share(rank, [part]) for rank in ranks} for part in ("data_wait", "communication"))
     if min(waits.values()) > _MUCH_DATA_WAIT:
         yield Remark(
             "bad",
@@ -170,11 +137,8 @@ def _about_time(run: Run) -> Iterator[Remark]:
         rank = max(waits, key=lambda r: waits[r])
         share = percent(waits[rank])
         yield Remark("bad", f"Data wait is {share} of the training time on rank {rank}: look at that node's disk")
-    else:
-        yield Remark("good", f"Data wait is {span(waits.values())} of the training time")
     works = run.own_work()
-    talks = {rank: run.share(rank, ["communication"]) for rank in ranks}
-    if len(works) > 1:
+    if works:
         slow, fast = max(works, key=lambda r: works[r]), min(works, key=lambda r: works[r])
         ratio = works[slow] / max(works[fast], 1e-9)
         if ratio > _UNEVEN:
@@ -184,41 +148,9 @@ def _about_time(run: Run) -> Iterator[Remark]:
                 f"{ms(works[fast])} of its own work a step), and the others wait for it in communication: look for "
                 "another program on its GPU or cores, or slower data",
             )
-        else:
-            evenly = f"the slowest needs {ratio:.2f} times what the fastest does"
-            yield Remark("good", f"The ranks are evenly fast: {evenly}")
     if len(talks) > 1 and min(talks.values()) > _MUCH_COMMUNICATION:
         yield Remark(
             "note",
             f"Communication takes {span(talks.values())} of the training time on every rank: the network between them "
             "is slow for this model, or a step is short; a larger batch, or fewer ranks, would use them better",
-        )
-
-
-def _about_memory(run: Run) -> Iterator[Remark]:
-    for rank in run.ranks:
-        rows = [row for row in run.rows(rank) if row.start == run.last.number]
-        held = [rss for row in rows if (rss := row.memory.get("rss"))]
-        if len(held) >= 6:
-            # Caches fill in the first epochs.
-            early, late = statistics.median(held[1:4]), statistics.median(held[-3:])
-            if late > _MUCH_GROWTH * early and late - early > _LEAST_GROWTH_BYTES:
-                grows = f"grows: {size(early)} early, {size(late)} in the last epochs"
-                yield Remark("note", f"The memory of rank {rank} {grows}")
-        memory = rows[-1].memory if rows else {}
-        if memory.get("gpu_total") and memory["gpu_reserved"] > 0.92 * memory["gpu_total"]:
-            yield Remark(
-                "note",
-                f"Rank {rank} has reserved {percent(memory['gpu_reserved'] / memory['gpu_total'])} of its GPU's "
-                "memory: a larger batch may not fit",
-            )
-
-
-def _about_saving(run: Run) -> Iterator[Remark]:
-    stalled = math.fsum(float(record.get("seconds", 0.0)) for _, _, record in run.events("checkpoint"))
-    if run.wall_s and stalled > _MUCH_SAVING * run.wall_s:
-        yield Remark(
-            "note",
-            f"Training waited {duration(stalled)} for checkpoints, {percent(stalled / run.wall_s)} of the run: save "
-            "less often, or to a faster disk, with background_save on",
         )

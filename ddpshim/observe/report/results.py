@@ -1,17 +1,14 @@
-"""Reads the results of evaluations from a run's records: success, return and videos."""
+"""Reads the results of evaluations from a run's records: success and return."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import NamedTuple, Optional
 
 from ddpshim.observe import intervals
 from ddpshim.observe.records import Record
 from ddpshim.observe.report.run import Run
 
-_VIDEOS = (".mp4", ".webm")
-_DEEPEST = 4  # levels of folders that are searched
 _MOST_EPISODES = 2000  # with more, no interval is computed
 _ROUNDING = 1e-6
 
@@ -44,13 +41,6 @@ def evaluations(run: Run) -> list[Evaluation]:
                 each = _evaluation(record, epoch)
                 found[each.epoch, each.environment] = each
     return sorted(found.values(), key=lambda each: each.epoch)
-
-
-def videos(run: Run) -> list[Path]:
-    """Return the video files in the folder of the run, the newest first."""
-    patterns = ("/".join(["*"] * depth) for depth in range(1, _DEEPEST + 1))
-    found = (path for pattern in patterns for path in run.folder.glob(pattern) if path.suffix.lower() in _VIDEOS)
-    return sorted((path for path in found if path.is_file()), key=lambda path: (-path.stat().st_mtime, path))
 
 
 def _evaluation(record: Record, epoch: int) -> Evaluation:

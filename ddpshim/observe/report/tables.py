@@ -10,7 +10,7 @@ from typing import NamedTuple, Optional
 from ddpshim.observe.records import Record
 from ddpshim.observe.report.results import evaluations
 from ddpshim.observe.report.run import PARTS, Run, Start
-from ddpshim.observe.report.words import between, clock, duration, first_line, number, percent, rate, shown, size
+from ddpshim.observe.report.words import between, clock, duration, first_line, ms, number, percent, rate, shown, size
 from ddpshim.options import Options
 
 _MOST_ROWS = 100
@@ -27,25 +27,28 @@ class Table(NamedTuple):
 
 
 def headline(run: Run) -> list[tuple[str, str]]:
-    """Return the key numbers, by name."""
+    """Return the key numbers, by name. Local."""
     facts = run.last.facts
     samples = sum(epoch.samples for epoch in run.epochs)
     rates = [steps / wall for rank in run.ranks if (wall := run.trained_s(rank)) and (steps := run.steps(rank))]
     best = min((epoch.valid for epoch in run.epochs if epoch.valid is not None), default=None)
     last = next((epoch.mean for epoch in reversed(run.epochs) if epoch.mean is not None), None)
     device = facts.get("gpu") or facts.get("device", "")
-    out = [("last loss", number(last))]
-    if best is not None:
-        out.append(("best validation", number(best)))
-    return [
+    default = vars(Options())
+    changed = {k: v for k, v in facts.get("options", {}).items() if k not in default or default[k] != v}
+    found = [
         *reached(run),
-        *out,
+        ("last loss", number(last)),
+        ("best validation", number(best)),
         ("epochs", str(sum(bool(epoch.training) for epoch in run.epochs))),
         ("time", duration(run.wall_s)),
         ("steps/s", f"{statistics.median(rates):.1f}" if rates else "not known"),
         ("samples seen", f"{samples:,}" if samples else "not known"),
         ("ranks", f"{run.last.world_size} ({facts.get('backend') or 'one process'} on {device})"),
+        ("began (UTC)", clock(run.starts[0].began)),
+        ("options", shown(changed) if changed else ""),
     ]
+    return [(name, value) for name, value in found if value]
 
 
 def reached(run: Run) -> list[tuple[str, str]]:
@@ -75,71 +78,81 @@ def thinned(rows: list[list[str]], what: str) -> tuple[list[list[str]], str]:
 
 
 def tables(run: Run) -> list[Table]:
-    """Return all tables that have rows."""
-    made = (_rollouts(run), _losses(run), _times(run), _memories(run), _starts(run), _guards(run), _checkpoints(run))
-    return [table for table in (*made, _environment(run), _options(run)) if table.rows]
+    """Return all tables that have rows. Local."""
+    made = (_rollouts(run), _losses(run), _times(run), _checkpoints(run), _starts(run), _guards(run))
+    return [table for table in made if table.rows]
 
 
 def table_of_times(ranks: list[Record]) -> str:
-    """Return the tables of time and memory as plain text, from one epoch's record of each rank."""
+    """Return the table of time as plain text, from one epoch's record of each rank. Local."""
     records = {rank: [{"kind": "epoch", "epoch": 1, **record}] for rank, record in enumerate(ranks)}
-    run = Run(Path(), [Start(1, records)], 0)
-    lines = []
-    for table in (_times(run), _memories(run)):
-        widths = [max(map(len, column)) for column in zip(table.columns, *table.rows)]
-        for row in (table.columns, *table.rows) if table.rows else ():
-            lines.append("  ".join(cell.rjust(width) for cell, width in zip(row, widths)))
-    return "\n".join(lines)
+    table = _times(Run(Path(), [Start(1, records)], 0))
+    widths = [max(map(len, column)) for column in zip(table.columns, *table.rows)]
+    rows = (table.columns, *table.rows) if table.rows else ()
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)
 
 
 def _losses(run: Run) -> Table:
-    ranks = run.ranks if len(run.ranks) > 1 else []
     has_valid = any(epoch.valid is not None for epoch in run.epochs)
-    columns = ["epoch", "steps", "mean loss", *(f"rank {rank}" for rank in ranks)]
     rows = []
     for epoch in run.epochs:
-        own = [number(epoch.training[rank].loss) if rank in epoch.training else "" for rank in ranks]
-        row = [str(epoch.number), str(epoch.steps), number(epoch.mean), *own]
+        own = [row.loss for row in epoch.training.values() if row.loss is not None]
+        spread = f" ({number(min(own))} to {number(max(own))})" if len(own) > 1 else ""
+        row = [str(epoch.number), str(epoch.steps), number(epoch.mean) + spread]
         rows.append([*row, number(epoch.valid)] if has_valid else row)
     kept, note = thinned(rows, "epoch")
-    return Table("loss", "Loss", [*columns, *(["validation"] if has_valid else [])], kept, note)
+    about = "The mean over ranks, in brackets the lowest and the highest loss of a rank. " if len(run.ranks) > 1 else ""
+    columns = ["epoch", "steps", "loss", *(["validation"] if has_valid else [])]
+    return Table("loss", "Loss", columns, kept, f"{about}{note}".strip())
 
 
 def _times(run: Run) -> Table:
-    columns = ["rank", "steps", "steps/s", "ms a step", *PARTS.values(), "GPU use"]
+    columns = ["rank", "steps", "steps/s", "ms a step", *PARTS.values(), "memory, most", "GPU use", "GPU memory, most"]
     rows = []
     for rank in run.ranks:
         steps, wall = run.steps(rank), run.trained_s(rank)
         if not wall:
             continue
-        uses = [use for row in run.rows(rank) if (use := row.memory.get("gpu_use")) is not None]
-        shares = [percent(run.share(rank, [part])) for part in PARTS]
-        speed = [f"{steps / wall:.1f}", f"{1000 * wall / max(1, steps):.2f}"]
-        rows.append([str(rank), str(steps), *speed, *shares, f"{statistics.mean(uses):.0f}%" if uses else ""])
-    if not any(row[-1] for row in rows):
-        columns, rows = columns[:-1], [row[:-1] for row in rows]
-    note = (
-        "Training epochs except the first of each start. Communication is the part not hidden behind compute, "
-        "including the wait for slower ranks."
-    )
-    return Table("time", "Where the time of each rank went", columns, rows, note)
-
-
-def _memories(run: Run) -> Table:
-    rows = []
-    gpu = {"gpu_allocated": "GPU allocated, most", "gpu_reserved": "GPU reserved, most", "gpu_total": "GPU has"}
-    if not any("gpu_total" in row.memory for rank in run.ranks for row in run.rows(rank)):
-        gpu = {}
-    for rank in run.ranks:
         memories = [row.memory for row in run.rows(rank)]
-        if not memories:
-            continue
-        last = memories[-1]
-        most = max(m.get("peak_rss") or m.get("rss") or 0 for m in memories)
-        row = [str(rank), size(last.get("rss")), size(max(most, last.get("rss") or 0) or None)]
-        rows.append([*row, *(size(last.get(key)) for key in gpu)])
-    columns = ["rank", "process, last epoch", "process, most", *gpu.values()]
-    return Table("memory", "Memory", columns, rows, "Data workers are separate processes.")
+        uses = [use for memory in memories if (use := memory.get("gpu_use")) is not None]
+        held = max((memory.get("peak_rss") or memory.get("rss") or 0 for memory in memories), default=0)
+        reserved, total = memories[-1].get("gpu_reserved"), memories[-1].get("gpu_total")
+        shares = [percent(run.share(rank, [part])) for part in PARTS]
+        row = [str(rank), str(steps), f"{steps / wall:.1f}", f"{1000 * wall / max(1, steps):.2f}", *shares]
+        row += [size(held or None), f"{statistics.mean(uses):.0f}%" if uses else ""]
+        rows.append([*row, f"{size(reserved)} of {size(total)}" if reserved and total else ""])
+    kept = [place for place in range(len(columns)) if place < 4 or any(row[place] for row in rows)]
+    note = (
+        "Training epochs except the first of each start, which warms up. Communication is the part not hidden behind "
+        "compute, including the wait for slower ranks. Memory is without data workers."
+    )
+    rows = [[row[place] for place in kept] for row in rows]
+    title = "Where the time of each rank went"
+    return Table("time", title, [columns[place] for place in kept], rows, f"{note} {_on_twice(run)}".strip())
+
+
+def _on_twice(run: Run) -> str:
+    """Return how long a step would take on twice as many ranks, or "" if the ranks shared a device or cores.
+
+    A step's compute and data wait halve with the batch of a rank. The rest does not: messages between more ranks even
+    take longer.
+    """
+    start, facts = run.last, run.last.facts
+    # nccl refuses two ranks on one GPU; gloo does not.
+    alone = start.world_size == 1 or facts.get("backend") == "nccl"
+    num_here = facts.get("local_world_size", start.world_size)
+    has_cores = facts.get("device") == "cpu" and num_here <= facts.get("cores", 0)
+    timed = [row for rank in start.ranks for row in run.timed(rank) if row.start == start.number and row.steps]
+    steps = sum(row.steps for row in timed)
+    if not (alone or has_cores) or start.missing or not steps or facts.get("options", {}).get("per_rank_batch"):
+        return ""
+    now_s = math.fsum(row.wall_s for row in timed) / steps
+    then_s = now_s - math.fsum(row.seconds(["compute", "data_wait"]) for row in timed) / steps / 2
+    without = ", without communication, which one rank does not show" if start.world_size == 1 else ""
+    return (
+        f"On {2 * start.world_size} ranks of this kind, a step of the same global batch would take at least about "
+        f"{ms(then_s)} in place of {ms(now_s)}{without}: compute and data wait halve, the rest does not."
+    )
 
 
 def _starts(run: Run) -> Table:
@@ -152,7 +165,12 @@ def _starts(run: Run) -> Table:
         num_ranks = f"{start.world_size}" + (f" ({len(start.missing)} missing)" if start.missing else "")
         row = [str(start.number), clock(start.began), num_ranks, duration(start.ended - start.began), epochs]
         rows.append([*row, "; ".join(sorted(said))])
-    return Table("starts", "Starts", ["start", "began (UTC)", "ranks", "took", "epochs", "how it ended"], rows)
+    return Table(
+        "starts",
+        "Starts, and how each ended",
+        ["start", "began (UTC)", "ranks", "took", "epochs", "how it ended"],
+        rows,
+    )
 
 
 def _guards(run: Run) -> Table:
@@ -180,7 +198,10 @@ def _checkpoints(run: Run) -> Table:
         seconds = f"{1000 * float(record.get('seconds', 0.0)):.0f} ms"
         moment = duration(float(record["time"]) - start.began)
         rows.append([f"{start.number}", moment, str(shown), size(record.get("bytes")), seconds, how])
-    note = f"The last {_MOST_ROWS} of {len(rows)}." if len(rows) > _MOST_ROWS else ""
+    waited = math.fsum(float(record.get("seconds", 0.0)) for _, _, record in run.events("checkpoint"))
+    share = f", {percent(waited / run.wall_s)} of the run" if run.wall_s else ""
+    note = f"The last {_MOST_ROWS} of {len(rows)}. " if len(rows) > _MOST_ROWS else ""
+    note += f"Training waited {duration(waited)} for them{share}."
     columns = ["start", "after", "file", "size", "training waited", "written"]
     return Table("checkpoints", "Checkpoints", columns, rows[-_MOST_ROWS:], note)
 
@@ -199,32 +220,7 @@ def _rollouts(run: Run) -> Table:
     ]
     columns = ["epoch", "environment", "episodes", "success rate", "return", "took"]
     note = f"The last {_MOST_ROWS} of {len(rows)}. " if len(rows) > _MOST_ROWS else ""
-    return Table("rollouts", "Rollouts", columns, rows[-_MOST_ROWS:], f"{note}In brackets: the 95% interval.")
-
-
-def _environment(run: Run) -> Table:
-    facts = run.last.facts
-    names = ("launcher", "world_size", "local_world_size", "backend", "device", "gpu", "seed", "num_restarts")
-    rows = [[name, shown(facts[name])] for name in names if facts.get(name) is not None]
-    described = facts.get("environment")
-    described = described if isinstance(described, dict) else {}
-    patches = sorted(name for name in described if str(name).endswith(" patch"))  # of each adapter that has some
-    for section in ("versions", "GPUs", *patches, "machine", "variables"):
-        content = described.get(section)
-        if isinstance(content, dict):
-            rows += [[f"{section}: {name}", shown(value)] for name, value in content.items() if value is not None]
-        elif content is not None:
-            rows.append([section, shown(content)])
-    return Table("environment", "Environment", ["what", "value"], rows, "Of the last start, without names of machines.")
-
-
-def _options(run: Run) -> Table:
-    default, chosen = vars(Options()), run.last.facts.get("options", {})
-    rows = [
-        [name, shown(value), "" if name in default and default[name] == value else "changed"]
-        for name, value in chosen.items()
-    ]
-    return Table("options", "Options", ["option", "value", ""], sorted(rows, key=lambda row: row[2] == ""))
+    return Table("success", "Success", columns, rows[-_MOST_ROWS:], f"{note}In brackets: the 95% interval.")
 
 
 def _how(end: Optional[Record]) -> str:

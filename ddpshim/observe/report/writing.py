@@ -1,54 +1,68 @@
-"""Writes the report to a file, and the curves to TensorBoard or W&B."""
+"""Writes the report as HTML or Markdown, and the curves to TensorBoard or W&B."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional, Union
 
 from ddpshim.errors import ReportError
 from ddpshim.observe import exporting
-from ddpshim.observe.report.comparing import named, tables_of
+from ddpshim.observe.report import page
+from ddpshim.observe.report.charts import charts
+from ddpshim.observe.report.comparing import named, tables_of, verdicts
 from ddpshim.observe.report.findings import findings, verdict
 from ddpshim.observe.report.results import evaluations
 from ddpshim.observe.report.run import Run, load, load_all
-from ddpshim.observe.report.tables import Table, headline, tables
+from ddpshim.observe.report.tables import headline, tables
 
 PathLike = Union[str, os.PathLike[str]]
 
 
+def contents(runs: Sequence[Run]) -> page.Contents:
+    """Return the report of one run, or a comparison of several with the first. Local.
+
+    Raises ReportError if two of the runs are the same.
+    """
+    if len(runs) == 1:
+        (run,) = runs
+        return page.Contents(
+            run.name, [("", verdict(run))], headline(run), findings(run), charts({"": run}), tables(run)
+        )
+    by_name = named(runs)
+    ends = [(name, verdict(run)) for name, run in by_name.items()]
+    title = " against ".join(by_name)
+    return page.Contents(title, [*verdicts(by_name), *ends], [], [], charts(by_name), tables_of(by_name))
+
+
 def markdown(runs: Sequence[Run]) -> str:
-    """Return the report as Markdown, of one run or a comparison of several."""
-    if len(runs) > 1:
-        by_name = named(runs)
-        lines = [f"# {_md(' against '.join(by_name))}", ""]
-        lines += [f"- {_md(name)}: {_md(verdict(run).text)}." for name, run in by_name.items()]
-        return "\n".join([*lines, *_tables(tables_of(by_name))]) + "\n"
-    (run,) = runs
-    lines = [f"# {_md(run.name)}", "", f"**{_md(verdict(run).text)}.**", ""]
-    lines += [f"- {name}: {_md(value)}" for name, value in headline(run)]
-    lines += ["", "## What to look at", "", *(f"- {_md(finding.text)}." for finding in findings(run))]
-    return "\n".join([*lines, *_tables(tables(run))]) + "\n"
+    """Return the report as Markdown, without charts. Local. Raises what `contents` does."""
+    report = contents(runs)
+    lines = [f"# {_md(report.title)}", ""]
+    lines += [f"- **{_md(f'{name}: {said.text}' if name else said.text)}.**" for name, said in report.verdicts]
+    lines += [f"- {name}: {_md(value)}" for name, value in report.numbers]
+    if report.findings:
+        lines += ["", "## What to look at", "", *(f"- {_md(finding.text)}." for finding in report.findings)]
+    for table in report.tables:
+        lines += ["", f"## {table.title}", ""]
+        lines += ["| " + " | ".join(map(_md, table.columns)) + " |", "|" + "---|" * len(table.columns)]
+        lines += ["| " + " | ".join(map(_md, row)) + " |" for row in table.rows]
+        lines += ["", table.note] if table.note else []
+    return "\n".join(lines) + "\n"
 
 
 def write(folders: Sequence[PathLike], out: Optional[Path] = None, as_markdown: bool = False) -> Path:
-    """Write the report of the runs in `folders`, and return its path. Local.
+    """Write the report of the runs in `folders` to `out`, and return its path. Local.
+
+    The default is report.html in the run's folder, or for several comparison.html here.
 
     Raises ReportError if there is nothing to report, `out` cannot be written, or plotly is missing for HTML.
     """
     runs = load_all(folders)
-    suffix = ".md" if as_markdown else ".html"
-    out = out or (runs[0].folder / f"report{suffix}" if len(runs) == 1 else Path(f"comparison{suffix}"))
-    if as_markdown:
-        text = markdown(runs)
-    else:
-        from ddpshim.observe.report import page
-
-        here = out.parent.resolve()
-        text = page.html(runs, lambda path: urllib.parse.quote(os.path.relpath(path.resolve(), here)), page.plotly_js())
+    out = out or (runs[0].folder / "report.html" if len(runs) == 1 else Path("comparison.html"))
+    text = markdown(runs) if as_markdown else page.html(contents(runs), page.plotly_js())
     partial = out.parent / f".{out.name}.{os.getpid()}.partial"
     try:
         partial.write_text(text, encoding="utf-8", errors="replace")  # JSON may hold half a surrogate pair
@@ -78,7 +92,7 @@ def export(folders: Sequence[PathLike], out: Optional[Path], kind: str) -> list[
             _export(run, exporting.Curves(below, [kind]))
         except OSError as error:
             raise ReportError(
-                f"{below} cannot be written ({error}); the curves would be lost. Name another folder."
+                f"{below} cannot be written ({error}); the curves would be lost. Name another --out."
             ) from error
         written.append(below / kind)
     return written
@@ -95,16 +109,6 @@ def _export(run: Run, curves: exporting.Curves) -> None:
             own = {f"{each.environment}/{name}": value for name, value in found.items() if value is not None}
             if own:
                 curves.add({0: {"phase": "rollout", "epoch": each.epoch, "time": each.time, "own": own}})
-
-
-def _tables(made: Sequence[Table]) -> list[str]:
-    lines = []
-    for table in made:
-        lines += ["", f"## {table.title}", ""]
-        lines += ["| " + " | ".join(map(_md, table.columns)) + " |", "|" + "---|" * len(table.columns)]
-        lines += ["| " + " | ".join(map(_md, row)) + " |" for row in table.rows]
-        lines += ["", table.note] if table.note else []
-    return lines
 
 
 def _md(text: str) -> str:
