@@ -456,7 +456,7 @@ def robomimic_config(alone: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     import ddpshim.robomimic.calls as adapter
 
-    adapter.keep_the_section()
+    adapter._keep_the_section()
 
     def make(section: Any) -> Any:
         config = config_factory("bc")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 
 from ddpshim.data import mailbox
 from ddpshim.data.loader import make_loader
@@ -293,8 +293,6 @@ def test_what_robomimics_loaders_are_made_with(folder: Path, monkeypatch: pytest
     ):
         datasets.loader(dataset=dataset, batch_size=4, **options)
     assert [options["persistent_workers"] for options in made] == [True, False, False, True, False, False]
-    datasets.divided(DataLoader(known, 4, shuffle=True, num_workers=2, drop_last=True))  # of a hooked trainer
-    assert made[-1]["persistent_workers"] is True
     assert not any(options["pin_memory"] for options in made)
     gpu = SimpleNamespace(**{**vars(HERE), "device": torch.device("cuda", 0)})
     monkeypatch.setattr(datasets, "world", lambda: gpu)
