@@ -136,7 +136,7 @@ def test_a_package_that_no_set_fits_is_left_as_it_is_with_the_lines(
     assert not load({"areas/disc.py": text})
     assert importlib.import_module("areas.disc").area(1) == PI
     said = capsys.readouterr().err
-    assert "it is distributed as any other program is" in said
+    assert "it is distributed as any other program (" in said
     assert f"areas/disc.py, 01-all.patch, {why}" in said
 
 
