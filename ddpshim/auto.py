@@ -18,7 +18,7 @@ def _start_as_a_rank() -> None:
         return
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # a spawned child, before it has a parent
         return
-    from ddpshim.trainers.unedited.program import is_launched
+    from ddpshim.trainers.unedited.program import is_launched, start_again
 
     if not is_launched():
         return
@@ -30,11 +30,7 @@ def _start_as_a_rank() -> None:
         )
     spec = getattr(main, "__spec__", None)
     program = [sys.argv[0]] if spec is None else ["-m", spec.name.removesuffix(".__main__")]
-    flags = ["-u", *["-O"] * sys.flags.optimize, *(f"-W{option}" for option in sys.warnoptions)]
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    again = [sys.executable, *flags, "-m", "ddpshim.launch.rank", *program, *sys.argv[1:]]
-    os.execv(sys.executable, again)
+    start_again([*program, *sys.argv[1:]], os.environ)
 
 
 _start_as_a_rank()

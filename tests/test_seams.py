@@ -36,7 +36,7 @@ import ddpshim
 from ddpshim.errors import SyncError
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say
-from ddpshim.model import backward, seams
+from ddpshim.model import seams
 from tests.preloaded_commands import patience
 from tests.ranks import run_ranks
 
@@ -251,10 +251,10 @@ def _arm_by_hand() -> list[Any]:
         for index, parameter in enumerate(parameters):
             if parameter.grad is None:
                 reducer._autograd_hook(index)
-        backward.at_end(reducer._check_reducer_finalized)
+        seams.at_end_of_pass(reducer._check_reducer_finalized)
 
     hidden = net[:2](x)
-    hidden.register_hook(lambda gradient: backward.at_end(complete))
+    hidden.register_hook(lambda gradient: seams.at_end_of_pass(complete))
     hidden.sum().backward()
     reducer._remove_autograd_hooks()
     return [
@@ -333,7 +333,7 @@ def test_a_callback_runs_at_the_end_of_the_backward_pass() -> None:
     leaf = torch.ones(2, requires_grad=True)
 
     def begin(gradient: torch.Tensor) -> None:
-        backward.at_end(lambda: order.append(f"end, grad {leaf.grad.tolist()}"))  # type: ignore[union-attr]
+        seams.at_end_of_pass(lambda: order.append(f"end, grad {leaf.grad.tolist()}"))  # type: ignore[union-attr]
         order.append("begin")
 
     (hidden := (leaf * 3)).register_hook(begin)

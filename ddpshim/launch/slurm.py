@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from ddpshim import adapters, reading
+from ddpshim import reading
 from ddpshim.errors import LaunchError
 from ddpshim.job.launch_env import EXIT_REQUEUE
+from ddpshim.trainers.patching.patchset import load_sets
 
 _NEVER_SENT_S = 65535  # SLURM's own limit of --signal
 
@@ -88,8 +89,9 @@ def batch_script(settings: Settings) -> str:
 
 def joins_by_itself(settings: Settings) -> bool:
     """Return whether the program reads SLURM's variables, because it imports ddpshim or is patched by it. Local; reads
-    one file."""
-    if settings.is_module and settings.program.partition(".")[0] in adapters.packages():
+    files."""
+    package = settings.program.partition(".")[0]
+    if settings.is_module and any(patch_set.package == package for patch_set in load_sets()):
         return True
     from ddpshim.launch.runner import module_file
 

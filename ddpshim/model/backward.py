@@ -36,7 +36,7 @@ class Passes:
     def queue_end(self) -> None:
         """Make the engine call `end` when the current pass of this thread ends, if it will not already."""
         if not self.has_outer_end:
-            at_end(self.end)
+            seams.at_end_of_pass(self.end)
             self.has_outer_end = True
 
     def end(self) -> None:
@@ -84,11 +84,6 @@ def check_unchanged(parameters: Iterable[torch.Tensor], versions: Iterable[int],
                 "was reduced; ranks would train different models. Change weights after loss.backward() "
                 "(DDPSHIM_GUARD=0 turns this check off)."
             )
-
-
-def at_end(call: Callable[[], None]) -> None:
-    """Run `call` when the current backward pass has computed all gradients. Local."""
-    seams.at_end_of_pass(call)
 
 
 def at_outer_end(call: Callable[[], None]) -> bool:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ddpshim.job.job import current
-from ddpshim.model import backward
+from ddpshim.model import backward, seams
 from ddpshim.model.equality import Equality
 
 _NUM_REMEMBERED = 3  # passes that predict the next one: a step of an actor and its critics has so many kinds
@@ -103,7 +103,7 @@ class Order:
         if took_part in self._of_all or len(took_part) == 1:
             self._after[before] = self._of_all.get(took_part, took_part)
         else:
-            backward.at_end(lambda: self._learn(before, took_part))
+            seams.at_end_of_pass(lambda: self._learn(before, took_part))
 
     def _learn(self, before: tuple[Numbers, ...], took_part: Numbers) -> None:
         """Use the main rank's order for these networks, which share a pass for the first time (collective)."""

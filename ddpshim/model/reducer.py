@@ -295,9 +295,9 @@ class DistributedModule(Transparent, DistributedDataParallel):
                 self._equality.look_at_own_buffers()
             self._buffers_to_send.start()  # after the last bucket on every rank: one order of messages
         # Runs after the reducer's own last callback, which is already queued.
-        backward.at_end(self._complete)
+        seams.at_end_of_pass(self._complete)
         if profiled is not None:
-            backward.at_end(profiled.end)
+            seams.at_end_of_pass(profiled.end)
 
     def _tell_others(self, unused: list[int]) -> None:
         """Write into the additional gradient that `unused` parameters have no gradient on this rank."""

@@ -200,10 +200,8 @@ def _checkpoints(run: Run) -> Table:
         rows.append([f"{start.number}", moment, str(shown), size(record.get("bytes")), seconds, how])
     waited = math.fsum(float(record.get("seconds", 0.0)) for _, _, record in run.events("checkpoint"))
     share = f", {percent(waited / run.wall_s)} of the run" if run.wall_s else ""
-    note = f"The last {_MOST_ROWS} of {len(rows)}. " if len(rows) > _MOST_ROWS else ""
-    note += f"Training waited {duration(waited)} for them{share}."
     columns = ["start", "after", "file", "size", "training waited", "written"]
-    return Table("checkpoints", "Checkpoints", columns, rows[-_MOST_ROWS:], note)
+    return _of_last("checkpoints", "Checkpoints", columns, rows, f"Training waited {duration(waited)} for them{share}.")
 
 
 def _rollouts(run: Run) -> Table:
@@ -219,8 +217,13 @@ def _rollouts(run: Run) -> Table:
         for each in evaluations(run)
     ]
     columns = ["epoch", "environment", "episodes", "success rate", "return", "took"]
-    note = f"The last {_MOST_ROWS} of {len(rows)}. " if len(rows) > _MOST_ROWS else ""
-    return Table("success", "Success", columns, rows[-_MOST_ROWS:], f"{note}In brackets: the 95% interval.")
+    return _of_last("success", "Success", columns, rows, "In brackets: the 95% interval.")
+
+
+def _of_last(name: str, title: str, columns: list[str], rows: list[list[str]], note: str) -> Table:
+    """Return a table of the last 100 rows at most, whose note says so."""
+    which = f"The last {_MOST_ROWS} of {len(rows)}. " if len(rows) > _MOST_ROWS else ""
+    return Table(name, title, columns, rows[-_MOST_ROWS:], f"{which}{note}")
 
 
 def _how(end: Optional[Record]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -39,24 +40,24 @@ class Run:
     def passes(self) -> list[list[dict[str, Any]]]:
         """Return the batches of each pass over a loader that a backward pass followed."""
         found: dict[int, list[dict[str, Any]]] = {}
-        last: Optional[dict[str, Any]] = None
-        for record in self.records:
-            if record["kind"] == "batch":
-                last = record
-            elif record["kind"] == "loss" and last is not None:
-                found.setdefault(last["pass_number"], []).append(last)
-                last = None
+        for batch, _ in self._trained():
+            found.setdefault(batch["pass_number"], []).append(batch)
         return list(found.values())
 
     def trained_on(self, step: int) -> list[dict[str, Any]]:
         """Return the batches of a step that were followed by a backward pass; one that only repeats a row is empty."""
-        out: list[dict[str, Any]] = []
+        return [
+            batch if loss.get("weight", 1.0) else {**batch, "size": 0, "samples": []}
+            for batch, loss in self._trained()
+            if loss["t"] == step
+        ]
+
+    def _trained(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Yield each batch that a backward pass followed, with the first one's loss."""
         last: Optional[dict[str, Any]] = None
         for record in self.records:
             if record["kind"] == "batch":
                 last = record
             elif record["kind"] == "loss" and last is not None:
-                if record["t"] == step:
-                    out.append(last if record.get("weight", 1.0) else {**last, "size": 0, "samples": []})
+                yield last, record
                 last = None
-        return out

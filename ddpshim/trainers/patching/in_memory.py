@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -91,16 +92,11 @@ def fit(folder: Path, sets: Sequence[PatchSet], patches_root: Optional[Path] = N
     A set fits if the files are those of its release, or else if each hunk's lines occur exactly once; the nearest
     release is tried first.
     """
-    nearest = status(str(folder), patches_root=patches_root).patch_set.name
-    looks = [look_at(patch_set, folder) for patch_set in sets]
-    tried = [
-        (look.state == "unknown", look.patch_set.name != nearest, _patched(look.patch_set, look.files))
-        for look in looks
-    ]
-    for _, _, (found, lacking) in sorted(tried, key=lambda each: each[:2]):
-        if not lacking:
-            return found, []
-    return next(patched for _, is_other, patched in tried if not is_other)
+    nearest = status(str(folder), patches_root=patches_root)
+    nearly = _patched(nearest.patch_set, nearest.files)
+    others = (look_at(patch_set, folder) for patch_set in sets if patch_set.name != nearest.patch_set.name)
+    tried = itertools.chain([nearly], (_patched(look.patch_set, look.files) for look in others))
+    return next((each for each in tried if not each[1]), nearly)
 
 
 class PatchedFiles(importlib.abc.MetaPathFinder):

@@ -17,7 +17,7 @@ from ddpshim.job.group import cleanup, world
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
-from ddpshim.trainers.unedited.program import Start
+from ddpshim.trainers.unedited.program import Start, start_again
 
 _LAST_ANSWER_S = 0.2  # time for other ranks to read the last answer of the store, which the main rank hosts
 
@@ -82,11 +82,8 @@ def leave_alone(start: Start, found: str, take_back: Callable[[], None], error: 
     cleanup()
     if is_served_here:
         time.sleep(_LAST_ANSWER_S)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
     os.chdir(start.folder)
-    again = [sys.executable, "-u", "-m", "ddpshim.launch.rank", *start.argv]
-    os.execve(sys.executable, again, {**start.environ, variables.UNEDITED: "off"})
+    start_again(start.argv, {**start.environ, variables.UNEDITED: "off"})
 
 
 def leave_alone_if_it_joins(start: Start, error: Exception, take_back: Callable[[], None]) -> None:

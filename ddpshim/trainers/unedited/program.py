@@ -7,10 +7,11 @@ import importlib
 import importlib.machinery
 import importlib.util
 import os
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Callable, Optional
+from typing import Callable, NoReturn, Optional
 
 from ddpshim import adapters, variables
 from ddpshim.errors import LaunchError, OptionsError
@@ -31,6 +32,14 @@ class Start:
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     time: float = field(default_factory=time.time)
     process: int = field(default_factory=os.getpid)
+
+
+def start_again(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
+    """Replace this process by a rank that runs the program `argv`, with the options of this Python. Local."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    options = ["-u", *["-O"] * sys.flags.optimize, *(f"-W{option}" for option in sys.warnoptions)]
+    os.execve(sys.executable, [sys.executable, *options, "-m", "ddpshim.launch.rank", *argv], environ)
 
 
 def patched(argv: Sequence[str]) -> Optional[Sequence[str]]:
