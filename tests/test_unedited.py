@@ -242,6 +242,7 @@ own.join()
 model = nn.parallel.DistributedDataParallel(network())
 for _, x, y in DataLoader(Items(), 8):
     model(x).mean().backward()
+torch.distributed.destroy_process_group()  # else threads of gloo may abort the end of a program that is left alone
 """
     two = succeeded(run(tmp_path, script, 2))
     for number in (0, 1):
