@@ -20,9 +20,10 @@ from ddpshim.job import events, preemption
 from ddpshim.job.alike import computes_on
 from ddpshim.job.group import cleanup, draws_alike, on_cleanup, world
 from ddpshim.job.launch_env import EXIT_REQUEUE
-from ddpshim.job.random_streams import derive_seed, rank_states, seed_everything
+from ddpshim.job.random_streams import rank_states
 from ddpshim.job.running import Running
 from ddpshim.job.say import count, say
+from ddpshim.job.seeds import derive_seed, seed_everything
 from ddpshim.model import guard, sharding
 
 _LOOK_EVERY_S = 0.5

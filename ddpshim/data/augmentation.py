@@ -12,14 +12,9 @@ from typing import Any, Callable, Optional
 import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
-from ddpshim.job.random_streams import (
-    derive_seed,
-    global_states,
-    is_same_state,
-    restore_global_states,
-    seed_globals,
-)
+from ddpshim.job.random_streams import global_states, is_same_state, restore_global_states, seed_globals
 from ddpshim.job.say import say
+from ddpshim.job.seeds import derive_seed
 
 _UNKNOWN, _DRAWS, _DRAWS_NOTHING = range(3)
 _MOST_AGAIN = 2**20  # samples that a worker would fetch again after a late first draw

@@ -26,8 +26,8 @@ from ddpshim.data.sampler import (
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
 from ddpshim.job.job import current
-from ddpshim.job.random_streams import derive_seed
 from ddpshim.job.say import count, line_of_the_caller, say
+from ddpshim.job.seeds import derive_seed
 from ddpshim.job.world import World
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from ddpshim import adapters
 from ddpshim.data.augmentation import numbered
 from ddpshim.data.permutation import NUM_AT_ONCE, Computed, Permutation
 from ddpshim.errors import DataError
-from ddpshim.job.random_streams import PrivateRandom, derive_seed
+from ddpshim.job.random_streams import PrivateRandom
+from ddpshim.job.seeds import derive_seed
 
 if TYPE_CHECKING:
     from ddpshim.data.weighted import WeightedOrder

@@ -18,8 +18,9 @@ from ddpshim.errors import DataError
 from ddpshim.job import shares
 from ddpshim.job.group import draws_alike, world
 from ddpshim.job.job import current
-from ddpshim.job.random_streams import PrivateRandom, derive_seed, digest, rank_states, restore_rank_states
+from ddpshim.job.random_streams import PrivateRandom, digest, rank_states, restore_rank_states
 from ddpshim.job.say import say_once
+from ddpshim.job.seeds import derive_seed
 
 if TYPE_CHECKING:
     from ddpshim.data.iterable import ShardedStream

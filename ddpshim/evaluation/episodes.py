@@ -18,7 +18,8 @@ import torch
 
 from ddpshim.errors import RolloutError
 from ddpshim.evaluation import environments
-from ddpshim.job.random_streams import derive_seed, shared_random_streams
+from ddpshim.job.random_streams import shared_random_streams
+from ddpshim.job.seeds import derive_seed
 from ddpshim.model.transparent import unwrap
 
 IsSuccess = Callable[[Any, Mapping[str, Any]], bool]

@@ -92,13 +92,6 @@ def bind_device(rank: int, local_rank: int, device: Union[str, torch.device, Non
     return torch.device("cuda", index)
 
 
-def single_device(device: Union[str, torch.device, None] = None) -> torch.device:
-    """Return the device of a program without a launcher: the first GPU if one exists, else the CPU. Local."""
-    if device is not None:
-        return torch.device(device)
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
 def limit_memory(device: torch.device, most_gb: float) -> None:
     """Limit torch to `most_gb` (2**30 bytes) of this rank's GPU memory. Local.
 

@@ -7,7 +7,7 @@ process's. Sums are added in the order of these numbers, so that their bits do n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,17 @@ import torch.distributed as dist
 from ddpshim.errors import SyncError
 from ddpshim.job import events
 from ddpshim.job.job import current
-from ddpshim.job.turns import Playing, Turns, in_order_of_numbers
 from ddpshim.job.world import World
+
+if TYPE_CHECKING:
+    from ddpshim.job.turns import Turns
+
+T = TypeVar("T")
 
 
 def turns() -> Optional[Turns]:
     """Return the turns of the current step; None if each rank is one virtual rank, or between steps. Local."""
-    return current().part(Playing).turns
+    return current().turns
 
 
 def size(here: World) -> int:
@@ -66,6 +70,14 @@ def in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     for part in parts[1:]:
         total.add_(part)
     return total
+
+
+def in_order_of_numbers(of_processes: Sequence[Sequence[T]]) -> list[T]:
+    """The values of all processes' virtual ranks, in the order of the virtual ranks' numbers. Local.
+
+    Virtual rank i of process r of W is number r + i * W.
+    """
+    return [of_process[i] for i in range(len(of_processes[0])) for of_process in of_processes]
 
 
 def refuse_two_ways_on_one_gpu(x: torch.Tensor) -> None:

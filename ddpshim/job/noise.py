@@ -25,9 +25,10 @@ from ddpshim.errors import SyncError
 from ddpshim.job import small_draws
 from ddpshim.job.group import draws_alike, use_own_batches
 from ddpshim.job.job import current
-from ddpshim.job.random_streams import derive_seed, shared_random_streams
+from ddpshim.job.random_streams import shared_random_streams
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import line_of_the_caller, say
+from ddpshim.job.seeds import derive_seed
 from ddpshim.job.shares import Share, Sharing
 
 LARGE = 512  # a draw of at least so many numbers is reported if none of its dimensions is the batch

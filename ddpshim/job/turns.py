@@ -8,7 +8,6 @@ Consistent Accuracy", SC 2023) the workers of a GPU take turns in this way.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import Any, Callable, Optional, TypeVar
 
 import torch
@@ -23,21 +22,6 @@ _APART = (
     "virtual rank {} of this process reached {}, virtual rank {} {}: as ranks they would deadlock. Make every "
     "step do the same, whatever its samples are."
 )
-
-
-class Playing:
-    """This process's virtual ranks during a step."""
-
-    def __init__(self) -> None:
-        self.turns: Optional[Turns] = None
-
-
-def in_order_of_numbers(of_processes: Sequence[Sequence[T]]) -> list[T]:
-    """The values of all processes' virtual ranks, in the order of the virtual ranks' numbers. Local.
-
-    Virtual rank i of process r of W is number r + i * W.
-    """
-    return [of_process[i] for i in range(len(of_processes[0])) for of_process in of_processes]
 
 
 class _Abandoned(BaseException):

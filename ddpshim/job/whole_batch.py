@@ -10,9 +10,10 @@ from torch.autograd.function import once_differentiable
 
 from ddpshim.errors import DataError
 from ddpshim.job import exchange, shares
-from ddpshim.job.group import new_group, world
+from ddpshim.job.group import world
 from ddpshim.job.job import current
-from ddpshim.job.world import World
+from ddpshim.job.process_group import new_group
+from ddpshim.job.world import World, as_divisor
 
 T = TypeVar("T")
 
@@ -43,12 +44,10 @@ def mean_over(here: World, total: Any, count: Any) -> Any:
         sums = {"total": float(total), "count": float(count)}
         of_all = here.sum(sums if weight else dict.fromkeys(sums, 0.0))
         return of_all["total"] / of_all["count"]
-    wide = torch.promote_types(total.dtype, torch.float32)  # counts above 256 are not exact in bfloat16
-    is_tensor = isinstance(count, torch.Tensor)  # a number is written on the device: a copy to it would block
-    counted = count.detach().to(total.device, wide) if is_tensor else total.detach().new_full((), count, dtype=wide)
+    counted = as_divisor(count, total)
     if num == 1:
         return total / counted
-    own = torch.stack(torch.broadcast_tensors(total.detach().to(wide), counted))
+    own = torch.stack(torch.broadcast_tensors(total.detach().to(counted.dtype), counted))
     own = own if weight else torch.zeros_like(own)
     total_of_all, over_all = exchange.add_up(own, group(), "a mean over all samples")
     # The backward pass multiplies by `weight`, which is right for a mean over the rank's rows: undo it here.

@@ -11,7 +11,6 @@ import functools
 from typing import Any, Callable, Optional
 
 import torch
-from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
@@ -25,11 +24,6 @@ class _Synced:
 
     def __init__(self) -> None:
         self.group: Any = None
-
-
-def has_batchnorm(module: nn.Module) -> bool:
-    """Whether `module` has a layer that computes statistics over the batch in training. Local."""
-    return any(isinstance(child, nn.modules.batchnorm._BatchNorm) for child in module.modules())
 
 
 def sync(process_group: Any = None) -> None:

@@ -20,7 +20,7 @@ from torch.utils import data as torch_data
 
 from ddpshim.data.augmentation import Numbered, SampleStreams, has_drawn, show_dataset_to_worker
 from ddpshim.errors import DataError
-from ddpshim.job import messages
+from ddpshim.job import collectives, messages
 from ddpshim.job.group import world
 from ddpshim.job.job import current
 from ddpshim.job.random_streams import global_states, restore_global_states
@@ -251,7 +251,7 @@ def _kinds(batch: Any) -> list[Any]:
 def _of_ranks(one: int, other: int) -> list[tuple[int, int]]:
     """Return two numbers of each rank (collective)."""
     here, own = world(), (one, other)
-    return messages.pairs(own, here.world_size, here._peers()) if here.world_size > 1 else [own]
+    return messages.pairs(own, here.world_size, collectives.peers(here)) if here.world_size > 1 else [own]
 
 
 def _tag(num_rows: int, batch: Any) -> int:

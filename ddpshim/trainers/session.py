@@ -22,12 +22,13 @@ from ddpshim.checkpoint.progress_folder import find_progress, leave_if_finished
 from ddpshim.checkpoint.resume import Resumable, Stateful
 from ddpshim.data.sharded_loader import Enterable
 from ddpshim.job import events, preemption, shares
+from ddpshim.job.exchange import in_order_of_numbers
 from ddpshim.job.group import draws_alike, on_cleanup, setup, world
 from ddpshim.job.job import current
-from ddpshim.job.random_streams import derive_seed, rank_states, seed_everything
+from ddpshim.job.random_streams import rank_states
 from ddpshim.job.rank_log import link_log
 from ddpshim.job.say import say, say_once
-from ddpshim.job.turns import in_order_of_numbers
+from ddpshim.job.seeds import derive_seed, seed_everything
 from ddpshim.model import guard
 from ddpshim.observe.recording import Recorder
 from ddpshim.trainers.same_experiment import check_same_experiment

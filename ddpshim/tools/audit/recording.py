@@ -102,7 +102,7 @@ class Witness:
         # this deadlocks, and a finished trainer would be reported as stalled. So `Parameters` holds the groups until
         # here, and with a torch that does not end its threads (ENDS_THREADS) for ever.
         if self._named:
-            from ddpshim.job.group import ENDS_THREADS
+            from ddpshim.job.process_group import ENDS_THREADS
 
             if ENDS_THREADS:
                 self._named.clear()
