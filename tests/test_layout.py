@@ -162,7 +162,7 @@ OF_THE_PROCESS = {
     "trainers.unedited.slipped._listen": "Python has no way to take back an audit hook",
     "trainers.unedited.slipped._is_private": "what that hook asks, while files are private",
     "job.job._current": "the job itself",
-    "job.events.running": "a block of code that is measured",
+    "job.timing.running": "a block of code that is measured",
     "job.events._records": "an open file",
     "job.preemption._state": "signal handlers: a job that a signal asks to leave keeps them to the end of the process",
     "job.random_streams._shared": "a block of code that draws alike on all ranks",

@@ -20,7 +20,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from ddpshim.data.loader import make_loader, scale_lr
+from ddpshim.data.learning_rate import scale_lr
+from ddpshim.data.loader import make_loader
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
 from ddpshim.job import job as jobs

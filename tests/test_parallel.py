@@ -26,10 +26,11 @@ from ddpshim.errors import RankError, SyncError
 from ddpshim.job.job import current
 from ddpshim.job.process_group import ENDS_THREADS
 from ddpshim.model import backward, guard, order, refused
+from ddpshim.model.data_parallel import DataParallelModule
 from ddpshim.model.inputs import moved
-from ddpshim.model.parallel import BareModule, DataParallelModule
+from ddpshim.model.keys import portable_keys
 from ddpshim.model.reducer import _Pass
-from ddpshim.model.transparent import portable_keys
+from ddpshim.model.transparent import BareModule
 from ddpshim.model.wrapping import best_bucket_cap_mb
 from tests import public_api
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh

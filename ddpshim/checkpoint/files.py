@@ -28,7 +28,7 @@ import torch
 from ddpshim.checkpoint import snapshot
 from ddpshim.checkpoint.background import Background, JobFailed
 from ddpshim.errors import CheckpointError
-from ddpshim.job import events, failure, machine
+from ddpshim.job import events, failure, machine, timing
 from ddpshim.job.group import has_world, on_cleanup, world
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say
@@ -118,7 +118,7 @@ def flush() -> None:
     Raises:
         CheckpointError: a file could not be written; the old one is unchanged.
     """
-    with events.counted("save"):
+    with timing.counted("save"):
         _writer.wait()
 
 
@@ -160,7 +160,7 @@ def save_whole(save: Callable[..., None], obj: Any, f: Any, *args: Any, **kwargs
 def noted(path: PathLike) -> Iterator[None]:
     """Record that this block wrote the checkpoint `path`, and how long that took. Local."""
     start = time.perf_counter()
-    with events.counted("save"):
+    with timing.counted("save"):
         yield
     if events.is_recorded():
         seconds, final = time.perf_counter() - start, os.path.abspath(path)

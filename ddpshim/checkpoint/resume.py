@@ -18,8 +18,9 @@ from ddpshim.data.sharded_loader import Enterable
 from ddpshim.errors import CheckpointError, DataError, SyncError
 from ddpshim.job import events, preemption
 from ddpshim.job.alike import computes_on
-from ddpshim.job.group import cleanup, draws_alike, on_cleanup, world
+from ddpshim.job.group import cleanup, on_cleanup, world
 from ddpshim.job.launch_env import EXIT_REQUEUE
+from ddpshim.job.own_streams import draws_alike
 from ddpshim.job.random_streams import rank_states
 from ddpshim.job.running import Running
 from ddpshim.job.say import count, say

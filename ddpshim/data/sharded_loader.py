@@ -16,8 +16,9 @@ from ddpshim.data.augmentation import SampleStreams, show_dataset_to_worker
 from ddpshim.data.sampler import ShardedSampler, SplitBatchSampler
 from ddpshim.errors import DataError
 from ddpshim.job import shares
-from ddpshim.job.group import draws_alike, world
+from ddpshim.job.group import world
 from ddpshim.job.job import current
+from ddpshim.job.own_streams import draws_alike
 from ddpshim.job.random_streams import PrivateRandom, digest, rank_states, restore_rank_states
 from ddpshim.job.say import say_once
 from ddpshim.job.seeds import derive_seed

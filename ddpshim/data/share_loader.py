@@ -12,8 +12,8 @@ from ddpshim.data.parts import Parts, make_alike
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
 from ddpshim.job import noise
-from ddpshim.job.group import draws_alike, use_own_batches
 from ddpshim.job.job import current
+from ddpshim.job.own_streams import draws_alike, use_own_batches
 from ddpshim.job.say import count, say, say_once
 from ddpshim.job.world import World
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ddpshim.errors import WorldError
-from ddpshim.job import events, failure, messages, shares
+from ddpshim.job import failure, messages, shares, timing
 from ddpshim.job.say import described, line_of_the_caller, say_once
 from ddpshim.job.world import World
 
@@ -36,14 +36,14 @@ def peers(here: World) -> Any:
 def gather(here: World, value: T, what: str) -> list[T]:
     """See `World.gather`; `what` describes the collective (collective)."""
     group = peers(here)
-    with events.counted("communication"), _told_apart(here, what):
+    with timing.counted("communication"), _told_apart(here, what):
         return messages.gather(value, here.world_size, group, here.options.trust_peers, what)
 
 
 def broadcast(here: World, value: T, src: int, what: str) -> T:
     """See `World.broadcast`; `what` describes the collective (collective)."""
     group, trusts = peers(here), here.options.trust_peers
-    with events.counted("communication"), _told_apart(here, what):
+    with timing.counted("communication"), _told_apart(here, what):
         received: T = messages.broadcast(value, src, here.rank, here.world_size, group, trusts, what)
         return received
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ddpshim.errors import SyncError
-from ddpshim.job import events
+from ddpshim.job import timing
 from ddpshim.job.job import current
 from ddpshim.job.world import World
 
@@ -58,7 +58,7 @@ def add_up(own: torch.Tensor, group: Any, what: str) -> torch.Tensor:
     here = current().world
     if here is None or here.options.exact is None:
         total = own.detach().clone()
-        with events.counted("communication"):
+        with timing.counted("communication"):
             dist.all_reduce(total, group=group)
         return total
     return in_order(gather(own, group, what))
@@ -97,6 +97,6 @@ def _gather_of_processes(of_process: Sequence[torch.Tensor], group: Any) -> list
         return list(of_process)
     own = torch.stack([part.contiguous() for part in of_process])
     everyones = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    with events.counted("communication"):
+    with timing.counted("communication"):
         dist.all_gather(everyones, own, group=group)
     return in_order_of_numbers([list(of_rank) for of_rank in everyones])

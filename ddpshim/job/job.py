@@ -74,13 +74,9 @@ class Job:
     def end(self) -> None:
         """Call the callbacks of `before_end`, then of `at_end`, and drop the modules' state. Local."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self._forget)
+            stack.callback(self._parts.clear)
             stack.callback(self.at_end.close)
             self.before_end.close()
-
-    def _forget(self) -> None:
-        self._parts.clear()
-        self.turns = None
 
     def next_number(self, name: str) -> int:
         """Return how often this was called for `name` before; equal on ranks that call it equally often. Local."""

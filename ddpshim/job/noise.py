@@ -23,8 +23,8 @@ from torch.nn import functional
 
 from ddpshim.errors import SyncError
 from ddpshim.job import small_draws
-from ddpshim.job.group import draws_alike, use_own_batches
 from ddpshim.job.job import current
+from ddpshim.job.own_streams import draws_alike, use_own_batches
 from ddpshim.job.random_streams import shared_random_streams
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import line_of_the_caller, say

@@ -12,7 +12,7 @@ from typing import Any, Callable, Optional, TypeVar
 
 import torch
 
-from ddpshim.errors import SyncError
+from ddpshim.errors import SyncError, WorldError
 from ddpshim.job.random_streams import is_same_state, rank_states, restore_changed_states
 
 T = TypeVar("T")
@@ -56,6 +56,14 @@ class Turns:
         self._threads: list[threading.Thread] = []
         self._is_over = False
         self._num_threads = torch.get_num_threads()
+
+    def check_between(self, what: str) -> None:
+        """Raise WorldError within a step. Local."""
+        if self.now is not None:
+            raise WorldError(
+                f"{what} in a step of {self.size} virtual ranks (option exact): results would depend on the number "
+                "of processes. Call it between steps; gather, sum, mean, mean_over and all_gather work within steps."
+            )
 
     def run(self, play: Callable[[int], T]) -> list[T]:
         """Run `play(i)` for each virtual rank i, in turns; all begin with the current random streams. Local.

@@ -135,7 +135,10 @@ class World:
         """
         turns = self._job.turns
         if turns is not None and turns.now is not None:
-            return turns.meet("a gather", value, self._gather_of_virtual)
+            from ddpshim.job.exchange import in_order_of_numbers
+
+            what = "gather in a virtual step"
+            return turns.meet("a gather", value, lambda mine: in_order_of_numbers(self._gather(mine, what)))
         return self._gather(value, "gather")
 
     def _gather(self, value: T, what: str) -> list[T]:
@@ -145,25 +148,13 @@ class World:
 
         return collectives.gather(self, value, what)
 
-    def _gather_of_virtual(self, of_process: list[T]) -> list[T]:
-        from ddpshim.job.exchange import in_order_of_numbers
-
-        return in_order_of_numbers(self._gather(of_process, "gather in a virtual step"))
-
-    def _check_outside_step(self, what: str) -> None:
-        turns = self._job.turns
-        if turns is not None and turns.now is not None:
-            raise WorldError(
-                f"{what} in a step of {turns.size} virtual ranks (option exact): results would depend on the number "
-                "of processes. Call it between steps; gather, sum, mean, mean_over and all_gather work within steps."
-            )
-
     def broadcast(self, value: T, src: int = 0) -> T:
         """Return the value of rank `src`, on every rank (collective). Other ranks' arguments are ignored.
 
         Raises WorldError if `src` is not a rank of this world.
         """
-        self._check_outside_step("broadcast")
+        if self._job.turns is not None:
+            self._job.turns.check_between("broadcast")
         if not 0 <= src < self.world_size:
             raise WorldError(
                 f"broadcast from src={src} in a world of {self.world_size}; every rank would wait for a sender that "
@@ -298,7 +289,8 @@ class World:
 
         An exception on the main rank is raised there as it is, and as WorldError everywhere else.
         """
-        self._check_outside_step("run_on_main")
+        if self._job.turns is not None:
+            self._job.turns.check_between("run_on_main")
         if self.world_size == 1:
             return function(*args, **kwargs)
         from ddpshim.job import collectives

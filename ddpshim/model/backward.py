@@ -11,7 +11,7 @@ from typing import Any, Callable, NoReturn, Optional
 import torch
 
 from ddpshim.errors import SyncError
-from ddpshim.job import events
+from ddpshim.job import timing
 from ddpshim.job.failure import abort
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
@@ -114,7 +114,7 @@ def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., No
         if not passes.depth:
             _check(passes)
             args, kwargs = weighing.weighed(*args, **kwargs)
-            clock = events.running
+            clock = timing.running
         else:
             with contextlib.suppress(RuntimeError):  # if the outer pass runs in another thread
                 passes.queue_end()  # for the outer pass: from now on, callbacks are queued for the inner one

@@ -18,7 +18,8 @@ from torch import nn
 from ddpshim.errors import SyncError
 from ddpshim.job import events
 from ddpshim.job.alike import computes_on
-from ddpshim.job.group import draws_alike, world
+from ddpshim.job.group import world
+from ddpshim.job.own_streams import draws_alike
 from ddpshim.job.random_streams import digest, rank_states, restore_rank_states
 from ddpshim.job.say import say
 from ddpshim.model.checksums import Named, bits_of_rows, numbers_of, sent

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpshim.errors import SyncError
-from ddpshim.job import events, exchange, noise
+from ddpshim.job import exchange, noise, timing
 from ddpshim.job.group import world
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
@@ -159,7 +159,7 @@ def _add_up(made: Networks, touched: list[set[int]]) -> None:
     here = world()
     assert here.options.exact is not None
     indices = sorted(_touched_anywhere(made, set().union(*touched), here))
-    with events.counted("communication"), torch.no_grad():
+    with timing.counted("communication"), torch.no_grad():
         take_mean = functools.partial(made.running_sum.take_mean, num=here.options.exact, touched=touched)
         indices = [index for index in indices if here.world_size > 1 or not take_mean(index)]
         for own in touched:

@@ -6,7 +6,6 @@ from typing import Optional
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ddpshim.errors import SyncError
 from ddpshim.model.transparent import Transparent
@@ -46,8 +45,10 @@ def check_kind(module: nn.Module, is_alone: bool) -> None:
                 "parts of different parameters mixed. Give wrap_parallel the bare module, and leave the other "
                 "wrapper out (fully_shard, replicate, FSDP, DistributedDataParallel)."
             )
-    for name, tensor in () if is_alone else (*module.named_parameters(), *module.named_buffers()):
-        _check_tensor(f"'{name}' of {type(module).__name__}", tensor)
+    if not is_alone:
+        from ddpshim.model.refused import check_tensors
+
+        check_tensors(module)
 
 
 def _other_way(module: nn.Module) -> Optional[str]:
@@ -58,26 +59,3 @@ def _other_way(module: nn.Module) -> Optional[str]:
     # torch before 2.2 keeps the class, and stores in the module what was applied to it.
     applied = (held for key, held in vars(module).items() if "composable" in key and isinstance(held, dict))
     return next((name for held in applied for name in ("replicate", "fully_shard") if name in held), None)
-
-
-def _check_tensor(what: str, tensor: torch.Tensor) -> None:
-    if is_lazy(tensor):
-        raise SyncError(
-            f"{what} has no shape yet (a lazy module), so it cannot be compared or reduced. Run one batch through "
-            "the network before wrap_parallel: with torch.no_grad(): net(batch)."
-        )
-    if any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__):
-        raise SyncError(
-            f"{what} is a DTensor, of which each rank may hold a different part (fully_shard, tensor parallelism); "
-            "wrap_parallel would mix gradients of different parts. Give it the network before that."
-        )
-    if tensor.is_meta:
-        raise SyncError(
-            f"{what} is on the meta device and has no values to train. Before wrap_parallel give it memory "
-            "(net.to_empty(device=ddpshim.world().device)) and values (its reset_parameters(), or a checkpoint)."
-        )
-    if tensor.is_inference():
-        raise SyncError(
-            f"{what} was made under torch.inference_mode(); it can have no gradient. Build the network outside of that "
-            "block."
-        )

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from ddpshim.job.group import current_or_new_world, split_random_streams
+from ddpshim.job.group import current_or_new_world
+from ddpshim.job.group import world as current_world
+from ddpshim.job.job import current
 from ddpshim.job.world import World
 from ddpshim.model.kinds import check_kind
 from ddpshim.model.transparent import BareModule, Transparent
@@ -65,7 +67,11 @@ def wrap_parallel(
     here = world or current_or_new_world()
     is_alone = here.world_size == 1 and here.options.exact is None
     if isinstance(module, Transparent):
-        if is_alone or _has_nothing_to_reduce(module.module):
+        if is_alone:
+            return module
+        from ddpshim.model.wrapping import has_nothing_to_reduce
+
+        if has_nothing_to_reduce(module.module):
             return module
         module = module.module  # wrapped before a parameter was unfrozen, or in a world that has ended
     if isinstance(module, DataParallel):
@@ -95,7 +101,11 @@ def wrap_parallel(
             process_group=process_group,
             shard=shard,
         )
-    split_random_streams()
+    current().has_networks = True
+    if current_world().is_launched:
+        from ddpshim.job.own_streams import split_random_streams
+
+        split_random_streams()
     if here.options.precision != "float32":  # forward in training mode then uses it
         wrapped.__dict__["_autocast"] = here.autocast
     return wrapped
@@ -109,26 +119,7 @@ def _wrap_alone(module: nn.Module, here: World, bucket_cap_mb: Optional[float]) 
         wrapping.count_steps(module, here, bucket_cap_mb, here.backend or "")
     several = not here.is_launched and torch.cuda.is_available() and torch.cuda.device_count() > 1
     if several and any(p.is_cuda for p in module.parameters()):
+        from ddpshim.model.data_parallel import DataParallelModule
+
         return DataParallelModule(module)
     return BareModule(module)
-
-
-def _has_nothing_to_reduce(module: nn.Module) -> bool:
-    from ddpshim.model.wrapping import has_nothing_to_reduce
-
-    return has_nothing_to_reduce(module)
-
-
-class DataParallelModule(BareModule):
-    """A wrapper for one process on several GPUs: `forward` is spread over them, any other method runs on the first.
-
-    torch's DataParallel is an attribute and not a base class: it looks up `dim`, `gather` and others on itself, and a
-    module may have attributes of these names.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        self.__dict__["_spread"] = DataParallel(module)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        return self._spread(*args, **kwargs)

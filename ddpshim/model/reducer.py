@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpshim.errors import SyncError
-from ddpshim.job import devices, events, exchange, noise
+from ddpshim.job import devices, exchange, noise, timing
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
 from ddpshim.job.say import say
@@ -286,7 +286,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
 
     def _finish(self) -> None:
         """End the pass: mark parameters without a gradient as ready, so that all buckets but the last are sent."""
-        mine, profiled = self.__dict__, events.running
+        mine, profiled = self.__dict__, timing.running
         self._pass.end()
         if self._needs_default_stream:
             refused.check_stream(self._device)
@@ -313,7 +313,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
 
     def _send_last(self) -> None:
         """Send the last bucket, then the buffers; called after `_finish`."""
-        mine, profiled, missed = self.__dict__, events.running, self._missed
+        mine, profiled, missed = self.__dict__, timing.running, self._missed
         self._tell_others([i for i in missed if self._reduced[i].grad is None])
         self._reducer._autograd_hook(0)
         mine["has_unreduced_gradients"] = False

@@ -10,6 +10,7 @@ import torch
 from packaging.version import Version
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from ddpshim.errors import SyncError
 from ddpshim.job.job import current
@@ -17,6 +18,35 @@ from ddpshim.job.replaced import replaced
 from ddpshim.job.world import World
 from ddpshim.model import guard
 from ddpshim.model.transparent import Transparent
+
+
+def check_tensors(module: nn.Module) -> None:
+    """Refuse tensors that cannot be compared or reduced. Local."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        _check_tensor(f"'{name}' of {type(module).__name__}", tensor)
+
+
+def _check_tensor(what: str, tensor: torch.Tensor) -> None:
+    if is_lazy(tensor):
+        raise SyncError(
+            f"{what} has no shape yet (a lazy module), so it cannot be compared or reduced. Run one batch through "
+            "the network before wrap_parallel: with torch.no_grad(): net(batch)."
+        )
+    if any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__):
+        raise SyncError(
+            f"{what} is a DTensor, of which each rank may hold a different part (fully_shard, tensor parallelism); "
+            "wrap_parallel would mix gradients of different parts. Give it the network before that."
+        )
+    if tensor.is_meta:
+        raise SyncError(
+            f"{what} is on the meta device and has no values to train. Before wrap_parallel give it memory "
+            "(net.to_empty(device=ddpshim.world().device)) and values (its reset_parameters(), or a checkpoint)."
+        )
+    if tensor.is_inference():
+        raise SyncError(
+            f"{what} was made under torch.inference_mode(); it can have no gradient. Build the network outside of that "
+            "block."
+        )
 
 
 class _Wrapping:

@@ -23,8 +23,9 @@ from ddpshim.checkpoint.resume import Resumable, Stateful
 from ddpshim.data.sharded_loader import Enterable
 from ddpshim.job import events, preemption, shares
 from ddpshim.job.exchange import in_order_of_numbers
-from ddpshim.job.group import draws_alike, on_cleanup, setup, world
+from ddpshim.job.group import on_cleanup, setup, world
 from ddpshim.job.job import current
+from ddpshim.job.own_streams import draws_alike
 from ddpshim.job.random_streams import rank_states
 from ddpshim.job.rank_log import link_log
 from ddpshim.job.say import say, say_once

@@ -22,8 +22,9 @@ from torch.utils import data as torch_data
 from ddpshim import variables
 from ddpshim.errors import OptionsError
 from ddpshim.job import unshared
-from ddpshim.job.group import cleanup, draws_alike, setup, world
+from ddpshim.job.group import cleanup, setup, world
 from ddpshim.job.job import Job, current
+from ddpshim.job.own_streams import draws_alike
 from ddpshim.job.replaced import noted, replaced
 from ddpshim.job.world import World
 from ddpshim.rows import calls, pieces
