@@ -150,8 +150,8 @@ def test_public_names() -> None:
 OF_THE_PROCESS = {
     "adapters.packages": "what is installed",
     "checkpoint.files._writer": "the process that writes in the background serves later jobs, too",
-    "data.sharded_loader._with_workers": "torch's iterators, for as long as somebody holds them",
-    "data.sharded_loader._dismiss_workers_with": "what is done at the end of the process",
+    "data.workers._with_workers": "torch's iterators, for as long as somebody holds them",
+    "data.workers._dismiss_workers_with": "what is done at the end of the process",
     "data.mailbox._mailboxes": "shared memory, for as long as a loader holds it",
     "data.mailbox._names": "two mailboxes of one process must not have one name",
     "tools.prove.sketches._signs": "a function of a number",

@@ -11,19 +11,18 @@ from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, W
 
 from ddpshim.data import permutation
 from ddpshim.data import sampler as sampler_module
+from ddpshim.data.epochs import EpochCounter, layers
 from ddpshim.data.permutation import Computed, Permutation
 from ddpshim.data.sampler import (
     DrawnOrder,
-    EpochCounter,
     SequentialOrder,
     ShardedBatchSampler,
     ShardedSampler,
     ShuffledOrder,
-    Split,
     SplitBatchSampler,
     draws_by_weight,
-    layers,
 )
+from ddpshim.data.split import Split
 from ddpshim.data.weighted import WeightedDraws, WeightedOrder, Weights
 from ddpshim.errors import DataError
 from ddpshim.job.random_streams import PrivateRandom

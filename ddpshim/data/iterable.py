@@ -9,8 +9,9 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ddpshim.data.alike import length
+from ddpshim.data.epochs import EpochCounter
 from ddpshim.data.facts import hash_of
-from ddpshim.data.sampler import EpochCounter, Split
+from ddpshim.data.split import Split
 from ddpshim.errors import DataError
 from ddpshim.job.group import current_or_new_world
 from ddpshim.job.own_streams import use_own_batches

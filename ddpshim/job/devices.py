@@ -113,3 +113,11 @@ def is_capturing(device: torch.device) -> bool:
     """Return whether a CUDA graph is being captured on `device`, so that nothing may be read from it. Local."""
     # A torch built without CUDA has the function too, but it raises.
     return device.type == "cuda" and torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
+
+
+def computes_on(device: torch.device) -> dict[str, Any]:
+    """Return the hardware and software that determine rounding: where they are equal, so are all bits. Local."""
+    if device.type == "cuda":
+        return {"GPU": torch.cuda.get_device_name(device), "torch": torch.__version__}
+    capability: Any = getattr(torch.backends.cpu, "get_cpu_capability", lambda: "unknown")()
+    return {"CPU": capability, "threads": torch.get_num_threads(), "torch": torch.__version__}

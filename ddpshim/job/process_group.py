@@ -28,7 +28,6 @@ from ddpshim.job.job import Job, current
 from ddpshim.job.job import leave as leave_job
 from ddpshim.job.launch_env import LaunchEnv
 from ddpshim.job.say import count, say
-from ddpshim.job.second_setup import check_same
 from ddpshim.job.world import World
 from ddpshim.options import Options, names
 
@@ -58,6 +57,8 @@ def join(
     """
     backend, device = asked["backend"] or options.backend, asked["device"]
     if env is None:
+        from ddpshim.job.second_setup import check_same
+
         made = replace(_adopt(job, device, side_timeout_s), options=options)
         check_same(made, {**asked, "backend": backend})
     else:

@@ -13,7 +13,6 @@ from typing import Any, Optional
 
 from ddpshim import variables
 from ddpshim.errors import LaunchError, SyncError
-from ddpshim.job.after_import import after_import
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 
@@ -35,6 +34,8 @@ class _Answer:
 @functools.cache
 def watch() -> None:
     """Check every optimizer step in this process, once it imports torch. Local."""
+    from ddpshim.job.after_import import after_import
+
     after_import("torch", lambda: _register(contextlib.ExitStack()))
 
 

@@ -29,7 +29,7 @@ from ddpshim.job import devices, exchange, noise, timing
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
 from ddpshim.job.say import say
-from ddpshim.model import agreement, backward, guard, inputs, order, refused, seams
+from ddpshim.model import agreement, backward, guard, order, refused, seams
 from ddpshim.model.agreement import Agreement
 from ddpshim.model.broadcasting import Buffers, broadcast_state
 from ddpshim.model.equality import Equality, is_milestone
@@ -241,7 +241,10 @@ class DistributedModule(Transparent, DistributedDataParallel):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._device.type != "cpu":  # inputs are moved to the device, as by DataParallel
+        if self._device.type != "cpu":
+            from ddpshim.model import inputs
+
+            # As by DataParallel.
             args, kwargs = inputs.moved(args, self._device), inputs.moved(kwargs, self._device)
         with self._inside_ddp_forward() if self._splits_graphs else contextlib.nullcontext():
             return Transparent.forward(self, *args, **kwargs)

@@ -25,7 +25,7 @@ from ddpshim.job.group import world
 from ddpshim.job.job import current
 from ddpshim.job.random_streams import global_states, restore_global_states
 from ddpshim.job.say import line_of_the_caller, say
-from ddpshim.model import guard
+from ddpshim.model import equal_steps, guard
 from ddpshim.rows import blocks
 from ddpshim.rows.tensor import Counts, Rows, leaves
 
@@ -83,7 +83,7 @@ def _batches(loader: DataLoader[Any], batches: Any) -> Iterator[Any]:
     finally:
         batches = None  # ends an abandoned pass now, on every rank: Python up to 3.10 keeps this frame
     if guard.num_reductions() != num_passes:
-        guard.check_equal_steps(f"a pass over the DataLoader of {loader.place}")
+        equal_steps.check_equal_steps(f"a pass over the DataLoader of {loader.place}")
 
 
 class _RowsLoader(torch_data.DataLoader[Any]):

@@ -30,7 +30,7 @@ from ddpshim.job.random_streams import rank_states
 from ddpshim.job.rank_log import link_log
 from ddpshim.job.say import say, say_once
 from ddpshim.job.seeds import derive_seed, seed_everything
-from ddpshim.model import guard
+from ddpshim.model import equal_steps
 from ddpshim.observe.recording import Recorder
 from ddpshim.trainers.same_experiment import check_same_experiment
 
@@ -248,7 +248,7 @@ class Session:
         if trains:
             if self.progress is not None and epoch.num_steps is not None:
                 self.progress.end_epoch(epoch.num_steps)
-            guard.check_equal_steps(f"epoch {epoch.number}")
+            equal_steps.check_equal_steps(f"epoch {epoch.number}")
         every = here.options.metrics_every_n_epochs if trains else 1
         is_exact, metrics = here.options.exact is not None, self._metrics if trains else self._validation
         if here.world_size > 1 and every and epoch.number % every == 0:
