@@ -24,20 +24,21 @@ PROGRAM = """
 import os, runpy, sys
 
 trainer, listing = sys.argv[1:]
-rank = os.environ.get("RANK", "0")
+file = open(f"{listing}.{os.environ.get('RANK', 0)}", "w")  # before `run` joins the job: then one rank writes
 sys.argv = [trainer]
 runpy.run_path(trainer, run_name="__main__")
-if rank == "0":
-    ours = [(name, module) for name, module in sorted(sys.modules.items()) if name.partition(".")[0] == "ddpshim"]
-    with open(listing, "w") as file:
-        file.writelines(f"{name} {module.__file__}\\n" for name, module in ours)
+ours = [(name, module) for name, module in sorted(sys.modules.items()) if name.partition(".")[0] == "ddpshim"]
+file.writelines(f"{name} {module.__file__}\\n" for name, module in ours)
 """
 
 
 def loaded(kind: str) -> dict[str, int]:
-    """Return the lines of each module that a process has loaded at its end: "plain", "launched" or "run"."""
+    """Return the lines of each module that a process has loaded at its end: "plain", "launched" or "run".
+
+    Of several ranks, the one that has loaded most counts.
+    """
     with tempfile.TemporaryDirectory() as folder:  # the trainers write files
-        program, listing = Path(folder, "program.py"), Path(folder, "listing.txt")
+        program, listing = Path(folder, "program.py"), Path(folder, "listing")
         program.write_text(PROGRAM)
         rank = [str(program), str(UNEDITED if kind == "run" else AFTER), str(listing)]
         starts = {
@@ -58,8 +59,9 @@ def loaded(kind: str) -> dict[str, int]:
         )
         if ran.returncode != 0:
             raise RuntimeError(f"the {kind} trainer failed:\n{ran.stdout}{ran.stderr}")
-        files = dict(line.split(" ", 1) for line in listing.read_text().splitlines())
-    return {name: _num_lines(Path(file)) for name, file in files.items()}
+        of_ranks = [file.read_text().splitlines() for file in Path(folder).glob("listing.*")]
+    found = [{name: _num_lines(Path(file)) for name, file in map(str.split, lines)} for lines in of_ranks]
+    return max(found, key=lambda lines: sum(lines.values()))
 
 
 def in_package() -> int:

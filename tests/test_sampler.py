@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ddpshim.data import permutation
-from ddpshim.data import sampler as sampler_module
+from ddpshim.data import permutation as permutation_module
 from ddpshim.data.epochs import EpochCounter, layers
 from ddpshim.data.permutation import Computed, Permutation
 from ddpshim.data.sampler import (
@@ -83,7 +83,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("kind", ORDERS)
 def test_steps_taken_together_are_those_taken_one_by_one(kind, monkeypatch):
-    monkeypatch.setattr(sampler_module, "NUM_AT_ONCE", 100)
+    monkeypatch.setattr(permutation_module, "NUM_AT_ONCE", 100)
     for size, split in (
         (1000, Split(8, 1, 2, True)),
         (1001, Split(8, 1, 2, False)),

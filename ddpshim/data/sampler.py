@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import Sampler, WeightedRandomSampler
 
 from ddpshim import adapters
-from ddpshim.data.augmentation import numbered
 from ddpshim.data.epochs import EpochCounter, layers
+from ddpshim.data.numbered import numbered
 from ddpshim.data.permutation import Computed, Permutation
 from ddpshim.data.split import Split
 from ddpshim.errors import DataError

@@ -1,13 +1,13 @@
 """Makes the loader of a rank's share of each global batch; see `make_loader`."""
 
 from collections.abc import Iterable
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch.utils.data import default_collate
 
+from ddpshim import adapters
 from ddpshim.data.alike import length
-from ddpshim.data.fetching import Collate, fetcher_of
 from ddpshim.data.parts import Parts, make_alike
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
@@ -16,6 +16,9 @@ from ddpshim.job.job import current
 from ddpshim.job.own_streams import draws_alike, use_own_batches
 from ddpshim.job.say import count, say, say_once
 from ddpshim.job.world import World
+
+if TYPE_CHECKING:
+    from ddpshim.data.fetching import Collate, Fetcher
 
 
 class _Said(set[tuple[int, int]]):
@@ -101,7 +104,7 @@ def _check_virtual_ranks(exact: int, global_batch_size: Optional[int], drop_last
         )
 
 
-def _fetch_batches(world: World, dataset: Any) -> Optional[Collate]:
+def _fetch_batches(world: World, dataset: Any) -> "Optional[Collate]":
     """Make a dataset that an adapter knows give whole batches, if it can; return its collate_fn, else None."""
     fetcher = fetcher_of(dataset)
     if fetcher is None:
@@ -121,3 +124,11 @@ def _announce(world: World, global_batch_size: Optional[int]) -> None:
         ranks = count(world.world_size, "rank")
         each, left = divmod(global_batch_size, world.world_size)
         say(f"global batch {global_batch_size} = {ranks} x {f'{each} or {each + 1}' if left else each}")
+
+
+def fetcher_of(dataset: Any) -> "Optional[Fetcher]":
+    """Return the fetcher of `dataset`; None if no adapter has one. Local."""
+    if getattr(type(dataset), "is_its_own_fetcher", False):
+        return dataset  # type: ignore[no-any-return]
+    found = (offer(dataset) for offer in adapters.functions_for(dataset, "fetcher"))
+    return next((fetcher for fetcher in found if fetcher is not None), None)

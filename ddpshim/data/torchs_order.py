@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from ddpshim.data.alike import length
-from ddpshim.data.augmentation import Numbered
 from ddpshim.data.epochs import EpochCounter, layers
+from ddpshim.data.numbered import Numbered
 from ddpshim.errors import DataError
 from ddpshim.job.job import current
 from ddpshim.job.own_streams import draws_alike

@@ -28,7 +28,6 @@ from ddpshim.errors import SyncError
 from ddpshim.job import devices, exchange, noise, timing
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
-from ddpshim.job.say import say
 from ddpshim.model import agreement, backward, guard, order, refused, seams
 from ddpshim.model.agreement import Agreement
 from ddpshim.model.broadcasting import Buffers, broadcast_state
@@ -116,8 +115,12 @@ class DistributedModule(Transparent, DistributedDataParallel):
         **ddp_options: Any,
     ) -> None:
         lacking = seams.lacking()
-        begin = self._begin_publicly if lacking else self._begin
-        begin(module, process_group, ddp_options)
+        if lacking:
+            from ddpshim.model import public_reducer
+
+            public_reducer.begin(self, module, process_group, ddp_options)
+        else:
+            self._begin(module, process_group, ddp_options)
         if getattr(comm_hook, "__module__", "").endswith("powerSGD_hook"):
             raise SyncError(
                 "PowerSGD sends several messages per bucket, which would be mixed up with the one about unused "
@@ -190,30 +193,6 @@ class DistributedModule(Transparent, DistributedDataParallel):
             undo.enter_context(seams.nothing_sent_at_first())
         with undo:
             DistributedDataParallel.__init__(self, module, process_group=process_group, **options)
-
-    def _begin_publicly(self, module: nn.Module, process_group: Any, ddp_options: dict[str, Any]) -> None:
-        """Set the attributes of torch's DDP, with a reducer that uses torch's public API alone."""
-        from ddpshim.model import public_reducer
-
-        nn.Module.__init__(self)
-        mine, (reduced, are_sparse) = self.__dict__, public_reducer.parameters_of(module, guard.is_owned)
-        self._modules["module"] = module
-        mine.update(process_group=process_group, require_backward_grad_sync=True, device_ids=None, **ddp_options)
-        mine["_reduced"], mine["_presence"] = reduced, nn.Parameter(reduced[0].new_zeros(len(reduced) + agreement.NUM))
-        mine["device"] = reduced[0].device
-        mine["reducer"] = public_reducer.PublicReducer(
-            [self._presence, *reduced],
-            [False, *are_sparse],
-            process_group,
-            ddp_options.get("bucket_cap_mb"),
-            ddp_options["gradient_as_bucket_view"],
-        )
-        if is_first() and dist.get_rank() == 0:
-            missing = ", ".join(seams.lacking())
-            say(
-                f"torch {torch.__version__} lacks {missing}; gradients are reduced through its public API: equal to "
-                "the last bit, in up to 1.04 times the time per step"
-            )
 
     def _build_params_for_reducer(self) -> Any:
         """Return the parameters for torch's reducer, which reverses them: the additional one is first, so sent last."""
