@@ -209,7 +209,7 @@ class World:
                 in `sum`.
             count: the number of this rank's entries, or the sum of their weights; a number or a tensor.
         """
-        if not self.is_launched:
+        if self.world_size == 1 and not self.is_launched:
             alone: Any = total
             is_tensor = isinstance(total, torch.Tensor)
             return cast(N, alone / as_divisor(count, alone) if is_tensor else float(alone) / float(count))
@@ -228,7 +228,7 @@ class World:
         Args:
             x: (B, ...), of the same shape on every rank. With one process it is returned as it is.
         """
-        if not self.is_launched:
+        if self.world_size == 1 and not self.is_launched:
             return x
         from ddpshim.job import whole_batch
 
