@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import ddpshim
 from benchmarks.results import Result, alternate, main, ratio
-from ddpshim.job import events
+from ddpshim.job import timing
 from ddpshim.job.job import current
 from ddpshim.job.pace import Pace
 from ddpshim.job.replaced import replaced
@@ -60,15 +60,15 @@ def _small(num_rounds: int) -> dict[str, list[float]]:
     with ddpshim.shared_random_streams(0):
         net = torch.nn.Sequential(*(torch.nn.Linear(D_MODEL, D_MODEL) for _ in range(4)))
     policy = ddpshim.wrap_parallel(net)
-    clock, x = events.running, torch.zeros(BATCH, D_MODEL)
+    clock, x = timing.running, torch.zeros(BATCH, D_MODEL)
 
     def measure(is_counted: bool) -> float:
-        events.measure_by(clock if is_counted else None)
+        timing.measure_by(clock if is_counted else None)
         ddpshim.world().barrier()
         start = time.perf_counter()
         _steps(policy, x, 20)
         took = (time.perf_counter() - start) / 20
-        events.measure_by(clock)
+        timing.measure_by(clock)
         return took
 
     with replaced(Pace, "_tell", lambda *_: None):  # its clock stops in every other round

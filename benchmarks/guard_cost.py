@@ -102,7 +102,7 @@ def _measure(num_rounds: int, steps_per_round: int, batch_size_per_rank: int) ->
         **ms,
         "hook": statistics.median(_time_ms(hook) for _ in range(200)),
         "agree": statistics.median(_time_ms(agree) for _ in range(200)),
-        "hash": statistics.median(_time_ms(guard._hash_of_all) for _ in range(20)),
+        "hash": statistics.median(_time_ms(guard.hash_of_all) for _ in range(20)),
         "compare": statistics.median(_time_ms(compare) for _ in range(20)),
         "num_parameters": sum(p.numel() for p in arms["with"].policy.parameters()),
     }

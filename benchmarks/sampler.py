@@ -18,7 +18,8 @@ import torch
 from torch.utils.data import DistributedSampler, Sampler, WeightedRandomSampler
 
 from benchmarks.results import Result, alternate, main, median_and_quartiles, ratio
-from ddpshim.data.sampler import ShardedSampler, ShuffledOrder, Split
+from ddpshim.data.sampler import ShardedSampler, ShuffledOrder
+from ddpshim.data.split import Split
 from ddpshim.data.weighted import WeightedOrder
 
 NAME = "sampler"

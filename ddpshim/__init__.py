@@ -30,8 +30,8 @@ from ddpshim.version import __version__ as __version__
 if TYPE_CHECKING:
     from ddpshim.checkpoint.resume import Resumable as Resumable
     from ddpshim.data.iterable import shard_iterable as shard_iterable
+    from ddpshim.data.learning_rate import scale_lr as scale_lr
     from ddpshim.data.loader import make_loader as make_loader
-    from ddpshim.data.loader import scale_lr as scale_lr
     from ddpshim.data.node_memory import shared_arrays as shared_arrays
     from ddpshim.data.replay_buffers import Windows as Windows
     from ddpshim.data.replay_buffers import load_replay_buffer as load_replay_buffer
@@ -43,17 +43,17 @@ if TYPE_CHECKING:
     from ddpshim.job.failure import abort as abort
     from ddpshim.job.group import cleanup as cleanup
     from ddpshim.job.group import setup as setup
-    from ddpshim.job.group import split_random_streams as split_random_streams
     from ddpshim.job.group import world as world
+    from ddpshim.job.own_streams import split_random_streams as split_random_streams
     from ddpshim.job.random_streams import shared_random_streams as shared_random_streams
     from ddpshim.job.whole_batch import whole_batch as whole_batch
     from ddpshim.job.world import World as World
     from ddpshim.launch.spawning import spawn as spawn
     from ddpshim.model.accumulation import accumulate as accumulate
-    from ddpshim.model.guard import check_equal_steps as check_equal_steps
+    from ddpshim.model.equal_steps import check_equal_steps as check_equal_steps
     from ddpshim.model.guard import watch as watch
+    from ddpshim.model.keys import unwrap as unwrap
     from ddpshim.model.parallel import wrap_parallel as wrap_parallel
-    from ddpshim.model.transparent import unwrap as unwrap
     from ddpshim.model.virtual_step import virtual_step as virtual_step
     from ddpshim.observe.recording import profile as profile
     from ddpshim.observe.recording import record as record
@@ -68,12 +68,12 @@ _HOMES = {
     "cleanup": "job.group",
     "setup": "job.group",
     "spawn": "launch.spawning",
-    "split_random_streams": "job.group",
+    "split_random_streams": "job.own_streams",
     "world": "job.group",
-    "check_equal_steps": "model.guard",
+    "check_equal_steps": "model.equal_steps",
     "deal": "data.tasks",
     "make_loader": "data.loader",
-    "scale_lr": "data.loader",
+    "scale_lr": "data.learning_rate",
     "profile": "observe.recording",
     "wrap_parallel": "model.parallel",
     "Resumable": "checkpoint.resume",
@@ -87,7 +87,7 @@ _HOMES = {
     "shared_arrays": "data.node_memory",
     "shared_random_streams": "job.random_streams",
     "shard_tfdata": "data.tfdata",
-    "unwrap": "model.transparent",
+    "unwrap": "model.keys",
     "virtual_step": "model.virtual_step",
     "watch": "model.guard",
     "whole_batch": "job.whole_batch",

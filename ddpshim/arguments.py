@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Optional
 
-from ddpshim.options import nearest
+from ddpshim.near_names import nearest
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction["Parser"]

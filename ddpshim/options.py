@@ -5,11 +5,9 @@ Imports no torch: `python -m ddpshim options` answers at once.
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Callable, NamedTuple, Optional
 
@@ -23,12 +21,6 @@ FILE = f"{PREFIX}CONFIG"
 _OTHER_VARIABLES = {FILE, *variables.ALL}
 
 _LONGEST_SHOWN = 200  # characters of a value that is not allowed
-# Names that module files (`module load`) give to a package's folders and version, as in DDPSHIM_ROOT.
-_OF_MODULE_FILES = (
-    *("ROOT", "HOME", "DIR", "BASE", "PREFIX", "PATH", "VERSION", "BIN"),
-    *("LIB", "LIBDIR", "INC", "INCLUDE", "SHARE", "MAN", "DOC", "SRC"),
-)
-_OF_NO_OPTION = ("EVERY", "RANK")  # words that do not identify an option
 
 # The values that the option `exact` allows for other options; the first is the default.
 _EXACT_NEEDS: dict[str, tuple[Any, ...]] = {
@@ -343,7 +335,9 @@ class Options:
                 if name in names():
                     found[name] = (f"variable {key}", text)
                 else:
-                    problems.extend(_unknown(key))
+                    from ddpshim.near_names import unknown
+
+                    problems.extend(unknown(key, names(), FILE))
         _take({k: v for k, v in arguments.items() if v is not None}, "argument", found, problems)
         return cls(**_parse(found, problems))
 
@@ -364,39 +358,9 @@ def _take(section: Mapping[str, Any], source: str, found: dict[str, tuple[str, A
         if key in names():
             found[key] = (f"{source}, {key}" if source != "argument" else source, value)
         else:
+            from ddpshim.near_names import nearest
+
             problems.append(f"{source}: no option {key!r}{nearest(str(key), names())}")
-
-
-def _unknown(variable: str) -> Iterator[str]:
-    """Yield the problem if an unknown variable resembles an option; otherwise only warn."""
-    own = variable[len(PREFIX) :]
-    if own in _OF_MODULE_FILES or variable.startswith(variables.MODULE_PREFIX):
-        return
-    known = [name.upper() for name in names()] + [name[len(PREFIX) :] for name in (FILE, *variables.OF_USERS)]
-    # Compared without the common prefix, which would make all names similar.
-    near = difflib.get_close_matches(own, known, n=1, cutoff=0.7)
-    near = near or difflib.get_close_matches(own, [name for name in known if _share_a_word(own, name)], n=1, cutoff=0)
-    if near:
-        yield f"variable {variable}: no such option; did you mean {PREFIX}{near[0]}?"
-    else:
-        warnings.warn(
-            f"{variable} is not an option and is ignored. `python -m ddpshim options` lists all options. To use a "
-            f"variable of your own without this warning, call it {variables.MODULE_PREFIX}{own}.",
-            stacklevel=3,
-        )
-
-
-def _share_a_word(name: str, other: str) -> bool:
-    """Whether a word of one name equals or begins a word of the other, as in LOG_DIR and LOGS."""
-    pairs = ((a, b) for a in name.split("_") for b in other.split("_") if min(len(a), len(b)) > 2)
-    return any((a.startswith(b) or b.startswith(a)) and a not in _OF_NO_OPTION for a, b in pairs)
-
-
-def nearest(name: str, known: list[str]) -> str:
-    """Return the end of a message about an unknown name, which suggests the nearest known one; may be empty."""
-    near = difflib.get_close_matches(name, known, n=1)
-    near = near or [other for other in known if len(name) > 3 and other.startswith(name)]  # --gpus: --gpus-per-node
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _parse(found: Mapping[str, tuple[str, Any]], problems: list[str]) -> dict[str, Any]:

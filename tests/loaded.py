@@ -1,41 +1,86 @@
-"""Lists the files of ddpshim that the smallest trainer loads, and their lines: `python -m tests.loaded`.
+"""Lists the files of ddpshim that small trainers load, and their lines: `python -m tests.loaded`.
 
-It runs examples/train_after.py as a launched world of one.
+Three processes: examples/train_after.py without a launcher; the same as one of two launched ranks; and a rank of
+`python -m ddpshim run`, whose program has no line of ddpshim.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
-import runpy
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from tests.ranks import free_port
+from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).resolve().parent.parent
+AFTER = ROOT / "examples" / "train_after.py"
+UNEDITED = ROOT / "examples" / "any_trainer" / "train_dataparallel.py"
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# Runs a trainer; then writes the file of each module of ddpshim that it has loaded.
+PROGRAM = """
+import os, runpy, sys
+
+trainer, listing = sys.argv[1:]
+file = open(f"{listing}.{os.environ.get('RANK', 0)}", "w")  # before `run` joins the job: then one rank writes
+sys.argv = [trainer]
+runpy.run_path(trainer, run_name="__main__")
+ours = [(name, module) for name, module in sorted(sys.modules.items()) if name.partition(".")[0] == "ddpshim"]
+file.writelines(f"{name} {module.__file__}\\n" for name, module in ours)
+"""
 
 
-def loaded() -> dict[str, int]:
-    """Return the number of lines of each module of ddpshim that this process has loaded. Local."""
-    files = {name: getattr(module, "__file__", None) for name, module in sorted(sys.modules.items())}
-    ours = {name: file for name, file in files.items() if name.partition(".")[0] == "ddpshim" and file is not None}
-    return {name: len(Path(file).read_text(encoding="utf-8").splitlines()) for name, file in ours.items()}
+def loaded(kind: str) -> dict[str, int]:
+    """Return the lines of each module that a process has loaded at its end: "plain", "launched" or "run".
+
+    Of several ranks, the one that has loaded most counts.
+    """
+    with tempfile.TemporaryDirectory() as folder:  # the trainers write files
+        program, listing = Path(folder, "program.py"), Path(folder, "listing")
+        program.write_text(PROGRAM)
+        rank = [str(program), str(UNEDITED if kind == "run" else AFTER), str(listing)]
+        starts = {
+            "plain": rank,
+            "launched": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *rank],
+            "run": ["-m", "ddpshim", "run", "--nproc", "2", *rank],
+        }
+        environ = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+        # On a busy machine the diagnosis would load what it names.
+        environ.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", DDPSHIM_DIAGNOSE="no")
+        ran = subprocess.run(
+            [sys.executable, *starts[kind]],
+            cwd=folder,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=patience(240),
+            check=False,
+        )
+        if ran.returncode != 0:
+            raise RuntimeError(f"the {kind} trainer failed:\n{ran.stdout}{ran.stderr}")
+        of_ranks = [file.read_text().splitlines() for file in Path(folder).glob("listing.*")]
+    found = [{name: _num_lines(Path(file)) for name, file in map(str.split, lines)} for lines in of_ranks]
+    return max(found, key=lambda lines: sum(lines.values()))
+
+
+def in_package() -> int:
+    """Return the number of lines of all files of the package."""
+    return sum(_num_lines(file) for file in (ROOT / "ddpshim").rglob("*.py"))
+
+
+def _num_lines(file: Path) -> int:
+    return len(file.read_text(encoding="utf-8").splitlines())
 
 
 def main() -> None:
-    place = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": free_port()}
-    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        os.chdir(folder)  # it writes policy.pth
-        runpy.run_path(str(ROOT / "examples" / "train_after.py"), run_name="__main__")
-        os.chdir(ROOT)
-    found = loaded()
-    for name, lines in sorted(found.items(), key=lambda item: -item[1]):
-        print(f"{lines:5d}  {name}")
-    print(f"{sum(found.values()):5d}  lines in {len(found)} modules")
+    for kind in ("plain", "launched", "run"):
+        found = loaded(kind)
+        for name, lines in sorted(found.items(), key=lambda item: -item[1]):
+            print(f"{lines:5d}  {name}")
+        print(f"{sum(found.values()):5d}  lines in {len(found)} modules: {kind}\n")
+    print(f"{in_package():5d}  lines in the package")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any, Callable
 import torch
 
 from ddpshim.data.permutation import Permutation
-from ddpshim.job.random_streams import derive_seed
+from ddpshim.job.seeds import derive_seed
 
 BINS, NUM_WINDOWS, BATCH_SIZE, NUM_FIRST = 16, 16, 256, 64
 Order = Any  # gives an int64 tensor for a slice

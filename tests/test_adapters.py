@@ -14,7 +14,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from ddpshim import adapters
-from ddpshim.data import fetching
+from ddpshim.data import share_loader
 from ddpshim.data.loader import make_loader
 from ddpshim.data.sampler import draws_by_weight
 from ddpshim.job.world import World
@@ -69,7 +69,7 @@ def test_only_ours_without_entry_points() -> None:
         **{package: f"ddpshim.{package}.adapter" for package in ("robomimic", "diffusion_policy")},
         "diffusion_policy_3d": "ddpshim.diffusion_policy.adapter",
     }
-    assert fetching.fetcher_of(Squares()) is None
+    assert share_loader.fetcher_of(Squares()) is None
     assert not draws_by_weight(OwnSampler([1.0, 2.0], 2))
 
 
@@ -90,7 +90,7 @@ def test_a_third_partys_sampler_and_files_are_known() -> None:
 
 def test_an_adapter_need_not_offer_anything(toybot: types.ModuleType) -> None:
     del toybot.fetcher, toybot.draws_by_weight, toybot.state_of_files  # type: ignore[attr-defined]
-    assert fetching.fetcher_of(Squares()) is None
+    assert share_loader.fetcher_of(Squares()) is None
     assert not draws_by_weight(OwnSampler([1.0, 2.0], 2))
     assert "toybot patch" not in environment._patch_states()
 

@@ -24,7 +24,7 @@ from torch import nn
 
 import ddpshim
 from ddpshim import Options, checkpoint
-from ddpshim.model.transparent import portable_keys
+from ddpshim.model.keys import portable_keys
 from ddpshim.robomimic import calls
 from tests import equivalence, ranks
 from tests.equivalence import batches, copy_release, largest_difference, make_config, make_data, source

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import ddpshim
-from ddpshim.job import events, machine, meter, pace
+from ddpshim.job import events, machine, meter, pace, timing
 from ddpshim.job.meter import PHASES, Clock, Meter
 from ddpshim.job.pace import Pace
 from ddpshim.job.say import say
@@ -56,14 +56,14 @@ def _train(time: Any, counted: Meter, by: str, num_steps: int = 4, data_s: float
     for x in DataLoader(slowness.Samples(lambda: _pass(time, data_s), num_steps)):
         time.now += 1
         loss = call(x).sum()
-        with events.counted("backward"):
+        with timing.counted("backward"):
             time.now += 4
             loss.backward()
-            with events.counted("communication"):
+            with timing.counted("communication"):
                 time.now += 8
         time.now += 16
         optimizer.step()
-        with events.counted("save"):
+        with timing.counted("save"):
             time.now += 64
     time.now += 128
     counted.stop()
@@ -93,7 +93,7 @@ def test_what_trains_nothing_is_no_step(time: Any) -> None:
     with torch.no_grad():
         for _ in DataLoader(samples):
             time.now += 8
-    with events.counted("rollout"):
+    with timing.counted("rollout"):
         list(DataLoader(samples))
     thread = threading.Thread(target=lambda: list(DataLoader(samples)))
     thread.start()
@@ -260,7 +260,7 @@ def test_a_line_after_twenty_steps_where_there_is_something_to_say(
     said = [line for line in capsys.readouterr().err.splitlines() if "steps" in line]
     assert [(note["phase"], note["steps"]) for note in notes] == [("save", pace.FIRST_LOOK)], "it is said once"
     assert said == [f"ddpshim: after 20 steps: {notes[0]['said']} (DDPSHIM_DIAGNOSE=no turns this off)"]
-    assert events.running is None
+    assert timing.running is None
 
 
 def _looks(kept: Pace) -> list[tuple[int, dict[int, list[float]]]]:
@@ -326,9 +326,9 @@ def test_four_ranks_say_which_of_them_is_slow() -> None:
 
 def _is_counted() -> tuple[bool, bool]:
     ddpshim.wrap_parallel(nn.Linear(2, 1))
-    inside = isinstance(events.running, Clock)
+    inside = isinstance(timing.running, Clock)
     ddpshim.cleanup()
-    return inside, events.running is not None
+    return inside, timing.running is not None
 
 
 @pytest.mark.ranks

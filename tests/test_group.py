@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 import ddpshim
 from ddpshim import LaunchError, World, WorldError, cleanup, setup
 from ddpshim.errors import RankError
-from ddpshim.job import devices, failure, group, rendezvous
+from ddpshim.job import devices, failure, process_group, rendezvous
 from ddpshim.job import job as jobs
 from ddpshim.job.devices import backend_of, choose_backend
 from ddpshim.observe import records
@@ -325,10 +325,10 @@ def test_ranks_that_order_sets_differently_are_told_once(is_main: bool, capsys: 
     of_another: dict[str, Any] = {}
     made: Any = SimpleNamespace(is_main=is_main, options=ddpshim.Options())
     made.gather = lambda own: [own, {**own, **of_another}]
-    group._check_same_options(made)
+    process_group._check_same_options(made)
     assert capsys.readouterr().err == ""
-    of_another[group._ORDER] = 1
-    group._check_same_options(made)
+    of_another[process_group._ORDER] = 1
+    process_group._check_same_options(made)
     assert ("Sort the set, or set PYTHONHASHSEED=0 before Python starts" in capsys.readouterr().err) == is_main
 
 

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ddpshim
 from ddpshim.errors import RankError, SyncError
 from ddpshim.job import failure
-from ddpshim.job.group import ENDS_THREADS
 from ddpshim.job.job import current
+from ddpshim.job.process_group import ENDS_THREADS
 from ddpshim.job.watch import Watch
 from ddpshim.model import checksums, guard
 from tests.ranks import free_port, run_ranks

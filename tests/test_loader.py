@@ -20,7 +20,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from ddpshim.data.loader import make_loader, scale_lr
+from ddpshim.data.learning_rate import scale_lr
+from ddpshim.data.loader import make_loader
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
 from ddpshim.job import job as jobs
@@ -294,7 +295,7 @@ def test_on_ranks_what_is_left_out_by_default_is_said(capsys):
         assert [(len(one), one.drop_last) for one in loaders] == [(num_samples // 8, True)] * 2
     lines = [line for line in capsys.readouterr().err.splitlines() if " drops " in line]
     assert len(lines) == 1
-    assert "test_loader.py:62 drops 5 of 21 samples in each epoch" in lines[0]
+    assert "test_loader.py:63 drops 5 of 21 samples in each epoch" in lines[0]
     assert lines[0].endswith("drop_last=False trains on all of them, as one process does")
 
 

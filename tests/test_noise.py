@@ -33,7 +33,7 @@ from torch.utils.data import (
 import ddpshim
 from ddpshim.errors import DataError, OptionsError, SyncError
 from ddpshim.job import noise, shares
-from ddpshim.job.random_streams import seed_everything
+from ddpshim.job.seeds import seed_everything
 from ddpshim.options import Options
 from ddpshim.trainers.session import _Metrics
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh

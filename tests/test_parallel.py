@@ -23,13 +23,15 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import ddpshim
 from ddpshim.errors import RankError, SyncError
-from ddpshim.job.group import ENDS_THREADS
 from ddpshim.job.job import current
+from ddpshim.job.process_group import ENDS_THREADS
 from ddpshim.model import backward, guard, order, refused
+from ddpshim.model.data_parallel import DataParallelModule
 from ddpshim.model.inputs import moved
-from ddpshim.model.parallel import BareModule, DataParallelModule, best_bucket_cap_mb
+from ddpshim.model.keys import portable_keys
 from ddpshim.model.reducer import _Pass
-from ddpshim.model.transparent import portable_keys
+from ddpshim.model.transparent import BareModule
+from ddpshim.model.wrapping import best_bucket_cap_mb
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh
 from tests.preloaded_commands import patience
 from tests.ranks import run_ranks

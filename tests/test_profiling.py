@@ -16,7 +16,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import ddpshim
 from ddpshim.errors import RankError
-from ddpshim.job import events, machine, meter
+from ddpshim.job import machine, meter, timing
 from ddpshim.job.meter import PARTS, Meter
 from tests.ranks import run_ranks
 
@@ -103,9 +103,9 @@ def test_a_part_may_interrupt_another(clock: Any) -> None:
     counted.start()
     counted.begin("optimizer")
     clock.now += 1
-    with events.counted("communication"):
+    with timing.counted("communication"):
         clock.now += 2
-        with events.counted("communication"):  # two networks that finish in one backward pass
+        with timing.counted("communication"):  # two networks that finish in one backward pass
             clock.now += 4
         clock.now += 8
     clock.now += 16
@@ -121,11 +121,11 @@ def test_meters_inside_each_other_count_the_same(clock: Any) -> None:
     clock.now += 16
     inner.start()
     for _ in DataLoader(_Samples(clock, 1.0)):
-        with events.counted("communication"):
+        with timing.counted("communication"):
             clock.now += 2
         clock.now += 0.5
     inner.stop()
-    with events.counted("communication"):
+    with timing.counted("communication"):
         clock.now += 32
     outer.stop()
     assert inner.seconds == _seconds(data_wait=4.0, communication=8.0, compute=2.0)
@@ -147,7 +147,7 @@ def test_workers_are_waited_for() -> None:
 
 def _is_in_place() -> tuple[bool, bool, bool, bool]:
     hooks = len(_global_optimizer_pre_hooks) > 0, len(_global_optimizer_post_hooks) > 0
-    return events.running is not None, _BaseDataLoaderIter.__next__ is not TORCHS_NEXT, *hooks
+    return timing.running is not None, _BaseDataLoaderIter.__next__ is not TORCHS_NEXT, *hooks
 
 
 def test_nothing_is_in_place_unless_something_is_counted(capsys: pytest.CaptureFixture[str]) -> None:

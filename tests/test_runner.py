@@ -31,7 +31,7 @@ from ddpshim.checkpoint import last_save
 from ddpshim.errors import LaunchError, WorldError
 from ddpshim.job import failure, failure_notes, rank_log
 from ddpshim.job.launch_env import EXIT_REQUEUE, read_launch_env
-from ddpshim.launch import alone, runner, warm
+from ddpshim.launch import alone, first_failure, runner, warm
 from ddpshim.launch.runner import Launch
 from ddpshim.observe import records
 from tests import ranks
@@ -341,7 +341,7 @@ def test_who_failed_first(said: Any, seen: Any, first: tuple[int, int], tmp_path
         (tmp_path / f"rank_{number}.log").write_text(watchdog.format(number))
     own = {number: failure_notes.Note(*what, "") for number, what in said.items()}
     ends = {number: SimpleNamespace(timestamp=moment, exitcode=code) for number, (moment, code) in seen.items()}
-    assert failure_notes.first(ends, own, tmp_path) == first
+    assert first_failure.first(ends, own, tmp_path) == first
 
 
 @pytest.mark.unit
@@ -353,24 +353,24 @@ def test_what_a_rank_says_of_its_end_is_whole_or_not_there(tmp_path: Path, monke
         ended.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             failure_notes.write(lost, 1)
-    assert failure_notes.read(str(tmp_path)) == {}
+    assert first_failure.read(str(tmp_path)) == {}
     failure_notes.write(lost, 1)
     failure_notes.write(ValueError("what came of it"), 3)
     said = "RuntimeError: Connection reset by peer\n"
-    assert failure_notes.read(str(tmp_path)) == {1: (pytest.approx(time.time(), abs=60), 1, True, said)}
+    assert first_failure.read(str(tmp_path)) == {1: (pytest.approx(time.time(), abs=60), 1, True, said)}
     failure_notes.write(ValueError("rank 0 left early"), 1, knows_cause=True)
-    assert failure_notes.read(str(tmp_path))[1][2:] == (False, "ValueError: rank 0 left early\n")
-    failure_notes.forget(str(tmp_path))
+    assert first_failure.read(str(tmp_path))[1][2:] == (False, "ValueError: rank 0 left early\n")
+    first_failure.forget(str(tmp_path))
     failure_notes.write(failure.caused_by(1, WorldError("its own")), 1)
-    assert not failure_notes.read(str(tmp_path))[1].lost_a_peer
-    failure_notes.forget(str(tmp_path))
+    assert not first_failure.read(str(tmp_path))[1].lost_a_peer
+    first_failure.forget(str(tmp_path))
     failure_notes.write(failure.caused_by(0, WorldError("call failed on the main rank (EOFError)")), 1)
     time.sleep(0.01)  # so that rank 0 is later
     monkeypatch.setenv("RANK", "0")
     failure_notes.write(EOFError("closed"), 3)
-    assert failure_notes.first({}, failure_notes.read(str(tmp_path))) == (0, 3), "the cause, not what it caused"
-    failure_notes.forget(str(tmp_path))
-    assert failure_notes.read(str(tmp_path)) == {}
+    assert first_failure.first({}, first_failure.read(str(tmp_path))) == (0, 3), "the cause, not what it caused"
+    first_failure.forget(str(tmp_path))
+    assert first_failure.read(str(tmp_path)) == {}
 
 
 @pytest.mark.unit

@@ -10,20 +10,19 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ddpshim.data import permutation
-from ddpshim.data import sampler as sampler_module
+from ddpshim.data import permutation as permutation_module
+from ddpshim.data.epochs import EpochCounter, layers
 from ddpshim.data.permutation import Computed, Permutation
 from ddpshim.data.sampler import (
     DrawnOrder,
-    EpochCounter,
     SequentialOrder,
     ShardedBatchSampler,
     ShardedSampler,
     ShuffledOrder,
-    Split,
     SplitBatchSampler,
     draws_by_weight,
-    layers,
 )
+from ddpshim.data.split import Split
 from ddpshim.data.weighted import WeightedDraws, WeightedOrder, Weights
 from ddpshim.errors import DataError
 from ddpshim.job.random_streams import PrivateRandom
@@ -84,7 +83,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("kind", ORDERS)
 def test_steps_taken_together_are_those_taken_one_by_one(kind, monkeypatch):
-    monkeypatch.setattr(sampler_module, "NUM_AT_ONCE", 100)
+    monkeypatch.setattr(permutation_module, "NUM_AT_ONCE", 100)
     for size, split in (
         (1000, Split(8, 1, 2, True)),
         (1001, Split(8, 1, 2, False)),

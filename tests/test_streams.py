@@ -9,13 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from ddpshim.job.random_streams import (
-    PrivateRandom,
-    derive_seed,
-    seed_everything,
-    seed_own_streams,
-    shared_random_streams,
-)
+from ddpshim.job.random_streams import PrivateRandom, seed_own_streams, shared_random_streams
+from ddpshim.job.seeds import derive_seed, seed_everything
 
 
 def _states() -> tuple[Any, ...]:

@@ -126,7 +126,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv(name, value)
     job.begin_next()
     unshared.begin()
-    job.current().part(unshared._Answer).num_collectives = None
+    job.current().part(unshared.Answer).num_collectives = None
     yield
     job.current().end()
     job.begin_next()

@@ -17,7 +17,18 @@ WINGS = [
     "tools",
 ]
 # The files beside the folders: all may import them, and they import only each other.
-OPEN = ["adapters", "arguments", "config_files", "errors", "lazy", "options", "reading", "variables", "version"]
+OPEN = [
+    "adapters",
+    "arguments",
+    "config_files",
+    "errors",
+    "lazy",
+    "near_names",
+    "options",
+    "reading",
+    "variables",
+    "version",
+]
 # These may import anything, inside functions.
 FACES = ["__init__", "__main__", "auto", "testing"]
 CHOOSE_BY_NAME = {"launch.rank": {"tools"}}  # inside functions

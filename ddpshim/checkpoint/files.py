@@ -21,17 +21,19 @@ import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Callable, Optional, Union
+from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
 import torch
 
-from ddpshim.checkpoint import snapshot
-from ddpshim.checkpoint.background import Background, JobFailed
 from ddpshim.errors import CheckpointError
-from ddpshim.job import events, failure, machine
+from ddpshim.job import events, failure, timing
 from ddpshim.job.group import has_world, on_cleanup, world
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say
+
+if TYPE_CHECKING:
+    from ddpshim.checkpoint.background import Background
+    from ddpshim.checkpoint.snapshot import Buffer, Snapshot
 
 PathLike = Union[str, "os.PathLike[str]"]
 _PARTIAL = ".partial"
@@ -73,6 +75,8 @@ def save_in_background(obj: Any, path: PathLike) -> None:
     if not _is_for_the_background(num_bytes, path):
         save(obj, path)
         return
+    from ddpshim.checkpoint import snapshot
+
     try:
         background = _writer.start()
         taken = snapshot.take(obj, _writer.buffer, num_bytes)
@@ -96,6 +100,8 @@ def get_ready(obj: Any) -> None:
     """
     num_bytes = _num_bytes(obj)
     if world().is_main and num_bytes >= _LEAST_BYTES and _writer.can_take(num_bytes):
+        from ddpshim.checkpoint import snapshot
+
         _writer.start()
         _writer.buffer.grow_soon(snapshot.size(num_bytes))
 
@@ -118,7 +124,7 @@ def flush() -> None:
     Raises:
         CheckpointError: a file could not be written; the old one is unchanged.
     """
-    with events.counted("save"):
+    with timing.counted("save"):
         _writer.wait()
 
 
@@ -160,7 +166,7 @@ def save_whole(save: Callable[..., None], obj: Any, f: Any, *args: Any, **kwargs
 def noted(path: PathLike) -> Iterator[None]:
     """Record that this block wrote the checkpoint `path`, and how long that took. Local."""
     start = time.perf_counter()
-    with events.counted("save"):
+    with timing.counted("save"):
         yield
     if events.is_recorded():
         seconds, final = time.perf_counter() - start, os.path.abspath(path)
@@ -268,7 +274,7 @@ class _Writer:
     """The background process, started for the first file, and the memory it shares with this one."""
 
     background: Optional[Background] = None
-    buffer: snapshot.Buffer
+    buffer: Buffer
 
     @property
     def here(self) -> Optional[Background]:
@@ -281,7 +287,10 @@ class _Writer:
             if not self.here.has_ended or self.here.is_busy:
                 return self.here
             self.end()
-        self.buffer = snapshot.Buffer()
+        from ddpshim.checkpoint.background import Background
+        from ddpshim.checkpoint.snapshot import Buffer
+
+        self.buffer = Buffer()
         self.background = Background(__name__, [self.buffer.descriptor])
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
@@ -295,6 +304,8 @@ class _Writer:
             return False
         if self.here is not None and self.here.did_not_start:
             return False
+        from ddpshim.job import machine
+
         more = num_bytes - (0 if self.here is None else self.buffer.num_bytes)
         return 2 * more <= (machine.memory().available_bytes or 0)
 
@@ -305,6 +316,8 @@ class _Writer:
     def wait(self, timeout_s: Optional[float] = None) -> None:
         """Wait for pending saves; raises CheckpointError if one failed."""
         if self.here is not None and self.here.is_busy:
+            from ddpshim.checkpoint.background import JobFailed
+
             try:
                 self.here.wait(timeout_s)
             except JobFailed as error:
@@ -332,7 +345,7 @@ def _is_for_the_background(num_bytes: int, path: PathLike) -> bool:
     )
 
 
-def _write_snapshot(taken: snapshot.Snapshot, path: str, num_bytes: int) -> None:
+def _write_snapshot(taken: Snapshot, path: str, num_bytes: int) -> None:
     with written(path, num_bytes) as partial:
         taken.write(str(partial))
 

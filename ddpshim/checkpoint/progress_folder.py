@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Optional
 
@@ -11,7 +12,7 @@ from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint.last_save import PATTERN
 from ddpshim.checkpoint.latest import link
 from ddpshim.job.group import cleanup, world
-from ddpshim.job.launch_env import is_start_of, read_job_names
+from ddpshim.job.launch_env import JOB_NAMES, read_counts
 from ddpshim.job.say import say
 
 
@@ -32,9 +33,21 @@ def mark_finished(folder: Path) -> None:
     mark = _mark(folder)
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.write_text(json.dumps(read_job_names(os.environ)))
+        mark.write_text(json.dumps(_job_names(os.environ)))
     except OSError as error:
         say(f"{mark} could not be written ({error}): a later start would not know that the training is finished")
+
+
+def _job_names(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return SLURM's and torchrun's names of this job, by variable; a restart keeps them."""
+    return {name: environ.get(name, "") for name in JOB_NAMES}
+
+
+def _is_start_of(names: Mapping[str, str], environ: Mapping[str, str]) -> bool:
+    """Return False if this is a restart of a job with another name, else True, also if that is unknown."""
+    counts = read_counts(environ)
+    name = next((name for name in JOB_NAMES if counts[name]), "")
+    return names.get(name, "") in ("", environ.get(name, "")) or not environ.get(name)
 
 
 def leave_if_finished(folder: checkpoint.PathLike) -> None:
@@ -65,7 +78,7 @@ def _finished_mark(folder: checkpoint.PathLike) -> Optional[Path]:
         or not (choice == "always" or (choice == "auto" and here.is_restarted))
     ):
         return None
-    return mark if choice == "always" or is_start_of(json.loads(mark.read_text()), os.environ) else None
+    return mark if choice == "always" or _is_start_of(json.loads(mark.read_text()), os.environ) else None
 
 
 def find_progress(folder: checkpoint.PathLike) -> Optional[Path]:

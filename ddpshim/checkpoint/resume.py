@@ -17,13 +17,15 @@ from ddpshim.checkpoint.progress_folder import find_progress, keep_newest, leave
 from ddpshim.data.sharded_loader import Enterable
 from ddpshim.errors import CheckpointError, DataError, SyncError
 from ddpshim.job import events, preemption
-from ddpshim.job.alike import computes_on
-from ddpshim.job.group import cleanup, draws_alike, on_cleanup, world
+from ddpshim.job.devices import computes_on
+from ddpshim.job.group import cleanup, on_cleanup, world
 from ddpshim.job.launch_env import EXIT_REQUEUE
-from ddpshim.job.random_streams import derive_seed, rank_states, seed_everything
+from ddpshim.job.own_streams import draws_alike
+from ddpshim.job.random_streams import rank_states
 from ddpshim.job.running import Running
 from ddpshim.job.say import count, say
-from ddpshim.model import guard, sharding
+from ddpshim.job.seeds import derive_seed, seed_everything
+from ddpshim.model import equal_steps, sharding
 
 _LOOK_EVERY_S = 0.5
 _STEPS_UNTIL_HEARD = 1  # gradients keep ranks within one step of each other: by then all have reported
@@ -121,7 +123,7 @@ class Resumable:
         self._is_ready = False  # whether `get_ready` was called
         self._restored: Optional[dict[str, Any]] = None  # a file's content, until all of it is in place
         self._facts: dict[str, Any] = {}
-        self._computes_on = None if chosen.exact is None else computes_on(self._world)
+        self._computes_on = None if chosen.exact is None else computes_on(self._world.device)
         self._loader: Any = None  # of the current epoch
         self._order: Optional[dict[str, Any]] = None  # from a restored file, for the next loader
         # This rank's random streams after the steps of an epoch: a resumed run repeats the code between two epochs, and
@@ -295,7 +297,7 @@ class Resumable:
         are unchanged.
         """
         checkpoint.flush()
-        guard.check_equal_steps("the step before a save")
+        equal_steps.check_equal_steps("the step before a save")
         if self._before_save is not None:
             self._before_save()
         for stateful in self._objects.values():

@@ -6,46 +6,19 @@ If nothing is drawn, or with the option data_draws=by_sample, a rank fetches onl
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Callable, Optional
 
 import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
-from ddpshim.job.random_streams import (
-    derive_seed,
-    global_states,
-    is_same_state,
-    restore_global_states,
-    seed_globals,
-)
+from ddpshim.data.numbered import Numbered, has_drawn
+from ddpshim.job.random_streams import global_states, restore_global_states, seed_globals
 from ddpshim.job.say import say
+from ddpshim.job.seeds import derive_seed
 
 _UNKNOWN, _DRAWS, _DRAWS_NOTHING = range(3)
 _MOST_AGAIN = 2**20  # samples that a worker would fetch again after a late first draw
-
-
-class Numbered(list[Any]):
-    """A rank's indices of one step, with the numbers of epoch and step; they are also sent to data workers.
-
-    Attributes:
-        whole: the indices of all ranks; empty if they are not known.
-        rows: the positions of this rank's indices in `whole`.
-        before: batches that the same worker fetched earlier in the pass, before the pass was interrupted.
-    """
-
-    def __init__(self, indices: Iterable[Any], epoch: int, step: int) -> None:
-        super().__init__(indices)
-        self.epoch, self.step = epoch, step
-        self.whole: list[Any] = []
-        self.rows: Sequence[int] = ()
-        self.before: list[list[Any]] = []
-
-
-def numbered(batches: Iterable[list[Any]], epoch: int, start_step: int) -> Iterator[list[Any]]:
-    """Yield `batches`, numbered from `start_step` on. Local."""
-    for step, batch in enumerate(batches, start_step):
-        yield Numbered(batch, epoch, step)
 
 
 class _Fetched(list[Any]):
@@ -255,12 +228,6 @@ def _rows_of(batch: Any, num_rows: int, rows: Sequence[int]) -> Any:
         parts = [_rows_of(part, num_rows, rows) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     raise _Indivisible
-
-
-def has_drawn(before: dict[str, Any]) -> bool:
-    """Whether a generator's state is not that of `before`, an earlier `global_states()`."""
-    now = global_states()
-    return any(name in before and not is_same_state(before[name], state) for name, state in now.items())
 
 
 def _worker() -> int:

@@ -9,8 +9,6 @@ from typing import Any, Optional, Protocol
 import torch
 from torch.utils.data import default_collate
 
-from ddpshim import adapters
-
 
 class Collate(Protocol):
     """A `collate_fn` that also accepts a whole batch from a fetcher's dataset."""
@@ -33,7 +31,9 @@ class Fetcher(Protocol):
 
 
 class WholeBatches:
-    """A dataset of ddpshim whose method `batch` gives whole batches to `make_loader`. It is its own fetcher."""
+    """A dataset of ddpshim whose method `batch` gives whole batches to `make_loader`."""
+
+    is_its_own_fetcher = True
 
     def batch(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         """Return the samples with these indices, collated."""
@@ -62,11 +62,3 @@ def _one(dataset: WholeBatches, indices: Sequence[int]) -> _Batch:
 
 def _unpacked(samples: Any) -> Any:
     return samples[0] if isinstance(samples, _Batch) else default_collate(samples)
-
-
-def fetcher_of(dataset: Any) -> Optional[Fetcher]:
-    """Return the fetcher of `dataset`; None if no adapter has one. Local."""
-    if isinstance(dataset, WholeBatches):
-        return dataset
-    found = (offer(dataset) for offer in adapters.functions_for(dataset, "fetcher"))
-    return next((fetcher for fetcher in found if fetcher is not None), None)

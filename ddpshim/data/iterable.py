@@ -9,11 +9,14 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ddpshim.data.alike import length
+from ddpshim.data.epochs import EpochCounter
 from ddpshim.data.facts import hash_of
-from ddpshim.data.sampler import EpochCounter, Split
+from ddpshim.data.split import Split
 from ddpshim.errors import DataError
-from ddpshim.job.group import current_or_new_world, use_own_batches
-from ddpshim.job.random_streams import PrivateRandom, derive_seed
+from ddpshim.job.group import current_or_new_world
+from ddpshim.job.own_streams import use_own_batches
+from ddpshim.job.random_streams import PrivateRandom
+from ddpshim.job.seeds import derive_seed
 from ddpshim.job.world import World
 
 _NUM_COMPARED = 8  # items of a global batch that are hashed

@@ -1,30 +1,15 @@
 """Builds data loaders that give each rank its share of the global batch of one process."""
 
-import math
 from collections.abc import Iterable
 from typing import Any, Callable, Optional
 
 import torch
-from torch.utils.data import (
-    DataLoader,
-    default_collate,
-)
+from torch.utils.data import DataLoader
 
-from ddpshim.data.alike import length
-from ddpshim.data.fetching import Collate, fetcher_of
-from ddpshim.data.parts import Parts, make_alike
-from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
-from ddpshim.job import noise
-from ddpshim.job.group import current_or_new_world, draws_alike, use_own_batches
-from ddpshim.job.group import world as current_world
+from ddpshim.job.group import current_or_new_world
 from ddpshim.job.job import current
-from ddpshim.job.say import count, say, say_once
 from ddpshim.job.world import World
-
-
-class _Said(set[tuple[int, int]]):
-    """The pairs (global batch size, number of ranks) that were printed in a job."""
 
 
 def make_loader(
@@ -121,7 +106,9 @@ def make_loader(
         )
     if seed is None:
         seed = generator.initial_seed() if generator is not None else here.seed or 0
-    parts = Parts(
+    from ddpshim.data import share_loader
+
+    return share_loader.make(
         here,
         dataset,
         batch_size,
@@ -134,98 +121,5 @@ def make_loader(
         already_sharded,
         generator,
         options,
+        says_dropped=is_default,
     )
-    collate: Optional[Collate] = None
-    makes_batches = batch_size is not None or batch_sampler is not None
-    if makes_batches and collate_fn in (None, default_collate) and here.options.batched_fetch:
-        options["collate_fn"] = collate = _fetch_batches(here, dataset)
-    loader = make_alike(parts)
-    loader.fetches_whole_batches = collate is not None
-    if here.options.exact is not None:
-        _check_virtual_ranks(here.options.exact, loader.global_batch_size, drop_last or batch_sampler is not None)
-    if already_sharded:
-        use_own_batches()
-    elif here.world_size > 1 and draws_alike():
-        noise.share()
-    if collate is not None and hasattr(collate, "expect") and persistent_workers and loader.batch_size:
-        collate.expect(dataset, loader.batch_size, num_workers, prefetch_factor)
-    _announce(here, loader.global_batch_size)
-    if is_default and drop_last and not already_sharded:
-        _say_dropped(here, loader, dataset if sampler is None else sampler)
-    return loader
-
-
-def _say_dropped(world: World, loader: ShardedLoader, samples: Any) -> None:
-    num_samples = length(samples)
-    dropped = (num_samples or 0) % (loader.global_batch_size or 1)
-    if dropped and world.is_main:
-        say_once(
-            f"{loader.called} drops {dropped} of {num_samples} samples in each epoch, the incomplete last batch: "
-            "drop_last defaults to True on ranks, and to False in a plain `python train.py`. drop_last=False trains on "
-            "all of them, as one process does"
-        )
-
-
-def _check_virtual_ranks(exact: int, global_batch_size: Optional[int], drop_last: bool) -> None:
-    if global_batch_size is None or global_batch_size % exact:
-        raise DataError(
-            f"a global batch of {global_batch_size} samples with exact={exact}, which does not divide it: virtual "
-            "ranks would have different numbers of samples. Use a batch size that is a multiple of it."
-        )
-    if not drop_last:
-        raise DataError(
-            f"drop_last=False with exact={exact}: the last batch of a pass would not divide over the virtual ranks. "
-            "Leave drop_last at True."
-        )
-
-
-def _fetch_batches(world: World, dataset: Any) -> Optional[Collate]:
-    """Make a dataset that an adapter knows give whole batches, if it can; return its collate_fn, else None."""
-    fetcher = fetcher_of(dataset)
-    if fetcher is None:
-        return None
-    reason = fetcher.attach()
-    if reason is not None and world.is_main:
-        from ddpshim.data import advice
-
-        advice.give(f"{type(dataset).__name__} is read sample by sample, many times slower than by the batch: {reason}")
-    return fetcher.collate()
-
-
-def scale_lr(lr: float, rule: Optional[str] = None, world_size: Optional[int] = None) -> float:
-    """Return the learning rate for training with `per_rank_batch=True`.
-
-    W ranks then train on batches W times as large, in 1/W of the steps. "linear" multiplies by W (SGD: Goyal et al.
-    2017, with a warm-up), "sqrt" by the square root of W (Adam and similar), "none" does not change it. With a global
-    batch, the default of :func:`make_loader`, batches and steps do not change: use "none". Local; with one process
-    every rule returns `lr`.
-
-    >>> scale_lr(1e-4, "linear", world_size=4)
-    0.0004
-    >>> scale_lr(1e-4, "sqrt", world_size=4)
-    0.0002
-
-    Args:
-        rule: default the world's option `lr_rule` if its `per_rank_batch` is on, else linear.
-        world_size: W; default the current world's.
-
-    Raises:
-        DataError: the rule is unknown.
-    """
-    if rule is None:
-        options = current_world().options
-        rule = options.lr_rule if options.per_rank_batch else "linear"
-    size = current_world().world_size if world_size is None else world_size
-    factors = {"linear": float(size), "sqrt": math.sqrt(size), "none": 1.0}
-    if rule not in factors:
-        raise DataError(f"rule={rule!r} is not a learning-rate rule. Use linear, sqrt or none.")
-    return lr * factors[rule]
-
-
-def _announce(world: World, global_batch_size: Optional[int]) -> None:
-    said = current().part(_Said)
-    if world.is_main and global_batch_size is not None and (global_batch_size, world.world_size) not in said:
-        said.add((global_batch_size, world.world_size))
-        ranks = count(world.world_size, "rank")
-        each, left = divmod(global_batch_size, world.world_size)
-        say(f"global batch {global_batch_size} = {ranks} x {f'{each} or {each + 1}' if left else each}")

@@ -6,37 +6,27 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+from torch.utils.data import DataLoader, IterableDataset
 
 from ddpshim.data.alike import length, refuse_unlike
+from ddpshim.data.epochs import EpochCounter, layers
 from ddpshim.data.facts import facts_of, probe
-from ddpshim.data.sampler import (
-    DrawnOrder,
-    EpochCounter,
-    Order,
-    SequentialOrder,
-    ShardedBatchSampler,
-    ShardedSampler,
-    ShuffledOrder,
-    Split,
-    SplitBatchSampler,
-    draws_by_weight,
-    layers,
-)
 from ddpshim.data.sharded_loader import ShardedLoader
+from ddpshim.data.split import Split
 from ddpshim.errors import DataError
 from ddpshim.job.job import current
-from ddpshim.job.random_streams import derive_seed
 from ddpshim.job.say import count, line_of_the_caller, say
+from ddpshim.job.seeds import derive_seed
 from ddpshim.job.world import World
 
 if TYPE_CHECKING:
     from ddpshim.data.iterable import ShardedStream
+    from ddpshim.data.sampler import ShardedSampler, SplitBatchSampler
     from ddpshim.data.torchs_order import TorchsBatches
 
 _MOST_SAMPLES = 2**24  # beyond, orders are computed: torch would draw a list of all on every rank
 
-_TWO_WAYS = (
+TWO_WAYS = (
     "per_rank_batch=True with a batch_sampler: its lists are global batches, so their size would be ambiguous. "
     "Leave per_rank_batch out, and make the batch_sampler's lists larger."
 )
@@ -76,7 +66,7 @@ class Parts:
         """Return the loader. Raises DataError for arguments that do not split. Local."""
         is_stream = isinstance(self.dataset, IterableDataset)
         if not is_stream and self.sampler is None and self.batch_sampler is None:
-            self._refuse_too_small(self.dataset, "dataset")
+            self.refuse_too_small(self.dataset, "dataset")
         # Made only so that torch raises its own errors (shuffle with a sampler, a negative batch, ...).
         DataLoader(self.dataset, self.batch_size, self.shuffle or None, self.sampler, self.batch_sampler)
         if self.options.get("in_order", True) is False and self.options["num_workers"] > 0:
@@ -86,10 +76,12 @@ class Parts:
             )
         if not is_stream and self._has_torchs_order():
             return self._over_torchs_batches()
+        from ddpshim.data import computed_parts
+
         if self.batch_sampler is not None:
-            return self._over_batch_sampler()
-        split = self._split()
-        return self._over_stream(split) if is_stream else self._over_samples(split)
+            return computed_parts.over_batch_sampler(self, self.batch_sampler)
+        split = self.split()
+        return computed_parts.over_stream(self, split) if is_stream else computed_parts.over_samples(self, split)
 
     def _has_torchs_order(self) -> bool:
         if self.world.options.order != "torch" or self.already_sharded:
@@ -105,18 +97,18 @@ class Parts:
     def _over_torchs_batches(self) -> ShardedLoader:
         for given in (self.sampler, self.batch_sampler):
             if given is not None:
-                self._refuse_shards(given)
+                self.refuse_shards(given)
         batch_size = self.batch_size
         if self.batch_sampler is None:
             if self.sampler is not None:
-                self._refuse_too_small(self.sampler, "sampler")
-            split = self._split(is_exact=True)
+                self.refuse_too_small(self.sampler, "sampler")
+            split = self.split(is_exact=True)
             num_samples = length(self.dataset if self.sampler is None else self.sampler) or 0
-            self._refuse_no_step(num_samples, split)
+            self.refuse_no_step(num_samples, split)
             batch_size = None if batch_size is None else split.global_batch_size
             self._say_repeated(0 if self.drop_last or batch_size is None else num_samples % batch_size)
         elif self.per_rank_batch:
-            raise DataError(_TWO_WAYS)
+            raise DataError(TWO_WAYS)
         plain: DataLoader[Any] = DataLoader(
             self.dataset,
             1 if self.batch_sampler is not None else batch_size,
@@ -138,8 +130,8 @@ class Parts:
         if self.batch_sampler is None and plain.batch_sampler is not None:
             shown.update(batch_size=per_rank, drop_last=self.drop_last)
         if plain.batch_sampler is None:
-            return self._loader(self.dataset, batches, None, shown, batch_size=None, sampler=batches)
-        return self._loader(self.dataset, batches, whole, shown, batch_sampler=batches)
+            return self.loader(self.dataset, batches, None, shown, batch_size=None, sampler=batches)
+        return self.loader(self.dataset, batches, whole, shown, batch_sampler=batches)
 
     def _say_repeated(self, num_left: int) -> None:
         if 0 < num_left < self.num_shares and self.world.is_main:
@@ -150,7 +142,7 @@ class Parts:
                 "value for each row, which leaves them out"
             )
 
-    def _split(self, is_exact: bool = False) -> Split:
+    def split(self, is_exact: bool = False) -> Split:
         """Return how ranks divide the order. If `is_exact`, ranks need not divide a batch."""
         if self.batch_size is None:
             if self.num_shares > 1:
@@ -167,69 +159,7 @@ class Parts:
             divide(num_whole, num_ranks)
         return Split(num_whole * self.num_shares // num_ranks, self.sharers.rank, self.num_shares, self.drop_last)
 
-    def _over_samples(self, split: Split) -> ShardedLoader:
-        order: Order
-        if self.sampler is not None:
-            if draws_by_weight(self.sampler):
-                from ddpshim.data.weighted import WeightedOrder
-
-                order = WeightedOrder(self.sampler, self.order_seed, self.sharers.gather, self.sharers.run_on_main)
-            else:
-                order = DrawnOrder(self.sampler, self.order_seed, self.sharers.run_on_main)
-            self._refuse_shards(self.sampler)
-            self._refuse_too_small(self.sampler, "sampler")
-        elif self.shuffle:
-            order = ShuffledOrder(self.dataset, self.order_seed)
-        else:
-            order = SequentialOrder(self.dataset)
-        self._refuse_no_step(len(order), split)
-        sharded = ShardedSampler(order, split)
-        if self.batch_size is None:
-            return self._loader(self.dataset, sharded, None, {}, batch_size=None, sampler=sharded)
-        per_rank = split.global_batch_size // split.world_size
-        shown = {"batch_size": per_rank, "drop_last": self.drop_last, "sampler": sharded}
-        whole = per_rank * self.world.world_size
-        return self._loader(self.dataset, sharded, whole, shown, batch_sampler=ShardedBatchSampler(sharded))
-
-    def _over_batch_sampler(self) -> ShardedLoader:
-        assert self.batch_sampler is not None
-        if self.per_rank_batch:
-            raise DataError(_TWO_WAYS)
-        order = DrawnOrder(self.batch_sampler, self.order_seed, self.sharers.run_on_main)
-        self._refuse_shards(self.batch_sampler)
-        if len(order) == 0:
-            raise DataError("The batch_sampler has length 0; a pass would have no step. Give it at least one batch.")
-        declared = getattr(self.batch_sampler, "batch_size", None)
-        per_rank = divide(declared, self.num_shares) if isinstance(declared, int) else None
-        whole = per_rank and per_rank * self.world.world_size
-        sharded = SplitBatchSampler(order, self.sharers.rank, self.num_shares, EpochCounter())
-        return self._loader(self.dataset, sharded, whole, {"sampler": sharded}, batch_sampler=sharded)
-
-    def _over_stream(self, split: Split) -> ShardedLoader:
-        from ddpshim.data.iterable import ShardedIterable, ShardedStream
-
-        if isinstance(self.dataset, (ShardedIterable, ShardedStream)) and not self.already_sharded:
-            raise DataError(
-                f"{type(self.dataset).__name__} is already this rank's share; split over {self.num_shares} ranks "
-                "again, it would never give most samples. Pass already_sharded=True, or the whole dataset."
-            )
-        num_samples = length(self.dataset)
-        if num_samples is not None:
-            self._refuse_too_small(self.dataset, "dataset")
-            self._refuse_no_step(num_samples, split)
-        stays, num_readers = self.options["persistent_workers"], max(1, self.options["num_workers"])
-        is_split, is_compared = not self.already_sharded, self.world.options.guard
-        stream = ShardedStream(
-            self.dataset, split, self.order_seed, EpochCounter(), is_split, stays, num_readers * is_compared
-        )
-        # torch shards an IterDataPipe itself, if it is not wrapped.
-        as_is = self.already_sharded and isinstance(self.dataset, IterDataPipe)
-        per_rank = None if self.batch_size is None else split.global_batch_size // split.world_size
-        batching = {"batch_size": per_rank, "drop_last": self.drop_last}
-        whole = per_rank and per_rank * self.world.world_size
-        return self._loader(self.dataset if as_is else stream, stream, whole, {}, **batching)
-
-    def _loader(
+    def loader(
         self,
         dataset: Any,
         source: "Union[ShardedSampler, SplitBatchSampler, ShardedStream, TorchsBatches]",
@@ -243,7 +173,7 @@ class Parts:
         made.number, made.called = current().next_number("loader"), f"the loader of {line_of_the_caller()}"
         return made
 
-    def _refuse_too_small(self, sized: Any, name: str) -> None:
+    def refuse_too_small(self, sized: Any, name: str) -> None:
         num_samples, what = length(sized), f"The {name} ({type(sized).__name__})"
         if num_samples is None:
             raise DataError(
@@ -258,7 +188,7 @@ class Parts:
                 f"{num_samples} ranks, or more samples."
             )
 
-    def _refuse_no_step(self, num_samples: int, split: Split) -> None:
+    def refuse_no_step(self, num_samples: int, split: Split) -> None:
         if num_samples and split.num_steps(num_samples) == 0:
             whose = "This rank's batch" if self.already_sharded else "Global batch"
             largest = num_samples // split.world_size
@@ -268,7 +198,7 @@ class Parts:
                 f"({largest} for each rank), or drop_last=False."
             )
 
-    def _refuse_shards(self, sampler: Any) -> None:
+    def refuse_shards(self, sampler: Any) -> None:
         for layer in layers(sampler):
             num_replicas = getattr(layer, "num_replicas", None)
             is_shard = isinstance(num_replicas, int) and num_replicas > 1 and hasattr(layer, "rank")

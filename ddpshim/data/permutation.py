@@ -6,7 +6,7 @@ from typing import Union, overload
 
 import torch
 
-from ddpshim.job.random_streams import derive_seed
+from ddpshim.job.seeds import derive_seed
 
 NUM_AT_ONCE = 2**15  # for more, torch would start several threads
 _SIGN = torch.tensor(63, device="cpu")

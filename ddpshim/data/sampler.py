@@ -17,10 +17,13 @@ import torch
 from torch.utils.data import Sampler, WeightedRandomSampler
 
 from ddpshim import adapters
-from ddpshim.data.augmentation import numbered
-from ddpshim.data.permutation import NUM_AT_ONCE, Computed, Permutation
+from ddpshim.data.epochs import EpochCounter, layers
+from ddpshim.data.numbered import numbered
+from ddpshim.data.permutation import Computed, Permutation
+from ddpshim.data.split import Split
 from ddpshim.errors import DataError
-from ddpshim.job.random_streams import PrivateRandom, derive_seed
+from ddpshim.job.random_streams import PrivateRandom
+from ddpshim.job.seeds import derive_seed
 
 if TYPE_CHECKING:
     from ddpshim.data.weighted import WeightedOrder
@@ -28,89 +31,6 @@ if TYPE_CHECKING:
 # Types of an order. An int64 tensor takes an eighth of the memory of a list of ints; a list is for other indices.
 Indices = Union[range, Computed, torch.Tensor, list[Any]]
 _NUM_SORTED = 2**12
-
-
-@dataclass(frozen=True)
-class Split:
-    """One rank's positions in an order of samples, computed for any step.
-
-    Step t uses positions [t*B, (t+1)*B) of the order, and rank r takes every W-th of them, from the r-th on
-    (B: global batch, W: ranks; W divides B). With `drop_last` only whole global batches are used; without, the
-    last one is filled up to a multiple of W from the start of the order, as in torch's DistributedSampler.
-    Local.
-
-    10 samples, 2 ranks, unshuffled: rank 0 sees 0 2 4 6 8, rank 1 sees 1 3 5 7 9.
-
-    >>> split = Split(global_batch_size=4, rank=1, world_size=2, drop_last=False)
-    >>> [split.take(range(9), step) for step in range(split.num_steps(9))]
-    [[1, 3], [5, 7], [0]]
-    """
-
-    global_batch_size: int
-    rank: int
-    world_size: int
-    drop_last: bool
-
-    def num_steps(self, num_samples: int) -> int:
-        """Return the number of global batches in `num_samples`, equal on every rank."""
-        rounding = 0 if self.drop_last else self.global_batch_size - 1
-        return (num_samples + rounding) // self.global_batch_size
-
-    def num_samples_per_rank(self, num_samples: int) -> int:
-        """Return how many samples each rank sees in one pass, repeats for the last batch included."""
-        if self.drop_last:
-            return self.num_steps(num_samples) * self.global_batch_size // self.world_size
-        return -(-num_samples // self.world_size)
-
-    def positions(self, step: int, num_samples: int, num_steps: int = 1) -> range:
-        """Return this rank's positions from step `step` on; one at or past `num_samples` wraps to the start."""
-        start = step * self.global_batch_size
-        padded = num_samples if self.drop_last else -(-num_samples // self.world_size) * self.world_size
-        return range(start + self.rank, min(start + num_steps * self.global_batch_size, padded), self.world_size)
-
-    def take(self, order: Indices, step: int, num_steps: int = 1) -> list[Any]:
-        """Return this rank's indices of `num_steps` steps of `order`, from `step` on."""
-        where = self.positions(step, len(order), num_steps)
-        inside = order[where.start : where.stop : where.step]
-        taken = inside.tolist() if isinstance(inside, torch.Tensor) else list(inside)
-        for position in where[len(taken) :]:
-            index = order[position % len(order)]
-            taken.append(index.item() if isinstance(index, torch.Tensor) else index)
-        return taken
-
-    def batches(self, order: Indices, start_step: int = 0) -> Iterator[list[Any]]:
-        """Yield this rank's indices of each step of `order`, from `start_step` on.
-
-        The first step is computed alone, because the program waits for it; then many at once, which is cheaper.
-        """
-        batch_size = self.global_batch_size // self.world_size
-        left, at_once = range(start_step, self.num_steps(len(order))), 1
-        while left:
-            taken = self.take(order, left[0], len(left[:at_once]))
-            yield from (taken[start : start + batch_size] for start in range(0, len(taken), batch_size))
-            left, at_once = left[at_once:], max(1, NUM_AT_ONCE // batch_size)
-
-
-class EpochCounter:
-    """The epoch and first step of the current pass, or those set for the next one. Local, equal on all ranks."""
-
-    def __init__(self) -> None:
-        self.current = 0
-        self.start_step = 0
-        self._is_set = True
-
-    def set(self, epoch: int, start_step: int = 0) -> None:
-        """Make the next pass use `epoch`, from `start_step` on, and later passes the following epochs, from step 0."""
-        self.current, self.start_step = operator.index(epoch), operator.index(start_step)
-        self._is_set = True
-
-    def advance(self) -> int:
-        """Begin a pass and return its epoch."""
-        if not self._is_set:
-            self.current += 1
-            self.start_step = 0
-        self._is_set = False
-        return self.current
 
 
 def _number_of(samples: Union[Sized, int]) -> int:
@@ -219,15 +139,6 @@ def draws_by_weight(sampler: Any) -> bool:
         return False
     offered = adapters.functions_for(sampler, "draws_by_weight")
     return type(sampler) is WeightedRandomSampler or any(is_like(sampler) for is_like in offered)
-
-
-def layers(sampler: Any) -> Iterator[Any]:
-    """Yield `sampler` and the samplers that it wraps in an attribute `sampler`, as a BatchSampler does."""
-    seen: set[int] = set()
-    while sampler is not None and id(sampler) not in seen:
-        seen.add(id(sampler))
-        yield sampler
-        sampler = getattr(sampler, "sampler", None)
 
 
 @contextlib.contextmanager

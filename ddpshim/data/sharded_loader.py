@@ -2,30 +2,26 @@
 
 import contextlib
 import functools
-import os
 import threading
-import time
-import weakref
-from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Callable, Optional, Union, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddpshim.data.augmentation import SampleStreams, show_dataset_to_worker
-from ddpshim.data.sampler import ShardedSampler, SplitBatchSampler
+from ddpshim.data.augmentation import SampleStreams
 from ddpshim.errors import DataError
 from ddpshim.job import shares
-from ddpshim.job.group import draws_alike, world
+from ddpshim.job.group import world
 from ddpshim.job.job import current
-from ddpshim.job.random_streams import PrivateRandom, derive_seed, digest, rank_states, restore_rank_states
+from ddpshim.job.own_streams import draws_alike
+from ddpshim.job.random_streams import PrivateRandom, digest, rank_states, restore_rank_states
 from ddpshim.job.say import say_once
+from ddpshim.job.seeds import derive_seed
 
 if TYPE_CHECKING:
     from ddpshim.data.iterable import ShardedStream
+    from ddpshim.data.sampler import ShardedSampler, SplitBatchSampler
     from ddpshim.data.torchs_order import TorchsBatches
-
-_with_workers: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's iterators with running workers
 
 
 class Enterable:
@@ -65,9 +61,10 @@ class ShardedLoader(DataLoader[Any], Enterable):
     ) -> None:
         self._busy: Optional[torch.Tensor] = None
         if options.get("num_workers"):
-            with contextlib.suppress(RuntimeError, OSError):  # without shared memory their load is not measured
-                self._busy = torch.zeros(options["num_workers"], 2, dtype=torch.float64, device="cpu").share_memory_()
-            options["worker_init_fn"] = functools.partial(_start_worker, options.get("worker_init_fn"), self._busy)
+            from ddpshim.data import workers
+
+            self._busy = workers.busy_times(options["num_workers"])
+            options["worker_init_fn"] = functools.partial(workers.start, options.get("worker_init_fn"), self._busy)
         # torch draws the seed of the workers from this generator, and without it from the global one.
         self._of_workers = torch.Generator()
         super().__init__(dataset, generator=self._of_workers, **options)
@@ -144,9 +141,10 @@ class ShardedLoader(DataLoader[Any], Enterable):
         finally:
             self.__dict__.update(shown)
         if self.num_workers:
+            from ddpshim.data import workers
+
             cast(Any, batches).busy = self._busy  # read by the clock (`job/meter.py`)
-            _with_workers.add(batches)
-            _dismiss_workers_with(os.getpid())
+            workers.dismiss_in_the_end(batches)
         own = None
         if self.num_workers == 0 and streams is not None:
             own = _Own(streams, derive_seed(self._seed, "here", *scope))
@@ -263,51 +261,3 @@ class _Own:
         """Return a context in which the next batch draws from them. Local."""
         is_shared = self._streams.draws_with_the_training
         return contextlib.nullcontext() if is_shared else self._private.swapped_in()
-
-
-def _start_worker(start: Optional[Callable[[int], None]], busy: Optional[torch.Tensor], worker: int) -> None:
-    """Initialise a worker, with the user's `start`; it counts its seconds and batches in `busy`."""
-    from ddpshim.job import preemption
-
-    preemption.ignore_in_worker()
-    shares.end_batch()  # inherited from an abandoned pass: the worker draws nothing for it
-    if busy is not None:
-        _count_fetches(busy[worker])
-    show_dataset_to_worker()
-    if start is not None:
-        start(worker)
-
-
-def _count_fetches(mine: torch.Tensor) -> None:
-    """Make this worker count the seconds that it spends on batches, and their number, in `mine`."""
-    from torch.utils.data._utils import fetch
-
-    def counted(original: Callable[[Any, Any], Any], self: Any, index: Any) -> Any:
-        start = time.perf_counter()
-        batch = original(self, index)
-        mine[0] += time.perf_counter() - start
-        mine[1] += 1
-        return batch
-
-    kinds: tuple[Any, ...] = fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher
-    for kind in kinds:
-        original = kind.fetch
-        kind.fetch = lambda self, index, original=original: counted(original, self, index)
-
-
-@functools.lru_cache(maxsize=1)
-def _dismiss_workers_with(process: int) -> None:
-    """End the remaining workers when this process ends."""
-    Finalize(None, _dismiss_workers, exitpriority=0)
-
-
-def _dismiss_workers() -> None:
-    # Python would send them a signal that they ignore, and wait forever. torch's own way no longer works by then.
-    for batches in list(_with_workers):
-        if getattr(batches, "_worker_pids_set", False):
-            from torch.utils.data._utils import signal_handling
-
-            signal_handling._remove_worker_pids(id(batches))  # else torch reports their end as a failure
-            batches._worker_pids_set = False
-        for worker in getattr(batches, "_workers", ()):
-            worker.kill()

@@ -11,8 +11,9 @@ from typing import Any, Optional
 from ddpshim.data import advice
 from ddpshim.data.alike import refuse_unlike
 from ddpshim.errors import DataError
-from ddpshim.job.group import current_or_new_world, use_own_batches
-from ddpshim.job.random_streams import derive_seed
+from ddpshim.job.group import current_or_new_world
+from ddpshim.job.own_streams import use_own_batches
+from ddpshim.job.seeds import derive_seed
 from ddpshim.job.world import World
 
 

@@ -12,11 +12,11 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from ddpshim.data.alike import length
-from ddpshim.data.augmentation import Numbered
-from ddpshim.data.sampler import EpochCounter, layers
+from ddpshim.data.epochs import EpochCounter, layers
+from ddpshim.data.numbered import Numbered
 from ddpshim.errors import DataError
-from ddpshim.job.group import draws_alike
 from ddpshim.job.job import current
+from ddpshim.job.own_streams import draws_alike
 from ddpshim.job.random_streams import digest, rank_states, restore_rank_states
 from ddpshim.job.say import say_once
 from ddpshim.job.world import World

@@ -12,7 +12,7 @@ import torch
 
 from ddpshim.data.permutation import NUM_AT_ONCE, Computed, Permutation
 from ddpshim.errors import DataError
-from ddpshim.job.random_streams import derive_seed
+from ddpshim.job.seeds import derive_seed
 
 _ROW = 16  # weights that are searched together; only the sum of a row is kept in double precision
 _NUM_SEARCHED = 2**13  # at once: their rows as float64 take 1 MB

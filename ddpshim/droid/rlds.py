@@ -19,8 +19,8 @@ from ddpshim.data.parts import divide
 from ddpshim.data.tfdata import divided, share_of_split
 from ddpshim.errors import DataError
 from ddpshim.job.group import world
-from ddpshim.job.random_streams import derive_seed
 from ddpshim.job.replaced import replaced
+from ddpshim.job.seeds import derive_seed
 
 
 def make_dataset_from_rlds(name: str, data_dir: str, **options: Any) -> tuple[Any, dict[str, Any]]:

@@ -17,9 +17,9 @@ from typing import Any, Callable, Optional
 
 import torch
 
-from ddpshim.job.random_streams import derive_seed
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say_once
+from ddpshim.job.seeds import derive_seed
 from ddpshim.job.world import World
 
 _INSIDE = ("env", "_env", "_environment")  # attributes of wrappers: the wrapped environment

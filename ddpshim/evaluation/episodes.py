@@ -18,8 +18,9 @@ import torch
 
 from ddpshim.errors import RolloutError
 from ddpshim.evaluation import environments
-from ddpshim.job.random_streams import derive_seed, shared_random_streams
-from ddpshim.model.transparent import unwrap
+from ddpshim.job.random_streams import shared_random_streams
+from ddpshim.job.seeds import derive_seed
+from ddpshim.model.keys import unwrap
 
 IsSuccess = Callable[[Any, Mapping[str, Any]], bool]
 _SUCCESS_KEYS = ("success", "is_success")  # in a step's info: metaworld, gymnasium-robotics

@@ -18,7 +18,7 @@ from ddpshim.evaluation import environments
 from ddpshim.evaluation.dealing import Deal, Dealt, plays_rollouts
 from ddpshim.evaluation.episodes import Episode, IsSuccess, Rules, networks_of
 from ddpshim.evaluation.player import Order, Player, PlayerBeside, packed
-from ddpshim.job import events
+from ddpshim.job import events, timing
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
 from ddpshim.job.say import say, say_once
@@ -124,7 +124,7 @@ def evaluate(
         make_env, policy, num_episodes, horizon, seed, is_success, ends_at_success, confidence, threshold, width
     )
     player = current().part(_Players).here
-    with events.counted("rollout"):
+    with timing.counted("rollout"):
         dealt = call.deal().play(functools.partial(player.play, call.order), _what, is_success=_succeeded)()
     return call.evaluation(dealt)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 
 from ddpshim.errors import LaunchError, OptionsError
+from ddpshim.job.devices import computes_on
 from ddpshim.job.world import World
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -38,18 +38,10 @@ def compute_alike(here: World, exact: int) -> None:
             )
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-    kinds = here.gather(computes_on(here))
+    kinds = here.gather(computes_on(here.device))
     odd = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
     if odd is not None:
         raise LaunchError(
             f"exact={exact} with rank 0 on {kinds[0]} and rank {odd} on {kinds[odd]}: they round differently, so "
             "sums would depend on where each virtual rank runs. Give all ranks equal devices and software."
         )
-
-
-def computes_on(here: World) -> dict[str, Any]:
-    """Return the hardware and software that determine rounding: where they are equal, so are all bits. Local."""
-    if here.device.type == "cuda":
-        return {"GPU": torch.cuda.get_device_name(here.device), "torch": torch.__version__}
-    capability: Any = getattr(torch.backends.cpu, "get_cpu_capability", lambda: "unknown")()
-    return {"CPU": capability, "threads": torch.get_num_threads(), "torch": torch.__version__}

@@ -92,13 +92,6 @@ def bind_device(rank: int, local_rank: int, device: Union[str, torch.device, Non
     return torch.device("cuda", index)
 
 
-def single_device(device: Union[str, torch.device, None] = None) -> torch.device:
-    """Return the device of a program without a launcher: the first GPU if one exists, else the CPU. Local."""
-    if device is not None:
-        return torch.device(device)
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
 def limit_memory(device: torch.device, most_gb: float) -> None:
     """Limit torch to `most_gb` (2**30 bytes) of this rank's GPU memory. Local.
 
@@ -120,3 +113,11 @@ def is_capturing(device: torch.device) -> bool:
     """Return whether a CUDA graph is being captured on `device`, so that nothing may be read from it. Local."""
     # A torch built without CUDA has the function too, but it raises.
     return device.type == "cuda" and torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
+
+
+def computes_on(device: torch.device) -> dict[str, Any]:
+    """Return the hardware and software that determine rounding: where they are equal, so are all bits. Local."""
+    if device.type == "cuda":
+        return {"GPU": torch.cuda.get_device_name(device), "torch": torch.__version__}
+    capability: Any = getattr(torch.backends.cpu, "get_cpu_capability", lambda: "unknown")()
+    return {"CPU": capability, "threads": torch.get_num_threads(), "torch": torch.__version__}

@@ -7,21 +7,25 @@ process's. Sums are added in the order of these numbers, so that their bits do n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ddpshim.errors import SyncError
-from ddpshim.job import events
+from ddpshim.job import timing
 from ddpshim.job.job import current
-from ddpshim.job.turns import Playing, Turns, in_order_of_numbers
 from ddpshim.job.world import World
+
+if TYPE_CHECKING:
+    from ddpshim.job.turns import Turns
+
+T = TypeVar("T")
 
 
 def turns() -> Optional[Turns]:
     """Return the turns of the current step; None if each rank is one virtual rank, or between steps. Local."""
-    return current().part(Playing).turns
+    return current().turns
 
 
 def size(here: World) -> int:
@@ -54,7 +58,7 @@ def add_up(own: torch.Tensor, group: Any, what: str) -> torch.Tensor:
     here = current().world
     if here is None or here.options.exact is None:
         total = own.detach().clone()
-        with events.counted("communication"):
+        with timing.counted("communication"):
             dist.all_reduce(total, group=group)
         return total
     return in_order(gather(own, group, what))
@@ -66,6 +70,14 @@ def in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     for part in parts[1:]:
         total.add_(part)
     return total
+
+
+def in_order_of_numbers(of_processes: Sequence[Sequence[T]]) -> list[T]:
+    """The values of all processes' virtual ranks, in the order of the virtual ranks' numbers. Local.
+
+    Virtual rank i of process r of W is number r + i * W.
+    """
+    return [of_process[i] for i in range(len(of_processes[0])) for of_process in of_processes]
 
 
 def refuse_two_ways_on_one_gpu(x: torch.Tensor) -> None:
@@ -85,6 +97,6 @@ def _gather_of_processes(of_process: Sequence[torch.Tensor], group: Any) -> list
         return list(of_process)
     own = torch.stack([part.contiguous() for part in of_process])
     everyones = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    with events.counted("communication"):
+    with timing.counted("communication"):
         dist.all_gather(everyones, own, group=group)
     return in_order_of_numbers([list(of_rank) for of_rank in everyones])

@@ -6,13 +6,14 @@ State that outlives a job belongs to the process: see the list in tests/test_lay
 from __future__ import annotations
 
 import contextlib
+import functools
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
-from ddpshim.job.progress import Progress
-
 if TYPE_CHECKING:
     from ddpshim.job.failure import Watched
+    from ddpshim.job.progress import Progress
+    from ddpshim.job.turns import Turns
     from ddpshim.job.world import World
 
 P = TypeVar("P")
@@ -35,7 +36,7 @@ class Job:
             and gradients that no backward pass reduced, are then equal on all ranks.
         watched: set by `failure.arm`.
         before_end, at_end: callbacks that `end` calls, each stack in reverse order.
-        progress: what this rank has done so far.
+        turns: those of this process's virtual ranks, during a step (option exact).
     """
 
     def __init__(self) -> None:
@@ -48,9 +49,16 @@ class Job:
         self.has_networks = self.has_own_batches = self.is_split = self.holds_whole_batches = False
         self.watched: Optional[Watched] = None
         self.before_end, self.at_end = contextlib.ExitStack(), contextlib.ExitStack()
-        self.progress = Progress()
+        self.turns: Optional[Turns] = None
         self._numbers: dict[str, int] = {}
         self._parts: dict[type, Any] = {}
+
+    @functools.cached_property
+    def progress(self) -> Progress:
+        """What this rank has done so far."""
+        from ddpshim.job.progress import Progress
+
+        return Progress()
 
     def part(self, kind: type[P]) -> P:
         """Return this job's one object of class `kind`, made on first use. It holds a module's state. Local."""
@@ -82,6 +90,15 @@ _current = Job()
 def current() -> Job:
     """Return the job that this process is in, or that `setup` would join. Local."""
     return _current
+
+
+def leave(ended: Job, world: World) -> None:
+    """End the current job; `world` was its world, whose rank remains valid. Local. Raises what a callback raises."""
+    try:
+        ended.end()
+    finally:
+        begin_next()
+        current().left, ended.left = world, None
 
 
 def begin_next() -> Job:

@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
-from ddpshim.job import events
+from ddpshim.job import timing
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say_once
 
@@ -43,7 +43,7 @@ class Clock:
     - communication: this rank waits for the reducer or for a collective of `World`.
     - optimizer: the steps of optimizers.
     - after: from the end of a backward pass to the next request.
-    - save, rollout: within `events.counted`.
+    - save, rollout: within `timing.counted`.
     - evaluation: the batches of a loop under torch.no_grad().
     - outside: before the first batch, and after the end of a pass over a loader.
 
@@ -201,10 +201,10 @@ class Meter:
 
     def start(self) -> Clock:
         """Start counting; returns the clock."""
-        clock = events.running
+        clock = timing.running
         if not isinstance(clock, Clock):
             clock = Clock()
-            events.measure_by(clock)
+            timing.measure_by(clock)
         clock.num_users += 1
         clock.num_event_users += self._uses_events
         clock.leave_loop()
@@ -227,7 +227,7 @@ class Meter:
         clock.num_users -= 1
         clock.num_event_users -= self._uses_events
         if not clock.num_users:
-            events.measure_by(None)
+            timing.measure_by(None)
             clock.close()
 
     def begin(self, phase: str) -> None:

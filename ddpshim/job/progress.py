@@ -15,6 +15,7 @@ _PYTHON = os.path.dirname(os.__file__)
 _AROUND = (
     *("python/runpy.py", "<frozen", "python/contextlib.py", "ddpshim/launch/", "ddpshim/job/watch.py"),
     *("ddpshim/job/progress.py", "ddpshim/job/failure.py", "ddpshim/job/group.py", "ddpshim/job/job.py"),
+    "ddpshim/job/process_group.py",
 )
 _MOST_FRAMES = 10
 
@@ -44,7 +45,7 @@ _SECTIONS = (
 _WAITS = {
     ("ddpshim/job/world.py", "meet"): "World.meet",
     ("ddpshim/job/world.py", "hand_out"): "the order of a loader",
-    ("ddpshim/job/world.py", "result"): "a check between two steps",
+    ("ddpshim/job/collectives.py", "result"): "a check between two steps",
     ("ddpshim/model/equality.py", "finish"): "the comparison of weights",
 }
 

@@ -12,7 +12,7 @@ from typing import Any, Optional
 import torch.distributed as dist
 
 from ddpshim.errors import LaunchError
-from ddpshim.job import failure, listening
+from ddpshim.job import failure
 from ddpshim.job.launch_env import LaunchEnv
 from ddpshim.job.say import ranks_called
 
@@ -55,6 +55,8 @@ def _root_store(env: LaunchEnv, timeout: timedelta) -> Any:
                 # Follows torchrun's restarts.
                 store = next(dist.rendezvous("env://", timeout=timeout))[0]
             else:
+                from ddpshim.job import listening
+
                 # Not torch's "tcp://": under torchrun that makes every rank a client of a port that nobody serves.
                 # The store does not wait for the others: `_call_the_roll` does, and can name the missing ranks.
                 store_class = listening.stores(is_one_node=env.local_world_size == env.world_size)

@@ -6,11 +6,10 @@ import contextlib
 import functools
 import os
 import sys
-import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import FrameType
-from typing import Callable, Optional
+from typing import Optional
 
 from ddpshim.errors import DdpShimError
 
@@ -28,24 +27,6 @@ def say(text: str, *, directly: bool = False) -> None:
 def say_once(text: str) -> None:
     """Print `text` as `say` does, but only once in this process. Local."""
     say(text)
-
-
-@contextlib.contextmanager
-def progress_line() -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows progress on a terminal's stderr: after two seconds, erased at the end. Local."""
-    due, is_shown = time.monotonic() + 2.0, False
-
-    def show(text: str) -> None:
-        nonlocal due, is_shown
-        if sys.stderr.isatty() and time.monotonic() >= due:
-            due, is_shown = time.monotonic() + 0.2, True
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
-    try:
-        yield show
-    finally:
-        if is_shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def described(error: BaseException) -> str:

@@ -8,7 +8,8 @@ import zlib
 from typing import Optional
 
 from ddpshim.errors import LaunchError
-from ddpshim.job.launch_env import HANG, LaunchEnv, Names, Variables, read_local
+from ddpshim.job.launch_env import HANG, LaunchEnv, Names
+from ddpshim.job.launch_variables import Variables, read_local
 from ddpshim.variables import LAUNCHER
 
 # OMPI_COMM_WORLD_NODE_RANK is a rank *on* the node, not the node's index, so it is not read.

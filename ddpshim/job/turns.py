@@ -8,12 +8,11 @@ Consistent Accuracy", SC 2023) the workers of a GPU take turns in this way.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import Any, Callable, Optional, TypeVar
 
 import torch
 
-from ddpshim.errors import SyncError
+from ddpshim.errors import SyncError, WorldError
 from ddpshim.job.random_streams import is_same_state, rank_states, restore_changed_states
 
 T = TypeVar("T")
@@ -23,21 +22,6 @@ _APART = (
     "virtual rank {} of this process reached {}, virtual rank {} {}: as ranks they would deadlock. Make every "
     "step do the same, whatever its samples are."
 )
-
-
-class Playing:
-    """This process's virtual ranks during a step."""
-
-    def __init__(self) -> None:
-        self.turns: Optional[Turns] = None
-
-
-def in_order_of_numbers(of_processes: Sequence[Sequence[T]]) -> list[T]:
-    """The values of all processes' virtual ranks, in the order of the virtual ranks' numbers. Local.
-
-    Virtual rank i of process r of W is number r + i * W.
-    """
-    return [of_process[i] for i in range(len(of_processes[0])) for of_process in of_processes]
 
 
 class _Abandoned(BaseException):
@@ -72,6 +56,14 @@ class Turns:
         self._threads: list[threading.Thread] = []
         self._is_over = False
         self._num_threads = torch.get_num_threads()
+
+    def check_between(self, what: str) -> None:
+        """Raise WorldError within a step. Local."""
+        if self.now is not None:
+            raise WorldError(
+                f"{what} in a step of {self.size} virtual ranks (option exact): results would depend on the number "
+                "of processes. Call it between steps; gather, sum, mean, mean_over and all_gather work within steps."
+            )
 
     def run(self, play: Callable[[int], T]) -> list[T]:
         """Run `play(i)` for each virtual rank i, in turns; all begin with the current random streams. Local.

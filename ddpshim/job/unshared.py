@@ -7,22 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import sys
 from typing import Any, Optional
 
-from ddpshim import variables
-from ddpshim.errors import LaunchError, SyncError
-from ddpshim.job.after_import import after_import
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 
 _MOST_PASSES = 32  # backward passes that are checked for weights that change by hand
 _MOST_NODES, _MOST_WEIGHTS, _MOST_NUMBERS = 1000, 8, 64
-_OTHERS = ("horovod", "mpi4py", "deepspeed", "colossalai", "torch_xla")  # a program may distribute itself with these
 
 
-class _Answer:
+class Answer:
     """The state of this check in a job; when it is settled, no step is checked any more."""
 
     def __init__(self) -> None:
@@ -35,17 +29,19 @@ class _Answer:
 @functools.cache
 def watch() -> None:
     """Check every optimizer step in this process, once it imports torch. Local."""
+    from ddpshim.job.after_import import after_import
+
     after_import("torch", lambda: _register(contextlib.ExitStack()))
 
 
 def leave_to_others() -> None:
     """Check no step in this job: another part of ddpshim does. Local."""
-    current().part(_Answer).is_settled = True
+    current().part(Answer).is_settled = True
 
 
 def begin() -> None:
     """Check every step in this job, which begins now; later collectives are the program's own. Local."""
-    current().part(_Answer).num_collectives = _num_collectives()
+    current().part(Answer).num_collectives = num_collectives()
     _register(current().at_end)
 
 
@@ -60,33 +56,15 @@ def _register(until: contextlib.ExitStack) -> None:
 def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Raise SyncError if this is one of several ranks, and nothing has distributed what it trains."""
     job = current()
-    answer = job.part(_Answer)
+    answer = job.part(Answer)
     if answer.is_settled or job.has_networks:  # wrap_parallel was called: see model/guard.py
         return
     has_closure = len(args) > 1 or kwargs.get("closure") is not None
     if not has_closure and not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
         return
-    _refuse_alone(f"{type(optimizer).__name__}.step()", answer)
+    from ddpshim.job.separate_models import refuse
 
-
-def _refuse_alone(found: str, answer: _Answer) -> None:
-    size = _num_alone(answer)
-    if size <= 1:
-        answer.is_settled = True
-        return
-    is_set_up = current().world is not None
-    nothing = "no network was wrapped by wrap_parallel" if is_set_up else "nothing has distributed this program"
-    wrapping = "its networks with wrap_parallel and its loaders with make_loader (`python -m ddpshim docs MIGRATION`)"
-    unedited = f"`{variables.UNEDITED}=on python -m ddpshim run --nproc {size}`"
-    to_do = (
-        f"Wrap {wrapping}."
-        if is_set_up
-        else f"Start a one-process trainer, unedited, by {unedited}; or wrap {wrapping}."
-    )
-    raise SyncError(
-        f"{found}: {nothing}. {size} processes would train {size} separate models, into the same files. {to_do} If "
-        "each process is meant to train its own model (a sweep), DDPSHIM_GUARD=0 turns this check off."
-    )
+    refuse(f"{type(optimizer).__name__}.step()", answer)
 
 
 def _stand_in(original: Any) -> Any:
@@ -95,11 +73,13 @@ def _stand_in(original: Any) -> Any:
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         job = current()
-        answer = job.part(_Answer)
+        answer = job.part(Answer)
         if not answer.is_settled and not job.has_networks and answer.num_passes < _MOST_PASSES:
             answer.num_passes += 1
             if any(not before.equal(_first_numbers(weights)) for weights, before in answer.weights):
-                _refuse_alone("weights changed between two backward passes without an optimizer", answer)
+                from ddpshim.job.separate_models import refuse
+
+                refuse("weights changed between two backward passes without an optimizer", answer)
             answer.weights = [(weights, _first_numbers(weights).clone()) for weights in _weights_of(tensors)]
         return original(tensors, *args, **kwargs)
 
@@ -129,33 +109,7 @@ def _weights_of(tensors: Any) -> list[Any]:
     return found
 
 
-def _num_alone(answer: _Answer) -> int:
-    """Return how many processes train separate models; 1 if they do not, or if the user wants that."""
-    from ddpshim.options import Options
-
-    job = current()
-    if job.world is not None:
-        before, now = answer.num_collectives, _num_collectives()
-        is_shared = not job.world.options.guard or before is None or now is None or now > before
-        return 1 if is_shared else job.world.world_size
-    if job.left is not None or _distributes_itself():
-        return 1
-    from ddpshim.job.launch_env import read_launch_env
-
-    try:
-        size = read_launch_env(os.environ).world_size
-    except LaunchError:
-        return 1  # `setup` reports it, if the program calls it
-    return size if size > 1 and Options.read().guard else 1
-
-
-def _distributes_itself() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    has_group = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    return has_group or any(name in sys.modules for name in _OTHERS)
-
-
-def _num_collectives() -> Optional[int]:
+def num_collectives() -> Optional[int]:
     """Return how many collectives the default process group has made; None if unknown."""
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Computes losses over the global batch that are not means of the ranks' means: masked means, coupled samples."""
+"""Computes losses of coupled samples over the global batch."""
 
 from __future__ import annotations
 
@@ -10,51 +10,11 @@ from torch.autograd.function import once_differentiable
 
 from ddpshim.errors import DataError
 from ddpshim.job import exchange, shares
-from ddpshim.job.group import new_group, world
-from ddpshim.job.job import current
+from ddpshim.job.group import world
+from ddpshim.job.means import group
 from ddpshim.job.world import World
 
 T = TypeVar("T")
-
-
-class _Group:
-    """The process group for messages within forward and backward passes; None before its first use."""
-
-    def __init__(self) -> None:
-        self.group: Any = None
-
-
-def group() -> Any:
-    """Return the group for messages within forward and backward passes, separate from the buckets' group.
-
-    The first call is collective.
-    """
-    made = current().part(_Group)
-    if made.group is None:
-        made.group = new_group()
-    return made.group
-
-
-def mean_over(here: World, total: Any, count: Any) -> Any:
-    """See `World.mean_over`."""
-    num, at_hand = exchange.size(here), shares.at_hand()
-    weight = 1.0 if at_hand is None else at_hand.weight  # 0 if this rank repeats a row of another rank
-    if not isinstance(total, torch.Tensor):
-        sums = {"total": float(total), "count": float(count)}
-        of_all = here.sum(sums if weight else dict.fromkeys(sums, 0.0))
-        return of_all["total"] / of_all["count"]
-    wide = torch.promote_types(total.dtype, torch.float32)  # counts above 256 are not exact in bfloat16
-    is_tensor = isinstance(count, torch.Tensor)  # a number is written on the device: a copy to it would block
-    counted = count.detach().to(total.device, wide) if is_tensor else total.detach().new_full((), count, dtype=wide)
-    if num == 1:
-        return total / counted
-    own = torch.stack(torch.broadcast_tensors(total.detach().to(wide), counted))
-    own = own if weight else torch.zeros_like(own)
-    total_of_all, over_all = exchange.add_up(own, group(), "a mean over all samples")
-    # The backward pass multiplies by `weight`, which is right for a mean over the rank's rows: undo it here.
-    mean: torch.Tensor = total * (num / weight if weight else 0.0) / over_all
-    with torch.no_grad():  # the gradient stays that of this rank's part
-        return mean.copy_(total_of_all / over_all)
 
 
 def all_gather(here: World, x: torch.Tensor) -> torch.Tensor:

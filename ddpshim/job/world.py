@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from ddpshim.errors import WorldError
-from ddpshim.job import events, failure, messages, precision, shares
 from ddpshim.job.job import Job
-from ddpshim.job.reduction import reduce, to_cpu
-from ddpshim.job.say import described, line_of_the_caller, say_once
-from ddpshim.job.turns import Playing, in_order_of_numbers
 from ddpshim.options import Options
 
 if TYPE_CHECKING:
@@ -27,8 +19,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 N = TypeVar("N", float, torch.Tensor)
 
-CROSSED_DEADLINE_S = 10.0
-_NUM_KEPT = 4  # values of `hand_out` that stay in the store for each name; no rank is further behind
+
+def as_divisor(count: Any, total: torch.Tensor) -> torch.Tensor:
+    """Return `count` on the device of `total`, in at least float32: counts above 256 are not exact in bfloat16."""
+    wide = torch.promote_types(total.dtype, torch.float32)
+    if isinstance(count, torch.Tensor):
+        return count.detach().to(total.device, wide)
+    return total.detach().new_full((), count, dtype=wide)  # written on the device: a copy to it would block
 
 
 @dataclass(frozen=True)
@@ -87,6 +84,8 @@ class World:
         cached, so an optimizer may step inside. With a precision other than float32, an optimizer step before the first
         use raises OptionsError.
         """
+        from ddpshim.job import precision
+
         return precision.autocast(self.options, self.device, self._job)
 
     def grad_scaler(self) -> Any:
@@ -96,6 +95,8 @@ class World:
         step than in one process: a sum over a share can overflow where the sum over the batch cancels.) To resume,
         pass it to `Resumable` with the other objects.
         """
+        from ddpshim.job import precision
+
         return precision.grad_scaler(self.options, self.device, self._job, self.world_size)
 
     def only_main(self, obj: T) -> T:
@@ -119,15 +120,6 @@ class World:
 
         return Running(self, every_n_steps)
 
-    def _peers(self) -> Any:
-        if self._job.control is None:
-            raise WorldError(
-                f"rank {self.rank} of {self.world_size} has left its job by cleanup(), so a collective would fail. "
-                "Call cleanup() last."
-            )
-        self._job.progress.num_collectives += 1
-        return self._job.control
-
     def barrier(self) -> None:
         """Wait until every rank has called it, for up to `side_timeout_s` (collective)."""
         if self.world_size > 1:
@@ -141,62 +133,38 @@ class World:
 
         In a step of virtual ranks (option exact) the list has one value for each virtual rank, in their order.
         """
-        turns = self._job.part(Playing).turns
+        turns = self._job.turns
         if turns is not None and turns.now is not None:
-            return turns.meet("a gather", value, self._gather_of_virtual)
+            from ddpshim.job.exchange import in_order_of_numbers
+
+            what = "gather in a virtual step"
+            return turns.meet("a gather", value, lambda mine: in_order_of_numbers(self._gather(mine, what)))
         return self._gather(value, "gather")
 
     def _gather(self, value: T, what: str) -> list[T]:
         if self.world_size == 1:
             return [value]
-        peers = self._peers()
-        with events.counted("communication"), self._told_apart(what):
-            return messages.gather(value, self.world_size, peers, self.options.trust_peers, what)
+        from ddpshim.job import collectives
 
-    def _gather_of_virtual(self, of_process: list[T]) -> list[T]:
-        return in_order_of_numbers(self._gather(of_process, "gather in a virtual step"))
-
-    @contextlib.contextmanager
-    def _told_apart(self, what: str) -> Iterator[None]:
-        """Raise WorldError if ranks are in different collectives; `what` describes this rank's."""
-        try:
-            yield
-        except messages.Crossed:
-            where = self.meet("crossed", f"{what} at {line_of_the_caller()}", CROSSED_DEADLINE_S)
-            there = "; ".join(f"rank {rank} in {place}" for rank, place in where.items())
-            raise WorldError(
-                f"ranks met in different collectives: {there}. Their values would be confused. Let every rank make "
-                "the same calls of World, make_loader and the like, in the same order."
-            ) from None
-
-    def _check_outside_step(self, what: str) -> None:
-        turns = self._job.part(Playing).turns
-        if turns is not None and turns.now is not None:
-            raise WorldError(
-                f"{what} in a step of {turns.size} virtual ranks (option exact): results would depend on the number "
-                "of processes. Call it between steps; gather, sum, mean, mean_over and all_gather work within steps."
-            )
+        return collectives.gather(self, value, what)
 
     def broadcast(self, value: T, src: int = 0) -> T:
         """Return the value of rank `src`, on every rank (collective). Other ranks' arguments are ignored.
 
         Raises WorldError if `src` is not a rank of this world.
         """
-        self._check_outside_step("broadcast")
+        if self._job.turns is not None:
+            self._job.turns.check_between("broadcast")
         if not 0 <= src < self.world_size:
             raise WorldError(
                 f"broadcast from src={src} in a world of {self.world_size}; every rank would wait for a sender that "
                 f"does not exist. Use a rank from 0 to {self.world_size - 1}."
             )
-        return self._broadcast(value, src, f"broadcast from rank {src}")
-
-    def _broadcast(self, value: T, src: int, what: str) -> T:
         if self.world_size == 1:
             return value
-        peers, trusts = self._peers(), self.options.trust_peers
-        with events.counted("communication"), self._told_apart(what):
-            received: T = messages.broadcast(value, src, self.rank, self.world_size, peers, trusts, what)
-            return received
+        from ddpshim.job import collectives
+
+        return collectives.broadcast(self, value, src, f"broadcast from rank {src}")
 
     def sum(self, value: Any) -> Any:
         """Return the sum over ranks of a number, a tensor, or a mapping of these (collective).
@@ -204,6 +172,8 @@ class World:
         Integers add exactly, floats with one rounding (math.fsum), tensors in float64 or int64. Raises WorldError if
         ranks hold different keys or shapes, or something that cannot be added.
         """
+        from ddpshim.job.reduction import reduce, to_cpu
+
         return reduce(self.gather(to_cpu(value)), mean=False, like=value)
 
     def mean(self, value: Any) -> Any:
@@ -213,12 +183,13 @@ class World:
         and a line says so once, during or after a batch that W does not divide. For the mean over samples, use
         `mean_over`, or sum both totals and counts (`sum`, `running`).
         """
-        is_the_programs = not sys._getframe(1).f_globals.get("__name__", "").startswith("ddpshim.")
-        if self.is_main and is_the_programs and self._job.part(shares.Sharing).is_uneven:
-            say_once(
-                "world.mean weighs all ranks equally, but they have different numbers of samples of a batch: a mean "
-                "over samples differs from one process. Use world.mean_over(mean * len(x), len(x)) in the loop"
-            )
+        from ddpshim.job.reduction import reduce, to_cpu
+
+        if self.world_size > 1:
+            from ddpshim.job import collectives
+
+            is_the_programs = not sys._getframe(1).f_globals.get("__name__", "").startswith("ddpshim.")
+            collectives.note_mean(self, is_the_programs)
         return reduce(self.gather(to_cpu(value)), mean=True, like=value)
 
     def mean_over(self, total: N, count: Any) -> N:
@@ -238,9 +209,13 @@ class World:
                 in `sum`.
             count: the number of this rank's entries, or the sum of their weights; a number or a tensor.
         """
-        from ddpshim.job import whole_batch
+        if self.world_size == 1 and not self.is_launched:
+            alone: Any = total
+            is_tensor = isinstance(total, torch.Tensor)
+            return cast(N, alone / as_divisor(count, alone) if is_tensor else float(alone) / float(count))
+        from ddpshim.job import means
 
-        return cast(N, whole_batch.mean_over(self, total, count))
+        return cast(N, means.mean_over(self, total, count))
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks, in the order of one process's batch (collective). Differentiable.
@@ -253,6 +228,8 @@ class World:
         Args:
             x: (B, ...), of the same shape on every rank. With one process it is returned as it is.
         """
+        if self.world_size == 1 and not self.is_launched:
+            return x
         from ddpshim.job import whole_batch
 
         return whole_batch.all_gather(self, x)
@@ -264,6 +241,8 @@ class World:
         """
         if self._job.store is None:
             self._job.store = dist.HashStore()
+        from ddpshim.job import messages
+
         return int(self._job.store.add(messages.key(f"count/{name}"), by))
 
     def begin_gather(self, numbers: list[int]) -> Callable[[float], list[list[int]]]:
@@ -273,15 +252,9 @@ class World:
         """
         if self.world_size == 1:
             return lambda deadline_s: [numbers]
-        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        everyones = [torch.empty_like(mine) for _ in range(self.world_size)]
-        work = dist.all_gather(everyones, mine, group=self._peers(), async_op=True)
+        from ddpshim.job import collectives
 
-        def result(deadline_s: float) -> list[list[int]]:
-            work.wait(timedelta(seconds=deadline_s))
-            return [numbers.tolist() for numbers in everyones]
-
-        return result
+        return collectives.begin_gather(self, numbers)
 
     def meet(self, name: str, value: T, deadline_s: float) -> dict[int, T]:
         """Return the values of the ranks that call this within the deadline, by rank. Never hangs (collective).
@@ -293,27 +266,9 @@ class World:
         """
         if self.world_size == 1:
             return {0: value}
-        name = f"{name}/{self._job.next_number(f'meet/{name}')}"
-        own = messages.to_store(value)
-        self._job.store.set(f"meet/{name}/{self.rank}", own)
-        end, received = time.monotonic() + deadline_s, {self.rank: own.encode()}
-        for rank in set(range(self.world_size if deadline_s > 0 else 0)) - {self.rank}:
-            key = f"meet/{name}/{rank}"
-            if self._comes(rank, key, end):
-                received[rank] = self._job.store.get(key)
-        return {rank: messages.from_store(received[rank], f"meet/{name}/{rank}") for rank in sorted(received)}
+        from ddpshim.job import collectives
 
-    def _comes(self, rank: int, key: str, end: float) -> bool:
-        """Return whether `rank` sets `key` before `end`. Polls, because torch prints a warning if a wait times out."""
-        store, pause = self._job.store, 0.001
-        with contextlib.suppress(RuntimeError, ValueError):  # the process that serves the store has ended
-            while not (store.check([key]) if hasattr(store, "check") else failure.is_there(store, key)):
-                if time.monotonic() > end or (pause > 0.1 and failure.is_there(store, f"watch/left/{rank}")):
-                    return False
-                time.sleep(pause)
-                pause = min(2 * pause, 0.2)
-            return True
-        return False
+        return collectives.meet(self, name, value, deadline_s)
 
     def hand_out(self, name: str, value: T) -> T:
         """Return, in each rank's n-th call with this `name`, the main rank's value of its n-th call. The main rank does
@@ -325,52 +280,20 @@ class World:
         """
         if self.world_size == 1:
             return value
-        number, store = self._job.next_number(f"hand_out/{name}"), self._job.store
-        key = f"hand_out/{name}/{number}"
-        if self.is_main:
-            store.set(key, messages.packed(value, False))
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can delete keys
-                store.delete_key(f"hand_out/{name}/{number - _NUM_KEPT}")
-            return value
-        timeout_s = self.options.side_timeout_s
-        try:
-            store.wait([key], timedelta(seconds=timeout_s))
-        except (RuntimeError, ValueError) as error:
-            raise WorldError(
-                f"rank {self.rank} made call {number + 1} of {name}, but the main rank did not within {timeout_s:g} "
-                "s; they would continue with different values. Let every rank make the same calls."
-            ) from error
-        received: T = messages.unpacked(store.get(key), False, 0)
-        return received
+        from ddpshim.job import collectives
+
+        return collectives.hand_out(self, name, value)
 
     def run_on_main(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run `function` on the main rank only; every rank gets its result (collective).
 
         An exception on the main rank is raised there as it is, and as WorldError everywhere else.
         """
-        self._check_outside_step("run_on_main")
+        if self._job.turns is not None:
+            self._job.turns.check_between("run_on_main")
         if self.world_size == 1:
             return function(*args, **kwargs)
+        from ddpshim.job import collectives
+
         name = getattr(function, "__qualname__", type(function).__name__)
-        what = f"run_on_main({name})"
-        error: Optional[BaseException] = None
-        result: Any = None
-        if self.is_main:
-            try:
-                result = function(*args, **kwargs)
-                messages.packed(result, self.options.trust_peers)
-            except BaseException as raised:
-                error = raised
-        message = self._broadcast(None if error is None else described(error), 0, what)
-        if error is not None:
-            raise error
-        if message is not None:
-            raise failure.caused_by(
-                0,
-                WorldError(
-                    f"{name} failed on the main rank ({message}); rank {self.rank} would continue without its "
-                    "result. See the main rank's traceback."
-                ),
-            )
-        result = self._broadcast(result, 0, what)
-        return result  # type: ignore[no-any-return]
+        return collectives.run_on_main(self, lambda: function(*args, **kwargs), name)

@@ -32,11 +32,10 @@ from typing import Any, Optional
 from ddpshim import adapters, variables
 from ddpshim.checkpoint import last_save
 from ddpshim.errors import LaunchError, OptionsError
-from ddpshim.job import failure_notes
 from ddpshim.job.launch_env import EXIT_REQUEUE, LaunchEnv, read_launch_env
 from ddpshim.job.port import check_port, why_unknown
 from ddpshim.job.say import ranks_called, say
-from ddpshim.launch import alone, signals, warm
+from ddpshim.launch import alone, first_failure, signals, warm
 from ddpshim.launch.rank import BEGAN
 from ddpshim.observe.records import FOLDER
 from ddpshim.options import FILE, Options, names
@@ -108,8 +107,8 @@ def run(job: Launch) -> int:
             if records.exists() and job.proof is None:
                 say(f"build a report of this run: python -m ddpshim report {shlex.quote(records.read_text())}")
             return 0
-        notes = failure_notes.read(run_dir)
-        first, code = failure_notes.first(failures, notes, log_dir)
+        notes = first_failure.read(run_dir)
+        first, code = first_failure.first(failures, notes, log_dir)
         if code == EXIT_REQUEUE:  # no failure
             again = "To resume, unless a scheduler requeues this job"
             say(f"the ranks saved their progress and stopped (exit code {code}). {again}: {_resuming_command()}")
@@ -421,7 +420,7 @@ def _report(rank: int, code: int, log_dir: Optional[Path], tracebacks: Mapping[i
     error = _error_in(traceback)
     alike = sorted(other for other in tracebacks if is_shown and traceback and tracebacks[other] == traceback)
     # The launcher may have ended rank 0 before it printed the traceback that it noted.
-    if 0 in alike[:-1] and traceback.rstrip() in failure_notes.end_of(log_dir / "rank_0.log", _NUM_LINES_SEARCHED):
+    if 0 in alike[:-1] and traceback.rstrip() in first_failure.end_of(log_dir / "rank_0.log", _NUM_LINES_SEARCHED):
         say(f"{ranks_called(alike)} failed with the same error: {error} (above, and in {log_dir}/rank_N.log)")
     elif rank > 0 or not is_shown:
         say(
@@ -429,6 +428,6 @@ def _report(rank: int, code: int, log_dir: Optional[Path], tracebacks: Mapping[i
             if error
             else f"rank {rank} failed first: it {said}; {log} ends:"
         )
-        print(traceback.rstrip() or failure_notes.end_of(log), file=sys.stderr, flush=True)
+        print(traceback.rstrip() or first_failure.end_of(log), file=sys.stderr, flush=True)
     elif not traceback:  # else it is the last thing on the screen already
         say(f"rank 0 failed first: it {said} (above, and in {log})")

@@ -11,9 +11,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Callable, Optional
 
 from ddpshim import variables
-from ddpshim.job import failure_notes
 from ddpshim.job.launch_env import EXIT_REQUEUE
 from ddpshim.job.say import say
+from ddpshim.launch import first_failure
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
@@ -102,7 +102,7 @@ def passed_on_by_agent(grace_s: float) -> Iterator[list[int]]:
             if passing.received or any(failure.exitcode == EXIT_REQUEUE for failure in failures.values()):
                 by_rank = {int(running[-1].envs[local]["RANK"]): failure for local, failure in failures.items()}
                 raise ChildFailedError(context.name, by_rank)
-            failure_notes.forget(os.environ[variables.RUN_DIR])
+            first_failure.forget(os.environ[variables.RUN_DIR])
         launch = context._start
 
         def listen_and_launch() -> None:

@@ -25,12 +25,13 @@ import torch.distributed as dist
 
 from ddpshim import variables
 from ddpshim.errors import LaunchError, RankError
-from ddpshim.job import failure_notes, group, listening, unshared
+from ddpshim.job import group, listening, unshared
 from ddpshim.job.job import begin_next
 from ddpshim.job.launch_env import read_launch_env
 from ddpshim.job.peer_errors import lost_a_peer
 from ddpshim.job.port import stay_on_this_machine
 from ddpshim.job.say import ranks_called, say_once
+from ddpshim.launch import first_failure
 
 _LOOK_EVERY_S = 0.5
 _OTHERS_S = 3.0  # for ranks to report that they fail too, and to end after their result
@@ -300,7 +301,7 @@ def _leave_one_thread(num_threads: int) -> None:
 
 def _unreported(rank: int, process: BaseProcess, notes: str) -> _Failure:
     process.join(_OTHERS_S)
-    note = failure_notes.read(notes).get(rank) if notes else None
+    note = first_failure.read(notes).get(rank) if notes else None
     if note is not None and note.traceback:
         return _Failure(note.lost_a_peer, note.moment, note.traceback)
     code = process.exitcode
@@ -319,7 +320,7 @@ def _interrupt(processes: list[BaseProcess]) -> None:
 
 
 def _last_words(rank: int, logs: Optional[Path]) -> str:
-    printed = "" if logs is None else failure_notes.end_of(logs / f"rank_{rank}.log")
+    printed = "" if logs is None else first_failure.end_of(logs / f"rank_{rank}.log")
     return f"\nThe last lines that it printed:\n{printed}" if printed else ""
 
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Iterable
-from typing import Any, Callable, NoReturn, Optional
+from typing import Any, Callable, Optional
 
 import torch
 
 from ddpshim.errors import SyncError
-from ddpshim.job import events
+from ddpshim.job import shares, timing
 from ddpshim.job.failure import abort
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import described
-from ddpshim.model import seams, weighing
+from ddpshim.model import seams
 
 
 class Passes:
@@ -105,8 +104,13 @@ def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., No
         clock = None
         if not passes.depth:
             _check(passes)
-            args, kwargs = weighing.weighed(*args, **kwargs)
-            clock = events.running
+            sharing = current().part(shares.Sharing)
+            sharing.num_passes += 1
+            if sharing.is_uneven:
+                from ddpshim.model import weighing
+
+                args, kwargs = weighing.weighed(*args, **kwargs)
+            clock = timing.running
         else:
             with contextlib.suppress(RuntimeError):  # if the outer pass runs in another thread
                 passes.queue_end()  # for the outer pass: from now on, callbacks are queued for the inner one
@@ -146,37 +150,16 @@ def _check(passes: Passes) -> None:
         passes.has_refused = True
         raise refusal
     if seams.compiles_backward():
-        _refuse_compiled(None)
+        from ddpshim.model.failed_pass import refuse_compiled
+
+        refuse_compiled(None)
 
 
 def _explain(passes: Passes, error: Exception) -> None:
-    """Raise SyncError in place of an error of torch that does not say what to do; record an aborted pass."""
-    network, text = passes.unfinished(), str(error)
+    """Record an aborted pass; raise SyncError in place of an error of torch that does not say what to do."""
+    network = passes.unfinished()
     if network is not None or isinstance(error, SyncError):
         passes.left = f"that of {network or 'a network'} ended with {described(error)}"
-    if "ready twice" in text:
-        found = re.search(r"with name (\S+) has", text)
-        which = f"parameter '{found[1]}' of {network}" if found else f"a parameter of {network}"
-        raise SyncError(
-            f"{which} got a second gradient in one backward pass, after the first was sent to the other ranks: its "
-            "layer is used in two parts of the network that are checkpointed with use_reentrant=True, or in one and "
-            "outside it. Half of its gradient would be lost. Use torch.utils.checkpoint.checkpoint(..., "
-            "use_reentrant=False)."
-        ) from error
-    if "ompiled autograd" in text:
-        _refuse_compiled(error)
-    if "does not require grad and does not have a grad_fn" in text:
-        raise SyncError(
-            "backward() of a loss that depends on no parameter: it was computed under torch.inference_mode() or "
-            "torch.no_grad(), from detached tensors, or only by frozen networks. This rank has no gradients, and "
-            "the others would wait for them. Compute the loss of a training step outside these blocks; "
-            "inference_mode is for evaluation."
-        ) from error
+    from ddpshim.model.failed_pass import explain
 
-
-def _refuse_compiled(error: Optional[Exception]) -> NoReturn:
-    raise SyncError(
-        "a backward pass under compiled autograd, which runs gradient hooks at tracing and not when gradients are "
-        "computed; ranks would train different models. Leave torch._dynamo.config.compiled_autograd off "
-        "(torch.compile of the network may stay), even if torch suggests optimize_ddp='python_reducer'."
-    ) from error
+    explain(network, error)

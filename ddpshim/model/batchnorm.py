@@ -11,11 +11,10 @@ import functools
 from typing import Any, Callable, Optional
 
 import torch
-from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ddpshim.job import exchange, shares, whole_batch
+from ddpshim.job import exchange, means, shares
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 
@@ -27,11 +26,6 @@ class _Synced:
         self.group: Any = None
 
 
-def has_batchnorm(module: nn.Module) -> bool:
-    """Whether `module` has a layer that computes statistics over the batch in training. Local."""
-    return any(isinstance(child, nn.modules.batchnorm._BatchNorm) for child in module.modules())
-
-
 def sync(process_group: Any = None) -> None:
     """Compute BatchNorm's statistics over the ranks of `process_group` (default all) until `cleanup()` (collective).
 
@@ -41,7 +35,7 @@ def sync(process_group: Any = None) -> None:
     synced = job.part(_Synced)
     if synced.group is not None:
         return
-    synced.group = process_group if process_group is not None else whole_batch.group()
+    synced.group = process_group if process_group is not None else means.group()
     job.at_end.enter_context(replaced(functional, "batch_norm", _stand_in(functional.batch_norm)))
 
 

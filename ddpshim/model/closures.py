@@ -6,31 +6,17 @@ import functools
 from typing import Any, Callable
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpshim.job import exchange
-from ddpshim.job.job import current
 from ddpshim.model import guard
 
 
-class _Sharing:
-    """Whether closures return shared losses in a job."""
+def share(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """Return the arguments of an optimizer's step, in which the closure returns the mean of the ranks' losses.
 
-    is_on = False
-
-
-def share_losses() -> None:
-    """Make closures of optimizer steps return the mean of the ranks' losses, until `cleanup()`. Local.
-
-    A line search on a rank's own loss would stop at a different point on each rank.
+    Local; the closure is then collective. A line search on a rank's own loss would stop at a different point on each
+    rank. None, so that nothing changes, if no wrapper reduces a parameter of the optimizer.
     """
-    sharing = current().part(_Sharing)
-    if not sharing.is_on:
-        sharing.is_on = True
-        current().at_end.callback(register_optimizer_step_pre_hook(_share).remove)
-
-
-def _share(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         return None

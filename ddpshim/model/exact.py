@@ -17,11 +17,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpshim.errors import SyncError
-from ddpshim.job import events, exchange, noise
+from ddpshim.job import exchange, noise, timing
 from ddpshim.job.group import world
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
-from ddpshim.job.turns import in_order_of_numbers
 from ddpshim.job.world import World
 from ddpshim.model import backward, guard, shared_sum
 from ddpshim.model.agreement import NUM, Agreement
@@ -160,7 +159,7 @@ def _add_up(made: Networks, touched: list[set[int]]) -> None:
     here = world()
     assert here.options.exact is not None
     indices = sorted(_touched_anywhere(made, set().union(*touched), here))
-    with events.counted("communication"), torch.no_grad():
+    with timing.counted("communication"), torch.no_grad():
         take_mean = functools.partial(made.running_sum.take_mean, num=here.options.exact, touched=touched)
         indices = [index for index in indices if here.world_size > 1 or not take_mean(index)]
         for own in touched:
@@ -213,7 +212,7 @@ def _add_up_over_ranks(leaves: list[list[torch.Tensor]], here: World) -> None:
         sent[:, i] = flat.view(num, each)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent)
-    total = _mean([*in_order_of_numbers([list(of_rank) for of_rank in received])], here).clone()
+    total = _mean([*exchange.in_order_of_numbers([list(of_rank) for of_rank in received])], here).clone()
     dist.all_gather(list(flat.view(num, each).unbind(0)), total)
     for of_virtual in leaves:
         for gradient, mean in zip(of_virtual, flat[: sum(sizes)].split(sizes)):

@@ -20,17 +20,17 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddpshim.errors import SyncError
-from ddpshim.job import events, failure
+from ddpshim.job import failure
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say
 from ddpshim.model import backward
 from ddpshim.model.checksums import bits_of_rows, numbers_of
-from ddpshim.model.equality import OPT_OUT, Equality, first_difference
+from ddpshim.model.equality import OPT_OUT, Equality
 
 _END_DEADLINE_S = 120.0
-_STEPS_DEADLINE_S = 120.0  # after a common step ranks are only seconds apart
+STEPS_DEADLINE_S = 120.0  # after a common step ranks are only seconds apart
 _MOST_WAYS_TO_WRITE = 16  # each triggers a comparison; if every step differs, only milestones do
 _MARK = "_ddpshim_stepped"  # set on the gradients of the first step after a reduction
 
@@ -202,50 +202,13 @@ def companions() -> dict[str, list[tuple[str, Optional[torch.Tensor]]]]:
     }
 
 
-def check_equal_steps(what: str = "the epoch", deadline_s: float = _STEPS_DEADLINE_S) -> None:
-    """Raise SyncError if ranks made different numbers of backward passes, or hold different weights (collective).
-
-    Call it at the end of an epoch, or before a save. `ddpshim.watch` lists what is compared. A rank that is still in a
-    step would wait until the group's timeout for gradients that no rank will send; if it does not call this within
-    `deadline_s`, the others raise. Does nothing with one process or without guards.
-
-    Args:
-        what: the name of what has ended, for the error.
-        deadline_s: how long ranks wait for each other, in seconds; default 120.
-    """
-    here = world()
-    if here.world_size == 1 or not here.options.guard:
-        return
-    mine = num_reductions()
-    of_ranks = here.meet("steps", [mine, _hash_of_all()], deadline_s)
-    counts = ", ".join(f"{number} on rank {rank}" for rank, (number, _) in of_ranks.items())
-    cure = (
-        "Give every rank the same number of batches (make_loader does), and skip no step on one rank alone "
-        f"({OPT_OUT})."
-    )
-    missing = [rank for rank in range(here.world_size) if rank not in of_ranks]
-    is_good = not missing and len({number for number, _ in of_ranks.values()}) == 1
-    said = "" if is_good else f"{what}: {counts}"
-    events.note("guard", check="steps", passed=is_good, said=said, reductions=mine)
-    if missing:
-        _watched().is_alone = True
-        raise SyncError(
-            f"ranks {missing} did not reach the end of {what} within {deadline_s:g} s of rank {here.rank}; they "
-            f"wait in another step for gradients that no rank will send. Backward passes so far: {counts}. {cure}"
-        )
-    if not is_good:
-        raise SyncError(
-            f"ranks made different numbers of backward passes by the end of {what}: {counts}; gradients of "
-            f"different steps were averaged with each other. {cure}"
-        )
-    _refuse_unequal([facts for _, facts in of_ranks.values()], what)
-
-
-def _refuse_unequal(hashes: list[int], what: str) -> None:
+def refuse_unequal(hashes: list[int], what: str) -> None:
     """Raise SyncError on all ranks if these hashes, one per rank, differ."""
     if len(set(hashes)) > 1:
+        from ddpshim.model.difference import first_difference
+
         facts = {name: numbers_of(row) for name, row in _rows().items()}
-        found = first_difference(world().meet("facts", {**_settings(), **facts}, _STEPS_DEADLINE_S))
+        found = first_difference(world().meet("facts", {**_settings(), **facts}, STEPS_DEADLINE_S))
         if found is None:  # only NaNs with different bits
             return
         raise SyncError(
@@ -255,7 +218,7 @@ def _refuse_unequal(hashes: list[int], what: str) -> None:
         )
 
 
-def _hash_of_all() -> int:
+def hash_of_all() -> int:
     """Return a hash of everything that must be equal on all ranks of the job."""
     rows = _rows()
     bits = bits_of_rows(list(rows.values()), torch.device("cpu"))
@@ -293,12 +256,12 @@ def _compare_in_the_end() -> None:
     if failure.on_the_way_out() or _watched().is_alone:
         here.meet("the end", None, 0.0)  # so that no rank waits for this one
         return
-    of_ranks = here.meet("the end", _hash_of_all(), _END_DEADLINE_S)
+    of_ranks = here.meet("the end", hash_of_all(), _END_DEADLINE_S)
     missing = [rank for rank in range(here.world_size) if rank not in of_ranks]
     if missing and here.is_main:
         say(f"ranks {missing} did not reach cleanup(): the last weights were not compared")
     if not missing and None not in of_ranks.values():
-        _refuse_unequal(list(of_ranks.values()), "the job")
+        refuse_unequal(list(of_ranks.values()), "the job")
 
 
 def num_reductions() -> int:

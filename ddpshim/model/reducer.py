@@ -25,10 +25,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpshim.errors import SyncError
-from ddpshim.job import devices, events, exchange, noise
+from ddpshim.job import devices, exchange, noise, timing
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
-from ddpshim.model import agreement, backward, guard, inputs, order, refused, seams
+from ddpshim.model import agreement, backward, guard, order, refused, seams
 from ddpshim.model.agreement import Agreement
 from ddpshim.model.broadcasting import Buffers, broadcast_state
 from ddpshim.model.equality import Equality, is_milestone
@@ -211,7 +211,10 @@ class DistributedModule(Transparent, DistributedDataParallel):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._device.type != "cpu":  # inputs are moved to the device, as by DataParallel
+        if self._device.type != "cpu":
+            from ddpshim.model import inputs
+
+            # As by DataParallel.
             args, kwargs = inputs.moved(args, self._device), inputs.moved(kwargs, self._device)
         with self._inside_ddp_forward() if self._splits_graphs else contextlib.nullcontext():
             return Transparent.forward(self, *args, **kwargs)
@@ -256,7 +259,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
 
     def _finish(self) -> None:
         """End the pass: mark parameters without a gradient as ready, so that all buckets but the last are sent."""
-        mine, profiled = self.__dict__, events.running
+        mine, profiled = self.__dict__, timing.running
         self._pass.end()
         if self._needs_default_stream:
             refused.check_stream(self._device)
@@ -283,7 +286,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
 
     def _send_last(self) -> None:
         """Send the last bucket, then the buffers; called after `_finish`."""
-        mine, profiled, missed = self.__dict__, events.running, self._missed
+        mine, profiled, missed = self.__dict__, timing.running, self._missed
         self._tell_others([i for i in missed if self._reduced[i].grad is None])
         self._reducer._autograd_hook(0)
         mine["has_unreduced_gradients"] = False

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from ddpshim.errors import SyncError
 from ddpshim.job import devices
-from ddpshim.job.group import new_group
 from ddpshim.job.job import current
+from ddpshim.job.process_group import new_group
 
 
 class _Hosts:

@@ -18,11 +18,12 @@ from torch import nn
 
 from ddpshim.errors import DataError, SyncError
 from ddpshim.job import noise, shares
+from ddpshim.job.exchange import in_order_of_numbers
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
 from ddpshim.job.reduction import reduce, to_cpu
 from ddpshim.job.replaced import replaced
-from ddpshim.job.turns import Playing, Turns, in_order_of_numbers
+from ddpshim.job.turns import Turns
 from ddpshim.model import exact
 
 T = TypeVar("T")
@@ -104,7 +105,7 @@ class Players:
             )
         if self._is_stale:
             self.refresh()
-        playing, computes_gradients = current().part(Playing), torch.is_grad_enabled()
+        job, computes_gradients = current(), torch.is_grad_enabled()
 
         def play(i: int) -> T:
             with torch.set_grad_enabled(computes_gradients):  # each thread has its own
@@ -112,11 +113,11 @@ class Players:
 
         self._parts = at_hand.divided(self.size)
         shares.play(None)
-        playing.turns = self._turns
+        job.turns = self._turns
         try:
             return self._turns.run(play)
         finally:
-            playing.turns = None
+            job.turns = None
             shares.play(at_hand)
 
     def divided(self, arguments: T) -> list[T]:
@@ -195,7 +196,7 @@ class Players:
 
         @functools.wraps(step_of_all)
         def step(closure: Any = None) -> Any:
-            playing = current().part(Playing).turns
+            playing = current().turns
             if playing is None or playing.now is None:
                 return step_of_all(closure)
             if closure is not None:

@@ -22,14 +22,12 @@ _WAYS_OUT = "Use drop_last=True, or a batch size and a number of samples that di
 def weighed(tensors: Any, gradients: Any = None, *more: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of torch.autograd.backward, weighted for this rank's rows of the current batch. Local.
 
-    Raises DataError if a batch may not divide evenly and it is unknown which batch the loss was computed on.
+    Call it if a batch may not divide evenly. Raises DataError if it is unknown which batch the loss was computed on.
     """
     sharing = current().part(shares.Sharing)
-    sharing.num_passes += 1
-    if sharing.is_uneven:
-        _refuse_unknown(sharing)
-        if sharing.share is not None and sharing.share.totals:
-            gradients = _times(tensors, gradients, sharing.share.weight)
+    _refuse_unknown(sharing)
+    if sharing.share is not None and sharing.share.totals:
+        gradients = _times(tensors, gradients, sharing.share.weight)
     return (tensors, gradients, *more), options
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 from ddpshim.errors import DdpShimError
-from ddpshim.robomimic import known
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,6 +31,8 @@ def fetcher(dataset: Any) -> Optional[Fetcher]:
 
 def draws_by_weight(sampler: Any) -> bool:
     """Whether `sampler` is robomimic 0.5's version of torch's WeightedRandomSampler, which allows more categories."""
+    from ddpshim.robomimic import known
+
     kind = type(sampler)
     # A fork's class of the same name may draw in another way; the names that its code uses would differ.
     return (kind.__module__, kind.__name__) == ("robomimic.utils.dataset", "CustomWeightedRandomSampler") and set(

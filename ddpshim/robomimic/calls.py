@@ -19,14 +19,15 @@ import torch
 from torch import nn
 
 from ddpshim.checkpoint import files as checkpoint
-from ddpshim.data.loader import scale_lr
+from ddpshim.data.learning_rate import scale_lr
 from ddpshim.data.transfer import OnDevice
 from ddpshim.errors import OptionsError
-from ddpshim.job import events, exchange, machine, preemption
+from ddpshim.job import events, exchange, machine, preemption, timing
 from ddpshim.job.failure import abort
-from ddpshim.job.group import cleanup, setup, split_random_streams, world
+from ddpshim.job.group import cleanup, setup, world
 from ddpshim.job.job import current
 from ddpshim.job.launch_env import read_launch_env
+from ddpshim.job.own_streams import split_random_streams
 from ddpshim.job.rank_log import has_log
 from ddpshim.job.replaced import replaced
 from ddpshim.model import guard
@@ -263,7 +264,7 @@ def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Optional[Mapp
     more: dict[str, Any] = {} if training is None else {"is_told_to_end": lambda: preemption.asked() is not None}
     returns: dict[str, list[float]] = {}
     try:
-        with events.counted("rollout"):
+        with timing.counted("rollout"):
             logs, videos = rollout.rollout_with_stats(**options, returns=returns, **more)
     except rollout.Interrupted as interrupted:
         assert training is not None

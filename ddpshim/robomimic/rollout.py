@@ -29,9 +29,10 @@ from ddpshim.evaluation import environments
 from ddpshim.evaluation.dealing import Deal, plays_rollouts
 from ddpshim.job import plain
 from ddpshim.job.group import world
-from ddpshim.job.random_streams import derive_seed, seed_everything, shared_random_streams
+from ddpshim.job.random_streams import shared_random_streams
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say
+from ddpshim.job.seeds import derive_seed, seed_everything
 from ddpshim.job.world import World
 
 

@@ -9,8 +9,7 @@ from typing import Any, Optional
 import torch
 
 from ddpshim.job.job import current
-from ddpshim.job.whole_batch import group
-from ddpshim.model import batchnorm
+from ddpshim.job.means import group
 from ddpshim.rows.blocks import Part
 from ddpshim.rows.rules import (
     Mixed,
@@ -242,6 +241,8 @@ def _batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
     rows, weight, bias, running_mean, running_var, trains, momentum, eps = args[:8]
     rows.memory.pull()
     if trains:
+        from ddpshim.model import batchnorm
+
         with_state = (
             rows.block,
             running_mean,

@@ -18,14 +18,14 @@ from typing import Any, Optional, TypeVar
 import torch
 from torch.utils import data as torch_data
 
-from ddpshim.data.augmentation import Numbered, SampleStreams, has_drawn, show_dataset_to_worker
+from ddpshim.data.numbered import Numbered, has_drawn
 from ddpshim.errors import DataError
-from ddpshim.job import messages
+from ddpshim.job import collectives, messages
 from ddpshim.job.group import world
 from ddpshim.job.job import current
 from ddpshim.job.random_streams import global_states, restore_global_states
 from ddpshim.job.say import line_of_the_caller, say
-from ddpshim.model import guard
+from ddpshim.model import equal_steps, guard
 from ddpshim.rows import blocks
 from ddpshim.rows.tensor import Counts, Rows, leaves
 
@@ -83,7 +83,7 @@ def _batches(loader: DataLoader[Any], batches: Any) -> Iterator[Any]:
     finally:
         batches = None  # ends an abandoned pass now, on every rank: Python up to 3.10 keeps this frame
     if guard.num_reductions() != num_passes:
-        guard.check_equal_steps(f"a pass over the DataLoader of {loader.place}")
+        equal_steps.check_equal_steps(f"a pass over the DataLoader of {loader.place}")
 
 
 class _RowsLoader(torch_data.DataLoader[Any]):
@@ -93,10 +93,14 @@ class _RowsLoader(torch_data.DataLoader[Any]):
     def of(cls, loader: DataLoader[Any]) -> _RowsLoader:
         made: Any = copy.copy(loader)
         made.__class__ = cls
-        streams: Any = (_InWorkers if loader.num_workers else _InThisProcess)(loader)
+        streams: Any = _InThisProcess(loader)
+        if loader.num_workers:
+            from ddpshim.rows import workers
+
+            streams = workers.InWorkers(loader)
         inside = {"dataset": streams, "collate_fn": streams.collated_rows, "_iterator": None}
         if loader.num_workers:
-            inside["worker_init_fn"] = _Init(loader.worker_init_fn)
+            inside["worker_init_fn"] = workers.Init(loader.worker_init_fn)
         vars(made).update(inside)
         assert isinstance(made, cls)
         return made
@@ -124,22 +128,6 @@ class _OwnRows:
             numbered = Numbered([whole[row] for row in rows], 0, step)
             numbered.whole, numbered.rows = whole, rows
             yield numbered
-
-
-class _InWorkers(SampleStreams):
-    """The dataset in a data worker: with the draws that it makes in one process."""
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        here = blocks.ranks()
-        super().__init__(loader.dataset, loader.collate_fn, 0, (here.rank, here.size), loader.num_workers)
-        self.is_as_in_one_process = True
-
-    def __getitems__(self, indices: Any) -> Any:
-        return len(indices.whole), super().__getitems__(indices)
-
-    def collated_rows(self, given: Any) -> Any:
-        num_rows, samples = given
-        return num_rows, self.collated(samples), None
 
 
 class _InThisProcess(torch_data.Dataset[Any]):
@@ -181,18 +169,6 @@ class _InThisProcess(torch_data.Dataset[Any]):
     def _fetch(self, indices: Any) -> Any:
         by_batch = getattr(self.dataset, "__getitems__", None)
         return by_batch([*indices]) if callable(by_batch) else [self.dataset[index] for index in indices]
-
-
-class _Init:
-    """The program's worker_init_fn, in a worker that shows it the program's dataset."""
-
-    def __init__(self, original: Any) -> None:
-        self._original = original
-
-    def __call__(self, worker: int) -> None:
-        show_dataset_to_worker()
-        if self._original is not None:
-            self._original(worker)
 
 
 def _rows_of(batch: Any, rows: range, num_rows: int) -> Any:
@@ -251,7 +227,7 @@ def _kinds(batch: Any) -> list[Any]:
 def _of_ranks(one: int, other: int) -> list[tuple[int, int]]:
     """Return two numbers of each rank (collective)."""
     here, own = world(), (one, other)
-    return messages.pairs(own, here.world_size, here._peers()) if here.world_size > 1 else [own]
+    return messages.pairs(own, here.world_size, collectives.peers(here)) if here.world_size > 1 else [own]
 
 
 def _tag(num_rows: int, batch: Any) -> int:

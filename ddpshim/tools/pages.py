@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpshim.errors import DdpShimError
-from ddpshim.options import nearest
+from ddpshim.near_names import nearest
 
 if TYPE_CHECKING:
     from ddpshim.arguments import Commands

@@ -22,13 +22,15 @@ from ddpshim.checkpoint.progress_folder import find_progress, leave_if_finished
 from ddpshim.checkpoint.resume import Resumable, Stateful
 from ddpshim.data.sharded_loader import Enterable
 from ddpshim.job import events, preemption, shares
-from ddpshim.job.group import draws_alike, on_cleanup, setup, world
+from ddpshim.job.exchange import in_order_of_numbers
+from ddpshim.job.group import on_cleanup, setup, world
 from ddpshim.job.job import current
-from ddpshim.job.random_streams import derive_seed, rank_states, seed_everything
+from ddpshim.job.own_streams import draws_alike
+from ddpshim.job.random_streams import rank_states
 from ddpshim.job.rank_log import link_log
 from ddpshim.job.say import say, say_once
-from ddpshim.job.turns import in_order_of_numbers
-from ddpshim.model import guard
+from ddpshim.job.seeds import derive_seed, seed_everything
+from ddpshim.model import equal_steps
 from ddpshim.observe.recording import Recorder
 from ddpshim.trainers.same_experiment import check_same_experiment
 
@@ -246,7 +248,7 @@ class Session:
         if trains:
             if self.progress is not None and epoch.num_steps is not None:
                 self.progress.end_epoch(epoch.num_steps)
-            guard.check_equal_steps(f"epoch {epoch.number}")
+            equal_steps.check_equal_steps(f"epoch {epoch.number}")
         every = here.options.metrics_every_n_epochs if trains else 1
         is_exact, metrics = here.options.exact is not None, self._metrics if trains else self._validation
         if here.world_size > 1 and every and epoch.number % every == 0:

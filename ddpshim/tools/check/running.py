@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ddpshim.errors import LaunchError
-from ddpshim.job import failure_notes
 from ddpshim.job.launch_env import PLACE
-from ddpshim.job.say import count, progress_line, say
-from ddpshim.launch import runner
+from ddpshim.job.say import count, say
+from ddpshim.launch import first_failure, runner
 from ddpshim.launch.runner import Launch, make_log_dir, run
 from ddpshim.tools.check import new_files, watching
 from ddpshim.tools.check.judging import Proof, judge
 from ddpshim.tools.check.watching import ONE, PERTURBED, Settings
+from ddpshim.tools.progress import progress_line
 
 _NUM_LINES_SHOWN = 12
 
@@ -57,7 +57,7 @@ def _judged(job: Launch, folder: Path, settings: Settings) -> Proof:
     num_steps = [_num_steps(folder, f"rank_{rank}") for rank in range(settings.num_ranks)]
     proof = judge(folder, settings.num_ranks)
     if (code or not all(num_steps)) and (proof.parting is None or proof.parting.what == "steps"):
-        said = "" if code else f" Rank 0 ended with:\n{failure_notes.end_of(Path(job.log_dir or '', 'rank_0.log'))}"
+        said = "" if code else f" Rank 0 ended with:\n{first_failure.end_of(Path(job.log_dir or '', 'rank_0.log'))}"
         raise LaunchError(
             f"the ranks made {num_steps} steps and ended with exit code {code}: there is nothing to compare. "
             f"Make the trainer run on several ranks first; their output is in {job.log_dir}.{said}"

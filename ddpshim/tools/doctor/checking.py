@@ -10,13 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Callable, Optional
 
-from ddpshim.job.say import count, progress_line
+from ddpshim.job.say import count
 from ddpshim.tools.doctor import checkpoints, control, data, devices, files, losses, training
 from ddpshim.tools.doctor.findings import CODES, SEVERITIES, Finding
 from ddpshim.tools.doctor.fixes import Edit, edits_for, unified_diff
 from ddpshim.tools.doctor.rules import RULES, Case
 from ddpshim.tools.doctor.source import Source
 from ddpshim.tools.doctor.tree import OUR_EPOCH, TRAINING_CALLS, Tree
+from ddpshim.tools.progress import progress_line
 
 # Importing a module registers its rules.
 FAMILIES = (training, losses, data, files, control, devices, checkpoints)

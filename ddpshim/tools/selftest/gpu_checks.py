@@ -22,8 +22,8 @@ from ddpshim import checkpoint
 from ddpshim.checkpoint.resume import Resumable
 from ddpshim.data.loader import make_loader
 from ddpshim.errors import CheckpointError, SyncError
-from ddpshim.job.random_streams import seed_everything
 from ddpshim.job.replaced import replaced
+from ddpshim.job.seeds import seed_everything
 from ddpshim.model import guard
 from ddpshim.model.parallel import wrap_parallel
 from ddpshim.tools.selftest.checks import CHECKS as OF_ANY_MACHINE

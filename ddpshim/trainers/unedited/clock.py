@@ -24,6 +24,7 @@ from typing import Any, Callable, Optional, TypeVar
 
 from ddpshim.errors import WorldError
 from ddpshim.job import messages
+from ddpshim.job.collectives import comes
 from ddpshim.job.world import World
 from ddpshim.trainers.unedited.holders import in_place
 
@@ -170,7 +171,7 @@ class Clock:
             return value
         patience_s = self._world.options.side_timeout_s
         end, found = time.monotonic() + patience_s, -1
-        while self._world._comes(0, key, end):
+        while comes(store, 0, key, end):
             found, received = messages.unpacked(store.get(key), False, 0)
             if found == number:
                 return received  # type: ignore[no-any-return]

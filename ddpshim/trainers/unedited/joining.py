@@ -22,11 +22,12 @@ from torch.utils import data as torch_data
 from ddpshim import variables
 from ddpshim.errors import OptionsError
 from ddpshim.job import unshared
-from ddpshim.job.group import cleanup, draws_alike, setup, world
+from ddpshim.job.group import cleanup, setup, world
 from ddpshim.job.job import Job, current
+from ddpshim.job.own_streams import draws_alike
 from ddpshim.job.replaced import noted, replaced
 from ddpshim.job.world import World
-from ddpshim.rows import calls, pieces
+from ddpshim.rows import calls
 from ddpshim.rows.loader import DataLoader
 from ddpshim.rows.tensor import Counts
 from ddpshim.trainers.unedited import accelerators, gpus, leaving
@@ -136,6 +137,8 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
         if here.world_size > 1 or here.options.exact is not None:
             undo.enter_context(calls.installed())
         if here.options.exact is not None:
+            from ddpshim.rows import pieces
+
             undo.enter_context(pieces.installed())
         if here.device.type == "cuda":
             undo.enter_context(gpus.shown(here.local_world_size))

@@ -13,11 +13,10 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from typing import Any, Callable, Optional, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
 import torch
 
-from ddpshim.checkpoint import files as checkpoint
 from ddpshim.job.after_import import after_import
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
@@ -26,14 +25,14 @@ from ddpshim.rows.gradients import plain
 from ddpshim.rows.tensor import Counts
 from ddpshim.trainers.unedited import mains_changes
 from ddpshim.trainers.unedited.c_libraries import CLibraries
-from ddpshim.trainers.unedited.children import inherited
 from ddpshim.trainers.unedited.holders import in_place
-from ddpshim.trainers.unedited.layers import View
 from ddpshim.trainers.unedited.left_alone import LeftAlone
 from ddpshim.trainers.unedited.mains_changes import MainsChanges
 from ddpshim.trainers.unedited.saves import Saves
-from ddpshim.trainers.unedited.slipped import refused
-from ddpshim.trainers.unedited.stand_ins import Files
+
+if TYPE_CHECKING:
+    from ddpshim.trainers.unedited.layers import View
+    from ddpshim.trainers.unedited.stand_ins import Files
 
 T = TypeVar("T")
 
@@ -67,6 +66,11 @@ class PrivateFiles:
             if self._world.is_main:
                 stand_ins = mains_changes.stand_ins(self._changes, self._saves, self._left)
             else:
+                from ddpshim.trainers.unedited.children import inherited
+                from ddpshim.trainers.unedited.layers import View
+                from ddpshim.trainers.unedited.slipped import refused
+                from ddpshim.trainers.unedited.stand_ins import Files
+
                 self._view = View(self._changes, self._saves)
                 self._files = Files(self._view, self._left)
                 libraries = CLibraries(self._files.place_to_read, self._files.place_to_write)
@@ -128,6 +132,8 @@ class PrivateFiles:
         with current().part(Counts).alone():
             if isinstance(f, (str, os.PathLike)):
                 self._changes.tell(path)
+                from ddpshim.checkpoint import files as checkpoint
+
                 checkpoint.save_whole(self._save_partial, obj, path, *args, **kwargs)
             else:
                 self._save(obj, f, *args, **kwargs)

@@ -22,8 +22,9 @@ from torch import nn
 
 from ddpshim.errors import WorldError
 from ddpshim.job import messages
+from ddpshim.job.collectives import CROSSED_DEADLINE_S, peers
 from ddpshim.job.replaced import replaced
-from ddpshim.job.world import CROSSED_DEADLINE_S, World
+from ddpshim.job.world import World
 from ddpshim.rows.gradients import plain
 
 _NUMBERS = ("item", "__float__", "__int__", "__index__", "__bool__", "tolist", "numpy", "__array__", "__format__")
@@ -99,7 +100,7 @@ class _Reads:
         self._num_reads += 1
         what = f"{os.path.basename(line.f_code.co_filename)}:{line.f_lineno} {tensor.dtype} {self._num_reads}"
         tag = zlib.crc32(what.encode(errors="backslashreplace"))
-        everyones = messages.pairs((bits, tag), self._here.world_size, self._here._peers())
+        everyones = messages.pairs((bits, tag), self._here.world_size, peers(self._here))
         if any(theirs != tag for _, theirs in everyones):
             self._refuse(line)
         of_main = everyones[0][0]

@@ -1,0 +1,158 @@
+"""Implements the collectives of `World` for several ranks: Python values over a CPU group, or over the job's store."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, Callable, Optional, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ddpshim.errors import WorldError
+from ddpshim.job import failure, messages, shares, timing
+from ddpshim.job.say import described, line_of_the_caller, say_once
+from ddpshim.job.world import World
+
+T = TypeVar("T")
+
+CROSSED_DEADLINE_S = 10.0
+_NUM_KEPT = 4  # values of `hand_out` that stay in the store for each name; no rank is further behind
+
+
+def peers(here: World) -> Any:
+    """Return the group of World's collectives, for one more of them. Local. Raises WorldError after `cleanup()`."""
+    if here._job.control is None:
+        raise WorldError(
+            f"rank {here.rank} of {here.world_size} has left its job by cleanup(), so a collective would fail. "
+            "Call cleanup() last."
+        )
+    here._job.progress.num_collectives += 1
+    return here._job.control
+
+
+def gather(here: World, value: T, what: str) -> list[T]:
+    """See `World.gather`; `what` describes the collective (collective)."""
+    group = peers(here)
+    with timing.counted("communication"), _told_apart(here, what):
+        return messages.gather(value, here.world_size, group, here.options.trust_peers, what)
+
+
+def broadcast(here: World, value: T, src: int, what: str) -> T:
+    """See `World.broadcast`; `what` describes the collective (collective)."""
+    group, trusts = peers(here), here.options.trust_peers
+    with timing.counted("communication"), _told_apart(here, what):
+        received: T = messages.broadcast(value, src, here.rank, here.world_size, group, trusts, what)
+        return received
+
+
+@contextlib.contextmanager
+def _told_apart(here: World, what: str) -> Iterator[None]:
+    """Raise WorldError if ranks are in different collectives; `what` describes this rank's."""
+    try:
+        yield
+    except messages.Crossed:
+        where = here.meet("crossed", f"{what} at {line_of_the_caller()}", CROSSED_DEADLINE_S)
+        there = "; ".join(f"rank {rank} in {place}" for rank, place in where.items())
+        raise WorldError(
+            f"ranks met in different collectives: {there}. Their values would be confused. Let every rank make "
+            "the same calls of World, make_loader and the like, in the same order."
+        ) from None
+
+
+def note_mean(here: World, is_the_programs: bool) -> None:
+    """Say once that ranks have different numbers of samples, if the program takes a mean over ranks. Local."""
+    if here.is_main and is_the_programs and here._job.part(shares.Sharing).is_uneven:
+        say_once(
+            "world.mean weighs all ranks equally, but they have different numbers of samples of a batch: a mean "
+            "over samples differs from one process. Use world.mean_over(mean * len(x), len(x)) in the loop"
+        )
+
+
+def begin_gather(here: World, numbers: list[int]) -> Callable[[float], list[list[int]]]:
+    """See `World.begin_gather` (collective)."""
+    mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    everyones = [torch.empty_like(mine) for _ in range(here.world_size)]
+    work = dist.all_gather(everyones, mine, group=peers(here), async_op=True)
+
+    def result(deadline_s: float) -> list[list[int]]:
+        work.wait(timedelta(seconds=deadline_s))
+        return [numbers.tolist() for numbers in everyones]
+
+    return result
+
+
+def meet(here: World, name: str, value: T, deadline_s: float) -> dict[int, T]:
+    """See `World.meet` (collective)."""
+    job = here._job
+    name = f"{name}/{job.next_number(f'meet/{name}')}"
+    own = messages.to_store(value)
+    job.store.set(f"meet/{name}/{here.rank}", own)
+    end, received = time.monotonic() + deadline_s, {here.rank: own.encode()}
+    for rank in set(range(here.world_size if deadline_s > 0 else 0)) - {here.rank}:
+        key = f"meet/{name}/{rank}"
+        if comes(job.store, rank, key, end):
+            received[rank] = job.store.get(key)
+    return {rank: messages.from_store(received[rank], f"meet/{name}/{rank}") for rank in sorted(received)}
+
+
+def comes(store: Any, rank: int, key: str, end: float) -> bool:
+    """Return whether `rank` sets `key` before `end`. Polls, because torch prints a warning if a wait times out."""
+    pause = 0.001
+    with contextlib.suppress(RuntimeError, ValueError):  # the process that serves the store has ended
+        while not (store.check([key]) if hasattr(store, "check") else failure.is_there(store, key)):
+            if time.monotonic() > end or (pause > 0.1 and failure.is_there(store, f"watch/left/{rank}")):
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 0.2)
+        return True
+    return False
+
+
+def hand_out(here: World, name: str, value: T) -> T:
+    """See `World.hand_out`."""
+    number, store = here._job.next_number(f"hand_out/{name}"), here._job.store
+    key = f"hand_out/{name}/{number}"
+    if here.is_main:
+        store.set(key, messages.packed(value, False))
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can delete keys
+            store.delete_key(f"hand_out/{name}/{number - _NUM_KEPT}")
+        return value
+    timeout_s = here.options.side_timeout_s
+    try:
+        store.wait([key], timedelta(seconds=timeout_s))
+    except (RuntimeError, ValueError) as error:
+        raise WorldError(
+            f"rank {here.rank} made call {number + 1} of {name}, but the main rank did not within {timeout_s:g} "
+            "s; they would continue with different values. Let every rank make the same calls."
+        ) from error
+    received: T = messages.unpacked(store.get(key), False, 0)
+    return received
+
+
+def run_on_main(here: World, call: Callable[[], T], name: str) -> T:
+    """See `World.run_on_main`; `call` is the function with its arguments, `name` its name (collective)."""
+    what = f"run_on_main({name})"
+    error: Optional[BaseException] = None
+    result: Any = None
+    if here.is_main:
+        try:
+            result = call()
+            messages.packed(result, here.options.trust_peers)
+        except BaseException as raised:
+            error = raised
+    message = broadcast(here, None if error is None else described(error), 0, what)
+    if error is not None:
+        raise error
+    if message is not None:
+        raise failure.caused_by(
+            0,
+            WorldError(
+                f"{name} failed on the main rank ({message}); rank {here.rank} would continue without its "
+                "result. See the main rank's traceback."
+            ),
+        )
+    result = broadcast(here, result, 0, what)
+    return result  # type: ignore[no-any-return]

@@ -1,0 +1,49 @@
+"""Decides whether ranks draw what one process would, and gives each rank random streams of its own if not."""
+
+from __future__ import annotations
+
+import torch
+
+from ddpshim.job.group import world
+from ddpshim.job.job import current
+from ddpshim.job.random_streams import seed_own_streams
+from ddpshim.job.seeds import derive_seed
+from ddpshim.options import Options
+
+
+def draws_alike() -> bool:
+    """Return whether ranks draw what one process would, because their batches are shares of its batches. Local."""
+    here = world()
+    return _wants_one_process(here.options) and (here.world_size == 1 or not current().has_own_batches)
+
+
+def _wants_one_process(options: Options) -> bool:
+    return options.order == "torch" and options.noise != "per_rank"
+
+
+def split_random_streams() -> None:
+    """Give every rank its own random streams: noise, timesteps and dropout differ between ranks from now on.
+
+    Local. Does nothing the second time, without a launcher, or if ranks draw what one process would (option noise). The
+    streams derive from `setup`'s seed, else from torch's. Call it after all networks are built; `wrap_parallel` does.
+    """
+    here, job = world(), current()
+    job.has_networks = True
+    if job.is_split or not here.is_launched or draws_alike():
+        return
+    job.is_split = True
+    if _wants_one_process(here.options) and here.is_main:
+        return  # the main rank keeps the streams of one process
+    base = here.seed if here.seed is not None else torch.initial_seed()
+    seed_own_streams(derive_seed(base, "rank", here.rank))
+
+
+def use_own_batches() -> None:
+    """Record that ranks train on batches that are not shares of one process's: each gets its own random streams. Local.
+
+    It gets them now if a network is wrapped already, else when the first one is.
+    """
+    job = current()
+    job.has_own_batches = True
+    if job.has_networks:
+        split_random_streams()

@@ -1,0 +1,235 @@
+"""Makes the job's process group, or uses the program's, and ends what it has made.
+
+Other modules use torch's process group only for networks: gradients, weights, buffers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import inspect
+import itertools
+import os
+import socket
+import time
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Optional, Union
+
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+
+from ddpshim.errors import LaunchError, OptionsError
+from ddpshim.job import failure, freed_memory, messages, rendezvous, unshared, watch
+from ddpshim.job.devices import agree_on_backend, backend_of, bind_device
+from ddpshim.job.group import cleanup, has_group
+from ddpshim.job.job import Job, current
+from ddpshim.job.job import leave as leave_job
+from ddpshim.job.launch_env import LaunchEnv
+from ddpshim.job.say import count, say
+from ddpshim.job.world import World
+from ddpshim.options import Options, names
+
+# torch before 2.8 joins gloo's threads while it holds Python's lock (GIL), and a thread that frees its last message
+# waits for that lock: `cleanup` would hang. With these versions groups are kept until the process ends.
+ENDS_THREADS = Version(torch.__version__).release >= (2, 8)
+_kept: list[Any] = []
+_worlds = itertools.count(1)  # numbers of this process's worlds
+_LAST_MESSAGE_S = 0.05
+_ORDER = "the order of a set of strings"
+
+
+def join(
+    job: Job,
+    env: Optional[LaunchEnv],
+    options: Options,
+    asked: dict[str, Any],
+    timeout_s: float,
+    side_timeout_s: float,
+) -> World:
+    """Return the World of a launched process, in a new group; in the program's own if `env` is None (collective).
+
+    Args:
+        asked: the arguments of `setup`.
+
+    Raises what `setup` raises.
+    """
+    backend, device = asked["backend"] or options.backend, asked["device"]
+    if env is None:
+        from ddpshim.job.second_setup import check_same
+
+        made = replace(_adopt(job, device, side_timeout_s), options=options)
+        check_same(made, {**asked, "backend": backend})
+    else:
+        made = _make(job, env, backend, device, timeout_s, side_timeout_s, is_watched=options.guard)
+        made = replace(made, options=options)
+    freed_memory.keep(os.environ)
+    _check_same_options(made)
+    return made
+
+
+def begin(job: Job, made: World, timeout_s: float) -> None:
+    """Watch over the ranks from now on, and say on the main rank what was decided. Local."""
+    if made.world_size > 1:
+        atexit.unregister(_leave)
+        atexit.register(_leave, os.getpid())  # before the watch and other parts register theirs, so that it runs last
+        unshared.begin()
+        failure.arm(made.rank, job.store, made.world_size)
+        if made.options.guard:
+            watch.begin(job, made.rank, made.world_size, timeout_s, gets_no_errors=made.backend == "nccl")
+    if made.is_main:
+        nodes, odd = divmod(made.world_size, made.local_world_size)
+        spread = "unequal nodes" if odd else f"{count(nodes, 'node')} x {made.local_world_size}"
+        say(f"world of {made.world_size} ({made.launcher}, {spread}), {made.backend} on {made.device.type}")
+        if made.options != Options():
+            say(f"options {made.options}")
+
+
+def leave(ended: Job, made: World) -> None:
+    """Leave the job `ended`, whose world was `made`; see `ddpshim.cleanup`. Local."""
+    atexit.unregister(_leave)
+    failing = failure.on_the_way_out()
+    try:
+        leave_job(ended, made)
+    except BaseException:
+        failing = True
+        raise
+    finally:
+        if failing:
+            current().watched = ended.watched
+    if failing and made.backend == "nccl":
+        return
+    if not failing:
+        failure.disarm(ended)
+    # In an adopted group the control group ends with the user's group, which the user destroys.
+    if ended.group is not None and has_group() and dist.group.WORLD is ended.group:
+        if not ENDS_THREADS:
+            _kept.extend((ended.group, ended.control))
+            time.sleep(_LAST_MESSAGE_S)  # so that gloo's threads get the GIL to free their last messages
+        dist.destroy_process_group()
+        # gloo's threads end with the last reference to their group, so drop it now: a thread that frees its last
+        # message while Python shuts down needs the GIL, and aborts the process ("terminate called without an active
+        # exception").
+        ended.control = None
+    ended.group = None
+
+
+def _leave(process: int) -> None:
+    """End gloo's threads if a program ends without `cleanup`: one that is alive when Python ends may abort it.
+
+    Local: it compares nothing, so that a rank that ends by `sys.exit` waits for no other. `process` called `setup`; a
+    fork of it has none of these threads.
+    """
+    job = current()
+    if job.world is None or os.getpid() != process or job.is_failing() or not has_group():
+        return
+    if job.group is not None and job.world.backend != "nccl":
+        job.before_end.pop_all()  # it compares ranks
+        cleanup()
+    elif job.control is not None and ENDS_THREADS:  # the other group is the program's, or nccl's: see `cleanup`
+        control, job.control = job.control, None
+        dist.destroy_process_group(control)
+
+
+def new_group(backend: Optional[str] = None) -> Any:
+    """Return another process group of all ranks, with the first one's timeout and default backend (collective)."""
+    timeout = current().timeout
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    return dist.new_group(backend=backend, **options)
+
+
+def _check_same_options(made: World) -> None:
+    """Raise OptionsError, on all ranks, if they were given different options (collective)."""
+    everyones = made.gather({**{name: getattr(made.options, name) for name in names()}, _ORDER: hash(_ORDER)})
+    for name in names():
+        values = [options.get(name) for options in everyones]
+        odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if odd is not None:
+            raise OptionsError(
+                f"option {name} is {values[0]!r} on rank 0 and {values[odd]!r} on rank {odd}; ranks would train "
+                "differently, or hang. Give every rank the same variables and config."
+            )
+    if made.is_main and len({options[_ORDER] for options in everyones}) > 1:
+        say(
+            "the order of a set of strings differs between ranks, so anything numbered by it (such as classes) "
+            "does too. Sort the set, or set PYTHONHASHSEED=0 before Python starts (`python -m ddpshim run` does)"
+        )
+
+
+def _make(
+    job: Job,
+    env: LaunchEnv,
+    backend: Optional[str],
+    device: Union[str, torch.device, None],
+    timeout_s: float,
+    side_timeout_s: float,
+    is_watched: bool,
+) -> World:
+    """Bind the device, join the store, agree on a backend, and create the two groups (collective)."""
+    bound = bind_device(env.rank, env.local_rank, device)
+    if backend == "nccl" and bound.type != "cuda":
+        raise LaunchError(
+            f"backend='nccl' but rank {env.rank} computes on {bound}; nccl only handles GPU memory, so the first "
+            "collective would fail. Leave backend= out, or give the rank a GPU."
+        )
+    # The store still holds the keys of an earlier world of this process: each world has its own prefix.
+    store = rendezvous.meet(env, f"ddpshim/{next(_worlds)}", timeout_s)
+    backend = backend or backend_of(bound)
+    if backend is None:
+        backend = agree_on_backend(store, env.rank, env.world_size, bound)
+    # The default arguments of this module keep the group that exists at its import (by torch's DDP): import it before.
+    importlib.import_module("torch.distributed.nn.functional")
+    if backend == "nccl" and is_watched:
+        # torch's watchdog kills the process without naming the missing rank: `watch` must end the job earlier.
+        timeout_s += watch.NCCL_GRACE_S
+    # With device_id, nccl creates its communicator now: if that cannot work (two ranks on one GPU, no connection),
+    # `setup` fails and not the first collective. Other groups are split from this communicator, which saves memory.
+    takes_device = "device_id" in inspect.signature(dist.init_process_group).parameters  # torch 2.3 and later
+    options: dict[str, Any] = {"device_id": bound} if backend == "nccl" and takes_device else {}
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("group", store),
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        **options,
+    )
+    job.group, job.timeout, job.store = dist.group.WORLD, timedelta(seconds=timeout_s), store
+    if env.world_size > 1:  # a single rank needs none, and a thread of gloo would wake up 100 times a second
+        job.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=side_timeout_s))
+    return World(
+        rank=env.rank,
+        local_rank=env.local_rank,
+        world_size=env.world_size,
+        local_world_size=env.local_world_size,
+        node_rank=env.node_rank,
+        device=bound,
+        backend=backend,
+        launcher=env.launcher,
+        _job=job,
+    )
+
+
+def _adopt(job: Job, device: Union[str, torch.device, None], side_timeout_s: float) -> World:
+    """Return a World for the process group that the user made; only the control group is ddpshim's (collective)."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    job.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=side_timeout_s))
+    hosts = messages.gather(socket.gethostname(), size, job.control, False, "setup")
+    local = [other for other in range(size) if hosts[other] == hosts[rank]]
+    first_seen = list(dict.fromkeys(hosts))
+    backend = str(dist.get_backend())
+    if device is None and torch.cuda.is_available() and (backend == "nccl" or torch.cuda.is_initialized()):
+        device = torch.device("cuda", torch.cuda.current_device())  # the program has chosen it
+    job.store = dist.PrefixStore(f"ddpshim/{next(_worlds)}", dist.distributed_c10d._get_default_store())
+    return World(
+        rank=rank,
+        local_rank=local.index(rank),
+        world_size=size,
+        local_world_size=len(local),
+        node_rank=first_seen.index(hosts[rank]),
+        device=bind_device(rank, local.index(rank), device),
+        backend=backend,
+        launcher="adopted",
+        _job=job,
+    )

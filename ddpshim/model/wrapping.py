@@ -1,0 +1,171 @@
+"""Wraps a network for several ranks, or for the virtual ranks of the option `exact`; see `wrap_parallel`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Optional, Union
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ddpshim import variables
+from ddpshim.errors import SyncError
+from ddpshim.job.job import current
+from ddpshim.job.world import World
+from ddpshim.model import guard, seams
+from ddpshim.model.broadcasting import broadcast_state
+from ddpshim.model.reducer import DistributedModule
+from ddpshim.model.refused import check_device, check_same_structure, watch_wrapping
+from ddpshim.model.transparent import BareModule
+
+
+def wrap(
+    module: nn.Module,
+    here: World,
+    *,
+    find_unused_parameters: Optional[bool],
+    static_graph: Optional[bool],
+    gradient_as_bucket_view: Optional[bool],
+    bucket_cap_mb: Optional[float],
+    broadcast_buffers: Optional[bool],
+    sync_batchnorm: Optional[bool],
+    comm_hook: Any,
+    comm_hook_state: Any,
+    process_group: Any,
+    shard: Union[bool, Sequence[str]],
+) -> Any:
+    """Return `module` in the wrapper that reduces its gradients; the arguments are those of `wrap_parallel`
+    (collective)."""
+    if here.options.exact is not None:
+        return _wrap_exactly(module, here, has_own_way=comm_hook is not None or process_group is not None)
+    given = here.options
+    check_device(module, here)
+    if process_group is None:
+        check_same_structure(module, here)
+    bucket_cap_mb = count_steps(module, here, bucket_cap_mb, dist.get_backend(process_group))
+    if _either(sync_batchnorm, given.sync_batchnorm) and _has_batchnorm(module):
+        from ddpshim.model import batchnorm
+
+        batchnorm.sync(process_group)
+    if given.guard:
+        guard.watch_optimizers()
+    _share_losses()
+    watch_wrapping()
+    if shard:
+        from ddpshim.model.sharding import ShardedModule
+
+        return ShardedModule(
+            module,
+            methods=[] if shard is True else [shard] if isinstance(shard, str) else [*shard],
+            sync_buffers=_either(broadcast_buffers, given.broadcast_buffers),
+        )
+    if has_nothing_to_reduce(module):
+        broadcast_state(module, process_group)
+        if process_group is None:
+            guard.watch(module)
+        return BareModule(module)
+    return DistributedModule(
+        module,
+        strict=not _either(find_unused_parameters, given.find_unused_parameters),
+        same_every_time=_either(static_graph, given.static_graph),
+        sync_buffers=_either(broadcast_buffers, given.broadcast_buffers),
+        is_guarded=given.guard,
+        comm_hook=comm_hook,
+        comm_hook_state=comm_hook_state,
+        process_group=process_group if process_group is not None else dist.group.WORLD,
+        # A program for one process may keep gradients over the next backward pass.
+        gradient_as_bucket_view=not current().holds_whole_batches
+        and _either(gradient_as_bucket_view, given.gradient_as_bucket_view),
+        **({} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}),
+    )
+
+
+def _wrap_exactly(module: nn.Module, here: World, has_own_way: bool) -> Any:
+    """Return `module` in a wrapper; virtual ranks add up its gradients (collective)."""
+    if has_own_way:
+        raise SyncError(
+            f"wrap_parallel with a comm_hook or a process_group, and exact={here.options.exact}: gradients are "
+            "summed in one order over all virtual ranks, so neither would be used. Leave them out, or leave the "
+            "option out."
+        )
+    check_device(module, here)
+    if here.world_size > 1:
+        check_same_structure(module, here)
+    broadcast_state(module)
+    if current().holds_whole_batches:  # `ddpshim.rows.pieces` adds up the gradients
+        guard.watch(module)
+    else:
+        from ddpshim.model import batchnorm, exact
+
+        if _has_batchnorm(module):
+            batchnorm.sync()
+        exact.reduce(module)
+    return BareModule(module)
+
+
+class _Closures:
+    """Whether closures return shared losses in a job."""
+
+    are_shared = False
+
+
+def _share_losses() -> None:
+    """Make closures of optimizer steps (LBFGS) return the mean of the ranks' losses, until `cleanup()`. Local."""
+    closures = current().part(_Closures)
+    if not closures.are_shared:
+        closures.are_shared = True
+        current().at_end.callback(register_optimizer_step_pre_hook(_share_loss).remove)
+
+
+def _share_loss(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    if len(args) < 2 and kwargs.get("closure") is None:
+        return None
+    from ddpshim.model import closures
+
+    return closures.share(optimizer, args, kwargs)
+
+
+def best_bucket_cap_mb(module: nn.Module, backend: str) -> Optional[float]:
+    """Return the bucket size that hides most of the communication behind backward; None for torch's 25 MB. Local.
+
+    gloo: a sixteenth of the model, between 1 and 25 MB. A message has little overhead, and ranks wait for the last
+    bucket after backward: with 20M parameters, 25 MB is a third of all (`python -m benchmarks.overlap`).
+    """
+    if backend != "gloo":
+        return None
+    return min(max(_num_bytes(module) / 16 / 2**20, 1.0), seams.BUCKET_CAP_MB)
+
+
+def _num_bytes(module: nn.Module) -> int:
+    """Return the bytes of the gradients of `module`."""
+    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+
+
+def count_steps(module: nn.Module, here: World, bucket_cap_mb: Optional[float], backend: str) -> Optional[float]:
+    """Start to diagnose the steps that train `module`, if the option is on; return its bucket size. Local."""
+    if bucket_cap_mb is None:
+        bucket_cap_mb = here.options.bucket_cap_mb
+    if bucket_cap_mb is None:
+        bucket_cap_mb = best_bucket_cap_mb(module, backend)
+    if here.options.diagnose and variables.CHECK not in os.environ:  # a proof's records are slow
+        from ddpshim.job.pace import Pace
+
+        current().part(Pace).begin()
+    return bucket_cap_mb
+
+
+def _either(argument: Optional[bool], option: bool) -> bool:
+    return option if argument is None else argument
+
+
+def _has_batchnorm(module: nn.Module) -> bool:
+    """Whether a layer of `module` normalises over the batch. Local."""
+    return any(isinstance(child, nn.modules.batchnorm._BatchNorm) for child in module.modules())
+
+
+def has_nothing_to_reduce(module: nn.Module) -> bool:
+    """Whether every parameter of `module` is frozen, or is reduced by another wrapper. Local."""
+    return all(not p.requires_grad or guard.is_owned(p) for p in module.parameters())

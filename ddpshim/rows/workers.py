@@ -1,0 +1,38 @@
+"""Fetches batches in a data worker, of a program that every rank runs whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils import data as torch_data
+
+from ddpshim.data.augmentation import SampleStreams, show_dataset_to_worker
+from ddpshim.rows import blocks
+
+
+class InWorkers(SampleStreams):
+    """The dataset in a data worker: with the draws that it makes in one process."""
+
+    def __init__(self, loader: torch_data.DataLoader[Any]) -> None:
+        here = blocks.ranks()
+        super().__init__(loader.dataset, loader.collate_fn, 0, (here.rank, here.size), loader.num_workers)
+        self.is_as_in_one_process = True
+
+    def __getitems__(self, indices: Any) -> Any:
+        return len(indices.whole), super().__getitems__(indices)
+
+    def collated_rows(self, given: Any) -> Any:
+        num_rows, samples = given
+        return num_rows, self.collated(samples), None
+
+
+class Init:
+    """The program's worker_init_fn, in a worker that shows it the program's dataset."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __call__(self, worker: int) -> None:
+        show_dataset_to_worker()
+        if self._original is not None:
+            self._original(worker)
