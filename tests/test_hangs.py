@@ -151,7 +151,7 @@ def test_what_a_stack_says(stack: list[Frame], waits_in: Optional[str], section:
     done.num_passes, done.is_reducing = 5, True
     place = place_of([Frame("<frozen runpy>", 1, "run"), *stack], done)
     assert (place.waits_in, place.section) == (waits_in, section)
-    assert place.site == "train.py:40"
+    assert place.site == "/home/me/torch/train.py:40"
     assert place.is_declared == (section == "World.run_on_main")
     assert place_of([TRAIN], done, waits_on_gpu=True).waits_in == "backward pass 5"
 
@@ -188,7 +188,7 @@ def _stay_away() -> tuple[list[str], list[str]]:
 @pytest.mark.ranks
 def test_a_rank_that_stays_away_is_named_on_all_ranks_with_its_stack() -> None:
     for said, errors in run_ranks(_stay_away, 2):
-        assert "in backward pass 2 (test_hangs.py" in said[0]
+        assert "in backward pass 2 (tests/test_hangs.py" in said[0]
         assert " for rank 1. Where each rank is:" in said[0]
         assert "over.wait(20)" in said[0]
         assert len(errors) == 1
@@ -215,7 +215,7 @@ def _leave_early() -> Optional[str]:
 def test_a_rank_that_left_early_is_named_by_those_that_lost_it() -> None:
     left = run_ranks(_leave_early, 2)[0]
     assert left.splitlines()[0] == "  rank 0: 1 backward pass so far"
-    assert left.splitlines()[1].startswith("  rank 1: 1 backward pass; has left the job (ranks.py:")
+    assert left.splitlines()[1].startswith("  rank 1: 1 backward pass; has left the job (tests/ranks.py:")
 
 
 @pytest.mark.parametrize(

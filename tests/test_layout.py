@@ -160,6 +160,7 @@ OF_THE_PROCESS = {
     "job.process_group._worlds": "how many there were: a store keeps the keys of the one before",
     "job.unshared.watch": "torch's hook of all optimizers is the process's",
     "job.say.say_once": "lines that were said",
+    "job.users_line._is_of_program": "a function of a file's name",
     "trainers.unedited.slipped._listen": "Python has no way to take back an audit hook",
     "trainers.unedited.slipped._is_private": "what that hook asks, while files are private",
     "job.job._current": "the job itself",

@@ -267,6 +267,8 @@ if rank != "none":
     dist.init_process_group("gloo")
 model = network() if rank == "none" else nn.parallel.DistributedDataParallel(network())
 train(model, DataLoader(Items(), 8))
+if rank != "none":
+    dist.destroy_process_group()  # else threads of gloo may abort the end of a program that is left alone
 """
     two = succeeded(run(tmp_path, script, 2))
     assert [two.said(number, "rank")[-1] for number in (0, 1)] == (["0", "1"] if is_alone else ["none", "none"])
@@ -757,7 +759,9 @@ def test_a_command_that_the_program_does_not_wait_for_is_told(monkeypatch: pytes
     assert said == []
     popen(None, ["tar", "x"])
     assert started == [["ffmpeg", "-i", "-", "own/video.mp4"], ["tar"], ["tar", "x"]]
-    assert re.fullmatch(r"test_unedited\.py:\d+: every rank starts 'tar' by subprocess\.Popen, so all .*", said.pop())
+    assert re.fullmatch(
+        r"tests/test_unedited\.py:\d+: every rank starts 'tar' by subprocess\.Popen, so all .*", said.pop()
+    )
 
 
 @pytest.mark.unit

@@ -15,8 +15,9 @@ from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.data.split import Split
 from ddpshim.errors import DataError
 from ddpshim.job.job import current
-from ddpshim.job.say import count, line_of_the_caller, say
+from ddpshim.job.say import count, say
 from ddpshim.job.seeds import derive_seed
+from ddpshim.job.users_line import users_line
 from ddpshim.job.world import World
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class Parts:
     def _say_repeated(self, num_left: int) -> None:
         if 0 < num_left < self.num_shares and self.world.is_main:
             say(
-                f"the loader of {line_of_the_caller()} has {count(num_left, 'sample')} in its last batch, for "
+                f"the loader of {users_line()} has {count(num_left, 'sample')} in its last batch, for "
                 f"{self.num_shares} ranks: the others repeat one. Gradients ignore the repeats; a sum or a mean that "
                 "the program takes over a pass would count them again: take it from world.all_gather(values), one "
                 "value for each row, which leaves them out"
@@ -170,7 +171,7 @@ class Parts:
         made = ShardedLoader(dataset, source, global_batch_size, self.order_seed, shown, **batching, **self.options)
         made.deals_shares = not self.already_sharded and self.world is current().world
         made.rank, made.world_size = self.sharers.rank, self.num_shares
-        made.number, made.called = current().next_number("loader"), f"the loader of {line_of_the_caller()}"
+        made.number, made.called = current().next_number("loader"), f"the loader of {users_line()}"
         return made
 
     def refuse_too_small(self, sized: Any, name: str) -> None:

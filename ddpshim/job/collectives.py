@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from ddpshim.errors import WorldError
 from ddpshim.job import failure, messages, shares, timing
-from ddpshim.job.say import described, line_of_the_caller, say_once
+from ddpshim.job.say import described, say_once
+from ddpshim.job.users_line import users_line
 from ddpshim.job.world import World
 
 T = TypeVar("T")
@@ -54,7 +55,7 @@ def _told_apart(here: World, what: str) -> Iterator[None]:
     try:
         yield
     except messages.Crossed:
-        where = here.meet("crossed", f"{what} at {line_of_the_caller()}", CROSSED_DEADLINE_S)
+        where = here.meet("crossed", f"{what} at {users_line()}", CROSSED_DEADLINE_S)
         there = "; ".join(f"rank {rank} in {place}" for rank, place in where.items())
         raise WorldError(
             f"ranks met in different collectives: {there}. Their values would be confused. Let every rank make "

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import linecache
-import os
 import sys
 from types import FrameType
 from typing import Any, NamedTuple, Optional
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_PYTHON = os.path.dirname(os.__file__)
+from ddpshim.job.users_line import is_torchs_or_ours, is_users, short, shown
+
 # Frames that are not shown: outermost in every program, or innermost because a rank is asked for its place, or ends.
 _AROUND = (
     *("python/runpy.py", "<frozen", "python/contextlib.py", "ddpshim/launch/", "ddpshim/job/watch.py"),
@@ -120,28 +119,28 @@ def frames_of(thread: int) -> list[FrameType]:
 
 def place_of(stack: list[Frame], progress: Progress, waits_on_gpu: bool = False) -> Place:
     """Return the activity of a thread with this stack, outermost frame first. Local."""
-    stack = [frame for frame in stack if not _short(frame.file).startswith(_AROUND)]
-    short = [(_short(frame.file), frame.function) for frame in stack]
-    own = [frame for frame, (file, _) in zip(stack, short) if not file.startswith(("torch/", "ddpshim/", "python/"))]
-    innermost = (own or stack or [Frame("", 0, "")])[-1]
+    stack = [frame for frame in stack if not short(frame.file).startswith(_AROUND)]
+    files = [(short(frame.file), frame.function) for frame in stack]
+    own = [frame for frame in stack if not is_torchs_or_ours(frame.file)]
+    innermost = ([frame for frame in own if is_users(frame.file)] or own or stack or [Frame("", 0, "")])[-1]
     if waits_on_gpu:
         waits_in: Optional[str] = f"backward pass {progress.num_passes}"
-    elif progress.is_reducing and any(file.startswith("torch/autograd/") for file, _ in short):
+    elif progress.is_reducing and any(file.startswith("torch/autograd/") for file, _ in files):
         waits_in = f"backward pass {progress.num_passes + 1}"
     else:
-        waits_in = _collective(short, progress)
-    found = [] if waits_in else [s for s in _SECTIONS for at in short if s[0] in at[0] and s[1] in ("", at[1])]
+        waits_in = _collective(files, progress)
+    found = [] if waits_in else [s for s in _SECTIONS for at in files if s[0] in at[0] and s[1] in ("", at[1])]
     section = found[0][2] if found else None
-    site = f"{os.path.basename(innermost.file)}:{innermost.line}" if stack else "at the end of its program"
+    site = shown(innermost.file, innermost.line) if stack else "at the end of its program"
     if waits_in is not None and own:
-        stack = stack[: stack.index(innermost) + 1]  # without torch's frames
+        stack = stack[: stack.index(own[-1]) + 1]  # without torch's frames
     return Place(waits_in, section, any(s[3] for s in found), site, _lines(stack[-_MOST_FRAMES:]))
 
 
-def _collective(short: list[tuple[str, str]], progress: Progress) -> Optional[str]:
+def _collective(files: list[tuple[str, str]], progress: Progress) -> Optional[str]:
     """Return the collective of World or torch in which a thread with these files and functions is; None if in none."""
     waits_in: Optional[str] = None
-    for file, function in reversed(short):
+    for file, function in reversed(files):
         if file == "torch/distributed/distributed_c10d.py":
             waits_in = f"torch.distributed.{function}"
         elif (file, function) in _WAITS:
@@ -151,21 +150,6 @@ def _collective(short: list[tuple[str, str]], progress: Progress) -> Optional[st
         elif not file.startswith(("torch/", "ddpshim/", "python/")):
             break
     return waits_in
-
-
-def _short(file: str) -> str:
-    """Return a file's name from "torch/", "ddpshim/" or "python/" on, if it belongs to one; else unchanged."""
-    torch = sys.modules.get("torch")
-    roots = {"ddpshim": _OURS, "torch": os.path.dirname(getattr(torch, "__file__", None) or "/no torch")}
-    for name, root in roots.items():
-        if file.startswith(root + os.sep):
-            return name + file[len(root) :].replace(os.sep, "/")
-    return "python" + file[len(_PYTHON) :].replace(os.sep, "/") if is_pythons(file) else file.replace(os.sep, "/")
-
-
-def is_pythons(file: str) -> bool:
-    """Return whether `file` is of Python's standard library. Local."""
-    return file.startswith(_PYTHON + os.sep) and "-packages" not in file
 
 
 def _lines(stack: list[Frame]) -> list[str]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Optional
 
-from ddpshim.job.progress import is_pythons
+from ddpshim.job.users_line import is_pythons
 
 _ABSENT = object()
 

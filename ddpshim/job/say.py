@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 import sys
 import traceback
 from collections.abc import Sequence
-from types import FrameType
-from typing import Optional
 
 from ddpshim.errors import DdpShimError
 
@@ -27,6 +23,14 @@ def say(text: str, *, directly: bool = False) -> None:
 def say_once(text: str) -> None:
     """Print `text` as `say` does, but only once in this process. Local."""
     say(text)
+
+
+def say_on_main(text: str) -> None:
+    """Print `text` once in this job, on the main rank. Local."""
+    from ddpshim.job.group import world
+
+    if world().is_main:
+        say_once(text)
 
 
 def described(error: BaseException) -> str:
@@ -64,16 +68,3 @@ def size(num_bytes: float) -> str:
         if num_bytes >= least:
             return f"{num_bytes / least:.1f} {unit}"
     return f"{num_bytes:.0f} B"
-
-
-def line_of_the_caller() -> str:
-    """Return file:line of the innermost frame outside torch, contextlib and ddpshim. Local."""
-    torch = sys.modules.get("torch")
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    excluded = (ours, os.path.dirname(getattr(torch, "__file__", None) or ours), contextlib.__file__)
-    frame: Optional[FrameType] = sys._getframe(1)
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(excluded):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "a line of ddpshim"

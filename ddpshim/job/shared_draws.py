@@ -18,9 +18,10 @@ from ddpshim.job import small_draws
 from ddpshim.job.job import current
 from ddpshim.job.noise import BERNOULLI_
 from ddpshim.job.random_streams import shared_random_streams
-from ddpshim.job.say import line_of_the_caller, say
+from ddpshim.job.say import say
 from ddpshim.job.seeds import derive_seed
 from ddpshim.job.shares import Share, Sharing
+from ddpshim.job.users_line import users_line
 
 LARGE = 512  # a draw of at least so many numbers is reported if none of its dimensions is the batch
 
@@ -296,7 +297,7 @@ def _name_alike(sharing: Sharing, shape: Sequence[int]) -> None:
 
 def _name(sharing: Sharing, what: str, whose: str) -> None:
     """Report once the line of code of a draw that one process would make differently."""
-    line = line_of_the_caller()
+    line = users_line()
     if line not in sharing.named:
         sharing.named.add(line)
         if sharing.share is not None and sharing.share.rank == 0:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ddpshim.job.job import current
-from ddpshim.job.say import line_of_the_caller, say
+from ddpshim.job.say import say
 from ddpshim.job.shares import Sharing
+from ddpshim.job.users_line import users_line
 
 
 class _Counts:
@@ -26,7 +27,7 @@ def count(sharing: Sharing) -> None:
         return
     if counts.batch in (None, sharing.last):
         counts.batch, counts.num_rows = sharing.last, sharing.share.num_rows
-        line = line_of_the_caller()
+        line = users_line()
         counts.of_line[line] = counts.of_line.get(line, 0) + 1
         return
     counts.are_read = True

@@ -23,7 +23,7 @@ from ddpshim import variables
 from ddpshim.errors import OptionsError, SyncError
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
-from ddpshim.job.say import line_of_the_caller
+from ddpshim.job.users_line import users_line
 from ddpshim.model.transparent import is_compiling
 from ddpshim.rows import blocks, dimensions, gradients, layers  # noqa: F401 (they register their rules)
 from ddpshim.rows.rules import T
@@ -177,7 +177,7 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
     def refusing(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, Rows) for x in tensors):
             raise SyncError(
-                f"{line_of_the_caller()}: {original.__name__} of a batch that is divided over the ranks: the hook "
+                f"{users_line()}: {original.__name__} of a batch that is divided over the ranks: the hook "
                 "would get one rank's gradients. Use x.register_hook(...) for each tensor."
             )
         return original(tensors, *args, **kwargs)

@@ -18,7 +18,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from ddpshim.errors import SyncError
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
-from ddpshim.job.say import line_of_the_caller
+from ddpshim.job.users_line import users_line
 from ddpshim.model.backward import Passes
 from ddpshim.model.guard import Watched
 from ddpshim.rows import blocks
@@ -181,9 +181,7 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(rows, Rows):
         return NotImplemented
     if rows.shape != value.shape:
-        raise SyncError(
-            f"{line_of_the_caller()}: x.data = y of another shape, for a batch divided over the ranks. Use x = y"
-        )
+        raise SyncError(f"{users_line()}: x.data = y of another shape, for a batch divided over the ranks. Use x = y")
     rows.block.data = _own_of(value, rows).detach()
     rows.memory.wrote()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import random
 import sys
 import zlib
@@ -24,7 +23,8 @@ from ddpshim.job import collectives, messages
 from ddpshim.job.group import world
 from ddpshim.job.job import current
 from ddpshim.job.random_streams import global_states, restore_global_states
-from ddpshim.job.say import line_of_the_caller, say
+from ddpshim.job.say import say
+from ddpshim.job.users_line import users_line
 from ddpshim.model import equal_steps, guard
 from ddpshim.rows import blocks
 from ddpshim.rows.tensor import Counts, Rows, leaves
@@ -41,7 +41,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.place = os.path.basename(line_of_the_caller())
+        self.place = users_line()
         self._of_rows: Optional[_RowsLoader] = None
         self._is_divided: Optional[bool] = None
 

@@ -20,7 +20,7 @@ import torch
 
 from ddpshim.errors import SyncError
 from ddpshim.job.job import current
-from ddpshim.job.say import line_of_the_caller
+from ddpshim.job.users_line import users_line
 from ddpshim.rows import blocks
 from ddpshim.rows.blocks import Gather, Part, Scatter
 
@@ -224,7 +224,7 @@ class Rows(torch.Tensor):
         found = [x for x in leaves((args, kwargs or {})) if isinstance(x, Rows)]
         if torch.is_grad_enabled() and name not in _DETACHING and any(x.block.requires_grad for x in found):
             raise SyncError(
-                f"{line_of_the_caller()}: {func} got a batch that is divided over the ranks by a way that ddpshim "
+                f"{users_line()}: {func} got a batch that is divided over the ranks by a way that ddpshim "
                 "does not see (a C++ extension?), so its gradient would be lost. Give it x.clone() of a tensor "
                 "outside the network, or set DDPSHIM_ROWS=off: every rank then computes whole batches."
             )
@@ -334,12 +334,12 @@ def whole(rows: Rows, why: str = "") -> torch.Tensor:
     counts = current().part(Counts)
     if not counts.is_in_lock_step():
         raise SyncError(
-            f"{line_of_the_caller()}: a batch that is divided over the ranks is used in another thread or process, or "
+            f"{users_line()}: a batch that is divided over the ranks is used in another thread or process, or "
             "in code that one rank runs alone, at a time that differs between ranks. Read it in the main thread, "
             "outside of datasets and rollouts: batch.clone(), float(loss)."
         )
     made = gathered(rows.block, rows.dimension, rows.part)
-    place = line_of_the_caller(), why
+    place = users_line(), why
     counts.gathered[place] += 1
     counts.num_bytes[place] += made.numel() * made.element_size()
     rows.cached = key, made, _version(made)
@@ -374,7 +374,7 @@ def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
         if has_changed:
             if made.shape != rows.shape or made.dtype != rows.dtype:
                 raise SyncError(
-                    f"{line_of_the_caller()}: {name} changed the shape or type of a batch that is divided over the "
+                    f"{users_line()}: {name} changed the shape or type of a batch that is divided over the "
                     "ranks in place. Use the variant that returns a new tensor"
                 )
             written(rows, made)

@@ -11,16 +11,12 @@ import multiprocessing
 import os
 import signal
 import sys
-import sysconfig
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Optional
 
 _MAX_PARTS = 1024  # approximate limit on the entries of a sample that are hashed
-_HERE = str(Path(__file__).absolute().parents[2])  # the folder of the package ddpshim
-_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def samples_of(batch: Any) -> tuple[int, Optional[list[str]]]:
@@ -100,22 +96,3 @@ class Parameters:
 def _outermost(named: Sequence[tuple[str, Any]]) -> dict[int, str]:
     """Return id -> the tensor's longest name, which is its name in the outermost module."""
     return {id(tensor): name for name, tensor in sorted(named, key=lambda item: len(item[0]))}
-
-
-def place() -> str:
-    """Return "file:line" of the innermost frame of the user's program; "" if the stack has none."""
-    package = (getattr(sys.modules.get("__main__"), "__package__", None) or "").partition(".")[0]
-    stack = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe(1)))
-    return next((shown(name, line) for name, line in stack if is_program(name, package)), "")
-
-
-def shown(file: str, line: object) -> str:
-    """Return "file:line" as reports print it: relative to the working folder if the file is in it."""
-    near = os.path.relpath(file)
-    return f"{file if near.startswith('..') else near}:{line}"
-
-
-def is_program(file: str, package: str) -> bool:
-    """Whether a Python file is the user's: it belongs to the `package` run with -m, or to no library."""
-    is_library = file.startswith(("<", _HERE + os.sep, *_LIBRARIES))
-    return f"{os.sep}{package}{os.sep}" in file if package and is_library else not is_library

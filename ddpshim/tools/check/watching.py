@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ddpshim.job.replaced import replaced
-from ddpshim.tools.check.program import Parameters, end_with_peers, place, samples_of
+from ddpshim.job.users_line import users_line
+from ddpshim.tools.check.program import Parameters, end_with_peers, samples_of
 
 SETTINGS = "settings.json"
 ONE, PERTURBED = "one", "perturbed"  # names of the runs in one process; the ranks' runs are "rank_0", "rank_1", ...
@@ -147,7 +148,7 @@ class Watcher:
         is_own = self._run.startswith("rank") and not _ranks_share_draws()
         of_pass = self._passes.get(batches) or {"sampler": "", "pass_number": 0}
         is_whole = _is_of_all_ranks(batches, batch, size)
-        about = {"size": size, "samples": samples, "whole": is_whole, **of_pass, "place": place()}
+        about = {"size": size, "samples": samples, "whole": is_whole, **of_pass, "place": users_line()}
         self._write("batch", number=self._num_batches, streams=_digest(own) if is_own else None, **about)
         if self._run == ONE:
             import torch
@@ -189,7 +190,7 @@ class Watcher:
     def _see_draw(self) -> None:
         if not self._has_drawn:
             self._has_drawn = True
-            self._write("draw", place=place())
+            self._write("draw", place=users_line())
 
     # Outputs
 
@@ -210,7 +211,7 @@ class Watcher:
         self._eps = max(self._eps, eps_of(dtype))
         share = shares.at_hand()  # ddpshim weighs gradients by rows of the batch
         weight = 1.0 if share is None else share.weight
-        self._write("loss", number=self._num_backward, losses=losses, weight=weight, dtype=dtype, place=place())
+        self._write("loss", number=self._num_backward, losses=losses, weight=weight, dtype=dtype, place=users_line())
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._stepping is not None or os.getpid() != self._process:
@@ -234,7 +235,7 @@ class Watcher:
             step=known[1],
             gradients=_sketches([p.grad for p in params]),
             lr=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-            place=place(),
+            place=users_line(),
         )
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -251,7 +252,7 @@ class Watcher:
                     moments[f"{i}.{name}"] = value
         of_moments = dict(zip(moments, _sketches(list(moments.values()))))
         self._num_steps += 1
-        self._write("step", optimizer=number, weights=_sketches(params), moments=of_moments, place=place())
+        self._write("step", optimizer=number, weights=_sketches(params), moments=of_moments, place=users_line())
         self._has_unseen_state = True
         if count + 1 >= self._settings.steps:
             self._is_due = True

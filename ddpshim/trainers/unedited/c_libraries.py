@@ -11,8 +11,9 @@ from typing import Any, Callable
 
 from ddpshim.job.after_import import after_import
 from ddpshim.job.replaced import replaced
+from ddpshim.job.say import say_on_main
+from ddpshim.job.users_line import is_users, users_line
 from ddpshim.trainers.unedited.holders import in_place
-from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
 
 _HDF5_WRITES, _HDF5_MADE_NEW = 1 | 2 | 4, 2  # h5f.ACC_RDWR, ACC_TRUNC, ACC_EXCL
 # Functions that read, and functions that write a new file: (module, name in it, position and keyword of the path).
@@ -133,11 +134,10 @@ class CLibraries:
 
 def _report_popen(command: Any, frame: FrameType) -> None:
     """Report that every rank runs this command, if a line of the program starts it without waiting."""
-    place = line_of_the_program()
-    if place == f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}":
+    if is_users(frame.f_code.co_filename):
         say_on_main(
-            f"{place}: every rank starts {command!r} by subprocess.Popen, so all of them write its files. With "
-            "subprocess.run, which waits for the command, only the main rank runs it"
+            f"{users_line(frame)}: every rank starts {command!r} by subprocess.Popen, so all of them write its files. "
+            "With subprocess.run, which waits for the command, only the main rank runs it"
         )
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ddpshim.job.replaced import replaced
-from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
+from ddpshim.job.say import say_on_main
+from ddpshim.job.users_line import users_line
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -44,7 +45,7 @@ def shown(num_gpus: int) -> Iterator[None]:
             set_one(self, name, value)
         else:
             say_on_main(
-                f"{line_of_the_program()}: {VISIBLE}={value} was ignored: each rank has its own GPU. To choose "
+                f"{users_line()}: {VISIBLE}={value} was ignored: each rank has its own GPU. To choose "
                 f"GPUs, set {VISIBLE} for `ddpshim run`"
             )
 

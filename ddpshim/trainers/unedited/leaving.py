@@ -16,7 +16,8 @@ from ddpshim.errors import SyncError
 from ddpshim.job.group import cleanup, world
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
-from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
+from ddpshim.job.say import say_on_main
+from ddpshim.job.users_line import users_line
 from ddpshim.trainers.unedited.program import Start, start_again
 
 _LAST_ANSWER_S = 0.2  # time for other ranks to read the last answer of the store, which the main rank hosts
@@ -65,7 +66,7 @@ def leave_alone(start: Start, found: str, take_back: Callable[[], None], error: 
 
     `error`: with which the program ended, if it did.
     """
-    here, line = world(), line_of_the_program(error)
+    here, line = world(), users_line(error=error)
     if current().has_networks:
         raise SyncError(
             f"{line}: {found}, after ddpshim has distributed it as a program for one process; both "

@@ -19,10 +19,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ddpshim.errors import SyncError
 from ddpshim.job.group import world
+from ddpshim.job.say import say_on_main
+from ddpshim.job.users_line import users_line
 from ddpshim.model import guard
 from ddpshim.model.parallel import wrap_parallel
 from ddpshim.model.transparent import Transparent, is_compiling
-from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -45,7 +46,7 @@ class Networks:
     def take_note(self, optimizer: torch.optim.Optimizer) -> None:
         """Record an optimizer that just got parameters, so that its networks are wrapped. Local."""
         if optimizer not in self._places:
-            self._places[optimizer] = line_of_the_program()
+            self._places[optimizer] = users_line()
             self._optimizers.append(weakref.ref(optimizer))
         self._is_stale = True
         if self._before_forward is None:

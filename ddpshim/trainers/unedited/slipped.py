@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Callable, Optional
 
 from ddpshim.errors import SyncError
-from ddpshim.job.say import line_of_the_caller
+from ddpshim.job.users_line import users_line
 from ddpshim.trainers.unedited.mains_changes import WRITES
 
 _PATHS = {
@@ -55,7 +55,7 @@ def _on_event(event: str, args: Any) -> None:
             name = os.path.join(posix.getcwd(), os.fsdecode(path))
             if not is_private(name, sys._getframe(1)) and _is_file_or_absent(name):
                 raise SyncError(
-                    f"{line_of_the_caller()} writes to {name} ({event}) through a function that ddpshim cannot "
+                    f"{users_line()} writes to {name} ({event}) through a function that ddpshim cannot "
                     "intercept, on a rank that is not main; all ranks would write there and corrupt the file. Use "
                     "open, or call os functions as os.NAME (os.mkdir), or write only on the main rank (RANK in "
                     "os.environ)."

@@ -12,13 +12,13 @@ from ddpshim.errors import SyncError
 from ddpshim.job.group import world
 from ddpshim.job.job import current
 from ddpshim.job.say import say, size
+from ddpshim.job.users_line import users_line
 from ddpshim.model.backward import Passes
 from ddpshim.model.equality import is_milestone
 from ddpshim.model.transparent import is_compiling
 from ddpshim.rows.gradients import plain
 from ddpshim.rows.tensor import Counts
 from ddpshim.trainers.unedited.networks import Networks
-from ddpshim.trainers.unedited.places import line_of_the_program
 
 _ROUNDING = 1e-3
 _DEADLINE_S = 600.0
@@ -62,14 +62,14 @@ class Steps:
         for rank, theirs in found.items():
             if not all(_is_close(x, y) for x, y in zip(expected, theirs)) or len(expected) != len(theirs):
                 raise SyncError(
-                    f"{line_of_the_program()}: rank 0 computed the loss {expected} and rank {rank} {theirs}; every "
+                    f"{users_line()}: rank 0 computed the loss {expected} and rank {rank} {theirs}; every "
                     "rank runs the whole program, so it should be the same on all, and the step would be wrong. Draw "
                     "batches from torch's, numpy's or Python's global generator, or with a fixed seed "
                     "(np.random.default_rng(0)), or take them from a DataLoader."
                 )
         if len(found) < world().world_size:
             raise SyncError(
-                f"{line_of_the_program()}: of {world().world_size} ranks only {[*found]} reached backward pass "
+                f"{users_line()}: of {world().world_size} ranks only {[*found]} reached backward pass "
                 f"{self.num_passes} within {_DEADLINE_S:g} s; the others do something else. The decision must be the "
                 "same on all ranks: it must not depend on a clock or on entropy."
             )

@@ -1,0 +1,71 @@
+"""Finds the line of the user's program that is running, for messages: not one of a library or of ddpshim."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import traceback
+from types import FrameType
+from typing import Optional
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PYTHON = os.path.dirname(os.__file__)
+
+
+def users_line(frame: Optional[FrameType] = None, error: Optional[BaseException] = None) -> str:
+    """Return "train.py:12", the innermost line of the user's program; else of an installed package. Local.
+
+    `frame`: where to begin; default the caller. `error`: begin where it was raised.
+    """
+    frame = frame or sys._getframe(1)
+    for raised, _ in traceback.walk_tb(error.__traceback__ if error is not None else None):
+        frame = raised
+    installed = ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users(file):
+            return shown(file, frame.f_lineno)
+        if not installed and not is_torchs_or_ours(file):
+            installed = shown(file, frame.f_lineno)
+        frame = frame.f_back
+    return installed or "a line of torch"
+
+
+def is_users(file: str) -> bool:
+    """Return whether `file` is of no library, or of the package that Python was started with (`-m`). Local."""
+    package = (getattr(sys.modules.get("__main__"), "__package__", None) or "").partition(".")[0]
+    return _is_of_program(file, package)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_of_program(file: str, package: str) -> bool:
+    is_installed = "site-packages" in file or "dist-packages" in file
+    is_started = bool(package) and f"{os.sep}{package}{os.sep}" in file
+    return not is_torchs_or_ours(file) and (is_started or not is_installed)
+
+
+def is_torchs_or_ours(file: str) -> bool:
+    """Return whether `file` is of torch, ddpshim or Python's standard library. Local."""
+    return short(file).startswith(("torch/", "ddpshim/", "python/", "<"))
+
+
+def is_pythons(file: str) -> bool:
+    """Return whether `file` is of Python's standard library. Local."""
+    return file.startswith(_PYTHON + os.sep) and "-packages" not in file
+
+
+def short(file: str) -> str:
+    """Return a file's name from "torch/", "ddpshim/" or "python/" on, if it belongs to one; else unchanged. Local."""
+    torch = sys.modules.get("torch")
+    roots = {"ddpshim": _OURS, "torch": os.path.dirname(getattr(torch, "__file__", None) or "/no torch")}
+    for name, root in roots.items():
+        if file.startswith(root + os.sep):
+            return name + file[len(root) :].replace(os.sep, "/")
+    return "python" + file[len(_PYTHON) :].replace(os.sep, "/") if is_pythons(file) else file.replace(os.sep, "/")
+
+
+def shown(file: str, line: object) -> str:
+    """Return "file:line" as messages print it: relative to the working folder if the file is in it. Local."""
+    near = os.path.relpath(file)
+    return f"{file if near.startswith('..') else near}:{line}"
