@@ -12,7 +12,7 @@ if sys.version_info < (3, 9):  # for tools that do not check `requires-python`
         "environment with a newer Python, as docs/installing.md shows."
     )
 
-EXTRAS = ("completion", "report", "robomimic", "zarr")  # for users; other files are for the tests
+EXTRAS = ("completion", "report", "robomimic")  # for users; other files are for the tests
 # robomimic itself is in none: it requires a torchvision that would replace torch, and compiles a renderer.
 
 

@@ -33,13 +33,10 @@ if TYPE_CHECKING:
     from ddpshim.data.learning_rate import scale_lr as scale_lr
     from ddpshim.data.loader import make_loader as make_loader
     from ddpshim.data.node_memory import shared_arrays as shared_arrays
-    from ddpshim.data.replay_buffers import Windows as Windows
-    from ddpshim.data.replay_buffers import load_replay_buffer as load_replay_buffer
     from ddpshim.data.tasks import deal as deal
     from ddpshim.data.tfdata import shard_tfdata as shard_tfdata
     from ddpshim.data.transfer import on_device as on_device
     from ddpshim.evaluation.evaluating import evaluate as evaluate
-    from ddpshim.evaluation.evaluating import evaluate_in_background as evaluate_in_background
     from ddpshim.job.failure import abort as abort
     from ddpshim.job.group import cleanup as cleanup
     from ddpshim.job.group import setup as setup
@@ -78,10 +75,7 @@ _HOMES = {
     "wrap_parallel": "model.parallel",
     "Resumable": "checkpoint.resume",
     "evaluate": "evaluation.evaluating",
-    "evaluate_in_background": "evaluation.evaluating",
-    "Windows": "data.replay_buffers",
     "on_device": "data.transfer",
-    "load_replay_buffer": "data.replay_buffers",
     "record": "observe.recording",
     "shard_iterable": "data.iterable",
     "shared_arrays": "data.node_memory",

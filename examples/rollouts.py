@@ -5,7 +5,7 @@
     python -m ddpshim run --nproc 2 examples/rollouts.py     # and --nproc 3
 
 Expect: on every rank the reward and success of 20 episodes, equal to those of --nproc 1 to the last digit; each rank
-played its part. Then the same in the background, and an evaluation that stops when the policy is certainly better than
+played its part. Then an evaluation that stops when the policy is certainly better than
 50%. In robomimic's own trainer, evaluations use all ranks automatically.
 """
 
@@ -52,17 +52,12 @@ def main():
     policy = ddpshim.wrap_parallel(Noisy())
     found = ddpshim.evaluate(Reach, policy, NUM_EPISODES, horizon=HORIZON)
     everyones = world.gather((Reach.num_played, found.mean_reward, found.success_rate))
-    played = ddpshim.evaluate_in_background(Reach, policy, NUM_EPISODES, horizon=HORIZON)
-    # ... training goes on here ...
-    beside = played.result()
     early = ddpshim.evaluate(Reach, policy, 1000, horizon=HORIZON, threshold=0.5)
     if world.is_main:
         print("rank  episodes played                reward  success rate, of all episodes")
         for rank, (num_played, reward, success) in enumerate(everyones):
             print(f"{rank:4d}  {num_played:8d} of {NUM_EPISODES:2d} {reward:24.15f}  {success:.2f}")
         print(f"all: {found}")
-        is_same = (beside.mean_reward, beside.interval) == (found.mean_reward, found.interval)
-        print(f"in the background: {'the same' if is_same else 'NOT the same'}")
         print(f"of at most 1000: {early}")
     ddpshim.cleanup()
 

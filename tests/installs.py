@@ -41,8 +41,6 @@ REQUESTS = [
     [".[completion]"],
     [".[report]"],
     [".[robomimic]"],
-    [".[zarr]"],
-    [".[zarr]", "numpy<2"],
     ["robomimic==0.3.0"],
 ]
 

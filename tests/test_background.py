@@ -27,7 +27,7 @@ from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint import snapshot
 from ddpshim.checkpoint.background import Background, JobFailed
 from ddpshim.errors import CheckpointError, RankError
-from ddpshim.job import failure
+from ddpshim.job import failure, machine
 from tests.preloaded_commands import patience
 from tests.ranks import run_ranks
 
@@ -328,7 +328,7 @@ def test_small_files_and_impossible_places_are_seen_to_at_once(
     pid = _stop()
     monkeypatch.setattr(checkpoint, "_LEAST_BYTES", 1000)
     checkpoint.save_in_background(torch.zeros(10), tmp_path / "small.pth")
-    monkeypatch.setattr(checkpoint.machine, "memory", lambda: checkpoint.machine.Memory(None, 5_000_000, None))
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(None, 5_000_000, None))
     there = checkpoint._writer.buffer.num_bytes  # from another test: it takes what is beyond that
     checkpoint.save_in_background(torch.zeros(there // 4 + 1_000_000), tmp_path / "large.pth")
     assert sorted(os.listdir(tmp_path)) == ["large.pth", "small.pth"]

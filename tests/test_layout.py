@@ -23,7 +23,6 @@ from tests.wings import CHOOSE_BY_NAME, FACES, OPEN, WINGS
 
 ROOT = Path(__file__).parent.parent
 TRAINERS = (
-    "data.replay_buffers",
     "data.tfdata",
     "droid.calls",
     "droid.rlds",

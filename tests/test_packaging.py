@@ -97,7 +97,7 @@ def test_metadata(built: Path) -> None:
         "packaging",
     }
     assert "torch" in required, "a bound would have pip replace the user's torch"
-    assert metadata.get_all("Provides-Extra") == ["completion", "report", "robomimic", "zarr"]
+    assert metadata.get_all("Provides-Extra") == ["completion", "report", "robomimic"]
     assert [line for line in required if "==" in line.partition(";")[0]] == [], "a pin would fight that of a trainer"
     assert not [line for line in required if line.startswith(("robomimic", "torchvision"))], "it would replace torch"
 

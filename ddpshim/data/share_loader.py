@@ -1,7 +1,7 @@
-"""Makes the loader of a rank's share of each global batch; see `make_loader`."""
+"""Makes the loader of a rank's share of each global batch: from whole batches, where an adapter has a fetcher."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional, Protocol
 
 import torch
 from torch.utils.data import default_collate
@@ -17,8 +17,25 @@ from ddpshim.job.own_streams import draws_alike, use_own_batches
 from ddpshim.job.say import count, say, say_once
 from ddpshim.job.world import World
 
-if TYPE_CHECKING:
-    from ddpshim.data.fetching import Collate, Fetcher
+
+class Collate(Protocol):
+    """A `collate_fn` that also accepts a whole batch from a fetcher's dataset."""
+
+    def __call__(self, samples: Any) -> Any:
+        """Return the batch, as torch's default collate makes it."""
+
+    def expect(self, dataset: Any, batch_size: int, num_workers: int, prefetch_factor: Optional[int]) -> None:
+        """Allocate memory for the batches of persistent workers. Local; this method is optional."""
+
+
+class Fetcher(Protocol):
+    """Gives whole batches of one dataset, with the values, types and order of keys of torch's collate."""
+
+    def attach(self) -> Optional[str]:
+        """Make torch's loaders fetch the dataset by the batch; return the reason if that is impossible. Local."""
+
+    def collate(self) -> Collate:
+        """Return the loader's `collate_fn`; it also accepts samples that were fetched one by one."""
 
 
 class _Said(set[tuple[int, int]]):
@@ -126,9 +143,7 @@ def _announce(world: World, global_batch_size: Optional[int]) -> None:
         say(f"global batch {global_batch_size} = {ranks} x {f'{each} or {each + 1}' if left else each}")
 
 
-def fetcher_of(dataset: Any) -> "Optional[Fetcher]":
+def fetcher_of(dataset: Any) -> Optional[Fetcher]:
     """Return the fetcher of `dataset`; None if no adapter has one. Local."""
-    if getattr(type(dataset), "is_its_own_fetcher", False):
-        return dataset  # type: ignore[no-any-return]
     found = (offer(dataset) for offer in adapters.functions_for(dataset, "fetcher"))
     return next((fetcher for fetcher in found if fetcher is not None), None)

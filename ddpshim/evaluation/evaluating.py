@@ -1,33 +1,28 @@
-"""Evaluates a policy on all ranks: `evaluate` while training waits, `evaluate_in_background` while it continues."""
+"""Evaluates a policy on all ranks (`evaluate`)."""
 
 from __future__ import annotations
 
-import atexit
 import functools
-import inspect
 import math
-import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, Callable, Optional
 
 import torch
 
 from ddpshim.errors import RolloutError
-from ddpshim.evaluation import environments
+from ddpshim.evaluation import environments, episodes
 from ddpshim.evaluation.dealing import Deal, Dealt, plays_rollouts
 from ddpshim.evaluation.episodes import Episode, IsSuccess, Rules, networks_of
-from ddpshim.evaluation.player import Order, Player, PlayerBeside, packed
 from ddpshim.job import events, timing
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
-from ddpshim.job.say import say, say_once
+from ddpshim.job.random_streams import shared_random_streams
 from ddpshim.job.world import World
 from ddpshim.model.checksums import bits_of_rows
 from ddpshim.observe import intervals
 
-_LONG_S = 1.0  # a longer wait is reported
-_END_DEADLINE_S = 10.0
+_NUM_CHECKED = 2  # episodes whose environment is checked for unseeded generators
 
 
 @dataclass(frozen=True)
@@ -123,109 +118,44 @@ def evaluate(
     call = _checked(
         make_env, policy, num_episodes, horizon, seed, is_success, ends_at_success, confidence, threshold, width
     )
-    player = current().part(_Players).here
+    player = current().part(_Player)
     with timing.counted("rollout"):
         dealt = call.deal().play(functools.partial(player.play, call.order), _what, is_success=_succeeded)()
     return call.evaluation(dealt)
 
 
-def evaluate_in_background(
-    make_env: Callable[[], Any], policy: Any, num_episodes: int, **options: Any
-) -> EvaluationInBackground:
-    """Evaluate the policy as it is now, in a process beside each rank (collective; does not wait for episodes).
+@dataclass(frozen=True)
+class _Order:
+    """What to play: an environment, a policy, and the rules."""
 
-    Training continues meanwhile: the process uses idle cores, and next to nothing of busy ones (Linux: SCHED_IDLE). The
-    result is that of `evaluate`, to the last bit. If the last evaluation has not ended, this waits for it. A policy on
-    a GPU stays on it, in a second CUDA context.
-
-    Args:
-        make_env, policy, options: as for `evaluate`. They are pickled, so their functions must be defined in a module,
-            or in a script that trains only under `if __name__ == "__main__":`.
-
-    Raises:
-        RolloutError: something cannot be pickled, or an error that `evaluate` raises before it plays.
-    """
-    asked = inspect.signature(evaluate).bind(make_env, policy, num_episodes, **options)
-    asked.apply_defaults()
-    return EvaluationInBackground(_checked(**asked.arguments))
+    make_env: Callable[[], Any]
+    policy: Any
+    rules: Rules
 
 
-class EvaluationInBackground:
-    """A running evaluation. Made by `evaluate_in_background`."""
-
-    def __init__(self, call: _Call) -> None:
-        beside = current().part(_Players).beside
-        begin = time.monotonic()
-        with beside.turn:  # waits for the last one
-            waited_s = time.monotonic() - begin
-        if waited_s > _LONG_S and call.here.is_main:
-            say_once(
-                "an evaluation in the background takes longer than the training until the next one, so the "
-                f"training waited ({waited_s:.0f} s this time). Evaluate less often, or fewer episodes, or leave it "
-                "a core"
-            )
-        self._call, self._beside = call, beside
-        self._gathered: Optional[Callable[[], Dealt]] = None
-        self._result: Optional[Evaluation] = None
-        self._is_asked = False
-        self._is_unwanted = threading.Event()
-        has_turn = threading.Event()
-        arguments = (call.deal(), beside.ordered(packed(call.order)), has_turn)
-        self._thread = threading.Thread(target=self._run, args=arguments, name="ddpshim-evaluation", daemon=True)
-        self._thread.start()
-        has_turn.wait()
-        on_cleanup(self._end)
-        atexit.register(self._end)  # a thread that Python ends in a call to the store would crash the process
-
-    def result(self) -> Evaluation:
-        """Wait until all episodes are played, and return the evaluation (collective).
-
-        Raises RolloutError, on all ranks, if an episode failed.
-        """
-        self._is_asked = True
-        if self._result is None:
-            self._thread.join()
-            atexit.unregister(self._end)
-            if self._gathered is None:
-                raise RolloutError("the evaluation in the background lost the other ranks; see the error above")
-            self._result = self._call.evaluation(self._gathered())
-        return self._result
-
-    def poll(self) -> Optional[Evaluation]:
-        """Return the evaluation if all ranks have played, else None; equal on all ranks (collective)."""
-        if self._result is None and not all(self._call.here.gather(not self._thread.is_alive())):
-            return None
-        return self.result()
-
-    def cancel(self) -> None:
-        """Stop all ranks after their current episodes. Local; there is no result then."""
-        self._is_asked = True
-        self._is_unwanted.set()
-
-    def _run(self, deal: Deal, play: Callable[[int], Any], has_turn: threading.Event) -> None:
-        with self._beside.turn:
-            has_turn.set()
-            is_unwanted = self._is_unwanted.is_set
-            self._gathered = deal.play(play, _what, is_told_to_end=is_unwanted, is_success=_succeeded)
-
-    def _end(self) -> None:
-        """Stop it when the job ends. Local; idempotent."""
-        atexit.unregister(self._end)
-        if not self._is_asked:
-            self._is_asked = True
-            say("an evaluation in the background was dropped: the job ended before its result() was used")
-        if self._thread.is_alive():
-            self._beside.close()
-            self._thread.join(_END_DEADLINE_S)
-
-
-class _Players:
-    """The players of a job, in this process and beside it."""
+class _Player:
+    """Plays episodes, and keeps the environment. A job has one."""
 
     def __init__(self) -> None:
-        self.here, self.beside = Player(), PlayerBeside()
-        on_cleanup(self.here.close)
-        on_cleanup(self.beside.close)
+        self._make_env: Any = None
+        self._env: Any = None
+        on_cleanup(self._close)
+
+    def play(self, order: _Order, number: int) -> tuple[Any, Any]:
+        """Play an episode; return the fields of its `Episode` and `Shown`. Local."""
+        if self._make_env is not order.make_env:
+            self._close()
+            with shared_random_streams(order.rules.seed):
+                self._env = order.make_env()
+            self._make_env = order.make_env
+        played = episodes.play(self._env, order.policy, order.rules, number, number < _NUM_CHECKED)
+        return astuple(played[0]), astuple(played[1])
+
+    def _close(self) -> None:
+        """Close the environment, if there is one. Local; idempotent."""
+        env, self._env, self._make_env = self._env, None, None
+        if env is not None and callable(getattr(env, "close", None)):
+            env.close()
 
 
 @dataclass(frozen=True)
@@ -233,7 +163,7 @@ class _Call:
     """The checked arguments of an evaluation, equal on all ranks."""
 
     here: World
-    order: Order
+    order: _Order
     num_episodes: int
     confidence: float
     threshold: Optional[float]
@@ -261,7 +191,7 @@ class _Call:
         num_successes = 0
         for number in range(self.num_episodes):
             if number not in dealt.results:
-                raise RolloutError(f"the evaluation was cancelled; episode {number} was not played, there is no result")
+                raise RolloutError(f"the evaluation was stopped; episode {number} was not played, there is no result")
             episode, of_env = dealt.results[number]
             kept.append(Episode(*episode))
             shown.append(environments.Shown(*of_env))
@@ -320,7 +250,7 @@ def _checked(
             f"ranks evaluate with different {'; '.join(found)}; the result would depend on the number of ranks. "
             "Give all ranks the same, such as an average of weights that every rank keeps."
         )
-    return _Call(here, Order(make_env, policy, rules), num_episodes, confidence, threshold, width)
+    return _Call(here, _Order(make_env, policy, rules), num_episodes, confidence, threshold, width)
 
 
 def _bits(policy: Any) -> list[int]:

@@ -14,7 +14,7 @@ from ddpshim.errors import DdpShimError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ddpshim.data.fetching import Fetcher
+    from ddpshim.data.share_loader import Fetcher
 
 _ITS_NEWEST_PYTHON = (3, 11)
 # Works beside any torch, with --no-deps; newer versions fail except with their own torch.

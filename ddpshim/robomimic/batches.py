@@ -71,7 +71,7 @@ def attach(dataset: Any, planned: Optional[Plan] = None, arrays: Optional[Arrays
 
 
 class Fetcher(NamedTuple):
-    """Implements the interface of `ddpshim.data.fetching` for one dataset."""
+    """Implements `ddpshim.data.share_loader.Fetcher` for one dataset."""
 
     dataset: Any
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Optional, Protocol
 
-from ddpshim.data.fetching import Fetcher
+from ddpshim.data.share_loader import Fetcher
 
 
 class Adapter(Protocol):
