@@ -33,7 +33,7 @@ def page(runs: dict[str, Any]) -> str:
     lines = [
         "# Benchmarks",
         "",
-        "This page lists all measurements, with targets. `python -m benchmarks --out docs` writes it. A unit",
+        "This page lists all measurements, with targets. `python -m benchmarks --out evidence` writes it. A unit",
         "`x something` means a ratio; both were measured alternately in one run. In the pictures ddpshim is 1, and",
         "shorter bars are better.",
         "",

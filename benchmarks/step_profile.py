@@ -1,6 +1,6 @@
 """Measures the parts of a step of the released robomimic trainer, in one process and launched by ddpshim, by config.
 
-    python -m benchmarks.step_profile [--write docs/whole_run.md]
+    python -m benchmarks.step_profile [--write evidence/whole_run.md]
 
 Measures CPU time of the training thread (torch uses one thread), so other programs do not count. A part's time excludes
 the other parts that it calls. The first epoch is left out.

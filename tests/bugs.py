@@ -1,6 +1,6 @@
 """Public silent bugs of distributed training, each as a small program, and which tool finds which bug.
 
-Run it: python -m tests.bugs [--write docs/bugs.md] [--only WORDS] [--show WORDS]
+Run it: python -m tests.bugs [--write evidence/bugs.md] [--only WORDS] [--show WORDS]
 
 tests/planted contains them: a name, the addresses of the reports, the right findings, and the text for the trainer's
 places. "- " begins a line of the bug, "+ " a line of its clean twin. The doctor, the audit and the proof check both on
@@ -28,7 +28,7 @@ from tests.preloaded import environment, preloaded, start_afresh
 from tests.preloaded_commands import commands
 
 FOLDER = Path(__file__).parent / "planted"
-PAGE = Path(__file__).parent.parent / "docs" / "bugs.md"
+PAGE = Path(__file__).parent.parent / "evidence" / "bugs.md"
 AREAS = ("data", "losses", "gradients", "weights", "schedules", "validation", "others")
 TOOLS = ("doctor", "guards", "check")
 DEADLINE_S = 120.0
@@ -203,7 +203,7 @@ def _shown(source: str) -> str:
 
 
 def report(results: Sequence[Result]) -> str:
-    """Return the tables of docs/bugs.md. Bugs without a public report are not counted."""
+    """Return the tables of evidence/bugs.md. Bugs without a public report are not counted."""
     every, results = results, [each for each in results if each.bug.sources]
     lines = ["| tool | finds | false alarms on the twins |", "|---|---|---|"]
     for tool in TOOLS:
@@ -253,7 +253,7 @@ def read_page(page: str) -> dict[str, Result]:
     return read
 
 
-START = "<!-- what follows is written by python -m tests.bugs --write docs/bugs.md -->\n"
+START = "<!-- what follows is written by python -m tests.bugs --write evidence/bugs.md -->\n"
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

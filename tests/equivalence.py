@@ -1,6 +1,6 @@
 """Compares N ranks of the patched robomimic with the release: not patched, not launched, with its noise.
 
-Run it: python -m tests.equivalence --release 0.3.0 --algo all --ranks 2,3,4 [--write docs/equivalence.md]
+Run it: python -m tests.equivalence --release 0.3.0 --algo all --ranks 2,3,4 [--write evidence/equivalence.md]
 
 The release is copied beside the results, and patched there: the installed package does not change.
 """
@@ -435,7 +435,7 @@ COLUMNS = {
 
 
 def section(release: str, command: str, rows: Sequence[dict[str, Any]]) -> str:
-    """Return the section of docs/equivalence.md about a release."""
+    """Return the section of evidence/equivalence.md about a release."""
     trained = [row for row in rows if "failed" not in row]
     odd = deviations(rows)
     listed = "\n".join(f"- {line}" for line in odd) if odd else "None."
@@ -454,7 +454,7 @@ def section(release: str, command: str, rows: Sequence[dict[str, Any]]) -> str:
 PREFACE = """# Equality with one process, by algorithm
 
 This page compares robomimic under ddpshim with the unchanged release, for every algorithm and head of the release.
-`python -m tests.equivalence --write docs/equivalence.md` writes it; each release has its section.
+`python -m tests.equivalence --write evidence/equivalence.md` writes it; each release has its section.
 
 Every algorithm is trained from the same seed, with a small version of the release's template (two epochs of ten steps):
 once by the release, unpatched and without a launcher, and once by the patched trainer on N ranks. VAE samples, random

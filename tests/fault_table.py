@@ -1,6 +1,6 @@
 """Injects faults into the real patched trainer, and checks each job until its last process ends.
 
-Run it: python -m tests.fault_table [--write docs/faults.md] [--only NAME,...]
+Run it: python -m tests.fault_table [--write evidence/faults.md] [--only NAME,...]
 
 Two ranks train bc on the CPU under `python -m ddpshim run`, unless a fault needs another way. A row is right if the job
 ended in time with the expected exit code, named the rank that failed first, printed its error once, and left neither

@@ -1,6 +1,6 @@
-"""Writes docs/gpus.md from files of `selftest --gpu`: `python -m tests.gpu_page FILE... --write docs/gpus.md`.
+"""Writes evidence/gpus.md from files of `selftest --gpu`: `python -m tests.gpu_page FILE... --write evidence/gpus.md`.
 
-Without a file, the page says that no GPU was tested. The page's files are kept in docs/gpus/.
+Without a file, the page says that no GPU was tested. The page's files are kept in evidence/gpus/.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from ddpshim.tools.selftest.gpu import CHECKS, FAILED, NOT_RUN, PASSED, public
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, FILES = ROOT / "docs" / "gpus.md", ROOT / "docs" / "gpus"
+PAGE, FILES = ROOT / "evidence" / "gpus.md", ROOT / "evidence" / "gpus"
 MEASURED = ("all-reduce", "links", "memory", "overlap", "exception", "stop", "kill", "robomimic")
 
 NOTHING = """**No real GPU has been tested yet.** Except for rendering, all checks below run on two simulated GPUs in
@@ -33,11 +33,11 @@ python -m ddpshim selftest --gpu --write gpus.json            # about ten minute
 python -m ddpshim selftest --gpu --quick --write gpus.json    # about two: without robomimic, fewer rounds
 ```
 
-Then **send the file** in an issue, or in a pull request that adds it to `docs/gpus/`, especially if a check fails. It
+Then **send the file** in an issue, or in a pull request that adds it to `evidence/gpus/`, especially if a check fails. It
 holds the kind and number of GPUs, the versions of torch, CUDA, NCCL and the driver, and the result of each check. It
 holds no machine names, user names or folders; it is short, so read it before you send it.
 
-`python -m tests.gpu_page docs/gpus/*.json --write docs/gpus.md` writes this page.
+`python -m tests.gpu_page evidence/gpus/*.json --write evidence/gpus.md` writes this page.
 
 The exit code is 0 if no check failed. A check that cannot run prints "not run" with the reason and does not count as
 passed; with one GPU these are all checks that compare ranks. Without a GPU the command exits at once. After a failed

@@ -1,4 +1,4 @@
-"""Finds what pip and uv would do to an installed torch: `python -m tests.installs` fills a table of docs/installing.md.
+"""Finds what pip and uv would do to an installed torch: `python -m tests.installs` fills the table of evidence/installs.md.
 
 Each environment contains only the metadata that pip reads of an installed package, its name and version. So only
 metadata is downloaded, and nothing is installed: both make a dry run. It needs uv and a package index.
@@ -18,7 +18,7 @@ from tests.matrix import find
 from tests.pages import fill
 from tests.release import ROOT, out_of
 
-PAGE = ROOT / "docs" / "installing.md"
+PAGE = ROOT / "evidence" / "installs.md"
 START, END = "<!-- written by `python -m tests.installs` -->", "<!-- end -->"
 NUMPY = {"numpy": ("1.26.4", [])}
 ENVIRONMENTS: dict[str, dict[str, tuple[str, Sequence[str]]]] = {
@@ -35,7 +35,7 @@ ENVIRONMENTS: dict[str, dict[str, tuple[str, Sequence[str]]]] = {
         "numpy": ("2.2.6", []),
     },
 }
-# As in docs/installing.md; `.` is replaced by the wheel.
+# As in docs/start.md; `.` is replaced by the wheel.
 REQUESTS = [
     ["."],
     [".[completion]"],

@@ -26,7 +26,7 @@ from tests import pages
 
 ROOT = Path(__file__).parent.parent
 HOW_TO_GET = "LeRobot is not installed; requirements/lerobot.txt says how to get it"
-START = "<!-- what follows is written by python -m tests.lerobot_equivalence --write docs/other_codebases.md -->\n"
+START = "<!-- what follows is written by python -m tests.lerobot_equivalence --write evidence/other_codebases.md -->\n"
 END = "<!-- end of LeRobot -->\n"
 DEADLINE_S = 300
 TRAINER = ("-m", "lerobot.scripts.lerobot_train")

@@ -1,4 +1,4 @@
-"""Tests which versions of Python and torch the library works with: `python -m tests.matrix` writes docs/supported.md.
+"""Tests which versions of Python and torch the library works with: `python -m tests.matrix` writes evidence/supported.md.
 
 For each Python on this machine it makes an environment with the oldest torch that ddpshim supports and that has a wheel
 for that Python, and one with the newest. It installs the built wheel there, and runs tests of the source distribution
@@ -70,7 +70,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", choices=PYTHONS, action="append", help="only this one; lines of others are kept")
     parser.add_argument("--torch", choices=ENDS, action="append", help="only this one; lines of others are kept")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "supported.md")
+    parser.add_argument("--out", type=Path, default=ROOT / "evidence" / "supported.md")
     sets = {"quick": QUICK, "unedited": QUICK + UNEDITED, "all": QUICK + MORE}
     parser.add_argument("--tests", choices=sets, default="all", help="which ones (all)")
     arguments = parser.parse_args()

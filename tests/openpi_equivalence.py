@@ -1,6 +1,6 @@
 """Compares openpi's unedited PyTorch trainer on N ranks with one process without a launcher, with noise.
 
-Run it: DDPSHIM_UPSTREAM=… python -m tests.openpi_equivalence [--ranks 2,3] [--write docs/other_codebases.md]
+Run it: DDPSHIM_UPSTREAM=… python -m tests.openpi_equivalence [--ranks 2,3] [--write evidence/other_codebases.md]
 
 `scripts/train_pytorch.py` and `src/openpi/training/data_loader.py` are those of $DDPSHIM_UPSTREAM/openpi-15a9616. The
 rest is replaced by stand-ins: a small policy with pi0's noise and times, and dropout; its config, data, jax, wandb.
@@ -26,7 +26,7 @@ from tests import pages
 ROOT = Path(__file__).parent.parent
 TREE = "openpi-15a9616"
 HOW_TO_GET = f"no openpi: put its tree at commit 15a9616 into $DDPSHIM_UPSTREAM/{TREE}"
-START = "<!-- what follows is written by python -m tests.openpi_equivalence --write docs/other_codebases.md -->\n"
+START = "<!-- what follows is written by python -m tests.openpi_equivalence --write evidence/other_codebases.md -->\n"
 END = "<!-- end of openpi -->\n"
 DEADLINE_S = 240
 STEPS, LEFT_AT = 12, 7  # a pass has 5 steps of 8 samples

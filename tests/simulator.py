@@ -1,6 +1,6 @@
 """Compares the success in robosuite's Lift of policies from one process, from two ranks, and from two broken ranks.
 
-Run it: DDPSHIM_UPSTREAM=… python -m tests.simulator [--quick] [--write docs/simulator.md]
+Run it: DDPSHIM_UPSTREAM=… python -m tests.simulator [--quick] [--write evidence/simulator.md]
 
 Needs the packages in requirements/simulator.txt, and robomimic 0.4.0 under DDPSHIM_UPSTREAM. The patched release trains
 on the ranks, and the published release plays the checkpoints.
@@ -325,7 +325,7 @@ def same_statistics(rows: Sequence[dict[str, Any]]) -> bool:
 
 
 def page(measured: dict[str, Any], command: str, plan: Plan) -> str:
-    """Return the text of docs/simulator.md."""
+    """Return the text of evidence/simulator.md."""
     success, found = measured["success"], measured["detection"]
     distances = {key: key for key in found[0] if key.startswith("from one process")}
     columns = {

@@ -1,4 +1,4 @@
-"""The collection of silent bugs: its programs are well-formed, and docs/bugs.md is about them (all: tests/bugs.py)."""
+"""The collection of silent bugs: its programs are well-formed, and evidence/bugs.md is about them (all: tests/bugs.py)."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_they_were_reported() -> None:
 
 
 def test_the_page_is_about_the_collection() -> None:
-    """Where it fails: python -m tests.bugs --write docs/bugs.md (minutes; with --only WORDS, the rest stays)."""
+    """Where it fails: python -m tests.bugs --write evidence/bugs.md (minutes; with --only WORDS, the rest stays)."""
     assert set(TOLD) == set(NAMED)
     page = PAGE.read_text()
     tables = report([TOLD[bug.name] for bug in BUGS])
     assert page.partition(START)[2] == "\n" + tables
     (together,) = (line for line in tables.splitlines() if line.startswith("| together |"))
-    assert together in (PAGE.parent / "evidence.md").read_text()
+    assert together in (PAGE.parent / "README.md").read_text()
 
 
 def test_the_doctor_finds_what_the_page_says(tmp_path: Path) -> None:

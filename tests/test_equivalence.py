@@ -1,6 +1,6 @@
 """The algorithms that draw noise while they train, through the patched robomimic: what holds, and what equals.
 
-The whole matrix is run on demand, by `python -m tests.equivalence`; its results are in docs/equivalence.md.
+The whole matrix is run on demand, by `python -m tests.equivalence`; its results are in evidence/equivalence.md.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def test_a_deviation_is_reported(wrong: dict[str, Any]) -> None:
 
 @pytest.mark.unit
 def test_other_releases_keep_their_section(tmp_path: Path) -> None:
-    page = tmp_path / "docs" / "equivalence.md"
+    page = tmp_path / "evidence" / "equivalence.md"
     for release, text in (("0.5.0", "five"), ("0.3.0", "old"), ("0.3.0", "three")):
         write(page, release, f"## robomimic {release}\n\n{text}\n")
     assert page.read_text().endswith("\n## robomimic 0.3.0\n\nthree\n\n## robomimic 0.5.0\n\nfive\n")

@@ -1,4 +1,4 @@
-"""Rows of docs/faults.md that are quick to check and differ in kind; the rest is `python -m tests.fault_table`.
+"""Rows of evidence/faults.md that are quick to check and differ in kind; the rest is `python -m tests.fault_table`.
 
 Exceptions in the dataset and in a save, a killed rank and an existing experiment are in test_robomimic.py.
 """
@@ -46,7 +46,7 @@ def test_a_fault_ends_the_job_as_the_table_says(fault: Fault, work: Path) -> Non
 
 
 def test_the_page_has_a_row_for_each_fault() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "faults.md").read_text()
+    page = (Path(__file__).parent.parent / "evidence" / "faults.md").read_text()
     rows = [line.split(" | ")[:2] for line in page.splitlines() if line.startswith("| ")][1:]
     assert rows == [[f"| {fault.what}", fault.where] for fault in FAULTS]
     assert "**but:" not in page

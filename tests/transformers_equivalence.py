@@ -1,6 +1,6 @@
 """Compares transformers.Trainer on N ranks with one process without a launcher, with dropout.
 
-Run it: python -m tests.transformers_equivalence [--ranks 2,3] [--write docs/other_codebases.md]
+Run it: python -m tests.transformers_equivalence [--ranks 2,3] [--write evidence/other_codebases.md]
 
 It needs the environment of requirements/lerobot.txt.
 """
@@ -20,7 +20,7 @@ from tests import pages
 from tests.lerobot_equivalence import largest_difference, logs_differ
 
 ROOT = Path(__file__).parent.parent
-START = "<!-- what follows is written by python -m tests.transformers_equivalence --write docs/other_codebases.md -->\n"
+START = "<!-- what follows is written by python -m tests.transformers_equivalence --write evidence/other_codebases.md -->\n"
 END = "<!-- end of transformers -->\n"
 COLUMNS = ["run", "moved by training", "weights", "nudged weights", "log", "files"]
 STEPS, LEFT_AT = 9, 4

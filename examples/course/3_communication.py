@@ -342,7 +342,7 @@ assert 0 < off < 2**-9
 # 4. Buckets, if the profile shows communication.
 # 5. Compression.
 #
-# [docs/benchmarks.md](../../docs/benchmarks.md) has measurements of each.
+# [evidence/benchmarks.md](../../evidence/benchmarks.md) has measurements of each.
 #
 # A complete trainer with accumulation and bf16: `examples/accumulation_bf16.py`. Next:
 # [4_checkpoints.py](4_checkpoints.py), how a training survives interruptions.

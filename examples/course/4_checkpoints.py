@@ -278,6 +278,6 @@ print(f"{len(joined)} noisy bf16 steps, ended after {len(losses(FOLDER / 'noise_
 
 # %% [markdown]
 # An example to copy: `examples/resume.py`. More: [docs/resuming.md](../../docs/resuming.md), and
-# [docs/faults.md](../../docs/faults.md) for other failures.
+# [evidence/faults.md](../../evidence/faults.md) for other failures.
 #
 # This was the last chapter. For your own trainer: [MIGRATION.md](../../MIGRATION.md).

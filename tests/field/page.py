@@ -22,7 +22,7 @@ one that uses other CPU instructions and one whose first weights differ in the l
 within ten times the rounding error, with the same files. "On rows" is the share of the operations on batches that were
 divided among the ranks, with `DDPSHIM_ROWS=all`: without it `run` computes calls as small as these whole.
 
-`python -m tests.field --upstream DIR --nproc 2,3 --write docs/trainers.md` writes this page.
+`python -m tests.field --upstream DIR --nproc 2,3 --write evidence/trainers.md` writes this page.
 [patches/README.md](../patches/README.md) says what DIR is. requirements/trainers.txt lists what the trainers need;
 installing it (Python 3.11) takes half a minute of CPU.
 
