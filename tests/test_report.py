@@ -822,10 +822,10 @@ def test_without_a_launcher_nothing_is_written(releases: Path, tmp_path: Path) -
 
 
 def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (ROOT / "docs" / "report.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    page = (ROOT / "docs" / "check.md").read_text()
+    example = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[-1]
     monkeypatch.chdir(tmp_path)
-    exec(compile(example, "docs/report.md", "exec"), {})
+    exec(compile(example, "docs/check.md", "exec"), {})
     run = load(tmp_path / "out" / "run")
     assert [round(epoch.valid or 0, 3) for epoch in run.epochs] == [0.5, 0.25, 0.167]
 

@@ -155,10 +155,10 @@ def test_what_cannot_be_forked_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_pages_example() -> None:
-    page = (ROOT / "docs" / "testing.md").read_text()
-    (source,) = re.findall("```python\n(.*?)```", page, re.DOTALL)
+    page = (ROOT / "docs" / "check.md").read_text()
+    source = re.findall("```python\n(.*?)```", page, re.DOTALL)[0]
     names: dict[str, Any] = {"__name__": "example"}
-    exec(compile(source, "docs/testing.md", "exec"), names)
+    exec(compile(source, "docs/check.md", "exec"), names)
     names["test_two_ranks_train_as_one_process_does"]()
     names["test_each_rank_sees_its_share"]()
 
