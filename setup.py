@@ -9,7 +9,7 @@ from setuptools.command.build_py import build_py
 if sys.version_info < (3, 9):  # for tools that do not check `requires-python`
     sys.exit(
         f"ddpshim needs Python 3.9 or newer, and this is {sys.version.split()[0]}; nothing was installed. Make an "
-        "environment with a newer Python, as docs/installing.md shows."
+        "environment with a newer Python, as docs/start.md shows."
     )
 
 EXTRAS = ("completion", "report", "robomimic")  # for users; other files are for the tests

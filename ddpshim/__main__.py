@@ -205,7 +205,7 @@ def _add_selftest(commands: Commands) -> None:
         help="time limit for each check, in seconds (60)",
     )
     selftest.add_argument("--json", action="store_true", help="print JSON; progress goes to stderr")
-    gpus = selftest.add_argument_group("acceptance test for a machine with GPUs (`python -m ddpshim docs gpus`)")
+    gpus = selftest.add_argument_group("acceptance test for a machine with GPUs (`python -m ddpshim docs start`)")
     gpus.add_argument(
         "--gpu", action="store_true", help="test everything that only GPUs can break; takes under ten minutes"
     )

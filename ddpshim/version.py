@@ -38,5 +38,5 @@ def check_torch() -> None:
         raise ImportError(
             f"torch {found} is too old for ddpshim, which needs {needed} or newer on Python "
             f"{sys.version_info[0]}.{sys.version_info[1]}: training would fail midway. Make an environment with a "
-            "newer torch (python -m ddpshim docs installing)."
+            "newer torch (python -m ddpshim docs start)."
         )

@@ -3,7 +3,7 @@
 #
 # This notebook trains robomimic's bc in one process, then on two with ddpshim, and shows that both trainings are the
 # same experiment. It takes about a minute on a CPU and needs an environment with robomimic
-# ([docs/installing.md](../docs/installing.md)). In a clone of this repository:
+# ([docs/start.md](../docs/start.md)). In a clone of this repository:
 #
 # `pip install . jupyterlab && jupyter lab examples/quick_start.ipynb`
 
@@ -65,7 +65,7 @@ shell(f"python -m ddpshim run --nproc 2 -m robomimic.scripts.train --config {FOL
 # ## The same experiment
 #
 # The logs have the same losses, and the last checkpoints the same weights, up to rounding. (Training amplifies
-# rounding: the more steps, the larger the difference. [docs/exact.md](../docs/exact.md) shows how to remove it.)
+# rounding: the more steps, the larger the difference. [docs/same_experiment.md](../docs/same_experiment.md#the-same-bits) shows how to remove it.)
 
 
 # %%
@@ -102,5 +102,5 @@ shell(f"python -m ddpshim report --markdown --out {run}/report.md {run}")
 print((run / "report.md").read_text()[:1500])
 
 # %% [markdown]
-# Next: [a trainer that you prefer not to edit](../docs/any_trainer.md), [your own trainer](../MIGRATION.md), or
+# Next: [a trainer that you prefer not to edit](../docs/run.md), [your own trainer](../MIGRATION.md), or
 # [the course](course/README.md), which shows what goes wrong by hand.

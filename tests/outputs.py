@@ -31,7 +31,7 @@ WRONG = {
     ("slurm",): ["--time", "soon", "train.py"],
     ("doctor",): ["--select", "DDP9", "train.py"],
     ("report",): ["run", "--export", "mlflow"],
-    ("docs",): ["lanching"],
+    ("docs",): ["lanch"],
 }
 
 

@@ -92,7 +92,7 @@ FILES = ROOT / "docs" / "files.md"
 FILES_HEAD = """# Which file does what
 
 Written by `python -m tests.reference` from the first sentence of each file. A folder imports only those above it here;
-the files beside the folders are open to all ([architecture](architecture.md)).
+the files beside the folders are open to all ([architecture](../CONTRIBUTING.md#architecture)).
 """
 
 

@@ -19,7 +19,7 @@ from tests import browser
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "docs" / "site"
-SHOWN = ("README", "docs/any_trainer", "docs/benchmarks")
+SHOWN = ("README", "docs/run", "evidence/benchmarks")
 WIDTHS = (1280, 480)
 DEADLINE_S = 600
 

@@ -269,6 +269,25 @@ def test_links_lead_somewhere(page: str) -> None:
         assert not anchor or anchor in _anchors(there), target
 
 
+# These are written by hand, and counted. Options and the guides' equivalents are appendices, lists to look up.
+PAGES = (
+    *("README.md", "MIGRATION.md", "CONTRIBUTING.md"),
+    *(f"docs/{page}.md" for page in ("start", "run", "robomimic", "other_codebases", "launch", "same_experiment")),
+    *(f"docs/{page}.md" for page in ("check", "evaluate", "limits")),
+)
+APPENDICES = {"docs/from_other_guides.md", "docs/options.md"}
+MADE = {"docs/api.md", "docs/files.md"}  # by the site
+
+
+def test_there_are_twelve_pages_of_at_most_2100_lines() -> None:
+    on_disk = {page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").glob("*.md")}
+    assert on_disk - APPENDICES - MADE == {page for page in PAGES if page.startswith("docs/")}
+    assert len(PAGES) == 12
+    lines = [line for page in PAGES for line in (ROOT / page).read_text().splitlines()]
+    assert len(lines) <= 2100
+    assert [line for line in lines if len(line) > 160 and not line.startswith("|")] == []
+
+
 OTHER_GUIDES = ROOT / "docs" / "from_other_guides.md"
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -228,11 +229,33 @@ def test_the_readmes_diff_is_that_of_the_examples() -> None:
             assert line[1:].strip() in after
 
 
+def _in_tree(tree: str) -> Iterator[tuple[str, str]]:
+    """Each path of a file tree, and what is said of it. Two spaces are a level; a folder ends in a slash."""
+    parents: list[str] = []
+    for line in tree.splitlines():
+        entry, _, purpose = line.strip().partition(" ")
+        depth = (len(line) - len(line.lstrip())) // 2
+        parents[depth:] = [entry]
+        yield "".join(parents), purpose.strip()
+
+
+def test_the_readme_ends_with_the_file_tree() -> None:
+    tree = (ROOT / "README.md").read_text().partition("\n## Files")[2]
+    assert tree.endswith("```\n"), "nothing stands below it"
+    lines = dict(_in_tree(tree.split("```")[1].strip("\n")))
+    assert [path for path, purpose in lines.items() if not (ROOT / path).exists() or not purpose] == []
+    packages = {path.parent.relative_to(ROOT).as_posix() + "/" for path in (ROOT / "ddpshim").rglob("__init__.py")}
+    assert packages - {*lines} == set()
+    wings = [path.split("/")[1] for path in lines if path.count("/") == 2 and path.startswith("ddpshim/") and path[-1] == "/"]
+    assert wings == WINGS, "in the order in which they may import each other"
+    assert dict(_in_tree("a/  x\n  b/  y\n    c.py  z\nd  w")) == {"a/": "x", "a/b/": "y", "a/b/c.py": "z", "d": "w"}
+
+
 def test_the_readme_is_short_and_runs_what_the_example_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     readme = (ROOT / "README.md").read_text()
-    assert len(readme.splitlines()) <= 100
+    assert len(readme.partition("\n## Files")[0].splitlines()) <= 100
     monkeypatch.chdir(tmp_path)
     assert command_line.main(["example"]) == 0
     said = capsys.readouterr().out

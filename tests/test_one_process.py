@@ -23,7 +23,7 @@ from tests.preloaded_commands import patience
 FOLDER = Path(__file__).parent / "one_process"
 DEADLINE_S = 240
 EVERY = {"idioms": 2, "hostile": 5}
-# What is not equal, and what is seen instead; docs/any_trainer.md lists these exceptions.
+# What is not equal, and what is seen instead; docs/run.md lists these exceptions.
 REFUSED = {
     "shape_changed_in_place": "SyncError",
     "storage_replaced": "SyncError",

@@ -83,7 +83,7 @@ def test_the_source_distribution_has_what_building_and_testing_take(built: Path)
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"setup.py", "bootstrap.py", "LICENSE", "CHANGELOG.md", "requirements/robomimic.txt"} <= names
-    assert {"docs/launching.md", "tests/conftest.py", "examples/train_after.py", "patches/README.md"} <= names
+    assert {"docs/launch.md", "tests/conftest.py", "examples/train_after.py", "patches/README.md"} <= names
     assert [name for name in names if name.endswith(".pyc") or ".venv" in name] == []
 
 
@@ -159,7 +159,7 @@ def test_the_command_does_what_the_module_does_in_any_folder(installed: Path, tm
     page = (ROOT / "docs" / "doctor" / "DDP203.md").read_text()
     assert run("ddpshim", "doctor", "--explain", "DDP203") == page
     assert run("ddpshim", "docs", "MIGRATION") == (ROOT / "MIGRATION.md").read_text()
-    assert run("ddpshim", "docs", "--path", "launching") == f"{installed / 'ddpshim' / 'docs' / 'launching.md'}\n"
+    assert run("ddpshim", "docs", "--path", "launch") == f"{installed / 'ddpshim' / 'docs' / 'launch.md'}\n"
     listed = run("ddpshim", "patch", "list")
     assert listed == run(sys.executable, "-m", "ddpshim", "patch", "list")
     assert "robomimic/0.3.0" in listed

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [
     *ROOT.glob("*.md"),
     *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / "evidence").glob("*.md"),
     *(ROOT / "examples").rglob("*.md"),
     ROOT / "patches" / "README.md",
 ]

@@ -1,6 +1,6 @@
 """Nothing that somebody else may have written runs: files of progress, messages, what is in the job's store.
 
-Docs: docs/trust.md.
+Docs: docs/same_experiment.md.
 """
 
 from __future__ import annotations

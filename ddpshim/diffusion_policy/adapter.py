@@ -1,6 +1,6 @@
 """Implements the adapter for diffusion_policy and DP3 (`ddpshim.trainers.interface.Adapter`).
 
-Their workspaces are distributed like any other one-process program (docs/any_trainer.md), except for their rollouts.
+Their workspaces are distributed like any other one-process program (docs/run.md), except for their rollouts.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def refuse_unknown_torch() -> None:
     if names:
         raise SyncError(
             f"torch {torch.__version__} has no {', '.join(names)}, by which a backward pass activates DDP's reducer: "
-            "gradients would not be reduced. Use a torch that it was tested with (python -m ddpshim docs supported)."
+            "gradients would not be reduced. Use a torch that it was tested with (python -m ddpshim docs limits)."
         )
 
 

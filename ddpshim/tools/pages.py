@@ -18,7 +18,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 def all_pages() -> dict[str, Path]:
     """Return page name -> file, from the wheel's `ddpshim/docs` or this checkout's `docs`."""
-    folder = next(f for f in (_PACKAGE / "docs", _PACKAGE.parent / "docs") if (f / "launching.md").is_file())
+    folder = next(f for f in (_PACKAGE / "docs", _PACKAGE.parent / "docs") if (f / "launch.md").is_file())
     files = [*folder.glob("*.md"), *folder.glob("doctor/DDP*.md")]
     files += [file for file in (folder / "MIGRATION.md", folder.parent / "MIGRATION.md") if file.is_file()]
     return {
@@ -27,7 +27,7 @@ def all_pages() -> dict[str, Path]:
 
 
 def find(name: str) -> Path:
-    """Return the file of a page; `name` in any case, also as docs/launching.md.
+    """Return the file of a page; `name` in any case, also as docs/launch.md.
 
     Raises DdpShimError, with the nearest name, if there is no such page.
     """
@@ -65,7 +65,7 @@ def add(commands: Commands) -> None:
     text = "print a page of the documentation, or list the pages"
     docs = commands.add_parser("docs", help=text, description=text)
     docs.add_argument(
-        "page", nargs="?", metavar="PAGE", help="a name from the list, e.g. launching (default: the list)"
+        "page", nargs="?", metavar="PAGE", help="a name from the list, e.g. launch (default: the list)"
     )
     docs.add_argument("--path", action="store_true", dest="shows_path", help="print where the page is, not its text")
     docs.set_defaults(run=_docs)
@@ -73,7 +73,7 @@ def add(commands: Commands) -> None:
 
 def _docs(arguments: argparse.Namespace) -> int:
     if arguments.shows_path:
-        print(find(arguments.page) if arguments.page else find("launching").parent)
+        print(find(arguments.page) if arguments.page else find("launch").parent)
     elif arguments.page is None:
         print(listed())
     elif sys.stdout.isatty():

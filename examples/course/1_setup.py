@@ -214,5 +214,5 @@ assert 0 not in failed.exit_codes
 assert failed.output.count("Traceback") == failed.output.count("\nrank 1 | ValueError: demonstration 17") == 1
 
 # %% [markdown]
-# How to start your own script: [docs/launching.md](../../docs/launching.md). Two machines emulated on one:
+# How to start your own script: [docs/launch.md](../../docs/launch.md). Two machines emulated on one:
 # `examples/two_nodes.py`. Next: [2_training.py](2_training.py), how to train a network on these ranks.

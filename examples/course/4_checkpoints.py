@@ -277,7 +277,7 @@ assert joined == losses(FOLDER / "noise.log")
 print(f"{len(joined)} noisy bf16 steps, ended after {len(losses(FOLDER / 'noise_1.log'))}: equal to the last bit")
 
 # %% [markdown]
-# An example to copy: `examples/resume.py`. More: [docs/resuming.md](../../docs/resuming.md), and
+# An example to copy: `examples/resume.py`. More: [docs/launch.md](../../docs/launch.md#preemption-and-resuming), and
 # [evidence/faults.md](../../evidence/faults.md) for other failures.
 #
 # This was the last chapter. For your own trainer: [MIGRATION.md](../../MIGRATION.md).

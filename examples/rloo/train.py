@@ -9,7 +9,7 @@ rewards are all equal are not used. A group's random draws depend only on its ta
 the same groups, and trains the same weights as one process, up to rounding.
 
 In OUT: distributed_training_results.json, ranks/rank_N.jsonl, the newest three policy_N.pth, and `resume`. An
-interrupted run resumes when it is started again. See docs/rloo.md.
+interrupted run resumes when it is started again. See docs/evaluate.md.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ memory of another stream or of a collective without waiting for it), `log.waits`
     SIMULATED_GPUS_GENERATOR=cpu    random numbers on GPUs are drawn by the CPU's generator, to compare with CPU ranks
     SIMULATED_GPUS_LOG=FOLDER       each process writes all events there, to rank<RANK>-<pid>.jsonl (`read_log`)
 
-Its limits: docs/simulated_gpus.md.
+Its limits: CONTRIBUTING.md.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 // GPUs of a torch that was built for the CPU alone: their memory is the host's, and their kernels are the CPU's, which run
-// at once. Streams, events and host syncs are kept account of: see docs/simulated_gpus.md.
+// at once. Streams, events and host syncs are kept account of: see CONTRIBUTING.md.
 #include "simulated.h"
 
 #include <ATen/ATen.h>

@@ -66,7 +66,7 @@ def patch_program(module: str, patches_root: Optional[Path] = None) -> bool:
         if is_main:
             say(
                 f"{folder} is not a release that ddpshim knows, and no patch set fits its lines: it is distributed as "
-                f"any other program (python -m ddpshim docs any_trainer). {found.name}, the nearest, has no place for:"
+                f"any other program (python -m ddpshim docs run). {found.name}, the nearest, has no place for:"
                 "\n  " + "\n  ".join(lacking)
             )
         return False

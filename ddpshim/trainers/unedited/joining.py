@@ -1,7 +1,7 @@
 """Runs a program for one process as a rank: joins the job, and replaces names of torch until the program ends.
 
 Every rank runs the whole program. Networks are wrapped when they first train; batches are row tensors (`ddpshim.rows`).
-See docs/any_trainer.md.
+See docs/run.md.
 """
 
 from __future__ import annotations

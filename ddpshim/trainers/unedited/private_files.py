@@ -1,7 +1,7 @@
 """Lets only the main rank write, in a program for one process.
 
 Files that another rank opens for writing, makes, removes, moves or links go to a private temporary folder that only
-this rank sees, on top of the files that existed when the job began. See docs/one_writer.md.
+this rank sees, on top of the files that existed when the job began. See docs/same_experiment.md.
 """
 
 from __future__ import annotations
