@@ -65,7 +65,8 @@ shell(f"python -m ddpshim run --nproc 2 -m robomimic.scripts.train --config {FOL
 # ## The same experiment
 #
 # The logs have the same losses, and the last checkpoints the same weights, up to rounding. (Training amplifies
-# rounding: the more steps, the larger the difference. [docs/same_experiment.md](../docs/same_experiment.md#the-same-bits) shows how to remove it.)
+# rounding: the more steps, the larger the difference. [The option
+# exact](../docs/same_experiment.md#the-same-bits) removes it.)
 
 
 # %%

@@ -33,8 +33,8 @@ python -m ddpshim selftest --gpu --write gpus.json            # about ten minute
 python -m ddpshim selftest --gpu --quick --write gpus.json    # about two: without robomimic, fewer rounds
 ```
 
-Then **send the file** in an issue, or in a pull request that adds it to `evidence/gpus/`, especially if a check fails. It
-holds the kind and number of GPUs, the versions of torch, CUDA, NCCL and the driver, and the result of each check. It
+Then **send the file** in an issue, or in a pull request that adds it to `evidence/gpus/`, especially if a check fails.
+It holds the kind and number of GPUs, the versions of torch, CUDA, NCCL and the driver, and the result of each check. It
 holds no machine names, user names or folders; it is short, so read it before you send it.
 
 `python -m tests.gpu_page evidence/gpus/*.json --write evidence/gpus.md` writes this page.

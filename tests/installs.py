@@ -1,4 +1,4 @@
-"""Finds what pip and uv would do to an installed torch: `python -m tests.installs` fills the table of evidence/installs.md.
+"""Finds what pip and uv would do to an installed torch: `python -m tests.installs` fills evidence/installs.md.
 
 Each environment contains only the metadata that pip reads of an installed package, its name and version. So only
 metadata is downloaded, and nothing is installed: both make a dry run. It needs uv and a package index.

@@ -1,4 +1,4 @@
-"""Tests which versions of Python and torch the library works with: `python -m tests.matrix` writes evidence/supported.md.
+"""Tests which versions of Python and torch ddpshim works with: `python -m tests.matrix` writes evidence/supported.md.
 
 For each Python on this machine it makes an environment with the oldest torch that ddpshim supports and that has a wheel
 for that Python, and one with the newest. It installs the built wheel there, and runs tests of the source distribution

@@ -1,4 +1,4 @@
-"""The collection of silent bugs: its programs are well-formed, and evidence/bugs.md is about them (all: tests/bugs.py)."""
+"""The collection of silent bugs: its programs are well-formed, and evidence/bugs.md is about them."""
 
 from __future__ import annotations
 

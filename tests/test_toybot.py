@@ -1,4 +1,4 @@
-"""A codebase that ddpshim knows by a third party's adapter alone: tests/toybot, as docs/other_codebases.md describes it."""
+"""A codebase that ddpshim knows by a third party's adapter alone (docs/other_codebases.md): tests/toybot."""
 
 from __future__ import annotations
 

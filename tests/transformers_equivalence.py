@@ -20,7 +20,8 @@ from tests import pages
 from tests.lerobot_equivalence import largest_difference, logs_differ
 
 ROOT = Path(__file__).parent.parent
-START = "<!-- what follows is written by python -m tests.transformers_equivalence --write evidence/other_codebases.md -->\n"
+COMMAND = "python -m tests.transformers_equivalence --write evidence/other_codebases.md"
+START = f"<!-- what follows is written by {COMMAND} -->\n"
 END = "<!-- end of transformers -->\n"
 COLUMNS = ["run", "moved by training", "weights", "nudged weights", "log", "files"]
 STEPS, LEFT_AT = 9, 4

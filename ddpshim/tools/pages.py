@@ -64,9 +64,7 @@ def add(commands: Commands) -> None:
     """Add the command `docs` to a parser. Local."""
     text = "print a page of the documentation, or list the pages"
     docs = commands.add_parser("docs", help=text, description=text)
-    docs.add_argument(
-        "page", nargs="?", metavar="PAGE", help="a name from the list, e.g. launch (default: the list)"
-    )
+    docs.add_argument("page", nargs="?", metavar="PAGE", help="a name from the list, e.g. launch (default: the list)")
     docs.add_argument("--path", action="store_true", dest="shows_path", help="print where the page is, not its text")
     docs.set_defaults(run=_docs)
 

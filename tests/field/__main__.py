@@ -1,6 +1,6 @@
 """Runs public trainers, completely unedited, in one process and on ranks, and compares their results.
 
-Run it: python -m tests.field --upstream DIR [--nproc 2,3] [--only NAME,NAME] [--work DIR] [--write evidence/trainers.md]
+Run it: python -m tests.field --upstream DIR [--nproc 2,3] [--only NAMES] [--work DIR] [--write evidence/trainers.md]
 
 DIR contains a folder OWNER+NAME with each trainer's sources at its commit (see patches/README.md);
 requirements/trainers.txt lists the packages they need.
