@@ -133,7 +133,7 @@ def _add_report(commands: Commands) -> None:
         help="build a page about a run: success, losses, time, guards, how it ended; or compare several runs",
         description="Build a one-page report from the records of a run, as HTML that needs no network, and print its "
         "path; or print it as Markdown. With several runs, compare them with the first (`python -m ddpshim docs "
-        "report`). Exit code: 0 written, 2 nothing to report, or wrong usage.",
+        "check`). Exit code: 0 written, 2 nothing to report, or wrong usage.",
     )
     text = "folder of the run: where config.json is, or above it; several are compared with the first"
     report.add_argument("folder", type=Path, nargs="+", metavar="RUN_DIR", help=text)
