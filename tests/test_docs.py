@@ -275,7 +275,7 @@ PAGES = (
     *(f"docs/{page}.md" for page in ("start", "run", "robomimic", "other_codebases", "launch", "same_experiment")),
     *(f"docs/{page}.md" for page in ("check", "evaluate", "limits")),
 )
-APPENDICES = {"docs/from_other_guides.md", "docs/options.md"}
+APPENDICES = {"docs/decisions.md", "docs/from_other_guides.md", "docs/options.md"}
 MADE = {"docs/api.md", "docs/files.md"}  # by the site
 
 
