@@ -324,9 +324,9 @@ def _add_run(commands: Commands) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
-        from ddpshim.launch import dry_run
+        from ddpshim.launch import runner
 
-        print(dry_run.text(_launch(arguments)))
+        print(runner.dry_run(_launch(arguments)))
         return 0
     from ddpshim.launch.runner import run
 

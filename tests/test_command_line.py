@@ -24,8 +24,7 @@ import pytest
 
 import ddpshim
 import ddpshim.__main__ as command_line
-from ddpshim.job import say
-from ddpshim.tools import options
+from ddpshim.tools import options, progress
 from tests import without_posix
 from tests.preloaded_commands import patience
 
@@ -301,7 +300,7 @@ def test_a_terminal_is_shown_how_far_a_long_command_is(
 ) -> None:
     (here / "tree" / "train.py").write_text((ROOT / "examples" / "train_before.py").read_text())
     seconds = itertools.count(step=1.5)
-    monkeypatch.setattr(say, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     assert _call(["doctor", "tree"]) == 1
     out, err = capsys.readouterr()

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from ddpshim.errors import SyncError
-from ddpshim.job import failure, peer_errors
+from ddpshim.job import failure, failure_notes
 from ddpshim.job.job import current
 from tests.equivalence import source
 from tests.fault_table import FAULTS, HEAD, RELEASE, Fault, _lasting, _without_owner, complaints, inject
@@ -86,11 +86,11 @@ def test_a_line_about_another_ranks_failure_is_whole(monkeypatch: pytest.MonkeyP
 
 def test_what_comes_on_top_of_a_lost_peer_is_not_the_first_failure() -> None:
     ended = RuntimeError("DataLoader worker is killed by signal: Terminated")
-    assert not peer_errors.lost_a_peer(ended)
+    assert not failure_notes.lost_a_peer(ended)
     ended.__context__ = RuntimeError("Read error: Connection reset by peer")
-    assert peer_errors.lost_a_peer(ended)
-    assert peer_errors.lost_a_peer(RuntimeError("writev [127.0.0.1]:4: Broken pipe"))
-    assert not peer_errors.lost_a_peer(BrokenPipeError(32, "Broken pipe"))
+    assert failure_notes.lost_a_peer(ended)
+    assert failure_notes.lost_a_peer(RuntimeError("writev [127.0.0.1]:4: Broken pipe"))
+    assert not failure_notes.lost_a_peer(BrokenPipeError(32, "Broken pipe"))
 
 
 @pytest.mark.parametrize(
@@ -114,6 +114,6 @@ def test_what_comes_on_top_of_a_lost_peer_is_not_the_first_failure() -> None:
     ],
 )
 def test_what_gloo_and_nccl_say_of_other_ranks(text: str, meaning: Optional[str]) -> None:
-    assert peer_errors.meaning_of(text) == meaning
-    assert peer_errors.lost_a_peer(RuntimeError(text)) == (meaning == "lost")
-    assert peer_errors.is_late(RuntimeError(text)) == (meaning == "late")
+    assert failure_notes.meaning_of(text) == meaning
+    assert failure_notes.lost_a_peer(RuntimeError(text)) == (meaning == "lost")
+    assert failure_notes.is_late(RuntimeError(text)) == (meaning == "late")

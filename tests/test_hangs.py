@@ -15,9 +15,9 @@ import torch
 
 import ddpshim
 from ddpshim.job import failure, hangs, machine, progress, watch
+from ddpshim.job.failure_notes import is_late
 from ddpshim.job.hangs import Standing, Waits, describe, judge
 from ddpshim.job.job import Job, current
-from ddpshim.job.peer_errors import is_late
 from ddpshim.job.progress import Frame, Progress, place_of
 from ddpshim.model import guard
 from tests.ranks import run_ranks

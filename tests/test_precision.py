@@ -17,7 +17,7 @@ import ddpshim
 import ddpshim.__main__ as command_line
 from ddpshim import Options
 from ddpshim.errors import LaunchError, OptionsError
-from ddpshim.job import debugging, precision
+from ddpshim.job import devices, precision
 from ddpshim.job.devices import limit_memory
 from ddpshim.job.job import Job
 
@@ -117,7 +117,7 @@ def test_a_precision_that_nobody_computes_in_is_refused(name: str) -> None:
 
 
 def test_debug_is_what_nccl_and_torch_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in debugging._VARIABLES:
+    for name in devices._VARIABLES:
         monkeypatch.setenv(name, "")  # taken back at the end
         monkeypatch.delenv(name)
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
@@ -125,7 +125,7 @@ def test_debug_is_what_nccl_and_torch_read(monkeypatch: pytest.MonkeyPatch) -> N
     try:
         ddpshim.setup(options=Options(debug=True), device="cpu")
         assert dist.get_debug_level() == dist.DebugLevel.INFO
-        assert {name: os.environ[name] for name in debugging._VARIABLES} == {
+        assert {name: os.environ[name] for name in devices._VARIABLES} == {
             "NCCL_DEBUG": "WARN",
             "TORCH_DISTRIBUTED_DEBUG": "INFO",
             "TORCH_SHOW_CPP_STACKTRACES": "1",

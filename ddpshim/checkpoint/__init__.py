@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ddpshim.checkpoint.files import save as save
     from ddpshim.checkpoint.files import save_in_background as save_in_background
     from ddpshim.checkpoint.files import written as written
-    from ddpshim.checkpoint.latest import link_latest as link_latest
+    from ddpshim.checkpoint.progress_folder import link_latest as link_latest
 
 __all__ = [
     "copy",

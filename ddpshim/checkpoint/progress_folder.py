@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Optional
 
+from ddpshim.checkpoint import files
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint.last_save import PATTERN
-from ddpshim.checkpoint.latest import link
 from ddpshim.job.group import cleanup, world
 from ddpshim.job.launch_env import JOB_NAMES, read_counts
-from ddpshim.job.say import say
+from ddpshim.job.say import say, say_once
 
 
 def keep_newest(written: Path, num_kept: int) -> None:
@@ -93,3 +93,23 @@ def find_progress(folder: checkpoint.PathLike) -> Optional[Path]:
         text = f"{path} is damaged ({damage}) and was renamed to {aside.name}; the previous one is used, if any"
         say(text, directly=True)
     return None
+
+
+def link_latest(path: files.PathLike, name: str = "latest.pth") -> None:
+    """Point the link `name`, in the folder of `path`, to `path` once that is on disk. Local.
+
+    The main rank links. Opening the link gives the previous or the new file, never a partial one. If the disk has no
+    links, this is printed once.
+    """
+    if world().is_main:
+        files.afterwards(link, Path(path), name)
+
+
+def link(path: Path, name: str) -> None:
+    """Create the link. Local; also runs in the background process."""
+    made = path.with_name(f".{name}.{os.getpid()}")
+    try:
+        os.symlink(path.name, made)
+        os.replace(made, path.with_name(name))
+    except OSError as error:
+        say_once(f"{path.with_name(name)} could not be linked to {path.name} ({error}); find_latest finds the newest")

@@ -1,4 +1,4 @@
-"""Gathers and sums tensors over all ranks, or over all virtual ranks with the option `exact`.
+"""Gathers, sums and averages tensors over all ranks, or over all virtual ranks with the option `exact`.
 
 Virtual rank i of process r of W is number r + i * W of V: its rows of a global batch are rows i, i + V / W, ... of the
 process's. Sums are added in the order of these numbers, so that their bits do not depend on W.
@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ddpshim.errors import SyncError
-from ddpshim.job import timing
+from ddpshim.job import exchange, shares, timing
 from ddpshim.job.job import current
-from ddpshim.job.world import World
+from ddpshim.job.process_group import new_group
+from ddpshim.job.world import World, as_divisor
 
 if TYPE_CHECKING:
     from ddpshim.job.turns import Turns
@@ -100,3 +101,41 @@ def _gather_of_processes(of_process: Sequence[torch.Tensor], group: Any) -> list
     with timing.counted("communication"):
         dist.all_gather(everyones, own, group=group)
     return in_order_of_numbers([list(of_rank) for of_rank in everyones])
+
+
+class _Group:
+    """The process group for messages within forward and backward passes; None before its first use."""
+
+    def __init__(self) -> None:
+        self.group: Any = None
+
+
+def group() -> Any:
+    """Return the group for messages within forward and backward passes, separate from the buckets' group.
+
+    The first call is collective.
+    """
+    made = current().part(_Group)
+    if made.group is None:
+        made.group = new_group()
+    return made.group
+
+
+def mean_over(here: World, total: Any, count: Any) -> Any:
+    """See `World.mean_over`."""
+    num, at_hand = exchange.size(here), shares.at_hand()
+    weight = 1.0 if at_hand is None else at_hand.weight  # 0 if this rank repeats a row of another rank
+    if not isinstance(total, torch.Tensor):
+        sums = {"total": float(total), "count": float(count)}
+        of_all = here.sum(sums if weight else dict.fromkeys(sums, 0.0))
+        return of_all["total"] / of_all["count"]
+    counted = as_divisor(count, total)
+    if num == 1:
+        return total / counted
+    own = torch.stack(torch.broadcast_tensors(total.detach().to(counted.dtype), counted))
+    own = own if weight else torch.zeros_like(own)
+    total_of_all, over_all = exchange.add_up(own, group(), "a mean over all samples")
+    # The backward pass multiplies by `weight`, which is right for a mean over the rank's rows: undo it here.
+    mean: torch.Tensor = total * (num / weight if weight else 0.0) / over_all
+    with torch.no_grad():  # the gradient stays that of this rank's part
+        return mean.copy_(total_of_all / over_all)

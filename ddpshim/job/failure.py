@@ -24,8 +24,8 @@ from packaging.version import Version
 
 from ddpshim.errors import SyncError
 from ddpshim.job import events, failure_notes
+from ddpshim.job.failure_notes import is_late, lost_a_peer
 from ddpshim.job.job import Job, current
-from ddpshim.job.peer_errors import is_late, lost_a_peer
 from ddpshim.job.say import place, ranks_called, say
 
 T = TypeVar("T")

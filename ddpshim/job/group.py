@@ -109,9 +109,9 @@ def setup(
     settle_rounding()
     options = Options.read() if options is None else options
     if options.debug:
-        from ddpshim.job.debugging import tell_all
+        from ddpshim.job.devices import log_communication
 
-        tell_all()
+        log_communication()
     timeout_s = options.timeout_s if timeout_s is None else timeout_s
     side_timeout_s = options.side_timeout_s if side_timeout_s is None else side_timeout_s
     env = None if has_group() else read_launch_env(os.environ, **place, **master)

@@ -14,7 +14,6 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
-from ddpshim.job import small_draws
 from ddpshim.job.job import current
 from ddpshim.job.noise import BERNOULLI_
 from ddpshim.job.random_streams import shared_random_streams
@@ -292,7 +291,7 @@ def _name_alike(sharing: Sharing, shape: Sequence[int]) -> None:
         what = f"draws for {sizes} numbers, but no dimension is the batch ({at_hand.num_rows})"
         _name(sharing, what, "equal on all ranks")
     else:
-        small_draws.count(sharing)
+        _report_small_draw(sharing)
 
 
 def _name(sharing: Sharing, what: str, whose: str) -> None:
@@ -302,3 +301,32 @@ def _name(sharing: Sharing, what: str, whose: str) -> None:
         sharing.named.add(line)
         if sharing.share is not None and sharing.share.rank == 0:
             say(f"{line} {what}; these draws are {whose}, and one process would draw differently (option noise)")
+
+
+class _Counts:
+    """The small draws on the first batch of a job, by line of code."""
+
+    def __init__(self) -> None:
+        self.batch: Any = None
+        self.num_rows = 0
+        self.of_line: dict[str, int] = {}
+        self.are_read = False
+
+
+def _report_small_draw(sharing: Sharing) -> None:
+    """Count a draw; on the second batch, report lines that drew as often as this rank had rows. Rank 0 only; local."""
+    counts = current().part(_Counts)
+    if counts.are_read or sharing.share is None or sharing.share.rank:
+        return
+    if counts.batch in (None, sharing.last):
+        counts.batch, counts.num_rows = sharing.last, sharing.share.num_rows
+        line = users_line()
+        counts.of_line[line] = counts.of_line.get(line, 0) + 1
+        return
+    counts.are_read = True
+    for line, num in counts.of_line.items():
+        if num == counts.num_rows > 1:
+            say(
+                f"{line} drew {num} times on the {num} rows of this rank: if it is in a loop over samples, all ranks "
+                "draw the same, and one process would draw differently (option noise)"
+            )

@@ -213,9 +213,9 @@ class World:
             alone: Any = total
             is_tensor = isinstance(total, torch.Tensor)
             return cast(N, alone / as_divisor(count, alone) if is_tensor else float(alone) / float(count))
-        from ddpshim.job import means
+        from ddpshim.job import exchange
 
-        return cast(N, means.mean_over(self, total, count))
+        return cast(N, exchange.mean_over(self, total, count))
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks, in the order of one process's batch (collective). Differentiable.

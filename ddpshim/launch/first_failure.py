@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional
 
-from ddpshim.job.failure_notes import Note
-from ddpshim.job.peer_errors import meaning_of
+from ddpshim.job.failure_notes import Note, meaning_of
 
 _NUM_LINES_SHOWN = 20
 _NUM_LINES_OF_WATCHDOG = 200  # nccl's watchdog prints stacks after its message

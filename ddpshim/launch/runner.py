@@ -39,6 +39,7 @@ from ddpshim.launch import alone, first_failure, signals, warm
 from ddpshim.launch.rank import BEGAN
 from ddpshim.observe.records import FOLDER
 from ddpshim.options import FILE, Options, names
+from ddpshim.variables import PREFIX
 
 _NUM_LOGS = 50  # runs whose logs are kept in a folder
 _NUM_LINES_SEARCHED = 500  # at the end of rank 0's log, for its traceback
@@ -431,3 +432,25 @@ def _report(rank: int, code: int, log_dir: Optional[Path], tracebacks: Mapping[i
         print(traceback.rstrip() or first_failure.end_of(log), file=sys.stderr, flush=True)
     elif not traceback:  # else it is the last thing on the screen already
         say(f"rank 0 failed first: it {said} (above, and in {log})")
+
+
+def dry_run(job: Launch) -> str:
+    """Return the command that each node would run, and its options. Local.
+
+    Raises LaunchError and OptionsError as the run would.
+    """
+    job = nodes_of_scheduler(job, os.environ)
+    check(job, os.environ)
+    options = Options.read()
+    program = [*(["-m"] if job.is_module else []), job.program, *job.arguments]
+    command = ["python", "-m", "torch.distributed.run", *torchrun_arguments(job, "DIR"), *program]
+    given = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIX) and value}
+    logs = f"{job.log_dir or 'ddpshim-logs/TIME-PID'}/rank_N.log"
+    lines = [
+        f"command on {f'node {job.node_rank} of {job.nnodes}' if (job.nnodes or 1) > 1 else 'this machine'}:",
+        f"  {shlex.join(command)}",
+        f"options: {options}",
+        *(f"  {name}={shlex.quote(value)}" for name, value in given.items()),
+        f"output of each rank: {logs if job.has_logs else 'the screen'}",
+    ]
+    return "\n".join(lines)

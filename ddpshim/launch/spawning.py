@@ -26,9 +26,9 @@ import torch.distributed as dist
 from ddpshim import variables
 from ddpshim.errors import LaunchError, RankError
 from ddpshim.job import group, listening, unshared
+from ddpshim.job.failure_notes import lost_a_peer
 from ddpshim.job.job import begin_next
 from ddpshim.job.launch_env import read_launch_env
-from ddpshim.job.peer_errors import lost_a_peer
 from ddpshim.job.port import stay_on_this_machine
 from ddpshim.job.say import ranks_called, say_once
 from ddpshim.launch import first_failure

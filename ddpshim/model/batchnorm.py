@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ddpshim.job import exchange, means, shares
+from ddpshim.job import exchange, shares
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 
@@ -35,7 +35,7 @@ def sync(process_group: Any = None) -> None:
     synced = job.part(_Synced)
     if synced.group is not None:
         return
-    synced.group = process_group if process_group is not None else means.group()
+    synced.group = process_group if process_group is not None else exchange.group()
     job.at_end.enter_context(replaced(functional, "batch_norm", _stand_in(functional.batch_norm)))
 
 

@@ -36,7 +36,7 @@ from ddpshim.model.parallel import wrap_parallel
 from ddpshim.model.reducer import average
 from ddpshim.observe.recording import numbers
 from ddpshim.options import SECTION, Options
-from ddpshim.robomimic import reads, retention, rollout, virtual_ranks
+from ddpshim.robomimic import experiment_folder, reads, rollout, virtual_ranks
 from ddpshim.robomimic.algo import AlgoState, algos, flat, trained_together
 from ddpshim.robomimic.datasets import advise_on_cache
 from ddpshim.robomimic.experiment_folder import get_exp_dir as get_exp_dir
@@ -295,7 +295,7 @@ def save_model(*, ckpt_path: str, **options: Any) -> None:
         with noted, checkpoint.written(ckpt_path, in_background=in_background) as partial:
             TrainUtils.save_model(ckpt_path=partial, **options)
     if here.is_main and here.options.keep_models is not None:
-        retention.keep(ckpt_path, here.options.keep_models, options.get("config"))
+        experiment_folder.keep_newest(ckpt_path, here.options.keep_models, options.get("config"))
 
 
 def copyfile(source: str, path: str) -> None:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Optional
 import torch
 import torch.distributed as dist
 
+from ddpshim.job.exchange import group
 from ddpshim.job.job import current
-from ddpshim.job.means import group
 
 LEAST_ROWS = 2  # in a block: a dimension of one row has no strides that show the memory layout of the whole
 

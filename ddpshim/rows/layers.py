@@ -8,8 +8,8 @@ from typing import Any, Optional
 
 import torch
 
+from ddpshim.job.exchange import group
 from ddpshim.job.job import current
-from ddpshim.job.means import group
 from ddpshim.rows.blocks import Part
 from ddpshim.rows.rules import (
     Mixed,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ddpshim.job.peer_errors import LOST, meaning_of
+from ddpshim.job.failure_notes import LOST, meaning_of
 from ddpshim.job.say import count, ranks_called
 from ddpshim.observe.report.run import Run
 from ddpshim.observe.report.words import clock, first_line, ms, number, percent, span

@@ -23,8 +23,8 @@ from ddpshim import checkpoint
 from ddpshim.data.loader import make_loader
 from ddpshim.errors import CheckpointError, DataError, DdpShimError, SyncError, WorldError
 from ddpshim.job import noise, shares
+from ddpshim.job.failure_notes import meaning_of
 from ddpshim.job.group import cleanup, setup
-from ddpshim.job.peer_errors import meaning_of
 from ddpshim.job.random_streams import shared_random_streams
 from ddpshim.job.say import described
 from ddpshim.job.world import World

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 
 from ddpshim.errors import DdpShimError, LaunchError
 from ddpshim.job.failure import claim
+from ddpshim.job.failure_notes import meaning_of
 from ddpshim.job.launch_env import read_launch_env
-from ddpshim.job.peer_errors import meaning_of
 from ddpshim.job.port import check_port
 from ddpshim.version import __version__
 

@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ from ddpshim.trainers.unedited.holders import in_place
 from ddpshim.trainers.unedited.left_alone import LeftAlone
 from ddpshim.trainers.unedited.mains_changes import MainsChanges
 from ddpshim.trainers.unedited.saves import Saves
+from ddpshim.trainers.unedited.stand_ins import Files
 
 if TYPE_CHECKING:
     from ddpshim.trainers.unedited.layers import View
@@ -66,8 +68,8 @@ class PrivateFiles:
             if self._world.is_main:
                 stand_ins = mains_changes.stand_ins(self._changes, self._saves, self._left)
             else:
-                from ddpshim.trainers.unedited.children import inherited
                 from ddpshim.trainers.unedited.layers import View
+                from ddpshim.trainers.unedited.private_files import inherited
                 from ddpshim.trainers.unedited.slipped import refused
                 from ddpshim.trainers.unedited.stand_ins import Files
 
@@ -189,3 +191,31 @@ def _disable_wandb() -> None:
         init = wandb.init
         # An argument `mode` overrides WANDB_MODE.
         wandb.init = lambda *args, **kwargs: init(*args, **{**kwargs, "mode": "disabled"})
+
+
+class _Passed:
+    """Replaces Python's functions by those of `files` in the process that unpickles it, while that process lives."""
+
+    def __init__(self, files: Files) -> None:
+        self.files, self.until = files, contextlib.ExitStack()
+
+    def __getstate__(self) -> Files:
+        return self.files
+
+    def __setstate__(self, files: Files) -> None:
+        self.__init__(files)  # type: ignore[misc]
+        self.until.enter_context(in_place(files.stand_ins()))
+        self.until.callback(CLibraries(files.place_to_read, files.place_to_write).install())
+
+
+@contextlib.contextmanager
+def inherited(files: Files) -> Iterator[None]:
+    """Within this block, new child processes see `files`."""
+    passed, made = _Passed(files), BaseProcess.__init__
+
+    def init(process: BaseProcess, *args: Any, **kwargs: Any) -> None:
+        made(process, *args, **kwargs)
+        process.ddpshim_files = passed  # type: ignore[attr-defined]
+
+    with replaced(BaseProcess, "__init__", init):
+        yield
