@@ -15,14 +15,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from ddpshim import version
 from ddpshim.arguments import Parser, natural, nproc, port, positive, seconds, several
 from ddpshim.errors import DdpShimError, LaunchError
 from ddpshim.job.say import say
 from ddpshim.tools import example, options, pages
-from ddpshim.tools.doctor import command as doctor
 from ddpshim.trainers.patching import command
 
 if TYPE_CHECKING:
@@ -50,6 +49,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if getattr(arguments, "program", None) == "-m" and arguments.arguments:  # argparse's result after "--"
         arguments.is_module, (arguments.program, *arguments.arguments) = True, arguments.arguments
     try:
+        if getattr(arguments, "read", False):
+            return _check_read(arguments)
         if getattr(arguments, "needs_torch", False):
             _refuse_missing_torch()
         if getattr(arguments, "starts_ranks", False):
@@ -95,7 +96,7 @@ def _refuse_this_system() -> None:
     if not hasattr(os, "fork"):
         raise LaunchError(
             f"this is {sys.platform}, where a process cannot be forked; nothing was started, as ranks need that. Use "
-            "Linux (on Windows: WSL), or one process here: python train.py, doctor and patch work."
+            "Linux (on Windows: WSL), or one process here: python train.py, check --read and patch work."
         )
 
 
@@ -115,7 +116,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_run(commands)
     _add_check(commands)
-    doctor.add(commands)
     command.add(commands)
     _add_report(commands)
     _add_selftest(commands)
@@ -245,9 +245,15 @@ def _add_check(commands: Commands) -> None:
         description="Run a few steps of a trainer in one process and on several ranks, compare batches, losses and "
         "weights, and print yes, or the first difference (`python -m ddpshim docs check`). The trainer's output "
         "goes to ddpshim-logs, and new files that it makes are removed. Exit code: 0 the same, 1 different or wrong, "
-        "2 nothing could be compared.",
-        usage="%(prog)s [options] (script.py | -m package.module) [arguments]",
+        "2 nothing could be compared. With --read, the trainer is not run: 0 nothing found, 1 findings, 2 no trainer.",
+        usage="%(prog)s [options] (script.py | -m package.module) [arguments]\n"
+        "       %(prog)s [--json] --read PATH [PATH ...]\n"
+        "       %(prog)s --explain [CODE]",
     )
+    text = "only read trainers, files or folders: list what hangs, or trains something else, on several ranks"
+    check.add_argument("--read", action="store_true", help=text)
+    text = "explain a finding of --read, with an example (default: list all)"
+    check.add_argument("--explain", action=_Explain, nargs="?", default=argparse.SUPPRESS, metavar="CODE", help=text)
     check.add_argument(*_NPROC, type=several, default=2, metavar="N", help="ranks on this node (2)")
     check.add_argument("--steps", type=positive, default=20, metavar="K", help="optimizer steps (20)")
     text = "the one-process trainer and its arguments, as one quoted word (default: the same command)"
@@ -257,6 +263,26 @@ def _add_check(commands: Commands) -> None:
     check.add_argument("--json", action="store_true", help="for programs")
     _add_program(check)
     check.set_defaults(run=_check, needs_torch=True, starts_ranks=True)
+
+
+class _Explain(argparse.Action):
+    """Explains rules of `check --read` and exits, as --help does."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> None:
+        from ddpshim.tools.check.reading.command import explain
+
+        parser.exit(explain(arguments[1] or ""))
+
+
+def _check_read(arguments: argparse.Namespace) -> int:
+    from ddpshim.tools.check.reading.command import check_read
+
+    paths = [path for path in (arguments.program, *arguments.arguments) if path != "--json"]
+    wrong = "-m" if arguments.is_module else next((path for path in paths if path.startswith("-")), None)
+    if wrong is not None:
+        say(f"{wrong} is not a path; nothing was read. Name files and folders: check --read train.py more/")
+        return 2
+    return check_read([*map(Path, paths)], arguments.json or "--json" in arguments.arguments)
 
 
 def _check(arguments: argparse.Namespace) -> int:

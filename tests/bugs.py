@@ -3,7 +3,7 @@
 Run it: python -m tests.bugs [--write evidence/bugs.md] [--only WORDS] [--show WORDS]
 
 tests/planted contains them: a name, the addresses of the reports, the right findings, and the text for the trainer's
-places. "- " begins a line of the bug, "+ " a line of its clean twin. The doctor, the audit and the proof check both on
+places. "- " begins a line of the bug, "+ " a line of its clean twin. `check --read` and `check` look at both, on
 two ranks; programs that use ddpshim also run under its guards.
 """
 
@@ -30,7 +30,7 @@ from tests.preloaded_commands import commands
 FOLDER = Path(__file__).parent / "planted"
 PAGE = Path(__file__).parent.parent / "evidence" / "bugs.md"
 AREAS = ("data", "losses", "gradients", "weights", "schedules", "validation", "others")
-TOOLS = ("doctor", "guards", "check")
+TOOLS = ("read", "guards", "check")
 DEADLINE_S = 120.0
 # `python -m ddpshim ARGUMENTS` whose processes are forked from one with torch imported: argv[1] is that Python.
 _PRELOADED = """
@@ -143,11 +143,12 @@ def command(argv: Sequence[str], folder: Path, is_cold: bool = False) -> tuple[i
 
 def look(tool: str, program: str, options: Sequence[str] = (), is_cold: bool = False) -> Answer:
     """Check a program with a tool on two ranks, and return its answer."""
-    asked = {"guards": ["run", "--nproc", "2"]}.get(tool, [tool, "--json"])
+    asked = {"guards": ["run", "--nproc", "2"], "read": ["check", "--read"]}.get(tool, [tool])
+    asked += ["--json"] if tool != "guards" else []
     with tempfile.TemporaryDirectory(prefix="bug-") as name:
         folder = Path(name)
         (folder / "train.py").write_text(program)
-        code, said = command([*asked, *options, "train.py"], folder, is_cold)
+        code, said = command([*asked, *(options if tool != "read" else ()), "train.py"], folder, is_cold)
     if tool == "guards":
         stopped = re.search(r"SyncError: (.*)", said)
         return Answer([] if stopped is None else ["stops"], said[-2000:] if code and stopped is None else "")
@@ -159,8 +160,7 @@ def look(tool: str, program: str, options: Sequence[str] = (), is_cold: bool = F
         said = [*([report["parting"]] if report["parting"] else []), *report["wrong"]]
         trouble = "" if said or report["is_same"] else "nothing compared"
         return Answer([one["what"] for one in said], trouble, where=" ".join(one["where"] for one in said))
-    findings = dict.fromkeys(each.get("code") or each["name"] for each in report["findings"])
-    return Answer(list(findings), f"the trainer failed: {said[-2000:]}" if report.get("exit_code") else "")
+    return Answer(list(dict.fromkeys(each["code"] for one in report["reports"] for each in one["findings"])))
 
 
 def examine(bug: Bug) -> Result:

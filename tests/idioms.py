@@ -1,4 +1,4 @@
-"""Programs that are distributed correctly, for which the doctor must report nothing, and ones with a marked hazard."""
+"""Programs that are distributed correctly, in which `check --read` must find nothing, and ones with a marked hazard."""
 
 from __future__ import annotations
 
@@ -327,63 +327,6 @@ model = ddpshim.wrap_parallel(network.to(device))
 --- data
 loader = DataLoader(data, batch_size, shuffle=True)  # DDP204
 --- epoch
-=== backward alone in no_sync
---- loss
-loss = nn.functional.mse_loss(model(x.to(device)), y.to(device)) / 4
-with model.no_sync():
-    loss.backward()  # DDP110
-=== scaled backward alone in no_sync
---- before
-scaler = torch.cuda.amp.GradScaler()
---- loss
-output = model(x.to(device))
-loss = nn.functional.mse_loss(output, y.to(device))
-quiet = model.no_sync()
-with quiet:
-    scaled = loss / 4
-    scaler.scale(scaled).backward()  # DDP110
-=== seed of a node
---- device
-device = torch.device("cuda", local_rank)
-torch.manual_seed(7 + local_rank)  # DDP303
-=== seed of a node through a name
---- device
-device = torch.device("cuda", local_rank)
-number = int(os.environ["LOCAL_RANK"])
-seed = 7 + number
-torch.manual_seed(seed)  # DDP303
-=== seed of a sweep
---- device
-device = torch.device("cuda", local_rank)
-torch.manual_seed(int(os.environ["SEED"]) + rank)  # DDP304
-=== skips where its own loss is bad
---- loss
-loss = nn.functional.mse_loss(model(x.to(device)), y.to(device))
-if torch.isnan(loss):  # DDP506
-    continue
-=== skips on one rank
---- loss
-loss = nn.functional.mse_loss(model(x.to(device)), y.to(device))
-if rank == 0 and step == 0:  # DDP506
-    continue
-=== stops where its own loss is small
---- end
-value = loss.item()
-if value < 0.1:  # DDP506
-    break
-=== the main rank stops alone
---- before
-stop = False
---- end
-if rank == 0 and os.path.exists("stop"):
-    stop = True
-if stop:  # DDP506
-    break
-=== plateau by its own loss
---- before
-plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
---- end
-plateau.step(loss.item())  # DDP506
 === epoch before the loop
 --- data
 sampler = DistributedSampler(data, shuffle=True)  # DDP203
@@ -429,14 +372,6 @@ loss = error[y != 0].mean()  # DDP108
 mask = y != 0
 total = nn.functional.cross_entropy(model(x.to(device)), y.to(device), reduction="sum")
 loss = total / mask.sum()  # DDP108
-=== average that walks modules
---- before
-import copy
-ema = copy.deepcopy(model.module)
---- after
-for ours, theirs in zip(ema.modules(), model.module.modules()):  # DDP111
-    for a, b in zip(ours.parameters(recurse=False), theirs.parameters(recurse=False)):
-        a.data.mul_(0.99).add_(b.data, alpha=0.01)
 """
 
 

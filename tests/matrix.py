@@ -31,7 +31,7 @@ PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13")
 ENDS = {"oldest": "lowest-direct", "newest": "highest"}  # in uv's words
 QUICK = ("seams", "parallel", "guard", "sampler", "loader", "noise", "streams", "import_cost")
 UNEDITED = ("one_process", "unedited", "private_files", "reads", "clock", "whole_batch", "replaced", "tasks")
-MORE = ("group", "sharding", "checkpoint", "resume", "options", "launch", "slurm", "patching", "doctor")
+MORE = ("group", "sharding", "checkpoint", "resume", "options", "launch", "slurm", "patching", "reading")
 DEADLINE_S = 3600
 HEAD = [
     "# Tested versions of Python and torch",

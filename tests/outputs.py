@@ -29,7 +29,6 @@ WRONG = {
     ("check",): ["--steps", "0", "train.py"],
     ("selftest",): ["--timeout", "long"],
     ("slurm",): ["--time", "soon", "train.py"],
-    ("doctor",): ["--select", "DDP9", "train.py"],
     ("report",): ["run", "--export", "mlflow"],
     ("docs",): ["lanch"],
 }

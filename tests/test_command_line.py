@@ -63,7 +63,6 @@ SAMPLES: dict[Command, list[str]] = {
     ("env",): [],
     ("docs",): ["launch"],
     ("selftest",): [],
-    ("doctor",): ["train.py"],
     ("check",): ["train.py"],
     ("report",): ["run", "--markdown"],
 }
@@ -83,7 +82,6 @@ MISSING: dict[tuple[Command, str], tuple[list[str], int]] = {
     (("run",), "program"): (["absent.py"], 2),
     (("run",), "log_dir"): (["--log-dir", "train.py/absent", "train.py"], 2),
     (("slurm",), "program"): (["absent.py"], 0),  # a warning: the job may find it
-    (("doctor",), "path"): (["absent"], 2),
     (("check",), "program"): (["absent.py"], 2),
     (("selftest",), "write"): (["--gpu", "--write", "train.py/absent"], 2),
     (("example",), "out"): (["--out", "train.py/absent"], 2),
@@ -269,16 +267,11 @@ def test_files_that_cannot_be_written(here: Path, capsys: pytest.CaptureFixture[
     assert [path.name for path in here.rglob("*.partial")] == []
 
 
-def test_a_file_that_cannot_be_read_leaves_the_doctor_the_others(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("lock.py", "lock.yaml"):  # as an editor makes
-        (here / "tree" / name).symlink_to("nowhere")
-    assert _call(["doctor", "tree"]) == 2  # they are noted; a trainer is not there
-    said = capsys.readouterr().out
-    assert said.count("DDP001") == 2
-    assert "it cannot be opened: No such file or directory" in said
-    assert _call(["doctor", "tree/lock.py"]) == 2
+def test_a_file_that_cannot_be_read_leaves_the_others(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "tree" / "lock.py").symlink_to("nowhere")  # as an editor makes
+    assert _call(["check", "--read", "tree"]) == 2  # it is noted; a trainer is not there
+    assert "not read: tree/lock.py:1: it cannot be opened: No such file or directory" in capsys.readouterr().out
+    assert _call(["check", "--read", "tree/lock.py"]) == 2
     _check_message(capsys.readouterr().err, "No such file or directory: 'tree/lock.py'")
 
 
@@ -302,7 +295,7 @@ def test_a_terminal_is_shown_how_far_a_long_command_is(
     seconds = itertools.count(step=1.5)
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    assert _call(["doctor", "tree"]) == 1
+    assert _call(["check", "--read", "tree"]) == 1
     out, err = capsys.readouterr()
     assert "trainer (" in out
     assert "\r" not in out
@@ -310,9 +303,7 @@ def test_a_terminal_is_shown_how_far_a_long_command_is(
         assert err == ""
         return
     *shown, end = err.removeprefix("\r\033[K").split("\r\033[K")
-    assert shown[0] == "doctor: read 2 of 2 files"  # not the first: that was in the first two seconds
-    assert "doctor: looks for trainers, train.py" in shown
-    assert shown[-1] == "doctor: checked 0 of 1 trainers"
+    assert shown == ["check --read: 0 of 1 trainers"]  # not the first: that was in the first two seconds
     assert end == ""
 
 
@@ -474,7 +465,7 @@ def test_the_shell_completes_commands_and_options() -> None:
 
 @pytest.mark.launch
 def test_on_a_system_that_is_not_posix(here: Path) -> None:
-    """Importing, one process, doctor and patch work as they are; what starts ranks says what it needs."""
+    """Importing, one process, reading and patch work as they are; what starts ranks says what it needs."""
     (here / "train.py").write_text((ROOT / "examples" / "train_before.py").read_text())
     ran = subprocess.run(
         [sys.executable, "-m", "tests.without_posix"],
@@ -496,5 +487,5 @@ def test_on_a_system_that_is_not_posix(here: Path) -> None:
             assert (code, out) == (2, "")
             _check_message(err, "a process cannot be forked")
         else:
-            assert (code, err) == (int(words.startswith("doctor")), ""), words  # it has findings
+            assert (code, err) == (int(words.startswith("check")), ""), words  # it has findings
             assert out

@@ -315,7 +315,7 @@ def _lacking(code: str, flags: dict[str, set[str]], objects: dict[str, Any]) -> 
         if rest != "py" and not hasattr(objects[start], rest):
             yield f"{start}.{rest}"
     yield from (path for path in re.findall(r"examples/[\w/.]+", code) if not (ROOT / path).exists())
-    found = re.match(r"(?:python -m ddpshim )?(run|slurm|selftest|doctor|report|patch)\b(.*)", code)
+    found = re.match(r"(?:python -m ddpshim )?(run|slurm|selftest|check|report|patch)\b(.*)", code)
     if found:
         own = re.split(r" (?:-m|--|\w+\.py|scripts/\w+\.py) ", found[2] + " ")[0]
         yield from (f"{found[1]} {flag}" for flag in re.findall(r"--[\w-]+", own) if flag not in flags[found[1]])
@@ -326,7 +326,7 @@ def _lacking(code: str, flags: dict[str, set[str]], objects: dict[str, Any]) -> 
 def test_what_the_page_of_other_guides_names_exists() -> None:
     objects: dict[str, Any] = {"ddpshim": ddpshim, "checkpoint": checkpoints, "training": ddpshim.Resumable}
     objects.update(world=World(), running=World().running(), policy=BareModule(torch.nn.Linear(1, 1)))
-    flags = {name: _flags_of(name) for name in ("run", "slurm", "selftest", "doctor", "report", "patch")}
+    flags = {name: _flags_of(name) for name in ("run", "slurm", "selftest", "check", "report", "patch")}
     codes = [*_what_to_type()]
     assert len(codes) > 100
     assert [(code, lacking) for code in codes for lacking in _lacking(code, flags, objects)] == []

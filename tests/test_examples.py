@@ -15,7 +15,7 @@ from typing import Any, Callable
 
 import pytest
 
-from ddpshim.tools.doctor.checking import check
+from ddpshim.tools.check.reading.command import read
 from examples import resume, two_nodes
 from tests.examples import PAGE, ROOT, Row, printed, rows, shown, written
 from tests.preloaded import environment, preloaded
@@ -145,8 +145,8 @@ def test_torchrun_does_the_same(output: Callable[[str], str]) -> None:
 
 @pytest.mark.unit
 @pytest.mark.parametrize("name", [*LAUNCHED, "resume", "two_nodes"])
-def test_the_doctor_finds_nothing(name: str) -> None:
-    assert check(FOLDER / f"{name}.py").findings == ()
+def test_reading_finds_nothing(name: str) -> None:
+    assert read(FOLDER / f"{name}.py").findings == []
 
 
 # What each of them proves

@@ -922,7 +922,6 @@ def test_the_program_runs_from_an_installed_layout(toy: Toy, tmp_path: Path) -> 
         "robomimic.known",
         "arguments",
         "options",
-        "tools.doctor.command",
         "tools.example",
         "tools.options",
         "tools.pages",

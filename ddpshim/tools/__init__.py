@@ -1,1 +1,1 @@
-"""Holds the commands that check a trainer (doctor, check) or a machine (selftest), and smaller commands."""
+"""Holds the commands that check a trainer (check) or a machine (selftest), and smaller commands."""

@@ -19,11 +19,9 @@ _PACKAGE = Path(__file__).parents[1]
 def all_pages() -> dict[str, Path]:
     """Return page name -> file, from the wheel's `ddpshim/docs` or this checkout's `docs`."""
     folder = next(f for f in (_PACKAGE / "docs", _PACKAGE.parent / "docs") if (f / "launch.md").is_file())
-    files = [*folder.glob("*.md"), *folder.glob("doctor/DDP*.md")]
+    files = list(folder.glob("*.md"))
     files += [file for file in (folder / "MIGRATION.md", folder.parent / "MIGRATION.md") if file.is_file()]
-    return {
-        file.stem: file for file in sorted(files, key=lambda file: (file.parent.name == "doctor", file.stem.lower()))
-    }
+    return {file.stem: file for file in sorted(files, key=lambda file: file.stem.lower())}
 
 
 def find(name: str) -> Path:
@@ -48,11 +46,10 @@ def text_of(name: str) -> str:
 
 
 def listed() -> str:
-    """Return a line with name and title for each page, and one line for all of the doctor's codes."""
-    pages = {name: file for name, file in all_pages().items() if not name.startswith("DDP")}
+    """Return a line with name and title for each page."""
+    pages = all_pages()
     width = max(map(len, pages))
-    lines = [f"{name:{width}}  {_title(file)}" for name, file in pages.items()]
-    return "\n".join([*lines, f"{'DDP101 ...':{width}}  The doctor's codes (python -m ddpshim doctor --explain CODE)"])
+    return "\n".join(f"{name:{width}}  {_title(file)}" for name, file in pages.items())
 
 
 def _title(file: Path) -> str:

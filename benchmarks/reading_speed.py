@@ -1,4 +1,4 @@
-"""Measures how fast the doctor reads code: `python -m benchmarks.doctor_speed [PATH]` (default: torch)."""
+"""Measures how fast `check --read` is: `python -m benchmarks.reading_speed [PATH]` (default: torch)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from benchmarks.results import Result
-from ddpshim.tools.doctor.checking import check
+from ddpshim.tools.check.reading.command import read
 
 
 def run(quick: bool) -> list[Result]:
@@ -21,12 +21,12 @@ def run(quick: bool) -> list[Result]:
 
 
 def measure(path: Path) -> list[Result]:
-    """Return the doctor's CPU time for the files in `path`."""
+    """Return the CPU time of reading the files in `path`."""
     cpu = time.process_time()
-    report = check(path)
+    report = read(path)
     cpu = time.process_time() - cpu
-    note = f"{report.num_lines} lines of {report.num_files} files in {cpu:.1f} s of CPU"
-    return [Result("doctor_speed", "50,000 lines", 50000 * cpu / report.num_lines, "s of CPU", at_most=5.0, note=note)]
+    note = f"{report.lines} lines of {report.files} files in {cpu:.1f} s of CPU"
+    return [Result("reading_speed", "50,000 lines", 50000 * cpu / report.lines, "s of CPU", at_most=5.0, note=note)]
 
 
 def main() -> None:
