@@ -7,20 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Optional
 
-from ddpshim.tools.check.reading.source import (
-    FUNCTIONS,
-    Binding,
-    Unit,
-    argument,
-    constant,
-    entered,
-    is_none,
-    key_of,
-    last_name,
-    place_of,
-    values_of,
-    words_in,
-)
+from ddpshim.tools.check.reading import source
+from ddpshim.tools.check.reading.source import Unit, argument, constant, key_of, last_name, values_of, words_in
 from ddpshim.tools.check.reading.trainers import Trainer, Tree
 
 _KEEPS_KIND = {"to", "cuda", "cpu", "train", "eval", "requires_grad_", "half", "float", "double"}
@@ -100,7 +88,7 @@ class Meaning:
             if value is not None:
                 yield where, value
 
-    def reaching(self, node: Optional[ast.AST], unit: Unit) -> list[tuple[Unit, Binding]]:
+    def reaching(self, node: Optional[ast.AST], unit: Unit) -> list[tuple[Unit, source.Binding]]:
         """Return the bindings that may hold at `node`: the last unconditional one before it, and all after that one."""
         key = key_of(node)
         if node is None or not key:
@@ -108,7 +96,9 @@ class Meaning:
         own, above = unit.bindings.get(key, []), set(unit.source.above(node))
         inside = (ast.With, ast.For)  # their own targets hold in their bodies
         before = [
-            b for b in own if b.place < place_of(node) and (b.statement not in above or isinstance(b.statement, inside))
+            b
+            for b in own
+            if b.place < source.place_of(node) and (b.statement not in above or isinstance(b.statement, inside))
         ]
         for binding in reversed(before):
             if unit.source.parents.get(binding.statement) in above and not isinstance(binding.statement, ast.NamedExpr):
@@ -164,7 +154,7 @@ class Meaning:
             return frozenset({"unwrapped"})
         if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
             return self._of_all(self.values(node, unit) or [*self.passed(node, unit)])
-        return frozenset({"none"} if is_none(node) else ())
+        return frozenset({"none"} if source.is_none(node) else ())
 
     def _call_kinds(self, call: ast.Call, unit: Unit) -> frozenset[str]:
         name, qualified = last_name(call.func), unit.source.qualified(call.func)
@@ -259,12 +249,12 @@ class Meaning:
                     return parent
             elif isinstance(parent, ast.Call) and child in parent.args and _MAIN_ONLY.search(last_name(parent.func)):
                 return parent  # `write` in `run_on_main(write, path)`
-            if any(map(_MAIN_ONLY.search, entered(parent))):
+            if any(map(_MAIN_ONLY.search, source.entered(parent))):
                 return parent
             left = self._left_before(child, parent, unit)
             if left is not None or parent is unit.node:
                 return left
-            if isinstance(parent, FUNCTIONS):  # a nested function: where it is called or given
+            if isinstance(parent, source.FUNCTIONS):  # a nested function: where it is called or given
                 uses = [n for n in unit.all(ast.Name) if n.id == parent.name and parent not in unit.source.above(n)]
                 busy, self._busy = parent in self._busy, self._busy | {parent}
                 guards = [self.guard(use, unit) for use in uses] if not busy else []
@@ -355,7 +345,7 @@ def is_evaluation(name: str) -> bool:
 def is_without_gradients(node: ast.AST, unit: Unit) -> bool:
     """Whether a node runs under no_grad or inference_mode, or in a function that evaluates."""
     return is_evaluation(unit.name) or any(
-        not {"no_grad", "inference_mode"}.isdisjoint(entered(above))
-        or (isinstance(above, FUNCTIONS) and is_evaluation(above.name))
+        not {"no_grad", "inference_mode"}.isdisjoint(source.entered(above))
+        or (isinstance(above, source.FUNCTIONS) and is_evaluation(above.name))
         for above in unit.source.above(node)
     )

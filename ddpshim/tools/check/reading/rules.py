@@ -7,23 +7,9 @@ import re
 from collections.abc import Iterator
 from typing import Callable, Optional
 
-from ddpshim.tools.check.reading import meaning
+from ddpshim.tools.check.reading import meaning, source
 from ddpshim.tools.check.reading.meaning import Meaning, is_without_gradients, speaks_of_rank
-from ddpshim.tools.check.reading.source import (
-    LOOPS,
-    Source,
-    Unit,
-    argument,
-    calls_in,
-    constant,
-    entered,
-    is_none,
-    key_of,
-    last_name,
-    text_of,
-    values_of,
-    words_in,
-)
+from ddpshim.tools.check.reading.source import Unit, argument, constant, key_of, last_name, text_of, values_of, words_in
 from ddpshim.tools.check.reading.trainers import TRAINING_CALLS
 
 Hit = tuple[Unit, ast.AST, str]  # a hazard at a node, and what was found there, with names from the trainer
@@ -143,7 +129,7 @@ def trains_through_module(call: ast.Call, unit: Unit, case: Meaning) -> Optional
 @rule("DDP107", unless="accelerate trainer")
 def never_wrapped(case: Meaning) -> Iterator[Hit]:
     entry = case.trainer.entry
-    origins = {origin for source in case.trainer.files for unit in source.units for origin in unit.origins}
+    origins = {origin for file in case.trainer.files for unit in file.units for origin in unit.origins}
     starts = {"torch.distributed.init_process_group", "ddpshim.setup", "ddpshim.make_loader"} & case.trainer.origins
     reduces = any("grad" in u.words and any("reduce" in word for word in u.words) for u in case.trainer.units)
     calls = [(u, c) for u, c in case.trainer.calls("backward") if isinstance(c.func, ast.Attribute)]
@@ -175,7 +161,7 @@ def masked_mean(case: Meaning) -> Iterator[Hit]:
 def _summed(node: ast.expr, unit: Unit, case: Meaning) -> Optional[ast.AST]:
     """Return what is summed up in an expression or in the values of its names: `x` in `x.sum()`; else None."""
     values = [node, *(v for n in ast.walk(node) if isinstance(n, ast.Name) for _, v in case.values(n, unit))]
-    for call in calls_in(*values):
+    for call in source.calls_in(*values):
         owner = call.func.value if isinstance(call.func, ast.Attribute) else None
         if any(constant(keyword.value) == "sum" for keyword in call.keywords):
             return call
@@ -195,7 +181,7 @@ def _is_mask(node: ast.AST, unit: Unit, case: Meaning) -> bool:
 def _is_over_ranks(unit: Unit, case: Meaning) -> bool:
     """Whether the unit gathers or reduces over ranks itself, or is an argument of whole_batch."""
     given = (last_name(v) for _, call in case.trainer.calls("whole_batch") for v in values_of(call))
-    return any(map(_OVER_RANKS.search, (*unit.words, *entered(unit.node)))) or unit.name in given
+    return any(map(_OVER_RANKS.search, (*unit.words, *source.entered(unit.node)))) or unit.name in given
 
 
 @call_rule("DDP109", "cross_entropy", "CrossEntropyLoss")
@@ -232,7 +218,7 @@ def _draw_in(unit: Unit) -> Optional[str]:
     """
     for named in (*unit.all(ast.Attribute), *unit.all(ast.Name)):
         name, is_initial = last_name(named), last_name(getattr(named, "value", None)) == "init"
-        in_loop = any(isinstance(above, LOOPS) for above in unit.source.above(named))
+        in_loop = any(isinstance(above, source.LOOPS) for above in unit.source.above(named))
         # A layer (Dropout, RandomCrop) draws later.
         if _NOISE.fullmatch(name) and not is_initial and (name[0].isupper() or in_loop or not unit.is_module):
             return text_of(named, 40)
@@ -280,7 +266,11 @@ def one_order(call: ast.Call, unit: Unit, case: Meaning) -> Optional[str]:
     if not isinstance(made, ast.Call) or "dsampler" not in case.kinds(made, unit) or _is_held_out(call, unit):
         return None
     shuffle = argument(made, "shuffle", 3)
-    asks = isinstance(shuffle, ast.Compare) and is_none(shuffle.comparators[0]) and "sampler" in last_name(shuffle.left)
+    asks = (
+        isinstance(shuffle, ast.Compare)
+        and source.is_none(shuffle.comparators[0])
+        and "sampler" in last_name(shuffle.left)
+    )
     return f"{text_of(made)} in line {made.lineno} does not shuffle" if asks or constant(shuffle) is False else None
 
 
@@ -305,8 +295,10 @@ def _advances(call: ast.Call, unit: Unit, case: Meaning) -> bool:
     is_held_out = bool(_HELD_OUT.search(owner)) and "train" not in owner
     path = [call, *unit.source.above(call)]
     loops = [loop for loop in unit.all(ast.For) if any("epoch" in name.lower() for name in words_in(loop.target))]
-    is_outside = bool(loops) and not any(isinstance(above, LOOPS) for above in path)
-    bodies = [(child, getattr(above, "body", [])) for child, above in zip(path, path[1:]) if isinstance(above, LOOPS)]
+    is_outside = bool(loops) and not any(isinstance(above, source.LOOPS) for above in path)
+    bodies = [
+        (child, getattr(above, "body", [])) for child, above in zip(path, path[1:]) if isinstance(above, source.LOOPS)
+    ]
     before = [s for child, body in bodies if child in body for s in body[: body.index(child)]]
     is_cut_off = any(isinstance(s, (ast.Continue, ast.Break, ast.Return, ast.Raise)) for s in before)
     is_constant = isinstance(argument(call, "epoch", 0), ast.Constant)
@@ -326,7 +318,7 @@ def loader_without_share(call: ast.Call, unit: Unit, case: Meaning) -> Optional[
     if case.is_guarded(call, unit) or case.depends_on_launch(call, unit) or _is_given_to_ddpshim(call, unit, case):
         return None
     sampler = argument(call, "sampler", 3)
-    sampler = argument(call, "batch_sampler", 4) if sampler is None or is_none(sampler) else sampler
+    sampler = argument(call, "batch_sampler", 4) if sampler is None or source.is_none(sampler) else sampler
     found = case.kinds(sampler, unit) or frozenset({"none"} if sampler is None else ())
     if sampler is None or found == {"none"}:
         return f"No sampler splits {text_of(dataset, 40)}"
@@ -345,7 +337,7 @@ def _is_given_to_ddpshim(call: ast.Call, unit: Unit, case: Meaning) -> bool:
         if given in unit.source.above(call) or any(part is call or last_name(part) in names for part in made):
             return True
     is_adapted = any(name.startswith("ddpshim.robomimic") for name in case.trainer.origins)
-    return is_adapted or any(last_name(inner.func) in _SPLITTING for inner in calls_in(call))
+    return is_adapted or any(last_name(inner.func) in _SPLITTING for inner in source.calls_in(call))
 
 
 def _splits(sampler: ast.expr, unit: Unit, case: Meaning, depth: int = 0) -> bool:
@@ -441,7 +433,7 @@ def _is_balanced(call: ast.Call, guard: ast.AST, unit: Unit, case: Meaning) -> b
     opposite = meaning.OPPOSITE.get(_only(call, unit, case) or "")
     others = [c for c in unit.all(ast.Call) if c is not call and last_name(c.func) == last_name(call.func)]
     is_met = opposite is not None and any(_only(other, unit, case) == opposite for other in others)
-    return is_met or (isinstance(guard, ast.If) and any(c in others for c in calls_in(*guard.orelse)))
+    return is_met or (isinstance(guard, ast.If) and any(c in others for c in source.calls_in(*guard.orelse)))
 
 
 def _only(node: ast.AST, unit: Unit, case: Meaning) -> Optional[str]:
@@ -458,10 +450,12 @@ def _only(node: ast.AST, unit: Unit, case: Meaning) -> Optional[str]:
 def swallowed_exception(case: Meaning) -> Iterator[Hit]:
     for unit in (u for u in case.trainer.units if not _MEASURES.search(u.name)):
         for statement in unit.all(ast.Try):
-            trained = next((c for c in calls_in(*statement.body) if _trains(c, unit, case)), None)
+            trained = next((c for c in source.calls_in(*statement.body) if _trains(c, unit, case)), None)
             for handler in statement.handlers if trained is not None else ():
                 caught = words_in(handler.type) if handler.type is not None else {"BaseException"}
-                exits = [c for c in calls_in(*handler.body) if last_name(c.func) in ("exit", "_exit", "abort", "kill")]
+                exits = [
+                    c for c in source.calls_in(*handler.body) if last_name(c.func) in ("exit", "_exit", "abort", "kill")
+                ]
                 ends = any(constant(argument(c, "", 0) or ast.Constant(0)) != 0 for c in exits)
                 ends = ends or any(isinstance(n, ast.Raise) for s in handler.body for n in ast.walk(s))
                 if caught & {"Exception", "BaseException", "RuntimeError"} and not ends and trained is not None:
@@ -477,7 +471,7 @@ def _trains(call: ast.Call, unit: Unit, case: Meaning) -> bool:
 
 @rule("DDP601")
 def hard_coded_device(case: Meaning) -> Iterator[Hit]:
-    trainer, files = case.trainer, set[Source]()
+    trainer, files = case.trainer, set[source.Source]()
     if any(constant(n) == "CUDA_VISIBLE_DEVICES" for u in trainer.units for n in u.all(ast.Constant)):
         return  # each rank sees only its own GPU, as cuda:0
     binds = bool(trainer.frameworks) or any("set_device" in u.words for s in case.tree.sources for u in s.units)
