@@ -17,11 +17,13 @@ from typing import Optional
 import pytest
 import torch
 
+from ddpshim import variables
 from ddpshim.errors import LaunchError
 from ddpshim.launch.runner import Launch
 from ddpshim.tools.check import judging, new_files, precision, running, sketches, watching
 from ddpshim.tools.check.noise import Placed
 from tests import bugs
+from tests.preloaded import environment, start_afresh
 
 NOT_COMPARED = "samples were not compared, and ranks' noise was not replaced"
 BUGS = {bug.name: bug for bug in bugs.BUGS}
@@ -348,6 +350,16 @@ def test_nothing_compared(tmp_path: Path) -> None:
 def _check(folder: Path, program: str, num_ranks: int = 2) -> tuple[int, str]:
     (folder / "train.py").write_text(program)
     return bugs.command(["check", "--json", "--nproc", str(num_ranks), "train.py"], folder)
+
+
+@pytest.mark.launch
+def test_a_rank_that_waits_forever_is_ended_and_its_line_named(tmp_path: Path) -> None:
+    (tmp_path / watching.SETTINGS).write_text(json.dumps({"timeout_s": 1}))
+    (tmp_path / "train.py").write_text("import time, torch\ntime.sleep(3600)\n")
+    environ = {**environment(), variables.CHECK: str(tmp_path)}
+    code, said = start_afresh(["-m", "ddpshim", "run", "--nproc", "1", "train.py"], environ, tmp_path, 60)
+    assert code == 1, said
+    assert "rank 0 made 0 of 20 steps in 1 s, and is at train.py:2: ranks wait for each other forever, or need" in said
 
 
 @pytest.mark.launch

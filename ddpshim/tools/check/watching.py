@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import sys
+import threading
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ddpshim.job.replaced import replaced
+from ddpshim.job.say import say
 from ddpshim.job.users_line import users_line
 from ddpshim.tools.check.program import Parameters, end_with_peers, samples_of
 
@@ -119,6 +121,10 @@ class Watcher:
         self._undo.enter_context(replaced(dataloader.DataLoader, "__iter__", begin_and_record))
         self._undo.enter_context(replaced(dataloader._BaseDataLoaderIter, "__next__", advance_and_record))
         self._undo.enter_context(replaced(torch.autograd, "backward", backward_and_record))
+        if self._run.startswith("rank"):  # `check` itself waits for the one process
+            limit = threading.Timer(self._settings.timeout_s, self._give_up)
+            limit.daemon = True
+            limit.start()
 
     def end(self) -> None:
         """Write the last records and stop recording."""
@@ -286,6 +292,17 @@ class Watcher:
         self._mark_over()
         is_rank = self._run.startswith("rank")
         end_with_peers(self._folder, self._settings.num_ranks if is_rank else 0, self._settings.timeout_s)
+
+    def _give_up(self) -> None:
+        """End a rank that has not made its steps in time: it may wait for another one forever."""
+        line = users_line(sys._current_frames().get(threading.main_thread().ident or 0))
+        say(
+            f"rank {self._rank} made {self._num_steps} of {self._settings.steps} steps in "
+            f"{self._settings.timeout_s:g} s, and is at {line}: ranks wait for each other forever, or need a longer "
+            "--timeout",
+            directly=True,
+        )
+        os._exit(1)
 
     def _mark_over(self) -> None:
         if self._is_due:
