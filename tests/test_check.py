@@ -24,6 +24,7 @@ from ddpshim.tools.check import judging, new_files, precision, running, sketches
 from ddpshim.tools.check.noise import Placed
 from tests import bugs
 from tests.preloaded import environment, start_afresh
+from tests.preloaded_commands import patience
 
 NOT_COMPARED = "samples were not compared, and ranks' noise was not replaced"
 BUGS = {bug.name: bug for bug in bugs.BUGS}
@@ -357,7 +358,7 @@ def test_a_rank_that_waits_forever_is_ended_and_its_line_named(tmp_path: Path) -
     (tmp_path / watching.SETTINGS).write_text(json.dumps({"timeout_s": 1}))
     (tmp_path / "train.py").write_text("import time, torch\ntime.sleep(3600)\n")
     environ = {**environment(), variables.CHECK: str(tmp_path)}
-    code, said = start_afresh(["-m", "ddpshim", "run", "--nproc", "1", "train.py"], environ, tmp_path, 60)
+    code, said = start_afresh(["-m", "ddpshim.launch.rank", "train.py"], environ, tmp_path, patience(60))
     assert code == 1, said
     assert "rank 0 made 0 of 20 steps in 1 s, and is at train.py:2: ranks wait for each other forever, or need" in said
 
