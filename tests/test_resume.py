@@ -281,6 +281,32 @@ def test_workers_enter_in_the_middle_as_well(kind: str, persistent: bool) -> Non
     assert _enters(kind, world=alone, num_workers=2, persistent_workers=persistent) == [N // B, True, True, True]
 
 
+def _rank_resumes_its_own_share(folder: str) -> list[list[int]]:
+    """The order of an epoch over this rank's samples, and of the same epoch, saved after two steps and resumed."""
+    here = ddpshim.world()
+    ddpshim.wrap_parallel(torch.nn.Linear(1, 1))
+    own = list(range(100 * here.rank, 100 * here.rank + 12))
+    whole, resumed = [], []
+    for is_resumed in (False, True):
+        loader = ddpshim.make_loader(own, batch_size=4, shuffle=True, already_sharded=True)
+        training = Resumable(folder, {})
+        assert training.restore() == is_resumed
+        for batch in training.steps(loader, 0):
+            if training.step == 2 and not is_resumed:
+                training.save()
+            (resumed if is_resumed else whole).extend(batch.tolist())
+        preemption.unlisten()
+    return [whole, resumed]
+
+
+def test_each_rank_resumes_the_order_of_its_own_share(tmp_path: Path) -> None:
+    ranks = run_ranks(_rank_resumes_its_own_share, 2, str(tmp_path))
+    for rank, (whole, resumed) in enumerate(ranks):
+        assert sorted(whole) == list(range(100 * rank, 100 * rank + 12))
+        assert resumed == whole[4:]
+    assert [sample % 100 for sample in ranks[0][0]] != [sample % 100 for sample in ranks[1][0]]
+
+
 def _rank_enters_its_own_share() -> None:
     loader = ddpshim.make_loader(_Stream(), batch_size=B, already_sharded=True)
     loader.set_epoch(0, start_step=1)
