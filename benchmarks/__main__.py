@@ -1,6 +1,6 @@
 """Runs every benchmark in its own process, and writes results beside their targets as tables, JSON and pictures.
 
-    python -m benchmarks [--quick] [--only step,sampler] [--out build/benchmarks]
+    python -m benchmarks [--quick] [--only step,overlap] [--out build/benchmarks]
 
 With `--only`, the files keep their results of the other benchmarks. Exit code 1 if a target does not hold or a
 benchmark fails.

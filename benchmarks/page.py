@@ -13,7 +13,7 @@ QUESTIONS = {
     "step": ("How long does a step take?", ("step",)),
     "overlap": ("How much of the communication hides behind backward?", ("overlap",)),
     "run": ("How long does the whole run take?", ("whole_run",)),
-    "data": ("How fast is data loading?", ("data_path", "sampler")),
+    "data": ("How fast is data loading?", ("data_path",)),
     "memory": ("How much memory does the data take?", ("node_memory",)),
     "saves": ("How long does a save stop the training?", ("checkpoint",)),
     "rollouts": ("How long do rollouts take?", ("rollouts", "evaluation")),

@@ -24,8 +24,7 @@ _LONGEST_SHOWN = 200  # characters of a value that is not allowed
 
 # The values that the option `exact` allows for other options; the first is the default.
 _EXACT_NEEDS: dict[str, tuple[Any, ...]] = {
-    "order": ("torch",),
-    "noise": (None, "one_process"),
+    "noise": ("one_process",),
     "per_rank_batch": (False,),
     "accumulation_steps": (1,),
     "sync_batchnorm": (True,),
@@ -163,17 +162,11 @@ class Options:
         True, _flag(), "BatchNorm normalises over the global batch, as in one process; false: over each rank's share"
     )
     per_rank_batch: bool = _option(False, _flag(), "batch sizes are per rank, not global")
-    order: str = _option(
-        "torch",
-        _choice("torch", "computed"),
-        "torch: each step has the samples that torch's own sampler draws in one process (at most 16 million "
-        "samples); computed: an order computed from (seed, epoch), so that any step is found at once",
-    )
-    noise: Optional[str] = _option(
-        None,
-        _or_none(_choice("one_process", "per_rank")),
+    noise: str = _option(
+        "one_process",
+        _choice("one_process", "per_rank"),
         "one_process: each rank gets its rows of the noise that one process would draw; per_rank: each rank has "
-        "its own random streams; none: one_process with order=torch, else per_rank",
+        "its own random streams",
     )
     data_draws: str = _option(
         "one_process",
@@ -378,11 +371,6 @@ def _parse(found: Mapping[str, tuple[str, Any]], problems: list[str]) -> dict[st
         problems.append(
             f"{found['lr_rule'][0]}: lr_rule={values['lr_rule']} without per_rank_batch: the global batch is "
             "unchanged, so the learning rate must be too. Set per_rank_batch as well, or leave lr_rule out"
-        )
-    if values.get("noise") == "one_process" and values.get("order", "torch") != "torch":
-        problems.append(
-            f"{found['noise'][0]}: noise=one_process with order=computed: the noise would go with different samples "
-            "than in one process. Set order=torch as well"
         )
     if values.get("exact") is not None:
         for name, allowed in _EXACT_NEEDS.items():

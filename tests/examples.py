@@ -43,12 +43,13 @@ def rows(page: str) -> list[list[Row]]:
 
 
 def printed(output: str) -> str:
-    """Return an example's own output: the lines after the last one of ddpshim, robomimic or a progress bar, without
-    what ddpshim says at the end of a run."""
+    """Return an example's own output: the lines after the last one of ddpshim, torchrun, robomimic or a progress bar,
+    without what ddpshim says at the end of a run."""
     lines = output.rstrip("\n").split("\n")
     while lines and lines[-1].startswith("ddpshim: "):
         lines.pop()
-    others = [i for i, line in enumerate(lines) if line.startswith(("ddpshim: ", "ROBOMIMIC", ")")) or "it/s]" in line]
+    begins = "ddpshim: ", "*****", "ROBOMIMIC", ")"
+    others = [i for i, line in enumerate(lines) if line.startswith(begins) or "it/s]" in line]
     return "\n".join(line.rstrip() for line in lines[others[-1] + 1 if others else 0 :])
 
 

@@ -30,7 +30,7 @@ from tests.preloaded_commands import SOCKET, commands, patience
 OURS = (
     *("pytest", "torch.utils.serialization", "ddpshim.launch.runner", "ddpshim.launch.alone", "ddpshim.model.parallel"),
     *("ddpshim.data.loader", "ddpshim.checkpoint.resume", "ddpshim.observe.recording", "ddpshim.evaluation.evaluating"),
-    *("ddpshim.trainers.unedited.joining", "ddpshim.data.torchs_order", "ddpshim.data.weighted"),
+    *("ddpshim.trainers.unedited.joining", "ddpshim.data.torchs_order"),
     *("ddpshim.robomimic.calls", "ddpshim.robomimic.stand_ins"),
 )
 _MODULES = ["torch", "torch._dynamo", "torch.nn.parallel.distributed", "torch.distributed.run", "tests.ranks", *OURS]

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset
 
 from ddpshim import adapters
 from ddpshim.data import share_loader
 from ddpshim.data.loader import make_loader
-from ddpshim.data.sampler import draws_by_weight
 from ddpshim.job.world import World
 from ddpshim.launch.runner import Launch, problems_of_program
 from ddpshim.observe import environment
@@ -31,10 +30,6 @@ class Squares(Dataset):  # type: ignore[type-arg]
 
     def __getitem__(self, index: int) -> int:
         return index * index
-
-
-class OwnSampler(WeightedRandomSampler):
-    __module__ = "toybot.data"
 
 
 class Fetcher:
@@ -53,7 +48,6 @@ def toybot(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     """An adapter for the package toybot, as a third party's entry point registers it."""
     module: Any = types.ModuleType("toybot_adapter")
     module.fetcher = lambda dataset: Fetcher(dataset) if isinstance(dataset, Squares) else None
-    module.draws_by_weight = lambda sampler: isinstance(sampler, OwnSampler)
     module.state_of_files = lambda: "patched"
     monkeypatch.setitem(sys.modules, "toybot_adapter", module)
     point = metadata.EntryPoint("toybot", "toybot_adapter", adapters.GROUP)
@@ -70,7 +64,6 @@ def test_only_ours_without_entry_points() -> None:
         "diffusion_policy_3d": "ddpshim.diffusion_policy.adapter",
     }
     assert share_loader.fetcher_of(Squares()) is None
-    assert not draws_by_weight(OwnSampler([1.0, 2.0], 2))
 
 
 @pytest.mark.usefixtures("toybot")
@@ -82,16 +75,13 @@ def test_a_third_partys_dataset_gives_whole_batches() -> None:
 
 
 @pytest.mark.usefixtures("toybot")
-def test_a_third_partys_sampler_and_files_are_known() -> None:
-    assert draws_by_weight(OwnSampler([1.0, 2.0], 2))
-    assert not draws_by_weight(OwnSampler([1.0, 2.0], 2, replacement=False))
+def test_a_third_partys_files_are_known() -> None:
     assert environment._patch_states()["toybot patch"] == "patched"
 
 
 def test_an_adapter_need_not_offer_anything(toybot: types.ModuleType) -> None:
-    del toybot.fetcher, toybot.draws_by_weight, toybot.state_of_files  # type: ignore[attr-defined]
+    del toybot.fetcher, toybot.state_of_files  # type: ignore[attr-defined]
     assert share_loader.fetcher_of(Squares()) is None
-    assert not draws_by_weight(OwnSampler([1.0, 2.0], 2))
     assert "toybot patch" not in environment._patch_states()
 
 

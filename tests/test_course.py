@@ -25,6 +25,7 @@ SAID = {
         "**Finished: every rank completed the training.**",
     ],
     "1_setup.py": [
+        "rank 0 | weights ",
         "'LOCAL_RANK': '0', 'GROUP_RANK': '1', 'WORLD_SIZE': '4'}; device cpu, backend gloo",
         "rank 0 of 1, no launcher, no process group",
         "mean 0.625",

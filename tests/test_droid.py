@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from ddpshim.data.loader import make_loader
 from ddpshim.droid import calls as adapter
+from ddpshim.job.random_streams import rank_states, restore_rank_states
 from ddpshim.model.parallel import wrap_parallel
 from ddpshim.trainers.patching import files as patching
 from tests.droid import (
@@ -372,29 +373,30 @@ def test_each_rank_takes_its_own_gpu_before_it_starts(monkeypatch: pytest.Monkey
     assert bound == [3]
 
 
-COMPUTED = {"DDPSHIM_ORDER": "computed"}  # an order that can be named by its epoch
-
-
-def _epochs(num_epochs: int, start: Optional[tuple[int, int]]) -> list[list[int]]:
-    loader = make_loader(list(range(10)), batch_size=4, shuffle=True)
-    epochs = adapter.Epochs(loader, 3)
-    out = []
-    for _ in range(num_epochs):
-        if start is not None:
-            epochs.set_epoch(*start)
-            start = None
-        batches = iter(epochs)
-        out.append([sample for _ in range(3) for sample in next(batches).tolist()])
-    return out
+def _epochs() -> tuple[list[list[int]], list[list[int]]]:
+    """The samples of three epochs, and of the last two of them in a loader that enters there."""
+    runs: list[list[list[int]]] = []
+    saved: Any = None
+    for start in (0, 1):
+        epochs = adapter.Epochs(make_loader(list(range(10)), batch_size=4, shuffle=True), 3)
+        if start:
+            epochs.set_epoch(start)
+            epochs.restore_order(saved[0], is_inside=True)
+            restore_rank_states(saved[1], torch.device("cpu"))
+        runs.append([])
+        for epoch in range(start, 3):
+            batches = iter(epochs)
+            runs[-1].append([sample for _ in range(3) for sample in next(batches).tolist()])
+            saved = (epochs.order_state(), rank_states(torch.device("cpu"))) if epoch == 0 else saved
+    return runs[0], runs[1]
 
 
 @pytest.mark.ranks
 def test_epochs_go_on_in_the_pass_where_the_last_one_ended() -> None:
-    first, second = run_ranks(_epochs, 2, 3, None, environ=COMPUTED)
+    (first, again), (second, _) = run_ranks(_epochs, 2)
     seen = [sorted(first[e][i : i + 2] + second[e][i : i + 2]) for e in range(3) for i in (0, 2, 4)]
     passes = [seen[0] + seen[1], seen[2] + seen[3], seen[4] + seen[5]]  # of two steps each
     assert all(len(set(one)) == 8 for one in passes)
-    again, _ = run_ranks(_epochs, 2, 2, (1, 0), environ=COMPUTED)
     assert again == first[1:]
 
 

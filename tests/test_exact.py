@@ -398,9 +398,7 @@ def test_refuses(kind: str, error: type[Exception], says: str) -> None:
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize(
-    "more", [{"order": "computed"}, {"noise": "per_rank"}, {"per_rank_batch": True}, {"sync_batchnorm": False}]
-)
+@pytest.mark.parametrize("more", [{"noise": "per_rank"}, {"per_rank_batch": True}, {"sync_batchnorm": False}])
 def test_refuses_options(more: dict[str, Any]) -> None:
     with pytest.raises(OptionsError, match="with exact=4: results would depend on the number of ranks"):
         Options(exact=4, **more)

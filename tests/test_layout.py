@@ -90,7 +90,7 @@ def test_a_wing_imports_only_those_above_it(module: str) -> None:
 
 
 CONSTRUCTORS = {"tensor", "empty", "zeros", "ones", "arange", "full", "randperm", "rand", "randn", "randint", "eye"}
-LIKE_TORCHS_LOADER = {"data.torchs_order": 1}  # which draws where the user's default is
+LIKE_TORCHS_LOADER = {"data.torchs_order": 2}  # which draws seeds where the user's default is
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith("tools.")])
@@ -308,7 +308,7 @@ def test_the_examples_run_and_two_ranks_equal_one(tmp_path: Path) -> None:
 # Lines of ddpshim in a process at its end, without the diagnosis of slow steps, and in all files. They only fall: the
 # goals are 2,000, 7,000, 12,000 and 30,000.
 CEILINGS = {"plain": 2000, "launched": 9200, "run": 14600}
-PACKAGE_CEILING = 41800
+PACKAGE_CEILING = 41200
 
 
 @pytest.mark.launch

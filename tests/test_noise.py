@@ -1,4 +1,4 @@
-"""The order and the noise of one process (order=torch, noise=one_process), against a plain process without ddpshim."""
+"""The order and the noise of one process (noise=one_process), against a plain process without ddpshim."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torch.utils.data import (
 )
 
 import ddpshim
-from ddpshim.errors import DataError, OptionsError, SyncError
+from ddpshim.errors import DataError, SyncError
 from ddpshim.job import noise, shares
 from ddpshim.job.seeds import seed_everything
 from ddpshim.options import Options
@@ -542,12 +542,6 @@ def test_torchs_order_leaves_each_rank_its_own_noise() -> None:
         assert not {i for batch in own for i in batch} & {i for batch in other for i in batch}
 
 
-@pytest.mark.unit
-def test_the_noise_of_one_process_needs_its_order() -> None:
-    with pytest.raises(OptionsError, match="the noise would go with different samples than in one process"):
-        Options(noise="one_process", order="computed")
-
-
 def _rank_names_lines() -> Any:
     _join()
     with contextlib.redirect_stderr(io.StringIO()) as said:
@@ -696,7 +690,7 @@ def test_two_ranks_print_the_losses_of_the_program_without_ddpshim(
 ) -> None:
     *options, program = after
     launch = ["-m", "ddpshim", "run", "--nproc=2", "--log-dir=logs", *options, str(EXAMPLES / program)]
-    environ = {**environment(), "DDPSHIM_ORDER": "torch", "DDPSHIM_NOISE": "one_process"}
+    environ = {**environment(), "DDPSHIM_NOISE": "one_process"}
     said = {}
     for name, command in {"plain": [str(EXAMPLES / before)], "ranks": launch}.items():
         (tmp_path / name).mkdir()

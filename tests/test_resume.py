@@ -22,6 +22,7 @@ from ddpshim.errors import CheckpointError, RankError
 from ddpshim.job import preemption
 from ddpshim.job.group import has_world
 from ddpshim.job.launch_env import EXIT_REQUEUE
+from ddpshim.job.random_streams import rank_states, restore_rank_states
 from ddpshim.job.world import World
 from tests import equivalence
 from tests.equivalence import copy_release, source
@@ -254,23 +255,56 @@ LOADERS: dict[str, Callable[[], dict[str, Any]]] = {
 
 def _enters(kind: str, **options: Any) -> list[Any]:
     loader = ddpshim.make_loader(**LOADERS[kind](), **options)
+    here = torch.device("cpu")
     loader.set_epoch(4)
-    whole, after = ([batch.tolist() for batch in loader] for _ in range(2))
+    batches = iter(loader)
+    whole = [next(batches).tolist() for _ in range(3)]
+    order, streams = loader.order_state(), rank_states(here)
+    whole += [batch.tolist() for batch in batches]
+    after = [batch.tolist() for batch in loader]
     loader.set_epoch(4, start_step=3)
+    loader.restore_order(order, is_inside=True)
+    restore_rank_states(streams, here)
     rest, again = ([batch.tolist() for batch in loader] for _ in range(2))
     return [len(whole), rest == whole[3:], again == after, after != whole]
 
 
 @pytest.mark.parametrize("kind", list(LOADERS))
 def test_a_pass_entered_in_the_middle_has_the_batches_that_are_left(kind: str) -> None:
-    assert run_ranks(_enters, 2, kind, environ={"DDPSHIM_ORDER": "computed"}) == [[N // B, True, True, True]] * 2
+    assert run_ranks(_enters, 2, kind) == [[N // B, True, True, True]] * 2
 
 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("kind", ["shuffled", "stream"])
 def test_workers_enter_in_the_middle_as_well(kind: str, persistent: bool) -> None:
-    alone = World(launcher="torchrun", seed=0, options=ddpshim.Options(order="computed"))
+    alone = World(launcher="torchrun", seed=0)
     assert _enters(kind, world=alone, num_workers=2, persistent_workers=persistent) == [N // B, True, True, True]
+
+
+def _rank_resumes_its_own_share(folder: str) -> list[list[int]]:
+    """The order of an epoch over this rank's samples, and of the same epoch, saved after two steps and resumed."""
+    here = ddpshim.world()
+    ddpshim.wrap_parallel(torch.nn.Linear(1, 1))
+    own = list(range(100 * here.rank, 100 * here.rank + 12))
+    whole, resumed = [], []
+    for is_resumed in (False, True):
+        loader = ddpshim.make_loader(own, batch_size=4, shuffle=True, already_sharded=True)
+        training = Resumable(folder, {})
+        assert training.restore() == is_resumed
+        for batch in training.steps(loader, 0):
+            if training.step == 2 and not is_resumed:
+                training.save()
+            (resumed if is_resumed else whole).extend(batch.tolist())
+        preemption.unlisten()
+    return [whole, resumed]
+
+
+def test_each_rank_resumes_the_order_of_its_own_share(tmp_path: Path) -> None:
+    ranks = run_ranks(_rank_resumes_its_own_share, 2, str(tmp_path))
+    for rank, (whole, resumed) in enumerate(ranks):
+        assert sorted(whole) == list(range(100 * rank, 100 * rank + 12))
+        assert resumed == whole[4:]
+    assert [sample % 100 for sample in ranks[0][0]] != [sample % 100 for sample in ranks[1][0]]
 
 
 def _rank_enters_its_own_share() -> None:
@@ -354,6 +388,7 @@ GROUP = """
 import multiprocessing, os, signal
 import ddpshim
 from ddpshim.job import preemption
+from ddpshim.job.random_streams import rank_states, restore_rank_states
 from ddpshim.job.world import World
 from tests.test_resume import NUMBERS
 

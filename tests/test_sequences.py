@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,14 +29,30 @@ from tests.preloaded import environment
 from tests.preloaded_commands import patience
 
 pytestmark = pytest.mark.robomimic
-COMPUTED = Options(order="computed")
 HERE = SimpleNamespace(
     **{"rank": 0, "world_size": 1, "seed": 1, "is_main": True, "is_launched": True, "options": Options()},
     device=torch.device("cpu"),
     gather=lambda value: [value],
     run_on_main=lambda function, *args: function(*args),
     hand_out=lambda name, value: value,
+    broadcast=lambda value: value,
 )
+
+
+class Orders:
+    """A sampler with another order in each pass, which does not depend on what workers draw."""
+
+    num_passes = 0
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_passes += 1
+        return iter(np.random.default_rng(self.num_passes).permutation(self.num_samples).tolist())
 
 
 @pytest.fixture(scope="module")
@@ -216,10 +232,10 @@ def test_the_data_are_held_once_in_arrays_that_are_handed_in(folder: Path, cache
     assert demos.is_same_batch(copied, other)
 
 
-def _loader(folder: Path, cache_mode: Any, options: Options = COMPUTED, **settings: Any) -> Any:
+def _loader(folder: Path, cache_mode: Any, options: Options = Options(), **settings: Any) -> Any:  # noqa: B008
     dataset = demos.make(folder, cache_mode, seq_length=3)
     world: Any = SimpleNamespace(**{**vars(HERE), "options": options})
-    settings = {"batch_size": 4, "shuffle": True, **settings}
+    settings = {"batch_size": 4, "sampler": Orders(len(dataset)), **settings}
     return make_loader(dataset, world=world, **settings)
 
 
@@ -237,21 +253,15 @@ def _is_same_passes(found: list[Any], expected: list[Any]) -> bool:
 @pytest.mark.parametrize("cache_mode", ["all", None])
 def test_passes_that_are_abandoned_leave_nothing_to_the_next(folder: Path, cache_mode: Any) -> None:
     lengths = [3, 1, 8, 2, 8]
-    expected = _passes(_loader(folder, cache_mode, replace(COMPUTED, batched_fetch=False)), lengths)
+    *expected, after = _passes(_loader(folder, cache_mode, Options(batched_fetch=False)), [*lengths, 8])
     assert _is_same_passes(_passes(_loader(folder, cache_mode), lengths), expected)
     loader = _loader(folder, cache_mode, num_workers=2, persistent_workers=True, prefetch_factor=3)
     assert loader.collate_fn._mailbox.places.shape[:2] == (2, 3)
     assert _is_same_passes(_passes(loader, lengths), expected)
     workers = loader._iterator._workers
     assert all(worker.is_alive() for worker in workers)
-    assert _is_same_passes(_passes(loader, [8]), [expected[0][:0] + _passes_after(folder, cache_mode, len(lengths))])
+    assert _is_same_passes(_passes(loader, [8]), [after])
     assert loader._iterator._workers is workers
-
-
-def _passes_after(folder: Path, cache_mode: Any, epoch: int) -> Any:
-    loader = _loader(folder, cache_mode)
-    loader.set_epoch(epoch)
-    return _passes(loader, [8])[0]
 
 
 def test_two_passes_at_once(folder: Path) -> None:
@@ -298,7 +308,7 @@ def test_what_robomimics_loaders_are_made_with(folder: Path, monkeypatch: pytest
     monkeypatch.setattr(datasets, "world", lambda: gpu)
     datasets.loader(dataset=known, batch_size=4)
     assert made[-1]["pin_memory"] is True
-    off = SimpleNamespace(**{**vars(gpu), "options": replace(COMPUTED, batched_fetch=False)})
+    off = SimpleNamespace(**{**vars(gpu), "options": Options(batched_fetch=False)})
     monkeypatch.setattr(datasets, "world", lambda: off)
     datasets.loader(dataset=known, batch_size=4, num_workers=2)
     assert not {"pin_memory", "persistent_workers"} & {*made[-1]}

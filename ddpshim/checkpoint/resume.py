@@ -40,7 +40,7 @@ _PARTS: dict[str, Any] = {
     "values": dict,
     "random": list,  # by rank
     "facts": dict,
-    "order": (dict, type(None)),
+    "order": list,  # by rank: with already_sharded each draws its own
 }
 
 
@@ -303,7 +303,8 @@ class Resumable:
         for stateful in self._objects.values():
             if isinstance(stateful, Running):
                 stateful.collect()
-        states = self._world.gather(self._streams or rank_states(self._world.device))
+        order = self._loader.order_state() if isinstance(self._loader, Enterable) else None
+        states = self._world.gather((self._streams or rank_states(self._world.device), order))
         objects = {name: stateful.state_dict() for name, stateful in self._objects.items()}  # collective if sharded
         self._last_save, self._num_unsaved = time.monotonic(), 0
         if not self._world.is_main:
@@ -316,8 +317,8 @@ class Resumable:
             "computes_on": self._computes_on,
             "objects": objects,
             "values": self.values,
-            "random": states,
-            "order": self._loader.order_state() if isinstance(self._loader, Enterable) else None,
+            "random": [streams for streams, _ in states],
+            "order": [of_rank for _, of_rank in states],
             "facts": self._facts,
         }
         for left in self.folder.glob(".epoch_*.partial"):
@@ -399,7 +400,7 @@ class Resumable:
                 "would be seen twice. Use ddpshim.make_loader and a launcher (torchrun, even for one process)."
             )
         states, here = found["random"], self._world
-        self._order = found["order"]
+        self._order = found["order"][here.rank if len(states) == here.world_size else 0]
         if draws_alike():
             plain_files.restore_streams(states[0], here.device, self.folder)
         elif len(states) == here.world_size:

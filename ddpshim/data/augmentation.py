@@ -56,7 +56,7 @@ class SampleStreams(Dataset[Any]):
                 self._known.share_memory_()
         self._began: Optional[dict[str, Any]] = None  # the generators' states before this worker's first batch
         self._is_late = False
-        self._past: Optional[list[list[Any]]] = []  # the batches since then; None if they are too many
+        self._past: Optional[list[Sequence[Any]]] = []  # the batches since then; None if they are too many
 
     @property
     def draws_with_the_training(self) -> bool:
@@ -130,7 +130,7 @@ class SampleStreams(Dataset[Any]):
             self._set_state(_DRAWS_NOTHING)
         return batch
 
-    def _fetch(self, indices: list[Any]) -> Any:
+    def _fetch(self, indices: Sequence[Any]) -> Any:
         by_batch = _by_batch(self.dataset)
         return by_batch([*indices]) if by_batch else [self.dataset[index] for index in indices]
 
@@ -166,7 +166,7 @@ class SampleStreams(Dataset[Any]):
         self._fetch_again(self._past)
         return _Fetched(self._fetch(indices.whole), indices.rows)
 
-    def _fetch_again(self, batches: list[list[Any]]) -> None:
+    def _fetch_again(self, batches: list[Sequence[Any]]) -> None:
         """Make the draws that this worker would have made so far if it had fetched whole batches."""
         assert self._began is not None
         restore_global_states(self._began)

@@ -3,15 +3,13 @@
 import contextlib
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any, Callable, Optional
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
 
-from ddpshim.data.alike import length
 from ddpshim.data.epochs import EpochCounter
-from ddpshim.data.facts import hash_of
-from ddpshim.data.split import Split
+from ddpshim.data.facts import hash_of, length
 from ddpshim.errors import DataError
 from ddpshim.job.group import current_or_new_world
 from ddpshim.job.own_streams import use_own_batches
@@ -19,7 +17,55 @@ from ddpshim.job.random_streams import PrivateRandom
 from ddpshim.job.seeds import derive_seed
 from ddpshim.job.world import World
 
+if TYPE_CHECKING:
+    from ddpshim.data.parts import Parts
+    from ddpshim.data.sharded_loader import ShardedLoader
+
 _NUM_COMPARED = 8  # items of a global batch that are hashed
+
+
+class Split(NamedTuple):
+    """Divides a stream: of each global batch, rank r takes every W-th item, from the r-th on.
+
+    With `drop_last` only whole global batches are used; without, the last one is filled up to a multiple of W from its
+    own start.
+    """
+
+    global_batch_size: int
+    rank: int
+    world_size: int
+    drop_last: bool
+
+    def num_steps(self, num_samples: int) -> int:
+        """Return the number of global batches in `num_samples`, equal on every rank."""
+        rounding = 0 if self.drop_last else self.global_batch_size - 1
+        return (num_samples + rounding) // self.global_batch_size
+
+
+def loader_over(parts: "Parts") -> "ShardedLoader":
+    """Return a loader over the stream `parts.dataset`. Local."""
+    if isinstance(parts.dataset, (ShardedIterable, ShardedStream)) and not parts.already_sharded:
+        raise DataError(
+            f"{type(parts.dataset).__name__} is already this rank's share; split over {parts.num_shares} ranks "
+            "again, it would never give most samples. Pass already_sharded=True, or the whole dataset."
+        )
+    whole = parts.whole_batch_size(may_be_uneven=False)
+    split = Split(whole or 1, parts.sharers.rank, parts.num_shares, parts.drop_last or whole is None)
+    num_samples = length(parts.dataset)
+    if num_samples is not None:
+        parts.refuse_too_small(parts.dataset, "dataset")
+        parts.refuse_no_step(num_samples, whole)
+    stays, num_readers = parts.options["persistent_workers"], max(1, parts.options["num_workers"])
+    is_split, is_compared = not parts.already_sharded, parts.world.options.guard
+    stream = ShardedStream(
+        parts.dataset, split, parts.own_seed, EpochCounter(), is_split, stays, num_readers * is_compared
+    )
+    # torch shards an IterDataPipe itself, if it is not wrapped.
+    as_is = parts.already_sharded and isinstance(parts.dataset, IterDataPipe)
+    per_rank = whole and whole // parts.num_shares
+    batching = {"batch_size": per_rank, "drop_last": parts.drop_last}
+    of_all = per_rank and per_rank * parts.world.world_size
+    return parts.loader(parts.dataset if as_is else stream, stream, of_all, {}, **batching)
 
 
 def shard_iterable(

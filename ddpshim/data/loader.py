@@ -43,11 +43,11 @@ def make_loader(
     Otherwise, also with one rank, it returns a :class:`ShardedLoader`. The call is then collective, with equal
     arguments on every rank, and so is `iter()` if the order comes from the user's sampler or batch_sampler.
 
-    The order is the one that torch draws in one process, from the same random streams, at any world size. For an
-    iterable dataset, and with the option order=computed, it is a function of (seed, epoch). The epoch advances
-    with each `iter()`, even if the previous pass was abandoned. While a batch is trained on, random numbers are drawn
-    for the batch of all ranks, and each rank takes its rows (option noise). If a map-style dataset draws random
-    numbers for samples, each rank fetches whole batches, with the draws of one process (option data_draws).
+    The order is the one that torch draws in one process, from the same random streams, at any world size; an iterable
+    dataset gives its own. The epoch advances with each `iter()`, even if the previous pass was abandoned. While a batch
+    is trained on, random numbers are drawn for the batch of all ranks, and each rank takes its rows (option noise). If
+    a map-style dataset draws random numbers for samples, each rank fetches whole batches, with the draws of one process
+    (option data_draws).
 
     10 samples, 2 ranks, unshuffled: rank 0 sees 0 2 4 6 8, rank 1 sees 1 3 5 7 9.
 
@@ -62,16 +62,16 @@ def make_loader(
         batch_sampler: each of its lists is a global batch. `drop_last` does not apply to it.
         drop_last: default False without a launcher, as in torch; True launched, and a line reports samples left out.
             In a batch that the ranks do not divide, some ranks have one row more, and gradients are the mean over all
-            rows; a rank without a row repeats one, with weight 0. A stream, a computed order and the order of
-            `already_sharded` are filled up instead, with samples from the start of the order (a stream: of the batch),
-            which then count twice.
+            rows; a rank without a row repeats one, with weight 0. The last batch of a stream is filled up instead, with
+            samples from its start, which then count twice.
         collate_fn: if not given, robomimic's sequence datasets are fetched by the batch, with the same values
             (option `batched_fetch`).
-        generator: torch's sampler draws from it, as in torch. Its `initial_seed()` is the default of `seed`, which a
-            computed order uses.
+        generator: torch's sampler draws from it, as in torch. Its `initial_seed()` is the default of `seed`.
+        seed: of the draws of a stream, and of data workers. Default: the world's.
         per_rank_batch: `batch_size` is per rank; see :func:`scale_lr`. Default: the world's option.
-        already_sharded: `dataset` holds, and `sampler` draws, only this rank's share; only the batch size is divided.
-            An iterable dataset must then give equally many batches on every rank, and shard over its workers itself.
+        already_sharded: `dataset` holds, and `sampler` draws, only this rank's share; only the batch size is divided,
+            and each rank draws its order from its own random streams. An iterable dataset must then give equally many
+            batches on every rank, and shard over its workers itself.
         newer: parameters of torch versions after 2.1 (`in_order`), passed to DataLoader unchanged.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Numbers the batches of a pass, and finds out whether a block of code has drawn random numbers."""
+"""Defines a numbered batch of indices, and finds out whether a block of code has drawn random numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ddpshim.job.random_streams import global_states, is_same_state
@@ -22,13 +22,7 @@ class Numbered(list[Any]):
         self.epoch, self.step = epoch, step
         self.whole: list[Any] = []
         self.rows: Sequence[int] = ()
-        self.before: list[list[Any]] = []
-
-
-def numbered(batches: Iterable[list[Any]], epoch: int, start_step: int) -> Iterator[list[Any]]:
-    """Yield `batches`, numbered from `start_step` on. Local."""
-    for step, batch in enumerate(batches, start_step):
-        yield Numbered(batch, epoch, step)
+        self.before: list[Sequence[Any]] = []
 
 
 def has_drawn(before: dict[str, Any]) -> bool:

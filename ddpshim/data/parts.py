@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddpshim.data.alike import length, refuse_unlike
 from ddpshim.data.epochs import EpochCounter, layers
-from ddpshim.data.facts import facts_of, probe
+from ddpshim.data.facts import facts_of, length, probe, refuse_unlike
 from ddpshim.data.sharded_loader import ShardedLoader
-from ddpshim.data.split import Split
 from ddpshim.errors import DataError
 from ddpshim.job.job import current
 from ddpshim.job.say import count, say
@@ -22,15 +20,7 @@ from ddpshim.job.world import World
 
 if TYPE_CHECKING:
     from ddpshim.data.iterable import ShardedStream
-    from ddpshim.data.sampler import ShardedSampler, SplitBatchSampler
     from ddpshim.data.torchs_order import TorchsBatches
-
-_MOST_SAMPLES = 2**24  # beyond, orders are computed: torch would draw a list of all on every rank
-
-TWO_WAYS = (
-    "per_rank_batch=True with a batch_sampler: its lists are global batches, so their size would be ambiguous. "
-    "Leave per_rank_batch out, and make the batch_sampler's lists larger."
-)
 
 
 @dataclass
@@ -52,14 +42,13 @@ class Parts:
 
     def __post_init__(self) -> None:
         # already_sharded: nothing is split, as in a world of one rank, but each rank has its own draws.
-        alone = self.already_sharded
-        self.sharers = World() if alone else self.world
+        self.sharers = World() if self.already_sharded else self.world
         self.num_shares = self.sharers.world_size
-        self.order_seed = derive_seed(self.seed, "share", self.world.rank) if alone else self.seed
+        self.own_seed = derive_seed(self.seed, "share", self.world.rank) if self.already_sharded else self.seed
 
     def state_of_the_generator(self) -> Optional[str]:
         """Return a hash of the state from which torch's sampler draws, if the caller gave a generator."""
-        if self.generator is None or self.world.options.order != "torch" or self.already_sharded:
+        if self.generator is None or self.already_sharded:
             return None
         return hashlib.blake2b(bytes(self.generator.get_state().tolist()), digest_size=8).hexdigest()
 
@@ -75,25 +64,11 @@ class Parts:
                 "in_order=False with workers: each rank would get its batches in a different order, and a step "
                 "would mix global batches. Leave in_order out."
             )
-        if not is_stream and self._has_torchs_order():
-            return self._over_torchs_batches()
-        from ddpshim.data import computed_parts
+        if is_stream:
+            from ddpshim.data import iterable
 
-        if self.batch_sampler is not None:
-            return computed_parts.over_batch_sampler(self, self.batch_sampler)
-        split = self.split()
-        return computed_parts.over_stream(self, split) if is_stream else computed_parts.over_samples(self, split)
-
-    def _has_torchs_order(self) -> bool:
-        if self.world.options.order != "torch" or self.already_sharded:
-            return False
-        num_samples = length(self.dataset if self.sampler is None else self.sampler) or 0
-        if num_samples > _MOST_SAMPLES and self.world.is_main:
-            say(
-                f"{num_samples} samples: too many for torch to draw a list of them on every rank, so their order is "
-                "computed; it differs from one process without ddpshim (option order)"
-            )
-        return num_samples <= _MOST_SAMPLES
+            return iterable.loader_over(self)
+        return self._over_torchs_batches()
 
     def _over_torchs_batches(self) -> ShardedLoader:
         for given in (self.sampler, self.batch_sampler):
@@ -103,13 +78,15 @@ class Parts:
         if self.batch_sampler is None:
             if self.sampler is not None:
                 self.refuse_too_small(self.sampler, "sampler")
-            split = self.split(is_exact=True)
+            batch_size = self.whole_batch_size(may_be_uneven=not self.already_sharded)
             num_samples = length(self.dataset if self.sampler is None else self.sampler) or 0
-            self.refuse_no_step(num_samples, split)
-            batch_size = None if batch_size is None else split.global_batch_size
+            self.refuse_no_step(num_samples, batch_size)
             self._say_repeated(0 if self.drop_last or batch_size is None else num_samples % batch_size)
         elif self.per_rank_batch:
-            raise DataError(TWO_WAYS)
+            raise DataError(
+                "per_rank_batch=True with a batch_sampler: its lists are global batches, so their size would be "
+                "ambiguous. Leave per_rank_batch out, and make the batch_sampler's lists larger."
+            )
         plain: DataLoader[Any] = DataLoader(
             self.dataset,
             1 if self.batch_sampler is not None else batch_size,
@@ -123,10 +100,12 @@ class Parts:
             raise DataError("The batch_sampler has length 0; a pass would have no step. Give it at least one batch.")
         from ddpshim.data.torchs_order import TorchsBatches
 
-        batches = TorchsBatches(plain, self.world, EpochCounter(), self.options["num_workers"])
+        batches = TorchsBatches(plain, self.sharers, EpochCounter(), self.options["num_workers"])
         declared = getattr(plain.batch_sampler, "batch_size", None)
         whole = declared if isinstance(declared, int) else None
-        per_rank = None if whole is None else len(range(self.world.rank, whole, self.num_shares)) or 1
+        per_rank = None if whole is None else len(range(self.sharers.rank, whole, self.num_shares)) or 1
+        if whole is not None and self.already_sharded:
+            whole *= self.world.world_size
         shown: dict[str, Any] = {} if plain.batch_sampler is None else {"sampler": batches}
         if self.batch_sampler is None and plain.batch_sampler is not None:
             shown.update(batch_size=per_rank, drop_last=self.drop_last)
@@ -143,8 +122,8 @@ class Parts:
                 "value for each row, which leaves them out"
             )
 
-    def split(self, is_exact: bool = False) -> Split:
-        """Return how ranks divide the order. If `is_exact`, ranks need not divide a batch."""
+    def whole_batch_size(self, may_be_uneven: bool) -> Optional[int]:
+        """Return the size of a batch of all that share the order, which need not divide it if it `may_be_uneven`."""
         if self.batch_size is None:
             if self.num_shares > 1:
                 raise DataError(
@@ -152,23 +131,23 @@ class Parts:
                     "dataset can divide; every rank would train on all of them. Give batch_size=, or a dataset of "
                     "this rank's batches with already_sharded=True."
                 )
-            return Split(1, 0, 1, drop_last=True)
+            return None
         num_ranks, num_whole = self.world.world_size, self.batch_size
         if self.per_rank_batch:
             num_whole *= num_ranks
-        elif num_whole < num_ranks or not is_exact:
+        elif num_whole < num_ranks or not may_be_uneven:
             divide(num_whole, num_ranks)
-        return Split(num_whole * self.num_shares // num_ranks, self.sharers.rank, self.num_shares, self.drop_last)
+        return num_whole * self.num_shares // num_ranks
 
     def loader(
         self,
         dataset: Any,
-        source: "Union[ShardedSampler, SplitBatchSampler, ShardedStream, TorchsBatches]",
+        source: "Union[ShardedStream, TorchsBatches]",
         global_batch_size: Optional[int],
         shown: dict[str, Any],
         **batching: Any,
     ) -> ShardedLoader:
-        made = ShardedLoader(dataset, source, global_batch_size, self.order_seed, shown, **batching, **self.options)
+        made = ShardedLoader(dataset, source, global_batch_size, self.own_seed, shown, **batching, **self.options)
         made.deals_shares = not self.already_sharded and self.world is current().world
         made.rank, made.world_size = self.sharers.rank, self.num_shares
         made.number, made.called = current().next_number("loader"), f"the loader of {users_line()}"
@@ -189,14 +168,13 @@ class Parts:
                 f"{num_samples} ranks, or more samples."
             )
 
-    def refuse_no_step(self, num_samples: int, split: Split) -> None:
-        if num_samples and split.num_steps(num_samples) == 0:
+    def refuse_no_step(self, num_samples: int, batch_size: Optional[int]) -> None:
+        if self.drop_last and batch_size is not None and 0 < num_samples < batch_size:
             whose = "This rank's batch" if self.already_sharded else "Global batch"
-            largest = num_samples // split.world_size
+            largest = num_samples // self.num_shares
             raise DataError(
-                f"{whose} {split.global_batch_size} is larger than the {num_samples} samples; with "
-                f"drop_last=True a pass would have no step. Use at most {largest * split.world_size} "
-                f"({largest} for each rank), or drop_last=False."
+                f"{whose} {batch_size} is larger than the {num_samples} samples; with drop_last=True a pass would "
+                f"have no step. Use at most {largest * self.num_shares} ({largest} for each rank), or drop_last=False."
             )
 
     def refuse_shards(self, sampler: Any) -> None:

@@ -20,7 +20,6 @@ from ddpshim.job.seeds import derive_seed
 
 if TYPE_CHECKING:
     from ddpshim.data.iterable import ShardedStream
-    from ddpshim.data.sampler import ShardedSampler, SplitBatchSampler
     from ddpshim.data.torchs_order import TorchsBatches
 
 
@@ -32,7 +31,7 @@ class Enterable:
         raise NotImplementedError
 
     def order_state(self) -> Optional[dict[str, Any]]:
-        """Return the state from which `restore_order` redraws this pass's order; None if it is computed. Local."""
+        """Return the state from which `restore_order` redraws this pass's order; None for a stream. Local."""
         return None
 
     def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
@@ -53,7 +52,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
     def __init__(
         self,
         dataset: Any,
-        source: "Union[ShardedSampler, SplitBatchSampler, ShardedStream, TorchsBatches]",
+        source: "Union[ShardedStream, TorchsBatches]",
         global_batch_size: Optional[int],
         seed: int,
         shown: dict[str, Any],
@@ -96,7 +95,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
         self._source.epochs.set(epoch, start_step)
 
     def order_state(self) -> Optional[dict[str, Any]]:
-        """Return the state from which `restore_order` redraws this pass's order; None if it is computed. Local."""
+        """Return the state from which `restore_order` redraws this pass's order; None for a stream. Local."""
         source: Any = self._source
         if not hasattr(source, "begun_with"):
             return None

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import default_collate
 
 from ddpshim import adapters
-from ddpshim.data.alike import length
+from ddpshim.data.facts import length
 from ddpshim.data.parts import Parts, make_alike
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError

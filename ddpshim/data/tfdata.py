@@ -9,7 +9,7 @@ import hashlib
 from typing import Any, Optional
 
 from ddpshim.data import advice
-from ddpshim.data.alike import refuse_unlike
+from ddpshim.data.facts import refuse_unlike
 from ddpshim.errors import DataError
 from ddpshim.job.group import current_or_new_world
 from ddpshim.job.own_streams import use_own_batches

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,10 +11,10 @@ from itertools import chain, islice
 from typing import Any, Optional
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
-from ddpshim.data.alike import length
 from ddpshim.data.epochs import EpochCounter, layers
+from ddpshim.data.facts import length
 from ddpshim.data.numbered import Numbered
 from ddpshim.errors import DataError
 from ddpshim.job.job import current
@@ -20,6 +22,8 @@ from ddpshim.job.own_streams import draws_alike
 from ddpshim.job.random_streams import digest, rank_states, restore_rank_states
 from ddpshim.job.say import say_once
 from ddpshim.job.world import World
+
+_NUM_AT_ONCE = 2**15  # indices of a permutation that become Python's ints
 
 
 @dataclass
@@ -107,12 +111,13 @@ class TorchsBatches(Sampler[Any]):
         else:
             batches = iter(here.run_on_main(self._draw_all))
             restore_rank_states(here.broadcast(rank_states(here.device)), here.device)
-        first = [*islice(batches, 1)]
+        batches = chain([*islice(batches, 1)], batches)
+        # By now torch has made all draws for the order, except those that it may make at the end.
         start = drawn.start_step
-        # Until here torch has made all draws for the order, except those that it may make at the end.
-        taken = [*islice(chain(first, batches), max(1, min(start + 1, len(self._plain))))]
-        first_given = start - drawn.num_ahead
-        drawn.before, drawn.batches = taken[:first_given], chain(taken[first_given:], batches)
+        before = islice(batches, start - drawn.num_ahead)
+        drawn.before = [*map(_compact, before)] if self._num_workers else [*deque(before, maxlen=0)]
+        taken = [*islice(batches, max(0, min(start + 1, len(self._plain)) - start + drawn.num_ahead))]
+        drawn.batches = chain(taken, batches)
         if own is not None or begins_with is not None:
             restore_rank_states(own or now, here.device)
 
@@ -147,9 +152,9 @@ class TorchsBatches(Sampler[Any]):
         for generator, state in zip(self._generators(), states):
             generator.set_state(state)
 
-    def _indices(self) -> Iterable[Any]:
+    def _indices(self) -> Any:
         plain = self._plain
-        return plain.sampler if plain.batch_sampler is None else plain.batch_sampler
+        return _without_lists(plain.sampler if plain.batch_sampler is None else plain.batch_sampler)
 
     @property
     def drawn(self) -> _Drawn:
@@ -190,6 +195,42 @@ class TorchsBatches(Sampler[Any]):
                 "not divide them: virtual ranks would have different numbers of samples. Make it a multiple."
             )
         return range(here.rank, len(batch), here.world_size) or [here.rank % len(batch)]
+
+
+class _Permuted:
+    """The order of a RandomSampler without replacement, drawn as torch does, but stored as a tensor.
+
+    torch's sampler makes a list of Python's ints, which takes 40 bytes a sample on every rank. Here it is 4.
+    """
+
+    def __init__(self, sampler: RandomSampler) -> None:
+        self._sampler = sampler
+
+    def __iter__(self) -> Iterator[int]:
+        num, num_samples, given = len(self._sampler.data_source), self._sampler.num_samples, self._sampler.generator
+        generator = torch.Generator() if given is None else given
+        if given is None:
+            generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        is_small = num < 2**31 and generator.device.type == "cpu"  # int32 then gives the same numbers
+        options: Any = {"dtype": torch.int32 if is_small else torch.int64, "device": generator.device}
+        for left in range(num_samples, -1, -num):
+            if left or given is not None:  # torch draws once more at the end
+                for part in torch.randperm(num, generator=generator, **options)[:left].split(_NUM_AT_ONCE):
+                    yield from part.tolist()
+
+
+def _without_lists(sampler: Any) -> Any:
+    """Return `sampler`, with torch's RandomSampler in it replaced by one that needs less memory."""
+    if type(sampler) is BatchSampler:
+        return BatchSampler(_without_lists(sampler.sampler), sampler.batch_size, sampler.drop_last)
+    return _Permuted(sampler) if type(sampler) is RandomSampler and not sampler.replacement else sampler
+
+
+def _compact(batch: Any) -> Any:
+    """Return a batch of ints as an array, in a fifth of the memory of a list; any other batch as it is."""
+    with contextlib.suppress(TypeError, OverflowError):
+        return array("q", batch)
+    return batch
 
 
 def is_torchs(sampler: Any) -> bool:

@@ -8,17 +8,12 @@ from ddpshim.job.group import world
 from ddpshim.job.job import current
 from ddpshim.job.random_streams import seed_own_streams
 from ddpshim.job.seeds import derive_seed
-from ddpshim.options import Options
 
 
 def draws_alike() -> bool:
     """Return whether ranks draw what one process would, because their batches are shares of its batches. Local."""
     here = world()
-    return _wants_one_process(here.options) and (here.world_size == 1 or not current().has_own_batches)
-
-
-def _wants_one_process(options: Options) -> bool:
-    return options.order == "torch" and options.noise != "per_rank"
+    return here.options.noise != "per_rank" and (here.world_size == 1 or not current().has_own_batches)
 
 
 def split_random_streams() -> None:
@@ -32,7 +27,7 @@ def split_random_streams() -> None:
     if job.is_split or not here.is_launched or draws_alike():
         return
     job.is_split = True
-    if _wants_one_process(here.options) and here.is_main:
+    if here.options.noise != "per_rank" and here.is_main:
         return  # the main rank keeps the streams of one process
     base = here.seed if here.seed is not None else torch.initial_seed()
     seed_own_streams(derive_seed(base, "rank", here.rank))

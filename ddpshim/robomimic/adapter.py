@@ -29,17 +29,6 @@ def fetcher(dataset: Any) -> Optional[Fetcher]:
     return batches.Fetcher(dataset) if batches.concerns(dataset) else None
 
 
-def draws_by_weight(sampler: Any) -> bool:
-    """Whether `sampler` is robomimic 0.5's version of torch's WeightedRandomSampler, which allows more categories."""
-    from ddpshim.robomimic import known
-
-    kind = type(sampler)
-    # A fork's class of the same name may draw in another way; the names that its code uses would differ.
-    return (kind.__module__, kind.__name__) == ("robomimic.utils.dataset", "CustomWeightedRandomSampler") and set(
-        kind.__iter__.__code__.co_names
-    ) == known.WEIGHTED_SAMPLER_NAMES
-
-
 def problems(module: str, arguments: Sequence[str]) -> Iterator[str]:
     """A config that does not exist, and torchvision, without which robomimic's networks cannot be imported."""
     if module != "robomimic.scripts.train":

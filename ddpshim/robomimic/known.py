@@ -49,11 +49,6 @@ LOAD_DIGEST = "b7c6d06066c3440f"
 BACKPROP_DIGEST = "33cd2d929a81b581"  # of TorchUtils.backprop_for_loss in 0.3.0, 0.4.0, 0.5.0, and master at d309eae
 META_METHODS = ("__len__", "__getitem__")
 META_DIGEST = "0dc43ea475119bc0"  # of META_METHODS in all releases that have a MetaDataset, except DROID
-# The names in CustomWeightedRandomSampler.__iter__, since 0.5.0: it draws as torch's WeightedRandomSampler does.
-WEIGHTED_SAMPLER_NAMES = {
-    *("np", "random", "choice", "range", "len", "weights", "num_samples"),
-    *("numpy", "torch", "sum", "replacement", "from_numpy", "iter", "tolist"),
-}
 
 
 def release_of(sample_digest: str) -> Optional[Release]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Optional
 
 from ddpshim.robomimic import known
 from ddpshim.trainers.patching.files import Status, status
@@ -59,17 +57,3 @@ def _data(package: Path) -> Iterator[tuple[bool, str]]:
     meta = known.digest_of_methods(file, "MetaDataset", known.META_METHODS)
     if meta:
         yield meta == known.META_DIGEST, f"MetaDataset has the digest {meta}, known is {known.META_DIGEST}"
-    names = _names_in(file, "CustomWeightedRandomSampler", "__iter__")
-    if names is not None:
-        is_same = names == known.WEIGHTED_SAMPLER_NAMES
-        yield is_same, f"CustomWeightedRandomSampler draws as torch's does: {'yes' if is_same else sorted(names)}"
-
-
-def _names_in(file: Path, kind: str, method: str) -> Optional[set[str]]:
-    """Return the names that a method's code uses; None if there is no such method."""
-    for node in known.parsed(file)[0].body:
-        if isinstance(node, ast.ClassDef) and node.name == kind:
-            code = compile(ast.Module([node], []), str(file), "exec").co_consts
-            bodies = [part for body in code if hasattr(body, "co_consts") for part in body.co_consts]
-            return next((set(p.co_names) for p in bodies if getattr(p, "co_name", None) == method), None)
-    return None

@@ -18,9 +18,6 @@ class Adapter(Protocol):
     def fetcher(self, dataset: Any) -> Optional[Fetcher]:
         """Return a `Fetcher` of whole batches for `dataset`, an object of the package; None if there is none."""
 
-    def draws_by_weight(self, sampler: Any) -> bool:
-        """Whether `sampler`, the package's own WeightedRandomSampler, draws as torch's does."""
-
     def problems(self, module: str, arguments: Sequence[str]) -> Iterator[str]:
         """Yield the reasons why `python -m module` of the package cannot start with these arguments, a line each.
 

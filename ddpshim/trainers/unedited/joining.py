@@ -88,8 +88,8 @@ def _set_up(seed: Optional[int] = None, **given: Any) -> World:
         here = setup(seed=here.broadcast(secrets.randbits(62)))
     if not draws_alike():
         raise OptionsError(
-            f"order={here.options.order}, noise={here.options.noise}: a program that every rank runs whole draws its "
-            "data splits and evaluations on each rank, and these would differ. Leave both options out."
+            f"noise={here.options.noise}: a program that every rank runs whole draws its data splits and evaluations "
+            "on each rank, and these would differ. Leave the option out."
         )
     return here
 
