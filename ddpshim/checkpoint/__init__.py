@@ -34,4 +34,4 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # On demand: files.py imports torch, which takes seconds.
-    return lazy.load(__name__, {**dict.fromkeys(__all__, "files"), "link_latest": "latest"}, name, globals())
+    return lazy.load(__name__, {**dict.fromkeys(__all__, "files"), "link_latest": "progress_folder"}, name, globals())

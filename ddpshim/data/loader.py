@@ -65,8 +65,7 @@ def make_loader(
             rows; a rank without a row repeats one, with weight 0. A stream, a computed order and the order of
             `already_sharded` are filled up instead, with samples from the start of the order (a stream: of the batch),
             which then count twice.
-        collate_fn: if not given, robomimic's sequence datasets are fetched by the batch, with the same values
-            (option `batched_fetch`).
+        collate_fn: if not given, robomimic's sequence datasets are fetched by the batch, with the same values.
         generator: torch's sampler draws from it, as in torch. Its `initial_seed()` is the default of `seed`, which a
             computed order uses.
         per_rank_batch: `batch_size` is per rank; see :func:`scale_lr`. Default: the world's option.
