@@ -1,4 +1,4 @@
-"""Chooses a rank's device and backend, and makes NCCL and torch log what they do (option `debug`)."""
+"""Chooses a rank's device and backend."""
 
 from __future__ import annotations
 

@@ -383,7 +383,7 @@ def _shown_on_screen(log: Path) -> Iterator[None]:
 
 def _resuming_command() -> str:
     """Return the command of this `run`, with the options in variables, that resumes in every case."""
-    named = {*variables.OF_USERS, *(f"{variables.PREFIX}{name.upper()}" for name in RobomimicOptions.names())}
+    named = {*variables.OF_USERS, *(f"{PREFIX}{name.upper()}" for name in RobomimicOptions.names())}
     given = {**{name: os.environ[name] for name in sorted(named & {*os.environ})}, "DDPSHIM_RESUME": "always"}
     assigned = [f"{name}={shlex.quote(value)}" for name, value in given.items()]
     return " ".join([*assigned, shlex.join(["python", "-m", "ddpshim", *sys.argv[1:]])])
