@@ -35,7 +35,7 @@ ranks._server.set_forkserver_preload(["torch", "robomimic.utils.train_utils", "d
 BENCHMARK = "node_memory"
 NUM_RANKS, NUM_WORKERS, SEQ_LENGTH = 4, 2, 10
 IMAGE, LOW_DIM = (84, 84, 3), {"eef": 7, "object": 14}
-RELEASED = {"DDPSHIM_NODE_MEMORY": "off", "DDPSHIM_BATCHED_FETCH": "false"}
+RELEASED = {"DDPSHIM_NODE_MEMORY": "off"}
 STEP_BYTES = 2 * (84 * 84 * 3 + (7 + 14) * 8) + 7 * 4
 
 
@@ -86,14 +86,24 @@ def _load(config: Any) -> Any:
         return datasets.load_data_for_training(config, [*LOW_DIM, "image"])[0]
 
 
+def _fetch_sample_by_sample() -> None:
+    from ddpshim.data import share_loader
+    from ddpshim.robomimic import datasets
+
+    share_loader._fetch_batches = lambda *_: None
+    datasets.batches.attach = lambda *_, **__: None  # type: ignore[assignment,misc]
+
+
 def _pss_bytes(pids: list[Any]) -> int:
     found = (re.search(r"^Pss:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.M) for pid in pids)
     return sum(int(match[1]) * 1024 for match in found if match)
 
 
-def memory(tiny: str, path: str, every: int) -> tuple[int, int]:
+def memory(tiny: str, path: str, every: int, is_released: bool) -> tuple[int, int]:
     """Return the bytes of this rank and its workers after an epoch of `tiny`, then after one of `path` (collective)."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # to allow workers
+    if is_released:
+        _fetch_sample_by_sample()
     return _after_an_epoch(tiny, 1), _after_an_epoch(path, every)
 
 
@@ -116,6 +126,7 @@ def _after_an_epoch(path: str, every: int) -> int:
 
 def load_times(path: str, num_rounds: int) -> dict[str, list[float]]:
     """Return seconds until every rank has the dataset, and CPU seconds: shared, and a copy each (collective)."""
+    _fetch_sample_by_sample()  # batched fetch compares samples, which is not loading, and would for each copy, too
     here, config = ddpshim.world(), _config(path, "all")
     cpu: dict[str, list[float]] = {"one_cpu": [], "each_cpu": []}
 
@@ -145,6 +156,7 @@ def load_times(path: str, num_rounds: int) -> dict[str, list[float]]:
 
 def released_load_time(path: str) -> float:
     """Return the seconds until every rank has loaded upstream's own cache (collective)."""
+    _fetch_sample_by_sample()
     here, config = ddpshim.world(), _config(path, "all")
     here.barrier()
     start = time.perf_counter()
@@ -156,7 +168,7 @@ def released_load_time(path: str) -> float:
 
 def _grown(tiny: Path, path: Path, num_ranks: int, environ: dict[str, str], every: int = 1) -> tuple[int, int]:
     """Return (bytes that ranks and workers have more with `path` than with `tiny`, all their bytes)."""
-    found = run_ranks(memory, num_ranks, str(tiny), str(path), every, environ=environ, timeout_s=400)
+    found = run_ranks(memory, num_ranks, str(tiny), str(path), every, bool(environ), environ=environ, timeout_s=400)
     return sum(after - before for before, after in found), sum(after for _, after in found)
 
 
@@ -169,9 +181,7 @@ def run(quick: bool) -> list[Result]:
         one, all_of_one = _grown(tiny, big, 1, {}, SEQ_LENGTH)
         four, all_of_four = _grown(tiny, big, NUM_RANKS, {}, SEQ_LENGTH)
         released, _ = _grown(tiny, small, NUM_RANKS, RELEASED)
-        # Batched fetch reads samples to compare them, which is not loading, and would do so for each copy, too.
-        plain = {"DDPSHIM_BATCHED_FETCH": "false"}
-        times = run_ranks(load_times, NUM_RANKS, str(big), 3, environ=plain, timeout_s=400)[0]
+        times = run_ranks(load_times, NUM_RANKS, str(big), 3, timeout_s=400)[0]
         slow = run_ranks(released_load_time, NUM_RANKS, str(small), environ=RELEASED, timeout_s=400)[0]
     what = f"PSS of {NUM_RANKS} ranks and {NUM_RANKS * NUM_WORKERS} workers, {raw / 1e6:.0f} MB of data"
     above = "after all of it was read; above what these processes take with 0.7 MB"

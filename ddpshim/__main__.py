@@ -21,7 +21,7 @@ from ddpshim import version
 from ddpshim.arguments import Parser, natural, nproc, port, positive, seconds, several
 from ddpshim.errors import DdpShimError, LaunchError
 from ddpshim.job.say import say
-from ddpshim.tools import example, options, pages
+from ddpshim.tools import example, pages
 from ddpshim.trainers.patching import command
 
 if TYPE_CHECKING:
@@ -51,9 +51,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     try:
         if getattr(arguments, "read", False):
             return _check_read(arguments)
-        if getattr(arguments, "needs_torch", False):
+        only_describes = getattr(arguments, "only_describes", False)  # selftest --env
+        if getattr(arguments, "needs_torch", False) and not only_describes:
             _refuse_missing_torch()
-        if getattr(arguments, "starts_ranks", False):
+        if getattr(arguments, "starts_ranks", False) and not only_describes:
             _refuse_this_system()
         code: int = arguments.run(arguments)
     except KeyboardInterrupt:
@@ -121,8 +122,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_selftest(commands)
     _add_slurm(commands)
     example.add(commands)
-    options.add(commands)
-    _add_env(commands)
     pages.add(commands)
     return parser
 
@@ -161,26 +160,6 @@ def _report(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_env(commands: Commands) -> None:
-    text = "print what a bug report needs: versions, GPUs, launcher, variables, cores and memory"
-    env = commands.add_parser("env", help=text, description=text)
-    env.add_argument("--json", action="store_true", help="for programs")
-    env.add_argument(
-        "--names",
-        action="store_true",
-        help="also print the names of machines, user and home folder (left out by default)",
-    )
-    env.set_defaults(run=_env)
-
-
-def _env(arguments: argparse.Namespace) -> int:
-    from ddpshim.observe.environment import as_text, describe
-
-    report = describe(with_names=arguments.names)
-    print(json.dumps(report, indent=2) if arguments.json else as_text(report))
-    return 0
-
-
 def _add_selftest(commands: Commands) -> None:
     text = "start ranks, and check that they can communicate and train as one process does"
     selftest = commands.add_parser("selftest", help=text, description=text)
@@ -205,6 +184,11 @@ def _add_selftest(commands: Commands) -> None:
         help="time limit for each check, in seconds (60)",
     )
     selftest.add_argument("--json", action="store_true", help="print JSON; progress goes to stderr")
+    report = selftest.add_argument_group("for a bug report, instead of a test")
+    text = "print versions, GPUs, launcher, variables, cores and memory"
+    report.add_argument("--env", action="store_true", dest="only_describes", help=text)
+    text = "with --env: also the names of machines, user and home folder (left out by default)"
+    report.add_argument("--names", action="store_true", help=text)
     gpus = selftest.add_argument_group("acceptance test for a machine with GPUs (`python -m ddpshim docs start`)")
     gpus.add_argument(
         "--gpu", action="store_true", help="test everything that only GPUs can break; takes under ten minutes"
@@ -217,11 +201,17 @@ def _add_selftest(commands: Commands) -> None:
 
 
 def _selftest(arguments: argparse.Namespace) -> int:
+    if arguments.only_describes:
+        from ddpshim.observe.environment import as_text, describe
+
+        report = describe(with_names=arguments.names)
+        print(json.dumps(report, indent=2) if arguments.json else as_text(report))
+        return 0
     from ddpshim.tools.selftest.running import Plan, coloured, run
 
     plan = Plan(**{field.name: getattr(arguments, field.name) for field in fields(Plan)})
-    if (arguments.quick or arguments.write) and not arguments.gpu:
-        say("--quick and --write need --gpu; nothing was tested. Add --gpu, or leave them out.")
+    if arguments.names or ((arguments.quick or arguments.write) and not arguments.gpu):
+        say("--quick and --write need --gpu, --names needs --env; nothing was tested. Add it, or leave them out.")
         return 2
     with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
         if arguments.gpu:

@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction["Parser"]
 
 
-_MEANT = {"doctor": "check --read"}  # what people try -> the command
-
-
 class Parser(argparse.ArgumentParser):
     """An argparse parser with torchrun's spellings and suggestions, for the command and its sub-commands.
 
@@ -43,10 +40,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
-        if wrong is not None:
-            meant = _MEANT.get(wrong[1])
-            message += f"; did you mean {meant}?" if meant else nearest(wrong[1], re.findall(r"[\w-]+", wrong[2]))
-        super().error(message)
+        super().error(message + ("" if wrong is None else nearest(wrong[1], re.findall(r"[\w-]+", wrong[2]))))
 
 
 def natural(text: str, least: int = 0) -> int:

@@ -12,5 +12,6 @@ UPSTREAM = "DDPSHIM_UPSTREAM"  # source trees for the tests
 # For variables of module files or sites, such as DDPSHIM_MODULE_ROOT: ignored.
 MODULE_PREFIX = "DDPSHIM_MODULE_"
 FAULT = "DDPSHIM_FAULT"  # for the tests: the fault to cause
-OF_USERS = (LAUNCHER, UNEDITED, ROWS)  # set by users; the others are messages, or for the tests
-ALL = (LAUNCHER, RANK_LOGS, RUN_DIR, UNEDITED, ROWS, RANK, CHECK, UPSTREAM, FAULT)
+OF_ROBOMIMIC = ("DDPSHIM_KEEP_MODELS", "DDPSHIM_NODE_MEMORY")  # read by `ddpshim.robomimic.options`
+OF_USERS = (LAUNCHER, UNEDITED, ROWS, *OF_ROBOMIMIC)  # set by users; the others are messages, or for the tests
+ALL = (*OF_USERS, RANK_LOGS, RUN_DIR, RANK, CHECK, UPSTREAM, FAULT)

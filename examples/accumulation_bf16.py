@@ -5,9 +5,7 @@
 
 Expect: in float32 the gradients of a batch in 4 parts equal those of the whole batch up to rounding (1e-07 of the
 largest), with --nproc 1, 2 and 4; bf16 changes them by about 1%, in parts or not. On several ranks they are sent once
-in both cases (in one message, as the policy is small). A trainer sets both by options:
-`ddpshim.setup(options=ddpshim.Options.read(precision="bf16", accumulation_steps=4))`, or the variables
-DDPSHIM_PRECISION and DDPSHIM_ACCUMULATION_STEPS; then `accumulate` needs no `steps`.
+in both cases (in one message, as the policy is small).
 """
 
 import torch

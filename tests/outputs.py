@@ -1,27 +1,33 @@
-"""Writes tests/outputs.txt, the output of each sub-command for --help and for a user's mistakes.
+"""Writes tests/outputs.txt, the output of each sub-command for --help and for a user's mistakes; and docs/options.md's
+table.
 
 python -m tests.outputs [--write]
 
-tests/test_command_line.py compares the file with the current output, on the Python version that wrote it: argparse's
-words and line breaks differ in others. Without --write the table goes to the screen.
+tests/test_command_line.py compares the first with the current output, on the Python version that wrote it: argparse's
+words and line breaks differ in others. tests/test_options.py compares the second. Without --write the first goes to
+the screen.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from unittest import mock
 
 import ddpshim.__main__ as command_line
+from ddpshim.robomimic.options import RobomimicOptions
 from tests.test_command_line import COMMANDS, MISSING, PARSERS, SAMPLES, fill
 
 FILE = Path(__file__).with_name("outputs.txt")
+OPTIONS = Path(__file__).parents[1] / "docs" / "options.md"
 PYTHON = (3, 11)  # the version that wrote FILE
 # A wrong value for an option of each type.
 WRONG = {
@@ -75,8 +81,20 @@ def table() -> str:
         return "\n".join(map(_said, calls()))
 
 
+def options_page() -> str:
+    """Return docs/options.md with the table of the present options. A value is shown as a config would have it."""
+    rows = ["| option | variable | default | allowed | effect |", "|---|---|---|---|---|"]
+    for f in fields(RobomimicOptions):
+        default = "none" if f.default is None else json.dumps(f.default).strip('"')
+        allowed, effect = f.metadata["kind"].allowed, f.metadata["effect"]
+        rows.append(f"| `{f.name}` | `DDPSHIM_{f.name.upper()}` | {default} | {allowed} | {effect} |")
+    before, _, rest = OPTIONS.read_text().partition("| option |")
+    return before + "\n".join(rows) + "\n" + rest[rest.index("\n\n") + 1 :]
+
+
 if __name__ == "__main__":
     if "--write" in sys.argv[1:]:
         FILE.write_text(table())
+        OPTIONS.write_text(options_page())
     else:
         print(table())

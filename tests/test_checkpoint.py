@@ -23,9 +23,10 @@ import torch
 from torch import nn
 
 import ddpshim
-from ddpshim import Options, checkpoint
+from ddpshim import checkpoint
 from ddpshim.model.keys import portable_keys
 from ddpshim.robomimic import calls
+from ddpshim.robomimic.options import RobomimicOptions
 from tests import equivalence, ranks
 from tests.equivalence import batches, copy_release, largest_difference, make_config, make_data, source
 from tests.ranks import run_ranks
@@ -515,7 +516,7 @@ def test_of_robomimics_checkpoints_the_newest_are_kept_and_the_best(
     best = ["model_epoch_3_best_validation_0.5.pth", "model_epoch_4_Lift_success_1.0.pth"]
     others = ["model_epoch_90.pth", "last.pth"]  # of an earlier run that came further, and of no epoch
     names = [*others, *(f"model_epoch_{epoch}.pth" for epoch in (1, 2, 9, 10)), *best, "model_epoch_11.pth"]
-    ddpshim.setup(options=Options(keep_models=num_kept), device="cpu")
+    ddpshim.setup(options=RobomimicOptions(keep_models=num_kept), device="cpu")
     try:
         for name in names[:2]:
             torch.save({}, tmp_path / name)

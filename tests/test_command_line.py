@@ -24,7 +24,7 @@ import pytest
 
 import ddpshim
 import ddpshim.__main__ as command_line
-from ddpshim.tools import options, progress
+from ddpshim.tools import pages, progress
 from tests import without_posix
 from tests.preloaded_commands import patience
 
@@ -59,8 +59,6 @@ SAMPLES: dict[Command, list[str]] = {
     ("run",): ["--nproc=2", "train.py", "--lr", "1"],
     ("slurm",): ["--time", "30", "train.py", "--lr", "1"],
     ("example",): ["--out", "example"],
-    ("options",): [],
-    ("env",): [],
     ("docs",): ["launch"],
     ("selftest",): [],
     ("check",): ["train.py"],
@@ -172,6 +170,11 @@ def test_a_flag_that_there_is_not(command: Command, here: Path, capsys: pytest.C
         ("run --nprc 2 train.py", "--nproc"),
         ("check --step=3 train.py", "--steps"),
         ("slurm --gpus 4 -- train.py", "--gpus-per-node"),
+        ("env --json", "selftest --env"),
+        ("options", "docs options"),
+        ("prove train.py", "check"),
+        ("audit train.py", "check --read"),
+        ("doctor train.py", "check --read"),
     ],
 )
 def test_a_word_that_is_nearly_right(wrong: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -344,7 +347,7 @@ def test_without_standard_input(
     code = _call(argv)
     said = capsys.readouterr()
     monkeypatch.setattr(sys, "stdin", None)  # as Python has it where it is closed
-    if command not in (("env",), ("patch", "manifest")):  # what changes between two calls
+    if command != ("patch", "manifest"):  # what changes between two calls
         assert (_call(argv), capsys.readouterr()) == (code, said)
     else:
         assert _call(argv) == code
@@ -354,8 +357,8 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     def interrupted(arguments: argparse.Namespace) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(options, "_options", interrupted)
-    assert _call(["options"]) == 130
+    monkeypatch.setattr(pages, "_docs", interrupted)
+    assert _call(["docs"]) == 130
     assert capsys.readouterr() == ("", "ddpshim: interrupted\n")
 
 
@@ -365,7 +368,6 @@ import contextlib, io, json, sys, time
 for name in ("torch", "plotly", "robomimic"):
     sys.modules[name] = None
 import ddpshim.__main__ as command_line
-from ddpshim.tools import options
 
 answers = []
 for argv in json.loads(sys.argv.pop()):
@@ -384,6 +386,7 @@ CALLS = [
     *([*command, "--help"] for command in PARSERS),
     *([*command, *argv] for command, argv in SAMPLES.items()),
     ["report", "run"],
+    ["selftest", "--env"],
 ]
 
 
@@ -420,13 +423,15 @@ def test_what_needs_no_torch_is_the_same_without(
     code, out, err, _ = without_torch[" ".join(argv)]
     assert _call(argv) == code
     expected = capsys.readouterr()
-    if command == ("env",):
-        assert (code, err) == (0, "")
-        assert re.search("torch +cannot be imported: ", out)
-        return
     found = [re.sub(r"/\S*/", "", text) for text in (out, err)]
     assert found == [re.sub(r"/\S*/", "", text) for text in expected]
     assert out or err
+
+
+def test_a_bug_report_without_torch(without_torch: dict[str, Any]) -> None:
+    code, out, err, _ = without_torch["selftest --env"]
+    assert (code, err) == (0, "")
+    assert re.search("torch +cannot be imported: ", out)
 
 
 def test_who_needs_torch() -> None:
@@ -481,7 +486,7 @@ def test_on_a_system_that_is_not_posix(here: Path) -> None:
     assert (out, err) == ("", "")
     assert len(losses) == 4, losses
     assert "DataError: this is linux, and processes share arrays through Linux's /proc" in answers.pop("share")[0]
-    assert "unknown: " not in answers["env"][1]
+    assert "unknown: " not in answers["selftest --env"][1]
     for words, (code, out, err) in answers.items():
         if words.split() in without_posix.START_RANKS:
             assert (code, out) == (2, "")

@@ -200,7 +200,10 @@ def test_loaders_that_are_equally_slow_are_no_fault_of_the_rank_that_waits() -> 
         (Finding("data", (), 0.02, 0.1, has_room=False), "nor more num_workers, which would compete for the cores."),
         (Finding("data", (1,), 0.02, 0.1), "more num_workers"),
         (Finding("data", (1,), 0.02, 0.1, has_room=False), "and what else uses the cores there."),
-        (Finding("communication", (), 0.02, 0.1), "gradient buckets of another size (DDPSHIM_BUCKET_CAP_MB)."),
+        (
+            Finding("communication", (), 0.02, 0.1),
+            "gradient buckets of another size (wrap_parallel(...,",
+        ),
         (Finding("save", (0,), 0.0123, 0.1), "which wait: 12% of each step (12.3 of 100 ms). Save less often"),
         (Finding("forward", (2, 3), 0.02, 0.1), "ranks 2, 3 are longer in the forward pass"),
     ],

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 import ddpshim
 import ddpshim.__main__ as command_line
 from ddpshim import checkpoint as checkpoints
-from ddpshim import options
 from ddpshim.job.world import World
 from ddpshim.model.transparent import BareModule
+from ddpshim.robomimic.options import RobomimicOptions
 from tests import pages
 from tests.equivalence import copy_release, make_run_config
 from tests.preloaded import environment, kill_all_in, preloaded
@@ -309,7 +309,7 @@ def _flags_of(command: str) -> set[str]:
 
 def _lacking(code: str, flags: dict[str, set[str]], objects: dict[str, Any]) -> Iterator[str]:
     """What of `code` does not exist."""
-    variables = {f"DDPSHIM_{name.upper()}" for name in options.names()}
+    variables = {f"DDPSHIM_{name.upper()}" for name in RobomimicOptions.names()}
     yield from (name for name in re.findall(r"DDPSHIM_[A-Z_]+", code) if name not in variables)
     for start, rest in re.findall(r"\b(ddpshim|world|running|training|policy|checkpoint)\.(\w+)\b(?! apply)", code):
         if rest != "py" and not hasattr(objects[start], rest):

@@ -1,4 +1,4 @@
-"""`python -m ddpshim env`: what is in the report, and what must not be."""
+"""`python -m ddpshim selftest --env`: what is in the report, and what must not be."""
 
 from __future__ import annotations
 
@@ -175,11 +175,11 @@ def test_gpus_and_who_reaches_whom(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command_prints_text_or_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(["env", "--json"]) == 0
+    assert main(["selftest", "--env", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     sections = ["versions", "robomimic patch", "GPUs", "launch", "variables", "machine"]
     assert list(report) == sections
-    assert main(["env"]) == 0
+    assert main(["selftest", "--env"]) == 0
     printed = capsys.readouterr().out
     assert [line.split(":")[0] for line in printed.splitlines() if not line.startswith(" ")] == sections
     assert f"  torch      {torch.__version__}\n" in printed
@@ -188,7 +188,7 @@ def test_the_command_prints_text_or_json(capsys: pytest.CaptureFixture[str], mon
     monkeypatch.setattr(environment.machine, "numa_nodes", lambda: None)
     monkeypatch.setattr(environment.machine, "shared_memory", lambda: None)
     monkeypatch.setattr(environment.machine, "limits", lambda: None)
-    assert main(["env"]) == 0
+    assert main(["selftest", "--env"]) == 0
     printed = capsys.readouterr().out
     assert "shared memory  unknown" in printed
     assert "memory         unknown, available unknown, container's limit none" in printed

@@ -347,6 +347,10 @@ def _refused(kind: str) -> tuple[str, str]:
             ddpshim.make_loader(data, batch_size=BATCH, drop_last=False)
         elif kind == "no loader":
             ddpshim.virtual_step(step, net, optimizer)(torch.zeros(4, 6), None)
+        elif kind == "accumulation":
+            next(ddpshim.accumulate(torch.zeros(4), net, steps=2))
+        elif kind == "own statistics":
+            ddpshim.wrap_parallel(nn.BatchNorm1d(6), sync_batchnorm=False)
         loader = ddpshim.make_loader(data, batch_size=BATCH)
         for x, y in loader:
             if kind == "outside":
@@ -372,6 +376,8 @@ def _refused(kind: str) -> tuple[str, str]:
     [
         ("batch", DataError, "a global batch of 6 samples with exact=4, which does not divide it"),
         ("last batch", DataError, "drop_last=False with exact=4"),
+        ("accumulation", DataError, "accumulate with steps=2 and exact=4"),
+        ("own statistics", SyncError, "sync_batchnorm=False, and exact=4"),
         ("no loader", DataError, "without a current batch of make_loader"),
         ("no rows", DataError, "no argument of the step has the batch"),
         ("outside", SyncError, "a backward pass outside of a step of virtual ranks, with exact=4 on 1 ranks"),
@@ -398,7 +404,7 @@ def test_refuses(kind: str, error: type[Exception], says: str) -> None:
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("more", [{"noise": "per_rank"}, {"per_rank_batch": True}, {"sync_batchnorm": False}])
+@pytest.mark.parametrize("more", [{"noise": "per_rank"}, {"per_rank_batch": True}])
 def test_refuses_options(more: dict[str, Any]) -> None:
     with pytest.raises(OptionsError, match="with exact=4: results would depend on the number of ranks"):
         Options(exact=4, **more)

@@ -24,6 +24,7 @@ from ddpshim.errors import DataError, RankError, WorldError
 from ddpshim.job import machine, say
 from ddpshim.job.world import World
 from ddpshim.robomimic import batches, datasets, known, node_cache
+from ddpshim.robomimic.options import RobomimicOptions
 from tests.ranks import _server, run_ranks
 
 MEGABYTES = 32
@@ -348,7 +349,7 @@ def test_a_launched_training_shares_where_it_can(
     import h5py
 
     say.say_once.cache_clear()
-    here = World(launcher="torchrun", options=ddpshim.Options(node_memory=place))
+    here = World(launcher="torchrun", options=RobomimicOptions(node_memory=place))
     monkeypatch.setattr(datasets, "world", lambda: here)
     path = _write_demos(tmp_path / "demos.hdf5")
     kind = type(_make(path, "low_dim"))

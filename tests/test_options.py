@@ -6,8 +6,6 @@ import json
 import math
 import re
 import statistics
-import subprocess
-import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,15 @@ import torch
 from torch import nn
 
 import ddpshim
-from ddpshim import config_files, options
+from ddpshim import near_names
 from ddpshim.errors import DataError, OptionsError
 from ddpshim.job.job import current
 from ddpshim.job.meter import PARTS
 from ddpshim.observe.report.run import load
 from ddpshim.options import Options
-from ddpshim.tools import options as listing
+from ddpshim.robomimic.options import RobomimicOptions, options_of
+from ddpshim.tools.pages import text_of
+from tests import outputs
 from tests.equivalence import (
     Run,
     batches,
@@ -34,7 +34,6 @@ from tests.equivalence import (
     source,
     train_all,
 )
-from tests.preloaded_commands import patience
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -42,7 +41,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in options.names():
+    for name in RobomimicOptions.names():
         monkeypatch.delenv(f"DDPSHIM_{name.upper()}", raising=False)
 
 
@@ -50,10 +49,10 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_argument_wins_over_its_variable_that_over_the_section_that_over_the_default() -> None:
-    section = {"timeout_s": 10, "side_timeout_s": 20, "bucket_cap_mb": 30}
+    section = {"timeout_s": 10, "side_timeout_s": 20, "max_memory_per_gpu_gb": 30}
     environ = {"DDPSHIM_TIMEOUT_S": "11", "DDPSHIM_SIDE_TIMEOUT_S": "21"}
     read = Options.read(section, environ, timeout_s=12)
-    assert (read.timeout_s, read.side_timeout_s, read.bucket_cap_mb, read.keep_checkpoints) == (12, 21, 30, 2)
+    assert (read.timeout_s, read.side_timeout_s, read.max_memory_per_gpu_gb, read.keep_checkpoints) == (12, 21, 30, 2)
     assert Options.read({}, {}, timeout_s=None) == Options()
 
 
@@ -75,24 +74,25 @@ def test_words_for_false(text: str) -> None:
 ALLOWED: list[tuple[str, Any, Any]] = [
     ("timeout_s", "1.5", 1.5),
     ("timeout_s", 600, 600.0),
-    ("accumulation_steps", "4", 4),
-    ("bucket_cap_mb", "none", None),
-    ("bucket_cap_mb", "null", None),
-    ("bucket_cap_mb", "12.5", 12.5),
+    ("keep_checkpoints", "4", 4),
+    ("max_memory_per_gpu_gb", "none", None),
+    ("max_memory_per_gpu_gb", "null", None),
+    ("max_memory_per_gpu_gb", "12.5", 12.5),
     ("backend", "NCCL", "nccl"),
     ("backend", None, None),
     ("precision", "bf16", "bf16"),
-    ("logs", Path("logs"), "logs"),
+    ("node_memory", Path("disk"), "disk"),
+    ("node_memory", " OFF", "off"),
     ("guard", False, False),
 ]
 
 
 @pytest.mark.parametrize(("name", "raw", "value"), ALLOWED)
 def test_what_is_allowed(name: str, raw: Any, value: Any) -> None:
-    found = getattr(Options.read({name: raw}, {}), name)
+    found = getattr(RobomimicOptions.read({name: raw}, {}), name)
     assert found == value
     assert type(found) is type(value)
-    assert getattr(Options(**{name: raw}), name) == value
+    assert getattr(RobomimicOptions(**{name: raw}), name) == value
 
 
 REFUSED: list[tuple[str, Any]] = [
@@ -103,12 +103,10 @@ REFUSED: list[tuple[str, Any]] = [
     ("timeout_s", math.nan),
     ("timeout_s", True),
     ("timeout_s", None),
-    ("accumulation_steps", "2.0"),
-    ("accumulation_steps", 2.0),
-    ("accumulation_steps", 0),
-    ("accumulation_steps", True),
-    ("metrics_every_n_epochs", -1),
+    ("keep_checkpoints", "2.0"),
+    ("keep_checkpoints", 2.0),
     ("keep_checkpoints", 0),
+    ("keep_checkpoints", True),
     ("checkpoint_every_n_steps", 0),
     ("guard", "maybe"),
     ("guard", 1),
@@ -117,7 +115,8 @@ REFUSED: list[tuple[str, Any]] = [
     ("lr_rule", "cubic"),
     ("lr_rule", None),
     ("precision", "fp8"),
-    ("logs", 3),
+    ("node_memory", 3),
+    ("node_memory", ""),
     ("resume", True),
     ("rollouts", "some"),
     ("rollouts", ["all"]),
@@ -126,7 +125,7 @@ REFUSED: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("name", "raw"), REFUSED)
 def test_what_is_refused(name: str, raw: Any) -> None:
-    for refuse in (lambda: Options(**{name: raw}), lambda: Options.read({name: raw}, {})):
+    for refuse in (lambda: RobomimicOptions(**{name: raw}), lambda: RobomimicOptions.read({name: raw}, {})):
         with pytest.raises(OptionsError) as caught:
             refuse()
         assert f"{name}: {raw!r}; allowed: " in str(caught.value)
@@ -175,7 +174,8 @@ def test_a_variable_like_no_option_is_warned_of(variable: str) -> None:
     ("variable", "meant"),
     [
         *(("TIMEOUT", "TIMEOUT_S"), ("TIMEOUT_SECONDS", "TIMEOUT_S"), ("BATCH_PER_RANK", "PER_RANK_BATCH")),
-        *(("LOG_DIR", "LOGS"), ("CONFIG_PATH", "CONFIG"), ("LAUCHER", "LAUNCHER"), ("NUM_CHECKPOINTS", "KEEP_CHECK")),
+        *(("RECORD_DIR", "RECORD"), ("KEEP_MODEL", "KEEP_MODELS"), ("LAUCHER", "LAUNCHER")),
+        ("NUM_CHECKPOINTS", "KEEP_CHECK"),
     ],
 )
 def test_a_variable_like_an_option_is_an_error_that_names_it(variable: str, meant: str) -> None:
@@ -185,53 +185,48 @@ def test_a_variable_like_an_option_is_an_error_that_names_it(variable: str, mean
         Options.read({}, {f"DDPSHIM_{variable}": "1"})
 
 
+@pytest.mark.parametrize("name", sorted({*near_names._INSTEAD} - {"audit", "doctor", "env", "options", "prove"}))
+def test_what_is_no_option_is_an_error_that_names_what_is_used_instead(name: str) -> None:
+    instead = near_names._INSTEAD[name]
+    variable = f"DDPSHIM_{name.upper()}"
+    with pytest.raises(OptionsError) as caught:
+        Options.read({name: 1}, {variable: "1"}, **{name: 1})
+    assert str(caught.value).splitlines()[:4] == [
+        "3 options are wrong:",
+        f"  - section ddpshim: no option {name!r}; did you mean {instead}?",
+        f"  - variable {variable}: no such option; did you mean {instead}?",
+        f"  - argument: no option {name!r}; did you mean {instead}?",
+    ]
+
+
+def test_robomimics_own_options_are_read_for_robomimic_only() -> None:
+    environ = {"DDPSHIM_KEEP_MODELS": "3", "DDPSHIM_NODE_MEMORY": "off"}
+    assert Options.read({}, environ) == Options(), "known, and not looked at"
+    assert RobomimicOptions.read({}, environ).changed() == {"keep_models": 3, "node_memory": "off"}
+    assert {f"DDPSHIM_{name.upper()}" for name in {*RobomimicOptions.names()} - {*Options.names()}} == {*environ}
+    with pytest.raises(OptionsError, match="section ddpshim: no option 'keep_models'"):
+        Options.read({"keep_models": 3}, {})
+
+
+def test_a_program_that_calls_setup_itself_has_robomimics_own_from_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = ddpshim.World(options=Options(guard=False))
+    assert options_of(here) == here.options
+    monkeypatch.setenv("DDPSHIM_KEEP_MODELS", "3")
+    own = options_of(here)
+    assert (own.guard, own.node_memory, own.keep_models) == (False, "auto", 3)
+    assert own != here.options
+    kept = RobomimicOptions(keep_models=4)
+    assert options_of(ddpshim.World(options=kept)) is kept
+
+
 def test_a_variable_that_is_empty_is_not_set() -> None:
-    assert Options.read({}, {"DDPSHIM_TIMEOUT_S": "", "DDPSHIM_CONFIG": "", "DDPSHIM_NONSENSE": " "}) == Options()
+    assert Options.read({}, {"DDPSHIM_TIMEOUT_S": "", "DDPSHIM_NONSENSE": " "}) == Options()
 
 
 def test_a_learning_rate_rule_needs_a_batch_for_each_rank() -> None:
     with pytest.raises(OptionsError, match="lr_rule=sqrt without per_rank_batch"):
         Options.read({"lr_rule": "sqrt"}, {})
     assert Options.read({"lr_rule": "sqrt"}, {"DDPSHIM_PER_RANK_BATCH": "1"}).lr_rule == "sqrt"
-
-
-# Files
-
-
-@pytest.mark.parametrize("suffix", ["json", "yaml"])
-@pytest.mark.parametrize("content", [{"ddpshim": {"timeout_s": 5}, "train": {"lr": 1}}, {"timeout_s": 5}])
-def test_a_file_is_named_by_a_variable(tmp_path: Path, suffix: str, content: dict[str, Any]) -> None:
-    if suffix == "yaml":
-        pytest.importorskip("yaml")
-    file = tmp_path / f"config.{suffix}"
-    file.write_text(json.dumps(content))  # JSON is YAML
-    environ = {"DDPSHIM_CONFIG": str(file)}
-    assert Options.read({"timeout_s": 3, "bucket_cap_mb": 7}, environ).timeout_s == 5
-    assert Options.read({"timeout_s": 3, "bucket_cap_mb": 7}, environ).bucket_cap_mb == 7
-    assert Options.read({}, {**environ, "DDPSHIM_TIMEOUT_S": "9"}).timeout_s == 9
-
-
-BROKEN = {"no such file": None, "no JSON": "{", "a list where its options should be": '{"ddpshim": []}'}
-
-
-@pytest.mark.parametrize("what", BROKEN)
-def test_a_file_that_cannot_be_read_is_one_of_the_problems(tmp_path: Path, what: str) -> None:
-    file = tmp_path / "config.json"
-    if BROKEN[what] is not None:
-        file.write_text(BROKEN[what])
-    with pytest.raises(OptionsError) as caught:
-        Options.read({}, {"DDPSHIM_CONFIG": str(file), "DDPSHIM_TIMEOUT_S": "soon"})
-    assert "2 options are wrong" in str(caught.value)
-    assert str(file) in str(caught.value)
-    assert "would be ignored" in str(caught.value)
-
-
-def test_yaml_without_pyyaml_is_an_error_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text("timeout_s: 5")
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(OptionsError, match="Run pip install pyyaml, or write JSON"):
-        config_files.read_section(file)
 
 
 # What the world does with them
@@ -287,87 +282,52 @@ def test_bf16_computes_in_bf16_and_sees_weights_that_were_stepped_inside(alone: 
     assert after.tolist() == [[2.0, 2.0]], "a cast of the old weights was kept"
 
 
-def test_logs_hold_what_a_rank_prints(alone: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ddpshim.setup(options=Options(logs=str(tmp_path / "logs")))
-    print("to stdout")
-    print("to stderr", file=sys.stderr)
-    ddpshim.cleanup()
-    print("later")
-    assert (tmp_path / "logs" / "rank_0.log").read_text() == "to stdout\nto stderr\n"
-    assert capsys.readouterr().out == "to stdout\nlater\n"
-
-
-@pytest.mark.launch
-def test_logs_hold_the_traceback_that_ends_a_rank(tmp_path: Path) -> None:
-    program = (
-        "import ddpshim\nddpshim.setup()\ntry:\n    raise ValueError('on purpose')\nfinally:\n    ddpshim.cleanup()"
-    )
-    environ = {"DDPSHIM_LOGS": str(tmp_path), "PYTHONPATH": str(ROOT), "PATH": ""}
-    ran = subprocess.run(
-        [sys.executable, "-c", program], env=environ, capture_output=True, timeout=patience(300), check=False
-    )
-    assert ran.returncode == 1
-    assert (tmp_path / "rank_0.log").read_text().endswith("ValueError: on purpose\n")
-
-
 # What ranks do with them
 
+OPTIONS = {"DDPSHIM_GUARD": "0", "DDPSHIM_PER_RANK_BATCH": "1", "DDPSHIM_TIMEOUT_S": "50"}
 WRAPPING = {
-    "DDPSHIM_BUCKET_CAP_MB": "3",
-    "DDPSHIM_FIND_UNUSED_PARAMETERS": "no",
-    "DDPSHIM_STATIC_GRAPH": "yes",
-    "DDPSHIM_GRADIENT_AS_BUCKET_VIEW": "no",
-    "DDPSHIM_BROADCAST_BUFFERS": "no",
-    "DDPSHIM_GUARD": "0",
-    "DDPSHIM_PER_RANK_BATCH": "1",
-    "DDPSHIM_ACCUMULATION_STEPS": "2",
-    "DDPSHIM_TIMEOUT_S": "50",
+    **{"bucket_cap_mb": 3, "find_unused_parameters": False, "static_graph": True},
+    **{"gradient_as_bucket_view": False, "broadcast_buffers": False},
 }
 
 
-def _seen_by_a_rank() -> dict[str, Any]:
-    """What of the options arrived where they act."""
-    net = ddpshim.wrap_parallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    with ddpshim.shared_random_streams(0):
-        another = nn.Linear(2, 2)
-    asked = ddpshim.wrap_parallel(another, find_unused_parameters=True, static_graph=False)
+def _seen_by_a_rank(given: dict[str, Any]) -> dict[str, Any]:
+    """What of the options and of the arguments arrived where they act."""
+    net = ddpshim.wrap_parallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), **given)
     loader = ddpshim.make_loader(list(range(40)), batch_size=4)
     plain = ddpshim.make_loader(list(range(40)), batch_size=4, per_rank_batch=False)
-    parts = list(ddpshim.accumulate(torch.arange(4), net))
     return {
         "bucket": net.bucket_bytes_cap,
         "view": net.gradient_as_bucket_view,
-        "strict": (net._strict, asked._strict),
-        "static": (net._same_every_time, asked._same_every_time),
+        "strict": net._strict,
+        "static": net._same_every_time,
         "buffers": 0 if net._buffers_to_send is None else len(net._buffers_to_send.homes),
         "guard": net._equality.is_on,
         "batch": (loader.global_batch_size, plain.global_batch_size),
-        "parts": [part.tolist() for part in parts],
     }
 
 
 @pytest.mark.ranks
-def test_what_is_not_given_is_as_the_options_say_and_arguments_win() -> None:
-    optioned, default = (run_ranks(_seen_by_a_rank, 2, environ=environ) for environ in (WRAPPING, {}))
-    assert optioned[0] == {
+def test_ranks_do_as_options_and_arguments_say() -> None:
+    given = run_ranks(_seen_by_a_rank, 2, WRAPPING, environ=OPTIONS)
+    default = run_ranks(_seen_by_a_rank, 2, {})
+    assert given[0] == {
         "bucket": 3 * 1024 * 1024,
         "view": False,
-        "strict": (True, False),
-        "static": (True, False),
+        "strict": True,
+        "static": True,
         "buffers": 0,
         "guard": False,
         "batch": (8, 4),
-        "parts": [[0, 1], [2, 3]],
     }
     assert default[0] == {
         "bucket": 1024 * 1024,
         "view": True,
-        "strict": (False, False),
-        "static": (False, False),
+        "strict": False,
+        "static": False,
         "buffers": 3,
         "guard": True,
         "batch": (4, 4),
-        "parts": [[0, 1, 2, 3]],
     }
 
 
@@ -381,11 +341,9 @@ def _differ(name: str) -> str:
 
 @pytest.mark.ranks
 def test_options_that_differ_between_ranks_are_refused_on_all() -> None:
-    texts = run_ranks(_differ, 2, "accumulation_steps")
+    texts = run_ranks(_differ, 2, "keep_checkpoints")
     assert texts[0] == texts[1]
-    assert texts[0].startswith(
-        "option accumulation_steps is 3 on rank 0 and 4 on rank 1; ranks would train differently"
-    )
+    assert texts[0].startswith("option keep_checkpoints is 3 on rank 0 and 4 on rank 1; ranks would train differently")
 
 
 def _gradients(steps: int) -> list[float]:
@@ -420,28 +378,15 @@ def test_a_batch_that_does_not_split_is_refused() -> None:
 
 
 def test_the_page_has_the_table() -> None:
-    assert "\n".join(listing.table()) in (ROOT / "docs" / "options.md").read_text(), (
-        "paste the output of: python -m ddpshim options"
-    )
+    assert outputs.OPTIONS.read_text() == outputs.options_page(), "run python -m tests.outputs --write"
+    assert all(f"\n| `{name}` | `DDPSHIM_{name.upper()}` |" in text_of("options") for name in RobomimicOptions.names())
+    assert len(RobomimicOptions.names()) <= 25
 
 
 def test_every_option_is_read_somewhere() -> None:
     code = "".join(p.read_text() for p in (ROOT / "ddpshim").rglob("*.py") if p.name != "options.py")
-    unread = {name for name in options.names() if not re.search(rf"(options|given|chosen)\.{name}\b", code)}
+    unread = {n for n in RobomimicOptions.names() if not re.search(rf"(options|given|chosen|\(here\))\.{n}\b", code)}
     assert unread == set()
-
-
-@pytest.mark.launch
-def test_the_command_prints_the_table_without_torch() -> None:
-    code = "import sys; from ddpshim.__main__ import main; main(['options']); print('torch' in sys.modules)"
-    environ = {"PYTHONPATH": str(ROOT), "PATH": ""}
-    ran = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=patience(120), check=True
-    )
-    *lines, has_torch = ran.stdout.splitlines()
-    assert lines == list(listing.table())
-    assert has_torch == "False"
-    assert len(lines) == len(options.names()) + 2
 
 
 # The adapter for robomimic
@@ -485,7 +430,6 @@ def test_robomimics_config_file_may_have_our_section(robomimic_config: Any) -> N
     ("section", "text"),
     [
         ({"recrod": True}, "section ddpshim: no option 'recrod'; did you mean record?"),
-        ({"accumulation_steps": 2}, "accumulation_steps=2 for robomimic"),
         ({"precision": "fp16"}, "fp16 needs a loss scaler"),
         ("record", "section ddpshim holds a str"),
     ],
@@ -527,11 +471,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> dict[str, 
     folder = tmp_path_factory.mktemp("options")
     tree = copy_release("0.3.0", releases)
     data = make_data(folder, num_demos=50)
-    two = {"per_rank_batch": True, "lr_rule": "sqrt", "metrics_every_n_epochs": 2}
+    two = {"per_rank_batch": True, "lr_rule": "sqrt"}
     lr = "algo__optim_params__policy__learning_rate__initial"
     jobs = []
     for name, num_ranks, section, settings in (
-        ("two", 2, {**two, "logs": str(folder / "logs")}, {"train__batch_size": 50}),
+        ("two", 2, two, {"train__batch_size": 50}),
         ("one", 1, {}, {lr: 1e-4 * math.sqrt(2)}),
         ("two in bf16", 2, {"precision": "bf16"}, {}),
         ("one in bf16", 1, {"precision": "bf16"}, {}),
@@ -562,20 +506,8 @@ def test_a_batch_for_each_rank_with_a_rule_is_one_process_with_that_rate(runs: d
 
 @pytest.mark.launch
 @pytest.mark.robomimic
-def test_metrics_are_averaged_as_often_as_the_option_says(runs: dict[str, Run]) -> None:
-    one, two = runs["one"].losses(), runs["two"].losses()
-    # In the second epoch the mean over both ranks; in the first the main rank's own, over half of the samples.
-    assert two[1] == pytest.approx(one[1], rel=1e-5)
-    assert two[0] != pytest.approx(one[0], rel=1e-5)
-    assert two[0] == pytest.approx(one[0], rel=0.2)
-
-
-@pytest.mark.launch
-@pytest.mark.robomimic
-def test_each_rank_has_a_log(runs: dict[str, Run]) -> None:
-    logs = [runs["two"].folder.parent / "logs" / f"rank_{rank}.log" for rank in (0, 1)]
-    for log in logs:
-        assert log.read_text().count("\nTrain Epoch 2\n") == 1
+def test_metrics_are_averaged_over_ranks(runs: dict[str, Run]) -> None:
+    assert runs["two"].losses() == pytest.approx(runs["one"].losses(), rel=1e-5)
 
 
 @pytest.mark.launch

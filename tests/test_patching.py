@@ -923,7 +923,6 @@ def test_the_program_runs_from_an_installed_layout(toy: Toy, tmp_path: Path) -> 
         "arguments",
         "options",
         "tools.example",
-        "tools.options",
         "tools.pages",
         "version",
     )

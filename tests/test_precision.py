@@ -1,23 +1,21 @@
-"""What a process has to obey or to say: precision, debugging, a limit to the memory of GPUs, a dry run."""
+"""What a process has to obey or to say: precision, a limit to the memory of GPUs, a dry run."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import ddpshim
 import ddpshim.__main__ as command_line
 from ddpshim import Options
 from ddpshim.errors import LaunchError, OptionsError
-from ddpshim.job import devices, precision
+from ddpshim.job import precision
 from ddpshim.job.devices import limit_memory
 from ddpshim.job.job import Job
 
@@ -114,25 +112,6 @@ def test_a_precision_that_nobody_computes_in_is_refused(name: str) -> None:
     finally:
         ddpshim.cleanup()
     assert step(contextlib.nullcontext) == torch.float32, "of a job that is over"
-
-
-def test_debug_is_what_nccl_and_torch_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in devices._VARIABLES:
-        monkeypatch.setenv(name, "")  # taken back at the end
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    before = dist.get_debug_level()
-    try:
-        ddpshim.setup(options=Options(debug=True), device="cpu")
-        assert dist.get_debug_level() == dist.DebugLevel.INFO
-        assert {name: os.environ[name] for name in devices._VARIABLES} == {
-            "NCCL_DEBUG": "WARN",
-            "TORCH_DISTRIBUTED_DEBUG": "INFO",
-            "TORCH_SHOW_CPP_STACKTRACES": "1",
-        }
-    finally:
-        ddpshim.cleanup()
-        dist.set_debug_level(before)
 
 
 def test_the_memory_of_a_gpu_is_limited(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,7 @@ def _put(folder: Path, rank: int, *found: dict[str, Any], torn: str = "") -> Non
 
 
 def _start(rank: int = 0, number: int = 1, world_size: int = 2, at: float = START, **facts: Any) -> dict[str, Any]:
-    facts = {"backend": "gloo", "device": "cpu", "options": {"guard": True}, **facts}
+    facts = {"backend": "gloo", "device": "cpu", "options": {}, **facts}
     return {"kind": "start", "time": at, "start": number, "rank": rank, "world_size": world_size, **facts}
 
 

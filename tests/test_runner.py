@@ -34,6 +34,7 @@ from ddpshim.job.launch_env import EXIT_REQUEUE, read_launch_env
 from ddpshim.launch import alone, first_failure, runner, warm
 from ddpshim.launch.runner import Launch
 from ddpshim.observe import records
+from ddpshim.robomimic.options import RobomimicOptions
 from tests import ranks
 from tests.preloaded import kill_all_in, working_in
 from tests.preloaded_commands import patience
@@ -403,9 +404,9 @@ def test_the_end_of_a_run_says_what_is_saved(
 ) -> None:
     monkeypatch.setenv(variables.RUN_DIR, str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["ddpshim", "run", "train.py", "--name", "a b"])
-    for name in runner.names():
+    for name in RobomimicOptions.names():
         monkeypatch.delenv(f"DDPSHIM_{name.upper()}", raising=False)
-    for name, value in {"DDPSHIM_RUN_ID": "9", "DDPSHIM_RESUME": "auto", "DDPSHIM_CONFIG": "our options"}.items():
+    for name, value in {"DDPSHIM_RUN_ID": "9", "DDPSHIM_RESUME": "auto", "DDPSHIM_NODE_MEMORY": "our disk"}.items():
         monkeypatch.setenv(name, value)
 
     def said(signal_name: str) -> str:
@@ -419,7 +420,7 @@ def test_the_end_of_a_run_says_what_is_saved(
     lost = "ddpshim: Ctrl-C saves nothing; SIGTERM (`kill -TERM PID_OF_RUN`) saves and stops. "
     assert said("SIGINT") == f"{lost}{resume} holds no saved step\n"
     Path(resume, "epoch_000003_step_000000015.pth").touch()
-    again = "DDPSHIM_CONFIG='our options' DDPSHIM_RESUME=always python -m ddpshim run train.py --name 'a b'\n"
+    again = "DDPSHIM_NODE_MEMORY='our disk' DDPSHIM_RESUME=always python -m ddpshim run train.py --name 'a b'\n"
     assert said("SIGINT") == f"{lost}To resume at epoch 3, step 15: {again}"
     assert said("SIGTERM") == f"ddpshim: To resume at epoch 3, step 15: {again}"
     last_save.forget()
@@ -655,7 +656,7 @@ def test_a_misspelt_option_is_refused_before_any_rank_starts(
     assert command_line.main(["run", "--nproc", "2", *options, "train.py"]) == 2
     assert capsys.readouterr().err == (
         "ddpshim: 1 option is wrong:\n  - variable DDPSHIM_PRECISIN: no such option; did you mean DDPSHIM_PRECISION?\n"
-        "Nothing was started, since the run would not be the one you meant. `python -m ddpshim options` lists all "
+        "Nothing was started, since the run would not be the one you meant. `python -m ddpshim docs options` lists all "
         "options.\n"
     )
 

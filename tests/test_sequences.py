@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from ddpshim.data import mailbox
+from ddpshim.data import mailbox, share_loader
 from ddpshim.data.loader import make_loader
 from ddpshim.data.parts import divide
 from ddpshim.errors import DataError
@@ -253,7 +253,11 @@ def _is_same_passes(found: list[Any], expected: list[Any]) -> bool:
 @pytest.mark.parametrize("cache_mode", ["all", None])
 def test_passes_that_are_abandoned_leave_nothing_to_the_next(folder: Path, cache_mode: Any) -> None:
     lengths = [3, 1, 8, 2, 8]
-    *expected, after = _passes(_loader(folder, cache_mode, Options(batched_fetch=False)), [*lengths, 8])
+    with pytest.MonkeyPatch.context() as by_sample:
+        by_sample.setattr(share_loader, "_fetch_batches", lambda *_: None)
+        reference = _loader(folder, cache_mode)
+    assert reference.collate_fn is default_collate
+    *expected, after = _passes(reference, [*lengths, 8])
     assert _is_same_passes(_passes(_loader(folder, cache_mode), lengths), expected)
     loader = _loader(folder, cache_mode, num_workers=2, persistent_workers=True, prefetch_factor=3)
     assert loader.collate_fn._mailbox.places.shape[:2] == (2, 3)
@@ -308,11 +312,7 @@ def test_what_robomimics_loaders_are_made_with(folder: Path, monkeypatch: pytest
     monkeypatch.setattr(datasets, "world", lambda: gpu)
     datasets.loader(dataset=known, batch_size=4)
     assert made[-1]["pin_memory"] is True
-    off = SimpleNamespace(**{**vars(gpu), "options": Options(batched_fetch=False)})
-    monkeypatch.setattr(datasets, "world", lambda: off)
-    datasets.loader(dataset=known, batch_size=4, num_workers=2)
-    assert not {"pin_memory", "persistent_workers"} & {*made[-1]}
-    monkeypatch.setattr(datasets, "world", lambda: SimpleNamespace(**{**vars(off), "world_size": 2}))
+    monkeypatch.setattr(datasets, "world", lambda: SimpleNamespace(**{**vars(gpu), "world_size": 2}))
     monkeypatch.setattr(datasets, "make_loader", lambda batch_size, **options: divide(batch_size, 2))
     with pytest.raises(DataError, match=r"Global batch 1 is smaller .* The batch size is train.batch_size in the conf"):
         datasets.loader(dataset=known, batch_size=1)

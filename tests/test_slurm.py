@@ -198,7 +198,7 @@ def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     completed, _ = script.split("\nset -euo pipefail\n")
     assert re.findall("^##SBATCH.*", completed, re.MULTILINE) == ["##SBATCH --account=NAME"]
     assert "#SBATCH --account" not in script.replace("##SBATCH", "")
-    assert "\n#export DDPSHIM_LOGS=ddpshim-logs/$SLURM_JOB_ID\n" in script
+    assert " give srun below --output=rank_%t.log.\n" in script
     assert '\nexport PYTHONHASHSEED="${PYTHONHASHSEED:-0}"' in script
     command = "python -u -m ddpshim.launch.rank -m robomimic.scripts.train --config 'my config.json' || code=$?"
     assert f"\nsrun --kill-on-bad-exit=0 --wait=60 --cpus-per-task=8 {command}\n" in script

@@ -62,7 +62,7 @@ def test_unedited_on_two_ranks_it_is_the_patched_trainer_and_one_process(toybot:
     assert code == 0, said
     patched, patched_losses, _ = toybot.train("patched", 2)
     alone, alone_losses, _ = toybot.train("alone")
-    assert "toybot patch: applied (toybot/1.0)" in toybot.python("-m", "ddpshim", "env")[1]
+    assert "toybot patch: applied (toybot/1.0)" in toybot.python("-m", "ddpshim", "selftest", "--env")[1]
     toybot.python("-m", "ddpshim", "patch", "revert", "--target", "toybot")
 
     assert _difference(two, patched) == 0

@@ -20,7 +20,6 @@ WINGS = [
 OPEN = [
     "adapters",
     "arguments",
-    "config_files",
     "errors",
     "lazy",
     "near_names",

@@ -64,8 +64,7 @@ def make_loader(
             In a batch that the ranks do not divide, some ranks have one row more, and gradients are the mean over all
             rows; a rank without a row repeats one, with weight 0. The last batch of a stream is filled up instead, with
             samples from its start, which then count twice.
-        collate_fn: if not given, robomimic's sequence datasets are fetched by the batch, with the same values
-            (option `batched_fetch`).
+        collate_fn: if not given, robomimic's sequence datasets are fetched by the batch, with the same values.
         generator: torch's sampler draws from it, as in torch. Its `initial_seed()` is the default of `seed`.
         seed: of the draws of a stream, and of data workers. Default: the world's.
         per_rank_batch: `batch_size` is per rank; see :func:`scale_lr`. Default: the world's option.

@@ -79,7 +79,7 @@ def make(
     )
     collate: Optional[Collate] = None
     makes_batches = batch_size is not None or batch_sampler is not None
-    if makes_batches and options["collate_fn"] in (None, default_collate) and here.options.batched_fetch:
+    if makes_batches and options["collate_fn"] in (None, default_collate):
         options["collate_fn"] = collate = _fetch_batches(here, dataset)
     loader = make_alike(parts)
     loader.fetches_whole_batches = collate is not None

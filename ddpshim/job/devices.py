@@ -1,4 +1,4 @@
-"""Chooses a rank's device and backend, and makes NCCL and torch log what they do (option `debug`)."""
+"""Chooses a rank's device and backend."""
 
 from __future__ import annotations
 
@@ -121,13 +121,3 @@ def computes_on(device: torch.device) -> dict[str, Any]:
         return {"GPU": torch.cuda.get_device_name(device), "torch": torch.__version__}
     capability: Any = getattr(torch.backends.cpu, "get_cpu_capability", lambda: "unknown")()
     return {"CPU": capability, "threads": torch.get_num_threads(), "torch": torch.__version__}
-
-
-_VARIABLES = {"NCCL_DEBUG": "INFO", "TORCH_DISTRIBUTED_DEBUG": "INFO", "TORCH_SHOW_CPP_STACKTRACES": "1"}
-
-
-def log_communication() -> None:
-    """Set the variables that NCCL and torch read when a group is made; keeps those that the user has set. Local."""
-    for name, value in _VARIABLES.items():
-        os.environ.setdefault(name, value)
-    dist.set_debug_level_from_env()

@@ -66,7 +66,7 @@ def setup(
     """Return the World of this process; joins the job that the launcher's variables (or arguments) describe.
 
     Collective under a launcher; in a plain `python train.py` it starts nothing. Reads the environment once and never
-    changes it (except for the option debug). Uses an existing process group if the program made one. Calling it again
+    changes it. Uses an existing process group if the program made one. Calling it again
     returns the same World.
 
     Args:
@@ -108,10 +108,6 @@ def setup(
         return importlib.import_module("ddpshim.trainers.unedited.joining").join_edited(**given)  # type: ignore[no-any-return]
     settle_rounding()
     options = Options.read() if options is None else options
-    if options.debug:
-        from ddpshim.job.devices import log_communication
-
-        log_communication()
     timeout_s = options.timeout_s if timeout_s is None else timeout_s
     side_timeout_s = options.side_timeout_s if side_timeout_s is None else side_timeout_s
     env = None if has_group() else read_launch_env(os.environ, **place, **master)
@@ -130,10 +126,6 @@ def setup(
 
         compute_alike(made, options.exact)
     job.world, job.left = replace(made, seed=seed, num_restarts=read_num_restarts(os.environ)), None
-    if options.logs is not None:
-        from ddpshim.job.rank_log import copy_output
-
-        on_cleanup(copy_output(options.logs, made.rank))
     if seed is not None:
         from ddpshim.job.seeds import seed_everything
 

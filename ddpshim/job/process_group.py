@@ -29,7 +29,7 @@ from ddpshim.job.job import leave as leave_job
 from ddpshim.job.launch_env import LaunchEnv
 from ddpshim.job.say import count, say
 from ddpshim.job.world import World
-from ddpshim.options import Options, names
+from ddpshim.options import Options
 
 # torch before 2.8 joins gloo's threads while it holds Python's lock (GIL), and a thread that frees its last message
 # waits for that lock: `cleanup` would hang. With these versions groups are kept until the process ends.
@@ -82,7 +82,7 @@ def begin(job: Job, made: World, timeout_s: float) -> None:
         nodes, odd = divmod(made.world_size, made.local_world_size)
         spread = "unequal nodes" if odd else f"{count(nodes, 'node')} x {made.local_world_size}"
         say(f"world of {made.world_size} ({made.launcher}, {spread}), {made.backend} on {made.device.type}")
-        if made.options != Options():
+        if made.options.changed():
             say(f"options {made.options}")
 
 
@@ -141,8 +141,8 @@ def new_group(backend: Optional[str] = None) -> Any:
 
 def _check_same_options(made: World) -> None:
     """Raise OptionsError, on all ranks, if they were given different options (collective)."""
-    everyones = made.gather({**{name: getattr(made.options, name) for name in names()}, _ORDER: hash(_ORDER)})
-    for name in names():
+    everyones = made.gather({**vars(made.options), _ORDER: hash(_ORDER)})
+    for name in vars(made.options):
         values = [options.get(name) for options in everyones]
         odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if odd is not None:

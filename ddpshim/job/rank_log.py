@@ -1,13 +1,11 @@
-"""Writes a rank's output to a file: all of it under `ddpshim run`, else only Python's. Imports no torch."""
+"""Writes a rank's output to a file under `ddpshim run`. Imports no torch."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Callable
 
 from ddpshim.variables import RANK, RANK_LOGS
 
@@ -54,48 +52,5 @@ def redirect_output() -> None:
     os.close(file)
 
 
-def copy_output(folder: str, rank: int) -> Callable[[], None]:
-    """Also write Python's output from now on to `folder`/rank_N.log; returns a function that undoes it. Local.
-
-    An existing file is appended to. Output of C libraries is not in it. While an exception propagates, nothing is
-    undone.
-    """
-    os.makedirs(folder, exist_ok=True)
-    # Buffered by line, so that a killed process leaves what it printed.
-    file = open(os.path.join(folder, f"rank_{rank}.log"), "a", buffering=1)  # noqa: SIM115 - for as long as the world
-    before = sys.stdout, sys.stderr
-    ours = _Both(sys.stdout, file), _Both(sys.stderr, file)
-    sys.stdout, sys.stderr = ours
-
-    def restore() -> None:
-        if sys.exc_info()[1] is not None:
-            return  # the traceback is printed later
-        # Another stream (a trainer's logger) may have replaced ours, and still write to it.
-        if sys.stdout is ours[0]:
-            sys.stdout = before[0]
-        if sys.stderr is ours[1]:
-            sys.stderr = before[1]
-        for stream in ours:
-            stream.files.clear()
-        file.close()
-
-    return restore
-
-
 def _log() -> Path:
     return Path(os.environ[RANK_LOGS], f"rank_{os.environ.get('RANK') or os.environ[RANK]}.log")
-
-
-class _Both:
-    """A stream that also writes to a file; all other attributes are the stream's."""
-
-    def __init__(self, stream: Any, file: Any) -> None:
-        self._stream, self.files = stream, [file]
-
-    def write(self, text: str) -> int:
-        for file in self.files:
-            file.write(text)
-        return int(self._stream.write(text))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

@@ -56,7 +56,7 @@ _DO_TOGETHER = {
     "transfer": "Use pin_memory=True and .to(device, non_blocking=True), move images as uint8, augment in the workers "
     "or on the GPU",
     "communication": "Use a larger batch for each rank, fewer ranks, or gradient buckets of another size "
-    "(DDPSHIM_BUCKET_CAP_MB)",
+    "(wrap_parallel(..., bucket_cap_mb=...))",
     "save": _SAVE_LESS,
     "rollout": "Evaluate less often, or with fewer episodes",
 }

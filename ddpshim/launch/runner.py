@@ -38,7 +38,7 @@ from ddpshim.job.say import ranks_called, say
 from ddpshim.launch import alone, first_failure, signals, warm
 from ddpshim.launch.rank import BEGAN
 from ddpshim.observe.records import FOLDER
-from ddpshim.options import FILE, Options, names
+from ddpshim.robomimic.options import RobomimicOptions
 from ddpshim.variables import PREFIX
 
 _NUM_LOGS = 50  # runs whose logs are kept in a folder
@@ -176,7 +176,7 @@ def _problems_of_environment(environ: Mapping[str, str]) -> Iterator[str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the ranks print them
-            Options.read(environ=environ)
+            RobomimicOptions.read(environ=environ)
     except OptionsError as error:
         yield str(error)
 
@@ -383,7 +383,7 @@ def _shown_on_screen(log: Path) -> Iterator[None]:
 
 def _resuming_command() -> str:
     """Return the command of this `run`, with the options in variables, that resumes in every case."""
-    named = {FILE, *variables.OF_USERS, *(f"{variables.PREFIX}{name.upper()}" for name in names())}
+    named = {*variables.OF_USERS, *(f"{PREFIX}{name.upper()}" for name in RobomimicOptions.names())}
     given = {**{name: os.environ[name] for name in sorted(named & {*os.environ})}, "DDPSHIM_RESUME": "always"}
     assigned = [f"{name}={shlex.quote(value)}" for name, value in given.items()]
     return " ".join([*assigned, shlex.join(["python", "-m", "ddpshim", *sys.argv[1:]])])
@@ -441,7 +441,7 @@ def dry_run(job: Launch) -> str:
     """
     job = nodes_of_scheduler(job, os.environ)
     check(job, os.environ)
-    options = Options.read()
+    options = RobomimicOptions.read()
     program = [*(["-m"] if job.is_module else []), job.program, *job.arguments]
     command = ["python", "-m", "torch.distributed.run", *torchrun_arguments(job, "DIR"), *program]
     given = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIX) and value}

@@ -118,8 +118,7 @@ _TO_FILL_IN = {
 _LOGS_OF_RUN = """\
 # Each rank's output goes to ddpshim-logs/TIME-PID/rank_N.log, rank 0's also into the job's own (--output)."""
 _LOGS_OF_SRUN = """\
-# All ranks write into the job's output (--output). For a log of each rank as well, remove the next line's "#":
-#export DDPSHIM_LOGS=ddpshim-logs/$SLURM_JOB_ID"""
+# All ranks write into the job's output (--output). For a file for each rank, give srun below --output=rank_%t.log."""
 
 # --wait and not --kill-on-bad-exit, which would kill a rank that still saves when another has exited with 75.
 _TEMPLATE = """\

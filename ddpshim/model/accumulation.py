@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
@@ -12,7 +12,7 @@ from ddpshim.errors import DataError
 from ddpshim.job.group import world
 
 
-def accumulate(batch: Any, *networks: Any, steps: Optional[int] = None) -> Iterator[Any]:
+def accumulate(batch: Any, *networks: Any, steps: int) -> Iterator[Any]:
     """Yield the equal parts of `batch`; gradients are reduced in the backward pass of the last part.
 
     Local. With one part it yields the batch itself. Call `backward()` on the mean loss of each part, divided by k, and
@@ -22,17 +22,21 @@ def accumulate(batch: Any, *networks: Any, steps: Optional[int] = None) -> Itera
         batch: tensors in nested mappings, lists and tuples, split along their first dimension; other values are
             in every part.
         networks: all networks that the loss trains, as `wrap_parallel` returned them.
-        steps: the number of parts k; default the world's option `accumulation_steps`.
+        steps: the number of parts k.
 
     Raises:
-        DataError: the batch does not split into `steps` parts of one size.
+        DataError: the batch does not split into `steps` parts of one size, or virtual ranks (exact) accumulate.
     """
-    k = world().options.accumulation_steps if steps is None else steps
-    for number in range(k):
+    if steps > 1 and world().options.exact is not None:
+        raise DataError(
+            f"accumulate with steps={steps} and exact={world().options.exact}: results would depend on the number of "
+            "ranks. Leave accumulation out, or leave the option out."
+        )
+    for number in range(steps):
         with contextlib.ExitStack() as unreduced:
             for network in networks:
-                unreduced.enter_context(network.accumulate(is_last=number == k - 1))
-            yield _part(batch, number, k)
+                unreduced.enter_context(network.accumulate(is_last=number == steps - 1))
+            yield _part(batch, number, steps)
 
 
 def _part(value: Any, number: int, k: int) -> Any:
@@ -40,7 +44,7 @@ def _part(value: Any, number: int, k: int) -> Any:
         size, left_over = divmod(len(value), k)
         if left_over or not size:
             raise DataError(
-                f"a batch of {len(value)} does not split into {k} equal parts (accumulation_steps); samples would "
+                f"a batch of {len(value)} does not split into {k} equal parts (steps); samples would "
                 f"be weighted unequally. Use a batch per rank that {k} divides."
             )
         return value[number * size : (number + 1) * size]

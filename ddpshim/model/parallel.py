@@ -20,12 +20,12 @@ from ddpshim.model.transparent import BareModule, Transparent
 def wrap_parallel(
     module: nn.Module,
     *,
-    find_unused_parameters: Optional[bool] = None,
-    static_graph: Optional[bool] = None,
-    gradient_as_bucket_view: Optional[bool] = None,
+    find_unused_parameters: bool = True,
+    static_graph: bool = False,
+    gradient_as_bucket_view: bool = True,
     bucket_cap_mb: Optional[float] = None,
-    broadcast_buffers: Optional[bool] = None,
-    sync_batchnorm: Optional[bool] = None,
+    broadcast_buffers: bool = True,
+    sync_batchnorm: bool = True,
     comm_hook: Any = None,
     comm_hook_state: Any = None,
     process_group: Any = None,
@@ -38,8 +38,8 @@ def wrap_parallel(
     would, each also gets its own random streams (`ddpshim.split_random_streams`). DataParallel is used without a
     launcher, if the process sees several GPUs and the module is on one. The result has `.module`; attributes, methods
     and indexing reach the module; `state_dict` keys are the bare module's. The module itself is not changed and may be
-    used beside the wrapper: its gradients are reduced too. Arguments that are not given are taken from the world's
-    `options`; with `precision`, forward in training mode runs under autocast.
+    used beside the wrapper: its gradients are reduced too. With the
+    option `precision`, forward in training mode runs under autocast.
 
     Args:
         module: on this rank's device (`World.device`), with the same parameters on every rank.
@@ -83,7 +83,7 @@ def wrap_parallel(
         refused = {"exact": here.options.exact, "comm_hook": comm_hook, "process_group": process_group}
         check_shard([name for name, value in refused.items() if value is not None])
     if is_alone:
-        wrapped = _wrap_alone(module, here, bucket_cap_mb)
+        wrapped = _wrap_alone(module, here)
     else:
         from ddpshim.model import wrapping
 
@@ -111,12 +111,12 @@ def wrap_parallel(
     return wrapped
 
 
-def _wrap_alone(module: nn.Module, here: World, bucket_cap_mb: Optional[float]) -> Any:
+def _wrap_alone(module: nn.Module, here: World) -> Any:
     """Return `module` in the wrapper of one process. Local."""
     if here.is_launched:
         from ddpshim.model import wrapping
 
-        wrapping.count_steps(module, here, bucket_cap_mb, here.backend or "")
+        wrapping.count_steps(here)
     several = not here.is_launched and torch.cuda.is_available() and torch.cuda.device_count() > 1
     if several and any(p.is_cuda for p in module.parameters()):
         from ddpshim.model.data_parallel import DataParallelModule

@@ -26,12 +26,12 @@ def wrap(
     module: nn.Module,
     here: World,
     *,
-    find_unused_parameters: Optional[bool],
-    static_graph: Optional[bool],
-    gradient_as_bucket_view: Optional[bool],
+    find_unused_parameters: bool,
+    static_graph: bool,
+    gradient_as_bucket_view: bool,
     bucket_cap_mb: Optional[float],
-    broadcast_buffers: Optional[bool],
-    sync_batchnorm: Optional[bool],
+    broadcast_buffers: bool,
+    sync_batchnorm: bool,
     comm_hook: Any,
     comm_hook_state: Any,
     process_group: Any,
@@ -40,17 +40,19 @@ def wrap(
     """Return `module` in the wrapper that reduces its gradients; the arguments are those of `wrap_parallel`
     (collective)."""
     if here.options.exact is not None:
-        return _wrap_exactly(module, here, has_own_way=comm_hook is not None or process_group is not None)
-    given = here.options
+        own_way = comm_hook is not None or process_group is not None or not sync_batchnorm
+        return _wrap_exactly(module, here, own_way)
     check_device(module, here)
     if process_group is None:
         check_same_structure(module, here)
-    bucket_cap_mb = count_steps(module, here, bucket_cap_mb, dist.get_backend(process_group))
-    if _either(sync_batchnorm, given.sync_batchnorm) and _has_batchnorm(module):
+    count_steps(here)
+    if bucket_cap_mb is None:
+        bucket_cap_mb = best_bucket_cap_mb(module, dist.get_backend(process_group))
+    if sync_batchnorm and _has_batchnorm(module):
         from ddpshim.model import batchnorm
 
         batchnorm.sync(process_group)
-    if given.guard:
+    if here.options.guard:
         guard.watch_optimizers()
     _share_losses()
     watch_wrapping()
@@ -60,7 +62,7 @@ def wrap(
         return ShardedModule(
             module,
             methods=[] if shard is True else [shard] if isinstance(shard, str) else [*shard],
-            sync_buffers=_either(broadcast_buffers, given.broadcast_buffers),
+            sync_buffers=broadcast_buffers,
         )
     if has_nothing_to_reduce(module):
         broadcast_state(module, process_group)
@@ -69,16 +71,15 @@ def wrap(
         return BareModule(module)
     return DistributedModule(
         module,
-        strict=not _either(find_unused_parameters, given.find_unused_parameters),
-        same_every_time=_either(static_graph, given.static_graph),
-        sync_buffers=_either(broadcast_buffers, given.broadcast_buffers),
-        is_guarded=given.guard,
+        strict=not find_unused_parameters,
+        same_every_time=static_graph,
+        sync_buffers=broadcast_buffers,
+        is_guarded=here.options.guard,
         comm_hook=comm_hook,
         comm_hook_state=comm_hook_state,
         process_group=process_group if process_group is not None else dist.group.WORLD,
         # A program for one process may keep gradients over the next backward pass.
-        gradient_as_bucket_view=not current().holds_whole_batches
-        and _either(gradient_as_bucket_view, given.gradient_as_bucket_view),
+        gradient_as_bucket_view=gradient_as_bucket_view and not current().holds_whole_batches,
         **({} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}),
     )
 
@@ -87,9 +88,9 @@ def _wrap_exactly(module: nn.Module, here: World, has_own_way: bool) -> Any:
     """Return `module` in a wrapper; virtual ranks add up its gradients (collective)."""
     if has_own_way:
         raise SyncError(
-            f"wrap_parallel with a comm_hook or a process_group, and exact={here.options.exact}: gradients are "
-            "summed in one order over all virtual ranks, so neither would be used. Leave them out, or leave the "
-            "option out."
+            f"wrap_parallel with a comm_hook, a process_group or sync_batchnorm=False, and exact="
+            f"{here.options.exact}: gradients and statistics are summed in one order over all virtual ranks, so none "
+            "of these would be used. Leave them out, or leave the option out."
         )
     check_device(module, here)
     if here.world_size > 1:
@@ -144,21 +145,12 @@ def _num_bytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
 
 
-def count_steps(module: nn.Module, here: World, bucket_cap_mb: Optional[float], backend: str) -> Optional[float]:
-    """Start to diagnose the steps that train `module`, if the option is on; return its bucket size. Local."""
-    if bucket_cap_mb is None:
-        bucket_cap_mb = here.options.bucket_cap_mb
-    if bucket_cap_mb is None:
-        bucket_cap_mb = best_bucket_cap_mb(module, backend)
+def count_steps(here: World) -> None:
+    """Start to diagnose training steps, if the option is on. Local."""
     if here.options.diagnose and variables.CHECK not in os.environ:  # a proof's records are slow
         from ddpshim.job.pace import Pace
 
         current().part(Pace).begin()
-    return bucket_cap_mb
-
-
-def _either(argument: Optional[bool], option: bool) -> bool:
-    return option if argument is None else argument
 
 
 def _has_batchnorm(module: nn.Module) -> bool:

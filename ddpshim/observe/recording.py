@@ -10,7 +10,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
 from numbers import Real
 from typing import Any, Optional, Union
 
@@ -297,7 +296,7 @@ def _number(folder: checkpoint.PathLike) -> int:
 def _facts(here: World) -> dict[str, Any]:
     names = ("world_size", "local_world_size", "node_rank", "backend", "device", "launcher", "num_restarts", "seed")
     facts = {name: getattr(here, name) for name in names}
-    facts.update(device=str(here.device), cores=machine.num_cores(), options=asdict(here.options))
+    facts.update(device=str(here.device), cores=machine.num_cores(), options=here.options.changed())
     if here.device.type == "cuda":
         facts["gpu"] = torch.cuda.get_device_name(here.device)
     return {**facts, "environment": environment.describe()} if here.is_main else facts

@@ -35,11 +35,12 @@ from ddpshim.model.broadcasting import broadcast_state
 from ddpshim.model.parallel import wrap_parallel
 from ddpshim.model.reducer import average
 from ddpshim.observe.recording import numbers
-from ddpshim.options import SECTION, Options
+from ddpshim.options import SECTION
 from ddpshim.robomimic import experiment_folder, reads, rollout, virtual_ranks
 from ddpshim.robomimic.algo import AlgoState, algos, flat, trained_together
 from ddpshim.robomimic.datasets import advise_on_cache
 from ddpshim.robomimic.experiment_folder import get_exp_dir as get_exp_dir
+from ddpshim.robomimic.options import RobomimicOptions, options_of
 from ddpshim.trainers.session import Session, session
 
 T = TypeVar("T")
@@ -92,13 +93,7 @@ def start(config: Any, device: torch.device) -> torch.device:
     ranks, if their configs or code differ.
     """
     section, _run().section = _run().section, None
-    options = Options.read(section)
-    if options.accumulation_steps > 1:
-        raise OptionsError(
-            f"accumulation_steps={options.accumulation_steps} for robomimic, whose train_on_batch clears gradients, "
-            "steps and updates target networks itself, several times for actor-critics; accumulation would train a "
-            "different model. Use a smaller train.batch_size, or more ranks."
-        )
+    options = RobomimicOptions.read(section)
     if options.precision == "fp16":
         raise OptionsError(
             "precision=fp16 for robomimic: fp16 needs a loss scaler, which robomimic's optimizer code does not "
@@ -294,8 +289,8 @@ def save_model(*, ckpt_path: str, **options: Any) -> None:
         noted = contextlib.nullcontext() if in_background else checkpoint.noted(ckpt_path)
         with noted, checkpoint.written(ckpt_path, in_background=in_background) as partial:
             TrainUtils.save_model(ckpt_path=partial, **options)
-    if here.is_main and here.options.keep_models is not None:
-        experiment_folder.keep_newest(ckpt_path, here.options.keep_models, options.get("config"))
+    if here.is_main and (num_kept := options_of(here).keep_models) is not None:
+        experiment_folder.keep_newest(ckpt_path, num_kept, options.get("config"))
 
 
 def copyfile(source: str, path: str) -> None:

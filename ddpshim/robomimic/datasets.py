@@ -23,6 +23,7 @@ from ddpshim.job import machine
 from ddpshim.job.group import world
 from ddpshim.job.replaced import replaced
 from ddpshim.robomimic import batches, node_cache
+from ddpshim.robomimic.options import options_of
 
 
 def advise_on_cache(config: Any, num_ranks: int) -> None:
@@ -42,7 +43,7 @@ def _advise_on_copies(config: Any, num_ranks: int) -> None:
     files = [_loaded(path, config) for path in paths]
     num_bytes, has_images = sum(size for size, _ in files), any(images for _, images in files)
     num_workers, available = int(config.train.num_data_workers), machine.memory().available_bytes
-    is_off = world().options.node_memory == "off"
+    is_off = options_of(world()).node_memory == "off"
     advice.give(advice.on_cache(num_bytes, has_images, num_ranks, num_workers, available, is_off))
 
 
@@ -105,13 +106,11 @@ def _load_once_a_node(load: Callable[..., Any], obs_keys: Any, kind: Any, config
         return load(obs_keys=obs_keys)  # type: ignore[no-any-return]
     with node_cache.without_cache(kind) as waiting:
         datasets = load(obs_keys=obs_keys)
-    place, most_gb = here.options.node_memory, here.options.node_memory_gb
-    directory, budget_bytes = None if place == "auto" else place, None if most_gb is None else most_gb * 1e9
-    problem = node_cache.share(waiting, here, directory=directory, budget_bytes=budget_bytes)
+    place = options_of(here).node_memory
+    problem = node_cache.share(waiting, here, directory=None if place == "auto" else place)
     if problem is None:
-        for dataset in filter(None, datasets):
-            if here.options.batched_fetch:  # before the loader, which would allocate its own arrays
-                batches.attach(dataset, arrays=node_cache.Flat(dataset))
+        for dataset in filter(None, datasets):  # before the loader, which would allocate its own arrays
+            batches.attach(dataset, arrays=node_cache.Flat(dataset))
         node_cache.trim(waiting)
         return datasets  # type: ignore[no-any-return]
     if here.is_main:
@@ -123,7 +122,7 @@ def _load_once_a_node(load: Callable[..., Any], obs_keys: Any, kind: Any, config
 def _is_shared(config: Any) -> bool:
     """Whether ranks of a node share one cache: launched, with a cache, and neither disabled nor unsupported. Local."""
     here = world()
-    wanted = config.train.hdf5_cache_mode is not None and here.options.node_memory != "off"
+    wanted = config.train.hdf5_cache_mode is not None and options_of(here).node_memory != "off"
     return wanted and here.is_launched and node_memory.is_supported()
 
 
@@ -157,7 +156,7 @@ def loader(**options: Any) -> DataLoader[Any]:
     """
     dataset, batch_size, stays = options["dataset"], options["batch_size"], options.get("persistent_workers", False)
     here = world()
-    if here.is_launched and here.options.batched_fetch:
+    if here.is_launched:
         is_plain = options.get("worker_init_fn") is None and options.get("collate_fn") in (None, default_collate)
         can_stay = bool(options.get("num_workers")) and is_plain and batches.is_known(dataset)
         options["persistent_workers"] = options.get("persistent_workers") or can_stay

@@ -103,9 +103,7 @@ def _put(arrays: SharedArrays, name: str, start: int, data: Any, file: int) -> N
         arrays.write(name, start, data[()].reshape(-1))
 
 
-def share(
-    waiting: Waiting, here: World, *, directory: Optional[str] = None, budget_bytes: Optional[float] = None
-) -> Optional[str]:
+def share(waiting: Waiting, here: World, *, directory: Optional[str] = None) -> Optional[str]:
     """Give the waiting datasets one cache per node; else return why it would differ from upstream's (collective).
 
     Raises:
@@ -135,7 +133,7 @@ def share(
                 os.close(file)
                 dataset.close_and_delete_hdf5_handle()
 
-    arrays = shared_arrays(specs, fill, directory=directory, budget_bytes=budget_bytes, world=here)
+    arrays = shared_arrays(specs, fill, directory=directory, world=here)
     problem = next(filter(None, here.gather(problem)), None)
     if problem is not None:
         return problem

@@ -235,10 +235,9 @@ class Session:
                 self.recorder.step_of(noted[0])
 
     def end_epoch(self, log: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of the epoch in `log`, averaged over ranks if they are due (collective).
+        """Return the metrics of the epoch in `log`, averaged over ranks (collective).
 
-        Training metrics are due every `metrics_every_n_epochs`; validation metrics always, because they decide which
-        checkpoint is the best. Raises SyncError if ranks made different numbers of steps.
+        Raises SyncError if ranks made different numbers of steps.
         """
         here, epoch, own = world(), self._epoch, log
         trains = epoch.phase == "training"
@@ -249,13 +248,12 @@ class Session:
             if self.progress is not None and epoch.num_steps is not None:
                 self.progress.end_epoch(epoch.num_steps)
             equal_steps.check_equal_steps(f"epoch {epoch.number}")
-        every = here.options.metrics_every_n_epochs if trains else 1
         is_exact, metrics = here.options.exact is not None, self._metrics if trains else self._validation
-        if here.world_size > 1 and every and epoch.number % every == 0:
+        if here.world_size > 1:
             log = {key: float(value) for key, value in here.mean(log).items()}
             whole = metrics.of_whole_batches(epoch.batch_size)
             log.update({key: _mean(values) for key, values in whole.items() if key in log})
-        if is_exact or metrics.before or (metrics.are_weighed and here.world_size > 1 and every):
+        if is_exact or metrics.before or (metrics.are_weighed and here.world_size > 1):
             log = {**log, **{key: float(value) for key, (value, _) in metrics.joined(epoch.batch_size).items()}}
         if self.recorder is not None:
             mean = None if log is own else log

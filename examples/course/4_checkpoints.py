@@ -241,7 +241,7 @@ draw("4_resumed", curve, width=9, height=4)
 
 # %%
 def train_lean(folder, log, disturb=None):
-    world = ddpshim.setup(seed=1, options=ddpshim.Options.read(precision="bf16", accumulation_steps=2))
+    world = ddpshim.setup(seed=1, options=ddpshim.Options.read(precision="bf16"))
     policy = ddpshim.wrap_parallel(Policy())
     optimizer = torch.optim.Adam(policy.parameters(), lr=2e-3)
     scaler = world.grad_scaler()
@@ -254,7 +254,7 @@ def train_lean(folder, log, disturb=None):
                 os.kill(os.getpid(), disturb[3])
             optimizer.zero_grad()
             total = 0.0
-            for obs, action in ddpshim.accumulate(batch, policy):  # gradients are averaged in the last part
+            for obs, action in ddpshim.accumulate(batch, policy, steps=2):  # gradients are averaged in the last part
                 with world.autocast():
                     obs = obs + 0.05 * torch.randn_like(obs)
                     loss = -policy.forward_train(obs).log_prob(action).mean() / 2

@@ -11,7 +11,6 @@ from ddpshim.observe.records import Record
 from ddpshim.observe.report.results import evaluations
 from ddpshim.observe.report.run import PARTS, Run, Start
 from ddpshim.observe.report.words import between, clock, duration, first_line, ms, number, percent, rate, shown, size
-from ddpshim.options import Options
 
 _MOST_ROWS = 100
 
@@ -34,8 +33,6 @@ def headline(run: Run) -> list[tuple[str, str]]:
     best = min((epoch.valid for epoch in run.epochs if epoch.valid is not None), default=None)
     last = next((epoch.mean for epoch in reversed(run.epochs) if epoch.mean is not None), None)
     device = facts.get("gpu") or facts.get("device", "")
-    default = vars(Options())
-    changed = {k: v for k, v in facts.get("options", {}).items() if k not in default or default[k] != v}
     found = [
         *reached(run),
         ("last loss", number(last)),
@@ -46,7 +43,7 @@ def headline(run: Run) -> list[tuple[str, str]]:
         ("samples seen", f"{samples:,}" if samples else "not known"),
         ("ranks", f"{run.last.world_size} ({facts.get('backend') or 'one process'} on {device})"),
         ("began (UTC)", clock(run.starts[0].began)),
-        ("options", shown(changed) if changed else ""),
+        ("options", shown(facts["options"]) if facts.get("options") else ""),
     ]
     return [(name, value) for name, value in found if value]
 

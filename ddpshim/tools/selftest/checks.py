@@ -284,7 +284,7 @@ class Rank:
             raise SyncError(
                 f"after {_NUM_STEPS} steps {name} differs by {difference:.1e} from one process on the whole batch "
                 f"(expected below {_LIMIT:.0e}); this rank would train another model. Report this as a bug, with "
-                "the output of `python -m ddpshim env`."
+                "the output of `python -m ddpshim selftest --env`."
             )
         return f"{_NUM_STEPS} steps in float64, a weight differs by at most {largest:.1e} from one process"
 
@@ -350,7 +350,7 @@ def _expect(what: str, found: Any, expected: Any) -> None:
     if found != expected:
         raise WorldError(
             f"{what}: found {found}, expected {expected}; metrics and decisions would differ between ranks. "
-            "Report this as a bug, with the output of `python -m ddpshim env`."
+            "Report this as a bug, with the output of `python -m ddpshim selftest --env`."
         )
 
 

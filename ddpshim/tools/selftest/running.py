@@ -374,7 +374,7 @@ class _Ranks:
             others = f" ({first.error})" if first is not None else ""
             failed = SelfTestFailed(
                 f"{name}, rank {silent[0]}: no answer for {timeout_s:g} s{others}; a job would hang here. Run it again "
-                "with a longer --timeout, and with DDPSHIM_DEBUG=yes."
+                "with a longer --timeout, and with NCCL_DEBUG=INFO."
             )
             failed.rank = silent[0]
             raise failed
