@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.results import Result, alternate, main, median_and_quartiles, ratio
 from ddpshim.checkpoint import files as checkpoint
-from ddpshim.job.machine import num_cores
+from ddpshim.process.machine import num_cores
 
 _WIDTH = 1000  # a layer of 1M parameters, as the larger ones of a policy
 

@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader
 
 import ddpshim
 from benchmarks.results import Result, alternate, main, ratio
-from ddpshim.job import timing
-from ddpshim.job.job import current
-from ddpshim.job.pace import Pace
-from ddpshim.job.replaced import replaced
+from ddpshim.job.slow_step_report import Pace
 from ddpshim.model import backward
+from ddpshim.process import timing
+from ddpshim.process.job import current
+from ddpshim.process.replaced import replaced
 from tests import slowness
 from tests.ranks import run_ranks
 

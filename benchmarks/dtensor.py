@@ -27,7 +27,7 @@ from torch import nn
 
 import ddpshim
 from benchmarks.results import Result, main
-from ddpshim.job.job import current
+from ddpshim.process.job import current
 from ddpshim.rows import blocks, calls
 from ddpshim.rows.tensor import Rows, whole
 from tests.ranks import run_ranks

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import ddpshim
 from benchmarks.results import Result, alternate, main, ratio
-from ddpshim.job.job import current
+from ddpshim.process.job import current
 from tests.ranks import run_ranks
 
 _AT_MOST = 1.15  # times the main rank's wall time, divided by W

@@ -21,7 +21,7 @@ from torch import nn
 import ddpshim
 from benchmarks.results import Result, main, ratio
 from ddpshim.job import shares
-from ddpshim.job.job import current
+from ddpshim.process.job import current
 from tests.ranks import run_ranks
 
 _NO_GUARD = {"DDPSHIM_GUARD": "0"}  # it would also check the networks of the other arm

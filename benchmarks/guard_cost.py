@@ -20,9 +20,9 @@ from torch import nn
 
 import ddpshim
 from benchmarks.results import Result, main, ratio
-from ddpshim.job import watch
-from ddpshim.job.job import current
+from ddpshim.failures import hang_detector
 from ddpshim.model import guard
+from ddpshim.process.job import current
 from tests.ranks import run_ranks
 
 D_IN, HIDDEN, D_OUT, NUM_HIDDEN = 64, 1100, 14, 4  # 4.9 M parameters
@@ -96,7 +96,7 @@ def _measure(num_rounds: int, steps_per_round: int, batch_size_per_rank: int) ->
         watched_by._look()
         watched_by._look()
 
-    equality, watched_by = arms["with"].policy._equality, current().part(watch.Watch)
+    equality, watched_by = arms["with"].policy._equality, current().part(hang_detector.Watch)
     return {
         "look": statistics.median(_time_ms(look) for _ in range(200)) / 2,
         **ms,

@@ -21,7 +21,7 @@ from torch import nn
 import ddpshim
 from benchmarks.results import Result, main, ratio
 from ddpshim.job import noise, shares
-from ddpshim.job.job import current
+from ddpshim.process.job import current
 from tests.ranks import run_ranks
 
 D_OBS, HORIZON, D_ACTION, HIDDEN, NUM_HIDDEN = 64, 16, 14, 1100, 3  # 5 M parameters

@@ -307,7 +307,7 @@ PROGRAMS: dict[str, tuple[Callable[[], Callable[[], float]], int]] = {  # and th
 def needed(step: Callable[[], float]) -> dict[str, float]:
     """Return what a step on ranks needs: operations on rows, gathers and their bytes, messages of all kinds."""
     counts = sys.modules["ddpshim.rows.tensor"].Counts
-    of_job = sys.modules["ddpshim.job.job"].current().part(counts)
+    of_job = sys.modules["ddpshim.process.job"].current().part(counts)
 
     def counted() -> tuple[int, ...]:
         return of_job.on_rows, sum(of_job.gathered.values()), sum(of_job.num_bytes.values())

@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import ddpshim
 from benchmarks.results import Result, alternate, main, ratio
-from ddpshim.job.job import current
-from ddpshim.job.machine import num_cores
+from ddpshim.process.job import current
+from ddpshim.process.machine import num_cores
 from ddpshim.robomimic import rollout
 from tests.equivalence import DATA, source
 from tests.ranks import run_ranks

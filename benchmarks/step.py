@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpshim
 from benchmarks.results import Result, alternate, main, median_and_quartiles, ratio
-from ddpshim.job.job import current
 from ddpshim.model import checksums, guard
+from ddpshim.process.job import current
 from tests.ranks import free_port, run_ranks
 
 D_OBS, D_ACTION, BATCH_SIZE_PER_RANK = 64, 14, 64

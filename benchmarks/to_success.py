@@ -32,8 +32,8 @@ from typing import Any, Optional
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from ddpshim.job.machine import num_cores
 from ddpshim.observe.intervals import exact
+from ddpshim.process.machine import num_cores
 from tests.equivalence import DATA, copy_release, make_config
 from tests.preloaded import environment
 from tests.simulator import ALGORITHMS, RELEASE

@@ -37,12 +37,11 @@ if TYPE_CHECKING:
     from ddpshim.data.tfdata import shard_tfdata as shard_tfdata
     from ddpshim.data.transfer import on_device as on_device
     from ddpshim.evaluation.evaluating import evaluate as evaluate
-    from ddpshim.job.failure import abort as abort
+    from ddpshim.failures.failure import abort as abort
     from ddpshim.job.group import cleanup as cleanup
     from ddpshim.job.group import setup as setup
     from ddpshim.job.group import world as world
     from ddpshim.job.own_streams import split_random_streams as split_random_streams
-    from ddpshim.job.random_streams import shared_random_streams as shared_random_streams
     from ddpshim.job.whole_batch import whole_batch as whole_batch
     from ddpshim.job.world import World as World
     from ddpshim.launch.spawning import spawn as spawn
@@ -55,12 +54,13 @@ if TYPE_CHECKING:
     from ddpshim.observe.recording import profile as profile
     from ddpshim.observe.recording import record as record
     from ddpshim.options import Options as Options
+    from ddpshim.process.random_streams import shared_random_streams as shared_random_streams
 
 # Loaded on first use: `patch` must not wait for torch, whose import takes seconds.
 _HOMES = {
     "Options": "options",
     "World": "job.world",
-    "abort": "job.failure",
+    "abort": "failures.failure",
     "accumulate": "model.accumulation",
     "cleanup": "job.group",
     "setup": "job.group",
@@ -79,7 +79,7 @@ _HOMES = {
     "record": "observe.recording",
     "shard_iterable": "data.iterable",
     "shared_arrays": "data.node_memory",
-    "shared_random_streams": "job.random_streams",
+    "shared_random_streams": "process.random_streams",
     "shard_tfdata": "data.tfdata",
     "unwrap": "model.keys",
     "virtual_step": "model.virtual_step",

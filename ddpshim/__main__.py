@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from ddpshim import version
 from ddpshim.arguments import Parser, natural, nproc, port, positive, seconds, several
 from ddpshim.errors import DdpShimError, LaunchError
-from ddpshim.job.say import say
+from ddpshim.process.say import say
 from ddpshim.tools import example, pages
 from ddpshim.trainers.patching import command
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from ddpshim.errors import LaunchError
-from ddpshim.job.job import current
-from ddpshim.job.launch_env import PLACE
-from ddpshim.job.say import count, ranks_called
 from ddpshim.launch.spawning import spawn
+from ddpshim.process.job import current
+from ddpshim.process.launch_env import PLACE
+from ddpshim.process.say import count, ranks_called
 
 _MOST_SHOWN = 5
 _LEAST_SCALE = 1e-2  # differences are relative to at least this value: a tensor near zero is only rounding errors

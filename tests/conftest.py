@@ -93,9 +93,9 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 def _no_job_is_left() -> Iterator[None]:
     """After each test leave the job and forget it: the next test may be of any file."""
     yield
-    if "ddpshim.job.job" in sys.modules:
+    if "ddpshim.process.job" in sys.modules:
         import ddpshim
-        from ddpshim.job import job
+        from ddpshim.process import job
 
         ddpshim.cleanup()
         job.begin_next()

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ddpshim.checkpoint import find_damage
-from ddpshim.job.launch_env import EXIT_REQUEUE
+from ddpshim.process.launch_env import EXIT_REQUEUE
 from tests.equivalence import copy_release, make_config, make_data
 from tests.preloaded import Forked, environment, kill_all_in, preloaded, working_in
 from tests.ranks import free_port

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable
 
-from ddpshim.job.rank_log import has_log
+from ddpshim.process.rank_log import has_log
 from tests import trainer
 
 SKEW_S = 3 * 3600.0
@@ -145,7 +145,7 @@ def _use_toy_env() -> None:
 
 def _let_the_peer_speak() -> None:
     """Keep the rank that fails first until a peer has printed why it stops: torchrun would end the peers."""
-    from ddpshim.job import failure
+    from ddpshim.failures import failure
 
     record = failure._record_for_torchrun
 
@@ -203,8 +203,8 @@ def _break_model(kind: str, on_this_rank: bool) -> None:
 def _break_sync() -> None:
     """Never reduce gradients: each rank trains its own model."""
     import ddpshim.robomimic.calls as adapter
-    from ddpshim.job.job import current
     from ddpshim.model.reducer import Wrapped
+    from ddpshim.process.job import current
 
     prepare = adapter.prepare
 

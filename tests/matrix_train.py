@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpshim
-from ddpshim.job.launch_env import EXIT_REQUEUE
+from ddpshim.process.launch_env import EXIT_REQUEUE
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from ddpshim.job.random_streams import global_states
+from ddpshim.process.random_streams import global_states
 from examples.recorded_train import record_samples
 from tests import faults, trainer
 

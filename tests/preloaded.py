@@ -37,7 +37,7 @@ from types import ModuleType
 from typing import Any, Callable, Optional
 
 from ddpshim.job.group import settle_rounding
-from ddpshim.job.launch_env import EXIT_REQUEUE
+from ddpshim.process.launch_env import EXIT_REQUEUE
 from tests import simulated_gpus, trainer
 from tests.preloaded_commands import IMPORT_S, SOCKET, commands, patience
 from tests.ranks import OURS, free_port

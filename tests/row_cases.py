@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from ddpshim.job.job import current
+from ddpshim.process.job import current
 from ddpshim.rows.gradients import plain
 from ddpshim.rows.tensor import Counts, Rows, divided
 

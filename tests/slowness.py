@@ -24,7 +24,7 @@ import torch.distributed as dist
 import ddpshim
 import ddpshim.checkpoint
 from benchmarks.emulated import SleepingPolicy
-from ddpshim.job import events
+from ddpshim.process import events
 from tests.ranks import run_ranks
 
 NUM_RANKS, NUM_STEPS, STEP_S, OPTIMIZER_S = 4, 24, 0.25, 0.01

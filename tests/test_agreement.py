@@ -19,9 +19,9 @@ from torch.utils.data import Subset, TensorDataset
 
 import ddpshim
 from ddpshim.errors import DataError, RankError, SyncError, WorldError
-from ddpshim.job import devices
-from ddpshim.job.job import current
-from ddpshim.model import agreement, equality, guard, unused
+from ddpshim.model import equality, guard, step_check, unused
+from ddpshim.process import devices
+from ddpshim.process.job import current
 from tests.ranks import run_ranks
 
 NUM_STEPS = 24  # of three epochs
@@ -374,8 +374,8 @@ def test_a_buffer_that_grows_is_read_anew_in_each_pass() -> None:
 
 @pytest.mark.unit
 def test_on_a_gpu_what_came_is_read_some_passes_later() -> None:
-    entries, heard = torch.ones(agreement.NUM + 3), []
-    late = agreement.Agreement("Net", torch.device("cuda"))
+    entries, heard = torch.ones(step_check.NUM + 3), []
+    late = step_check.Agreement("Net", torch.device("cuda"))
     for number in range(8):
         late.fill(entries, asks=number == 2, num_steps=number)
         heard.append(late.read(entries))
@@ -420,9 +420,9 @@ def _rank_leaves_out() -> list[Any]:
     for own in ([here.rank, 3], [], [2]):
         of_rank.tell(row, own)
         found.append(of_rank.of_all(_Unread()))
-    agreed = agreement.Agreement("a network", torch.device("cpu"))
+    agreed = step_check.Agreement("a network", torch.device("cpu"))
     for leaves_out in (here.rank == 1, False):
-        entries = torch.zeros(agreement.NUM)
+        entries = torch.zeros(step_check.NUM)
         agreed.fill(entries, leaves_out=leaves_out)
         torch.distributed.all_reduce(entries)
         agreed.read(entries)

@@ -27,7 +27,8 @@ from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint import snapshot
 from ddpshim.checkpoint.background import Background, JobFailed
 from ddpshim.errors import CheckpointError, RankError
-from ddpshim.job import failure, machine
+from ddpshim.failures import failure
+from ddpshim.process import machine
 from tests.preloaded_commands import patience
 from tests.ranks import run_ranks
 

@@ -24,10 +24,10 @@ import torch.distributed as dist
 
 import ddpshim
 from ddpshim.errors import WorldError
-from ddpshim.job.job import Job
 from ddpshim.job.world import World
 from ddpshim.launch.rank import _hide_clock
 from ddpshim.options import Options
+from ddpshim.process.job import Job
 from ddpshim.trainers.unedited import clock
 from ddpshim.trainers.unedited.clock import Clock
 from tests.ranks import run_ranks

@@ -14,11 +14,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import ddpshim
-from ddpshim.job import events, machine, meter, pace, timing
+from ddpshim.job import meter, slow_step_report
 from ddpshim.job.meter import PHASES, Clock, Meter
-from ddpshim.job.pace import Pace
-from ddpshim.job.say import say
+from ddpshim.job.slow_step_report import Pace
 from ddpshim.job.slowness import Finding, judge
+from ddpshim.process import events, machine, timing
+from ddpshim.process.say import say
 from tests import slowness
 from tests.ranks import run_ranks
 
@@ -242,8 +243,8 @@ def test_more_workers_are_advised_where_there_are_cores(
     num_ranks: int, own_cores: int, num_cores: int, num_workers: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last two: each rank is bound to half of the machine's cores."""
-    monkeypatch.setattr(pace, "world", lambda: SimpleNamespace(local_world_size=num_ranks))
-    monkeypatch.setattr(pace.os, "cpu_count", lambda: num_cores)
+    monkeypatch.setattr(slow_step_report, "world", lambda: SimpleNamespace(local_world_size=num_ranks))
+    monkeypatch.setattr(slow_step_report.os, "cpu_count", lambda: num_cores)
     monkeypatch.setattr(machine, "cores", lambda: frozenset(range(own_cores)))
     monkeypatch.setattr(machine, "core_quota", lambda: None)
     kept = Pace()
@@ -261,7 +262,9 @@ def test_a_line_after_twenty_steps_where_there_is_something_to_say(
     ddpshim.cleanup()
     kept._end()
     said = [line for line in capsys.readouterr().err.splitlines() if "steps" in line]
-    assert [(note["phase"], note["steps"]) for note in notes] == [("save", pace.FIRST_LOOK)], "it is said once"
+    assert [(note["phase"], note["steps"]) for note in notes] == [("save", slow_step_report.FIRST_LOOK)], (
+        "it is said once"
+    )
     assert said == [f"ddpshim: after 20 steps: {notes[0]['said']} (DDPSHIM_DIAGNOSE=no turns this off)"]
     assert timing.running is None
 
@@ -288,7 +291,7 @@ class _Mark:
 
 def test_on_a_gpu_its_own_times_count_and_nothing_waits(time: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     num_marks = []
-    for module in (meter, pace):
+    for module in (meter, slow_step_report):
         monkeypatch.setattr(module, "mark", lambda: (num_marks.append(1), _Mark(time))[1])
     kept = Pace()
     looks = _looks(kept)

@@ -21,7 +21,7 @@ import ddpshim
 import ddpshim.__main__ as command_line
 from ddpshim import checkpoint as checkpoints
 from ddpshim.job.world import World
-from ddpshim.model.transparent import BareModule
+from ddpshim.model.wrapper import BareModule
 from ddpshim.robomimic.options import RobomimicOptions
 from tests import pages
 from tests.equivalence import copy_release, make_run_config

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from ddpshim.data.loader import make_loader
 from ddpshim.droid import calls as adapter
-from ddpshim.job.random_streams import rank_states, restore_rank_states
 from ddpshim.model.parallel import wrap_parallel
+from ddpshim.process.random_streams import rank_states, restore_rank_states
 from ddpshim.trainers.patching import files as patching
 from tests.droid import (
     BATCH_SIZE,

@@ -16,9 +16,9 @@ import torch
 
 import ddpshim
 from ddpshim.__main__ import main
-from ddpshim.job import machine
 from ddpshim.observe import environment
 from ddpshim.observe.environment import as_text, describe
+from ddpshim.process import machine
 from ddpshim.robomimic import adapter
 from ddpshim.trainers.patching import files, in_memory
 from tests.preloaded_commands import patience

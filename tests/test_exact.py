@@ -20,12 +20,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ddpshim
 from ddpshim.errors import DataError, DdpShimError, OptionsError, SyncError, WorldError
-from ddpshim.job.job import current
-from ddpshim.job.replaced import replaced
 from ddpshim.model import guard, shared_sum
 from ddpshim.model.backward import Passes
 from ddpshim.model.exact import Networks
 from ddpshim.options import Options
+from ddpshim.process.job import current
+from ddpshim.process.replaced import replaced
 from tests import exact
 from tests.ranks import run_ranks
 

@@ -15,8 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from ddpshim.errors import SyncError
-from ddpshim.job import failure, failure_notes
-from ddpshim.job.job import current
+from ddpshim.failures import failure, failure_notes
+from ddpshim.process.job import current
 from tests.equivalence import source
 from tests.fault_table import FAULTS, HEAD, RELEASE, Fault, _lasting, _without_owner, complaints, inject
 

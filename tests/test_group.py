@@ -30,10 +30,12 @@ from torch.utils.data import DataLoader
 import ddpshim
 from ddpshim import LaunchError, World, WorldError, cleanup, setup
 from ddpshim.errors import RankError
-from ddpshim.job import devices, failure, process_group, rendezvous
-from ddpshim.job import job as jobs
-from ddpshim.job.devices import backend_of, choose_backend
+from ddpshim.failures import failure, rendezvous
+from ddpshim.job import process_group
 from ddpshim.observe import records
+from ddpshim.process import devices
+from ddpshim.process import job as jobs
+from ddpshim.process.devices import backend_of, choose_backend
 from tests.preloaded import preloaded
 from tests.preloaded_commands import patience
 from tests.ranks import _server, free_port, run_ranks

@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddpshim
 from ddpshim.errors import RankError, SyncError
-from ddpshim.job import failure
-from ddpshim.job.job import current
+from ddpshim.failures import failure
+from ddpshim.failures.hang_detector import Watch
 from ddpshim.job.process_group import ENDS_THREADS
-from ddpshim.job.watch import Watch
 from ddpshim.model import checksums, guard
+from ddpshim.process.job import current
 from tests.ranks import free_port, run_ranks
 
 B, D_IN, D_OUT = 8, 5, 3

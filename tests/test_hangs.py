@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import ddpshim
-from ddpshim.job import failure, hangs, machine, progress, watch
-from ddpshim.job.failure_notes import is_late
-from ddpshim.job.hangs import Standing, Waits, describe, judge
-from ddpshim.job.job import Job, current
-from ddpshim.job.progress import Frame, Progress, place_of
+from ddpshim.failures import failure, hang_detector, hangs
+from ddpshim.failures.failure_notes import is_late
+from ddpshim.failures.hangs import Standing, Waits, describe, judge
 from ddpshim.model import guard
+from ddpshim.process import machine, progress
+from ddpshim.process.job import Job, current
+from ddpshim.process.progress import Frame, Progress, place_of
 from tests.ranks import run_ranks
 
 TIMEOUT_S = 1800.0
@@ -173,9 +174,9 @@ def _stay_away() -> tuple[list[str], list[str]]:
         errors.append(str(error))
         over.set()
 
-    failure.abort, watch.say = abort, lambda text, directly: said.append(text)  # type: ignore[assignment]
-    hangs.FLOOR_S, watch._AGAIN_S, watch._LOOK_EVERY_S = 0.2, 0.2, 0.05
-    current().part(watch.Watch)._every_s = 0.05
+    failure.abort, hang_detector.say = abort, lambda text, directly: said.append(text)  # type: ignore[assignment]
+    hangs.FLOOR_S, hang_detector._AGAIN_S, hang_detector._LOOK_EVERY_S = 0.2, 0.2, 0.05
+    current().part(hang_detector.Watch)._every_s = 0.05
     net = ddpshim.wrap_parallel(torch.nn.Linear(2, 1))
     net(torch.ones(1, 2)).sum().backward()
     if here.rank == 1:
@@ -235,7 +236,7 @@ def test_where_nccl_gives_no_error_a_rank_that_waits_in_vain_ends(
     monkeypatch.setattr(failure, "first", lambda: failed)
     monkeypatch.setattr(failure, "is_there", lambda store, key: False)
     for is_on_gpu, gets_no_errors, site in ((False, True, "a.py:3"), (True, False, "a.py:3"), (True, True, "a.py:3")):
-        watched = watch.Watch()
+        watched = hang_detector.Watch()
         watched._rank, watched._round, watched._store, watched._timeout_s = 0, 0, None, 100.0
         watched._is_on_gpu, watched._gets_no_errors = is_on_gpu, gets_no_errors
         watched._waits = hangs.Waits(100.0)
@@ -250,7 +251,7 @@ def test_where_nccl_gives_no_error_a_rank_that_waits_in_vain_ends(
 
 
 def test_a_watch_that_was_not_begun_says_nothing() -> None:
-    idle = Job().part(watch.Watch)
+    idle = Job().part(hang_detector.Watch)
     idle.end()
     assert (idle.describe_left(), idle.describe_others()) == ("", "")
     assert progress.frames_of(0) == []

@@ -11,10 +11,10 @@ import zlib
 import pytest
 
 from ddpshim.errors import LaunchError
-from ddpshim.job import rendezvous
-from ddpshim.job.launch_env import LaunchEnv, read_launch_env
-from ddpshim.job.port import check_name, check_port
-from ddpshim.job.schedulers import expand_nodelist
+from ddpshim.failures import rendezvous
+from ddpshim.failures.port import check_name, check_port
+from ddpshim.process.launch_env import LaunchEnv, read_launch_env
+from ddpshim.process.schedulers import expand_nodelist
 from tests.ranks import free_port
 
 TORCHRUN = {

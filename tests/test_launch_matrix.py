@@ -18,7 +18,7 @@ from typing import Any, Optional
 
 import pytest
 
-from ddpshim.job.launch_env import read_launch_env
+from ddpshim.process.launch_env import read_launch_env
 from tests import ranks
 from tests.equivalence import copy_release, fork, make_config, make_data, source
 from tests.preloaded import environment, kill_all_in, preloaded

@@ -40,11 +40,18 @@ TRAINERS = (
 ALLOWED = {"torch", "packaging", "ddpshim", *sys.stdlib_module_names} if sys.version_info >= (3, 10) else None
 
 
+def _is_for_types(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
 def _imports(source: str) -> list[tuple[str, bool]]:
-    """Each imported module or name, and whether it is imported as the file is: at its top level, not for types only."""
+    """Each imported module or name, except for types, and whether it is imported with the file: at its top level."""
     tree = ast.parse(source)
     out = []
+    for_types = {inner for node in tree.body if _is_for_types(node) for inner in ast.walk(node)}
     for node in ast.walk(tree):
+        if node in for_types:
+            continue
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
             names = [f"{node.module}.{a.name}" for a in node.names] if node.module == "ddpshim" else [node.module]
@@ -147,7 +154,7 @@ def test_public_names() -> None:
     assert set(ddpshim.__all__) <= set(dir(ddpshim))
 
 
-# What a process keeps, and a job does not: `cleanup()` leaves it. All else is in `job.job.Job`.
+# What a process keeps, and a job does not: `cleanup()` leaves it. All else is in `process.job.Job`.
 OF_THE_PROCESS = {
     "adapters.packages": "what is installed",
     "checkpoint.files._writer": "the process that writes in the background serves later jobs, too",
@@ -158,18 +165,18 @@ OF_THE_PROCESS = {
     "tools.check.sketches._signs": "a function of a number",
     "job.process_group._kept": "groups that torch before 2.8 cannot end",
     "job.process_group._worlds": "how many there were: a store keeps the keys of the one before",
-    "job.unshared.watch": "torch's hook of all optimizers is the process's",
-    "job.say.say_once": "lines that were said",
-    "job.users_line._is_of_program": "a function of a file's name",
-    "trainers.unedited.slipped._listen": "Python has no way to take back an audit hook",
-    "trainers.unedited.slipped._is_private": "what that hook asks, while files are private",
-    "job.job._current": "the job itself",
-    "job.timing.running": "a block of code that is measured",
-    "job.events._records": "an open file",
-    "job.preemption._state": "signal handlers: a job that a signal asks to leave keeps them to the end of the process",
-    "job.random_streams._shared": "a block of code that draws alike on all ranks",
+    "failures.unsynced_check.watch": "torch's hook of all optimizers is the process's",
+    "process.say.say_once": "lines that were said",
+    "process.users_line._is_of_program": "a function of a file's name",
+    "trainers.unedited.write_audit._listen": "Python has no way to take back an audit hook",
+    "trainers.unedited.write_audit._is_private": "what that hook asks, while files are private",
+    "process.job._current": "the job itself",
+    "process.timing.running": "a block of code that is measured",
+    "process.events._records": "an open file",
+    "failures.preemption._state": "signal handlers: a job that a signal asks to leave keeps them",
+    "process.random_streams._shared": "a block of code that draws alike on all ranks",
     "observe.records._state": "an open file, in which the end of a run is noted after cleanup()",
-    "job.rendezvous._state": "the store of a launcher's address: its server must outlive its clients",
+    "failures.rendezvous._state": "the store of a launcher's address: its server must outlive its clients",
     "rows.blocks._part_of": "numbers, by numbers",
     "rows.gradients._made": "classes of the program, by class",
     "robomimic.known.digest": "of code, by the code",

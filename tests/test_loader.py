@@ -24,9 +24,9 @@ from ddpshim.data.learning_rate import scale_lr
 from ddpshim.data.loader import make_loader
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
-from ddpshim.job import job as jobs
 from ddpshim.job.world import World
 from ddpshim.options import Options
+from ddpshim.process import job as jobs
 from tests.ranks import run_ranks
 
 
@@ -48,7 +48,7 @@ class Side:
         self._num_read += 1
         return self._post[self._num_read - 1]
 
-    def hand_out(self, name, value):
+    def answers_of_main(self, name, value):
         return self.run_on_main(lambda: value)
 
     def broadcast(self, value):

@@ -14,7 +14,7 @@ import pytest
 import ddpshim
 from ddpshim.data import advice
 from ddpshim.data.advice import Share
-from ddpshim.job import machine, say
+from ddpshim.process import machine, say
 from ddpshim.robomimic import datasets
 from tests.ranks import run_ranks
 
@@ -210,7 +210,7 @@ def test_make_loader_advises_once_and_on_the_main_rank() -> None:
 
 _STEPS = """
 import os, resource
-from ddpshim.job import freed_memory
+from ddpshim.process import freed_memory
 kept = freed_memory.keep(os.environ)
 for step in range(6):
     if step == 3:

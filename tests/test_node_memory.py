@@ -21,8 +21,8 @@ import ddpshim
 from ddpshim.data import node_memory
 from ddpshim.data.node_memory import SharedArrays, shared_arrays
 from ddpshim.errors import DataError, RankError, WorldError
-from ddpshim.job import machine, say
 from ddpshim.job.world import World
+from ddpshim.process import machine, say
 from ddpshim.robomimic import batches, datasets, known, node_cache
 from ddpshim.robomimic.options import RobomimicOptions
 from tests.ranks import _server, run_ranks

@@ -33,8 +33,8 @@ from torch.utils.data import (
 import ddpshim
 from ddpshim.errors import DataError, SyncError
 from ddpshim.job import noise, shares
-from ddpshim.job.seeds import seed_everything
 from ddpshim.options import Options
+from ddpshim.process.seeds import seed_everything
 from ddpshim.trainers.session import _Metrics
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh
 from tests.ranks import run_ranks

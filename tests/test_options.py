@@ -17,10 +17,10 @@ from torch import nn
 import ddpshim
 from ddpshim import near_names
 from ddpshim.errors import DataError, OptionsError
-from ddpshim.job.job import current
 from ddpshim.job.meter import PARTS
 from ddpshim.observe.report.run import load
 from ddpshim.options import Options
+from ddpshim.process.job import current
 from ddpshim.robomimic.options import RobomimicOptions, options_of
 from ddpshim.tools.pages import text_of
 from tests import outputs

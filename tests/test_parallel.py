@@ -23,15 +23,15 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import ddpshim
 from ddpshim.errors import RankError, SyncError
-from ddpshim.job.job import current
 from ddpshim.job.process_group import ENDS_THREADS
-from ddpshim.model import backward, guard, order, refused
+from ddpshim.model import backward, guard, send_order, unsupported
 from ddpshim.model.data_parallel import DataParallelModule
 from ddpshim.model.inputs import moved
 from ddpshim.model.keys import portable_keys
 from ddpshim.model.reducer import _Pass
-from ddpshim.model.transparent import BareModule
+from ddpshim.model.wrapper import BareModule
 from ddpshim.model.wrapping import best_bucket_cap_mb
+from ddpshim.process.job import current
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh
 from tests.preloaded_commands import patience
 from tests.ranks import run_ranks
@@ -1349,15 +1349,15 @@ def test_gloo_on_a_stream_of_ones_own_is_refused_where_torch_loses_gradients(mon
     gpu = torch.device("cuda", 0)
     for version, needs in (("2.1.0+cu121", True), ("2.10.1", True), ("2.11.0+cu130", False), ("2.15.0", False)):
         monkeypatch.setattr(torch, "__version__", version)
-        assert refused.needs_default_stream(gpu, "gloo") is needs
-        assert not refused.needs_default_stream(gpu, "nccl")
-        assert not refused.needs_default_stream(torch.device("cpu"), "gloo")
+        assert unsupported.needs_default_stream(gpu, "gloo") is needs
+        assert not unsupported.needs_default_stream(gpu, "nccl")
+        assert not unsupported.needs_default_stream(torch.device("cpu"), "gloo")
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: 0)
-    refused.check_stream(gpu)
+    unsupported.check_stream(gpu)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: 7)
     with pytest.raises(SyncError, match=r"on a CUDA stream of its own, through gloo.*Upgrade to torch 2.11"):
-        refused.check_stream(gpu)
+        unsupported.check_stream(gpu)
 
 
 @pytest.mark.unit
@@ -1641,7 +1641,7 @@ def _rank_cannot_reduce() -> list[str]:
         with torch.random.fork_rng():
             torch.manual_seed(3)
             net = make()
-        current().part(order.Orders)._of_groups.clear()  # each network is the only one
+        current().part(send_order.Orders)._of_groups.clear()  # each network is the only one
         ddpshim.wrap_parallel(net)
         try:
             act(net)

@@ -916,7 +916,16 @@ def test_the_program_runs_from_an_installed_layout(toy: Toy, tmp_path: Path) -> 
     # Only these modules, with package data beside them: nothing else is needed, torch least of all.
     package = tmp_path / "lib" / "ddpshim"
     package.mkdir(parents=True)
-    modules = ("__main__", "adapters", "errors", "reading", "variables", "job.launch_env", "job.say", "launch.slurm")
+    modules = (
+        "__main__",
+        "adapters",
+        "errors",
+        "reading",
+        "variables",
+        "process.launch_env",
+        "process.say",
+        "launch.slurm",
+    )
     modules += (
         "robomimic.adapter",
         "robomimic.known",

@@ -16,8 +16,8 @@ import ddpshim.__main__ as command_line
 from ddpshim import Options
 from ddpshim.errors import LaunchError, OptionsError
 from ddpshim.job import precision
-from ddpshim.job.devices import limit_memory
-from ddpshim.job.job import Job
+from ddpshim.process.devices import limit_memory
+from ddpshim.process.job import Job
 
 
 def _net() -> nn.Sequential:

@@ -37,13 +37,13 @@ import torch.distributed as dist
 
 import ddpshim
 from ddpshim.errors import SyncError
-from ddpshim.job.job import Job
 from ddpshim.job.world import World
+from ddpshim.process.job import Job
 from ddpshim.trainers.unedited import saves
 from ddpshim.trainers.unedited.clock import Clock
 from ddpshim.trainers.unedited.commands import Commands
-from ddpshim.trainers.unedited.layers import View
-from ddpshim.trainers.unedited.mains_changes import MainsChanges
+from ddpshim.trainers.unedited.file_overlay import View
+from ddpshim.trainers.unedited.main_file_log import MainsChanges
 from ddpshim.trainers.unedited.private_files import PrivateFiles
 from tests.ranks import run_ranks
 

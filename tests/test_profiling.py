@@ -16,8 +16,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import ddpshim
 from ddpshim.errors import RankError
-from ddpshim.job import machine, meter, timing
+from ddpshim.job import meter
 from ddpshim.job.meter import PARTS, Meter
+from ddpshim.process import machine, timing
 from tests.ranks import run_ranks
 
 TORCHS_NEXT = _BaseDataLoaderIter.__next__

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from ddpshim.job.replaced import replaced
+from ddpshim.process.replaced import replaced
 
 
 class Base:

@@ -19,11 +19,11 @@ from ddpshim.checkpoint import last_save, resume
 from ddpshim.checkpoint.progress_folder import find_progress
 from ddpshim.checkpoint.resume import Resumable
 from ddpshim.errors import CheckpointError, RankError
-from ddpshim.job import preemption
+from ddpshim.failures import preemption
 from ddpshim.job.group import has_world
-from ddpshim.job.launch_env import EXIT_REQUEUE
-from ddpshim.job.random_streams import rank_states, restore_rank_states
 from ddpshim.job.world import World
+from ddpshim.process.launch_env import EXIT_REQUEUE
+from ddpshim.process.random_streams import rank_states, restore_rank_states
 from tests import equivalence
 from tests.equivalence import copy_release, source
 from tests.interruptions import interrupt
@@ -368,7 +368,7 @@ def test_a_rank_that_cannot_end_by_itself_is_ended(
 ) -> None:
     program = f"""
 import os, signal, time, torch.distributed as dist
-from ddpshim.job import failure, preemption
+from ddpshim.failures import failure, preemption
 store = dist.HashStore()
 {f'failure.claim(store, "first_failure", "{claimed}")' if claimed else ""}
 failure.arm(5, store)
@@ -387,8 +387,8 @@ while time.monotonic() < end: pass
 GROUP = """
 import multiprocessing, os, signal
 import ddpshim
-from ddpshim.job import preemption
-from ddpshim.job.random_streams import rank_states, restore_rank_states
+from ddpshim.failures import preemption
+from ddpshim.process.random_streams import rank_states, restore_rank_states
 from ddpshim.job.world import World
 from tests.test_resume import NUMBERS
 

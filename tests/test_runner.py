@@ -29,11 +29,12 @@ import ddpshim.__main__ as command_line
 from ddpshim import variables
 from ddpshim.checkpoint import last_save
 from ddpshim.errors import LaunchError, WorldError
-from ddpshim.job import failure, failure_notes, rank_log
-from ddpshim.job.launch_env import EXIT_REQUEUE, read_launch_env
+from ddpshim.failures import failure, failure_notes
 from ddpshim.launch import alone, first_failure, runner, warm
 from ddpshim.launch.runner import Launch
 from ddpshim.observe import records
+from ddpshim.process import rank_log
+from ddpshim.process.launch_env import EXIT_REQUEUE, read_launch_env
 from ddpshim.robomimic.options import RobomimicOptions
 from tests import ranks
 from tests.preloaded import kill_all_in, working_in

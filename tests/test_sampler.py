@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, Wei
 
 from ddpshim.data.epochs import EpochCounter
 from ddpshim.data.torchs_order import _Permuted, _without_lists
-from ddpshim.job.random_streams import PrivateRandom
+from ddpshim.process.random_streams import PrivateRandom
 
 
 def global_draws():

@@ -34,9 +34,9 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import ddpshim
 from ddpshim.errors import SyncError
-from ddpshim.job.replaced import replaced
-from ddpshim.job.say import say
-from ddpshim.model import seams
+from ddpshim.model import torch_private
+from ddpshim.process.replaced import replaced
+from ddpshim.process.say import say
 from tests.preloaded_commands import patience
 from tests.ranks import run_ranks
 
@@ -61,16 +61,19 @@ SEAMS = [
     Seam("_rebuild_buckets", "model/reducer.py", "test_torchs_reducer_armed_by_hand", REDUCER),
     Seam("_remove_autograd_hooks", "model/reducer.py", "test_torchs_reducer_armed_by_hand", REDUCER),
     Seam(
-        "_C _distributed_c10d", "model/seams.py", "test_torchs_reducer_armed_by_hand", "torch/distributed/__init__.py"
+        "_C _distributed_c10d",
+        "model/torch_private.py",
+        "test_torchs_reducer_armed_by_hand",
+        "torch/distributed/__init__.py",
     ),
-    Seam("_set_params_and_buffers_to_ignore_for_model", "model/seams.py", "test_ignored_parameters", WRAPPER),
-    Seam("_sync_module_states", "model/seams.py", "test_the_wrapper_sends_nothing", WRAPPER),
-    Seam("_ddp_params_and_buffers_to_ignore", "model/seams.py", "test_ignored_parameters", WRAPPER),
+    Seam("_set_params_and_buffers_to_ignore_for_model", "model/torch_private.py", "test_ignored_parameters", WRAPPER),
+    Seam("_sync_module_states", "model/torch_private.py", "test_the_wrapper_sends_nothing", WRAPPER),
+    Seam("_ddp_params_and_buffers_to_ignore", "model/torch_private.py", "test_ignored_parameters", WRAPPER),
     Seam("_build_params_for_reducer", "model/reducer.py", "test_torchs_reducer_armed_by_hand", WRAPPER),
     Seam("_build_debug_param_to_name_mapping", "model/reducer.py", "test_torchs_reducer_armed_by_hand", WRAPPER),
     Seam("_inside_ddp_forward", "model/reducer.py", "test_graphs_are_split_inside_of_ddps_forward", WRAPPER),
-    Seam("_execution_engine", "model/seams.py", "test_a_callback_runs_at_the_end", "torch/autograd/graph.py"),
-    Seam("_foreach_copy_", "model/seams.py", "test_copies_in_one_call", "torch/optim/_multi_tensor"),
+    Seam("_execution_engine", "model/torch_private.py", "test_a_callback_runs_at_the_end", "torch/autograd/graph.py"),
+    Seam("_foreach_copy_", "model/torch_private.py", "test_copies_in_one_call", "torch/optim/_multi_tensor"),
     Seam("_foreach_norm", "robomimic/reads.py", "test_norms_in_one_call", "torch/nn/utils/clip_grad.py"),
     Seam("_BatchNorm", "model/wrapping.py", "test_batch_norms", "torch/nn/modules/batchnorm.py"),
     Seam(
@@ -93,10 +96,10 @@ SEAMS = [
     Seam("_save _open_zipfile_writer", "checkpoint/snapshot.py", "test_save_writes_records", "torch/serialization.py"),
     Seam("_input_metadata", "tools/check/precision.py", "test_a_node_tells_the_dtype", "torch/csrc/autograd"),
     Seam("_orig_mod", "model/keys.py", "test_a_compiled_module_holds_its_own", "torch/_dynamo/eval_frame.py"),
-    Seam("_parameters _buffers _modules", "model/transparent.py", "test_a_modules_dictionaries", MODULE),
-    Seam("_non_persistent_buffers_set", "model/transparent.py", "test_a_modules_dictionaries", MODULE),
-    Seam("_load_state_dict_post_hooks", "model/transparent.py", "test_a_modules_dictionaries", MODULE),
-    Seam("_apply _load_from_state_dict", "model/transparent.py", "test_a_modules_dictionaries", MODULE),
+    Seam("_parameters _buffers _modules", "model/wrapper.py", "test_a_modules_dictionaries", MODULE),
+    Seam("_non_persistent_buffers_set", "model/wrapper.py", "test_a_modules_dictionaries", MODULE),
+    Seam("_load_state_dict_post_hooks", "model/wrapper.py", "test_a_modules_dictionaries", MODULE),
+    Seam("_apply _load_from_state_dict", "model/wrapper.py", "test_a_modules_dictionaries", MODULE),
     Seam(
         "_start",
         "launch/signals.py",
@@ -105,7 +108,7 @@ SEAMS = [
     ),
     Seam(
         "_get_sequence_number_for_group",
-        "job/unshared.py",
+        "failures/unsynced_check.py",
         "test_a_group_counts_its_collectives",
         "torch/distributed/distributed_c10d",
     ),
@@ -118,11 +121,11 @@ SEAMS = [
     Seam("_is_torch_function_mode_enabled", "rows/calls.py", "test_a_mode_over_functions", "torch/overrides.py"),
     Seam("_functorch", "trainers/unedited/networks.py", "test_a_transform_is_seen", "torch/_functorch/pyfunctorch.py"),
     Seam("_version", "model/running_sum.py", "test_a_tensor_counts_its_changes", "torch/_tensor: documented"),
-    Seam("_run_exitfuncs", "job/failure.py", "test_exit_handlers_can_be_run", "Lib/atexit"),
+    Seam("_run_exitfuncs", "failures/failure.py", "test_exit_handlers_can_be_run", "Lib/atexit"),
     Seam("_inheriting", "auto.py", "test_a_spawned_child_knows", "Lib/multiprocessing/spawn.py"),
-    Seam("_getframe", "trainers/unedited/leaving.py", "test_frames", "Lib/sys"),
-    Seam("_current_frames", "job/progress.py", "test_frames", "Lib/sys: documented"),
-    Seam("_exit", "job/failure.py", "test_frames", "Lib/os: documented"),
+    Seam("_getframe", "trainers/unedited/hand_back.py", "test_frames", "Lib/sys"),
+    Seam("_current_frames", "process/progress.py", "test_frames", "Lib/sys: documented"),
+    Seam("_exit", "failures/failure.py", "test_frames", "Lib/os: documented"),
     Seam("_fields", "model/accumulation.py", "test_named_tuples", "Lib/collections: documented"),
     Seam("_asdict", "trainers/patching/patchset.py", "test_named_tuples", "Lib/collections: documented"),
     Seam("_SubParsersAction", "arguments.py", "test_frames", "only an annotation: argparse has no public name for it"),
@@ -132,7 +135,7 @@ SEAMS = [
         "test_rmtree_compares_inodes",
         "Lib/shutil.py, rmtree",
     ),
-    Seam("_instances", "job/say.py", "test_an_open_progress_bar", "tqdm/std.py, tqdm.__new__"),
+    Seam("_instances", "process/say.py", "test_an_open_progress_bar", "tqdm/std.py, tqdm.__new__"),
     Seam("_option_string_actions", "arguments.py", "test_options_of_a_parser", "argparse.py, _ActionsContainer"),
 ]
 # Of robomimic's datasets and algorithms, of tf.data, and of wrappers of environments; `python -m ddpshim patch
@@ -232,7 +235,7 @@ def _net() -> nn.Module:
 
 
 def _arm_by_hand() -> list[Any]:
-    seams.refuse_unknown_torch()
+    torch_private.refuse_unknown_torch()
     net = _net()
     wrapped = DistributedDataParallel(net)
     parameters, are_sparse = wrapped._build_params_for_reducer()
@@ -251,10 +254,10 @@ def _arm_by_hand() -> list[Any]:
         for index, parameter in enumerate(parameters):
             if parameter.grad is None:
                 reducer._autograd_hook(index)
-        seams.at_end_of_pass(reducer._check_reducer_finalized)
+        torch_private.at_end_of_pass(reducer._check_reducer_finalized)
 
     hidden = net[:2](x)
-    hidden.register_hook(lambda gradient: seams.at_end_of_pass(complete))
+    hidden.register_hook(lambda gradient: torch_private.at_end_of_pass(complete))
     hidden.sum().backward()
     reducer._remove_autograd_hooks()
     return [
@@ -279,7 +282,7 @@ def test_torchs_reducer_armed_by_hand_waits_for_every_parameter() -> None:
 
 def _ignore() -> list[str]:
     net = _net()
-    take_back = seams.ignore_in_wrapper(net, ["0.weight"])
+    take_back = torch_private.ignore_in_wrapper(net, ["0.weight"])
     wrapped = DistributedDataParallel(net)
     take_back()
     names = wrapped._build_debug_param_to_name_mapping(wrapped._build_params_for_reducer()[0])
@@ -293,7 +296,7 @@ def test_ignored_parameters_are_left_out_while_the_wrapper_is_made() -> None:
 def _send_nothing() -> float:
     network = nn.Linear(1, 1)
     nn.init.constant_(network.weight, dist.get_rank())
-    with seams.nothing_sent_at_first():
+    with torch_private.nothing_sent_at_first():
         DistributedDataParallel(network)
     return network.weight.item()
 
@@ -333,7 +336,7 @@ def test_a_callback_runs_at_the_end_of_the_backward_pass() -> None:
     leaf = torch.ones(2, requires_grad=True)
 
     def begin(gradient: torch.Tensor) -> None:
-        seams.at_end_of_pass(lambda: order.append(f"end, grad {leaf.grad.tolist()}"))  # type: ignore[union-attr]
+        torch_private.at_end_of_pass(lambda: order.append(f"end, grad {leaf.grad.tolist()}"))  # type: ignore[union-attr]
         order.append("begin")
 
     (hidden := (leaf * 3)).register_hook(begin)
@@ -346,7 +349,7 @@ def test_a_callback_runs_at_the_end_of_the_backward_pass() -> None:
 def test_copies_in_one_call_are_those_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         targets = [torch.zeros(2), torch.zeros(1, 3, dtype=torch.float64)]
-        seams.copy_all(targets, [torch.ones(2), torch.full((1, 3), 2.0)])
+        torch_private.copy_all(targets, [torch.ones(2), torch.full((1, 3), 2.0)])
         assert [t.tolist() for t in targets] == [[1, 1], [[2, 2, 2]]]
         monkeypatch.delattr(torch, "_foreach_copy_", raising=False)
 
@@ -591,10 +594,10 @@ def test_named_tuples_tell_their_fields() -> None:
 
 @pytest.mark.unit
 def test_a_torch_without_a_private_name_of_its_reducer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    seams.refuse_unknown_torch()
-    monkeypatch.setattr(seams, "REDUCER", (*seams.REDUCER, "_gone"))
+    torch_private.refuse_unknown_torch()
+    monkeypatch.setattr(torch_private, "REDUCER", (*torch_private.REDUCER, "_gone"))
     with pytest.raises(SyncError, match=r"has no Reducer\._gone, by which a backward pass activates DDP's reducer"):
-        seams.refuse_unknown_torch()
+        torch_private.refuse_unknown_torch()
 
 
 class _Outer(torch.Tensor):

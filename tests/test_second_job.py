@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpshim
-from ddpshim.job import job as jobs
-from ddpshim.job.job import current
 from ddpshim.model import guard
+from ddpshim.process import job as jobs
+from ddpshim.process.job import current
 from tests.ranks import free_port, run_ranks
 
 NUM_JOBS, NUM_STEPS, B = 10, 3, 8

@@ -20,7 +20,7 @@ import torch
 
 from ddpshim.__main__ import main
 from ddpshim.errors import LaunchError, WorldError
-from ddpshim.job import failure
+from ddpshim.failures import failure
 from ddpshim.tools.selftest import checks
 from ddpshim.tools.selftest import running as selftest
 from ddpshim.tools.selftest.checks import Outcome, Place, run_rank

@@ -17,10 +17,10 @@ from torch.utils.data import default_collate
 
 from ddpshim.data import mailbox, share_loader
 from ddpshim.data.loader import make_loader
-from ddpshim.data.parts import divide
+from ddpshim.data.loader_builder import divide
 from ddpshim.errors import DataError
-from ddpshim.job import say
 from ddpshim.options import Options
+from ddpshim.process import say
 from ddpshim.robomimic import batches as sequences
 from ddpshim.robomimic import datasets, windows
 from tests import sequences as demos
@@ -34,7 +34,7 @@ HERE = SimpleNamespace(
     device=torch.device("cpu"),
     gather=lambda value: [value],
     run_on_main=lambda function, *args: function(*args),
-    hand_out=lambda name, value: value,
+    answers_of_main=lambda name, value: value,
     broadcast=lambda value: value,
 )
 

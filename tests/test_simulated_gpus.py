@@ -20,10 +20,10 @@ from torch.utils._device import DeviceContext
 
 import ddpshim
 from ddpshim.checkpoint import snapshot
-from ddpshim.job import events
-from ddpshim.job.job import current
-from ddpshim.job.pace import Pace
-from ddpshim.job.replaced import replaced
+from ddpshim.job.slow_step_report import Pace
+from ddpshim.process import events
+from ddpshim.process.job import current
+from ddpshim.process.replaced import replaced
 from ddpshim.rows import calls
 from ddpshim.rows.tensor import Counts
 from tests import simulated_gpus, slowness, test_parallel

@@ -57,7 +57,7 @@ sys.exit(max(task.wait() for task in tasks))
 # What a trainer does when it is told to leave, without the seconds of a real one.
 TRAINER = """
 import os, pathlib, signal, sys, time
-from ddpshim.job.launch_env import read_launch_env
+from ddpshim.process.launch_env import read_launch_env
 env = read_launch_env(os.environ)
 def leave(signum, frame):
     print(f"rank {env.rank} of {env.world_size} saved on {signal.Signals(signum).name}", flush=True)

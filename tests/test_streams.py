@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from ddpshim.job.random_streams import PrivateRandom, seed_own_streams, shared_random_streams
-from ddpshim.job.seeds import derive_seed, seed_everything
+from ddpshim.process.random_streams import PrivateRandom, seed_own_streams, shared_random_streams
+from ddpshim.process.seeds import derive_seed, seed_everything
 
 
 def _states() -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ddpshim import variables
-from ddpshim.job.after_import import after_import
+from ddpshim.process.after_import import after_import
 from ddpshim.trainers.unedited import c_libraries, gpus, program
 from tests.preloaded import DEADLINE_PASSED, as_torchrun_says, environment, preloaded, start_afresh
 

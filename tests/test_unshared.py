@@ -18,7 +18,8 @@ from torch.utils.data import TensorDataset
 
 import ddpshim
 from ddpshim.errors import SyncError
-from ddpshim.job import job, unshared
+from ddpshim.failures import unsynced_check
+from ddpshim.process import job
 from tests.preloaded import START_DEADLINE_S, environment
 from tests.ranks import run_ranks
 
@@ -125,8 +126,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     job.begin_next()
-    unshared.begin()
-    job.current().part(unshared.Answer).num_collectives = None
+    unsynced_check.begin()
+    job.current().part(unsynced_check.Answer).num_collectives = None
     yield
     job.current().end()
     job.begin_next()

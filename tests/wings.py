@@ -2,6 +2,8 @@
 
 # Each folder imports only those above it, and itself.
 WINGS = [
+    "process",
+    "failures",
     "job",
     "model",
     "data",

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Callable, Optional
 
 from ddpshim.errors import DdpShimError
-from ddpshim.job.preemption import SIGNALS
+from ddpshim.failures.preemption import SIGNALS
 
 Task = Callable[[], Any]
 _READY = "ready"

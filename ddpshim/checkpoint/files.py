@@ -26,10 +26,11 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 import torch
 
 from ddpshim.errors import CheckpointError
-from ddpshim.job import events, failure, timing
+from ddpshim.failures import failure
 from ddpshim.job.group import has_world, on_cleanup, world
-from ddpshim.job.replaced import replaced
-from ddpshim.job.say import say
+from ddpshim.process import events, timing
+from ddpshim.process.replaced import replaced
+from ddpshim.process.say import say
 
 if TYPE_CHECKING:
     from ddpshim.checkpoint.background import Background
@@ -304,7 +305,7 @@ class _Writer:
             return False
         if self.here is not None and self.here.did_not_start:
             return False
-        from ddpshim.job import machine
+        from ddpshim.process import machine
 
         more = num_bytes - (0 if self.here is None else self.buffer.num_bytes)
         return 2 * more <= (machine.memory().available_bytes or 0)

@@ -12,8 +12,8 @@ import torch
 
 from ddpshim.checkpoint.files import PathLike
 from ddpshim.errors import CheckpointError
-from ddpshim.job import plain
-from ddpshim.job.random_streams import restore_rank_states
+from ddpshim.process import json_codec
+from ddpshim.process.random_streams import restore_rank_states
 
 _OUTLINE, _TENSORS = "outline", "tensors"
 _ALLOW = "DDPSHIM_TRUST_PROGRESS=yes allows it, and whoever can write to that folder then runs code in the job"
@@ -25,8 +25,8 @@ def content(value: Any, path: PathLike, is_trusted: bool) -> dict[str, Any]:
     Raises CheckpointError if a part of it needs pickle and `is_trusted` is False.
     """
     try:
-        outline, tensors = plain.take_apart(value, pickle.dumps if is_trusted else None)
-    except plain.NotPlain as error:
+        outline, tensors = json_codec.take_apart(value, pickle.dumps if is_trusted else None)
+    except json_codec.NotPlain as error:
         raise CheckpointError(
             f"{path} would hold an object: {error}; reading it could run code that someone put into the file. Keep "
             f"numbers, text, tensors and arrays. {_ALLOW}."
@@ -41,8 +41,8 @@ def read(path: PathLike, is_trusted: bool) -> Any:
     """
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-        return plain.put_together(found[_OUTLINE], found[_TENSORS], pickle.loads if is_trusted else None)
-    except plain.NotPlain as error:
+        return json_codec.put_together(found[_OUTLINE], found[_TENSORS], pickle.loads if is_trusted else None)
+    except json_codec.NotPlain as error:
         raise CheckpointError(f"{path} was not read: {error}, and it is not trusted. {_ALLOW}.") from None
     except OSError as error:
         raise CheckpointError(

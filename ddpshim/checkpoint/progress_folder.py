@@ -12,8 +12,8 @@ from ddpshim.checkpoint import files
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint.last_save import PATTERN
 from ddpshim.job.group import cleanup, world
-from ddpshim.job.launch_env import JOB_NAMES, read_counts
-from ddpshim.job.say import say, say_once
+from ddpshim.process.launch_env import JOB_NAMES, read_counts
+from ddpshim.process.say import say, say_once
 
 
 def keep_newest(written: Path, num_kept: int) -> None:

@@ -16,16 +16,17 @@ from ddpshim.checkpoint import last_save, plain_files
 from ddpshim.checkpoint.progress_folder import find_progress, keep_newest, leave_if_finished, mark_finished
 from ddpshim.data.sharded_loader import Enterable
 from ddpshim.errors import CheckpointError, DataError, SyncError
-from ddpshim.job import events, preemption
-from ddpshim.job.devices import computes_on
+from ddpshim.failures import preemption
 from ddpshim.job.group import cleanup, on_cleanup, world
-from ddpshim.job.launch_env import EXIT_REQUEUE
 from ddpshim.job.own_streams import draws_alike
-from ddpshim.job.random_streams import rank_states
 from ddpshim.job.running import Running
-from ddpshim.job.say import count, say
-from ddpshim.job.seeds import derive_seed, seed_everything
 from ddpshim.model import equal_steps, sharding
+from ddpshim.process import events
+from ddpshim.process.devices import computes_on
+from ddpshim.process.launch_env import EXIT_REQUEUE
+from ddpshim.process.random_streams import rank_states
+from ddpshim.process.say import count, say
+from ddpshim.process.seeds import derive_seed, seed_everything
 
 _LOOK_EVERY_S = 0.5
 _STEPS_UNTIL_HEARD = 1  # gradients keep ranks within one step of each other: by then all have reported

@@ -17,7 +17,7 @@ from typing import Any, Optional
 
 import torch
 
-from ddpshim.job import timing
+from ddpshim.process import timing
 
 _ALIGNMENT = 64  # bytes; records in the buffer start at cache lines
 

@@ -7,8 +7,8 @@ import socket
 from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
-from ddpshim.job import machine
-from ddpshim.job.say import count, say_once, size
+from ddpshim.process import machine
+from ddpshim.process.say import count, say_once, size
 
 
 class Share(NamedTuple):
@@ -65,7 +65,7 @@ def on_cache(
     Args:
         loaded_bytes: the size of the loaded keys on disk.
         num_ranks: on this node; each has a copy.
-        available_bytes: see :func:`ddpshim.job.machine.memory`; None is never exceeded.
+        available_bytes: see :func:`ddpshim.process.machine.memory`; None is never exceeded.
         sharing_is_off: the option `node_memory` is off; otherwise ranks would share one copy.
     """
     factor = 17 if has_images else 48 if num_workers else 28

@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from ddpshim.data.numbered import Numbered, has_drawn
-from ddpshim.job.random_streams import global_states, restore_global_states, seed_globals
-from ddpshim.job.say import say
-from ddpshim.job.seeds import derive_seed
+from ddpshim.process.random_streams import global_states, restore_global_states, seed_globals
+from ddpshim.process.say import say
+from ddpshim.process.seeds import derive_seed
 
 _UNKNOWN, _DRAWS, _DRAWS_NOTHING = range(3)
 _MOST_AGAIN = 2**20  # samples that a worker would fetch again after a late first draw

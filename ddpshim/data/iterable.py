@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
 
+from ddpshim.data.dataset_fingerprint import hash_of, length
 from ddpshim.data.epochs import EpochCounter
-from ddpshim.data.facts import hash_of, length
 from ddpshim.errors import DataError
 from ddpshim.job.group import current_or_new_world
 from ddpshim.job.own_streams import use_own_batches
-from ddpshim.job.random_streams import PrivateRandom
-from ddpshim.job.seeds import derive_seed
 from ddpshim.job.world import World
+from ddpshim.process.random_streams import PrivateRandom
+from ddpshim.process.seeds import derive_seed
 
 if TYPE_CHECKING:
-    from ddpshim.data.parts import Parts
+    from ddpshim.data.loader_builder import Parts
     from ddpshim.data.sharded_loader import ShardedLoader
 
 _NUM_COMPARED = 8  # items of a global batch that are hashed

@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader
 
 from ddpshim.errors import DataError
 from ddpshim.job.group import current_or_new_world
-from ddpshim.job.job import current
 from ddpshim.job.world import World
+from ddpshim.process.job import current
 
 
 def make_loader(

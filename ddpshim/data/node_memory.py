@@ -21,10 +21,11 @@ from typing import Any, Callable, NamedTuple, Optional
 import torch
 
 from ddpshim.errors import DataError, WorldError
-from ddpshim.job import failure, machine
+from ddpshim.failures import failure
 from ddpshim.job.group import world as current_world
-from ddpshim.job.say import described, size
 from ddpshim.job.world import World
+from ddpshim.process import machine
+from ddpshim.process.say import described, size
 
 _ALIGNMENT = 64
 _SHARED_MEMORY = "/dev/shm"

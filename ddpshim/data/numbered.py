@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ddpshim.job.random_streams import global_states, is_same_state
+from ddpshim.process.random_streams import global_states, is_same_state
 
 
 class Numbered(list[Any]):

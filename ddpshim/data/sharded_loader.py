@@ -12,11 +12,11 @@ from ddpshim.data.augmentation import SampleStreams
 from ddpshim.errors import DataError
 from ddpshim.job import shares
 from ddpshim.job.group import world
-from ddpshim.job.job import current
 from ddpshim.job.own_streams import draws_alike
-from ddpshim.job.random_streams import PrivateRandom, digest, rank_states, restore_rank_states
-from ddpshim.job.say import say_once
-from ddpshim.job.seeds import derive_seed
+from ddpshim.process.job import current
+from ddpshim.process.random_streams import PrivateRandom, digest, rank_states, restore_rank_states
+from ddpshim.process.say import say_once
+from ddpshim.process.seeds import derive_seed
 
 if TYPE_CHECKING:
     from ddpshim.data.iterable import ShardedStream

@@ -7,15 +7,15 @@ import torch
 from torch.utils.data import default_collate
 
 from ddpshim import adapters
-from ddpshim.data.facts import length
-from ddpshim.data.parts import Parts, make_alike
+from ddpshim.data.dataset_fingerprint import length
+from ddpshim.data.loader_builder import Parts, make_alike
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
 from ddpshim.job import noise
-from ddpshim.job.job import current
 from ddpshim.job.own_streams import draws_alike, use_own_batches
-from ddpshim.job.say import count, say, say_once
 from ddpshim.job.world import World
+from ddpshim.process.job import current
+from ddpshim.process.say import count, say, say_once
 
 
 class Collate(Protocol):

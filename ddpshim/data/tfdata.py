@@ -9,12 +9,12 @@ import hashlib
 from typing import Any, Optional
 
 from ddpshim.data import advice
-from ddpshim.data.facts import refuse_unlike
+from ddpshim.data.dataset_fingerprint import refuse_unlike
 from ddpshim.errors import DataError
 from ddpshim.job.group import current_or_new_world
 from ddpshim.job.own_streams import use_own_batches
-from ddpshim.job.seeds import derive_seed
 from ddpshim.job.world import World
+from ddpshim.process.seeds import derive_seed
 
 
 def shard_tfdata(

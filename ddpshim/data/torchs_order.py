@@ -13,15 +13,15 @@ from typing import Any, Optional
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
+from ddpshim.data.dataset_fingerprint import length
 from ddpshim.data.epochs import EpochCounter, layers
-from ddpshim.data.facts import length
 from ddpshim.data.numbered import Numbered
 from ddpshim.errors import DataError
-from ddpshim.job.job import current
 from ddpshim.job.own_streams import draws_alike
-from ddpshim.job.random_streams import digest, rank_states, restore_rank_states
-from ddpshim.job.say import say_once
 from ddpshim.job.world import World
+from ddpshim.process.job import current
+from ddpshim.process.random_streams import digest, rank_states, restore_rank_states
+from ddpshim.process.say import say_once
 
 _NUM_AT_ONCE = 2**15  # indices of a permutation that become Python's ints
 
@@ -100,7 +100,7 @@ class TorchsBatches(Sampler[Any]):
         """Draw the order of a pass that was begun (collective). Raises what the sampler raises."""
         here = self._world
         now = {**rank_states(here.device), "generators": self.generator_states()}
-        now = here.hand_out(self._name, now)
+        now = here.answers_of_main(self._name, now)
         begins_with, self.begins_with = self.begins_with, None
         own = None if draws_alike() or here.is_main else rank_states(here.device)
         self.begun_with = now if begins_with is None else begins_with

@@ -34,7 +34,7 @@ def dismiss_in_the_end(batches: Any) -> None:
 
 def start(start: Optional[Callable[[int], None]], busy: Optional[torch.Tensor], worker: int) -> None:
     """Initialise a worker, with the user's `start`; it counts its seconds and batches in `busy`."""
-    from ddpshim.job import preemption
+    from ddpshim.failures import preemption
 
     preemption.ignore_in_worker()
     shares.end_batch()  # inherited from an abandoned pass: the worker draws nothing for it

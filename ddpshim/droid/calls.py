@@ -16,9 +16,9 @@ from torch.utils.data import IterableDataset
 
 import ddpshim.robomimic.calls as adapter
 from ddpshim.data.sharded_loader import Enterable, ShardedLoader
-from ddpshim.job.devices import bind_device
 from ddpshim.job.group import world
-from ddpshim.job.launch_env import read_launch_env
+from ddpshim.process.devices import bind_device
+from ddpshim.process.launch_env import read_launch_env
 
 
 def cuda() -> Union[str, torch.device]:

@@ -15,12 +15,12 @@ from typing import Any, Callable, Optional
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddpshim.data.loader import make_loader
-from ddpshim.data.parts import divide
+from ddpshim.data.loader_builder import divide
 from ddpshim.data.tfdata import divided, share_of_split
 from ddpshim.errors import DataError
 from ddpshim.job.group import world
-from ddpshim.job.replaced import replaced
-from ddpshim.job.seeds import derive_seed
+from ddpshim.process.replaced import replaced
+from ddpshim.process.seeds import derive_seed
 
 
 def make_dataset_from_rlds(name: str, data_dir: str, **options: Any) -> tuple[Any, dict[str, Any]]:

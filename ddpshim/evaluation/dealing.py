@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Callable, Optional
 
 from ddpshim.errors import RolloutError
-from ddpshim.job.failure import caused_by
+from ddpshim.failures.failure import caused_by
 from ddpshim.job.group import world
-from ddpshim.job.job import current
-from ddpshim.job.say import described
 from ddpshim.job.world import World
+from ddpshim.process.job import current
+from ddpshim.process.say import described
 
 IsDecided = Callable[[int, int], bool]
 

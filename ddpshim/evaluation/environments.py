@@ -17,10 +17,10 @@ from typing import Any, Callable, Optional
 
 import torch
 
-from ddpshim.job.replaced import replaced
-from ddpshim.job.say import say_once
-from ddpshim.job.seeds import derive_seed
 from ddpshim.job.world import World
+from ddpshim.process.replaced import replaced
+from ddpshim.process.say import say_once
+from ddpshim.process.seeds import derive_seed
 
 _INSIDE = ("env", "_env", "_environment")  # attributes of wrappers: the wrapped environment
 _FIRST = ("rng", "np_random")  # robosuite 1.5, gymnasium; reading the latter creates its generator

@@ -18,9 +18,9 @@ import torch
 
 from ddpshim.errors import RolloutError
 from ddpshim.evaluation import environments
-from ddpshim.job.random_streams import shared_random_streams
-from ddpshim.job.seeds import derive_seed
 from ddpshim.model.keys import unwrap
+from ddpshim.process.random_streams import shared_random_streams
+from ddpshim.process.seeds import derive_seed
 
 IsSuccess = Callable[[Any, Mapping[str, Any]], bool]
 _SUCCESS_KEYS = ("success", "is_success")  # in a step's info: metaworld, gymnasium-robotics

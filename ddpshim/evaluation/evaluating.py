@@ -14,13 +14,13 @@ from ddpshim.errors import RolloutError
 from ddpshim.evaluation import environments, episodes
 from ddpshim.evaluation.dealing import Deal, Dealt, plays_rollouts
 from ddpshim.evaluation.episodes import Episode, IsSuccess, Rules, networks_of
-from ddpshim.job import events, timing
 from ddpshim.job.group import on_cleanup, world
-from ddpshim.job.job import current
-from ddpshim.job.random_streams import shared_random_streams
 from ddpshim.job.world import World
 from ddpshim.model.checksums import bits_of_rows
 from ddpshim.observe import intervals
+from ddpshim.process import events, timing
+from ddpshim.process.job import current
+from ddpshim.process.random_streams import shared_random_streams
 
 _NUM_CHECKED = 2  # episodes whose environment is checked for unseeded generators
 

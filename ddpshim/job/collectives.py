@@ -12,15 +12,17 @@ import torch
 import torch.distributed as dist
 
 from ddpshim.errors import WorldError
-from ddpshim.job import failure, messages, shares, timing
-from ddpshim.job.say import described, say_once
-from ddpshim.job.users_line import users_line
+from ddpshim.failures import failure
+from ddpshim.job import shares
 from ddpshim.job.world import World
+from ddpshim.process import messages, timing
+from ddpshim.process.say import described, say_once
+from ddpshim.process.users_line import users_line
 
 T = TypeVar("T")
 
 CROSSED_DEADLINE_S = 10.0
-_NUM_KEPT = 4  # values of `hand_out` that stay in the store for each name; no rank is further behind
+_NUM_KEPT = 4  # values of `answers_of_main` that stay in the store for each name; no rank is further behind
 
 
 def peers(here: World) -> Any:
@@ -55,7 +57,7 @@ def _told_apart(here: World, what: str) -> Iterator[None]:
     try:
         yield
     except messages.Crossed:
-        where = here.meet("crossed", f"{what} at {users_line()}", CROSSED_DEADLINE_S)
+        where = here.gather_with_deadline("crossed", f"{what} at {users_line()}", CROSSED_DEADLINE_S)
         there = "; ".join(f"rank {rank} in {place}" for rank, place in where.items())
         raise WorldError(
             f"ranks met in different collectives: {there}. Their values would be confused. Let every rank make "
@@ -85,8 +87,8 @@ def begin_gather(here: World, numbers: list[int]) -> Callable[[float], list[list
     return result
 
 
-def meet(here: World, name: str, value: T, deadline_s: float) -> dict[int, T]:
-    """See `World.meet` (collective)."""
+def gather_with_deadline(here: World, name: str, value: T, deadline_s: float) -> dict[int, T]:
+    """See `World.gather_with_deadline` (collective)."""
     job = here._job
     name = f"{name}/{job.next_number(f'meet/{name}')}"
     own = messages.to_store(value)
@@ -112,14 +114,14 @@ def comes(store: Any, rank: int, key: str, end: float) -> bool:
     return False
 
 
-def hand_out(here: World, name: str, value: T) -> T:
-    """See `World.hand_out`."""
-    number, store = here._job.next_number(f"hand_out/{name}"), here._job.store
-    key = f"hand_out/{name}/{number}"
+def answers_of_main(here: World, name: str, value: T) -> T:
+    """See `World.answers_of_main`."""
+    number, store = here._job.next_number(f"answers_of_main/{name}"), here._job.store
+    key = f"answers_of_main/{name}/{number}"
     if here.is_main:
         store.set(key, messages.packed(value, False))
         with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can delete keys
-            store.delete_key(f"hand_out/{name}/{number - _NUM_KEPT}")
+            store.delete_key(f"answers_of_main/{name}/{number - _NUM_KEPT}")
         return value
     timeout_s = here.options.side_timeout_s
     try:

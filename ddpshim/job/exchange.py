@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 
 from ddpshim.errors import SyncError
-from ddpshim.job import exchange, shares, timing
-from ddpshim.job.job import current
+from ddpshim.job import exchange, shares
 from ddpshim.job.process_group import new_group
 from ddpshim.job.world import World, as_divisor
+from ddpshim.process import timing
+from ddpshim.process.job import current
 
 if TYPE_CHECKING:
-    from ddpshim.job.turns import Turns
+    from ddpshim.job.virtual_rank_scheduler import Turns
 
 T = TypeVar("T")
 

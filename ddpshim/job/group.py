@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from ddpshim.errors import OptionsError, WorldError
-from ddpshim.job.job import Job, current, leave
-from ddpshim.job.launch_env import read_launch_env, read_num_restarts
 from ddpshim.job.world import World
 from ddpshim.options import Options
+from ddpshim.process.job import Job, current, leave
+from ddpshim.process.launch_env import read_launch_env, read_num_restarts
 
 
 def world() -> World:
@@ -118,16 +118,16 @@ def setup(
 
         made = process_group.join(job, env, options, asked, timeout_s, side_timeout_s)
     if options.max_memory_per_gpu_gb is not None:
-        from ddpshim.job.devices import limit_memory
+        from ddpshim.process.devices import limit_memory
 
         limit_memory(made.device, options.max_memory_per_gpu_gb)
     if options.exact is not None:
-        from ddpshim.job.alike import compute_alike
+        from ddpshim.job.deterministic_setup import compute_alike
 
         compute_alike(made, options.exact)
     job.world, job.left = replace(made, seed=seed, num_restarts=read_num_restarts(os.environ)), None
     if seed is not None:
-        from ddpshim.job.seeds import seed_everything
+        from ddpshim.process.seeds import seed_everything
 
         seed_everything(seed)
     if options.precision != "float32":
@@ -142,7 +142,7 @@ def setup(
 def _alone(job: Job, options: Options, device: Union[str, torch.device, None], reason: Optional[str]) -> World:
     """Return the World of a process without a launcher; say `reason` if it could be taken for a rank. Local."""
     if reason is not None:
-        from ddpshim.job.say import say
+        from ddpshim.process.say import say
 
         say(reason)
     return World(device=_single_device(device), options=options, _job=job)

@@ -11,9 +11,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
-from ddpshim.job import timing
-from ddpshim.job.replaced import replaced
-from ddpshim.job.say import say_once
+from ddpshim.process import timing
+from ddpshim.process.replaced import replaced
+from ddpshim.process.say import say_once
 
 # In the order of a step. `after`: from a backward pass to the next batch, without the optimizer.
 PHASES = (

@@ -21,11 +21,11 @@ from torch import nn
 from torch.nn import functional
 
 from ddpshim.errors import SyncError
-from ddpshim.job.job import current
 from ddpshim.job.own_streams import draws_alike, use_own_batches
-from ddpshim.job.replaced import replaced
-from ddpshim.job.say import say
 from ddpshim.job.shares import Sharing
+from ddpshim.process.job import current
+from ddpshim.process.replaced import replaced
+from ddpshim.process.say import say
 
 BERNOULLI_ = torch.Tensor.bernoulli_
 _FACTORIES = ("rand", "randn")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from ddpshim.job.group import world
-from ddpshim.job.job import current
-from ddpshim.job.random_streams import seed_own_streams
-from ddpshim.job.seeds import derive_seed
+from ddpshim.process.job import current
+from ddpshim.process.random_streams import seed_own_streams
+from ddpshim.process.seeds import derive_seed
 
 
 def draws_alike() -> bool:

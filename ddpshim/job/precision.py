@@ -9,8 +9,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpshim.errors import OptionsError
-from ddpshim.job.job import Job
 from ddpshim.options import Options
+from ddpshim.process.job import Job
 
 _GradScaler: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
 _FIRST_SCALE = 2.0**16  # torch's own

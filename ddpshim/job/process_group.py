@@ -21,15 +21,16 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from ddpshim.errors import LaunchError, OptionsError
-from ddpshim.job import failure, freed_memory, messages, rendezvous, unshared, watch
-from ddpshim.job.devices import agree_on_backend, backend_of, bind_device
+from ddpshim.failures import failure, hang_detector, rendezvous, unsynced_check
 from ddpshim.job.group import cleanup, has_group
-from ddpshim.job.job import Job, current
-from ddpshim.job.job import leave as leave_job
-from ddpshim.job.launch_env import LaunchEnv
-from ddpshim.job.say import count, say
 from ddpshim.job.world import World
 from ddpshim.options import Options
+from ddpshim.process import freed_memory, messages
+from ddpshim.process.devices import agree_on_backend, backend_of, bind_device
+from ddpshim.process.job import Job, current
+from ddpshim.process.job import leave as leave_job
+from ddpshim.process.launch_env import LaunchEnv
+from ddpshim.process.say import count, say
 
 # torch before 2.8 joins gloo's threads while it holds Python's lock (GIL), and a thread that frees its last message
 # waits for that lock: `cleanup` would hang. With these versions groups are kept until the process ends.
@@ -74,10 +75,10 @@ def begin(job: Job, made: World, timeout_s: float) -> None:
     if made.world_size > 1:
         atexit.unregister(_leave)
         atexit.register(_leave, os.getpid())  # before the watch and other parts register theirs, so that it runs last
-        unshared.begin()
+        unsynced_check.begin()
         failure.arm(made.rank, job.store, made.world_size)
         if made.options.guard:
-            watch.begin(job, made.rank, made.world_size, timeout_s, gets_no_errors=made.backend == "nccl")
+            hang_detector.begin(job, made.rank, made.world_size, timeout_s, gets_no_errors=made.backend == "nccl")
     if made.is_main:
         nodes, odd = divmod(made.world_size, made.local_world_size)
         spread = "unequal nodes" if odd else f"{count(nodes, 'node')} x {made.local_world_size}"
@@ -182,7 +183,7 @@ def _make(
     importlib.import_module("torch.distributed.nn.functional")
     if backend == "nccl" and is_watched:
         # torch's watchdog kills the process without naming the missing rank: `watch` must end the job earlier.
-        timeout_s += watch.NCCL_GRACE_S
+        timeout_s += hang_detector.NCCL_GRACE_S
     # With device_id, nccl creates its communicator now: if that cannot work (two ranks on one GPU, no connection),
     # `setup` fails and not the first collective. Other groups are split from this communicator, which saves memory.
     takes_device = "device_id" in inspect.signature(dist.init_process_group).parameters  # torch 2.3 and later

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ddpshim.errors import WorldError
-from ddpshim.job.job import Job
-from ddpshim.job.seeds import seed_everything
 from ddpshim.job.world import World
+from ddpshim.process.job import Job
+from ddpshim.process.seeds import seed_everything
 
 
 def reuse(job: Job, made: World, asked: dict[str, Any]) -> World:

@@ -14,13 +14,13 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
-from ddpshim.job.job import current
 from ddpshim.job.noise import BERNOULLI_
-from ddpshim.job.random_streams import shared_random_streams
-from ddpshim.job.say import say
-from ddpshim.job.seeds import derive_seed
 from ddpshim.job.shares import Share, Sharing
-from ddpshim.job.users_line import users_line
+from ddpshim.process.job import current
+from ddpshim.process.random_streams import shared_random_streams
+from ddpshim.process.say import say
+from ddpshim.process.seeds import derive_seed
+from ddpshim.process.users_line import users_line
 
 LARGE = 512  # a draw of at least so many numbers is reported if none of its dimensions is the batch
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from ddpshim.job.job import current
+from ddpshim.process.job import current
 
 
 class Share(NamedTuple):

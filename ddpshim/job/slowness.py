@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Optional
 
 from ddpshim.job.meter import PHASES
-from ddpshim.job.say import ranks_called
+from ddpshim.process.say import ranks_called
 
 # Shares of a step: a lower cost is not reported. The second is for costs of all ranks: not wrong, only expensive.
 _LEAST, _LEAST_OF_ALL = 0.03, 0.045

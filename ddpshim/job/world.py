@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ddpshim.errors import WorldError
-from ddpshim.job.job import Job
 from ddpshim.options import Options
+from ddpshim.process.job import Job
 
 if TYPE_CHECKING:
     from ddpshim.job.running import Running
@@ -241,7 +241,7 @@ class World:
         """
         if self._job.store is None:
             self._job.store = dist.HashStore()
-        from ddpshim.job import messages
+        from ddpshim.process import messages
 
         return int(self._job.store.add(messages.key(f"count/{name}"), by))
 
@@ -256,7 +256,7 @@ class World:
 
         return collectives.begin_gather(self, numbers)
 
-    def meet(self, name: str, value: T, deadline_s: float) -> dict[int, T]:
+    def gather_with_deadline(self, name: str, value: T, deadline_s: float) -> dict[int, T]:
         """Return the values of the ranks that call this within the deadline, by rank. Never hangs (collective).
 
         With a deadline of 0 a rank stores its value and does not wait. Ranks that have left the job are not waited for.
@@ -268,9 +268,9 @@ class World:
             return {0: value}
         from ddpshim.job import collectives
 
-        return collectives.meet(self, name, value, deadline_s)
+        return collectives.gather_with_deadline(self, name, value, deadline_s)
 
-    def hand_out(self, name: str, value: T) -> T:
+    def answers_of_main(self, name: str, value: T) -> T:
         """Return, in each rank's n-th call with this `name`, the main rank's value of its n-th call. The main rank does
         not wait.
 
@@ -282,7 +282,7 @@ class World:
             return value
         from ddpshim.job import collectives
 
-        return collectives.hand_out(self, name, value)
+        return collectives.answers_of_main(self, name, value)
 
     def run_on_main(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run `function` on the main rank only; every rank gets its result (collective).

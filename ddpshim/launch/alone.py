@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ddpshim.job.port import stay_on_this_machine
+from ddpshim.failures.port import stay_on_this_machine
 from ddpshim.launch.signals import Passing
 
 _NUMBERS = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "ROLE_RANK": 0}

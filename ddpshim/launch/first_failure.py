@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional
 
-from ddpshim.job.failure_notes import Note, meaning_of
+from ddpshim.failures.failure_notes import Note, meaning_of
 
 _NUM_LINES_SHOWN = 20
 _NUM_LINES_OF_WATCHDOG = 200  # nccl's watchdog prints stacks after its message

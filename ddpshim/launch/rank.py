@@ -18,10 +18,10 @@ from types import ModuleType, TracebackType
 from typing import Optional
 
 from ddpshim import variables
-from ddpshim.job import failure_notes, unshared
-from ddpshim.job.after_import import after_import
-from ddpshim.job.rank_log import redirect_output
-from ddpshim.job.say import say
+from ddpshim.failures import failure_notes, unsynced_check
+from ddpshim.process.after_import import after_import
+from ddpshim.process.rank_log import redirect_output
+from ddpshim.process.say import say
 from ddpshim.trainers.unedited import program
 
 BEGAN = "began"  # a file in RUN_DIR that is made when `run` begins
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
         with watching.watched(proof):
             _run(argv)
     else:
-        unshared.watch()
+        unsynced_check.watch()
         _run(argv)
 
 

@@ -32,12 +32,12 @@ from typing import Any, Optional
 from ddpshim import adapters, variables
 from ddpshim.checkpoint import last_save
 from ddpshim.errors import LaunchError, OptionsError
-from ddpshim.job.launch_env import EXIT_REQUEUE, LaunchEnv, read_launch_env
-from ddpshim.job.port import check_port, why_unknown
-from ddpshim.job.say import ranks_called, say
+from ddpshim.failures.port import check_port, why_unknown
 from ddpshim.launch import alone, first_failure, signals, warm
 from ddpshim.launch.rank import BEGAN
 from ddpshim.observe.records import FOLDER
+from ddpshim.process.launch_env import EXIT_REQUEUE, LaunchEnv, read_launch_env
+from ddpshim.process.say import ranks_called, say
 from ddpshim.robomimic.options import RobomimicOptions
 from ddpshim.variables import PREFIX
 
@@ -136,7 +136,7 @@ def _run_ranks(job: Launch, run_dir: str, program: Sequence[str]) -> tuple[Mappi
     from torch.distributed import run as torchrun  # takes seconds, so after the checks that do not need it
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from ddpshim.job.listening import narrowed
+    from ddpshim.failures.listening import narrowed
 
     logging.disable(logging.ERROR)  # the agent's own reports: they would come after the traceback
     again = warm.restarts() if job.max_restarts else contextlib.nullcontext()

@@ -11,9 +11,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Callable, Optional
 
 from ddpshim import variables
-from ddpshim.job.launch_env import EXIT_REQUEUE
-from ddpshim.job.say import say
 from ddpshim.launch import first_failure
+from ddpshim.process.launch_env import EXIT_REQUEUE
+from ddpshim.process.say import say
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext

@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 from ddpshim import reading
 from ddpshim.errors import LaunchError
-from ddpshim.job.launch_env import EXIT_REQUEUE
+from ddpshim.process.launch_env import EXIT_REQUEUE
 from ddpshim.trainers.patching.patchset import load_sets
 
 _NEVER_SENT_S = 65535  # SLURM's own limit of --signal

@@ -25,13 +25,14 @@ import torch.distributed as dist
 
 from ddpshim import variables
 from ddpshim.errors import LaunchError, RankError
-from ddpshim.job import group, listening, unshared
-from ddpshim.job.failure_notes import lost_a_peer
-from ddpshim.job.job import begin_next
-from ddpshim.job.launch_env import read_launch_env
-from ddpshim.job.port import stay_on_this_machine
-from ddpshim.job.say import ranks_called, say_once
+from ddpshim.failures import listening, unsynced_check
+from ddpshim.failures.failure_notes import lost_a_peer
+from ddpshim.failures.port import stay_on_this_machine
+from ddpshim.job import group
 from ddpshim.launch import first_failure
+from ddpshim.process.job import begin_next
+from ddpshim.process.launch_env import read_launch_env
+from ddpshim.process.say import ranks_called, say_once
 
 _LOOK_EVERY_S = 0.5
 _OTHERS_S = 3.0  # for ranks to report that they fail too, and to end after their result
@@ -247,7 +248,7 @@ def _enter(
     if deadline_s is not None:
         faulthandler.dump_traceback_later(deadline_s, file=open(_stack_file(rank, private), "w"))  # noqa: SIM115
     begin_next()  # the parent may have called `setup` for itself
-    unshared.watch()
+    unsynced_check.watch()
     # OpenMP's threads are not forked, and this process would wait for them forever.
     torch.set_num_threads(1)
     torch.set_num_threads = _leave_one_thread  # type: ignore[assignment]

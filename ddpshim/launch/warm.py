@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
-from ddpshim.job.replaced import replaced
+from ddpshim.process.replaced import replaced
 
 _BEGIN_AFTER_S = 5.0  # the first ranks import the same modules on the same cores
 _MODULES = (

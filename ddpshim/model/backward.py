@@ -10,12 +10,13 @@ from typing import Any, Callable, Optional
 import torch
 
 from ddpshim.errors import SyncError
-from ddpshim.job import shares, timing
-from ddpshim.job.failure import abort
-from ddpshim.job.job import current
-from ddpshim.job.replaced import replaced
-from ddpshim.job.say import described
-from ddpshim.model import seams
+from ddpshim.failures.failure import abort
+from ddpshim.job import shares
+from ddpshim.model import torch_private
+from ddpshim.process import timing
+from ddpshim.process.job import current
+from ddpshim.process.replaced import replaced
+from ddpshim.process.say import described
 
 
 class Passes:
@@ -35,7 +36,7 @@ class Passes:
     def queue_end(self) -> None:
         """Make the engine call `end` when the current pass of this thread ends, if it will not already."""
         if not self.has_outer_end:
-            seams.at_end_of_pass(self.end)
+            torch_private.at_end_of_pass(self.end)
             self.has_outer_end = True
 
     def end(self) -> None:
@@ -149,7 +150,7 @@ def _check(passes: Passes) -> None:
             abort(refusal)
         passes.has_refused = True
         raise refusal
-    if seams.compiles_backward():
+    if torch_private.compiles_backward():
         from ddpshim.model.failed_pass import refuse_compiled
 
         refuse_compiled(None)

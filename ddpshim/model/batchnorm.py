@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ddpshim.job import exchange, shares
-from ddpshim.job.job import current
-from ddpshim.job.replaced import replaced
+from ddpshim.process.job import current
+from ddpshim.process.replaced import replaced
 
 
 class _Synced:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpshim.model import seams
+from ddpshim.model import torch_private
 
 _BUCKET_BYTES = 250 * 1024 * 1024
 
@@ -37,7 +37,7 @@ class Buffers:
         for message, views, numbers in self._messages:
             buffers: list[Any] = [now[i] for i in numbers]
             if self._is_main:
-                seams.copy_all(views, buffers)
+                torch_private.copy_all(views, buffers)
             work = dist.broadcast(message, self._main, self._group, async_op=True)
             self._sent.append((work, views, buffers))
 
@@ -47,7 +47,7 @@ class Buffers:
             work.wait()
             if not self._is_main:
                 # .data: otherwise a second backward pass over the same forward would refuse it as an in-place change.
-                seams.copy_all([b.data for b in buffers], views)
+                torch_private.copy_all([b.data for b in buffers], views)
         self._sent.clear()
 
     def _lay_out(self, now: list[Optional[torch.Tensor]]) -> None:

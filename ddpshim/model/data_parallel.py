@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from ddpshim.model.transparent import BareModule
+from ddpshim.model.wrapper import BareModule
 
 
 class DataParallelModule(BareModule):

@@ -10,12 +10,12 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 
-from ddpshim.job import events
 from ddpshim.job.group import world
-from ddpshim.job.random_streams import rank_states, restore_rank_states
-from ddpshim.job.say import say
 from ddpshim.model.checksums import numbers_of
 from ddpshim.model.equality import OPT_OUT, SETTINGS, STATE, Equality, settings_of, state_of
+from ddpshim.process import events
+from ddpshim.process.random_streams import rank_states, restore_rank_states
+from ddpshim.process.say import say
 
 _MEETING_DEADLINE_S = 20.0
 # Relative to a tensor's norm: the difference that rounding on different devices causes in a thousand steps.
@@ -61,7 +61,7 @@ def said_of(equality: Equality, odd: Mapping[str, list[list[int]]], number: int)
 
 def _exchanged(equality: Equality, facts: Mapping[str, Any]) -> str:
     """Describe the first of `facts` that differs between ranks, after an exchange in the store (collective)."""
-    of_ranks = world().meet("different facts", dict(facts), _MEETING_DEADLINE_S)
+    of_ranks = world().gather_with_deadline("different facts", dict(facts), _MEETING_DEADLINE_S)
     return first_difference(of_ranks) or "it is not known which of their numbers differs"
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ddpshim.errors import SyncError
-from ddpshim.job import events
 from ddpshim.job.group import world
-from ddpshim.job.job import current
 from ddpshim.model import guard
 from ddpshim.model.equality import OPT_OUT
 from ddpshim.model.guard import STEPS_DEADLINE_S
+from ddpshim.process import events
+from ddpshim.process.job import current
 
 
 def check_equal_steps(what: str = "the epoch", deadline_s: float = STEPS_DEADLINE_S) -> None:
@@ -26,7 +26,7 @@ def check_equal_steps(what: str = "the epoch", deadline_s: float = STEPS_DEADLIN
     if here.world_size == 1 or not here.options.guard:
         return
     mine = guard.num_reductions()
-    of_ranks = here.meet("steps", [mine, guard.hash_of_all()], deadline_s)
+    of_ranks = here.gather_with_deadline("steps", [mine, guard.hash_of_all()], deadline_s)
     counts = ", ".join(f"{number} on rank {rank}" for rank, (number, _) in of_ranks.items())
     cure = (
         "Give every rank the same number of batches (make_loader does), and skip no step on one rank alone "

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpshim.errors import SyncError
-from ddpshim.job import events
-from ddpshim.job.devices import computes_on
 from ddpshim.job.group import world
 from ddpshim.job.own_streams import draws_alike
-from ddpshim.job.random_streams import digest
-from ddpshim.job.say import say
 from ddpshim.model.checksums import Named, bits_of_rows, sent
 from ddpshim.model.generators import PrivateGenerators, states_of_others
+from ddpshim.process import events
+from ddpshim.process.devices import computes_on
+from ddpshim.process.random_streams import digest
+from ddpshim.process.say import say
 
 OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
 

@@ -17,16 +17,17 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpshim.errors import SyncError
-from ddpshim.job import exchange, noise, timing
+from ddpshim.job import exchange, noise
 from ddpshim.job.group import world
-from ddpshim.job.job import current
-from ddpshim.job.replaced import replaced
 from ddpshim.job.world import World
 from ddpshim.model import backward, guard, shared_sum
-from ddpshim.model.agreement import NUM, Agreement
 from ddpshim.model.broadcasting import broadcast
 from ddpshim.model.running_sum import RunningSum
 from ddpshim.model.shared_sum import SharedSum
+from ddpshim.model.step_check import NUM, Agreement
+from ddpshim.process import timing
+from ddpshim.process.job import current
+from ddpshim.process.replaced import replaced
 
 _MESSAGE_BYTES = 16 * 1024 * 1024  # per virtual rank
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpshim.job.own_streams import draws_alike
-from ddpshim.job.say import say
+from ddpshim.process.say import say
 
 
 def states_of_others() -> list[int]:

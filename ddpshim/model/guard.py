@@ -20,14 +20,14 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddpshim.errors import SyncError
-from ddpshim.job import failure
+from ddpshim.failures import failure
 from ddpshim.job.group import on_cleanup, world
-from ddpshim.job.job import current
-from ddpshim.job.replaced import replaced
-from ddpshim.job.say import say
 from ddpshim.model import backward
 from ddpshim.model.checksums import bits_of_rows, numbers_of
 from ddpshim.model.equality import OPT_OUT, Equality
+from ddpshim.process.job import current
+from ddpshim.process.replaced import replaced
+from ddpshim.process.say import say
 
 _END_DEADLINE_S = 120.0
 STEPS_DEADLINE_S = 120.0  # after a common step ranks are only seconds apart
@@ -208,7 +208,7 @@ def refuse_unequal(hashes: list[int], what: str) -> None:
         from ddpshim.model.difference import first_difference
 
         facts = {name: numbers_of(row) for name, row in _rows().items()}
-        found = first_difference(world().meet("facts", {**_settings(), **facts}, STEPS_DEADLINE_S))
+        found = first_difference(world().gather_with_deadline("facts", {**_settings(), **facts}, STEPS_DEADLINE_S))
         if found is None:  # only NaNs with different bits
             return
         raise SyncError(
@@ -254,9 +254,9 @@ def _compare_in_the_end() -> None:
     if here.world_size == 1 or not here.options.guard or (wrappers and not any(w._equality.is_on for w in wrappers)):
         return
     if failure.on_the_way_out() or _watched().is_alone:
-        here.meet("the end", None, 0.0)  # so that no rank waits for this one
+        here.gather_with_deadline("the end", None, 0.0)  # so that no rank waits for this one
         return
-    of_ranks = here.meet("the end", hash_of_all(), _END_DEADLINE_S)
+    of_ranks = here.gather_with_deadline("the end", hash_of_all(), _END_DEADLINE_S)
     missing = [rank for rank in range(here.world_size) if rank not in of_ranks]
     if missing and here.is_main:
         say(f"ranks {missing} did not reach cleanup(): the last weights were not compared")

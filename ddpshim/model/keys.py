@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ddpshim.model.transparent import Transparent
+from ddpshim.model.wrapper import Transparent
 
 _PREFIXES = ("module", "_orig_mod")  # which DataParallel, DDP and torch.compile put before their child's keys
 

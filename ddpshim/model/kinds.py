@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ddpshim.errors import SyncError
-from ddpshim.model.transparent import Transparent
+from ddpshim.model.wrapper import Transparent
 
 # Names and not classes, because most programs never import them. Each shards parameters or reduces gradients itself.
 _OTHERS = ("FullyShardedDataParallel", "FSDP", "FSDPModule", "ReplicateModule", "DDP", "DistributedDataParallel")
@@ -46,7 +46,7 @@ def check_kind(module: nn.Module, is_alone: bool) -> None:
                 "wrapper out (fully_shard, replicate, FSDP, DistributedDataParallel)."
             )
     if not is_alone:
-        from ddpshim.model.refused import check_tensors
+        from ddpshim.model.unsupported import check_tensors
 
         check_tensors(module)
 

@@ -11,10 +11,10 @@ from torch.nn.parallel import DataParallel
 
 from ddpshim.job.group import current_or_new_world
 from ddpshim.job.group import world as current_world
-from ddpshim.job.job import current
 from ddpshim.job.world import World
 from ddpshim.model.kinds import check_kind
-from ddpshim.model.transparent import BareModule, Transparent
+from ddpshim.model.wrapper import BareModule, Transparent
+from ddpshim.process.job import current
 
 
 def wrap_parallel(

@@ -25,15 +25,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpshim.errors import SyncError
-from ddpshim.job import devices, exchange, noise, timing
+from ddpshim.job import exchange, noise
 from ddpshim.job.group import on_cleanup, world
-from ddpshim.job.job import current
-from ddpshim.model import agreement, backward, guard, order, refused, seams
-from ddpshim.model.agreement import Agreement
+from ddpshim.model import backward, guard, send_order, step_check, torch_private, unsupported
 from ddpshim.model.broadcasting import Buffers, broadcast_state
 from ddpshim.model.equality import Equality, is_milestone
-from ddpshim.model.transparent import Transparent
+from ddpshim.model.step_check import Agreement
 from ddpshim.model.unused import Unused
+from ddpshim.model.wrapper import Transparent
+from ddpshim.process import devices, timing
+from ddpshim.process.job import current
 
 _OF_TORCH = {"process_group", "reducer", "_reducer", "logger"}
 _HOLD_THE_GROUP = _OF_TORCH | {"_buffers_to_send", "_equality", "_order", "_unused"}
@@ -114,7 +115,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         process_group: Any,
         **ddp_options: Any,
     ) -> None:
-        seams.refuse_unknown_torch()
+        torch_private.refuse_unknown_torch()
         self._begin(module, process_group, ddp_options)
         if getattr(comm_hook, "__module__", "").endswith("powerSGD_hook"):
             raise SyncError(
@@ -135,7 +136,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["_buffers_to_send"] = buffers if homes else None
         mine["_usual"] = None  # with static_graph: the parameters that the first backward pass left out
         mine["_unused"] = Unused(len(reduced), self._device, process_group)
-        needs = refused.needs_default_stream(self._device, dist.get_backend(process_group))
+        needs = unsupported.needs_default_stream(self._device, dist.get_backend(process_group))
         mine["_needs_default_stream"] = needs
         # torch.compile then splits graphs where buckets end. It refuses buckets smaller than DDP's first one.
         mine["_splits_graphs"] = hasattr(module, "_orig_mod") and self.bucket_bytes_cap >= 1024 * 1024
@@ -161,7 +162,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["_handles"] = [p.register_post_accumulate_grad_hook(hook) for p in reduced for hook in hooks]
         broadcast_state(module, process_group)
         guard.own(self, reduced)
-        mine["_order"] = order.of(process_group)
+        mine["_order"] = send_order.of(process_group)
         place = mine["_place"] = self._order.add(self)
         mine["_agreement"] = Agreement(type(module).__name__, device, place) if self._equality.is_on else None
         if is_first():
@@ -177,11 +178,11 @@ class DistributedModule(Transparent, DistributedDataParallel):
         # `broadcast_state` sends the weights, and writes only what differs.
         options: dict[str, Any] = {**ddp_options, buffers: False}
         undo = contextlib.ExitStack()
-        undo.callback(seams.ignore_in_wrapper(module, _names_of_owned(module)))
+        undo.callback(torch_private.ignore_in_wrapper(module, _names_of_owned(module)))
         if "init_sync" in signature:
             options["init_sync"] = False
         else:
-            undo.enter_context(seams.nothing_sent_at_first())
+            undo.enter_context(torch_private.nothing_sent_at_first())
         with undo:
             DistributedDataParallel.__init__(self, module, process_group=process_group, **options)
 
@@ -191,7 +192,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine = self.__dict__
         mine["_reduced"] = parameters
         # Its gradient lists the parameters that this rank used, and the numbers of `agreement`.
-        mine["_presence"] = nn.Parameter(parameters[0].new_zeros(len(parameters) + agreement.NUM))
+        mine["_presence"] = nn.Parameter(parameters[0].new_zeros(len(parameters) + step_check.NUM))
         return [self._presence, *parameters], [False, *are_sparse]
 
     def _build_debug_param_to_name_mapping(self, parameters: Any) -> dict[int, str]:
@@ -262,7 +263,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine, profiled = self.__dict__, timing.running
         self._pass.end()
         if self._needs_default_stream:
-            refused.check_stream(self._device)
+            unsupported.check_stream(self._device)
         current().progress.is_reducing = True
         mine["_is_completing"] = True
         if profiled is not None:
@@ -298,9 +299,9 @@ class DistributedModule(Transparent, DistributedDataParallel):
                 self._equality.look_at_own_buffers()
             self._buffers_to_send.start()  # after the last bucket on every rank: one order of messages
         # Runs after the reducer's own last callback, which is already queued.
-        seams.at_end_of_pass(self._complete)
+        torch_private.at_end_of_pass(self._complete)
         if profiled is not None:
-            seams.at_end_of_pass(profiled.end)
+            torch_private.at_end_of_pass(profiled.end)
 
     def _tell_others(self, unused: list[int]) -> None:
         """Write into the additional gradient that `unused` parameters have no gradient on this rank."""

@@ -22,12 +22,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ddpshim.errors import SyncError
 from ddpshim.job import noise
 from ddpshim.job.group import world
-from ddpshim.job.job import current
-from ddpshim.job.replaced import replaced
 from ddpshim.model import backward, guard
 from ddpshim.model.broadcasting import Buffers, broadcast_state
 from ddpshim.model.reducer import Wrapped
-from ddpshim.model.transparent import BareModule
+from ddpshim.model.wrapper import BareModule
+from ddpshim.process.job import current
+from ddpshim.process.replaced import replaced
 
 # The main rank may write a large file between two calls of `state_dict`. Ranks that hang are found much earlier.
 _DEADLINE_S = 3600.0
@@ -206,7 +206,7 @@ def _meet(what: str) -> None:
     here = world()
     if here.world_size == 1:
         return
-    of_ranks = here.meet(f"sharded/{what}", None, _DEADLINE_S)
+    of_ranks = here.gather_with_deadline(f"sharded/{what}", None, _DEADLINE_S)
     if missing := [rank for rank in range(here.world_size) if rank not in of_ranks]:
         raise SyncError(
             f"ranks {missing} did not call {what} of a sharded network (shard=True) within {_DEADLINE_S:g} s of rank "

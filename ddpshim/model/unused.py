@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from ddpshim.errors import SyncError
-from ddpshim.job import devices
-from ddpshim.job.job import current
 from ddpshim.job.process_group import new_group
+from ddpshim.process import devices
+from ddpshim.process.job import current
 
 
 class _Hosts:

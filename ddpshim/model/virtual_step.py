@@ -20,11 +20,11 @@ from ddpshim.errors import DataError, SyncError
 from ddpshim.job import noise, shares
 from ddpshim.job.exchange import in_order_of_numbers
 from ddpshim.job.group import on_cleanup, world
-from ddpshim.job.job import current
 from ddpshim.job.reduction import reduce, to_cpu
-from ddpshim.job.replaced import replaced
-from ddpshim.job.turns import Turns
+from ddpshim.job.virtual_rank_scheduler import Turns
 from ddpshim.model import exact
+from ddpshim.process.job import current
+from ddpshim.process.replaced import replaced
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ import torch
 
 from ddpshim.errors import DataError
 from ddpshim.job import shares
-from ddpshim.job.job import current
+from ddpshim.process.job import current
 
 _WAYS_OUT = "Use drop_last=True, or a batch size and a number of samples that divide evenly over the ranks."
 

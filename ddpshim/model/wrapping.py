@@ -13,13 +13,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpshim import variables
 from ddpshim.errors import SyncError
-from ddpshim.job.job import current
 from ddpshim.job.world import World
-from ddpshim.model import guard, seams
+from ddpshim.model import guard, torch_private
 from ddpshim.model.broadcasting import broadcast_state
 from ddpshim.model.reducer import DistributedModule
-from ddpshim.model.refused import check_device, check_same_structure, watch_wrapping
-from ddpshim.model.transparent import BareModule
+from ddpshim.model.unsupported import check_device, check_same_structure, watch_wrapping
+from ddpshim.model.wrapper import BareModule
+from ddpshim.process.job import current
 
 
 def wrap(
@@ -137,7 +137,7 @@ def best_bucket_cap_mb(module: nn.Module, backend: str) -> Optional[float]:
     """
     if backend != "gloo":
         return None
-    return min(max(_num_bytes(module) / 16 / 2**20, 1.0), seams.BUCKET_CAP_MB)
+    return min(max(_num_bytes(module) / 16 / 2**20, 1.0), torch_private.BUCKET_CAP_MB)
 
 
 def _num_bytes(module: nn.Module) -> int:
@@ -148,7 +148,7 @@ def _num_bytes(module: nn.Module) -> int:
 def count_steps(here: World) -> None:
     """Start to diagnose training steps, if the option is on. Local."""
     if here.options.diagnose and variables.CHECK not in os.environ:  # a proof's records are slow
-        from ddpshim.job.pace import Pace
+        from ddpshim.job.slow_step_report import Pace
 
         current().part(Pace).begin()
 

@@ -18,10 +18,10 @@ from typing import Any, Callable, Optional
 
 from ddpshim import adapters
 from ddpshim.errors import LaunchError
-from ddpshim.job import machine
-from ddpshim.job.launch_env import read_launch_env
-from ddpshim.job.schedulers import expand_nodelist
 from ddpshim.observe.report.words import shown
+from ddpshim.process import machine
+from ddpshim.process.launch_env import read_launch_env
+from ddpshim.process.schedulers import expand_nodelist
 from ddpshim.version import __version__
 
 _PACKAGES = ("robomimic", "robosuite", "mujoco", "diffusers", "numpy", "h5py")

@@ -16,12 +16,13 @@ from typing import Any, Optional, Union
 import torch
 
 from ddpshim.checkpoint import files as checkpoint
-from ddpshim.job import failure, machine
+from ddpshim.failures import failure
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.meter import Meter
-from ddpshim.job.say import say
 from ddpshim.job.world import World
 from ddpshim.observe import environment, exporting, records
+from ddpshim.process import machine
+from ddpshim.process.say import say
 
 _PROGRESS_EVERY_S = 30.0
 _GPU_LOOK_EVERY_S = 5.0

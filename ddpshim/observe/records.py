@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
 from ddpshim import variables
-from ddpshim.job import events
-from ddpshim.job.say import say
 from ddpshim.observe import sound
+from ddpshim.process import events
+from ddpshim.process.say import say
 from ddpshim.reading import read_bytes
 
 FOLDER = "ddpshim"

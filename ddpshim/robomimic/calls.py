@@ -22,20 +22,22 @@ from ddpshim.checkpoint import files as checkpoint
 from ddpshim.data.learning_rate import scale_lr
 from ddpshim.data.transfer import OnDevice
 from ddpshim.errors import OptionsError
-from ddpshim.job import events, exchange, machine, preemption, timing
-from ddpshim.job.failure import abort
+from ddpshim.failures import preemption
+from ddpshim.failures.failure import abort
+from ddpshim.job import exchange
 from ddpshim.job.group import cleanup, setup, world
-from ddpshim.job.job import current
-from ddpshim.job.launch_env import read_launch_env
 from ddpshim.job.own_streams import split_random_streams
-from ddpshim.job.rank_log import has_log
-from ddpshim.job.replaced import replaced
 from ddpshim.model import guard
 from ddpshim.model.broadcasting import broadcast_state
 from ddpshim.model.parallel import wrap_parallel
 from ddpshim.model.reducer import average
 from ddpshim.observe.recording import numbers
 from ddpshim.options import SECTION
+from ddpshim.process import events, machine, timing
+from ddpshim.process.job import current
+from ddpshim.process.launch_env import read_launch_env
+from ddpshim.process.rank_log import has_log
+from ddpshim.process.replaced import replaced
 from ddpshim.robomimic import experiment_folder, reads, rollout, virtual_ranks
 from ddpshim.robomimic.algo import AlgoState, algos, flat, trained_together
 from ddpshim.robomimic.datasets import advise_on_cache

@@ -19,9 +19,9 @@ from ddpshim.data import advice, node_memory
 from ddpshim.data.loader import make_loader
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
-from ddpshim.job import machine
 from ddpshim.job.group import world
-from ddpshim.job.replaced import replaced
+from ddpshim.process import machine
+from ddpshim.process.replaced import replaced
 from ddpshim.robomimic import batches, node_cache
 from ddpshim.robomimic.options import options_of
 

@@ -13,8 +13,8 @@ from ddpshim.checkpoint import last_save
 from ddpshim.checkpoint.progress_folder import find_progress, leave_if_finished, link
 from ddpshim.errors import LaunchError
 from ddpshim.job.group import world
-from ddpshim.job.replaced import replaced
-from ddpshim.job.say import say
+from ddpshim.process.replaced import replaced
+from ddpshim.process.say import say
 from ddpshim.trainers.session import FOLDER, session, wants_to_go_on
 
 

@@ -19,8 +19,8 @@ import torch
 
 from ddpshim.data.node_memory import SharedArrays, shared_arrays
 from ddpshim.errors import DataError
-from ddpshim.job.replaced import replaced
 from ddpshim.job.world import World
+from ddpshim.process.replaced import replaced
 from ddpshim.robomimic import known
 
 

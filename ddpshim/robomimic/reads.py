@@ -13,7 +13,7 @@ from typing import Any, Callable, Optional
 
 import torch
 
-from ddpshim.job.replaced import replaced
+from ddpshim.process.replaced import replaced
 from ddpshim.robomimic import known
 
 

@@ -27,13 +27,13 @@ import torch
 from ddpshim.errors import RolloutError
 from ddpshim.evaluation import environments
 from ddpshim.evaluation.dealing import Deal, plays_rollouts
-from ddpshim.job import plain
 from ddpshim.job.group import world
-from ddpshim.job.random_streams import shared_random_streams
-from ddpshim.job.replaced import replaced
-from ddpshim.job.say import say
-from ddpshim.job.seeds import derive_seed, seed_everything
 from ddpshim.job.world import World
+from ddpshim.process import json_codec
+from ddpshim.process.random_streams import shared_random_streams
+from ddpshim.process.replaced import replaced
+from ddpshim.process.say import say
+from ddpshim.process.seeds import derive_seed, seed_everything
 
 
 def deal_episodes(make: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
@@ -315,11 +315,11 @@ class _Evaluation:
 
 def _pack(frames: list[Any]) -> bytes:
     """Compress frames, because a rank keeps them until all episodes of the environment are played."""
-    return zlib.compress(plain.dumps(frames), 1)
+    return zlib.compress(json_codec.dumps(frames), 1)
 
 
 def _unpack(packed: bytes) -> list[Any]:
-    return plain.loads(zlib.decompress(packed)) if packed else []
+    return json_codec.loads(zlib.decompress(packed)) if packed else []
 
 
 def _write_video(failed: list[Exception]) -> None:

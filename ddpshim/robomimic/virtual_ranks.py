@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Callable, Optional
 
 from ddpshim.job.group import world
-from ddpshim.job.job import current
-from ddpshim.job.replaced import replaced
 from ddpshim.model.virtual_step import Players
+from ddpshim.process.job import current
+from ddpshim.process.replaced import replaced
 
 
 class _Batch:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ddpshim.job.exchange import group
-from ddpshim.job.job import current
+from ddpshim.process.job import current
 
 LEAST_ROWS = 2  # in a block: a dimension of one row has no strides that show the memory layout of the whole
 

@@ -21,10 +21,10 @@ from torch.autograd import forward_ad
 
 from ddpshim import variables
 from ddpshim.errors import OptionsError, SyncError
-from ddpshim.job.job import current
-from ddpshim.job.replaced import replaced
-from ddpshim.job.users_line import users_line
-from ddpshim.model.transparent import is_compiling
+from ddpshim.model.wrapper import is_compiling
+from ddpshim.process.job import current
+from ddpshim.process.replaced import replaced
+from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks, dimensions, gradients, layers  # noqa: F401 (they register their rules)
 from ddpshim.rows.rules import T
 from ddpshim.rows.tensor import Counts, Rows, divided, is_plain, leaves, mapped, on_whole, write_back

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ddpshim.job.job import current
+from ddpshim.process.job import current
 from ddpshim.rows import blocks
 from ddpshim.rows.blocks import LEAST_ROWS, Part
 from ddpshim.rows.rules import (

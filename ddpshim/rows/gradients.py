@@ -16,11 +16,11 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 from ddpshim.errors import SyncError
-from ddpshim.job.job import current
-from ddpshim.job.replaced import replaced
-from ddpshim.job.users_line import users_line
 from ddpshim.model.backward import Passes
 from ddpshim.model.guard import Watched
+from ddpshim.process.job import current
+from ddpshim.process.replaced import replaced
+from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
 from ddpshim.rows.blocks import Mean
 from ddpshim.rows.rules import T, argument, rule

@@ -9,7 +9,7 @@ from typing import Any, Optional
 import torch
 
 from ddpshim.job.exchange import group
-from ddpshim.job.job import current
+from ddpshim.process.job import current
 from ddpshim.rows.blocks import Part
 from ddpshim.rows.rules import (
     Mixed,

@@ -19,13 +19,14 @@ from torch.utils import data as torch_data
 
 from ddpshim.data.numbered import Numbered, has_drawn
 from ddpshim.errors import DataError
-from ddpshim.job import collectives, messages
+from ddpshim.job import collectives
 from ddpshim.job.group import world
-from ddpshim.job.job import current
-from ddpshim.job.random_streams import global_states, restore_global_states
-from ddpshim.job.say import say
-from ddpshim.job.users_line import users_line
 from ddpshim.model import equal_steps, guard
+from ddpshim.process import messages
+from ddpshim.process.job import current
+from ddpshim.process.random_streams import global_states, restore_global_states
+from ddpshim.process.say import say
+from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
 from ddpshim.rows.tensor import Counts, Rows, leaves
 

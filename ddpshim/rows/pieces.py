@@ -14,7 +14,7 @@ from typing import Any, Callable
 
 import torch
 
-from ddpshim.job.job import current
+from ddpshim.process.job import current
 from ddpshim.rows import blocks, rules
 from ddpshim.rows.blocks import Part, Ranks
 from ddpshim.rows.tensor import RULES, Rows, divided, leaves, mapped, on_whole

@@ -13,8 +13,8 @@ from typing import Any, Optional
 import torch
 from torch.nn import functional as F
 
-from ddpshim.job.job import current
 from ddpshim.model.guard import Watched
+from ddpshim.process.job import current
 from ddpshim.rows import blocks
 from ddpshim.rows.blocks import Part, same
 from ddpshim.rows.tensor import RULES, Counts, Rows, cut, mapped, shares_memory

@@ -19,8 +19,8 @@ from typing import Any, Optional
 import torch
 
 from ddpshim.errors import SyncError
-from ddpshim.job.job import current
-from ddpshim.job.users_line import users_line
+from ddpshim.process.job import current
+from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
 from ddpshim.rows.blocks import Gather, Part, Scatter
 

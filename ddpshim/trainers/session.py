@@ -21,17 +21,19 @@ from ddpshim.checkpoint import plain_files
 from ddpshim.checkpoint.progress_folder import find_progress, leave_if_finished
 from ddpshim.checkpoint.resume import Resumable, Stateful
 from ddpshim.data.sharded_loader import Enterable
-from ddpshim.job import events, preemption, shares
+from ddpshim.failures import preemption
+from ddpshim.job import shares
 from ddpshim.job.exchange import in_order_of_numbers
 from ddpshim.job.group import on_cleanup, setup, world
-from ddpshim.job.job import current
 from ddpshim.job.own_streams import draws_alike
-from ddpshim.job.random_streams import rank_states
-from ddpshim.job.rank_log import link_log
-from ddpshim.job.say import say, say_once
-from ddpshim.job.seeds import derive_seed, seed_everything
 from ddpshim.model import equal_steps
 from ddpshim.observe.recording import Recorder
+from ddpshim.process import events
+from ddpshim.process.job import current
+from ddpshim.process.random_streams import rank_states
+from ddpshim.process.rank_log import link_log
+from ddpshim.process.say import say, say_once
+from ddpshim.process.seeds import derive_seed, seed_everything
 from ddpshim.trainers.same_experiment import check_same_experiment
 
 M = TypeVar("M", bound=Mapping[str, Any])

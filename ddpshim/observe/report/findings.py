@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ddpshim.job.failure_notes import LOST, meaning_of
-from ddpshim.job.say import count, ranks_called
+from ddpshim.failures.failure_notes import LOST, meaning_of
 from ddpshim.observe.report.run import Run
 from ddpshim.observe.report.words import clock, first_line, ms, number, percent, span
+from ddpshim.process.say import count, ranks_called
 
 _MUCH_DATA_WAIT, _MUCH_COMMUNICATION = 0.15, 0.3
 _UNEVEN = 1.15

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection
 from typing import Any, Optional
 
-from ddpshim.job import say
+from ddpshim.process import say
 
 _MOST_DEPTH = 5
 

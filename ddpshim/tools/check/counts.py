@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
-from ddpshim.job.say import count
+from ddpshim.process.say import count
 from ddpshim.tools.check.records import Parting, Run
 
 

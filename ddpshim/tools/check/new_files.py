@@ -18,10 +18,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Optional
 
-from ddpshim.job.say import count
+from ddpshim.process.say import count
 from ddpshim.trainers.unedited.c_libraries import CLibraries
-from ddpshim.trainers.unedited.left_alone import LeftAlone
-from ddpshim.trainers.unedited.mains_changes import TEMPORARY, WRITES
+from ddpshim.trainers.unedited.main_file_log import TEMPORARY, WRITES
+from ddpshim.trainers.unedited.unmanaged_paths import LeftAlone
 
 RECORDS = "paths.jsonl"
 _MADE, _EXISTED, _MOVED = "made", "existed", "moved"

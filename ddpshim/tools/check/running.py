@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ddpshim.errors import LaunchError
-from ddpshim.job.launch_env import PLACE
-from ddpshim.job.say import count, say
 from ddpshim.launch import first_failure, runner
 from ddpshim.launch.runner import Launch, make_log_dir, run
+from ddpshim.process.launch_env import PLACE
+from ddpshim.process.say import count, say
 from ddpshim.tools.check import new_files, watching
 from ddpshim.tools.check.judging import Proof, judge
 from ddpshim.tools.check.watching import ONE, PERTURBED, Settings

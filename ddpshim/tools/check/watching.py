@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from ddpshim.job.replaced import replaced
-from ddpshim.job.say import say
-from ddpshim.job.users_line import users_line
+from ddpshim.process.replaced import replaced
+from ddpshim.process.say import say
+from ddpshim.process.users_line import users_line
 from ddpshim.tools.check.program import Parameters, end_with_peers, samples_of
 
 SETTINGS = "settings.json"
@@ -49,7 +49,7 @@ def watched(folder: str, run: Optional[str] = None) -> Iterator[None]:
     rank = int(os.environ.get("RANK", 0))
     switch_loggers_off()
     Recorder(Path(folder)).install()
-    watcher = Watcher(Path(folder), run or f"rank_{rank}", rank)
+    watcher = RankRecorder(Path(folder), run or f"rank_{rank}", rank)
     watcher.install()
     try:
         yield
@@ -60,7 +60,7 @@ def watched(folder: str, run: Optional[str] = None) -> Iterator[None]:
         watcher.end()
 
 
-class Watcher:
+class RankRecorder:
     """Records the steps of this process, not those of its forked children."""
 
     def __init__(self, folder: Path, run: str, rank: int) -> None:
@@ -387,7 +387,7 @@ def _ranks_share_draws() -> bool:
     if shares is None:
         return False
     from ddpshim.job.group import has_world
-    from ddpshim.job.job import current
+    from ddpshim.process.job import current
 
     return has_world() and (current().holds_whole_batches or bool(current().part(shares.Sharing).is_on))
 
@@ -396,7 +396,7 @@ def _is_of_all_ranks(batches: Any, batch: Any, size: int) -> bool:
     """Whether every rank gets this whole batch, and not its rows of it with the number of all."""
     if "ddpshim.rows.loader" not in sys.modules:
         return False
-    from ddpshim.job.job import current
+    from ddpshim.process.job import current
 
     has_rows = type(getattr(batches, "_dataset", None)).__module__ == "ddpshim.rows.loader"
     return current().holds_whole_batches and (not has_rows or bool(batch[0] == size))
@@ -427,7 +427,7 @@ def _places(own: list[str], every: list[str], rank: int, num_ranks: int) -> Opti
 def _states() -> dict[str, Any]:
     import torch
 
-    from ddpshim.job.random_streams import rank_states
+    from ddpshim.process.random_streams import rank_states
 
     on_gpu = torch.cuda.is_initialized()
     return rank_states(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
@@ -436,7 +436,7 @@ def _states() -> dict[str, Any]:
 def _restore(states: dict[str, Any]) -> None:
     import torch
 
-    from ddpshim.job.random_streams import restore_rank_states
+    from ddpshim.process.random_streams import restore_rank_states
 
     on_gpu = torch.cuda.is_initialized()
     restore_rank_states(states, torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))

@@ -22,13 +22,13 @@ from torch.utils.data import TensorDataset
 from ddpshim import checkpoint
 from ddpshim.data.loader import make_loader
 from ddpshim.errors import CheckpointError, DataError, DdpShimError, SyncError, WorldError
+from ddpshim.failures.failure_notes import meaning_of
 from ddpshim.job import noise, shares
-from ddpshim.job.failure_notes import meaning_of
 from ddpshim.job.group import cleanup, setup
-from ddpshim.job.random_streams import shared_random_streams
-from ddpshim.job.say import described
 from ddpshim.job.world import World
 from ddpshim.model.parallel import wrap_parallel
+from ddpshim.process.random_streams import shared_random_streams
+from ddpshim.process.say import described
 
 _SEED = 1
 _NUM_STEPS = 5

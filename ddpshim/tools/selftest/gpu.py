@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional
 
 from ddpshim.errors import DdpShimError, LaunchError
-from ddpshim.job.say import count
+from ddpshim.process.say import count
 from ddpshim.tools.selftest.running import Plan, SelfTestFailed, completed, preloading_context, started
 from ddpshim.version import __version__
 

@@ -22,10 +22,10 @@ from ddpshim import checkpoint
 from ddpshim.checkpoint.resume import Resumable
 from ddpshim.data.loader import make_loader
 from ddpshim.errors import CheckpointError, SyncError
-from ddpshim.job.replaced import replaced
-from ddpshim.job.seeds import seed_everything
 from ddpshim.model import guard
 from ddpshim.model.parallel import wrap_parallel
+from ddpshim.process.replaced import replaced
+from ddpshim.process.seeds import seed_everything
 from ddpshim.tools.selftest.checks import CHECKS as OF_ANY_MACHINE
 from ddpshim.tools.selftest.checks import NotRun, Place, run_checks
 from ddpshim.tools.selftest.gpu_machine import GpuMachine, built, is_simulated

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpshim.errors import SyncError, WorldError
-from ddpshim.job.random_streams import shared_random_streams
 from ddpshim.model.parallel import wrap_parallel
 from ddpshim.observe.environment import describe
+from ddpshim.process.random_streams import shared_random_streams
 from ddpshim.tools.selftest.checks import NotRun, Rank
 from ddpshim.tools.selftest.policies import Recurrent, Transformer, UNet, data
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from ddpshim.job import machine
+from ddpshim.process import machine
 from ddpshim.tools.selftest.failing import FAULTS
 
 if TYPE_CHECKING:

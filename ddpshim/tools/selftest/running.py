@@ -21,10 +21,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
 from ddpshim.errors import DdpShimError, LaunchError
-from ddpshim.job.failure import claim
-from ddpshim.job.failure_notes import meaning_of
-from ddpshim.job.launch_env import read_launch_env
-from ddpshim.job.port import check_port
+from ddpshim.failures.failure import claim
+from ddpshim.failures.failure_notes import meaning_of
+from ddpshim.failures.port import check_port
+from ddpshim.process.launch_env import read_launch_env
 from ddpshim.version import __version__
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class _Nodes:
         self._is_twin = False  # True if another node registered this node's number first
 
     def _join(self, options: Plan) -> Any:
-        from ddpshim.job.listening import stores
+        from ddpshim.failures.listening import stores
 
         address, port = self.master_addr, options.master_port or 0
         timeout = timedelta(seconds=self.timeout_s)
@@ -220,7 +220,7 @@ class _Nodes:
             return
         import torch
 
-        from ddpshim.job.messages import from_store
+        from ddpshim.process.messages import from_store
 
         versions = {"torch": str(torch.__version__), "ddpshim": __version__}
         own = {"host": socket.gethostname(), "nproc": options.nproc, "device": options.device, **versions}

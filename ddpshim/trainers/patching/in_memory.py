@@ -18,8 +18,8 @@ from types import CodeType
 from typing import NamedTuple, Optional
 
 from ddpshim import adapters
-from ddpshim.job.launch_env import read_launch_env
-from ddpshim.job.say import say
+from ddpshim.process.launch_env import read_launch_env
+from ddpshim.process.say import say
 from ddpshim.trainers.patching.files import FileStatus, look_at, status, turned
 from ddpshim.trainers.patching.patchset import PatchSet, load_sets, transform_moved
 

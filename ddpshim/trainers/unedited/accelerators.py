@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Callable
 
-from ddpshim.job.after_import import after_import
-from ddpshim.job.replaced import replaced
+from ddpshim.process.after_import import after_import
+from ddpshim.process.replaced import replaced
 
 _LAUNCHERS = (
     "RANK",

@@ -9,10 +9,10 @@ import sys
 from types import FrameType
 from typing import Any, Callable
 
-from ddpshim.job.after_import import after_import
-from ddpshim.job.replaced import replaced
-from ddpshim.job.say import say_on_main
-from ddpshim.job.users_line import is_users, users_line
+from ddpshim.process.after_import import after_import
+from ddpshim.process.replaced import replaced
+from ddpshim.process.say import say_on_main
+from ddpshim.process.users_line import is_users, users_line
 from ddpshim.trainers.unedited.holders import in_place
 
 _HDF5_WRITES, _HDF5_MADE_NEW = 1 | 2 | 4, 2  # h5f.ACC_RDWR, ACC_TRUNC, ACC_EXCL

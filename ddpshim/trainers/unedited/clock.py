@@ -23,9 +23,9 @@ from types import FrameType
 from typing import Any, Callable, Optional, TypeVar
 
 from ddpshim.errors import WorldError
-from ddpshim.job import messages
 from ddpshim.job.collectives import comes
 from ddpshim.job.world import World
+from ddpshim.process import messages
 from ddpshim.trainers.unedited.holders import in_place
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ class Clock:
             line = self.line_of_program(sys._getframe(1))
             if line is None:
                 return real(*args, **kwargs)
-            return self.hand_out(line, lambda: real(*args, **kwargs))
+            return self.answers_of_main(line, lambda: real(*args, **kwargs))
 
         return stand_in
 
@@ -104,7 +104,7 @@ class Clock:
             line = self.line_of_program(sys._getframe(1))
             if line is None:
                 return real(*args)
-            moment = self.hand_out(line, _time)
+            moment = self.answers_of_main(line, _time)
             return real(*args[:position], moment if convert is None else convert(moment))
 
         return stand_in
@@ -118,7 +118,7 @@ class Clock:
                 line = self.line_of_program(sys._getframe(1))
             if line is None:
                 return real(*args, **kwargs)
-            kwargs[keyword] = self.hand_out(line, lambda: int.from_bytes(posix.urandom(4), "little"))
+            kwargs[keyword] = self.answers_of_main(line, lambda: int.from_bytes(posix.urandom(4), "little"))
             return real(*args[1:], **kwargs)
 
         return stand_in
@@ -131,7 +131,7 @@ class Clock:
 
     def _seconds(self, frame: FrameType) -> float:
         line = self.line_of_program(frame)
-        return _time() if line is None else self.hand_out(line, _time)
+        return _time() if line is None else self.answers_of_main(line, _time)
 
     def line_of_program(self, frame: Optional[FrameType]) -> Optional[str]:
         """Return "train.py:12", the calling line of the program; None if another caller, thread or process asks."""
@@ -154,7 +154,7 @@ class Clock:
             known = self._are_programs[file] = not is_pythons and package not in _LIBRARIES
         return known
 
-    def hand_out(self, line: str, ask: Callable[[], T]) -> T:
+    def answers_of_main(self, line: str, ask: Callable[[], T]) -> T:
         """Return the main rank's result of `ask`. Other ranks wait for it.
 
         Raises WorldError if the main rank has not made this call in time, or has made 2**16 more from this line.

@@ -51,7 +51,7 @@ class Commands:
 
     def _handed_out(self, line: str, run: Callable[[], Any]) -> Any:
         """Return the main rank's result of `run`; then all ranks see the files that it wrote."""
-        result = self._clock.hand_out(line, lambda: self._files.shown_to_all(run))
+        result = self._clock.answers_of_main(line, lambda: self._files.shown_to_all(run))
         self._files.see_what_is_shared()
         return result
 

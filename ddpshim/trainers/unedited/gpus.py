@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ddpshim.job.replaced import replaced
-from ddpshim.job.say import say_on_main
-from ddpshim.job.users_line import users_line
+from ddpshim.process.replaced import replaced
+from ddpshim.process.say import say_on_main
+from ddpshim.process.users_line import users_line
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
-from ddpshim.job.replaced import replaced
+from ddpshim.process.replaced import replaced
 
 # The import system, ddpshim and private modules keep the real functions.
 _KEEP_REAL = ("posix", "importlib", "zipimport", "ddpshim")

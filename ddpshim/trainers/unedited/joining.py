@@ -21,16 +21,16 @@ from torch.utils import data as torch_data
 
 from ddpshim import variables
 from ddpshim.errors import OptionsError
-from ddpshim.job import unshared
+from ddpshim.failures import unsynced_check
 from ddpshim.job.group import cleanup, setup, world
-from ddpshim.job.job import Job, current
 from ddpshim.job.own_streams import draws_alike
-from ddpshim.job.replaced import noted, replaced
 from ddpshim.job.world import World
+from ddpshim.process.job import Job, current
+from ddpshim.process.replaced import noted, replaced
 from ddpshim.rows import calls
 from ddpshim.rows.loader import DataLoader
 from ddpshim.rows.tensor import Counts
-from ddpshim.trainers.unedited import accelerators, gpus, leaving
+from ddpshim.trainers.unedited import accelerators, gpus, hand_back
 from ddpshim.trainers.unedited.clock import Clock
 from ddpshim.trainers.unedited.commands import Commands
 from ddpshim.trainers.unedited.locks import Locks
@@ -120,11 +120,11 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
                 files.remove_new()
 
         if start is not None:
-            undo.enter_context(leaving.noticed(start, take_back))
+            undo.enter_context(hand_back.noticed(start, take_back))
             undo.enter_context(
-                accelerators.shown_one_process(lambda found: leaving.leave_alone(start, found, take_back))
+                accelerators.shown_one_process(lambda found: hand_back.leave_alone(start, found, take_back))
             )
-            start.at_failure.append(lambda error: leaving.leave_alone_if_it_joins(start, error, take_back))
+            start.at_failure.append(lambda error: hand_back.leave_alone_if_it_joins(start, error, take_back))
         if here.world_size > 1:
             since = time.time() if start is None else start.time
             files, clock = PrivateFiles(here, since, is_reading), Clock(here, is_apart)
@@ -132,7 +132,7 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
                 undo.enter_context(part.installed())
             undo.enter_context(equal_reads(here, is_apart))
             undo.enter_context(rollouts.on_main(files.apart))
-            unshared.leave_to_others()
+            unsynced_check.leave_to_others()
             undo.enter_context(replaced(torch.autograd, "backward", steps.checked(torch.autograd.backward)))
         if here.world_size > 1 or here.options.exact is not None:
             undo.enter_context(calls.installed())

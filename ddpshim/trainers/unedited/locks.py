@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, Callable
 
 from ddpshim.trainers.unedited.holders import in_place
-from ddpshim.trainers.unedited.left_alone import LeftAlone
+from ddpshim.trainers.unedited.unmanaged_paths import LeftAlone
 
 
 class Locks:

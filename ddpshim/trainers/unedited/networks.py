@@ -19,11 +19,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ddpshim.errors import SyncError
 from ddpshim.job.group import world
-from ddpshim.job.say import say_on_main
-from ddpshim.job.users_line import users_line
 from ddpshim.model import guard
 from ddpshim.model.parallel import wrap_parallel
-from ddpshim.model.transparent import Transparent, is_compiling
+from ddpshim.model.wrapper import Transparent, is_compiling
+from ddpshim.process.say import say_on_main
+from ddpshim.process.users_line import users_line
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 

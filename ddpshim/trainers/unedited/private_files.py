@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
 import torch
 
-from ddpshim.job.after_import import after_import
-from ddpshim.job.job import current
-from ddpshim.job.replaced import replaced
 from ddpshim.job.world import World
+from ddpshim.process.after_import import after_import
+from ddpshim.process.job import current
+from ddpshim.process.replaced import replaced
 from ddpshim.rows.gradients import plain
 from ddpshim.rows.tensor import Counts
-from ddpshim.trainers.unedited import mains_changes
+from ddpshim.trainers.unedited import main_file_log
 from ddpshim.trainers.unedited.c_libraries import CLibraries
 from ddpshim.trainers.unedited.holders import in_place
-from ddpshim.trainers.unedited.left_alone import LeftAlone
-from ddpshim.trainers.unedited.mains_changes import MainsChanges
+from ddpshim.trainers.unedited.main_file_log import MainsChanges
 from ddpshim.trainers.unedited.saves import Saves
 from ddpshim.trainers.unedited.stand_ins import Files
+from ddpshim.trainers.unedited.unmanaged_paths import LeftAlone
 
 if TYPE_CHECKING:
-    from ddpshim.trainers.unedited.layers import View
+    from ddpshim.trainers.unedited.file_overlay import View
     from ddpshim.trainers.unedited.stand_ins import Files
 
 T = TypeVar("T")
@@ -66,12 +66,12 @@ class PrivateFiles:
         with contextlib.ExitStack() as undo:
             libraries = CLibraries(lambda path: path, self._tell)
             if self._world.is_main:
-                stand_ins = mains_changes.stand_ins(self._changes, self._saves, self._left)
+                stand_ins = main_file_log.stand_ins(self._changes, self._saves, self._left)
             else:
-                from ddpshim.trainers.unedited.layers import View
+                from ddpshim.trainers.unedited.file_overlay import View
                 from ddpshim.trainers.unedited.private_files import inherited
-                from ddpshim.trainers.unedited.slipped import refused
                 from ddpshim.trainers.unedited.stand_ins import Files
+                from ddpshim.trainers.unedited.write_audit import refused
 
                 self._view = View(self._changes, self._saves)
                 self._files = Files(self._view, self._left)

@@ -15,9 +15,9 @@ from typing import Callable, NoReturn, Optional
 
 from ddpshim import adapters, variables
 from ddpshim.errors import LaunchError, OptionsError
-from ddpshim.job.after_import import after_import
-from ddpshim.job.launch_env import read_launch_env
-from ddpshim.job.say import say
+from ddpshim.process.after_import import after_import
+from ddpshim.process.launch_env import read_launch_env
+from ddpshim.process.say import say
 from ddpshim.trainers.unedited.sources import Sources
 
 

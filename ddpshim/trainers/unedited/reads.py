@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 from ddpshim.errors import WorldError
-from ddpshim.job import messages
 from ddpshim.job.collectives import CROSSED_DEADLINE_S, peers
-from ddpshim.job.replaced import replaced
 from ddpshim.job.world import World
+from ddpshim.process import messages
+from ddpshim.process.replaced import replaced
 from ddpshim.rows.gradients import plain
 
 _NUMBERS = ("item", "__float__", "__int__", "__index__", "__bool__", "tolist", "numpy", "__array__", "__format__")
@@ -112,7 +112,7 @@ class _Reads:
 
     def _refuse(self, line: FrameType) -> None:
         own = f"reads a number from a tensor at {line.f_code.co_filename}:{line.f_lineno} (read {self._num_reads})"
-        where = self._here.meet("crossed", own, CROSSED_DEADLINE_S)
+        where = self._here.gather_with_deadline("crossed", own, CROSSED_DEADLINE_S)
         lines = "; ".join(f"rank {rank} {said}" for rank, said in where.items())
         raise WorldError(
             f"ranks are at different lines: {lines}. Their numbers would be mixed up, and ranks would train "

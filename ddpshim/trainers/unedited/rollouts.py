@@ -16,11 +16,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Callable
 
 from ddpshim import adapters
-from ddpshim.job.after_import import after_import
-from ddpshim.job.job import current
-from ddpshim.job.random_streams import rank_states, restore_rank_states
-from ddpshim.job.replaced import replaced
 from ddpshim.job.world import World
+from ddpshim.process.after_import import after_import
+from ddpshim.process.job import current
+from ddpshim.process.random_streams import rank_states, restore_rank_states
+from ddpshim.process.replaced import replaced
 from ddpshim.rows.tensor import Counts
 
 

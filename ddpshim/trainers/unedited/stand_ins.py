@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Callable, Optional, TypeVar
 
-from ddpshim.trainers.unedited.layers import View, copy_file
-from ddpshim.trainers.unedited.left_alone import LeftAlone
-from ddpshim.trainers.unedited.mains_changes import TEMPORARY, WRITES
+from ddpshim.trainers.unedited.file_overlay import View, copy_file
+from ddpshim.trainers.unedited.main_file_log import TEMPORARY, WRITES
+from ddpshim.trainers.unedited.unmanaged_paths import LeftAlone
 
 T = TypeVar("T")
 

@@ -10,12 +10,12 @@ import torch
 
 from ddpshim.errors import SyncError
 from ddpshim.job.group import world
-from ddpshim.job.job import current
-from ddpshim.job.say import say, size
-from ddpshim.job.users_line import users_line
 from ddpshim.model.backward import Passes
 from ddpshim.model.equality import is_milestone
-from ddpshim.model.transparent import is_compiling
+from ddpshim.model.wrapper import is_compiling
+from ddpshim.process.job import current
+from ddpshim.process.say import say, size
+from ddpshim.process.users_line import users_line
 from ddpshim.rows.gradients import plain
 from ddpshim.rows.tensor import Counts
 from ddpshim.trainers.unedited.networks import Networks
@@ -57,7 +57,7 @@ class Steps:
     def _check_alike(self, given: Any) -> None:
         """Raise SyncError if ranks computed different losses (collective)."""
         own = [float(plain(loss).detach().double().sum()) for loss in given]
-        found = world().meet("losses", own, _DEADLINE_S)
+        found = world().gather_with_deadline("losses", own, _DEADLINE_S)
         expected = next(iter(found.values()))
         for rank, theirs in found.items():
             if not all(_is_close(x, y) for x, y in zip(expected, theirs)) or len(expected) != len(theirs):

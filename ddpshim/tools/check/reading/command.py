@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ddpshim.job.say import count, say
+from ddpshim.process.say import count, say
 from ddpshim.tools.check.reading.explanations import EXPLANATIONS
 from ddpshim.tools.check.reading.meaning import Meaning
 from ddpshim.tools.check.reading.rules import RULES

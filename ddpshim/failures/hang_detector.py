@@ -1,0 +1,281 @@
+"""Reports where each rank is when one waits in a collective for too long, with a thread in each rank.
+
+The thread checks once a second, which costs steps nothing. If its rank waits too long (`hangs.Waits`), it asks the
+others through the job's store. Each thread answers for its rank, even if the rank sleeps or reads from a terminal.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from datetime import timedelta
+from types import FrameType
+from typing import Any, Optional
+
+from ddpshim.errors import SyncError
+from ddpshim.failures import failure
+from ddpshim.failures.hangs import Standing, Verdict, Waits, describe, judge
+from ddpshim.process.job import Job, current
+from ddpshim.process.progress import Frame, Place, frames_of, place_of
+from ddpshim.process.say import count, say
+
+_LOOK_EVERY_S = 1.0
+_ANSWER_S = 5.0
+_AGAIN_S = 10.0  # ranks are asked twice, with this pause, before the job is ended
+_STORE_S = 10.0
+_GPU_AFTER_S = 10.0  # the GPU is not queried during steps: that breaks the capture of a graph
+_MOST_PRINT = 8  # in larger worlds only the main rank and the named ranks print
+_RANKS_PER_S = 128  # how many ranks look for questions in the store each second
+NCCL_GRACE_S = 60.0  # nccl's watchdog waits so much longer than this one
+
+
+class Watch:
+    """The thread, and what it has seen of its rank."""
+
+    def __init__(self) -> None:
+        self._thread: Optional[threading.Thread] = None
+        self._ended = threading.Event()
+
+    def begin(self, rank: int, world_size: int, store: Any, timeout_s: float, gets_no_errors: bool = False) -> None:
+        """Watch the calling thread until `end`. Local.
+
+        `gets_no_errors`: as under nccl, where a rank whose GPU waits for a dead rank gets no error, but is killed
+        later, and blamed.
+        """
+        import torch.distributed as dist
+
+        if hasattr(store, "clone"):  # newer torch: a separate connection, which the rank's own waits do not block
+            store = store.clone()
+            store.set_timeout(timedelta(seconds=_STORE_S))
+        self._rank, self._ranks, self._store = rank, range(world_size), dist.PrefixStore("watch", store)
+        self._job, self._watched = current(), threading.get_ident()
+        self._waits, self._round = Waits(timeout_s), 0
+        self._timeout_s, self._gets_no_errors = timeout_s, gets_no_errors
+        self._is_on_gpu = False  # whether the rank's GPU waits
+        self._cpu_s = 0.0  # of the watched thread
+        self._counted: Any = None
+        self._store.set(f"process/{rank}", json.dumps([_node(), os.getpid()]))
+        self._every_s = max(_LOOK_EVERY_S, world_size / _RANKS_PER_S)
+        self._ended.clear()
+        self._thread = threading.Thread(target=self._run, name="ddpshim-watch", daemon=True)
+        self._thread.start()
+        # If Python ends a thread in the middle of a call to the store, the process crashes.
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        """Stop watching, and report that this rank has left. Local; idempotent."""
+        thread, self._thread = self._thread, None
+        atexit.unregister(self.end)
+        if thread is None or self._ended.is_set():
+            return
+        self._ended.set()
+        thread.join(_STORE_S)
+        standing = self._standing()._replace(has_left=True)
+        with contextlib.suppress(RuntimeError, ValueError):
+            self._store.set(f"left/{self._rank}", json.dumps(standing))
+
+    def describe_others(self) -> str:
+        """Return where the other ranks are, as far as they answer; for a rank that fails. Local."""
+        if self._thread is None:
+            return ""
+        self._ended.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_STORE_S)
+        self._ended.clear()
+        try:
+            asked = self._ask()
+            theirs = self._answers(asked, [rank for rank in self._ranks if rank != self._rank])
+            self._store.set(f"verdict/{asked}", json.dumps(Verdict([], "")))
+        except (RuntimeError, ValueError):  # the process that serves the store has ended
+            return ""
+        return describe(theirs, [rank for rank, their in theirs.items() if their is None or their.waits_in is None])
+
+    def describe_left(self) -> str:
+        """Return which ranks have left the job, and after what; empty if none has. Local."""
+        if self._thread is None:
+            return ""
+        left = {rank: their for rank in self._ranks if (their := self._left(rank)) is not None}
+        mine = f"  rank {self._rank}: {count(self._job.progress.num_passes, 'backward pass', 'es')} so far"
+        return f"{mine}\n{describe(left, list(left))}" if left else ""
+
+    def _run(self) -> None:
+        # If the process that serves the store has ended, so has the job.
+        with contextlib.suppress(RuntimeError, ValueError):
+            while not self._ended.wait(self._every_s):
+                self._look()
+
+    def _look(self) -> None:
+        is_late = self._see()
+        if self._gets_no_errors and self._is_on_gpu and self._waits.is_waiting:
+            self._end_in_vain()
+        if failure.is_there(self._store, f"asked/{self._round + 1}"):
+            self._round += 1
+            self._store.set(f"stands/{self._round}/{self._rank}", json.dumps(self._answer()))
+            self._hear()
+        elif is_late and self._ask() == self._round:
+            self._find_out()
+
+    def _end_in_vain(self) -> None:
+        """End this rank if it waits for one that has failed, or has waited for `timeout_s`."""
+        first = failure.first()
+        if first is not None and first != self._rank:
+            self._ended.set()
+            failure.abort(failure.caused_by(first, SyncError(f"its GPU waits for messages of rank {first}")))
+        if self._waits.waited_s > self._timeout_s:
+            self._ended.set()
+            failure.abort(TimeoutError(f"Timed out waiting {self._timeout_s:g} s for other ranks (timeout_s)"))
+
+    def _see(self) -> bool:
+        """Look at the rank, and return whether it has waited too long."""
+        progress, now = self._job.progress, time.monotonic()
+        counted = (progress.num_passes, progress.num_collectives, progress.batch, progress.is_reducing)
+        if counted != self._counted:  # it makes progress: no need to read its stack
+            self._counted = counted
+            return self._waits.look(now, counted, None)
+        frames = frames_of(self._watched)
+        place, cpu_s = self._place(frames), _cpu_seconds_of(self._watched) or 0.0
+        if not (place.waits_in or "").startswith(("backward pass", "World.")) and cpu_s > self._cpu_s + 0.02:
+            self._cpu_s = cpu_s  # successive calls of torch's own collectives may have the same stack
+        code = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
+        state = (counted, code, self._cpu_s if place.waits_in is not None else 0.0)
+        return self._waits.look(now, state, place.site if place.waits_in is not None else None)
+
+    def _place(self, frames: list[FrameType]) -> Place:
+        progress = self._job.progress
+        stack = [Frame(f.f_code.co_filename, f.f_lineno or 0, f.f_code.co_name) for f in frames]
+        self._is_on_gpu = self._waits.waited_s > _GPU_AFTER_S and progress.waits_on_gpu()
+        return place_of(stack, progress, self._is_on_gpu)
+
+    def _standing(self) -> Standing:
+        progress, place = self._job.progress, self._place(frames_of(self._watched))
+        return Standing(progress.num_passes, progress.batch, *place, still_s=self._waits.waited_s)
+
+    def _answer(self) -> Standing:
+        from ddpshim.process import machine  # few jobs need it
+
+        cpu_s, thread_s = machine.cpu_seconds(os.getpid()), _cpu_seconds_of(self._watched)
+        return self._standing()._replace(cpu_s=cpu_s, thread_s=thread_s)
+
+    def _ask(self) -> int:
+        """Ask all ranks to answer, unless another rank does so at the same moment; return the number of the round."""
+        key = f"asked/{self._round + 1}"
+        if failure.claim(self._store, key, str(self._rank)) == str(self._rank):
+            self._round += 1
+            return self._round
+        return self._round + 1
+
+    def _left(self, rank: int) -> Optional[Standing]:
+        key = f"left/{rank}"
+        return Standing(*json.loads(self._store.get(key))) if failure.is_there(self._store, key) else None
+
+    def _answers(self, asked: int, ranks: list[int]) -> dict[int, Optional[Standing]]:
+        """Return the state of each of `ranks`; None for one that does not answer in time."""
+        states: dict[int, Optional[Standing]] = {rank: self._left(rank) for rank in ranks}
+        end = time.monotonic() + _ANSWER_S + self._every_s
+        while (silent := [rank for rank in ranks if states[rank] is None]) and time.monotonic() < end:
+            for rank in silent:
+                if failure.is_there(self._store, f"stands/{asked}/{rank}"):
+                    states[rank] = Standing(*json.loads(self._store.get(f"stands/{asked}/{rank}")))
+            self._pause(0.1)
+        return {rank: self._seen_from_here(rank) if theirs is None else theirs for rank, theirs in states.items()}
+
+    def _seen_from_here(self, rank: int) -> Optional[Standing]:
+        """Return what the system reports of a rank that gives no answer; None if it is on another node."""
+        from ddpshim.process import machine
+
+        key = f"process/{rank}"
+        node, process = json.loads(self._store.get(key)) if failure.is_there(self._store, key) else (None, 0)
+        if node is None or node != _node():
+            return None
+        does = {"T": "is stopped (by SIGSTOP)", "t": "is stopped (by a debugger)", None: "is gone"}
+        why = does.get(machine.state_of(process), "holds the GIL, or waits for the job's store")
+        cpu_s = machine.cpu_seconds(process) or 0.0
+        return Standing(None, None, None, None, False, f"its process {process} {why}", [], cpu_s=cpu_s)
+
+    def _pause(self, seconds: float) -> bool:
+        """Wait for `seconds`, and return whether the rank has then waited too long."""
+        end, is_late = time.monotonic() + seconds, False
+        while not self._ended.is_set() and (left := end - time.monotonic()) > 0:
+            self._ended.wait(min(left, _LOOK_EVERY_S))
+            is_late = self._see()
+        return not self._ended.is_set() and is_late
+
+    def _all(self) -> dict[int, Optional[Standing]]:
+        others = self._answers(self._round, [rank for rank in self._ranks if rank != self._rank])
+        return dict(sorted({**others, self._rank: self._answer()}.items()))
+
+    def _find_out(self) -> None:
+        """Read all ranks' answers, ask them again after 10 s, and send the verdicts to all."""
+        first, begun = self._all(), time.monotonic()
+        self._tell(judge(first, self._rank) if self._see() else None)
+        if not self._pause(_AGAIN_S) or self._ask() != self._round:
+            return
+        second = self._all()
+        verdict = judge(second, self._rank, first, time.monotonic() - begun) if self._see() else None
+        self._tell(verdict and verdict._replace(said=""), is_last=True)
+
+    def _tell(self, verdict: Optional[Verdict], is_last: bool = False) -> None:
+        verdict = verdict or Verdict([], "")
+        self._store.set(f"verdict/{self._round}", json.dumps(verdict))
+        self._take(verdict)
+        if is_last:
+            self._waits.postpone()
+
+    def _hear(self) -> None:
+        """Wait for the verdict of the rank that asked, and act on it."""
+        key, end = f"verdict/{self._round}", time.monotonic() + 2 * _ANSWER_S + self._every_s
+        while not failure.is_there(self._store, key):
+            if time.monotonic() > end or self._ended.is_set():
+                return
+            self._pause(0.1)
+        self._take(Verdict(*json.loads(self._store.get(key))))
+        self._waits.postpone()
+
+    def _take(self, verdict: Verdict) -> None:
+        is_named = self._rank in verdict.named
+        if verdict.said and (is_named or self._rank == 0 or len(self._ranks) <= _MOST_PRINT):
+            say(verdict.said, directly=True)
+        if verdict.error:
+            self._end_job(verdict, is_named)
+
+    def _end_job(self, verdict: Verdict, is_named: bool) -> None:
+        self._ended.set()
+        error, named = SyncError(verdict.error), verdict.named[0]
+        if self._rank != named:
+            end = time.monotonic() + _ANSWER_S
+            while not (has_failed := failure.is_there(self._job.store, f"failed/{named}")) and time.monotonic() < end:
+                time.sleep(0.05)
+            if has_failed:
+                failure.caused_by(named, error)
+        failure.abort(error)
+
+
+def begin(job: Job, rank: int, world_size: int, timeout_s: float, gets_no_errors: bool = False) -> None:
+    """Watch this rank until the end of its job. Local."""
+    watch = job.part(Watch)
+    watch.begin(rank, world_size, job.store, timeout_s, gets_no_errors)
+    if job.watched is not None:
+        job.watched.watch = watch
+    job.at_end.callback(watch.end)
+
+
+def _node() -> Optional[str]:
+    """Return the host and the PID namespace of this process; None if the system does not say."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return None
+
+
+def _cpu_seconds_of(thread: int) -> Optional[float]:
+    """Return the CPU seconds that a thread of this process has used; None if the system does not say."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return None
+    with contextlib.suppress(OSError):
+        return time.clock_gettime(time.pthread_getcpuclockid(thread))
+    return None

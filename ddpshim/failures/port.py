@@ -1,0 +1,89 @@
+"""Checks whether this machine can resolve the job's master address, and whether rank 0 can serve its port."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import time
+from typing import Optional
+
+from ddpshim.errors import LaunchError
+from ddpshim.process.launch_env import LaunchEnv
+
+_NAME_SERVER_S = 5.0  # for a name server that does not answer at once
+_LOOPBACK = "lo"  # Linux's name
+
+
+def stay_on_this_machine() -> None:
+    """Make the gloo groups of this process's children listen on loopback, unless GLOO_SOCKET_IFNAME is set. Local."""
+    if _LOOPBACK in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+
+
+def why_unknown(host: str) -> Optional[Exception]:
+    """Return the error for a host name that this machine cannot resolve; None if it can. Local.
+
+    torch would retry until its timeout, half an hour.
+    """
+    end = time.monotonic() + _NAME_SERVER_S
+    while True:
+        try:
+            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            return None
+        except (OSError, UnicodeError) as error:  # the latter: a part of the name is empty or too long
+            if getattr(error, "errno", None) != socket.EAI_AGAIN or time.monotonic() > end:
+                return error
+        time.sleep(0.5)
+
+
+def check_name(env: LaunchEnv) -> None:
+    """Raise LaunchError if ``master_addr`` does not resolve on this machine. Local."""
+    error = None if env.master_addr is None else why_unknown(env.master_addr)
+    if error is not None:
+        raise LaunchError(
+            f"MASTER_ADDR={env.master_addr!r} does not resolve on this machine, {socket.gethostname()} ({error}): "
+            f"rank {env.rank} could not reach the others. Use a name or IP address of rank 0's machine that resolves "
+            "on all nodes."
+        ) from error
+
+
+def _is_this_machine(host: str) -> bool:
+    """Return whether a socket can be bound to ``host``; False for a name that does not resolve."""
+    with contextlib.suppress(OSError, UnicodeError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return True
+    return False
+
+
+def check_port(env: LaunchEnv) -> None:
+    """Check that rank 0 can serve ``master_port``, if it must. Local: briefly binds a socket on rank 0.
+
+    Raises LaunchError if this process must serve the port and it is in use, or privileged.
+    """
+    if env.rank != 0 or env.world_size == 1 or env.agent_store:
+        return
+    if env.master_addr is None or env.master_port is None or not _is_this_machine(env.master_addr):
+        return
+    # torch listens on all interfaces, in IPv6 where it can and else in IPv4.
+    for family, any_address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                # As torch does: a port in TIME_WAIT is free. On Windows the option would share a taken port.
+                if os.name == "posix":
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                # Never listen: a rank that connected already would be cut off.
+                probe.bind((any_address, env.master_port))
+        except OSError as error:
+            # Any other error means that this machine lacks the family; torch then takes the other one.
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                raise LaunchError(
+                    f"MASTER_PORT={env.master_port} of MASTER_ADDR={env.master_addr!r} cannot be served "
+                    f"({error.strerror}): ranks would fail, or connect to another program and hang. Set MASTER_PORT "
+                    "to a free port (torchrun: --master-port, or --standalone)."
+                ) from error

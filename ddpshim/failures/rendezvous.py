@@ -1,0 +1,129 @@
+"""Connects the ranks of a job to one store, in which each registers."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import time
+from datetime import timedelta
+from typing import Any, Optional
+
+import torch.distributed as dist
+
+from ddpshim.errors import LaunchError
+from ddpshim.failures import failure
+from ddpshim.process.launch_env import LaunchEnv
+from ddpshim.process.say import ranks_called
+
+
+class _State:
+    """The store of this job, kept after `cleanup()`: its server must outlive its clients."""
+
+    address: Optional[tuple[Any, ...]] = None
+    store: Any = None
+
+
+_state = _State()
+
+
+def meet(env: LaunchEnv, prefix: str, timeout_s: float) -> Any:
+    """Return a store that all ranks of the job have joined, under `prefix` (collective).
+
+    Raises LaunchError if the address is unknown or does not answer, ranks are missing, or ranks have different world
+    sizes.
+    """
+    store = dist.PrefixStore(prefix, _root_store(env, timedelta(seconds=timeout_s)))
+    _call_the_roll(store, env, timeout_s)
+    return store
+
+
+def _root_store(env: LaunchEnv, timeout: timedelta) -> Any:
+    """Return the store through which the ranks of this job find each other; the same one again after `cleanup`."""
+    if env.world_size == 1 and not env.agent_store:
+        return dist.HashStore()  # a single rank needs no port
+    address = (env.master_addr, env.master_port, env.rank, env.world_size)
+    if _state.address != address:
+        from ddpshim.failures.port import check_name, check_port  # a world of one has no port
+
+        check_name(env)
+        check_port(env)
+        where = str(env.master_addr), int(env.master_port or 0)
+        serves = env.rank == 0 and not env.agent_store
+        try:
+            if env.launcher == "torchrun" and env.agent_store:
+                # Follows torchrun's restarts.
+                store = next(dist.rendezvous("env://", timeout=timeout))[0]
+            else:
+                from ddpshim.failures import listening
+
+                # Not torch's "tcp://": under torchrun that makes every rank a client of a port that nobody serves.
+                # The store does not wait for the others: `_call_the_roll` does, and can name the missing ranks.
+                store_class = listening.stores(is_one_node=env.local_world_size == env.world_size)
+                store = store_class(*where, env.world_size, serves, timeout, wait_for_workers=False)
+        except RuntimeError as error:
+            said = str(error).splitlines()[0][:160]
+            raise LaunchError(
+                f"nobody answers at MASTER_ADDR={env.master_addr!r}, MASTER_PORT={env.master_port}, where rank "
+                f"{env.rank} of {env.world_size} must meet the others (waited up to {timeout.total_seconds():g} s; "
+                f"{said}); it cannot train alone. Check that rank 0 started, and that all ranks have its address."
+            ) from error
+        _state.address, _state.store = address, _of_this_start(store, env, timeout)
+    _state.store.set_timeout(timeout)
+    return _state.store
+
+
+def _of_this_start(store: Any, env: LaunchEnv, timeout: timedelta) -> Any:
+    """Return `store` under a prefix that only the ranks of this start know; rank 0 sends it to each (collective).
+
+    torchrun's agent keeps one store over all its restarts, and new ranks would read the addresses of dead ones from
+    it. Its count of restarts cannot be the prefix: each node has its own.
+    """
+    if not env.agent_store:
+        return store
+    mine, end = secrets.token_hex(8), time.monotonic() + timeout.total_seconds()
+    if env.rank > 0:
+        store.set(f"ddpshim/hello/{env.rank}", mine)
+        store.wait([f"ddpshim/answer/{mine}"], timeout)
+        prefix = store.get(f"ddpshim/answer/{mine}").decode(errors="replace")
+        store.set(f"ddpshim/heard/{prefix}/{mine}", "")
+        return dist.PrefixStore(prefix, store)
+    for rank in range(1, env.world_size):
+        is_heard = False
+        while not is_heard:
+            store.wait([f"ddpshim/hello/{rank}"], timedelta(seconds=max(0.1, end - time.monotonic())))
+            # May come from a rank that has died: then nobody confirms, and the next one is read.
+            theirs = store.get(f"ddpshim/hello/{rank}").decode(errors="replace")
+            store.set(f"ddpshim/answer/{theirs}", mine)
+            patience = 0.5 if time.monotonic() < end else 0.0
+            with contextlib.suppress(RuntimeError, ValueError) if patience else contextlib.nullcontext():
+                store.wait([f"ddpshim/heard/{mine}/{theirs}"], timedelta(seconds=max(0.01, patience)))
+                is_heard = True
+    return dist.PrefixStore(mine, store)
+
+
+def _call_the_roll(store: Any, env: LaunchEnv, timeout_s: float) -> None:
+    """Wait until every rank of the job has joined (collective).
+
+    Raises LaunchError, on all ranks that have joined, if one has another world size, or if some do not join.
+    """
+    store.set(f"here/{env.rank}", socket.gethostname())
+    num_here, me = store.add("here", 1), f"WORLD_SIZE={env.world_size} on rank {env.rank}"
+    first = failure.claim(store, "first", me)
+    if first.partition(" ")[0] != me.partition(" ")[0]:
+        # All ranks wait for this key, so that those that joined before get the error too.
+        store.set("complete", f"{first}, but {me}: they would wait for different ranks")
+    elif num_here == env.world_size:
+        store.set("complete", "")
+    try:
+        store.wait(["complete"], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        missing = [rank for rank in range(env.world_size) if not failure.is_there(store, f"here/{rank}")]
+        ranks = f"{ranks_called(missing)} {'are' if missing[1:] else 'is'} missing"
+        raise LaunchError(
+            f"{env.world_size - len(missing)} of {env.world_size} ranks joined within {timeout_s:g} s; {ranks}, and "
+            "the others cannot train without them. Check why they did not start, or wait longer (DDPSHIM_TIMEOUT_S)."
+        ) from error
+    wrong = store.get("complete").decode(errors="replace")
+    if wrong:
+        raise LaunchError(f"{wrong}. Start every rank with the same number of ranks.")

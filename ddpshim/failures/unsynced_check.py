@@ -1,0 +1,119 @@
+"""Ends a job whose ranks train separate models, by an optimizer or by hand, because no gradients were exchanged.
+
+Imports no torch: the program decides when it is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, Optional
+
+from ddpshim.process.job import current
+from ddpshim.process.replaced import replaced
+
+_MOST_PASSES = 32  # backward passes that are checked for weights that change by hand
+_MOST_NODES, _MOST_WEIGHTS, _MOST_NUMBERS = 1000, 8, 64
+
+
+class Answer:
+    """The state of this check in a job; when it is settled, no step is checked any more."""
+
+    def __init__(self) -> None:
+        self.is_settled = False
+        self.num_collectives: Optional[int] = None  # of the default group, when the job began
+        self.num_passes = 0  # backward passes that were checked
+        self.weights: list[tuple[Any, Any]] = []  # some parameters of the last pass, and their first numbers
+
+
+@functools.cache
+def watch() -> None:
+    """Check every optimizer step in this process, once it imports torch. Local."""
+    from ddpshim.process.after_import import after_import
+
+    after_import("torch", lambda: _register(contextlib.ExitStack()))
+
+
+def leave_to_others() -> None:
+    """Check no step in this job: another part of ddpshim does. Local."""
+    current().part(Answer).is_settled = True
+
+
+def begin() -> None:
+    """Check every step in this job, which begins now; later collectives are the program's own. Local."""
+    current().part(Answer).num_collectives = num_collectives()
+    _register(current().at_end)
+
+
+def _register(until: contextlib.ExitStack) -> None:
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    until.callback(register_optimizer_step_pre_hook(_check_step).remove)
+    until.enter_context(replaced(torch.autograd, "backward", _stand_in(torch.autograd.backward)))
+
+
+def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Raise SyncError if this is one of several ranks, and nothing has distributed what it trains."""
+    job = current()
+    answer = job.part(Answer)
+    if answer.is_settled or job.has_networks:  # wrap_parallel was called: see model/guard.py
+        return
+    has_closure = len(args) > 1 or kwargs.get("closure") is not None
+    if not has_closure and not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        return
+    from ddpshim.failures.separate_models import refuse
+
+    refuse(f"{type(optimizer).__name__}.step()", answer)
+
+
+def _stand_in(original: Any) -> Any:
+    """Return a torch.autograd.backward that first checks whether weights were changed by hand since the last pass."""
+
+    @functools.wraps(original)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        job = current()
+        answer = job.part(Answer)
+        if not answer.is_settled and not job.has_networks and answer.num_passes < _MOST_PASSES:
+            answer.num_passes += 1
+            if any(not before.equal(_first_numbers(weights)) for weights, before in answer.weights):
+                from ddpshim.failures.separate_models import refuse
+
+                refuse("weights changed between two backward passes without an optimizer", answer)
+            answer.weights = [(weights, _first_numbers(weights).clone()) for weights in _weights_of(tensors)]
+        return original(tensors, *args, **kwargs)
+
+    return backward
+
+
+def _first_numbers(weights: Any) -> Any:
+    return weights.detach().reshape(-1)[:_MOST_NUMBERS]
+
+
+def _weights_of(tensors: Any) -> list[Any]:
+    """Return some of the parameters on which a loss depends."""
+    from torch.nn import Parameter
+
+    losses = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+    pending = [node for node in (getattr(loss, "grad_fn", None) for loss in losses) if node is not None]
+    found, seen = [], set(pending)
+    for node in pending:  # it grows in the loop
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Parameter):
+            found.append(variable)
+        if len(found) == _MOST_WEIGHTS or len(seen) > _MOST_NODES:
+            break
+        more = [inner for inner, _ in node.next_functions if inner is not None and inner not in seen]
+        pending += more
+        seen.update(more)
+    return found
+
+
+def num_collectives() -> Optional[int]:
+    """Return how many collectives the default process group has made; None if unknown."""
+    import torch.distributed as dist
+
+    try:
+        return int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError, ValueError):
+        return None

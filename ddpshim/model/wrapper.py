@@ -1,0 +1,195 @@
+"""Makes a wrapper look like its module: attributes, names, keys, copies."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpshim.process import timing
+
+# A wrapper's instance attributes that stay after torch's constructor; the others must not hide the module's.
+_KEPT = {"module", "require_backward_grad_sync"}
+
+
+def note_call() -> None:
+    """Count time as the forward pass from here on, if a clock runs. Local; does nothing while torch compiles."""
+    if not is_compiling() and timing.running is not None:
+        timing.running.call_network()
+
+
+def is_compiling() -> bool:
+    """Whether torch compiles the caller. Local."""
+    ask = getattr(torch.compiler, "is_compiling", None)  # torch 2.1 lacks it, and has a graph break here
+    return ask is not None and ask()
+
+
+class Transparent:
+    """A wrapper that has its module's parameters, children, attributes and keys, under the same names.
+
+    It shares the module's dictionaries instead of holding it as a child, so every traversal (`named_parameters`, an
+    EMA, a parent's `state_dict`) finds the same tree as in the bare module.
+    """
+
+    module: nn.Module
+    _autocast: Any = None  # with the option `precision`: returns the context of `forward` in training mode
+
+    def _show(self, module: nn.Module) -> None:
+        mine = self.__dict__
+        # The hooks too: a parent that loads runs the hooks of its child, which is the wrapper.
+        shared = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_load_state_dict_post_hooks")
+        for name in shared:
+            mine[name] = getattr(module, name)
+        mine["module"] = module
+        for name in [name for name in mine if not name.startswith("_") and name not in _KEPT]:
+            if hasattr(module, name):
+                del mine[name]  # torch's own `dim`, `logger` and the like
+        children = [name for name, _ in module.named_children()]
+        for name in [*vars(module), *module._parameters, *module._buffers, *children]:
+            if not name.startswith("_") and name not in Transparent.__dict__ and hasattr(type(self), name):
+                mine[name] = getattr(module, name)  # a child called `join`, an attribute `gather`
+        for name in dir(type(module)):
+            theirs = getattr(type(module), name)
+            if not callable(theirs) or name.startswith("_") or name in Transparent.__dict__:
+                continue
+            if hasattr(type(self), name) and theirs is not getattr(nn.Module, name, None):
+                mine[name] = getattr(module, name)  # a method of the module that torch's wrapper has, too
+
+    def __getattr__(self, name: str) -> Any:
+        if "module" not in self.__dict__:
+            # While torch's constructor runs, attributes are in the wrapper's own dictionaries.
+            return nn.Module.__getattr__(self, name)  # type: ignore[arg-type]
+        found = getattr(self.__dict__["module"], name)
+        if callable(found):  # perhaps a method that trains
+            note_call()
+        return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "module" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
+            nn.Module.__setattr__(self, name, value)  # type: ignore[arg-type]
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.module, name)
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode; this is the module's flag, not a copy."""
+        module = self.__dict__.get("module")
+        return True if module is None else module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        module = self.__dict__.get("module")
+        if module is not None:
+            module.training = mode
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        note_call()
+        if self._autocast is None or not self.module.training:
+            return self._run(*args, **kwargs)
+        with self._autocast():
+            return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Any:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Any:
+        self.module.eval()
+        return self
+
+    def apply(self, fn: Any) -> Any:
+        self.module.apply(fn)
+        return self
+
+    def no_sync(self) -> Any:
+        """Return a context in which gradients only accumulate; in one process it changes nothing."""
+        return contextlib.nullcontext()
+
+    def accumulate(self, is_last: bool) -> Any:
+        """Return a context for one of several backward passes before a step; only the last one reduces gradients.
+
+        k equal parts of a batch, each with its loss divided by k, give the gradients of the whole batch with one
+        reduction instead of k:
+        `for i, part in enumerate(parts): with net.accumulate(is_last=i == k - 1): (loss(part) / k).backward()`.
+        """
+        return contextlib.nullcontext() if is_last else self.no_sync()
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        self.module._apply(fn, *args, **kwargs)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the bare module's state with its keys, on any number of ranks."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load a state_dict with the keys of the bare module, of DataParallel, of DDP or of torch.compile."""
+        from ddpshim.model.keys import portable_keys
+
+        return self.module.load_state_dict(portable_keys(state_dict, self.module), *args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        # Called when a parent module loads: keys below `prefix` belong to this module, in the caller's own dict.
+        mine = [key[len(prefix) :] for key in state_dict if key.startswith(prefix)]
+        from ddpshim.model.keys import new_keys
+
+        renamed = {old: new for old, new in new_keys(mine, self.module).items() if new != old}
+        values = {new: state_dict.pop(prefix + old) for old, new in renamed.items()}
+        state_dict.update({prefix + new: value for new, value in values.items()})
+        self.module._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.module[key] = value  # type: ignore[operator]
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self.module  # type: ignore[operator]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)  # type: ignore[call-overload, no-any-return]
+
+    def __len__(self) -> int:
+        return len(self.module)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        try:
+            return bool(self.module)
+        except TypeError:  # torch.compile's module always defines __len__, which may raise
+            return True
+
+    def __dir__(self) -> Iterable[str]:
+        return sorted(set(super().__dir__()) | set(dir(self.module)))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.module!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return copy.deepcopy(self.module, memo)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        return self.module  # for torch.jit.script
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Unpickles to the bare module; the file does not refer to ddpshim.
+        return operator.getitem, ([self.module], 0)
+
+
+class BareModule(Transparent, nn.Module):
+    """The wrapper for one process, or for a module with nothing to reduce: the same interface, and no reduction."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self._show(module)

@@ -1,0 +1,108 @@
+"""Holds all state of this process's job; `cleanup()` replaces it with an empty one.
+
+State that outlives a job belongs to the process: see the list in tests/test_layout.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Optional, TypeVar
+
+if TYPE_CHECKING:
+    from ddpshim.failures.failure import Watched
+    from ddpshim.job.virtual_rank_scheduler import Turns
+    from ddpshim.job.world import World
+    from ddpshim.process.progress import Progress
+
+P = TypeVar("P")
+
+
+class Job:
+    """A job, from before `setup()` to `cleanup()`.
+
+    Attributes:
+        world: the World that `setup` made; None before.
+        left: the World of the previous job; its rank remains valid.
+        store: keys and values that all ranks of this world, and no other world, see; None without other ranks.
+        group: the default process group, if `setup` made it.
+        control: the CPU group of World's own collectives.
+        timeout: how long training collectives wait, if `setup` made the group.
+        has_networks: whether `wrap_parallel` was called, so that all ranks have the main rank's weights.
+        has_own_batches: whether ranks train on batches that are not shares of one process's, each with its own noise.
+        is_split: whether ranks have random streams of their own.
+        holds_whole_batches: whether every rank runs one program, with whole batches (`setup(batch="global")`): draws,
+            and gradients that no backward pass reduced, are then equal on all ranks.
+        watched: set by `failure.arm`.
+        before_end, at_end: callbacks that `end` calls, each stack in reverse order.
+        turns: those of this process's virtual ranks, during a step (option exact).
+    """
+
+    def __init__(self) -> None:
+        self.world: Optional[World] = None
+        self.left: Optional[World] = None
+        self.store: Any = None
+        self.group: Any = None
+        self.control: Any = None
+        self.timeout: Optional[timedelta] = None
+        self.has_networks = self.has_own_batches = self.is_split = self.holds_whole_batches = False
+        self.watched: Optional[Watched] = None
+        self.before_end, self.at_end = contextlib.ExitStack(), contextlib.ExitStack()
+        self.turns: Optional[Turns] = None
+        self._numbers: dict[str, int] = {}
+        self._parts: dict[type, Any] = {}
+
+    @functools.cached_property
+    def progress(self) -> Progress:
+        """What this rank has done so far."""
+        from ddpshim.process.progress import Progress
+
+        return Progress()
+
+    def part(self, kind: type[P]) -> P:
+        """Return this job's one object of class `kind`, made on first use. It holds a module's state. Local."""
+        made: Optional[P] = self._parts.get(kind)
+        if made is None:
+            made = self._parts[kind] = kind()
+        return made
+
+    def is_failing(self) -> bool:
+        """Return whether an error is ending this rank. Local."""
+        return self.watched is not None and self.watched.ending.locked()
+
+    def end(self) -> None:
+        """Call the callbacks of `before_end`, then of `at_end`, and drop the modules' state. Local."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._parts.clear)
+            stack.callback(self.at_end.close)
+            self.before_end.close()
+
+    def next_number(self, name: str) -> int:
+        """Return how often this was called for `name` before; equal on ranks that call it equally often. Local."""
+        number = self._numbers[name] = self._numbers.get(name, -1) + 1
+        return number
+
+
+_current = Job()
+
+
+def current() -> Job:
+    """Return the job that this process is in, or that `setup` would join. Local."""
+    return _current
+
+
+def leave(ended: Job, world: World) -> None:
+    """End the current job; `world` was its world, whose rank remains valid. Local. Raises what a callback raises."""
+    try:
+        ended.end()
+    finally:
+        begin_next()
+        current().left, ended.left = world, None
+
+
+def begin_next() -> Job:
+    """Replace the current job with an empty one; returns the old one. Local."""
+    global _current
+    ended, _current = _current, Job()
+    return ended

@@ -1,0 +1,161 @@
+"""Counts this rank's progress, and describes the current activity of one of its threads."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import sys
+from types import FrameType
+from typing import Any, NamedTuple, Optional
+
+from ddpshim.process.users_line import is_torchs_or_ours, is_users, short, shown
+
+# Frames that are not shown: outermost in every program, or innermost because a rank is asked for its place, or ends.
+_AROUND = (
+    *("python/runpy.py", "<frozen", "python/contextlib.py", "ddpshim/launch/", "ddpshim/failures/hang_detector.py"),
+    *("ddpshim/process/progress.py", "ddpshim/failures/failure.py", "ddpshim/job/group.py", "ddpshim/process/job.py"),
+    "ddpshim/job/process_group.py",
+)
+_MOST_FRAMES = 10
+
+# Work that a rank does alone: (file, function, name, is_declared), found in its stack. It never ends a job. Declared
+# work is not even reported for ten minutes: the program declared it, or a trainer that we know lets one rank do it.
+_SECTIONS = (
+    ("ddpshim/job/world.py", "run_on_main", "World.run_on_main", True),
+    ("ddpshim/checkpoint/", "", "a save", True),
+    ("ddpshim/evaluation/", "", "a rollout", True),
+    ("ddpshim/robomimic/rollout.py", "", "a rollout", True),
+    ("robomimic/utils/train_utils.py", "rollout_with_stats", "a rollout", True),
+    ("robomimic/utils/train_utils.py", "save_model", "a save", True),
+    ("ddpshim/data/node_memory.py", "", "reading a dataset", True),
+    ("ddpshim/robomimic/node_cache.py", "", "reading a dataset", True),
+    ("ddpshim/robomimic/datasets.py", "", "reading a dataset", True),
+    ("robomimic/utils/dataset.py", "load_dataset_in_memory", "reading a dataset", True),
+    ("torch/serialization.py", "", "torch.save or torch.load", False),
+    ("torch/utils/data/dataloader.py", "", "a data loader", False),
+    ("torch/_dynamo/", "", "torch.compile", False),
+    ("torch/_inductor/", "", "torch.compile", False),
+    ("python/subprocess.py", "", "another program", False),
+    ("python/socket.py", "", "the network", False),
+    ("python/ssl.py", "", "the network", False),
+    ("python/bdb.py", "", "a debugger", False),
+)
+# Functions of ddpshim that wait for other ranks without a collective of torch.
+_WAITS = {
+    ("ddpshim/job/world.py", "gather_with_deadline"): "World.gather_with_deadline",
+    ("ddpshim/job/world.py", "answers_of_main"): "the order of a loader",
+    ("ddpshim/job/collectives.py", "result"): "a check between two steps",
+    ("ddpshim/model/equality.py", "finish"): "the comparison of weights",
+}
+
+
+class Progress:
+    """This rank's progress in its job.
+
+    Attributes:
+        num_passes: backward passes whose gradients were reduced.
+        num_collectives: collectives of `World`.
+        batch: epoch and step of the last batch from `make_loader`; None before.
+        is_reducing: whether the host waits at the end of a backward pass.
+    """
+
+    def __init__(self) -> None:
+        self.num_passes = self.num_collectives = 0
+        self.batch: Optional[tuple[int, int]] = None
+        self.is_reducing = False
+        self._event: Any = None
+
+    def end_pass(self, is_on_gpu: bool) -> None:
+        """Record that a backward pass is over, at least for the host. Local."""
+        self.is_reducing = False
+        self.num_passes += 1
+        if is_on_gpu:
+            import torch
+
+            self._event = self._event or torch.cuda.Event()
+            self._event.record()
+
+    def waits_on_gpu(self) -> bool:
+        """Return whether the GPU still computes gradients of the last backward pass. Local; safe in any thread."""
+        with contextlib.suppress(RuntimeError):
+            return self._event is not None and not self._event.query()
+        return False
+
+
+class Frame(NamedTuple):
+    """One frame of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+class Place(NamedTuple):
+    """A thread's current activity.
+
+    Attributes:
+        waits_in: the collective in which it waits for other ranks; None if it works itself.
+        section: the work that it does, if known.
+        is_declared: whether that work may take arbitrarily long.
+        site: the innermost line of the user's program.
+        lines: its stack, as in a traceback.
+    """
+
+    waits_in: Optional[str]
+    section: Optional[str]
+    is_declared: bool
+    site: str
+    lines: list[str]
+
+
+def frames_of(thread: int) -> list[FrameType]:
+    """Return the stack of a thread of this process, outermost frame first; empty if it has ended. Local."""
+    frame, frames = sys._current_frames().get(thread), list[FrameType]()
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames[::-1]
+
+
+def place_of(stack: list[Frame], progress: Progress, waits_on_gpu: bool = False) -> Place:
+    """Return the activity of a thread with this stack, outermost frame first. Local."""
+    stack = [frame for frame in stack if not short(frame.file).startswith(_AROUND)]
+    files = [(short(frame.file), frame.function) for frame in stack]
+    own = [frame for frame in stack if not is_torchs_or_ours(frame.file)]
+    innermost = ([frame for frame in own if is_users(frame.file)] or own or stack or [Frame("", 0, "")])[-1]
+    if waits_on_gpu:
+        waits_in: Optional[str] = f"backward pass {progress.num_passes}"
+    elif progress.is_reducing and any(file.startswith("torch/autograd/") for file, _ in files):
+        waits_in = f"backward pass {progress.num_passes + 1}"
+    else:
+        waits_in = _collective(files, progress)
+    found = [] if waits_in else [s for s in _SECTIONS for at in files if s[0] in at[0] and s[1] in ("", at[1])]
+    section = found[0][2] if found else None
+    site = shown(innermost.file, innermost.line) if stack else "at the end of its program"
+    if waits_in is not None and own:
+        stack = stack[: stack.index(own[-1]) + 1]  # without torch's frames
+    return Place(waits_in, section, any(s[3] for s in found), site, _lines(stack[-_MOST_FRAMES:]))
+
+
+def _collective(files: list[tuple[str, str]], progress: Progress) -> Optional[str]:
+    """Return the collective of World or torch in which a thread with these files and functions is; None if in none."""
+    waits_in: Optional[str] = None
+    for file, function in reversed(files):
+        if file == "torch/distributed/distributed_c10d.py":
+            waits_in = f"torch.distributed.{function}"
+        elif (file, function) in _WAITS:
+            waits_in = _WAITS[file, function]
+        elif file == "ddpshim/job/world.py" and waits_in is not None:
+            waits_in = f"World.{function} (collective {progress.num_collectives} of World's)"
+        elif not file.startswith(("torch/", "ddpshim/", "python/")):
+            break
+    return waits_in
+
+
+def _lines(stack: list[Frame]) -> list[str]:
+    lines = []
+    for file, line, function in stack:
+        lines.append(f'  File "{file}", line {line}, in {function}')
+        code = linecache.getline(file, line).strip()
+        lines += [f"    {code}"] if code else []
+    return lines

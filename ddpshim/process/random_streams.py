@@ -1,0 +1,144 @@
+"""Runs code with random streams of its own, which leave the process's unchanged."""
+
+import contextlib
+import hashlib
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any, Optional
+
+import torch
+
+from ddpshim.process.seeds import seed_everything
+
+
+@contextlib.contextmanager
+def shared_random_streams(seed: int) -> Iterator[None]:
+    """Within the block, all ranks draw the same numbers from `seed`; then each continues its own stream. Local.
+
+    For a network that is built after `wrap_parallel` gave every rank its own streams. If the process's first
+    `wrap_parallel` is in the block, each rank draws from its own new stream afterwards.
+    """
+    gpus = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    _shared.depth += 1
+    try:
+        with torch.random.fork_rng(devices=gpus), PrivateRandom(seed).swapped_in():
+            if gpus:
+                torch.cuda.manual_seed_all(seed)
+            yield
+    finally:
+        _shared.depth -= 1
+        if not _shared.depth and _shared.own_seed is not None:
+            own_seed, _shared.own_seed = _shared.own_seed, None
+            seed_everything(own_seed)
+
+
+def seed_own_streams(seed: int) -> None:
+    """Seed this rank's own streams now, or at the end of the surrounding `shared_random_streams`. Local."""
+    if _shared.depth:
+        _shared.own_seed = seed
+    else:
+        seed_everything(seed)
+
+
+class _Shared:
+    """How many blocks of `shared_random_streams` are open, and the seed for this rank's streams at their end."""
+
+    depth = 0
+    own_seed: Optional[int] = None
+
+
+_shared = _Shared()
+
+
+class PrivateRandom:
+    """One consumer's view of Python's, torch's (CPU) and numpy's global generators.
+
+    Code that draws from the global generators runs inside :meth:`swapped_in`. It finds them seeded from `seed`, or as
+    it last left them; afterwards the process's own states are restored. Local.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._states: Optional[dict[str, Any]] = None
+
+    @contextlib.contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Within the block, the global generators have this consumer's states."""
+        outer = global_states()
+        if self._states is None:
+            seed_globals(self._seed)
+        else:
+            restore_global_states(self._states)
+        try:
+            yield
+        finally:
+            self._states = global_states()
+            restore_global_states(outer)
+
+
+def global_states() -> dict[str, Any]:
+    """Return the states of Python's, torch's (CPU) and, if it is loaded, numpy's global generators. Local."""
+    states = {"random": random.getstate(), "torch": torch.default_generator.get_state()}
+    # numpy is not imported for this: a process without it has no state of it to protect.
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    return states
+
+
+def digest() -> str:
+    """Return a hash of `global_states`: it changes with every draw. Local."""
+    states = global_states()
+    torch_state = states.pop("torch").numpy().tobytes() if "numpy" in states else bytes(states.pop("torch").tolist())
+    numpys = states.pop("numpy", ((), b""))
+    parts = (repr(states).encode(), torch_state, bytes(numpys[1]), repr(numpys[2:]).encode())
+    return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
+
+
+def seed_globals(seed: int) -> None:
+    """Seed the generators of `global_states`. Local."""
+    random.seed(seed)
+    # Not torch.manual_seed, which reseeds the accelerators as well.
+    torch.default_generator.manual_seed(seed)
+    if "numpy" in sys.modules:
+        # From the two words alone numpy would draw the same as Python's generator, hence the 1.
+        sys.modules["numpy"].random.seed([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, 1])
+
+
+def restore_global_states(states: dict[str, Any]) -> None:
+    """Restore what `global_states` returned, in this process or an earlier one. Local."""
+    if "random" in states:
+        random.setstate(states["random"])
+    if "torch" in states:
+        torch.default_generator.set_state(states["torch"])
+    if "numpy" in states and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+
+
+def rank_states(device: torch.device) -> dict[str, Any]:
+    """Return `global_states`, and under "cuda" the state of `device` if it is a GPU, else None. Local."""
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return {**global_states(), "cuda": cuda}
+
+
+def is_same_state(one: Any, other: Any) -> bool:
+    """Return whether two states of one generator, from `rank_states`, are equal. Local."""
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, tuple) and len(one) > 1 and hasattr(one[1], "tobytes"):  # numpy's
+        return bool(one[2:] == other[2:] and one[1].tobytes() == other[1].tobytes())
+    return bool(one == other)
+
+
+def restore_changed_states(now: dict[str, Any], states: dict[str, Any], device: torch.device) -> None:
+    """Restore `states` except those that are the same object in `now`. Local."""
+    restore_rank_states({name: state for name, state in states.items() if now.get(name) is not state}, device)
+
+
+def restore_rank_states(states: dict[str, Any], device: torch.device) -> None:
+    """Restore what `rank_states` returned, as far as this process has such generators. Local."""
+    restore_global_states(states)
+    if device.type == "cuda" and states.get("cuda") is not None:
+        torch.cuda.set_rng_state(states["cuda"], device)

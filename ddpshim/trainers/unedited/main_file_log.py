@@ -1,0 +1,245 @@
+"""Tells the other ranks the previous state of files that the main rank changes.
+
+Before the main rank changes a path for the first time, it puts the path's state into the job's store; other ranks read
+it if a file on disk looks newer than the job. So each rank sees the files as they were when the job began, whichever
+rank is ahead, and `exists`, `glob` and `listdir` give the same answers.
+"""
+
+from __future__ import annotations
+
+import _io
+import contextlib
+import os
+import posix
+import shutil
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Callable, Optional
+
+from ddpshim.job.world import World
+from ddpshim.process import messages
+from ddpshim.trainers.unedited.saves import Saves
+from ddpshim.trainers.unedited.unmanaged_paths import LeftAlone
+
+_MOST_BYTES = 64 << 10  # larger files are sent without content: other ranks know only that they existed
+_SLACK_S = 60.0  # the clock of a file server may be behind by this
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+TEMPORARY = getattr(os, "O_TMPFILE", 0)
+_CHANGING = ("mkdir", "rmdir", "unlink", "remove", "mkfifo", "mknod", "truncate")
+
+
+@dataclass(frozen=True)
+class Before:
+    """The state of `path` before the main rank changed it: `kind` is "nothing", "folder", "link" or "file".
+
+    The kind "shared" means that all ranks see the main rank's file at `path` from now on.
+
+    `content`: a link's target or a file's bytes; None for a large file.
+    """
+
+    path: str
+    kind: str
+    content: Optional[bytes] = None
+    size: int = 0
+    modified_ns: int = 0
+    mode: int = 0
+
+
+class MainsChanges:
+    """Sends changes with `tell` on the main rank, receives them with `news` on the others. Local: never waits.
+
+    Inactive in child processes: they share their rank's connection to the store and must not use it.
+    """
+
+    def __init__(self, world: World, started: float) -> None:
+        """`started`: time before the ranks of this `world` met, by the clock of the file system."""
+        self._world, self._since = world, started - _SLACK_S
+        self._process, self._lock = os.getpid(), threading.RLock()
+        self._sent: dict[str, str] = {}
+        self._num_read, self._num_apart = 0, 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_process": None}  # inactive in a child process
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within this block, all ranks see what the main rank changes."""
+        self._num_apart += 1
+        try:
+            yield
+        finally:
+            self._num_apart -= 1
+
+    def tell(self, path: str) -> None:
+        """Send the state of `path` (absolute, its folder without links). Call before the main rank changes it."""
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            if self._num_apart:
+                before = Before(path, "shared")
+            elif path in self._sent or self._is_new(path):
+                return
+            else:
+                before = _before(path)
+                self._sent[path] = before.kind
+            message = [before.path, before.kind, before.content, before.size, before.modified_ns, before.mode]
+            number = self._world.count("files changed")
+            self._world._job.store.set(f"files changed/{number}", messages.packed(message, False))
+            self._world.count("files changed", 1)  # last: a rank that sees the new number reads the message
+
+    def tell_all(self, path: str) -> None:
+        """`tell` for `path` and, if it is a folder, for everything in it. Call before it is moved."""
+        self.tell(path)
+        if self._sent.get(path) == "folder":
+            for name in posix.listdir(path):
+                self.tell_all(os.path.join(path, name))
+
+    def remove_new(self) -> None:
+        """Remove what the main rank has made where nothing was: a restarted program would make it again. Local."""
+        for path in [path for path, kind in self._sent.items() if kind == "nothing"]:
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    posix.unlink(path)
+
+    def states(self) -> dict[str, Any]:
+        """Return {path: (mtime, size, inode)} of the paths that other ranks do not see as they are on disk."""
+        with self._lock:
+            return {path: (info.st_mtime_ns, info.st_size, info.st_ino) for path, info in self._hidden()}
+
+    def _hidden(self) -> Iterator[tuple[str, os.stat_result]]:
+        waiting = [*self._sent]
+        while waiting:
+            path = waiting.pop()
+            with contextlib.suppress(OSError):
+                info = posix.lstat(path)
+                if stat.S_ISDIR(info.st_mode) and (path not in self._sent or self._sent[path] == "nothing"):
+                    waiting += [os.path.join(path, name) for name in posix.listdir(path)]
+                yield path, info
+
+    def may_have_changed(self, path: str) -> bool:
+        """Whether `path` may have changed since the job began, by the clock of its file system."""
+        if os.getpid() != self._process:
+            return False
+        while True:
+            try:
+                info = posix.lstat(path)
+            except OSError:
+                if path == os.path.dirname(path):
+                    return False
+                path = os.path.dirname(path)  # if it was removed, its folder has changed
+            else:
+                return max(info.st_ctime, info.st_mtime) >= self._since
+
+    def news(self) -> Iterator[Before]:
+        """Yield the changes that the main rank has sent since the last call."""
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            for number in range(self._num_read, self._world.count("files changed")):
+                self._num_read = number + 1
+                message: Any = messages.unpacked(self._world._job.store.get(f"files changed/{number}"), False, 0)
+                yield Before(*message)
+
+    def _is_new(self, path: str) -> bool:
+        """Whether `path` is in a folder that the main rank has made: other ranks do not see that folder."""
+        while path != os.path.dirname(path):
+            path = os.path.dirname(path)
+            if self._sent.get(path) == "nothing":
+                return True
+        return False
+
+
+def _before(path: str) -> Before:
+    try:
+        info = posix.lstat(path)
+    except OSError:
+        return Before(path, "nothing")
+    mode = stat.S_IMODE(info.st_mode)
+    if stat.S_ISDIR(info.st_mode):
+        return Before(path, "folder", mode=mode)
+    if stat.S_ISLNK(info.st_mode):
+        return Before(path, "link", os.fsencode(posix.readlink(path)))
+    content = None
+    if info.st_size <= _MOST_BYTES and stat.S_ISREG(info.st_mode):
+        file = posix.open(path, os.O_RDONLY)
+        try:
+            content = posix.read(file, _MOST_BYTES)
+        finally:
+            posix.close(file)
+    return Before(path, "file", content, info.st_size, info.st_mtime_ns, mode)
+
+
+def stand_ins(changes: MainsChanges, saves: Saves, left: LeftAlone) -> dict[int, Any]:
+    """Return functions that call `changes.tell` and then the real function, by the id of the real function."""
+
+    def tell(path: Any, follows: bool, frame: Optional[FrameType], with_all: bool = False) -> Optional[str]:
+        if isinstance(path, int):
+            return None
+        path = os.path.abspath(os.fsdecode(path))
+        if left.takes_note(path, frame) or left.has(path) or left.is_asked_by(frame):
+            return None
+        folder, name = os.path.split(path)
+        path = os.path.realpath(path) if follows else os.path.join(os.path.realpath(folder), name)
+        (changes.tell_all if with_all else changes.tell)(path)
+        return str(path)
+
+    def changing(name: str) -> Callable[..., Any]:
+        real, follows = getattr(posix, name), name == "truncate"
+
+        def stand_in(path: Any, *args: Any, dir_fd: Optional[int] = None, **kwargs: Any) -> Any:
+            found = tell(path if dir_fd is None else _in_descriptor(path, dir_fd), follows, sys._getframe(1))
+            result = real(path, *args, **({} if dir_fd is None else {"dir_fd": dir_fd}), **kwargs)
+            if found is not None and not follows:
+                saves.forget(found)
+            return result
+
+        return stand_in
+
+    def moving(name: str) -> Callable[..., Any]:
+        real, keeps_source = getattr(posix, name), name == "link"
+
+        def stand_in(src: Any, dst: Any, **kwargs: Any) -> Any:
+            to = tell(dst, False, sys._getframe(1))
+            source = tell(src, False, sys._getframe(1), with_all=True) if not keeps_source else os.path.realpath(src)
+            real(src, dst, **kwargs)
+            if source is not None and to is not None:
+                saves.move(source, to, keeps_source)
+
+        return stand_in
+
+    def symlink(src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
+        tell(dst, False, sys._getframe(1))
+        posix.symlink(src, dst, *args, **kwargs)
+
+    def open_file(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if any(letter in mode for letter in "wax+"):
+            path = tell(file, True, sys._getframe(1))
+            if path is not None:
+                saves.forget(path)
+        return _io.open(file, mode, *args, **kwargs)
+
+    def open_descriptor(path: Any, flags: int, mode: int = 0o777, *, dir_fd: Optional[int] = None) -> int:
+        if flags & WRITES and (not TEMPORARY or flags & TEMPORARY != TEMPORARY):
+            given = path if dir_fd is None else _in_descriptor(path, dir_fd)
+            found = tell(given, not flags & os.O_NOFOLLOW, sys._getframe(1))
+            if found is not None:
+                saves.forget(found)
+        return posix.open(path, flags, mode, dir_fd=dir_fd)
+
+    return {
+        **{id(getattr(posix, name)): changing(name) for name in _CHANGING if hasattr(posix, name)},
+        **{id(getattr(posix, name)): moving(name) for name in ("rename", "replace", "link")},
+        id(posix.symlink): symlink,
+        id(_io.open): open_file,
+        id(posix.open): open_descriptor,
+    }
+
+
+def _in_descriptor(path: Any, folder: int) -> str:
+    return os.path.join(posix.readlink(f"/proc/self/fd/{folder}"), os.fsdecode(path))
