@@ -2,7 +2,7 @@
 
     python -m benchmarks --only diagnosis
 
-tests/slowness.py lists the injected causes. The cost is CPU time, in a step that does only what the clock measures.
+evidence/slowness.py lists the injected causes. The cost is CPU time, in a step that does only what the clock measures.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ddpshim.model import backward
 from ddpshim.process import timing
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
-from tests import slowness
+from evidence import slowness
 from tests.ranks import run_ranks
 
 NUM_STEPS = 2000

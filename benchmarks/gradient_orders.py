@@ -91,7 +91,7 @@ def record(name: str) -> dict[str, list[int]]:
 
 
 def main() -> None:
-    from tests.equivalence import source
+    from evidence.equivalence import source
     from tests.preloaded import environment
 
     found = {}

@@ -32,7 +32,7 @@ from benchmarks.results import Result, alternate, main, ratio
 from ddpshim.process.job import current
 from ddpshim.process.machine import num_cores
 from ddpshim.robomimic import rollout
-from tests.equivalence import DATA, source
+from evidence.equivalence import DATA, source
 from tests.ranks import run_ranks
 
 _AT_MOST = 1.15

@@ -27,7 +27,7 @@ from typing import Any, Callable
 
 from benchmarks.results import alternate
 from benchmarks.whole_run import CONFIGS, ROOT, config_file, script, tree
-from tests import pages
+from evidence import pages
 from tests.preloaded import as_torchrun_says
 
 BEGIN, END = "<!-- step profile -->", "<!-- end of step profile -->"

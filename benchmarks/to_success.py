@@ -34,9 +34,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from ddpshim.observe.intervals import exact
 from ddpshim.process.machine import num_cores
-from tests.equivalence import DATA, copy_release, make_config
+from evidence.equivalence import DATA, copy_release, make_config
+from evidence.simulator import ALGORITHMS, RELEASE
 from tests.preloaded import environment
-from tests.simulator import ALGORITHMS, RELEASE
 
 WANTED = 0.9
 STEPS_AN_EPOCH, MOST_EPOCHS = 300, 20

@@ -130,7 +130,7 @@ class Trainer:
 
 def tree(release: str) -> Path:
     """Return the folder that contains a release's package."""
-    from tests.equivalence import source
+    from evidence.equivalence import source
 
     found = source(release)
     if found is None:
@@ -154,7 +154,7 @@ def _commands(config: Path, release: str = RELEASE) -> dict[str, list[str]]:
 
 def config_file(chosen: Config, folder: Path, epochs: int, steps: int) -> Path:
     """Write the config file, made from the release's own template, and return its path."""
-    from tests.equivalence import DATA
+    from evidence.equivalence import DATA
 
     template = tree(chosen.release) / "robomimic" / "exps" / "templates" / f"{chosen.template}.json"
     config = json.loads(template.read_text())
@@ -278,7 +278,7 @@ def run(quick: bool = False, only: Sequence[str] = ()) -> Iterator[Result]:
     """Yield both measurements for each config, except those that need a release which is not available."""
     import robomimic
 
-    from tests.equivalence import source
+    from evidence.equivalence import source
 
     if robomimic.__version__ != RELEASE:
         nan = float("nan")

@@ -11,8 +11,8 @@ Nothing here imports ddpshim. Four rules make a step on W ranks the step of one 
 4. Mean of gradients. A rank's mean loss counts as many rows as the rank has; the sum over ranks is the batch's mean.
 
 The losses of one and of three ranks differ by rounding only, because three ranks add up three parts of a sum. A batch
-of 32 does not divide by 3: the ranks have 11, 11 and 10 rows. tests/test_examples.py trains the same MLP with ddpshim
-on 1, 2 and 3 ranks; weights and losses equal those of this file to the last bit.
+of 32 does not divide by 3: the ranks have 11, 11 and 10 rows. tests/house/test_examples.py trains the same MLP with
+ddpshim on 1, 2 and 3 ranks; weights and losses equal those of this file to the last bit.
 """
 
 import hashlib

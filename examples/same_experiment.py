@@ -264,9 +264,7 @@ def report(algo: str, num_ranks: int, one: Result, many: Result, by_hand: Result
     for row in rows:
         print("  {:<46} {:>12} {:>14} {:>16}".format(*row))
     print(f"  (yes: the samples of every step, and weights within {TOLERANCE:g} after the first epoch. Later training")
-    print(
-        "  amplifies float32's rounding; in float64 it stays at 1e-15: python -m tests.equivalence --precision float64)"
-    )
+    print("  amplifies float32's rounding; in float64 it is 1e-15: python -m evidence.equivalence --precision float64)")
     return verdicts[0]
 
 

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 
 from ddpshim.trainers.patching import files as patching
+from evidence.equivalence import DATA, ROOT, Run
 from tests import trainer
-from tests.equivalence import DATA, ROOT, Run
 from tests.preloaded import start_afresh
 
 DROID, FORK = "droid_policy_learning/9a29c83", "yufengjin_droid_policy_learning/fdbdf4a"  # patch sets

@@ -1,6 +1,6 @@
 """Runs robomimic's trainer unchanged, and records each rank's samples and final networks.
 
-Started by tests/equivalence.py:
+Started by evidence/equivalence.py:
 
 - `python -m tests.observed FOLDER PRECISION [trainer arguments]` is one process of a training;
 - `python -m tests.observed --load FILE` loads checkpoints in a process that cannot import ddpshim.

@@ -3,9 +3,9 @@ table.
 
 python -m tests.outputs [--write]
 
-tests/test_command_line.py compares the first with the current output, on the Python version that wrote it: argparse's
-words and line breaks differ in others. tests/test_options.py compares the second. Without --write the first goes to
-the screen.
+tests/tools/test_command_line.py compares the first with the current output, on the Python version that wrote it:
+argparse's words and line breaks differ in others. tests/tools/test_options.py compares the second. Without --write the
+first goes to the screen.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from unittest import mock
 
 import ddpshim.__main__ as command_line
 from ddpshim.robomimic.options import RobomimicOptions
-from tests.test_command_line import COMMANDS, MISSING, PARSERS, SAMPLES, fill
+from tests.tools.test_command_line import COMMANDS, MISSING, PARSERS, SAMPLES, fill
 
 FILE = Path(__file__).with_name("outputs.txt")
 OPTIONS = Path(__file__).parents[1] / "docs" / "options.md"

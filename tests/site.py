@@ -26,7 +26,7 @@ DEADLINE_S = 600
 
 def build(out: Path) -> None:
     """Write the site into the folder `out`. Raises CalledProcessError at a warning."""
-    from tests import reference  # needs griffe
+    from tests import reference
 
     reference.write()
     how = ["-q", "-W", "--keep-going", "-E", "-c", str(CONF), "-d", str(out / ".doctrees"), "-b", "html"]

@@ -1,4 +1,4 @@
-"""Runs the robomimic trainer of a tree from `tests.equivalence.copy_release`, in the way that its name states."""
+"""Runs the robomimic trainer of a tree from `evidence.equivalence.copy_release`, in the way that its name states."""
 
 from __future__ import annotations
 

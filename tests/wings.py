@@ -1,4 +1,4 @@
-"""The order of the package's folders, which tests/test_layout.py checks."""
+"""The order of the package's folders, which tests/house/test_layout.py checks."""
 
 # Each folder imports only those above it, and itself.
 WINGS = [

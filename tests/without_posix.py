@@ -1,6 +1,6 @@
 """Runs ddpshim's portable parts without the modules and functions that Windows lacks, and prints the results as JSON.
 
-tests/test_command_line.py starts it in its own folder. torch is imported first: on Windows it uses other code.
+tests/tools/test_command_line.py starts it in its own folder. torch is imported first: on Windows it uses other code.
 """
 
 from __future__ import annotations

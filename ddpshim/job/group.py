@@ -160,7 +160,7 @@ def settle_rounding() -> None:
     Local.
 
     On some machines a process's first such call is sometimes rounded differently from all later ones: on two virtual
-    cores in 26 of 500 processes (`python -m tests.first_rounding`). Without MKL nothing changes.
+    cores in 26 of 500 processes (`python -m evidence.first_rounding`). Without MKL nothing changes.
     """
     for dtype in (torch.float32, torch.float64):
         torch.tanh(torch.zeros(16, dtype=dtype, device="cpu"))  # the default device may be another

@@ -1,6 +1,6 @@
 """Holds all state of this process's job; `cleanup()` replaces it with an empty one.
 
-State that outlives a job belongs to the process: see the list in tests/test_layout.py.
+State that outlives a job belongs to the process: see the list in tests/house/test_layout.py.
 """
 
 from __future__ import annotations

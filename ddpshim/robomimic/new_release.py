@@ -49,7 +49,10 @@ def _data(package: Path) -> Iterator[tuple[bool, str]]:
     release = known.release_of(digest)
     if release is None:
         text = f"SequenceDataset makes samples by other code (digest {digest or 'missing'}), so they are fetched singly"
-        yield False, f"{text}. Show with tests/test_sequences.py that batches are equal, then add it to known.RELEASES"
+        yield (
+            False,
+            f"{text}. Show by tests/same_samples/test_sequences.py that batches are equal, then add it to known.py",
+        )
     else:
         yield True, f"SequenceDataset makes samples as in {release.names}"
     loading = known.digest_of_methods(file, "SequenceDataset", ["load_dataset_in_memory"])

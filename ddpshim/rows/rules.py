@@ -2,7 +2,7 @@
 
 A rule computes on blocks what is row-wise by definition: no entry of a row's result depends on another row. It returns
 NotImplemented where that does not hold, and the operation is then computed on the whole. Together with `dimensions` and
-`layers` this is the closed list; tests/test_rows.py compares each rule with the whole.
+`layers` this is the closed list; tests/same_gradients/test_rows.py compares each rule with the whole.
 """
 
 from __future__ import annotations

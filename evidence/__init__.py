@@ -1,0 +1,1 @@
+"""Programs that measure what the documentation claims, and the tables that they write."""

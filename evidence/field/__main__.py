@@ -1,0 +1,277 @@
+"""Runs public trainers, completely unedited, in one process and on ranks, and compares their results.
+
+Run it: python -m evidence.field --upstream DIR [--nproc 2,3] [--only NAMES] [--work DIR] [--write evidence/trainers.md]
+
+DIR contains a folder OWNER+NAME with each trainer's sources at its commit (see patches/README.md);
+requirements/trainers.txt lists the packages they need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import math
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Optional
+
+import torch
+
+from evidence.field.compare import Left, losses, probed, rows, saved, without_clock
+from evidence.field.page import written
+from evidence.field.trainers import TRAINERS, Trainer
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+DEADLINE_S = 900
+TOLERANCE = 1e-5  # float32, after 10 to 30 steps
+# Two runs in one process that round otherwise, on other CPU instructions or from weights whose last bit differs. Their
+# difference from the first run measures the rounding error.
+ROUNDED = {
+    "instructions": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "DNNL_MAX_CPU_ISA": "SSE41"},
+    "nudged": {"FIELD_NUDGED": "1"},
+}
+TIMES_ROUNDING = 10.0
+IGNORED = {"__pycache__", "ddpshim-logs"}
+
+
+@dataclass
+class Row:
+    """A line of the table."""
+
+    trainer: Trainer
+    num_ranks: int
+    verdict: str  # equal, differs, refused, failed
+    differences: dict[str, Optional[float]]
+    notes: list[str]
+    on_rows: Optional[str] = None  # per cent of the operations on batches that were divided
+    rounding: dict[str, Optional[float]] = field(default_factory=dict)  # as `differences`, between runs of one process
+    seconds: tuple[float, float] = (0.0, 0.0)  # of one process, and of the ranks
+
+
+def environment(trainer: Trainer, upstream: Path, sources: Path, probe: Optional[Path]) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    folders = [sources / part if (sources / part).is_dir() else upstream / part for part in trainer.path]
+    shown = {
+        "PYTHONPATH": os.pathsep.join(
+            map(str, [*reversed(folders), HERE / "stubs", ROOT / "tests/stubs/IPython", ROOT])
+        ),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "HYDRA_FULL_ERROR": "1",
+        "WANDB_MODE": "disabled",
+        "DDPSHIM_ROWS": "all",  # these networks are so small that `auto` would compute most calls whole
+        **{key: value.format(sources=sources) for key, value in trainer.environment.items()},
+    }
+    return {**kept, **shown, **({"FIELD_PROBE": str(probe)} if probe else {})}
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file() and not IGNORED & set(path.parts)
+    }
+
+
+def play(
+    trainer: Trainer, upstream: Path, place: Path, num_ranks: int, variables: Optional[Mapping[str, str]] = None
+) -> Left:
+    """Run the trainer in a fresh copy of its sources and data, and collect its results."""
+    root, probe = place / "run", place / "probe"
+    sources = root / "sources"
+    shutil.copytree(upstream / trainer.upstream, sources, ignore=shutil.ignore_patterns("*.ipynb", ".git"))
+    probe.mkdir()
+    pristine = digests(root)
+    trainer.make_data(sources)
+    before = digests(root)
+    launcher = ["-m", "ddpshim", "run", "--nproc", str(num_ranks), "--log-dir", str(place / "logs")]
+    command = [sys.executable, *(launcher if num_ranks else []), *trainer.command]
+    started = time.perf_counter()
+    with open(place / "printed.txt", "wb") as out:
+        process = subprocess.Popen(
+            command,
+            cwd=sources / trainer.folder,
+            env={**environment(trainer, upstream, sources, probe), **(variables or {})},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            exit_code = process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            exit_code = -9
+    after = digests(root)
+    new = [name for name in after if name not in before]
+    left = Left(
+        exit_code,
+        root,
+        {int(path.stem[5:]): torch.load(path, weights_only=False) for path in sorted(probe.glob("rank_*.pt"))},
+        {},
+        {},
+        (place / "printed.txt").read_text(errors="replace"),
+        [name for name, digest in pristine.items() if after.get(name) != digest],
+        time.perf_counter() - started,
+    )
+    for name in new:
+        shown = without_clock(name)
+        while shown in left.files:
+            shown += " (again)"
+        left.files[shown] = root / name
+    states = place / "states.pt"
+    subprocess.run(
+        [sys.executable, str(HERE / "states.py"), str(root), str(states)],
+        env=environment(trainer, upstream, sources, None),
+        cwd=sources / trainer.folder,
+        check=True,
+    )
+    left.checkpoints = {name: value for name, value in torch.load(states).items() if name in new}
+    states.unlink()
+    for name in left.checkpoints:  # their tensors are in memory; all trainers' would fill a disk
+        os.truncate(root / name, 1)
+    return left
+
+
+def refusal(printed: str) -> str:
+    """Return ddpshim's message if it refused the trainer, else an empty string."""
+    found = re.findall(r"ddpshim[\w.]*\.\w+Error: (.+)", printed)
+    return found[-1] if found else ""
+
+
+def _last_error(printed: str) -> str:
+    found = re.findall(r"^(?:.*failed first: |.*same error: )?([\w.]*(?:Error|Exception)\b.*)", printed, re.MULTILINE)
+    return found[-1] if found else ""
+
+
+def _differences(one: Left, other: Left, pattern: str) -> tuple[dict[str, Optional[float]], list[str]]:
+    """Return the largest difference of each kind, and notes on files that could not be read."""
+    found: dict[str, Optional[float]] = {}
+    for key in ("weights", "optimizer"):
+        found[key] = max((probed(one.probes[0], ranks, key) for ranks in other.probes.values()), default=math.inf)
+    found["EMA"], _ = saved(one, other, ema=True)
+    found["checkpoints"], unread = saved(one, other, ema=False)
+    found["losses"] = losses(rows(one, pattern), rows(other, pattern))
+    return found, unread
+
+
+def compared(trainer: Trainer, one: Left, samples: list[Left], two: Left, num_ranks: int) -> Row:
+    """Return the row of `trainer`; `samples` are runs of one process with different rounding."""
+    notes = []
+    exit_code = next((left.exit_code for left in (one, *samples) if left.exit_code), 0)
+    if exit_code:
+        return Row(trainer, num_ranks, "failed", {}, [f"one process ended with {exit_code}"])
+    each = [_differences(one, sample, trainer.losses)[0] for sample in samples]
+    rounding = {key: max((own[key] or 0.0 for own in each), default=0.0) for key in (each[0] if each else ())}
+    if two.edited:
+        notes.append(f"edited: {two.edited}")
+    if two.exit_code:
+        verdict = "refused" if refusal(two.printed) else "failed"
+        return Row(trainer, num_ranks, verdict, {}, [*notes, refusal(two.printed) or _last_error(two.printed)])
+    differences, unread = _differences(one, two, trainer.losses)
+    notes += unread
+    if set(two.probes) != set(range(num_ranks)):
+        notes.append(f"ranks with an optimizer at the end: {sorted(two.probes)}")
+    num_rows = len(rows(one, trainer.losses)), len(rows(two, trainer.losses))
+    if num_rows[0] != num_rows[1] or not num_rows[0]:
+        notes.append(f"rows of the log: {num_rows[0]} and {num_rows[1]}")
+    for name in sorted(one.files.keys() - two.files.keys()):
+        notes.append(f"missing: {name}")
+    for name in sorted(two.files.keys() - one.files.keys()):
+        notes.append(f"in excess: {name}")
+    for name in sorted(one.files.keys() & two.files.keys()):
+        sizes = one.files[name].stat().st_size, two.files[name].stat().st_size
+        if bool(sizes[0]) != bool(sizes[1]):
+            notes.append(f"{name}: {sizes[0]} and {sizes[1]} bytes")
+    shares = re.findall(r"ddpshim: (\d+)% of the operations on batches", two.printed)
+    most = {key: max(TOLERANCE, TIMES_ROUNDING * (rounding[key] or 0.0)) for key in differences}
+    is_equal = all(value is None or value <= most[key] for key, value in differences.items())
+    verdict, seconds = "equal" if is_equal and not notes else "differs", (one.seconds, two.seconds)
+    return Row(trainer, num_ranks, verdict, differences, notes, shares[-1] if shares else None, rounding, seconds)
+
+
+def _left(trainer: Trainer, name: str, upstream: Path, work: Path, num_ranks: int = 0) -> Left:
+    """Return the results of a trainer's run `name`: on ranks, or, if there are none, in one process."""
+    place = work / trainer.name / name
+    kept = place / "left.pickle"
+    if kept.is_file():
+        return pickle.loads(kept.read_bytes())  # type: ignore[no-any-return]
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    left = play(trainer, upstream.resolve(), place, num_ranks, ROUNDED.get(name, {}))
+    print(f"{trainer.name} {name}: exit {left.exit_code}, {left.seconds:.0f} s", flush=True)
+    if not num_ranks:
+        kept.write_bytes(pickle.dumps(left))
+    return left
+
+
+def _rows(trainer: Trainer, upstream: Path, work: Path, ranks: list[int], *, are_reused: bool) -> Iterator[Row]:
+    """Yield the row of each number of ranks. A run on ranks is removed once it is compared: its files are large."""
+    kept = {num_ranks: work / trainer.name / f"row_{num_ranks}.pickle" for num_ranks in ranks}
+    if are_reused and all(path.is_file() for path in kept.values()):
+        for num_ranks, path in kept.items():
+            yield Row(trainer, num_ranks, **pickle.loads(path.read_bytes()))
+        return
+    left: dict[str, Left] = {}
+    for name in ("one", *ROUNDED):
+        left[name] = _left(trainer, name, upstream, work)
+        if left[name].exit_code:
+            print(left[name].printed[-3000:])
+            break
+    samples = [left[name] for name in ROUNDED if name in left]
+    for num_ranks, path in kept.items():
+        of_ranks = left["one"]
+        if not any(one.exit_code for one in left.values()):
+            of_ranks = _left(trainer, f"ranks_{num_ranks}", upstream, work, num_ranks)
+        row = compared(trainer, left["one"], samples, of_ranks, num_ranks)
+        path.write_bytes(pickle.dumps({k: v for k, v in vars(row).items() if k not in ("trainer", "num_ranks")}))
+        shutil.rmtree(work / trainer.name / f"ranks_{num_ranks}", ignore_errors=True)
+        yield row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m evidence.field", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--upstream", type=Path, default=os.environ.get("DDPSHIM_UPSTREAM"))
+    parser.add_argument("--nproc", default="2", help="numbers of ranks, with commas between them")
+    parser.add_argument("--only", default="", help="names, with commas between them")
+    parser.add_argument("--work", type=Path, help="keep rows and runs of one process here; reuse the latter")
+    parser.add_argument("--reuse-rows", action="store_true", help="reuse the rows of --work too")
+    parser.add_argument("--write", type=Path, help="the page to write")
+    args = parser.parse_args()
+    if not args.upstream:
+        parser.error("--upstream, or DDPSHIM_UPSTREAM, names the folder of the sources")
+    only = [name for name in args.only.split(",") if name]
+    table = []
+    work = (args.work or Path(tempfile.mkdtemp(prefix="field-"))).resolve()
+    for trainer in TRAINERS:
+        if only and trainer.name not in only:
+            continue
+        lacking = [name for name in trainer.needs if importlib.util.find_spec(name) is None]
+        if lacking or not (args.upstream / trainer.upstream).is_dir():
+            print(f"{trainer.name}: skipped, lacking {lacking or trainer.upstream}", flush=True)
+            continue
+        ranks = [*map(int, args.nproc.split(","))]
+        for row in _rows(trainer, args.upstream, work, ranks, are_reused=args.reuse_rows):
+            table.append(row)
+            shown = f"{row.verdict} {row.differences} {row.notes}; rounding {row.rounding}"
+            print(
+                f"{trainer.name} on {row.num_ranks} ranks: {shown}; seconds {row.seconds}; {row.on_rows}% on rows",
+                flush=True,
+            )
+    if args.write:
+        args.write.write_text(written(table))
+    return int(any(row.verdict in ("differs", "failed") for row in table))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

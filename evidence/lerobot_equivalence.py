@@ -1,0 +1,321 @@
+"""Compares LeRobot's unedited trainer on N ranks with one process without a launcher, with noise.
+
+Run it: python -m evidence.lerobot_equivalence [--policies act,vqbet] [--variants] [--ranks 2,3] [--write PAGE]
+
+It needs an environment with LeRobot (requirements/lerobot.txt). Data, and SmolVLA's backbone with random weights, are
+made here: nothing is downloaded. Rows of the page that another release or policy has stay. `--variants`: also what
+only some releases can do.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+from unittest import mock
+
+from evidence import pages
+
+ROOT = Path(__file__).parent.parent
+HOW_TO_GET = "LeRobot is not installed; requirements/lerobot.txt says how to get it"
+START = (
+    "<!-- what follows is written by python -m evidence.lerobot_equivalence --write evidence/other_codebases.md -->\n"
+)
+END = "<!-- end of LeRobot -->\n"
+DEADLINE_S = 300
+TRAINER = ("-m", "lerobot.scripts.lerobot_train")
+STEPS, LEFT_AT = 12, 5
+# Options that change how data are read, judged or computed, with releases that have them.
+HALF = "automatic mixed precision (bfloat16)"  # numbers in bfloat16 differ by their rounding
+VARIANTS = {
+    "two workers": "--num_workers=2",
+    "augmented images": "--dataset.image_transforms.enable=true",
+    "held-out episodes": "--dataset.eval_split=0.25 --eval_steps=4",
+    HALF: "--policy.use_amp=true",
+}
+POLICIES = {
+    "act": (
+        "--policy.pretrained_backbone_weights=null --policy.chunk_size=20 --policy.n_action_steps=20 "
+        "--policy.dim_model=16 --policy.n_heads=2 --policy.dim_feedforward=32 --policy.n_encoder_layers=1 "
+        "--policy.n_vae_encoder_layers=1"
+    ),
+    "diffusion": (
+        "--policy.pretrained_backbone_weights=null --policy.use_group_norm=true --policy.horizon=8 "
+        "--policy.n_action_steps=4 --policy.down_dims=[16,32] --policy.n_groups=4 "
+        "--policy.diffusion_step_embed_dim=16 --policy.crop_shape=[28,28] --policy.spatial_softmax_num_keypoints=4"
+    ),
+    "vqbet": (
+        "--policy.pretrained_backbone_weights=null --policy.use_group_norm=true --policy.crop_shape=[28,28] "
+        "--policy.n_vqvae_training_steps=6 --policy.vqvae_n_embed=4 --policy.vqvae_embedding_dim=8 "
+        "--policy.vqvae_enc_hidden_dim=16 --policy.gpt_n_layer=1 "
+        "--policy.gpt_n_head=2 --policy.gpt_hidden_dim=16 --policy.gpt_input_dim=16 "
+        "--policy.gpt_output_dim=16 --policy.spatial_softmax_num_keypoints=4 "
+        '--policy.input_features={"observation.state":{"type":"STATE","shape":[4]},'
+        '"observation.images.front":{"type":"VISUAL","shape":[3,32,32]}}'
+    ),
+    "smolvla": (
+        "--policy.vlm_model_name=backbone --policy.chunk_size=6 --policy.n_action_steps=6 --policy.num_vlm_layers=2 "
+        "--policy.resize_imgs_with_padding=[32,32] --policy.tokenizer_max_length=8 --policy.max_state_dim=8 "
+        "--policy.max_action_dim=4"
+    ),
+}
+
+
+def is_there() -> bool:
+    """Whether LeRobot is installed."""
+    return importlib.util.find_spec("lerobot") is not None
+
+
+def make_data(folder: Path) -> None:
+    """Write four episodes of 13 frames to `folder`/data, with states, small images, and tasks of different lengths."""
+    import numpy as np
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    sizes = {"observation.state": 4, "observation.environment_state": 3, "action": 2}
+    features: dict[str, Any] = {
+        name: {"dtype": "float32", "shape": (size,), "names": None} for name, size in sizes.items()
+    }
+    image = {"dtype": "image", "shape": (32, 32, 3), "names": ["height", "width", "channels"]}
+    features["observation.images.front"] = image
+    data = LeRobotDataset.create("local/toy", fps=10, root=folder / "data", features=features, use_videos=False)
+    draws = np.random.default_rng(0)
+    for episode in range(4):
+        for _ in range(13):
+            frame = {name: draws.normal(size=size).astype("float32") for name, size in sizes.items()}
+            picture = draws.integers(0, 255, size=(32, 32, 3)).astype("uint8")
+            task = ("push it", "push it to the left")[episode % 2]
+            data.add_frame({**frame, "observation.images.front": picture, "task": task})
+        data.save_episode()
+    data.finalize()
+
+
+def make_backbone(folder: Path) -> None:
+    """Write the config and the processor of a SmolVLM of 30 thousand weights to `folder`/backbone."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, SmolVLMConfig, SmolVLMImageProcessor, SmolVLMProcessor
+    from transformers.models.smolvlm.video_processing_smolvlm import SmolVLMVideoProcessor
+
+    special = {
+        "fake_image_token": "<fake>",
+        "image_token": "<image>",
+        "global_image_token": "<global-img>",
+        "end_of_utterance_token": "<end>",
+    }
+    words = ["<unk>", "<pad>", "<s>", "</s>", *special.values(), "push", "it", "to", "the", "left", "\n"]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    marks = {"unk_token": "<unk>", "pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, extra_special_tokens=special, **marks)
+    processor = SmolVLMProcessor(
+        image_processor=SmolVLMImageProcessor(),
+        tokenizer=tokenizer,
+        video_processor=SmolVLMVideoProcessor(),
+        chat_template="{{ messages }}",
+    )
+    processor.save_pretrained(folder / "backbone")
+    sees = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    reads = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    reads.update(num_key_value_heads=2, head_dim=8, vocab_size=len(words), pad_token_id=1)
+    SmolVLMConfig(
+        vision_config={**sees, "image_size": 32, "patch_size": 8},
+        text_config={**reads, "model_type": "llama", "attention_bias": False},
+        scale_factor=2,
+        image_token_id=words.index("<image>"),
+        pad_token_id=1,
+    ).save_pretrained(folder / "backbone")
+
+
+class Run(NamedTuple):
+    """The results of a training: its folder, its output, and the lines of its log without the times."""
+
+    folder: Path
+    said: str
+    log: list[str]
+
+    def checkpoint(self, step: int = STEPS) -> Path:
+        return self.folder / "checkpoints" / f"{step:06d}"
+
+    def files(self) -> set[str]:
+        """Return the names of all files in the last checkpoint."""
+        return {str(path.relative_to(self.checkpoint())) for path in self.checkpoint().rglob("*") if path.is_file()}
+
+
+def start(folder: Path, name: str, before: list[str], *arguments: str) -> Run:
+    """Run `python BEFORE ARGUMENTS` in `folder`; its files go to `folder`/`name`."""
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environ = {**environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, *before, *arguments, f"--output_dir={name}"]
+    ran = subprocess.run(
+        command,
+        cwd=folder,
+        env=environ,
+        text=True,
+        timeout=DEADLINE_S,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    if ran.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {ran.returncode}:\n{ran.stdout[-6000:]}")
+    lines = re.findall(r"(?:step:\d+ smpl|step \d+: eval_loss).*", ran.stdout)
+    return Run(folder / name, ran.stdout, [re.sub(r" (?:updt_s|data_s|smp/s|mem_gb):\S+", "", line) for line in lines])
+
+
+def settings(policy: str, *more: str) -> list[str]:
+    """Return the arguments of a training of 12 steps of 8 samples; a pass over the data has 7 steps, the last of 4."""
+    return [
+        *(
+            "--dataset.repo_id=local/toy",
+            "--dataset.root=data",
+            "--num_workers=0",
+            "--batch_size=8",
+            f"--steps={STEPS}",
+        ),
+        *("--log_freq=1", f"--save_freq={LEFT_AT}", "--seed=5", f"--policy.type={policy}"),
+        *("--policy.device=cpu", "--policy.push_to_hub=false", *POLICIES[policy].split(), *more),
+    ]
+
+
+def under_run(num_ranks: int) -> list[str]:
+    """Return the arguments before the trainer's, to start it on `num_ranks` ranks."""
+    return ["-m", "ddpshim", "run", f"--nproc={num_ranks}", "--log-dir=logs", *TRAINER]
+
+
+def largest_difference(one: Path, other: Path, file: str) -> float:
+    """Return the largest difference of any number in two safetensors files."""
+    from safetensors.torch import load_file
+
+    first, second = load_file(one / file), load_file(other / file)
+    assert first.keys() == second.keys()
+    return max(float((first[name].double() - second[name].double()).abs().max()) for name in first)
+
+
+WEIGHTS, MOMENTS = "pretrained_model/model.safetensors", "training_state/optimizer_state.safetensors"
+STREAMS = "training_state/rng_state.safetensors"
+
+
+def logs_differ(lines: list[str], others: list[str]) -> str:
+    """Return how the lines of two logs differ: not at all, in the last digit or by 1e-5 of a number, or by more."""
+    number = re.compile(r"(-?\d+)(?:\.(\d+))?(?:e([+-]\d+))?")
+    if lines == others:
+        return "same text"
+    if [number.sub("", line) for line in lines] != [number.sub("", line) for line in others]:
+        return "**differs**"
+    pairs = [*zip(number.finditer(" ".join(lines)), number.finditer(" ".join(others)))]
+    off = [(abs(float(a[0]) - float(b[0])), float(b[0]), b) for a, b in pairs]
+    if all(by < 1.5 * 10.0 ** (int(b[3] or 0) - len(b[2] or "")) for by, _, b in off):
+        return "last digit"
+    largest = max(by / max(abs(value), 1e-3) for by, value, _ in off)
+    return f"{largest:.0e}" if largest < 1e-5 else f"**{largest:.0e}**"
+
+
+def compare(run: Run, plain: Run, rounded: Optional[Run] = None) -> dict[str, str]:
+    """Compare `run` with `plain`, the run of one process; `rounded` is another that rounds otherwise."""
+    one, other = run.checkpoint(), plain.checkpoint()
+    odd = run.files() ^ plain.files()
+    moved = largest_difference(plain.checkpoint(LEFT_AT), other, WEIGHTS)
+    weights, log = largest_difference(one, other, WEIGHTS), logs_differ(run.log, plain.log)
+    most = 0.3 * moved if rounded is None else 3 * largest_difference(rounded.checkpoint(), other, WEIGHTS)
+    return {
+        "moved by training": f"{moved:.0e}",
+        "weights": f"{weights:.0e}" if weights < most else f"**{weights:.0e}**",
+        "optimizer": f"{largest_difference(one, other, MOMENTS):.0e}",
+        "log": log if rounded is None or "differs" in log else log.strip("*"),
+        "random streams": "same" if filecmp.cmp(one / STREAMS, other / STREAMS, shallow=False) else "**differ**",
+        "files": f"**{sorted(odd)}**" if odd else "same",
+    }
+
+
+def resume(run: Run, name: str, before: list[str]) -> Run:
+    """Resume, in the way of the arguments `before`, from the checkpoint that `run` wrote in the middle of a pass."""
+    copy = run.folder.parent / name
+    shutil.copytree(run.folder, copy, symlinks=True)
+    config = copy / "checkpoints" / f"{LEFT_AT:06d}" / "pretrained_model" / "train_config.json"
+    return start(run.folder.parent, name, before, f"--config_path={config}", "--resume=true")
+
+
+def rows(policy: str, folder: Path, ranks: list[int], with_variants: bool) -> Iterator[list[str]]:
+    """Train `policy` in all ways, and yield the rows of its table."""
+    plain = start(folder, f"{policy}-plain", [*TRAINER], *settings(policy))
+    runs = {n: start(folder, f"{policy}-{n}", under_run(n), *settings(policy)) for n in ranks}
+    for n, run in runs.items():
+        yield [policy, f"{n} ranks", *compare(run, plain).values()]
+    alone = resume(plain, f"{policy}-resumed", [*TRAINER])
+    resumed = resume(runs[ranks[0]], f"{policy}-resumed-{ranks[-1]}", under_run(ranks[-1]))
+    what = f"{ranks[0]} ranks to step {LEFT_AT}, resumed on {ranks[-1]}; one process resumed"
+    yield [policy, what, *compare(resumed, alone).values()]
+    if policy != "act" or not with_variants:
+        return
+    for what, arguments in VARIANTS.items():
+        name = re.sub(r"\W+", "-", what)
+        given, rounded = settings(policy, *arguments.split()), None
+        alone = start(folder, name, [*TRAINER], *given)
+        if what == HALF:
+            with mock.patch.dict(os.environ, ATEN_CPU_CAPABILITY="default"):
+                rounded = start(folder, f"{name}-rounded", [*TRAINER], *given)
+            yield [
+                policy,
+                f"one process with other CPU instructions, {what}",
+                *compare(rounded, alone, rounded).values(),
+            ]
+        run = start(folder, f"{name}-{ranks[-1]}", under_run(ranks[-1]), *given)
+        yield [policy, f"{ranks[-1]} ranks, {what}", *compare(run, alone, rounded).values()]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks[0]}"]
+    run = start(folder, f"{policy}-line", [*torchrun, "-m", "ddpshim.launch.rank", *TRAINER], *settings(policy))
+    run = run._replace(log=[*dict.fromkeys(run.log)])  # all ranks print
+    yield [policy, f"{ranks[0]} ranks, torchrun", *compare(run, plain).values()]
+
+
+def _all_rows(args: Any, release: str, folder: Path) -> Iterator[list[str]]:
+    """Yield all rows, by release: those of other releases, and of policies that are not asked for, are the page's."""
+    policies, ranks = args.policies.split(","), [int(n) for n in args.ranks.split(",")]
+    page = args.write.read_text().partition(START)[2].partition(END)[0] if args.write else ""
+    kept = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
+    for other in sorted({row[0] for row in kept} | {release}):
+        for policy in POLICIES:
+            if (other, policy in policies) == (release, True):
+                yield from ([release, *row] for row in rows(policy, folder, ranks, args.variants))
+            else:
+                yield from (row for row in kept if row[:2] == [other, policy])
+
+
+def main() -> None:
+    parser = pages.parser(__doc__)
+    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--variants", action="store_true", help="ACT also in other ways, which LeRobot 0.6.1 has")
+    args = parser.parse_args()
+    if not is_there():
+        parser.exit(1, f"{HOW_TO_GET}\n")
+    import torch
+    from lerobot import __version__
+
+    release = f"{__version__}, torch {torch.__version__.partition('+')[0]}"
+    columns = [
+        "LeRobot",
+        "policy",
+        "run",
+        "moved by training",
+        "weights",
+        "optimizer",
+        "log",
+        "random streams",
+        "files",
+    ]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        make_data(folder)
+        make_backbone(folder)
+        lines = pages.table(columns, _all_rows(args, release, folder))
+    made = f"{STEPS} steps of 8 samples, gloo on CPU."
+    pages.finish([*lines, "", made], args.write, START, END)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Failures end the job, and name the first rank and its line."""

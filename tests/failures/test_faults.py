@@ -1,0 +1,119 @@
+"""Rows of evidence/faults.md that are quick to check and differ in kind; the rest is `python -m evidence.fault_table`.
+
+Exceptions in the dataset and in a save, a killed rank and an existing experiment are in test_robomimic.py.
+"""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import tempfile
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch.distributed as dist
+
+from ddpshim.errors import SyncError
+from ddpshim.failures import failure, failure_notes
+from ddpshim.process.job import current
+from evidence.equivalence import source
+from evidence.fault_table import FAULTS, HEAD, RELEASE, Fault, _lasting, _without_owner, complaints, inject
+
+NAMES = [
+    "exception-worker-1",
+    "exit-1",
+    "sigterm",
+    "disk-full",
+    "other-config",
+    "world-size",
+]
+
+
+@pytest.fixture(scope="session")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if source(RELEASE) is None:
+        pytest.skip(f"robomimic {RELEASE} is neither installed nor under DDPSHIM_UPSTREAM")
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.mark.launch
+@pytest.mark.robomimic
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.name in NAMES], ids=lambda fault: fault.name)
+def test_a_fault_ends_the_job_as_the_table_says(fault: Fault, work: Path) -> None:
+    outcome = inject(fault, work / fault.name, work, forked=True)
+    assert complaints(fault, outcome) == [], outcome.screen[-5000:]
+
+
+def test_the_page_has_a_row_for_each_fault() -> None:
+    page = (Path(__file__).parents[2] / "evidence" / "faults.md").read_text()
+    rows = [line.split(" | ")[:2] for line in page.splitlines() if line.startswith("| ")][1:]
+    assert rows == [[f"| {fault.what}", fault.where] for fault in FAULTS]
+    assert "**but:" not in page
+    assert "\n".join(HEAD) in page
+
+
+def test_what_is_left_in_shared_memory_is_what_no_process_has() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        kinds = ("opened", "mapped", "left")
+        names = {kind: f"{Path(folder).name}/{kind}" for kind in kinds}
+        for kind in kinds:
+            Path(folder, kind).write_bytes(b"data")
+        with Path(folder, "opened").open("rb"), Path(folder, "mapped").open("rb") as file:
+            held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            semaphore: Any = multiprocessing.get_context("spawn").Semaphore()
+            named = f"sem.{semaphore._semlock.name[1:]}"
+            assert Path("/dev/shm", named).exists()
+            assert _without_owner({*names.values(), named}) == {names["left"]}
+            held.close()
+        assert _lasting({Path(folder).name, "gone"}, 0.2) == {Path(folder).name}
+
+
+def test_who_did_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    store.set("failed/2", "1")  # it waited in vain as well
+    monkeypatch.setattr(failure, "_TIMEOUTS_APART_S", 0.2)
+    assert failure._silent_ranks(failure.Watched(0, 4, store, None)) == [1, 3]
+
+
+def test_a_line_about_another_ranks_failure_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(current(), "watched", failure.Watched(0, 2, dist.HashStore(), None))
+    failure._claim(SyncError("made by a thread, and never raised"))
+    assert failure._why(0) == " (SyncError)"
+    assert failure._short(ValueError("one\ntwo")) == "ValueError: one"
+    assert failure._short(ValueError("a " + 200 * "word ")) == "ValueError: a" + 57 * " word" + " ..."
+
+
+def test_what_comes_on_top_of_a_lost_peer_is_not_the_first_failure() -> None:
+    ended = RuntimeError("DataLoader worker is killed by signal: Terminated")
+    assert not failure_notes.lost_a_peer(ended)
+    ended.__context__ = RuntimeError("Read error: Connection reset by peer")
+    assert failure_notes.lost_a_peer(ended)
+    assert failure_notes.lost_a_peer(RuntimeError("writev [127.0.0.1]:4: Broken pipe"))
+    assert not failure_notes.lost_a_peer(BrokenPipeError(32, "Broken pipe"))
+
+
+@pytest.mark.parametrize(
+    ("text", "meaning"),
+    [
+        ("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:10895", "lost"),
+        ("[..gloo/transport/tcp/pair.cc:589] Read error [192.168.70.92]:25266: Connection reset by peer", "lost"),
+        (
+            "NCCL error in: ../NCCLUtils.cpp:77, remote process exited or there was a network error, NCCL version",
+            "lost",
+        ),
+        (
+            "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+            "lost",
+        ),
+        ("[../unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete", "late"),
+        ("Application timeout caused pair closure", "late"),
+        ("[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=56693, OpType=BROADCAST)", "late"),
+        ("ncclUnhandledCudaError: Call to CUDA function failed.", None),
+        ("division by zero", None),
+    ],
+)
+def test_what_gloo_and_nccl_say_of_other_ranks(text: str, meaning: Optional[str]) -> None:
+    assert failure_notes.meaning_of(text) == meaning
+    assert failure_notes.lost_a_peer(RuntimeError(text)) == (meaning == "lost")
+    assert failure_notes.is_late(RuntimeError(text)) == (meaning == "late")

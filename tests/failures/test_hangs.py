@@ -1,0 +1,294 @@
+"""Ranks that wait for one that does not come: how long they may, who is named, and whether the job ends."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch
+
+import ddpshim
+from ddpshim.failures import failure, hang_detector, hangs
+from ddpshim.failures.failure_notes import is_late
+from ddpshim.failures.hangs import Standing, Waits, describe, judge
+from ddpshim.model import guard
+from ddpshim.process import machine, progress
+from ddpshim.process.job import Job, current
+from ddpshim.process.progress import Frame, Progress, place_of
+from tests.ranks import run_ranks
+
+TIMEOUT_S = 1800.0
+OURS, TORCH = Path(ddpshim.__path__[0]), Path(torch.__path__[0])
+
+
+def _hang(waits: Waits, now: float, site: str = "train.py:40") -> float:
+    """Seconds until a rank that waits from `now` on, and is looked at every second, has waited for too long."""
+    waited = 0
+    while not waits.look(now + waited, ("hang", now), site):
+        waited += 1
+    return float(waited)
+
+
+def test_a_day_with_stalls_of_15_s_gives_no_alarm_and_a_hang_after_it_is_noticed_within_a_minute() -> None:
+    draw, waits, now, num_stalls = random.Random(0), Waits(TIMEOUT_S), 0, 0
+    while now < 86400:
+        stall = draw.choice((0, 0, 0, 0, 0, 0, 3, 15))
+        num_stalls += stall == 15
+        for second in range(stall + 1):
+            assert not waits.look(now + second, ("waits since", now), "train.py:40")
+        now += stall + 1
+        assert not waits.look(now, ("computes since", now), None)
+        now += draw.choice((1, 30))
+    assert num_stalls > 300
+    assert hangs.FLOOR_S < _hang(waits, now) < 50
+
+
+def test_how_long_a_rank_may_wait() -> None:
+    waits = Waits(TIMEOUT_S)
+    assert waits.deadline_s("a") == 30
+    for moment in range(41):  # the main rank evaluates
+        assert waits.look(moment, "evaluation", "a") == (moment > 30)
+    waits.look(41, "next", None)
+    assert (waits.deadline_s("a"), waits.deadline_s("b")) == (3 * 41, 30)
+    assert Waits(10).deadline_s("a") == 5  # before torch ends the collective
+    waits.postpone()
+    assert waits.deadline_s("b") == 60
+    waits.look(42, "moved", "b")
+    assert waits.deadline_s("b") == 30
+
+
+def test_a_process_that_was_stopped_takes_that_time_for_nobodys() -> None:
+    waits = Waits(TIMEOUT_S)
+    for now in (0, 1, 2, 3600, 3601):
+        assert not waits.look(now, "same", "a")
+    assert waits.waited_s == 3
+
+
+def _at(waits_in: Optional[str], cpu_s: Optional[float] = 1.0, **more: Any) -> Standing:
+    lines = [f"  in {waits_in}"]
+    return Standing(5, (0, 5), waits_in, None, False, "train.py:40", lines, 31, cpu_s, 0.5)._replace(**more)
+
+
+PASS, WORLD = "backward pass 6", "World.barrier (collective 5 of World's)"
+HERE = _at(PASS)
+CASES: list[tuple[str, Standing, Optional[Standing], Optional[Standing], Optional[list[int]], bool]] = [
+    ("sleeps", HERE, _at(None), _at(None), [1], True),
+    ("computes", HERE, _at(None), _at(None, 9.0), [1], False),
+    ("paces itself by sleeps", HERE, _at(None), _at(None, thread_s=0.501), [1], False),
+    ("has a child that computes", HERE, _at(None), _at(None, 1.5), [1], False),
+    ("moved", HERE, _at(None), _at(None, lines=["elsewhere"]), [1], False),
+    ("the system tells no seconds", HERE, _at(None, None), _at(None, None), [1], False),
+    ("waits for data", HERE, _at(None, section="a data loader"), _at(None, section="a data loader"), [1], False),
+    ("sleeps, and others are patient", _at(WORLD), _at(None), _at(None), [1], False),
+    ("is on declared work", HERE, _at(None, is_declared=True), _at(None, is_declared=True), None, False),
+    ("is on it for long", HERE._replace(still_s=700), *2 * [_at(None, is_declared=True, section="a save")], [1], False),
+    ("waits elsewhere", HERE, _at(WORLD, num_passes=4), _at(WORLD, num_passes=4), [1], True),
+    ("has left, and others are patient", _at(WORLD), _at(None), _at(None, has_left=True), [1], True),
+    ("waits as well", HERE, HERE, HERE, [], False),
+    ("gives no answer", HERE, None, None, [1], False),
+    ("is stopped", HERE, _at(None, num_passes=None), _at(None, num_passes=None), [1], True),
+]
+
+
+@pytest.mark.parametrize(("what", "mine", "first", "second", "named", "ends"), CASES, ids=[case[0] for case in CASES])
+def test_who_is_named_and_whether_the_job_ends(
+    what: str,
+    mine: Standing,
+    first: Optional[Standing],
+    second: Optional[Standing],
+    named: Optional[list[int]],
+    ends: bool,
+) -> None:
+    said = judge({0: mine, 1: first}, 0)
+    again = judge({0: mine, 1: second}, 0, {0: mine, 1: first}, 10.0)
+    assert (said and said.named) == (again and again.named) == named
+    assert said is None or not said.error
+    assert bool(again and again.error) == ends
+
+
+def test_what_is_said_of_many_ranks() -> None:
+    standings: dict[int, Optional[Standing]] = dict.fromkeys(range(4), HERE)
+    standings[2] = _at(None, batch=None, still_s=0, lines=['  File "train.py", line 3, in f'])
+    said = judge(standings, 0)
+    assert said is not None
+    assert said.said.splitlines() == [
+        "rank 0 has waited 31 s in backward pass 6 (train.py:40) for rank 2. Where each rank is:",
+        "  ranks 0, 1, 3: 5 backward passes, batch 5 of epoch 0; waits in backward pass 6 (train.py:40), for 31 s",
+        "  rank 2: 5 backward passes; is in its own code (train.py:40), and moves",
+        '      File "train.py", line 3, in f',
+    ]
+    gone = describe({0: None, 1: _at(None, has_left=True, num_passes=1)}, [])
+    assert "rank 0: gave no answer" in gone
+    assert "rank 1: 1 backward pass, batch 5 of epoch 0; has left the job (train.py:40)" in gone
+
+
+BACKWARD = Frame(str(TORCH / "autograd" / "graph.py"), 9, "_engine_run_backward")
+TRAIN, GATHER = Frame("/home/me/torch/train.py", 40, "main"), Frame(str(OURS / "job" / "world.py"), 7, "gather")
+C10D = Frame(str(TORCH / "distributed" / "distributed_c10d.py"), 3, "all_gather_object")
+MAINS = Frame(str(OURS / "job" / "world.py"), 8, "run_on_main")
+
+
+@pytest.mark.parametrize(
+    ("stack", "waits_in", "section"),
+    [
+        ([TRAIN, BACKWARD], PASS, None),
+        ([TRAIN], None, None),
+        ([TRAIN, C10D], "torch.distributed.all_gather_object", None),
+        ([TRAIN, MAINS, GATHER, C10D], "World.run_on_main (collective 0 of World's)", None),
+        ([TRAIN, MAINS, TRAIN], None, "World.run_on_main"),
+        ([TRAIN, Frame(str(OURS / "model" / "equality.py"), 5, "finish")], "the comparison of weights", None),
+        ([TRAIN, Frame(str(TORCH / "utils" / "data" / "dataloader.py"), 5, "__next__")], None, "a data loader"),
+        ([TRAIN, Frame(os.__file__.replace("os.py", "subprocess.py"), 5, "wait")], None, "another program"),
+    ],
+)
+def test_what_a_stack_says(stack: list[Frame], waits_in: Optional[str], section: Optional[str]) -> None:
+    done = Progress()
+    done.num_passes, done.is_reducing = 5, True
+    place = place_of([Frame("<frozen runpy>", 1, "run"), *stack], done)
+    assert (place.waits_in, place.section) == (waits_in, section)
+    assert place.site == "/home/me/torch/train.py:40"
+    assert place.is_declared == (section == "World.run_on_main")
+    assert place_of([TRAIN], done, waits_on_gpu=True).waits_in == "backward pass 5"
+
+
+def test_seconds_of_a_process_and_of_those_below_it(tmp_path: Path) -> None:
+    for pid, parent, seconds in ((7, 1, 3), (8, 7, 4), (9, 8, 5), (10, 1, 100)):
+        (tmp_path / "proc" / str(pid)).mkdir(parents=True)
+        ticks = seconds * os.sysconf("SC_CLK_TCK")
+        (tmp_path / "proc" / str(pid) / "stat").write_text(f"{pid} (a) b) T {parent} {'0 ' * 9}{ticks} 0 0 0 0")
+    assert (machine.cpu_seconds(7, tmp_path), machine.cpu_seconds(11, tmp_path)) == (12, None)
+    assert (machine.state_of(7, tmp_path), machine.state_of(11, tmp_path)) == ("T", None)
+
+
+def _stay_away() -> tuple[list[str], list[str]]:
+    """What is said, and why the job would end, where rank 1 sleeps while rank 0 waits for its gradients."""
+    here, said, errors, over = ddpshim.world(), list[str](), list[str](), threading.Event()
+
+    def abort(error: BaseException) -> None:
+        errors.append(str(error))
+        over.set()
+
+    failure.abort, hang_detector.say = abort, lambda text, directly: said.append(text)  # type: ignore[assignment]
+    hangs.FLOOR_S, hang_detector._AGAIN_S, hang_detector._LOOK_EVERY_S = 0.2, 0.2, 0.05
+    current().part(hang_detector.Watch)._every_s = 0.05
+    net = ddpshim.wrap_parallel(torch.nn.Linear(2, 1))
+    net(torch.ones(1, 2)).sum().backward()
+    if here.rank == 1:
+        over.wait(20)
+    net(torch.ones(1, 2)).sum().backward()
+    assert over.wait(20)
+    return said, errors
+
+
+@pytest.mark.ranks
+def test_a_rank_that_stays_away_is_named_on_all_ranks_with_its_stack() -> None:
+    for said, errors in run_ranks(_stay_away, 2):
+        assert "in backward pass 2 (tests/failures/test_hangs.py" in said[0]
+        assert " for rank 1. Where each rank is:" in said[0]
+        assert "over.wait(20)" in said[0]
+        assert len(errors) == 1
+        assert "rank 1 did nothing for" in errors[0]
+
+
+def _leave_early() -> Optional[str]:
+    net = ddpshim.wrap_parallel(torch.nn.Linear(2, 1))
+    net(torch.ones(1, 2)).sum().backward()
+    here, watched = ddpshim.world(), current().watched
+    assert watched is not None
+    if here.rank == 1:
+        guard._END_DEADLINE_S = 0.1  # else it waits for rank 0, to compare the last weights
+        return None
+    while not (left := watched.watch.describe_left()):
+        time.sleep(0.01)
+    lost = failure._with_who_left(RuntimeError("Connection closed by peer"))
+    assert isinstance(lost, ddpshim.errors.SyncError)
+    assert left in str(lost)
+    return left
+
+
+@pytest.mark.ranks
+def test_a_rank_that_left_early_is_named_by_those_that_lost_it() -> None:
+    left = run_ranks(_leave_early, 2)[0]
+    assert left.splitlines()[0] == "  rank 0: 1 backward pass so far"
+    assert left.splitlines()[1].startswith("  rank 1: 1 backward pass; has left the job (tests/ranks.py:")
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "failed", "said"),
+    [
+        (99.0, None, None),
+        (99.0, 0, None),  # by itself
+        (5.0, 2, "SyncError: its GPU waits for messages of rank 2"),
+        (101.0, None, "TimeoutError: Timed out waiting 100 s for other ranks (timeout_s)"),
+    ],
+)
+def test_where_nccl_gives_no_error_a_rank_that_waits_in_vain_ends(
+    waited_s: float, failed: Optional[int], said: Optional[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[BaseException] = []
+    monkeypatch.setattr(failure, "abort", ended.append)
+    monkeypatch.setattr(failure, "first", lambda: failed)
+    monkeypatch.setattr(failure, "is_there", lambda store, key: False)
+    for is_on_gpu, gets_no_errors, site in ((False, True, "a.py:3"), (True, False, "a.py:3"), (True, True, "a.py:3")):
+        watched = hang_detector.Watch()
+        watched._rank, watched._round, watched._store, watched._timeout_s = 0, 0, None, 100.0
+        watched._is_on_gpu, watched._gets_no_errors = is_on_gpu, gets_no_errors
+        watched._waits = hangs.Waits(100.0)
+        watched._waits.look(0.0, "state", site)
+        watched._waits._last_look = watched._waits._since + waited_s
+        monkeypatch.setattr(watched, "_see", lambda: False)
+        watched._look()
+        assert not ended or (is_on_gpu and gets_no_errors)
+    assert [f"{type(error).__name__}: {error}" for error in ended] == ([] if said is None else [said])
+    if ended:
+        assert (is_late(ended[0]), ended[0].__dict__.get("first_failure")) == (failed is None, failed)
+
+
+def test_a_watch_that_was_not_begun_says_nothing() -> None:
+    idle = Job().part(hang_detector.Watch)
+    idle.end()
+    assert (idle.describe_left(), idle.describe_others()) == ("", "")
+    assert progress.frames_of(0) == []
+
+
+def _train_apart(kind: str) -> Optional[str]:
+    """Why training ends where rank 1 does something else with its second batch."""
+    here = ddpshim.world()
+    net = ddpshim.wrap_parallel(torch.nn.Linear(1, 1))
+    loader = ddpshim.make_loader(torch.utils.data.TensorDataset(torch.ones(20, 1)), batch_size=4)
+    others = iter(ddpshim.make_loader(torch.utils.data.TensorDataset(torch.ones(20, 1)), batch_size=4))
+    next(others)
+    try:
+        for _ in range(2):
+            for step, (x,) in enumerate(loader):
+                is_odd = here.rank == 1 and step == 1
+                if is_odd and kind == "looks elsewhere":
+                    next(others)
+                if is_odd and kind == "skips":
+                    continue
+                net(x).sum().backward()
+                if is_odd and kind == "makes one more":
+                    net(x).sum().backward()
+    except ddpshim.errors.SyncError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("kind", "found"), [("skips", (1, 2)), ("makes one more", (2, 1)), ("looks elsewhere", (1, 1))]
+)
+def test_gradients_of_different_batches_are_not_averaged(kind: str, found: tuple[int, int]) -> None:
+    for error in run_ranks(_train_apart, 2, kind):
+        assert error is not None
+        first, second = (
+            f"rank {rank}: .*step {step} of epoch 0 of the loader of .*" for rank, step in enumerate(found)
+        )
+        text = f"ranks reduced gradients of different steps or networks in a backward pass of Linear. {first}; {second}"
+        assert re.search(text, error)

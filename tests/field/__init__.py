@@ -1,1 +1,0 @@
-"""Compares unedited public trainers in one process and on two ranks: `python -m tests.field --help`."""

@@ -1,0 +1,382 @@
+"""The two commands of the README, with neither pip nor a network: what they would run, and what they leave alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from examples import same_experiment
+from tests.preloaded_commands import patience
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 60
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bootstrap", ROOT / "bootstrap.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Machine:
+    """bootstrap.py in a clone whose path has a space, with a venv that has no pip and a pip that installs nothing."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root = folder / "with space" / "clone"
+        self.venv = self.root / ".venv"
+        self.torch: Path | None = None
+        self.modules: set[str] = set()
+        self.calls: list[list[str]] = []
+        self.fails_at = ""
+        self.module = _load()
+        shutil.copytree(ROOT / "requirements", self.root / "requirements")
+        for name in ("pyproject.toml", "setup.py"):
+            shutil.copy(ROOT / name, self.root)
+        monkeypatch.setattr(self.module, "ROOT", self.root)
+        monkeypatch.setattr(self.module, "call", self._call)
+        monkeypatch.setattr(self.module, "has", lambda _, module: module in self.modules)
+        monkeypatch.setattr(self.module, "torch_of_the_caller", lambda _: self.torch)
+        monkeypatch.setattr(self.module, "FIRST_TOO_NEW", (99, 0))
+        self._monkeypatch = monkeypatch
+
+    def _call(self, command: list[str], held: tuple[int, ...] = ()) -> None:
+        words = command[1:]
+        self.calls.append(words)
+        if self.fails_at and self.fails_at in words:
+            sys.exit(7)
+        if words[:2] == ["-m", "venv"]:
+            python = self.module.python_of(Path(words[2]))
+            python.parent.mkdir(parents=True)
+            python.symlink_to(sys.executable)
+            (Path(words[2]) / "lib").mkdir()
+            (Path(words[2]) / "lib64").symlink_to("lib")
+        if "no-deps" in " ".join(words):
+            self.modules |= {"torch", "torchvision", "robomimic"}
+
+    def run(self, *arguments: str) -> list[list[str]]:
+        """What one start of the script calls, each without the Python in front."""
+        self.calls.clear()
+        self._monkeypatch.setattr(sys, "argv", ["bootstrap.py", *arguments, "--venv", str(self.venv)])
+        self.module.main()
+        return list(self.calls)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch)
+
+
+def _pip(calls: list[list[str]]) -> list[list[str]]:
+    """The arguments of each pip install."""
+    return [words[6:] for words in calls if words[:3] == ["-m", "pip", "install"]]
+
+
+RESOLVED = ["-r", "requirements/robomimic.txt", "-r", "requirements/report.txt", "-r", "requirements/test.txt"]
+NO_DEPS = ["torchvision==0.16.2", "robomimic==0.3.0"]
+
+
+def test_what_goes_without_its_dependencies_is_installed_last(machine: Machine) -> None:
+    venv, *installed, demo = machine.run("demo")
+    assert venv == ["-m", "venv", str(machine.venv)]
+    assert _pip(installed) == [
+        ["--no-warn-conflicts", machine.module.TORCH, *RESOLVED],
+        ["--no-deps", *NO_DEPS, "-e", "."],
+    ]
+    assert demo == ["examples/same_experiment.py"]
+
+
+def test_a_second_run_asks_neither_pip_nor_the_environment(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.run("install")
+    monkeypatch.setattr(machine.module, "asked", None)
+    monkeypatch.setattr(machine.module, "locked", None)
+    assert machine.run("demo", "--steps", "20") == [["examples/same_experiment.py", "--steps", "20"]]
+
+
+def test_install_asks_pip_again(machine: Machine) -> None:
+    machine.run("install")
+    assert _pip(machine.run("install")) == [["--no-warn-conflicts", *RESOLVED], ["--no-deps", "-e", "."]]
+
+
+@pytest.mark.parametrize("name", ["requirements/test.txt", "requirements/new.txt", "pyproject.toml", "setup.py"])
+def test_a_changed_file_is_installed(machine: Machine, name: str) -> None:
+    machine.run("install")
+    with (machine.root / name).open("a") as file:
+        file.write("# changed\n")
+    assert len(_pip(machine.run("demo"))) == 2
+    assert _pip(machine.run("demo")) == []
+
+
+def test_a_torch_that_comes_or_goes_is_noticed(machine: Machine, tmp_path: Path) -> None:
+    machine.run("install")
+    for torch in (tmp_path, None):
+        machine.torch = torch
+        assert len(_pip(machine.run("demo"))) == 2
+        assert _pip(machine.run("demo")) == []
+
+
+@pytest.mark.parametrize("fails_at", ["venv", "--no-warn-conflicts", "--no-deps"])
+def test_what_failed_or_was_killed_on_the_way_is_made_again(
+    machine: Machine, fails_at: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.fails_at = fails_at
+    with pytest.raises(SystemExit) as ended:
+        machine.run("demo")
+    assert ended.value.code == 7
+    assert "same_experiment" not in str(machine.calls)
+    half = machine.venv / "lib" / "half_a_package"
+    half.mkdir(parents=True, exist_ok=True)
+    machine.fails_at = ""
+    machine.modules.clear()
+    assert [words[1] for words in machine.run("demo")[:3]] == ["venv", "pip", "pip"]
+    assert "making it again" in capsys.readouterr().out
+    assert not half.exists()
+    assert len(machine.run("demo")) == 1
+
+
+def test_what_failed_while_it_was_changed_is_made_again(machine: Machine) -> None:
+    machine.run("install")
+    machine.fails_at = "--no-warn-conflicts"
+    with pytest.raises(SystemExit):
+        machine.run("install")
+    machine.fails_at = ""
+    assert machine.run("demo")[0] == ["-m", "venv", str(machine.venv)]
+
+
+def test_what_says_who_made_it_stays_while_all_else_is_deleted(machine: Machine) -> None:
+    machine.run("install")
+    machine.module.empty(machine.venv)
+    assert [path.name for path in machine.venv.iterdir()] == [machine.module.MADE]
+
+
+def test_an_environment_whose_python_is_gone_is_made_again(machine: Machine) -> None:
+    machine.run("install")
+    python = machine.module.python_of(machine.venv)
+    python.unlink()
+    python.symlink_to("/no/such/python")
+    assert ["-m", "venv", str(machine.venv)] in machine.run("demo")
+
+
+def test_somebody_elses_environment_is_filled_and_never_emptied(machine: Machine) -> None:
+    python = machine.module.python_of(machine.venv)
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    theirs = machine.venv / "theirs"
+    theirs.touch()
+    machine.fails_at = "--no-deps"
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            machine.run("demo")
+    machine.fails_at = ""
+    # Here pip may report conflicts: they may be with packages of theirs.
+    assert _pip(machine.run("demo")) == [[machine.module.TORCH, *RESOLVED], ["--no-deps", *NO_DEPS, "-e", "."]]
+    python.unlink()
+    with pytest.raises(SystemExit, match="has no working Python with pip"):
+        machine.run("demo")
+    assert theirs.exists()
+
+
+def test_another_python_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.run("install")
+    made_with = machine.module.THIS_PYTHON
+    monkeypatch.setattr(machine.module, "THIS_PYTHON", "cpython-399")
+    with pytest.raises(SystemExit, match=rf"made with {made_with}, .*--venv \.venv-cpython-399"):
+        machine.run("demo")
+    assert machine.calls == []
+    monkeypatch.undo()
+    assert (machine.venv / machine.module.STAMP).exists()
+
+
+def test_an_unfinished_environment_does_not_delete_itself(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.run("install")
+    (machine.venv / machine.module.STAMP).unlink()
+    monkeypatch.setattr(sys, "prefix", str(machine.venv))
+    with pytest.raises(SystemExit, match="deactivate"):
+        machine.run("demo")
+    assert machine.module.python_of(machine.venv).exists()
+
+
+def test_too_new_a_python_is_refused_before_anything_is_made(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.module, "FIRST_TOO_NEW", sys.version_info[:2])
+    with pytest.raises(SystemExit, match=r"this is Python 3\.\d+, .* Run bootstrap.py with Python 3.9, 3.10 or 3.11"):
+        machine.run("demo")
+    assert machine.calls == []
+    assert not machine.venv.exists()
+    machine.modules.add("torchvision")  # it was installed in some other way
+    assert machine.run("demo")[-1] == ["examples/same_experiment.py"]
+
+
+def test_too_old_a_python_is_refused_before_anything_is_made(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 8, 18, "final", 0))
+    with pytest.raises(SystemExit, match=r"ddpshim needs 3\.9 or newer; nothing was changed"):
+        machine.run("demo")
+    assert machine.calls == []
+    assert not machine.venv.exists()
+
+
+def test_a_python_without_ensurepip_is_named(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.module.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit, match="python3-venv"):
+        machine.run("demo")
+    assert not machine.venv.exists()
+
+
+def test_the_torch_of_the_caller_is_seen_through_paths_with_spaces(tmp_path: Path) -> None:
+    theirs, venv = tmp_path / "their packages" / "torch", tmp_path / "with space" / ".venv"
+    theirs.mkdir(parents=True)
+    (theirs / "__init__.py").touch()
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=patience(DEADLINE_S))
+    code = (
+        "import importlib.util, sys, pathlib; sys.path.insert(0, sys.argv[1]); import bootstrap\n"
+        "venv = pathlib.Path(sys.argv[2]); print(bootstrap.torch_of_the_caller(venv)); bootstrap.share_torch(venv)\n"
+        "print(bootstrap.asked(venv, 'import torch; print(torch.__file__)')); bootstrap.share_torch(venv)"
+    )
+    environ = {**os.environ, "PYTHONPATH": ""}
+    caller = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(theirs.parent)!r})\n{code}"]
+    ran = subprocess.run([*caller, str(ROOT), str(venv)], env=environ, capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines() == [
+        str(theirs.parent),
+        f"using the torch in {theirs.parent}",
+        str(theirs / "__init__.py"),  # and the second time it has one: nothing is said
+    ]
+
+
+def test_who_comes_second_waits_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fcntl")
+    bootstrap, folder = _load(), tmp_path / "with space" / ".venv"
+    order: list[str] = []
+    says = threading.Event()
+
+    def recorded(line: str, flush: bool) -> None:
+        order.append(line)
+        says.set()
+
+    def second() -> None:
+        with bootstrap.locked(folder):
+            order.append("second")
+
+    monkeypatch.setattr(bootstrap, "print", recorded, raising=False)
+    other = threading.Thread(target=second, daemon=True)
+    with bootstrap.locked(folder):
+        other.start()
+        assert says.wait(DEADLINE_S)
+        order.append("first")
+    other.join(DEADLINE_S)
+    assert order == [f"another bootstrap.py is installing into {folder}: waiting", "first", "second"]
+
+
+def test_the_lock_is_held_until_the_last_that_writes_has_ended(tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    bootstrap, folder = _load(), tmp_path / ".venv"
+    started, may_end = tmp_path / "started", tmp_path / "may_end"
+    code = (
+        "import pathlib, sys, time; started, may_end = map(pathlib.Path, sys.argv[1:]); started.touch()\n"
+        f"end = time.monotonic() + {DEADLINE_S}\n"
+        "while not may_end.exists() and time.monotonic() < end: time.sleep(0.01)"
+    )
+    with bootstrap.locked(folder) as held:
+        command = [sys.executable, "-c", code, str(started), str(may_end)]
+        pip = threading.Thread(target=bootstrap.call, args=(command, held), daemon=True)
+        pip.start()
+        while not started.exists() and pip.is_alive():
+            time.sleep(0.01)
+    # Out of the block as after a kill of bootstrap alone: its pip still runs.
+    with open(tmp_path / ".venv.lock") as lock:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        may_end.touch()
+        pip.join(DEADLINE_S)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_the_markers_of_the_fast_tests_are_registered(pytestconfig: pytest.Config) -> None:
+    registered = {line.split(":")[0] for line in pytestconfig.getini("markers")}
+    assert set(_load().FAST_TESTS.split(" or ")) <= registered
+
+
+def test_arguments_of_test_go_to_pytest_but_for_fast(machine: Machine) -> None:
+    plain = machine.run("test", "-k", "one or two", "--fa", "tests/house/test_layout.py")[-1]
+    assert plain == [
+        "-m",
+        "pytest",
+        "-n",
+        "4",
+        "--dist",
+        "loadfile",
+        "-k",
+        "one or two",
+        "--fa",
+        "tests/house/test_layout.py",
+    ]
+    linters = [["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."]]
+    fast = machine.run("test", "--fast", "-x")
+    assert fast == [*linters, ["-m", "pytest", "-n", "4", "--dist", "loadfile", "-m", "unit or ranks", "-x"]]
+    with pytest.raises(SystemExit):
+        machine.run("demo", "--fast")
+
+
+@pytest.mark.parametrize(("ends", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
+def test_a_failing_command_ends_the_script_with_its_code(ends: str, code: int) -> None:
+    with pytest.raises(SystemExit) as ended:
+        _load().call([sys.executable, "-c", f"import os, sys; {ends}"])
+    assert ended.value.code == code
+
+
+# The demo
+
+
+@pytest.mark.robomimic
+@pytest.mark.launch
+def test_the_demo_tells_the_same_experiment_from_a_port_by_hand(tmp_path: Path) -> None:
+    if importlib.util.find_spec("robomimic") is None:
+        pytest.skip("robomimic is not installed")
+    installed = same_experiment.released_robomimic("bc")
+    before = {path: path.read_bytes() for path in installed.rglob("*") if path.suffix == ".py"}
+    environ = same_experiment.robomimic_as_released("bc")
+    assert environ["PYTHONHASHSEED"] == "0", "ranks would warn that sets of strings differ"
+    out = tmp_path / "with space"
+    out.mkdir()
+    one, many, by_hand = (
+        same_experiment.train("bc", way, ranks, 3, 2, out / way, environ, **{"experiment.save.epochs": [1]})
+        for way, ranks in (("released", 1), ("ddpshim", 2), ("by_hand", 2))
+    )
+    assert many.losses == pytest.approx(one.losses, rel=1e-5)
+    assert [len(shard) for shard in many.samples] == [300, 300]
+    assert same_experiment.report("bc", 2, one, many, by_hand)
+    assert not same_experiment.report("bc", 2, one, by_hand, many)
+    assert {path: path.read_bytes() for path in installed.rglob("*") if path.suffix == ".py"} == before
+    assert same_experiment.draw("bc", 2, one, many, by_hand, out).stat().st_size > 10_000
+
+
+def test_a_second_demo_into_the_same_folder_deletes_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl")
+    out = tmp_path / "out" / "bc"
+    for _ in range(2):
+        with same_experiment.emptied(out) as folder:
+            assert list(folder.iterdir()) == []
+            (folder / "loss").touch()
+            with pytest.raises(SystemExit, match=r"another folder with --out"), same_experiment.emptied(out):
+                pass
+            assert (folder / "loss").exists()
+            with same_experiment.emptied(tmp_path / "other" / "bc"):
+                pass
+
+
+def test_without_robomimic_the_demo_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(same_experiment.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit, match=r"bootstrap\.py demo"):
+        same_experiment.released_robomimic("bc")
+    monkeypatch.delenv("DDPSHIM_UPSTREAM", raising=False)
+    with pytest.raises(SystemExit, match="DDPSHIM_UPSTREAM"):
+        same_experiment.released_robomimic("diffusion_policy")

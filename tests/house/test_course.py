@@ -1,0 +1,141 @@
+"""The quick start and the chapters of examples/course run to their end, print what they claim, show their pictures."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Optional
+
+import pytest
+
+from tests.preloaded import environment, preloaded
+
+FOLDER = Path(__file__).parents[2] / "examples" / "course"
+DEADLINE_S = 240.0
+SAID = {
+    "../quick_start.py": [
+        "$ python -m ddpshim run --nproc 2 -m robomimic.scripts.train --config ",
+        "finished run successfully!",
+        "epoch 3: loss 0.",
+        "largest difference of a weight: ",
+        "**Finished: every rank completed the training.**",
+    ],
+    "1_setup.py": [
+        "rank 0 | weights ",
+        "'LOCAL_RANK': '0', 'GROUP_RANK': '1', 'WORLD_SIZE': '4'}; device cpu, backend gloo",
+        "rank 0 of 1, no launcher, no process group",
+        "mean 0.625",
+        "by hand 4 folders, with run_on_main 1",
+        "noise for a batch: rank r of 4 has numbers r, r + 4, ... of what one process draws",
+        "rank 1 | ValueError: demonstration 17 has no actions",
+    ],
+    "2_training.py": [
+        "trained past DDP ",
+        "SyncError: Adam.step(): parameter 0 of group 0 ('net.0.weight' of Policy) has a gradient that is this rank's",
+        "each step the same samples on 1, 2 and 4 ranks; by hand all epochs are alike",
+        "  sqrt: 1 ranks 0.0010, 2 ranks 0.0014, 4 ranks 0.0020",
+        "DataError: Global batch 3 is smaller than 4 ranks",
+        "9 samples, drop_last=False: rank 0 sees ",
+    ],
+    "3_communication.py": [
+        "where the time of each rank went",
+        "GB/s for the largest",
+        "100M parameters: NVLink 1.6, PCIe 21.9, 10 Gbit Ethernet 560.0, here ",
+        "ddpshim.accumulate: 1 x the bytes of one pass",
+        "no_sync() forgotten: 4 x the bytes of one pass",
+        "float32: 4.1 MB a step; float16: 2.1 MB",
+    ],
+    "4_checkpoints.py": [
+        "ddpshim: net.0.weight; by hand: module.net.0.weight",
+        "by_hand: 1000000 bytes, damaged: ",
+        "{'epoch': 1}",
+        "in the background: the ranks waited for ",
+        "stopping with exit code 75",
+        "80 steps on 2, 4 and 1 ranks, ended by SIGTERM and SIGKILL: from the unbroken run ",
+        "40 noisy bf16 steps, ended after ",
+    ],
+}
+
+
+def test_the_notebooks_are_made_from_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    notebooks = importlib.import_module("notebooks")
+    for script in notebooks.scripts():
+        text = script.read_text()
+        made = script.with_suffix(".ipynb").read_text()
+        assert made == notebooks.notebook(text), "python examples/course/notebooks.py"
+        code = [cell for cell in json.loads(made)["cells"] if cell["cell_type"] == "code"]
+        lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+        found = [line for cell in code for line in "".join(cell["source"]).splitlines()]
+        assert [line for line in found if line and not line.startswith("#")] == lines, "a line is in no cell"
+
+
+def test_every_chapter_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    assert {(FOLDER / name).resolve() for name in SAID} == set(importlib.import_module("notebooks").scripts())
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("chapter", SAID)
+def test_a_chapter_runs_and_says_what_it_claims(chapter: str, tmp_path: Path) -> None:
+    # What is asserted in a chapter fails it; what is looked for here shows that it came to that line.
+    # The notebook: its cells are those of the script.
+    notebook = str((FOLDER / chapter).with_suffix(".ipynb"))
+    environ = environment()
+    if "quick_start" in chapter:
+        pytest.importorskip("robomimic", reason="pip install --no-deps robomimic==0.3.0")
+        environ = preloaded().shell_environment(environ)
+    command = [str(FOLDER / "notebooks.py"), notebook, "--quick"], {**environ, "OMP_NUM_THREADS": "1"}
+    job = preloaded().start([command], tmp_path)
+    try:
+        code = job.wait(DEADLINE_S)
+    finally:
+        job.kill()
+    output = (tmp_path / "output.txt").read_text()
+    assert code == 0, output[-5000:]
+    at = 0
+    for line in SAID[chapter]:
+        at = output.find(line, at)
+        assert at >= 0, f"{line!r} is not said, or not in its place:\n{output[-5000:]}"
+    assert "picture" not in output
+
+
+def test_a_rank_that_ends_between_two_looks_has_failed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    ranks = importlib.import_module("ranks")
+    closed, end = os.pipe()
+    os.close(end)  # as the system closes what a process has open before it says that the process has ended
+
+    looks = [75, None, None]
+
+    class Ends:
+        sentinel = closed
+
+        @property
+        def exitcode(self) -> Optional[int]:
+            return looks.pop() if len(looks) > 1 else looks[0]
+
+    assert ranks._wait([Ends()], time.monotonic() + 60) == "a rank failed"
+    os.close(closed)
+
+
+def test_every_picture_is_drawn_by_a_chapter_and_shown() -> None:
+    there = {path.name for path in (FOLDER / "pictures").iterdir()}
+    shown = re.findall(r"!\[[^]]+\]\(pictures/([^)]+)\)", (FOLDER / "README.md").read_text())
+    drawn = [
+        f"{name}.png" for path in FOLDER.glob("[0-9]_*.py") for name in re.findall(r'draw\("(\w+)"', path.read_text())
+    ]
+    assert sorted(shown) == sorted(there)
+    assert sorted(drawn) == sorted(there)
+    assert max(path.stat().st_size for path in (FOLDER / "pictures").iterdir()) < 80_000
+
+
+@pytest.mark.parametrize("text", [*SAID, "README.md"])
+def test_links_lead_somewhere(text: str) -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", (FOLDER / text).read_text())
+    assert links
+    assert [link for link in links if not ((FOLDER / text).parent / link).exists()] == []

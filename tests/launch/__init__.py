@@ -1,0 +1,1 @@
+"""Jobs start under every launcher, and an unedited program is distributed."""

@@ -1,0 +1,1005 @@
+"""setup, cleanup and World: in one process, on forked ranks, and under the real torchrun."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import multiprocessing.connection
+import os
+import random
+import re
+import signal
+import socket
+import sys
+import textwrap
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Callable, Optional
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+import ddpshim
+from ddpshim import LaunchError, World, WorldError, cleanup, setup
+from ddpshim.errors import RankError
+from ddpshim.failures import failure, rendezvous
+from ddpshim.job import process_group
+from ddpshim.observe import records
+from ddpshim.process import devices
+from ddpshim.process import job as jobs
+from ddpshim.process.devices import backend_of, choose_backend
+from tests.preloaded import preloaded
+from tests.preloaded_commands import patience
+from tests.ranks import _server, free_port, run_ranks
+
+ROOT = Path(__file__).parents[2]
+LAUNCHER_VARIABLES = re.compile(
+    "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|(MASTER|SLURM|OMPI|PMI|PMIX|MV2|MPI|TORCHELASTIC|DDPSHIM)_.*"
+)
+DEADLINE_S = 60.0
+KILLED_AFTER_S = 30.0  # by torchrun: ranks that it has told to end, and did not
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launcher, and a ddpshim that has made no world; the other tests' after the test."""
+    for name in filter(LAUNCHER_VARIABLES.fullmatch, list(os.environ)):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(jobs, "_current", jobs.Job())
+    monkeypatch.setattr(rendezvous, "_state", rendezvous._State())
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    yield
+    cleanup()
+    assert not dist.is_initialized()
+
+
+# --- one process
+
+
+def test_world_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        World().rank = 1  # type: ignore[misc]
+
+
+def test_plain_process_starts_nothing_and_everything_works(capfd: pytest.CaptureFixture[str]) -> None:
+    before, drawn = dict(os.environ), (torch.get_rng_state(), random.getstate())
+    hook = sys.excepthook
+    here = setup()
+    assert (here.rank, here.local_rank, here.world_size, here.local_world_size, here.node_rank) == (0, 0, 1, 1, 0)
+    assert (here.is_main, here.is_launched, here.launcher, here.backend) == (True, False, "none", None)
+    assert setup() is here
+    assert ddpshim.world() is here
+    here.barrier()
+    assert here.gather({1, 2}) == [{1, 2}]
+    assert here.broadcast(here) is here
+    assert here.sum({"a": 2**53 + 1, "b": 0.1}) == {"a": 2**53 + 1, "b": 0.1}
+    assert here.mean(torch.tensor([1, 2])).tolist() == [1.0, 2.0]
+    assert here.run_on_main(divmod, 7, 2) == (3, 1)
+    assert callable(here.run_on_main(lambda: lambda: None))
+    assert not dist.is_initialized()
+    assert dict(os.environ) == before
+    assert torch.equal(torch.get_rng_state(), drawn[0])
+    assert random.getstate() == drawn[1]
+    assert sys.excepthook is hook
+    assert capfd.readouterr().err == ""
+    cleanup()
+    cleanup()
+
+
+def test_rounding_is_settled_before_the_first_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    tanh, asked = torch.tanh, []
+    monkeypatch.setattr(torch, "tanh", lambda x: asked.append((x.dtype, x.device.type)) or tanh(x))
+    with torch.device("meta"):  # as torch.set_default_device: a GPU must not be touched before ranks know theirs
+        ddpshim.setup(device="cpu")
+    assert asked == [(torch.float32, "cpu"), (torch.float64, "cpu")]
+    ddpshim.setup()
+    assert len(asked) == 2, "once is enough"
+
+
+def test_world_without_setup() -> None:
+    assert ddpshim.world() == World(device=ddpshim.world().device)
+
+
+def test_plain_setup_takes_the_arguments_of_a_launched_run_twice() -> None:
+    here = setup(backend="gloo", seed=3)
+    assert setup(backend="gloo", seed=3) is here
+
+
+@pytest.mark.parametrize("version", [torch.__version__, "2.3.1+cu121"])
+def test_what_many_claim_at_once_one_gets(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    store, start = dist.HashStore(), threading.Barrier(10)
+
+    def claim(rank: int) -> str:
+        start.wait(DEADLINE_S)
+        return failure.claim(store, "failed", str(rank))  # of one character: it ended Python 3.10 with torch 2.1
+
+    with ThreadPoolExecutor(10) as ranks:
+        told = list(ranks.map(claim, range(10)))
+    assert set(told) == {store.get("failed").decode()}
+    assert told[int(told[0])] == told[0]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ({}, {"world_size": 2}, "setup(world_size='2'), but there is a world with world_size='1' already"),
+        ({}, {"rank": 1}, "setup(rank='1'), but there is a world with rank='0' already"),
+        ({"seed": 1}, {"seed": 2}, "setup(seed='2'), but there is a world with seed='1' already"),
+        ({"device": "cpu"}, {"device": "cuda:1"}, "setup(device='cuda:1'), but there is a world with device='cpu'"),
+        ({}, {"seed": 1, "rank": 1}, "setup(rank='1')"),
+    ],
+)
+def test_contradicting_setup(first: dict[str, Any], second: dict[str, Any], said: str) -> None:
+    here = setup(**first)
+    with pytest.raises(WorldError, match=re.escape(said)):
+        setup(**second)
+    assert ddpshim.world() is here
+
+
+def test_seed_is_given_late_but_not_after_the_split() -> None:
+    assert setup().seed is None
+    assert setup(seed=5).seed == 5
+    drawn = (torch.rand(1).item(), random.random())
+    torch.manual_seed(5)
+    random.seed(5)
+    assert drawn == (torch.rand(1).item(), random.random())
+    jobs.current().world, jobs.current().is_split = World(launcher="torchrun"), True
+    with pytest.raises(WorldError, match="every rank would now draw the same noise"):
+        setup(seed=6)
+
+
+def test_broadcast_from_nobody() -> None:
+    for src in (-1, 1):
+        with pytest.raises(WorldError, match=f"src={src} in a world of 1"):
+            World().broadcast(0, src=src)
+
+
+def test_explicit_world_of_one_is_launched_and_left(capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        here = setup(rank=0, world_size=1, device="cpu")
+        assert (here.is_launched, here.launcher, here.backend) == (True, "explicit", "gloo")
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)
+        assert dist.is_initialized()
+        cleanup()
+        assert not dist.is_initialized()
+    assert capfd.readouterr().err == "ddpshim: world of 1 (explicit, 1 node x 1), gloo on cpu\n" * 2
+
+
+def test_cleanup_leaves_a_group_that_replaced_ours(tmp_path: Path) -> None:
+    setup(rank=0, world_size=1, device="cpu")
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        cleanup()
+        assert dist.is_initialized()
+        assert setup(device="cpu").launcher == "adopted"
+        cleanup()
+        assert dist.is_initialized()
+        with pytest.raises(WorldError, match=r"world_size='2'"):
+            setup(world_size=2)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_world_before_setup_and_after_cleanup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(WorldError, match=r"Call ddpshim\.setup\(\) first"):
+        ddpshim.world()
+    here = setup(device="cpu")
+    cleanup()
+    assert ddpshim.world() is here
+
+
+# --- backend and device
+
+
+@pytest.mark.parametrize(
+    ("gpus", "backend", "reason"),
+    [
+        (["a:0"], "nccl", None),
+        (["a:0", "a:1", "b:0", "b:1"], "nccl", None),
+        ([None, None], "gloo", None),
+        (["a:0", "a:0"], "gloo", "2 ranks share 1 GPU"),
+        (["a:0", "a:1", "a:0", "a:1"], "gloo", "4 ranks share 2 GPUs"),
+        (["a:0", "a:1", None], "gloo", "1 of 3 ranks have no GPU"),
+        (["a:0", "a:0", None], "gloo", "1 of 3 ranks have no GPU"),
+    ],
+)
+def test_choose_backend(gpus: list[Optional[str]], backend: str, reason: Optional[str]) -> None:
+    assert choose_backend(gpus) == (backend, reason)
+
+
+@pytest.mark.unit
+def test_accelerators_other_than_cudas(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "mps": "gloo"}
+    monkeypatch.setattr(torch.distributed.Backend, "default_device_backend_map", listed)
+    assert backend_of(torch.device("xpu", 0)) == "xccl"
+    assert backend_of(torch.device("cuda", 0)) is None
+    for device in (torch.device("mps"), torch.device("hpu")):
+        with pytest.raises(LaunchError, match=f"several ranks on {device.type}, for which this torch has no backend"):
+            backend_of(device)
+    parts = SimpleNamespace(name="NVIDIA A100-SXM4-40GB MIG 1g.5gb", uuid="one of its own")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: parts)
+    gpus = [devices._gpu_identity(torch.device("cuda", 0)) for _ in range(2)]
+    assert choose_backend(gpus) == ("gloo", "2 ranks share 1 GPU")
+
+
+class _Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("num_visible", "device", "bound"), [(4, None, 2), (1, None, 0), (2, None, 0), (4, "cuda", 2), (4, "cuda:3", 3)]
+)
+def test_device_is_bound_before_all_else(
+    monkeypatch: pytest.MonkeyPatch, num_visible: int, device: Optional[str], bound: int
+) -> None:
+    seen: list[Any] = []
+
+    def stop(*_: Any) -> None:
+        seen.append("rendezvous")
+        raise _Stop
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
+    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+    for name in ("init", "_lazy_init", "current_device", "get_device_properties", "manual_seed_all"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: seen.append(name))
+    monkeypatch.setattr(rendezvous, "meet", stop)
+    with pytest.raises(_Stop):
+        setup(rank=2, world_size=4, local_rank=2, local_world_size=4, master_addr="h", master_port=9, device=device)
+    assert seen == [bound, "rendezvous"]
+
+
+@pytest.mark.parametrize("asked", [{"device": "cuda"}, {"backend": "nccl"}])
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(LaunchError, match="rank 1"):
+        setup(rank=1, world_size=2, master_addr="127.0.0.1", master_port=9, **asked)
+
+
+# --- numbers, on ranks that adopt a group
+
+
+class _Opaque:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _numbers() -> None:
+    here = ddpshim.world()
+    rank = here.rank
+    assert here.launcher == "adopted"
+    floats = [0.1, 0.2, 0.7]
+    assert here.sum(2**53 + 1 + rank) == 3 * 2**53 + 6
+    assert here.sum(10**30 + rank) == 3 * 10**30 + 3
+    assert here.mean(floats[rank]) == math.fsum(floats) / 3 == 1.0 / 3
+    assert here.sum([1e16, 1.0, -1e16][rank]) == 1.0
+    assert here.mean(rank) == 1.0
+    assert here.mean(rank == 0) == 1 / 3
+    rows = [[1.0, 2.0], [6.0], [6.0]][rank]
+    assert here.mean(sum(rows) / len(rows)) == 4.5, "each rank counts once"
+    assert here.sum(sum(rows)) / here.sum(len(rows)) == 3.75
+    assert here.mean(here.mean_over(torch.tensor(sum(rows)), len(rows)).item()) == 3.75
+    assert math.isnan(here.sum([math.inf, -math.inf, 0.0][rank]))
+    assert here.mean([1.0, math.inf, 0.0][rank]) == math.inf
+    ints = here.sum(torch.tensor([2**53 + 1, rank]))
+    assert (ints.tolist(), ints.dtype) == ([3 * 2**53 + 3, 3], torch.int64)
+    assert here.sum(torch.tensor(200, dtype=torch.uint8)).item() == 600
+    averaged = here.mean(torch.tensor([2**51 + 1, rank]))
+    assert (averaged.tolist(), averaged.dtype) == ([2.0**51 + 1, 1.0], torch.float64)
+    doubles = here.mean(torch.tensor(floats, dtype=torch.float64) * (rank + 1))
+    torch.testing.assert_close(doubles, torch.tensor(floats, dtype=torch.float64) * 2, rtol=4e-16, atol=0)
+    halves = here.sum(torch.tensor([2048.0 if rank == 0 else 1.0], dtype=torch.float16))
+    assert (halves.item(), halves.dtype) == (2050.0, torch.float16)
+    mixed = here.sum(torch.tensor([0.5]) if rank else torch.tensor([1]))
+    assert mixed.item() == 2.0
+    nested = here.mean({"loss": 0.1, "n": {"x": rank, "t": torch.full((2, 1), rank)}})
+    assert nested["loss"] == math.fsum([0.1] * 3) / 3
+    assert nested["n"]["x"] == 1.0
+    assert nested["n"]["t"].tolist() == [[1.0], [1.0]]
+    assert here.gather({"rank": rank}) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    for value in (2**53 + 1, 0.1, None, "text", b"\0", {"a": [1, (2, {3})]}, torch.float16, float("inf")):
+        assert here.broadcast(value if rank == 2 else object(), src=2) == value
+    assert here.broadcast(_Opaque(torch.arange(3)) if rank == 0 else None).value.tolist() == [0, 1, 2]
+
+
+@pytest.mark.ranks
+def test_numbers_are_exact() -> None:
+    run_ranks(_numbers, 3)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("is_main", [True, False])
+def test_ranks_that_order_sets_differently_are_told_once(is_main: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """As srun's and torchrun's are, whose interpreters have started before anybody can set PYTHONHASHSEED."""
+    of_another: dict[str, Any] = {}
+    made: Any = SimpleNamespace(is_main=is_main, options=ddpshim.Options())
+    made.gather = lambda own: [own, {**own, **of_another}]
+    process_group._check_same_options(made)
+    assert capsys.readouterr().err == ""
+    of_another[process_group._ORDER] = 1
+    process_group._check_same_options(made)
+    assert ("Sort the set, or set PYTHONHASHSEED=0 before Python starts" in capsys.readouterr().err) == is_main
+
+
+def _raises(act: Callable[[], Any], kind: type[BaseException], match: str) -> None:
+    with pytest.raises(kind, match=match) as caught:
+        act()
+    assert type(caught.value) is kind
+
+
+def _odd_values() -> float:
+    here = ddpshim.world()
+    started = time.monotonic()
+    rank = here.rank
+    odd: list[list[Any]] = [
+        [{"a": 1}, {"b": 1}],
+        [{"a": 1}, {"a": 1, "b": 2}],
+        [{"a": 1, "b": 2}, {"a": 1}],
+        [{"a": 1}, 1],
+        [1, {"a": 1}],
+        [{"a": {"b": 1}}, {"a": {"c": 1}}],
+    ]
+    for values in odd:
+        _raises(lambda values=values: here.mean(values[rank]), WorldError, "different keys")  # type: ignore[misc]
+    _raises(lambda: here.sum(torch.zeros(1 + rank)), WorldError, r"different shapes \(\[\(1,\), \(2,\)\]\)")
+    _raises(lambda: here.sum(torch.zeros(1) if rank else 1), WorldError, "cannot add")
+    _raises(lambda: here.sum(1 if rank else torch.zeros(1)), WorldError, "different shapes")
+    _raises(lambda: here.sum(torch.ones(1) * 1j), WorldError, "cannot add")
+    _raises(lambda: here.sum("a"), WorldError, "cannot add values of type .*str")
+    _raises(lambda: here.mean({"a": None}), WorldError, "cannot add")
+    _raises(lambda: here.broadcast(1, src=2), WorldError, "src=2 in a world of 2")
+    assert here.gather(rank) == [0, 1]
+    return time.monotonic() - started
+
+
+@pytest.mark.ranks
+def test_values_that_do_not_add_raise_on_every_rank() -> None:
+    assert max(run_ranks(_odd_values, 2)) < 30
+
+
+def _fail(error: BaseException) -> None:
+    raise error
+
+
+def _on_main() -> tuple[Any, ...]:
+    here = ddpshim.world()
+    kind: type[BaseException] = KeyError if here.is_main else WorldError
+    _raises(lambda: here.run_on_main(_fail, KeyError("k")), kind, "k")
+    kind = SystemExit if here.is_main else WorldError
+    _raises(lambda: here.run_on_main(_fail, SystemExit(3)), kind, "3")
+    with pytest.raises(Exception, match=r"[Pp]ickle|_on_main"):  # the class of the error is pickle's business
+        here.run_on_main(lambda: lambda: None)
+    ran: list[int] = []
+    result = here.run_on_main(lambda: (ran.append(1), 0.1 + 0.2)[1])
+    return result, len(ran)
+
+
+@pytest.mark.ranks
+def test_run_on_main() -> None:
+    assert run_ranks(_on_main, 3) == [(0.1 + 0.2, 1), (0.1 + 0.2, 0), (0.1 + 0.2, 0)]
+
+
+def _whole_batches() -> tuple[Any, ...]:
+    with pytest.raises(WorldError, match="after setup"):
+        setup(batch="global")
+    cleanup()
+    setup(batch="global")
+    assert setup(batch="global") is ddpshim.world()
+    data = torch.utils.data.TensorDataset(torch.arange(50.0)[:, None])
+    with pytest.raises(ddpshim.DataError, match="per_rank_batch"):
+        ddpshim.make_loader(data, 16, per_rank_batch=True)
+    batches = [x for (x,) in ddpshim.make_loader(data, 16)]
+    net = ddpshim.wrap_parallel(torch.nn.Linear(1, 1, bias=False))
+    torch.nn.init.ones_(net.weight)
+    loss = sum((net(x).sum() for x in batches), torch.zeros(()))
+    loss.backward()
+    kept = net.weight.grad
+    net(batches[0]).sum().backward()  # adds to what the program holds, as in one process
+    found = [len(x) for x in batches], type(batches[0]).__name__, loss.item(), kept.item()
+    cleanup()
+    assert torch.utils.data.DataLoader is DataLoader
+    assert torch.nn.Module.__call__ is torch.nn.Linear.__call__
+    return found
+
+
+@pytest.mark.ranks
+def test_setup_for_whole_batches() -> None:
+    assert run_ranks(_whole_batches, 3) == [([16, 16, 16, 2], "Rows", 1225.0, 1225.0 + 120.0)] * 3
+
+
+def test_setup_for_whole_batches_in_one_process() -> None:
+    assert setup(batch="global").world_size == 1
+    assert type(ddpshim.make_loader(range(3))) is DataLoader
+    cleanup()
+    with pytest.raises(ddpshim.OptionsError, match=r"'whole'.*local or global"):
+        setup(batch="whole")
+
+
+def _adopted() -> tuple[int, int, int]:
+    here = ddpshim.world()
+    hook = sys.excepthook
+    cleanup()
+    assert sys.excepthook is not hook
+    cleanup()
+    tensor = torch.tensor([here.rank])
+    dist.all_reduce(tensor)  # the user's group is alive
+    assert ddpshim.world() is here
+    again = setup(device="cpu", backend="gloo")
+    assert again is not here
+    assert again == dataclasses.replace(here, seed=None)
+    assert again.sum(1) == here.world_size
+    return int(tensor), again.local_rank, again.local_world_size
+
+
+@pytest.mark.ranks
+def test_adopts_and_leaves_the_users_group() -> None:
+    assert run_ranks(_adopted, 2) == [(1, 0, 2), (1, 1, 2)]
+
+
+def _streams() -> list[float]:
+    built = torch.rand(1).item()
+    ddpshim.split_random_streams()
+    first = torch.rand(1).item()
+    ddpshim.split_random_streams()
+    return [built, first, torch.rand(1).item(), random.random()]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("seed", [0, None])
+def test_random_streams_split_once(seed: Optional[int]) -> None:
+    first, second = run_ranks(_streams, 2, seed=seed, environ={"DDPSHIM_NOISE": "per_rank"})
+    if seed is not None:
+        assert first[0] == second[0]
+    assert len({*first[1:], *second[1:]}) == 6
+
+
+def test_random_streams_are_left_alone_without_a_launcher() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    ddpshim.split_random_streams()
+    setup()
+    ddpshim.split_random_streams()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# --- processes that a launcher started, by its variables
+
+
+def _enter(fn: Callable[..., Any], environ: Mapping[str, str], args: Any, log: str, out: Any) -> None:
+    os.environ.update(environ)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 2)
+    try:
+        out.send((None, fn(*args)))
+    except BaseException:
+        out.send((traceback.format_exc(), None))
+        os._exit(1)
+
+
+def run_environs(
+    fn: Callable[..., Any], environs: list[dict[str, str]], tmp_path: Path, *args: Any, exit_code: int = 0
+) -> tuple[list[Any], str]:
+    """What `fn` returned in a process for each of the environments, and what they wrote to stderr."""
+    processes, pipes = [], []
+    for number, environ in enumerate(environs):
+        receive, send = _server.Pipe(duplex=False)
+        log = str(tmp_path / f"stderr{number}")
+        process = _server.Process(target=_enter, args=(fn, environ, args, log, send), daemon=True)
+        process.start()
+        send.close()
+        processes.append(process)
+        pipes.append(receive)
+    answers: dict[Any, Any] = {}
+    end = time.monotonic() + patience(DEADLINE_S)
+    try:
+        while len(answers) < len(pipes) and time.monotonic() < end:
+            for pipe in multiprocessing.connection.wait([p for p in pipes if p not in answers], timeout=0.5):
+                try:
+                    error, answers[pipe] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    error, answers[pipe] = None, "gone"
+                if error is not None:
+                    raise RankError(f"in {environs[pipes.index(pipe)]}:\n{error}")  # type: ignore[arg-type]
+        assert len(answers) == len(pipes), "still busy at the deadline"
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()))
+            assert process.exitcode == exit_code
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    logs = "".join((tmp_path / f"stderr{number}").read_text() for number in range(len(environs)))
+    return [answers[pipe] for pipe in pipes], logs
+
+
+def _facts(*again: int) -> dict[str, Any]:
+    """Set up, use, leave and set up again; what the first world was."""
+    before = dict(os.environ)
+    here = setup(device="cpu")
+    for _ in again:
+        assert here.gather(here.rank) == list(range(here.world_size))
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        assert tensor.item() == here.world_size
+        assert setup() is here
+        cleanup()
+        cleanup()
+        assert not dist.is_initialized()
+        assert ddpshim.world() is here
+        here = setup(device="cpu")
+    assert here.sum(1) == here.world_size
+    cleanup()
+    assert dict(os.environ) == before
+    known = {name: value for name, value in vars(here).items() if name not in ("_job", "options")}
+    return {**known, "device": str(here.device)}
+
+
+def _expected(rank: int, launcher: str, **others: Any) -> dict[str, Any]:
+    usual = {"rank": rank, "local_rank": rank, "world_size": 2, "local_world_size": 2, "node_rank": 0}
+    made = {"device": "cpu", "backend": "gloo", "launcher": launcher, "seed": None, "num_restarts": 0}
+    return {**usual, **made, **others}
+
+
+def _by_hand(rank: int, port: int) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def _open_mpi(rank: int, port: int) -> dict[str, str]:
+    prefix = "OMPI_COMM_WORLD_"
+    local = {f"{prefix}LOCAL_RANK": str(rank), f"{prefix}LOCAL_SIZE": "2", "PMIX_NAMESPACE": f"job{port}"}
+    return {f"{prefix}RANK": str(rank), f"{prefix}SIZE": "2", **local}
+
+
+def _slurm(rank: int, port: int) -> dict[str, str]:
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    task = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0"}
+    return {"SLURM_JOB_ID": str(port), "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "node1", **step, **task}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("launcher", "environ"), [("torchrun", _by_hand), ("openmpi", _open_mpi), ("slurm", _slurm)])
+def test_two_processes_of(launcher: str, environ: Callable[[int, int], dict[str, str]], tmp_path: Path) -> None:
+    port = free_port()
+    found, log = run_environs(_facts, [environ(rank, port) for rank in range(2)], tmp_path, 1, 2)
+    assert found == [_expected(rank, launcher) for rank in range(2)]
+    assert log == f"ddpshim: world of 2 ({launcher}, 1 node x 2), gloo on cpu\n" * 3
+
+
+def _patient(port: int) -> tuple[str, float]:
+    rank = int(os.environ["PART"])
+    asked: dict[str, Any] = {"rank": rank, "world_size": 2, "master_addr": "127.0.0.1", "master_port": port}
+    setup(**asked, device="cpu", timeout_s=50).barrier()  # imports may take one of them longer than the timeout below
+    cleanup()
+    here = setup(**asked, device="cpu", timeout_s=5, side_timeout_s=50)
+    started = time.monotonic()
+    here.broadcast(None)  # rank 1 waits when rank 0 has looked at the clock
+    if rank == 1:
+        threading.Event().wait(6)
+    here.barrier()
+    waited = time.monotonic() - started
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert (here.sum(rank), tensor.item()) == (1, 2)
+    cleanup()
+    return here.launcher, waited
+
+
+def _leave_right_after_a_message(num_worlds: int) -> int:
+    for number in range(num_worlds):
+        here = setup(device="cpu")
+        assert here.gather(number) == [number] * here.world_size
+        cleanup()
+    return num_worlds
+
+
+@pytest.mark.ranks
+def test_cleanup_right_after_a_message(tmp_path: Path) -> None:
+    # With torch 2.1.2 every second or third of them hung, as long as cleanup did not wait for gloo's threads.
+    port = free_port()
+    found, _ = run_environs(_leave_right_after_a_message, [_by_hand(rank, port) for rank in range(2)], tmp_path, 8)
+    assert found == [8, 8]
+
+
+@pytest.mark.ranks
+def test_side_work_outlasts_the_timeout_of_training(tmp_path: Path) -> None:
+    found, _ = run_environs(_patient, [{"PART": "0"}, {"PART": "1"}], tmp_path, free_port())
+    assert [launcher for launcher, _ in found] == ["explicit", "explicit"]
+    assert found[0][1] > 5.5
+
+
+def _ranks_on_gpus() -> tuple[str, Optional[str]]:
+    """Two ranks of a machine with one GPU, or none where the variable says so; nothing is ever put on it."""
+    has_gpu = os.environ["GPUS"] == "1"
+    torch.cuda.is_available = lambda: has_gpu
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.set_device = lambda _: None
+    torch.cuda.get_device_properties = lambda _: SimpleNamespace(uuid="GPU-1", name="A GPU")
+    here = setup()
+    assert here.sum(1) == 2
+    cleanup()
+    return str(here.device), here.backend
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("gpus", "said"), [("11", "2 ranks share 1 GPU: gloo instead"), ("10", "1 of 2 ranks have no GPU: gloo instead")]
+)
+def test_gloo_where_a_gpu_is_shared_or_missing(gpus: str, said: str, tmp_path: Path) -> None:
+    port = free_port()
+    environs = [{**_by_hand(rank, port), "GPUS": gpus[rank]} for rank in range(2)]
+    found, log = run_environs(_ranks_on_gpus, environs, tmp_path)
+    assert found == [("cuda:0", "gloo"), ("cuda:0" if gpus[1] == "1" else "cpu", "gloo")]
+    assert log.count(said) == log.count("instead of nccl") == 1
+
+
+def _impossible(environs: list[dict[str, str]], asked: dict[str, Any]) -> list[str]:
+    """What `setup` says in each of the environments, where it may look for nobody."""
+    dist.TCPStore = dist.rendezvous = lambda *_, **__: pytest.fail("it waits for peers")  # type: ignore[misc]
+    found = []
+    for environ in environs:
+        for name in filter(LAUNCHER_VARIABLES.fullmatch, list(os.environ)):
+            del os.environ[name]
+        os.environ.update(environ)
+        try:
+            setup(**asked)
+        except LaunchError as error:
+            found.append(str(error))
+        else:
+            found.append("went through")
+        assert not dist.is_initialized()
+        cleanup()
+    return found
+
+
+@pytest.mark.ranks
+def test_impossible_environments_fail_at_once(tmp_path: Path) -> None:
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    two = {"RANK": "0", "WORLD_SIZE": "2"}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        busy = str(taken.getsockname()[1])
+        cases: list[tuple[dict[str, str], str]] = [
+            ({"WORLD_SIZE": "2", **master}, "WORLD_SIZE='2'.*RANK not set.*torchrun"),
+            ({"RANK": "0", **master}, "RANK='0'.*WORLD_SIZE not set.*torchrun"),
+            ({"LOCAL_RANK": "1"}, "LOCAL_RANK='1'.*RANK and WORLD_SIZE not set.*torchrun"),
+            (two, "RANK='0', WORLD_SIZE='2'.*MASTER_ADDR and MASTER_PORT not set.*torchrun"),
+            ({**master, "RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2.*Correct"),
+            ({**master, "RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1'.*Correct RANK"),
+            ({**master, "RANK": "abc", "WORLD_SIZE": "2"}, "RANK='abc'.*Correct RANK"),
+            ({**master, "RANK": "", "WORLD_SIZE": "2"}, "RANK=''.*Correct RANK"),
+            ({**master, "RANK": "0", "WORLD_SIZE": ""}, "WORLD_SIZE=''.*Correct WORLD_SIZE"),
+            ({**two, **master, "MASTER_ADDR": ""}, "MASTER_ADDR=''.*Set MASTER_ADDR"),
+            ({**two, **master, "MASTER_PORT": "70000"}, "MASTER_PORT='70000'.*Set MASTER_PORT"),
+            ({**two, **master, "MASTER_PORT": "0"}, "MASTER_PORT='0'.*Set MASTER_PORT"),
+            ({**two, **master, "MASTER_PORT": "http"}, "MASTER_PORT='http'.*Correct MASTER_PORT"),
+            ({**two, **master, "MASTER_PORT": busy}, f"MASTER_PORT={busy}.*Set MASTER_PORT to a free port"),
+            ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK=3 is not below"),
+        ]
+        ((found,), _) = run_environs(_impossible, [{}], tmp_path, [environ for environ, _ in cases], {})
+        for (environ, said), message in zip(cases, found):
+            assert re.search(said, message), (environ, message)
+        explicit = {"rank": 0, "world_size": 2, "master_addr": "127.0.0.1", "master_port": int(busy)}
+        ((found,), _) = run_environs(_impossible, [{}], tmp_path, [{}], explicit)
+        assert f"={busy}" in found[0]
+
+
+def _alone_at(port: int) -> str:
+    return str(setup(device="cpu").sum(1)) * 2
+
+
+@pytest.mark.ranks
+def test_a_world_of_one_needs_no_port(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        environ = {**_by_hand(0, port), "WORLD_SIZE": "1"}
+        assert run_environs(_alone_at, [environ], tmp_path, port)[0] == ["11"]
+
+
+def _fail_without_a_text() -> None:
+    num_boom = 0
+    assert num_boom
+
+
+class _Unprintable(Exception):
+    def __str__(self) -> str:
+        raise TypeError("no text")
+
+
+@pytest.mark.unit
+def test_a_rank_ends_also_where_it_cannot_say_why(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    ddpshim.abort(_Unprintable(), 3)
+    assert codes == [3]
+    assert "TypeError: no text" in capfd.readouterr().err
+
+
+def _fail_and_abort(bad: int, waits_in: str) -> None:
+    here = setup(device="cpu", timeout_s=50, side_timeout_s=50)
+    try:
+        here.barrier()
+        try:
+            if waits_in == "run_on_main":
+                try:
+                    here.run_on_main(_fail_without_a_text)
+                finally:
+                    threading.Event().wait(0.5 if here.is_main else 0)  # so that the peer is the faster one
+            if here.rank == bad:
+                _fail_without_a_text()
+            here.barrier() if waits_in == "barrier" else dist.all_reduce(torch.ones(1))
+        finally:
+            cleanup()
+    except Exception as error:
+        ddpshim.abort(error)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("bad", "waits_in", "said"),
+    [
+        (1, "barrier", "RuntimeError: "),
+        (1, "all_reduce", "RuntimeError: "),
+        (0, "run_on_main", "WorldError: _fail_without_a_text failed on the main rank (AssertionError ("),
+    ],
+)
+def test_the_peer_says_in_one_line_who_failed_first(bad: int, waits_in: str, said: str, tmp_path: Path) -> None:
+    port = free_port()
+    environs = [_by_hand(rank, port) for rank in range(2)]
+    found, log = run_environs(_fail_and_abort, environs, tmp_path, bad, waits_in, exit_code=1)
+    assert found == ["gone", "gone"]
+    assert log.count("Traceback (most recent call last)") == log.count("\nAssertionError\n") == 1
+    assert f"ddpshim: rank {bad} ({socket.gethostname()}) failed:\nTraceback" in log
+    (line,) = (line for line in log.splitlines() if "stops because" in line)
+    # Where the first one failed may not be in the store yet.
+    first = rf"ddpshim: rank {1 - bad} stops because rank {bad} failed first( \(AssertionError in .*?\))?; "
+    assert re.match(rf"{first}rank {1 - bad}'s own error: {re.escape(said)}", line)
+    assert re.search(rf"AssertionError (\(|in ){__file__}, line \d+, in _fail_without_a_text: assert num_boom", line)
+
+
+def _abort_while_the_launcher_ends_this_rank(folder: str) -> None:
+    def claim(*args: Any) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        return "1"
+
+    failure.claim = claim
+    failure.arm(0, dist.HashStore(), world_size=2)
+    records.begin(folder, 0)
+    ddpshim.abort(RuntimeError("closed by peer"))
+
+
+@pytest.mark.ranks
+def test_a_rank_that_the_launcher_ends_has_written_down_why_first(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    run_environs(_abort_while_the_launcher_ends_this_rank, [{}], tmp_path, folder, exit_code=-signal.SIGTERM)
+    _, end = map(json.loads, (tmp_path / "ddpshim" / "rank_0.jsonl").read_text().splitlines())
+    assert (end["how"], end["first"], end["error"]) == ("failed", 1, "RuntimeError: closed by peer")
+
+
+def test_a_store_on_a_busy_host_is_asked_until_it_answers() -> None:
+    late = SimpleNamespace(wait=lambda *_: _fail(RuntimeError("Wait timeout")), check=lambda keys: keys == ["here/1"])
+    assert failure.is_there(late, "here/1")
+    assert not failure.is_there(late, "here/2")
+
+
+# --- the real torchrun, and ranks that are forked by it
+
+
+def _runs(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended, asked for or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+class Job:
+    """A job with a deadline; nothing of it is left when the block is."""
+
+    def __init__(self, folder: Path, *nodes: tuple[str, ...]) -> None:
+        environ = {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(name)}
+        environ |= {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+        script = str(folder / "script.py")
+        commands = [(["torch.distributed.run", "--monitor_interval=0.1", *node, script], environ) for node in nodes]
+        self._folder = folder
+        self._agents = preloaded().start(commands, folder)
+        self._restart_clock()
+
+    def _restart_clock(self) -> None:
+        self._started = time.monotonic()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def wait_for(self, name: str) -> None:
+        """Until a rank has made this file."""
+        while not (self._folder / name).exists():
+            assert self._agents.pids, self.log
+            assert time.monotonic() < self._started + patience(DEADLINE_S), self.log
+            self._agents.see(0.02)
+        self._restart_clock()
+
+    def interrupt(self) -> None:
+        self._agents.send(signal.SIGINT)
+
+    def end(self) -> int:
+        """The exit code, when the job and all its ranks have ended."""
+        while self._agents.pids:
+            self._agents.see(1.0, ends_others=False)
+            assert time.monotonic() < self._started + patience(DEADLINE_S), f"still busy at the deadline:\n{self.log}"
+        self.seconds = time.monotonic() - self._started
+        assert not [path.name for path in (self._folder / "pids").glob("*") if _runs(int(path.name))]
+        return next((code for code in self._agents.codes.values() if code), 0)
+
+    @property
+    def log(self) -> str:
+        return (self._folder / "output.txt").read_text()
+
+    def __exit__(self, *_: object) -> None:
+        self._agents.kill()
+
+
+def write_script(folder: Path, body: str) -> None:
+    head = """
+        import os, sys, threading, time
+        from pathlib import Path
+        import torch, torch.distributed as dist
+        import ddpshim
+        here = ROOT / "tests"
+        (here / "pids").mkdir(exist_ok=True)
+        (here / "pids" / str(os.getpid())).touch()
+    """
+    (folder / "script.py").write_text(textwrap.dedent(head) + textwrap.dedent(body))
+
+
+STANDALONE = ("--standalone", "--nproc_per_node=2")
+FACTS = """
+    import json
+    from tests.launch.test_group import _facts
+    facts = _facts(1)
+    (here / f"rank{facts['rank']}.json").write_text(json.dumps(facts))
+"""
+
+
+def read_facts(tmp_path: Path, num_ranks: int) -> list[Any]:
+    return [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("size", [1, 2])
+def test_torchrun(size: int, tmp_path: Path) -> None:
+    write_script(tmp_path, FACTS)
+    with Job(tmp_path, ("--standalone", f"--nproc_per_node={size}")) as job:
+        assert job.end() == 0, job.log
+    sizes = {"world_size": size, "local_world_size": size}
+    assert read_facts(tmp_path, size) == [_expected(rank, "torchrun", **sizes) for rank in range(size)]
+    # Twice, for the two worlds that were made one after the other.
+    line = f"ddpshim: world of {size} (torchrun, 1 node x {size}), gloo on cpu"
+    assert job.log.count("ddpshim:") == job.log.count(line) == 2, job.log
+
+
+@pytest.mark.launch
+def test_two_nodes(tmp_path: Path) -> None:
+    write_script(tmp_path, FACTS)
+    options = ("--nnodes=2", "--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}")
+    with Job(tmp_path, (*options, "--node_rank=0"), (*options, "--node_rank=1")) as job:
+        assert job.end() == 0, job.log
+    for rank, facts in enumerate(read_facts(tmp_path, 4)):
+        node = {"world_size": 4, "local_rank": rank % 2, "node_rank": rank // 2}
+        assert facts == _expected(rank, "torchrun", **node)
+    assert job.log.count("ddpshim:") == job.log.count("world of 4 (torchrun, 2 nodes x 2), gloo on cpu") == 2
+
+
+FAILING = """
+    bad, wait, user_group = {bad}, {wait!r}, {user_group}
+    if user_group:
+        dist.init_process_group("gloo")
+    world = ddpshim.setup(device="cpu", timeout_s=50, side_timeout_s=50)
+
+    def train():
+        world.barrier()
+        if world.rank == bad:
+            if {lingering}:
+                threading.Thread(target=time.sleep, args=(100,)).start()
+            raise ValueError(f"boom of rank {{world.rank}}")
+        world.barrier() if wait == "barrier" else dist.all_reduce(torch.ones(1))
+
+    if {in_finally}:
+        try:
+            train()
+        finally:
+            ddpshim.cleanup()
+    else:
+        train()
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("bad", "wait", "in_finally", "lingering", "user_group"),
+    [
+        (1, "all_reduce", False, True, False),
+        (1, "barrier", True, False, False),
+        (0, "barrier", True, True, False),
+        (0, "all_reduce", False, False, True),
+    ],
+)
+def test_a_failing_rank_ends_the_job(
+    bad: int, wait: str, in_finally: bool, lingering: bool, user_group: bool, tmp_path: Path
+) -> None:
+    values = {"bad": bad, "wait": wait, "in_finally": in_finally, "lingering": lingering, "user_group": user_group}
+    write_script(tmp_path, FAILING.format(**values))
+    with Job(tmp_path, STANDALONE) as job:
+        assert job.end() != 0
+    assert job.seconds < KILLED_AFTER_S
+    _check_blame(job.log, bad, f"ValueError: boom of rank {bad}")
+
+
+def _check_blame(log: str, bad: int, said: str) -> None:
+    """The failing rank's traceback once, one line of its peer, and both told apart in torchrun's summary."""
+    ranks, _, summary = log.partition("ChildFailedError")
+    assert re.findall(r"ddpshim: rank (\d) \(.*\) failed:", ranks) == [str(bad)], log
+    assert ranks.count(said) - ranks.count(f"({said}") == 1, log
+    stopped = re.findall(r"ddpshim: rank (\d) stops because rank (\d) failed first(?: \(\w+ in .*?\))?; rank", ranks)
+    assert stopped in ([], [(str(1 - bad), str(bad))]), log  # torchrun may be faster to end the peer
+    assert ranks.count("Traceback (most recent call last)") - ranks.count("/torch/distributed/run.py") <= 1, log
+    root = summary.partition("Root Cause")[2]
+    assert re.search(rf"rank +: {bad} ", root), log
+    assert "Traceback (most recent call last)" in root, log
+    assert said in root, log
+
+
+@pytest.mark.launch
+def test_the_main_rank_is_to_blame_for_what_it_alone_runs(tmp_path: Path) -> None:
+    body = """
+        world = ddpshim.setup(device="cpu", side_timeout_s=50)
+        def save():
+            raise ValueError("boom of rank 0")
+        world.run_on_main(save)
+    """
+    write_script(tmp_path, body)
+    with Job(tmp_path, STANDALONE) as job:
+        assert job.end() != 0
+    assert job.seconds < KILLED_AFTER_S
+    _check_blame(job.log, 0, "ValueError: boom of rank 0")
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("end", ["sys.exit(3)", "os.kill(os.getpid(), 9)", "wait"])
+def test_a_rank_that_leaves_ends_the_job(end: str, tmp_path: Path) -> None:
+    body = f"""
+        try:
+            world = ddpshim.setup(device="cpu", timeout_s=50, side_timeout_s=50)
+            world.barrier()
+            if world.rank == 1:
+                (here / "ready").touch()
+                {end.replace("wait", "pass")}
+                threading.Event().wait(50)
+            world.barrier()
+        finally:
+            ddpshim.cleanup()
+    """
+    write_script(tmp_path, body)
+    with Job(tmp_path, STANDALONE) as job:
+        job.wait_for("ready")
+        if end == "wait":
+            job.interrupt()
+        assert job.end() != 0
+        assert job.seconds < KILLED_AFTER_S

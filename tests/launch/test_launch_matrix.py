@@ -1,0 +1,198 @@
+"""Every way to launch trains the same: a few exact steps (tests/matrix_train.py), by real launchers where there are.
+
+Emulated by their variables: SLURM and a launched world of one. Those ranks are forked (tests/preloaded.py), and so are
+torchrun's own agents and their ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+
+from ddpshim.process.launch_env import read_launch_env
+from evidence.equivalence import copy_release, fork, make_config, make_data, source
+from tests import ranks
+from tests.preloaded import environment, kill_all_in, preloaded
+from tests.preloaded_commands import patience
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(ROOT / "tests" / "matrix_train.py")
+DEADLINE_S = 240
+ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+Reports = list[dict[str, Any]]
+
+
+def _reports(folder: Path) -> Reports:
+    found = [json.loads(file.read_text()) for file in folder.glob("rank_*.json")]
+    return sorted(found, key=lambda report: report["rank"])
+
+
+def launched(folder: Path, *command: str) -> Reports:
+    """What the ranks wrote that `command` started, in interpreters of their own."""
+    with (folder / "screen").open("w+") as screen:
+        started = subprocess.Popen(command, cwd=folder, env=ENVIRON, stdout=screen, stderr=subprocess.STDOUT)
+        try:
+            code = started.wait(patience(DEADLINE_S))
+        finally:
+            kill_all_in(folder)
+            started.wait()
+        assert code == 0, (folder / "screen").read_text()
+    return _reports(folder)
+
+
+def agents(folder: Path, launcher: str, *options: str, num_nodes: int = 1) -> Reports:
+    """What the ranks wrote that the agents of `launcher`, one on each emulated node, forked: see tests/preloaded.py."""
+    meet = [f"--nnodes={num_nodes}", "--master-addr=127.0.0.1", f"--master-port={ranks.free_port()}"]
+    places = [[*meet, f"--node-rank={number}"] for number in range(num_nodes)] if num_nodes > 1 else [[]]
+    commands = [([*launcher.split(), *place, *options, SCRIPT, str(folder)], ENVIRON) for place in places]
+    job = preloaded().start(commands, folder)
+    assert job.wait(DEADLINE_S) == 0, (folder / "output.txt").read_text()
+    return _reports(folder)
+
+
+def forked(folder: Path, *environs: dict[str, str]) -> Reports:
+    """What one process for each of `environs` wrote."""
+    said = [{**environment(), "GLOO_SOCKET_IFNAME": "lo", **environ} for environ in environs]
+    job = preloaded().start([([SCRIPT, str(folder)], environ) for environ in said], folder)
+    assert job.wait(DEADLINE_S) == 0, (folder / "output.txt").read_text()
+    return _reports(folder)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a launched world of one says: the yardstick."""
+    (report,) = forked(tmp_path_factory.mktemp("one"), {"RANK": "0", "WORLD_SIZE": "1"})
+    assert report["launcher"] == "torchrun"
+    assert report["loss"] == 2.541748046875
+    assert sorted(report["seen"]) == list(range(32))
+    return report
+
+
+def check(reports: Reports, one: dict[str, Any], num_nodes: int, ranks_per_node: int, launcher: str) -> None:
+    """All ranks are there, each in its place with its share of the samples, and all hold what one process holds."""
+    places = [(report["node_rank"], report["local_rank"]) for report in reports]
+    assert places == list(itertools.product(range(num_nodes), range(ranks_per_node)))
+    size = num_nodes * ranks_per_node
+    for number, report in enumerate(reports):
+        assert (report["rank"], report["world_size"], report["launcher"]) == (number, size, launcher)
+        assert report["seen"] == list(range(number, 32, size))
+        assert (report["loss"], report["weight"]) == (one["loss"], one["weight"])
+
+
+def test_plain(tmp_path: Path, one: dict[str, Any]) -> None:
+    check(launched(tmp_path, sys.executable, SCRIPT, str(tmp_path)), one, 1, 1, "none")
+    assert (tmp_path / "screen").read_text() == "", "no scheduler, so nothing to say"
+
+
+def test_torchrun(tmp_path: Path, one: dict[str, Any]) -> None:
+    reports = agents(tmp_path, "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    check(reports, one, 1, 2, "torchrun")
+
+
+def test_torchrun_on_two_nodes(tmp_path: Path, one: dict[str, Any]) -> None:
+    reports = agents(tmp_path, "torch.distributed.run", "--nproc_per_node=2", num_nodes=2)
+    check(reports, one, 2, 2, "torchrun")
+
+
+def test_run(tmp_path: Path, one: dict[str, Any]) -> None:
+    reports = agents(tmp_path, "ddpshim run", "--nproc=2", "--log-dir=logs")
+    check(reports, one, 1, 2, "torchrun")
+    assert "world of 2 (torchrun, 1 node x 2), gloo on cpu" in (tmp_path / "logs" / "rank_0.log").read_text()
+    assert (tmp_path / "logs" / "rank_1.log").exists()
+
+
+def test_run_on_two_nodes(tmp_path: Path, one: dict[str, Any]) -> None:
+    check(agents(tmp_path, "ddpshim run", "--nproc=1", "--log-dir=logs", num_nodes=2), one, 2, 1, "torchrun")
+    assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun (Debian: apt-get install openmpi-bin)")
+def test_mpirun(tmp_path: Path, one: dict[str, Any]) -> None:
+    options = ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2")
+    reports = launched(tmp_path, "mpirun", *options, sys.executable, SCRIPT, str(tmp_path))
+    check(reports, one, 1, 2, "openmpi")
+
+
+def _slurm_tasks(num_nodes: int, tasks_per_node: int) -> list[dict[str, str]]:
+    """The variables of each task of one srun; the first node of the list is this machine."""
+    size = num_nodes * tasks_per_node
+    step = {
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": str(size),
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_STEP_TASKS_PER_NODE": f"{tasks_per_node}(x{num_nodes})",
+        "SLURM_STEP_NODELIST": f"127.0.0.[1-{num_nodes}]",
+        "SLURM_JOB_NODELIST": f"127.0.0.[1-{num_nodes}]",
+    }
+    for _ in range(100):
+        job_id = str(int.from_bytes(os.urandom(3), "little"))
+        tasks = [
+            {
+                **step,
+                "SLURM_JOB_ID": job_id,
+                "SLURM_PROCID": str(n),
+                "SLURM_LOCALID": str(n % tasks_per_node),
+                "SLURM_NODEID": str(n // tasks_per_node),
+            }
+            for n in range(size)
+        ]
+        if _is_free(read_launch_env(tasks[0]).master_port):
+            return tasks
+    raise AssertionError("no free port")
+
+
+def _is_free(port: Optional[int]) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port or 0)) != 0
+
+
+def test_slurm(tmp_path: Path, one: dict[str, Any]) -> None:
+    check(forked(tmp_path, *_slurm_tasks(2, 2)), one, 2, 2, "slurm")
+
+
+def test_one_process_in_an_allocation_says_so(tmp_path: Path, one: dict[str, Any]) -> None:
+    """An sbatch script or a shell in an allocation, from which nobody started several tasks."""
+    allocation = {"SLURM_JOB_ID": "42", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "gpu[1-2]"}
+    check(forked(tmp_path, allocation), one, 1, 1, "none")
+    assert (tmp_path / "output.txt").read_text() == (
+        "ddpshim: SLURM variables (SLURM_JOB_ID='42', SLURM_NTASKS='4'), but not of an srun with several tasks: "
+        "this is a single process\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("forced", "launcher"), [("none", "none"), ("slurm", "slurm"), ("torchrun", "torchrun"), ("mpi", "openmpi")]
+)
+def test_a_forced_launcher(tmp_path: Path, one: dict[str, Any], forced: str, launcher: str) -> None:
+    """With every launcher's variables there, each of a world of one but for torchrun's where it is not asked."""
+    (task,) = _slurm_tasks(1, 1)
+    others = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
+    agents = {"RANK": "0", "WORLD_SIZE": "1" if forced == "torchrun" else "4"}
+    check(forked(tmp_path, {**task, **others, **agents, "DDPSHIM_LAUNCHER": forced}), one, 1, 1, launcher)
+
+
+@pytest.mark.robomimic
+def test_run_puts_the_logs_into_robomimics_experiment(tmp_path: Path, releases: Path) -> None:
+    if source("0.3.0") is None:
+        pytest.skip("robomimic 0.3.0 is not installed (pip install --no-deps robomimic==0.3.0)")
+    tree, data = copy_release("0.3.0", releases), make_data(tmp_path, num_demos=20)
+    where = {"train__data": str(data), "train__output_dir": str(tmp_path / "out")}
+    config = make_config(tree, "bc", data, tmp_path, 3, 1, **where)
+    command = ["ddpshim", "run", "--nproc=2", "-m", "robomimic.scripts.train", "--config", str(config)]
+    code, screen = fork(tree, command, tmp_path, None, {}, DEADLINE_S)
+    assert code == 0, screen
+    (logs,) = tmp_path.glob("out/*/*/logs")
+    zero, one = ((logs / f"rank_{number}.log").read_text() for number in (0, 1))
+    assert "Train Epoch 1\n" in zero
+    assert zero in screen
+    assert "New Training Run with Config" in one, "what quiet() hides elsewhere"
+    assert "rank_1.log" not in zero

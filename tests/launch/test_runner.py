@@ -1,0 +1,819 @@
+"""`python -m ddpshim run`: what is refused, what the screen and the logs show, signals and exit codes.
+
+The ranks here import no torch, and `run` itself is forked from the test launcher's server, which has: a job takes a
+second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Optional
+
+import pytest
+import torch
+from torch.distributed.elastic.multiprocessing.api import SubprocessHandler
+
+import ddpshim.__main__ as command_line
+from ddpshim import variables
+from ddpshim.checkpoint import last_save
+from ddpshim.errors import LaunchError, WorldError
+from ddpshim.failures import failure, failure_notes
+from ddpshim.launch import alone, first_failure, runner, warm
+from ddpshim.launch.runner import Launch
+from ddpshim.observe import records
+from ddpshim.process import rank_log
+from ddpshim.process.launch_env import EXIT_REQUEUE, read_launch_env
+from ddpshim.robomimic.options import RobomimicOptions
+from tests import ranks
+from tests.preloaded import kill_all_in, working_in
+from tests.preloaded_commands import patience
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 60
+
+PROGRAM = """
+import atexit, os, pathlib, signal, subprocess, sys, time
+what, *rest = sys.argv[1:]
+rank, here = int(os.environ["RANK"]), pathlib.Path.cwd()
+
+def fail(error):
+    try:
+        raise KeyError("the cause")
+    except KeyError:
+        raise error
+
+def wait_for(name):
+    while not (here / name).exists():
+        time.sleep(0.01)
+
+def meet(name):
+    (here / f"{name}_{rank}").touch()
+    wait_for(f"{name}_{1 - rank}")
+
+def handle(signum, frame):
+    print("got", signal.Signals(signum).name, flush=True)
+    (here / f"got_{signal.Signals(signum).name}").touch()
+    if what == "save":  # nobody leaves before all have: the agent then sends SIGTERM to those that are left
+        meet("saved")
+        time.sleep(0.2)  # another one would be heard now
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        meet("deaf")
+        sys.exit(75)
+
+# In one piece, for the screen that ranks share: `print` makes a piece of each of its arguments.
+sys.stdout.write(f"rank {rank} of {os.environ['WORLD_SIZE']} {__name__} {sys.argv} {sys.path[0]}\\n")
+(here / f"said_{rank}").touch()
+if what == "print":
+    print("to stderr", file=sys.stderr)
+    subprocess.run(["echo", "from a child"], check=True)
+    os.write(1, b"half a line")
+elif what == "raise":  # the other rank fails because of it, and is gone earlier
+    if rank != int(rest[0]):
+        wait_for("failed")
+        atexit.register((here / "gone").touch)
+        fail(ValueError("a consequence"))
+    atexit.register(wait_for, "gone")
+    atexit.register((here / "failed").touch)
+    fail(ValueError("broken on purpose"))
+elif what in ("lose", "break"):  # the other rank ends without a word after this one's, which the launcher ends
+    if rank == int(rest[0]):
+        atexit.register(wait_for, "never")
+        atexit.register((here / "failed").touch)
+        raise RuntimeError("Connection closed by peer" if what == "lose" else "broken on purpose")
+    wait_for("failed")
+    os.kill(os.getpid(), signal.SIGKILL) if what == "lose" else os._exit(7)
+elif what in ("exit", "kill"):
+    if rank == int(rest[0]):
+        wait_for(f"said_{1 - rank}")  # the other one is ended at once, in the middle of whatever it does
+        sys.exit(3) if what == "exit" else os.kill(os.getpid(), signal.SIGKILL)
+    wait_for("never")
+elif what == "restart":
+    if not (here / "tried").exists() and rank == 0:
+        (here / "tried").touch()
+        sys.exit(4)
+    if rest and os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":  # now the other one
+        wait_for("never") if rank == 0 else sys.exit(3)
+elif what == "linger":
+    try:
+        (here / f"ready_{rank}").touch()  # inside: the signal comes as soon as it is there
+        wait_for("never")
+    finally:
+        if rank == int(rest[0]):  # until the agent ends it
+            wait_for("never")
+else:
+    for name in ("SIGTERM", "SIGUSR1") if what in ("save", "ignore") else ():
+        signal.signal(getattr(signal, name), handle)
+    (here / f"ready_{rank}").touch()
+    wait_for("never")
+"""
+
+
+def _enter(
+    argv: list[str], folder: str, ignored: Optional[signal.Signals], early: Optional[signal.Signals] = None
+) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started with it ignored
+    if ignored is not None:
+        signal.signal(ignored, signal.SIG_IGN)
+    os.chdir(folder)
+    sys.path.insert(0, folder)  # as `python -m ddpshim` does
+    os.environ["PYTHONPATH"] = str(ROOT)
+    if early is not None:  # comes when the first of the ranks is there, and nothing else
+        popen = SubprocessHandler._popen
+
+        def signalled(self: SubprocessHandler, args: Any, env: Any) -> Any:
+            process = popen(self, args, env)
+            if env["RANK"] == "0":
+                os.kill(os.getpid(), early)
+            return process
+
+        SubprocessHandler._popen = signalled  # type: ignore[method-assign]
+    screen = os.open("screen", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(screen, 1)
+    os.dup2(screen, 2)
+    sys.argv = ["ddpshim", *argv]
+    sys.exit(command_line.main(argv))
+
+
+class Running:
+    """One `run` in a process of its own, with `folder` as its working directory."""
+
+    def __init__(self, folder: Path, argv: list[str], *signals: Optional[signal.Signals]) -> None:
+        (folder / "train.py").write_text(PROGRAM)
+        self.folder = folder
+        self.process = ranks._server.Process(target=_enter, args=(["run", "--nproc=2", *argv], str(folder), *signals))
+        self.process.start()
+
+    def wait_for(self, *names: str) -> None:
+        end = time.monotonic() + patience(DEADLINE_S)
+        while not all((self.folder / name).exists() for name in names):
+            assert self.process.is_alive(), self.screen
+            assert time.monotonic() < end, self.screen
+            multiprocessing.connection.wait([self.process.sentinel], timeout=0.02)
+
+    def exit_code(self) -> int:
+        self.process.join(patience(DEADLINE_S))
+        assert self.process.exitcode is not None, self.screen
+        return self.process.exitcode
+
+    @property
+    def screen(self) -> str:
+        return (self.folder / "screen").read_text()
+
+    def log(self, number: int) -> str:
+        (folder,) = (self.folder / "ddpshim-logs").iterdir()
+        return (folder / f"rank_{number}.log").read_text()
+
+
+@contextlib.contextmanager
+def running(
+    folder: Path,
+    *arguments: str,
+    options: tuple[str, ...] = (),
+    program: tuple[str, ...] = ("train.py",),
+    ignored: Optional[signal.Signals] = None,
+    early: Optional[signal.Signals] = None,
+) -> Iterator[Running]:
+    job = Running(folder, [*options, *program, *arguments], ignored, early)
+    try:
+        yield job
+    finally:
+        job.process.kill()
+        kill_all_in(folder)  # its ranks
+        job.process.join()
+
+
+def test_every_rank_has_a_log_and_rank_0_the_screen(tmp_path: Path) -> None:
+    with running(tmp_path, "print", "--nproc", "--m", "x y") as job:
+        assert job.exit_code() == 0
+    for number in (0, 1):
+        said = f"rank {number} of 2 __main__ ['train.py', 'print', '--nproc', '--m', 'x y'] {tmp_path}\n"
+        assert job.log(number) == f"{said}to stderr\nfrom a child\nhalf a line"
+    first, rest = job.screen.split("\n", 1)
+    assert re.fullmatch(rf"ddpshim: each rank's output goes to {tmp_path}/ddpshim-logs/\S+/rank_N.log", first)
+    assert rest == job.log(0)
+
+
+def test_old_logs_are_deleted_and_nothing_else(tmp_path: Path) -> None:
+    dead = _pid_of_nobody()
+    old = [f"20260101-{number:06}-{dead}" for number in range(60)]
+    for name in (f"20250101-000000-{os.getpid()}", "mine", *old):
+        (tmp_path / name).mkdir()
+    runner._prune(tmp_path)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == [f"20250101-000000-{os.getpid()}", *old[11:], "mine"]  # 49, and that of the run which begins now
+
+
+def _pid_of_nobody() -> int:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return child
+
+
+def test_the_end_of_a_run_says_where_its_report_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(job: Launch, run_dir: str, program: Any) -> Any:
+        records.begin(tmp_path / "a run", 0)
+        records.end("done")
+        return {}, []
+
+    monkeypatch.setattr(runner, "_run_ranks", train)
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name in ("RANK", "WORLD_SIZE")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "train.py").touch()
+    for name in (variables.RUN_DIR, variables.RANK_LOGS, "PYTHONHASHSEED"):
+        monkeypatch.setenv(name, "")  # put back after the test
+    assert runner.run(Launch("train.py", nproc="2", has_logs=False)) == 0
+    assert capsys.readouterr().err.endswith(
+        f"build a report of this run: python -m ddpshim report '{tmp_path}/a run'\n"
+    )
+
+
+def test_nodes_may_number_themselves() -> None:
+    job = Launch("train.py", nproc="4", nnodes=2, rdzv_endpoint="gpu1:29400")
+    assert [*runner._problems_of_nodes(job)] == []
+    assert runner.torchrun_arguments(runner.nodes_of_scheduler(job, {}), "DIR")[:4] == [
+        "--nnodes=2",
+        "--rdzv-endpoint=gpu1:29400",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=ddpshim",
+    ]
+    (problem,) = runner._problems_of_nodes(Launch("train.py", nnodes=2, rdzv_endpoint="a", standalone=True))
+    assert "--standalone" in problem
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_first_failing_ranks_traceback_is_the_last_thing_on_the_screen(tmp_path: Path, number: int) -> None:
+    with running(tmp_path, "raise", str(number)) as job:
+        assert job.exit_code() == 1
+    shown = job.screen.split("Traceback (most recent call last):\n")
+    assert len(shown) == (3 if number == 0 else 5), "the cause and the error, of rank 0 and of the first failing rank"
+    assert shown[-2].endswith("During handling of the above exception, another exception occurred:\n\n")
+    assert re.match(r'  File ".*/train.py", line \d+, in <module>\n    fail\(', shown[-1])
+    assert shown[-1].endswith("\nValueError: broken on purpose\n")
+    assert job.screen.count("broken on purpose") == 2 + (number > 0)  # the program's line, its error, ddpshim's line
+    assert "runpy" not in job.screen
+    said = re.findall("rank . failed first: .*? exit code 1", job.screen)
+    named = "rank 1 failed first: ValueError: broken on purpose (it ended with exit code 1"
+    assert said == ([] if number == 0 else [named])
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_error_that_ranks_share_is_shown_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], first: int
+) -> None:
+    shared = 'Traceback (most recent call last):\n  File "train.py", line 1, in <module>\nValueError: no file\n'
+    log, notes = tmp_path / "rank_0.log", {2: "another", 1: shared, 0: shared}
+    log.write_text(f"epoch 1\nddpshim: rank 0 failed:\n{shared}")
+    runner._report(first, 1, tmp_path, notes, is_shown=True)
+    said = "ddpshim: ranks 0, 1 failed with the same error: ValueError: no file"
+    assert capsys.readouterr().err == f"{said} (above, and in {tmp_path}/rank_N.log)\n"
+    log.write_text("epoch 1\n")  # ended before it printed the error
+    runner._report(1, 1, tmp_path, notes, is_shown=True)
+    assert capsys.readouterr().err.endswith(shared)
+    log.write_text(shared)
+    runner._report(1, 1, tmp_path, {1: shared, 0: "another"}, is_shown=True)
+    assert capsys.readouterr().err.endswith(shared)
+
+
+@pytest.mark.parametrize(
+    ("what", "number", "code", "said"),
+    [
+        ("exit", 1, 3, "rank 1 failed first: it ended with exit code 3; "),
+        ("kill", 1, 137, "rank 1 failed first: it was ended by SIGKILL; "),
+        ("kill", 0, 137, "rank 0 failed first: it was ended by SIGKILL (above, and in "),
+    ],
+)
+def test_a_silent_end(tmp_path: Path, what: str, number: int, code: int, said: str) -> None:
+    with running(tmp_path, what, str(number)) as job:
+        assert job.exit_code() == code
+    assert said in job.screen
+    lines = job.screen.splitlines()
+    assert lines[-1].startswith("rank 1 of 2" if number == 1 else "ddpshim: rank 0")
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_who_lost_a_peer_is_not_blamed_and_who_has_a_reason_is(tmp_path: Path, number: int) -> None:
+    folders = [tmp_path / what for what in ("lose", "break")]
+    for folder in folders:
+        folder.mkdir()
+    with running(folders[0], "lose", str(number)) as killed, running(folders[1], "break", str(number)) as broken:
+        assert (killed.exit_code(), broken.exit_code()) == (137, 1)
+    assert f"rank {1 - number} failed first: it was ended by SIGKILL" in killed.screen
+    assert broken.screen.endswith("RuntimeError: broken on purpose\n")
+    assert f"rank {1 - number} failed first" not in broken.screen
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("said", "seen", "first"),
+    [
+        # A second has begun between the end of rank 1 and the agent's look at it.
+        ({0: (9.99, 1, True)}, {1: (10, -9), 0: (10, -15)}, (1, -9)),
+        ({0: (10.7, 1, False)}, {1: (10, -6), 0: (10, 1)}, (0, 1)),
+        ({0: (11.1, 1, False)}, {1: (10, -9), 0: (11, 1)}, (1, -9)),
+        ({0: (10.3, 1, False), 1: (10.2, 3, False)}, {0: (10, 1), 1: (12, -15)}, (1, 3)),
+        ({0: (10.3, 1, False), 1: (10.2, 3, True)}, {0: (10, 1), 1: (12, -15)}, (0, 1)),
+        ({}, {0: (10, -15), 1: (11, 4)}, (1, 4)),
+        # nccl's watchdog has ended ranks 0 and 3, and not rank 2, in which something of its own aborts.
+        ({}, {0: (10, -6), 1: (10, -9)}, (1, -9)),
+        ({}, {0: (10, -6), 2: (11, -6)}, (2, -6)),
+        ({}, {0: (11, -6), 3: (10, -6)}, (3, -6)),
+    ],
+)
+def test_who_failed_first(said: Any, seen: Any, first: tuple[int, int], tmp_path: Path) -> None:
+    watchdog = "[E ProcessGroupNCCL.cpp:605] [Rank {}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7"
+    for number in (0, 3):
+        (tmp_path / f"rank_{number}.log").write_text(watchdog.format(number))
+    own = {number: failure_notes.Note(*what, "") for number, what in said.items()}
+    ends = {number: SimpleNamespace(timestamp=moment, exitcode=code) for number, (moment, code) in seen.items()}
+    assert first_failure.first(ends, own, tmp_path) == first
+
+
+@pytest.mark.unit
+def test_what_a_rank_says_of_its_end_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variables.RUN_DIR, str(tmp_path))
+    monkeypatch.setenv("RANK", "1")
+    lost = RuntimeError("Connection reset by peer")
+    with monkeypatch.context() as ended:
+        ended.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            failure_notes.write(lost, 1)
+    assert first_failure.read(str(tmp_path)) == {}
+    failure_notes.write(lost, 1)
+    failure_notes.write(ValueError("what came of it"), 3)
+    said = "RuntimeError: Connection reset by peer\n"
+    assert first_failure.read(str(tmp_path)) == {1: (pytest.approx(time.time(), abs=60), 1, True, said)}
+    failure_notes.write(ValueError("rank 0 left early"), 1, knows_cause=True)
+    assert first_failure.read(str(tmp_path))[1][2:] == (False, "ValueError: rank 0 left early\n")
+    first_failure.forget(str(tmp_path))
+    failure_notes.write(failure.caused_by(1, WorldError("its own")), 1)
+    assert not first_failure.read(str(tmp_path))[1].lost_a_peer
+    first_failure.forget(str(tmp_path))
+    failure_notes.write(failure.caused_by(0, WorldError("call failed on the main rank (EOFError)")), 1)
+    time.sleep(0.01)  # so that rank 0 is later
+    monkeypatch.setenv("RANK", "0")
+    failure_notes.write(EOFError("closed"), 3)
+    assert first_failure.first({}, first_failure.read(str(tmp_path))) == (0, 3), "the cause, not what it caused"
+    first_failure.forget(str(tmp_path))
+    assert first_failure.read(str(tmp_path)) == {}
+
+
+@pytest.mark.unit
+def test_a_note_that_cannot_be_written_keeps_no_rank_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variables.RUN_DIR, str(tmp_path / "removed"))
+    monkeypatch.setenv("RANK", "1")
+    failure_notes.write(ValueError("boom"), 1)
+    assert "failed.1 cannot be written" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_reaches_the_ranks_once_and_their_exit_code_comes_back(tmp_path: Path, name: str) -> None:
+    with running(tmp_path, "save", options=("--max-restarts", "1")) as job:
+        job.wait_for("ready_0", "ready_1")
+        os.kill(job.process.pid or 0, getattr(signal, name))
+        assert job.exit_code() == EXIT_REQUEUE == 75
+    for number in (0, 1):
+        assert job.log(number).count(f"got {name}") == 1
+        assert job.log(number).count(f"rank {number} of 2") == 1, "not started again"
+    assert f"ddpshim: {name}, passed on to the ranks" in job.screen
+    again = "DDPSHIM_RESUME=always python -m ddpshim run --nproc=2 --max-restarts 1 train.py save\n"
+    assert job.screen.endswith(f"(exit code 75). To resume, unless a scheduler requeues this job: {again}")
+
+
+@pytest.mark.unit
+def test_the_end_of_a_run_says_what_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variables.RUN_DIR, str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["ddpshim", "run", "train.py", "--name", "a b"])
+    for name in RobomimicOptions.names():
+        monkeypatch.delenv(f"DDPSHIM_{name.upper()}", raising=False)
+    for name, value in {"DDPSHIM_RUN_ID": "9", "DDPSHIM_RESUME": "auto", "DDPSHIM_NODE_MEMORY": "our disk"}.items():
+        monkeypatch.setenv(name, value)
+
+    def said(signal_name: str) -> str:
+        runner._report_last_save(str(tmp_path), signal_name)
+        return capsys.readouterr().err
+
+    assert said("SIGINT") == "", "nothing is known of how this program saves"
+    resume = Path(tmp_path, "resume")
+    resume.mkdir()
+    last_save.note(resume)
+    lost = "ddpshim: Ctrl-C saves nothing; SIGTERM (`kill -TERM PID_OF_RUN`) saves and stops. "
+    assert said("SIGINT") == f"{lost}{resume} holds no saved step\n"
+    Path(resume, "epoch_000003_step_000000015.pth").touch()
+    again = "DDPSHIM_NODE_MEMORY='our disk' DDPSHIM_RESUME=always python -m ddpshim run train.py --name 'a b'\n"
+    assert said("SIGINT") == f"{lost}To resume at epoch 3, step 15: {again}"
+    assert said("SIGTERM") == f"ddpshim: To resume at epoch 3, step 15: {again}"
+    last_save.forget()
+    assert said("SIGINT") == ""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGUSR1", 138)])
+def test_a_signal_that_comes_while_the_ranks_are_started(tmp_path: Path, name: str, code: int) -> None:
+    with running(tmp_path, "wait", early=getattr(signal, name)) as job:
+        assert job.exit_code() == code
+        assert working_in(tmp_path) == [], "a rank that nobody waits for"
+    assert f"ddpshim: {name}, passed on to the ranks" in job.screen
+    assert f"ddpshim: stopped by {name}" in job.screen
+
+
+def test_ranks_that_a_signal_ended_are_not_started_again(tmp_path: Path) -> None:
+    with running(tmp_path, "wait", options=("--max-restarts", "1")) as job:
+        job.wait_for("ready_0", "ready_1")
+        os.kill(job.process.pid or 0, signal.SIGTERM)
+        assert job.exit_code() == 143
+    assert job.log(0).count("rank 0 of 2") == 1
+
+
+def test_under_nohup_the_job_outlives_the_logout(tmp_path: Path) -> None:
+    with running(tmp_path, "save", ignored=signal.SIGHUP) as job:
+        job.wait_for("ready_0", "ready_1")
+        os.kill(job.process.pid or 0, signal.SIGHUP)
+        os.kill(job.process.pid or 0, signal.SIGTERM)
+        assert job.exit_code() == EXIT_REQUEUE
+    assert "SIGHUP" not in job.screen
+    assert "SIGTERM, passed on to the ranks" in job.screen
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_ctrl_c(tmp_path: Path, last: int) -> None:
+    with running(tmp_path, "linger", str(last)) as job:
+        job.wait_for("ready_0", "ready_1")
+        os.kill(job.process.pid or 0, signal.SIGINT)
+        assert job.exit_code() == 130
+    assert job.screen.count("KeyboardInterrupt") == last, "rank 0's own, which the agent's SIGTERM cuts short"
+    assert "failed" not in job.screen
+    assert "rank.py" not in job.screen
+    (log_dir,) = (tmp_path / "ddpshim-logs").iterdir()
+    said = f"ddpshim: stopped by SIGINT; their logs are in {log_dir}\n"
+    assert job.screen.endswith(said)
+
+
+def test_ranks_that_do_not_end_are_killed_when_their_time_is_over(tmp_path: Path) -> None:
+    with running(tmp_path, "ignore", options=("--grace", "1")) as job:
+        job.wait_for("ready_0", "ready_1")
+        start = time.monotonic()
+        os.kill(job.process.pid or 0, signal.SIGTERM)
+        assert job.exit_code() == 137
+    assert 1 <= time.monotonic() - start < 20
+    assert "ddpshim: ranks still ran 1 s after SIGTERM, and were killed" in job.screen
+    assert job.log(0).count("got SIGTERM") == 1
+
+
+def test_a_rank_that_is_alone_is_started_without_torch(tmp_path: Path) -> None:
+    """Its agent takes seconds to import; the rank finds the same variables."""
+    (tmp_path / "train.py").write_text("import json, os, sys\nprint(json.dumps(dict(os.environ)))\nsys.exit(5)\n")
+    (tmp_path / "run.py").write_text(
+        "import sys\nfrom ddpshim.launch import runner\n"
+        "code = runner.run(runner.Launch('train.py', nproc='1', has_logs=False))\n"
+        "print(code, 'torch' in sys.modules, flush=True)\n"
+    )
+    command = [sys.executable, "run.py"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
+    first, *said = ran.stdout.splitlines()
+    assert said == ["5 False"], ran.stderr
+    assert "rank 0 failed first: it ended with exit code 5" in ran.stderr
+    found = json.loads(first)
+    numbers = {name: found[name] for name in found if name.endswith(("RANK", "WORLD_SIZE"))}
+    kinds = {f"{of}{what}" for of in ("", "LOCAL_", "GROUP_", "ROLE_") for what in ("RANK", "WORLD_SIZE")}
+    assert numbers == {name: str(int(name.endswith("SIZE"))) for name in kinds}
+    assert (found["MASTER_ADDR"], found["TORCHELASTIC_RESTART_COUNT"]) == ("127.0.0.1", "0")
+    assert read_launch_env(found).master_port == int(found["MASTER_PORT"])
+
+
+def test_signals_reach_a_rank_that_is_alone(tmp_path: Path) -> None:
+    with running(tmp_path, "ignore", options=("--nproc=1", "--grace=1")) as job:
+        job.wait_for("ready_0")
+        os.kill(job.process.pid or 0, signal.SIGUSR1)
+        job.wait_for("got_SIGUSR1")  # of two at once, the rank may be told in either order
+        os.kill(job.process.pid or 0, signal.SIGTERM)
+        assert job.exit_code() == 137
+        assert working_in(tmp_path) == []
+    assert re.findall("got .*", job.log(0)) == ["got SIGUSR1", "got SIGTERM"]
+    assert "ddpshim: ranks still ran 1 s after SIGTERM, and were killed" in job.screen
+
+
+def test_a_signal_that_comes_while_a_rank_that_is_alone_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    popen = subprocess.Popen
+
+    def signalled(command: list[str], **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return popen([sys.executable, "-c", "import time; time.sleep(60)"], **options)
+
+    monkeypatch.setattr(alone.subprocess, "Popen", signalled)
+    before = signal.getsignal(signal.SIGTERM)
+    failures, received = alone.run(["train.py"], grace_s=60.0)
+    assert (failures[0].exitcode, received) == (-signal.SIGTERM, [signal.SIGTERM])
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert "SIGTERM, passed on to the ranks" in capfd.readouterr().err
+
+
+def test_a_restarted_rank_goes_on_in_its_log(tmp_path: Path) -> None:
+    with running(tmp_path, "restart", options=("--max-restarts", "1")) as job:
+        assert job.exit_code() == 0
+    assert job.log(0).count("rank 0 of 2") == 2
+
+
+def test_a_restarted_rank_is_not_blamed_for_what_it_did_before(tmp_path: Path) -> None:
+    with running(tmp_path, "restart", "again", options=("--max-restarts", "1")) as job:
+        assert job.exit_code() == 3
+    assert "rank 1 failed first: it ended with exit code 3" in job.screen
+
+
+def test_without_logs_all_ranks_have_the_screen(tmp_path: Path) -> None:
+    with running(tmp_path, "exit", "1", options=("--no-logs",)) as job:
+        assert job.exit_code() == 3
+    assert sorted(line[:11] for line in job.screen.splitlines() if " of 2" in line) == ["rank 0 of 2", "rank 1 of 2"]
+    assert job.screen.endswith("ddpshim: rank 1 failed first: it ended with exit code 3\n")
+    assert not (tmp_path / "ddpshim-logs").exists()
+
+
+def test_a_module_runs_as_with_python_dash_m(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "module.py").write_text(
+        "import sys\nprint(__name__, __spec__.name, sys.argv, sys.path[0])\n"
+    )
+    with running(tmp_path, "package.module", "-m", "--config", "x", program=("-m",)) as job:
+        assert job.exit_code() == 0
+    arguments = [str(tmp_path / "package" / "module.py"), "-m", "--config", "x"]
+    assert job.log(1) == f"__main__ package.module {arguments} {tmp_path}\n"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import nowhere\n")
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    for name in ("alone", "main", "loud"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "main" / "__main__.py").write_text("")
+    (tmp_path / "loud" / "__init__.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "loud" / "train.py").write_text("")
+    (tmp_path / "loud" / "bare").mkdir()
+    (tmp_path / "loud" / "bare" / "train.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+NODES = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": 29400}
+
+
+@pytest.mark.unit
+def test_what_python_was_told_holds_for_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for optimize, warns, expected in (
+        (0, [], {}),
+        (2, [], {"PYTHONOPTIMIZE": "2"}),
+        (0, ["error", "ignore::UserWarning"], {"PYTHONWARNINGS": "error,ignore::UserWarning"}),
+    ):
+        python = SimpleNamespace(flags=SimpleNamespace(optimize=optimize), warnoptions=warns)
+        monkeypatch.setattr(runner, "sys", python)
+        assert runner._options_of_python() == expected
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    "job",
+    [
+        Launch("train.py"),
+        Launch("main", is_module=True),
+        Launch("loud.train", is_module=True),  # packages above are found, not imported
+        Launch("loud.bare.train", is_module=True),
+        Launch("train.py", nnodes=1),
+        Launch("train.py", **NODES, node_rank=1),  # type: ignore[arg-type]
+    ],
+)
+def test_check_passes(here: Path, job: Launch) -> None:
+    runner.check(job, {"DDPSHIM_LAUNCHER": "torchrun"})
+
+
+REFUSED = [
+    (Launch("absent.py"), "absent.py does not exist (in "),
+    (Launch("alone"), "alone is a folder"),
+    (Launch("broken.py"), "broken.py does not compile (invalid syntax (broken.py, line 1))"),
+    (Launch("absent", is_module=True), "-m absent: no such module"),
+    (Launch("main.absent", is_module=True), "-m main.absent: no such module"),
+    (Launch("alone", is_module=True), "-m alone: no such module, or a package without __main__.py"),
+    (Launch("train..x", is_module=True), "-m train..x: no such module"),
+    (Launch("train.py", **NODES, node_rank=2), "--node-rank=2 is not below --nnodes=2"),  # type: ignore[arg-type]
+    (Launch("train.py", nnodes=2), "--nnodes=2 without --node-rank and --master-addr"),
+    (Launch("train.py", node_rank=1), "--node-rank=1 without --nnodes"),
+    (
+        Launch("train.py", nnodes=2, node_rank=1, master_addr="absent.invalid", master_port=1),
+        "--master-addr=absent.invalid does not resolve",
+    ),
+]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("job", "message"), REFUSED)
+def test_check_refuses(here: Path, job: Launch, message: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        runner.check(job, {})
+    assert str(caught.value).startswith(message)
+    assert len(re.split(r": |\. ", str(caught.value))) >= 3
+
+
+@pytest.mark.unit
+def test_check_names_all_that_is_wrong(here: Path) -> None:
+    with pytest.raises(LaunchError) as caught:
+        runner.check(Launch("absent.py", node_rank=1), {"RANK": "0", "WORLD_SIZE": "2", "DDPSHIM_LAUNCHER": "none"})
+    nested, forced, absent, alone = str(caught.value).splitlines()
+    assert nested.startswith("RANK='0', WORLD_SIZE='2' set already, so this process is a rank of a job")
+    assert forced.startswith("DDPSHIM_LAUNCHER='none', but `run` launches through torchrun")
+    assert absent.startswith("absent.py does not exist")
+    assert alone.startswith("--node-rank=1")
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_a_misspelt_option_is_refused_before_any_rank_starts(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    monkeypatch.setattr(runner, "_run_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setenv("DDPSHIM_PRECISIN", "bf16")
+    assert command_line.main(["run", "--nproc", "2", *options, "train.py"]) == 2
+    assert capsys.readouterr().err == (
+        "ddpshim: 1 option is wrong:\n  - variable DDPSHIM_PRECISIN: no such option; did you mean DDPSHIM_PRECISION?\n"
+        "Nothing was started, since the run would not be the one you meant. `python -m ddpshim docs options` lists all "
+        "options.\n"
+    )
+
+
+@pytest.mark.unit
+def test_node_0_needs_its_port_free(here: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        job = Launch("train.py", nnodes=2, node_rank=0, master_addr="localhost", master_port=port)
+        with pytest.raises(LaunchError, match=f"MASTER_PORT={port} of MASTER_ADDR='localhost' cannot be served"):
+            runner.check(job, {})
+
+
+@pytest.mark.unit
+def test_refused_is_exit_code_1_and_wrong_usage_2(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert command_line.main(["run", "train.py"]) == 2
+    assert capsys.readouterr().err.startswith("ddpshim: WORLD_SIZE='2' set already")
+    for wrong in (["run"], ["run", "--nnodes", "0", "train.py"], ["run", "--log-dir", "x", "--no-logs", "train.py"]):
+        with pytest.raises(SystemExit, match="2"):
+            command_line.main(wrong)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("nproc", "num_gpus", "message"),
+    [
+        ("gpu", 0, "--nproc=gpu, but torch sees no GPU"),
+        ("3", 2, "--nproc=3, but torch sees 2 GPUs"),
+        ("2", 2, None),
+        ("3", 0, None),
+        ("auto", 2, None),
+    ],
+)
+def test_ranks_and_gpus(monkeypatch: pytest.MonkeyPatch, nproc: str, num_gpus: int, message: Optional[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    with pytest.raises(LaunchError, match=message) if message else contextlib.nullcontext():
+        runner._check_gpus(nproc)
+
+
+@pytest.mark.unit
+def test_a_log_dir_that_cannot_be_written_to(here: Path) -> None:
+    with pytest.raises(LaunchError, match=r"train.py cannot be written .* --no-logs"):
+        runner.run(Launch("train.py", log_dir="train.py"))
+
+
+STEP = {
+    "SLURM_JOB_ID": "42",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "gpu[1-2]",
+}
+
+
+@pytest.mark.unit
+def test_one_run_on_each_node_of_srun_needs_no_options() -> None:
+    job = runner.nodes_of_scheduler(Launch("train.py"), STEP)
+    assert (job.nnodes, job.node_rank, job.master_addr) == (2, 1, "gpu1")
+    assert 15000 <= (job.master_port or 0) < 30000
+    by_hand = Launch("train.py", nnodes=3, node_rank=0, master_addr="a")
+    assert runner.nodes_of_scheduler(by_hand, STEP).master_port == 29500
+    crowded = {**STEP, "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_LOCALID": "1"}
+    with pytest.raises(LaunchError, match="2 tasks on this node, and each would start all ranks of the node"):
+        runner.nodes_of_scheduler(Launch("train.py"), crowded)
+
+
+@pytest.mark.unit
+def test_a_log_gets_a_second_name_in_the_experiments_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank_log.link_log(str(tmp_path / "without"))
+    assert not (tmp_path / "without").exists()
+    monkeypatch.setenv("RANK", "1")
+    logs = tmp_path / "experiment" / "logs"
+    for job in ("first", "second"):  # the second resumes the first one's experiment
+        (tmp_path / job).mkdir()
+        (tmp_path / job / "rank_1.log").write_text(job)
+        monkeypatch.setenv(variables.RANK_LOGS, str(tmp_path / job))
+        rank_log.link_log(str(logs))
+        rank_log.link_log(str(logs))
+    with (tmp_path / "second" / "rank_1.log").open("a") as file:
+        file.write(" goes on")
+    assert {p.name: p.read_text() for p in logs.iterdir()} == {"rank_1.log": "first", "rank_1.2.log": "second goes on"}
+
+
+@pytest.mark.unit
+def test_a_log_on_another_disk_is_a_symbolic_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: object, target: object) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv(variables.RANK_LOGS, str(tmp_path))
+    (tmp_path / "rank_0.log").write_text("said")
+    rank_log.link_log(str(tmp_path / "logs"))
+    assert (tmp_path / "logs" / "rank_0.log").readlink() == tmp_path / "rank_0.log"
+
+
+@pytest.mark.unit
+def test_a_log_that_is_written_in_the_last_moment_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with runner._shown_on_screen(tmp_path / "rank_0.log"):
+        time.sleep(0.02)  # it has looked for the log, most probably, and looks again later
+        (tmp_path / "rank_0.log").write_text("saved\n")
+    assert capfd.readouterr().out == "saved\n"
+
+
+STAND_IN = """
+import os, socket, sys, time
+from ddpshim.launch import warm
+warm._MODULES = ()
+action, path = warm.serve(socket.socket(fileno=int(sys.argv[-1])))
+with open(path, "w") as file:
+    file.write(f"{os.environ['WHO']} {os.getcwd()} {os.getpgrp() == os.getpid()}")
+time.sleep(0 if action == "exit" else 60)
+sys.exit(3)
+"""
+
+
+@pytest.mark.launch
+def test_ranks_are_started_again_from_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    monkeypatch.setattr(warm, "_SELF", [str(tmp_path / "stand_in.py")])
+    monkeypatch.setattr(warm, "_BEGIN_AFTER_S", 0.0)
+    made, end = warm.Warm(), time.monotonic() + patience(30)
+    environ, command = {**os.environ, "PYTHONPATH": str(ROOT)}, [sys.executable, *warm._RANK]
+    first = made.popen([sys.executable, "-c", "pass"], env=environ)
+    assert isinstance(first, subprocess.Popen)
+    assert first.wait(patience(30)) == 0
+    while not made._is_ready():
+        assert time.monotonic() < end
+    monkeypatch.chdir(tmp_path)
+    ended = made.popen([*command, "exit", "a"], env={**environ, "WHO": "rank 0"}, stdout=None)
+    killed, left = (made.popen([*command, "stay", name], env={**environ, "WHO": name}) for name in "bc")
+    assert ended.wait(patience(30)) == 3
+    assert (tmp_path / "a").read_text() == f"rank 0 {tmp_path} True"
+    with pytest.raises(subprocess.TimeoutExpired):
+        killed.wait(0.1)
+    os.killpg(killed.pid, signal.SIGKILL)
+    assert killed.wait(patience(30)) == -signal.SIGKILL
+    assert left.poll() is None
+    made._process.kill()  # type: ignore[union-attr]
+    assert left.wait(patience(30)) == -signal.SIGKILL
+    with made.popen([sys.executable, "-c", "pass"], env=environ) as afresh:
+        assert isinstance(afresh, subprocess.Popen)
+    made.end()
+
+
+def test_torchs_agent_starts_ranks_by_a_name_that_can_be_replaced() -> None:
+    starts = pytest.importorskip(warm._POPEN_IN, reason="before torch 2.3 ranks are started afresh")
+    assert starts.Popen is subprocess.Popen
+    with warm.restarts():
+        assert starts.Popen.__name__ == "popen"
+    assert starts.Popen is subprocess.Popen

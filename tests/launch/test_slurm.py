@@ -1,0 +1,337 @@
+"""The sbatch script: its text, and that it runs, under an srun and an scontrol that are scripts of this file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+
+import ddpshim.__main__ as command_line
+from ddpshim.errors import LaunchError
+from ddpshim.launch.slurm import Settings, _seconds, batch_script
+from tests.preloaded_commands import patience
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 120
+Starter = Callable[[Settings], "Batch"]
+
+# Starts the tasks of every node on this machine, as srun would on its own; ends with the highest exit code, as srun.
+# `env` finds the stub of python below: a first line with the interpreter's path would break at a space in it.
+SRUN = """#!/usr/bin/env python
+import os, subprocess, sys
+nodes, per_node = int(os.environ["STUB_NODES"]), int(os.environ["STUB_TASKS_PER_NODE"])
+command = sys.argv[1:]
+while command[0].startswith("--"):
+    print("srun option", command.pop(0), flush=True)
+tasks = []
+for number in range(nodes * per_node):
+    step = {
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": nodes * per_node,
+        "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x{nodes})",
+        "SLURM_STEP_NODELIST": os.environ["SLURM_JOB_NODELIST"],
+        "SLURM_PROCID": number,
+        "SLURM_LOCALID": number % per_node,
+        "SLURM_NODEID": number // per_node,
+    }
+    environ = {**os.environ, **{name: str(value) for name, value in step.items()}}
+    tasks.append(subprocess.Popen(command, env=environ))
+with open("tasks.part", "w") as file:
+    file.write(" ".join(str(task.pid) for task in tasks))
+os.rename("tasks.part", "tasks")
+sys.exit(max(task.wait() for task in tasks))
+"""
+
+# What a trainer does when it is told to leave, without the seconds of a real one.
+TRAINER = """
+import os, pathlib, signal, sys, time
+from ddpshim.process.launch_env import read_launch_env
+env = read_launch_env(os.environ)
+def leave(signum, frame):
+    print(f"rank {env.rank} of {env.world_size} saved on {signal.Signals(signum).name}", flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGUSR1, leave)
+pathlib.Path(f"ready_{env.rank}").touch()
+if sys.argv[1:] == ["--wait", "a b"]:
+    while True:
+        time.sleep(0.02)  # not `signal.pause`: a signal that comes just before it would not be heard
+sys.exit(int(sys.argv[1]) if env.rank == 1 else 0)
+"""
+
+
+class Batch:
+    """An sbatch script that runs in `folder`, in a shell of its own, as SLURM's first node would run it."""
+
+    def __init__(self, folder: Path, script: str) -> None:
+        self.folder = folder
+        (folder / "job.sh").write_text(script)
+        (folder / "train.py").write_text(TRAINER)
+        (folder / "bin").mkdir()
+        stubs = {
+            "srun": SRUN,
+            "scontrol": '#!/bin/bash\necho "$@" >> requeued\n',
+            "python": f'#!/bin/bash\nexec {shlex.quote(sys.executable)} "$@"\n',
+        }
+        for name, text in stubs.items():
+            (folder / "bin" / name).write_text(text)
+            (folder / "bin" / name).chmod(0o755)
+        directives = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", script, re.MULTILINE))
+        environ = {
+            **os.environ,
+            "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "SLURM_JOB_ID": str(int.from_bytes(os.urandom(3), "little")),
+            "SLURM_JOB_NODELIST": f"127.0.0.[1-{directives['nodes']}]",
+            "STUB_NODES": directives["nodes"],
+            "STUB_TASKS_PER_NODE": directives["ntasks-per-node"],
+        }
+        self.job_id = environ["SLURM_JOB_ID"]
+        with (folder / "screen").open("w") as screen:
+            self.process = subprocess.Popen(
+                ["bash", "job.sh"],
+                cwd=folder,
+                env=environ,
+                stdout=screen,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_for(self, *names: str) -> None:
+        end = time.monotonic() + DEADLINE_S
+        while not all((self.folder / name).exists() for name in names):
+            assert self.process.poll() is None, self.screen
+            assert time.monotonic() < end, self.screen
+            time.sleep(0.02)
+
+    def exit_code(self) -> int:
+        try:
+            return self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the job goes on:\n{self.screen}") from None
+
+    @property
+    def screen(self) -> str:
+        return (self.folder / "screen").read_text()
+
+    @property
+    def was_requeued(self) -> bool:
+        file = self.folder / "requeued"
+        return file.exists() and file.read_text() == f"requeue {self.job_id}\n"
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Iterator[Starter]:
+    """Starts what `python -m ddpshim slurm` prints for some settings."""
+    started = []
+
+    def start(settings: Settings) -> Batch:
+        started.append(Batch(tmp_path, batch_script(settings)))
+        return started[-1]
+
+    yield start
+    for job in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.process.pid, signal.SIGKILL)
+        job.process.wait()
+
+
+def cpu_job(program: str, *arguments: str, **settings: Any) -> Settings:
+    return Settings(
+        program=program,
+        arguments=list(arguments),
+        **{"nodes": "2", "gpus_per_node": "0", "nproc_per_node": "1", "time": "10", "launcher": "srun", **settings},
+    )
+
+
+@pytest.mark.parametrize(
+    ("program", "is_module", "joins"),
+    [
+        ("examples/train_after.py", False, True),
+        ("examples/train_before.py", False, False),
+        ("robomimic.scripts.train", True, True),
+        ("no.such.module", True, False),
+        ("nowhere.py", False, False),
+    ],
+)
+def test_a_program_that_does_not_join_by_itself_gets_torchrun(program: str, is_module: bool, joins: bool) -> None:
+    name = program if is_module or program == "nowhere.py" else str(ROOT / program)
+    script = batch_script(Settings(name, is_module=is_module, gpus_per_node="4"))
+    assert ("python -u -m ddpshim.launch.rank " in script) == joins
+    assert ("python -m ddpshim run --nproc=4 " in script) != joins
+    assert f"ntasks-per-node={4 if joins else 1}\n" in script
+
+
+def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--nodes 2 --gpus-per-node 4 --cpus-per-rank 8 --time 1-12 --partition gpu --job-name bc"
+    argv = ["slurm", *options.split(), "--", "-m", "robomimic.scripts.train", "--config", "my config.json"]
+    assert command_line.main(argv) == 0
+    script = capsys.readouterr().out
+    assert script.startswith("#!/bin/bash\n#SBATCH --job-name=bc\n")
+    for directive in (
+        "nodes=2",
+        "ntasks-per-node=4",
+        "gpus-per-node=4",
+        "cpus-per-task=8",
+        "time=1-12",
+        "partition=gpu",
+        "output=%x-%j.out",
+        "open-mode=append",
+        "signal=USR1@120",
+        "requeue",
+    ):
+        assert f"\n#SBATCH --{directive}\n" in script
+    # In front of the first command, after which sbatch reads no line.
+    completed, _ = script.split("\nset -euo pipefail\n")
+    assert re.findall("^##SBATCH.*", completed, re.MULTILINE) == ["##SBATCH --account=NAME"]
+    assert "#SBATCH --account" not in script.replace("##SBATCH", "")
+    assert " give srun below --output=rank_%t.log.\n" in script
+    assert '\nexport PYTHONHASHSEED="${PYTHONHASHSEED:-0}"' in script
+    command = "python -u -m ddpshim.launch.rank -m robomimic.scripts.train --config 'my config.json' || code=$?"
+    assert f"\nsrun --kill-on-bad-exit=0 --wait=60 --cpus-per-task=8 {command}\n" in script
+
+
+def test_what_the_site_decides_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").touch()
+    assert command_line.main(["slurm", str(tmp_path / "train.py")]) == 0
+    script = capsys.readouterr().out
+    completed, _ = script.split("\nset -euo pipefail\n")
+    names = re.findall("^##SBATCH --(.*)=.+", completed, re.MULTILINE)
+    assert names == ["time", "partition", "account"]
+    assert "Choose with --cpus-per-rank: 1 for the rank, and 1 for each of its data workers.\n" in completed
+    assert "\n# Each rank's output goes to ddpshim-logs/TIME-PID/rank_N.log" in script
+    assert "cpus-per-task" not in script
+    full = ["--time=30", "--cpus-per-rank=2", "--partition=a", "--account=b"]
+    assert command_line.main(["slurm", *full, str(tmp_path / "train.py")]) == 0
+    script, said = capsys.readouterr()
+    assert (said, script.count("Not given"), script.count("##SBATCH")) == ("", 0, 0)
+
+
+def test_torchrun_inside() -> None:
+    script = batch_script(Settings("train.py", ["-x"], gpus_per_node="4", cpus_per_rank="8", launcher="torchrun"))
+    assert "\n#SBATCH --ntasks-per-node=1\n" in script
+    assert "\n#SBATCH --cpus-per-task=32\n" in script
+    command = "srun --kill-on-bad-exit=0 --wait=60 --cpus-per-task=32 python -m ddpshim run --nproc=4 train.py -x"
+    assert f"\n{command} || code=$?\n" in script
+
+
+def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    options = [
+        "--nodes=0",
+        "--gpus-per-node=0",
+        "--time=1:2:3:4",
+        "--partition=a b",
+        "--launcher=mpi",
+        "--cpus-per-rank=x",
+    ]
+    assert command_line.main(["slurm", *options, "train.py"]) == 2
+    said = capsys.readouterr().err.removeprefix("ddpshim: ").splitlines()
+    assert [line.split(" ")[0].split("=")[0] for line in said] == [
+        "--nodes",
+        "--cpus-per-rank",
+        "--gpus-per-node",
+        "--partition",
+        "--launcher",
+        "--time",
+    ]
+    for line in said:
+        assert re.fullmatch(r"[^:]+(:\d)*.*?: .+\. .+\.", line), line
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("30", 1800),
+        ("30:05", 1805),
+        ("1:30:05", 5405),
+        ("1-12", 129600),
+        ("1-0:30", 88200),
+        ("0-0:0:7", 7),
+        ("x", None),
+        ("1-", None),
+        ("-1", None),
+        ("1:2:3:4", None),
+    ],
+)
+def test_time_limits(text: str, seconds: object) -> None:
+    assert _seconds(text) == seconds
+
+
+@pytest.mark.parametrize("settings", [{"time": "2"}, {"time": None, "signal_before": "70000"}])
+def test_a_signal_that_would_come_too_early(settings: dict[str, Any]) -> None:
+    with pytest.raises(LaunchError, match=r"--signal-before=\d+ is more than (119|65535) seconds"):
+        batch_script(cpu_job("train.py", **settings))
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_the_script_passes_the_checkers(tmp_path: Path, launcher: str) -> None:
+    file = tmp_path / "job.sh"
+    file.write_text(batch_script(cpu_job("train.py", "--config", "a b.json", launcher=launcher)))
+    checkers = [["bash", "-n"], ["shellcheck"]]
+    for checker in (checker for checker in checkers if shutil.which(checker[0])):
+        ran = subprocess.run([*checker, str(file)], capture_output=True, text=True, timeout=patience(120), check=False)
+        assert (ran.returncode, ran.stdout + ran.stderr) == (0, "")
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(("code", "requeued"), [(0, False), (3, False), (75, True)])
+def test_exit_codes(tmp_path: Path, batch: Starter, code: int, requeued: bool) -> None:
+    job = batch(cpu_job("train.py", str(code), cpus_per_rank="2"))
+    assert job.exit_code() == code, job.screen
+    assert job.was_requeued == requeued
+    assert f"job {job.job_id} (restart 0) on 127.0.0.[1-2], in {tmp_path}\n" in job.screen
+    assert "srun option --cpus-per-task=2" in job.screen
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("also_the_shell", [False, True])
+def test_the_ranks_are_signalled_save_and_the_job_is_requeued(
+    tmp_path: Path, batch: Starter, also_the_shell: bool
+) -> None:
+    job = batch(cpu_job("train.py", "--wait", "a b", nproc_per_node="2"))
+    numbers = range(4)
+    job.wait_for("tasks", *(f"ready_{number}" for number in numbers))
+    if also_the_shell:
+        job.process.send_signal(signal.SIGUSR1)
+    for task in (tmp_path / "tasks").read_text().split():
+        os.kill(int(task), signal.SIGUSR1)
+    assert job.exit_code() == 75, job.screen
+    assert job.was_requeued
+    for number in numbers:
+        assert job.screen.count(f"rank {number} of 4 saved on SIGUSR1") == 1
+
+
+@pytest.mark.launch
+def test_run_inside_finds_its_nodes_and_passes_the_signal_on(tmp_path: Path, batch: Starter) -> None:
+    job = batch(cpu_job("train.py", "--wait", "a b", launcher="torchrun"))
+    job.wait_for("tasks", "ready_0", "ready_1")
+    for task in (tmp_path / "tasks").read_text().split():
+        os.kill(int(task), signal.SIGUSR1)
+    assert job.exit_code() == 75, job.screen
+    assert job.was_requeued
+    assert job.screen.count("rank 0 of 2 saved on SIGUSR1") == 1, job.screen
+
+
+@pytest.mark.launch
+def test_it_trains_on_two_emulated_nodes(tmp_path: Path, batch: Starter) -> None:
+    job = batch(cpu_job(str(ROOT / "tests" / "matrix_train.py"), "."))
+    assert job.exit_code() == 0, job.screen
+    zero, one = (json.loads((tmp_path / f"rank_{number}.json").read_text()) for number in (0, 1))
+    assert (zero["world_size"], zero["launcher"], one["node_rank"]) == (2, "slurm", 1)
+    assert zero["weight"] == one["weight"]
+    assert zero["loss"] == 2.541748046875  # that of one process, see test_launch_matrix.py
+    assert not job.was_requeued

@@ -1,0 +1,833 @@
+"""Programs for one process, unedited, as ranks, against the same programs in one process.
+
+Most ranks are forked from the test launcher's server, which has torch, and enter where `run` has them enter.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch
+from torch import nn
+
+from ddpshim import variables
+from ddpshim.process.after_import import after_import
+from ddpshim.trainers.unedited import c_libraries, gpus, program
+from tests.preloaded import DEADLINE_PASSED, as_torchrun_says, environment, preloaded, start_afresh
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "any_trainer" / "train_dataparallel.py"
+DEADLINE_S = 90
+
+HEAD = """
+import json, os, random, sys
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import data
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+def say(*values):
+    print(json.dumps(values), flush=True)
+
+class Items(Dataset):
+    def __init__(self, size=40):
+        self.size = size
+    def __len__(self):
+        return self.size
+    def __getitem__(self, index):
+        x = torch.linspace(-1, 1, 4, dtype=torch.float64) * (index % 7) + index / 10
+        return index, x, torch.tensor([index % 3.0])
+
+def network(dropout=0.0):
+    layers = nn.Linear(4, 16), nn.Dropout(dropout), nn.Tanh(), nn.Linear(16, 1)
+    return nn.Sequential(*layers).double()
+
+def train(model, loader, epochs=2, loss=nn.functional.mse_loss):
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(epochs):
+        model.train()
+        for index, x, y in loader:
+            optimizer.zero_grad()
+            loss(model(x), y.double()).backward()
+            optimizer.step()
+            say("trained on", index.tolist())
+
+torch.manual_seed(7)
+"""
+
+
+class Ran:
+    """What the ranks of one script left: exit codes, logs, and the folder."""
+
+    def __init__(self, folder: Path, num_ranks: int, exit_codes: list[Optional[int]]) -> None:
+        self.folder, self.exit_codes = folder, exit_codes
+        self.logs = [(folder / f"rank_{number}.log").read_text() for number in range(num_ranks)]
+
+    def said(self, number: int, what: str) -> list[Any]:
+        lines = [json.loads(line) for line in self.logs[number].splitlines() if line.startswith('["')]
+        return [line[1] for line in lines if line[0] == what]
+
+
+def run(tmp_path: Path, script: str, num_ranks: int, *, name: str = "", is_plain: bool = False, **environ: str) -> Ran:
+    """`script` (text, or a file) on `num_ranks` ranks, or in one process without."""
+    folder = tmp_path / (name or ("plain" if is_plain else f"ranks_{num_ranks}"))
+    folder.mkdir()
+    (folder / "job").mkdir()
+    file = Path(script) if script.endswith(".py") else folder / "train.py"
+    if file.parent == folder:
+        file.write_text(HEAD + script)
+    if is_plain:
+        job = preloaded().start([([str(file)], {**environment(), **environ})], folder)
+    else:
+        common = {**environment(), "GLOO_SOCKET_IFNAME": "lo", "PYTHONHASHSEED": "0", variables.ROWS: "all", **environ}
+        common = {variables.RANK_LOGS: str(folder), variables.RUN_DIR: str(folder / "job"), **common}
+        places = [{**common, **place} for place in as_torchrun_says(num_ranks)]
+        job = preloaded().start([(["ddpshim.launch.rank", str(file)], place) for place in places], folder)
+    late = job.wait(DEADLINE_S, ends_others=False) == DEADLINE_PASSED
+    if is_plain:
+        (folder / "output.txt").rename(folder / "rank_0.log")
+    ran = Ran(folder, num_ranks, [job.codes.get(number) for number in range(num_ranks)])
+    assert not late, "\n".join(ran.logs)
+    return ran
+
+
+def succeeded(ran: Ran) -> Ran:
+    assert set(ran.exit_codes) == {0}, "\n".join(ran.logs)
+    return ran
+
+
+def difference(one: Any, two: Any) -> float:
+    assert one.keys() == two.keys()
+    return max(float((one[key] - two[key]).abs().max()) for key in one)
+
+
+# The promise: the same experiment
+
+
+def test_the_example_on_two_ranks_is_the_example_on_one(tmp_path: Path) -> None:
+    plain = succeeded(run(tmp_path, str(EXAMPLE), 1, is_plain=True))
+    one, two = (succeeded(run(tmp_path, str(EXAMPLE), n)) for n in (1, 2))
+    numbers = [
+        [[float(number) for number in re.findall(r"\d+\.\d+", line)] for line in log.splitlines() if "accuracy" in line]
+        for log in (*one.logs, *two.logs, *plain.logs)
+    ]
+    alone, main, peer, before = numbers
+    assert len(alone) == 9
+    assert main == peer, "an evaluation is whole on every rank"
+    for (loss, accuracy), (expected, expected_accuracy) in zip(main, alone):
+        assert loss == pytest.approx(expected, abs=1e-5)
+        assert accuracy == pytest.approx(expected_accuracy, abs=1 / 400 + 1e-9)
+    assert before[-1][1] == pytest.approx(alone[-1][1], abs=0.05), "a different order of samples"
+    kept = torch.load(two.folder / "checkpoints" / "best.pth")["model"]
+    assert list(kept) == ["module.0.weight", "module.0.bias", "module.2.weight", "module.2.bias"]
+    assert sorted(p.name for p in (two.folder / "checkpoints").iterdir()) == ["best.pth"]
+    nn.DataParallel(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2))).load_state_dict(kept)
+
+
+LOADERS = {
+    "shuffle": "DataLoader(items, batch_size=8, shuffle=True)",
+    "workers": "DataLoader(items, 8, True, num_workers=1, persistent_workers=True, multiprocessing_context='fork')",
+    "weights": "DataLoader(items, batch_size=8, sampler=data.WeightedRandomSampler([1, 2, 3, 4] * 10, 24))",
+    "batches": "DataLoader(items, batch_sampler=data.BatchSampler(data.RandomSampler(items), 8, drop_last=True))",
+    "subset": "DataLoader(data.random_split(items, [32, 8])[0], batch_size=8, shuffle=True)",
+}
+SAME = """
+items = Items()
+optimizer_first = network()
+model = nn.DataParallel(optimizer_first)
+loader = {loader}
+train(model, loader)
+say("length", len(loader))
+model.eval()
+with torch.no_grad():
+    say("evaluated on", sorted(i for index, x, y in loader for i in index.tolist()))
+torch.save(model.state_dict(), "weights.pth")
+"""
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_two_ranks_make_the_steps_of_one(tmp_path: Path, kind: str) -> None:
+    one, two = (succeeded(run(tmp_path, SAME.format(loader=LOADERS[kind]), n)) for n in (1, 2))
+    expected = one.said(0, "trained on")
+    assert len(expected) == 2 * one.said(0, "length")[0]
+    assert expected[: len(expected) // 2] != expected[len(expected) // 2 :], "another order in each epoch"
+    for what in ("trained on", "length", "evaluated on"):
+        assert two.said(0, what) == two.said(1, what) == one.said(0, what)
+    weights = [torch.load(ran.folder / "weights.pth") for ran in (one, two)]
+    assert difference(*weights) < 1e-12
+
+
+def test_networks_are_found_by_their_optimizers(tmp_path: Path) -> None:
+    script = """
+import copy
+
+class Agent:  # no module
+    def __init__(self):
+        self.actor = {"net": nn.ModuleList([network(dropout=0.5)])}
+        self.critic = network()
+        self.target = copy.deepcopy(self.critic).requires_grad_(False)
+        self.ema = copy.deepcopy(self.actor["net"])
+        self.temperature = torch.zeros(1, requires_grad=True)
+        bias, others = self.critic[3].bias, [p for p in self.critic.parameters() if p is not self.critic[3].bias]
+        self.steps = [
+            torch.optim.Adam(self.actor["net"].parameters(), lr=0.01),
+            torch.optim.SGD([{"params": others}, {"params": [bias], "lr": 0.5}], lr=0.01),
+            torch.optim.Adam([self.temperature], lr=0.1),
+        ]
+
+    def losses(self, x):
+        with torch.no_grad():
+            value = self.target(x + torch.randn_like(x))
+        act = self.actor["net"][0](x) + torch.rand(len(x), 1)
+        yield (self.critic(x) - value - 1).pow(2).mean()
+        yield (act - self.critic(x).detach()).pow(2).mean() * self.temperature.detach().exp()
+        yield -self.temperature.mean() * act.detach().mean()
+
+agent = Agent()
+loader = DataLoader(Items(39), 8, shuffle=True, generator=torch.Generator().manual_seed(3))
+for epoch in range(3):
+    kept = None
+    agent.actor["net"].train()
+    for number, (index, x, y) in enumerate(loader):
+        kept = x if kept is None else kept
+        for loss in agent.losses(x):
+            loss.backward()
+        nn.utils.clip_grad_norm_(agent.critic.parameters(), 0.5)
+        for optimizer in agent.steps:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for mean, now in zip(agent.ema.parameters(), agent.actor["net"].parameters()):
+                mean.lerp_(now, 0.1)
+        if epoch == 1 and number == 2:
+            break
+    agent.actor["net"].eval()
+    with torch.no_grad():
+        say("rollout", [torch.rand(30, 30).sum().item(), np.random.rand()])
+        chosen = torch.multinomial(torch.ones(len(kept), 4), 2).double().mean(1, keepdim=True)
+        say("kept", (agent.actor["net"][0](kept) + torch.randn(kept.shape) * chosen).mean().item())
+        say("last", (agent.actor["net"][0](x) * torch.randn(x.shape).repeat(1, 1)).pow(2).mean().item())
+nets = agent.actor["net"], agent.critic, agent.target, agent.ema
+weights = {f"{i}.{key}": value for i, net in enumerate(nets) for key, value in net.state_dict().items()}
+torch.save({**weights, "temperature": agent.temperature.detach(), "drawn": torch.rand(2)}, "weights.pth")
+"""
+    plain = succeeded(run(tmp_path, "np.random.seed(1)\n" + script, 1, is_plain=True))
+    two = succeeded(run(tmp_path, "np.random.seed(1)\n" + script, 2))
+    assert difference(*(torch.load(ran.folder / "weights.pth") for ran in (plain, two))) < 1e-6  # the temperature's
+    assert two.said(0, "rollout") == two.said(1, "rollout") == plain.said(0, "rollout")
+    for rank in (0, 1):
+        assert two.said(rank, "kept") == pytest.approx(plain.said(0, "kept"), abs=1e-6)
+        assert two.said(rank, "last") == pytest.approx(plain.said(0, "last"), abs=1e-6)
+
+
+def test_a_program_that_joins_a_group_of_its_own_starts_again_and_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import torch.distributed as dist\n\ndef join():\n    dist.init_process_group('gloo')\n"
+    )
+    script = f"""
+sys.path.insert(0, {str(tmp_path)!r})
+import own
+say("started", [torch.distributed.is_initialized(), DataLoader.__module__])
+os.makedirs(f"outputs/{{__import__('time').time_ns()}}")
+own.join()
+model = nn.parallel.DistributedDataParallel(network())
+for _, x, y in DataLoader(Items(), 8):
+    model(x).mean().backward()
+torch.distributed.destroy_process_group()  # else threads of gloo may abort the end of a program that is left alone
+"""
+    two = succeeded(run(tmp_path, script, 2))
+    for number in (0, 1):
+        modules = [module for _, module in two.said(number, "started")]
+        assert modules == ["ddpshim.rows.loader", "torch.utils.data.dataloader"]
+        assert [is_joined for is_joined, _ in two.said(number, "started")] == [False, False]
+    assert "own.py:4: it calls torch.distributed.init_process_group, so the program distributes itself" in two.logs[0]
+    assert len([*(two.folder / "outputs").iterdir()]) == 2  # of the start that counts, one of each rank
+
+
+@pytest.mark.parametrize(
+    ("rank", "is_alone"), [('os.environ["RANK"]', True), ('os.environ.get("RANK", "none")', False)]
+)
+def test_a_program_that_can_join_a_group_is_one_process_unless_it_needs_a_launcher(
+    rank: str, is_alone: bool, tmp_path: Path
+) -> None:
+    script = f"""
+import torch.distributed as dist
+rank = {rank}
+say("rank", rank)
+if rank != "none":
+    dist.init_process_group("gloo")
+model = network() if rank == "none" else nn.parallel.DistributedDataParallel(network())
+train(model, DataLoader(Items(), 8))
+if rank != "none":
+    dist.destroy_process_group()  # else threads of gloo may abort the end of a program that is left alone
+"""
+    two = succeeded(run(tmp_path, script, 2))
+    assert [two.said(number, "rank")[-1] for number in (0, 1)] == (["0", "1"] if is_alone else ["none", "none"])
+    line = "KeyError('RANK') in one process, and it can make a process group, so the program distributes itself"
+    assert (line in two.logs[0]) == is_alone
+
+
+def test_the_rank_that_locks_a_shared_cache_first_fills_it_and_waits_for_nobody(tmp_path: Path) -> None:
+    """The main rank waits for the lock; the other, which holds it, must not wait for the main rank's clock."""
+    script = """
+import fcntl, pathlib, time, uuid
+cache = pathlib.Path(os.environ["HF_HOME"])
+cache.mkdir(exist_ok=True)
+if os.environ["DDPSHIM_RANK"] == "0":
+    while not (cache / "begun").exists():
+        time.sleep(0.01)
+with open(cache / "lock", "a") as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    (cache / "begun").touch()
+    if not (cache / "made").exists():
+        (cache / "made").write_text(f"{time.time()} {uuid.uuid4()}")
+        say("made it", os.environ["DDPSHIM_RANK"])
+say("now", time.time(), uuid.uuid4().hex)
+say("now", (cache / "made").read_text())
+train(network(), DataLoader(Items(), 8), epochs=1)
+"""
+    two = succeeded(run(tmp_path, script, 2, HF_HOME=str(tmp_path / "cache"), DDPSHIM_TIMEOUT_S="30"))
+    assert (two.said(0, "made it"), two.said(1, "made it")) == ([], ["1"])
+    assert two.said(0, "now") == two.said(1, "now")
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        (
+            "import torch\nimport lightning\n",
+            "program.py:2 imports lightning: taken for a program that",
+        ),
+        (
+            "import torch.distributed as dist\nif __name__ == '__main__':\n    dist.init_process_group()\n",
+            "program.py calls init_process_group: taken",
+        ),
+        ("import ddpshim\nimport deepspeed\n", None),
+    ],
+)
+def test_that_a_program_is_left_alone_is_said_by_one_rank(
+    source: str, line: Optional[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "program.py").write_text(source)
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4000"}
+    for rank, choice in (("0", "auto"), ("1", "auto"), ("0", "off")):
+        for name, value in {**place, "RANK": rank, "LOCAL_RANK": rank, "DDPSHIM_UNEDITED": choice}.items():
+            monkeypatch.setenv(name, value)
+        with program.distributed([str(tmp_path / "program.py")]) as is_distributed:
+            assert not is_distributed
+        expected = line if (rank, choice) == ("0", "auto") else None
+        said = capfd.readouterr().err
+        assert said == "" if expected is None else said.startswith(f"ddpshim: {expected}")
+
+
+def test_where_the_order_is_given_one_rank_is_the_plain_script_bit_for_bit(tmp_path: Path) -> None:
+    script = """
+model = nn.DataParallel(network(dropout=0.5))
+train(model, DataLoader(Items(), batch_size=8))
+torch.save([model, torch.rand(3)], "all.pth")
+"""
+    plain = succeeded(run(tmp_path, script, 1, is_plain=True))
+    one = succeeded(run(tmp_path, script, 1))
+    (before, drawn), (after, drawn_too) = (torch.load(r.folder / "all.pth", weights_only=False) for r in (plain, one))
+    assert type(after) is nn.DataParallel
+    assert difference(before.state_dict(), after.state_dict()) == 0
+    assert torch.equal(drawn, drawn_too)
+    assert plain.said(0, "trained on") == one.said(0, "trained on")
+
+
+def test_a_sequential_loader_that_trains_gives_the_plain_scripts_steps_on_every_rank(tmp_path: Path) -> None:
+    script = """
+class Stream(data.IterableDataset):
+    def __iter__(self):
+        yield from ((i, *rest) for i, *rest in random.sample([Items()[i] for i in range(40)], 40))
+
+model = nn.DataParallel(network())
+random.seed(1)
+for dataset in Items(), Stream():
+    train(model, DataLoader(dataset, batch_size=8))
+model.eval()  # fine-tuning in eval mode
+for index, x, y in DataLoader(Items(), batch_size=8, shuffle=True):
+    (model(x) ** 2).sum().backward()
+    say("trained on", index.tolist())
+torch.save(model.state_dict(), "weights.pth")
+"""
+    plain = succeeded(run(tmp_path, script, 1, is_plain=True))
+    two = succeeded(run(tmp_path, script, 2))
+    assert two.said(0, "trained on") == two.said(1, "trained on") == plain.said(0, "trained on")
+    assert difference(*(torch.load(ran.folder / "weights.pth") for ran in (plain, two))) < 1e-12
+
+
+def test_ranks_draw_what_one_process_draws(tmp_path: Path) -> None:
+    script = """
+random.seed(1), np.random.seed(1)
+
+class Noisy(Items):
+    def __getitem__(self, index):
+        return (*super().__getitem__(index), torch.rand(()).item())
+
+def draw():
+    say("drawn", [torch.rand(()).item(), random.random(), float(np.random.rand())])
+
+one, two = nn.DataParallel(network()), nn.DataParallel(network())
+loader, other = DataLoader(Noisy(), 8, shuffle=True), DataLoader(Noisy(), 8, shuffle=True)
+draw()
+for (a, x, *_, augmented), (b, *_) in zip(loader, other):
+    draw()
+    say("drawn", [torch.rand(len(a)).tolist(), torch.rand_like(x).tolist(), augmented.tolist(), b.tolist()])
+    with torch.no_grad():
+        say("drawn", [augmented.tolist() + torch.rand(8, 4).tolist() for *_, augmented in loader])
+    next(one.parameters()).mean().backward()
+    say("drawn", [torch.rand(len(a)).tolist()])
+for _ in other: next(one.parameters()).mean().backward()  # zip left it at its last batch
+batch = next(iter(loader))  # and then trained on, again and again
+say("drawn", torch.rand(4, 8).tolist())
+"""
+    plain, two = succeeded(run(tmp_path, script, 1, is_plain=True)), succeeded(run(tmp_path, script, 2))
+    assert two.said(0, "drawn") == two.said(1, "drawn") == plain.said(0, "drawn")
+
+
+ROLLS_OUT = """
+np.random.seed(0)
+from diffusion_policy.env_runner.base_image_runner import BaseImageRunner
+
+class Runner(BaseImageRunner):
+    def __init__(self, output_dir, num_envs):
+        super().__init__(output_dir)
+        self.shift, self.num_envs = np.random.rand(), num_envs
+        open(output_dir + f"/made_by_{os.environ.get('DDPSHIM_RANK', 0)}", "w").close()
+    def run(self, policy):
+        with torch.no_grad():
+            reward = policy(torch.randn(self.num_envs, 4).double()).abs().mean() + self.shift
+        with open(self.output_dir + "/video.mp4", "w") as file:
+            file.write("seen")
+        return {"mean_score": reward.item(), "video": object(), "each": np.array([float(reward)])}
+
+class Longer(Runner):
+    def run(self, policy):
+        return {**super().run(policy), "steps": np.int64(3)}
+
+model = network(dropout=0.1)
+loader = DataLoader(Items(), batch_size=8, shuffle=True)
+os.mkdir("out")
+runner = Longer("out", num_envs=4)  # as many as a rank has rows
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+for epoch in range(2):
+    model.train()
+    for index, x, y in loader:
+        kept = x
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x + torch.randn(x.shape)), y.double()).backward()
+        optimizer.step()
+    model.eval()
+    found = runner.run(model)
+    found["drawn"] = [float(torch.rand(1)), np.random.rand()]
+    say("found", [found["mean_score"], float(found["each"][0]), int(found["steps"]), *found["drawn"]])
+    say("files", [sorted(os.listdir("out")), open("out/video.mp4").read()])
+say("rank", [found["video"] is None, hasattr(runner, "shift"), runner.output_dir])
+"""
+
+
+def test_the_main_rank_plays_rollouts_and_the_others_get_what_it_found(tmp_path: Path) -> None:
+    package = tmp_path / "stubs" / "diffusion_policy" / "env_runner"
+    package.mkdir(parents=True)
+    (package / "base_image_runner.py").write_text(
+        "class BaseImageRunner:\n    def __init__(self, output_dir):\n        self.output_dir = output_dir\n"
+    )
+    script = "sys.path.insert(0, os.environ['STUBS'])\n" + ROLLS_OUT
+    plain = succeeded(run(tmp_path, script, 1, is_plain=True, STUBS=str(tmp_path / "stubs")))
+    two = succeeded(run(tmp_path, script, 2, STUBS=str(tmp_path / "stubs")))
+    expected = plain.said(0, "found")
+    for rank in (0, 1):
+        for found, of_one in zip(two.said(rank, "found"), expected):
+            assert found == pytest.approx(of_one, abs=1e-6)
+        assert two.said(rank, "files") == plain.said(0, "files") == 2 * [[["made_by_0", "video.mp4"], "seen"]]
+    assert [two.said(rank, "rank") for rank in (0, 1)] == [[[False, True, "out"]], [[True, False, "out"]]]
+
+
+def test_another_noise_is_refused(tmp_path: Path) -> None:
+    script = "train(nn.DataParallel(network()), DataLoader(Items(), 8, shuffle=True))"
+    ran = run(tmp_path, script, 2, DDPSHIM_NOISE="per_rank")
+    assert 0 not in ran.exit_codes
+    assert "draws its data splits and evaluations on each rank" in ran.logs[0]
+
+
+def test_folds_are_split_and_networks_built_alike_in_the_middle_of_a_script(tmp_path: Path) -> None:
+    script = """
+states = {}
+np.random.seed(0)
+for fold in range(2):
+    order = np.random.permutation(40)
+    model = nn.DataParallel(network())
+    train(model, DataLoader(data.Subset(Items(), order[:32]), 8, shuffle=True))
+    model.eval()
+    with torch.no_grad():
+        for index, x, y in DataLoader(data.Subset(Items(), order[32:]), 3):
+            say("evaluated on", index.tolist())
+    states.update({f"{fold}.{key}": value for key, value in model.state_dict().items()})
+torch.save(states, "weights.pth")
+"""
+    one, two = (succeeded(run(tmp_path, script, n)) for n in (1, 2))
+    assert two.said(0, "evaluated on") == two.said(1, "evaluated on") == one.said(0, "evaluated on")
+    assert difference(*(torch.load(ran.folder / "weights.pth") for ran in (one, two))) < 1e-12
+    assert "weights differed between ranks" not in two.logs[0]
+
+
+def test_workers_that_stay_are_seeded_once_by_passes_that_train_and_evaluate(tmp_path: Path) -> None:
+    script = """
+model = network(dropout=0.1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for looks_first in (True, False):
+    loader = DataLoader(Items(), 8, shuffle=True, num_workers=1, persistent_workers=True)
+    for trains in (not looks_first, looks_first, not looks_first):
+        model.train()
+        if trains:
+            for index, x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(x), y.double()).backward()
+                optimizer.step()
+        else:
+            for index, x, y in loader:
+                with torch.no_grad():
+                    say("looked at", [*index.tolist(), float(model(x).mean())])
+    say("drawn", torch.rand(2).tolist())
+torch.save(model.state_dict(), "weights.pth")
+"""
+    plain, two = succeeded(run(tmp_path, script, 1, is_plain=True)), succeeded(run(tmp_path, script, 2))
+    assert difference(*(torch.load(ran.folder / "weights.pth") for ran in (plain, two))) < 1e-12
+    for rank in (0, 1):
+        assert two.said(rank, "drawn") == plain.said(0, "drawn")
+        for looked, of_one in zip(two.said(rank, "looked at"), plain.said(0, "looked at")):
+            assert looked == pytest.approx(of_one, abs=1e-12)
+
+
+# Losses and batches of any kind
+
+SAME_AS_ONE = {
+    "small batches": "train(nn.DataParallel(network()), DataLoader(Items(), 1, shuffle=True))",
+    "last batch": "train(nn.DataParallel(network()), DataLoader(Items(27), 8, shuffle=True))",
+    "negatives": (
+        "def loss(a, b):\n    z = torch.cat([a, b], 1)\n"
+        "    return nn.functional.cross_entropy(z @ z.T, torch.arange(len(z)))\n"
+        "train(network(), DataLoader(Items(), 8, shuffle=True), 1, loss)"
+    ),
+    "sum": "train(network(), DataLoader(Items(27), 8, shuffle=True), 1, lambda a, b: ((a - b) ** 2).sum())",
+    "masked mean": (
+        "def loss(a, b):\n    mask = (b > 0).double()\n    return (((a - b) ** 2) * mask).sum() / mask.sum().item()\n"
+        "train(network(), DataLoader(Items(), 8, shuffle=True), 1, loss)"
+    ),
+    "normalised advantages": (
+        "def loss(a, b):\n    z = b - a.detach()\n    return -(a * (z - z.mean()) / (z.std() + 1e-8)).mean()\n"
+        "train(network(), DataLoader(Items(), 8, shuffle=True), 1, loss)"
+    ),
+    "padding": (
+        "def padded(rows):\n    size = max(row[0] % 5 for row in rows) + 1\n"
+        "    x, y = (torch.stack([row[k] for row in rows]) for k in (1, 2))\n"
+        "    return torch.tensor([row[0] for row in rows]), *(z[:, None].repeat(1, size, 1) for z in (x, y))\n"
+        "train(network(), DataLoader(Items(), 4, shuffle=True, collate_fn=padded))"
+    ),
+    "looks while it trains": (
+        "model, validation = nn.DataParallel(network(dropout=0.5)), DataLoader(Items(), 8)\n"
+        "def loss(a, b):\n    with torch.no_grad():\n        say('looked', model(next(iter(validation))[1]).tolist())\n"
+        "    return ((a - b) ** 2).sum() / len(a) + 0 * sum(torch.rand(()) for row in a)\n"
+        "train(model, DataLoader(Items(27), 8, shuffle=True), 1, loss)"
+    ),
+    "only looked at": (
+        "net = network()\noptimizer = torch.optim.SGD(net.parameters(), 0.1)\n"
+        "say('looked', [sum(float(x.mean()) for index, x, y in DataLoader(Items(), 8, shuffle=True))])"
+    ),
+}
+SAVES = """
+Adam, made = torch.optim.Adam, []
+torch.optim.Adam = lambda parameters, **options: made.append([*parameters]) or Adam(made[-1], **options)
+{program}
+torch.save([p.detach() for group in made for p in group], "weights.pth")
+"""
+
+
+@pytest.mark.parametrize("kind", SAME_AS_ONE)
+def test_what_a_program_computes_is_what_one_process_computes(tmp_path: Path, kind: str) -> None:
+    script = SAVES.format(program=SAME_AS_ONE[kind])
+    plain, three = succeeded(run(tmp_path, script, 1, is_plain=True)), succeeded(run(tmp_path, script, 3))
+    for one, other in zip(*(torch.load(ran.folder / "weights.pth") for ran in (plain, three))):
+        torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-11)
+    for rank in range(3):
+        assert three.said(rank, "trained on") == plain.said(0, "trained on")
+        for looked, of_one in zip(three.said(rank, "looked"), plain.said(0, "looked")):
+            torch.testing.assert_close(torch.tensor(looked), torch.tensor(of_one), rtol=1e-9, atol=1e-11)
+
+
+# What is refused, and what is said
+
+REFUSED = {
+    "own entropy": (
+        "x = torch.from_numpy(np.random.default_rng(os.getpid()).normal(size=(2, 4)))\n"
+        "train(network(), [(torch.tensor([0]), x, torch.ones(2, 1))])",
+        "SyncError: train.py:31: rank 0 computed the loss",
+    ),
+    "another split": (
+        "part = data.Subset(Items(), np.random.default_rng(os.getpid()).permutation(40)[:32])\n"
+        "train(nn.DataParallel(network()), DataLoader(part, 8, shuffle=True))",
+        "train.py:37: the Subsets of ranks 0 and 1 have different indices",
+    ),
+    "another thread": (
+        "import threading\nfrom torch.utils.data import DataLoader\nresult = []\n"
+        "def read(x):\n    try:\n        float(x.mean())\n    except Exception as error:\n"
+        "        result.append(error)\n"
+        "for index, x, y in DataLoader(Items(), 8):\n"
+        "    thread = threading.Thread(target=read, args=(x,))\n    thread.start()\n    thread.join()\n    break\n"
+        "raise result[0]",
+        "train.py:41: a batch that is divided over the ranks is used in another thread or process",
+    ),
+    "another model": (
+        "file = f'{os.environ[\"DDPSHIM_RANK\"]}.pth'\ntorch.save(1, file)\ntorch.load(file)\n"
+        "torch.distributed.barrier()",
+        "SyncError: rank 1 is to load ",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused(tmp_path: Path, kind: str) -> None:
+    script, message = REFUSED[kind]
+    ran = run(tmp_path, script, 2)
+    assert 1 in ran.exit_codes
+    assert any(message in log for log in ran.logs), "\n".join(ran.logs)
+
+
+def test_what_was_divided_is_said_at_the_end(tmp_path: Path) -> None:
+    script = """
+def loss(a, b):
+    return ((a - b) ** 2).cumsum(0).mean()
+
+train(nn.DataParallel(network()), DataLoader(Items(), 8, shuffle=True), 10, loss)
+"""
+    two = succeeded(run(tmp_path, script, 2))
+    said = [line for line in two.logs[0].splitlines() if "of the operations on batches" in line]
+    assert re.match(r"ddpshim: \d+% of the operations on batches were divided among the ranks\. Whole batches", said[0])
+    assert "train.py:38 (cumsum, 50 times" in said[0]
+    assert "of the operations on batches" not in two.logs[1]
+
+
+def test_the_main_rank_writes(tmp_path: Path) -> None:
+    script = """
+import io, pathlib
+RANK = os.environ["DDPSHIM_RANK"]
+
+class Cached(Items):
+    def __getitem__(self, index):
+        torch.save(index, f"cache_{index}.pth")
+        return (torch.load(f"cache_{index}.pth"), *super().__getitem__(index)[1:])
+
+os.makedirs("runs/a")
+pathlib.Path("runs/a/b").mkdir()
+model = nn.DataParallel(network())
+train(model, DataLoader(Cached(), 8, shuffle=True), 1)
+for number in range(3):
+    train(model, DataLoader(Items(8), 8, shuffle=True), 1)
+    torch.save({"rank": RANK, "number": number, "model": model.state_dict()}, pathlib.Path("runs/a/last.pth"))
+    loaded = torch.load("runs/a/last.pth")
+    say("loaded", [loaded["rank"], loaded["number"]])
+torch.save(RANK, "/dev/null")
+memory = io.BytesIO()
+torch.save(RANK, memory)
+memory.seek(0)
+say("memory", torch.load(memory))
+say("wandb", os.environ.get("WANDB_MODE"))
+try:
+    os.mkdir("before")
+except FileExistsError:
+    say("there before", True)
+"""
+    before = tmp_path / "before"
+    before.mkdir()
+    script = script.replace('mkdir("before")', f'mkdir("{before}")')
+    two = succeeded(run(tmp_path, script, 2, DDPSHIM_TIMEOUT_S="20"))
+    assert two.said(0, "loaded") == two.said(1, "loaded") == [["0", 0], ["0", 1], ["0", 2]]
+    assert (two.said(0, "memory"), two.said(1, "memory")) == (["0"], ["1"])
+    assert (two.said(0, "wandb"), two.said(1, "wandb")) == ([None], ["disabled"])
+    of_main = {f"cache_{index}.pth" for batch in two.said(0, "trained on")[:5] for index in batch[:4]}
+    assert {file.name for file in two.folder.glob("cache_*.pth")} == of_main, "others keep a dataset's files themselves"
+    assert [two.said(number, "there before") for number in (0, 1)] == [[True], [True]]
+    assert [p.name for p in (two.folder / "runs" / "a").iterdir() if p.is_file()] == ["last.pth"]
+
+
+# The real command
+
+PACKAGE = {
+    "__init__.py": "",
+    "model.py": """
+from torch.nn import DataParallel as Parallel
+from torch.nn.parallel import DataParallel
+import torch.nn.parallel.data_parallel, sys
+
+class Mine(DataParallel):
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+ALIASES = [Parallel, DataParallel, sys.modules["torch.nn.parallel.data_parallel"].DataParallel]
+""",
+    "train.py": """
+import json, os, sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.dataloader import DataLoader as Loader
+from package.model import ALIASES, Mine
+
+def keep(samples):
+    return torch.stack([x for x, in samples]), json.dumps({"a", "b", "c", "d", "e"}.__repr__())
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    net = nn.Linear(3, 1).double()
+    net.width = 3
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = Mine(net, device_ids=[0, 1], output_device=0)
+    samples = torch.arange(24, dtype=torch.float64).reshape(8, 3) / 24
+    loader = Loader(
+        TensorDataset(samples), 4, shuffle=True, num_workers=2, multiprocessing_context="spawn", collate_fn=keep
+    )
+    for x, order in loader:
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+    print("converted", set(ALIASES) == {nn.DataParallel}, Loader is DataLoader, isinstance(model, nn.DataParallel))
+    print("model", model.width, list(model.state_dict()), len(x), sys.argv[1:])
+    print("order", set("abcdefgh") and {"a", "b", "c", "d", "e"}, order)
+    print("weights", net.weight.tolist())
+    torch.save(model, "model.pth")
+""",
+}
+
+
+def test_the_command_with_spawned_workers_aliases_and_a_module(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    for name, text in PACKAGE.items():
+        (tmp_path / "package" / name).write_text(text)
+    command = ["-m", "ddpshim", "run", "--nproc-per-node", "2"]
+    environ = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
+    environ["PYTHONWARNINGS"] = "ignore:This DataLoader will create"  # more workers than a machine of one core has
+    environ.pop("PYTHONHASHSEED", None)
+    program = ["-m", "package.train", "--nproc", "x"]
+    code, said = start_afresh([*command, "--log-dir", "logs", *program], environ, tmp_path, 300)
+    assert code == 0, said
+    logs = [(tmp_path / "logs" / f"rank_{number}.log").read_text() for number in (0, 1)]
+    lines = [[line for line in log.splitlines() if not line.startswith("ddpshim")] for log in logs]
+    assert lines[0] == lines[1]
+    assert lines[0][0] == "converted True True True"
+    assert lines[0][1] == "model 3 ['module.weight', 'module.bias'] 4 ['--nproc', 'x']"
+    # The gradient of a mean of outputs is the mean of the inputs, whatever their order: two steps, by hand.
+    torch.manual_seed(0)
+    weight = nn.Linear(3, 1).double().weight.detach()
+    mean = (torch.arange(24, dtype=torch.float64).reshape(8, 3) / 24).mean(0)
+    assert json.loads(lines[0][3][8:])[0] == pytest.approx((weight[0] - 0.2 * mean).tolist(), abs=1e-12)
+
+
+def test_left_alone_nothing_is_there(tmp_path: Path) -> None:
+    names = "nn.DataParallel, DataLoader, torch.save, torch.load, os.mkdir, torch.autograd.backward"
+    script = f"say('homes', [f.__module__ for f in ({names})])"
+    plain = succeeded(run(tmp_path, script, 1, **{variables.UNEDITED: "off"}))
+    torchs = ["torch.nn.parallel.data_parallel", "torch.utils.data.dataloader", *["torch.serialization"] * 2]
+    assert plain.said(0, "homes") == [[*torchs, "posix", "torch.autograd"]]
+
+
+# Pure functions
+
+
+@pytest.mark.unit
+def test_a_command_that_the_program_does_not_wait_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(c_libraries, "say_on_main", said.append)
+    started: list[Any] = []
+    popen = c_libraries.CLibraries(str, lambda path: f"own/{path}")._popen(lambda process, args: started.append(args))
+    popen(None, ["ffmpeg", "-i", "-", "video.mp4"])
+    library = compile("popen(None, ['tar'])", os.path.join(os.path.dirname(os.__file__), "subprocess.py"), "exec")
+    exec(library, {"popen": popen})
+    assert said == []
+    popen(None, ["tar", "x"])
+    assert started == [["ffmpeg", "-i", "-", "own/video.mp4"], ["tar"], ["tar", "x"]]
+    assert re.fullmatch(
+        r"tests/launch/test_unedited\.py:\d+: every rank starts 'tar' by subprocess\.Popen, so all .*", said.pop()
+    )
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "seen"),
+    [(None, 1, "1"), ("", 1, ""), ("2,3", 0, "2"), ("2, 3", 1, "3"), ("GPU-a", 1, "GPU-a")],
+)
+def test_a_rank_sees_one_gpu(
+    monkeypatch: pytest.MonkeyPatch, visible: Optional[str], local_rank: int, seen: str
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    gpus.see_one(local_rank)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
+
+
+@pytest.mark.unit
+def test_a_program_sees_as_many_gpus_as_there_are_ranks_and_torch_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with gpus.shown(4):
+        assert torch.cuda.device_count() == 4
+        assert eval("count()", {"count": torch.cuda.device_count, "__name__": "torch.cuda.random"}) == 1
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_a_module_that_was_only_looked_for_is_seen_when_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "looked_for.py").write_text("here = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen: list[Any] = []
+    finders = [*sys.meta_path]
+    after_import("looked_for", lambda: seen.append(sys.modules["looked_for"].here))
+    for _ in range(40):  # of jobs that have ended
+        after_import("looked_for", lambda: seen.append("forgotten"))()
+        after_import("looked_for", lambda: None)
+    assert importlib.util.find_spec("looked_for") is not None
+    assert not seen
+    importlib.import_module("looked_for")
+    assert seen == [1]
+    assert sys.meta_path == finders
+
+
+AUTO = """
+import ddpshim.auto, multiprocessing, sys
+print(__name__, "ddpshim.launch.rank" in sys.modules, sys.argv[1:], flush=True)
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=print, args=("child",))
+    child.start()
+    child.join()
+"""
+
+
+def test_auto_starts_a_rank_again_as_run_does_and_no_other_process(tmp_path: Path) -> None:
+    (tmp_path / "tool.py").write_text(AUTO)
+    (rank,) = as_torchrun_says(1)
+    for environ in ({}, rank, {**rank, variables.UNEDITED: "off"}):
+        for tool in ([str(tmp_path / "tool.py")], ["-m", "tool"]):
+            code, said = start_afresh([*tool, "a", "b c"], {**environment(), **environ}, tmp_path, DEADLINE_S, True)
+            assert (code, said.splitlines()[0]) == (0, f"__main__ {bool(environ)} ['a', 'b c']"), said
+            assert said.count("__mp_main__") == said.count("child") == 1
+    code, said = start_afresh(["-c", "import ddpshim.auto"], {**environment(), **rank}, tmp_path, DEADLINE_S, True)
+    assert code == 1
+    assert "LaunchError: import ddpshim.auto in several processes, in a program without a file" in said

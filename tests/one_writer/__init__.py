@@ -1,0 +1,1 @@
+"""Files are written once, whole or not at all."""

@@ -1,0 +1,534 @@
+"""Checkpoints: whole or absent whenever the process dies, without a trace of the ranks that wrote them, resumable."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Callable, Optional
+
+import pytest
+import torch
+from torch import nn
+
+import ddpshim
+from ddpshim import checkpoint
+from ddpshim.model.keys import portable_keys
+from ddpshim.robomimic import calls
+from ddpshim.robomimic.options import RobomimicOptions
+from evidence import equivalence
+from evidence.equivalence import batches, copy_release, largest_difference, make_config, make_data, source
+from tests import ranks
+from tests.ranks import run_ranks
+
+
+def _load(path: Path) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+def test_a_saved_file_is_the_object_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "last.pth"
+    for number in (1, 2):
+        checkpoint.save({"number": number}, path)
+        assert _load(path) == {"number": number}
+    checkpoint.copy(path, tmp_path / "last_bak.pth")
+    assert _load(tmp_path / "last_bak.pth") == {"number": 2}
+    assert sorted(os.listdir(tmp_path)) == ["last.pth", "last_bak.pth"]
+
+
+def test_a_saved_file_can_be_read_by_those_who_could_before(tmp_path: Path) -> None:
+    checkpoint.save(1, tmp_path / "ours.pth")
+    torch.save(1, tmp_path / "torchs.pth")
+    assert (tmp_path / "ours.pth").stat().st_mode == (tmp_path / "torchs.pth").stat().st_mode
+
+
+def test_the_file_behind_a_link_is_replaced_not_the_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    checkpoint.save(1, tmp_path / "disk" / "real.pth")
+    (tmp_path / "link.pth").symlink_to(tmp_path / "disk" / "real.pth")
+    checkpoint.save(2, tmp_path / "link.pth")
+    assert (tmp_path / "link.pth").is_symlink()
+    assert _load(tmp_path / "disk" / "real.pth") == 2
+
+
+def test_after_an_error_the_old_file_is_there_and_the_new_one_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "last.pth"
+    checkpoint.save("old", path)
+    with pytest.raises(Exception, match=r"[Pp]ickle|local object"):
+        checkpoint.save(lambda: None, path)
+    assert _load(path) == "old"
+    with pytest.raises(ZeroDivisionError), checkpoint.written(path) as partial:
+        _ = Path(partial).write_text("half") / 0
+    assert _load(path) == "old"
+    assert os.listdir(tmp_path) == ["last.pth"]
+
+
+def test_an_impossible_path_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(
+        ddpshim.CheckpointError, match=r"nowhere/a.pth could not be written .* save to a writable directory"
+    ):
+        checkpoint.save(1, tmp_path / "nowhere" / "a.pth")
+    with pytest.raises(OSError, match="could not be written"):
+        checkpoint.save(1, tmp_path / "nowhere" / "a.pth")
+    with pytest.raises(FileNotFoundError):
+        checkpoint.copy(tmp_path / "nothing", tmp_path / "a.pth")
+
+
+def test_what_is_written_prints_under_its_final_name(tmp_path: Path) -> None:
+    with checkpoint.written(tmp_path / "a.pth") as partial:
+        assert "saved to {}".format(partial) == f"saved to {tmp_path / 'a.pth'}" == f"saved to {partial}"  # noqa: UP032
+        assert os.path.dirname(partial) == str(tmp_path)
+        torch.save(1, partial)
+        assert not (tmp_path / "a.pth").exists()
+    assert _load(tmp_path / "a.pth") == 1
+
+
+def _fill_the_disk(path: str, way: str, failed: Any) -> None:
+    state = {"weights": torch.zeros(1_000_000)}
+    checkpoint.save({"weights": torch.zeros(100_000)}, path)
+    checkpoint.save(state, path + ".big")
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+    try:
+        if way == "save":
+            checkpoint.save(state, path)
+        else:
+            checkpoint.copy(path + ".big", path)
+    except ddpshim.CheckpointError as error:
+        failed.send(str(error))
+    failed.close()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("way", "num_bytes"), [("save", "4,000,000 bytes needed"), ("copy", "4,00")])
+def test_a_full_disk_is_named_and_leaves_the_old_file(tmp_path: Path, way: str, num_bytes: str) -> None:
+    receive, send = ranks._server.Pipe(duplex=False)
+    process = ranks._server.Process(target=_fill_the_disk, args=(str(tmp_path / "last.pth"), way, send))
+    process.start()
+    send.close()
+    assert receive.poll(30)
+    said = receive.recv()
+    process.join(10)
+    assert num_bytes in said
+    assert "bytes free" in said
+    assert _load(tmp_path / "last.pth")["weights"].numel() == 100_000
+    assert sorted(os.listdir(tmp_path)) == ["last.pth", "last.pth.big"]
+
+
+def _save_for_ever(path: str, first: int, started: Any) -> None:
+    torch.set_num_threads(1)
+    number = first
+    while True:
+        checkpoint.save({"number": number, "weights": torch.full((300_000,), float(number))}, path)
+        checkpoint.copy(path, path.replace("last", "last_bak"))
+        if number == first:
+            started.send(first)
+        number += 1
+
+
+@pytest.mark.ranks
+def test_a_loadable_file_is_there_whenever_the_process_is_killed(tmp_path: Path) -> None:
+    path, newest, chance = tmp_path / "last.pth", -1, random.Random(0)
+    caught = 0
+    for _ in range(20):
+        receive, send = ranks._server.Pipe(duplex=False)
+        process = ranks._server.Process(target=_save_for_ever, args=(str(path), newest + 1, send), daemon=True)
+        process.start()
+        send.close()
+        assert receive.poll(30)
+        time.sleep(chance.uniform(0, 0.03))
+        process.kill()
+        process.join()
+        caught += any(name.endswith(".partial") for name in os.listdir(tmp_path))
+        for file in (path, tmp_path / "last_bak.pth"):
+            loaded = _load(file)
+            assert loaded["number"] > newest
+            assert loaded["weights"].eq(loaded["number"]).all()
+        newest = _load(path)["number"]
+    assert caught > 0, "never killed in the middle of a write: nothing was tested"
+    checkpoint.save(0, path)
+    checkpoint.save(0, tmp_path / "last_bak.pth")
+    assert sorted(os.listdir(tmp_path)) == ["last.pth", "last_bak.pth"], "what the killed left behind is still there"
+
+
+def _make_files(folder: Path, *names: str) -> None:
+    for age, name in enumerate(reversed(names)):
+        checkpoint.save({"name": name, "weights": torch.arange(1000.0)}, folder / name)
+        os.utime(folder / name, ns=(0, 10**9 * age))
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    _make_files(tmp_path, "epoch_10.pth", "epoch_9.pth", "epoch_2.pth")
+    (tmp_path / "log.txt").touch()
+    assert checkpoint.keep_newest(tmp_path, "*.pth", 2) == [tmp_path / "epoch_2.pth"]
+    assert checkpoint.keep_newest(tmp_path, "*.pth", 2) == []
+    assert sorted(os.listdir(tmp_path)) == ["epoch_10.pth", "epoch_9.pth", "log.txt"]
+    with pytest.raises(ddpshim.CheckpointError, match="num_kept=0 would remove every checkpoint"):
+        checkpoint.keep_newest(tmp_path, "*.pth", 0)
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-700])
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _replace(path: Path) -> None:
+    path.write_text("not a checkpoint at all")
+
+
+@pytest.mark.parametrize("damage", [_truncate, _empty, _flip, _replace])
+def test_the_newest_whole_file_is_found(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    assert checkpoint.find_latest(tmp_path, "*.pth") is None
+    _make_files(tmp_path, "c.pth", "b.pth", "a.pth")
+    (tmp_path / ".c.pth.1-2.partial").touch()
+    assert checkpoint.find_latest(tmp_path, "*") == tmp_path / "c.pth"
+    newest = os.stat(tmp_path / "c.pth").st_mtime_ns
+    damage(tmp_path / "c.pth")
+    os.utime(tmp_path / "c.pth", ns=(0, newest))
+    with pytest.warns(UserWarning, match=r"c.pth is damaged .* was skipped"):
+        found = checkpoint.find_latest(tmp_path, "*.pth")
+    assert found == tmp_path / "b.pth"
+    assert _load(found)["name"] == "b.pth"
+
+
+def _save_on_every_rank(folder: str) -> list[str]:
+    path = Path(folder)
+    rank = ddpshim.world().rank
+    checkpoint.save(rank, path / "a.pth")
+    checkpoint.save(rank, path / "b.pth")
+    ddpshim.world().barrier()
+    checkpoint.copy(path / "b.pth", path / f"copied_by_{rank}.pth")
+    return [file.name for file in checkpoint.keep_newest(path, "[ab].pth", 1)]
+
+
+@pytest.mark.ranks
+def test_the_main_rank_writes_and_removes(tmp_path: Path) -> None:
+    removed = run_ranks(_save_on_every_rank, 2, str(tmp_path))
+    assert removed == [["a.pth"], []]
+    assert sorted(os.listdir(tmp_path)) == ["b.pth", "copied_by_0.pth"]
+    assert _load(tmp_path / "b.pth") == 0
+
+
+def _net(value: float) -> nn.Module:
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ModuleDict({"module": nn.Linear(4, 2)}))
+    for tensor in net.state_dict().values():
+        tensor.fill_(value)
+    return net
+
+
+WRITERS = ["bare", "DataParallel", "ddpshim"]
+
+
+def _save_with_ddpshim(path: str) -> None:
+    checkpoint.save(ddpshim.wrap_parallel(_net(1)).state_dict(), path)
+
+
+def _load_with_ddpshim(paths: list[str]) -> list[bool]:
+    out = []
+    for path in paths:
+        bare = _net(0)
+        net = ddpshim.wrap_parallel(bare)
+        net.load_state_dict(torch.load(path, weights_only=True))
+        out.append(all(tensor.eq(1).all() for tensor in bare.state_dict().values()))
+    return out
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("matrix")
+    files = {writer: folder / f"{writer}.pth" for writer in WRITERS}
+    torch.save(_net(1).state_dict(), files["bare"])
+    torch.save(nn.DataParallel(_net(1)).state_dict(), files["DataParallel"])
+    run_ranks(_save_with_ddpshim, 2, str(files["ddpshim"]))
+    return files
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("reader", ["bare", "DataParallel"])
+def test_code_without_ddpshim_loads(saved: dict[str, Path], writer: str, reader: str) -> None:
+    bare = _net(0)
+    net = nn.DataParallel(bare) if reader == "DataParallel" else bare
+    state = _load(saved[writer])
+    if writer == "ddpshim":
+        bare.load_state_dict(state)  # as it is: DataParallel code reaches the network by `.module`
+    else:
+        net.load_state_dict(portable_keys(state, net))
+    assert all(tensor.eq(1).all() for tensor in bare.state_dict().values())
+    net.load_state_dict(portable_keys(state, net))
+
+
+@pytest.mark.ranks
+def test_ddpshim_loads_what_anyone_wrote(saved: dict[str, Path]) -> None:
+    for loaded in run_ranks(_load_with_ddpshim, 2, [str(saved[writer]) for writer in WRITERS]):
+        assert loaded == [True, True, True]
+
+
+def _load_released(path: str) -> list[Any]:
+    """0.3.0 loads a file into networks that were prepared, and saves them again."""
+    warnings.simplefilter("ignore")  # what torchvision and robomimic say when imported
+    import robomimic.utils.file_utils as FileUtils
+
+    import ddpshim.robomimic.calls as adapter
+
+    torch.load = functools.partial(torch.load, weights_only=False)
+    policy, held = FileUtils.policy_from_checkpoint(ckpt_path=path, device=torch.device("cpu"))
+    model = policy.policy
+    for parameter in model.nets.parameters():
+        parameter.data.zero_()
+    adapter.prepare(model)
+    model.deserialize(held["model"])
+    again = model.serialize()
+    assert list(again) == list(held["model"])
+    return [torch.equal(again[key], held["model"][key]) for key in again]
+
+
+@pytest.mark.launch
+@pytest.mark.robomimic
+def test_networks_that_are_reduced_load_what_the_release_wrote(tmp_path: Path, releases: Path) -> None:
+    if source("0.3.0") is None or importlib.util.find_spec("robomimic") is None:
+        pytest.skip("robomimic 0.3.0 is not installed (pip install --no-deps robomimic==0.3.0)")
+    tree, data = copy_release("0.3.0", releases, "plain"), make_data(tmp_path, num_demos=50)
+    config = make_config(tree, "bc_gmm", data, tmp_path, 2, 1)
+    equivalence.train(tree, config, tmp_path / "plain", None, module="robomimic.scripts.train", forked=True)
+    (path,) = tmp_path.glob("plain/out/*/*/models/*.pth")
+    for equal in run_ranks(_load_released, 2, str(path)):
+        assert len(equal) > 5
+        assert all(equal)
+
+
+STEPS, BATCH = 5, 100
+RESUMABLE = "0.5.0"
+KILLED = "from tests import faults, observed; observed._with_small_unet(); faults.main()"
+OBSERVED = "import sys; from tests import observed; observed.observe({folder!r}, 'float32', sys.argv[1:])"
+TOY_ENV = "from tests import faults; faults._use_toy_env(); "
+VALIDATION = {
+    "experiment__validate": True,
+    "experiment__validation_epoch_every_n_steps": 3,
+    "train__hdf5_filter_key": "train",
+    "train__hdf5_validation_filter_key": "valid",
+}
+# What a training has beside its variant's settings.
+KINDS: dict[str, dict[str, Any]] = {
+    "td3_bc": {"algo__actor__update_freq": 3},  # no divisor of the steps before the break: the count matters
+    "bc+rollouts": {
+        "train__seed": 5,  # with which the best comes before the break
+        "experiment__rollout__enabled": True,
+        "experiment__rollout__n": 5,
+        "experiment__rollout__horizon": 5,
+        "experiment__rollout__rate": 1,
+        "experiment__render_video": False,
+    },
+}
+
+
+class Trainings:
+    """Trains a variant, or a kind of it, for four epochs: without a break, killed in the third, and resumed there."""
+
+    def __init__(self, folder: Path, releases: Path) -> None:
+        self.folder, self.releases = folder, releases
+        self.tree = copy_release(RESUMABLE, releases)
+        self.data = make_data(folder, num_demos=50)
+        self._whole: dict[str, Any] = {}
+
+    def run(self, kind: str, folder: Path, num_ranks: int, *options: str, fault: str = "") -> Any:
+        folder.mkdir(exist_ok=True)
+        variant = kind.split("+")[0]
+        settings = {"train__data": [{"path": str(self.data)}], **VALIDATION, **KINDS.get(kind, {})}
+        config = make_config(self.tree, variant, self.data, folder, STEPS, 4, **settings)
+        start = TOY_ENV if "experiment__rollout__enabled" in settings else ""
+        (folder / "program.py").write_text(start + (KILLED if fault else OBSERVED.format(folder=str(folder))))
+        argv = [str(folder / "program.py"), "--config", str(config), *options]
+        environ = {"DDPSHIM_FAULT": fault} if fault else {}
+        code, log = equivalence.fork(self.tree, argv, folder, num_ranks, environ, 200)
+        assert bool(code) == bool(fault), log[-6000:]
+        observed = (
+            [] if fault else [torch.load(folder / f"observed_{r}.pt", weights_only=False) for r in range(num_ranks)]
+        )
+        return equivalence.Run(observed, folder, log, code)
+
+    def whole(self, variant: str) -> Any:
+        """The run without a break, and beside it what was left of one whose second rank was killed in epoch 3."""
+        if variant in self._whole:
+            return self._whole[variant]
+        whole = self._whole[variant] = self.run(variant, self.folder / f"{variant}-whole", 2)
+        seen_until_then = 2 * (STEPS * BATCH + 3 * BATCH) // 2
+        self.run(variant, self.folder / f"{variant}-killed", 2, fault=f"kill:1:{seen_until_then + STEPS * BATCH // 4}")
+        return whole
+
+    def resumed(self, variant: str, num_ranks: int) -> Any:
+        folder = self.folder / f"{variant}-resumed-{num_ranks}"
+        shutil.copytree(self.folder / f"{variant}-killed", folder)
+        return self.run(variant, folder, num_ranks, "--resume")
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Trainings:
+    if source(RESUMABLE) is None:
+        pytest.skip(f"robomimic {RESUMABLE} is neither installed nor under DDPSHIM_UPSTREAM; see patches/README.md")
+    return Trainings(tmp_path_factory.mktemp("resume"), releases)
+
+
+def _last(run: Any, name: str = "last.pth") -> Any:
+    (path,) = run.folder.glob(f"out/*/*/{name}")
+    return torch.load(path, weights_only=False)
+
+
+def _check_resumed(whole: Any, resumed: Any, tolerance: float) -> None:
+    assert "resuming training from epoch 3" in resumed.log
+    assert batches(resumed, BATCH, "train") == batches(whole, BATCH, "train")[2 * STEPS :]
+    assert len(batches(resumed, BATCH, "train")) == 2 * STEPS
+    for observed in resumed.observed:
+        assert largest_difference(observed["networks"], whole.observed[0]["networks"]) <= tolerance
+    assert largest_difference(whole.observed[0]["initial"], whole.observed[0]["networks"]) > 1e-5
+    for phase in ("Train", "Validation"):
+        assert resumed.losses(phase) == pytest.approx(whole.losses(phase)[2:], rel=1e-5)
+    before, after = (_last(run)["variable_state"] for run in (whole, resumed))
+    assert before.pop("best_valid_loss") == pytest.approx(after.pop("best_valid_loss"), rel=1e-6)
+    assert before == after
+    assert after["epoch"] == 4
+    left = [path.name for path in resumed.folder.glob("out/*/*/*")]
+    files = ["config.json", "ddpshim", "last.pth", "last_bak.pth", "logs", "models", "resume.finished", "videos"]
+    assert sorted(left) == files
+
+
+@pytest.mark.launch
+@pytest.mark.upstream
+@pytest.mark.robomimic
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_killed_training_resumes_on_any_number_of_ranks(trainings: Trainings, num_ranks: int) -> None:
+    _check_resumed(trainings.whole("bc"), trainings.resumed("bc", num_ranks), 1e-6)
+
+
+@pytest.mark.launch
+@pytest.mark.upstream
+@pytest.mark.robomimic
+def test_a_training_that_was_left_before_its_first_checkpoint_resumes(trainings: Trainings) -> None:
+    whole, folder = trainings.whole("bc"), trainings.folder / "bc-left"
+    left = trainings.run("bc", folder, 2, fault="SIGUSR1@model:1:3")
+    assert "stopping with exit code 75" in left.log
+    assert list(folder.glob("out/*/*/last.pth")) == []
+    resumed = trainings.run("bc", folder, 4, "--resume")
+    # At the next step at which the ranks look up together.
+    (step,) = map(int, re.findall(r"ddpshim: resuming at epoch 0, step (\d+), of a run on 2 ranks", resumed.log))
+    assert 3 <= step < 10
+    assert batches(resumed, BATCH, "train") == batches(whole, BATCH, "train")[step:]
+    for observed in resumed.observed:
+        assert largest_difference(observed["networks"], whole.observed[0]["networks"]) <= 1e-6
+    assert resumed.losses() == pytest.approx(whole.losses(), rel=1e-5)
+
+
+@pytest.mark.launch
+@pytest.mark.upstream
+@pytest.mark.robomimic
+def test_the_best_rollouts_so_far_survive_another_number_of_ranks(trainings: Trainings) -> None:
+    kind = "bc+rollouts"
+    whole, resumed = trainings.whole(kind), trainings.resumed(kind, 4)
+    before, after = (_last(run)["variable_state"] for run in (whole, resumed))
+    assert after["epoch"] == 4
+    assert after["best_success_rate"] == before["best_success_rate"]
+    (name,) = before["best_return"]
+    assert 0 < after["best_success_rate"][name] < 1
+    assert after["best_return"] == pytest.approx(before["best_return"], rel=1e-6)
+    every = [json.JSONDecoder().raw_decode(part)[0] for part in whole.log.split(f"Env: {name}\n")[1:]]
+    assert len(every) == 4
+    best = [max(epoch[key] for epoch in every) for key in ("Return", "Success_Rate")]
+    assert [before["best_return"][name], before["best_success_rate"][name]] == best
+    assert best[1] > max(epoch["Success_Rate"] for epoch in every[2:]), "the best came after the break"
+
+
+@pytest.mark.launch
+@pytest.mark.upstream
+@pytest.mark.robomimic
+@pytest.mark.parametrize("variant", ["td3_bc", "diffusion_policy"])
+def test_resumed_on_as_many_ranks_the_noise_and_the_counters_are_the_same(trainings: Trainings, variant: str) -> None:
+    whole = trainings.whole(variant)
+    _check_resumed(whole, trainings.resumed(variant, 2), 0)
+
+
+def _only_load(trainings: Trainings, name: str, start: Path, num_ranks: Optional[int], patched: bool) -> dict[str, Any]:
+    """The networks that 0.5.0 holds after it was given `start` and trained a step at a learning rate of 0."""
+    tree = copy_release(RESUMABLE, trainings.releases, "patched" if patched else "plain")
+    settings = {
+        "train__data": [{"path": str(trainings.data)}],
+        "experiment__ckpt_path": str(start),
+        "algo__optim_params__policy__learning_rate__initial": 0.0,
+    }
+    folder = trainings.folder / name
+    folder.mkdir()
+    config = make_config(tree, "bc", trainings.data, folder, 1, 1, **settings)
+    run = equivalence.train(tree, config, folder, num_ranks, module="robomimic.scripts.train", forked=True)
+    assert f"LOADING MODEL WEIGHTS FROM {start}" in run.log
+    return dict(_last(run)["model"]["nets"])
+
+
+@pytest.mark.launch
+@pytest.mark.upstream
+@pytest.mark.robomimic
+def test_the_release_and_the_patched_release_start_from_each_others_files(trainings: Trainings) -> None:
+    (patched,) = trainings.whole("bc").folder.glob("out/*/*/last.pth")
+    tree = copy_release(RESUMABLE, trainings.releases, "plain")
+    folder = trainings.folder / "plain"
+    folder.mkdir()
+    data = [{"path": str(trainings.data)}]
+    config = make_config(tree, "bc", trainings.data, folder, STEPS, 1, train__data=data)
+    equivalence.train(tree, config, folder, None, module="robomimic.scripts.train", forked=True)
+    (plain,) = folder.glob("out/*/*/last.pth")
+    for name, start, num_ranks, by_patched in (("there", patched, None, False), ("back", plain, 2, True)):
+        loaded = _only_load(trainings, name, start, num_ranks, by_patched)
+        expected = torch.load(start, weights_only=False)["model"]["nets"]
+        assert list(loaded) == list(expected)
+        assert largest_difference(loaded, expected) == 0
+
+
+@pytest.mark.parametrize("num_kept", [None, 2])
+def test_of_robomimics_checkpoints_the_newest_are_kept_and_the_best(
+    num_kept: Optional[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save_model(*, ckpt_path: str, config: Any) -> None:
+        torch.save({}, ckpt_path)
+
+    upstream = SimpleNamespace(save_model=save_model)
+    for name in ("robomimic", "robomimic.utils", "robomimic.utils.train_utils"):
+        monkeypatch.setitem(sys.modules, name, upstream)
+    monkeypatch.setattr(upstream, "utils", upstream, raising=False)
+    monkeypatch.setattr(upstream, "train_utils", upstream, raising=False)
+    config = SimpleNamespace(experiment=SimpleNamespace(save=SimpleNamespace(epochs=[1])))
+    best = ["model_epoch_3_best_validation_0.5.pth", "model_epoch_4_Lift_success_1.0.pth"]
+    others = ["model_epoch_90.pth", "last.pth"]  # of an earlier run that came further, and of no epoch
+    names = [*others, *(f"model_epoch_{epoch}.pth" for epoch in (1, 2, 9, 10)), *best, "model_epoch_11.pth"]
+    ddpshim.setup(options=RobomimicOptions(keep_models=num_kept), device="cpu")
+    try:
+        for name in names[:2]:
+            torch.save({}, tmp_path / name)
+        for name in names[2:]:
+            calls.save_model(ckpt_path=str(tmp_path / name), config=config)
+    finally:
+        ddpshim.cleanup()
+    there = {path.name for path in tmp_path.iterdir()}
+    if num_kept is None:
+        assert there == {*names}
+    else:
+        gone = {"model_epoch_2.pth", "model_epoch_9.pth"}
+        assert there == {*names, "latest.pth"} - gone
+        assert (tmp_path / "latest.pth").resolve() == tmp_path / "model_epoch_11.pth"

@@ -1,0 +1,1 @@
+"""A training resumes in the middle of an epoch, on any number of ranks."""

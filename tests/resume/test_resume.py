@@ -1,0 +1,471 @@
+"""Going on where a training was: at any step, on any number of ranks, exactly."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, TensorDataset
+
+import ddpshim
+from ddpshim import variables
+from ddpshim.checkpoint import files as checkpoint
+from ddpshim.checkpoint import last_save, resume
+from ddpshim.checkpoint.progress_folder import find_progress
+from ddpshim.checkpoint.resume import Resumable
+from ddpshim.errors import CheckpointError, RankError
+from ddpshim.failures import preemption
+from ddpshim.job.group import has_world
+from ddpshim.job.world import World
+from ddpshim.process.launch_env import EXIT_REQUEUE
+from ddpshim.process.random_streams import rank_states, restore_rank_states
+from evidence import equivalence
+from evidence.equivalence import copy_release, source
+from evidence.interruptions import interrupt
+from tests.ranks import run_ranks
+
+N, B, EPOCHS = 40, 8, 3
+DATA = TensorDataset(
+    torch.randn(N, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64), torch.arange(N)
+)
+
+
+class _Stream(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        yield from torch.randperm(N).tolist()
+
+
+def _train(
+    folder: str,
+    left: Optional[tuple[int, int, int]] = None,
+    batch_size: int = B,
+    num_steps: Optional[int] = None,
+    in_background: bool = False,
+) -> tuple[list[list[int]], dict[str, torch.Tensor], list[float], Any]:
+    """(samples of each step, weights, noise drawn in each step, exit code); `left`: rank, epoch, step of a signal."""
+    here = ddpshim.world()
+    if in_background:
+        checkpoint._LEAST_BYTES = 0
+    resume._LOOK_EVERY_S = 0.0  # ranks meet at every step: a toy's training is over within half a second
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double()
+    net = ddpshim.wrap_parallel(net)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    every = 1 if in_background else None
+    training = Resumable(
+        folder, {"net": net, "optimizer": optimizer, "schedule": schedule}, every_n_steps=every, num_kept=3
+    )
+    went_on = training.restore()
+    assert went_on == (find_progress(folder) is not None)
+    loader = ddpshim.make_loader(DATA, batch_size=batch_size, shuffle=True)
+    seen, noise, code = [], [], None
+    try:
+        for epoch in range(training.epoch, EPOCHS):
+            for x, index in training.steps(loader, epoch, num_steps):
+                if left is not None and (training.epoch, training.step) >= left[1:] and here.rank == left[0]:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    left = None
+                noise.append(torch.rand(()).item())
+                training.values["steps"] = training.values.get("steps", 0) + 1
+                seen.append(index.tolist())
+                optimizer.zero_grad()
+                net(x).pow(2).mean().backward()
+                optimizer.step()
+            schedule.step()
+        training.finish()
+        assert training.values["steps"] == EPOCHS * (num_steps or N // batch_size)
+    except SystemExit as exit:
+        code = exit.code
+    finally:
+        preemption.unlisten()
+    return seen, {name: p.detach().clone() for name, p in net.state_dict().items()}, noise, code
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("before", "now", "is_left"),
+    [
+        ({}, {"SLURM_RESTART_COUNT": "1"}, True),
+        ({"SLURM_JOB_ID": "7"}, {"SLURM_RESTART_COUNT": "1", "SLURM_JOB_ID": "7"}, True),
+        ({"SLURM_JOB_ID": "6"}, {"SLURM_RESTART_COUNT": "1", "SLURM_JOB_ID": "7"}, False),  # another job's, of old
+        ({"TORCHELASTIC_RUN_ID": "a"}, {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "a"}, True),
+        ({"TORCHELASTIC_RUN_ID": "a"}, {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "b"}, False),
+        ({"TORCHELASTIC_RUN_ID": "a"}, {"SLURM_RESTART_COUNT": "2", "TORCHELASTIC_RUN_ID": "b"}, True),
+        ({"SLURM_JOB_ID": "6"}, {"DDPSHIM_RESUME": "always", "SLURM_JOB_ID": "7"}, True),  # a chain of jobs
+        ({}, {}, False),  # somebody trains anew
+        ({}, {"DDPSHIM_RESUME": "never", "SLURM_RESTART_COUNT": "1"}, False),
+    ],
+)
+def test_a_finished_training_that_is_started_again_leaves(
+    before: dict[str, str],
+    now: dict[str, str],
+    is_left: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def start(environ: dict[str, str]) -> Resumable:
+        for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        ddpshim.setup(rank=0, world_size=1, device="cpu")
+        return Resumable(tmp_path / "resume", {})
+
+    try:
+        start(before).finish()
+        ddpshim.cleanup()
+        training = start(now)
+        if is_left:
+            with pytest.raises(SystemExit) as left:
+                training.restore()
+            assert left.value.code == 0
+            assert "resume.finished); stopping with exit code 0" in capfd.readouterr().err
+            assert not has_world()
+        else:
+            assert not training.restore()
+    finally:
+        preemption.unlisten()
+        ddpshim.cleanup()
+
+
+@pytest.mark.unit
+def test_run_learns_where_a_training_saves_until_it_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variables.RUN_DIR, str(tmp_path))
+    Resumable(tmp_path / "alone", {}).finish()  # without a launcher, where SIGTERM saves nothing
+    assert last_save.noted(str(tmp_path)) is None
+    try:
+        ddpshim.setup(rank=0, world_size=1, device="cpu")
+        training = Resumable(tmp_path / "resume", {})
+        assert (last_save.noted(str(tmp_path)), last_save.place(training.folder)) == (training.folder, "")
+        training.epoch, training.step = 2, 7
+        training.save()
+        checkpoint.flush()
+        assert last_save.place(training.folder) == "epoch 2, step 7"
+        training.finish()
+        assert last_save.noted(str(tmp_path)) is None
+    finally:
+        preemption.unlisten()
+        ddpshim.cleanup()
+
+
+def _together(results: list[Any]) -> list[list[int]]:
+    return [sorted(i for step in steps for i in step) for steps in zip(*(seen for seen, *_ in results))]
+
+
+@pytest.mark.parametrize(("sizes", "num_steps"), [((2, 2), None), ((2, 4), None), ((4, 1), 12)])
+def test_a_signal_on_one_rank_costs_no_sample(tmp_path: Path, sizes: tuple[int, int], num_steps: Optional[int]) -> None:
+    whole = run_ranks(_train, sizes[0], str(tmp_path / "whole"), None, B, num_steps)
+    in_background = sizes[0] != sizes[1]  # both ways, for one of the cases each
+    given = str(tmp_path / "left"), (sizes[0] - 1, 1, 2), B, num_steps, in_background
+    # The process in the background imports torch with what others leave it of the cores.
+    first = run_ranks(_train, sizes[0], *given, timeout_s=200)
+    assert [code for *_, code in first] == [EXIT_REQUEUE] * sizes[0]
+    rest = run_ranks(_train, sizes[1], str(tmp_path / "left"), None, B, num_steps)
+    assert _together(first) + _together(rest) == _together(whole)
+    num_first = len(first[0][0])
+    assert (num_steps or N // B) + 2 < num_first < EPOCHS * (num_steps or N // B)
+    for _, weights, _, _ in rest:
+        for name, value in whole[0][1].items():
+            tolerance = 0.0 if sizes[0] == sizes[1] else 1e-12
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=tolerance)
+    if sizes[0] == sizes[1]:
+        for before, after, uninterrupted in zip(first, rest, whole):
+            assert before[2] + after[2] == uninterrupted[2]
+    assert not (tmp_path / "left").exists(), "a finished training leaves no progress behind"
+
+
+def test_a_damaged_file_is_set_aside_and_the_one_before_it_used(tmp_path: Path) -> None:
+    run_ranks(_train, 2, str(tmp_path), (0, 0, 1))
+    (older,) = tmp_path.glob("epoch_*")
+    newer = tmp_path / "epoch_000002_step_000000003.pth"
+    newer.write_bytes(older.read_bytes()[:-100])
+    rest = run_ranks(_train, 2, str(tmp_path))
+    _, epoch, _, step = older.stem.split("_")
+    assert len(rest[0][0]) == EPOCHS * (N // B) - int(epoch) * (N // B) - int(step)
+
+
+@pytest.mark.unit
+def test_what_was_set_aside_is_said_and_kept(tmp_path: Path, capfd: Any) -> None:
+    whole, cut = tmp_path / "epoch_000000_step_000000001.pth", tmp_path / "epoch_000000_step_000000002.pth"
+    torch.save({"a": torch.zeros(1000)}, whole)
+    cut.write_bytes(whole.read_bytes()[:-100])
+    assert find_progress(tmp_path) == whole
+    assert f"{cut} is damaged" in capfd.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == [whole.name, f"{cut.name}.damaged"]
+
+
+def test_other_data_or_another_batch_is_refused(tmp_path: Path) -> None:
+    run_ranks(_train, 2, str(tmp_path), (1, 0, 1))
+    text = r"was left at step \d+ with steps of an epoch 5, and would resume with 10; samples would be seen twice"
+    with pytest.raises(RankError, match=text):
+        run_ranks(_train, 2, str(tmp_path), None, 4)
+
+
+def _rank_saves(folder: str, steps: list[int]) -> list[str]:
+    training = Resumable(folder, {}, num_kept=2)
+    for step in steps:
+        training.step = step
+        training.save()
+    preemption.unlisten()
+    ddpshim.world().barrier()
+    return sorted(set(os.listdir(folder)) - {"latest.pth"})
+
+
+def test_the_newest_files_are_kept(tmp_path: Path) -> None:
+    kept = ["epoch_000000_step_000000008.pth", "epoch_000000_step_000000012.pth"]
+    assert run_ranks(_rank_saves, 2, str(tmp_path), [3, 8, 12]) == [kept, kept]
+    assert find_progress(tmp_path) == tmp_path / kept[1]
+    assert find_progress(tmp_path / "nothing") is None
+
+
+def test_later_files_of_a_run_that_was_given_up_are_removed(tmp_path: Path) -> None:
+    (tmp_path / ".epoch_000000_step_000000001.pth.1-ab.partial").touch()
+    (tmp_path / "epoch_000007_step_000000000.pth").touch()
+    kept = ["epoch_000000_step_000000003.pth"]
+    assert run_ranks(_rank_saves, 2, str(tmp_path), [3]) == [kept, kept]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("wrong", [{"every_s": 0}, {"num_kept": 0}, {"every_s": float("nan")}])
+def test_nothing_to_go_on_from_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="nothing to resume from"):
+        Resumable(tmp_path, {}, **wrong)
+
+
+# Entering a pass in the middle
+
+
+NUMBERS = list(range(N))
+LOADERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "shuffled": lambda: {"dataset": NUMBERS, "batch_size": B, "shuffle": True},
+    "sampler": lambda: {"dataset": NUMBERS, "batch_size": B, "sampler": RandomSampler(NUMBERS)},
+    "batch sampler": lambda: {"dataset": NUMBERS, "batch_sampler": BatchSampler(RandomSampler(NUMBERS), B, True)},
+    "stream": lambda: {"dataset": _Stream(), "batch_size": B},
+}
+
+
+def _enters(kind: str, **options: Any) -> list[Any]:
+    loader = ddpshim.make_loader(**LOADERS[kind](), **options)
+    here = torch.device("cpu")
+    loader.set_epoch(4)
+    batches = iter(loader)
+    whole = [next(batches).tolist() for _ in range(3)]
+    order, streams = loader.order_state(), rank_states(here)
+    whole += [batch.tolist() for batch in batches]
+    after = [batch.tolist() for batch in loader]
+    loader.set_epoch(4, start_step=3)
+    loader.restore_order(order, is_inside=True)
+    restore_rank_states(streams, here)
+    rest, again = ([batch.tolist() for batch in loader] for _ in range(2))
+    return [len(whole), rest == whole[3:], again == after, after != whole]
+
+
+@pytest.mark.parametrize("kind", list(LOADERS))
+def test_a_pass_entered_in_the_middle_has_the_batches_that_are_left(kind: str) -> None:
+    assert run_ranks(_enters, 2, kind) == [[N // B, True, True, True]] * 2
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", ["shuffled", "stream"])
+def test_workers_enter_in_the_middle_as_well(kind: str, persistent: bool) -> None:
+    alone = World(launcher="torchrun", seed=0)
+    assert _enters(kind, world=alone, num_workers=2, persistent_workers=persistent) == [N // B, True, True, True]
+
+
+def _rank_resumes_its_own_share(folder: str) -> list[list[int]]:
+    """The order of an epoch over this rank's samples, and of the same epoch, saved after two steps and resumed."""
+    here = ddpshim.world()
+    ddpshim.wrap_parallel(torch.nn.Linear(1, 1))
+    own = list(range(100 * here.rank, 100 * here.rank + 12))
+    whole, resumed = [], []
+    for is_resumed in (False, True):
+        loader = ddpshim.make_loader(own, batch_size=4, shuffle=True, already_sharded=True)
+        training = Resumable(folder, {})
+        assert training.restore() == is_resumed
+        for batch in training.steps(loader, 0):
+            if training.step == 2 and not is_resumed:
+                training.save()
+            (resumed if is_resumed else whole).extend(batch.tolist())
+        preemption.unlisten()
+    return [whole, resumed]
+
+
+def test_each_rank_resumes_the_order_of_its_own_share(tmp_path: Path) -> None:
+    ranks = run_ranks(_rank_resumes_its_own_share, 2, str(tmp_path))
+    for rank, (whole, resumed) in enumerate(ranks):
+        assert sorted(whole) == list(range(100 * rank, 100 * rank + 12))
+        assert resumed == whole[4:]
+    assert [sample % 100 for sample in ranks[0][0]] != [sample % 100 for sample in ranks[1][0]]
+
+
+def _rank_enters_its_own_share() -> None:
+    loader = ddpshim.make_loader(_Stream(), batch_size=B, already_sharded=True)
+    loader.set_epoch(0, start_step=1)
+    next(iter(loader))
+
+
+def test_a_share_that_only_the_dataset_knows_cannot_be_entered() -> None:
+    with pytest.raises(RankError, match="is to resume at step 1, but the dataset is already_sharded"):
+        run_ranks(_rank_enters_its_own_share, 2)
+
+
+# Signals
+
+
+@pytest.mark.unit
+def test_listening_gives_the_signals_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    preemption.listen()
+    assert preemption.asked() is None
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert preemption.asked() == "SIGUSR1"
+    preemption.listen()
+    assert preemption.asked() == "SIGUSR1", "listening twice forgets nothing"
+    preemption.unlisten()
+    assert preemption.asked() is None
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
+
+
+@pytest.mark.launch
+def test_a_request_to_save_does_not_end_a_training_that_is_complete(tmp_path: Path) -> None:
+    program = """
+import os, signal
+import ddpshim
+ddpshim.setup(seed=1)
+training = ddpshim.Resumable("progress", {})
+training.finish()
+os.kill(os.getpid(), signal.SIGUSR1)
+ddpshim.cleanup()
+os.kill(os.getpid(), signal.SIGUSR1)
+print("nothing left to save", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    (tmp_path / "program.py").write_text(program)
+    ended, said = equivalence.fork(None, [str(tmp_path / "program.py")], tmp_path, 1, {}, 60)
+    assert "nothing left to save" in said
+    assert ended == -signal.SIGTERM
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("claimed", "code", "text"),
+    [
+        (None, 143, "rank 5 got SIGTERM and finished no step within 0.5 s, so nothing was saved"),
+        ("3", 1, "rank 5 stops because rank 3 failed first"),
+    ],
+)
+def test_a_rank_that_cannot_end_by_itself_is_ended(
+    tmp_path: Path, claimed: Optional[str], code: int, text: str
+) -> None:
+    program = f"""
+import os, signal, time, torch.distributed as dist
+from ddpshim.failures import failure, preemption
+store = dist.HashStore()
+{f'failure.claim(store, "first_failure", "{claimed}")' if claimed else ""}
+failure.arm(5, store)
+preemption._GRACE_S = 0.5
+preemption.listen()
+os.kill(os.getpid(), signal.SIGTERM)
+end = time.monotonic() + 30
+while time.monotonic() < end: pass
+"""
+    (tmp_path / "program.py").write_text(program)
+    ended, said = equivalence.fork(None, [str(tmp_path / "program.py")], tmp_path, None, {}, 60)
+    assert ended == code
+    assert text in said
+
+
+GROUP = """
+import multiprocessing, os, signal
+import ddpshim
+from ddpshim.failures import preemption
+from ddpshim.process.random_streams import rank_states, restore_rank_states
+from ddpshim.job.world import World
+from tests.resume.test_resume import NUMBERS
+
+preemption.listen()
+fork = multiprocessing.get_context("fork")
+is_there = fork.Event()  # with the handlers of its own: a signal that comes while it is forked may be lost to it
+child = fork.Process(target=lambda: (is_there.set(), signal.pause()))
+child.start()
+is_there.wait()
+loader = ddpshim.make_loader(NUMBERS, 8, num_workers=2, world=World(launcher="torchrun", seed=0))
+batches = iter(loader)
+seen = [next(batches), next(batches)]  # of both workers: they are there
+os.killpg(0, signal.SIGTERM)
+seen += list(batches)
+child.join(10)
+print(len(seen), preemption.asked(), child.exitcode)
+"""
+
+
+@pytest.mark.launch
+def test_a_signal_to_all_processes_ends_neither_the_data_workers_nor_the_loop(tmp_path: Path) -> None:
+    program = tmp_path / "group.py"
+    program.write_text(GROUP)
+    code, said = equivalence.fork(None, [str(program)], tmp_path, None, {}, 100)
+    assert code == 0, said
+    assert "5 SIGTERM -15" in said.splitlines()  # what newer torches say at the end comes after it
+
+
+# The real trainer
+
+
+@pytest.mark.launch
+@pytest.mark.robomimic
+def test_a_training_that_is_ended_again_and_again(tmp_path: Path, releases: Path) -> None:
+    if source("0.3.0") is None:
+        pytest.skip("robomimic 0.3.0 is neither installed nor under DDPSHIM_UPSTREAM")
+    found = interrupt("0.3.0", "bc", 3, tmp_path, seed=4, releases=releases)
+    ended = [start["ended by"] for start in found["starts"]]
+    assert {how.split()[0] for how, _ in filter(None, ended)} >= {"SIGKILL", "SIGTERM"}
+    assert len({start["ranks"] for start in found["starts"]}) > 1
+    assert found["same samples in every step"]
+    assert found["steps"] == 200
+    assert found["largest difference of a weight"] < 1e-12
+    assert found["largest difference of a metric"] < 1e-12
+    assert "resume" not in found["left on disk"]
+
+
+@pytest.mark.launch
+@pytest.mark.upstream
+@pytest.mark.parametrize("variant", ["diffusion_policy", "td3_bc"])
+def test_on_as_many_ranks_noise_and_averages_go_on_to_the_last_bit(
+    tmp_path: Path, releases: Path, variant: str
+) -> None:
+    if source("0.5.0") is None:
+        pytest.skip("robomimic 0.5.0 is neither installed nor under DDPSHIM_UPSTREAM; see patches/README.md")
+    kinds = ["SIGTERM to one", "SIGUSR1 to one"]
+    found = interrupt("0.5.0", variant, 2, tmp_path, seed=1, ranks=[2], kinds=kinds, releases=releases)
+    assert [start["exit codes"] for start in found["starts"]] == [[75, 75], [75, 75], [0, 0]]
+    assert found["same samples in every step"]
+    assert found["largest difference of a weight"] == 0
+    assert found["largest difference of a metric"] < 1e-12
+
+
+@pytest.mark.launch
+@pytest.mark.robomimic
+def test_torchruns_restarts_go_on_where_the_rank_failed(tmp_path: Path, releases: Path) -> None:
+    if source("0.3.0") is None:
+        pytest.skip("robomimic 0.3.0 is neither installed nor under DDPSHIM_UPSTREAM")
+    tree, data = copy_release("0.3.0", releases), equivalence.make_data(tmp_path, num_demos=50)
+    config = equivalence.make_config(tree, "bc", data, tmp_path, 3, 2, train__data=str(data))
+    # Rank 1 fails in the fourth step of every start: the last of them has two steps left. A step after the last save:
+    # that was on the disk before rank 0 took part in the third.
+    faults = {"DDPSHIM_FAULT": "raise:1:199", "DDPSHIM_CHECKPOINT_EVERY_N_STEPS": "2"}
+    run = ["ddpshim", "run", "--nproc", "2", "--max-restarts", "3", "-m", "tests.faults", "--config", str(config)]
+    code, said = equivalence.fork(tree, run, tmp_path, None, faults, 250)
+    assert code == 0, said[-3000:]
+    assert said.count("ddpshim: world of 2") == 3
+    assert "resuming at epoch 0, step 2, of a run on 2 ranks" in said
+    assert "resuming at epoch 1, step 1, of a run on 2 ranks" in said
+    assert [p.name for p in tmp_path.glob("out/*/*/models/*")] == ["model_epoch_2.pth"]

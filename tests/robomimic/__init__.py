@@ -1,0 +1,1 @@
+"""robomimic, DROID and their forks: patch sets, data, rollouts."""

@@ -1,0 +1,249 @@
+"""Files that a patch set changes are patched when Python loads them; what cannot be patched is refused by name."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import re
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Callable
+
+import pytest
+import torch
+
+from ddpshim import adapters
+from ddpshim.trainers.patching import in_memory, patchset
+from evidence.equivalence import copy_release, make_run_config, source
+from tests import droid
+from tests.preloaded import START_DEADLINE_S, environment, start_afresh
+from tests.ranks import free_port
+
+FILES = {
+    "areas/__init__.py": "",
+    "areas/disc.py": "import math\n\n\ndef area(radius):\n    return math.pi * radius**2\n",
+    "areas/tool.py": 'from areas.disc import area\n\nprint("area", area(1), __name__)\nresult = area(1)\n',
+}
+CHANGED = {
+    "areas/disc.py": FILES["areas/disc.py"].replace(
+        "    return math.pi * r", "    # twice\n    return 2 * math.pi * r"
+    ),
+    "areas/tool.py": FILES["areas/tool.py"].replace("result = area(1)", "result = area(1)\nfail = area(None)"),
+}
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(text.encode())
+
+
+def make_set(root: Path, before: dict[str, str], after: dict[str, str]) -> None:
+    """A patch set in the folder `root` from files and what they are to be."""
+    root.mkdir(parents=True)
+    diffs = [
+        difflib.unified_diff(before[name].splitlines(True), text.splitlines(True), f"a/{name}", f"b/{name}", n=1)
+        for name, text in after.items()
+    ]
+    (root / "01-all.patch").write_text("Description: twice\n---\n" + "".join(line for diff in diffs for line in diff))
+    pristine = root.parent / "pristine"
+    write(pristine, before)
+    patchset.build_manifest(root, pristine, "1")
+
+
+@pytest.fixture
+def sets(tmp_path: Path) -> Path:
+    make_set(tmp_path / "sets" / "areas" / "1", FILES, CHANGED)
+    return tmp_path / "sets"
+
+
+Load = Callable[..., bool]
+PI = pytest.approx(3.14159, abs=1e-5)
+TWO_PI = pytest.approx(6.28319, abs=1e-5)
+
+
+@pytest.fixture
+def load(tmp_path: Path, sets: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+    """Installs the package with these texts, and has its tool patched; all is as before at the end."""
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setattr(adapters, "packages", lambda: {"areas": "none"})
+
+    def install(files: dict[str, str], module: str = "areas.tool") -> bool:
+        write(tmp_path / "tree", {**FILES, **files})
+        monkeypatch.syspath_prepend(str(tmp_path / "tree"))
+        return in_memory.patch_program(module, sets)
+
+    yield install
+    for name in [name for name in sys.modules if name.split(".")[0] == "areas"]:
+        del sys.modules[name]
+
+
+@pytest.mark.unit
+def test_a_program_and_what_it_imports_are_patched_and_shown_as_they_run(load: Load, tmp_path: Path) -> None:
+    assert load({})
+    with pytest.raises(TypeError) as failed:
+        runpy.run_module("areas.tool", run_name="__main__")
+    frames = traceback.extract_tb(failed.tb)[-2:]
+    assert [(frame.line, frame.lineno) for frame in frames] == [
+        ("fail = area(None)", 5),
+        ("return 2 * math.pi * radius**2", 6),
+    ]
+    assert frames[1].filename == f"{tmp_path}/tree/areas/disc.py, patched by ddpshim"
+    disc = importlib.import_module("areas.disc")
+    assert (disc.area(1), disc.__file__) == (TWO_PI, f"{tmp_path}/tree/areas/disc.py")
+    assert in_memory.set_in_memory("areas") == "areas/1"
+    assert {name: (tmp_path / "tree" / name).read_text() for name in FILES} == FILES
+    assert not list(tmp_path.rglob("disc*.pyc")), "another program would run it"
+
+
+@pytest.mark.unit
+def test_another_program_gets_the_files_as_they_are(load: Load) -> None:
+    assert not load({}, "areas.other")
+    assert importlib.import_module("areas.disc").area(1) == PI
+    assert in_memory.set_in_memory("areas") is None
+
+
+@pytest.mark.unit
+def test_moved_lines_are_patched_where_they_stand_once(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load({"areas/disc.py": "# a fork of our own\n" + FILES["areas/disc.py"].replace("\n", "\r\n")})
+    assert importlib.import_module("areas.disc").area(1) == TWO_PI
+    said = capsys.readouterr().err
+    assert re.fullmatch(
+        r"ddpshim: \S+/areas is not a release that ddpshim knows; the lines of areas/1 occur once each in "
+        r"areas/disc\.py, and are patched in memory\n",
+        said,
+    )
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            FILES["areas/disc.py"].replace("radius", "r"),
+            "line 4: 'def area(radius):' and the lines after it occur nowhere",
+        ),
+        (FILES["areas/disc.py"] * 2, "line 4: 'def area(radius):' and the lines after it occur at lines 4, 9"),
+    ],
+)
+def test_a_package_that_no_set_fits_is_left_as_it_is_with_the_lines(
+    load: Load, text: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not load({"areas/disc.py": text})
+    assert importlib.import_module("areas.disc").area(1) == PI
+    said = capsys.readouterr().err
+    assert "it is distributed as any other program (" in said
+    assert f"areas/disc.py, 01-all.patch, {why}" in said
+
+
+@pytest.mark.unit
+def test_files_that_are_patched_on_disk_are_left(load: Load) -> None:
+    assert load({"areas/disc.py": CHANGED["areas/disc.py"]})
+    disc = importlib.import_module("areas.disc")
+    assert disc.area(1) == TWO_PI
+    assert not hasattr(disc.__loader__, "_source")
+    del sys.modules["areas.disc"], sys.modules["areas"]
+    assert not load(CHANGED)
+
+
+@pytest.mark.unit
+def test_a_file_is_known_by_its_path(load: Load, tmp_path: Path) -> None:
+    load({})
+    assert in_memory.module_of(str(tmp_path / "tree" / "areas" / "tool.py")) == "areas.tool"
+    assert in_memory.module_of(str(tmp_path / "areas" / "tool.py")) is None
+    assert in_memory.module_of(str(tmp_path / "tree" / "tool.py")) is None
+
+
+# The real trainer.
+
+RELEASE = "0.3.0"
+
+
+@pytest.mark.robomimic
+@pytest.mark.parametrize("patch_set", patchset.load_sets(), ids=lambda patch_set: patch_set.name)
+def test_every_hunk_of_a_set_stands_once_in_its_release(patch_set: patchset.PatchSet) -> None:
+    """Or no fork of it could be patched. In memory it has the very text of the patched file."""
+    tree = droid.source(patch_set.name) if "droid" in patch_set.codebase else source(patch_set.version)
+    if tree is None:
+        pytest.skip(f"DDPSHIM_UPSTREAM has no {patch_set.name} (see patches/README.md)")
+    for name, hashes in patch_set.files.items():
+        content = (tree / name).read_bytes()
+        assert patchset.sha256(content) == hashes.original
+        moved, num_hunks, odd = patchset.transform_moved(patch_set.patches, name, content)
+        assert (patchset.sha256(moved), odd) == (hashes.patched, [])
+        assert num_hunks > 0
+    found, lacking = in_memory.fit(tree / "robomimic", [patch_set])
+    texts = {name: found.sources[name[: -len(".py")].replace("/", ".")] for name in patch_set.files}
+    assert {name: patchset.sha256(text) for name, text in texts.items()} == {
+        name: hashes.patched for name, hashes in patch_set.files.items()
+    }
+    assert lacking == []
+
+
+def _run(tree: Path, folder: Path, *command: str) -> tuple[int, str]:
+    return start_afresh(["-m", "ddpshim", "run", "--nproc=2", *command], environment(tree), folder, START_DEADLINE_S)
+
+
+def _rename(config: Path, name: str) -> None:
+    """So that it asks nobody what to do with the directory of the run before."""
+    settings = json.loads(config.read_text())
+    settings["experiment"]["name"] = name
+    config.write_text(json.dumps(settings))
+
+
+@pytest.mark.launch
+@pytest.mark.robomimic
+def test_a_fork_is_patched_or_distributed_as_any_program_is(tmp_path: Path) -> None:
+    tree = copy_release(RELEASE, tmp_path, "plain")
+    config = make_run_config(tree, RELEASE, "td3_bc", tmp_path, 3, 1)
+    trainer, algorithm = (tree / "robomimic" / name for name in ("scripts/train.py", "algo/td3_bc.py"))
+    for file in (trainer, algorithm):
+        file.write_text("# ours\n" + file.read_text())
+    code, said = _run(tree, tmp_path, str(trainer), "--config", str(config))  # the path, not -m
+    assert code == 0, said[-3000:]
+    assert "global batch 100 = 2 ranks x 50" in said
+    one_line = "the lines of robomimic/0.3.0 occur once each in robomimic/algo/td3_bc.py, robomimic/scripts/train.py"
+    assert said.count(one_line) == said.count("finished run successfully") == 1
+    patched = _losses(said)
+
+    algorithm.write_text(algorithm.read_text().replace("lam = self.algo_config.alpha /", "lam = 1.0 * 2.5 /"))
+    _rename(config, "own_loss")
+    code, said = _run(tree, tmp_path, "-m", "robomimic.scripts.train", "--config", str(config))
+    assert code == 0, said[-3000:]
+    assert re.search(r"algo/td3_bc\.py, 03-model\.patch, line 289: '.*' and the lines after it occur nowhere", said)
+    assert "of the operations on batches were divided among the ranks" in said
+    assert _losses(said) == pytest.approx(patched, rel=1e-5)
+    assert len(patched) == 1
+
+
+def _losses(said: str) -> list[float]:
+    return [float(number) for number in re.findall(r'"Loss": (\S+?),', said)]
+
+
+@pytest.mark.launch
+@pytest.mark.robomimic
+def test_a_trainer_of_ones_own_around_robomimic_is_a_program_like_others(tmp_path: Path) -> None:
+    tree = copy_release(RELEASE, tmp_path, "plain")
+    config = make_run_config(tree, RELEASE, "bc_rnn_gmm", tmp_path, 3, 2)
+    copy = tmp_path / "my_train.py"
+    copy.write_text("import ddpshim.auto\n" + (tree / "robomimic" / "scripts" / "train.py").read_text())
+    found = []
+    for name, launcher in (
+        ("one", []),
+        ("three", ["-m", "torch.distributed.run", "--nproc_per_node=3", f"--master_port={free_port()}"]),
+    ):
+        _rename(config, name)
+        command = [*launcher, str(copy), "--config", str(config)]
+        code, said = start_afresh(command, environment(tree), tmp_path, START_DEADLINE_S)
+        assert code == 0, said[-3000:]
+        assert said.count("finished run successfully") == 1
+        (newest,) = (tmp_path / "out" / name).glob("*/models/model_epoch_2.pth")
+        found.append((torch.load(newest, weights_only=False)["model"], _losses(said)))
+    (one, losses), (three, losses_of_three) = found
+    assert len(losses) == 2
+    assert losses_of_three == pytest.approx(losses, rel=1e-4)
+    assert max(float((one[key] - three[key]).abs().max()) for key in one) < 1e-5

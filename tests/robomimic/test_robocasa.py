@@ -1,0 +1,296 @@
+"""robomimic's robocasa branch, patched: what it does otherwise than the releases."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from evidence.equivalence import (
+    Run,
+    batches,
+    copy_release,
+    largest_difference,
+    make_config,
+    make_data,
+    make_run_config,
+    source,
+    train,
+    train_all,
+)
+
+pytestmark = [pytest.mark.robomimic, pytest.mark.upstream]
+RELEASE = "robocasa"
+NUM_EPISODES = 5
+TRAINER = "robomimic.scripts.train"
+Trainer = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    """Trains with the settings given and keeps the run for the tests that ask for the same one."""
+    if source(RELEASE) is None:
+        pytest.skip("the robocasa branch of robomimic is not under DDPSHIM_UPSTREAM; see patches/README.md")
+    folder = tmp_path_factory.mktemp("robocasa")
+    done: dict[str, Run] = {}
+
+    def run(
+        variant: str,
+        num_ranks: Optional[int],
+        *,
+        patched: bool = True,
+        fault: str = "",
+        module: str = "tests.observed",
+        check: bool = True,
+        epochs: int = 2,
+        **settings: Any,
+    ) -> Run:
+        settings = {**settings, "epochs": epochs}
+        told = f"{patched}-{fault}-{sorted(settings.items())}"
+        name = f"{variant}-{num_ranks}-{zlib.crc32(told.encode())}"
+        if name not in done:
+            tree = copy_release(RELEASE, folder, "patched" if patched else "plain")
+            settings.setdefault("train__data", [{"path": str(make_data(folder, num_demos=50)), "lang": "lift it"}])
+            config = make_config(
+                tree, variant, folder, folder, settings.pop("steps", 5), settings.pop("epochs"), **settings
+            )
+            environ = {"DDPSHIM_FAULT": fault} if fault else {}
+            done[name] = train(tree, config, folder / name, num_ranks, "float32", environ, check, module)
+        return done[name]
+
+    return run
+
+
+def test_without_a_launcher_it_is_the_unpatched_program(trainer: Trainer) -> None:
+    plain, patched = (trainer("bc_language", None, patched=p, module=TRAINER) for p in (False, True))
+    assert len(plain.losses()) == 2
+    assert patched.losses() == plain.losses()
+    before, after = plain.checkpoint["model"], patched.checkpoint["model"]
+    assert list(before) == list(after)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_act_with_a_backbone_that_one_rank_loads(trainer: Trainer, tmp_path: Path) -> None:
+    found = source(RELEASE)
+    if found is None or not (found / "act" / "detr").is_dir():
+        pytest.skip("tonyzhaozh/act at 73071e1, a submodule of the branch, is not beside it under DDPSHIM_UPSTREAM")
+    tree = copy_release(RELEASE, tmp_path)
+    config = make_run_config(tree, RELEASE, "act", tmp_path, 2, 1)
+    one, two = train_all(tree, [(config, tmp_path / str(n), n) for n in (1, 2)])
+    assert batches(two, 20) == batches(one, 20)
+    start, alone = one.observed[0]["initial"], one.observed[0]["networks"]
+    moved = [key for key in start if not torch.equal(start[key], alone[key])]
+    assert any("backbone" in key for key in moved)
+    # Rounding is all that the gradient of a key's bias is, and Adam scales it up.
+    compared = [key for key in alone if not key.endswith("in_proj_bias")]
+    for observed in two.observed:
+        assert largest_difference(observed["initial"], start) == 0
+        assert largest_difference(observed["networks"], two.observed[0]["networks"]) == 0
+        assert (
+            largest_difference({k: observed["networks"][k] for k in compared}, {k: alone[k] for k in compared}) < 1e-5
+        )
+    assert two.losses() == pytest.approx(one.losses(), rel=1e-5)
+
+
+ROLLOUTS: dict[str, Any] = {
+    "steps": 1,
+    "epochs": 2,
+    "algo__optim_params__policy__learning_rate__initial": 0.0,
+    "experiment__env": "Toy",
+    "experiment__render_video": False,
+    "experiment__rollout__enabled": True,
+    "experiment__rollout__n": NUM_EPISODES,
+    "experiment__rollout__horizon": 5,
+    "experiment__rollout__rate": 1,
+    "experiment__save__on_best_rollout_success_rate": True,
+}
+BATCHED = {"experiment__rollout__batched": True, "experiment__rollout__num_batch_envs": 2, "train__batch_size": 96}
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Trainings that learn nothing, with rollouts, by name and number of ranks."""
+    if source(RELEASE) is None:
+        pytest.skip("the robocasa branch of robomimic is not under DDPSHIM_UPSTREAM; see patches/README.md")
+    folder = tmp_path_factory.mktemp("rollouts")
+    tree = copy_release(RELEASE, folder)
+    data = [{"path": str(make_data(folder, num_demos=50)), "lang": "lift it"}]
+    kinds: dict[str, tuple[dict[str, Any], list[int]]] = {
+        "in turn": ({}, [1, 2]),
+        "at once": (BATCHED, [1, 3]),
+        "2 episodes": ({"experiment__rollout__n": 2}, [2]),
+        "3 episodes": ({"experiment__rollout__n": 3}, [2]),
+    }
+    jobs, names = [], []
+    for kind, (more, ranks) in kinds.items():
+        (folder / kind).mkdir()
+        config = make_config(tree, "bc_gmm", folder, folder / kind, **{**ROLLOUTS, "train__data": data, **more})
+        jobs += [(config, folder / kind / str(n), n) for n in ranks]
+        names += [f"{kind} {n}" for n in ranks]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("DDPSHIM_FAULT", "toy_env::0")
+        return dict(zip(names, train_all(tree, jobs)))
+
+
+def _evaluate(trainer: Trainer, num_ranks: Optional[int], fault: str = "toy_env::0", **more: Any) -> Run:
+    return trainer("bc_gmm", num_ranks, fault=fault, module="tests.faults", **{**ROLLOUTS, **more})
+
+
+def _written_down(run: Run) -> list[list[str]]:
+    """What environments wrote down, for each rank."""
+    files = sorted(run.folder.glob("toy_env_*.txt"))
+    return [file.read_text().splitlines() for file in files]
+
+
+def _episodes(run: Run) -> list[list[Any]]:
+    """What the episodes of each rank drew to start from."""
+    return [[json.loads(line.split(" ", 1)[1]) for line in rank if line[0] == "e"] for rank in _written_down(run)]
+
+
+def _statistics(run: Run) -> list[dict[str, float]]:
+    return [json.JSONDecoder().raw_decode(part)[0] for part in run.log.split("Env: Toy\n")[1:]]
+
+
+def _check_statistics(one: Run, other: Run) -> None:
+    assert len(_statistics(one)) == len(_statistics(other)) == 2
+    for before, after in zip(_statistics(one), _statistics(other)):
+        assert list(after) == list(before) == ["Horizon", "Return", "Success_Rate", "Time_Episode", "time"]
+        for key in ("Horizon", "Return", "Success_Rate"):
+            assert after[key] == pytest.approx(before[key], rel=1e-6)
+
+
+def test_environments_made_in_turn_are_played_by_all_ranks(evaluated: dict[str, Run]) -> None:
+    one, two = evaluated["in turn 1"], evaluated["in turn 2"]
+    (alone,) = _episodes(one)
+    assert len(alone) == 2 * NUM_EPISODES
+    for rank, played in enumerate(_episodes(two)):
+        assert played == [alone[e * NUM_EPISODES + i] for e in (0, 1) for i in range(rank, NUM_EPISODES, 2)]
+    _check_statistics(one, two)
+    first, second = ([draws[0] for draws in alone[e * NUM_EPISODES :][:NUM_EPISODES]] for e in (0, 1))
+    assert first == second, "as upstream, every evaluation starts from the states of one seed"
+    assert len(set(first)) == NUM_EPISODES
+    for written in _written_down(two):
+        assert [line for line in written if line[0] != "e"] == ["made", "closed"] * 2
+    best = _statistics(one)[0]["Success_Rate"]
+    assert 0 < best < 1
+    assert f"model_epoch_1_Toy_success_{best}.pth" in [p.name for p in two.folder.glob("out/*/*/models/*.pth")]
+
+
+def test_several_episodes_at_once_are_dealt_to_the_ranks(evaluated: dict[str, Run]) -> None:
+    one, two = evaluated["at once 1"], evaluated["at once 3"]
+    (alone,) = _episodes(one)
+    assert len(alone) == 2 * 6, "three turns of two"
+    assert len({tuple(draws) for draws in alone}) == 6, "both evaluations, and no others"
+    played = _episodes(two)
+    assert [len(rank) for rank in played] == [4, 4, 4]
+    assert sorted(draws for rank in played for draws in rank) == sorted(alone)
+    _check_statistics(one, two)
+
+
+def test_without_a_launcher_rollouts_are_upstreams_function(trainer: Trainer) -> None:
+    plain, patched = (_evaluate(trainer, None, patched=p, train__seed=3) for p in (False, True))
+    assert [draws[0] for draws in _episodes(plain)[0]] == [draws[0] for draws in _episodes(patched)[0]]
+    assert "ranks=" not in patched.log
+    at_once = _evaluate(trainer, None, **BATCHED)
+    assert len(_statistics(at_once)) == 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failing_episode_ends_its_evaluation_and_no_more(
+    trainer: Trainer, evaluated: dict[str, Run], rank: int
+) -> None:
+    number = 2 + rank  # the second that the rank plays
+    run = _evaluate(trainer, 2, fault=f"toy_env:{rank}:2")
+    text = f"ddpshim: environment 'Toy', episode {number} failed on rank {rank} (ValueError: the toy broke on purpose ("
+    assert run.log.count(text) == 2
+    assert run.log.count(f"As without ddpshim, the statistics are of the {number} before it.") == 2
+    assert ", in reset\n" in run.log, "the environment's own traceback is gone"
+    _check_statistics(evaluated[f"{number} episodes 2"], run)
+
+
+def test_the_first_episode_fails(trainer: Trainer) -> None:
+    run = _evaluate(trainer, 2, fault="toy_env:0:1")
+    assert _statistics(run) == [{"Return": -1, "Success_Rate": -1, "Time_Episode": -1, "time": -1}] * 2
+
+
+def test_weights_of_datasets_are_kept_and_errors_computed_once(trainer: Trainer, tmp_path: Path) -> None:
+    paths = [make_data(tmp_path, num_demos=n) for n in (10, 3)]
+    settings = {
+        "train__data": [{"path": str(path), "weight": w, "lang": "lift"} for path, w in zip(paths, (1.0, 20.0))],
+        "train__hdf5_cache_mode": "low_dim",  # several datasets are refused with "all"
+        "train__action_config": {"actions": {"normalization": "min_max"}},
+        "experiment__mse__enabled": True,
+        "experiment__mse__num_samples": 1,
+        "experiment__mse__every_n_epochs": 1,
+        "epochs": 1,
+    }
+    one, two = (trainer("bc_transformer_all_steps", n, **settings) for n in (1, 2))
+    alone, first_half, second_half = (o["batches"]["Train"] for run in (one, two) for o in run.observed)
+    assert [sorted(a + b) for a, b in zip(first_half, second_half)] == [sorted(batch) for batch in alone]
+    assert [len(batch) for batch in first_half] == [50] * 5
+    for observed in two.observed:
+        assert largest_difference(observed["networks"], one.observed[0]["networks"]) < 1e-5
+    assert [observed["passes for statistics"] for observed in two.observed] == [2, 0]
+    drawn = np.concatenate([np.ravel(observed["batches"]["Train"]) for observed in two.observed])
+    first, second = (_num_samples(path) for path in paths)
+    expected = 20 * second / (20 * second + first)
+    assert abs((drawn >= first).mean() - expected) < 4 * np.sqrt(expected * (1 - expected) / len(drawn))
+    assert expected > 2 * second / (first + second), "unweighted draws would do"
+    errors = [_after(run, "MSE Log Epoch 1\n") for run in (one, two)]
+    assert [run.log.count("MSE Log Epoch") for run in (one, two)] == [2, 2]
+    assert errors[1]["Train/action_mse_error"] == pytest.approx(errors[0]["Train/action_mse_error"], rel=1e-3)
+
+
+def _num_samples(path: Path) -> int:
+    with h5py.File(path) as file:
+        return sum(int(demo.attrs["num_samples"]) for demo in file["data"].values())
+
+
+def _after(run: Run, text: str) -> dict[str, float]:
+    found: dict[str, float] = json.JSONDecoder().raw_decode(run.log.split(text)[1])[0]
+    return found
+
+
+def test_another_runs_checkpoint_is_where_all_ranks_begin(trainer: Trainer) -> None:
+    before = trainer("bc_language", None, module=TRAINER)
+    path = max(before.folder.glob("out/*/*/models/*.pth"))
+    run = trainer("bc_language", 2, experiment__ckpt_path=str(path), train__seed=5, steps=1, epochs=1)
+    saved = {f"0.{key}": value for key, value in before.checkpoint["model"].items()}
+    for observed in run.observed:
+        assert largest_difference(observed["initial"], saved) == 0
+
+
+def test_a_folder_of_checkpoints_is_looked_at_by_the_main_rank(trainer: Trainer) -> None:
+    before = trainer("bc_language", None, module=TRAINER)
+    path = max(before.folder.glob("out/*/*/models/*.pth"))
+    folder = path.parent.parent
+    run = trainer("bc_language", 2, experiment__ckpt_path=str(folder), steps=1, fault="no_checkpoints:1:0")
+    assert run.log.count(f"LOADING MODEL WEIGHTS FROM {path}") == 1
+    first, second = run.observed
+    assert largest_difference(first["networks"], second["networks"]) == 0
+
+
+def test_a_training_that_was_left_goes_on_in_its_directory(trainer: Trainer) -> None:
+    whole = trainer("bc", 2)
+    left = trainer("bc", 2, fault="SIGUSR1@model:1:3", module="tests.faults", check=False)
+    assert "stopping with exit code 75" in left.log
+    again = train(
+        copy_release(RELEASE, left.folder.parent),
+        left.folder / "config.json",
+        left.folder,
+        2,
+        environ={"DDPSHIM_RESUME": "always"},
+    )
+    assert "ddpshim: resuming at epoch" in again.log
+    for observed in again.observed:
+        assert largest_difference(observed["networks"], whole.observed[0]["networks"]) == 0
+    assert again.losses()[-1] == pytest.approx(whole.losses()[-1], rel=1e-6)
+    (parent,) = again.folder.glob("out/*/*")
+    names = ["config.json", "ddpshim", "logs", "models", "resume.finished", "videos", "vis"]
+    assert sorted(p.name for p in parent.iterdir()) == names

@@ -1,0 +1,433 @@
+"""The real robomimic, patched: the same experiment on any number of ranks, and the same program without a launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import UserDict
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+import pytest
+import torch
+
+from ddpshim.data.transfer import OnDevice
+from ddpshim.job.world import World
+from ddpshim.options import Options
+from ddpshim.robomimic import experiment_folder, reads
+from ddpshim.trainers.patching import files as patching
+from ddpshim.trainers.session import Session
+from evidence.equivalence import (
+    VALIDATION,
+    Run,
+    batches,
+    copy_release,
+    fork,
+    largest_difference,
+    make_config,
+    make_data,
+    source,
+    train,
+)
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.robomimic
+RELEASE = "0.3.0"
+Trainer = Callable[..., Run]
+
+
+def _require(release: str) -> None:
+    if source(release) is None:
+        how = "pip install --no-deps robomimic==0.3.0" if release == RELEASE else "see patches/README.md"
+        pytest.skip(f"robomimic {release} is neither installed nor under DDPSHIM_UPSTREAM ({how})")
+
+
+@pytest.fixture(scope="session")
+def trainer(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Trainer:
+    """Trains a variant, as `equivalence.train` does, and keeps the run for the tests that ask for the same one."""
+    folder = tmp_path_factory.mktemp("robomimic")
+    done: dict[str, Run] = {}
+
+    def run(
+        variant: str,
+        num_ranks: Optional[int],
+        *,
+        release: str = RELEASE,
+        patched: bool = True,
+        precision: str = "float32",
+        steps: Optional[int] = 10,
+        epochs: int = 2,
+        module: str = "tests.observed",
+        fault: str = "",
+        check: bool = True,
+        forked: bool = True,
+        has_agent: bool = False,
+        **settings: Any,
+    ) -> Run:
+        name = "-".join(
+            map(str, (release, variant, num_ranks, patched, precision, steps, epochs, fault, forked, has_agent))
+        )
+        name += "".join(f"-{key[-12:]}={value}" for key, value in settings.items())
+        if name not in done:
+            tree = copy_release(release, releases, "patched" if patched else "plain")
+            data = make_data(folder, num_demos=50)
+            settings.setdefault("train__data", str(data) if release < "0.5" else [{"path": str(data)}])
+            config = make_config(tree, variant, data, folder, steps, epochs, **settings)
+            environ = {"DDPSHIM_FAULT": fault} if fault else {}
+            how: dict[str, Any] = {"environ": environ, "check": check, "module": module, "forked": forked}
+            done[name] = train(tree, config, folder / name, num_ranks, precision, **how, has_agent=has_agent)
+        return done[name]
+
+    _require(RELEASE)
+    return run
+
+
+def _transformer(device: str = "cpu") -> Any:
+    """A bc_transformer_gmm of robomimic's, and a batch for it, as its loader makes them."""
+    import robomimic.utils.obs_utils as ObsUtils
+    from robomimic.algo import algo_factory
+    from robomimic.config import config_factory
+
+    config = config_factory("bc")
+    with config.values_unlocked():
+        config.algo.transformer.update(enabled=True, context_length=3, embed_dim=8, num_layers=6, num_heads=2)
+        config.algo.gmm.enabled = True
+        config.algo.actor_layer_dims = ()
+        config.observation.modalities.obs.low_dim = ["object"]
+        config.train.frame_stack = 3
+    ObsUtils.initialize_obs_utils_with_config(config)
+    torch.manual_seed(1)
+    model = algo_factory("bc", config, {"object": [5]}, 4, torch.device(device))
+    model.set_train()
+    draw = torch.Generator().manual_seed(1)
+    obs, actions = torch.randn(6, 3, 5, generator=draw), torch.rand(6, 3, 4, generator=draw)
+    return model, {"obs": {"object": obs}, "actions": actions}
+
+
+def _rank_counts_reads() -> None:
+    warnings.simplefilter("ignore")  # of torchvision, and of what robomimic calls
+    reads_of: dict[str, int] = {"item": 0, "tolist": 0}
+
+    def count(name: str) -> None:
+        read = getattr(torch.Tensor, name)
+
+        def counted(tensor: torch.Tensor) -> Any:
+            reads_of[name] += 1
+            return read(tensor)
+
+        setattr(torch.Tensor, name, counted)
+
+    def three_steps(is_ours: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        (model, batch), logs = _transformer(), []
+        batch = model.process_batch_for_training(batch)
+        for number in range(3):
+            torch.manual_seed(number)  # dropout
+            with reads.all_at_once() if is_ours else contextlib.nullcontext():
+                reads_of.update(item=0, tolist=0)
+                info = model.train_on_batch(batch, epoch=1)
+                said.append(dict(reads_of))
+            logs.append(reads.later(model.log_info, info) if is_ours else model.log_info(info))
+            said.append(dict(reads_of))
+            for group in model.optimizers["policy"].param_groups:
+                group["lr"] *= 0.5  # a number that is looked at a step later must not be another one
+        return logs, model.nets.state_dict()
+
+    said: list[dict[str, int]] = []
+    for name in reads_of:
+        count(name)
+    theirs, their_weights = three_steps(False)
+    num_gradients = sum(p.requires_grad for p in _transformer()[0].nets.parameters())
+    of_adam = num_gradients  # it reads its counters, which never are on a GPU
+    assert num_gradients == 79
+    assert said[0] == {"item": num_gradients + of_adam, "tolist": 0}
+    said.clear()
+    ours, our_weights = three_steps(True)
+    assert said[:2] == [{"item": of_adam, "tolist": 1}] * 2, "of a GPU not even the one, before somebody looks"
+    assert [dict(log) for log in ours] == [dict(log) for log in theirs]
+    assert all(torch.equal(our_weights[key], their_weights[key]) for key in their_weights)
+
+
+def test_a_step_reads_one_number_where_upstream_reads_one_for_each_gradient() -> None:
+    _require(RELEASE)
+    run_ranks(_rank_counts_reads, 1)
+
+
+def _steps_on_a_gpu() -> tuple[list[str], list[str], list[float]]:
+    from tests.simulated_gpus import recorded
+
+    warnings.simplefilter("ignore")  # of torchvision, and of what robomimic calls
+    model, batch = _transformer("cuda:0")
+    pinned = {"obs": {"object": batch["obs"]["object"].pin_memory()}, "actions": batch["actions"].pin_memory()}
+    logs: list[Any] = []
+    with recorded() as log, reads.all_at_once():
+        for sent in OnDevice([pinned] * 3, model.device):
+            info = model.train_on_batch(model.process_batch_for_training(sent), epoch=1)
+            logs.append(reads.later(model.log_info, info))
+    return [str(event) for event in log.syncs], [event.what for event in log.races], [row["Loss"] for row in logs]
+
+
+def test_a_step_on_a_gpu_waits_for_nothing_but_upstreams_own_checks() -> None:
+    simulated_gpus = pytest.importorskip("tests.simulated_gpus")
+    if simulated_gpus.why_not() is not None:
+        pytest.skip(simulated_gpus.why_not())
+    _require(RELEASE)
+    ((syncs, races, losses),) = run_ranks(_steps_on_a_gpu, 1, on_gpus=True)
+    assert races == []
+    assert [each for each in syncs if not ("distribution.py" in each or "embed_timesteps" in each)] == []
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_metrics_that_come_a_step_later_are_all_in_the_mean() -> None:
+    training, looked = Session(), []
+
+    class Late(UserDict[str, float]):
+        def items(self) -> Any:
+            looked.append(self["Loss"])
+            return super().items()
+
+    for loss in (1.0, 2.0, 6.0):
+        training.note_step(Late(Loss=loss))
+    assert looked == [1.0, 2.0], "the last one is on its way"
+    assert training.end_epoch({"Loss": 3.0}) == {"Loss": 3.0}
+    assert looked == [1.0, 2.0, 6.0]
+    assert training._metrics.joined(None) == {"Loss": (3.0, 3)}
+
+
+def _check_equal(one: Run, many: Run, tolerance: float) -> None:
+    start, alone = one.observed[0]["initial"], one.observed[0]["networks"]
+    assert batches(many, 100) == batches(one, 100)
+    for observed in many.observed:
+        assert largest_difference(observed["initial"], start) == 0
+        assert largest_difference(observed["networks"], alone) < tolerance
+    assert largest_difference(start, alone) > 100 * tolerance, "nothing was trained"
+    assert many.losses() == pytest.approx(one.losses(), rel=1e-5)
+    assert len(many.losses()) == 2
+
+
+@pytest.mark.parametrize(
+    ("variant", "ranks"), [("bc", 2), ("bc", 4), ("bc_gaussian", 2), ("bc_gmm", 2), ("bc_rnn_gmm", 2)]
+)
+def test_ranks_on_shards_equal_one_process_on_the_batch(trainer: Trainer, variant: str, ranks: int) -> None:
+    _check_equal(trainer(variant, 1), trainer(variant, ranks), 1e-6)
+
+
+def test_a_whole_epoch_in_float64(trainer: Trainer) -> None:
+    one, two = (trainer("bc_gmm", n, precision="float64", steps=None, epochs=1) for n in (1, 2))
+    assert len(batches(one, 100)) == 20  # 50 demonstrations hold 2,079 samples
+    assert largest_difference(one.observed[0]["networks"], two.observed[0]["networks"]) < 1e-9
+    assert largest_difference(two.observed[0]["networks"], two.observed[1]["networks"]) == 0
+
+
+def _check_noisy(one: Run, two: Run) -> None:
+    first, second = two.observed
+    assert batches(two, 100) == batches(one, 100)
+    assert largest_difference(first["initial"], one.observed[0]["initial"]) == 0
+    assert largest_difference(first["initial"], second["initial"]) == 0
+    assert largest_difference(first["networks"], second["networks"]) == 0
+    assert largest_difference(first["networks"], first["initial"]) > 0
+    assert largest_difference(first["networks"], one.observed[0]["networks"]) < 1e-5
+    assert two.losses() == pytest.approx(one.losses(), rel=1e-4)
+
+
+def test_an_algorithm_with_noise_of_its_own(trainer: Trainer) -> None:
+    _check_noisy(trainer("td3_bc", 1), trainer("td3_bc", 2))
+
+
+@pytest.mark.parametrize("variant", ["bc_gmm", "td3_bc"])
+def test_without_a_launcher_it_is_the_unpatched_program(trainer: Trainer, variant: str) -> None:
+    plain, patched = (
+        trainer(variant, None, patched=p, module="robomimic.scripts.train", forked=variant != "bc_gmm", **VALIDATION)
+        for p in (False, True)
+    )
+    assert patched.losses() == plain.losses()
+    assert patched.losses("Validation") == plain.losses("Validation")
+    assert len(plain.losses("Validation")) == 2
+    before, after = plain.checkpoint["model"], patched.checkpoint["model"]
+    assert list(before) == list(after)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert [p.name for p in _written(patched)] == [p.name for p in _written(plain)]
+
+
+def _written(run: Run) -> list[Path]:
+    return sorted(p for p in (run.folder / "out").rglob("*") if p.is_file() and "tfevents" not in p.name)
+
+
+def test_one_experiment_is_written_by_the_main_rank(trainer: Trainer) -> None:
+    two = trainer(
+        "bc",
+        2,
+        module="robomimic.scripts.train",
+        forked=False,
+        experiment__save__every_n_seconds=0,
+        experiment__save__on_best_validation=True,
+        experiment__logging__log_tb=True,
+        **VALIDATION,
+    )
+    one = trainer("bc", 1, module="robomimic.scripts.train", experiment__save__every_n_seconds=0, **VALIDATION)
+    names = [p.name for p in _written(two)]
+    best = two.losses("Validation")[0]
+    assert f"model_epoch_1_best_validation_{best}.pth" in names
+    assert sum(n.endswith(".pth") for n in names) == 2
+    assert names.count("log.txt") == names.count("config.json") == 1
+    assert len(list((two.folder / "out").rglob("*tfevents*"))) == 1
+    assert len(list((two.folder / "out" / "bc").iterdir())) == 1
+    for text in (
+        "Train Epoch 1\n",
+        "Validation Epoch 2\n",
+        "New Training Run with Config",
+        "finished run successfully",
+    ):
+        assert two.log.count(text) == 1, text
+    assert two.log.count("ddpshim: world of 2 (torchrun, 1 node x 2), gloo on cpu") == 1
+    assert two.log.count("ddpshim: global batch 100 = 2 ranks x 50") == 1
+    assert two.losses("Validation") == pytest.approx(one.losses("Validation"), rel=1e-5)
+
+
+def test_unpatched_code_loads_the_checkpoint(trainer: Trainer, releases: Path, tmp_path: Path) -> None:
+    run = trainer("bc_gmm", 2)
+    newest = max(run.folder.glob("out/*/*/models/*.pth"))
+    tree = copy_release(RELEASE, releases, "plain")
+    (tmp_path / "load.py").write_text(
+        "import sys, torch, robomimic.utils.file_utils as F; sys.modules['ddpshim'] = None; "
+        "load = torch.load; torch.load = lambda *a, **k: load(*a, **{**k, 'weights_only': False}); "
+        f"policy, _ = F.policy_from_checkpoint(ckpt_path={str(newest)!r}, device=torch.device('cpu')); "
+        "print('loaded', sum(p.sum().item() for p in policy.policy.nets.parameters()))"
+    )
+    code, said = fork(tree, [str(tmp_path / "load.py")], tmp_path, None, {}, 120)
+    assert code == 0, said
+    total = float(said.rsplit("loaded ", 1)[1].split()[0])
+    networks = run.observed[0]["networks"]
+    assert total == pytest.approx(sum(value.sum().item() for value in networks.values()), abs=1e-3)
+
+
+FAULTS = [
+    ("raise:0:30", "ValueError: sample", 0),
+    ("raise:1:30", "ValueError: sample", 1),
+    ("save:0:0", "No space left on device (on purpose)", 0),
+]
+
+
+@pytest.mark.parametrize(("fault", "text", "rank"), FAULTS)
+def test_a_failing_rank_ends_the_job_with_its_traceback(trainer: Trainer, fault: str, text: str, rank: int) -> None:
+    run = trainer("bc", 2, module="tests.faults", fault=fault, check=False, has_agent=True)
+    assert run.exit_code != 0
+    assert run.log.count(") failed:\nTraceback (most recent call last)") == 1, run.log
+    ours = run.log.split(f"ddpshim: rank {rank} (")[1].split("Root Cause")[0]
+    assert text in ours
+    root = run.log.split("Root Cause (first observed failure):")[1]
+    assert f"rank      : {rank} " in root
+    assert text in root
+    assert "finished run successfully" not in run.log
+
+
+GUARDED = [
+    ("weights", "bc", "after 1 backward passes of ActorNetwork ranks hold different weights: parameter 'nets."),
+    ("target", "td3_bc", "hold different weights: network 0 of those that are not trained"),
+    ("noise", "bc", "ranks [0, 1] draw from the same random stream"),
+    ("unfrozen", "bc", "' of ActorNetwork) has a gradient that is this rank's alone"),
+    ("skip", "bc", "ranks reduced gradients of different steps or networks in a backward pass of ActorNetwork"),
+    ("by_hand", "bc", "the gradients of ActorNetwork never went through a backward pass"),
+]
+
+
+@pytest.mark.parametrize(("kind", "variant", "text"), GUARDED)
+def test_guards_speak_up_in_the_trainer(
+    trainer: Trainer, kind: str, variant: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "noise":
+        monkeypatch.setenv("DDPSHIM_NOISE", "per_rank")
+    run = trainer(variant, 2, module="tests.faults", fault=f"{kind}:1:5", check=False)
+    assert run.exit_code != 0
+    assert "SyncError" in run.log
+    assert text in run.log, run.log[-3000:]
+
+
+@pytest.mark.unit
+def test_what_is_said_before_an_experiment_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = [tmp_path / "1", tmp_path / "2"]
+    chosen = {"resume": "auto"}
+    monkeypatch.setattr(experiment_folder, "world", lambda: World(options=Options(**chosen)))
+    assert experiment_folder._about(starts) == "", "nothing would be lost"
+    chosen.update(resume="always", checkpoint_every_n_steps=20)
+    assert experiment_folder._about([]) == ""
+    assert experiment_folder._about(starts) == (
+        f"resume=always, but {starts[1]} holds no saved step: a run saves at SIGTERM, and by checkpoint_every_s=600 "
+        "and checkpoint_every_n_steps=20."
+    )
+    (starts[0] / "resume").mkdir(parents=True)
+    for name in ("epoch_000002_step_000000099.pth", "epoch_000003_step_000000015.pth", "epoch_000004_x.pth.damaged"):
+        (starts[0] / "resume" / name).touch()
+    held = f"{starts[0]} holds unfinished progress (epoch 3, step 15); overwriting deletes it. To resume it, "
+    assert experiment_folder._about(starts[:1]) == f"{held}start again with DDPSHIM_RESUME=always."
+    later = f"remove the later {starts[1]}, and "
+    assert experiment_folder._about(starts) == f"{held}{later}start again with DDPSHIM_RESUME=always."
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_job(trainer: Trainer, rank: int) -> None:
+    run = trainer("bc", 2, module="tests.faults", fault=f"kill:{rank}:30", check=False, has_agent=True)
+    assert run.exit_code != 0
+    root = run.log.split("Root Cause (first observed failure):")[1]
+    assert f"rank      : {rank} " in root
+    assert "SIGKILL" in root
+
+
+def test_an_existing_experiment_with_closed_stdin_ends_the_job(trainer: Trainer, releases: Path) -> None:
+    first = trainer("bc", 2, module="robomimic.scripts.train", steps=2, epochs=1)
+    tree, config = copy_release(RELEASE, releases), first.folder / "config.json"
+    how: dict[str, Any] = {"module": "robomimic.scripts.train", "forked": True, "has_agent": True}
+    (start,) = (first.folder / "out").glob("*/*/logs/..")
+    saved = start.resolve() / "resume" / "epoch_000003_step_000000015.pth"
+    saved.parent.mkdir()
+    saved.touch()  # as if the first run had not finished
+    again = train(tree, config, first.folder, 2, check=False, **how)
+    assert again.exit_code != 0
+    saved.unlink()  # an error if it is gone
+    saved.parent.rmdir()
+    before, _, after = again.log.partition("already exists! \noverwrite? (y/n)")
+    held = f"{saved.parent.parent} holds unfinished progress (epoch 3, step 15); overwriting deletes it. To resume it,"
+    assert (before.count(held), after.count("already exists! \noverwrite"), held in after) == (1, 0, True)
+    assert "LaunchError: an experiment of this name exists" in again.log
+    assert len([p for p in _written(first) if p.suffix == ".pth"]) == 1, "the experiment that was there is gone"
+
+
+UPSTREAM = ["0.4.0", "0.5.0", "master", "robocasa"]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("release", [RELEASE, *UPSTREAM])
+def test_the_patch_set_applies_and_reverts_byte_for_byte(release: str, tmp_path: Path) -> None:
+    _require(release)
+    tree = copy_release(release, tmp_path, "plain")
+    before = {p: p.read_bytes() for p in tree.rglob("*.py")}
+    outcome = patching.apply(str(tree))
+    assert outcome.changed
+    changed = {p for p in before if p.read_bytes() != before[p]}
+    with_ema = set() if release < "0.5" else {"diffusion_policy.py"}
+    with_devices = {"act.py", "file_utils.py", "torch_utils.py"} if release == "robocasa" else set()
+    assert {p.name for p in changed} == {"train.py", "td3_bc.py", *with_ema, *with_devices}
+    patching.revert(str(tree))
+    assert {p: p.read_bytes() for p in tree.rglob("*.py")} == before
+    (tree / "robomimic" / "scripts" / "train.py").write_bytes(
+        before[tree / "robomimic" / "scripts" / "train.py"] + b"#\n"
+    )
+    with pytest.raises(patching.PatchError):
+        patching.apply(str(tree))
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("release", UPSTREAM)
+def test_other_releases_train_the_same_experiment(trainer: Trainer, release: str) -> None:
+    _require(release)
+    _check_equal(trainer("bc", 1, release=release), trainer("bc", 2, release=release), 1e-6)
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("release", ["0.5.0", "master", "robocasa"])
+def test_diffusion_policy_with_its_ema(trainer: Trainer, release: str) -> None:
+    _require(release)
+    one, two = (trainer("diffusion_policy", n, release=release) for n in (1, 2))
+    _check_noisy(one, two)
+    moved = [k for k, v in two.observed[0]["networks"].items() if "ema." in k and v.dtype.is_floating_point]
+    assert moved
+    assert any(not torch.equal(two.observed[0]["networks"][k], two.observed[0]["initial"][k]) for k in moved)

@@ -1,0 +1,390 @@
+"""Evaluation split over the ranks, through the real patched trainer and an environment without a simulator."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import types
+from pathlib import Path
+from typing import Any, Callable
+
+import numpy as np
+import pytest
+import torch
+
+from ddpshim.evaluation import dealing, environments
+from ddpshim.job.world import World
+from ddpshim.options import Options
+from ddpshim.robomimic import rollout
+from evidence.equivalence import Run, copy_release, make_config, make_data, source, train
+from tests.ranks import run_ranks
+
+RELEASE = "0.3.0"
+NUM_EPISODES = 5
+Evaluator = Callable[..., Run]
+needs_robomimic = pytest.mark.robomimic
+
+
+@pytest.fixture(scope="session")
+def evaluate(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Evaluator:
+    """Trains for one step without learning, with rollouts, and keeps the run: weights are equal, to the last bit."""
+    if source(RELEASE) is None:
+        pytest.skip(f"robomimic {RELEASE} is neither installed nor under DDPSHIM_UPSTREAM (pip install --no-deps)")
+    folder = tmp_path_factory.mktemp("rollouts")
+    done: dict[str, Run] = {}
+
+    def run(
+        num_ranks: int | None,
+        *,
+        fault: str = "toy_env::0",
+        which: str = "",
+        check: bool = True,
+        way: str = "patched",
+        **more: Any,
+    ) -> Run:
+        name = f"{num_ranks}-{fault}-{which}-{way}-{sorted(more.items())}".translate(
+            str.maketrans(" /:'(),[]", "_________")
+        )
+        if name not in done:
+            tree, data = copy_release(RELEASE, releases, way), make_data(folder, num_demos=50)
+            settings = {
+                "algo__optim_params__policy__learning_rate__initial": 0.0,
+                "experiment__render_video": False,
+                "experiment__keep_all_videos": True,
+                "experiment__rollout__enabled": True,
+                "experiment__rollout__n": NUM_EPISODES,
+                "experiment__rollout__horizon": 5,
+                "experiment__rollout__rate": 1,
+                "experiment__save__on_best_rollout_success_rate": True,
+                **more,
+            }
+            config = make_config(tree, "bc_gmm", data, folder, 1, 2, **settings)
+            environ = {"DDPSHIM_FAULT": fault, **({"DDPSHIM_ROLLOUTS": which} if which else {})}
+            # A job that is to fail has the launcher, whose words are looked at.
+            how: dict[str, Any] = {"environ": environ, "check": check, "module": "tests.faults", "forked": check}
+            done[name] = train(tree, config, folder / name, num_ranks, **how)
+        return done[name]
+
+    return run
+
+
+def _written_down(run: Run, rank: int | str) -> list[str]:
+    path = run.folder / f"toy_env_{rank}.txt"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _episodes(run: Run, rank: int | str) -> list[str]:
+    return [line for line in _written_down(run, rank) if line.startswith("episode")]
+
+
+def _statistics(run: Run) -> list[dict[str, float]]:
+    """What the trainer printed of each epoch's rollouts."""
+    parts = run.log.split("Env: Toy\n")[1:]
+    return [json.JSONDecoder().raw_decode(part)[0] for part in parts]
+
+
+def _checkpoints(run: Run) -> list[str]:
+    return sorted(p.name for p in run.folder.glob("out/*/*/models/*.pth"))
+
+
+def _videos(run: Run) -> dict[str, np.ndarray]:
+    return {p.name: np.load(p) for p in sorted(run.folder.glob("out/*/*/videos/*"))}
+
+
+@needs_robomimic
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_statistics_do_not_depend_on_the_number_of_ranks(evaluate: Evaluator, ranks: int) -> None:
+    shape = {"train__batch_size": 96}
+    one, many = evaluate(1, **shape), evaluate(ranks, **shape)
+    alone = _episodes(one, 0)
+    assert len(set(alone)) == len(alone) == 2 * NUM_EPISODES
+    for rank in range(ranks):
+        assert _episodes(many, rank) == [
+            alone[e * NUM_EPISODES + i] for e in (0, 1) for i in range(rank, NUM_EPISODES, ranks)
+        ]
+    first, second = _statistics(many)
+    assert len(_statistics(one)) == 2
+    for before, after in zip(_statistics(one), (first, second)):
+        assert list(before) == list(after) == ["Horizon", "Return", "Success_Rate", "Time_Episode", "time"]
+        for key in ("Horizon", "Return", "Success_Rate"):
+            assert after[key] == pytest.approx(before[key], rel=1e-6)
+        assert after["Time_Episode"] == pytest.approx(after["time"] * NUM_EPISODES / 60)
+    assert first["Return"] != second["Return"], "both epochs played the same episodes"
+    assert 0 < first["Success_Rate"] < 1
+    assert _checkpoints(many) == _checkpoints(one)
+    assert f"model_epoch_1_Toy_success_{first['Success_Rate']}.pth" in _checkpoints(many)
+    assert many.log.count(f"num_episodes={NUM_EPISODES}, ranks={ranks}") == 2
+
+
+@needs_robomimic
+def test_one_video_of_all_episodes_in_order(evaluate: Evaluator) -> None:
+    more = {
+        "experiment__render_video": True,
+        "experiment__video_skip": 2,
+        "experiment__rollout__terminate_on_success": False,
+    }
+    one, two = (evaluate(n, **more) for n in (1, 2))
+    made = _videos(two)
+    assert list(made) == ["Toy_epoch_1.mp4", "Toy_epoch_2.mp4"]
+    starts = [sum(json.loads(line.split(" ", 1)[1])) / 3 for line in _episodes(one, 0)]
+    shown = [int(255 * start) for start in starts]
+    assert made["Toy_epoch_1.mp4"][::3, 0, 0, 0].tolist() == shown[:NUM_EPISODES]
+    assert made["Toy_epoch_2.mp4"][::3, 0, 0, 0].tolist() == shown[NUM_EPISODES:]
+    for name, frames in _videos(one).items():
+        assert frames.shape == (3 * NUM_EPISODES, 8, 8, 3)
+        assert np.array_equal(made[name], frames)
+    kept = evaluate(2, **more, experiment__keep_all_videos=False, experiment__save__on_best_rollout_success_rate=False)
+    assert list(_videos(kept)) == ["Toy_epoch_2.mp4"]
+
+
+@needs_robomimic
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_environment_that_fails_on_one_rank_ends_the_job(evaluate: Evaluator, rank: int) -> None:
+    run = evaluate(2, fault=f"toy_env:{rank}:2", check=False)
+    assert run.exit_code != 0
+    text = f"environment 'Toy', episode {2 + rank} failed on rank {rank} (ValueError: the toy broke on purpose ("
+    ours = run.log.split(f"ddpshim: rank {rank} (")[1].split("Root Cause")[0]
+    assert text in ours
+    assert ", in reset\n" in ours, "the environment's own traceback is gone"
+    assert run.log.count(") failed:\nTraceback (most recent call last)") == 1, run.log
+    assert f"ddpshim: rank {1 - rank} stops because rank {rank} failed first" in run.log
+    assert f"; rank {1 - rank}'s own error: RolloutError" in run.log
+    assert text in run.log.split("Root Cause (first observed failure):")[1]
+    assert "finished run successfully" not in run.log
+
+
+@needs_robomimic
+def test_rollouts_on_the_main_rank_alone(evaluate: Evaluator) -> None:
+    run = evaluate(2, which="main", experiment__render_video=True, experiment__keep_all_videos=False)
+    assert len(_episodes(run, 0)) == 2 * NUM_EPISODES
+    assert _written_down(run, 1) == []
+    assert len(_statistics(run)) == 2
+    assert any("Toy_success" in name for name in _checkpoints(run))
+
+
+@needs_robomimic
+@pytest.mark.parametrize("num_episodes", [0, 1])
+def test_fewer_episodes_than_ranks(evaluate: Evaluator, num_episodes: int) -> None:
+    run = evaluate(2, experiment__rollout__n=num_episodes, experiment__render_video=True)
+    assert [len(_episodes(run, rank)) for rank in (0, 1)] == [2 * num_episodes, 0]
+    assert len(_statistics(run)) == 2 * num_episodes
+    assert len(_videos(run)) == 2 * num_episodes
+
+
+@needs_robomimic
+def test_without_a_launcher_it_is_upstreams_function(evaluate: Evaluator) -> None:
+    run = evaluate(None)
+    assert len(_episodes(run, "plain")) == 2 * NUM_EPISODES
+    assert "ranks=" not in run.log
+    assert len(_statistics(run)) == 2
+
+
+class _Held:
+    """Something with attributes, as an environment around another one."""
+
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
+
+
+@pytest.mark.unit
+def test_generators_are_found_through_wrappers_and_seeded_in_place() -> None:
+    shared, old = np.random.default_rng(1), np.random.RandomState(1)
+    env = _Held(np_random=shared, env=_Held(rng=shared, np_random="not a generator", env=_Held(rng=old)))
+    found = list(environments.own_generators(env))
+    assert [id(each) for each in found] == [id(shared), id(old)]
+    for each in found:
+        environments.reseed(each, 2**62 + 7)
+    assert shared.random() == np.random.default_rng(2**62 + 7).random()
+    assert old.rand() == np.random.RandomState((2**62 + 7) % 2**32).rand()
+    loop = _Held(rng=shared)
+    loop.env = loop
+    assert list(environments.own_generators(loop)) == [shared]
+
+
+class _Walk:
+    """An environment that starts and succeeds at random; where its random numbers come from differs."""
+
+    name = "Walk"
+
+    def reset(self) -> dict[str, np.ndarray]:
+        self.start = self.draw()
+        return {"object": np.array([self.start])}
+
+    def draw(self) -> float:
+        return self.generator.random()  # type: ignore[attr-defined, no-any-return]
+
+
+class _WithPrivateGenerator(_Walk):
+    def __init__(self) -> None:
+        self._parts = {"sampler": [_Held(generator=np.random.default_rng())]}
+
+    def draw(self) -> float:
+        return float(self._parts["sampler"][0].generator.random())  # type: ignore[attr-defined]
+
+
+class _WithPythonsGenerator(_Walk):
+    def __init__(self) -> None:
+        self.generator = random.Random()
+
+
+class _WithTorchsGenerator(_Walk):
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+        self.generator.seed()
+
+    def draw(self) -> float:
+        return float(torch.rand((), generator=self.generator))
+
+
+class _FromGlobals(_Walk):
+    def draw(self) -> float:
+        return random.random()
+
+
+class _Hidden(_Walk):
+    """Its generator is in nobody's sight, as one in C++."""
+
+    def __init__(self) -> None:
+        generator = np.random.default_rng()
+        self.draw = lambda: float(generator.random())  # type: ignore[method-assign]
+        self._set = lambda seed: setattr(generator.bit_generator, "state", np.random.PCG64(seed).state)
+
+
+class _TakesSeedInReset(_Hidden):
+    def reset(self, *, seed: int | None = None, options: Any = None) -> dict[str, np.ndarray]:
+        if seed is not None:
+            self._set(seed)
+        return super().reset()
+
+
+class _HasSeed(_Hidden):
+    def seed(self, seed: int) -> None:
+        self._set(seed)
+
+
+class _IgnoresItsSeed(_Hidden):
+    def reset(self, *, seed: int | None = None) -> dict[str, np.ndarray]:
+        return super().reset()
+
+
+class _HiddenOutcome(_Hidden):
+    """Starts alike always; only the outcome is random."""
+
+    def reset(self) -> dict[str, np.ndarray]:
+        super().reset()
+        return {"object": np.zeros(1)}
+
+
+class _MakesItsGeneratorAnew(_Walk):
+    def reset(self) -> dict[str, np.ndarray]:
+        self.generator = np.random.default_rng()
+        return super().reset()
+
+
+class _Fixed(_Walk):
+    def draw(self) -> float:
+        return 0.7
+
+
+class _Wrapper:
+    def __init__(self, env: Any) -> None:
+        self.env, self.name = env, env.name
+
+    def reset(self) -> Any:
+        return self.env.reset()
+
+    @property
+    def start(self) -> float:
+        return float(self.env.start)
+
+
+SEEDED = [
+    *(_WithPrivateGenerator, _WithPythonsGenerator, _WithTorchsGenerator, _FromGlobals, _TakesSeedInReset, _HasSeed),
+    *(lambda: _Wrapper(_TakesSeedInReset()), lambda: _Wrapper(_HasSeed()), _Fixed),
+]
+NAMED = [_Hidden, _IgnoresItsSeed, _HiddenOutcome, _MakesItsGeneratorAnew, lambda: _Wrapper(_Hidden())]
+
+
+def _rank_evaluates(envs: str) -> tuple[list[float], list[str]]:
+    def run_rollout(policy: Any, env: Any, **options: Any) -> dict[str, float]:
+        env.reset()
+        return {"Return": env.start, "Horizon": 1, "Success_Rate": float(env.start > 0.5)}
+
+    for name, held in {
+        "log_utils": {"custom_tqdm": lambda **options: _Held(n=0, update=lambda by: None, close=lambda: None)},
+        "train_utils": {"run_rollout": run_rollout},
+    }.items():
+        module: Any = types.ModuleType(f"robomimic.utils.{name}")
+        vars(module).update(held)
+        for path in ("robomimic", "robomimic.utils"):
+            sys.modules.setdefault(path, types.ModuleType(path))
+        sys.modules[module.__name__] = module
+        setattr(sys.modules["robomimic.utils"], name, module)
+    said: list[str] = []
+    environments.say_once = said.append  # type: ignore[assignment]
+    played = []
+    for number, make in enumerate({"seeded": SEEDED, "named": NAMED}[envs]):
+        made = make()
+        said.append(f"{number}")
+        returns: dict[str, list[float]] = {}
+        logs, _ = rollout.rollout_with_stats(
+            policy=None, envs={"Walk": made}, horizon=1, num_episodes=6, epoch=1, video_dir=None, returns=returns
+        )
+        assert sum(returns["Walk"]) / 6 == pytest.approx(logs["Walk"]["Return"])
+        assert len(returns["Walk"]) == 6
+        played.append(logs["Walk"]["Return"])
+    return played, said
+
+
+def test_each_episode_has_a_seed_of_its_own_wherever_an_environment_draws() -> None:
+    (one, _), *_ = run_ranks(_rank_evaluates, 1, "seeded")
+    (two, said), (again, _) = run_ranks(_rank_evaluates, 2, "seeded")
+    assert one == two == again
+    assert said == [f"{number}" for number in range(len(SEEDED))]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("make", [_TakesSeedInReset, _HasSeed, _WithPrivateGenerator])
+def test_the_parts_of_a_vector_environment_seed_themselves(make: Callable[[], Any]) -> None:
+    def starts(episodes: range) -> list[float]:
+        env = rollout._make_seeded(make, episodes, 5)
+        return [float(env.reset()["object"][0]) for _ in episodes]
+
+    alone = starts(range(6))
+    assert len(set(alone)) == 6
+    assert [starts(range(rank, 6, 2)) for rank in (0, 1)] == [alone[::2], alone[1::2]]
+
+
+def test_an_environment_that_nobody_can_seed_is_named() -> None:
+    _, said = run_ranks(_rank_evaluates, 2, "named")[0]
+    assert len(said) == 2 * len(NAMED)
+    for number, (begins, named) in enumerate(zip(said[::2], said[1::2])):
+        assert begins == f"{number}"
+        assert named.startswith("environment 'Walk' draws from an unseeded generator, or remembers"), number
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("visible", "gpu", "expected"),
+    [(None, 1, "1"), ("", 1, "1"), ("4,6", 1, "6"), ("GPU-8f3a,GPU-11c0", 1, None)],
+)
+def test_renderers_use_the_gpu_of_the_rank(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, gpu: int, expected: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    dealing.render_on(gpu)
+    assert os.environ.get("MUJOCO_EGL_DEVICE_ID") == os.environ.get("EGL_DEVICE_ID") == expected
+    os.environ["MUJOCO_EGL_DEVICE_ID"] = "9"
+    dealing.render_on(gpu)
+    assert os.environ["MUJOCO_EGL_DEVICE_ID"] == "9", "what the user set is gone"
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("which", "plays"), [("all", [True, True]), ("main", [True, False])])
+def test_the_option_says_who_plays(monkeypatch: pytest.MonkeyPatch, which: str, plays: list[bool]) -> None:
+    options = Options(rollouts=which)
+    for rank in (0, 1):
+        monkeypatch.setattr(dealing, "world", lambda r=rank: World(launcher="torchrun", rank=r, options=options))
+        assert dealing.plays_rollouts() is plays[rank]

@@ -1,0 +1,147 @@
+"""A codebase that ddpshim knows by a third party's adapter alone (docs/other_codebases.md): tests/toybot."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch
+
+from ddpshim.observe.report.run import load
+from evidence.equivalence import largest_difference
+from tests.preloaded import START_DEADLINE_S, environment, start_afresh
+
+TOYBOT = Path(__file__).parents[1] / "toybot"
+pytestmark = pytest.mark.launch
+
+
+class Toybot:
+    """A copy of the codebase and its adapter, installed by the search path."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shutil.copytree(TOYBOT, folder / "site", ignore=shutil.ignore_patterns("__pycache__"))
+
+    def python(self, *arguments: str, **variables: str) -> tuple[int, str]:
+        inherited = {**environment(), **variables}
+        environ = {**inherited, "PYTHONPATH": os.pathsep.join([str(self.folder / "site"), inherited["PYTHONPATH"]])}
+        return start_afresh(arguments, environ, self.folder, START_DEADLINE_S)
+
+    def train(self, name: str, num_ranks: Optional[int] = None, *more: str) -> tuple[dict[str, Any], list[float], str]:
+        """The checkpoint, the losses and what was printed, plainly or under `run`."""
+        run = () if num_ranks is None else ("-m", "ddpshim", "run", f"--nproc={num_ranks}")
+        code, said = self.python(*run, "-m", "toybot.train", "--out", name, *more)
+        assert code == 0, said
+        assert len([line for line in said.splitlines() if line.startswith("trained")]) == 1
+        logged = [json.loads(line) for line in (self.folder / name / "log.jsonl").read_text().splitlines()]
+        return torch.load(self.folder / name / "policy.pth"), [epoch["loss"] for epoch in logged], said
+
+
+@pytest.fixture(scope="module")
+def toybot(tmp_path_factory: pytest.TempPathFactory) -> Toybot:
+    return Toybot(tmp_path_factory.mktemp("toybot"))
+
+
+def _difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    return max(largest_difference(one[name], other[name]) for name in ("policy", "average"))
+
+
+def test_unedited_on_two_ranks_it_is_the_patched_trainer_and_one_process(toybot: Toybot) -> None:
+    plain, plain_losses, _ = toybot.train("plain")
+    one, one_losses, _ = toybot.train("one", 1)
+    two, two_losses, said = toybot.train("two", 2)
+    assert "global batch 60 = 2 ranks x 30" in said
+    code, status = toybot.python("-m", "ddpshim", "patch", "status", "--target", "toybot")
+    assert (code, "toybot/1.0" in status, "not applied" in status) == (0, True, True)
+
+    code, said = toybot.python("-m", "ddpshim", "patch", "apply", "--target", "toybot")
+    assert code == 0, said
+    patched, patched_losses, _ = toybot.train("patched", 2)
+    alone, alone_losses, _ = toybot.train("alone")
+    assert "toybot patch: applied (toybot/1.0)" in toybot.python("-m", "ddpshim", "selftest", "--env")[1]
+    toybot.python("-m", "ddpshim", "patch", "revert", "--target", "toybot")
+
+    assert _difference(two, patched) == 0
+    assert two_losses == patched_losses
+    assert _difference(one, two) < 1e-5
+    assert two_losses == pytest.approx(one_losses, rel=1e-5)
+    assert _difference(plain, alone) == 0, "the patched trainer in one process is the plain one"
+    assert plain_losses == alone_losses
+    assert plain_losses[-1] < plain_losses[0] / 3
+
+
+INTERRUPTED = """    def compute_loss(self, batch):
+        import signal, time
+        time.sleep(0.1)  # ranks look for signals about twice a second
+        if self.training and os.path.exists("interrupt") and os.environ["RANK"] == "1":
+            os.remove("interrupt")
+            os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_interrupted_in_an_epoch_it_goes_on_as_if_it_had_not_been(toybot: Toybot) -> None:
+    whole, losses, _ = toybot.train("whole run", 2)
+    file = toybot.folder / "site" / "toybot" / "train.py"
+    text = file.read_text()
+    file.write_text(text.replace("    def compute_loss(self, batch):\n", INTERRUPTED))
+    toybot.folder.joinpath("interrupt").touch()
+    code, said = toybot.python(
+        *("-m", "ddpshim", "run", "--nproc=2", "-m", "toybot.train", "--out", "broken run"), DDPSHIM_RESUME="always"
+    )
+    assert code == 75, said
+    assert "trained" not in said
+    parts = [json.loads(line) for line in (toybot.folder / "broken run" / "log.jsonl").read_text().splitlines()]
+    assert len(parts) < 3
+    code, said = toybot.python(
+        *("-m", "ddpshim", "run", "--nproc=2", "-m", "toybot.train", "--out", "broken run"), DDPSHIM_RESUME="always"
+    )
+    file.write_text(text)
+    assert code == 0, said
+    assert "resuming at epoch" in said
+    logged = [json.loads(line) for line in (toybot.folder / "broken run" / "log.jsonl").read_text().splitlines()]
+    assert [epoch["epoch"] for epoch in logged] == [0, 1, 2]
+    assert [epoch["loss"] for epoch in logged] == pytest.approx(losses, rel=1e-6)
+    assert _difference(torch.load(toybot.folder / "broken run" / "policy.pth"), whole) == 0
+    run = load(toybot.folder / "broken run")
+    assert [len(run.starts), [epoch.number for epoch in run.epochs], run.starts[0].ends()[0]["how"]] == [
+        2,
+        [0, 1, 2],
+        "left",
+    ]
+
+
+def test_its_batches_are_fetched_whole_with_the_same_values(toybot: Toybot) -> None:
+    one, losses, _ = toybot.train("whole", 1)
+    file = toybot.folder / "site" / "toybot_ddpshim" / "adapter.py"
+    text = file.read_text()
+    file.write_text(
+        text.replace("def fetch(self, indices):\n", "def fetch(self, indices):\n        print(len(indices))\n")
+    )
+    *_, said = toybot.train("counted", 2)
+    assert said.splitlines().count("30") == 3 * 10  # epochs, steps; the other rank's go to its log
+    file.write_text(text.replace("def fetcher(", "def not_a_fetcher("))
+    singly, singly_losses, _ = toybot.train("singly", 1)
+    file.write_text(text)
+    assert _difference(one, singly) == 0
+    assert losses == singly_losses
+
+
+def test_a_fork_of_it_is_patched_or_distributed_as_any_program_is(toybot: Toybot) -> None:
+    one, losses, _ = toybot.train("alone before", None)
+    file = toybot.folder / "site" / "toybot" / "train.py"
+    text = file.read_text()
+    file.write_text("# ours\n" + text)
+    *_, said = toybot.train("fork", 2)
+    assert said.count("the lines of toybot/1.0 occur once each in toybot/train.py") == 1
+    file.write_text(
+        text.replace("    loader = DataLoader(Windows(", "    loader = torch.utils.data.DataLoader(Windows(")
+    )
+    three, losses_of_three, said = toybot.train("own lines", 3)
+    file.write_text(text)
+    assert "train.py, 01-ranks.patch, line 25: 'torch.manual_seed(args.seed)' and the lines after it occur" in said
+    assert losses_of_three == pytest.approx(losses, rel=1e-5)
+    assert _difference(one, three) < 1e-5

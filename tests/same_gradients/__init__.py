@@ -1,0 +1,1 @@
+"""Gradients, losses and weights are those of one process."""

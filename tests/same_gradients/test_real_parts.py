@@ -1,0 +1,325 @@
+"""Programs of hydra, zarr, TensorBoard, Lightning, accelerate and W&B (if installed), which `run` distributes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import ddpshim
+from ddpshim.errors import ReportError
+from ddpshim.launch import rank
+from ddpshim.observe import exporting
+from tests.launch.test_unedited import Ran, difference, run, succeeded
+from tests.ranks import run_ranks
+
+TRAINER = """
+import logging
+import hydra, zarr
+from hydra.core.config_store import ConfigStore
+from tensorboardX import SummaryWriter
+
+folder = {"run": {"dir": "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S.%f}"}, "job": {"chdir": True, "name": "train"}}
+ConfigStore.instance().store("config", {"lr": 0.01, "hydra": folder})
+
+@hydra.main(version_base=None, config_name="config")
+def main(config):
+    torch.manual_seed(0)
+    model, loader = network(), DataLoader(Items(), 8, shuffle=True)
+    optimizer = torch.optim.Adam(model.parameters(), config.lr)
+    writer = SummaryWriter("events")
+    own = 1 + int(os.environ.get("DDPSHIM_RANK", 0))
+    zarr.save("buffer.zarr", np.zeros(6))
+    for epoch in range(2):
+        model.train()
+        for index, x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y.double()).backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            writer.add_scalar("loss", sum(model(x).sum().item() for _, x, _ in loader), epoch)
+        logging.getLogger("train").info("epoch %d at %s", epoch, config.lr)
+        zarr.open("buffer.zarr", mode="r+")[epoch * 3 : epoch * 3 + 2] = own
+    writer.close()
+    say("kept", zarr.load("buffer.zarr")[:].tolist())
+    if "OF_RANKS" in os.environ:
+        say("of ranks", zarr.load(os.environ["OF_RANKS"])[:].tolist())
+
+main()
+"""
+
+
+def _lacks(*packages: str) -> str:
+    return ", ".join(name for name in packages if importlib.util.find_spec(name) is None)
+
+
+def _scalars(file: Path) -> list[tuple[str, int, float]]:
+    """The names, steps and values in a file of events, each record of which is whole."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    data, at, found = file.read_bytes(), 0, []
+    while at < len(data):
+        (size,) = struct.unpack_from("<Q", data, at)
+        event = Event.FromString(data[at + 12 : at + 12 + size])
+        found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+        at += size + 16
+    assert at == len(data), "the last record is cut off"
+    return found
+
+
+def _losses(folder: Path) -> list[tuple[int, float]]:
+    """The steps and values in the only file of events below `folder`."""
+    (file,) = folder.rglob("events.out.tfevents.*")
+    return [(step, value) for _, step, value in _scalars(file)]
+
+
+def _run_folder(ran: Ran) -> Path:
+    """The only one of hydra's."""
+    (folder,) = ran.folder.glob("outputs/*/*")
+    return folder
+
+
+def _files(folder: Path) -> set[str]:
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    return {re.sub(r"tfevents\..*", "tfevents", name) for name in names}
+
+
+@pytest.mark.launch
+def test_hydra_zarr_and_tensorboard_on_two_ranks_write_what_one_process_writes(tmp_path: Path) -> None:
+    if lacking := _lacks("hydra", "zarr", "tensorboardX"):
+        pytest.skip(f"lacking {lacking}: pip install -r requirements/test.txt -r requirements/robomimic.txt")
+    ranks = succeeded(run(tmp_path, TRAINER, 2))
+    written = _run_folder(ranks)
+    plain = succeeded(run(tmp_path, TRAINER, 1, is_plain=True, OF_RANKS=str(written / "buffer.zarr")))
+    alone = _run_folder(plain)
+    assert _files(written) == _files(alone)
+    assert {".hydra/config.yaml", "train.log", "events/events.out.tfevents"} < _files(written)
+    assert [re.sub(r"\[.*?\d\]", "", line) for line in (written / "train.log").read_text().splitlines()] == [
+        "[train][INFO] - epoch 0 at 0.01",
+        "[train][INFO] - epoch 1 at 0.01",
+    ]
+    assert [step for step, _ in _losses(written)] == [0, 1]
+    for (_, loss), (_, expected) in zip(_losses(written), _losses(alone)):
+        assert loss == pytest.approx(expected, rel=1e-5)
+    # Each rank reads what it wrote itself; on the disk is what the main rank wrote.
+    mains, others = ([number, number, 0.0] * 2 for number in (1.0, 2.0))
+    assert [ranks.said(number, "kept") for number in (0, 1)] == [[mains], [others]]
+    assert plain.said(0, "of ranks") == plain.said(0, "kept") == [mains]
+
+
+def _record_with(folder: str, log_with: Sequence[str]) -> None:
+    rank = ddpshim.world().rank
+    with ddpshim.record(folder, log_with=log_with) as run:
+        for epoch in (0, 1):
+            run.epoch(epoch, loss=epoch + rank / 2, valid=4.0)
+
+
+@pytest.mark.ranks
+def test_record_writes_curves_of_the_mean_and_of_each_rank_to_tensorboard(tmp_path: Path) -> None:
+    if lacking := _lacks("tensorboardX"):
+        pytest.skip(f"lacking {lacking}: pip install -r requirements/robomimic.txt")
+    run_ranks(_record_with, 2, str(tmp_path), "tensorboard")
+    found = {file.parent.name: _scalars(file) for file in (tmp_path / "tensorboard").rglob("events.*")}
+    losses = {run: [point[1:] for point in scalars if point[0] == "training/Loss"] for run, scalars in found.items()}
+    assert losses == {
+        "tensorboard": [(0, 0.25), (1, 1.25)],
+        "rank_0": [(0, 0.0), (1, 1.0)],
+        "rank_1": [(0, 0.5), (1, 1.5)],
+    }
+    assert [point for point in found["rank_1"] if point[0] == "validation/Loss"] == [
+        ("validation/Loss", 0, 4.0),
+        ("validation/Loss", 1, 4.0),
+    ]
+    assert "seconds/compute" in {name for name, _, _ in found["tensorboard"]}
+
+
+@pytest.mark.ranks
+def test_record_writes_curves_to_an_offline_run_of_wandb(tmp_path: Path) -> None:
+    if _lacks("wandb"):
+        pytest.skip("W&B is not installed (80 MB, 8 s of CPU to install): pip install wandb==0.18.7")
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    run_ranks(_record_with, 2, str(tmp_path), "wandb")
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    store, rows = DataStore(), []
+    store.open_for_scan(str(file))
+    while (data := store.scan_data()) is not None:
+        record = Record.FromString(data)
+        rows.append({".".join(item.nested_key) or item.key: item.value_json for item in record.history.item})
+    store.close()
+    losses = [{name: json.loads(row[name]) for name in row if "Loss" in name or name == "epoch"} for row in rows if row]
+    assert losses[:2] == [
+        {"epoch": 0, "training/Loss": 0.25, "training/Loss/rank_0": 0.0, "training/Loss/rank_1": 0.5},
+        {"epoch": 0, "validation/Loss": 4.0, "validation/Loss/rank_0": 4.0, "validation/Loss/rank_1": 4.0},
+    ]
+    assert len(losses) == 4
+
+
+def test_curves_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ReportError, match=r"log_with='mlflow' is not known; .* Use tensorboard or wandb"):
+        exporting.check("mlflow")
+    monkeypatch.setattr(exporting.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ReportError, match=r"tensorboard or tensorboardX is not installed; .*pip install tensorboard"):
+        exporting.check(["tensorboard"])
+    monkeypatch.setattr(exporting.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(exporting, "_TensorBoard", lambda folder: 1 / 0)
+    with ddpshim.record(tmp_path, log_with="tensorboard") as run:
+        run.epoch(0, loss=1.0)
+        run.epoch(1, loss=1.0)
+    said = capfd.readouterr().err
+    assert said.count("tensorboard cannot be written (ZeroDivisionError: division by zero); training and its") == 1
+
+
+EDITED = """
+import hydra, time
+from hydra.core.config_store import ConfigStore
+import ddpshim
+
+ConfigStore.instance().store("config", {"hydra": {"run": {"dir": "outputs/${now:%H-%M-%S.%f}"}}})
+
+@hydra.main(version_base=None, config_name="config")
+def main(config):
+    world = ddpshim.setup(seed=1)
+    say("folder", hydra.core.hydra_config.HydraConfig.get().runtime.output_dir)
+    ddpshim.cleanup()
+
+main()
+"""
+
+
+@pytest.mark.launch
+def test_ranks_of_an_edited_hydra_program_have_one_folder(tmp_path: Path) -> None:
+    if lacking := _lacks("hydra"):
+        pytest.skip(f"lacking {lacking}: pip install -r requirements/test.txt")
+    job = tmp_path / "job"
+    job.mkdir()
+    (job / rank.BEGAN).touch()
+    os.utime(job / rank.BEGAN, (0, 0.25))
+    ranks = succeeded(run(tmp_path, EDITED, 2, DDPSHIM_RUN_DIR=str(job)))
+    folders = [Path(ranks.said(number, "folder")[0]) for number in (0, 1)]
+    assert folders[0] == folders[1]
+    assert folders[0].name.endswith("-00.250000")
+
+
+LIGHTNING = """
+import warnings
+warnings.simplefilter("ignore")
+import lightning
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+class Trained(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.network = network(dropout=0.5)
+    def training_step(self, batch, number):
+        return nn.functional.mse_loss(self.network(batch[1]), batch[2].double())
+    def validation_step(self, batch, number):
+        self.log("valid", nn.functional.mse_loss(self.network(batch[1]), batch[2].double()))
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+trainer = lightning.Trainer(
+    max_epochs=2, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, accumulate_grad_batches=2,
+    gradient_clip_val=0.1, callbacks=[ModelCheckpoint("kept", monitor="valid", save_top_k=2)],
+)
+trained = Trained()
+trainer.fit(trained, DataLoader(Items(), 8, shuffle=True), DataLoader(Items(20), 8))
+torch.save(trained.state_dict(), "weights.pth")
+"""
+
+
+@pytest.mark.launch
+def test_an_unedited_lightning_trainer_for_one_device_trains_on_ranks_as_in_one_process(tmp_path: Path) -> None:
+    if _lacks("lightning"):
+        pytest.skip("Lightning is not installed: pip install -r requirements/test.txt")
+    plain = succeeded(run(tmp_path, LIGHTNING, 1, is_plain=True))
+    ranks = succeeded(run(tmp_path, LIGHTNING, 2, DDPSHIM_UNEDITED="on"))
+    assert difference(*(torch.load(ran.folder / "weights.pth") for ran in (plain, ranks))) < 1e-12
+    assert _files(ranks.folder / "kept") == _files(plain.folder / "kept")
+    assert "Trained (97 parameters), stepped by Adam, is trained by all ranks together" in ranks.logs[0]
+
+
+LOGGED = """
+import wandb
+
+model, loader = network(), DataLoader(Items(), 8, shuffle=True)
+run = wandb.init(project="p", mode="offline", dir=".", settings=wandb.Settings(console="off"))
+train(model, loader, 1)
+for step in range(3):
+    run.log({"step": step})
+run.finish()
+"""
+
+
+@pytest.mark.launch
+def test_an_offline_run_of_wandb_is_one_folder(tmp_path: Path) -> None:
+    if _lacks("wandb"):
+        pytest.skip("W&B is not installed (80 MB, 8 s of CPU to install): pip install wandb==0.18.7")
+    ranks = succeeded(run(tmp_path, LOGGED, 2))
+    (folder,) = (path for path in ranks.folder.glob("wandb/*") if path.is_dir() and not path.is_symlink())
+    assert folder.name.startswith("offline-run-")
+    (file,) = folder.glob("run-*.wandb")
+    assert file.stat().st_size > 0
+
+
+ACCELERATED = """
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+model, loader = network(dropout=0.2), DataLoader(Items(39), 8, shuffle=True)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+log = open("log.txt", "w")
+for epoch in range(2):
+    model.train()
+    for index, x, y in loader:
+        with accelerator.accumulate(model):
+            loss = nn.functional.mse_loss(model(x), y.double())
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        print(f"{accelerator.gather(loss).mean():.8f}", accelerator.sync_gradients, file=log)
+    if accelerator.is_main_process:
+        torch.save(accelerator.unwrap_model(model).state_dict(), f"{epoch}.pth")
+say("processes", [accelerator.num_processes, index.tolist()])
+"""
+
+
+@pytest.mark.launch
+def test_a_program_that_uses_accelerate_is_that_of_one_process(tmp_path: Path) -> None:
+    if _lacks("accelerate"):
+        pytest.skip("accelerate is not installed: pip install -r requirements/test.txt")
+    plain, two = succeeded(run(tmp_path, ACCELERATED, 1, is_plain=True)), succeeded(run(tmp_path, ACCELERATED, 2))
+    assert (two.folder / "log.txt").read_text() == (plain.folder / "log.txt").read_text()
+    for name in ("0.pth", "1.pth"):
+        assert difference(*(torch.load(ran.folder / name) for ran in (plain, two))) < 1e-12
+    assert two.said(0, "processes") == two.said(1, "processes") == plain.said(0, "processes")
+
+
+@pytest.mark.launch
+def test_a_program_that_has_accelerate_divide_its_model_is_left_to_it(tmp_path: Path) -> None:
+    if _lacks("accelerate"):
+        pytest.skip("accelerate is not installed: pip install -r requirements/test.txt")
+    script = """
+from accelerate import Accelerator
+
+say("started", type(DataLoader).__module__)
+Accelerator(cpu=True)
+say("processes", torch.distributed.get_world_size())
+"""
+    two = succeeded(run(tmp_path, script, 2, ACCELERATE_USE_FSDP="true"))
+    assert "accelerate divides its model (ACCELERATE_USE_FSDP)" in two.logs[0]
+    assert [len(two.said(rank, "started")) for rank in (0, 1)] == [2, 2]
+    assert two.said(1, "processes") == [2]

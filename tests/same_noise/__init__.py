@@ -1,0 +1,1 @@
+"""Ranks draw what one process would draw, and read its clock."""

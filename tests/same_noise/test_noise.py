@@ -1,0 +1,701 @@
+"""The order and the noise of one process (noise=one_process), against a plain process without ddpshim."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+import random
+import re
+from collections.abc import Iterator
+from operator import mul
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+import ddpshim
+from ddpshim.errors import DataError, SyncError
+from ddpshim.job import noise, shares
+from ddpshim.options import Options
+from ddpshim.process.seeds import seed_everything
+from ddpshim.trainers.session import _Metrics
+from tests.preloaded import START_DEADLINE_S, environment, start_afresh
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+SEED, NUM_SAMPLES, BATCH = 3, 103, 24
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def _join(**options: Any) -> Any:
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a rank may have workers
+    ddpshim.cleanup()
+    return ddpshim.setup(seed=SEED, device="cpu", options=Options(**options))
+
+
+# The draws.
+
+
+def _draws(num_rows: int, mine: slice) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """What each way to draw gives for rows `mine` of a batch, and the state of the generator after it."""
+    low_dim, heads = (
+        torch.arange(24 * 5.0).view(24, 5)[mine] / 100,
+        torch.linspace(0, 1, 24 * 64).view(24, 2, 4, 8)[mine],
+    )
+    wide = low_dim[:, None].expand(-1, 3, -1)
+    draws: dict[str, Callable[[], torch.Tensor]] = {
+        "randn": lambda: torch.randn(num_rows, 3),
+        "randn of a size": lambda: torch.randn(size=(num_rows, 3), dtype=torch.float64),
+        "rand": lambda: torch.rand((num_rows, 2)),
+        "randint": lambda: torch.randint(0, 99, (num_rows,)),
+        "randint of a size": lambda: torch.randint(99, size=(num_rows, 2)),
+        "randn_like": lambda: torch.randn_like(low_dim),
+        "randn_like of what is laid out otherwise": lambda: torch.randn_like(heads.permute(0, 2, 3, 1)),
+        "rand_like of what was expanded": lambda: torch.rand_like(wide),
+        "randint_like": lambda: torch.randint_like(low_dim, 99),
+        "normal of tensors": lambda: torch.normal(low_dim, low_dim + 1),
+        "normal of a mean": lambda: torch.normal(low_dim, 2.0),
+        "normal of a deviation": lambda: torch.normal(2.0, low_dim + 1),
+        "normal of numbers": lambda: torch.normal(1.0, 2.0, (num_rows, 3)),
+        "normal_": lambda: low_dim.clone().normal_(1, 2),
+        "uniform_": lambda: low_dim.clone().uniform_(1, 2),
+        "exponential_": lambda: low_dim.clone().exponential_(),
+        "random_": lambda: torch.empty(num_rows, dtype=torch.int64).random_(9),
+        "bernoulli_": lambda: low_dim.clone().bernoulli_(0.3),
+        "bernoulli_ of tensors": lambda: low_dim.clone().bernoulli_(low_dim.clamp(0, 1)),
+        "bernoulli": lambda: torch.bernoulli(low_dim.clamp(0, 1)),
+        "multinomial": lambda: torch.multinomial(low_dim + 0.1, 1),
+        "multinomial with replacement": lambda: (low_dim + 0.1).multinomial(3, replacement=True),
+        "dropout": lambda: F.dropout(low_dim + 1),
+        "dropout in place": lambda: F.dropout(low_dim + 1, 0.3, True, True),
+        "dropout2d": lambda: F.dropout2d(heads + 1, 0.5),
+        "alpha_dropout": lambda: F.alpha_dropout(low_dim + 1, 0.5, True),
+        "attention": lambda: F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3),
+        "an LSTM with dropout": lambda: _recur(nn.LSTM, heads.flatten(2)),
+        "a GRU with dropout": lambda: _recur(nn.GRU, heads.flatten(2)),
+        "gumbel_softmax": lambda: F.gumbel_softmax(low_dim),
+        "Normal": lambda: torch.distributions.Normal(low_dim, 1.0).rsample(),
+        "Categorical": lambda: torch.distributions.Categorical(low_dim + 0.1).sample(),
+        "Bernoulli": lambda: torch.distributions.Bernoulli(low_dim.clamp(0, 1)).sample(),
+        "Laplace": lambda: torch.distributions.Laplace(low_dim, 1.0).rsample(),
+        "Beta, one for all samples": lambda: torch.distributions.Beta(1.5, 1.0).sample((num_rows,)),
+        "Gamma, one for all samples": lambda: torch.distributions.Gamma(2.0, 1.0).rsample((num_rows, 2)),
+        "a sequence before the batch": lambda: _attend(low_dim),
+        "numpy": lambda: torch.tensor(np.random.normal(1.0, 2.0, size=(num_rows, 3))),
+        "numpy's randn": lambda: torch.tensor(np.random.randn(num_rows, 2)),
+        "numpy's choice": lambda: torch.tensor(np.random.choice(9, num_rows)),
+        "what no batch is in": lambda: torch.randn(7),
+        "evaluation": lambda: F.dropout2d(F.dropout(heads, 0.5, False), 0.5, False),
+    }
+    out = {}
+    for name, draw in draws.items():
+        torch.manual_seed(1)
+        np.random.seed(1)
+        drawn = draw()
+        out[name] = drawn, torch.cat([torch.get_rng_state(), torch.tensor(np.random.get_state()[1].astype(np.int64))])
+    return out
+
+
+def _attend(x: torch.Tensor) -> torch.Tensor:
+    """Drops units as layers do that have attended, where the batch comes second and its size divides the first."""
+    with torch.random.fork_rng(devices=[]):
+        attends = nn.MultiheadAttention(5, 1)
+    sequence = x.expand(24, -1, -1)
+    attends(sequence, sequence, sequence)
+    return F.dropout(torch.ones_like(sequence)).transpose(0, 1)
+
+
+def _recur(kind: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        net = kind(32, 4, 2, dropout=0.5, batch_first=True)
+    output, after = net(x)
+    after = after[0] if isinstance(after, tuple) else after
+    return torch.cat([output.flatten(1), after.transpose(0, 1).flatten(1)], 1).detach()
+
+
+def _rank_draws(num_rows: int) -> Any:
+    here = _join()
+    noise.share()
+    shares.begin_batch(num_rows // here.world_size)
+    drawn = _draws(num_rows // here.world_size, slice(here.rank, None, here.world_size))
+    shares.end_batch()
+    torch.manual_seed(1)
+    return drawn, torch.randn(num_rows // here.world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_rank_draws_its_rows_of_what_one_process_draws(world_size: int) -> None:
+    plain = _draws(24, slice(None))
+    for rank, (drawn, between_batches) in enumerate(run_ranks(_rank_draws, world_size, 24)):
+        for name, (whole, state) in plain.items():
+            own = whole if name == "what no batch is in" else whole[rank::world_size]
+            assert torch.equal(drawn[name][0], own), name
+            assert torch.equal(drawn[name][1], state), name
+        torch.manual_seed(1)
+        assert torch.equal(between_batches, torch.randn(24 // world_size))
+
+
+def test_where_the_batch_stands_in_a_shape() -> None:
+    share = shares.Share(rank=1, world_size=2, num_rows=4)
+    for shape, where in {
+        (4, 7): (0, 1),
+        (12, 4): (0, 3),  # three rows for each sample
+        (7, 4): (1, 1),
+        (): None,
+        (3, 5): None,
+    }.items():
+        assert share.dimension(shape) == where
+    after_attention = share._replace(sequence_first={(12, 4), (12, 3)})
+    for shape, where in {(12, 4, 7): (1, 1), (12, 3): (0, 3), (12, 5): (0, 3), (4, 4): (0, 1)}.items():
+        assert after_attention.dimension(shape) == where
+    both = share._replace(others=(8,))  # of a second loader
+    for shape, where in {(8, 4): (0, 1), (4, 7): (0, 1), (12,): (0, 3), (7, 8): (1, 1), (5,): None}.items():
+        assert both.dimension(shape) == where
+    assert both.divided(2) == [shares.Share(1, 4, 2, (4,)), shares.Share(3, 4, 2, (4,))]
+    samples = torch.arange(8).repeat_interleave(3)[:, None].expand(-1, 2)
+    assert share.rows(samples, (0, 3))[:, 0].tolist() == [1, 1, 1, 3, 3, 3, 5, 5, 5, 7, 7, 7]
+    assert share.rows(samples.t()[:, :8], (1, 1)).shape == (2, 4)
+
+
+# Whole trainings, in float64: what is left is rounding.
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.dropout = nn.Linear(6, 16), nn.Dropout(0.3)
+        self.attends = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.1, batch_first=True)
+        self.remembers, self.last = nn.LSTM(16, 8, 2, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.dropout(self.first(x).relu())[:, None].expand(-1, 5, -1)
+        hidden, _ = self.remembers(self.attends(hidden + 0.1 * torch.randn_like(hidden)))
+        return self.last(hidden[:, -1])  # type: ignore[no-any-return]
+
+
+class _Noisy(Dataset[Any]):
+    """Draws in each sample, as augmentations do."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        drawn = torch.tensor([random.random(), np.random.rand(), float(torch.randn(()))])
+        return torch.full((6,), index / 50.0), drawn, index
+
+
+class _NowAndThen(_Noisy):
+    """Draws for one sample of ten."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, drawn, _ = super().__getitem__(index) if index % 10 == 3 else (torch.ones(6), torch.ones(3), 0)
+        return x, drawn, index
+
+
+def _clean() -> Any:
+    x = torch.linspace(-1, 1, NUM_SAMPLES * 6, dtype=torch.float64).view(-1, 6)
+    return TensorDataset(x, x[:, :2].sin(), torch.arange(NUM_SAMPLES))
+
+
+class _Augmented(Dataset[Any]):
+    """Adds noise from all global generators to samples; to one of them alone, if `later`."""
+
+    def __init__(self, later: bool = False) -> None:
+        self._clean, self._later = _clean(), later
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        x, y, number = self._clean[index]
+        if not self._later or index == 57:
+            x = x + 0.1 * (random.random() + np.random.rand() + float(torch.randn(())))
+        return x, y, number
+
+
+def _mixed(samples: list[Any]) -> Any:
+    """Collates, and mixes each sample with one that is drawn."""
+    x, y, number = default_collate(samples)
+    return 0.8 * x + 0.2 * x[torch.randperm(len(x))], y, number
+
+
+DATA: dict[str, Callable[[], Any]] = {
+    "augmented later, by workers": lambda: _Augmented(later=True),
+    **dict.fromkeys(("augmented", "augmented by workers"), _Augmented),
+}
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(8)
+
+
+class _OneByOne:
+    """A sampler of the user's own that draws as it goes."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(torch.randint(NUM_SAMPLES, ())) for _ in range(72))
+
+    def __len__(self) -> int:
+        return 72
+
+
+FORKED = {"num_workers": 2, "multiprocessing_context": "fork"}  # those of a rank of a test would start slowly
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "shuffled": lambda: {"batch_size": BATCH, "shuffle": True},
+    "in order": lambda: {"batch_size": BATCH},
+    "the ranks do not divide a batch": lambda: {"batch_size": 17, "shuffle": True, "drop_last": False},
+    "the last batch is short": lambda: {"batch_size": BATCH, "shuffle": True, "drop_last": False},
+    "a generator": lambda: {"batch_size": BATCH, "shuffle": True, "generator": _generator()},
+    "with replacement": lambda: {"batch_size": BATCH, "sampler": RandomSampler(range(NUM_SAMPLES), True, 96)},
+    "weighted": lambda: {"batch_size": BATCH, "sampler": WeightedRandomSampler(list(range(1, NUM_SAMPLES + 1)), 96)},
+    "subset": lambda: {"batch_size": BATCH, "sampler": SubsetRandomSampler(range(5, 100))},
+    "batch sampler": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(NUM_SAMPLES)), BATCH, True)},
+    "of the user": lambda: {"batch_size": BATCH, "sampler": _OneByOne()},
+    "workers": lambda: {"batch_size": BATCH, "shuffle": True, "num_workers": 1},
+    "workers that stay": lambda: {"batch_size": BATCH, "shuffle": True, "num_workers": 1, "persistent_workers": True},
+    "augmented": lambda: {"batch_size": BATCH, "shuffle": True},
+    "augmented by workers": lambda: {"batch_size": 16, "shuffle": True, "drop_last": False, **FORKED},
+    "augmented later, by workers": lambda: {"batch_size": BATCH, "shuffle": True, **FORKED},
+    "drawn when collated": lambda: {"batch_size": BATCH, "shuffle": True, "collate_fn": _mixed},
+}
+
+
+def _train(
+    make: Callable[..., Any], wrap: Callable[[nn.Module], Any], kind: str, between: Callable[[], Any] = lambda: None
+) -> Any:
+    """The weights, the samples of each step, the state of the generator and the losses after three epochs."""
+    net = wrap(_Net())
+    data = DATA.get(kind, _clean)()
+    loader = make(data, **{"drop_last": "batch_sampler" not in KINDS[kind](), **KINDS[kind]()})
+    optimizer, samples, losses = torch.optim.Adam(net.parameters(), 1e-3), [], []
+    for _ in range(3):
+        for x, y, index in loader:
+            samples.append(index.tolist())
+            losses.append(_step(net, optimizer, x, y))
+        between()
+    return torch.cat([p.detach().flatten() for p in net.parameters()]), samples, torch.get_rng_state(), losses
+
+
+def _step(net: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> float:
+    timesteps = torch.randint(0, 100, (len(x),))
+    noised = x + 0.1 * torch.randn(x.shape)
+    kept = torch.multinomial(torch.rand(len(x), 5).add(0.1), 1)[:, 0]
+    loss = ((net(noised) - y) ** 2).mean(1).mul(1 + timesteps / 100).mul(1 + 0.1 * kept).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def _plain(kind: str, between: Callable[[], Any] = lambda: None) -> Any:
+    return _in_one_process(_train, kind, between)
+
+
+def _in_one_process(train: Callable[..., Any], *arguments: Any) -> Any:
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    try:
+        seed_everything(SEED)
+        return train(DataLoader, lambda net: net, *arguments)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _rank_trains(kind: str, draws_between: bool = False) -> Any:
+    here = _join()
+    torch.set_default_dtype(torch.float64)
+    between = (lambda: torch.randn(5)) if draws_between and here.is_main else (lambda: None)
+    return _train(ddpshim.make_loader, ddpshim.wrap_parallel, kind, between)
+
+
+def _check_equal(plain: Any, ranks: list[Any]) -> None:
+    weights, samples, state, losses = plain
+    for rank, (own_weights, own_samples, own_state, _) in enumerate(ranks):
+        assert own_samples == [batch[rank :: len(ranks)] or [batch[rank % len(batch)]] for batch in samples]
+        assert torch.equal(own_state, state)
+        assert torch.allclose(own_weights, weights, rtol=0, atol=1e-11)
+        assert torch.equal(own_weights, ranks[0][0])
+    counts = [[len(batch[rank :: len(ranks)]) for rank in range(len(ranks))] for batch in samples]
+    of_steps = zip(counts, zip(*(own[3] for own in ranks)))
+    means = [sum(map(mul, *of_step)) / sum(of_step[0]) for of_step in of_steps]
+    assert means == pytest.approx(losses, abs=1e-11)
+
+
+def _train_on_two(make: Callable[..., Any], wrap: Callable[[nn.Module], Any]) -> Any:
+    """As `_train`, with samples of two loaders in each step, of which one has twice the other's."""
+    net = wrap(_Net())
+    loaders = [make(_clean(), batch_size=size, shuffle=True, drop_last=True) for size in (BATCH, BATCH // 2)]
+    optimizer, samples, losses = torch.optim.Adam(net.parameters(), 1e-3), [], []
+    for _ in range(2):
+        for (x, y, index), (other, _, its) in zip(*loaders):
+            noised = [part + 0.1 * torch.randn(len(part), 6) for part in (x, other)]
+            samples.append([index.tolist(), its.tolist()])
+            loss = (net(noised[0]) - y).square().mean() + net(noised[1]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    return torch.cat([p.detach().flatten() for p in net.parameters()]), samples, torch.get_rng_state(), losses
+
+
+def _rank_trains_on_two() -> Any:
+    _join()
+    torch.set_default_dtype(torch.float64)
+    return _train_on_two(ddpshim.make_loader, ddpshim.wrap_parallel)
+
+
+def test_a_step_on_the_samples_of_two_loaders() -> None:
+    weights, samples, state, losses = _in_one_process(_train_on_two)
+    plain = weights, [index for of_both in samples for index in of_both], state, losses
+    ranks = [
+        (own, [index for of_both in its for index in of_both], *more)
+        for own, its, *more in run_ranks(_rank_trains_on_two, 2)
+    ]
+    _check_equal(plain, ranks)
+
+
+ONLY_TWO = [kind for kind in KINDS if "worker" in kind or kind in DATA or kind == "drawn when collated"]
+SIZES = {"the ranks do not divide a batch": (3,), **dict.fromkeys(ONLY_TWO, (2,))}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "of the user"])
+def test_ranks_train_what_a_plain_process_trains(kind: str) -> None:
+    plain = _plain(kind)
+    for size in SIZES.get(kind, (1, 2)):
+        _check_equal(plain, run_ranks(_rank_trains, size, kind))
+
+
+def test_a_sampler_of_the_user_draws_alike_on_the_ranks() -> None:
+    plain, ranks = _plain("of the user"), run_ranks(_rank_trains, 2, "of the user")
+    _check_equal(run_ranks(_rank_trains, 1, "of the user")[0], ranks)
+    steps = [[i for pair in zip(*shares) for i in pair] for shares in zip(ranks[0][1], ranks[1][1])]
+    assert steps[0] == plain[1][0]
+    assert {len(step) for step in steps} == {BATCH}
+
+
+def test_four_ranks() -> None:
+    _check_equal(_plain("shuffled"), run_ranks(_rank_trains, 4, "shuffled"))
+
+
+def test_what_the_main_rank_alone_drew_counts_from_the_next_pass_on() -> None:
+    plain = _plain("shuffled", lambda: torch.randn(5))
+    _, samples, _, _ = plain
+    ranks = run_ranks(_rank_trains, 2, "shuffled", True)
+    for rank, (_, own, _, _) in enumerate(ranks):
+        assert own == [batch[rank::2] for batch in samples]
+
+
+# Going on after an interruption.
+
+
+def _rank_goes_on(
+    folder: Path, until: Optional[int], kind: str, every: Optional[int] = None, num_steps: Optional[int] = None
+) -> Any:
+    """Train three epochs, or leave as `until` steps were made; what is in `folder` is gone on with."""
+    here = _join(checkpoint_every_s=None, checkpoint_every_n_steps=every, background_save=False)
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(SEED)
+    net = ddpshim.wrap_parallel(_Net())
+    optimizer, samples, num_made = torch.optim.Adam(net.parameters(), 1e-3), [], 0
+    loader = ddpshim.make_loader(DATA.get(kind, _clean)(), **KINDS[kind]())
+    training = ddpshim.Resumable(folder, {"net": net, "optimizer": optimizer})
+    training.restore()
+    for epoch in range(training.epoch, 3):
+        for x, y, index in training.steps(loader, epoch, num_steps):
+            samples.append(index.tolist())
+            _step(net, optimizer, x, y)
+            num_made += 1
+            if num_made == until and (num_made % len(loader) or every):
+                training.step += 1
+                break
+        if num_made == until:
+            if every is None:
+                training.save()
+            here.barrier()
+            return samples
+    return torch.cat([p.detach().flatten() for p in net.parameters()]), samples, torch.get_rng_state()
+
+
+@pytest.mark.parametrize(
+    ("kind", "until"),
+    [
+        *(("shuffled", 2), ("shuffled", 4), ("shuffled", 7), ("a generator", 4), ("a generator", 7)),
+        ("augmented by workers", 10),
+    ],
+)
+def test_left_in_an_epoch_it_goes_on_with_the_order_and_the_noise_on_other_ranks(
+    kind: str, until: int, tmp_path: Path
+) -> None:
+    weights, samples, state, _ = _plain(kind)
+    before = run_ranks(_rank_goes_on, 2, tmp_path, until, kind)
+    after = run_ranks(_rank_goes_on, 3, tmp_path, None, kind)
+    assert before == [[batch[rank::2] for batch in samples[:until]] for rank in range(2)]
+    for rank, (own_weights, own, own_state) in enumerate(after):
+        assert own == [batch[rank::3] for batch in samples[until:]]
+        assert torch.allclose(own_weights, weights, rtol=0, atol=1e-11)
+        assert torch.equal(own_state, state)
+
+
+@pytest.mark.parametrize(("until", "num_steps"), [(6, None), (6, 8), (10, 6)])
+def test_saved_between_two_passes_it_goes_on_with_the_order_as_well(
+    until: int, num_steps: Optional[int], tmp_path: Path
+) -> None:
+    whole = run_ranks(_rank_goes_on, 2, tmp_path / "a", None, "shuffled", None, num_steps)
+    run_ranks(_rank_goes_on, 2, tmp_path / "b", until, "shuffled", 4, num_steps)
+    after = run_ranks(_rank_goes_on, 2, tmp_path / "b", None, "shuffled", None, num_steps)
+    for (weights, samples, state), (own_weights, own, own_state) in zip(whole, after):
+        assert own == samples[until // 4 * 4 :]
+        assert torch.equal(own_weights, weights)
+        assert torch.equal(own_state, state)
+
+
+# What goes wrong is said.
+
+
+def _rank_is_refused() -> str:
+    here = _join()
+    try:
+        generator = _generator()
+        torch.rand(here.rank, generator=generator)
+        ddpshim.make_loader(_clean(), BATCH, shuffle=True, generator=generator)
+    except (DataError, SyncError) as error:
+        return str(error)
+    return ""
+
+
+def test_generators_in_other_states_are_refused() -> None:
+    for said in run_ranks(_rank_is_refused, 2):
+        assert "state of the generator" in said
+
+
+def _rank_steps_later() -> Any:
+    here = _join()
+    net = ddpshim.wrap_parallel(nn.Linear(6, 1))
+    loader = ddpshim.make_loader(_clean(), BATCH, shuffle=True)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        (x, _, _), *_ = list(loader)  # all batches first, then the steps
+        before = torch.randn(4)
+        for _ in range(2):
+            net(x.float()).sum().backward()
+    return before, torch.randn(4), here.gather(torch.initial_seed()), said.getvalue()
+
+
+def test_ranks_that_train_on_batches_of_their_own_draw_their_own_noise_and_say_so() -> None:
+    (before, after, seeds, said), (other_before, other_after, _, nothing) = run_ranks(_rank_steps_later, 2)
+    assert torch.equal(before, other_before)
+    assert not torch.equal(after, other_after)
+    assert seeds[0] == SEED != seeds[1]
+    assert said.count("Linear is trained on batches that are not the current batch of make_loader") == 1
+    assert "if every rank reads the whole data set, the global batch is 2 times as large" in said
+    assert nothing == ""
+
+
+def _rank_has_batches_of_its_own(how: str) -> Any:
+    here = _join()
+    if how == "shard_iterable":
+        ddpshim.shard_iterable(range(8))
+    else:
+        ddpshim.make_loader(_clean(), 2, already_sharded=True)
+    built = torch.rand(3)
+    ddpshim.wrap_parallel(nn.Linear(2, 1))
+    return built, here.gather(torch.rand(3).tolist())
+
+
+@pytest.mark.parametrize("how", ["shard_iterable", "already_sharded"])
+def test_over_shares_of_its_own_each_rank_draws_its_own_noise_once_networks_are_built(how: str) -> None:
+    ((built, drawn), (other_built, _)) = run_ranks(_rank_has_batches_of_its_own, 2, how)
+    assert torch.equal(built, other_built)
+    assert drawn[0] != drawn[1]
+
+
+def _rank_has_torchs_order_and_its_own_noise() -> Any:
+    _join(noise="per_rank")
+    ddpshim.wrap_parallel(nn.Linear(2, 1))
+    loader = ddpshim.make_loader(_clean(), BATCH, shuffle=True)
+    passes = [[index.tolist() for _, _, index in loader] for _ in range(2)]
+    return passes, torch.rand(3).tolist()
+
+
+def test_torchs_order_leaves_each_rank_its_own_noise() -> None:
+    (first, drawn), (second, other_drawn) = run_ranks(_rank_has_torchs_order_and_its_own_noise, 2)
+    assert drawn != other_drawn
+    assert first[0] != first[1]
+    for own, other in zip(first, second):
+        assert not {i for batch in own for i in batch} & {i for batch in other for i in batch}
+
+
+def _rank_names_lines() -> Any:
+    _join()
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        drawn = _names_lines()
+    return *drawn, said.getvalue()
+
+
+def _names_lines() -> list[int]:
+    noise.share()
+    shares.begin_batch(4)
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2, 3)] * 4)
+    nn.LSTM(3, 4, 2, dropout=0.5)(packed)
+    drawn = torch.poisson(torch.full((4,), 1e5))
+    torch.distributions.Gamma(torch.ones(4), 1.0).sample()
+    torch.randperm(4)
+    F.rrelu(torch.ones(4), training=True)
+    F.rrelu(torch.ones(4))
+    return [*drawn.long().tolist(), int(torch.randint(10**9, ()))]
+
+
+def test_what_cannot_be_drawn_as_in_one_process_is_named() -> None:
+    (*first, state, said), (*second, other_state, nothing) = run_ranks(_rank_names_lines, 2)
+    assert first != second
+    assert state == other_state
+    assert nothing == ""
+    for text in (
+        "between RNN layers",
+        "by torch.poisson",
+        "by Gamma.rsample",
+        "by functional.rrelu",
+        "permutes the batch",
+    ):
+        assert said.count(text) == 1
+
+
+def _rank_draws_much() -> Any:
+    _join()
+    noise.share()
+    shares.begin_batch(4)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        drawn = [torch.randn(30, 31) for _ in range(2)]
+    return drawn, torch.get_rng_state(), said.getvalue()
+
+
+def test_a_large_draw_without_the_batch_is_named_once_and_each_ranks_own() -> None:
+    (first, state, said), (second, other_state, _) = run_ranks(_rank_draws_much, 2)
+    assert torch.equal(state, other_state)
+    assert not torch.equal(first[0], second[0])
+    assert not torch.equal(first[0], first[1])
+    assert said.count("test_noise.py") == said.count("draws 30 x 31 numbers, but no dimension is the batch (4);") == 1
+
+
+def _rank_augments(data_draws: str) -> Any:
+    """The order and the draws of a pass over some datasets, the streams of the training then, and what is said."""
+    found = []
+    for data in (_Noisy(), _NowAndThen(), Subset(_Noisy(), range(NUM_SAMPLES))):
+        _join(data_draws=data_draws)
+        loader = ddpshim.make_loader(data, 20, shuffle=True)
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            batches = [(noise_of.tolist(), index.tolist()) for _, noise_of, index in loader]
+        found.append((batches, torch.get_rng_state(), said.getvalue()))
+    return found
+
+
+def test_by_sample_what_a_dataset_draws_depends_on_its_place_and_leaves_the_streams_of_the_training() -> None:
+    seed_everything(SEED)
+    samples = [index.tolist() for _, _, index in DataLoader(_clean(), 20, shuffle=True, drop_last=True)]
+    state = torch.get_rng_state()
+    (alone,) = run_ranks(_rank_augments, 1, "by_sample")
+    for rank, found in enumerate(run_ranks(_rank_augments, 2, "by_sample")):
+        for (batches, own_state, _), (of_all, _, said), name in zip(found, alone, ("_Noisy", "_NowAndThen", "Subset")):
+            assert said.count(f"{name} draws random numbers for a sample: here they depend on the seed") == 1
+            assert [index for _, index in batches] == [batch[rank::2] for batch in samples]
+            assert torch.equal(own_state, state)
+            assert [drawn for drawn, _ in batches] == [drawn[rank::2] for drawn, _ in of_all]
+    drawn = [number for of_batch, _ in alone[0][0] for number in of_batch]
+    assert len({tuple(numbers) for numbers in drawn}) == len(drawn)
+
+
+def test_that_each_rank_loads_whole_batches_is_said() -> None:
+    for found, num in zip(run_ranks(_rank_augments, 2, "one_process"), (1, 0)):
+        for (_, _, said), name in zip(found, ("_Noisy", "_NowAndThen", "Subset")):
+            assert said.count(f"{name} draws random numbers for a sample: to draw what one process draws") == num
+            assert said.count("DDPSHIM_DATA_DRAWS=by_sample") == num
+
+
+class _Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(40))
+
+
+def _rank_streams() -> Any:
+    _join()
+    return [(batch.tolist(), torch.randn(len(batch)).tolist()) for batch in ddpshim.make_loader(_Stream(), 10)]
+
+
+def test_over_a_stream_ranks_draw_their_rows_too() -> None:
+    first, second = run_ranks(_rank_streams, 2)
+    for (items, own), (others, others_own) in zip(first, second):
+        assert len(items) == len(own) == 5
+        assert not set(own) & set(others_own)
+        assert not set(items) & set(others)
+
+
+# Logged numbers.
+
+
+def _rank_logs(steps: list[list[float]]) -> dict[str, float]:
+    here, metrics = _join(), _Metrics({})
+    for numbers in steps:
+        own = torch.tensor(numbers, dtype=torch.float64)[here.rank :: here.world_size]
+        of_step = {"adv/mean": own.mean(), "adv/max": own.max(), "adv/min": own.min(), "adv/std": own.std()}
+        totals = (len(numbers),) if len(numbers) % here.world_size else ()
+        share = shares.Share(here.rank, here.world_size, len(own), totals=totals)
+        metrics.take({**of_step, "std": own.std(), "loss": own.mean()}, share=share)
+    whole = metrics.of_whole_batches(len(steps[0]) // here.world_size)
+    logged = {key: sum(values) / len(values) for key, values in whole.items()}
+    return {**logged, "loss": metrics.joined(len(steps[0]) // here.world_size)["loss"][0]}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_extremes_and_deviations_are_those_of_the_whole_batch(world_size: int) -> None:
+    steps = [torch.randn(num, dtype=torch.float64) for num in (12, 12, 12 if world_size == 2 else 7)]
+    for logged in run_ranks(_rank_logs, world_size, [step.tolist() for step in steps]):
+        assert logged == {
+            "adv/max": pytest.approx(float(sum(step.max() for step in steps)) / 3, abs=1e-15),
+            "adv/min": pytest.approx(float(sum(step.min() for step in steps)) / 3, abs=1e-15),
+            "adv/std": pytest.approx(float(sum(step.std() for step in steps)) / 3, abs=1e-15),
+            "loss": pytest.approx(float(sum(step.mean() for step in steps)) / 3, abs=1e-15),
+        }, "a deviation without its mean is averaged, as all else is"
+
+
+# Programs: what they print in one process without ddpshim, and on two ranks.
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("train_before.py", ["train_after.py"]),
+        ("any_trainer/train_dataparallel.py", ["any_trainer/train_dataparallel.py"]),
+    ],
+)
+def test_two_ranks_print_the_losses_of_the_program_without_ddpshim(
+    before: str, after: list[str], tmp_path: Path
+) -> None:
+    *options, program = after
+    launch = ["-m", "ddpshim", "run", "--nproc=2", "--log-dir=logs", *options, str(EXAMPLES / program)]
+    environ = {**environment(), "DDPSHIM_NOISE": "one_process"}
+    said = {}
+    for name, command in {"plain": [str(EXAMPLES / before)], "ranks": launch}.items():
+        (tmp_path / name).mkdir()
+        code, output = start_afresh(command, environ, tmp_path / name, START_DEADLINE_S)
+        assert code == 0, output
+        said[name] = [float(loss) for loss in re.findall(r"loss (\S+?),?(?:\s|$)", output)]
+    assert len(said["plain"]) >= 5
+    assert said["ranks"] == pytest.approx(said["plain"], abs=2e-4)  # four digits are printed

@@ -1,0 +1,1 @@
+"""Ranks train on the samples of one process, in its order."""

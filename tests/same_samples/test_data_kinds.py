@@ -1,0 +1,311 @@
+"""The patched robomimic on data of every kind: two ranks on shards against a launched world of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from evidence.equivalence import Run, copy_release, largest_difference, make_config, make_data, source, train, train_all
+
+RELEASE = "0.3.0"
+SINCE_0_5 = "0.5.0"
+STEPS, EPOCHS = 4, 2
+Pairs = dict[str, tuple[Run, Run]]
+
+VALIDATION = {
+    "experiment__validate": True,
+    "experiment__validation_epoch_every_n_steps": 3,
+    "train__hdf5_filter_key": "train",
+    "train__hdf5_validation_filter_key": "valid",
+}
+SMALL = {**VALIDATION, "train__batch_size": 20}
+PLAIN_IMAGES = {
+    "observation__encoder__rgb__obs_randomizer_class": None,
+    "observation__encoder__rgb__core_kwargs__pool_class": None,
+}
+NO_DROPOUT = {f"algo__transformer__{where}_dropout": 0.0 for where in ("emb", "attn", "block_output")}
+
+# What distinguishes a kind of data from the template of its algorithm.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cache_all": ("bc", SMALL),
+    "cache_low_dim": ("bc", {**SMALL, "train__hdf5_cache_mode": "low_dim"}),
+    "cache_none": ("bc", {**SMALL, "train__hdf5_cache_mode": None}),
+    "workers": (
+        "bc",
+        {**SMALL, "train__hdf5_cache_mode": None, "train__hdf5_use_swmr": False, "train__num_data_workers": 2},
+    ),
+    "images_from_the_file": ("bc_image", {**PLAIN_IMAGES, "train__hdf5_cache_mode": "low_dim"}),
+    "sequences": (
+        "bc_rnn",
+        {**VALIDATION, "train__pad_seq_length": False, "experiment__validation_epoch_every_n_steps": None},
+    ),
+    "stacked_frames": ("bc_transformer", NO_DROPOUT),
+    "goals": ("bc_goal", VALIDATION),
+    # Two ranks take one sample each, which is all that 0.3.0 can normalize.
+    "normalized_obs": ("bc", {"train__hdf5_normalize_obs": True, "train__batch_size": 2}),
+    # 831 and 253 samples, 3 batches and 1: both loaders start over within an epoch.
+    "small_filter_keys": ("bc", {**VALIDATION, "train__hdf5_filter_key": "20_demos", "train__batch_size": 250}),
+}
+TOO_SMALL = ("bc", {**VALIDATION, "train__hdf5_validation_filter_key": "one_demo"})
+SAME_SAMPLES = ["cache_low_dim", "cache_none", "workers"]
+
+
+def _require(release: str) -> None:
+    if source(release) is None:
+        how = "pip install --no-deps robomimic==0.3.0" if release == RELEASE else "see patches/README.md"
+        pytest.skip(f"robomimic {release} is neither installed nor under DDPSHIM_UPSTREAM ({how})")
+
+
+def _make_files(folder: Path) -> None:
+    """lift_50.hdf5, with filter keys for too few samples; lift_10.hdf5, whose actions are others; and one of images."""
+    make_data(folder, 10, images=True)
+    with h5py.File(make_data(folder, 50), "r+") as file:
+        for key, values in {"actions": (1, 7), "rewards": (1,), "dones": (1,)}.items():
+            file[f"data/demo_50/{key}"] = np.zeros(values)
+        for key in ("obs", "next_obs"):
+            for name, values in file[f"data/demo_0/{key}"].items():
+                file[f"data/demo_50/{key}/{name}"] = values[:1]
+        file["data/demo_50"].attrs["num_samples"] = 1
+        file["mask/one_sample"], file["mask/one_demo"] = [b"demo_50"], file["mask/valid"][:1]
+    with h5py.File(make_data(folder, 10), "r+") as file:
+        for demo in file["data"].values():
+            demo["actions"][...] = 1.5 * demo["actions"][()]
+
+
+def _make_config(release: str, tree: Path, kind: tuple[str, dict[str, Any]], folder: Path, files: Path) -> Path:
+    """A config file of a kind of data in `folder`; paths to data are relative to `files`."""
+    variant, settings = kind
+    name = "lift_10_images.hdf5" if "image" in variant else "lift_50.hdf5"
+    data: Any = str(files / name)
+    if release >= "0.5":
+        data = [{**part, "path": str(files / part["path"])} for part in settings.get("train__data", [{"path": name}])]
+    folder.mkdir()
+    return make_config(tree, variant, files / name, folder, STEPS, EPOCHS, **{**settings, "train__data": data})
+
+
+def _train_kinds(release: str, kinds: dict[str, tuple[str, dict[str, Any]]], folder: Path, releases: Path) -> Pairs:
+    _require(release)
+    _make_files(folder)
+    tree, jobs = copy_release(release, releases), []
+    for name, kind in kinds.items():
+        config = _make_config(release, tree, kind, folder / name, folder)
+        jobs += [(config, folder / name / str(num_ranks), num_ranks) for num_ranks in (1, 2)]
+    runs = train_all(tree, jobs)
+    return dict(zip(kinds, zip(runs[::2], runs[1::2])))
+
+
+def _check_same_experiment(one: Run, two: Run) -> None:
+    for run in (one, two):
+        assert run.exit_code == 0, run.log[-3000:]
+    alone = one.observed[0]
+    assert len(alone["batches"]["Train"]) == STEPS * EPOCHS
+    assert {len(batch) for batch in alone["batches"]["Train"]} == {one.batch_size}
+    for rank, observed in enumerate(two.observed):
+        for phase, batches in alone["batches"].items():
+            assert observed["batches"][phase] == [batch[rank::2] for batch in batches], phase
+        assert largest_difference(observed["initial"], alone["initial"]) == 0
+        assert largest_difference(observed["networks"], alone["networks"]) < 1e-6
+        assert largest_difference(observed["networks"], two.observed[0]["networks"]) == 0
+        assert _flat(observed["statistics"]) == _flat(alone["statistics"])
+    assert largest_difference(alone["initial"], alone["networks"]) > 5e-4, "nothing was trained"
+    assert two.losses() == pytest.approx(one.losses(), rel=1e-5)
+    assert len(one.losses()) == EPOCHS
+    assert two.losses("Validation") == pytest.approx(one.losses("Validation"), rel=1e-5)
+
+
+def _flat(tree: Any, path: str = "") -> dict[str, list[float]]:
+    """Every array in `tree` by its path, so that two trees are compared bit for bit."""
+    if isinstance(tree, dict):
+        return {at: array for key, value in tree.items() for at, array in _flat(value, f"{path}/{key}").items()}
+    return {} if tree is None else {path: np.ravel(tree).tolist()}
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Pairs:
+    return _train_kinds(RELEASE, {**KINDS, "too_small": TOO_SMALL}, tmp_path_factory.mktemp("kinds"), releases)
+
+
+@pytest.mark.robomimic
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "normalized_obs"])
+def test_two_ranks_train_the_same_experiment(pairs: Pairs, kind: str) -> None:
+    one, two = pairs[kind]
+    _check_same_experiment(one, two)
+    assert len(one.losses("Validation")) == (EPOCHS if "experiment__validate" in KINDS[kind][1] else 0)
+
+
+@pytest.mark.robomimic
+@pytest.mark.parametrize("kind", SAME_SAMPLES)
+def test_how_samples_are_read_changes_nothing(pairs: Pairs, kind: str) -> None:
+    for run, reference in zip(pairs[kind], pairs["cache_all"]):
+        assert run.observed[0]["batches"] == reference.observed[0]["batches"]
+        assert largest_difference(run.observed[0]["networks"], reference.observed[0]["networks"]) == 0
+
+
+@pytest.mark.robomimic
+def test_a_pass_ends_and_another_begins_within_an_epoch(pairs: Pairs) -> None:
+    batches = pairs["small_filter_keys"][0].observed[0]["batches"]
+    first_epoch = batches["Train"][:STEPS]
+    assert len({index for batch in first_epoch[:3] for index in batch}) == 750, "a pass repeats samples"
+    assert len({tuple(batch) for batch in batches["Train"]}) == STEPS * EPOCHS
+    assert len(batches["Validation"]) == 3 * EPOCHS
+    assert len({tuple(batch) for batch in batches["Validation"][:3]}) == 3
+
+
+@pytest.mark.robomimic
+def test_a_validation_pass_is_whole(pairs: Pairs) -> None:
+    batches = pairs["sequences"][0].observed[0]["batches"]["Validation"]
+    assert len(batches) == 2 * EPOCHS  # 253 samples less 4 at the end of each of 6 demonstrations: 229
+    assert len({index for batch in batches[:2] for index in batch}) == 200
+
+
+@pytest.mark.robomimic
+def test_observations_are_normalized_by_the_whole_file(pairs: Pairs) -> None:
+    one, two = pairs["normalized_obs"]
+    assert "shape mismatch in @normalize obs" in one.log, "0.3.0 itself normalizes batches of one sample alone"
+    assert two.exit_code == 0, two.log[-3000:]
+    first, second = two.observed
+    saved = two.checkpoint["obs_normalization_stats"]
+    assert _flat(saved) == _flat(first["statistics"]["obs"]) == _flat(second["statistics"]["obs"])
+    assert (first["passes for statistics"], second["passes for statistics"]) == (1, 0)
+    assert len(saved) == 4
+    for key, found in saved.items():
+        values = _read(two.folder.parent.parent / "lift_50.hdf5", f"obs/{key}")
+        np.testing.assert_allclose(np.ravel(found["mean"]), values.mean(0), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(np.ravel(found["std"]), values.std(0) + 1e-3, rtol=1e-4)
+
+
+def _read(path: Path, key: str) -> Any:
+    """What all demonstrations of a file hold under `key`, one after the other."""
+    with h5py.File(path) as file:
+        return np.concatenate([demo[key][()] for demo in file["data"].values()])
+
+
+def _check_refused(run: Run, key: str, num_samples: int, advice: str) -> None:
+    assert run.exit_code != 0
+    assert run.losses() == [], "it trained an epoch first"
+    assert "finished run successfully" not in run.log
+    path = run.folder.parent.parent / "lift_50.hdf5"
+    said = (
+        f"DataError: filter key '{key}' of {path}: {num_samples} samples, fewer than a batch of 100 (train.batch_size, "
+    )
+    assert said in run.log, run.log[-3000:]
+    assert f"Name a filter key with more demonstrations, {advice}or, if this is the validation set, set " in run.log
+    assert run.log.count(") failed:\nTraceback") == 1
+
+
+@pytest.mark.robomimic
+def test_a_validation_set_smaller_than_a_batch_is_refused(pairs: Pairs) -> None:
+    one, two = pairs["too_small"]
+    _check_refused(one, "one_demo", 47, "lower train.batch_size to 47, ")
+    _check_refused(two, "one_demo", 47, "lower train.batch_size to 46, ")
+
+
+@pytest.mark.robomimic
+@pytest.mark.parametrize("release", [RELEASE, pytest.param(SINCE_0_5, marks=pytest.mark.upstream)])
+def test_a_validation_set_smaller_than_the_world_ends_the_job(tmp_path: Path, releases: Path, release: str) -> None:
+    _require(release)
+    _make_files(tmp_path)
+    few = {"train__hdf5_validation_filter_key": "one_sample", "experiment__validation_epoch_every_n_steps": None}
+    tree = copy_release(release, releases)
+    config = _make_config(release, tree, ("bc", {**VALIDATION, **few}), tmp_path / "kind", tmp_path)
+    how: dict[str, Any] = {"module": "robomimic.scripts.train", "check": False, "forked": release != RELEASE}
+    run = train(tree, config, tmp_path / "kind" / "2", 2, **how)
+    _check_refused(run, "one_sample", 1, "")
+
+
+WEIGHTED = [{"path": "lift_50.hdf5", "weight": 1.0}, {"path": "lift_10.hdf5", "weight": 20.0}]
+WEIGHTED_BY_SIZE = [
+    {"path": "lift_50.hdf5", "weight": 1.0, "filter_key": "train"},
+    {"path": "lift_10.hdf5", "weight": 3.0, "demo_limit": 5},
+]
+LOW_DIM = {"train__hdf5_cache_mode": "low_dim"}  # upstream caches no more where datasets are several
+KINDS_SINCE_0_5: dict[str, tuple[str, dict[str, Any]]] = {
+    "weighted": ("bc", {**VALIDATION, **LOW_DIM, "train__data": WEIGHTED}),
+    "weighted_by_size": (
+        "bc",
+        {
+            "train__data": WEIGHTED_BY_SIZE,
+            "train__normalize_weights_by_ds_size": True,
+            "train__hdf5_cache_mode": None,
+            "train__num_data_workers": 2,
+            "train__batch_size": 20,
+        },
+    ),
+    "gaussian_actions": (
+        "bc",
+        {**LOW_DIM, "train__data": WEIGHTED, "train__action_config": {"actions": {"normalization": "gaussian"}}},
+    ),
+    "min_max_actions_and_obs": (
+        "bc_rnn",
+        {"train__action_config": {"actions": {"normalization": "min_max"}}, "train__hdf5_normalize_obs": True},
+    ),
+    "min_max_with_validation": (
+        "bc",
+        {**VALIDATION, "train__action_config": {"actions": {"normalization": "min_max"}}, "train__num_data_workers": 2},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def pairs_since_0_5(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Pairs:
+    return _train_kinds(SINCE_0_5, KINDS_SINCE_0_5, tmp_path_factory.mktemp("kinds"), releases)
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("kind", KINDS_SINCE_0_5)
+def test_two_ranks_train_the_same_experiment_since_0_5(pairs_since_0_5: Pairs, kind: str) -> None:
+    one, two = pairs_since_0_5[kind]
+    _check_same_experiment(one, two)
+    settings = KINDS_SINCE_0_5[kind][1]
+    validates = "experiment__validate" in settings
+    assert len(one.losses("Validation")) == (EPOCHS if validates else 0)
+    num_files = len(settings.get("train__data", ["one"]))
+    num_passes = num_files * (1 + validates) + ("train__hdf5_normalize_obs" in settings)
+    for run in (one, two):
+        assert [observed["passes for statistics"] for observed in run.observed] == [num_passes, 0][: len(run.observed)]
+        for observed in run.observed:
+            for of in ("obs", "action"):
+                saved = _flat(run.checkpoint.get(f"{of}_normalization_stats"))
+                assert saved == _flat(observed["statistics"][of])
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("kind", ["weighted", "weighted_by_size"])
+def test_weights_of_datasets_are_kept(pairs_since_0_5: Pairs, kind: str) -> None:
+    folder = pairs_since_0_5[kind][0].folder.parent.parent
+    with h5py.File(folder / "lift_50.hdf5") as file:
+        num_first = sum(file["data"][name].attrs["num_samples"] for name in file["mask/train"].asstr()[()])
+    with h5py.File(folder / "lift_10.hdf5") as file:
+        names = file["mask/train"].asstr()[()] if kind == "weighted" else [f"demo_{number}" for number in range(5)]
+        num_second = sum(file["data"][name].attrs["num_samples"] for name in names)
+    expected = 20 * num_second / (20 * num_second + num_first) if kind == "weighted" else 3 / 4
+    assert expected > 3 * num_second / (num_first + num_second), "unweighted draws would do"
+    for run in pairs_since_0_5[kind]:
+        drawn = np.concatenate([np.ravel(observed["batches"]["Train"]) for observed in run.observed])
+        assert len(drawn) == STEPS * EPOCHS * run.batch_size
+        assert drawn.max() < num_first + num_second
+        assert abs((drawn >= num_first).mean() - expected) < 4 * np.sqrt(expected * (1 - expected) / len(drawn))
+    first, second = (observed["batches"]["Train"] for observed in pairs_since_0_5[kind][1].observed)
+    assert all(a != b for a, b in zip(first, second))
+
+
+@pytest.mark.upstream
+def test_actions_are_normalized_by_all_files(pairs_since_0_5: Pairs) -> None:
+    one, two = pairs_since_0_5["gaussian_actions"]
+    folder = one.folder.parent.parent
+    found = two.checkpoint["action_normalization_stats"]["actions"]
+    actions = np.concatenate([_read(folder / f"lift_{size}.hdf5", "actions") for size in (50, 10)])
+    np.testing.assert_allclose(np.ravel(found["offset"]), actions.mean(0), rtol=1e-4, atol=1e-5)
+    spread = np.where(actions.std(0) < 1e-6, 1.0, actions.std(0))
+    np.testing.assert_allclose(np.ravel(found["scale"]), spread, rtol=1e-4)
+
+    found = pairs_since_0_5["min_max_actions_and_obs"][1].checkpoint["action_normalization_stats"]["actions"]
+    actions = _read(folder / "lift_50.hdf5", "actions")
+    width = np.ptp(actions, 0)
+    moving = width > 1e-4
+    assert moving.sum() >= 4
+    np.testing.assert_allclose(np.ravel(found["scale"])[moving], width[moving] / (2 * 0.999999), rtol=1e-5)

@@ -1,0 +1,338 @@
+"""Batches of robomimic's sequence datasets, against its own samples collated by torch: see tests/sequences.py."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from ddpshim.data import mailbox, share_loader
+from ddpshim.data.loader import make_loader
+from ddpshim.data.loader_builder import divide
+from ddpshim.errors import DataError
+from ddpshim.options import Options
+from ddpshim.process import say
+from ddpshim.robomimic import batches as sequences
+from ddpshim.robomimic import datasets, windows
+from evidence.equivalence import ROOT, source
+from tests import sequences as demos
+from tests.preloaded import environment
+from tests.preloaded_commands import patience
+
+pytestmark = pytest.mark.robomimic
+HERE = SimpleNamespace(
+    **{"rank": 0, "world_size": 1, "seed": 1, "is_main": True, "is_launched": True, "options": Options()},
+    device=torch.device("cpu"),
+    gather=lambda value: [value],
+    run_on_main=lambda function, *args: function(*args),
+    answers_of_main=lambda name, value: value,
+    broadcast=lambda value: value,
+)
+
+
+class Orders:
+    """A sampler with another order in each pass, which does not depend on what workers draw."""
+
+    num_passes = 0
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_passes += 1
+        return iter(np.random.default_rng(self.num_passes).permutation(self.num_samples).tolist())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("robomimic")
+    demos.begin()
+    return tmp_path_factory.mktemp("sequences")
+
+
+def test_every_kind_of_dataset_gives_the_same_batches(folder: Path) -> None:
+    found = demos.look_at(folder)
+    assert {name: what for name, what in found.items() if what != "same"} == {}
+    assert len(found) == 3 * len(demos.KINDS)
+
+
+@pytest.mark.launch
+@pytest.mark.upstream
+@pytest.mark.parametrize("release", ["0.4.0", "0.5.0", "master", "robocasa"])
+def test_every_kind_of_dataset_of_other_releases(tmp_path: Path, release: str) -> None:
+    tree = source(release)
+    if tree is None:
+        pytest.skip(f"robomimic {release} is not under DDPSHIM_UPSTREAM; see patches/README.md")
+    command = [sys.executable, "-m", "tests.sequences", str(tmp_path)]
+    ran = subprocess.run(
+        command, cwd=ROOT, env=environment(tree), capture_output=True, text=True, timeout=patience(300), check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = dict(line.rsplit(": ", 1) for line in ran.stdout.splitlines())
+    assert {name: what for name, what in found.items() if what != "same"} == {}
+    assert len(found) == {"0.4.0": 39, "robocasa": 50}.get(release, 53)
+
+
+def test_the_comparison_can_fail(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = windows.Windows._sample
+
+    def shifted(self: Any, at: Any, here: Any, *args: Any) -> Any:
+        here._rows = np.maximum(here._rows - 1, 0)
+        return mask(self, at, here, *args)
+
+    monkeypatch.setattr(windows.Windows, "_sample", shifted)
+    dataset = demos.make(folder, "low_dim", seq_length=3)
+    assert "come out different" in str(sequences.attach(dataset))
+    assert not hasattr(dataset, "__getitems__")
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("what", ["dtype", "key order", "one bit", "shape"])
+def test_batches_are_compared_to_the_last_bit(what: str) -> None:
+    one = {"a": torch.ones(2, 2), "b": {"c": torch.tensor([0.0, float("nan")])}}
+    other = {
+        "dtype": {**one, "a": torch.ones(2, 2, dtype=torch.float64)},
+        "key order": {"b": one["b"], "a": one["a"]},
+        "one bit": {**one, "b": {"c": torch.tensor([-0.0, float("nan")])}},
+        "shape": {**one, "a": torch.ones(4)},
+    }[what]
+    assert windows._is_same(one, {**one, "a": one["a"].clone()})
+    assert not windows._is_same(one, other)
+    assert not windows._is_same(other, one)
+
+
+def test_a_file_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
+    demos.begin()
+    for seed in (0, 1):
+        demos.make_file(tmp_path / "new.hdf5", seed=seed).replace(tmp_path / "demos.hdf5")
+        dataset, other = (demos.make(tmp_path, None, file="demos.hdf5", **demos.KINDS["images"]) for _ in range(2))
+        assert sequences.attach(dataset) is None
+        assert demos.is_same_batch(dataset, other)
+
+
+def _subclass(**methods: Any) -> type:
+    from robomimic.utils.dataset import SequenceDataset
+
+    return type("OwnDataset", (SequenceDataset,), methods)
+
+
+def _without(demo: str, key: str, path: Path, **others: Any) -> str:
+    with demos.h5py.File(demos.make_file(path), "r+") as file:
+        del file[f"data/{demo}/{key}"]
+        for name, other in others.items():
+            file[f"data/{demo}/{name.replace('__', '/')}"] = other
+    return path.name
+
+
+def test_what_is_not_proven_is_fetched_sample_by_sample(folder: Path) -> None:
+    def get_item(self: Any, index: int) -> Any:
+        return {"twice": 2 * index}
+
+    makes = {
+        "the code of OwnDataset is not one": lambda: demos.make(folder, None, _subclass(get_item=get_item)),
+        "of OwnDataset is not one": lambda: demos.make(folder, None, _subclass(get_dataset_for_ep=lambda *args: 0)),
+        "actions is read from the file, where it is chunked or compressed": lambda: demos.make(
+            folder, None, file=demos.make_file(folder / "chunked.hdf5", compression="gzip").name
+        ),
+        "there are demonstrations without obs/object": lambda: demos.make(
+            folder, None, file=_without("demo_1", "obs/object", folder / "without.hdf5")
+        ),
+        "AttributeError: 'Group' object has no attribute 'shape'": lambda: demos.make(
+            folder, None, file=_without("demo_0", "rewards", folder / "group.hdf5", rewards__deep=1.0)
+        ),
+        "rewards differs in shape or type from": lambda: demos.make(
+            folder, None, file=_without("demo_0", "rewards", folder / "ragged.hdf5", rewards=np.zeros((12, 2)))
+        ),
+        "rewards is shorter than its demonstration": lambda: demos.make(
+            folder, None, file=_without("demo_0", "rewards", folder / "short.hdf5", rewards=np.zeros(3, int))
+        ),
+        "SequenceDataset itself fails (AssertionError": lambda: demos.make(
+            folder, "low_dim", hdf5_normalize_obs=True, seq_length=3
+        ),
+        "a demonstration is shorter than what is stacked of it": lambda: demos.make(
+            folder, "low_dim", frame_stack=4, pad_frame_stack=False, lengths=demos.SHORT_LENGTHS
+        ),
+    }
+    for reason, make in makes.items():
+        dataset = make()
+        assert reason in str(sequences.attach(dataset))
+        assert not hasattr(dataset, "__getitems__")
+        assert dataset._hdf5_file is None, "workers would inherit it"
+    assert makes["of OwnDataset is not one"]() is not None
+
+
+def test_patched_code_is_not_known(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from robomimic.utils.dataset import SequenceDataset
+
+    known = demos.make(folder, "low_dim", _subclass(get_dataset_sampler=lambda self: None))
+    assert sequences.is_known(known)
+    original = SequenceDataset.get_item
+    monkeypatch.setattr(SequenceDataset, "get_item", lambda self, index: original(self, index))
+    dataset = demos.make(folder, "low_dim")
+    assert not sequences.is_known(dataset)
+    assert not sequences.is_known([1, 2])
+    with pytest.raises(windows.Unproven, match="the code of SequenceDataset is not one that is known here"):
+        sequences.plan(dataset)
+    monkeypatch.undo()
+    dataset.get_item = lambda index: {}
+    assert not sequences.is_known(dataset)
+
+
+def test_a_dataset_that_changes_is_fetched_as_it_is(folder: Path) -> None:
+    dataset, other = demos.make(folder, "low_dim", seq_length=3), demos.make(folder, "low_dim", seq_length=4)
+    assert sequences.attach(dataset) is None
+    dataset.seq_length = 4
+    assert demos.is_same_batch(dataset, other)
+    with pytest.raises(KeyError):
+        demos.fetch(dataset, [0, len(other)])
+
+
+@pytest.mark.parametrize("cache_mode", ["all", "low_dim", None])
+def test_the_data_are_held_once_in_arrays_that_are_handed_in(folder: Path, cache_mode: Any) -> None:
+    dataset, other = (demos.make(folder, cache_mode, obs_keys=(*demos.LOW_DIM, demos.IMAGE)) for _ in range(2))
+    plan = sequences.plan(dataset)
+    if cache_mode is None:
+        assert plan.specs == {}
+    else:
+        num_rows = sum(demos.LENGTHS)
+        assert plan.specs["obs/object"] == ((num_rows, 10), np.dtype("f8"))
+        assert plan.specs["missing"] == ((num_rows, 1), np.dtype("f4"))
+        assert ("obs/agentview_image" in plan.specs) == (cache_mode == "all")
+    arrays = {key: np.full(shape, 7, dtype) for key, (shape, dtype) in plan.specs.items()}
+    plan.fill(arrays)
+    assert sequences.attach(dataset, plan, arrays) is None
+    assert sequences.attach(dataset) is None, "a second loader on it"
+    if cache_mode == "low_dim":
+        for demo, held in dataset.hdf5_cache.items():
+            assert np.shares_memory(held["next_obs"]["object"], arrays["next_obs/object"]), demo
+            assert np.shares_memory(held["actions"], arrays["actions"]), demo
+    assert demos.is_same_batch(dataset, other)
+    one_by_one = default_collate([dataset[index] for index in range(len(other))])
+    assert windows._is_same(one_by_one, default_collate([other[index] for index in range(len(other))]))
+    if cache_mode == "all":
+        assert isinstance(dataset.getitem_cache, windows._Items)
+        assert len(dataset.getitem_cache) == len(other)
+        assert list(dataset[-1]) == list(other[-1])
+        with pytest.raises(IndexError):
+            dataset[len(other)]
+    dataset.close_and_delete_hdf5_handle()
+    copied = pickle.loads(pickle.dumps(dataset))  # as for workers that are spawned
+    assert demos.is_same_batch(copied, other)
+
+
+def _loader(folder: Path, cache_mode: Any, options: Options = Options(), **settings: Any) -> Any:  # noqa: B008
+    dataset = demos.make(folder, cache_mode, seq_length=3)
+    world: Any = SimpleNamespace(**{**vars(HERE), "options": options})
+    settings = {"batch_size": 4, "sampler": Orders(len(dataset)), **settings}
+    return make_loader(dataset, world=world, **settings)
+
+
+def _passes(loader: Any, num_steps: list[int]) -> list[Any]:
+    """The batches of as many passes, each left after so many of them."""
+    return [[batch for _, batch in zip(range(num), loader)] for num in num_steps]
+
+
+def _is_same_passes(found: list[Any], expected: list[Any]) -> bool:
+    return [len(a) for a in found] == [len(b) for b in expected] and all(
+        windows._is_same(a, b) for one, other in zip(found, expected) for a, b in zip(one, other)
+    )
+
+
+@pytest.mark.parametrize("cache_mode", ["all", None])
+def test_passes_that_are_abandoned_leave_nothing_to_the_next(folder: Path, cache_mode: Any) -> None:
+    lengths = [3, 1, 8, 2, 8]
+    with pytest.MonkeyPatch.context() as by_sample:
+        by_sample.setattr(share_loader, "_fetch_batches", lambda *_: None)
+        reference = _loader(folder, cache_mode)
+    assert reference.collate_fn is default_collate
+    *expected, after = _passes(reference, [*lengths, 8])
+    assert _is_same_passes(_passes(_loader(folder, cache_mode), lengths), expected)
+    loader = _loader(folder, cache_mode, num_workers=2, persistent_workers=True, prefetch_factor=3)
+    assert loader.collate_fn._mailbox.places.shape[:2] == (2, 3)
+    assert _is_same_passes(_passes(loader, lengths), expected)
+    workers = loader._iterator._workers
+    assert all(worker.is_alive() for worker in workers)
+    assert _is_same_passes(_passes(loader, [8]), [after])
+    assert loader._iterator._workers is workers
+
+
+def test_two_passes_at_once(folder: Path) -> None:
+    loader, reference = _loader(folder, "low_dim", num_workers=1), _loader(folder, "low_dim")
+    assert loader.collate_fn._mailbox is None, "workers of two passes would write to the same places"
+    expected = _passes(reference, [8, 8])
+    first, second = iter(loader), iter(loader)
+    found = list(zip(*((next(first), next(second)) for _ in range(8))))
+    assert _is_same_passes([list(batches) for batches in found], expected)
+
+
+@pytest.mark.unit
+def test_a_batch_that_is_too_large_for_its_place_is_sent() -> None:
+    batch = {"a": torch.arange(100), "b": {"c": torch.tensor([True, False]), "d": torch.zeros(2, 0)}}
+    for num_bytes in (64, 4096):
+        places = mailbox.Mailbox(2, 2, num_bytes)
+        places.places.zero_()
+        packed = mailbox.Packed(batch, places, worker=1, number=3)
+        made, (sent, layout) = packed.__reduce__()
+        assert isinstance(sent, torch.Tensor) == (num_bytes == 64)
+        assert windows._is_same(made(sent, layout), batch)
+        assert type(made(sent, layout)) is dict
+        assert places.places[0].sum() == 0
+        assert not places.places[1, 0].any()
+
+
+def test_what_robomimics_loaders_are_made_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(datasets, "make_loader", lambda **options: made.append(options))
+    monkeypatch.setattr(datasets, "world", lambda: HERE)
+    known, unknown = demos.make(folder, None), demos.make(folder, None, _subclass(get_item=lambda self, index: {}))
+    for dataset, options in (
+        (known, {"num_workers": 2}),
+        (known, {"num_workers": 0}),
+        (known, {"num_workers": 2, "worker_init_fn": print}),
+        (known, {"num_workers": 2, "collate_fn": default_collate}),
+        (known, {"num_workers": 2, "collate_fn": list}),
+        (unknown, {"num_workers": 2}),
+    ):
+        datasets.loader(dataset=dataset, batch_size=4, **options)
+    assert [options["persistent_workers"] for options in made] == [True, False, False, True, False, False]
+    assert not any(options["pin_memory"] for options in made)
+    gpu = SimpleNamespace(**{**vars(HERE), "device": torch.device("cuda", 0)})
+    monkeypatch.setattr(datasets, "world", lambda: gpu)
+    datasets.loader(dataset=known, batch_size=4)
+    assert made[-1]["pin_memory"] is True
+    monkeypatch.setattr(datasets, "world", lambda: SimpleNamespace(**{**vars(gpu), "world_size": 2}))
+    monkeypatch.setattr(datasets, "make_loader", lambda batch_size, **options: divide(batch_size, 2))
+    with pytest.raises(DataError, match=r"Global batch 1 is smaller .* The batch size is train.batch_size in the conf"):
+        datasets.loader(dataset=known, batch_size=1)
+
+
+def test_who_collates_himself_gets_samples(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[Any] = []
+
+    def collated(samples: list[Any]) -> Any:
+        seen.append(samples)
+        return default_collate(samples)
+
+    loader = _loader(folder, "low_dim", collate_fn=collated)
+    assert _is_same_passes(_passes(loader, [2]), _passes(_loader(folder, "low_dim"), [2]))
+    assert {type(samples) for samples in seen} == {list}
+    assert not hasattr(loader.dataset, "__getitems__")
+    say.say_once.cache_clear()
+    unknown = demos.make(folder, "low_dim", _subclass(get_item=lambda self, index: {"at": index}))
+    own: Any = HERE
+    batch = next(iter(make_loader(unknown, 4, world=own)))
+    assert batch["at"].tolist() == [0, 1, 2, 3]
+    said = "ddpshim: OwnDataset is read sample by sample, many times slower than by the batch: the code of OwnDataset"
+    assert said in capsys.readouterr().err

@@ -1,0 +1,82 @@
+"""The collection of silent bugs: its programs are well-formed, and evidence/bugs.md is about them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddpshim.tools.check.reading.command import read
+from evidence.bugs import BUGS, PAGE, START, Answer, Bug, Result, look, read_page, report
+
+NAMED = {bug.name: bug for bug in BUGS}
+TOLD = read_page(PAGE.read_text())
+
+
+def _bug(*means: str) -> Bug:
+    return Bug("a bug", "data", ["https://github.com/someone/trainer/issues/1"], ["raw"], frozenset(means), False, {})
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_program_and_its_twin(bug: Bug) -> None:
+    for trainer in bug.trainers:
+        buggy, clean = (bug.program(trainer, is_clean) for is_clean in (False, True))
+        assert buggy != clean
+        for program in (buggy, clean):
+            compile(program, bug.name, "exec")
+
+
+def test_they_were_reported() -> None:
+    sources = [source for bug in BUGS for source in bug.sources]
+    assert all(source.startswith("https://") for source in sources)
+    assert sum(bool(bug.sources) for bug in BUGS) >= 40
+    assert len(NAMED) == len(BUGS)
+
+
+def test_the_page_is_about_the_collection() -> None:
+    """Where it fails: python -m evidence.bugs --write evidence/bugs.md (minutes; with --only WORDS, the rest stays)."""
+    assert set(TOLD) == set(NAMED)
+    page = PAGE.read_text()
+    tables = report([TOLD[bug.name] for bug in BUGS])
+    assert page.partition(START)[2] == "\n" + tables
+    (together,) = (line for line in tables.splitlines() if line.startswith("| together |"))
+    assert together in (PAGE.parent / "README.md").read_text()
+
+
+def test_reading_finds_what_the_page_says(tmp_path: Path) -> None:
+    """It may have learned more since."""
+    for told in (told for told in TOLD.values() if "read" in told.buggy):
+        for is_clean, answers in ((False, told.buggy), (True, told.clean)):
+            (tmp_path / "train.py").write_text(told.bug.program(told.bug.trainers[0], is_clean))
+            found = {finding.code for finding in read(tmp_path / "train.py").findings}
+            said = set(answers["read"].findings)
+            assert found <= said if is_clean else said <= found, told.bug.name
+
+
+def test_what_counts_as_found() -> None:
+    """The answer names the bug, and is not given of the twin as well."""
+    said = {"read": Answer(["DDP203", "DDP401"]), "check": Answer(["gradients"], where="head.weight and 1 more")}
+    silent = {"read": Answer(), "check": Answer()}
+    assert Result(_bug("DDP203"), said, silent).right("read") == ["DDP203"]
+    assert Result(_bug("DDP203"), said, {**silent, "read": Answer(["DDP203"])}).right("read") == []
+    assert Result(_bug("gradients:head.weight"), said, silent).is_found
+    assert not Result(_bug("gradients:body.weight", "DDP301"), said, silent).is_found
+    page = report([Result(_bug("DDP203"), said, silent), Result(_bug("loss"), said, said)])
+    assert "| read | 1 of 2 (50%) | 1 of 2 (50%) |" in page
+    assert "| together | 1 of 2 (50%) | 1 of 2 (50%) |" in page
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("tool", "name"),
+    [
+        ("guards", "a checkpoint is loaded on the main rank alone"),
+        ("check", "the sampler's seed differs between ranks"),
+    ],
+)
+def test_found_as_the_page_says(tool: str, name: str) -> None:
+    bug = NAMED[name]
+    trainer = bug.trainers[-1]
+    assert look(tool, bug.program(trainer)) == Answer(TOLD[name].buggy[tool].findings)
+    assert look(tool, bug.program(trainer, is_clean=True)) == Answer(TOLD[name].clean[tool].findings)
+    assert TOLD[name].right(tool)

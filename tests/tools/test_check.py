@@ -1,0 +1,508 @@
+"""`python -m ddpshim check`: it says yes to clean trainers, and where others part (all of them: evidence/bugs.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Optional
+
+import pytest
+import torch
+
+from ddpshim import variables
+from ddpshim.errors import LaunchError
+from ddpshim.launch.runner import Launch
+from ddpshim.tools.check import judging, new_files, precision, running, sketches, watching
+from ddpshim.tools.check.noise import Placed
+from evidence import bugs
+from tests.preloaded import environment, start_afresh
+from tests.preloaded_commands import patience
+
+NOT_COMPARED = "samples were not compared, and ranks' noise was not replaced"
+BUGS = {bug.name: bug for bug in bugs.BUGS}
+
+
+@pytest.mark.unit
+def test_sketch_tells_size_of_difference() -> None:
+    one = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    other = one + 1e-3 * torch.randn(5000, generator=torch.Generator().manual_seed(1))
+    told = sketches.difference(sketches.sketch(one), sketches.sketch(other))
+    assert told == pytest.approx(float((one - other).norm() / one.norm()), rel=0.5)
+    assert sketches.difference(sketches.sketch(one), sketches.sketch(one.clone())) == 0
+    assert sketches.difference(sketches.sketch(one), None) == math.inf
+    assert sketches.difference(None, sketches.sketch(torch.zeros(3))) == 0
+    factor, left = sketches.ratio(sketches.sketch(one) or [], sketches.sketch(2 * one) or [])
+    assert (factor, left) == (pytest.approx(2.0), pytest.approx(0.0, abs=1e-6))
+
+
+@pytest.mark.unit
+def test_places_of_samples() -> None:
+    assert watching._places(["c", "a"], ["a", "b", "c"], 0, 2) == [2, 0]
+    assert watching._places(["c", "x"], ["a", "b", "c"], 0, 2) is None
+    # A sample that is there twice is once each rank's, whether rows are dealt one by one or in two halves.
+    assert [watching._places(["a", "b"], ["a", "a", "b", "b"], rank, 2) for rank in (0, 1)] == [[0, 2], [1, 3]]
+    assert [watching._places(["a", "b"], ["a", "b", "a", "c"], rank, 2)[0] for rank in (0, 1)] == [0, 2]
+    # Drawn three times, and twice for the main rank: no row is taken by both.
+    assert [watching._places(["a"] * (2 - r), ["a", "a", "a", "b"], r, 2) for r in (0, 1)] == [[0, 2], [1]]
+
+
+@pytest.mark.unit
+def test_rows_of_the_one_process() -> None:
+    share = Placed(0, 2, 2)
+    share.places, share.num_whole, share.told = torch.tensor([3, 0]), 4, lambda: None
+    assert share.whole((2, 5), (0, 1)) == [4, 5]
+    assert share.whole((6, 5), (0, 3)) == [12, 5]
+    whole = torch.arange(12)
+    assert share.rows(whole[:4], (0, 1)).tolist() == [3, 0]
+    assert share.rows(whole, (0, 3)).tolist() == [9, 10, 11, 0, 1, 2]
+    assert share.among_others(torch.tensor([7, 8]), (0, 1)).tolist() == [8, 1, 1, 7]
+
+
+def _write(
+    folder: Path,
+    run: str,
+    gradient: float = 1.0,
+    loss: float = 1.0,
+    num_steps: int = 1,
+    dtype: str = "float32",
+    samples: str = "",
+    num_batches: Optional[int] = None,
+    weight: float = 1.0,
+) -> None:
+    """The records of a trainer with one weight."""
+    tensor = sketches.sketch(torch.tensor([1.0, 2.0]))
+    lines: list[dict[str, object]] = []
+    for t in range(num_steps):
+        if samples:
+            of_pass = {"sampler": "RandomSampler", "pass_number": 1, "num_batches": num_batches, "num_samples": 10}
+            batch = {"size": len(samples), "samples": list(samples), "streams": None, "place": "train.py:2"}
+            lines.append({"kind": "batch", "t": t, "number": t + 1, **batch, **of_pass})
+        of_loss = {"losses": [loss], "weight": weight, "dtype": dtype, "place": "train.py:3"}
+        lines.append({"kind": "loss", "t": t, "number": 1, **of_loss})
+        if t == 0:
+            lines.append({"kind": "optimizer", "t": t, "optimizer": 0, "names": ["w"], "type": "SGD"})
+            lines.append({"kind": "start", "t": t, "optimizer": 0, "weights": [tensor]})
+        own = [sketches.sketch(torch.tensor([1.0, -3.0]) * gradient)]
+        about = {"optimizer": 0, "step": t, "place": "train.py:4"}
+        lines.append({"kind": "gradients", "t": t, "gradients": own, "lr": [0.1], **about})
+        lines.append({"kind": "step", "t": t + 1, "weights": [tensor], "moments": {}, **about})
+    (folder / f"{run}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _add(folder: Path, run: str, kind: str, **values: object) -> None:
+    with (folder / f"{run}.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": kind, "t": 0, **values}) + "\n")
+
+
+def _parting(folder: Path, num_ranks: int = 2) -> judging.Parting:
+    proof = judging.judge(folder, num_ranks)
+    assert not proof.is_same
+    assert proof.parting is not None
+    return proof.parting
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("of_ranks", "what", "says"),
+    [
+        ([1.0, 1.0], None, ""),
+        ([2.0, 2.0], "gradients", "added up, not averaged"),
+        ([0.5, 0.5], "gradients", "averaged twice"),
+        ([1.1, 1.1], "gradients", "clipped or scaled differently"),
+        ([1.5, 0.5], "gradients", "they are not reduced"),
+    ],
+)
+def test_names_what_gradients_are(tmp_path: Path, of_ranks: list[float], what: str, says: str) -> None:
+    for run, size in {"one": 1.0, "perturbed": 1.0, "rank_0": of_ranks[0], "rank_1": of_ranks[1]}.items():
+        _write(tmp_path, run, size)
+    proof = judging.judge(tmp_path, 2)
+    assert proof.is_same == (what is None)
+    if proof.parting is not None:
+        assert (proof.parting.what, proof.parting.where, proof.parting.place) == (what, "w", "train.py:4")
+        assert says in proof.parting.meaning
+
+
+@pytest.mark.unit
+def test_losses_are_weighed_by_rows(tmp_path: Path) -> None:
+    """Two rows and one, and a rank that repeats a row: neither its loss nor its sample counts."""
+    for run, loss, samples, weight in (
+        *(("one", 5.0, "abc", 1.0), ("perturbed", 5.0, "abc", 1.0)),
+        *(("rank_0", 6.0, "ac", 2.0), ("rank_1", 3.0, "b", 1.0), ("rank_2", 6.0, "a", 0.0)),
+    ):
+        _write(tmp_path, run, loss=loss, samples=samples, weight=weight)
+    assert judging.judge(tmp_path, 3).is_same
+    _write(tmp_path, "rank_1", loss=3.0, samples="b", weight=2.0)
+    assert _parting(tmp_path, 3).found.startswith("5 in one process, 4.5 as the mean of the ranks'")
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("perturbed", "is_same"), [(1.0, False), (1.001, True)])
+def test_tells_rounding_by_the_perturbed_run(tmp_path: Path, perturbed: float, is_same: bool) -> None:
+    """A loss that is off by 1% is a mistake, and rounding where one rounding error made it 0.1%."""
+    for run, loss in {"one": 1.0, "perturbed": perturbed, "rank_0": 1.005, "rank_1": 1.015}.items():
+        _write(tmp_path, run, 1.0, loss)
+    assert judging.judge(tmp_path, 2).is_same == is_same
+
+
+@pytest.mark.unit
+def test_says_where_noise_may_be_all_that_parts(tmp_path: Path) -> None:
+    for run, size in {"one": 1.0, "perturbed": 1.0, "rank_0": 1.5, "rank_1": 0.5}.items():
+        _write(tmp_path, run, size)
+    assert judging.judge(tmp_path, 2).notes == ["no batch came from a DataLoader: " + NOT_COMPARED]
+    _add(tmp_path, "rank_1", "own noise")
+    assert "may be the only difference" in judging.judge(tmp_path, 2).notes[1]
+
+
+@pytest.mark.unit
+def test_shows_the_answer_on_a_line_of_its_own() -> None:
+    proof = judging.Proof(True, 20, 2, 3e-8, 6e-5, notes=["noted"])
+    assert running.as_text(proof).splitlines() == [
+        "note: noted",
+        "the same experiment: yes",
+        "  20 steps on 2 ranks; then weights differ from those of one process by at most 3e-08",
+        "  for scale: rounding errors added to the gradients of one process change its weights by up to 6e-05",
+        "  not compared: numbers that the program prints, logs or saves beside its networks; steps after these",
+    ]
+    assert running.as_text(judging.Proof(False, 0, 2)) == "the same experiment: no"
+
+
+@pytest.mark.unit
+def test_perturbation_leaves_zeros() -> None:
+    """Adam divides a gradient by its own size: it would turn any noise on a zero into a full step."""
+    gradient = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    precision.add_rounding([gradient], 0, torch.finfo(torch.float32).eps)
+    assert gradient.tolist() == [pytest.approx(1.0, abs=1e-6), 0.0, 0.0, 0.0]
+    assert gradient[0] != 1
+
+
+@pytest.mark.unit
+def test_other_numbers_of_steps_are_no(tmp_path: Path) -> None:
+    """An early stop by a rank's own loss, a rank that stops alone, a program that fails in one process."""
+    for run in ("one", "perturbed", "rank_0", "rank_1"):
+        _write(tmp_path, run, num_steps=2 if run.startswith("rank") else 4)
+    found = _parting(tmp_path)
+    assert (found.step, found.what, found.place) == (3, "steps", "train.py:4")
+    assert found.found == "one process made 4 steps, the ranks 2"
+    _write(tmp_path, "rank_1", num_steps=4)
+    assert _parting(tmp_path).found == "one process made 4 steps, the ranks 2 to 4"
+    _write(tmp_path, "rank_0", num_steps=4)
+    assert judging.judge(tmp_path, 2).is_same
+    _add(tmp_path, "one", "failed", error="OSError: no space")
+    assert judging.judge(tmp_path, 2).notes[-1].endswith("after its last step, and not on the ranks: OSError: no space")
+    _write(tmp_path, "one", num_steps=3)
+    _add(tmp_path, "one", "failed", error="OSError: no space")
+    assert _parting(tmp_path).meaning == "the program failed in one process: OSError: no space"
+    # The proof itself ended them, one optimizer's step earlier.
+    _write(tmp_path, "one", num_steps=3)
+    _add(tmp_path, "one", "cut")
+    proof = judging.judge(tmp_path, 2)
+    assert (proof.is_same, proof.num_steps) == (True, 3)
+    assert proof.notes[-1] == "a rounding error alone changes the number of steps in one process (3, with it 4)"
+
+
+@pytest.mark.unit
+def test_optimizers_that_take_turns_otherwise_are_no(tmp_path: Path) -> None:
+    """Before, the steps of one had no partner, and were not compared."""
+    for run in ("one", "perturbed", "rank_0"):
+        _write(tmp_path, run)
+    path = tmp_path / "rank_0.jsonl"
+    path.write_text(path.read_text().replace('"optimizer": 0', '"optimizer": 1'))
+    assert _parting(tmp_path, 1).found == "optimizer 1 made the step in one process, optimizer 2 on the ranks"
+
+
+@pytest.mark.unit
+def test_weights_that_differ_at_the_end_are_no(tmp_path: Path) -> None:
+    """The limits are those of the steps, and the largest difference is taken after the same step."""
+    trained, loaded = (sketches.sketch(torch.tensor(values)) for values in ([1.0, 2.0], [1.0, 3.0]))
+    for run in ("one", "perturbed", "rank_0"):
+        _write(tmp_path, run)
+        torch.save({"0.0": torch.tensor([1.0, 2.0])}, tmp_path / f"{run}.pt")
+        _add(tmp_path, run, "end", weights={"0": [loaded if run == "rank_0" else trained]}, tensors={})
+    found = _parting(tmp_path, 1)
+    assert (found.step, found.what, found.where) == (0, "weights", "w")
+    assert "differ when the program ends" in found.found
+    _write(tmp_path, "rank_0")
+    assert judging.judge(tmp_path, 1).largest_difference == 0
+    for run in ("one", "rank_0"):
+        _write(tmp_path, run, num_steps=2)
+    proof = judging.judge(tmp_path, 1)
+    assert (proof.largest_difference, proof.of_rounding) == (0, None)
+
+
+@pytest.mark.unit
+def test_a_gradient_that_is_zero_in_one_process(tmp_path: Path) -> None:
+    """The rounding error makes it nonzero: relative to zero that is infinite, and would allow anything."""
+    for run, gradient in {"one": 0.0, "perturbed": 1e-7, "rank_0": 1.0}.items():
+        _write(tmp_path, run, gradient)
+    assert _parting(tmp_path, 1).what == "gradients"
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("of_ranks", "num_batches", "says"),
+    [
+        (("ab", "cd"), (3, 2), "drop_last=False keeps it"),
+        (("ab", "cd"), (2, 3), "give the ranks drop_last=True"),
+        (("ab", "cd"), (9, 3), "the loaders have other data"),
+        (("abcd", "abcd"), (3, 3), "every rank reads the same samples"),
+        (("abcd", "efgh"), (3, 2), "a batch as large as the one process's. Build the loader with ddpshim.make_loader"),
+    ],
+)
+def test_samples_of_a_pass(tmp_path: Path, of_ranks: tuple[str, str], num_batches: tuple[int, int], says: str) -> None:
+    """They are compared before what follows from them: rates by the length of the loader, losses."""
+    for run, samples in {"one": "abcd", "perturbed": "abcd", "rank_0": of_ranks[0], "rank_1": of_ranks[1]}.items():
+        is_rank = run.startswith("rank")
+        _write(tmp_path, run, loss=1.0 + is_rank, samples=samples, num_batches=num_batches[is_rank])
+    found = _parting(tmp_path)
+    assert (found.step, found.what, found.place) == (1, "samples", "train.py:2")
+    assert says in found.meaning
+    if num_batches == (3, 2) and of_ranks[1] == "cd":
+        said = "a pass over the data has 3 batches in one process, 2 on the ranks: ranks read 8 of 10 samples"
+        assert found.found == said
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("of_ranks", "says"),
+    [
+        ([1.003, 1.003], None),
+        ([2.0, 2.0], "added up, not averaged"),
+        ([0.5, 0.5], "averaged twice"),
+        ([0.0, 0.0], "cut off (detach)"),
+        ([1.01, 0.99], "they are not reduced"),
+    ],
+)
+def test_rounding_of_bfloat16(tmp_path: Path, of_ranks: list[float], says: Optional[str]) -> None:
+    """It makes a gradient 0.3% larger, and makes no rank's differ from another's; in float32 that is a mistake."""
+    gradients = {"one": 1.0, "perturbed": 1.001, "rank_0": of_ranks[0], "rank_1": of_ranks[1]}
+    for run, gradient in gradients.items():
+        _write(tmp_path, run, gradient, loss=1.005 if run.startswith("rank") else 1.0, dtype="bfloat16")
+    proof = judging.judge(tmp_path, 2)
+    assert proof.notes[0] == "computed in bfloat16: rounding is 65,536 times larger than in float32"
+    assert proof.is_same == (says is None)
+    assert says is None or says in _parting(tmp_path).meaning
+    for run in gradients:
+        _write(tmp_path, run, gradients[run] if run.startswith("rank") else 1.0)
+    assert not judging.judge(tmp_path, 2).is_same
+    _write(tmp_path, "one", dtype="bfloat16")
+    assert _parting(tmp_path).found == "computed in bfloat16 in one process, in float32 on ranks"
+
+
+@pytest.mark.unit
+def test_precision_of_a_backward_pass() -> None:
+    net = torch.nn.Linear(8, 4)
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    assert precision.of_graph([net(x).sum()]) == torch.float32
+    shown = (
+        torch.bfloat16 if hasattr(net(x).grad_fn, "_input_metadata") else torch.float32
+    )  # see tests/house/test_seams.py
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert precision.of_graph([net(x).float().mean()]) == shown
+        with torch.no_grad():
+            frozen = net(x).float()
+    assert precision.of_graph([net.weight.sum() * frozen.sum()]) == torch.float32
+    for eps, size in ((precision.SINGLE, precision.SINGLE), (precision.eps_of("bfloat16"), 2.0**-9)):
+        gradient = torch.ones(1000)
+        precision.add_rounding([gradient], 0, eps)
+        assert float((gradient - 1).std()) == pytest.approx(2 * size, rel=0.1)
+
+
+@pytest.mark.unit
+def test_ranks_that_failed_are_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guard may have ended them for what the first samples explain; without a difference there is nothing to say."""
+
+    def run_alone(job: Launch, folder: Path, logs: Path, settings: watching.Settings) -> None:
+        for run in (watching.ONE, watching.PERTURBED):
+            _write(folder, run, samples="abcd")
+
+    def run(job: Launch) -> int:
+        for rank in (0, 1):
+            _write(Path(job.proof or ""), f"rank_{rank}", samples=of_ranks[rank])
+        return 1
+
+    monkeypatch.setattr(running.runner, "check", lambda job, environ: None)
+    monkeypatch.setattr(running, "_run_alone", run_alone)
+    monkeypatch.setattr(running, "run", run)
+    of_ranks = ["abcd", "abcd"]
+    job = Launch("train.py", log_dir=str(tmp_path / "logs"))
+    proof = running.check(job, watching.Settings())
+    assert proof.parting is not None
+    assert "ddpshim.make_loader" in proof.parting.meaning
+    assert (
+        proof.notes[-1]
+        == f"the ranks ended with exit code 1 after [1, 1] steps; their output is in {tmp_path / 'logs'}"
+    )
+    of_ranks = ["ab", "cd"]
+    with pytest.raises(LaunchError, match=r"the ranks made \[1, 1\] steps and ended with exit code 1"):
+        running.check(job, watching.Settings())
+
+
+@pytest.mark.unit
+def test_nothing_compared(tmp_path: Path) -> None:
+    assert judging.judge(tmp_path, 2) == judging.Proof(False, 0, 2)
+
+
+def _check(folder: Path, program: str, num_ranks: int = 2) -> tuple[int, str]:
+    (folder / "train.py").write_text(program)
+    return bugs.command(["check", "--json", "--nproc", str(num_ranks), "train.py"], folder)
+
+
+@pytest.mark.launch
+def test_a_rank_that_waits_forever_is_ended_and_its_line_named(tmp_path: Path) -> None:
+    (tmp_path / watching.SETTINGS).write_text(json.dumps({"timeout_s": 1}))
+    (tmp_path / "train.py").write_text("import time, torch\ntime.sleep(3600)\n")
+    environ = {**environment(), variables.CHECK: str(tmp_path)}
+    code, said = start_afresh(["-m", "ddpshim.launch.rank", "train.py"], environ, tmp_path, patience(60))
+    assert code == 1, said
+    assert "rank 0 made 0 of 20 steps in 1 s, and is at train.py:2: ranks wait for each other forever, or need" in said
+
+
+@pytest.mark.launch
+def test_a_batch_that_ranks_do_not_divide(tmp_path: Path) -> None:
+    """Three ranks, batches of 32, and one of a single sample at the end of each pass."""
+    program = (Path(__file__).parents[2] / "examples" / "train_after.py").read_text()
+    for old, new in (("batch_size=100", "batch_size=32"), ("torch.randn(2000, 8)", "torch.randn(97, 8)")):
+        assert old in program
+        program = program.replace(old, new)
+    code, said = _check(tmp_path, program, 3)
+    assert code == 0, said
+    assert '"num_steps": 20' in said
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("name", "trainer"),
+    [
+        ("the weights of a sampler are lost on several ranks", "raw"),
+        ("advantages are normalised over each rank's own batch", "ours"),
+    ],
+)
+def test_clean(tmp_path: Path, name: str, trainer: str) -> None:
+    """A port by hand with noise of its own, whose sampler draws in each epoch; and losses over the whole batch."""
+    writes = "import os, torch; os.makedirs('out', exist_ok=True); torch.save([], 'out/last.pt'); print('loud')\n"
+    code, said = _check(tmp_path, writes + BUGS[name].program(trainer, is_clean=True))
+    assert code == 0, said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ddpshim-logs", "output.txt", "train.py"]
+    (logs,) = (tmp_path / "ddpshim-logs").iterdir()
+    names = ["one.log", "perturbed.log", "rank_0.log", "rank_1.log"]
+    assert {path.name: path.read_text().count("loud") for path in logs.iterdir()} == dict.fromkeys(names, 1)
+    assert "loud" not in said
+    assert '"is_same": true' in said
+    assert ("ranks draw their own noise" in said) == (trainer == "raw")
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("name", "what", "says"),
+    [
+        ("the network is called past its wrapper", "gradients", "they are not reduced"),
+        ("the mean of a masked loss is over each rank's own entries", "loss", "a loss that is not a mean over samples"),
+        ("the weights of a sampler are lost on several ranks", "samples", "ranks draw by DistributedSampler"),
+    ],
+)
+def test_finds(tmp_path: Path, name: str, what: str, says: str) -> None:
+    code, said = _check(tmp_path, BUGS[name].program("raw"))
+    assert code == 1, said
+    parting = json.loads(said[said.index("{\n") :])["parting"]
+    assert parting["what"] == what
+    assert says in parting["meaning"]
+    line = int(parting["place"].rpartition(":")[2])
+    assert re.search(r"for x, y in|\.step\(|backward", (tmp_path / "train.py").read_text().splitlines()[line - 1])
+
+
+@pytest.mark.launch
+def test_nothing_to_compare(tmp_path: Path) -> None:
+    code, said = _check(tmp_path, "raise SystemExit('no data')\n")
+    assert code == 2
+    assert "in one process the trainer made no step, neither plainly nor as a single rank" in said
+    assert said.rstrip().endswith("no data")
+
+
+_RECORDERS: list[new_files.Recorder] = []
+
+
+def _hook(event: str, args: object) -> None:
+    if _RECORDERS:  # audit hooks cannot be removed
+        _RECORDERS[-1]._see_event(event, args)
+
+
+@pytest.mark.unit
+def test_removes_what_the_runs_made_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also nothing at all, if the runs changed what existed: a copy that they made may be the only one."""
+    monkeypatch.chdir(tmp_path)
+    records, runs = tmp_path / "records", tmp_path / "runs"
+    sys.addaudithook(_hook)
+
+    def left(change: Callable[[], object]) -> tuple[list[str], list[str]]:
+        """The files in `runs` after a proof whose runs do this to a folder with one file, and what it says."""
+        for folder in (records, runs):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+        (runs / "old.txt").write_text("old")
+        _RECORDERS.append(new_files.Recorder(records))
+        try:
+            change()
+        finally:
+            _RECORDERS.clear()
+        said = [sentence.replace(f"{tmp_path}/", "") for sentence in new_files.remove(records)]
+        return sorted(str(path.relative_to(runs)) for path in runs.rglob("*")), said
+
+    def usual() -> None:
+        os.makedirs("runs/a/models")
+        os.makedirs("runs/a", exist_ok=True)
+        Path("runs/a/models/partial").write_text("x")
+        os.replace("runs/a/models/partial", "runs/a/models/last.pth")
+        Path("runs/a/models/last.pth").write_text("again")
+        os.rename("runs/a", "runs/b")
+        os.symlink("b", "runs/latest")
+        os.link("runs/old.txt", "runs/old_again.txt")
+        Path("runs/b/gone").touch()
+        os.remove("runs/b/gone")
+        folder = os.open("runs/b", os.O_RDONLY)
+        os.mkdir("inside", dir_fd=folder)
+        os.close(folder)
+        file, temporary = tempfile.mkstemp()
+        os.close(file)
+        os.rename(temporary, "runs/temporary.txt")
+        open("runs/old.txt", "a").close()  # changes nothing
+        with contextlib.suppress(OSError):
+            os.rmdir("runs")
+
+    assert left(usual) == (["old.txt"], [])
+
+    def unseen() -> None:
+        os.makedirs("runs/a/b")
+        Path("runs/a/seen").touch()
+        recorder = _RECORDERS.pop()
+        Path("runs/a/b/unseen").touch()
+        _RECORDERS.append(recorder)
+
+    found, said = left(unseen)
+    assert found == ["a", "a/b", "a/b/unseen", "old.txt"]
+    assert said[0].startswith("1 new path left: ")
+    assert said[0].endswith(": rm -r runs/a")
+
+    def moved() -> None:
+        Path("runs/new").touch()
+        os.rename("runs/old.txt", "runs/older.txt")
+
+    def copied() -> None:
+        shutil.copy("runs/old.txt", "runs/older.txt")
+        os.remove("runs/old.txt")
+        Path("runs/new").touch()
+
+    for change in (moved, copied):  # "older.txt" has the only copy
+        found, said = left(change)
+        assert found == ["new", "older.txt"]
+        assert said[0].startswith("the trainer changed runs/old.txt, which existed before. Nothing was removed")
+    assert said[0].endswith("They made: runs/new runs/older.txt")
+    for rewrite in (lambda: Path("runs/old.txt").write_text("new"), lambda: os.truncate("runs/old.txt", 1)):
+        assert left(rewrite)[1][0].endswith("may be the only copy of it")

@@ -1,0 +1,496 @@
+"""Every sub-command, of today and of tomorrow: its help, a wrong flag, a file that is missing, a Python without torch.
+
+The commands are found in the parser. One that is new fails here until SAMPLES, and MISSING for each option that takes a
+file, say how to call it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import ddpshim
+import ddpshim.__main__ as command_line
+from ddpshim.tools import pages, progress
+from tests import without_posix
+from tests.preloaded_commands import patience
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 120
+Command = tuple[str, ...]
+
+
+def _parsers(parser: argparse.ArgumentParser, above: Command = ()) -> Iterator[tuple[Command, argparse.ArgumentParser]]:
+    """Each sub-command by its words, groups (`patch`) and the command itself included."""
+    yield above, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                yield from _parsers(below, (*above, name))
+
+
+PARSERS = dict(_parsers(command_line._parser()))
+COMMANDS = [command for command, parser in PARSERS.items() if parser.get_default("run") is not None]
+NEED_TORCH = [command for command in COMMANDS if PARSERS[command].get_default("needs_torch")]
+
+# How each is called in a folder with `train.py`, a robomimic that no patch set fits, and the records of a run. Targets
+# are paths: a name would be the package that is installed beside these tests, which `apply` would change.
+SAMPLES: dict[Command, list[str]] = {
+    ("patch", "list"): [],
+    ("patch", "status"): ["--target", "installed/robomimic"],
+    ("patch", "check"): ["--target", "installed/robomimic"],
+    ("patch", "apply"): ["--target", "installed/robomimic"],
+    ("patch", "revert"): ["--target", "installed/robomimic"],
+    ("patch", "manifest"): ["patches", "--source", "tree", "--base", "abc"],
+    ("patch", "new-release"): ["installed/robomimic"],
+    ("run",): ["--nproc=2", "train.py", "--lr", "1"],
+    ("slurm",): ["--time", "30", "train.py", "--lr", "1"],
+    ("example",): ["--out", "example"],
+    ("docs",): ["launch"],
+    ("selftest",): [],
+    ("check",): ["train.py"],
+    ("report",): ["run", "--markdown"],
+}
+
+# For each option that takes a file or folder: a call in which that is missing, and the exit code.
+MISSING: dict[tuple[Command, str], tuple[list[str], int]] = {
+    (("patch", "status"), "target"): (["--target", "absent"], 2),
+    (("patch", "check"), "target"): (["--target", "absent"], 2),
+    (("patch", "apply"), "target"): (["--target", "absent"], 2),
+    (("patch", "check"), "base"): (["--target", "installed/robomimic", "--merge", "--base", "absent"], 2),
+    (("patch", "apply"), "base"): (["--target", "installed/robomimic", "--merge", "--base", "absent"], 2),
+    (("patch", "revert"), "target"): (["--target", "absent"], 2),
+    (("patch", "manifest"), "directory"): (["absent", "--source", "tree", "--base", "abc"], 2),
+    (("patch", "manifest"), "source"): (["patches", "--source", "absent", "--base", "abc"], 2),
+    (("patch", "manifest"), "borrow"): ([*SAMPLES["patch", "manifest"], "--borrow", "absent/01.patch"], 2),
+    (("patch", "new-release"), "tree"): (["absent"], 2),
+    (("run",), "program"): (["absent.py"], 2),
+    (("run",), "log_dir"): (["--log-dir", "train.py/absent", "train.py"], 2),
+    (("slurm",), "program"): (["absent.py"], 0),  # a warning: the job may find it
+    (("check",), "program"): (["absent.py"], 2),
+    (("selftest",), "write"): (["--gpu", "--write", "train.py/absent"], 2),
+    (("example",), "out"): (["--out", "train.py/absent"], 2),
+    (("report",), "folder"): (["absent"], 2),
+    (("report",), "out"): (["run", "--markdown", "--out", "train.py/absent"], 2),
+}
+MODULES = {command: MISSING[command, "program"][1] for command in COMMANDS if (command, "program") in MISSING}
+
+
+def _id(value: Any) -> str:
+    return "-".join(value) or "ddpshim"
+
+
+def _takes_file(action: argparse.Action) -> bool:
+    named = {*re.split(r"\W", str(action.metavar)), *re.split(r"\W", action.dest.upper())}
+    return action.type is Path or bool(named & {"FILE", "DIR", "PATH", "FOLDER", "PROGRAM"})
+
+
+def fill(folder: Path) -> None:
+    """What SAMPLES and MISSING are called in."""
+    (folder / "train.py").write_text("import torch\nmodel = torch.nn.Linear(1, 1)\n")
+    (folder / "tree" / "package").mkdir(parents=True)
+    (folder / "tree" / "package" / "module.py").write_text("a = 1\n")
+    (folder / "patches").mkdir()
+    (folder / "patches" / "one.patch").write_text(
+        "--- a/package/module.py\n+++ b/package/module.py\n@@ -1 +1 @@\n-a = 1\n+a = 2\n"
+    )
+    (folder / "installed" / "robomimic").mkdir(parents=True)
+    (folder / "installed" / "robomimic" / "__init__.py").write_text("__version__ = '0.0.1'\n")
+    (folder / "run" / "ddpshim").mkdir(parents=True)
+    start = {"kind": "start", "time": 1.0, "rank": 0, "start": 1, "world_size": 1}
+    (folder / "run" / "ddpshim" / "rank_0.jsonl").write_text(json.dumps(start) + "\n")
+
+
+@pytest.fixture(autouse=True)
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The robomimic of this environment cannot be found, whatever a command takes for its target."""
+    monkeypatch.setitem(sys.modules, "robomimic", None)
+    assert importlib.util.find_spec("robomimic") is None
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    fill(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _call(argv: list[str]) -> int:
+    try:
+        return command_line.main(argv)
+    except SystemExit as error:
+        return int(error.code or 0)
+
+
+def _check_message(text: str, found: str) -> None:
+    """One line: what was found, what it would cause, what to do."""
+    assert text.startswith("ddpshim: ")
+    assert text.count("\n") == 1
+    assert text.endswith((".\n", ".)\n"))
+    assert found in text
+    assert len(re.split(r": |; |\. ", text)) >= 4
+
+
+@pytest.mark.parametrize("command", PARSERS, ids=_id)
+def test_help(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _call([*command, "--help"]) == 0
+    out, err = capsys.readouterr()
+    assert re.match(rf"usage: .*ddpshim {' '.join(command)}".rstrip(), out)
+    assert err == ""
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=_id)
+def test_a_flag_that_there_is_not(command: Command, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Before the program, behind which everything is the trainer's.
+    assert _call([*command, "--no-such-flag", *SAMPLES[command]]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("usage: ")
+    assert "error: unrecognized arguments: --no-such-flag" in err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("rnu", "run"),
+        ("patch aply", "apply"),
+        ("run --nprc 2 train.py", "--nproc"),
+        ("check --step=3 train.py", "--steps"),
+        ("slurm --gpus 4 -- train.py", "--gpus-per-node"),
+        ("env --json", "selftest --env"),
+        ("options", "docs options"),
+        ("prove train.py", "check"),
+        ("audit train.py", "check --read"),
+        ("doctor train.py", "check --read"),
+    ],
+)
+def test_a_word_that_is_nearly_right(wrong: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _call(wrong.split()) == 2
+    assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=_id)
+def test_torchruns_spellings(command: Command) -> None:
+    """Found in both spellings, before the program; what is behind it is the trainer's."""
+    for option in [name for name in PARSERS[command]._option_string_actions if name.count("-") > 2]:
+        action = PARSERS[command]._option_string_actions[option]
+        value = {int: "3", float: "3", None: "x"}.get(action.type if action.nargs != 0 else int, "3")
+        given = [option.replace("-", "_").replace("__", "--", 1), *([] if action.nargs == 0 else [value])]
+        argv = [*command, *given, *SAMPLES[command], "--a_b"]
+        if SAMPLES[command] and "program" in {a.dest for a in PARSERS[command]._actions}:
+            arguments = command_line._parser().parse_args(argv)
+            assert arguments.arguments[-1] == "--a_b"
+            assert getattr(arguments, action.dest) not in (action.default, None)
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "--json" in PARSERS[c]._option_string_actions], ids=_id)
+def test_json(command: Command, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if command not in NEED_TORCH:
+        _call([*command, *SAMPLES[command], "--json"])
+        out, err = capsys.readouterr()
+        assert json.loads(out) if out else err.startswith("ddpshim: ")
+
+
+@pytest.mark.parametrize("command", [command for command in PARSERS if command not in COMMANDS], ids=_id)
+def test_a_group_wants_a_command(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _call([*command]) == 0
+    assert capsys.readouterr().out.startswith("usage: ")
+    for wrong in (["no-such-command"], ["--no-such-flag"]):
+        assert _call([*command, *wrong]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("usage: ")
+
+
+def test_every_command_and_every_option_that_takes_a_file_is_tried() -> None:
+    assert set(SAMPLES) == set(COMMANDS)
+    takes_file = {(c, a.dest) for c in COMMANDS for a in PARSERS[c]._actions if _takes_file(a)}
+    assert set(MISSING) == takes_file
+
+
+def test_a_package_that_is_installed_is_out_of_reach(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _call(["patch", "status"]) == 2
+    _check_message(capsys.readouterr().err, "robomimic is not installed for ")
+
+
+@pytest.mark.parametrize(
+    ("command", "name"), MISSING, ids=lambda value: value if isinstance(value, str) else _id(value)
+)
+def test_what_is_missing(command: Command, name: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = sorted(here.rglob("*"))
+    argv, code = MISSING[command, name]
+    assert _call([*command, *argv]) == code
+    out, err = capfd.readouterr()
+    assert bool(out) == (code == 0)
+    _check_message(err, "absent")
+    assert sorted(here.rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", MODULES, ids=_id)
+def test_a_module_that_is_missing(command: Command, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for module in ("absent", "absent.train", "json.absent"):
+        for separator in ([], ["--"]):
+            assert _call([*command, *separator, "-m", module]) == MODULES[command]
+            _check_message(capsys.readouterr().err, f"-m {module}: no such module")
+
+
+@pytest.mark.parametrize("command", MODULES, ids=_id)
+def test_a_program_that_cannot_be_read(
+    command: Command, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    assert _call([*command, "tree"]) == MODULES[command]
+    _check_message(capsys.readouterr().err, "tree is a folder")
+    monkeypatch.setattr(tokenize, "open", refuse)
+    assert _call([*command, "train.py"]) == MODULES[command]
+    _check_message(capsys.readouterr().err, "train.py cannot be read ([Errno 13] Permission denied: 'train.py')")
+
+
+def test_files_that_cannot_be_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "patches" / "manifest.json").mkdir()
+    assert _call(["patch", "manifest", *SAMPLES["patch", "manifest"]]) == 2
+    _check_message(capsys.readouterr().err, "manifest.json cannot be written")
+    assert _call(["report", "run", "--markdown", "--out", "tree"]) == 2
+    _check_message(capsys.readouterr().err, "tree cannot be written")
+    assert [path.name for path in here.rglob("*.partial")] == []
+
+
+def test_a_file_that_cannot_be_read_leaves_the_others(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "tree" / "lock.py").symlink_to("nowhere")  # as an editor makes
+    assert _call(["check", "--read", "tree"]) == 2  # it is noted; a trainer is not there
+    assert "not read: tree/lock.py:1: it cannot be opened: No such file or directory" in capsys.readouterr().out
+    assert _call(["check", "--read", "tree/lock.py"]) == 2
+    _check_message(capsys.readouterr().err, "No such file or directory: 'tree/lock.py'")
+
+
+@pytest.mark.parametrize("command", ["run", "slurm"])
+def test_a_dry_run_says_what_it_would_do_and_writes_nothing(
+    command: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {file: file.read_bytes() for file in here.rglob("*") if file.is_file()}
+    assert _call([command, "--dry-run", "--nproc", "3", "--", "train.py", "--lr", "1"]) == 0
+    said = capsys.readouterr()
+    assert re.search(r"--nproc(-per-node)?=3 .*train.py --lr 1( |\n)", said.out)
+    assert said.err == ""
+    assert {file: file.read_bytes() for file in here.rglob("*") if file.is_file()} == before
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_is_shown_how_far_a_long_command_is(
+    is_terminal: bool, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "tree" / "train.py").write_text((ROOT / "examples" / "train_before.py").read_text())
+    seconds = itertools.count(step=1.5)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    assert _call(["check", "--read", "tree"]) == 1
+    out, err = capsys.readouterr()
+    assert "trainer (" in out
+    assert "\r" not in out
+    if not is_terminal:
+        assert err == ""
+        return
+    *shown, end = err.removeprefix("\r\033[K").split("\r\033[K")
+    assert shown == ["check --read: 0 of 1 trainers"]  # not the first: that was in the first two seconds
+    assert end == ""
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="argparse's help differs between versions of Python")
+def test_what_is_printed_is_in_the_table() -> None:
+    from tests import outputs
+
+    assert outputs.PYTHON == (3, 11)
+    hint = "read what changed, then `python -m tests.outputs --write`"
+    assert outputs.table().split("\n$ ") == outputs.FILE.read_text().split("\n$ "), hint
+
+
+def test_the_pages_that_messages_name_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every page that a string under ddpshim/ names is one that `ddpshim docs` prints."""
+    named = set()
+    for file in (ROOT / "ddpshim").rglob("*.py"):
+        text = re.sub(r'"\s+f?"', "", file.read_text())
+        assert not re.search(r"See MIGRATION\.md|[(]MIGRATION\.md", text), f"{file}: a wheel's user has `ddpshim docs`"
+        named |= set(re.findall(r"(?:ddpshim docs |docs/)(\w+)(?:\.md|[`),. ])", text))
+    assert {"MIGRATION", "check", "other_codebases", "run", "same_experiment", "start"} <= named
+    for name in named:
+        assert _call(["docs", name]) == 0, name
+        assert capsys.readouterr().out.startswith("# ")
+    assert _call(["docs"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in listed} >= named
+    assert _call(["docs", "lanch"]) == 2
+    assert "did you mean launch?" in capsys.readouterr().err
+    assert _call(["docs", "--path", "docs/Launch.md"]) == 0
+    assert capsys.readouterr().out == f"{ROOT / 'docs' / 'launch.md'}\n"
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in NEED_TORCH], ids=_id)
+def test_without_standard_input(
+    command: Command, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*command, *SAMPLES[command]]
+    code = _call(argv)
+    said = capsys.readouterr()
+    monkeypatch.setattr(sys, "stdin", None)  # as Python has it where it is closed
+    if command != ("patch", "manifest"):  # what changes between two calls
+        assert (_call(argv), capsys.readouterr()) == (code, said)
+    else:
+        assert _call(argv) == code
+
+
+def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(arguments: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pages, "_docs", interrupted)
+    assert _call(["docs"]) == 130
+    assert capsys.readouterr() == ("", "ddpshim: interrupted\n")
+
+
+# In one process for all: exit code, output, error, and the seconds of the processor.
+_WITHOUT_TORCH = """
+import contextlib, io, json, sys, time
+for name in ("torch", "plotly", "robomimic"):
+    sys.modules[name] = None
+import ddpshim.__main__ as command_line
+
+answers = []
+for argv in json.loads(sys.argv.pop()):
+    out, err, start = io.StringIO(), io.StringIO(), time.process_time()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = command_line.main(argv)
+        except SystemExit as error:
+            code = error.code
+        except Exception as error:
+            code = repr(error)
+    answers.append([code, out.getvalue(), err.getvalue(), time.process_time() - start])
+print(json.dumps(answers))
+"""
+CALLS = [
+    *([*command, "--help"] for command in PARSERS),
+    *([*command, *argv] for command, argv in SAMPLES.items()),
+    ["report", "run"],
+    ["selftest", "--env"],
+]
+
+
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What each of CALLS gave where neither torch nor plotly can be imported."""
+    folder = tmp_path_factory.mktemp("without_torch")
+    fill(folder)
+    ran = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_TORCH, json.dumps(CALLS)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=patience(DEADLINE_S),
+        check=True,
+    )
+    assert ran.stderr == ""
+    return dict(zip(map(" ".join, CALLS), json.loads(ran.stdout)))
+
+
+@pytest.mark.parametrize("command", PARSERS, ids=_id)
+def test_help_without_torch(command: Command, without_torch: dict[str, Any]) -> None:
+    code, out, err, _ = without_torch[" ".join([*command, "--help"])]
+    assert (code, err) == (0, "")
+    assert out.startswith("usage: ")
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in NEED_TORCH], ids=_id)
+def test_what_needs_no_torch_is_the_same_without(
+    command: Command, without_torch: dict[str, Any], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*command, *SAMPLES[command]]
+    code, out, err, _ = without_torch[" ".join(argv)]
+    assert _call(argv) == code
+    expected = capsys.readouterr()
+    found = [re.sub(r"/\S*/", "", text) for text in (out, err)]
+    assert found == [re.sub(r"/\S*/", "", text) for text in expected]
+    assert out or err
+
+
+def test_a_bug_report_without_torch(without_torch: dict[str, Any]) -> None:
+    code, out, err, _ = without_torch["selftest --env"]
+    assert (code, err) == (0, "")
+    assert re.search("torch +cannot be imported: ", out)
+
+
+def test_who_needs_torch() -> None:
+    assert NEED_TORCH == [("run",), ("check",), ("patch", "new-release"), ("selftest",)]
+
+
+@pytest.mark.parametrize("command", NEED_TORCH, ids=_id)
+def test_without_torch_it_says_so_at_once(command: Command, without_torch: dict[str, Any]) -> None:
+    code, out, err, cpu_s = without_torch[" ".join([*command, *SAMPLES[command]])]
+    assert (code, out) == (2, "")
+    _check_message(err, f"torch is not installed for {sys.executable}")
+    assert "pip install torch" in err
+    assert cpu_s < 0.5
+
+
+def test_a_page_without_plotly(without_torch: dict[str, Any]) -> None:
+    code, out, err, _ = without_torch["report run"]
+    assert (code, out) == (2, "")
+    _check_message(err, "plotly cannot be imported")
+
+
+@pytest.mark.launch
+def test_the_shell_completes_commands_and_options() -> None:
+    shtab = pytest.importorskip("shtab", reason="pip install -r requirements/completion.txt")
+    parser = command_line._parser()
+    parser.prog = "ddpshim"
+    script = shtab.complete(parser, "bash")
+    for words, expected in (("pa", {"patch"}), ("patch re", {"revert"}), ("check --st", {"--steps"})):
+        typed = ["ddpshim", *words.split()]
+        tab = f"COMP_WORDS=({' '.join(typed)}); COMP_CWORD={len(typed) - 1}; _shtab_ddpshim ddpshim {typed[-1]}"
+        said = subprocess.run(
+            ["bash", "-c", f'{script}\n{tab}; echo "${{COMPREPLY[@]}}"'], capture_output=True, text=True, check=True
+        )
+        assert {*said.stdout.split()} == expected
+
+
+@pytest.mark.launch
+def test_on_a_system_that_is_not_posix(here: Path) -> None:
+    """Importing, one process, reading and patch work as they are; what starts ranks says what it needs."""
+    (here / "train.py").write_text((ROOT / "examples" / "train_before.py").read_text())
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.without_posix"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=patience(DEADLINE_S),
+        check=True,
+    )
+    answers = json.loads(ran.stdout)
+    assert answers.pop("import") == [len(ddpshim.__all__), "", ""]
+    losses, out, err = answers.pop("train")
+    assert (out, err) == ("", "")
+    assert len(losses) == 4, losses
+    assert "DataError: this is linux, and processes share arrays through Linux's /proc" in answers.pop("share")[0]
+    assert "unknown: " not in answers["selftest --env"][1]
+    for words, (code, out, err) in answers.items():
+        if words.split() in without_posix.START_RANKS:
+            assert (code, out) == (2, "")
+            _check_message(err, "a process cannot be forked")
+        else:
+            assert (code, err) == (int(words.startswith("check")), ""), words  # it has findings
+            assert out

@@ -1,0 +1,538 @@
+"""Options: where a value may come from, what is refused and how, and that each one has its effect."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ddpshim
+from ddpshim import near_names
+from ddpshim.errors import DataError, OptionsError
+from ddpshim.job.meter import PARTS
+from ddpshim.observe.report.run import load
+from ddpshim.options import Options
+from ddpshim.process.job import current
+from ddpshim.robomimic.options import RobomimicOptions, options_of
+from ddpshim.tools.pages import text_of
+from evidence.equivalence import (
+    Run,
+    batches,
+    copy_release,
+    largest_difference,
+    make_config,
+    make_data,
+    source,
+    train_all,
+)
+from tests import outputs
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in RobomimicOptions.names():
+        monkeypatch.delenv(f"DDPSHIM_{name.upper()}", raising=False)
+
+
+# Reading
+
+
+def test_an_argument_wins_over_its_variable_that_over_the_section_that_over_the_default() -> None:
+    section = {"timeout_s": 10, "side_timeout_s": 20, "max_memory_per_gpu_gb": 30}
+    environ = {"DDPSHIM_TIMEOUT_S": "11", "DDPSHIM_SIDE_TIMEOUT_S": "21"}
+    read = Options.read(section, environ, timeout_s=12)
+    assert (read.timeout_s, read.side_timeout_s, read.max_memory_per_gpu_gb, read.keep_checkpoints) == (12, 21, 30, 2)
+    assert Options.read({}, {}, timeout_s=None) == Options()
+
+
+def test_the_environment_is_read_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPSHIM_GUARD", "0")
+    assert Options.read().guard is False
+
+
+@pytest.mark.parametrize("text", ["true", "yes", "on", "1", " True ", "YES"])
+def test_words_for_true(text: str) -> None:
+    assert Options.read({}, {"DDPSHIM_BACKGROUND_SAVE": text}).background_save is True
+
+
+@pytest.mark.parametrize("text", ["false", "no", "off", "0", "False"])
+def test_words_for_false(text: str) -> None:
+    assert Options.read({}, {"DDPSHIM_GUARD": text}).guard is False
+
+
+ALLOWED: list[tuple[str, Any, Any]] = [
+    ("timeout_s", "1.5", 1.5),
+    ("timeout_s", 600, 600.0),
+    ("keep_checkpoints", "4", 4),
+    ("max_memory_per_gpu_gb", "none", None),
+    ("max_memory_per_gpu_gb", "null", None),
+    ("max_memory_per_gpu_gb", "12.5", 12.5),
+    ("backend", "NCCL", "nccl"),
+    ("backend", None, None),
+    ("precision", "bf16", "bf16"),
+    ("node_memory", Path("disk"), "disk"),
+    ("node_memory", " OFF", "off"),
+    ("guard", False, False),
+]
+
+
+@pytest.mark.parametrize(("name", "raw", "value"), ALLOWED)
+def test_what_is_allowed(name: str, raw: Any, value: Any) -> None:
+    found = getattr(RobomimicOptions.read({name: raw}, {}), name)
+    assert found == value
+    assert type(found) is type(value)
+    assert getattr(RobomimicOptions(**{name: raw}), name) == value
+
+
+REFUSED: list[tuple[str, Any]] = [
+    ("timeout_s", "soon"),
+    ("timeout_s", 0),
+    ("timeout_s", "-1"),
+    ("timeout_s", "inf"),
+    ("timeout_s", math.nan),
+    ("timeout_s", True),
+    ("timeout_s", None),
+    ("keep_checkpoints", "2.0"),
+    ("keep_checkpoints", 2.0),
+    ("keep_checkpoints", 0),
+    ("keep_checkpoints", True),
+    ("checkpoint_every_n_steps", 0),
+    ("guard", "maybe"),
+    ("guard", 1),
+    ("guard", None),
+    ("backend", "nccll"),
+    ("lr_rule", "cubic"),
+    ("lr_rule", None),
+    ("precision", "fp8"),
+    ("node_memory", 3),
+    ("node_memory", ""),
+    ("resume", True),
+    ("rollouts", "some"),
+    ("rollouts", ["all"]),
+]
+
+
+@pytest.mark.parametrize(("name", "raw"), REFUSED)
+def test_what_is_refused(name: str, raw: Any) -> None:
+    for refuse in (lambda: RobomimicOptions(**{name: raw}), lambda: RobomimicOptions.read({name: raw}, {})):
+        with pytest.raises(OptionsError) as caught:
+            refuse()
+        assert f"{name}: {raw!r}; allowed: " in str(caught.value)
+        assert isinstance(caught.value, ValueError)
+
+
+def test_all_that_is_wrong_is_told_in_one_message() -> None:
+    section = {"backed": "gloo", "guard": 3, "record": "yes"}
+    environ = {"DDPSHIM_TIMEOUT_S": "soon", "DDPSHIM_GAURD": "0", "DDPSHIM_LAUNCHER": "none", "PATH": "/bin"}
+    with pytest.raises(OptionsError) as caught:
+        Options.read(section, environ, lr_rule="cubic", rollout="all")
+    *lines, last = str(caught.value).splitlines()
+    assert lines == [
+        "6 options are wrong:",
+        "  - section ddpshim: no option 'backed'; did you mean backend?",
+        "  - variable DDPSHIM_GAURD: no such option; did you mean DDPSHIM_GUARD?",
+        "  - argument: no option 'rollout'; did you mean rollouts?",
+        "  - variable DDPSHIM_TIMEOUT_S: 'soon'; allowed: a number above 0",
+        "  - argument lr_rule: 'cubic'; allowed: linear, sqrt or none",
+        "  - section ddpshim, guard: 3; allowed: true or false (yes/no, on/off, 1/0)",
+    ]
+    assert last.startswith("Nothing was started")
+
+
+def test_a_value_that_another_source_overrides_is_not_looked_at() -> None:
+    assert Options.read({"guard": "maybe"}, {"DDPSHIM_GUARD": "0"}).guard is False
+
+
+@pytest.mark.parametrize("variable", ["LAUNCHER", "UPSTREAM", "FAULT"])
+def test_variables_that_are_no_options_are_left_alone(variable: str) -> None:
+    assert Options.read({}, {f"DDPSHIM_{variable}": "x"}) == Options()
+
+
+@pytest.mark.parametrize("variable", ["ROOT", "HOME", "VERSION", "LIB", "MODULE_TIMEOUT_S", "MODULE_GUARD"])
+def test_variables_of_module_files_are_not_looked_at(variable: str) -> None:
+    assert Options.read({}, {f"DDPSHIM_{variable}": "/apps/ddpshim"}) == Options()
+
+
+@pytest.mark.parametrize("variable", ["QUEUE", "CLUSTER_NAME", "FOO", "INSTALL_DIR"])
+def test_a_variable_like_no_option_is_warned_of(variable: str) -> None:
+    with pytest.warns(UserWarning, match=f"^DDPSHIM_{variable} is not an option.*, call it DDPSHIM_MODULE_{variable}"):
+        assert Options.read({}, {f"DDPSHIM_{variable}": "x"}) == Options()
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        *(("TIMEOUT", "TIMEOUT_S"), ("TIMEOUT_SECONDS", "TIMEOUT_S"), ("BATCH_PER_RANK", "PER_RANK_BATCH")),
+        *(("RECORD_DIR", "RECORD"), ("KEEP_MODEL", "KEEP_MODELS"), ("LAUCHER", "LAUNCHER")),
+        ("NUM_CHECKPOINTS", "KEEP_CHECK"),
+    ],
+)
+def test_a_variable_like_an_option_is_an_error_that_names_it(variable: str, meant: str) -> None:
+    with pytest.raises(
+        OptionsError, match=f"variable DDPSHIM_{variable}: no such option; did you mean DDPSHIM_{meant}"
+    ):
+        Options.read({}, {f"DDPSHIM_{variable}": "1"})
+
+
+@pytest.mark.parametrize("name", sorted({*near_names._INSTEAD} - {"audit", "doctor", "env", "options", "prove"}))
+def test_what_is_no_option_is_an_error_that_names_what_is_used_instead(name: str) -> None:
+    instead = near_names._INSTEAD[name]
+    variable = f"DDPSHIM_{name.upper()}"
+    with pytest.raises(OptionsError) as caught:
+        Options.read({name: 1}, {variable: "1"}, **{name: 1})
+    assert str(caught.value).splitlines()[:4] == [
+        "3 options are wrong:",
+        f"  - section ddpshim: no option {name!r}; did you mean {instead}?",
+        f"  - variable {variable}: no such option; did you mean {instead}?",
+        f"  - argument: no option {name!r}; did you mean {instead}?",
+    ]
+
+
+def test_robomimics_own_options_are_read_for_robomimic_only() -> None:
+    environ = {"DDPSHIM_KEEP_MODELS": "3", "DDPSHIM_NODE_MEMORY": "off"}
+    assert Options.read({}, environ) == Options(), "known, and not looked at"
+    assert RobomimicOptions.read({}, environ).changed() == {"keep_models": 3, "node_memory": "off"}
+    assert {f"DDPSHIM_{name.upper()}" for name in {*RobomimicOptions.names()} - {*Options.names()}} == {*environ}
+    with pytest.raises(OptionsError, match="section ddpshim: no option 'keep_models'"):
+        Options.read({"keep_models": 3}, {})
+
+
+def test_a_program_that_calls_setup_itself_has_robomimics_own_from_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = ddpshim.World(options=Options(guard=False))
+    assert options_of(here) == here.options
+    monkeypatch.setenv("DDPSHIM_KEEP_MODELS", "3")
+    own = options_of(here)
+    assert (own.guard, own.node_memory, own.keep_models) == (False, "auto", 3)
+    assert own != here.options
+    kept = RobomimicOptions(keep_models=4)
+    assert options_of(ddpshim.World(options=kept)) is kept
+
+
+def test_a_variable_that_is_empty_is_not_set() -> None:
+    assert Options.read({}, {"DDPSHIM_TIMEOUT_S": "", "DDPSHIM_NONSENSE": " "}) == Options()
+
+
+def test_a_learning_rate_rule_needs_a_batch_for_each_rank() -> None:
+    with pytest.raises(OptionsError, match="lr_rule=sqrt without per_rank_batch"):
+        Options.read({"lr_rule": "sqrt"}, {})
+    assert Options.read({"lr_rule": "sqrt"}, {"DDPSHIM_PER_RANK_BATCH": "1"}).lr_rule == "sqrt"
+
+
+# What the world does with them
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    ddpshim.cleanup()  # of a world that a test before has left
+    yield
+    ddpshim.cleanup()
+    current().left = None
+
+
+def test_the_world_holds_them(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPSHIM_PER_RANK_BATCH", "1")
+    monkeypatch.setenv("DDPSHIM_LR_RULE", "sqrt")
+    here = ddpshim.setup()
+    assert here.options == Options(per_rank_batch=True, lr_rule="sqrt")
+    assert ddpshim.scale_lr(0.1, world_size=4) == pytest.approx(0.2)
+    assert ddpshim.scale_lr(0.1, "linear", world_size=4) == pytest.approx(0.4)
+    assert ddpshim.setup(options=here.options) is here
+    text = r"setup\(options='all at their defaults'\), .* with options=\"per_rank_batch=True, lr_rule='sqrt'\""
+    with pytest.raises(ddpshim.WorldError, match=text):
+        ddpshim.setup(options=Options())
+
+
+def test_without_a_rule_scale_lr_is_linear(alone: None) -> None:
+    ddpshim.setup()
+    assert ddpshim.scale_lr(0.1, world_size=4) == pytest.approx(0.4)
+
+
+def test_a_wrong_variable_stops_setup(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPSHIM_TIMEOUT_S", "soon")
+    with pytest.raises(OptionsError, match="variable DDPSHIM_TIMEOUT_S: 'soon'"):
+        ddpshim.setup()
+    assert current().world is None
+
+
+def test_bf16_computes_in_bf16_and_sees_weights_that_were_stepped_inside(alone: None) -> None:
+    here = ddpshim.setup(options=Options(precision="bf16"), device="cpu")
+    net = nn.Linear(2, 2, bias=False)
+    with here.autocast():
+        before = net(torch.ones(1, 2))
+        with torch.no_grad():
+            net.weight.fill_(1.0)
+        after = net(torch.ones(1, 2))
+        after.sum().backward()
+    assert before.dtype == after.dtype == torch.bfloat16
+    assert net.weight.grad is not None
+    assert net.weight.grad.dtype == torch.float32
+    assert after.tolist() == [[2.0, 2.0]], "a cast of the old weights was kept"
+
+
+# What ranks do with them
+
+OPTIONS = {"DDPSHIM_GUARD": "0", "DDPSHIM_PER_RANK_BATCH": "1", "DDPSHIM_TIMEOUT_S": "50"}
+WRAPPING = {
+    **{"bucket_cap_mb": 3, "find_unused_parameters": False, "static_graph": True},
+    **{"gradient_as_bucket_view": False, "broadcast_buffers": False},
+}
+
+
+def _seen_by_a_rank(given: dict[str, Any]) -> dict[str, Any]:
+    """What of the options and of the arguments arrived where they act."""
+    net = ddpshim.wrap_parallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), **given)
+    loader = ddpshim.make_loader(list(range(40)), batch_size=4)
+    plain = ddpshim.make_loader(list(range(40)), batch_size=4, per_rank_batch=False)
+    return {
+        "bucket": net.bucket_bytes_cap,
+        "view": net.gradient_as_bucket_view,
+        "strict": net._strict,
+        "static": net._same_every_time,
+        "buffers": 0 if net._buffers_to_send is None else len(net._buffers_to_send.homes),
+        "guard": net._equality.is_on,
+        "batch": (loader.global_batch_size, plain.global_batch_size),
+    }
+
+
+@pytest.mark.ranks
+def test_ranks_do_as_options_and_arguments_say() -> None:
+    given = run_ranks(_seen_by_a_rank, 2, WRAPPING, environ=OPTIONS)
+    default = run_ranks(_seen_by_a_rank, 2, {})
+    assert given[0] == {
+        "bucket": 3 * 1024 * 1024,
+        "view": False,
+        "strict": True,
+        "static": True,
+        "buffers": 0,
+        "guard": False,
+        "batch": (8, 4),
+    }
+    assert default[0] == {
+        "bucket": 1024 * 1024,
+        "view": True,
+        "strict": False,
+        "static": False,
+        "buffers": 3,
+        "guard": True,
+        "batch": (4, 4),
+    }
+
+
+def _differ(name: str) -> str:
+    rank = ddpshim.world().rank
+    ddpshim.cleanup()
+    with pytest.raises(OptionsError) as caught:
+        ddpshim.setup(device="cpu", options=Options(**{name: (3, 4)[rank]}))
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_options_that_differ_between_ranks_are_refused_on_all() -> None:
+    texts = run_ranks(_differ, 2, "keep_checkpoints")
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("option keep_checkpoints is 3 on rank 0 and 4 on rank 1; ranks would train differently")
+
+
+def _gradients(steps: int) -> list[float]:
+    with ddpshim.shared_random_streams(0):
+        net = ddpshim.wrap_parallel(nn.Linear(3, 1))
+    x = torch.arange(36.0).reshape(12, 3)[ddpshim.world().rank :: 2]
+    for part in ddpshim.accumulate({"x": [x], "name": "x"}, net, steps=steps):
+        assert part["name"] == "x"
+        (net(part["x"][0]).square().mean() / steps).backward()
+    assert net.num_reductions == 1
+    return net.weight.grad.flatten().tolist()  # type: ignore[no-any-return]
+
+
+def _all_gradients() -> list[list[float]]:
+    return [_gradients(steps) for steps in (1, 2, 3)]
+
+
+@pytest.mark.ranks
+def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
+    first, second = run_ranks(_all_gradients, 2)
+    assert first == second
+    for gradient in first[1:]:
+        assert gradient == pytest.approx(first[0], rel=1e-6)
+
+
+def test_a_batch_that_does_not_split_is_refused() -> None:
+    with pytest.raises(DataError, match="a batch of 5 does not split into 2 equal parts"):
+        next(ddpshim.accumulate(torch.zeros(5), steps=2))
+
+
+# The docs
+
+
+def test_the_page_has_the_table() -> None:
+    assert outputs.OPTIONS.read_text() == outputs.options_page(), "run python -m tests.outputs --write"
+    assert all(f"\n| `{name}` | `DDPSHIM_{name.upper()}` |" in text_of("options") for name in RobomimicOptions.names())
+    assert len(RobomimicOptions.names()) <= 25
+
+
+def test_every_option_is_read_somewhere() -> None:
+    code = "".join(p.read_text() for p in (ROOT / "ddpshim").rglob("*.py") if p.name != "options.py")
+    unread = {n for n in RobomimicOptions.names() if not re.search(rf"(options|given|chosen|\(here\))\.{n}\b", code)}
+    assert unread == set()
+
+
+# The adapter for robomimic
+
+
+@pytest.fixture
+def robomimic_config(alone: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A bc config as train.py makes it, from a file with our section."""
+    pytest.importorskip("robomimic")
+    from robomimic.config import config_factory
+    from robomimic.config.base_config import BaseConfig
+
+    import ddpshim.robomimic.calls as adapter
+
+    adapter._keep_the_section()
+
+    def make(section: Any) -> Any:
+        config = config_factory("bc")
+        with config.values_unlocked():
+            config.update({"algo_name": "bc", "train": {"seed": 3, "batch_size": 7}, "ddpshim": section})
+        config.lock()
+        return config
+
+    yield make
+    del BaseConfig.update  # it is Config's own again
+
+
+def test_robomimics_config_file_may_have_our_section(robomimic_config: Any) -> None:
+    import ddpshim.robomimic.calls as adapter
+
+    config = robomimic_config({"record": False, "precision": "bf16"})
+    assert "ddpshim" not in config
+    assert config.train.batch_size == 7
+    with pytest.raises(RuntimeError, match="key 'nonsense' does not exist"), config.values_unlocked():
+        config.update({"nonsense": 1})
+    adapter.start(config, torch.device("cpu"))
+    assert ddpshim.world().options == Options(record=False, precision="bf16")
+
+
+@pytest.mark.parametrize(
+    ("section", "text"),
+    [
+        ({"recrod": True}, "section ddpshim: no option 'recrod'; did you mean record?"),
+        ({"precision": "fp16"}, "fp16 needs a loss scaler"),
+        ("record", "section ddpshim holds a str"),
+    ],
+)
+def test_robomimic_is_refused_what_it_cannot_do(robomimic_config: Any, section: Any, text: str) -> None:
+    import ddpshim.robomimic.calls as adapter
+
+    with pytest.raises(OptionsError, match=re.escape(text)):
+        adapter.start(robomimic_config(section), torch.device("cpu"))
+
+
+def test_learning_rates_of_optimizers_and_their_schedules_are_scaled() -> None:
+    import ddpshim.robomimic.calls as adapter
+
+    weights = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    optimizers = [torch.optim.SGD([weight], lr=0.1) for weight in weights]
+    schedules = {
+        "one": torch.optim.lr_scheduler.LambdaLR(optimizers[0], lambda step: 1 / (1 + step)),
+        "two": [torch.optim.lr_scheduler.MultiStepLR(optimizers[1], [1], gamma=0.5), None],
+    }
+    made = {"one": optimizers[0], "two": optimizers[1:]}
+    adapter._scale_learning_rates(types.SimpleNamespace(optimizers=made, lr_schedulers=schedules), 4.0)
+    assert [o.param_groups[0]["lr"] for o in optimizers] == pytest.approx([0.4, 0.4, 0.4])
+    for optimizer in optimizers:
+        optimizer.step()
+    schedules["one"].step()  # type: ignore[attr-defined]
+    schedules["two"][0].step()  # type: ignore[index]
+    assert [o.param_groups[0]["lr"] for o in optimizers] == pytest.approx([0.2, 0.2, 0.4])
+
+
+# The patched trainer
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> dict[str, Run]:
+    """bc with options on two ranks, and in one process what should be the same by robomimic's own settings."""
+    if source("0.3.0") is None:
+        pytest.skip("robomimic 0.3.0 is neither installed nor under DDPSHIM_UPSTREAM (pip install --no-deps)")
+    folder = tmp_path_factory.mktemp("options")
+    tree = copy_release("0.3.0", releases)
+    data = make_data(folder, num_demos=50)
+    two = {"per_rank_batch": True, "lr_rule": "sqrt"}
+    lr = "algo__optim_params__policy__learning_rate__initial"
+    jobs = []
+    for name, num_ranks, section, settings in (
+        ("two", 2, two, {"train__batch_size": 50}),
+        ("one", 1, {}, {lr: 1e-4 * math.sqrt(2)}),
+        ("two in bf16", 2, {"precision": "bf16"}, {}),
+        ("one in bf16", 1, {"precision": "bf16"}, {}),
+    ):
+        (folder / f"{name} config").mkdir()
+        file = make_config(tree, "bc", data, folder / f"{name} config", 10, 2, **settings)
+        file.write_text(json.dumps({**json.loads(file.read_text()), "ddpshim": section}))
+        jobs.append((file, folder / name, num_ranks))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("OBSERVED_CLOCK", "1")  # two clocks that are not read at once agree, whatever else runs here
+        made = train_all(tree, jobs)
+    assert [run.exit_code for run in made] == [0] * 4, [run.log[-2000:] for run in made]
+    return {run.folder.name: run for run in made}
+
+
+@pytest.mark.launch
+@pytest.mark.robomimic
+def test_a_batch_for_each_rank_with_a_rule_is_one_process_with_that_rate(runs: dict[str, Run]) -> None:
+    one, two = runs["one"], runs["two"]
+    assert batches(two) == batches(one)
+    for observed in two.observed:
+        assert largest_difference(observed["networks"], one.observed[0]["networks"]) < 1e-6
+    assert [m["Optimizer/policy0_lr"] for m in two.metrics()] == pytest.approx([1.41421e-4] * 2, rel=1e-5)
+    config = json.loads(next(two.folder.glob("out/*/*/config.json")).read_text())
+    assert config["algo"]["optim_params"]["policy"]["learning_rate"]["initial"] == 1e-4
+    assert "ddpshim" not in config
+
+
+@pytest.mark.launch
+@pytest.mark.robomimic
+def test_metrics_are_averaged_over_ranks(runs: dict[str, Run]) -> None:
+    assert runs["two"].losses() == pytest.approx(runs["one"].losses(), rel=1e-5)
+
+
+@pytest.mark.launch
+@pytest.mark.robomimic
+def test_the_recorded_times_of_a_training_add_up_to_upstreams_own(runs: dict[str, Run]) -> None:
+    run = runs["two"]
+    rows = [load(run.folder / "out").epochs[1].training[rank].record for rank in (0, 1)]
+    assert [row["steps"] for row in rows] == [10, 10]
+    upstreams = run.metrics()[1]  # a mean over the ranks, in minutes
+    seconds = {part: statistics.mean(row["seconds"][part] for row in rows) for part in PARTS}
+    assert sum(seconds.values()) == pytest.approx(60 * upstreams["Time_Epoch"], rel=1e-3)
+    assert seconds["data_wait"] == pytest.approx(60 * upstreams["Time_Data_Loading"], rel=1e-3)
+    assert seconds["data_wait"] == pytest.approx(10 * 50 / 1024, rel=1e-3), "a millisecond for each sample"
+    assert seconds["compute"] + seconds["communication"] + seconds["optimizer"] > 30 * upstreams["Time_Train_Batch"]
+    assert min(seconds["communication"], seconds["optimizer"], seconds["compute"]) > 0
+
+
+@pytest.mark.launch
+@pytest.mark.robomimic
+def test_bf16_on_two_ranks_is_bf16_in_one_process(runs: dict[str, Run]) -> None:
+    one, two = runs["one in bf16"], runs["two in bf16"]
+    weights = [observed["networks"] for observed in (*one.observed, *two.observed)]
+    assert {value.dtype for held in weights for value in held.values()} == {torch.float32}
+    assert largest_difference(weights[1], weights[2]) == 0
+    moved = largest_difference(weights[0], one.observed[0]["initial"])
+    assert largest_difference(weights[0], weights[1]) < moved / 10
+    assert two.losses() == pytest.approx(one.losses(), rel=1e-2)
+    assert one.losses() != pytest.approx(runs["one"].losses(), rel=1e-4), "it computed in float32"
