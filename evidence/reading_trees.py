@@ -1,9 +1,11 @@
 """How often `check --read` is right on public trainers: `python -m evidence.reading_trees DIR` reads the trees in DIR.
 
 evidence/reading_trees.txt has each tree's name, commit and whether a rule was changed because of it ("fitted") or not
-("held-out"), and below it each finding with a reader's verdict. true: on several ranks the trainer would do what the
-message says. false: it would not, or nobody starts that program on several ranks. neither: it is arguable. A trainer of
-one process is judged as if it were about to be moved. DIR holds the trees as OWNER+NAME-COMMIT.
+("held-out", except that DDP301 was changed because of eai-vc, where it finds nothing now), and below it each finding
+with a reader's verdict. true: on several ranks the trainer would do what the message says; a race counts. false: it
+would not, or nobody starts that program on several ranks. neither: it is arguable, needs a setting that the project's
+configs do not have, or a mode that nobody starts on several ranks. A trainer of one process is judged as if it were
+about to be moved. DIR holds the trees as OWNER+NAME-COMMIT.
 """
 
 from __future__ import annotations
@@ -47,10 +49,10 @@ def judged() -> Iterator[Judged]:
 
 
 def table() -> list[str]:
-    """Return rows `| code | held out: true | false | fitted: true | false |`, as docs/check.md has them."""
+    """Return rows `| code | held out: true | false | neither | fitted: ... |`, as docs/check.md has them."""
     counts = Counter((one.code, one.is_held_out, one.verdict) for one in judged())
     codes = sorted({code for code, _, _ in counts})
-    columns = [(held_out, verdict) for held_out in (True, False) for verdict in ("true", "false")]
+    columns = [(held_out, verdict) for held_out in (True, False) for verdict in ("true", "false", "neither")]
     return [f"| {code} | " + " | ".join(str(counts[(code, *column)]) for column in columns) + " |" for code in codes]
 
 

@@ -124,6 +124,11 @@ def test_a_helper_in_another_file_is_followed(tmp_path: Path) -> None:
     assert read(tmp_path / "train.py").findings == []
 
 
+def test_noise_that_is_drawn_once_for_the_data_may_be_equal(tmp_path: Path) -> None:
+    noisy = "def noisy(rows):\n    return [row + torch.randn_like(row) for row in rows]\n"
+    assert _found(tmp_path, _trainer("torch.manual_seed(1)\nbatches = noisy(batches)") + noisy) == []
+
+
 def test_a_comment_ignores(tmp_path: Path) -> None:
     text = _trainer(EXPLANATIONS["DDP401"].program("-"))
     for comment, is_found in (("ignore", False), ("ignore[DDP401]", False), ("ignore[DDP203]", True)):

@@ -206,21 +206,21 @@ def one_seed(case: Meaning) -> Iterator[Hit]:
         return
     of_torch = [(u, c) for u, c in seeds if u.source.qualified(c.func).startswith("torch")]
     unit, call = min(of_torch or seeds, key=lambda seed: (seed[0].source is not entry, seed[1].lineno))
-    drawn = next(filter(None, map(_draw_in, case.trainer.units)), None)
+    drawn = next(filter(None, (_draw_in(u, u in case.tree.training) for u in case.trainer.units)), None)
     if drawn is not None and not case.is_guarded(call, unit):
         yield unit, call, f"{text_of(call)} is the same on every rank and stays so, and {drawn} draws"
 
 
-def _draw_in(unit: Unit) -> Optional[str]:
-    """Return a function or a layer that draws during the training, as it is named in the unit.
+def _draw_in(unit: Unit, trains: bool) -> Optional[str]:
+    """Return a layer that draws (Dropout, RandomCrop), or a function that draws where the unit trains, as named there.
 
     Not a function that a module calls outside its loops: it draws once, usually for data.
     """
     for named in (*unit.all(ast.Attribute), *unit.all(ast.Name)):
         name, is_initial = last_name(named), last_name(getattr(named, "value", None)) == "init"
         in_loop = any(isinstance(above, source.LOOPS) for above in unit.source.above(named))
-        # A layer (Dropout, RandomCrop) draws later.
-        if _NOISE.fullmatch(name) and not is_initial and (name[0].isupper() or in_loop or not unit.is_module):
+        is_drawn = name[0].isupper() or (trains and (in_loop or not unit.is_module))
+        if _NOISE.fullmatch(name) and not is_initial and is_drawn:
             return text_of(named, 40)
     return None
 
