@@ -353,6 +353,13 @@ def _launch(arguments: argparse.Namespace) -> Launch:
     from ddpshim.launch.runner import Launch
 
     given = {field.name: getattr(arguments, field.name) for field in fields(Launch) if field.name in arguments}
+    after = [word for word in arguments.arguments if word.partition("=")[0].replace("_", "-") in _NPROC]
+    if after and arguments.nproc in ("auto", 2):  # the defaults
+        raise LaunchError(
+            f"{after[0]} stands after {arguments.program}, so it is the program's own argument, and says nothing about "
+            f"ranks. Put it first: --nproc N {arguments.program}. If the program has such an "
+            "argument, give both."
+        )
     return Launch(**{**given, "arguments": tuple(arguments.arguments)})
 
 

@@ -62,8 +62,13 @@ def _share_a_word(name: str, other: str) -> bool:
     return any((a.startswith(b) or b.startswith(a)) and a not in _OF_NO_OPTION for a, b in pairs)
 
 
+# Other launchers' words for the number of ranks.
+_NPROC = ("-n", "-np", "--gpus", "--ngpus", "--num-gpus", "--num-processes", "--num_processes", "--world-size")
+
+
 def nearest(name: str, known: list[str]) -> str:
     """Return the end of a message about an unknown name, which suggests the nearest known one; may be empty."""
     near = [_INSTEAD[name]] if name in _INSTEAD else difflib.get_close_matches(name, known, n=1)
     near = near or [other for other in known if len(name) > 3 and other.startswith(name)]  # --gpus: --gpus-per-node
+    near = near or [other for other in ("--nproc",) if other in known and name in _NPROC]
     return f"; did you mean {near[0]}?" if near else ""

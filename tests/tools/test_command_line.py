@@ -152,6 +152,14 @@ def test_help(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     assert err == ""
 
 
+@pytest.mark.parametrize("wrong", ["run train.py --nproc 2", "check train.py --nproc_per_node=2 --lr 1"])
+def test_ranks_behind_the_program(wrong: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _call(wrong.split()) == 2
+    said = capsys.readouterr().err
+    assert "stands after train.py, so it is the program's own argument, and says nothing about ranks" in said
+    assert _call(["run", "--dry-run", "--nproc", "3", "train.py", "--nproc", "4"]) == 0
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=_id)
 def test_a_flag_that_there_is_not(command: Command, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Before the program, behind which everything is the trainer's.
@@ -170,6 +178,8 @@ def test_a_flag_that_there_is_not(command: Command, here: Path, capsys: pytest.C
         ("run --nprc 2 train.py", "--nproc"),
         ("check --step=3 train.py", "--steps"),
         ("slurm --gpus 4 -- train.py", "--gpus-per-node"),
+        ("run --gpus 4 train.py", "--nproc"),
+        ("run --world-size 4 train.py", "--nproc"),
         ("env --json", "selftest --env"),
         ("options", "docs options"),
         ("prove train.py", "check"),
