@@ -149,11 +149,13 @@ def _add_report(commands: Commands) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from ddpshim.observe.report import run, writing
+    from ddpshim.observe.report import page, run, writing
 
     if arguments.export:
         print(*writing.export(arguments.folder, arguments.out, arguments.export), sep="\n")
-    elif arguments.markdown and arguments.out is None:
+    elif arguments.out is None and (arguments.markdown or not page.can_draw()):
+        if not arguments.markdown:
+            say("plotly is not installed, so this is the report without charts; pip install plotly adds them")
         print(writing.markdown(run.load_all(arguments.folder)), end="")
     else:
         print(writing.write(arguments.folder, arguments.out, arguments.markdown))

@@ -528,12 +528,18 @@ def test_a_run_is_found_from_above_and_from_its_logs(tmp_path: Path) -> None:
     assert {load(place).folder for place in (tmp_path, run.parent, run, run / "logs", run / "ddpshim")} == {run}
 
 
-def test_without_plotly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_plotly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     _put(tmp_path, 0, _start(world_size=1), _epoch(1, 1.0))
     for name in ("plotly", "plotly.offline"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ReportError, match=r"no charts\. Install it with `pip install ddpshim\[report\]`"):
         write([tmp_path])
+    assert command_line.main(["report", str(tmp_path)]) == 0, "the line at the end of a run names this command"
+    out, err = capsys.readouterr()
+    assert out == markdown([load(tmp_path)])
+    assert (
+        err == "ddpshim: plotly is not installed, so this is the report without charts; pip install plotly adds them\n"
+    )
     assert write([tmp_path], tmp_path / "report.md", as_markdown=True).exists()
     assert not (tmp_path / "report.html").exists()
 

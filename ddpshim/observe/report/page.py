@@ -117,6 +117,15 @@ zoom, double-click to zoom out, click a name to hide it.</p>
 """
 
 
+def can_draw() -> bool:
+    """Return whether plotly can be imported. Local."""
+    try:
+        plotly_js()
+    except ReportError:
+        return False
+    return True
+
+
 def plotly_js() -> str:
     """Return plotly.js, which draws the charts. Local. Raises ReportError if plotly cannot be imported."""
     try:
