@@ -103,11 +103,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        version.check_torch()
-    return lazy.load(__name__, _HOMES, name, globals())
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            version.check_torch()
+        return lazy.load(__name__, _HOMES, name, globals())
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__version__"]

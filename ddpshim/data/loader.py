@@ -1,19 +1,30 @@
 """Builds data loaders that give each rank its share of the global batch of one process."""
 
 from collections.abc import Iterable
-from typing import Any, Callable, Optional
+from typing import TYPE_CHECKING, Any, Callable, Optional, Protocol, TypedDict, Union, cast
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from ddpshim.errors import DataError
 from ddpshim.job.group import current_or_new_world
 from ddpshim.job.world import World
 from ddpshim.process.job import current
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class _MapStyle(Protocol):
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+class _Newer(TypedDict, total=False):
+    in_order: bool
+
 
 def make_loader(
-    dataset: Any,
+    dataset: "Union[Dataset[Any], _MapStyle, Iterable[Any]]",
     batch_size: Optional[int] = 1,
     shuffle: Optional[bool] = None,
     sampler: Optional[Iterable[Any]] = None,
@@ -34,7 +45,7 @@ def make_loader(
     seed: Optional[int] = None,
     already_sharded: bool = False,
     world: Optional[World] = None,
-    **newer: Any,
+    **newer: "Unpack[_Newer]",
 ) -> "DataLoader[Any]":
     """Return a DataLoader that gives this rank its share of each global batch.
 
@@ -101,7 +112,14 @@ def make_loader(
                 'share for the whole batch. Leave it out, or use batch="local".'
             )
         return torch.utils.data.DataLoader(  # of row tensors, after `setup(batch="global")`
-            dataset, batch_size, shuffle, sampler, batch_sampler, drop_last=drop_last, generator=generator, **options
+            cast(Any, dataset),
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            drop_last=drop_last,
+            generator=generator,
+            **options,
         )
     if seed is None:
         seed = generator.initial_seed() if generator is not None else here.seed or 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Optional, Union
+from typing import Any, Optional, TypeVar, Union, cast
 
 import torch
 from torch import nn
@@ -16,9 +16,11 @@ from ddpshim.model.kinds import check_kind
 from ddpshim.model.wrapper import BareModule, Transparent
 from ddpshim.process.job import current
 
+M = TypeVar("M", bound=nn.Module)
+
 
 def wrap_parallel(
-    module: nn.Module,
+    module: M,
     *,
     find_unused_parameters: bool = True,
     static_graph: bool = False,
@@ -31,7 +33,7 @@ def wrap_parallel(
     process_group: Any = None,
     shard: Union[bool, Sequence[str]] = False,
     world: Optional[World] = None,
-) -> Any:
+) -> M:
     """Return `module` in a wrapper for parallel training: DDP on several ranks, else DataParallel, else a plain one.
 
     Collective on several ranks: all get the main rank's parameters and buffers. Unless ranks draw what one process
@@ -108,7 +110,7 @@ def wrap_parallel(
         split_random_streams()
     if here.options.precision != "float32":  # forward in training mode then uses it
         wrapped.__dict__["_autocast"] = here.autocast
-    return wrapped
+    return cast(M, wrapped)  # it is no instance of M, but has all that M has
 
 
 def _wrap_alone(module: nn.Module, here: World) -> Any:

@@ -1,4 +1,4 @@
-"""mypy finds nothing in the package. Beside the other tests it takes half as long as before them."""
+"""mypy finds nothing in the package, and in typed.py what it should. Beside other tests it takes half as long."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class GpuRank(GpuMachine):
         for dtype in _LIMITS:
             seed_everything(_SEED)
             net = KINDS[kind]().to(self.world.device, dtype)
-            wrapped = wrap_parallel(net)
+            wrapped: Any = wrap_parallel(net)
             loader = make_loader(TensorDataset(*self._data(dtype)), self._batch_size, shuffle=True)
             _train(wrapped, loader, self.world.device)
             said.append(self._compared(kind, dtype, net))
@@ -126,7 +126,7 @@ class GpuRank(GpuMachine):
     def odd_calls(self) -> str:
         for name, (make, arguments) in ODD_CALLS.items():
             bare, other = (built(make, self.world.device) for _ in range(2))
-            wrapped = wrap_parallel(other)
+            wrapped: Any = wrap_parallel(other)
             found, expected = wrapped(*arguments(self.world.device)), bare(*arguments(self.world.device))
             (found.sum() + 0.0).backward()
             (expected.sum() + 0.0).backward()
@@ -170,7 +170,7 @@ class GpuRank(GpuMachine):
 
     def no_syncs(self) -> str:
         for kind in (Transformer, ActorCritic):
-            wrapped = wrap_parallel(built(kind, self.world.device))
+            wrapped: Any = wrap_parallel(built(kind, self.world.device))
             optimizer = torch.optim.Adam(wrapped.parameters())
             batch = self.on_device(torch.float32)
             for step in range(_NUM_WARM_UP_STEPS + 6):
@@ -197,7 +197,7 @@ class GpuRank(GpuMachine):
         for kind in ("U-Net", "RNN"):
             seed_everything(_SEED)
             net = KINDS[kind]().to(self.world.device, torch.float64)
-            wrapped = wrap_parallel(net, bucket_cap_mb=0.001)
+            wrapped: Any = wrap_parallel(net, bucket_cap_mb=0.001)
             handles = [p.register_hook(delay) for p in net.parameters()]
             loader = make_loader(TensorDataset(*self._data(torch.float64)), self._batch_size, shuffle=True)
             _train(wrapped, loader, self.world.device)
@@ -229,7 +229,7 @@ class GpuRank(GpuMachine):
 
     def _resumable(self) -> tuple[Resumable, tuple[Any, Any], Any]:
         seed_everything(_SEED)
-        wrapped = wrap_parallel(Recurrent().to(self.world.device, torch.float64))
+        wrapped: Any = wrap_parallel(Recurrent().to(self.world.device, torch.float64))
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
         folder = Path(self.place.folder) / "resume"
         training = Resumable(folder, {"net": wrapped, "optimizer": optimizer}, every_n_steps=_SAVED_AT)
@@ -238,7 +238,7 @@ class GpuRank(GpuMachine):
 
     def bites(self, what: str) -> str:
         """Check that guards report a difference that rank 1 plants."""
-        wrapped = wrap_parallel(built(Recurrent, self.world.device))
+        wrapped: Any = wrap_parallel(built(Recurrent, self.world.device))
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
         batch = self.on_device(torch.float32)
         planted_at, is_planter = 3, self.world.rank == 1

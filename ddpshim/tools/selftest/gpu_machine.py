@@ -119,7 +119,7 @@ class GpuMachine(Rank):
             return NotRun(f"the memory of this GPU cannot be read ({type(error).__name__})")
         kept = []
         for _ in range(5):
-            wrapped = wrap_parallel(built(Recurrent, self.world.device))
+            wrapped: Any = wrap_parallel(built(Recurrent, self.world.device))
             wrapped.loss(*self.on_device(torch.float32)).backward()
             kept.append(wrapped)
             used.append(outside_of_torch())
