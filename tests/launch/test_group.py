@@ -862,7 +862,7 @@ def write_script(folder: Path, body: str) -> None:
         from pathlib import Path
         import torch, torch.distributed as dist
         import ddpshim
-        here = ROOT / "tests"
+        here = Path(__file__).parent
         (here / "pids").mkdir(exist_ok=True)
         (here / "pids" / str(os.getpid())).touch()
     """

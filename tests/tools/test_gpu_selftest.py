@@ -295,7 +295,7 @@ def test_without_a_gpu_it_ends_before_torch_is_imported(tmp_path: Path) -> None:
 
 def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["selftest", "--quick"]) == 2
-    assert "--quick and --write need --gpu; nothing was tested" in capsys.readouterr().err
+    assert "--quick and --write need --gpu, --names needs --env; nothing was tested" in capsys.readouterr().err
     assert main(["selftest", "--gpu", "--device", "cpu"]) == 2
     assert "it tests one machine with GPUs" in capsys.readouterr().err
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
