@@ -27,7 +27,7 @@ LONGEST = [
     f"test_{name}.py"
     for name in (
         *("one_process", "rows", "check"),
-        *("simulated_gpus", "gpu_selftest", "auto", "robomimic", "examples", "resume", "parallel", "docs", "runner"),
+        *("simulated_gpus", "gpu_selftest", "robomimic", "examples", "resume", "parallel", "docs", "runner"),
         *("group", "data_kinds", "equivalence", "noise", "course", "guard", "report", "types", "unedited"),
         *("rollout", "launch_matrix", "faults", "selftest", "packaging", "options", "background", "sampler", "slurm"),
         *("layout", "checkpoint"),
@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # The marker of unmarked tests, by file (see `markers` in pyproject.toml); in other files: unit.
 TIERS = {
     **dict.fromkeys(("guard", "parallel", "resume", "seams", "second_job", "sequences"), "ranks"),
-    **dict.fromkeys(("auto", "background", "bootstrap", "data_kinds", "droid", "equivalence", "field"), "launch"),
+    **dict.fromkeys(("background", "bootstrap", "data_kinds", "droid", "equivalence", "field"), "launch"),
     **dict.fromkeys(
         ("examples", "examples_launch", "import_cost", "launch_matrix", "once_more", "packaging", "unedited"), "launch"
     ),

@@ -31,7 +31,7 @@ OURS = (
     *("pytest", "torch.utils.serialization", "ddpshim.launch.runner", "ddpshim.launch.alone", "ddpshim.model.parallel"),
     *("ddpshim.data.loader", "ddpshim.checkpoint.resume", "ddpshim.observe.recording", "ddpshim.evaluation.evaluating"),
     *("ddpshim.trainers.unedited.joining", "ddpshim.data.torchs_order"),
-    *("ddpshim.robomimic.calls", "ddpshim.robomimic.stand_ins"),
+    "ddpshim.robomimic.calls",
 )
 _MODULES = ["torch", "torch._dynamo", "torch.nn.parallel.distributed", "torch.distributed.run", "tests.ranks", *OURS]
 

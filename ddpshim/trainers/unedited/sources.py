@@ -1,6 +1,6 @@
 """Finds out before a program runs whether it distributes itself: reads its file and the local modules it imports.
 
-Modules that only a configuration names are found while the program runs: `leaving.py`.
+Modules that only a configuration names are found while the program runs: `hand_back.py`.
 """
 
 from __future__ import annotations
