@@ -21,7 +21,7 @@ _OF_DDP = (
 )
 # Commands and options under another name, where the nearest name would mislead.
 _INSTEAD = {
-    "audit": "check --read",
+    "audit": "check",
     "doctor": "check --read",
     "env": "selftest --env",
     "options": "docs options",

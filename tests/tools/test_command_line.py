@@ -183,7 +183,7 @@ def test_a_flag_that_there_is_not(command: Command, here: Path, capsys: pytest.C
         ("env --json", "selftest --env"),
         ("options", "docs options"),
         ("prove train.py", "check"),
-        ("audit train.py", "check --read"),
+        ("audit train.py", "check"),
         ("doctor train.py", "check --read"),
     ],
 )
