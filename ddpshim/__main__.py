@@ -45,10 +45,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
                 parser.error(f"{argument!r:.60} contains a NUL byte, which is not allowed in an argument")
         except UnicodeEncodeError as error:
             parser.error(f"{argument!r:.60} is not valid text ({error.reason})")
-    arguments = parser.parse_args(argv)
-    if getattr(arguments, "program", None) == "-m" and arguments.arguments:  # argparse's result after "--"
-        arguments.is_module, (arguments.program, *arguments.arguments) = True, arguments.arguments
     try:
+        arguments = parser.parse_args(argv)
+        if getattr(arguments, "program", None) == "-m" and arguments.arguments:  # argparse's result after "--"
+            arguments.is_module, (arguments.program, *arguments.arguments) = True, arguments.arguments
         if getattr(arguments, "read", False):
             return _check_read(arguments)
         only_describes = getattr(arguments, "only_describes", False)  # selftest --env
@@ -263,7 +263,9 @@ class _Explain(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> None:
         from ddpshim.tools.check.reading.command import explain
 
-        parser.exit(explain(arguments[1] or ""))
+        code = explain(arguments[1] or "")
+        sys.stdout.flush()  # here a closed pipe (`| head`) is no error
+        parser.exit(code)
 
 
 def _check_read(arguments: argparse.Namespace) -> int:
