@@ -459,8 +459,9 @@ def test_without_torch_it_says_so_at_once(command: Command, without_torch: dict[
 
 def test_a_page_without_plotly(without_torch: dict[str, Any]) -> None:
     code, out, err, _ = without_torch["report run"]
-    assert (code, out) == (2, "")
-    _check_message(err, "plotly cannot be imported")
+    assert code == 0
+    assert out.startswith("# ")
+    assert "plotly is not installed, so this is the report without charts; pip install plotly adds them" in err
 
 
 @pytest.mark.launch
