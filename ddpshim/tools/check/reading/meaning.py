@@ -106,10 +106,8 @@ class Meaning:
                 break
         if before or (own and not unit.is_module and "." not in key and "[" not in key):
             return [(unit, b) for b in reversed(before or own)]
-        if key.startswith("self.") and unit.owner is not None:
-            # Bindings further down in this method do not hold here yet.
-            mates = [u for u in unit.source.units if u.owner is unit.owner and u is not unit]
-            return [(mate, b) for mate in mates for b in mate.bindings.get(key, [])]
+        if key.startswith("self.") and unit.mates:  # bindings further down in this method do not hold here yet
+            return [(mate, b) for mate in unit.mates if mate is not unit for b in mate.bindings.get(key, [])]
         if key in unit.parameters:
             return []
         outside = (unit.source.module, unit.source.main)

@@ -129,6 +129,11 @@ class Unit:
         return isinstance(self.node, ast.Module)
 
     @cached_property
+    def mates(self) -> list[Unit]:
+        """The methods of the unit's class, including this one."""
+        return [unit for unit in self.source.units if unit.owner is not None and unit.owner is self.owner]
+
+    @cached_property
     def parameters(self) -> list[str]:
         if isinstance(self.node, ast.Module):
             return []

@@ -65,50 +65,48 @@ class Tree:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.unreadable: list[tuple[Path, int, str]] = []
-        self.sources: list[Source] = []
-        self._by_last: dict[str, list[tuple[tuple[str, ...], Source]]] = {}
-        pending, seen = list(_files_below(root)), set[Path]()
-        for path in pending:
-            source = self._parse(path) if path not in seen else None
-            seen.add(path)
-            if source is not None:
-                self.sources.append(source)
-                parts = path.with_suffix("").parts
-                parts = parts[:-1] if path.name == "__init__.py" else parts
-                self._by_last.setdefault(parts[-1], []).append((parts, source))
-                pending += _imported_files(source) if root.is_file() else ()
+        self._by_path: dict[Path, Optional[Source]] = {}
+        self._top = root if root.is_dir() else _project_of(root)
+        self._module = functools.cache(self._find_module)
         self.imports = functools.cache(self._imports)
         self._direct = functools.cache(self._named_in)
-        self._module = functools.cache(self._find_module)
-        self._mates = functools.cache(lambda unit: [u for u in unit.source.units if u.owner and u.owner is unit.owner])
+        for path in _files_below(root):
+            self._parse(path)
+        if root.is_file():
+            _all_from(self.sources, self.imports)
         self.trainers = sorted(self._find_trainers(), key=lambda trainer: not trainer.is_distributed)
         self.training = self._find_training()
 
+    @property
+    def sources(self) -> list[Source]:
+        return [source for source in self._by_path.values() if source is not None]
+
     def _parse(self, path: Path) -> Optional[Source]:
         """Return the parsed file; an unreadable one is noted, but an unreadable root raises OSError."""
-        try:
-            return Source(path, read_bytes(path))
-        except OSError as error:
-            if path == self.root:
-                raise
-            self.unreadable.append((path, 1, f"it cannot be opened: {error.strerror}"))
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            self.unreadable.append((path, getattr(error, "lineno", None) or 1, getattr(error, "msg", "") or str(error)))
-        return None
+        if path not in self._by_path:
+            self._by_path[path] = None
+            try:
+                self._by_path[path] = Source(path, read_bytes(path))
+            except OSError as error:
+                if path == self.root:
+                    raise
+                self.unreadable.append((path, 1, f"it cannot be opened: {error.strerror}"))
+            except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+                line, why = getattr(error, "lineno", None) or 1, getattr(error, "msg", "") or str(error)
+                self.unreadable.append((path, line, why))
+        return self._by_path[path]
 
-    def _find_module(self, dotted: str, importer: Source) -> Optional[Source]:
-        """Return the file of the tree that `import dotted` in `importer` refers to: the nearest with that name."""
-        stem = dotted.lstrip(".")
-        level, parts = len(dotted) - len(stem), tuple(stem.split(".")) if stem else ()
-        folder = importer.path.parent.parts
-        if level:
-            wanted = (*folder[: len(folder) - level + 1], *parts)
-            return next((s for own, s in self._by_last.get(wanted[-1], []) if own == wanted), None)
-        named = [(own, s) for own, s in self._by_last.get(parts[-1], []) if own[-len(parts) :] == parts]
-        if len(parts) == 1:  # a script's neighbour, or a module at the top of the tree: `import utils`
-            named = [(own, s) for own, s in named if own[:-1] in (folder, self.root.parts, (*self.root.parts, "src"))]
-        beside = [(own, s) for own, s in named if own[: -len(parts)] == folder]
-        return min(beside or named, key=lambda one: len(one[0]), default=(None, None))[1]
+    def _find_module(self, dotted: str, folder: Path) -> Optional[Source]:
+        """Return the file that `import dotted` in `folder` refers to: nearest first, then in other packages."""
+        stem, above = dotted.lstrip("."), [folder, *folder.parents]
+        level, above = len(dotted) - len(stem), above[: above.index(self._top) + 1]
+        packages = [*above, *(path.parent for path in self._by_path if path.name == "setup.py")]
+        starts = above[level - 1 : level] if level else [start for each in packages for start in (each, each / "src")]
+        for path in (start / stem.replace(".", "/") for start in starts if not stem.startswith("ddpshim")):
+            for file in (path.with_suffix(".py"), path / "__init__.py"):
+                if file in self._by_path or (self.root.is_file() and file.is_file()):
+                    return self._parse(file)
+        return None
 
     def defined(self, node: ast.AST, source: Source) -> Union[Unit, Class, None]:
         """Return the definition of a name in `source`: a function, a class, or None if it is not in the tree."""
@@ -122,7 +120,7 @@ class Tree:
             return source, source.classes[dotted]
         base, _, name = dotted.rpartition(".")
         base = base or "." if dotted.startswith(".") else base  # `from . import name`
-        found = self._module(base, source) if base and name and depth < 5 else None
+        found = self._module(base, source.path.parent) if base and name and depth < 5 else None
         if found is None or found is source:
             return None
         return self.definition(found.names.get(name, name), found, depth + 1)
@@ -145,7 +143,7 @@ class Tree:
         return None
 
     def _imports(self, source: Source) -> list[Source]:
-        found = (self._module(dotted, source) for dotted in source.imported)
+        found = (self._module(dotted, source.path.parent) for dotted in source.imported)
         return list(dict.fromkeys(s for s in found if s is not None and s is not source))
 
     def _find_trainers(self) -> Iterator[Trainer]:
@@ -196,7 +194,7 @@ class Tree:
             return None
         if unit.owner is not None and (key in ("self", "cls") or last_name(node) == "super"):
             return unit.source, unit.owner
-        where = [unit, unit.source.module, *(self._mates(unit) if key.startswith("self.") else ())]
+        where = [unit, unit.source.module, *(unit.mates if key.startswith("self.") else ())]
         values = [b.value for u in where for b in u.bindings.get(key, [])]
         for value in [node, *values]:
             found = self.defined(value.func, unit.source) if isinstance(value, ast.Call) else None
@@ -262,16 +260,8 @@ def _files_below(root: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
 
 
-def _imported_files(source: Source) -> Iterator[Path]:
-    """Yield the project's files that a file imports: from its folder, from those above up to the project's, or src."""
-    above = list(source.path.parents)
+def _project_of(file: Path) -> Path:
+    """Return the folder of the project that a file is in: a near one with pyproject.toml, else that of its package."""
     marks = ("pyproject.toml", "setup.py", ".git")
-    package_top = next(n for n, folder in enumerate(above, 1) if not (folder / "__init__.py").exists())
-    top = next((n for n, f in enumerate(above[:5], 1) if any((f / m).exists() for m in marks)), package_top)
-    for dotted in source.imported:
-        stem = dotted.lstrip(".")
-        level = len(dotted) - len(stem)
-        starts = above[level - 1 : level] if level else [*above[:top], above[top - 1] / "src"]
-        paths = [start.joinpath(*filter(None, stem.split("."))) for start in starts if not stem.startswith("ddpshim")]
-        both = (p for path in paths for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file())
-        yield from [*both][:1]
+    marked = (folder for folder in list(file.parents)[:5] if any((folder / mark).exists() for mark in marks))
+    return next(marked, next(folder for folder in file.parents if not (folder / "__init__.py").exists()))
