@@ -98,7 +98,8 @@ class Meaning:
         before = [
             b
             for b in own
-            if b.place < source.place_of(node) and (b.statement not in above or isinstance(b.statement, inside))
+            if source.place_of(b.target) < source.place_of(node)
+            and (b.statement not in above or isinstance(b.statement, inside))
         ]
         for binding in reversed(before):
             if unit.source.parents.get(binding.statement) in above and not isinstance(binding.statement, ast.NamedExpr):
@@ -152,7 +153,7 @@ class Meaning:
             return frozenset({"unwrapped"})
         if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
             return self._of_all(self.values(node, unit) or [*self.passed(node, unit)])
-        return frozenset({"none"} if source.is_none(node) else ())
+        return frozenset({"none"} if ast.unparse(node) == "None" else ())
 
     def _call_kinds(self, call: ast.Call, unit: Unit) -> frozenset[str]:
         name, qualified = last_name(call.func), unit.source.qualified(call.func)

@@ -75,11 +75,7 @@ def rule(code: str, unless: str = "") -> Callable[[Rule], Rule]:
     """Register a function under a code; it skips trainers that use a framework in `unless`."""
 
     def register(function: Rule) -> Rule:
-        def apply(case: Meaning) -> Iterator[Hit]:
-            if case.trainer.frameworks.isdisjoint(unless.split()):
-                yield from function(case)
-
-        RULES[code] = apply
+        RULES[code] = lambda case: function(case) if case.trainer.frameworks.isdisjoint(unless.split()) else iter(())
         return function
 
     return register
@@ -89,13 +85,11 @@ def call_rule(code: str, *names: str, unless: str = "") -> Callable[[CallRule], 
     """Register a function that returns what is wrong with one call of `names` (default: any), or None."""
 
     def register(function: CallRule) -> CallRule:
-        @rule(code, unless)
-        def apply(case: Meaning) -> Iterator[Hit]:
-            for unit, call in case.trainer.calls(*names):
-                found = function(call, unit, case)
-                if found is not None:
-                    yield unit, call, found
+        def hits(case: Meaning) -> Iterator[Hit]:
+            found = ((unit, call, function(call, unit, case)) for unit, call in case.trainer.calls(*names))
+            return ((unit, call, text) for unit, call, text in found if text is not None)
 
+        rule(code, unless)(hits)
         return function
 
     return register
@@ -103,11 +97,10 @@ def call_rule(code: str, *names: str, unless: str = "") -> Callable[[CallRule], 
 
 @call_rule("DDP101", "DataParallel")
 def dataparallel_left(call: ast.Call, unit: Unit, case: Meaning) -> Optional[str]:
-    has_both = any("ddp" in case.kinds(other, unit) for other in unit.all(ast.Call))
-    if case.trainer.is_distributed and (has_both or case.depends_on_launch(call, unit)):
-        return None  # only the branch for runs without a launcher uses DataParallel
+    # It may be in the branch for runs without a launcher.
+    is_used = not case.trainer.is_distributed or not case.depends_on_launch(call, unit)
     is_torch = "dp" in case.kinds(call, unit) and call.args
-    return f"DataParallel wraps {text_of(call.args[0], 40)}" if is_torch else None
+    return f"DataParallel wraps {text_of(call.args[0], 40)}" if is_torch and is_used else None
 
 
 @call_rule("DDP102", unless="ddpshim")
@@ -268,7 +261,7 @@ def one_order(call: ast.Call, unit: Unit, case: Meaning) -> Optional[str]:
     shuffle = argument(made, "shuffle", 3)
     asks = (
         isinstance(shuffle, ast.Compare)
-        and source.is_none(shuffle.comparators[0])
+        and ast.unparse(shuffle.comparators[0]) == "None"
         and "sampler" in last_name(shuffle.left)
     )
     return f"{text_of(made)} in line {made.lineno} does not shuffle" if asks or constant(shuffle) is False else None
@@ -318,7 +311,7 @@ def loader_without_share(call: ast.Call, unit: Unit, case: Meaning) -> Optional[
     if case.is_guarded(call, unit) or case.depends_on_launch(call, unit) or _is_given_to_ddpshim(call, unit, case):
         return None
     sampler = argument(call, "sampler", 3)
-    sampler = argument(call, "batch_sampler", 4) if sampler is None or source.is_none(sampler) else sampler
+    sampler = argument(call, "batch_sampler", 4) if sampler is None or ast.unparse(sampler) == "None" else sampler
     found = case.kinds(sampler, unit) or frozenset({"none"} if sampler is None else ())
     if sampler is None or found == {"none"}:
         return f"No sampler splits {text_of(dataset, 40)}"
@@ -329,8 +322,6 @@ def loader_without_share(call: ast.Call, unit: Unit, case: Meaning) -> Optional[
 
 def _is_given_to_ddpshim(call: ast.Call, unit: Unit, case: Meaning) -> bool:
     """Whether ddpshim splits the loader, or the data that it reads: by make_loader, shard_iterable or an adapter."""
-    if "ddpshim" not in case.trainer.frameworks:
-        return False
     names = {_target(call, unit), unit.name}
     for where, given in case.trainer.calls(*_SPLITTING):
         made = (part for value in values_of(given) for _, part in case.made_of(value, where))
@@ -404,8 +395,8 @@ def collective_under_rank_test(case: Meaning) -> Iterator[Hit]:
     named = {call: name for unit, call in case.trainer.calls() if (name := _collective(call, unit, case))}
     always: dict[Unit, str] = {}  # function -> a collective that it runs in any case
     for unit, call in case.trainer.calls() if named else ():
-        is_asked = any(not meaning.speaks_of_launch(test) for test in unit.source.tests_around(call))
-        if call in named and not is_asked and case.guard(call, unit) is None:
+        tests = (above.test for above in unit.source.above(call) if isinstance(above, (ast.If, ast.IfExp)))
+        if call in named and all(map(meaning.speaks_of_launch, tests)) and case.guard(call, unit) is None:
             always[unit] = named[call]
     for unit, call in case.trainer.calls() if named else ():
         called = case.function(call, unit) if call not in named else None
@@ -472,8 +463,6 @@ def _trains(call: ast.Call, unit: Unit, case: Meaning) -> bool:
 @rule("DDP601")
 def hard_coded_device(case: Meaning) -> Iterator[Hit]:
     trainer, files = case.trainer, set[source.Source]()
-    if any(constant(n) == "CUDA_VISIBLE_DEVICES" for u in trainer.units for n in u.all(ast.Constant)):
-        return  # each rank sees only its own GPU, as cuda:0
     binds = bool(trainer.frameworks) or any("set_device" in u.words for s in case.tree.sources for u in s.units)
     for unit, call in trainer.calls("device", "to", "cuda", "load", "set_device"):
         device = _device_named(call, unit)
@@ -489,15 +478,10 @@ def hard_coded_device(case: Meaning) -> Iterator[Hit]:
 
 def _device_named(call: ast.Call, unit: Unit) -> Optional[str]:
     """Return "cuda:0" or "cuda" if the call names a device by a literal, else None."""
-    name, tail = unit.source.qualified(call.func), last_name(call.func)
-    value = argument(call, "map_location", 1) if name == "torch.load" else argument(call, "device", 0)
-    if tail == "cuda" and not name.startswith("torch.cuda"):
-        return "cuda" if value is None else f"cuda:{constant(value)}" if isinstance(constant(value), int) else None
-    if name == "torch.cuda.set_device":
-        index = re.fullmatch(r"(?:cuda:)?(\d+)", str(constant(value)))
-        return f"cuda:{index[1]}" if index is not None else None
-    if name not in ("torch.device", "torch.load") and not (tail == "to" and isinstance(call.func, ast.Attribute)):
-        return None
+    tail = last_name(call.func)
+    value = argument(call, "map_location", 1) if tail == "load" else argument(call, "device", 0)
+    if tail in ("cuda", "set_device") and (value is None or isinstance(constant(value), int)):
+        return "cuda" if value is None else f"cuda:{constant(value)}"
     # The keys of a dictionary for map_location are the tensors' old devices, so only its values count.
     for inner in (n for v in (value.values if isinstance(value, ast.Dict) else [value]) if v for n in ast.walk(v)):
         text, above = str(constant(inner)), unit.source.parents.get(inner)

@@ -49,6 +49,11 @@ def argument(call: ast.Call, name: str, position: int = -1) -> Optional[ast.expr
     return None if isinstance(call.args[position], ast.Starred) else call.args[position]
 
 
+def owner_of(call: ast.Call) -> Optional[ast.expr]:
+    """Return `x` of `x.method()`; None for the call of a plain name."""
+    return call.func.value if isinstance(call.func, ast.Attribute) else None
+
+
 def values_of(call: ast.Call) -> list[ast.expr]:
     """Return all arguments of a call, by position and by keyword."""
     return [*call.args, *(keyword.value for keyword in call.keywords)]
@@ -72,11 +77,6 @@ def constant(node: Optional[ast.AST]) -> object:
         value = constant(node.operand)
         return -value if isinstance(value, (int, float)) else None
     return node.value if isinstance(node, ast.Constant) else None
-
-
-def is_none(node: Optional[ast.AST]) -> bool:
-    """Whether an expression is the literal None."""
-    return isinstance(node, ast.Constant) and node.value is None
 
 
 def words_in(node: Optional[ast.AST]) -> set[str]:
@@ -106,10 +106,6 @@ class Binding(NamedTuple):
     statement: ast.AST
     value: Optional[ast.expr]
     target: ast.expr
-
-    @property
-    def place(self) -> tuple[int, int]:
-        return place_of(self.target)
 
 
 class Unit:
@@ -177,7 +173,7 @@ class Unit:
                 if item.optional_vars is not None:
                     bind(item.optional_vars, item.context_expr, block)
         for bindings in out.values():
-            bindings.sort(key=lambda binding: binding.place)
+            bindings.sort(key=lambda binding: place_of(binding.target))
         return out
 
 
@@ -236,8 +232,6 @@ class Source:
 
     def is_ignored(self, code: str, first: int, last: int) -> bool:
         """Whether a comment `# ddpshim: ignore[...]` in these lines names the code, or no code."""
-        if b"ddpshim:" not in self.content:
-            return False
         lines = self.content.decode("utf-8", "replace").split("\n")[first - 1 : last]
         return any(not found or code in found for line in lines for found in _IGNORE.findall(line))
 
@@ -247,10 +241,6 @@ class Source:
         while at is not None:
             yield at
             at = self.parents.get(at)
-
-    def tests_around(self, node: ast.AST) -> Iterator[ast.expr]:
-        """Yield the tests of `if` and `if`-`else` around or with `node`."""
-        return (above.test for above in self.above(node) if isinstance(above, (ast.If, ast.IfExp)))
 
     def qualified(self, node: ast.AST) -> str:
         """Return "torch.nn.DataParallel" for `nn.DataParallel`, by the file's imports; "" if it is no dotted name."""
