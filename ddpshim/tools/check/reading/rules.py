@@ -316,7 +316,7 @@ def loader_without_share(call: ast.Call, unit: Unit, case: Meaning) -> Optional[
     if sampler is None or found == {"none"}:
         return f"No sampler splits {text_of(dataset, 40)}"
     is_unknown = case.trainer.is_distributed and not found & {"sampler", "none"}
-    is_split = bool(found & {"dsampler", "prepared"}) or _splits(sampler, unit, case)
+    is_split = bool(found & {"dsampler"}) or _splits(sampler, unit, case)
     return f"The sampler {text_of(sampler, 40)} draws for one process" if not is_split and not is_unknown else None
 
 

@@ -161,13 +161,11 @@ class Unit:
             elif key_of(target):
                 out.setdefault(key_of(target), []).append(Binding(statement, value, target))
 
-        for assign in self.all(ast.Assign):
-            for target in assign.targets:
-                bind(target, assign.value, assign)
-        for one in (*self.all(ast.AnnAssign), *self.all(ast.NamedExpr)):
-            bind(one.target, one.value, one)  # type: ignore[attr-defined]
-        for loop in self.all(ast.For):
-            bind(loop.target, None, loop)
+        for statement in (
+            one for kind in (ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.For) for one in self.all(kind)
+        ):
+            for target in getattr(statement, "targets", None) or [statement.target]:  # type: ignore[attr-defined]
+                bind(target, getattr(statement, "value", None), statement)
         for block in self.all(ast.With):
             for item in block.items:
                 if item.optional_vars is not None:

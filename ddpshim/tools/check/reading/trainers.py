@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Callable, Optional, TypeVar, Union
 
 from ddpshim.reading import read_bytes
-from ddpshim.tools.check.reading.source import Source, Unit, key_of, last_name
+from ddpshim.tools.check.reading.source import Source, Unit, constant, entered, key_of, last_name
 
 T = TypeVar("T", Source, Unit)
 Class = tuple[Source, ast.ClassDef]
@@ -42,13 +42,12 @@ class Trainer:
         self.words = set[str]().union(*(unit.words for unit in units))
         self.origins = frozenset[str]().union(*(unit.origins for unit in units))
         self.frameworks = {n for n, mark in _FRAMEWORKS.items() if any(re.fullmatch(mark, o) for o in self.origins)}
-        self.is_distributed = bool(self.frameworks) or any(map(_is_distributed, units))
-
-    @property
-    def may_be_launched(self) -> bool:
-        """Whether somebody would start a one-process trainer on several ranks: it loads data, and saves something."""
-        loads = "DataLoader" in self.words or "train" in self.entry.path.stem
-        return loads and any(map(_SAVES.match, self.words))
+        named = {origin.rpartition(".")[2] for origin in self.origins}
+        asked = {constant(text) for unit in units if "environ" in unit.words for text in unit.all(ast.Constant)}
+        self.is_distributed = bool(self.frameworks or named & _DISTRIBUTED or asked & _VARIABLES)
+        # Somebody would start it on several ranks: it loads data, and saves something.
+        loads = "DataLoader" in self.words or "train" in entry.path.stem
+        self.may_be_launched = self.is_distributed or (loads and any(map(_SAVES.match, self.words)))
 
     def calls(self, *names: str) -> Iterator[tuple[Unit, ast.Call]]:
         """Yield calls of functions or methods with these names, also if imported under others; without names all."""
@@ -135,11 +134,12 @@ class Tree:
             else:
                 yield source.qualified(base)
 
-    def method(self, name: str, source: Source, node: ast.ClassDef) -> Optional[Unit]:
-        """Return a method of a class or its bases."""
-        for found in self.bases(source, node):
-            if isinstance(found, tuple) and (found[1], name) in found[0].methods:
-                return found[0].methods[found[1], name]
+    def method_of(self, node: ast.expr, unit: Unit) -> Optional[Unit]:
+        """Return the method that `x.name` is, if the unit or its class shows the class of `x`."""
+        owner = self.visible_class(node.value, unit) if isinstance(node, ast.Attribute) else None
+        for found in self.bases(*owner) if owner is not None else ():
+            if isinstance(found, tuple) and (found[1], last_name(node)) in found[0].methods:
+                return found[0].methods[found[1], last_name(node)]
         return None
 
     def _imports(self, source: Source) -> list[Source]:
@@ -154,15 +154,12 @@ class Tree:
             files = _all_from([entry], self.imports) if is_script and not _NO_TRAINER.search(entry.path.stem) else []
             if trains.isdisjoint(files):
                 continue
-            own = [u for u in entry.functions.values() if u.name == "main" or not _COMMANDS.isdisjoint(_decorators(u))]
-            own += [u for s in files for u in s.functions.values() if any("regist" in d for d in _decorators(u))]
-            start = [
-                *(s.module for s in files),
-                *(entry.units if self.root.is_file() or entry in trains else [entry.main]),
-            ]
-            trainer = Trainer(entry, files, self._reach([*start, *own]))
-            is_launched = trainer.is_distributed or self.root.is_file() or trainer.may_be_launched
-            if is_launched and any(map(trains_in, trainer.units)):
+            start = [s.module for s in files]
+            start += entry.units if self.root.is_file() or entry in trains else [entry.main]
+            start += [u for u in entry.functions.values() if u.name == "main" or _COMMANDS & {*entered(u.node)}]
+            start += [u for s in files for u in s.functions.values() if any("regist" in d for d in entered(u.node))]
+            trainer = Trainer(entry, files, self._reach(start))
+            if (self.root.is_file() or trainer.may_be_launched) and any(map(trains_in, trainer.units)):
                 yield trainer
 
     def _find_training(self) -> set[Unit]:
@@ -205,11 +202,8 @@ class Tree:
     def _named_in(self, unit: Unit) -> tuple[list[Unit], list[Class]]:
         """Return the functions, the methods of visible classes, and the classes that `unit` names."""
         found = [self.definition(dotted, unit.source) for dotted in unit.origins - {""}]
-        functions = [each for each in found if isinstance(each, Unit)]
-        for attribute in unit.all(ast.Attribute):
-            owner = self.visible_class(attribute.value, unit) if isinstance(attribute.ctx, ast.Load) else None
-            method = self.method(attribute.attr, *owner) if owner is not None else None
-            functions += [method] if method is not None else []
+        methods = (self.method_of(node, unit) for node in unit.all(ast.Attribute) if isinstance(node.ctx, ast.Load))
+        functions = [each for each in (*found, *methods) if isinstance(each, Unit)]
         return functions, [each for each in found if isinstance(each, tuple)]
 
 
@@ -220,24 +214,11 @@ def trains_in(unit: Unit) -> bool:
     called = [c.func for c in unit.all(ast.Call) if isinstance(c.func, ast.Attribute)]
     if any(f.attr in TRAINING_CALLS for f in called) or "ddpshim.robomimic.run_epoch" in unit.origins:
         return True
-    if "optimizer" in unit.words and any(
-        {"loss", "optimizer"} <= set(map(last_name, c.args)) for c in unit.all(ast.Call)
-    ):
+    if any({"loss", "optimizer"} <= {*map(last_name, c.args)} for c in unit.all(ast.Call)):
         return True  # timm's scaler(loss, optimizer) runs backward and steps
     knows = any(re.match(r"(pytorch_)?lightning|transformers|trl\b", origin) for origin in unit.source.names.values())
     fits = any(f.attr in ("fit", "train") and "trainer" in key_of(f.value).lower() for f in called)
     return knows and (fits or (unit.name == "training_step" and unit.owner is not None))
-
-
-def _is_distributed(unit: Unit) -> bool:
-    known = {unit.source.names.get(name, name).rpartition(".")[2] for name in unit.words}
-    texts = (c.value for c in unit.all(ast.Constant) if isinstance(c.value, str))
-    asks = "environ" in unit.words and not _VARIABLES.isdisjoint(texts)
-    return asks or not _DISTRIBUTED.isdisjoint(known)
-
-
-def _decorators(unit: Unit) -> set[str]:
-    return {last_name(each) for each in getattr(unit.node, "decorator_list", ())}
 
 
 def _all_from(start: Iterable[T], follow: Callable[[T], Iterable[T]]) -> list[T]:
