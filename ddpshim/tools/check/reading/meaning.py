@@ -15,9 +15,7 @@ _CLASS_KINDS = {"IterableDataset": "iterable", "Sampler": "sampler", "Distribute
 _RANK = re.compile(r"(?i)^_*(?:(?!lora|low|matrix|full|max)\w*_|local|global|world|my)?rank(?:_?id)?$")
 _RANK_WORDS = {"process_index", "local_process_index", "proc_id", "process_id", "gpu", "gpu_id", "device_id"}
 _RANK_CALLS = {"get_rank", "get_local_rank", "get_global_rank", "get_node_local_rank"}
-_LOCAL_VARIABLES = {"LOCAL_RANK", "SLURM_LOCALID"}
-_RANK_VARIABLES = {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", *_LOCAL_VARIABLES}
-_LOCAL_RANK = re.compile(r"(?i)^_*(?:ddp_?|my_?)?local_?rank$|^local_process_index$|^get_local_rank$")
+_RANK_VARIABLES = {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "LOCAL_RANK", "SLURM_LOCALID"}
 _MAIN = re.compile(  # not the words alone, which have too many other meanings
     r"(?i)^(?!_?(?:main|root|master|primary|root_node)$)_*(?:is_?|am_?|on_?|if_?|check_?)*(?:local_?|global_?|world_?|ddp_?)*(?:main|master|primary|chief|root"
     r"|rank_?(?:0|zero)|global_?(?:0|zero)|zero_?rank)(?:_?(?:process|proc|rank|node|worker|gpu))?$"
@@ -47,8 +45,7 @@ class Meaning:
         for unit, call in trainer.calls():
             self._sites.setdefault(last_name(call.func), []).append((unit, call))
             for value in values_of(call):
-                if isinstance(value, (ast.Name, ast.Attribute)):
-                    self._given.setdefault(last_name(value), []).append((unit, value))
+                self._given.setdefault(last_name(value), []).append((unit, value))
 
     def function(self, call: ast.Call, unit: Unit) -> Optional[Unit]:
         """Return the called function or method, if the tree shows which it is."""
@@ -176,10 +173,9 @@ class Meaning:
             if not self.is_rank(left, unit):
                 return None
             values = {constant(element) for element in getattr(right, "elts", [right])}
-            if (values and values <= {0, -1, "0"}) or (isinstance(op, ast.Lt) and values == {1}):
-                is_main = isinstance(op, (ast.Eq, ast.In, ast.LtE, ast.Is, ast.Lt))
-                return None if values == {-1} or isinstance(op, ast.GtE) else MAIN if is_main else OTHER
-            return OTHER if isinstance(op, ast.Eq) and type(constant(right)) is int else None
+            if values & {0, "0"} and not isinstance(op, ast.GtE):
+                return MAIN if isinstance(op, (ast.Eq, ast.In, ast.LtE, ast.Is)) else OTHER
+            return OTHER if isinstance(op, ast.Eq) and str(constant(right)).isdigit() else None
         if isinstance(node, (ast.Call, ast.Name, ast.Attribute, ast.Subscript)):
             if _MAIN.match(last_name(node)):
                 return MAIN
@@ -196,9 +192,6 @@ class Meaning:
                 inside = child is parent.body if isinstance(parent, ast.IfExp) else child in parent.body
                 # Any rank may reach the else of `rank != 0 and x`; in `distributed and rank != 0` only the main rank.
                 if self.test(parent.test, unit) and (inside or self._asks_rank_alone(parent.test, unit)):
-                    return parent
-            elif isinstance(parent, ast.BoolOp) and isinstance(parent.op, ast.And) and child in parent.values:
-                if any(self.test(value, unit) for value in parent.values[: parent.values.index(child)]):
                     return parent
             elif isinstance(parent, ast.Call) and child in parent.args and _MAIN_ONLY.search(last_name(parent.func)):
                 return parent  # `write` in `run_on_main(write, path)`
@@ -238,18 +231,12 @@ class Meaning:
             return True
         if unit not in self._guarded:
             self._guarded[unit] = False  # ends the recursion if the function calls itself
-            self._guarded[unit] = not unit.is_module and self._has_guarded_callers(unit)
+            # The function may also be an argument that other code calls, or a method of a class that one rank makes.
+            given = [(u, v) for u, v in self._given.get(unit.name, []) if self._may_mean(v, u, unit)]
+            made = self._sites.get(unit.owner.name, []) if unit.owner is not None else []
+            for sites in ([*self.sites_of(unit), *given], made):
+                self._guarded[unit] |= bool(sites) and all(self.is_guarded(node, where) for where, node in sites)
         return self._guarded[unit]
-
-    def _has_guarded_callers(self, unit: Unit) -> bool:
-        # The function may also be an argument that other code calls. Names such as `__init__` may be of any class.
-        is_own = unit.owner is None or not unit.name.startswith("__")
-        given = [(u, v) for u, v in self._given.get(unit.name, []) if is_own and self._may_mean(v, u, unit)]
-        made = self._sites.get(unit.owner.name, []) if unit.owner is not None else []
-        for sites in ([*self.sites_of(unit), *given], made):
-            if sites and all(self.is_guarded(node, where) for where, node in sites):
-                return True
-        return False
 
     def depends_on_launch(self, node: ast.AST, unit: Unit) -> bool:
         """Whether a test around `node` depends on whether the trainer is distributed: it is in one of two branches."""
@@ -282,8 +269,5 @@ def is_evaluation(name: str) -> bool:
 
 def is_without_gradients(node: ast.AST, unit: Unit) -> bool:
     """Whether a node runs under no_grad or inference_mode, or in a function that evaluates."""
-    return is_evaluation(unit.name) or any(
-        not {"no_grad", "inference_mode"}.isdisjoint(source.entered(above))
-        or (isinstance(above, source.FUNCTIONS) and is_evaluation(above.name))
-        for above in unit.source.above(node)
-    )
+    entered = {name for above in unit.source.above(node) for name in source.entered(above)}
+    return is_evaluation(unit.name) or not entered.isdisjoint({"no_grad", "inference_mode"})

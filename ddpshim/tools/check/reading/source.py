@@ -23,13 +23,10 @@ def key_of(node: Optional[ast.AST]) -> str:
     """Return `self.nets["policy"]` as text, the key of bindings; "" for an expression without a fixed name."""
     if isinstance(node, ast.Name):
         return node.id
-    if isinstance(node, ast.Attribute):
-        inner = key_of(node.value)
-        return inner and f"{inner}.{node.attr}"
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        inner = key_of(node.value)
-        return inner and f"{inner}[{node.slice.value!r}]"
-    return ""
+    inner = key_of(node.value) if isinstance(node, (ast.Attribute, ast.Subscript)) else ""
+    if inner and isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        return f"{inner}[{node.slice.value!r}]"
+    return f"{inner}.{node.attr}" if inner and isinstance(node, ast.Attribute) else ""
 
 
 def last_name(node: Optional[ast.AST]) -> str:
@@ -131,10 +128,8 @@ class Unit:
 
     @cached_property
     def parameters(self) -> list[str]:
-        if isinstance(self.node, ast.Module):
-            return []
-        arguments = self.node.args
-        return [a.arg for a in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]]
+        given = None if isinstance(self.node, ast.Module) else self.node.args
+        return [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)] if given is not None else []
 
     @cached_property
     def words(self) -> set[str]:

@@ -52,10 +52,9 @@ class Trainer:
     def calls(self, *names: str) -> Iterator[tuple[Unit, ast.Call]]:
         """Yield calls of functions or methods with these names, also if imported under others; without names all."""
         for unit in self.units:
-            known = unit.source.names
-            wanted = {*names, *(own for own, origin in known.items() if origin.rpartition(".")[2] in names)}
-            if not names or wanted & unit.words:
-                yield from ((unit, c) for c in unit.all(ast.Call) if not names or last_name(c.func) in wanted)
+            known = unit.source.names.items() if names else ()
+            wanted = {*names, *(own for own, origin in known if origin.rpartition(".")[2] in names)}
+            yield from ((unit, c) for c in unit.all(ast.Call) if not names or last_name(c.func) in wanted)
 
 
 class Tree:
@@ -187,8 +186,6 @@ class Tree:
     def visible_class(self, node: ast.expr, unit: Unit) -> Optional[Class]:
         """Return the class of an object if the unit or its class shows it: self, super(), or `name = Class(...)`."""
         key = key_of(node)
-        if not key and not isinstance(node, ast.Call):
-            return None
         if unit.owner is not None and (key in ("self", "cls") or last_name(node) == "super"):
             return unit.source, unit.owner
         where = [unit, unit.source.module, *(unit.mates if key.startswith("self.") else ())]
