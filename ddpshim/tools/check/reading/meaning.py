@@ -75,13 +75,12 @@ class Meaning:
                 yield where, value
 
     def reaching(self, node: Optional[ast.AST], unit: Unit) -> list[tuple[Unit, source.Binding]]:
-        """Return the bindings that may hold at `node`, the last one first."""
+        """Return the bindings that may hold at `node`, the last one first; a loop's target holds in its body."""
         key = key_of(node)
         if node is None:
             return []
         own, above = unit.bindings.get(key, []), set(unit.source.above(node))
-        inside = (ast.With, ast.For)  # their own targets hold in their bodies
-        before = [b for b in own if b.statement not in above or isinstance(b.statement, inside)]
+        before = [b for b in own if b.statement not in above or isinstance(b.statement, (ast.With, ast.For))]
         before = [b for b in before if source.place_of(b.target) < source.place_of(node)]
         if before or (own and not unit.is_module and "." not in key and "[" not in key):
             return [(unit, b) for b in reversed(before or own)]

@@ -54,7 +54,8 @@ class Trainer:
         for unit in self.units:
             known = unit.source.names.items() if names else ()
             wanted = {*names, *(own for own, origin in known if origin.rpartition(".")[2] in names)}
-            yield from ((unit, c) for c in unit.all(ast.Call) if not names or last_name(c.func) in wanted)
+            if not names or wanted & unit.words:
+                yield from ((unit, c) for c in unit.all(ast.Call) if not names or last_name(c.func) in wanted)
 
 
 class Tree:
