@@ -41,6 +41,12 @@ def _trainer(lines: str) -> str:
     return HEAD + textwrap.indent(wrap + lines + train, "    ") + "\n"
 
 
+def _example(code: str, sign: str) -> str:
+    """The trainer of an example before ("-") or after ("+") the change."""
+    lines = EXPLANATIONS[code].example.splitlines()
+    return _trainer("\n".join(line[2:] for line in lines if line[0] in f" {sign}"))
+
+
 def _found(folder: Path, text: str) -> list[tuple[str, int]]:
     (folder / "train.py").write_text(text)
     return [(finding.code, finding.line) for finding in read(folder / "train.py").findings]
@@ -48,9 +54,8 @@ def _found(folder: Path, text: str) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("code", EXPLANATIONS)
 def test_a_rule_finds_its_example_and_not_the_corrected_one(code: str, tmp_path: Path) -> None:
-    about = EXPLANATIONS[code]
-    assert [found for found, _ in _found(tmp_path, _trainer(about.program("-")))] == [code]
-    assert _found(tmp_path, _trainer(about.program("+"))) == []
+    assert [found for found, _ in _found(tmp_path, _example(code, "-"))] == [code]
+    assert _found(tmp_path, _example(code, "+")) == []
 
 
 def test_each_rule_is_explained() -> None:
@@ -130,7 +135,7 @@ def test_noise_that_is_drawn_once_for_the_data_may_be_equal(tmp_path: Path) -> N
 
 
 def test_a_comment_ignores(tmp_path: Path) -> None:
-    text = _trainer(EXPLANATIONS["DDP401"].program("-"))
+    text = _example("DDP401", "-")
     for comment, is_found in (("ignore", False), ("ignore[DDP401]", False), ("ignore[DDP203]", True)):
         lines = [f"{line}  # ddpshim: {comment}" if "torch.save" in line else line for line in text.split("\n")]
         assert bool(_found(tmp_path, "\n".join(lines))) is is_found, comment
@@ -138,7 +143,7 @@ def test_a_comment_ignores(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    bad, good = (_trainer(EXPLANATIONS["DDP203"].program(sign)) for sign in "-+")
+    bad, good = (_example("DDP203", sign) for sign in "-+")
     for name, text in (("bad.py", bad), ("good.py", good), ("empty.py", "print(1)\n"), ("broken.py", "def (\n")):
         (tmp_path / name).write_text(text)
     assert main(["check", "--read", "good.py"]) == 0

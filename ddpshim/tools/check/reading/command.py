@@ -83,8 +83,8 @@ def read(path: Path) -> Report:
                 try:
                     hits = list(RULES[code](case))
                 except RecursionError:
+                    hits = []
                     unreadable.append(f"{shown[trainer.entry]}:1: for {code}, something is nested too deeply")
-                    continue
                 for unit, node, text in hits:
                     place = shown[unit.source], node.lineno, node.col_offset + 1  # type: ignore[attr-defined]
                     last = node.lineno if isinstance(node, ast.ExceptHandler) else node.end_lineno  # type: ignore[attr-defined]

@@ -20,11 +20,6 @@ class Explanation(NamedTuple):
     do: str
     example: str
 
-    def program(self, sign: str) -> str:
-        """Return the example before ("-") or after ("+") the change."""
-        lines = self.example.splitlines()
-        return "\n".join(line[2:] for line in lines if line[:1] in (" ", sign))
-
     def as_text(self) -> str:
         head = f"{self.code} {self.severity}: {self.found}\n  caused: {self.caused}\n  do: {self.do}\n"
         return head + "\n".join(f"    {line}" for line in self.example.splitlines())

@@ -11,22 +11,15 @@ from ddpshim.tools.check.reading import source
 from ddpshim.tools.check.reading.source import Unit, argument, constant, key_of, last_name, values_of, words_in
 from ddpshim.tools.check.reading.trainers import Trainer, Tree
 
-_KEEPS_KIND = {"to", "cuda", "cpu", "train", "eval", "requires_grad_", "half", "float", "double"}
-_COPIES = {"deepcopy", "copy", "compile", "convert_sync_batchnorm"}
-_PREPARES = {"prepare", "setup_module", "setup_dataloaders", "wrap_parallel", "make_loader", "prepare_data_loader"}
-_UNWRAPS = {"unwrap_model", "unwrap", "de_parallel", "get_raw_model", "unwrap_ddp"}
 _CLASS_KINDS = {"IterableDataset": "iterable", "Sampler": "sampler", "DistributedSampler": "dsampler"}
 _RANK = re.compile(r"(?i)^_*(?:(?!lora|low|matrix|full|max)\w*_|local|global|world|my)?rank(?:_?id)?$")
 _RANK_WORDS = {"process_index", "local_process_index", "proc_id", "process_id", "gpu", "gpu_id", "device_id"}
 _RANK_CALLS = {"get_rank", "get_local_rank", "get_global_rank", "get_node_local_rank"}
-_LOCAL_VARIABLES = {"LOCAL_RANK", "SLURM_LOCALID"}
-_RANK_VARIABLES = {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", *_LOCAL_VARIABLES}
-_LOCAL_RANK = re.compile(r"(?i)^_*(?:ddp_?|my_?)?local_?rank$|^local_process_index$|^get_local_rank$")
-_MAIN = re.compile(
-    r"(?i)^_*(?:is_?|am_?|on_?|if_?|check_?)*(?:local_?|global_?|world_?|ddp_?)*(?:main|master|primary|chief|root"
+_RANK_VARIABLES = {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "LOCAL_RANK", "SLURM_LOCALID"}
+_MAIN = re.compile(  # not the words alone, which have too many other meanings
+    r"(?i)^(?!_?(?:main|root|master|primary|root_node)$)_*(?:is_?|am_?|on_?|if_?|check_?)*(?:local_?|global_?|world_?|ddp_?)*(?:main|master|primary|chief|root"
     r"|rank_?(?:0|zero)|global_?(?:0|zero)|zero_?rank)(?:_?(?:process|proc|rank|node|worker|gpu))?$"
 )
-_NOT_MAIN = {"main", "root", "master", "primary", "_main", "root_node"}  # these have too many other meanings
 _MAIN_ONLY = re.compile(
     r"(?i)^(?:on_)?(?:local_|global_)?(?:rank_?(?:0|zero)|main|master|primary)_?(?:process|rank|node)?_?(?:only|first)$"
     r"|on_(?:local_)?main_process$|^(?:run_on|only)_main$"
@@ -52,22 +45,15 @@ class Meaning:
         for unit, call in trainer.calls():
             self._sites.setdefault(last_name(call.func), []).append((unit, call))
             for value in values_of(call):
-                if isinstance(value, (ast.Name, ast.Attribute)):
-                    self._given.setdefault(last_name(value), []).append((unit, value))
+                self._given.setdefault(last_name(value), []).append((unit, value))
 
     def function(self, call: ast.Call, unit: Unit) -> Optional[Unit]:
         """Return the called function or method, if the tree shows which it is."""
         found = self.tree.defined(call.func, unit.source)
-        if found is None and isinstance(call.func, ast.Attribute):
-            owner = self.tree.visible_class(call.func.value, unit)
-            found = self.tree.method(call.func.attr, *owner) if owner is not None else None
-        return found if isinstance(found, Unit) else None
+        return found if isinstance(found, Unit) else self.tree.method_of(call.func, unit)
 
     def sites_of(self, unit: Unit) -> list[tuple[Unit, ast.Call]]:
-        """Return the calls that may call `unit`: by its name, or that construct its class."""
-        if unit.owner is not None and unit.name == "__init__":
-            found = self._sites.get(unit.owner.name, [])
-            return [(u, c) for u, c in found if self.tree.defined(c.func, u.source) == (unit.source, unit.owner)]
+        """Return the calls that may call `unit`: by its name."""
         return [(u, c) for u, c in self._sites.get(unit.name, []) if self._may_mean(c.func, u, unit)]
 
     def _may_mean(self, name: ast.expr, where: Unit, unit: Unit) -> bool:
@@ -89,29 +75,17 @@ class Meaning:
                 yield where, value
 
     def reaching(self, node: Optional[ast.AST], unit: Unit) -> list[tuple[Unit, source.Binding]]:
-        """Return the bindings that may hold at `node`: the last unconditional one before it, and all after that one."""
+        """Return the bindings that may hold at `node`, the last one first; a loop's target holds in its body."""
         key = key_of(node)
-        if node is None or not key:
+        if node is None:
             return []
         own, above = unit.bindings.get(key, []), set(unit.source.above(node))
-        inside = (ast.With, ast.For)  # their own targets hold in their bodies
-        before = [
-            b
-            for b in own
-            if b.place < source.place_of(node) and (b.statement not in above or isinstance(b.statement, inside))
-        ]
-        for binding in reversed(before):
-            if unit.source.parents.get(binding.statement) in above and not isinstance(binding.statement, ast.NamedExpr):
-                before = before[before.index(binding) :]
-                break
+        before = [b for b in own if b.statement not in above or isinstance(b.statement, (ast.With, ast.For))]
+        before = [b for b in before if source.place_of(b.target) < source.place_of(node)]
         if before or (own and not unit.is_module and "." not in key and "[" not in key):
             return [(unit, b) for b in reversed(before or own)]
-        if key.startswith("self.") and unit.owner is not None:
-            # Bindings further down in this method do not hold here yet.
-            mates = [u for u in unit.source.units if u.owner is unit.owner and u is not unit]
-            return [(mate, b) for mate in mates for b in mate.bindings.get(key, [])]
-        if key in unit.parameters:
-            return []
+        if key.startswith("self.") and unit.mates:  # bindings further down in this method do not hold here yet
+            return [(mate, b) for mate in unit.mates if mate is not unit for b in mate.bindings.get(key, [])]
         outside = (unit.source.module, unit.source.main)
         found = [(u, b) for u in outside if u is not unit for b in u.bindings.get(key, [])]
         return found or ([(unit, b) for b in own] if unit.is_module else [])
@@ -129,7 +103,7 @@ class Meaning:
                 yield from self.made_of(value, where, depth + 1)
 
     def kinds(self, node: Optional[ast.AST], unit: Unit) -> frozenset[str]:
-        """Return the possible kinds: ddp, dp, dsampler, sampler, iterable, unwrapped, prepared, none."""
+        """Return the possible kinds: ddp, dp, dsampler, sampler, iterable, unwrapped, none."""
         if node is None:
             return frozenset()
         if (unit, node) not in self._kinds:
@@ -147,34 +121,21 @@ class Meaning:
             return self._call_kinds(node, unit)
         if isinstance(node, ast.IfExp):
             return self._of_all([(unit, node.body), (unit, node.orelse)])
-        inside = (
-            self.kinds(node.value, unit) if isinstance(node, ast.Attribute) and node.attr == "module" else set[str]()
-        )
-        if not inside.isdisjoint({"ddp", "dp", "prepared"}):
+        if isinstance(node, ast.Attribute) and node.attr == "module" and self.kinds(node.value, unit) & {"ddp", "dp"}:
             return frozenset({"unwrapped"})
         if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
             return self._of_all(self.values(node, unit) or [*self.passed(node, unit)])
-        return frozenset({"none"} if source.is_none(node) else ())
+        return frozenset({"none"} if ast.unparse(node) == "None" else ())
 
     def _call_kinds(self, call: ast.Call, unit: Unit) -> frozenset[str]:
-        name, qualified = last_name(call.func), unit.source.qualified(call.func)
-        tail = qualified.rpartition(".")[2] or name
+        qualified = unit.source.qualified(call.func)
+        tail = qualified.rpartition(".")[2] or last_name(call.func)
         if tail == "DistributedDataParallel" or qualified in ("ddp", "DDP"):
             return frozenset({"ddp"})
         if tail == "DataParallel" and (qualified.startswith("torch") or qualified == "DataParallel"):
             return frozenset({"dp"})
         if tail.startswith("Distributed") and tail.endswith("Sampler"):
             return frozenset({"dsampler"})
-        if tail == "BatchSampler":
-            return self.kinds(argument(call, "sampler", 0), unit) or frozenset({"sampler"})
-        if name in _PREPARES or (name == "setup" and "fabric" in key_of(call.func).lower()):
-            return frozenset({"prepared"})
-        if tail in _UNWRAPS or (name == "getattr" and constant(argument(call, "", 1)) == "module"):
-            return frozenset({"unwrapped"})
-        if name in _KEEPS_KIND and isinstance(call.func, ast.Attribute) and self.kinds(call.func.value, unit):
-            return self.kinds(call.func.value, unit)
-        if name in _COPIES and call.args:
-            return self.kinds(call.args[0], unit)
         found = self.tree.defined(call.func, unit.source)
         if isinstance(found, Unit):
             return self._of_all([(found, r.value) for r in found.all(ast.Return) if r.value is not None])
@@ -187,16 +148,7 @@ class Meaning:
     def is_rank(self, node: ast.AST, unit: Unit, depth: int = 0) -> bool:
         """Whether an expression is the number of this rank."""
         if isinstance(node, ast.Call):
-            name = last_name(node.func)
-            if name in ("int", "str") and node.args:
-                return self.is_rank(node.args[0], unit, depth)
-            if name in ("getenv", "get", "pop") and node.args:
-                return constant(node.args[0]) in _RANK_VARIABLES
-            return name in _RANK_CALLS
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
-            return self.is_rank(node.left, unit, depth)
-        if not isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
-            return False
+            return not words_in(node).isdisjoint(_RANK_CALLS | _RANK_VARIABLES)  # also int(os.environ.get("RANK"))
         name = last_name(node)
         if _RANK.match(name) or name in _RANK_WORDS or name in _RANK_VARIABLES:
             return True
@@ -205,32 +157,28 @@ class Meaning:
     def test(self, node: ast.AST, unit: Unit, depth: int = 0) -> Optional[str]:
         """Return MAIN if the test is true only on the main rank, OTHER if it is true only on other ranks, else None."""
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            if self.is_rank(node.operand, unit) and not is_main_word(last_name(node.operand)):
+            if self.is_rank(node.operand, unit) and not _MAIN.match(last_name(node.operand)):
                 return MAIN
             return OPPOSITE.get(self.test(node.operand, unit, depth) or "")
         if isinstance(node, ast.BoolOp):
             found = [self.test(value, unit, depth) for value in node.values]
             # `not distributed or rank == 0`: in a distributed run only the rank decides.
-            single = [_tests_single(value) for value, each in zip(node.values, found) if each is None]
-            return next(filter(None, found), None) if isinstance(node.op, ast.And) or all(single) else None
+            rest = [value for value, each in zip(node.values, found) if each is None]
+            is_single = all(isinstance(value, (ast.UnaryOp, ast.Compare)) for value in rest)
+            return next(filter(None, found), None) if isinstance(node.op, ast.And) or is_single else None
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             left, op, right = node.left, node.ops[0], node.comparators[0]
             left, right = (left, right) if self.is_rank(left, unit) else (right, left)
             if not self.is_rank(left, unit):
                 return None
             values = {constant(element) for element in getattr(right, "elts", [right])}
-            if (values and values <= {0, -1, "0"}) or (isinstance(op, ast.Lt) and values == {1}):
-                is_main = isinstance(op, (ast.Eq, ast.In, ast.LtE, ast.Is, ast.Lt))
-                return None if values == {-1} or isinstance(op, ast.GtE) else MAIN if is_main else OTHER
-            return OTHER if isinstance(op, ast.Eq) and type(constant(right)) is int else None
+            if values & {0, "0"} and not isinstance(op, ast.GtE):
+                return MAIN if isinstance(op, (ast.Eq, ast.In, ast.LtE, ast.Is)) else OTHER
+            return OTHER if isinstance(op, ast.Eq) and str(constant(right)).isdigit() else None
         if isinstance(node, (ast.Call, ast.Name, ast.Attribute, ast.Subscript)):
-            if is_main_word(last_name(node)):
+            if _MAIN.match(last_name(node)):
                 return MAIN
-            made = self.values(node, unit)
-            if isinstance(node, ast.Call) and depth < 3:
-                called = self.function(node, unit)
-                made = [(called, r.value) for r in called.all(ast.Return) if r.value is not None] if called else []
-            flags = [(u, v) for u, v in made if constant(v) is not True] if depth < 3 else []
+            flags = [(u, v) for u, v in self.values(node, unit) if constant(v) is not True] if depth < 3 else []
             kinds = {self.test(value, where, depth + 1) for where, value in flags}
             return kinds.pop() if len(kinds) == 1 else None
         return None
@@ -243,9 +191,6 @@ class Meaning:
                 inside = child is parent.body if isinstance(parent, ast.IfExp) else child in parent.body
                 # Any rank may reach the else of `rank != 0 and x`; in `distributed and rank != 0` only the main rank.
                 if self.test(parent.test, unit) and (inside or self._asks_rank_alone(parent.test, unit)):
-                    return parent
-            elif isinstance(parent, ast.BoolOp) and isinstance(parent.op, ast.And) and child in parent.values:
-                if any(self.test(value, unit) for value in parent.values[: parent.values.index(child)]):
                     return parent
             elif isinstance(parent, ast.Call) and child in parent.args and _MAIN_ONLY.search(last_name(parent.func)):
                 return parent  # `write` in `run_on_main(write, path)`
@@ -274,11 +219,8 @@ class Meaning:
         block = next((b for b in blocks if isinstance(b, list) and child in b), [])
         for statement in (s for s in block[: block.index(child)] if isinstance(s, ast.If)) if block else ():
             test, found = statement.test, self.test(statement.test, unit)
-            if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):  # `if done or rank != 0: return`
-                if leaves(statement.body) and OTHER in {self.test(value, unit) for value in test.values}:
-                    return statement
             # If the main rank leaves, only the others reach the following statements.
-            elif found and (leaves(statement.body) or leaves(statement.orelse)) and self._asks_rank_alone(test, unit):
+            if found and (leaves(statement.body) or leaves(statement.orelse)) and self._asks_rank_alone(test, unit):
                 return statement
         return None
 
@@ -288,18 +230,12 @@ class Meaning:
             return True
         if unit not in self._guarded:
             self._guarded[unit] = False  # ends the recursion if the function calls itself
-            self._guarded[unit] = not unit.is_module and self._has_guarded_callers(unit)
+            # The function may also be an argument that other code calls, or a method of a class that one rank makes.
+            given = [(u, v) for u, v in self._given.get(unit.name, []) if self._may_mean(v, u, unit)]
+            made = self._sites.get(unit.owner.name, []) if unit.owner is not None else []
+            for sites in ([*self.sites_of(unit), *given], made):
+                self._guarded[unit] |= bool(sites) and all(self.is_guarded(node, where) for where, node in sites)
         return self._guarded[unit]
-
-    def _has_guarded_callers(self, unit: Unit) -> bool:
-        # The function may also be an argument that other code calls. Names such as `__init__` may be of any class.
-        is_own = unit.owner is None or not unit.name.startswith("__")
-        given = [(u, v) for u, v in self._given.get(unit.name, []) if is_own and self._may_mean(v, u, unit)]
-        made = self._sites.get(unit.owner.name, []) if unit.owner is not None else []
-        for sites in ([*self.sites_of(unit), *given], made):
-            if sites and all(self.is_guarded(node, where) for where, node in sites):
-                return True
-        return False
 
     def depends_on_launch(self, node: ast.AST, unit: Unit) -> bool:
         """Whether a test around `node` depends on whether the trainer is distributed: it is in one of two branches."""
@@ -321,20 +257,8 @@ def speaks_of_launch(test: ast.AST) -> bool:
 def leaves(body: list[ast.stmt]) -> bool:
     """Whether code after these statements is never reached."""
     last = body[-1] if body else None
-    if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call):
-        return last_name(last.value) in ("exit", "_exit")
-    return isinstance(last, (ast.Return, ast.Continue, ast.Break, ast.Raise))
-
-
-def is_main_word(name: str) -> bool:
-    return bool(_MAIN.match(name)) and name.lower() not in _NOT_MAIN
-
-
-def _tests_single(node: ast.AST) -> bool:
-    """Whether a test is true only without other ranks: `not distributed`, `world_size == 1`, `local_rank == -1`."""
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        return True
-    return isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Eq, ast.LtE, ast.Lt, ast.Is))
+    is_exit = isinstance(last, ast.Expr) and last_name(last.value) in ("exit", "_exit")
+    return is_exit or isinstance(last, (ast.Return, ast.Continue, ast.Break, ast.Raise))
 
 
 def is_evaluation(name: str) -> bool:
@@ -344,8 +268,5 @@ def is_evaluation(name: str) -> bool:
 
 def is_without_gradients(node: ast.AST, unit: Unit) -> bool:
     """Whether a node runs under no_grad or inference_mode, or in a function that evaluates."""
-    return is_evaluation(unit.name) or any(
-        not {"no_grad", "inference_mode"}.isdisjoint(source.entered(above))
-        or (isinstance(above, source.FUNCTIONS) and is_evaluation(above.name))
-        for above in unit.source.above(node)
-    )
+    entered = {name for above in unit.source.above(node) for name in source.entered(above)}
+    return is_evaluation(unit.name) or not entered.isdisjoint({"no_grad", "inference_mode"})

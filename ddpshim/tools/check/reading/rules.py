@@ -44,7 +44,6 @@ _SHARES = re.compile(
     r"(?i)(?:\b|_)(rank|world_?size|num_?replicas|process_index|process_count|split_by_node|split_dataset_by_node"
     r"|nodesplitter)(?:\b|_)|get_rank|get_world_size|shard"
 )
-_SPLITTING = ("make_loader", "shard_iterable", "shard_tfdata", "prepare")  # ddpshim's
 _WRITES_FIRST = re.compile(
     r"numpy\.save(z|z_compressed|txt)?|matplotlib\.pyplot\.savefig|imageio\.(imwrite|mimsave|mimwrite|get_writer)"
     r"|cv2\.(imwrite|VideoWriter)|os\.(mkdir|rename|replace|remove|unlink|rmdir|removedirs)|shutil\.rmtree"
@@ -59,9 +58,7 @@ _RUNS = re.compile(
 )
 _WRITER_KEYWORDS = {"f", "dst", "fname", "path", "filename", "stream", "fp", "log_dir", "logdir", "name"}
 _OPENER = re.compile(r"open|BytesIO|StringIO|NamedTemporaryFile|TemporaryFile|mkstemp")
-_FILE_NAME = re.compile(r"f|fp|file|buffer|buf|fout|stream")
 _NOT_SHARED = re.compile(r"getpid|tempfile|mkdtemp|mkstemp|uuid4|gettempdir|TemporaryDirectory|/?dev/?null|stdout")
-_LOCK = re.compile(r"(?i)^(file|soft|inter_?process|acquire_?\w*)_?lock$|^acquire\w*$|^flock$")
 _OF_ALL = re.compile(r"(?i)(^|_)(cache|caches|cached|tmp|temp|download\w*)($|_|\.)|\.lock$")
 _COLLECTIVES = re.compile(
     r"torch\.distributed\.(all_(reduce|gather(_into_tensor|_object)?|to_all(_single)?)|(monitored_)?barrier|new_group"
@@ -75,11 +72,7 @@ def rule(code: str, unless: str = "") -> Callable[[Rule], Rule]:
     """Register a function under a code; it skips trainers that use a framework in `unless`."""
 
     def register(function: Rule) -> Rule:
-        def apply(case: Meaning) -> Iterator[Hit]:
-            if case.trainer.frameworks.isdisjoint(unless.split()):
-                yield from function(case)
-
-        RULES[code] = apply
+        RULES[code] = lambda case: function(case) if case.trainer.frameworks.isdisjoint(unless.split()) else iter(())
         return function
 
     return register
@@ -89,13 +82,11 @@ def call_rule(code: str, *names: str, unless: str = "") -> Callable[[CallRule], 
     """Register a function that returns what is wrong with one call of `names` (default: any), or None."""
 
     def register(function: CallRule) -> CallRule:
-        @rule(code, unless)
-        def apply(case: Meaning) -> Iterator[Hit]:
-            for unit, call in case.trainer.calls(*names):
-                found = function(call, unit, case)
-                if found is not None:
-                    yield unit, call, found
+        def hits(case: Meaning) -> Iterator[Hit]:
+            found = ((unit, call, function(call, unit, case)) for unit, call in case.trainer.calls(*names))
+            return ((unit, call, text) for unit, call, text in found if text is not None)
 
+        rule(code, unless)(hits)
         return function
 
     return register
@@ -103,27 +94,20 @@ def call_rule(code: str, *names: str, unless: str = "") -> Callable[[CallRule], 
 
 @call_rule("DDP101", "DataParallel")
 def dataparallel_left(call: ast.Call, unit: Unit, case: Meaning) -> Optional[str]:
-    has_both = any("ddp" in case.kinds(other, unit) for other in unit.all(ast.Call))
-    if case.trainer.is_distributed and (has_both or case.depends_on_launch(call, unit)):
-        return None  # only the branch for runs without a launcher uses DataParallel
+    # It may be in the branch for runs without a launcher.
+    is_used = not case.trainer.is_distributed or not case.depends_on_launch(call, unit)
     is_torch = "dp" in case.kinds(call, unit) and call.args
-    return f"DataParallel wraps {text_of(call.args[0], 40)}" if is_torch else None
+    return f"DataParallel wraps {text_of(call.args[0], 40)}" if is_torch and is_used else None
 
 
 @call_rule("DDP102", unless="ddpshim")
 def trains_through_module(call: ast.Call, unit: Unit, case: Meaning) -> Optional[str]:
-    if ("backward" not in unit.words and not _TRAINING_UNIT.search(unit.name)) or not values_of(call):
+    owner, name = source.owner_of(call), last_name(call.func)
+    network = call.func if owner is None or name == "module" else owner
+    if case.kinds(network, unit) != {"unwrapped"} or (network is owner and not _HIDDEN_METHOD.match(name)):
         return None
-    func: ast.expr = call.func
-    method = func.attr if isinstance(func, ast.Attribute) and func.attr != "module" else ""
-    func = func.value if isinstance(func, ast.Attribute) and method else func
-    while isinstance(func, ast.Subscript):
-        func = func.value
-    is_around = last_name(func) in ("module", key_of(func)) and case.kinds(func, unit) == {"unwrapped"}
-    is_forward = not method or bool(_HIDDEN_METHOD.match(method))
-    if not is_around or not is_forward or is_without_gradients(call, unit) or case.is_guarded(call, unit):
-        return None
-    return f"{text_of(call.func)} goes around the wrapper"
+    trains = not is_without_gradients(call, unit) and not case.is_guarded(call, unit)
+    return f"{text_of(call.func)} goes around the wrapper" if trains else None
 
 
 @rule("DDP107", unless="accelerate trainer")
@@ -132,7 +116,7 @@ def never_wrapped(case: Meaning) -> Iterator[Hit]:
     origins = {origin for file in case.trainer.files for unit in file.units for origin in unit.origins}
     starts = {"torch.distributed.init_process_group", "ddpshim.setup", "ddpshim.make_loader"} & case.trainer.origins
     reduces = any("grad" in u.words and any("reduce" in word for word in u.words) for u in case.trainer.units)
-    calls = [(u, c) for u, c in case.trainer.calls("backward") if isinstance(c.func, ast.Attribute)]
+    calls = list(case.trainer.calls("backward"))
     if starts and calls and not reduces and not any(map(_AVERAGES.search, origins)):
         unit, call = min(calls, key=lambda each: (each[0].source is not entry, each[1].lineno))
         yield unit, call, f"{sorted(starts)[0]} is called, but no network is wrapped and no gradient reduced"
@@ -150,7 +134,7 @@ def masked_mean(case: Meaning) -> Iterator[Hit]:
             is_total = _summed(division.left, unit, case) is not None
             found.append((division, _summed(division.right, unit, case) if is_total else None))
         for call in unit.all(ast.Call):
-            taken = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "mean" else None
+            taken = source.owner_of(call) if last_name(call.func) == "mean" else None
             found.append((call, taken.slice if isinstance(taken, ast.Subscript) and not values_of(call) else None))
         for node, mask in found:
             is_loss = not any(map(_NO_LOSS.search, words_in(node))) and not is_without_gradients(node, unit)
@@ -162,12 +146,11 @@ def _summed(node: ast.expr, unit: Unit, case: Meaning) -> Optional[ast.AST]:
     """Return what is summed up in an expression or in the values of its names: `x` in `x.sum()`; else None."""
     values = [node, *(v for n in ast.walk(node) if isinstance(n, ast.Name) for _, v in case.values(n, unit))]
     for call in source.calls_in(*values):
-        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        owner = source.owner_of(call)
         if any(constant(keyword.value) == "sum" for keyword in call.keywords):
             return call
-        if last_name(call.func) in ("sum", "count_nonzero") and not any(
-            k.arg in ("dim", "axis") for k in call.keywords
-        ):
+        is_whole = not any(keyword.arg in ("dim", "axis") for keyword in call.keywords)
+        if is_whole and last_name(call.func) in ("sum", "count_nonzero"):
             return call.args[0] if last_name(owner) in ("torch", "np", "numpy") and call.args else owner
     return None
 
@@ -200,9 +183,8 @@ def one_seed(case: Meaning) -> Iterator[Hit]:
     entry = case.trainer.entry
     seeds = [(u, c) for u, c in case.trainer.calls() if _SEED.fullmatch(u.source.qualified(c.func))]
     seeds = [(u, c) for u, c in seeds if "spawn" not in u.words]  # spawned ranks do not inherit the seed
-    if not seeds or any(
-        _differs(part) for u, c in seeds for value in values_of(c) for _, part in case.made_of(value, u)
-    ):
+    parts = (part for u, c in seeds for value in values_of(c) for _, part in case.made_of(value, u))
+    if not seeds or any(map(_differs, parts)):
         return
     of_torch = [(u, c) for u, c in seeds if u.source.qualified(c.func).startswith("torch")]
     unit, call = min(of_torch or seeds, key=lambda seed: (seed[0].source is not entry, seed[1].lineno))
@@ -233,12 +215,8 @@ def _differs(node: ast.AST) -> bool:
 
 def _target(call: ast.AST, unit: Unit) -> str:
     """Return the name that a call's value is bound to, or ""; it distinguishes training from validation."""
-    for above in unit.source.above(call):
-        if isinstance(above, ast.keyword) and above.arg:
-            return above.arg
-        if isinstance(above, ast.stmt):
-            return " ".join(map(key_of, getattr(above, "targets", [getattr(above, "target", None)])))
-    return ""
+    statement = next((above for above in unit.source.above(call) if isinstance(above, ast.stmt)), None)
+    return " ".join(map(key_of, getattr(statement, "targets", [getattr(statement, "target", None)])))
 
 
 def _is_held_out(call: ast.Call, unit: Unit) -> bool:
@@ -262,15 +240,11 @@ def sampler_lost(case: Meaning) -> Iterator[Hit]:
 @call_rule("DDP202", "DataLoader", unless="trainer")
 def one_order(call: ast.Call, unit: Unit, case: Meaning) -> Optional[str]:
     sampler = argument(call, "sampler", 3)
-    made = sampler if isinstance(sampler, ast.Call) else next((v for _, v in case.values(sampler, unit)), None)
-    if not isinstance(made, ast.Call) or "dsampler" not in case.kinds(made, unit) or _is_held_out(call, unit):
+    made = next((v for v in (sampler, *(v for _, v in case.values(sampler, unit))) if isinstance(v, ast.Call)), None)
+    if made is None or "dsampler" not in case.kinds(made, unit) or _is_held_out(call, unit):
         return None
     shuffle = argument(made, "shuffle", 3)
-    asks = (
-        isinstance(shuffle, ast.Compare)
-        and source.is_none(shuffle.comparators[0])
-        and "sampler" in last_name(shuffle.left)
-    )
+    asks = isinstance(shuffle, ast.Compare) and "sampler" in last_name(shuffle.left)  # `train_sampler is None`
     return f"{text_of(made)} in line {made.lineno} does not shuffle" if asks or constant(shuffle) is False else None
 
 
@@ -280,9 +254,8 @@ def no_set_epoch(call: ast.Call, unit: Unit, case: Meaning) -> Optional[str]:
         return None
     shuffle = argument(call, "shuffle", 3)
     is_handed = isinstance(shuffle, ast.Name) and shuffle.id in unit.parameters
-    is_own = isinstance(case.tree.defined(call.func, unit.source), tuple)  # it may count epochs itself
     calls = list(case.trainer.calls("set_epoch"))
-    if is_handed or is_own or constant(shuffle) is False or _is_held_out(call, unit):
+    if is_handed or constant(shuffle) is False or _is_held_out(call, unit):
         return None
     if any(_advances(each, where, case) for where, each in calls):
         return None
@@ -291,14 +264,12 @@ def no_set_epoch(call: ast.Call, unit: Unit, case: Meaning) -> Optional[str]:
 
 def _advances(call: ast.Call, unit: Unit, case: Meaning) -> bool:
     """Whether every rank makes this call of set_epoch for the training data, in each epoch with another number."""
-    owner = last_name(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+    owner = last_name(source.owner_of(call))
     is_held_out = bool(_HELD_OUT.search(owner)) and "train" not in owner
     path = [call, *unit.source.above(call)]
     loops = [loop for loop in unit.all(ast.For) if any("epoch" in name.lower() for name in words_in(loop.target))]
     is_outside = bool(loops) and not any(isinstance(above, source.LOOPS) for above in path)
-    bodies = [
-        (child, getattr(above, "body", [])) for child, above in zip(path, path[1:]) if isinstance(above, source.LOOPS)
-    ]
+    bodies = [(child, above.body) for child, above in zip(path, path[1:]) if isinstance(above, source.LOOPS)]
     before = [s for child, body in bodies if child in body for s in body[: body.index(child)]]
     is_cut_off = any(isinstance(s, (ast.Continue, ast.Break, ast.Return, ast.Raise)) for s in before)
     is_constant = isinstance(argument(call, "epoch", 0), ast.Constant)
@@ -318,26 +289,23 @@ def loader_without_share(call: ast.Call, unit: Unit, case: Meaning) -> Optional[
     if case.is_guarded(call, unit) or case.depends_on_launch(call, unit) or _is_given_to_ddpshim(call, unit, case):
         return None
     sampler = argument(call, "sampler", 3)
-    sampler = argument(call, "batch_sampler", 4) if sampler is None or source.is_none(sampler) else sampler
+    sampler = argument(call, "batch_sampler", 4) if sampler is None or ast.unparse(sampler) == "None" else sampler
     found = case.kinds(sampler, unit) or frozenset({"none"} if sampler is None else ())
     if sampler is None or found == {"none"}:
         return f"No sampler splits {text_of(dataset, 40)}"
     is_unknown = case.trainer.is_distributed and not found & {"sampler", "none"}
-    is_split = bool(found & {"dsampler", "prepared"}) or _splits(sampler, unit, case)
+    is_split = bool(found & {"dsampler"}) or _splits(sampler, unit, case)
     return f"The sampler {text_of(sampler, 40)} draws for one process" if not is_split and not is_unknown else None
 
 
 def _is_given_to_ddpshim(call: ast.Call, unit: Unit, case: Meaning) -> bool:
     """Whether ddpshim splits the loader, or the data that it reads: by make_loader, shard_iterable or an adapter."""
-    if "ddpshim" not in case.trainer.frameworks:
-        return False
     names = {_target(call, unit), unit.name}
-    for where, given in case.trainer.calls(*_SPLITTING):
+    for where, given in case.trainer.calls("make_loader", "shard_iterable", "shard_tfdata", "prepare"):
         made = (part for value in values_of(given) for _, part in case.made_of(value, where))
         if given in unit.source.above(call) or any(part is call or last_name(part) in names for part in made):
             return True
-    is_adapted = any(name.startswith("ddpshim.robomimic") for name in case.trainer.origins)
-    return is_adapted or any(last_name(inner.func) in _SPLITTING for inner in source.calls_in(call))
+    return any(name.startswith("ddpshim.robomimic") for name in case.trainer.origins)
 
 
 def _splits(sampler: ast.expr, unit: Unit, case: Meaning, depth: int = 0) -> bool:
@@ -363,7 +331,7 @@ def every_rank_writes(call: ast.Call, unit: Unit, case: Meaning) -> Optional[str
 def _written(call: ast.Call, unit: Unit) -> Optional[ast.expr]:
     """Return the path (or file) that the call writes or deletes; None if it does neither."""
     name, tail = unit.source.qualified(call.func), last_name(call.func)
-    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    owner = source.owner_of(call)
     if name in ("open", "io.open", "gzip.open", "h5py.File"):
         mode = constant(argument(call, "mode", 1))
         return argument(call, "file", 0) if isinstance(mode, str) and re.search("[wax]", mode) else None
@@ -384,56 +352,45 @@ def _is_open(target: ast.expr, unit: Unit, case: Meaning) -> bool:
     """Whether the target is an open file or buffer: then the call that opened it is reported, not this one."""
     bindings = [b for _, b in case.reaching(target, unit)]
     is_opened = any(_OPENER.fullmatch(last_name(b.value)) or isinstance(b.statement, ast.With) for b in bindings)
-    return is_opened or bool(_FILE_NAME.fullmatch(last_name(target))) or last_name(target) == "open"
+    return is_opened or last_name(target) in ("f", "file", "open")
 
 
 def _is_own(target: ast.expr, unit: Unit, case: Meaning) -> bool:
-    """Whether each rank has its own path, a lock lets one write at a time, or it is a cache or a temporary file."""
+    """Whether each rank has its own path, or it is a cache or a temporary file."""
     near = {word for _, value in [(unit, target), *case.values(target, unit)] for word in words_in(value)}
-    if any(map(_LOCK.search, unit.words)) or any(map(_OF_ALL.search, (*near, unit.name))):
+    if any(map(_OF_ALL.search, (*near, unit.name))):
         return True
-    items = {n.id for loop in unit.all(ast.For) for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
-    parts = (n for n in ast.walk(target) if isinstance(n, ast.Subscript))
-    is_of_sample = any(items & words_in(part) for part in parts)  # one file a sample, and each rank has other samples
+    items = {name for loop in unit.all(ast.For) for name in words_in(loop.target)}  # one file for each sample of a rank
+    is_of_sample = any(items & words_in(part) for part in ast.walk(target) if isinstance(part, ast.Subscript))
     made = [value for _, value in case.made_of(target, unit)]
     return is_of_sample or any(speaks_of_rank(v) or any(map(_NOT_SHARED.fullmatch, words_in(v))) for v in made)
 
 
 @rule("DDP502")
 def collective_under_rank_test(case: Meaning) -> Iterator[Hit]:
-    named = {call: name for unit, call in case.trainer.calls() if (name := _collective(call, unit, case))}
-    always: dict[Unit, str] = {}  # function -> a collective that it runs in any case
-    for unit, call in case.trainer.calls() if named else ():
-        is_asked = any(not meaning.speaks_of_launch(test) for test in unit.source.tests_around(call))
-        if call in named and not is_asked and case.guard(call, unit) is None:
-            always[unit] = named[call]
-    for unit, call in case.trainer.calls() if named else ():
-        called = case.function(call, unit) if call not in named else None
-        inner = always.get(called) if called is not None else None
-        guard = case.guard(call, unit) if call in named or inner else None
-        if isinstance(guard, (ast.If, ast.IfExp, ast.While)) and not _is_balanced(call, guard, unit, case):
-            what = f"{text_of(call.func)} reaches {inner}" if inner else f"{text_of(call.func)} is reached"
-            yield unit, call, f"{what} on some ranks only (`{text_of(guard.test, 40)}` in line {guard.lineno})"
+    for unit, call in case.trainer.calls():
+        guard = case.guard(call, unit) if _is_collective(call, unit, case) else None
+        if isinstance(guard, (ast.If, ast.IfExp, ast.While)) and not _is_balanced(call, unit, case):
+            what = f"{text_of(call.func)} is reached on some ranks only"
+            yield unit, call, f"{what} (`{text_of(guard.test, 40)}` in line {guard.lineno})"
 
 
-def _collective(call: ast.Call, unit: Unit, case: Meaning) -> str:
-    """Return the name of a collective of the whole group, of torch, Accelerate or ddpshim's World; else ""."""
-    name, owner = last_name(call.func), call.func.value if isinstance(call.func, ast.Attribute) else None
+def _is_collective(call: ast.Call, unit: Unit, case: Meaning) -> bool:
+    """Whether a call is a collective of the whole group, of torch or ddpshim's World."""
+    name, owner = last_name(call.func), source.owner_of(call)
     if _COLLECTIVES.fullmatch(unit.source.qualified(call.func)) and argument(call, "group") is None:
-        return name
-    if name in _OUR_COLLECTIVES and "ddpshim" in case.trainer.frameworks and owner is not None:
-        made = [owner, *(value for _, value in [*case.values(owner, unit), *case.passed(owner, unit)])]
-        is_world = last_name(owner) == "world" or any(last_name(v) == "setup" for v in made if isinstance(v, ast.Call))
-        return name if is_world else ""
-    return name if name in ("wait_for_everyone", "gather_for_metrics") else ""
+        return True
+    if name not in _OUR_COLLECTIVES or "ddpshim" not in case.trainer.frameworks or owner is None:
+        return False
+    made = [owner, *(value for _, value in [*case.values(owner, unit), *case.passed(owner, unit)])]
+    return last_name(owner) == "world" or any(last_name(v) == "setup" for v in made if isinstance(v, ast.Call))
 
 
-def _is_balanced(call: ast.Call, guard: ast.AST, unit: Unit, case: Meaning) -> bool:
+def _is_balanced(call: ast.Call, unit: Unit, case: Meaning) -> bool:
     """Whether the other ranks run the same collective in another branch (rank 0 first, then the rest)."""
     opposite = meaning.OPPOSITE.get(_only(call, unit, case) or "")
     others = [c for c in unit.all(ast.Call) if c is not call and last_name(c.func) == last_name(call.func)]
-    is_met = opposite is not None and any(_only(other, unit, case) == opposite for other in others)
-    return is_met or (isinstance(guard, ast.If) and any(c in others for c in source.calls_in(*guard.orelse)))
+    return opposite is not None and any(_only(other, unit, case) == opposite for other in others)
 
 
 def _only(node: ast.AST, unit: Unit, case: Meaning) -> Optional[str]:
@@ -453,9 +410,8 @@ def swallowed_exception(case: Meaning) -> Iterator[Hit]:
             trained = next((c for c in source.calls_in(*statement.body) if _trains(c, unit, case)), None)
             for handler in statement.handlers if trained is not None else ():
                 caught = words_in(handler.type) if handler.type is not None else {"BaseException"}
-                exits = [
-                    c for c in source.calls_in(*handler.body) if last_name(c.func) in ("exit", "_exit", "abort", "kill")
-                ]
+                inner = source.calls_in(*handler.body)
+                exits = [c for c in inner if last_name(c.func) in ("exit", "_exit", "abort", "kill")]
                 ends = any(constant(argument(c, "", 0) or ast.Constant(0)) != 0 for c in exits)
                 ends = ends or any(isinstance(n, ast.Raise) for s in handler.body for n in ast.walk(s))
                 if caught & {"Exception", "BaseException", "RuntimeError"} and not ends and trained is not None:
@@ -472,8 +428,6 @@ def _trains(call: ast.Call, unit: Unit, case: Meaning) -> bool:
 @rule("DDP601")
 def hard_coded_device(case: Meaning) -> Iterator[Hit]:
     trainer, files = case.trainer, set[source.Source]()
-    if any(constant(n) == "CUDA_VISIBLE_DEVICES" for u in trainer.units for n in u.all(ast.Constant)):
-        return  # each rank sees only its own GPU, as cuda:0
     binds = bool(trainer.frameworks) or any("set_device" in u.words for s in case.tree.sources for u in s.units)
     for unit, call in trainer.calls("device", "to", "cuda", "load", "set_device"):
         device = _device_named(call, unit)
@@ -489,15 +443,10 @@ def hard_coded_device(case: Meaning) -> Iterator[Hit]:
 
 def _device_named(call: ast.Call, unit: Unit) -> Optional[str]:
     """Return "cuda:0" or "cuda" if the call names a device by a literal, else None."""
-    name, tail = unit.source.qualified(call.func), last_name(call.func)
-    value = argument(call, "map_location", 1) if name == "torch.load" else argument(call, "device", 0)
-    if tail == "cuda" and not name.startswith("torch.cuda"):
-        return "cuda" if value is None else f"cuda:{constant(value)}" if isinstance(constant(value), int) else None
-    if name == "torch.cuda.set_device":
-        index = re.fullmatch(r"(?:cuda:)?(\d+)", str(constant(value)))
-        return f"cuda:{index[1]}" if index is not None else None
-    if name not in ("torch.device", "torch.load") and not (tail == "to" and isinstance(call.func, ast.Attribute)):
-        return None
+    tail = last_name(call.func)
+    value = argument(call, "map_location", 1) if tail == "load" else argument(call, "device", 0)
+    if tail in ("cuda", "set_device") and (value is None or isinstance(constant(value), int)):
+        return "cuda" if value is None else f"cuda:{constant(value)}"
     # The keys of a dictionary for map_location are the tensors' old devices, so only its values count.
     for inner in (n for v in (value.values if isinstance(value, ast.Dict) else [value]) if v for n in ast.walk(v)):
         text, above = str(constant(inner)), unit.source.parents.get(inner)

@@ -23,13 +23,10 @@ def key_of(node: Optional[ast.AST]) -> str:
     """Return `self.nets["policy"]` as text, the key of bindings; "" for an expression without a fixed name."""
     if isinstance(node, ast.Name):
         return node.id
-    if isinstance(node, ast.Attribute):
-        inner = key_of(node.value)
-        return inner and f"{inner}.{node.attr}"
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        inner = key_of(node.value)
-        return inner and f"{inner}[{node.slice.value!r}]"
-    return ""
+    inner = key_of(node.value) if isinstance(node, (ast.Attribute, ast.Subscript)) else ""
+    if inner and isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        return f"{inner}[{node.slice.value!r}]"
+    return f"{inner}.{node.attr}" if inner and isinstance(node, ast.Attribute) else ""
 
 
 def last_name(node: Optional[ast.AST]) -> str:
@@ -47,6 +44,11 @@ def argument(call: ast.Call, name: str, position: int = -1) -> Optional[ast.expr
     if named is not None or not 0 <= position < len(call.args):
         return named
     return None if isinstance(call.args[position], ast.Starred) else call.args[position]
+
+
+def owner_of(call: ast.Call) -> Optional[ast.expr]:
+    """Return `x` of `x.method()`; None for the call of a plain name."""
+    return call.func.value if isinstance(call.func, ast.Attribute) else None
 
 
 def values_of(call: ast.Call) -> list[ast.expr]:
@@ -72,11 +74,6 @@ def constant(node: Optional[ast.AST]) -> object:
         value = constant(node.operand)
         return -value if isinstance(value, (int, float)) else None
     return node.value if isinstance(node, ast.Constant) else None
-
-
-def is_none(node: Optional[ast.AST]) -> bool:
-    """Whether an expression is the literal None."""
-    return isinstance(node, ast.Constant) and node.value is None
 
 
 def words_in(node: Optional[ast.AST]) -> set[str]:
@@ -107,10 +104,6 @@ class Binding(NamedTuple):
     value: Optional[ast.expr]
     target: ast.expr
 
-    @property
-    def place(self) -> tuple[int, int]:
-        return place_of(self.target)
-
 
 class Unit:
     """A function with everything nested in it, or the rest of a file: code that runs at import, or as a script."""
@@ -129,11 +122,14 @@ class Unit:
         return isinstance(self.node, ast.Module)
 
     @cached_property
+    def mates(self) -> list[Unit]:
+        """The methods of the unit's class, including this one."""
+        return [unit for unit in self.source.units if unit.owner is not None and unit.owner is self.owner]
+
+    @cached_property
     def parameters(self) -> list[str]:
-        if isinstance(self.node, ast.Module):
-            return []
-        arguments = self.node.args
-        return [a.arg for a in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]]
+        given = None if isinstance(self.node, ast.Module) else self.node.args
+        return [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)] if given is not None else []
 
     @cached_property
     def words(self) -> set[str]:
@@ -160,19 +156,17 @@ class Unit:
             elif key_of(target):
                 out.setdefault(key_of(target), []).append(Binding(statement, value, target))
 
-        for assign in self.all(ast.Assign):
-            for target in assign.targets:
-                bind(target, assign.value, assign)
-        for one in (*self.all(ast.AnnAssign), *self.all(ast.NamedExpr)):
-            bind(one.target, one.value, one)  # type: ignore[attr-defined]
-        for loop in self.all(ast.For):
-            bind(loop.target, None, loop)
+        for statement in (
+            one for kind in (ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.For) for one in self.all(kind)
+        ):
+            for target in getattr(statement, "targets", None) or [statement.target]:  # type: ignore[attr-defined]
+                bind(target, getattr(statement, "value", None), statement)
         for block in self.all(ast.With):
             for item in block.items:
                 if item.optional_vars is not None:
                     bind(item.optional_vars, item.context_expr, block)
         for bindings in out.values():
-            bindings.sort(key=lambda binding: binding.place)
+            bindings.sort(key=lambda binding: place_of(binding.target))
         return out
 
 
@@ -231,8 +225,6 @@ class Source:
 
     def is_ignored(self, code: str, first: int, last: int) -> bool:
         """Whether a comment `# ddpshim: ignore[...]` in these lines names the code, or no code."""
-        if b"ddpshim:" not in self.content:
-            return False
         lines = self.content.decode("utf-8", "replace").split("\n")[first - 1 : last]
         return any(not found or code in found for line in lines for found in _IGNORE.findall(line))
 
@@ -242,10 +234,6 @@ class Source:
         while at is not None:
             yield at
             at = self.parents.get(at)
-
-    def tests_around(self, node: ast.AST) -> Iterator[ast.expr]:
-        """Yield the tests of `if` and `if`-`else` around or with `node`."""
-        return (above.test for above in self.above(node) if isinstance(above, (ast.If, ast.IfExp)))
 
     def qualified(self, node: ast.AST) -> str:
         """Return "torch.nn.DataParallel" for `nn.DataParallel`, by the file's imports; "" if it is no dotted name."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Callable, Optional, TypeVar, Union
 
 from ddpshim.reading import read_bytes
-from ddpshim.tools.check.reading.source import Source, Unit, key_of, last_name
+from ddpshim.tools.check.reading.source import Source, Unit, constant, entered, key_of, last_name
 
 T = TypeVar("T", Source, Unit)
 Class = tuple[Source, ast.ClassDef]
@@ -42,19 +42,18 @@ class Trainer:
         self.words = set[str]().union(*(unit.words for unit in units))
         self.origins = frozenset[str]().union(*(unit.origins for unit in units))
         self.frameworks = {n for n, mark in _FRAMEWORKS.items() if any(re.fullmatch(mark, o) for o in self.origins)}
-        self.is_distributed = bool(self.frameworks) or any(map(_is_distributed, units))
-
-    @property
-    def may_be_launched(self) -> bool:
-        """Whether somebody would start a one-process trainer on several ranks: it loads data, and saves something."""
-        loads = "DataLoader" in self.words or "train" in self.entry.path.stem
-        return loads and any(map(_SAVES.match, self.words))
+        named = {origin.rpartition(".")[2] for origin in self.origins}
+        asked = {constant(text) for unit in units if "environ" in unit.words for text in unit.all(ast.Constant)}
+        self.is_distributed = bool(self.frameworks or named & _DISTRIBUTED or asked & _VARIABLES)
+        # Somebody would start it on several ranks: it loads data, and saves something.
+        loads = "DataLoader" in self.words or "train" in entry.path.stem
+        self.may_be_launched = self.is_distributed or (loads and any(map(_SAVES.match, self.words)))
 
     def calls(self, *names: str) -> Iterator[tuple[Unit, ast.Call]]:
         """Yield calls of functions or methods with these names, also if imported under others; without names all."""
         for unit in self.units:
-            known = unit.source.names
-            wanted = {*names, *(own for own, origin in known.items() if origin.rpartition(".")[2] in names)}
+            known = unit.source.names.items() if names else ()
+            wanted = {*names, *(own for own, origin in known if origin.rpartition(".")[2] in names)}
             if not names or wanted & unit.words:
                 yield from ((unit, c) for c in unit.all(ast.Call) if not names or last_name(c.func) in wanted)
 
@@ -65,50 +64,48 @@ class Tree:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.unreadable: list[tuple[Path, int, str]] = []
-        self.sources: list[Source] = []
-        self._by_last: dict[str, list[tuple[tuple[str, ...], Source]]] = {}
-        pending, seen = list(_files_below(root)), set[Path]()
-        for path in pending:
-            source = self._parse(path) if path not in seen else None
-            seen.add(path)
-            if source is not None:
-                self.sources.append(source)
-                parts = path.with_suffix("").parts
-                parts = parts[:-1] if path.name == "__init__.py" else parts
-                self._by_last.setdefault(parts[-1], []).append((parts, source))
-                pending += _imported_files(source) if root.is_file() else ()
+        self._by_path: dict[Path, Optional[Source]] = {}
+        self._top = root if root.is_dir() else _project_of(root)
+        self._module = functools.cache(self._find_module)
         self.imports = functools.cache(self._imports)
         self._direct = functools.cache(self._named_in)
-        self._module = functools.cache(self._find_module)
-        self._mates = functools.cache(lambda unit: [u for u in unit.source.units if u.owner and u.owner is unit.owner])
+        for path in _files_below(root):
+            self._parse(path)
+        if root.is_file():
+            _all_from(self.sources, self.imports)
         self.trainers = sorted(self._find_trainers(), key=lambda trainer: not trainer.is_distributed)
         self.training = self._find_training()
 
+    @property
+    def sources(self) -> list[Source]:
+        return [source for source in self._by_path.values() if source is not None]
+
     def _parse(self, path: Path) -> Optional[Source]:
         """Return the parsed file; an unreadable one is noted, but an unreadable root raises OSError."""
-        try:
-            return Source(path, read_bytes(path))
-        except OSError as error:
-            if path == self.root:
-                raise
-            self.unreadable.append((path, 1, f"it cannot be opened: {error.strerror}"))
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            self.unreadable.append((path, getattr(error, "lineno", None) or 1, getattr(error, "msg", "") or str(error)))
-        return None
+        if path not in self._by_path:
+            self._by_path[path] = None
+            try:
+                self._by_path[path] = Source(path, read_bytes(path))
+            except OSError as error:
+                if path == self.root:
+                    raise
+                self.unreadable.append((path, 1, f"it cannot be opened: {error.strerror}"))
+            except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+                line, why = getattr(error, "lineno", None) or 1, getattr(error, "msg", "") or str(error)
+                self.unreadable.append((path, line, why))
+        return self._by_path[path]
 
-    def _find_module(self, dotted: str, importer: Source) -> Optional[Source]:
-        """Return the file of the tree that `import dotted` in `importer` refers to: the nearest with that name."""
-        stem = dotted.lstrip(".")
-        level, parts = len(dotted) - len(stem), tuple(stem.split(".")) if stem else ()
-        folder = importer.path.parent.parts
-        if level:
-            wanted = (*folder[: len(folder) - level + 1], *parts)
-            return next((s for own, s in self._by_last.get(wanted[-1], []) if own == wanted), None)
-        named = [(own, s) for own, s in self._by_last.get(parts[-1], []) if own[-len(parts) :] == parts]
-        if len(parts) == 1:  # a script's neighbour, or a module at the top of the tree: `import utils`
-            named = [(own, s) for own, s in named if own[:-1] in (folder, self.root.parts, (*self.root.parts, "src"))]
-        beside = [(own, s) for own, s in named if own[: -len(parts)] == folder]
-        return min(beside or named, key=lambda one: len(one[0]), default=(None, None))[1]
+    def _find_module(self, dotted: str, folder: Path) -> Optional[Source]:
+        """Return the file that `import dotted` in `folder` refers to: nearest first, then in other packages."""
+        stem, above = dotted.lstrip("."), [folder, *folder.parents]
+        level, above = len(dotted) - len(stem), above[: above.index(self._top) + 1]
+        packages = [*above, *(path.parent for path in self._by_path if path.name == "setup.py")]
+        starts = above[level - 1 : level] if level else [start for each in packages for start in (each, each / "src")]
+        for path in (start / stem.replace(".", "/") for start in starts if not stem.startswith("ddpshim")):
+            for file in (path.with_suffix(".py"), path / "__init__.py"):
+                if file in self._by_path or (self.root.is_file() and file.is_file()):
+                    return self._parse(file)
+        return None
 
     def defined(self, node: ast.AST, source: Source) -> Union[Unit, Class, None]:
         """Return the definition of a name in `source`: a function, a class, or None if it is not in the tree."""
@@ -122,7 +119,7 @@ class Tree:
             return source, source.classes[dotted]
         base, _, name = dotted.rpartition(".")
         base = base or "." if dotted.startswith(".") else base  # `from . import name`
-        found = self._module(base, source) if base and name and depth < 5 else None
+        found = self._module(base, source.path.parent) if base and name and depth < 5 else None
         if found is None or found is source:
             return None
         return self.definition(found.names.get(name, name), found, depth + 1)
@@ -137,15 +134,16 @@ class Tree:
             else:
                 yield source.qualified(base)
 
-    def method(self, name: str, source: Source, node: ast.ClassDef) -> Optional[Unit]:
-        """Return a method of a class or its bases."""
-        for found in self.bases(source, node):
-            if isinstance(found, tuple) and (found[1], name) in found[0].methods:
-                return found[0].methods[found[1], name]
+    def method_of(self, node: ast.expr, unit: Unit) -> Optional[Unit]:
+        """Return the method that `x.name` is, if the unit or its class shows the class of `x`."""
+        owner = self.visible_class(node.value, unit) if isinstance(node, ast.Attribute) else None
+        for found in self.bases(*owner) if owner is not None else ():
+            if isinstance(found, tuple) and (found[1], last_name(node)) in found[0].methods:
+                return found[0].methods[found[1], last_name(node)]
         return None
 
     def _imports(self, source: Source) -> list[Source]:
-        found = (self._module(dotted, source) for dotted in source.imported)
+        found = (self._module(dotted, source.path.parent) for dotted in source.imported)
         return list(dict.fromkeys(s for s in found if s is not None and s is not source))
 
     def _find_trainers(self) -> Iterator[Trainer]:
@@ -156,15 +154,12 @@ class Tree:
             files = _all_from([entry], self.imports) if is_script and not _NO_TRAINER.search(entry.path.stem) else []
             if trains.isdisjoint(files):
                 continue
-            own = [u for u in entry.functions.values() if u.name == "main" or not _COMMANDS.isdisjoint(_decorators(u))]
-            own += [u for s in files for u in s.functions.values() if any("regist" in d for d in _decorators(u))]
-            start = [
-                *(s.module for s in files),
-                *(entry.units if self.root.is_file() or entry in trains else [entry.main]),
-            ]
-            trainer = Trainer(entry, files, self._reach([*start, *own]))
-            is_launched = trainer.is_distributed or self.root.is_file() or trainer.may_be_launched
-            if is_launched and any(map(trains_in, trainer.units)):
+            start = [s.module for s in files]
+            start += entry.units if self.root.is_file() or entry in trains else [entry.main]
+            start += [u for u in entry.functions.values() if u.name == "main" or _COMMANDS & {*entered(u.node)}]
+            start += [u for s in files for u in s.functions.values() if any("regist" in d for d in entered(u.node))]
+            trainer = Trainer(entry, files, self._reach(start))
+            if (self.root.is_file() or trainer.may_be_launched) and any(map(trains_in, trainer.units)):
                 yield trainer
 
     def _find_training(self) -> set[Unit]:
@@ -192,11 +187,9 @@ class Tree:
     def visible_class(self, node: ast.expr, unit: Unit) -> Optional[Class]:
         """Return the class of an object if the unit or its class shows it: self, super(), or `name = Class(...)`."""
         key = key_of(node)
-        if not key and not isinstance(node, ast.Call):
-            return None
         if unit.owner is not None and (key in ("self", "cls") or last_name(node) == "super"):
             return unit.source, unit.owner
-        where = [unit, unit.source.module, *(self._mates(unit) if key.startswith("self.") else ())]
+        where = [unit, unit.source.module, *(unit.mates if key.startswith("self.") else ())]
         values = [b.value for u in where for b in u.bindings.get(key, [])]
         for value in [node, *values]:
             found = self.defined(value.func, unit.source) if isinstance(value, ast.Call) else None
@@ -207,11 +200,8 @@ class Tree:
     def _named_in(self, unit: Unit) -> tuple[list[Unit], list[Class]]:
         """Return the functions, the methods of visible classes, and the classes that `unit` names."""
         found = [self.definition(dotted, unit.source) for dotted in unit.origins - {""}]
-        functions = [each for each in found if isinstance(each, Unit)]
-        for attribute in unit.all(ast.Attribute):
-            owner = self.visible_class(attribute.value, unit) if isinstance(attribute.ctx, ast.Load) else None
-            method = self.method(attribute.attr, *owner) if owner is not None else None
-            functions += [method] if method is not None else []
+        methods = (self.method_of(node, unit) for node in unit.all(ast.Attribute) if isinstance(node.ctx, ast.Load))
+        functions = [each for each in (*found, *methods) if isinstance(each, Unit)]
         return functions, [each for each in found if isinstance(each, tuple)]
 
 
@@ -222,24 +212,11 @@ def trains_in(unit: Unit) -> bool:
     called = [c.func for c in unit.all(ast.Call) if isinstance(c.func, ast.Attribute)]
     if any(f.attr in TRAINING_CALLS for f in called) or "ddpshim.robomimic.run_epoch" in unit.origins:
         return True
-    if "optimizer" in unit.words and any(
-        {"loss", "optimizer"} <= set(map(last_name, c.args)) for c in unit.all(ast.Call)
-    ):
+    if any({"loss", "optimizer"} <= {*map(last_name, c.args)} for c in unit.all(ast.Call)):
         return True  # timm's scaler(loss, optimizer) runs backward and steps
     knows = any(re.match(r"(pytorch_)?lightning|transformers|trl\b", origin) for origin in unit.source.names.values())
     fits = any(f.attr in ("fit", "train") and "trainer" in key_of(f.value).lower() for f in called)
     return knows and (fits or (unit.name == "training_step" and unit.owner is not None))
-
-
-def _is_distributed(unit: Unit) -> bool:
-    known = {unit.source.names.get(name, name).rpartition(".")[2] for name in unit.words}
-    texts = (c.value for c in unit.all(ast.Constant) if isinstance(c.value, str))
-    asks = "environ" in unit.words and not _VARIABLES.isdisjoint(texts)
-    return asks or not _DISTRIBUTED.isdisjoint(known)
-
-
-def _decorators(unit: Unit) -> set[str]:
-    return {last_name(each) for each in getattr(unit.node, "decorator_list", ())}
 
 
 def _all_from(start: Iterable[T], follow: Callable[[T], Iterable[T]]) -> list[T]:
@@ -262,16 +239,8 @@ def _files_below(root: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
 
 
-def _imported_files(source: Source) -> Iterator[Path]:
-    """Yield the project's files that a file imports: from its folder, from those above up to the project's, or src."""
-    above = list(source.path.parents)
+def _project_of(file: Path) -> Path:
+    """Return the folder of the project that a file is in: a near one with pyproject.toml, else that of its package."""
     marks = ("pyproject.toml", "setup.py", ".git")
-    package_top = next(n for n, folder in enumerate(above, 1) if not (folder / "__init__.py").exists())
-    top = next((n for n, f in enumerate(above[:5], 1) if any((f / m).exists() for m in marks)), package_top)
-    for dotted in source.imported:
-        stem = dotted.lstrip(".")
-        level = len(dotted) - len(stem)
-        starts = above[level - 1 : level] if level else [*above[:top], above[top - 1] / "src"]
-        paths = [start.joinpath(*filter(None, stem.split("."))) for start in starts if not stem.startswith("ddpshim")]
-        both = (p for path in paths for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file())
-        yield from [*both][:1]
+    marked = (folder for folder in list(file.parents)[:5] if any((folder / mark).exists() for mark in marks))
+    return next(marked, next(folder for folder in file.parents if not (folder / "__init__.py").exists()))
