@@ -188,16 +188,16 @@ def one_seed(case: Meaning) -> Iterator[Hit]:
         return
     of_torch = [(u, c) for u, c in seeds if u.source.qualified(c.func).startswith("torch")]
     unit, call = min(of_torch or seeds, key=lambda seed: (seed[0].source is not entry, seed[1].lineno))
-    drawn = next(filter(None, (_draw_in(u, u in case.tree.training) for u in case.trainer.units)), None)
+    trains = [unit for unit in case.trainer.units if unit in case.tree.training]
+    called = {word for unit in trains for word in unit.words}  # `policy.forward_train` draws for the step that calls it
+    drawn_in = (_draw_in(u, u in trains or (u.owner is not None and u.name in called)) for u in case.trainer.units)
+    drawn = next(filter(None, drawn_in), None)
     if drawn is not None and not case.is_guarded(call, unit):
         yield unit, call, f"{text_of(call)} is the same on every rank and stays so, and {drawn} draws"
 
 
 def _draw_in(unit: Unit, trains: bool) -> Optional[str]:
-    """Return a layer that draws (Dropout, RandomCrop), or a function that draws where the unit trains, as named there.
-
-    Not a function that a module calls outside its loops: it draws once, usually for data.
-    """
+    """Return a layer that draws (Dropout), or a function that does where the unit trains; at a file's top in a loop."""
     for named in (*unit.all(ast.Attribute), *unit.all(ast.Name)):
         name, is_initial = last_name(named), last_name(getattr(named, "value", None)) == "init"
         in_loop = any(isinstance(above, source.LOOPS) for above in unit.source.above(named))
