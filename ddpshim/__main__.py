@@ -246,7 +246,7 @@ def _add_check(commands: Commands) -> None:
     check.add_argument("--read", action="store_true", help=text)
     text = "explain a finding of --read, with an example (default: list all)"
     check.add_argument("--explain", action=_Explain, nargs="?", default=argparse.SUPPRESS, metavar="CODE", help=text)
-    check.add_argument(*_NPROC, type=several, default=2, metavar="N", help="ranks on this node (2)")
+    check.add_argument(*_NPROC, type=several, metavar="N", help="ranks on this node (2)")
     check.add_argument("--steps", type=positive, default=20, metavar="K", help="optimizer steps (20)")
     text = "the one-process trainer and its arguments, as one quoted word (default: the same command)"
     check.add_argument("--one", metavar="COMMAND", help=text)
@@ -254,7 +254,7 @@ def _add_check(commands: Commands) -> None:
     check.add_argument("--timeout", type=positive, default=300, metavar="S", help=text)
     check.add_argument("--json", action="store_true", help="for programs")
     _add_program(check)
-    check.set_defaults(run=_check, needs_torch=True, starts_ranks=True)
+    check.set_defaults(run=_check, default_nproc=2, needs_torch=True, starts_ranks=True)
 
 
 class _Explain(argparse.Action):
@@ -313,7 +313,6 @@ def _add_run(commands: Commands) -> None:
     run.add_argument(
         *_NPROC,
         type=nproc,
-        default="auto",
         metavar="N|gpu|cpu|auto",
         help="ranks on this node; auto: one for each GPU, else for each core",
     )
@@ -339,7 +338,7 @@ def _add_run(commands: Commands) -> None:
     text = "check the command and print what would be started, but start nothing"
     run.add_argument("--dry-run", action="store_true", help=text)
     _add_program(run)
-    run.set_defaults(run=_run, needs_torch=True, starts_ranks=True)
+    run.set_defaults(run=_run, default_nproc="auto", needs_torch=True, starts_ranks=True)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -357,13 +356,15 @@ def _launch(arguments: argparse.Namespace) -> Launch:
     from ddpshim.launch.runner import Launch
 
     given = {field.name: getattr(arguments, field.name) for field in fields(Launch) if field.name in arguments}
-    after = [word for word in arguments.arguments if word.partition("=")[0].replace("_", "-") in _NPROC]
-    if after and arguments.nproc in ("auto", 2):  # the defaults
-        raise LaunchError(
-            f"{after[0]} stands after {arguments.program}, so it is the program's own argument, and says nothing about "
-            f"ranks. Put it first: --nproc N {arguments.program}. If the program has such an "
-            "argument, give both."
-        )
+    if "nproc" in arguments and arguments.nproc is None:
+        after = [word for word in arguments.arguments if word.partition("=")[0].replace("_", "-") in _NPROC]
+        if after:
+            raise LaunchError(
+                f"{after[0]} stands after {arguments.program}, so it is the program's own argument, and says nothing "
+                f"about ranks. Put it first: --nproc N {arguments.program}. If the program has such an argument, give "
+                "both."
+            )
+        given["nproc"] = arguments.nproc = arguments.default_nproc
     return Launch(**{**given, "arguments": tuple(arguments.arguments)})
 
 

@@ -157,7 +157,8 @@ def test_ranks_behind_the_program(wrong: str, here: Path, capsys: pytest.Capture
     assert _call(wrong.split()) == 2
     said = capsys.readouterr().err
     assert "stands after train.py, so it is the program's own argument, and says nothing about ranks" in said
-    assert _call(["run", "--dry-run", "--nproc", "3", "train.py", "--nproc", "4"]) == 0
+    for number in ("auto", "3"):
+        assert _call(["run", "--dry-run", "--nproc", number, "train.py", "--nproc", "4"]) == 0
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=_id)
