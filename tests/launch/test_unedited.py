@@ -229,6 +229,10 @@ torch.save({**weights, "temperature": agent.temperature.detach(), "drawn": torch
         assert two.said(rank, "last") == pytest.approx(plain.said(0, "last"), abs=1e-6)
 
 
+# torch 2.13 aborts the end of a gloo program with its own group now and then, also without ddpshim (2 of 10 pairs).
+ENDS_AT_ONCE = "sys.stdout.flush(); os._exit(0)"
+
+
 def test_a_program_that_joins_a_group_of_its_own_starts_again_and_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "import torch.distributed as dist\n\ndef join():\n    dist.init_process_group('gloo')\n"
@@ -242,7 +246,7 @@ own.join()
 model = nn.parallel.DistributedDataParallel(network())
 for _, x, y in DataLoader(Items(), 8):
     model(x).mean().backward()
-torch.distributed.destroy_process_group()  # else threads of gloo may abort the end of a program that is left alone
+{ENDS_AT_ONCE}
 """
     two = succeeded(run(tmp_path, script, 2))
     for number in (0, 1):
@@ -268,7 +272,7 @@ if rank != "none":
 model = network() if rank == "none" else nn.parallel.DistributedDataParallel(network())
 train(model, DataLoader(Items(), 8))
 if rank != "none":
-    dist.destroy_process_group()  # else threads of gloo may abort the end of a program that is left alone
+    {ENDS_AT_ONCE}
 """
     two = succeeded(run(tmp_path, script, 2))
     assert [two.said(number, "rank")[-1] for number in (0, 1)] == (["0", "1"] if is_alone else ["none", "none"])
