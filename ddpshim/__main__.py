@@ -49,12 +49,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         arguments = parser.parse_args(argv)
         if getattr(arguments, "program", None) == "-m" and arguments.arguments:  # argparse's result after "--"
             arguments.is_module, (arguments.program, *arguments.arguments) = True, arguments.arguments
-        if getattr(arguments, "read", False):
-            return _check_read(arguments)
-        only_describes = getattr(arguments, "only_describes", False)  # selftest --env
-        if getattr(arguments, "needs_torch", False) and not only_describes:
+        if getattr(arguments, "needs_torch", False):
             _refuse_missing_torch()
-        if getattr(arguments, "starts_ranks", False) and not only_describes:
+        if getattr(arguments, "starts_ranks", False):
             _refuse_this_system()
         code: int = arguments.run(arguments)
     except KeyboardInterrupt:
@@ -188,7 +185,7 @@ def _add_selftest(commands: Commands) -> None:
     selftest.add_argument("--json", action="store_true", help="print JSON; progress goes to stderr")
     report = selftest.add_argument_group("for a bug report, instead of a test")
     text = "print versions, GPUs, launcher, variables, cores and memory"
-    report.add_argument("--env", action="store_true", dest="only_describes", help=text)
+    report.add_argument("--env", action=_Instead, const=_describe, help=text)
     text = "with --env: also the names of machines, user and home folder (left out by default)"
     report.add_argument("--names", action="store_true", help=text)
     gpus = selftest.add_argument_group("acceptance test for a machine with GPUs (`python -m ddpshim docs start`)")
@@ -202,13 +199,25 @@ def _add_selftest(commands: Commands) -> None:
     selftest.set_defaults(run=_selftest, needs_torch=True, starts_ranks=True)
 
 
-def _selftest(arguments: argparse.Namespace) -> int:
-    if arguments.only_describes:
-        from ddpshim.observe.environment import as_text, describe
+class _Instead(argparse.Action):
+    """Runs `const` in place of the command; it needs no torch and starts no ranks."""
 
-        report = describe(with_names=arguments.names)
-        print(json.dumps(report, indent=2) if arguments.json else as_text(report))
-        return 0
+    def __init__(self, option_strings: list[str], dest: str, const: Any, help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, const=const, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any) -> None:
+        namespace.run, namespace.needs_torch, namespace.starts_ranks = self.const, False, False
+
+
+def _describe(arguments: argparse.Namespace) -> int:
+    from ddpshim.observe.environment import as_text, describe
+
+    report = describe(with_names=arguments.names)
+    print(json.dumps(report, indent=2) if arguments.json else as_text(report))
+    return 0
+
+
+def _selftest(arguments: argparse.Namespace) -> int:
     from ddpshim.tools.selftest.running import Plan, coloured, run
 
     plan = Plan(**{field.name: getattr(arguments, field.name) for field in fields(Plan)})
@@ -243,7 +252,7 @@ def _add_check(commands: Commands) -> None:
         "       %(prog)s --explain [CODE]",
     )
     text = "only read trainers, files or folders: list what hangs, or trains something else, on several ranks"
-    check.add_argument("--read", action="store_true", help=text)
+    check.add_argument("--read", action=_Instead, const=_check_read, help=text)
     text = "explain a finding of --read, with an example (default: list all)"
     check.add_argument("--explain", action=_Explain, nargs="?", default=argparse.SUPPRESS, metavar="CODE", help=text)
     check.add_argument(*_NPROC, type=several, metavar="N", help="ranks on this node (2)")

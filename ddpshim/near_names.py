@@ -63,12 +63,15 @@ def _share_a_word(name: str, other: str) -> bool:
 
 
 # Other launchers' words for the number of ranks.
-_NPROC = ("-n", "-np", "--gpus", "--ngpus", "--num-gpus", "--num-processes", "--num_processes", "--world-size")
+_OF_OTHER_LAUNCHERS = {
+    *("-n", "-np", "--gpus", "--ngpus", "--num-gpus", "--num-processes", "--num_processes", "--world-size"),
+}
 
 
 def nearest(name: str, known: list[str]) -> str:
     """Return the end of a message about an unknown name, which suggests the nearest known one; may be empty."""
     near = [_INSTEAD[name]] if name in _INSTEAD else difflib.get_close_matches(name, known, n=1)
     near = near or [other for other in known if len(name) > 3 and other.startswith(name)]  # --gpus: --gpus-per-node
-    near = near or [other for other in ("--nproc",) if other in known and name in _NPROC]
+    if not near and name in _OF_OTHER_LAUNCHERS and "--nproc" in known:
+        near = ["--nproc"]
     return f"; did you mean {near[0]}?" if near else ""

@@ -47,7 +47,6 @@ importlib.import_module({module!r}).{function}({arguments})
 def start_process(
     serve: Callable[..., None],
     *arguments: Any,
-    nice: int = _NICE,
     environ: Optional[dict[str, str]] = None,
     descriptors: Iterable[int] = (),
 ) -> tuple[subprocess.Popen[bytes], Connection]:
@@ -63,7 +62,7 @@ def start_process(
     """
     ours, theirs = multiprocessing.Pipe()
     program = _PROGRAM.format(
-        nice=nice,
+        nice=_NICE,
         names=("SIGINT", *SIGNALS),
         path=sys.path,
         module=serve.__module__,

@@ -190,8 +190,6 @@ class _Call:
         shown: list[environments.Shown] = []
         num_successes = 0
         for number in range(self.num_episodes):
-            if number not in dealt.results:
-                raise RolloutError(f"the evaluation was stopped; episode {number} was not played, there is no result")
             episode, of_env = dealt.results[number]
             kept.append(Episode(*episode))
             shown.append(environments.Shown(*of_env))

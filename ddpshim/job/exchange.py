@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ddpshim.errors import SyncError
-from ddpshim.job import exchange, shares
+from ddpshim.job import shares
 from ddpshim.job.process_group import new_group
 from ddpshim.job.world import World, as_divisor
 from ddpshim.process import timing
@@ -124,7 +124,7 @@ def group() -> Any:
 
 def mean_over(here: World, total: Any, count: Any) -> Any:
     """See `World.mean_over`."""
-    num, at_hand = exchange.size(here), shares.at_hand()
+    num, at_hand = size(here), shares.at_hand()
     weight = 1.0 if at_hand is None else at_hand.weight  # 0 if this rank repeats a row of another rank
     if not isinstance(total, torch.Tensor):
         sums = {"total": float(total), "count": float(count)}
@@ -135,7 +135,7 @@ def mean_over(here: World, total: Any, count: Any) -> Any:
         return total / counted
     own = torch.stack(torch.broadcast_tensors(total.detach().to(counted.dtype), counted))
     own = own if weight else torch.zeros_like(own)
-    total_of_all, over_all = exchange.add_up(own, group(), "a mean over all samples")
+    total_of_all, over_all = add_up(own, group(), "a mean over all samples")
     # The backward pass multiplies by `weight`, which is right for a mean over the rank's rows: undo it here.
     mean: torch.Tensor = total * (num / weight if weight else 0.0) / over_all
     with torch.no_grad():  # the gradient stays that of this rank's part

@@ -45,6 +45,7 @@ def _is_of_program(file: str, package: str) -> bool:
     return not is_torchs_or_ours(file) and (is_started or not is_installed)
 
 
+@functools.lru_cache(maxsize=4096)
 def is_torchs_or_ours(file: str) -> bool:
     """Return whether `file` is of torch, ddpshim or Python's standard library. Local."""
     return short(file).startswith(("torch/", "ddpshim/", "python/", "<"))

@@ -171,6 +171,7 @@ OF_THE_PROCESS = {
     "failures.unsynced_check.watch": "torch's hook of all optimizers is the process's",
     "process.say.say_once": "lines that were said",
     "process.users_line._is_of_program": "a function of a file's name",
+    "process.users_line.is_torchs_or_ours": "the same",
     "trainers.unedited.write_audit._listen": "Python has no way to take back an audit hook",
     "trainers.unedited.write_audit._is_private": "what that hook asks, while files are private",
     "process.job._current": "the job itself",

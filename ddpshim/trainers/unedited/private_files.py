@@ -69,7 +69,6 @@ class PrivateFiles:
                 stand_ins = main_file_log.stand_ins(self._changes, self._saves, self._left)
             else:
                 from ddpshim.trainers.unedited.file_overlay import View
-                from ddpshim.trainers.unedited.private_files import inherited
                 from ddpshim.trainers.unedited.stand_ins import Files
                 from ddpshim.trainers.unedited.write_audit import refused
 
