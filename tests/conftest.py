@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # The marker of unmarked tests, by file (see `markers` in pyproject.toml); in other files: unit.
 TIERS = {
     **dict.fromkeys(("guard", "parallel", "resume", "seams", "second_job", "sequences"), "ranks"),
-    **dict.fromkeys(("background", "bootstrap", "data_kinds", "droid", "equivalence", "field"), "launch"),
+    **dict.fromkeys(("background", "bootstrap", "data_kinds", "debugger", "droid", "equivalence", "field"), "launch"),
     **dict.fromkeys(
         ("examples", "examples_launch", "import_cost", "launch_matrix", "once_more", "packaging", "unedited"), "launch"
     ),

@@ -138,6 +138,10 @@ class Clock:
         if begins and threading.get_ident() == self._thread:
             self._become("forward")
 
+    def skip(self) -> None:
+        """Count the time since the current phase began as none: the program stood at a prompt."""
+        self._since, self.marks = time.perf_counter(), None
+
     def worker_s(self) -> Optional[float]:
         """Return the seconds that a worker of the last loader takes per batch; None if no worker reports it. Local."""
         if self.busy is None:

@@ -25,7 +25,7 @@ from ddpshim.failures import failure, hang_detector, rendezvous, unsynced_check
 from ddpshim.job.group import cleanup, has_group
 from ddpshim.job.world import World
 from ddpshim.options import Options
-from ddpshim.process import freed_memory, messages
+from ddpshim.process import freed_memory, messages, shared_pdb
 from ddpshim.process.devices import agree_on_backend, backend_of, bind_device
 from ddpshim.process.job import Job, current
 from ddpshim.process.job import leave as leave_job
@@ -77,6 +77,7 @@ def begin(job: Job, made: World, timeout_s: float) -> None:
         atexit.register(_leave, os.getpid())  # before the watch and other parts register theirs, so that it runs last
         unsynced_check.begin()
         failure.arm(made.rank, job.store, made.world_size)
+        shared_pdb.share(job.at_end)
         if made.options.guard:
             hang_detector.begin(job, made.rank, made.world_size, timeout_s, gets_no_errors=made.backend == "nccl")
     if made.is_main:

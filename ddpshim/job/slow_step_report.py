@@ -7,6 +7,7 @@ message is added to a step.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import json
 import os
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Optional
 from ddpshim.failures import failure
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.meter import PHASES, Clock, Meter, mark
-from ddpshim.process import events
+from ddpshim.process import events, timing
 from ddpshim.process.job import current
+from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 
 if TYPE_CHECKING:
@@ -56,6 +58,8 @@ class Pace:
             self._on_gpu = world().device.type == "cuda"
             self._clock = self._meter.start()
             self._clock.at_border = self._end_step
+            if world().world_size == 1 or not current().holds_whole_batches:  # else `input` is another one already
+                current().at_end.enter_context(replaced(builtins, "input", timing.uncounted(input)))
             on_cleanup(self._end)
 
     def _end(self) -> None:

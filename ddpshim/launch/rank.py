@@ -19,6 +19,7 @@ from typing import Optional
 
 from ddpshim import variables
 from ddpshim.failures import failure_notes, unsynced_check
+from ddpshim.process import shared_pdb
 from ddpshim.process.after_import import after_import
 from ddpshim.process.rank_log import redirect_output
 from ddpshim.process.say import say
@@ -49,7 +50,8 @@ def main(argv: Sequence[str]) -> None:
 
 def _run(argv: Sequence[str]) -> None:
     patched = program.patched(argv)
-    with contextlib.nullcontext() if patched else program.distributed(argv) as start:
+    with contextlib.ExitStack() as until, contextlib.nullcontext() if patched else program.distributed(argv) as start:
+        shared_pdb.share(until)
         if start is None:
             after_import("hydra.core.utils", _one_output_folder)
         _run_program(patched or argv, start)

@@ -38,7 +38,7 @@ _SECTIONS = (
     ("python/subprocess.py", "", "another program", False),
     ("python/socket.py", "", "the network", False),
     ("python/ssl.py", "", "the network", False),
-    ("python/bdb.py", "", "a debugger", False),
+    ("python/bdb.py", "", "a debugger", True),
 )
 # Functions of ddpshim that wait for other ranks without a collective of torch.
 _WAITS = {
@@ -46,6 +46,7 @@ _WAITS = {
     ("ddpshim/job/world.py", "answers_of_main"): "the order of a loader",
     ("ddpshim/job/collectives.py", "result"): "a check between two steps",
     ("ddpshim/model/equality.py", "finish"): "the comparison of weights",
+    ("ddpshim/job/debugger.py", "_meet"): "a debugger, for the main rank",
 }
 
 

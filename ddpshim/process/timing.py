@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Optional, Protocol
+import functools
+from typing import Any, Callable, Optional, Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class Clock(Protocol):
@@ -14,6 +17,8 @@ class Clock(Protocol):
     def end(self) -> None: ...
 
     def call_network(self) -> None: ...
+
+    def skip(self) -> None: ...
 
 
 running: Optional[Clock] = None  # while time is counted
@@ -28,6 +33,20 @@ def measure_by(clock: Optional[Clock]) -> None:
 def counted(phase: str) -> Any:
     """Return a context whose time counts as `phase` (of `ddpshim.job.meter.PHASES`), if time is measured. Local."""
     return contextlib.nullcontext() if running is None else _counted(running, phase)
+
+
+def uncounted(prompt: Callable[..., T]) -> Callable[..., T]:
+    """Return `prompt`, whose time counts as no phase: a user thinks. Local."""
+
+    @functools.wraps(prompt)
+    def ask(*args: Any, **kwargs: Any) -> T:
+        try:
+            return prompt(*args, **kwargs)
+        finally:
+            if running is not None:
+                running.skip()
+
+    return ask
 
 
 @contextlib.contextmanager

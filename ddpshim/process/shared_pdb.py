@@ -1,0 +1,35 @@
+"""Makes pdb on several ranks one debugger, when a program first reaches it (`ddpshim.job.debugger`)."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from contextlib import ExitStack
+from typing import Any
+
+from ddpshim.process.after_import import after_import
+from ddpshim.process.replaced import replaced
+
+
+def share(until: ExitStack) -> None:
+    """Until the end of `until`, a `pdb.Pdb` without streams of its own is a `Debugger`; not in a data worker. Local."""
+    process = os.getpid()
+
+    def begin() -> None:
+        import pdb  # the program has
+
+        original = pdb.Pdb.__init__
+
+        def init(self: pdb.Pdb, *args: Any, **kwargs: Any) -> None:
+            if (
+                type(self) is pdb.Pdb
+                and os.getpid() == process
+                and not args
+                and not kwargs.keys() & {"stdin", "stdout"}
+            ):
+                kwargs = importlib.import_module("ddpshim.job.debugger").changed(self, kwargs)
+            original(self, *args, **kwargs)
+
+        until.enter_context(replaced(pdb.Pdb, "__init__", init))
+
+    until.callback(after_import("pdb", begin))
