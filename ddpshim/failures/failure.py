@@ -221,9 +221,11 @@ def _with_who_left(error: BaseException) -> BaseException:
     left = "" if watched is None or watched.watch is None else watched.watch.describe_left()
     if watched is None or not left:
         return error
+    from ddpshim.process.remedies import remedy
+
     return SyncError(
-        f"rank {watched.rank} waits for a rank that has already left the job, and would hang:\n{left}\nGive every "
-        "rank the same number of batches (make_loader does), and let no rank leave a loop, or the program, early."
+        f"rank {watched.rank} waits for a rank that has already left the job, and would hang:\n{left}\n"
+        f"{remedy('same end')}."
     ).with_traceback(error.__traceback__)
 
 

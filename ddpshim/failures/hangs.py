@@ -142,9 +142,10 @@ def judge(now: Standings, asker: int, before: Optional[Standings] = None, window
         why = f"; {ranks_called(have_left)} left the job"
     else:
         why = "" if elsewhere else f"; {ranks_called(named)} did nothing for {window_s:.0f} s"
+    from ddpshim.process.remedies import remedy
+
     return verdict._replace(
-        error=f"{said}{why}: ranks would hang until a timeout. Let every rank make the same backward passes and "
-        f"call the same collectives; work of one rank alone belongs in World.run_on_main ({OPT_OUT}). Where each "
+        error=f"{said}{why}: ranks would hang until a timeout. {remedy('same passes')} ({OPT_OUT}). Where each "
         f"rank is:\n{where}"
     )
 

@@ -59,9 +59,10 @@ def _told_apart(here: World, what: str) -> Iterator[None]:
     except messages.Crossed:
         where = here.gather_with_deadline("crossed", f"{what} at {users_line()}", CROSSED_DEADLINE_S)
         there = "; ".join(f"rank {rank} in {place}" for rank, place in where.items())
+        from ddpshim.process.remedies import remedy
+
         raise WorldError(
-            f"ranks met in different collectives: {there}. Their values would be confused. Let every rank make "
-            "the same calls of World, make_loader and the like, in the same order."
+            f"ranks met in different collectives: {there}. Their values would be confused. {remedy('same calls')}."
         ) from None
 
 

@@ -76,19 +76,15 @@ def check_first_step(options: Options, job: Job) -> None:
     entered = job.part(_Entered)
 
     def check(*_: Any) -> None:
+        from ddpshim.process.remedies import remedy
+
         if not entered.is_so:
             raise OptionsError(
                 f"precision={options.precision}, but this step was computed without it: the run would be no faster, "
-                "and its records would name the wrong precision. The module that wrap_parallel returns uses it in its "
-                "forward in training mode; if a loss calls other methods, compute it in `with "
-                "ddpshim.world().autocast():`. Leave the option out if the program has its own autocast."
+                f"and its records would name the wrong precision. {remedy('autocast')}."
             )
         if options.precision == "fp16" and not entered.is_scaled:
-            raise OptionsError(
-                "precision=fp16, but no loss was scaled: small gradients become 0. Use `scaler = "
-                "ddpshim.world().grad_scaler()`, call scaler.scale(loss).backward(), scaler.step(optimizer) and "
-                "scaler.update(), or use bf16, which needs none."
-            )
+            raise OptionsError(f"precision=fp16, but no loss was scaled: small gradients become 0. {remedy('scaler')}.")
 
     hook = register_optimizer_step_pre_hook(check)
     job.at_end.callback(hook.remove)

@@ -151,7 +151,7 @@ class Pace:
         finding = judge(ranks, loads_s)
         if finding is None or finding.step_s * num_steps < _LEAST_S:
             return
-        finding = finding._replace(has_room=self._has_room())
+        finding = finding._replace(has_room=self._has_room(), is_on_gpu=world().device.type == "cuda")
         key = finding.phase, finding.ranks
         if finding.share > 2 * self._said.get(key, 0.0):
             self._said[key] = finding.share

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Optional
 
 from ddpshim.job.meter import PHASES
+from ddpshim.process.remedies import remedy
 from ddpshim.process.say import ranks_called
 
 # Shares of a step: a lower cost is not reported. The second is for costs of all ranks: not wrong, only expensive.
@@ -36,32 +37,36 @@ _WHAT = {
     "rollout": "in rollouts",
     "other": "between steps",
 }
-_SAVE_LESS = "Save less often, or in a trainer of your own with ddpshim.checkpoint.save_in_background"
 _LOOK_AT_DEVICE = (
     "Check for another program on its GPU or cores, a lower clock (nvidia-smi -q -d PERFORMANCE), or larger samples"
 )
+_LOOK_AT_CORES = "Check for another program on its cores, or larger samples"
+# What to do, on GPUs and on the CPU; or the name of a remedy.
 _DO_ALONE = {
-    "data": "Check its node's disk, and what else uses the cores there; more num_workers may hide it",
-    "transfer": "Check for work on batches that only it does, and its GPU's link (nvidia-smi topo -m)",
-    "forward": _LOOK_AT_DEVICE,
-    "backward": _LOOK_AT_DEVICE,
-    "optimizer": _LOOK_AT_DEVICE,
-    "save": _SAVE_LESS,
-    "rollout": "Give all ranks a share of the episodes, or evaluate less often",
-    "other": "Log, print and evaluate less often there, or divide that work over all ranks",
+    "data": ("Check its node's disk, and what else uses the cores there; more num_workers may hide it",) * 2,
+    "transfer": (
+        "Check for work on batches that only it does, and its GPU's link (nvidia-smi topo -m)",
+        "Check for work on batches that only it does",
+    ),
+    **dict.fromkeys(("forward", "backward", "optimizer"), (_LOOK_AT_DEVICE, _LOOK_AT_CORES)),
+    "other": ("Log, print and evaluate less often there, or divide that work over all ranks",) * 2,
 }
 _DO_TOGETHER = {
-    "data": "Increase num_workers (robomimic: train.num_data_workers), store images decoded and small, or keep the "
-    "data in memory; more GPUs do not help",
-    "transfer": "Use pin_memory=True and .to(device, non_blocking=True), move images as uint8, augment in the workers "
-    "or on the GPU",
-    "communication": "Use a larger batch for each rank, fewer ranks, or gradient buckets of another size "
-    "(wrap_parallel(..., bucket_cap_mb=...))",
-    "save": _SAVE_LESS,
-    "rollout": "Evaluate less often, or with fewer episodes",
+    "data": (
+        "Increase num_workers (robomimic: train.num_data_workers), store images decoded and small, or keep the data in "
+        "memory; more GPUs do not help",
+        "Increase num_workers (robomimic: train.num_data_workers), store images decoded and small, or keep the data in "
+        "memory; more ranks do not help",
+    ),
+    "transfer": (
+        "Use pin_memory=True and .to(device, non_blocking=True), move images as uint8, augment in the workers or on "
+        "the GPU",
+        "Do in the workers what the program does with a batch before it calls a network",
+    ),
 }
+_REMEDIES = {"communication": "fewer messages", "save": "fewer saves", "rollout": "fewer rollouts"}
 _DO_WITHOUT_WORKERS = (
-    "Store images decoded and small, or keep the data in memory; more GPUs do not help, nor more num_workers, which "
+    "Store images decoded and small, or keep the data in memory; more ranks do not help, nor more num_workers, which "
     "would compete for the cores"
 )
 
@@ -75,6 +80,7 @@ class Finding(NamedTuple):
         cost_s: seconds lost in every step, on every rank, since the others wait.
         step_s: seconds of a step.
         has_room: there are cores for more data workers.
+        is_on_gpu: whether ranks compute on GPUs.
     """
 
     phase: str
@@ -82,6 +88,7 @@ class Finding(NamedTuple):
     cost_s: float
     step_s: float
     has_room: bool = True
+    is_on_gpu: bool = True
 
     @property
     def share(self) -> float:
@@ -89,11 +96,16 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         cost = f"{100 * self.share:.0f}% of each step ({1e3 * self.cost_s:.3g} of {1e3 * self.step_s:.4g} ms)"
+        if self.phase in _REMEDIES:
+            do = remedy(_REMEDIES[self.phase])
+        elif not self.ranks and self.phase == "data" and not self.has_room:
+            do = _DO_WITHOUT_WORKERS
+        else:
+            do = (_DO_ALONE if self.ranks else _DO_TOGETHER)[self.phase][not self.is_on_gpu]
+            do = do if self.has_room else do.partition("; more num_workers")[0]
         if not self.ranks:
-            do = _DO_TOGETHER[self.phase] if self.has_room or self.phase != "data" else _DO_WITHOUT_WORKERS
             return f"every rank spends {cost} {_WHAT[self.phase]}. {do}."
         who, verb = ranks_called(self.ranks), "is" if len(self.ranks) == 1 else "are"
-        do = _DO_ALONE[self.phase] if self.has_room else _DO_ALONE[self.phase].partition("; more num_workers")[0]
         return f"{who} {verb} longer {_WHAT[self.phase]} than the others, which wait: {cost}. {do}."
 
 

@@ -166,11 +166,9 @@ class Equality:
             seen = {rows[i] for rows in table}
             if len(seen) > 1 and 0 not in seen and not self._has_named_buffer and self.ranks[0] == dist.get_rank():
                 self._has_named_buffer = True
-                say(
-                    f"buffer '{name}' of a {type(home).__name__} is updated from each rank's own samples, but only "
-                    "the main rank's is kept, which saw one share of the batch. Update it from all ranks' samples "
-                    "(ddpshim.world().mean, .all_gather)"
-                )
+                from ddpshim.process.remedies import remedy
+
+                say(f"buffer '{name}' of a {type(home).__name__} {remedy('buffer')}")
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows of the module and of its optimizers' state, which must be equal. Local."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpshim.job.own_streams import draws_alike
+from ddpshim.process.job import current
 from ddpshim.process.say import say
 
 
@@ -47,7 +48,8 @@ class PrivateGenerators:
     def name_if_alike(self, of_ranks: list[int], is_main: bool) -> None:
         """Print once, on the main rank, if two ranks have the same states. Local."""
         is_alike = len(set(of_ranks)) < len(of_ranks) and of_ranks[0] != 0
-        if is_alike and not self._is_named and is_main:
+        # Where every rank runs the whole program, they should.
+        if is_alike and not self._is_named and is_main and not current().holds_whole_batches:
             self._is_named = True
             say(
                 f"{', '.join(self._used)} draws the same numbers on all ranks, so different samples get the same "

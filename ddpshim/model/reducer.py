@@ -360,8 +360,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
             raise error
         raise SyncError(
             f"parameter '{self._names[id(stale[0])]}' of {type(self.module).__name__} changed its dtype or device "
-            "after wrap_parallel; torch's reducer no longer sees its gradient, and ranks would train different models. "
-            "Convert first, then wrap."
+            "after it was wrapped; torch's reducer no longer sees its gradient, and ranks would train different "
+            "models. Convert it before."
         ) from error
 
     def _refuse_missed(self, missed: list[int]) -> None:

@@ -35,7 +35,9 @@ class _Sent(NamedTuple):
 
     def __str__(self) -> str:
         batches = (f"step {at.step} of epoch {at.epoch} of {called}{_of_samples(at)}" for at, called in self.where)
-        said = ", ".join(batches) or "no batch from make_loader"
+        from ddpshim.process.remedies import remedy
+
+        said = ", ".join(batches) or remedy("a batch")
         if self.num_steps is not None:
             said += f", after {count(self.num_steps, 'optimizer step')}"
         return said + (f" (the last at learning rate {', '.join(map(str, self.rates))})" if self.rates else "")
@@ -100,11 +102,11 @@ class Agreement:
                 "positions", f"{sent_for}, network {self._number}", _MEETING_DEADLINE_S
             )
             where = "; ".join(f"rank {rank}: {said}" for rank, said in of_ranks.items())
+            from ddpshim.process.remedies import remedy
+
             raise SyncError(
                 f"ranks reduced gradients of different steps or networks in a backward pass of {self._network}. "
-                f"{where}. Iterate over make_loader's loaders in the same way on every rank; skip no batch, step or "
-                "network on one rank alone; step schedulers with numbers of all ranks. To look at data on one rank, "
-                f"use a separate DataLoader ({OPT_OUT})."
+                f"{where}. {remedy('same steps')} ({OPT_OUT})."
             )
         return asks > 0
 

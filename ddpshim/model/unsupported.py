@@ -27,10 +27,12 @@ def check_tensors(module: nn.Module) -> None:
 
 
 def _check_tensor(what: str, tensor: torch.Tensor) -> None:
+    from ddpshim.process.remedies import remedy
+
     if is_lazy(tensor):
         raise SyncError(
             f"{what} has no shape yet (a lazy module), so it cannot be compared or reduced. Run one batch through "
-            "the network before wrap_parallel: with torch.no_grad(): net(batch)."
+            f"the network before {remedy('wrap')}: with torch.no_grad(): net(batch)."
         )
     if any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__):
         raise SyncError(
@@ -39,8 +41,8 @@ def _check_tensor(what: str, tensor: torch.Tensor) -> None:
         )
     if tensor.is_meta:
         raise SyncError(
-            f"{what} is on the meta device and has no values to train. Before wrap_parallel give it memory "
-            "(net.to_empty(device=ddpshim.world().device)) and values (its reset_parameters(), or a checkpoint)."
+            f"{what} is on the meta device and has no values to train. Before {remedy('wrap')} give it memory "
+            f"(net.to_empty(device={remedy('device')})) and values (its reset_parameters(), or a checkpoint)."
         )
     if tensor.is_inference():
         raise SyncError(
@@ -99,16 +101,18 @@ def check_stream(device: torch.device) -> None:
 
 def check_device(module: nn.Module, here: World) -> None:
     """Refuse parameters that are on another rank's GPU, or on the CPU with nccl. Local."""
+    from ddpshim.process.remedies import remedy
+
     for name, p in module.named_parameters():
         if p.is_cuda and here.device.type == "cuda" and p.device != here.device:
             raise SyncError(
                 f"parameter '{name}' is on {p.device}, but rank {here.rank} computes on {here.device}; ranks would "
-                "share a GPU, and hang. Use ddpshim.world().device instead of a fixed 'cuda:0'."
+                f"share a GPU, and hang. {remedy('gpu')}."
             )
         if not p.is_cuda and here.backend == "nccl":
             raise SyncError(
                 f"parameter '{name}' is on {p.device}, and nccl only reduces GPU memory. Call "
-                ".to(ddpshim.world().device) before wrap_parallel."
+                f".to({remedy('device')}) before {remedy('wrap')}."
             )
 
 
@@ -134,9 +138,11 @@ def check_same_structure(module: nn.Module, here: World) -> None:
         name for name in first if any(sums[name] != first[name] and sums[name] == sums[name] for _, sums in everyone)
     ]
     if differing and here.is_main:
+        from ddpshim.process.remedies import remedy
+
         warnings.warn(
-            f"weights differed between ranks before wrap_parallel (first: '{differing[0]}'); all ranks now have the "
-            "main rank's. Copies made earlier (an EMA, a target network) still differ: pass seed= to "
-            "ddpshim.setup(), build every network before the first wrap_parallel, or make the copies afterwards.",
+            f"weights differed between ranks before training (first: '{differing[0]}'); all ranks now have the "
+            "main rank's. Copies made earlier (an EMA, a target network) still differ: "
+            f"{remedy('same weights')}.",
             stacklevel=4,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ from ddpshim.job import meter, slow_step_report
 from ddpshim.job.meter import PHASES, Clock, Meter
 from ddpshim.job.slow_step_report import Pace
 from ddpshim.job.slowness import Finding, judge
-from ddpshim.process import events, machine, timing
+from ddpshim.process import events, machine, remedies, timing
+from ddpshim.process.job import current
 from ddpshim.process.say import say
 from evidence import slowness
 from tests.ranks import run_ranks
@@ -341,3 +343,19 @@ def _is_counted() -> tuple[bool, bool]:
 @pytest.mark.parametrize("choice", ["yes", "no"])
 def test_the_option_turns_it_off(choice: str) -> None:
     assert run_ranks(_is_counted, 2, environ={"DDPSHIM_DIAGNOSE": choice}) == [(choice == "yes", False)] * 2
+
+
+def test_advice_is_of_the_mode_and_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    apis = re.compile(r"\bmake_loader|wrap_parallel|\bWorld\b|\bworld\b|\bsetup\(|save_in_background")
+    assert [name for name, (_, whole) in remedies.REMEDIES.items() if apis.search(whole)] == []
+    for is_whole, more in (
+        (False, ", or gradient buckets of another size (wrap_parallel(..., bucket_cap_mb=...))"),
+        (True, ""),
+    ):
+        monkeypatch.setattr(current(), "holds_whole_batches", is_whole)
+        said = str(Finding("communication", (), 0.1, 0.2))
+        assert said.endswith(f"fewer ranks{more}.")
+    for ranks, phase in (((), "transfer"), ((1,), "transfer"), ((1,), "forward"), ((), "data")):
+        on_gpu, on_cpu = (str(Finding(phase, ranks, 0.1, 0.2, is_on_gpu=is_on)) for is_on in (True, False))
+        assert re.search("pin_memory|nvidia-smi|GPU", on_gpu)
+        assert not re.search("pin_memory|nvidia-smi|GPU", on_cpu)

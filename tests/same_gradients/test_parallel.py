@@ -455,7 +455,7 @@ def _rank_builds_different(kind: str) -> list[float]:
         net.register_buffer("extra", torch.zeros(2))
     if kind == "values":
         with (
-            pytest.warns(UserWarning, match="weights differed between ranks before wrap_parallel")
+            pytest.warns(UserWarning, match="weights differed between ranks before training")
             if here.is_main
             else torch.enable_grad()
         ):
@@ -730,7 +730,7 @@ def _rank_converts(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["float", "float and back"])
 def test_a_conversion_after_the_wrap_is_an_error(how: str) -> None:
-    with pytest.raises(RankError, match="of Policy changed its dtype or device after wrap_parallel"):
+    with pytest.raises(RankError, match="of Policy changed its dtype or device after it was wrapped"):
         run_ranks(_rank_converts, 2, how)
 
 
