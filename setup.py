@@ -1,5 +1,6 @@
 """Packaging that pyproject.toml cannot express. Each extra is defined by one file in requirements/."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -21,6 +22,16 @@ def lines_of(file: Path) -> list[str]:
     return [line for line in lines if line]
 
 
+def description() -> str:
+    """Return the README for a package index, which has no other file: links to them would lead nowhere."""
+    text = (Path(__file__).parent / "README.md").read_text(encoding="utf-8").partition("\n## Files")[0]
+    text = text.replace("```\npython3 bootstrap.py", "In a clone of the repository:\n\n```\npython3 bootstrap.py", 1)
+    text = re.sub(r"pip install \. +# in a clone of this repository; ", "pip install ddpshim    # ", text)
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)\n", "", text.replace('".[', '"ddpshim['))
+    text = re.sub(r"\[([^\]]+)\]\((?!http)[^)]*\)", r"\1", text)
+    return f"{text}\n`python -m ddpshim docs` lists and prints the pages.\n"
+
+
 class BuildPages(build_py):
     """Adds MIGRATION.md, which is not in docs/, to the pages in the wheel for `python -m ddpshim docs`."""
 
@@ -33,5 +44,7 @@ class BuildPages(build_py):
 requirements = Path(__file__).parent / "requirements"
 setup(
     cmdclass={"build_py": BuildPages},
+    long_description=description(),
+    long_description_content_type="text/markdown",
     extras_require={name: lines_of(requirements / f"{name}.txt") for name in EXTRAS},
 )

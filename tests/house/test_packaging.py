@@ -100,6 +100,12 @@ def test_metadata(built: Path) -> None:
     assert metadata.get_all("Provides-Extra") == ["completion", "report", "robomimic"]
     assert [line for line in required if "==" in line.partition(";")[0]] == [], "a pin would fight that of a trainer"
     assert not [line for line in required if line.startswith(("robomimic", "torchvision"))], "it would replace torch"
+    shown = metadata.get_payload()
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert {link.partition(":")[0] for link in re.findall(r"\]\(([^)]*)\)", shown)} <= {"https"}, "no file is there"
+    assert "\npip install ddpshim " in shown
+    assert 'torchvision "ddpshim[robomimic]"' in shown
+    assert "pip install . " not in shown
 
 
 @pytest.mark.parametrize(
