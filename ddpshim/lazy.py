@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +11,16 @@ from typing import Any
 def load(package: str, homes: Mapping[str, str], name: str, names: dict[str, Any]) -> Any:
     """Return `name` from the module `homes[name]` of `package`, and store it in `names`. Local.
 
-    For a package's `__getattr__`. Raises AttributeError if `homes` has no such name.
+    For a package's `__getattr__`. Raises AttributeError, with the nearest name, if `homes` has no such name.
     """
     if name not in homes:
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        error = AttributeError(f"module {package!r} has no attribute {name!r}")
+        # `from ddpshim import reading` asks for the module too, before it is imported.
+        if not name.startswith("_") and "importlib" not in sys._getframe(2).f_code.co_filename:
+            from ddpshim.near_names import nearest
+
+            error.args = (error.args[0] + nearest(name, [*homes]),)
+            error.name = name  # or Python 3.10 and later would add a suggestion of their own, in some tracebacks
+        raise error
     names[name] = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
     return names[name]

@@ -74,4 +74,6 @@ def nearest(name: str, known: list[str]) -> str:
     near = near or [other for other in known if len(name) > 3 and other.startswith(name)]  # --gpus: --gpus-per-node
     if not near and name in _OF_OTHER_LAUNCHERS and "--nproc" in known:
         near = ["--nproc"]
+    if name.endswith(".py") and "run" in known:
+        near = [f"run {name}"]
     return f"; did you mean {near[0]}?" if near else ""

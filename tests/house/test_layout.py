@@ -152,8 +152,10 @@ def test_importing_loads_no_torch_and_using_it_no_dynamo() -> None:
 def test_public_names() -> None:
     for name in ddpshim.__all__:
         assert getattr(ddpshim, name).__doc__, name
-    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+    with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
         ddpshim.nonsense  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'wrap_paralel'; did you mean wrap_parallel\?$"):
+        ddpshim.wrap_paralel  # noqa: B018
     assert set(ddpshim.__all__) <= set(dir(ddpshim))
 
 

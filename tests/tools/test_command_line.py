@@ -180,6 +180,7 @@ def test_a_flag_that_there_is_not(command: Command, here: Path, capsys: pytest.C
         ("check --step=3 train.py", "--steps"),
         ("slurm --gpus 4 -- train.py", "--gpus-per-node"),
         ("run --gpus 4 train.py", "--nproc"),
+        ("train.py", "run train.py"),
         ("run --world-size 4 train.py", "--nproc"),
         ("env --json", "selftest --env"),
         ("options", "docs options"),
