@@ -251,7 +251,9 @@ _made: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 def apply_of_rows(original: Any) -> Any:
     """Return the stand-in for autograd.Function.apply: the function gets wholes, and its results are wholes."""
-    inner = original.__func__
+
+    def inner(cls: Any, *args: Any, **kwargs: Any) -> Any:  # from torch 2.14 on a method of C, without __func__
+        return original.__get__(None, cls)(*args, **kwargs)
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.partition(".")[0] == _OURS:

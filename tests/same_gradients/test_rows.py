@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ddpshim.rows import blocks, calls, dimensions, layers, rules
+from ddpshim.rows import blocks, calls, dimensions, gradients, layers, rules
 from ddpshim.rows.tensor import RULES, Memory, Rows, divided
 from tests import row_cases, row_walk
 from tests.ranks import run_ranks
@@ -742,3 +742,10 @@ def test_every_function_of_torch() -> None:
 def test_a_broken_rule_is_seen() -> None:
     for found in run_ranks(_with_breaks, 2, 7, timeout_s=120):
         assert [name for name, num in found.items() if not num] == []
+
+
+def test_a_functions_apply_may_be_a_method_of_c() -> None:
+    """As that of torch 2.14, which has no `__func__`."""
+    ours = type("Ours", (dict,), {"__module__": "ddpshim.model.some"})
+    stand_in = gradients.apply_of_rows(vars(dict)["fromkeys"])
+    assert stand_in.__get__(None, ours)("ab", 1) == {"a": 1, "b": 1}
