@@ -108,7 +108,7 @@ def promised(command: str) -> tuple[str, ...]:
     if OWN in command:
         return ("^best: loss",)
     if "robomimic.scripts.train" in command:
-        return ("^epoch=20$", '"Loss": ')
+        return ("^Train Epoch 20$", '"Loss": ')
     return (r"^wrote lift_bc\.json",) if command.endswith(" example") else (r"\bdigits\b",)
 
 
