@@ -335,3 +335,43 @@ def test_it_trains_on_two_emulated_nodes(tmp_path: Path, batch: Starter) -> None
     assert zero["weight"] == one["weight"]
     assert zero["loss"] == 2.541748046875  # that of one process, see test_launch_matrix.py
     assert not job.was_requeued
+
+
+@pytest.mark.parametrize("engine", ["skypilot", "kubeflow", "trainjob", "ray"])
+def test_a_job_for_another_engine(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each node of each engine starts `run` with its own number, or each worker of Ray one rank."""
+    words = ["--nodes", "3", "--gpus-per-node", "2", "--job-name", "mine", "--", "train.py", "--name"]
+    assert command_line.main(["slurm", "--for", engine, *words, "a b"]) == 0
+    text = capsys.readouterr().out
+    assert "@" not in text
+    assert ("75" in text) == (engine in ("skypilot", "kubeflow"))
+    assert "DDPSHIM_RESUME" in text
+    if engine == "ray":
+        code = compile(text, "ray", "exec")
+        assert {"torch.distributed", "ray.train", "ray.train.torch"} <= {*code.co_names}
+        assert 'PROGRAM = ["train.py", "--name", "a b"]' in text
+        assert "num_workers=6, use_gpu=True" in text
+    else:
+        assert "python -m ddpshim run --nproc 2 --nnodes" in text
+        assert text.rstrip().count("train.py --name 'a b'") == 1
+        job = pytest.importorskip("yaml").safe_load(text)
+        assert "mine" in (job.get("name"), job.get("metadata", {}).get("name"))
+        if engine == "kubeflow":
+            replicas = job["spec"]["pytorchReplicaSpecs"]
+            assert [replicas[kind]["replicas"] for kind in ("Master", "Worker")] == [1, 2]
+            assert replicas["Master"]["template"] == replicas["Worker"]["template"]
+            assert replicas["Master"]["template"]["spec"]["containers"][0]["name"] == "pytorch"
+        else:
+            assert 3 in (job.get("num_nodes"), job.get("spec", {}).get("trainer", {}).get("numNodes"))
+
+
+def test_what_another_engine_would_ignore_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["--for", "ray", "--partition", "gpu", "--nodes", "0", "--job-name", "My job"]
+    assert command_line.main(["slurm", *wrong, "--", "train.py"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert [line.partition("ddpshim: ")[2] or line for line in said.err.splitlines()] == [
+        "--partition is SLURM's, and --for ray would ignore it. Leave it out.",
+        "--nodes='0' is not a whole number of at least 1: no rank would start.",
+        "--job-name='My job': the engines take small letters, digits and - between them.",
+    ]
