@@ -1,4 +1,4 @@
-"""The trainer of train_before.py, distributed: run it with python, or `torchrun --nproc_per_node=2 train_after.py`."""
+"""The trainer of train_before.py, distributed: `python -m ddpshim run --nproc 2 train_after.py`, or python alone."""
 
 import torch
 from torch import nn

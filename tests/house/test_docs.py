@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
+from unittest import mock
 
 import pytest
 import torch
@@ -220,6 +221,23 @@ def test_the_lines_on_checkpoints_run(tmp_path: Path) -> None:
     exec(lines, names)
     assert names["newest"] == tmp_path / "epoch_3.pth"
     assert torch.load(names["newest"])["epoch"] == 3
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_the_lines_on_bars_and_loggers_run(tmp_path: Path, is_main: bool) -> None:
+    (lines,) = (block.text for block in _section("Common pitfalls") if "wandb.init" in block.text)
+    policy, calls = torch.nn.Linear(2, 1), mock.MagicMock()
+    loader = ddpshim.make_loader(torch.utils.data.TensorDataset(torch.ones(6, 2), torch.ones(6, 1)), batch_size=2)
+    world = mock.Mock(is_main=is_main, mean_over=World().mean_over)
+    names: dict[str, Any] = {"policy": policy, "folder": tmp_path, "world": world, "loader": loader, "num_epochs": 2}
+    names.update(optimizer=torch.optim.SGD(policy.parameters(), 0.1), ddpshim=ddpshim, wandb=calls.wandb)
+    names.update(SummaryWriter=calls.SummaryWriter, train_on=lambda x, y: (policy(x) - y).square().mean().detach())
+    calls.tqdm.side_effect = lambda steps, total, disable: steps
+    exec(lines, {**names, "tqdm": calls.tqdm})
+    assert calls.wandb.init.call_args.kwargs["mode"] == ("online" if is_main else "disabled")
+    assert [call.kwargs for call in calls.tqdm.call_args_list] == 2 * [{"total": 3, "disable": not is_main}]
+    assert calls.wandb.init.return_value.log.call_count == 6
+    assert calls.SummaryWriter.return_value.add_scalar.call_count == 6 * is_main
 
 
 def _texts() -> Iterator[str]:
