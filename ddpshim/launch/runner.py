@@ -293,12 +293,15 @@ def nodes_of_scheduler(job: Launch, environ: Mapping[str, str]) -> Launch:
 
 
 def make_log_dir(job: Launch) -> Path:
-    """Make the folder for the output of the ranks of `job` and return it; old ones that `run` named are removed."""
+    """Make the folder for the ranks' output, which git ignores, and return it; old ones that `run` named are removed."""
     log_dir = Path(job.log_dir or f"ddpshim-logs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
     try:
         if job.log_dir is None:
             _prune(log_dir.parent)
+        is_new = job.log_dir is None and not log_dir.parent.exists()
         log_dir.mkdir(parents=True, exist_ok=True)
+        if is_new:
+            (log_dir.parent / ".gitignore").write_text("*\n")  # or `git status` and `git add -A` would list the logs
         with tempfile.TemporaryFile(dir=log_dir):
             return log_dir
     except OSError as error:

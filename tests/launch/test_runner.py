@@ -172,7 +172,7 @@ class Running:
         return (self.folder / "screen").read_text()
 
     def log(self, number: int) -> str:
-        (folder,) = (self.folder / "ddpshim-logs").iterdir()
+        (folder,) = (self.folder / "ddpshim-logs").glob("2*")
         return (folder / f"rank_{number}.log").read_text()
 
 
@@ -203,6 +203,7 @@ def test_every_rank_has_a_log_and_rank_0_the_screen(tmp_path: Path) -> None:
     first, rest = job.screen.split("\n", 1)
     assert re.fullmatch(rf"ddpshim: each rank's output goes to {tmp_path}/ddpshim-logs/\S+/rank_N.log", first)
     assert rest == job.log(0)
+    assert (tmp_path / "ddpshim-logs" / ".gitignore").read_text() == "*\n"
 
 
 def test_old_logs_are_deleted_and_nothing_else(tmp_path: Path) -> None:
@@ -464,7 +465,7 @@ def test_ctrl_c(tmp_path: Path, last: int) -> None:
     assert job.screen.count("KeyboardInterrupt") == last, "rank 0's own, which the agent's SIGTERM cuts short"
     assert "failed" not in job.screen
     assert "rank.py" not in job.screen
-    (log_dir,) = (tmp_path / "ddpshim-logs").iterdir()
+    (log_dir,) = (tmp_path / "ddpshim-logs").glob("2*")
     said = f"ddpshim: stopped by SIGINT; their logs are in {log_dir}\n"
     assert job.screen.endswith(said)
 
