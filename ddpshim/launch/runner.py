@@ -293,7 +293,7 @@ def nodes_of_scheduler(job: Launch, environ: Mapping[str, str]) -> Launch:
 
 
 def make_log_dir(job: Launch) -> Path:
-    """Make the folder for the ranks' output, which git ignores, and return it; old ones that `run` named are removed."""
+    """Make the folder for the ranks' output, which git ignores; return it. Old ones that `run` named are removed."""
     log_dir = Path(job.log_dir or f"ddpshim-logs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
     try:
         if job.log_dir is None:
