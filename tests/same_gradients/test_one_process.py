@@ -8,8 +8,6 @@ networks.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,8 @@ import pytest
 import torch
 
 from ddpshim import variables
-from tests.preloaded import environment
-from tests.preloaded_commands import patience
+from evidence import bugs
+from tests.preloaded import environment, start_afresh
 
 FOLDER = Path(__file__).parents[1] / "one_process"
 DEADLINE_S = 240
@@ -40,21 +38,18 @@ SLOW = {"compiled_aot", "compiled_by_inductor", "compiled_loss", "compiled_step"
 ALWAYS = {"compiled_eager", "compiled_in_place"}
 
 
+def _run(folder: Path, *command: str, **environ_of: str) -> str:
+    """Run `python command…`, forked, in a new folder; return its output."""
+    folder.mkdir()
+    environ = {**environment(), variables.ROWS: "all", "DDPSHIM_DIAGNOSE": "no", **environ_of}
+    code, output = start_afresh(command, environ, folder, DEADLINE_S)
+    assert code == 0, output[-6000:]
+    return output
+
+
 def _results(program: str, folder: Path, *options: str, ranks: int = 0, **environ_of: str) -> Any:
     launched = ["-m", "ddpshim", "run", "--nproc", str(ranks)] if ranks else []
-    command = [sys.executable, *launched, str(FOLDER / f"{program}.py"), "results", *options]
-    folder.mkdir()
-    environ = {
-        **environment(),
-        variables.ROWS: "all",
-        "PYTHONWARNINGS": "ignore",
-        "DDPSHIM_DIAGNOSE": "no",
-        **environ_of,
-    }
-    done = subprocess.run(
-        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=patience(DEADLINE_S), check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    _run(folder, *launched, str(FOLDER / f"{program}.py"), "results", *options, **environ_of)
     return json.loads((folder / "results" / "results.json").read_text())
 
 
@@ -100,18 +95,20 @@ def test_exact_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path, monkeypa
 
 
 @pytest.mark.launch
-def test_check_says_yes(tmp_path: Path) -> None:
-    command = ["-m", "ddpshim", "check", "--nproc", "3", "--steps", "50", str(FOLDER / "idioms.py"), "out"]
-    environ = {**environment(), variables.ROWS: "all", "PYTHONWARNINGS": "ignore"}
-    for name in ("info_nce", "masked_over_item"):
-        done = subprocess.run(
-            [sys.executable, *command, "--only", name],
-            cwd=tmp_path,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=patience(DEADLINE_S),
-            check=False,
-        )
-        assert "the same experiment: yes\n  4 steps on 3 ranks" in done.stdout, done.stdout + done.stderr
-        assert "noise" not in done.stdout
+def test_check_says_yes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [
+        "check",
+        "--nproc",
+        "3",
+        "--steps",
+        "50",
+        str(FOLDER / "idioms.py"),
+        "out",
+        "--only",
+        "info_nce,masked_over_item",
+    ]
+    monkeypatch.setenv(variables.ROWS, "all")
+    code, said = bugs.command(command, tmp_path)
+    assert code == 0, said
+    assert "the same experiment: yes\n  8 steps on 3 ranks" in said, said
+    assert "noise" not in said
