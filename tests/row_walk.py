@@ -45,7 +45,7 @@ def _name_of(function: Any) -> str:
 
 def guesses(n: int) -> Iterator[tuple[Any, ...]]:
     """Return arguments; tensors of `n` rows are divided. Chosen so that 1,300 of 1,500 functions accept some."""
-    torch.manual_seed(0)
+    row_cases.seed(0)
     mask, index = torch.rand(n, 4) > 0.5, torch.randint(0, 4, (n, 4))
 
     def three(*shape: int) -> Iterator[list[torch.Tensor]]:
@@ -84,7 +84,7 @@ def problems_of(functions: dict[Any, str], n: int) -> dict[str, str]:
             if num == most:
                 break
             try:
-                torch.manual_seed(2)
+                row_cases.seed(2)
                 function(*row_cases.fresh(args, False))
             except Exception:
                 continue
