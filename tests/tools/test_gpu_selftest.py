@@ -28,10 +28,18 @@ from ddpshim.tools.selftest.gpu_checks import GpuRank
 from ddpshim.tools.selftest.running import Plan, SelfTestFailed
 from evidence import gpu_page
 from tests import simulated_gpus
-from tests.preloaded_commands import patience
+from tests.preloaded import preloaded
+from tests.preloaded_commands import commands, patience
 from tests.ranks import run_ranks
 
-_TORCH_FIRST = "import sys, torch; from ddpshim.__main__ import main; sys.exit(main(sys.argv[1:]))"
+# Its processes are forked from one with torch imported: argv[1] is that Python.
+_FORKED = """
+import sys, multiprocessing.spawn, torch
+sys.executable = sys.argv.pop(1)
+multiprocessing.spawn.set_executable(sys.executable)
+from ddpshim.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 @pytest.mark.launch
@@ -39,10 +47,10 @@ def test_every_check_on_a_simulated_pair(tmp_path: Path) -> None:
     """The first person with GPUs is to test GPUs, and not this script."""
     if (reason := simulated_gpus.why_not()) is not None:
         pytest.skip(f"no simulated GPUs: {reason}")
-    file = tmp_path / "gpus.json"
+    file, python = tmp_path / "gpus.json", str(commands() / "python")
     ran = subprocess.run(
-        [sys.executable, "-c", _TORCH_FIRST, "selftest", "--gpu", "--quick", "--write", str(file)],
-        env={**os.environ, **simulated_gpus.environment()},
+        [python, "-c", _FORKED, python, "selftest", "--gpu", "--quick", "--write", str(file)],
+        env=preloaded(on_gpus=True).shell_environment({**os.environ, **simulated_gpus.environment()}),
         cwd=tmp_path,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -65,7 +73,7 @@ def test_every_check_on_a_simulated_pair(tmp_path: Path) -> None:
     texts = json.dumps(written)
     assert str(tmp_path) not in texts
     assert str(gpu_page.ROOT) not in texts
-    assert re.search(r"named after 0\.\d s, after \d+\.\d s the job was over", told["failures", "kill"]["detail"])
+    assert re.search(r"named after \d\.\d s, after \d+\.\d s the job was over", told["failures", "kill"]["detail"])
     versions = rf"torch {re.escape(torch.__version__)}, NCCL \S+, 2 x Simulated GPU \(9\.0\)"
     assert re.fullmatch(versions, told["ranks", "facts"]["detail"])
     # Of the largest change of a weight; a gradient that does not cross the ranks makes 0.01 and more.
