@@ -27,12 +27,10 @@ def check_tensors(module: nn.Module) -> None:
 
 
 def _check_tensor(what: str, tensor: torch.Tensor) -> None:
-    from ddpshim.process.remedies import remedy
-
     if is_lazy(tensor):
         raise SyncError(
             f"{what} has no shape yet (a lazy module), so it cannot be compared or reduced. Run one batch through "
-            f"the network before {remedy('wrap')}: with torch.no_grad(): net(batch)."
+            f"the network before {_remedy('wrap')}: with torch.no_grad(): net(batch)."
         )
     if any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__):
         raise SyncError(
@@ -41,8 +39,8 @@ def _check_tensor(what: str, tensor: torch.Tensor) -> None:
         )
     if tensor.is_meta:
         raise SyncError(
-            f"{what} is on the meta device and has no values to train. Before {remedy('wrap')} give it memory "
-            f"(net.to_empty(device={remedy('device')})) and values (its reset_parameters(), or a checkpoint)."
+            f"{what} is on the meta device and has no values to train. Before {_remedy('wrap')} give it memory "
+            f"(net.to_empty(device={_remedy('device')})) and values (its reset_parameters(), or a checkpoint)."
         )
     if tensor.is_inference():
         raise SyncError(
@@ -101,18 +99,16 @@ def check_stream(device: torch.device) -> None:
 
 def check_device(module: nn.Module, here: World) -> None:
     """Refuse parameters that are on another rank's GPU, or on the CPU with nccl. Local."""
-    from ddpshim.process.remedies import remedy
-
     for name, p in module.named_parameters():
         if p.is_cuda and here.device.type == "cuda" and p.device != here.device:
             raise SyncError(
                 f"parameter '{name}' is on {p.device}, but rank {here.rank} computes on {here.device}; ranks would "
-                f"share a GPU, and hang. {remedy('gpu')}."
+                f"share a GPU, and hang. {_remedy('gpu')}."
             )
         if not p.is_cuda and here.backend == "nccl":
             raise SyncError(
                 f"parameter '{name}' is on {p.device}, and nccl only reduces GPU memory. Call "
-                f".to({remedy('device')}) before {remedy('wrap')}."
+                f".to({_remedy('device')}) before {_remedy('wrap')}."
             )
 
 
@@ -138,11 +134,15 @@ def check_same_structure(module: nn.Module, here: World) -> None:
         name for name in first if any(sums[name] != first[name] and sums[name] == sums[name] for _, sums in everyone)
     ]
     if differing and here.is_main:
-        from ddpshim.process.remedies import remedy
-
         warnings.warn(
             f"weights differed between ranks before training (first: '{differing[0]}'); all ranks now have the "
             "main rank's. Copies made earlier (an EMA, a target network) still differ: "
-            f"{remedy('same weights')}.",
+            f"{_remedy('same weights')}.",
             stacklevel=4,
         )
+
+
+def _remedy(name: str) -> str:
+    from ddpshim.process.remedies import remedy  # only an error needs it
+
+    return remedy(name)
