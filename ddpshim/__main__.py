@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -15,10 +16,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, Callable, Optional
 
 from ddpshim import version
-from ddpshim.arguments import Parser, natural, nproc, port, positive, seconds, several
+from ddpshim.arguments import Parser, natural, nproc, port, positive, seconds, steps
 from ddpshim.errors import DdpShimError, LaunchError
 from ddpshim.process.say import say
 from ddpshim.tools import example, pages
@@ -255,15 +256,19 @@ def _add_check(commands: Commands) -> None:
     check.add_argument("--read", action=_Instead, const=_check_read, help=text)
     text = "explain a finding of --read, with an example (default: list all)"
     check.add_argument("--explain", action=_Explain, nargs="?", default=argparse.SUPPRESS, metavar="CODE", help=text)
-    check.add_argument(*_NPROC, type=several, metavar="N", help="ranks on this node (2)")
-    check.add_argument("--steps", type=positive, default=20, metavar="K", help="optimizer steps (20)")
+    text = "repeat a part of a certified run (`run --certify FILE`), and compare its bits; --nproc 1 will do"
+    check.add_argument("--certificate", type=Path, metavar="FILE", help=text)
+    check.add_argument(*_NPROC, type=positive, metavar="N", help="ranks on this node (2)")
+    text = "optimizer steps (20); with --certificate A:B (the last ones)"
+    check.add_argument("--steps", type=steps, metavar="K", help=text)
     text = "the one-process trainer and its arguments, as one quoted word (default: the same command)"
     check.add_argument("--one", metavar="COMMAND", help=text)
     text = "time limit for a run in one process (300 seconds)"
     check.add_argument("--timeout", type=positive, default=300, metavar="S", help=text)
     check.add_argument("--json", action="store_true", help="for programs")
-    _add_program(check)
-    check.set_defaults(run=_check, default_nproc=2, needs_torch=True, starts_ranks=True)
+    _add_program(check, nargs="?")
+    run = functools.partial(_check, check.error)
+    check.set_defaults(run=run, default_nproc=2, needs_torch=True, starts_ranks=True)
 
 
 class _Explain(argparse.Action):
@@ -288,11 +293,19 @@ def _check_read(arguments: argparse.Namespace) -> int:
     return check_read([*map(Path, paths)], arguments.json or "--json" in arguments.arguments)
 
 
-def _check(arguments: argparse.Namespace) -> int:
+def _check(error: Callable[[str], Any], arguments: argparse.Namespace) -> int:
     from ddpshim.tools.check.running import as_json, as_text, check
     from ddpshim.tools.check.watching import Settings
 
+    if arguments.certificate is not None:
+        return _check_certificate(error, arguments)
+    if arguments.program is None:
+        error("the following arguments are required: program")
     job, alone = _launch(arguments), None
+    if arguments.nproc < 2:
+        error("argument --nproc/--nproc-per-node: must be at least 2: one rank has nothing to be compared with")
+    if isinstance(arguments.steps, tuple):
+        error("argument --steps: A:B is for --certificate; give the number of steps to compare")
     if arguments.one:
         try:
             is_module, program, *rest = [False, *shlex.split(arguments.one)]
@@ -305,9 +318,21 @@ def _check(arguments: argparse.Namespace) -> int:
             )
             return 2
         alone = replace(job, program=str(program), arguments=tuple(map(str, rest)), is_module=bool(is_module))
-    proof = check(job, Settings(arguments.steps, arguments.nproc, arguments.timeout), alone)
+    proof = check(job, Settings(arguments.steps or 20, arguments.nproc, arguments.timeout), alone)
     print(json.dumps(as_json(proof), indent=2) if arguments.json else as_text(proof))
     return 0 if proof.is_same and not proof.wrong else 1
+
+
+def _check_certificate(error: Callable[[str], Any], arguments: argparse.Namespace) -> int:
+    from ddpshim.tools.certificate.verifying import as_json, as_text, verify
+
+    if isinstance(arguments.steps, int):
+        error("argument --steps: with --certificate give the first and the last one, as A:B")
+    num_ranks = arguments.nproc or 1
+    job = _launch(arguments) if arguments.program else None
+    verdict = verify(arguments.certificate, job, arguments.steps, num_ranks)
+    print(json.dumps(as_json(verdict), indent=2) if arguments.json else as_text(verdict, num_ranks))
+    return 0 if verdict.is_verified else 1
 
 
 def _add_run(commands: Commands) -> None:
@@ -346,6 +371,10 @@ def _add_run(commands: Commands) -> None:
     run.add_argument("--grace", type=natural, default=60, metavar="S", dest="grace_s", help=text)
     text = "check the command and print what would be started, but start nothing"
     run.add_argument("--dry-run", action="store_true", help=text)
+    text = "write a certificate, with which others can check the run (`python -m ddpshim docs check`)"
+    run.add_argument("--certify", type=Path, metavar="FILE", help=text)
+    text = "with --certify: optimizer steps between two hashes of the weights (100)"
+    run.add_argument("--certify-every", type=positive, default=100, metavar="K", help=text)
     _add_program(run)
     run.set_defaults(run=_run, default_nproc="auto", needs_torch=True, starts_ranks=True)
 
@@ -356,6 +385,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
         print(runner.dry_run(_launch(arguments)))
         return 0
+    if arguments.certify is not None:
+        from ddpshim.tools.certificate.certifying import certify
+
+        return certify(arguments.certify, arguments.certify_every, _launch(arguments))
     from ddpshim.launch.runner import run
 
     return run(_launch(arguments))
@@ -425,10 +458,10 @@ def _slurm(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_program(parser: argparse.ArgumentParser) -> None:
+def _add_program(parser: argparse.ArgumentParser, nargs: Optional[str] = None) -> None:
     """Add the trainer and its arguments, which are passed to it unchanged."""
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
-    parser.add_argument("program", help=argparse.SUPPRESS)
+    parser.add_argument("program", nargs=nargs, help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Optional
+from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
 
 from ddpshim.near_names import nearest
 
@@ -79,8 +79,7 @@ def seconds(text: str) -> float:
     return float(text)
 
 
-def several(text: str) -> int:
-    """A whole number from 2 up."""
-    if positive(text) < 2:
-        raise argparse.ArgumentTypeError("must be at least 2: one rank has nothing to be compared with")
-    return int(text)
+def steps(text: str) -> Union[int, tuple[int, int]]:
+    """A number of steps from 1 up, or with a colon the first and the last one."""
+    first, colon, last = text.partition(":")
+    return (natural(first), positive(last)) if colon else positive(text)

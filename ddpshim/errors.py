@@ -11,6 +11,7 @@
     ├── DataError     (also ValueError) batches, samplers or datasets that cannot be split over ranks
     ├── RolloutError  an episode of an evaluation failed
     ├── CheckpointError  (also OSError) a checkpoint could not be written or read, or none would be kept
+    ├── CertificateError  a certificate is damaged, or cannot be made or checked
     ├── ReportError   a run left no records, or its charts cannot be drawn
     └── PatchError    a patch set does not fit its target
         └── TargetError  the target does not exist
@@ -65,6 +66,12 @@ class CheckpointError(DdpShimError, OSError):
 
 class ReportError(DdpShimError):
     """A report of a run cannot be built."""
+
+    exit_code = 2
+
+
+class CertificateError(DdpShimError):
+    """A file is not a certificate or was edited, or a run cannot be certified or repeated."""
 
     exit_code = 2
 

@@ -8,10 +8,13 @@ UNEDITED = "DDPSHIM_UNEDITED"  # whether to distribute an unedited program: on, 
 ROWS = "DDPSHIM_ROWS"  # auto; all: divide also what is too small to gain; off: compute whole batches on every rank
 RANK = "DDPSHIM_RANK"  # this rank, while the launcher's variables are hidden from an unedited program
 CHECK = "DDPSHIM_CHECK"  # folder to which the ranks of a check write; else unset
+CERTIFY = "DDPSHIM_CERTIFY"  # settings with which the ranks write a certificate; else unset
+RESUME_FROM = "DDPSHIM_RESUME_FROM"  # a Resumable's file, from which a part of a certified run is repeated; else unset
+SEED = "DDPSHIM_SEED"  # of a certified program that sets none; else it is drawn
 UPSTREAM = "DDPSHIM_UPSTREAM"  # source trees for the tests
 # For variables of module files or sites, such as DDPSHIM_MODULE_ROOT: ignored.
 MODULE_PREFIX = "DDPSHIM_MODULE_"
 FAULT = "DDPSHIM_FAULT"  # for the tests: the fault to cause
 OF_ROBOMIMIC = ("DDPSHIM_KEEP_MODELS", "DDPSHIM_NODE_MEMORY")  # read by `ddpshim.robomimic.options`
 OF_USERS = (LAUNCHER, UNEDITED, ROWS, *OF_ROBOMIMIC)  # set by users; the others are messages, or for the tests
-ALL = (*OF_USERS, RANK_LOGS, RUN_DIR, RANK, CHECK, UPSTREAM, FAULT)
+ALL = (*OF_USERS, RANK_LOGS, RUN_DIR, RANK, CHECK, CERTIFY, RESUME_FROM, SEED, UPSTREAM, FAULT)

@@ -61,7 +61,6 @@ def typed(wheel: Path, python: Path, torch: str) -> tuple[str, list[str], list[s
         ("pip install .\n", f"pip install {wheel}\n"),
         ('".[', f'"{wheel}['),
         ("install torch ", f"install {torch} "),
-        ("--nproc 4", "--nproc 2"),
     ):
         if written not in text:
             raise ValueError(f"the README's first screen has no {written!r}: tell evidence/newcomer.py what it has now")

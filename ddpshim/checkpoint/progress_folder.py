@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Optional
 
+from ddpshim import variables
 from ddpshim.checkpoint import files
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint.last_save import PATTERN
@@ -84,6 +85,9 @@ def _finished_mark(folder: checkpoint.PathLike) -> Optional[Path]:
 def find_progress(folder: checkpoint.PathLike) -> Optional[Path]:
     """Return the newest intact file of a `Resumable` in `folder`, or None; rename damaged ones, and say so. Local."""
     checkpoint.flush()
+    chosen = os.environ.get(variables.RESUME_FROM)
+    if chosen:
+        return Path(chosen)
     for path in sorted(Path(folder).glob(PATTERN), reverse=True):
         damage = checkpoint.find_damage(path)
         if damage is None:

@@ -23,6 +23,7 @@ from ddpshim.job.running import Running
 from ddpshim.model import equal_steps, sharding
 from ddpshim.process import events
 from ddpshim.process.devices import computes_on
+from ddpshim.process.job import current
 from ddpshim.process.launch_env import EXIT_REQUEUE
 from ddpshim.process.random_streams import rank_states
 from ddpshim.process.say import count, say
@@ -51,6 +52,21 @@ class Stateful(Protocol):
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state: Any) -> Any: ...
+
+
+class Saves:
+    """What a certificate needs of this job's files of progress.
+
+    Attributes:
+        restored: the file that was restored, on the main rank.
+        before: called on every rank before a save (collective).
+        also: return, for a file, a function with its arguments to call once it is on disk.
+    """
+
+    def __init__(self) -> None:
+        self.restored: Optional[Path] = None
+        self.before: list[Callable[[], None]] = []
+        self.also: list[Callable[[Path], tuple[Any, ...]]] = []
 
 
 class Resumable:
@@ -299,6 +315,8 @@ class Resumable:
         """
         checkpoint.flush()
         equal_steps.check_equal_steps("the step before a save")
+        for call in current().part(Saves).before:
+            call()
         if self._before_save is not None:
             self._before_save()
         for stateful in self._objects.values():
@@ -327,6 +345,8 @@ class Resumable:
         written = self.folder / f"epoch_{self.epoch:06d}_step_{self.step:09d}.pth"
         save = checkpoint.save_in_background if self._in_background else checkpoint.save
         save(plain_files.content(content, written, self._world.options.trust_progress), written)
+        for also in current().part(Saves).also:
+            checkpoint.afterwards(*also(written))
         checkpoint.afterwards(keep_newest, written, self._num_kept)
 
     def leave(self, reason: str) -> NoReturn:
@@ -382,7 +402,10 @@ class Resumable:
                 f"{path} has no state of {', '.join(lacking)}, but of {', '.join(map(str, found['objects']))}: "
                 "these would start over. Give the same objects as the run that wrote it, or use another folder."
             )
-        return found if (found["epoch"], found["step"]) > later_than else None
+        if (found["epoch"], found["step"]) <= later_than:
+            return None
+        current().part(Saves).restored = path
+        return found
 
     def _enter(self, start: int, facts: dict[str, Any], can_enter: bool) -> None:
         """Check that the epoch is the one that was interrupted, and restore this rank's random streams."""

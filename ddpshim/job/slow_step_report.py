@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from ddpshim.failures import failure
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.meter import PHASES, Clock, Meter, mark
-from ddpshim.process import events, timing
+from ddpshim.process import events
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
@@ -59,7 +59,9 @@ class Pace:
             self._clock = self._meter.start()
             self._clock.at_border = self._end_step
             if world().world_size == 1 or not current().holds_whole_batches:  # else `input` is another one already
-                current().at_end.enter_context(replaced(builtins, "input", timing.uncounted(input)))
+                from ddpshim.process import prompts
+
+                current().at_end.enter_context(replaced(builtins, "input", prompts.uncounted(input)))
             on_cleanup(self._end)
 
     def _end(self) -> None:

@@ -37,8 +37,13 @@ def main(argv: Sequence[str]) -> None:
     sys.modules["ddpshim.launch.rank"] = sys.modules["__main__"]  # for `import ddpshim.auto`
     redirect_output()
     # Nothing of the program has been imported yet.
-    proof = os.environ.get(variables.CHECK)
-    if proof:
+    proof, certificate = os.environ.get(variables.CHECK), os.environ.get(variables.CERTIFY)
+    if certificate:
+        from ddpshim.tools.certificate.recording import recorded
+
+        with recorded(certificate, argv):
+            _run(argv)
+    elif proof:
         from ddpshim.tools.check import watching
 
         with watching.watched(proof):

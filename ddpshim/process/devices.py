@@ -118,6 +118,6 @@ def is_capturing(device: torch.device) -> bool:
 def computes_on(device: torch.device) -> dict[str, Any]:
     """Return the hardware and software that determine rounding: where they are equal, so are all bits. Local."""
     if device.type == "cuda":
-        return {"GPU": torch.cuda.get_device_name(device), "torch": torch.__version__}
+        return {"GPU": torch.cuda.get_device_name(device), "torch": str(torch.__version__)}
     capability: Any = getattr(torch.backends.cpu, "get_cpu_capability", lambda: "unknown")()
-    return {"CPU": capability, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    return {"CPU": capability, "threads": torch.get_num_threads(), "torch": str(torch.__version__)}

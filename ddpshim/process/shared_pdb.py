@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import importlib
 import os
+import pdb
 from contextlib import ExitStack
 from typing import Any
 
-from ddpshim.process.after_import import after_import
 from ddpshim.process.replaced import replaced
 
 
 def share(until: ExitStack) -> None:
     """Until the end of `until`, a `pdb.Pdb` without streams of its own is a `Debugger`; not in a data worker. Local."""
-    process = os.getpid()
+    process, original = os.getpid(), pdb.Pdb.__init__
 
-    def begin() -> None:
-        import pdb  # the program has
+    def init(self: pdb.Pdb, *args: Any, **kwargs: Any) -> None:
+        has_streams = args or kwargs.keys() & {"stdin", "stdout"}
+        if type(self) is pdb.Pdb and os.getpid() == process and not has_streams:
+            kwargs = importlib.import_module("ddpshim.job.debugger").changed(self, kwargs)
+        original(self, *args, **kwargs)
 
-        original = pdb.Pdb.__init__
-
-        def init(self: pdb.Pdb, *args: Any, **kwargs: Any) -> None:
-            if (
-                type(self) is pdb.Pdb
-                and os.getpid() == process
-                and not args
-                and not kwargs.keys() & {"stdin", "stdout"}
-            ):
-                kwargs = importlib.import_module("ddpshim.job.debugger").changed(self, kwargs)
-            original(self, *args, **kwargs)
-
-        until.enter_context(replaced(pdb.Pdb, "__init__", init))
-
-    until.callback(after_import("pdb", begin))
+    until.enter_context(replaced(pdb.Pdb, "__init__", init))

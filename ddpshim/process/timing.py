@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from typing import Any, Callable, Optional, Protocol, TypeVar
-
-T = TypeVar("T")
+from typing import Any, Optional, Protocol
 
 
 class Clock(Protocol):
@@ -33,20 +30,6 @@ def measure_by(clock: Optional[Clock]) -> None:
 def counted(phase: str) -> Any:
     """Return a context whose time counts as `phase` (of `ddpshim.job.meter.PHASES`), if time is measured. Local."""
     return contextlib.nullcontext() if running is None else _counted(running, phase)
-
-
-def uncounted(prompt: Callable[..., T]) -> Callable[..., T]:
-    """Return `prompt`, whose time counts as no phase: a user thinks. Local."""
-
-    @functools.wraps(prompt)
-    def ask(*args: Any, **kwargs: Any) -> T:
-        try:
-            return prompt(*args, **kwargs)
-        finally:
-            if running is not None:
-                running.skip()
-
-    return ask
 
 
 @contextlib.contextmanager

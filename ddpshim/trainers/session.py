@@ -16,6 +16,7 @@ from typing import Any, Callable, NamedTuple, Optional, TypeVar
 
 import torch
 
+from ddpshim import variables
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint import plain_files
 from ddpshim.checkpoint.progress_folder import find_progress, leave_if_finished
@@ -130,7 +131,8 @@ class Session:
         kept = {**objects, "loggers": _Loggers(self._loggers)}
         training = Resumable(self._folder, kept, before_save=self._join_metrics, before_exit=self._close_loggers)
         self.progress, training.epoch = training, start_epoch - self.first_epoch
-        if self.goes_on and training.restore(later_than=(training.epoch, 0)):
+        is_repeated = variables.RESUME_FROM in os.environ  # a part of a certified run
+        if (self.goes_on or is_repeated) and training.restore(later_than=(training.epoch, 0)):
             return (training.epoch + self.first_epoch, *training.values["best so far"])
         if start_epoch > self.first_epoch and draws_alike():
             self._restore_streams(start_epoch)

@@ -441,12 +441,14 @@ def test_removes_what_the_runs_made_and_nothing_else(tmp_path: Path, monkeypatch
     records, runs = tmp_path / "records", tmp_path / "runs"
     sys.addaudithook(_hook)
 
-    def left(change: Callable[[], object]) -> tuple[list[str], list[str]]:
+    def left(change: Callable[[], object], has_link: bool = False) -> tuple[list[str], list[str]]:
         """The files in `runs` after a proof whose runs do this to a folder with one file, and what it says."""
         for folder in (records, runs):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
         (runs / "old.txt").write_text("old")
+        if has_link:
+            os.symlink("old.txt", "runs/link")
         _RECORDERS.append(new_files.Recorder(records))
         try:
             change()
@@ -499,10 +501,22 @@ def test_removes_what_the_runs_made_and_nothing_else(tmp_path: Path, monkeypatch
         os.remove("runs/old.txt")
         Path("runs/new").touch()
 
-    for change in (moved, copied):  # "older.txt" has the only copy
+    def rewritten() -> None:
+        Path("runs/old.txt").write_text("new")
+        Path("runs/new").touch()
+
+    for change in (moved, copied, rewritten, lambda: os.truncate("runs/old.txt", 1)):
         found, said = left(change)
-        assert found == ["new", "older.txt"]
-        assert said[0].startswith("the trainer changed runs/old.txt, which existed before. Nothing was removed")
-    assert said[0].endswith("They made: runs/new runs/older.txt")
-    for rewrite in (lambda: Path("runs/old.txt").write_text("new"), lambda: os.truncate("runs/old.txt", 1)):
-        assert left(rewrite)[1][0].endswith("may be the only copy of it")
+        assert found == ["old.txt"]
+        assert said[0].startswith("restored 1 file that the trainer changed: ")
+        assert said[0].endswith("runs/old.txt")
+
+    def relinked() -> None:
+        os.remove("runs/link")
+        os.symlink("elsewhere", "runs/link")
+        Path("runs/new").touch()
+
+    found, said = left(relinked, has_link=True)
+    assert found == ["link", "new", "old.txt"]
+    assert said[0].startswith("the trainer changed runs/link, which existed before. Nothing was removed")
+    assert said[0].endswith("may be the only copy of it. They made: runs/new")

@@ -78,6 +78,8 @@ MISSING: dict[tuple[Command, str], tuple[list[str], int]] = {
     (("patch", "manifest"), "borrow"): ([*SAMPLES["patch", "manifest"], "--borrow", "absent/01.patch"], 2),
     (("patch", "new-release"), "tree"): (["absent"], 2),
     (("run",), "program"): (["absent.py"], 2),
+    (("run",), "certify"): (["--certify", "absent/run.json", "train.py"], 2),
+    (("check",), "certificate"): (["--certificate", "absent.json"], 2),
     (("run",), "log_dir"): (["--log-dir", "train.py/absent", "train.py"], 2),
     (("slurm",), "program"): (["absent.py"], 0),  # a warning: the job may find it
     (("check",), "program"): (["absent.py"], 2),

@@ -1,7 +1,7 @@
-"""Records the paths that the runs of a proof make or change, and removes those that they made.
+"""Records the paths that the runs of a proof make or change, removes those that they made and restores the others.
 
-Removed is only what did not exist before and was seen to be made by these runs. If they changed something that existed,
-nothing is removed: what they made may be the only copy of it.
+Removed is only what did not exist before and was seen to be made by these runs. A file that existed is copied before it
+is changed. If they changed something else (a link, a folder), nothing is removed: what they made may be the only copy.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import posix
 import shlex
+import shutil
 import stat
 import sys
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ class Recorder:
     def __init__(self, folder: Path) -> None:
         self._folder = f"{os.path.realpath(folder)}/"
         self._left = LeftAlone()
+        self._copied = set[str]()
         # Processes append whole lines, so the first line of a path tells its state before all of them.
         self._records = os.open(folder / RECORDS, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -101,8 +103,20 @@ class Recorder:
     def _write_if_exists(self, path: str) -> bool:
         state = _state(path) if path else None
         if state is not None:
-            self._write(_EXISTED, path, state)
+            self._write(_EXISTED, path, state, self._copy(path))
         return state is not None
+
+    def _copy(self, path: str) -> str:
+        """Copy a file that is about to be changed for the first time; return where, "" if it cannot be."""
+        if path in self._copied or not stat.S_ISREG(posix.lstat(path).st_mode):
+            return ""
+        self._copied.add(path)
+        copy = f"{self._folder}before_{os.getpid()}_{len(self._copied)}"
+        try:
+            shutil.copy2(path, copy)
+        except OSError:  # a full disk: it is then reported
+            return ""
+        return copy
 
     def _write(self, *record: Any) -> None:
         posix.write(self._records, (json.dumps(record) + "\n").encode())
@@ -118,7 +132,12 @@ def _caller() -> Optional[FrameType]:
 
 def remove(folder: Path) -> list[str]:
     """Remove what the runs that were recorded in `folder` made, and return sentences about what is left. Local."""
-    made, changed = _found(folder)
+    made, changed, copies = _found(folder)
+    restored = [path for path in changed if path in copies]
+    for path in restored:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        shutil.copy2(copies[path], path)
+    changed = [path for path in changed if path not in copies]
     if changed:
         changes = f"{changed[0]}{f' and {len(changed) - 1} more' if changed[1:] else ''}"
         tops = _tops(made)
@@ -132,18 +151,20 @@ def remove(folder: Path) -> list[str]:
         except OSError:
             continue  # gone already, or a folder with files of others
     left = _tops(made)
+    said = [f"restored {count(len(restored), 'file')} that the trainer changed: {restored[0]}"] if restored else []
     if not left:
-        return []
+        return said
     return [
+        *said,
         f"{count(len(left), 'new path')} left: they hold files that these runs were not seen to write (a subprocess, a "
         f"library in C, or another program wrote them). Remove them if you do not need them: rm -r "
-        f"{' '.join(map(shlex.quote, left))}"
+        f"{' '.join(map(shlex.quote, left))}",
     ]
 
 
-def _found(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the paths that the runs made, and those that existed before and have changed."""
-    path = folder / RECORDS
+def _found(folder: Path) -> tuple[list[str], list[str], dict[str, str]]:
+    """Return the paths that the runs made, those that existed before and have changed, and copies of those."""
+    path, copies = folder / RECORDS, dict[str, str]()
     before: dict[str, Any] = {}  # None for a path that did not exist
     for line in path.read_text().splitlines() if path.exists() else ():
         kind, *values = json.loads(line)
@@ -151,15 +172,18 @@ def _found(folder: Path) -> tuple[list[str], list[str]]:
         if kind == _MADE:
             before.setdefault(place, None)
         elif kind == _EXISTED:
+            if place not in before and values[2]:
+                copies[place] = values[2]
             before.setdefault(place, None if _is_in(place, before) else values[1])
         else:  # what is in a moved folder is now below its new name
             to = _real(values[1])
             inside = [known for known in before if known == place or known.startswith(f"{place}/")]
             for known in inside:
-                if before[known] is None:
+                if before[known] is None or known in copies:
                     before.setdefault(to + known[len(place) :], None)
     made = [place for place, state in before.items() if state is None]
-    return made, [place for place, state in before.items() if state is not None and _state(place) != state]
+    changed = [place for place, state in before.items() if state is not None and _state(place) != state]
+    return made, changed, copies
 
 
 def _tops(paths: Sequence[str]) -> list[str]:

@@ -153,7 +153,7 @@ class RankRecorder:
         own = _states()
         is_own = self._run.startswith("rank") and not _ranks_share_draws()
         of_pass = self._passes.get(batches) or {"sampler": "", "pass_number": 0}
-        is_whole = _is_of_all_ranks(batches, batch, size)
+        is_whole = is_of_all_ranks(batches, batch, size)
         about = {"size": size, "samples": samples, "whole": is_whole, **of_pass, "place": users_line()}
         self._write("batch", number=self._num_batches, streams=_digest(own) if is_own else None, **about)
         if self._run == ONE:
@@ -392,7 +392,7 @@ def _ranks_share_draws() -> bool:
     return has_world() and (current().holds_whole_batches or bool(current().part(shares.Sharing).is_on))
 
 
-def _is_of_all_ranks(batches: Any, batch: Any, size: int) -> bool:
+def is_of_all_ranks(batches: Any, batch: Any, size: int) -> bool:
     """Whether every rank gets this whole batch, and not its rows of it with the number of all."""
     if "ddpshim.rows.loader" not in sys.modules:
         return False

@@ -85,7 +85,7 @@ def _set_up(seed: Optional[int] = None, **given: Any) -> World:
     gpus.see_one(int(os.environ.get("LOCAL_RANK", 0)))
     here = setup(seed=seed, **given)
     if seed is None:
-        here = setup(seed=here.broadcast(secrets.randbits(62)))
+        here = setup(seed=here.broadcast(int(os.environ.get(variables.SEED) or secrets.randbits(62))))
     if not draws_alike():
         raise OptionsError(
             f"noise={here.options.noise}: a program that every rank runs whole draws its data splits and evaluations "

@@ -1,0 +1,197 @@
+"""Returns the facts of a run that decide its numbers: code, packages, data, environment. Computes no tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Optional
+
+from ddpshim.variables import PREFIX, ROWS, UNEDITED
+
+_WHOLE = 1 << 30  # bytes; of a larger file, samples are hashed
+_SAMPLES, _BLOCK = 64, 1 << 20
+_NOT_DATA = ("/proc/", "/sys/", "/dev/", "/etc/", "/usr/", "/lib")
+# Variables that change numbers; ddpshim's options are added, without those that have these words.
+_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "PYTHONHASHSEED",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE",
+    "MKL_CBWR",
+    "ATEN_CPU_CAPABILITY",
+)
+_LEFT_OUT = ("TRUST", "CHECKPOINT", "KEEP", "RESUME", "BACKGROUND")
+
+
+def sha256_of(path: Path) -> str:
+    """Return the sha256 of a file; of one above 1 GB, that of its size and of 64 MB spread over it."""
+    made, size = hashlib.sha256(), path.stat().st_size
+    with path.open("rb") as file:
+        if size <= _WHOLE:
+            while block := file.read(_BLOCK):
+                made.update(block)
+            return made.hexdigest()
+        made.update(str(size).encode())
+        for number in range(_SAMPLES):
+            file.seek((size - _BLOCK) * number // (_SAMPLES - 1))
+            made.update(file.read(_BLOCK))
+    return f"{made.hexdigest()} of 64 MB"
+
+
+def named(path: Path) -> str:
+    """Return a path as a certificate names it: relative to the current folder if it lies inside."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def _libraries() -> list[str]:
+    """Return the folders of Python's own and installed packages."""
+    paths = sysconfig.get_paths()
+    return sorted({os.path.realpath(paths[name]) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def code_and_packages() -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the loaded files of the program with their hashes, and the loaded packages with version and hash."""
+    own: dict[str, str] = {}
+    packages = set[str]()
+    ours = os.path.realpath(Path(__file__).parents[2]) + "/"
+    libraries, stdlib = _libraries(), os.path.realpath(sysconfig.get_paths()["stdlib"]) + "/"
+    for name, module in [*sys.modules.items()]:
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not os.path.isfile(file):
+            continue
+        real, first = os.path.realpath(file), name.partition(".")[0]
+        if real.startswith(ours):
+            packages.add("ddpshim")
+        elif first != "__main__" and any(real.startswith(folder) for folder in libraries):
+            if (not real.startswith(stdlib) or "site-packages" in real) and not first.startswith("_"):
+                packages.add(first)
+        elif real.endswith(".py"):
+            own[named(Path(real))] = sha256_of(Path(real))
+    found = {name: package(name) for name in sorted(packages)}
+    return dict(sorted(own.items())), {name: about for name, about in found.items() if about is not None}
+
+
+def package(name: str) -> Optional[dict[str, str]]:
+    """Return the version and the hash of the Python files of an importable package; None if there is none."""
+    import importlib.metadata
+    import importlib.util
+
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or (spec.origin is None and not spec.submodule_search_locations):
+        return None
+    made = hashlib.sha256()
+    for root, path in _python_files(spec):
+        made.update(os.path.relpath(path, root).encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        version = ""
+    return {"version": version, "sha256": made.hexdigest()}
+
+
+def _python_files(spec: Any) -> Iterator[tuple[Path, Path]]:
+    if spec.submodule_search_locations:
+        for folder in spec.submodule_search_locations:
+            yield from ((Path(folder), path) for path in sorted(Path(folder).rglob("*.py")))
+    elif str(spec.origin).endswith(".py"):
+        yield Path(spec.origin).parent, Path(spec.origin)
+
+
+class Reads:
+    """The files that this process and its children read: those that Python opens, and those that C libraries hold."""
+
+    def __init__(self, before: float) -> None:
+        """`before`: files that were changed later are the run's own."""
+        self._before = before
+        self._paths = dict[str, None]()
+        self._process = os.getpid()
+
+    def install(self) -> None:
+        """Start recording, until this process ends: audit hooks cannot be removed."""
+        sys.addaudithook(self._see)
+
+    def _see(self, event: str, args: Any) -> None:
+        if event == "open" and os.getpid() == self._process:
+            path, _, flags = args
+            if isinstance(path, (str, bytes)) and isinstance(flags, int) and not flags & (os.O_WRONLY | os.O_RDWR):
+                self._paths[os.path.abspath(os.fsdecode(path))] = None
+
+    def look(self) -> None:
+        """Add the files that are open or mapped now. Linux only; elsewhere nothing is added."""
+        for process in (str(self._process), *_children(self._process)):
+            folder = f"/proc/{process}/fd"
+            try:
+                self._paths.update((os.readlink(f"{folder}/{number}"), None) for number in os.listdir(folder))
+                with open(f"/proc/{process}/maps") as maps:
+                    self._paths.update((line.split(maxsplit=5)[5].rstrip("\n"), None) for line in maps if "/" in line)
+            except OSError:  # it has ended
+                continue
+
+    def hashes(self) -> dict[str, str]:
+        """Return the files with their hashes, without code, temporary files, and files of the run itself."""
+        ours = Path(__file__).parents[2]
+        left_out = (
+            *_NOT_DATA,
+            *_libraries(),
+            f"{ours}/",
+            f"{ours.parent}/patches/",
+            f"{sys.prefix}/",
+            f"{sys.base_prefix}/",
+            os.path.expanduser("~/.cache/"),
+        )
+        found = {}
+        for name in sorted(self._paths):
+            path = Path(name)
+            if name.startswith(left_out) or name.endswith((".py", ".pyc", ".so")) or ".so." in path.name:
+                continue
+            try:
+                if path.is_file() and path.stat().st_mtime < self._before:
+                    found[named(path)] = sha256_of(path)
+            except OSError:
+                continue
+        return found
+
+
+def _children(process: int) -> Iterable[str]:
+    try:
+        with open(f"/proc/{process}/task/{process}/children") as file:
+            return file.read().split()
+    except OSError:
+        return ()
+
+
+def environment(device: Any) -> dict[str, Any]:
+    """Return what decides the last bit beside code and data: hardware, versions, flags, variables."""
+    import torch
+
+    from ddpshim.process.devices import computes_on
+
+    backends = torch.backends
+    return {
+        **computes_on(device),
+        "python": platform.python_version(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cudnn.deterministic": backends.cudnn.deterministic,
+        "cudnn.benchmark": backends.cudnn.benchmark,
+        "tf32": [backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32],
+        "variables": {name: os.environ[name] for name in sorted(names_of_variables()) if name in os.environ},
+    }
+
+
+def names_of_variables() -> set[str]:
+    """Return the variables that choose numbers, not where files lie or whom a process trusts."""
+    from dataclasses import fields
+
+    from ddpshim.options import Options
+
+    options = {f"{PREFIX}{field.name.upper()}" for field in fields(Options)} | {UNEDITED, ROWS}
+    return {*_VARIABLES, *(name for name in options if not any(word in name for word in _LEFT_OUT))}

@@ -1,0 +1,352 @@
+"""Records a run for its certificate, in each rank: a mark every `every` optimizer steps, written by the main rank.
+
+A step is a call of any optimizer's `step`. Hashes are made in a thread, of copies, while training continues.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import os
+import queue
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Optional
+
+from ddpshim import version
+from ddpshim.errors import CertificateError
+from ddpshim.process.job import current
+from ddpshim.process.replaced import replaced
+from ddpshim.process.say import say
+from ddpshim.tools.certificate import document, facts
+from ddpshim.tools.check.program import Parameters, end_with_peers, samples_of
+
+_ALL = 1 << 32
+_DEADLINE_S = 120.0
+
+
+@contextlib.contextmanager
+def recorded(settings: str, argv: Any) -> Iterator[None]:
+    """Within this block, record the program `argv` by the JSON file `settings`: file, every, and in a repetition the
+    last step, and the step of the checkpoint that it starts from. Local."""
+    chosen = json.loads(Path(settings).read_text())
+    recorder = Recorder(chosen, list(argv), os.stat(settings).st_mtime)
+    if chosen["last"] is not None:
+        from ddpshim.tools.check.new_files import Recorder as NewFiles
+        from ddpshim.trainers.unedited.private_files import switch_loggers_off
+
+        switch_loggers_off()
+        NewFiles(Path(settings).parent).install()
+        builtins.input = lambda prompt="": "n"  # no user can answer
+    recorder.install()
+    try:
+        yield
+    except BaseException as error:
+        recorder.end(is_complete=isinstance(error, SystemExit) and error.code in (None, 0))
+        raise
+    else:
+        recorder.end(is_complete=True)
+
+
+class Recorder:
+    """Records this process, not its forked children."""
+
+    def __init__(self, chosen: dict[str, Any], program: list[str], began: float) -> None:
+        self._path, self._every = Path(chosen["file"]), int(chosen["every"])
+        self._last, self._folder = chosen["last"], Path(chosen["folder"])
+        self._at, self._marked = set(chosen["marks"]), 0  # steps of a repetition's marks; the step of the last mark
+        self._program, self._seed = program, int(chosen["seed"])
+        self._process = os.getpid()
+        self._num_steps: Optional[int] = None  # None: no step was made yet
+        self._first: int = chosen["first"]
+        self._latest = 0  # a hash of this rank's rows of the last batch, unless a backward pass followed
+        # Since the last mark, of each step: the losses of its backward passes, and the hash of its samples.
+        self._losses: list[list[Any]] = [[]]
+        self._samples = [0]
+        self._optimizers: list[Any] = []
+        self._names: list[str] = []
+        self._document: dict[str, Any] = {}
+        self._environment: dict[str, Any] = {}
+        self._before = ""
+        self._reads = facts.Reads(began)
+        self._undo = contextlib.ExitStack()
+        self._tasks: queue.Queue[Any] = queue.Queue(maxsize=1)
+        self._writer: Optional[threading.Thread] = None
+        self._failed: Optional[BaseException] = None
+
+    def install(self) -> None:
+        """Start recording."""
+        import torch
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+        from torch.utils.data import dataloader
+
+        self._reads.install()
+        self._undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        advance, backward = dataloader._BaseDataLoaderIter.__next__, torch.autograd.backward
+
+        @functools.wraps(advance)
+        def advance_and_record(batches: Any) -> Any:
+            batch = advance(batches)
+            if os.getpid() == self._process:
+                self._see_batch(batches, batch)
+            return batch
+
+        @functools.wraps(backward)
+        def backward_and_record(tensors: Any, *arguments: Any, **options: Any) -> None:
+            if os.getpid() == self._process:
+                self._see_loss(tensors)
+            backward(tensors, *arguments, **options)
+
+        self._undo.enter_context(replaced(dataloader._BaseDataLoaderIter, "__next__", advance_and_record))
+        self._undo.enter_context(replaced(torch.autograd, "backward", backward_and_record))
+
+    def _see_batch(self, batches: Any, batch: Any) -> None:
+        from ddpshim.tools.check.watching import is_of_all_ranks
+
+        size, samples = samples_of(batch)
+        is_own = _rank() == 0 or not is_of_all_ranks(batches, batch, size)
+        self._latest = sum(int(name, 16) for name in samples or ()) if is_own else 0  # in any order: ranks deal rows
+
+    def _see_loss(self, tensors: Any) -> None:
+        from ddpshim.model.backward import Passes
+        from ddpshim.rows.gradients import plain
+
+        if current().part(Passes).depth <= 1:  # not in a pass of a checkpoint, inside another one
+            roots = [tensors] if hasattr(tensors, "numel") else list(tensors)
+            self._samples[-1] += self._latest
+            self._latest = 0
+            self._losses[-1] += [plain(root).detach().clone() for root in roots if root.numel() == 1]
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if os.getpid() != self._process:
+            return
+        if self._num_steps is None:
+            self._begin()
+        if not any(known is optimizer for known in self._optimizers):
+            self._optimizers.append(optimizer)
+        self._num_steps = (self._num_steps or 0) + 1
+        if self._num_steps in self._at if self._at else self._num_steps % self._every == 0:
+            self._mark()
+        if self._num_steps == self._last:
+            self._stop()
+        self._losses.append([])
+        self._samples.append(0)
+
+    def _begin(self) -> None:
+        """Learn the number of the first step; all ranks count alike (collective)."""
+        from ddpshim.checkpoint.resume import Saves
+        from ddpshim.job.group import has_world, world
+
+        if not has_world() or world().options.exact is None:
+            raise CertificateError(
+                "this program is not distributed by ddpshim, or without the option exact, so its bits would depend on "
+                "the number of ranks, and nobody could check them on another. Set DDPSHIM_EXACT, and do not set "
+                "DDPSHIM_UNEDITED=off."
+            )
+        saves = current().part(Saves)
+        saves.also.append(self._keep)
+        if self._last is None:
+            saves.before.append(self._mark_between)  # a later start begins at a mark
+        if saves.restored is not None and not self._first and _rank() == 0:
+            self._continue(saves.restored)
+        self._num_steps = self._marked = world()._gather(self._first, "the steps of a certificate")[0]
+        current().before_end.callback(self._mark_end)
+
+    def _continue(self, restored: Path) -> None:
+        """Continue the certificate of the start that saved the file `restored`. Local."""
+        found = document.read(self._path) if self._path.exists() else {"checkpoints": []}
+        step = next((saved["step"] for saved in found["checkpoints"] if saved["file"].endswith(restored.name)), None)
+        if step is None:
+            raise CertificateError(
+                f"this start resumes from {restored}, which {self._path} does not know: the certificate would not say "
+                "how the run came there. Certify a run from its beginning, with an empty folder of its own."
+            )
+        for name in ("marks", "checkpoints"):
+            found[name] = [item for item in found[name] if item["step"] <= step]
+        self._document, self._first, self._marked = found, step, step
+        self._before = found["marks"][-1]["chain"] if found["marks"] else document.begin(found)
+
+    def _keep(self, written: Path) -> tuple[Any, ...]:
+        """Return what to call once the file `written` of a Resumable is on disk. Local, on the main rank."""
+        folder = document.folder_of(self._path)
+        folder.mkdir(parents=True, exist_ok=True)
+        return _link, written, folder / f"step_{self._num_steps:09d}_{written.name}"
+
+    # Marks
+
+    def _mark(self) -> None:
+        """Record the state after this step (collective)."""
+        from ddpshim.job.group import world
+        from ddpshim.process.random_streams import digest, rank_states
+
+        here, is_alone = world(), current().holds_whole_batches  # ranks then have the same losses, and one's are enough
+        own = [[float(loss) for loss in losses] for losses in self._losses]
+        self._marked = self._num_steps or 0
+        of_ranks = here._gather((self._samples, own), "a certificate's mark")  # also within a step of virtual ranks
+        self._losses, self._samples = [], []
+        if not here.is_main:
+            return
+        chosen = [of_ranks[0][1]] if is_alone else [losses for _, losses in of_ranks]
+        num = 1 if is_alone else here.options.exact or 1
+        losses = [math.fsum(loss for of_rank in step for loss in of_rank) / num for step in zip(*chosen)]
+        if not self._names:
+            self._environment = facts.environment(here.device)  # in this thread: threads of torch are counted by thread
+            parameters = [p for optimizer in self._optimizers for p in _parameters(optimizer)]
+            self._names = [name or "a tensor" for name in Parameters(parameters).names]
+            self._reads.look()
+        cuda = rank_states(here.device)["cuda"]
+        generators = digest() + ("" if cuda is None else hashlib.sha256(bytes(cuda.tolist())).hexdigest()[:32])
+        samples = [f"{sum(step) % _ALL:08x}" for step in zip(*(samples for samples, _ in of_ranks))]
+        mark = {"step": self._num_steps, "samples": samples, "losses": losses, "generators": generators}
+        weights = [_copied(p) for optimizer in self._optimizers for p in _parameters(optimizer)]
+        moments = [_state_of(optimizer) for optimizer in self._optimizers]
+        self._write_later(functools.partial(self._add, mark, weights, moments))
+
+    def _mark_end(self) -> None:
+        """Record the state at the end of the program too (collective)."""
+        if not current().is_failing() and not sys.exc_info()[1]:
+            self._mark_between()
+
+    def _mark_between(self) -> None:
+        """Record the state between two steps, unless it is recorded (collective)."""
+        if self._num_steps and self._num_steps != self._marked:
+            losses, samples = self._losses.pop(), self._samples.pop()  # of the next step
+            self._mark()
+            self._losses.append(losses)
+            self._samples.append(samples)
+
+    def _write_later(self, task: Any) -> None:
+        if self._writer is None:
+            self._writer = threading.Thread(target=self._work, daemon=True)
+            self._writer.start()
+        self._tasks.put(task)  # waits until the mark before is written
+        if self._failed is not None:
+            raise CertificateError(f"{self._path} could not be written ({self._failed}): nobody could check this run.")
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except BaseException as error:  # told at the next mark
+                self._failed = error
+            self._tasks.task_done()
+
+    def _add(self, mark: dict[str, Any], weights: list[Any], moments: list[Any]) -> None:
+        """Hash a mark's tensors, and write the certificate. In the writer's thread."""
+        if not self._document:
+            self._document = self._head()
+            self._before = document.begin(self._document)
+        made = hashlib.sha256()
+        for numbers, tensors in moments:
+            made.update(json.dumps(numbers).encode())
+            for tensor in tensors:
+                made.update(_hash(tensor).encode())
+        mark.update(weights="".join(map(_hash, weights)), optimizer=made.hexdigest())
+        mark["chain"] = self._before = document.chained(self._before, mark)
+        self._document["marks"].append(mark)
+        self._write(is_complete=False)
+
+    def _head(self) -> dict[str, Any]:
+        from ddpshim.job.group import world
+
+        return {
+            "certificate": document.SCHEMA,
+            "ddpshim": version.__version__,
+            "program": self._program,
+            "exact": world().options.exact,
+            "ranks": world().world_size,
+            "every": self._every,
+            "first": self._first,
+            "seed": self._seed,
+            "facts": self._facts(),
+            "tensors": self._names,
+            "marks": [],
+            "checkpoints": [],
+        }
+
+    def _facts(self) -> dict[str, Any]:
+        code, packages = facts.code_and_packages()
+        return {"code": code, "packages": packages, "data": self._reads.hashes(), "environment": self._environment}
+
+    def _write(self, is_complete: bool) -> None:
+        known = {saved["file"] for saved in self._document["checkpoints"]}
+        for path in sorted(document.folder_of(self._path).glob("step_*.pth")):
+            if path.name not in known:
+                step = int(path.name.split("_")[1])
+                saved = {"step": step, "file": path.name, "sha256": facts.sha256_of(path)}
+                self._document["checkpoints"].append(saved)
+        self._document["is_complete"] = is_complete
+        document.write(self._document, self._path)
+
+    def end(self, is_complete: bool) -> None:
+        """Write the end of the certificate; `is_complete`: the program ended by itself without an error. Local."""
+        if os.getpid() != self._process:
+            return
+        self._undo.close()
+        if self._writer is not None:
+            self._tasks.put(None)
+            self._writer.join(_DEADLINE_S)
+            self._reads.look()
+            if self._last is None:
+                self._document["facts"].update(self._facts())
+            self._write(is_complete)
+            if self._last is None:
+                marks = self._document["marks"]
+                say(f"{self._path} certifies {marks[-1]['step']} steps; check it with `check --certificate`")
+        elif self._num_steps is not None and _rank() == 0:
+            say(f"no certificate: the program made {self._num_steps} steps, and the first mark is at {self._every}")
+
+    def _stop(self) -> None:
+        """End this process once its peers have made their last step, so that the program does not continue."""
+        from ddpshim.job.group import world
+
+        self.end(is_complete=False)
+        (self._folder / f"over_{_rank()}").touch()
+        end_with_peers(self._folder, world().world_size, _DEADLINE_S)
+
+
+def _rank() -> int:
+    from ddpshim.job.group import has_world, world
+
+    return world().rank if has_world() else 0
+
+
+def _parameters(optimizer: Any) -> Iterator[Any]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _copied(tensor: Any) -> Any:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _state_of(optimizer: Any) -> tuple[list[Any], list[Any]]:
+    """Return an optimizer's numbers (settings of its groups), and copies of the tensors of its state."""
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    numbers = [sorted((k, float(v)) for k, v in group.items() if isinstance(v, (int, float))) for group in groups]
+    states = [optimizer.state.get(p, {}) for p in _parameters(optimizer)]
+    found = [value for state in states for _, value in sorted(state.items()) if hasattr(value, "detach")]
+    return numbers, [_copied(value) for value in found]
+
+
+def _hash(tensor: Any) -> str:
+    import torch
+
+    made = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    made.update(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+    return made.hexdigest()[: document.WIDTH]
+
+
+def _link(written: Path, kept: Path) -> None:
+    """Keep a file that is replaced by newer ones. In the process that writes in the background."""
+    kept.unlink(missing_ok=True)
+    try:
+        os.link(written, kept)
+    except OSError:  # another disk
+        shutil.copyfile(written, kept)

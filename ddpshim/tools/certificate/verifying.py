@@ -1,0 +1,229 @@
+"""Repeats a part of a certified run, on any number of ranks that divides its virtual ranks, and compares the bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from ddpshim import variables
+from ddpshim.errors import CertificateError, LaunchError
+from ddpshim.launch.runner import Launch, make_log_dir, run
+from ddpshim.process.say import say
+from ddpshim.tools.certificate import document, facts
+from ddpshim.tools.check import new_files
+
+SETTINGS = "certificate.json"
+_CLOSE = 1e-3  # of a loss, where the hardware rounds differently
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What repeating showed. `differences`: sentences, the first one says where the runs part."""
+
+    is_verified: bool
+    first: int
+    last: int
+    differences: tuple[str, ...] = ()
+    is_exact: bool = True  # False: compared up to rounding
+
+
+def set_up(folder: Path, file: Path, every: int, seed: int, **repetition: Any) -> None:
+    """Write what `recording` reads, and set the variables for the ranks.
+
+    `repetition`: first, the step of its checkpoint; marks, their steps; last, where it stops (0: at the end).
+    """
+    path = folder / SETTINGS
+    chosen = {"first": 0, "marks": [], "last": None, **repetition}
+    chosen.update(file=str(file), every=every, seed=seed, folder=str(folder))
+    path.write_text(json.dumps(chosen))
+    os.environ.update({variables.CERTIFY: str(path), variables.SEED: str(seed)})
+
+
+def verify(path: Path, job: Optional[Launch], steps: Optional[tuple[int, int]], num_ranks: int) -> Verdict:
+    """Repeat the steps A to B of a certificate, rounded outwards to its marks (default: from the last checkpoint before
+    the end), and compare.
+
+    `job`: the program to run (default: the certificate's).
+
+    Raises CertificateError if the file is no certificate, was edited, or has no such steps; LaunchError if the program
+    cannot run.
+    """
+    found = document.read(path)
+    if found["exact"] % num_ranks:
+        raise CertificateError(
+            f"the certificate has exact={found['exact']}, which {num_ranks} ranks do not divide; nothing was run. Give "
+            "--nproc a number that does."
+        )
+    marks, saved = found["marks"], _checkpoints(found, path)
+    first, last = _stretch(marks, steps)
+    start = max((step for step in saved if step <= first), default=0)
+    first = max(first, start)
+    odd = list(_other_facts(found, job, path, start))
+    is_exact = not any(text.startswith("environment") for text in odd)
+    for text in odd:
+        say(text)
+    if not is_exact:
+        say(f"so bits cannot agree here: losses are compared up to {_CLOSE:g} of their size, and hashes are not")
+    program = found["program"] if job is None else [*(["-m"] * job.is_module), job.program, *job.arguments]
+    with tempfile.TemporaryDirectory(prefix="ddpshim-check-") as name:
+        again = _again(found, program, Path(name), saved.get(start), start, last, num_ranks)
+    parting = _parting(found, again, first, last, is_exact)
+    texts = [text for text in odd if not text.startswith("environment")]
+    if parting is not None and not texts:
+        parting += ". Code, data and arguments are those of the certificate"
+    differences = tuple(filter(None, (parting, *texts)))
+    return Verdict(not differences, first, last, differences, is_exact)
+
+
+def _checkpoints(found: dict[str, Any], path: Path) -> dict[int, Path]:
+    """Return the certificate's checkpoints that are here, by step. Raises CertificateError if one was changed."""
+    here = {}
+    for saved in found["checkpoints"]:
+        file = document.folder_of(path) / saved["file"]
+        if file.is_file():
+            if facts.sha256_of(file) != saved["sha256"]:
+                raise CertificateError(
+                    f"checkpoint: {file} is not the file of step {saved['step']} that the certificate names: its "
+                    "sha256 differs. Nothing was run. Get it again, or move it away to start from an earlier one."
+                )
+            here[saved["step"]] = file
+    return here
+
+
+def _stretch(marks: list[dict[str, Any]], steps: Optional[tuple[int, int]]) -> tuple[int, int]:
+    """Return the marks around the steps asked for."""
+    known = [0, *(mark["step"] for mark in marks)]
+    first, last = steps or (known[-1] if len(known) < 2 else known[-2], known[-1])
+    if not 0 <= first < last <= known[-1]:
+        raise CertificateError(
+            f"steps {first} to {last} are not in the certificate, whose last mark is at step {known[-1]}; nothing was "
+            "run. Give --steps A:B within it."
+        )
+    return max(step for step in known if step <= first), min(step for step in known if step >= last)
+
+
+def _other_facts(found: dict[str, Any], job: Optional[Launch], path: Path, start: int) -> Iterator[str]:
+    """Yield what is other than in the certificate, each with its kind first."""
+    import torch
+
+    own = found["facts"]
+    if job is not None:
+        given = [*(["-m"] * job.is_module), job.program, *job.arguments]
+        if given != found["program"]:
+            yield f"arguments: {' '.join(given)} here, and {' '.join(found['program'])} in the certificate"
+    for kind in ("code", "data"):
+        for name, sha256 in own[kind].items():
+            file = Path(name)
+            if not file.is_file():
+                yield f"{kind}: {name} is in the certificate, and not here"
+            elif facts.sha256_of(file) != sha256:
+                yield f"{kind}: {name} is not the file of the certificate (its sha256 differs)"
+    for name, about in own["packages"].items():
+        here = facts.package(name)
+        if here != about:
+            versions = (
+                f"{here['version']} here, {about['version']} in the certificate" if here else "not installed here"
+            )
+            yield f"code: the package {name} differs in its Python files ({versions})"
+    there = own["environment"]
+    now = facts.environment(torch.device("cuda" if "GPU" in there and torch.cuda.is_available() else "cpu"))
+    for name in ("GPU", "CPU", "torch", "python"):
+        if there.get(name) != now.get(name):
+            yield f"environment: {name} is {now.get(name)} here, and {there.get(name)} in the certificate"
+
+
+def _again(
+    found: dict[str, Any], program: list[str], folder: Path, saved: Optional[Path], start: int, last: int, num: int
+) -> dict[str, Any]:
+    """Run the program until step `last`, and return its certificate."""
+    file = folder / "again.json"
+    marks = [mark["step"] for mark in found["marks"]]
+    ends = found["is_complete"] and last == found["marks"][-1]["step"]  # that mark is of the program's end
+    given = {**_variables(found), "DDPSHIM_EXACT": str(found["exact"])}
+    if saved is not None:
+        given[variables.RESUME_FROM] = str(saved.resolve())
+    is_module = program[0] == "-m"
+    name, *arguments = program[is_module:]
+    job = Launch(name, tuple(arguments), is_module=is_module, nproc=str(num), proof=str(folder))
+    logs = make_log_dir(job)
+    origin = f"the checkpoint of step {start}" if saved is not None else "the beginning"
+    say(f"running {' '.join(program)} on {num} rank{'s' * (num > 1)}, from {origin} to step {last}; output: {logs}")
+    before = dict(os.environ)
+    os.environ.update(given)
+    set_up(folder, file, found["every"], found["seed"], first=start, marks=marks, last=0 if ends else last)
+    try:
+        code = run(Launch(**{**vars(job), "log_dir": str(logs)}))
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        for sentence in new_files.remove(folder):
+            say(sentence)
+    if not file.exists():
+        raise LaunchError(
+            f"the program ended with exit code {code} before its first mark: there is nothing to compare. Its output "
+            f"is in {logs}."
+        )
+    return document.read(file, start)
+
+
+def _variables(found: dict[str, Any]) -> dict[str, str]:
+    """Return the certificate's variables that may be set here: options of ddpshim that choose numbers, not paths."""
+    allowed = facts.names_of_variables()
+    given = found["facts"]["environment"].get("variables", {})
+    given = given if isinstance(given, dict) else {}
+    return {name: value for name, value in given.items() if name in allowed and isinstance(value, str)}
+
+
+def _parting(found: dict[str, Any], again: dict[str, Any], first: int, last: int, is_exact: bool) -> Optional[str]:
+    """Return where a repetition differs first, and in what; None if nowhere."""
+    theirs = {mark["step"]: mark for mark in found["marks"]}
+    ours = {mark["step"]: mark for mark in again["marks"]}
+    for step in (step for step in theirs if first < step <= last):
+        mark, own = theirs[step], ours.get(step)
+        if own is None:
+            return f"steps: the program ended here before step {step}"
+        num = min(len(mark["losses"]), len(own["losses"]))  # less if it started between two marks
+        columns = (mark["samples"], own["samples"], mark["losses"], own["losses"])
+        for at, (one, other, loss, here) in zip(range(step - num + 1, step + 1), zip(*(c[-num:] for c in columns))):
+            if one != other and is_exact:
+                return f"samples: differ first in step {at}, where the loss is {here!r}, certified {loss!r}"
+            if not _is_same(loss, here, is_exact):
+                return f"loss: differs first in step {at}: {here!r}, certified {loss!r}"
+        if not is_exact:
+            continue
+        for name in ("generators", "optimizer"):
+            if mark[name] != own[name] and mark["weights"] == own["weights"]:
+                return f"{name}: differs first between steps {step - num} and {step}; losses and weights agree"
+        if mark["weights"] != own["weights"]:
+            width = document.WIDTH
+            pairs = zip(found["tensors"], range(0, len(mark["weights"]), width))
+            odd = [name for name, i in pairs if mark["weights"][i : i + width] != own["weights"][i : i + width]]
+            return f"weights: {odd[0]} differs after step {step}, and {len(odd) - 1} other tensors; its losses agree"
+    return None
+
+
+def _is_same(one: float, other: float, is_exact: bool) -> bool:
+    if one == other or (one != one and other != other):  # NaN
+        return True
+    return not is_exact and abs(one - other) <= _CLOSE * max(abs(one), abs(other))
+
+
+def as_json(verdict: Verdict) -> dict[str, Any]:
+    """Return what `--json` prints; `schema` changes with every change that a program reading it could notice."""
+    return {"schema": 1, **asdict(verdict)}
+
+
+def as_text(verdict: Verdict, num_ranks: int) -> str:
+    """Return the verdict in a line, and what differs in one each."""
+    where = f"steps {verdict.first} to {verdict.last}"
+    if verdict.is_verified and verdict.is_exact:
+        on = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
+        return f"verified: {where} have the hashes of the certificate, on {on}"
+    if verdict.is_verified:
+        return f"agrees up to rounding: the losses of {where}; bits cannot be compared here"
+    return "\n".join([f"not verified: {where}", *(f"  {text}" for text in verdict.differences)])

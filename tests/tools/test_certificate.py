@@ -1,0 +1,114 @@
+"""`run --certify` and `check --certificate`: honest repetitions are verified, planted changes are named.
+
+All changes: python -m evidence.certificates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpshim.errors import CertificateError
+from ddpshim.tools.certificate import document, facts
+from evidence import certificates
+from tests.preloaded import environment
+from tests.preloaded_commands import patience
+
+TAMPERS = {tamper.name: tamper for tamper in certificates.tampers()}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with two certified runs, one of them killed and resumed."""
+    folder = tmp_path_factory.mktemp("certified")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(certificates, "DEADLINE_S", patience(120))
+        for name, value in environment().items():
+            patch.setenv(name, value)
+        certificates.make(folder)
+        yield folder
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("number", [5, 10])
+def test_honest_repetition_is_verified(made: Path, number: int) -> None:
+    with certificates.copied(made) as folder:
+        (folder / "out").mkdir()
+        (folder / "out" / "last.pth").write_bytes(b"of the user")
+        arguments = certificates.honest(number)
+        said = certificates.ddpshim(folder, "check", *arguments)
+        first, last = arguments[-1].split(":")
+        assert f"verified: steps {first} to {last} have the hashes of the certificate, on {arguments[3]} rank" in said
+        assert (folder / "out" / "last.pth").read_bytes() == b"of the user"
+        assert not (folder / "progress").exists()
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    "name",
+    [
+        "forged: losses [4]",
+        "code: the loss, by a factor",
+        "data: y",
+        "checkpoint: one weight, forged",
+    ],
+)
+def test_planted_change_is_named(made: Path, name: str) -> None:
+    assert certificates.tried(TAMPERS[name], made)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", [name for name in TAMPERS if name.startswith(("edited", "forged: a missing"))])
+def test_edited_certificate_is_refused(made: Path, tmp_path: Path, name: str) -> None:
+    tamper = TAMPERS[name]
+    for file in made.glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert document.read(tmp_path / tamper.certificate)["exact"] == certificates.EXACT
+    tamper.change(tmp_path)
+    with pytest.raises(CertificateError, match=tamper.cause):
+        document.read(tmp_path / tamper.certificate)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda f: f.update(certificate=2), "its field 'certificate' is not 1"),
+        (lambda f: f.update(marks=[1]), "a mark's field 'step' is missing"),
+        (lambda f: f["marks"][0].update(losses=["x"] * 10), "the losses of step 10 are not numbers"),
+        (lambda f: f["marks"][0].update(weights="../"), "the weights of step 10 are not a hash for each tensor"),
+        (lambda f: f.update(program=[]), "its program is not a list of words"),
+        (lambda f: f.update(exact=0), "are not positive"),
+        (lambda f: f.update(facts={}), "facts has no 'code'"),
+        (lambda f: f["checkpoints"].append({"step": 1, "file": "../x", "sha256": ""}), "lies in another folder"),
+    ],
+)
+def test_hostile_file_gets_a_sentence(made: Path, tmp_path: Path, change: object, said: str) -> None:
+    (tmp_path / "run.json").write_bytes((made / "run.json").read_bytes())
+    certificates.edited(change, False)(tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(CertificateError, match=said):
+        document.read(tmp_path / "run.json")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04N.", b"[" * 100000, b'{"certificate": 1}', b"null"])
+def test_other_file_gets_a_sentence(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "run.json").write_bytes(content)
+    with pytest.raises(CertificateError, match="Nothing was run"):
+        document.read(tmp_path / "run.json")
+
+
+@pytest.mark.launch
+def test_facts_of_the_run(made: Path) -> None:
+    found = json.loads((made / "run.json").read_text())
+    assert set(found["facts"]["code"]) >= {"train.py", "helper.py"}
+    assert found["facts"]["data"] == {"data.npz": facts.sha256_of(made / "data.npz")}
+    assert {"torch", "numpy", "ddpshim"} <= set(found["facts"]["packages"])
+    assert found["facts"]["environment"]["threads"] == 1
+    assert [mark["step"] for mark in found["marks"]] == [10, 20, 30, 40, 50, 60, 64]
+    assert "1.weight" in found["tensors"]
+    resumed = json.loads((made / "resumed.json").read_text())
+    assert resumed["ranks"] == 2
+    assert resumed["checkpoints"][0]["step"] in [mark["step"] for mark in resumed["marks"]]
