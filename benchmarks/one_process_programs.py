@@ -8,6 +8,7 @@ step needed}.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import sys
 import time
@@ -244,6 +245,7 @@ def replay(batch_size: int = 4096, width: int = 512) -> Callable[[], float]:
     return step
 
 
+_UNETS = {1: 20, 16: 20, 64: 10, 256: 3, 1024: 2}  # steps of a block, by batch
 _SIZES = {"s": 64, "a": 8, "r": 1, "then": 64}
 
 
@@ -293,12 +295,12 @@ def sampling(batch_size: int = 128) -> Callable[[], float]:
 
 
 PROGRAMS: dict[str, tuple[Callable[[], Callable[[], float]], int]] = {  # and the steps of a block
-    "unet_64": (lambda: unet(64), 10),
-    "unet_256": (lambda: unet(256), 3),
+    **{f"unet_{batch}": (functools.partial(unet, batch), steps) for batch, steps in _UNETS.items()},
     "act": (act, 6),
     "mingpt": (mingpt, 6),
     "resnet": (resnet, 4),
     "replay": (replay, 3),
+    "replay_16384": (lambda: replay(16384), 3),
     "classifier": (classifier, 12),
     "sampling": (sampling, 3),
 }

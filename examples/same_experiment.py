@@ -1,6 +1,6 @@
 """Train the real robomimic in one process as released, on two ranks with ddpshim, and on two in a typical manual port.
 
-python examples/same_experiment.py [--algo bc|bc_rnn_gmm|diffusion_policy] [--steps 500] [--ranks 2] [--out DIR]
+python examples/same_experiment.py [--algo bc|bc_rnn_gmm|diffusion_policy] [--steps 500] [--nproc 2] [--out DIR]
 
 `bc` and `bc_rnn_gmm` train the robomimic that is installed (0.3.0), `diffusion_policy` robomimic 0.5.0 from
 DDPSHIM_UPSTREAM (see patches/README.md). None of its files is changed. The reference runs without ddpshim: not patched,
@@ -49,8 +49,7 @@ TOLERANCE = 1e-5  # float32, after the first epoch
 
 
 EXACT_STEPS = 50
-WIDE = {"algo.actor_layer_dims": [1024, 1024, 1024]}  # with WIDE_BATCH_SIZE, a step is mostly computation
-WIDE_BATCH_SIZE, WIDE_STEPS, NUM_ROUNDS = 2400, 5, 3
+NUM_ROUNDS, NUM_BLOCKS = 3, 2  # of the speed's comparison
 
 
 @dataclass
@@ -61,14 +60,13 @@ class Result:
     losses: list[float]
     weights: dict[int, dict[str, Any]]
     samples: list[list[int]]
-    steps_per_s: float
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algo", choices=sorted(SETTINGS), default="bc")
     parser.add_argument("--steps", type=int, help="gradient steps of each run, in 20 epochs")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--nproc", type=int, default=2, help="processes, one thread each")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "same_experiment")
     args = parser.parse_args()
     steps, epochs = args.steps or DEFAULT_STEPS[args.algo], 20
@@ -76,15 +74,16 @@ def main() -> None:
         environ = robomimic_as_released(args.algo)
         one, many, by_hand = (
             train(args.algo, way, num_ranks, steps // epochs, epochs, out / way, environ)
-            for way, num_ranks in (("released", 1), ("ddpshim", args.ranks), ("by_hand", args.ranks))
+            for way, num_ranks in (("released", 1), ("ddpshim", args.nproc), ("by_hand", args.nproc))
         )
-        is_same = report(args.algo, args.ranks, one, many, by_hand)
-        picture = draw(args.algo, args.ranks, one, many, by_hand, out)
+        is_same = report(args.algo, args.nproc, one, many, by_hand)
+        picture = draw(args.algo, args.nproc, one, many, by_hand, out)
         print(f"\nloss curves: {picture}")
-        has_one_hash = show_hashes(args.algo, args.ranks, out, environ)
+        has_one_hash = show_hashes(args.algo, args.nproc, out, environ)
+        is_verified = args.algo != "bc" or certify(args.nproc, out, environ)
         if args.algo == "bc":
-            compare_speed(args.ranks, out, environ)
-    sys.exit(not (is_same and has_one_hash))
+            compare_speed(args.nproc)
+    sys.exit(not (is_same and has_one_hash and is_verified))
 
 
 @contextlib.contextmanager
@@ -161,7 +160,7 @@ def train(
         stderr=subprocess.STDOUT,
         text=True,
     ) as process:
-        end, epoch, losses, seconds = time.monotonic() + RUN_DEADLINE_S, 0, {}, {}
+        end, epoch, losses = time.monotonic() + RUN_DEADLINE_S, 0, {}
         assert process.stdout is not None
         with open(folder / "output.txt", "w") as log:
             for line in process.stdout:
@@ -170,13 +169,10 @@ def train(
                     print(line, end="", flush=True)
                 elif line.startswith("Train Epoch "):
                     epoch = int(line.split()[2])
-                elif '"Loss": ' in line:
-                    if epoch not in losses:  # in the port by hand, each rank prints its own
-                        losses[epoch] = float(line.split(": ")[1].rstrip(",\n"))
-                        if is_shown:
-                            print(f"  epoch {epoch:2d} of {epochs}: loss {losses[epoch]:.6f}", flush=True)
-                elif '"Time_Epoch": ' in line:
-                    seconds.setdefault(epoch, 60 * float(line.split(": ")[1].rstrip(",\n")))
+                elif '"Loss": ' in line and epoch not in losses:  # in the port by hand, each rank prints its own
+                    losses[epoch] = float(line.split(": ")[1].rstrip(",\n"))
+                    if is_shown:
+                        print(f"  epoch {epoch:2d} of {epochs}: loss {losses[epoch]:.6f}", flush=True)
                 if time.monotonic() > end:
                     process.kill()
         code = process.wait()
@@ -189,8 +185,7 @@ def train(
         held = model.get("nets", model)
         weights[int(checkpoint.stem.split("_")[-1])] = {key.replace(".module.", "."): held[key] for key in held}
     samples = [json.loads((folder / f"samples_{rank}.json").read_text()) for rank in range(num_ranks)]
-    # The speed leaves out the first epoch, which warms up.
-    return Result(code, [*losses.values()], weights, samples, steps * (epochs - 1) / sum([*seconds.values()][1:]))
+    return Result(code, [*losses.values()], weights, samples)
 
 
 def make_config(
@@ -289,21 +284,39 @@ def show_hashes(algo: str, num_ranks: int, out: Path, environ: dict[str, str]) -
     return len(set(hashes)) == 1
 
 
-def compare_speed(num_ranks: int, out: Path, environ: dict[str, str]) -> None:
-    """Print steps per second of a wide network, one core per process (as one GPU each); the runs alternate."""
-    settings = {**WIDE, "train.batch_size": WIDE_BATCH_SIZE}
-    speeds: dict[str, list[float]] = {"released": [], "ddpshim": []}
-    for number in range(NUM_ROUNDS):
-        for way, size in (("released", 1), ("ddpshim", num_ranks)):
-            run = train("bc", way, size, WIDE_STEPS, 2, out / f"{way}_wide_{number}", environ, **settings)
-            speeds[way].append(run.steps_per_s)
-    alone, many = (statistics.median(found) for found in speeds.values())
-    ratios = [b / a for a, b in zip(*speeds.values())]
-    print(
-        f"\na wide bc, one core for each process: {alone:.2f} steps a second on 1 process, {many:.2f} on {num_ranks}:"
-    )
-    spread = f"{min(ratios):.2f} to {max(ratios):.2f} in {NUM_ROUNDS} rounds"
-    print(f"  {statistics.median(ratios):.2f} times as fast ({spread})")
+def certify(num_ranks: int, out: Path, environ: dict[str, str]) -> bool:
+    """Certify a run on all ranks, and repeat its last steps on one; return whether the bits agree."""
+    folder = out / "certified"
+    folder.mkdir()
+    config, certificate = folder / "config.json", folder / "run.json"
+    settings = make_config("bc", EXACT_STEPS, 4, folder, environ, **SETTINGS["bc"])
+    config.write_text(json.dumps(settings))
+    print(f"\na certificate, made on {num_ranks} processes and checked on 1:", flush=True)
+    made = ["run", "--no-logs", "--nproc", str(num_ranks), "--certify", str(certificate), "--certify-every", "25"]
+    for words in ([*made, "-m", "robomimic.scripts.train", "--config", str(config)], ["check", "--certificate"]):
+        command = [sys.executable, "-m", "ddpshim", *words, *([str(certificate)] if words[0] == "check" else [])]
+        ran = subprocess.run(command, env=environ, cwd=folder, check=False, capture_output=True, text=True)
+        if ran.returncode:
+            print(ran.stdout[-2000:], ran.stderr[-2000:])
+            return False
+    print(f"  {ran.stdout.strip()}")
+    return True
+
+
+def compare_speed(num_ranks: int) -> None:
+    """Print the speed of a diffusion policy's U-Net, unedited, one core per process (as one GPU each), in turns."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.one_process import measure
+
+    times: list[list[float]] = []
+    for _ in range(NUM_ROUNDS):
+        arms = (None, 1), (ROOT, num_ranks)
+        times.append([min(measure("unet_256", NUM_BLOCKS, tree, size)["ms"]) for tree, size in arms])
+    alone, many = (statistics.median(found) for found in zip(*times))
+    ratios = [a / b for a, b in times]
+    print("\na diffusion U-Net, batch 256, one core for each process:")
+    print(f"  a step takes {alone:.0f} ms on 1 process, {many:.0f} ms on {num_ranks}:", end=" ")
+    print(f"{alone / many:.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f} in {NUM_ROUNDS} rounds)")
     if num_ranks > (os.cpu_count() or 1):
         print(f"  (this machine has {os.cpu_count()} cores for them)")
 
