@@ -1,15 +1,16 @@
 """Compares LeRobot's unedited trainer on N ranks with one process without a launcher, with noise.
 
-Run it: python -m evidence.lerobot_equivalence [--policies act,vqbet] [--variants] [--ranks 2,3] [--write PAGE]
+Run it: python -m evidence.lerobot_equivalence [--policies act,vqbet] [--ranks 2,3] [--only WORDS] [--write PAGE]
 
 It needs an environment with LeRobot (requirements/lerobot.txt). Data, and SmolVLA's backbone with random weights, are
-made here: nothing is downloaded. Rows of the page that another release or policy has stay. `--variants`: also what
-only some releases can do.
+made here: nothing is downloaded. Rows of the page that are not made again stay. Exits with 1 if a row differs: what
+differs is bold. Options of VARIANTS that a release lacks, or with which it fails in one process, are left out.
 """
 
 from __future__ import annotations
 
 import filecmp
+import functools
 import importlib.util
 import os
 import re
@@ -33,13 +34,25 @@ END = "<!-- end of LeRobot -->\n"
 DEADLINE_S = 300
 TRAINER = ("-m", "lerobot.scripts.lerobot_train")
 STEPS, LEFT_AT = 12, 5
-# Options that change how data are read, judged or computed, with releases that have them.
+# By name: a policy, and options of the trainer that change how data are read, judged or computed.
 HALF = "automatic mixed precision (bfloat16)"  # numbers in bfloat16 differ by their rounding
 VARIANTS = {
-    "two workers": "--num_workers=2",
-    "augmented images": "--dataset.image_transforms.enable=true",
-    "held-out episodes": "--dataset.eval_split=0.25 --eval_steps=4",
-    HALF: "--policy.use_amp=true",
+    "two workers": ("act", "--num_workers=2"),
+    "augmented images": ("act", "--dataset.image_transforms.enable=true"),
+    "held-out episodes": ("act", "--dataset.eval_split=0.25 --eval_steps=4"),
+    "chosen episodes, few held-out samples": (
+        "act",
+        "--dataset.episodes=[0,1,3] --dataset.eval_split=0.4 --eval_steps=4 --max_eval_samples=10",
+    ),
+    "streamed data": ("act", "--dataset.streaming=true --num_workers=1"),
+    "gradients of 3 batches": ("act", "--accelerator.gradient_accumulation.steps=3"),
+    HALF: ("act", "--policy.use_amp=true"),
+    "EMA": ("diffusion", "--ema.enable=true"),
+    "weighted samples (RA-BC)": (
+        "smolvla",
+        "--sample_weighting.type=rabc --sample_weighting.progress_path=progress.parquet --sample_weighting.kappa=0.05",
+    ),
+    "LoRA": ("smolvla", f"--policy.path=smolvla-plain/checkpoints/{STEPS:06d}/pretrained_model --peft.r=4"),
 }
 POLICIES = {
     "act": (
@@ -75,8 +88,12 @@ def is_there() -> bool:
 
 
 def make_data(folder: Path) -> None:
-    """Write four episodes of 13 frames to `folder`/data, with states, small images, and tasks of different lengths."""
+    """Write four episodes of 13 frames to `folder`/data, with states, small images, and tasks of different lengths.
+
+    `folder`/progress.parquet gets a random progress of each frame, from which RA-BC computes the weights of samples.
+    """
     import numpy as np
+    import pandas
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
     sizes = {"observation.state": 4, "observation.environment_state": 3, "action": 2}
@@ -95,6 +112,8 @@ def make_data(folder: Path) -> None:
             data.add_frame({**frame, "observation.images.front": picture, "task": task})
         data.save_episode()
     data.finalize()
+    frames = {"index": range(4 * 13), "episode_index": [frame // 13 for frame in range(4 * 13)]}
+    pandas.DataFrame({**frames, "progress_sparse": draws.random(4 * 13)}).to_parquet(folder / "progress.parquet")
 
 
 def make_backbone(folder: Path) -> None:
@@ -148,8 +167,9 @@ class Run(NamedTuple):
         return {str(path.relative_to(self.checkpoint())) for path in self.checkpoint().rglob("*") if path.is_file()}
 
 
-def start(folder: Path, name: str, before: list[str], *arguments: str) -> Run:
-    """Run `python BEFORE ARGUMENTS` in `folder`; its files go to `folder`/`name`."""
+@functools.cache
+def start(folder: Path, name: str, before: tuple[str, ...], *arguments: str) -> Run:
+    """Run `python BEFORE ARGUMENTS` in `folder`, once; its files go to `folder`/`name`."""
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     environ = {**environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, *before, *arguments, f"--output_dir={name}"]
@@ -178,27 +198,34 @@ def settings(policy: str, *more: str) -> list[str]:
             "--batch_size=8",
             f"--steps={STEPS}",
         ),
-        *("--log_freq=1", f"--save_freq={LEFT_AT}", "--seed=5", f"--policy.type={policy}"),
-        *("--policy.device=cpu", "--policy.push_to_hub=false", *POLICIES[policy].split(), *more),
+        *("--log_freq=1", f"--save_freq={LEFT_AT}", "--seed=5", "--policy.device=cpu", "--policy.push_to_hub=false"),
+        *([] if any("--policy.path" in option for option in more) else [f"--policy.type={policy}"]),
+        *(*POLICIES[policy].split(), *more),
     ]
 
 
-def under_run(num_ranks: int) -> list[str]:
+def under_run(num_ranks: int) -> tuple[str, ...]:
     """Return the arguments before the trainer's, to start it on `num_ranks` ranks."""
-    return ["-m", "ddpshim", "run", f"--nproc={num_ranks}", "--log-dir=logs", *TRAINER]
+    return ("-m", "ddpshim", "run", f"--nproc={num_ranks}", "--log-dir=logs", *TRAINER)
 
 
-def largest_difference(one: Path, other: Path, file: str) -> float:
-    """Return the largest difference of any number in two safetensors files."""
+def largest_difference(one: Path, other: Path, file: str, but: str = " ") -> float:
+    """Return the largest difference of any number in two safetensors files; names with `but` are passed over."""
     from safetensors.torch import load_file
 
     first, second = load_file(one / file), load_file(other / file)
     assert first.keys() == second.keys()
-    return max(float((first[name].double() - second[name].double()).abs().max()) for name in first)
+    names = [name for name in first if but not in name]
+    return max(float((first[name].double() - second[name].double()).abs().max()) for name in names)
 
 
-WEIGHTS, MOMENTS = "pretrained_model/model.safetensors", "training_state/optimizer_state.safetensors"
-STREAMS = "training_state/rng_state.safetensors"
+MOMENTS, STREAMS = "training_state/optimizer_state.safetensors", "training_state/rng_state.safetensors"
+
+
+def weights_differ(one: Path, other: Path, but: str = " ") -> float:
+    """Return the largest difference of any weight, trained or averaged, in two checkpoints; names with `but` are passed over."""
+    names = [str(path.relative_to(other)) for path in sorted(other.glob("pretrained_model*/*model.safetensors"))]
+    return max(largest_difference(one, other, name, but) for name in names)
 
 
 def logs_differ(lines: list[str], others: list[str]) -> str:
@@ -220,12 +247,14 @@ def compare(run: Run, plain: Run, rounded: Optional[Run] = None) -> dict[str, st
     """Compare `run` with `plain`, the run of one process; `rounded` is another that rounds otherwise."""
     one, other = run.checkpoint(), plain.checkpoint()
     odd = run.files() ^ plain.files()
-    moved = largest_difference(plain.checkpoint(LEFT_AT), other, WEIGHTS)
-    weights, log = largest_difference(one, other, WEIGHTS), logs_differ(run.log, plain.log)
-    most = 0.3 * moved if rounded is None else 3 * largest_difference(rounded.checkpoint(), other, WEIGHTS)
+    moved, weights = (weights_differ(checkpoint, other) for checkpoint in (plain.checkpoint(LEFT_AT), one))
+    log = logs_differ(run.log, plain.log)
+    # Adam turns the rounding of ACT's key biases into steps.
+    judged = weights_differ(one, other, "in_proj_bias") if rounded is None else weights
+    most = 0.1 * moved if rounded is None else 3 * weights_differ(rounded.checkpoint(), other)
     return {
         "moved by training": f"{moved:.0e}",
-        "weights": f"{weights:.0e}" if weights < most else f"**{weights:.0e}**",
+        "weights": f"{weights:.0e}" if judged < most else f"**{weights:.0e}**",
         "optimizer": f"{largest_difference(one, other, MOMENTS):.0e}",
         "log": log if rounded is None or "differs" in log else log.strip("*"),
         "random streams": "same" if filecmp.cmp(one / STREAMS, other / STREAMS, shallow=False) else "**differ**",
@@ -233,7 +262,7 @@ def compare(run: Run, plain: Run, rounded: Optional[Run] = None) -> dict[str, st
     }
 
 
-def resume(run: Run, name: str, before: list[str]) -> Run:
+def resume(run: Run, name: str, before: tuple[str, ...]) -> Run:
     """Resume, in the way of the arguments `before`, from the checkpoint that `run` wrote in the middle of a pass."""
     copy = run.folder.parent / name
     shutil.copytree(run.folder, copy, symlinks=True)
@@ -241,62 +270,71 @@ def resume(run: Run, name: str, before: list[str]) -> Run:
     return start(run.folder.parent, name, before, f"--config_path={config}", "--resume=true")
 
 
-def rows(policy: str, folder: Path, ranks: list[int], with_variants: bool) -> Iterator[list[str]]:
-    """Train `policy` in all ways, and yield the rows of its table."""
-    plain = start(folder, f"{policy}-plain", [*TRAINER], *settings(policy))
-    runs = {n: start(folder, f"{policy}-{n}", under_run(n), *settings(policy)) for n in ranks}
-    for n, run in runs.items():
-        yield [policy, f"{n} ranks", *compare(run, plain).values()]
-    alone = resume(plain, f"{policy}-resumed", [*TRAINER])
-    resumed = resume(runs[ranks[0]], f"{policy}-resumed-{ranks[-1]}", under_run(ranks[-1]))
-    what = f"{ranks[0]} ranks to step {LEFT_AT}, resumed on {ranks[-1]}; one process resumed"
-    yield [policy, what, *compare(resumed, alone).values()]
-    if policy != "act" or not with_variants:
-        return
-    for what, arguments in VARIANTS.items():
-        name = re.sub(r"\W+", "-", what)
-        given, rounded = settings(policy, *arguments.split()), None
-        alone = start(folder, name, [*TRAINER], *given)
-        if what == HALF:
+def rows(policy: str, folder: Path, ranks: list[int], only: str) -> Iterator[list[str]]:
+    """Train `policy` in all ways that have `only` in their name, and yield the rows of its table."""
+    from lerobot.configs.train import TrainPipelineConfig
+
+    def one() -> Run:
+        return start(folder, f"{policy}-plain", TRAINER, *settings(policy))
+
+    def on(n: int) -> Run:
+        return start(folder, f"{policy}-{n}", under_run(n), *settings(policy))
+
+    for n in ranks:
+        if only in (what := f"{n} ranks"):
+            yield [policy, what, *compare(on(n), one()).values()]
+    if only in (what := f"{ranks[0]} ranks to step {LEFT_AT}, resumed on {ranks[-1]}; one process resumed"):
+        resumed = resume(on(ranks[0]), f"{policy}-resumed-{ranks[-1]}", under_run(ranks[-1]))
+        yield [policy, what, *compare(resumed, resume(one(), f"{policy}-resumed", TRAINER)).values()]
+    for name, (of, options) in VARIANTS.items():
+        field, what = options.lstrip("-").partition(".")[0].partition("=")[0], f"{ranks[-1]} ranks, {name}"
+        if of != policy or only not in what or field not in TrainPipelineConfig.__dataclass_fields__:
+            continue
+        if "--policy.path" in options:
+            one()
+        given, rounded, short = settings(policy, *options.split()), None, re.sub(r"\W+", "-", name)
+        try:
+            alone = start(folder, short, TRAINER, *given)
+        except RuntimeError as error:
+            print(f"{name} fails in one process: {str(error).splitlines()[-1]}", file=sys.stderr)
+            continue
+        if name == HALF:
             with mock.patch.dict(os.environ, ATEN_CPU_CAPABILITY="default"):
-                rounded = start(folder, f"{name}-rounded", [*TRAINER], *given)
-            yield [
-                policy,
-                f"one process with other CPU instructions, {what}",
-                *compare(rounded, alone, rounded).values(),
-            ]
-        run = start(folder, f"{name}-{ranks[-1]}", under_run(ranks[-1]), *given)
-        yield [policy, f"{ranks[-1]} ranks, {what}", *compare(run, alone, rounded).values()]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks[0]}"]
-    run = start(folder, f"{policy}-line", [*torchrun, "-m", "ddpshim.launch.rank", *TRAINER], *settings(policy))
-    run = run._replace(log=[*dict.fromkeys(run.log)])  # all ranks print
-    yield [policy, f"{ranks[0]} ranks, torchrun", *compare(run, plain).values()]
+                rounded = start(folder, f"{short}-rounded", TRAINER, *given)
+            same = f"one process with other CPU instructions, {name}"
+            yield [policy, same, *compare(rounded, alone, rounded).values()]
+        run = start(folder, f"{short}-{ranks[-1]}", under_run(ranks[-1]), *given)
+        yield [policy, what, *compare(run, alone, rounded).values()]
+    if policy == "act" and only in (what := f"{ranks[0]} ranks, torchrun"):
+        torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks[0]}")
+        run = start(folder, "act-line", (*torchrun, "-m", "ddpshim.launch.rank", *TRAINER), *settings(policy))
+        run = run._replace(log=[*dict.fromkeys(run.log)])  # all ranks print
+        yield [policy, what, *compare(run, one()).values()]
 
 
-def _all_rows(args: Any, release: str, folder: Path) -> Iterator[list[str]]:
-    """Yield all rows, by release: those of other releases, and of policies that are not asked for, are the page's."""
-    policies, ranks = args.policies.split(","), [int(n) for n in args.ranks.split(",")]
-    page = args.write.read_text().partition(START)[2].partition(END)[0] if args.write else ""
-    kept = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
-    for other in sorted({row[0] for row in kept} | {release}):
-        for policy in POLICIES:
-            if (other, policy in policies) == (release, True):
-                yield from ([release, *row] for row in rows(policy, folder, ranks, args.variants))
-            else:
-                yield from (row for row in kept if row[:2] == [other, policy])
+def with_kept(lines: list[str], page: Path) -> list[str]:
+    """Return the lines of a table with the other rows of the page's, by release and policy."""
+    old = page.read_text().partition(START)[2].partition(END)[0]
+    found = {}
+    for line in [*(line for line in old.splitlines() if line.startswith("| "))][1:] + lines[2:]:
+        release, policy, run, *_ = line.strip("| ").split(" | ")
+        found[release, list(POLICIES).index(policy), run] = line
+    return [*lines[:2], *(found[key] for key in sorted(found, key=lambda key: key[:2]))]
 
 
 def main() -> None:
     parser = pages.parser(__doc__)
     parser.add_argument("--policies", default=",".join(POLICIES))
-    parser.add_argument("--variants", action="store_true", help="ACT also in other ways, which LeRobot 0.6.1 has")
+    parser.add_argument("--only", default="", metavar="WORDS", help="only rows with these words in their name")
+    parser.add_argument("--commit", default="", help="of LeRobot's repository, if this is no release")
     args = parser.parse_args()
     if not is_there():
         parser.exit(1, f"{HOW_TO_GET}\n")
     import torch
     from lerobot import __version__
 
-    release = f"{__version__}, torch {torch.__version__.partition('+')[0]}"
+    version = f"{__version__} at {args.commit}" if args.commit else __version__
+    release = f"{version}, torch {torch.__version__.partition('+')[0]}"
     columns = [
         "LeRobot",
         "policy",
@@ -312,7 +350,11 @@ def main() -> None:
         folder = Path(temporary)
         make_data(folder)
         make_backbone(folder)
-        lines = pages.table(columns, _all_rows(args, release, folder))
+        ranks = [int(n) for n in args.ranks.split(",")]
+        all_rows = (row for policy in args.policies.split(",") for row in rows(policy, folder, ranks, args.only))
+        lines = pages.table(columns, ([release, *row] for row in all_rows))
+    if args.write:
+        lines = with_kept(lines, args.write)
     made = f"{STEPS} steps of 8 samples, gloo on CPU."
     pages.finish([*lines, "", made], args.write, START, END)
 
