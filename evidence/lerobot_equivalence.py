@@ -223,7 +223,7 @@ MOMENTS, STREAMS = "training_state/optimizer_state.safetensors", "training_state
 
 
 def weights_differ(one: Path, other: Path, but: str = " ") -> float:
-    """Return the largest difference of any weight, trained or averaged, in two checkpoints; names with `but` are passed over."""
+    """Return the largest difference of any weight, trained or averaged, in two checkpoints, but of names with `but`."""
     names = [str(path.relative_to(other)) for path in sorted(other.glob("pretrained_model*/*model.safetensors"))]
     return max(largest_difference(one, other, name, but) for name in names)
 
