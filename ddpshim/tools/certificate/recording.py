@@ -71,6 +71,7 @@ class Recorder:
         self._losses: list[list[Any]] = [[]]
         self._samples = [0]
         self._optimizers: list[Any] = []
+        self._known: list[Any] = []  # the optimizers' parameters in the order in which they were first seen
         self._names: list[str] = []
         self._document: dict[str, Any] = {}
         self._environment: dict[str, Any] = {}
@@ -196,18 +197,21 @@ class Recorder:
         chosen = [of_ranks[0][1]] if is_alone else [losses for _, losses in of_ranks]
         num = 1 if is_alone else here.options.exact or 1
         losses = [math.fsum(loss for of_rank in step for loss in of_rank) / num for step in zip(*chosen)]
-        if not self._names:
+        if not self._environment:
             self._environment = facts.environment(here.device)  # in this thread: threads of torch are counted by thread
-            parameters = [p for optimizer in self._optimizers for p in _parameters(optimizer)]
-            self._names = [name or "a tensor" for name in Parameters(parameters).names]
             self._reads.look()
+        known = {id(p) for p in self._known}
+        new = [p for optimizer in self._optimizers for p in _parameters(optimizer) if id(p) not in known]
+        if new:  # an optimizer may start later, or get parameters later
+            self._known += new
+            self._names = [name or "a tensor" for name in Parameters(self._known).names]
         cuda = rank_states(here.device)["cuda"]
         generators = digest() + ("" if cuda is None else hashlib.sha256(bytes(cuda.tolist())).hexdigest()[:32])
         samples = [f"{sum(step) % _ALL:08x}" for step in zip(*(samples for samples, _ in of_ranks))]
         mark = {"step": self._num_steps, "samples": samples, "losses": losses, "generators": generators}
-        weights = [_copied(p) for optimizer in self._optimizers for p in _parameters(optimizer)]
+        weights = [_copied(p) for p in self._known]
         moments = [_state_of(optimizer) for optimizer in self._optimizers]
-        self._write_later(functools.partial(self._add, mark, weights, moments))
+        self._write_later(functools.partial(self._add, mark, list(self._names), weights, moments))
 
     def _mark_end(self) -> None:
         """Record the state at the end of the program too (collective)."""
@@ -238,7 +242,7 @@ class Recorder:
                 self._failed = error
             self._tasks.task_done()
 
-    def _add(self, mark: dict[str, Any], weights: list[Any], moments: list[Any]) -> None:
+    def _add(self, mark: dict[str, Any], names: list[str], weights: list[Any], moments: list[Any]) -> None:
         """Hash a mark's tensors, and write the certificate. In the writer's thread."""
         if not self._document:
             self._document = self._head()
@@ -251,6 +255,7 @@ class Recorder:
         mark.update(weights="".join(map(_hash, weights)), optimizer=made.hexdigest())
         mark["chain"] = self._before = document.chained(self._before, mark)
         self._document["marks"].append(mark)
+        self._document["tensors"] = names
         self._write(is_complete=False)
 
     def _head(self) -> dict[str, Any]:
@@ -266,7 +271,7 @@ class Recorder:
             "first": self._first,
             "seed": self._seed,
             "facts": self._facts(),
-            "tensors": self._names,
+            "tensors": [],
             "marks": [],
             "checkpoints": [],
         }

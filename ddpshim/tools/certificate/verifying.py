@@ -196,15 +196,23 @@ def _parting(found: dict[str, Any], again: dict[str, Any], first: int, last: int
                 return f"loss: differs first in step {at}: {here!r}, certified {loss!r}"
         if not is_exact:
             continue
-        for name in ("generators", "optimizer"):
-            if mark[name] != own[name] and mark["weights"] == own["weights"]:
-                return f"{name}: differs first between steps {step - num} and {step}; losses and weights agree"
-        if mark["weights"] != own["weights"]:
-            width = document.WIDTH
-            pairs = zip(found["tensors"], range(0, len(mark["weights"]), width))
-            odd = [name for name, i in pairs if mark["weights"][i : i + width] != own["weights"][i : i + width]]
+        one, other = (_hashes(of["tensors"], mark_of["weights"]) for of, mark_of in ((found, mark), (again, own)))
+        odd = [name for name in one if one[name] != other.get(name)]
+        if odd:
             return f"weights: {odd[0]} differs after step {step}, and {len(odd) - 1} other tensors; its losses agree"
+        for name in ("generators", "optimizer"):
+            if mark[name] != own[name]:
+                return f"{name}: differs first between steps {step - num} and {step}; losses and weights agree"
     return None
+
+
+def _hashes(names: list[str], weights: str) -> dict[str, str]:
+    """Return the hash of each tensor, by its name and, if others are called the same, a number."""
+    found: dict[str, str] = {}
+    for i, name in zip(range(0, len(weights), document.WIDTH), names):
+        number = sum(name == other for other in names[: i // document.WIDTH])
+        found[f"{name} ({number})" if number else name] = weights[i : i + document.WIDTH]
+    return found
 
 
 def _is_same(one: float, other: float, is_exact: bool) -> bool:
