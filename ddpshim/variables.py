@@ -9,7 +9,7 @@ ROWS = "DDPSHIM_ROWS"  # auto; all: divide also what is too small to gain; off: 
 RANK = "DDPSHIM_RANK"  # this rank, while the launcher's variables are hidden from an unedited program
 CHECK = "DDPSHIM_CHECK"  # folder to which the ranks of a check write; else unset
 CERTIFY = "DDPSHIM_CERTIFY"  # settings with which the ranks write a certificate; else unset
-RESUME_FROM = "DDPSHIM_RESUME_FROM"  # a Resumable's file, from which a part of a certified run is repeated; else unset
+RESUME_FROM = "DDPSHIM_RESUME_FROM"  # a Resumable's file from which a certified run is repeated, or "the beginning"
 SEED = "DDPSHIM_SEED"  # of a certified program that sets none; else it is drawn
 UPSTREAM = "DDPSHIM_UPSTREAM"  # source trees for the tests
 # For variables of module files or sites, such as DDPSHIM_MODULE_ROOT: ignored.

@@ -26,6 +26,9 @@ def keep_newest(written: Path, num_kept: int) -> None:
     link(written, "latest.pth")
 
 
+THE_BEGINNING = "the beginning"  # for variables.RESUME_FROM
+
+
 def _mark(folder: checkpoint.PathLike) -> Path:
     return Path(folder).with_name(f"{Path(folder).name}.finished")
 
@@ -87,7 +90,7 @@ def find_progress(folder: checkpoint.PathLike) -> Optional[Path]:
     checkpoint.flush()
     chosen = os.environ.get(variables.RESUME_FROM)
     if chosen:
-        return Path(chosen)
+        return None if chosen == THE_BEGINNING else Path(chosen)
     for path in sorted(Path(folder).glob(PATTERN), reverse=True):
         damage = checkpoint.find_damage(path)
         if damage is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import shutil
 import time
 import traceback
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Callable, NoReturn, Optional, Protocol
 
+from ddpshim import variables
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint import last_save, plain_files
 from ddpshim.checkpoint.progress_folder import find_progress, keep_newest, leave_if_finished, mark_finished
@@ -59,12 +61,14 @@ class Saves:
 
     Attributes:
         restored: the file that was restored, on the main rank.
+        is_off: whether nothing is saved: a part of a certified run is repeated, beside the user's own files.
         before: called on every rank before a save (collective).
         also: return, for a file, a function with its arguments to call once it is on disk.
     """
 
     def __init__(self) -> None:
         self.restored: Optional[Path] = None
+        self.is_off = bool(os.environ.get(variables.RESUME_FROM))
         self.before: list[Callable[[], None]] = []
         self.also: list[Callable[[Path], tuple[Any, ...]]] = []
 
@@ -315,7 +319,11 @@ class Resumable:
         """
         checkpoint.flush()
         equal_steps.check_equal_steps("the step before a save")
-        for call in current().part(Saves).before:
+        saves = current().part(Saves)
+        if saves.is_off:
+            self._last_save, self._num_unsaved = time.monotonic(), 0
+            return
+        for call in saves.before:
             call()
         if self._before_save is not None:
             self._before_save()
@@ -345,7 +353,7 @@ class Resumable:
         written = self.folder / f"epoch_{self.epoch:06d}_step_{self.step:09d}.pth"
         save = checkpoint.save_in_background if self._in_background else checkpoint.save
         save(plain_files.content(content, written, self._world.options.trust_progress), written)
-        for also in current().part(Saves).also:
+        for also in saves.also:
             checkpoint.afterwards(*also(written))
         checkpoint.afterwards(keep_newest, written, self._num_kept)
 
@@ -376,7 +384,7 @@ class Resumable:
         With a launcher, a file beside the folder tells later starts that the training is finished.
         """
         preemption.unlisten(is_complete=True)
-        if self._world.is_main:
+        if self._world.is_main and not current().part(Saves).is_off:
             last_save.forget()
             checkpoint.flush()
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from ddpshim.errors import CertificateError
-from ddpshim.launch.runner import Launch, run
+from ddpshim.launch.runner import Launch, nodes_of_scheduler, run
 from ddpshim.tools.certificate import document
 from ddpshim.tools.certificate.verifying import set_up
 
@@ -24,7 +24,8 @@ def certify(path: Path, every: int, job: Launch) -> int:
     Raises CertificateError, before anything is started, if `path` certifies a run that ended, or cannot be written.
     """
     path = path.expanduser().resolve()
-    if path.exists() and document.read(path)["is_complete"]:
+    found = document.read(path) if path.exists() else None
+    if found is not None and found["is_complete"]:
         raise CertificateError(
             f"{path} certifies a run that has ended; it would have been overwritten, and nothing was started. Name "
             "another file, or move it away with its folder of checkpoints."
@@ -36,14 +37,19 @@ def certify(path: Path, every: int, job: Launch) -> int:
         )
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise CertificateError(f"{path.parent} is not a folder that can be written to; nothing was started. Make it.")
+    seed = secrets.randbits(31)
+    if found is not None:  # this start may continue it
+        every, seed = found["every"], found["seed"]
+        os.environ[_EXACT] = str(found["exact"])
     if not os.environ.get(_EXACT):
         if not job.nproc.isdigit():
             raise CertificateError(
                 f"--certify with --nproc {job.nproc}: the number of virtual ranks would follow the machine, and others "
                 "could not repeat the run. Give --nproc a number, or set DDPSHIM_EXACT."
             )
-        os.environ[_EXACT] = job.nproc
+        job = nodes_of_scheduler(job, os.environ)
+        os.environ[_EXACT] = str(int(job.nproc) * (job.nnodes or 1))
     os.environ.setdefault(_SAVE_EVERY, str(_MARKS_OF_A_STRETCH * every))
     with tempfile.TemporaryDirectory(prefix="ddpshim-certify-") as name:
-        set_up(Path(name), path, every, secrets.randbits(31))
+        set_up(Path(name), path, every, seed)
         return run(job)

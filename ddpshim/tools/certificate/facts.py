@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -43,9 +44,8 @@ def sha256_of(path: Path) -> str:
     return f"{made.hexdigest()} of 64 MB"
 
 
-def named(path: Path) -> str:
-    """Return a path as a certificate names it: relative to the current folder if it lies inside."""
-    here = Path.cwd()
+def named(path: Path, here: Path) -> str:
+    """Return a path as a certificate names it: relative to the folder `here` if it lies inside."""
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
@@ -55,8 +55,8 @@ def _libraries() -> list[str]:
     return sorted({os.path.realpath(paths[name]) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
-def code_and_packages() -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the loaded files of the program with their hashes, and the loaded packages with version and hash."""
+def code_and_packages(here: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the files of the program, started in `here`, with their hashes, and the packages with version and hash."""
     own: dict[str, str] = {}
     packages = set[str]()
     ours = os.path.realpath(Path(__file__).parents[2]) + "/"
@@ -72,7 +72,7 @@ def code_and_packages() -> tuple[dict[str, str], dict[str, Any]]:
             if (not real.startswith(stdlib) or "site-packages" in real) and not first.startswith("_"):
                 packages.add(first)
         elif real.endswith(".py"):
-            own[named(Path(real))] = sha256_of(Path(real))
+            own[named(Path(real), here)] = sha256_of(Path(real))
     found = {name: package(name) for name in sorted(packages)}
     return dict(sorted(own.items())), {name: about for name, about in found.items() if about is not None}
 
@@ -112,6 +112,7 @@ class Reads:
     def __init__(self, before: float) -> None:
         """`before`: files that were changed later are the run's own."""
         self._before = before
+        self.here = Path.cwd()  # before the program changes it
         self._paths = dict[str, None]()
         self._process = os.getpid()
 
@@ -129,8 +130,10 @@ class Reads:
         """Add the files that are open or mapped now. Linux only; elsewhere nothing is added."""
         for process in (str(self._process), *_children(self._process)):
             folder = f"/proc/{process}/fd"
+            for number in _listed(folder):
+                with contextlib.suppress(OSError):  # it is closed
+                    self._paths[os.readlink(f"{folder}/{number}")] = None
             try:
-                self._paths.update((os.readlink(f"{folder}/{number}"), None) for number in os.listdir(folder))
                 with open(f"/proc/{process}/maps") as maps:
                     self._paths.update((line.split(maxsplit=5)[5].rstrip("\n"), None) for line in maps if "/" in line)
             except OSError:  # it has ended
@@ -155,10 +158,17 @@ class Reads:
                 continue
             try:
                 if path.is_file() and path.stat().st_mtime < self._before:
-                    found[named(path)] = sha256_of(path)
+                    found[named(path, self.here)] = sha256_of(path)
             except OSError:
                 continue
         return found
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def _children(process: int) -> Iterable[str]:

@@ -66,6 +66,7 @@ class Recorder:
         self._process = os.getpid()
         self._num_steps: Optional[int] = None  # None: no step was made yet
         self._first: int = chosen["first"]
+        self._rank = 0
         self._latest = 0  # a hash of this rank's rows of the last batch, unless a backward pass followed
         # Since the last mark, of each step: the losses of its backward passes, and the hash of its samples.
         self._losses: list[list[Any]] = [[]]
@@ -155,15 +156,24 @@ class Recorder:
         saves.also.append(self._keep)
         if self._last is None:
             saves.before.append(self._mark_between)  # a later start begins at a mark
-        if saves.restored is not None and not self._first and _rank() == 0:
-            self._continue(saves.restored)
+        self._rank = world().rank
+        if self._last is None and self._rank == 0:
+            if saves.restored is not None:
+                self._continue(saves.restored)
+            elif document.folder_of(self._path).exists():
+                raise CertificateError(
+                    f"{document.folder_of(self._path)} holds checkpoints of another start, and this one resumes from "
+                    "none: its certificate would name them as its own. Move the folder and the certificate away."
+                )
         self._num_steps = self._marked = world()._gather(self._first, "the steps of a certificate")[0]
         current().before_end.callback(self._mark_end)
 
     def _continue(self, restored: Path) -> None:
         """Continue the certificate of the start that saved the file `restored`. Local."""
         found = document.read(self._path) if self._path.exists() else {"checkpoints": []}
-        step = next((saved["step"] for saved in found["checkpoints"] if saved["file"].endswith(restored.name)), None)
+        # By their names: a start that was killed has not listed its last one.
+        kept = document.folder_of(self._path).glob(f"step_*_{restored.name}") if self._path.exists() else ()
+        step = max((int(path.name.split("_")[1]) for path in kept), default=None)
         if step is None:
             raise CertificateError(
                 f"this start resumes from {restored}, which {self._path} does not know: the certificate would not say "
@@ -196,7 +206,7 @@ class Recorder:
             return
         chosen = [of_ranks[0][1]] if is_alone else [losses for _, losses in of_ranks]
         num = 1 if is_alone else here.options.exact or 1
-        losses = [math.fsum(loss for of_rank in step for loss in of_rank) / num for step in zip(*chosen)]
+        losses = [_sum([loss for of_rank in step for loss in of_rank]) / num for step in zip(*chosen)]
         if not self._environment:
             self._environment = facts.environment(here.device)  # in this thread: threads of torch are counted by thread
             self._reads.look()
@@ -215,7 +225,8 @@ class Recorder:
 
     def _mark_end(self) -> None:
         """Record the state at the end of the program too (collective)."""
-        if not current().is_failing() and not sys.exc_info()[1]:
+        error = sys.exc_info()[1]
+        if not current().is_failing() and (error is None or (isinstance(error, SystemExit) and not error.code)):
             self._mark_between()
 
     def _mark_between(self) -> None:
@@ -277,7 +288,7 @@ class Recorder:
         }
 
     def _facts(self) -> dict[str, Any]:
-        code, packages = facts.code_and_packages()
+        code, packages = facts.code_and_packages(self._reads.here)
         return {"code": code, "packages": packages, "data": self._reads.hashes(), "environment": self._environment}
 
     def _write(self, is_complete: bool) -> None:
@@ -298,6 +309,9 @@ class Recorder:
         if self._writer is not None:
             self._tasks.put(None)
             self._writer.join(_DEADLINE_S)
+            if self._failed is not None:
+                say(f"no certificate: {self._path} could not be written ({self._failed})")
+                return
             self._reads.look()
             if self._last is None:
                 self._document["facts"].update(self._facts())
@@ -305,16 +319,21 @@ class Recorder:
             if self._last is None:
                 marks = self._document["marks"]
                 say(f"{self._path} certifies {marks[-1]['step']} steps; check it with `check --certificate`")
-        elif self._num_steps is not None and _rank() == 0:
-            say(f"no certificate: the program made {self._num_steps} steps, and the first mark is at {self._every}")
+        elif self._rank == 0 and int(os.environ.get("RANK", 0)) == 0:
+            say(f"no certificate: the program made {self._num_steps or 'no'} steps, and none of them was recorded")
 
     def _stop(self) -> None:
         """End this process once its peers have made their last step, so that the program does not continue."""
         from ddpshim.job.group import world
 
         self.end(is_complete=False)
-        (self._folder / f"over_{_rank()}").touch()
+        (self._folder / f"over_{self._rank}").touch()
         end_with_peers(self._folder, world().world_size, _DEADLINE_S)
+
+
+def _sum(losses: list[float]) -> float:
+    """Return a sum whose bits do not depend on the order."""
+    return math.fsum(losses) if all(map(math.isfinite, losses)) else sum(losses)
 
 
 def _rank() -> int:

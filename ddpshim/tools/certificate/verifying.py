@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ddpshim import variables
+from ddpshim.checkpoint.progress_folder import THE_BEGINNING
 from ddpshim.errors import CertificateError, LaunchError
 from ddpshim.launch.runner import Launch, make_log_dir, run
 from ddpshim.process.say import say
@@ -45,8 +46,8 @@ def set_up(folder: Path, file: Path, every: int, seed: int, **repetition: Any) -
 
 
 def verify(path: Path, job: Optional[Launch], steps: Optional[tuple[int, int]], num_ranks: int) -> Verdict:
-    """Repeat the steps A to B of a certificate, rounded outwards to its marks (default: from the last checkpoint before
-    the end), and compare.
+    """Repeat the steps A to B of a certificate, rounded outwards to its marks (default: the last
+    ones), and compare.
 
     `job`: the program to run (default: the certificate's).
 
@@ -145,8 +146,7 @@ def _again(
     marks = [mark["step"] for mark in found["marks"]]
     ends = found["is_complete"] and last == found["marks"][-1]["step"]  # that mark is of the program's end
     given = {**_variables(found), "DDPSHIM_EXACT": str(found["exact"])}
-    if saved is not None:
-        given[variables.RESUME_FROM] = str(saved.resolve())
+    given[variables.RESUME_FROM] = THE_BEGINNING if saved is None else str(saved.resolve())
     is_module = program[0] == "-m"
     name, *arguments = program[is_module:]
     job = Launch(name, tuple(arguments), is_module=is_module, nproc=str(num), proof=str(folder))
@@ -154,6 +154,8 @@ def _again(
     origin = f"the checkpoint of step {start}" if saved is not None else "the beginning"
     say(f"running {' '.join(program)} on {num} rank{'s' * (num > 1)}, from {origin} to step {last}; output: {logs}")
     before = dict(os.environ)
+    for name in facts.names_of_variables():
+        os.environ.pop(name, None)
     os.environ.update(given)
     set_up(folder, file, found["every"], found["seed"], first=start, marks=marks, last=0 if ends else last)
     try:

@@ -136,7 +136,9 @@ def remove(folder: Path) -> list[str]:
     restored = [path for path in changed if path in copies]
     for path in restored:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        shutil.copy2(copies[path], path)
+        partial = f"{path}.restored-{os.getpid()}"
+        shutil.copy2(copies[path], partial)
+        os.replace(partial, path)  # what is there now may be a link to another file
     changed = [path for path in changed if path not in copies]
     if changed:
         changes = f"{changed[0]}{f' and {len(changed) - 1} more' if changed[1:] else ''}"
