@@ -389,8 +389,8 @@ def _become(request: _Request) -> None:
     os.environ.clear()
     os.environ.update(request.environ)
     tempfile.tempdir = None  # cached from another TMPDIR
-    if "simulated_gpus_c" in sys.modules:
-        sys.modules["simulated_gpus_c"].use_host_generator(os.environ.get("SIMULATED_GPUS_GENERATOR") == "cpu")
+    if "simulated_gpus_c" in sys.modules and os.environ.get("SIMULATED_GPUS_GENERATOR") == "gpu":
+        sys.modules["simulated_gpus_c"].use_host_generator(False)
     os.chdir(request.folder)
     opened = dict(request.files)
     if request.output is not None:

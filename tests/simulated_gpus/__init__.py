@@ -12,6 +12,7 @@ memory of another stream or of a collective without waiting for it), `log.waits`
 `log.kernels`. Other variables:
 
     SIMULATED_GPUS_GENERATOR=cpu    random numbers on GPUs are drawn by the CPU's generator, to compare with CPU ranks
+                                    (gpu, the default: by the GPUs' own)
     SIMULATED_GPUS_LOG=FOLDER       each process writes all events there, to rank<RANK>-<pid>.jsonl (`read_log`)
 
 Its limits: CONTRIBUTING.md.

@@ -50,7 +50,9 @@ def test_every_check_on_a_simulated_pair(tmp_path: Path) -> None:
     file, python = tmp_path / "gpus.json", str(commands() / "python")
     ran = subprocess.run(
         [python, "-c", _FORKED, python, "selftest", "--gpu", "--quick", "--write", str(file)],
-        env=preloaded(on_gpus=True).shell_environment({**os.environ, **simulated_gpus.environment()}),
+        env=preloaded(on_gpus=True).shell_environment(
+            {**os.environ, **simulated_gpus.environment(SIMULATED_GPUS_GENERATOR="gpu")}
+        ),
         cwd=tmp_path,
         stdin=subprocess.DEVNULL,
         capture_output=True,
