@@ -23,14 +23,14 @@ def certify(path: Path, every: int, job: Launch) -> int:
 
     Raises CertificateError, before anything is started, if `path` certifies a run that ended, or cannot be written.
     """
-    path = path.expanduser().resolve()
-    found = document.read(path) if path.exists() else None
+    path = Path(os.path.abspath(path.expanduser()))
+    found = document.read(path) if os.path.lexists(path) else None
     if found is not None and found["is_complete"]:
         raise CertificateError(
             f"{path} certifies a run that has ended; it would have been overwritten, and nothing was started. Name "
             "another file, or move it away with its folder of checkpoints."
         )
-    if not path.exists() and document.folder_of(path).exists():
+    if found is None and document.folder_of(path).exists():
         raise CertificateError(
             f"{document.folder_of(path)} holds checkpoints of another certificate; this one would name them as its "
             "own, and nothing was started. Move the folder away, or name another file."

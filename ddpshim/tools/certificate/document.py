@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpshim.errors import CertificateError
+from ddpshim.reading import read_bytes
 
 SCHEMA = 1
 _MOST_BYTES = 256 * 1024 * 1024
@@ -87,7 +88,7 @@ def read(path: Path, first: int = 0) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise CertificateError(f"{path} is larger than {_MOST_BYTES >> 20} MB: no certificate is. It was not read.")
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_bytes(path))
     except (OSError, ValueError, RecursionError) as error:
         raise CertificateError(f"{path} cannot be read as a certificate ({error}). Nothing was run.") from None
     wrong = next(_wrong_in(document, first), None)

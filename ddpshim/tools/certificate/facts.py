@@ -130,14 +130,12 @@ class Reads:
         """Add the files that are open or mapped now. Linux only; elsewhere nothing is added."""
         for process in (str(self._process), *_children(self._process)):
             folder = f"/proc/{process}/fd"
-            for number in _listed(folder):
-                with contextlib.suppress(OSError):  # it is closed
-                    self._paths[os.readlink(f"{folder}/{number}")] = None
-            try:
+            with contextlib.suppress(OSError):  # it has ended
+                for number in os.listdir(folder):
+                    with contextlib.suppress(OSError):  # it is closed
+                        self._paths[os.readlink(f"{folder}/{number}")] = None
                 with open(f"/proc/{process}/maps") as maps:
                     self._paths.update((line.split(maxsplit=5)[5].rstrip("\n"), None) for line in maps if "/" in line)
-            except OSError:  # it has ended
-                continue
 
     def hashes(self) -> dict[str, str]:
         """Return the files with their hashes, without code, temporary files, and files of the run itself."""
@@ -162,13 +160,6 @@ class Reads:
             except OSError:
                 continue
         return found
-
-
-def _listed(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
 
 
 def _children(process: int) -> Iterable[str]:
