@@ -25,6 +25,7 @@ from ddpshim.process.rank_log import redirect_output
 from ddpshim.process.say import say
 from ddpshim.trainers.unedited import program
 
+_CLOCK = "ddpshim.trainers.unedited.clock"
 BEGAN = "began"  # a file in RUN_DIR that is made when `run` begins
 
 
@@ -124,7 +125,7 @@ def _without_our_frames(trace: Optional[TracebackType]) -> Optional[TracebackTyp
 def _hide_clock(trace: Optional[TracebackType]) -> None:
     """End a traceback before the frames of the stand-in for `input`."""
     while trace is not None and trace.tb_next is not None:
-        if trace.tb_next.tb_frame.f_globals.get("__name__") == "ddpshim.trainers.unedited.clock":
+        if trace.tb_next.tb_frame.f_globals.get("__name__") in ("ddpshim.process.prompts", _CLOCK):
             trace.tb_next = None
         trace = trace.tb_next
 

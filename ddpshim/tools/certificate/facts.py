@@ -152,7 +152,12 @@ class Reads:
         found = {}
         for name in sorted(self._paths):
             path = Path(name)
-            if name.startswith(left_out) or name.endswith((".py", ".pyc", ".so")) or ".so." in path.name:
+            if (
+                name.startswith(left_out)
+                or "-info/" in name
+                or name.endswith((".py", ".pyc", ".so"))
+                or ".so." in path.name
+            ):
                 continue
             try:
                 if path.is_file() and path.stat().st_mtime < self._before:
