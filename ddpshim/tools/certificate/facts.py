@@ -49,10 +49,12 @@ def named(path: Path, here: Path) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
-def _libraries() -> list[str]:
-    """Return the folders of Python's own and installed packages."""
+_PACKAGES = ("/site-packages/", "/dist-packages/")  # also those that another environment shares with this one
+
+
+def _stdlib() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
-    return sorted({os.path.realpath(paths[name]) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    return tuple(os.path.realpath(paths[name]) + "/" for name in ("stdlib", "platstdlib"))
 
 
 def code_and_packages(here: Path) -> tuple[dict[str, str], dict[str, Any]]:
@@ -60,7 +62,7 @@ def code_and_packages(here: Path) -> tuple[dict[str, str], dict[str, Any]]:
     own: dict[str, str] = {}
     packages = set[str]()
     ours = os.path.realpath(Path(__file__).parents[2]) + "/"
-    libraries, stdlib = _libraries(), os.path.realpath(sysconfig.get_paths()["stdlib"]) + "/"
+    stdlib = _stdlib()
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not os.path.isfile(file):
@@ -68,10 +70,10 @@ def code_and_packages(here: Path) -> tuple[dict[str, str], dict[str, Any]]:
         real, first = os.path.realpath(file), name.partition(".")[0]
         if real.startswith(ours):
             packages.add("ddpshim")
-        elif first != "__main__" and any(real.startswith(folder) for folder in libraries):
-            if (not real.startswith(stdlib) or "site-packages" in real) and not first.startswith("_"):
+        elif first != "__main__" and any(folder in real for folder in _PACKAGES):
+            if not first.startswith("_"):
                 packages.add(first)
-        elif real.endswith(".py"):
+        elif real.endswith(".py") and not real.startswith(stdlib):
             own[named(Path(real), here)] = sha256_of(Path(real))
     found = {name: package(name) for name in sorted(packages)}
     return dict(sorted(own.items())), {name: about for name, about in found.items() if about is not None}
@@ -142,7 +144,7 @@ class Reads:
         ours = Path(__file__).parents[2]
         left_out = (
             *_NOT_DATA,
-            *_libraries(),
+            *_stdlib(),
             f"{ours}/",
             f"{ours.parent}/patches/",
             f"{sys.prefix}/",
