@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if sys.version_info < (3, 9):  # pip checks this, but a source tree on PYTHONPATH has not been through pip
     raise ImportError(
         f"ddpshim needs Python 3.9 or newer, and this is {sys.version.split()[0]}. Make an environment with a newer "
-        "Python (docs/start.md shows how)."
+        "Python: python3.12 -m venv env."
     )
 
 from ddpshim import lazy, version

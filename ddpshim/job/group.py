@@ -81,7 +81,8 @@ def setup(
         options: the run's options; default `Options.read()`, from DDPSHIM_* variables.
         batch: what the program holds. "local": this rank's share of a batch, from `make_loader`, as with DDP.
             "global": the whole batch, as with `nn.DataParallel`: loader, loss, metrics and files stay as they are in
-            one process, and networks compute on this rank's rows (docs/run.md). Call it before anything else.
+            one process, and networks compute on this rank's rows (`python -m ddpshim docs run`). Call it before
+            anything else.
 
     Raises:
         LaunchError: launch variables are missing, malformed or contradictory, or the port is in use.

@@ -58,8 +58,8 @@ def wrap_parallel(
         process_group: the ranks that share gradients; default all.
         shard: True: each rank holds a part of the parameters, gradients and optimizer state, through torch's
             `fully_shard` (torch 2.6 or later; for networks that do not fit). Build optimizers afterwards; every forward
-            pass and `state_dict()` is collective (docs/launch.md). Or names of methods that train beside forward:
-            ["compute_loss"].
+            pass and `state_dict()` is collective (`python -m ddpshim docs launch`). Or names of methods that train
+            beside forward: ["compute_loss"].
         world: default the one that `setup()` returned.
 
     Raises:

@@ -74,8 +74,9 @@ def distributed(argv: Sequence[str]) -> Iterator[Optional[Start]]:
         if not sources.by_ddpshim and read_launch_env(os.environ).rank == 0:
             say(
                 f"{sources.own_way}: taken for a program that distributes itself, and left alone. Its batch size is "
-                "then often that of each rank: another experiment than one process (docs/other_codebases.md). "
-                "DDPSHIM_UNEDITED=on distributes it as a program for one process; off leaves it alone without this line"
+                "then often that of each rank: another experiment than one process (`python -m ddpshim docs "
+                "other_codebases`). DDPSHIM_UNEDITED=on distributes it as a program for one process; off leaves it "
+                "alone without this line"
             )
         yield None
         return
