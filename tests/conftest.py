@@ -22,6 +22,10 @@ sys.dont_write_bytecode = False
 # compare the output of programs.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+# One thread for each process, as torchrun has it: four processes of tests share few cores, and a thread that waits for
+# another one keeps its core busy.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # The files that take longest start first: at the end one of them would leave the other processes idle.
 LONGEST = [
     f"test_{name}.py"

@@ -205,9 +205,10 @@ class Preloaded:
         listener.listen(64)
         self._output = open(os.path.join(self._folder.name, "output"), "w+")  # noqa: SIM115
         passed, kind = (theirs.fileno(), listener.fileno()), ("robomimic",) if tree else ()
+        own = (*passed, time.monotonic(), commands() / "python", *kind)
         self._process = subprocess.Popen(
             # Unbuffered, like torchrun's ranks.
-            [python, "-u", "-m", "tests.preloaded", *map(str, (*passed, time.monotonic(), *kind))],
+            [python, "-u", "-m", "tests.preloaded", *map(str, own)],
             env=environ,
             pass_fds=passed,
             stdin=subprocess.DEVNULL,
@@ -452,8 +453,11 @@ class _Rank:
             os.kill(self.pid, number)
 
 
-def _fork_ranks() -> Optional[_Request]:
-    """Return None in the agent, and in each of its ranks the request to run."""
+def _fork_ranks(python: str, server: str) -> Optional[_Request]:
+    """Return None in the agent, and in each of its ranks the request to run.
+
+    The agent's own commands are forks too: `python` asks the process at the address `server`.
+    """
     ours, theirs = Pipe()
     if not os.fork():
         ours.close()
@@ -463,6 +467,7 @@ def _fork_ranks() -> Optional[_Request]:
                 return request
         os._exit(0)
     theirs.close()
+    sys.executable, os.environ[SOCKET] = python, server
     # torch calls it to name its events; with thousands of modules that takes an agent seconds.
     inspect.stack = functools.partial(inspect.stack, 0)  # type: ignore[assignment]
     handler: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.api").SubprocessHandler
@@ -475,7 +480,8 @@ def main() -> None:
     connection, listener = Connection(int(sys.argv[1])), socket.socket(fileno=int(sys.argv[2]))
     for name in TORCHS:
         importlib.import_module(name)
-    measured = Path(listener.getsockname()).with_name(f"{IMPORT_S}.part")
+    python, server = sys.argv[4], listener.getsockname()
+    measured = Path(server).with_name(f"{IMPORT_S}.part")
     measured.write_text(str(time.monotonic() - float(sys.argv[3])))
     measured.rename(measured.with_suffix(""))
     for name in (*FOREIGN, *OURS):
@@ -494,7 +500,7 @@ def main() -> None:
     gc.freeze()
     request = _Server(connection, listener).serve()
     if request is not None and request.argv[0] == "-m" and request.argv[1] in LAUNCHERS:
-        request = _fork_ranks() or request
+        request = _fork_ranks(python, server) or request
     if request is not None:
         _leave(_run, request.argv)
 
