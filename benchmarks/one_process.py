@@ -24,7 +24,7 @@ from benchmarks.results import Result, median_and_quartiles
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = Path(__file__).with_name("one_process_programs.py")
-NAMES = [name for name in PROGRAMS if name not in ("unet_1", "unet_16", "unet_1024")]  # those: strong_scaling.py
+NAMES = [name for name in PROGRAMS if name not in ("unet_1", "unet_16")]  # those: strong_scaling.py
 DIVIDED_TOO = {"replay", "replay_16384", "classifier", "sampling"}  # with a target of their own
 LEAST_TIMES, MOST_TIMES = 1.6, 1.02
 DEADLINE_S = 240

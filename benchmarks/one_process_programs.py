@@ -245,7 +245,7 @@ def replay(batch_size: int = 4096, width: int = 512) -> Callable[[], float]:
     return step
 
 
-_UNETS = {1: 20, 16: 20, 64: 10, 256: 3, 1024: 2}  # steps of a block, by batch
+_UNETS = {1: 20, 16: 20, 64: 10, 256: 3}  # steps of a block, by batch
 _SIZES = {"s": 64, "a": 8, "r": 1, "then": 64}
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.one_process import measure
 
 ROOT = Path(__file__).resolve().parent.parent
-BATCHES = (16, 64, 256, 1024)
+BATCHES = (16, 64, 256)
 NUM_BLOCKS, NUM_ROUNDS = 2, 3
 
 

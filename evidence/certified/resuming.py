@@ -1,4 +1,4 @@
-"""A trainer that resumes by itself, for evidence/certificates.py: `--stop-at N` sends it a SIGTERM in step N."""
+"""A trainer with two optimizers that resumes by itself, for evidence/certificates.py: STOP_AT=N sends it a SIGTERM."""
 
 import argparse
 import os
@@ -20,7 +20,10 @@ with np.load("data.npz") as data:
 loader = ddpshim.make_loader(dataset, batch_size=16, shuffle=True)
 net = ddpshim.wrap_parallel(nn.Sequential(nn.Linear(6, 32), nn.Dropout(0.1), nn.Tanh(), nn.Linear(32, 1)))
 optimizer = torch.optim.AdamW(net.parameters(), lr=given.lr)
-training = ddpshim.Resumable("progress", {"net": net, "optimizer": optimizer})
+critic = ddpshim.wrap_parallel(nn.Linear(6, 1))
+slower = torch.optim.Adam(critic.parameters(), lr=given.lr)
+objects = {"net": net, "optimizer": optimizer, "critic": critic, "slower": slower}
+training = ddpshim.Resumable("progress", objects)
 training.restore()
 stop_at, num_steps = int(os.environ.get("STOP_AT", -1)), training.epoch * len(loader) + training.step
 for epoch in range(training.epoch, 4):
@@ -28,6 +31,11 @@ for epoch in range(training.epoch, 4):
         if num_steps == stop_at and world.is_main:
             os.kill(os.getpid(), signal.SIGTERM)
         num_steps += 1
+        if num_steps % 9 == 0:
+            loss = nn.functional.mse_loss(critic(x), y)
+            slower.zero_grad()
+            loss.backward()
+            slower.step()
         loss = nn.functional.mse_loss(net(x), y)
         optimizer.zero_grad()
         loss.backward()

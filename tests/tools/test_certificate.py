@@ -14,8 +14,8 @@ import pytest
 from ddpshim.errors import CertificateError
 from ddpshim.tools.certificate import document, facts
 from evidence import certificates
-from tests.preloaded import environment
-from tests.preloaded_commands import patience
+from tests.preloaded import environment, preloaded
+from tests.preloaded_commands import commands, patience
 
 TAMPERS = {tamper.name: tamper for tamper in certificates.tampers()}
 
@@ -26,7 +26,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("certified")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(certificates, "DEADLINE_S", patience(120))
-        for name, value in environment().items():
+        patch.setattr(certificates, "PYTHON", str(commands() / "python"))
+        for name, value in preloaded().shell_environment(environment()).items():
             patch.setenv(name, value)
         certificates.make(folder)
         yield folder
@@ -101,6 +102,31 @@ def test_other_file_gets_a_sentence(tmp_path: Path, content: bytes) -> None:
 
 
 @pytest.mark.launch
+def test_newest_marks_lie_beside_the_certificate(made: Path, tmp_path: Path) -> None:
+    path, found = tmp_path / "run.json", document.read(made / "run.json")
+    marks = found["marks"]
+    found["tensors"] += [f"tensor {i}" for i in range(2000)]
+    assert not document.add(marks[0], tmp_path.joinpath("new.json")), "there is nothing beside which it could lie"
+    document.write({**found, "marks": marks[:4], "is_complete": False}, path)
+    first = path.read_bytes()
+    for mark in marks[4:6]:
+        assert document.add(mark, path), "another mark is a small part of the whole"
+    newest = path.with_name(".run.json.newest")
+    with newest.open("a") as file:
+        file.write('{"step": 64, "lo')  # the process was killed
+    assert document.read(path)["marks"] == marks[:6]
+    assert path.read_bytes() == first
+    newest.write_text(newest.read_text().replace('"step": 50', '"step": 51'))
+    assert document.read(path)["marks"] == marks[:4]
+    document.write({**found, "marks": marks[:6]}, path)
+    assert not newest.exists()
+    assert document.read(path)["marks"] == marks[:6]
+    nothing = dict.fromkeys(found["facts"], {})
+    document.write({**found, "facts": nothing, "tensors": found["tensors"][:8], "marks": marks[:1]}, path)
+    assert not document.add(marks[1], path), "a large part: it is time to write the whole"
+
+
+@pytest.mark.launch
 def test_facts_of_the_run(made: Path) -> None:
     found = json.loads((made / "run.json").read_text())
     assert set(found["facts"]["code"]) >= {"train.py", "helper.py"}
@@ -109,6 +135,8 @@ def test_facts_of_the_run(made: Path) -> None:
     assert found["facts"]["environment"]["threads"] == 1
     assert [mark["step"] for mark in found["marks"]] == [10, 20, 30, 40, 50, 60, 64]
     assert "1.weight" in found["tensors"]
+    assert all(document.UNCHANGED not in mark["weights"] for mark in found["marks"])
     resumed = json.loads((made / "resumed.json").read_text())
     assert resumed["ranks"] == 2
+    assert any(document.UNCHANGED in mark["weights"] for mark in resumed["marks"])
     assert resumed["checkpoints"][0]["step"] in [mark["step"] for mark in resumed["marks"]]

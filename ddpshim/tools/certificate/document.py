@@ -1,7 +1,9 @@
 """Reads, checks and writes the JSON of a certificate. Nothing in it is unpickled or executed.
 
 One object: `facts` (code, data, arguments, environment), `tensors` (names), `marks` (one for every `every` steps) and
-`checkpoints` (files beside it). Each mark has the hash of the one before in its own, and `seal` is the hash of all.
+`checkpoints` (files beside it). Each mark has the hash of the one before in its own, and `seal` is the hash of the last
+one and of all else. While the program runs, its newest marks are lines of a file beside it, so that what is written for
+a mark does not grow with the run.
 """
 
 from __future__ import annotations
@@ -11,14 +13,15 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from ddpshim.errors import CertificateError
 from ddpshim.reading import read_bytes
 
 SCHEMA = 1
 _MOST_BYTES = 256 * 1024 * 1024
-_HEX = re.compile(r"[0-9a-f]+")
+_REST_PER_NEWEST = 10  # bytes
+_HEX = re.compile(r"[0-9a-f-]+")
 # Field of the document or of a mark -> type. A float may be written as an integer.
 _FIELDS: dict[str, Any] = {
     "certificate": int,
@@ -46,6 +49,7 @@ _MARK: dict[str, Any] = {
     "chain": str,
 }
 WIDTH = 16  # hexadecimal digits of the hash of one tensor
+UNCHANGED = "-" * WIDTH  # no optimizer that has the tensor made a step since the mark before
 PARTS = {"code": dict, "packages": dict, "data": dict, "environment": dict}
 
 
@@ -59,8 +63,9 @@ def chained(before: str, mark: dict[str, Any]) -> str:
     return digest([before, {name: value for name, value in mark.items() if name != "chain"}])
 
 
-def seal_of(document: dict[str, Any]) -> str:
-    return digest({name: value for name, value in document.items() if name != "seal"})
+def seal_of(document: dict[str, Any], chain: str) -> str:
+    """Return the hash of a certificate whose last mark has the hash `chain`."""
+    return digest([chain, {name: value for name, value in document.items() if name not in ("seal", "marks")}])
 
 
 def begin(document: dict[str, Any]) -> str:
@@ -70,13 +75,25 @@ def begin(document: dict[str, Any]) -> str:
 
 def write(document: dict[str, Any], path: Path) -> None:
     """Seal a certificate and replace `path` by it: readers see the old one or the new one. Local."""
-    document["seal"] = seal_of(document)
+    document["seal"] = seal_of(document, document["marks"][-1]["chain"] if document["marks"] else begin(document))
     lists = ("marks", "checkpoints")
     rest = json.dumps({name: value for name, value in document.items() if name not in lists}, indent=1)
     rows = [f' "{name}": [\n{_rows(document[name])}\n ]' for name in lists]
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(rest[: rest.rindex("}")].rstrip() + ",\n" + ",\n".join(rows) + "\n}\n")
     os.replace(partial, path)
+    _newest(path).unlink(missing_ok=True)
+
+
+def add(mark: dict[str, Any], path: Path) -> bool:
+    """Write a new mark beside the certificate in `path`; False if it is time to write the whole, again. Local."""
+    with _newest(path).open("a") as file:
+        file.write(json.dumps(mark) + "\n")
+        return path.exists() and file.tell() * _REST_PER_NEWEST < path.stat().st_size
+
+
+def _newest(path: Path) -> Path:
+    return path.with_name(f".{path.name}.newest")
 
 
 def _rows(items: list[dict[str, Any]]) -> str:
@@ -97,12 +114,32 @@ def read(path: Path, first: int = 0) -> dict[str, Any]:
             f"{path} is not a certificate of this version of ddpshim: {wrong}. Nothing was run. Make it with "
             "`python -m ddpshim run --certify FILE`."
         )
-    if document["seal"] != seal_of(document):
-        broken = _first_broken(document)
+    broken = _first_broken(document)
+    if broken is not None:
         raise CertificateError(
             f"{path} was edited after it was written: {broken}. Nothing was run; get the file again from who made it."
         )
-    return dict(document)
+    return _with_newest(document, path)
+
+
+def _with_newest(document: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return a certificate with the marks beside it, up to the first that does not continue those before it."""
+    try:
+        lines = read_bytes(_newest(path)).splitlines()
+    except OSError:
+        return document
+    whole = {**document, "marks": [*document["marks"]]}
+    for line in lines:
+        try:
+            mark = json.loads(line)
+        except (ValueError, RecursionError):  # the process was killed while it wrote it
+            break
+        longer = {**whole, "marks": [mark]}
+        last = whole["marks"][-1] if whole["marks"] else {"step": whole["first"], "chain": begin(whole)}
+        if next(_wrong_marks(longer, last["step"]), None) or mark["chain"] != chained(last["chain"], mark):
+            break
+        whole["marks"].append(mark)
+    return whole
 
 
 def _wrong_in(document: Any, first: int) -> Any:
@@ -121,9 +158,18 @@ def _wrong_in(document: Any, first: int) -> Any:
         yield "its tensors are not names"
     if not (document["exact"] > 0 < document["every"] and document["ranks"] > 0):
         yield "'exact', 'ranks' and 'every' are not positive"
-    last = document["first"]
-    if last != first:
-        yield f"it begins after step {last}"
+    if document["first"] != first:
+        yield f"it begins after step {document['first']}"
+    yield from _wrong_marks(document, document["first"])
+    for saved in document["checkpoints"]:
+        odd = [*_wrong_fields(saved, {"step": int, "file": str, "sha256": str}, "a checkpoint's ")]
+        yield from odd
+        if not odd and os.path.basename(saved["file"]) != saved["file"]:
+            yield f"the checkpoint {saved['file']!r} lies in another folder"
+
+
+def _wrong_marks(document: dict[str, Any], last: int) -> Any:
+    """Yield what the marks lack, of which the first follows that of step `last`."""
     for mark in document["marks"]:
         odd = [*_wrong_fields(mark, _MARK, "a mark's ")]
         yield from odd
@@ -141,11 +187,6 @@ def _wrong_in(document: Any, first: int) -> Any:
         if mark["step"] - len(mark["losses"]) != last:
             yield f"the mark of step {mark['step']} does not follow that of step {last}: steps are missing"
         last = mark["step"]
-    for saved in document["checkpoints"]:
-        odd = [*_wrong_fields(saved, {"step": int, "file": str, "sha256": str}, "a checkpoint's ")]
-        yield from odd
-        if not odd and os.path.basename(saved["file"]) != saved["file"]:
-            yield f"the checkpoint {saved['file']!r} lies in another folder"
 
 
 def _wrong_fields(found: Any, fields: dict[str, Any], whose: str) -> Any:
@@ -154,12 +195,14 @@ def _wrong_fields(found: Any, fields: dict[str, Any], whose: str) -> Any:
             yield f"{whose}field '{name}' is missing or not of type {kind.__name__}"
 
 
-def _first_broken(document: dict[str, Any]) -> str:
+def _first_broken(document: dict[str, Any]) -> Optional[str]:
     before = begin(document)
     for mark in document["marks"]:
         if mark["chain"] != chained(before, mark):
             return f"the mark of step {mark['step']}, or what stands before it, is not what was recorded"
         before = mark["chain"]
+    if document["seal"] == seal_of(document, before):
+        return None
     return "its facts, its checkpoints or its end are not what was recorded"
 
 

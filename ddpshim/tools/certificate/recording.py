@@ -16,6 +16,8 @@ import queue
 import shutil
 import sys
 import threading
+import weakref
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional
@@ -71,12 +73,11 @@ class Recorder:
         # Since the last mark, of each step: the losses of its backward passes, and the hash of its samples.
         self._losses: list[list[Any]] = [[]]
         self._samples = [0]
-        self._optimizers: list[Any] = []
-        self._known: list[Any] = []  # the optimizers' parameters in the order in which they were first seen
-        self._names: list[str] = []
+        self._stepped: list[Any] = []  # optimizers, since the last mark, in the order of their first steps
+        self._names = weakref.WeakKeyDictionary[Any, list[str]]()  # optimizer -> of its parameters
         self._document: dict[str, Any] = {}
         self._environment: dict[str, Any] = {}
-        self._before = ""
+        self._before, self._is_on_disk = "", False  # the last mark's hash; whether the file has all but newest marks
         self._reads = facts.Reads(began)
         self._undo = contextlib.ExitStack()
         self._tasks: queue.Queue[Any] = queue.Queue(maxsize=1)
@@ -131,8 +132,8 @@ class Recorder:
             return
         if self._num_steps is None:
             self._begin()
-        if not any(known is optimizer for known in self._optimizers):
-            self._optimizers.append(optimizer)
+        if not any(known is optimizer for known in self._stepped):
+            self._stepped.append(optimizer)
         self._num_steps = (self._num_steps or 0) + 1
         if self._num_steps in self._at if self._at else self._num_steps % self._every == 0:
             self._mark()
@@ -210,18 +211,27 @@ class Recorder:
         if not self._environment:
             self._environment = facts.environment(here.device)  # in this thread: threads of torch are counted by thread
             self._reads.look()
-        known = {id(p) for p in self._known}
-        new = [p for optimizer in self._optimizers for p in _parameters(optimizer) if id(p) not in known]
-        if new:  # an optimizer may start later, or get parameters later
-            self._known += new
-            self._names = [name or "a tensor" for name in Parameters(self._known).names]
         cuda = rank_states(here.device)["cuda"]
         generators = digest() + ("" if cuda is None else hashlib.sha256(bytes(cuda.tolist())).hexdigest()[:32])
         samples = [f"{sum(step) % _ALL:08x}" for step in zip(*(samples for samples, _ in of_ranks))]
         mark = {"step": self._num_steps, "samples": samples, "losses": losses, "generators": generators}
-        weights = [_copied(p) for p in self._known]
-        moments = [_state_of(optimizer) for optimizer in self._optimizers]
-        self._write_later(functools.partial(self._add, mark, list(self._names), weights, moments))
+        moments = [_state_of(optimizer) for optimizer in self._stepped]
+        self._write_later(functools.partial(self._add, mark, self._weights(), moments))
+        self._stepped = []
+
+    def _weights(self) -> dict[str, list[Any]]:
+        """Return copies of the tensors that may have changed since the last mark, by name."""
+        found: dict[str, list[Any]] = {}
+        called = Counter[str]()
+        for optimizer in self._stepped:
+            parameters, names = [*_parameters(optimizer)], self._names.get(optimizer, [])
+            if len(names) != len(parameters):
+                self._names[optimizer] = names = Parameters(parameters).names
+            for name, parameter in zip(names, parameters):
+                key = f"{name} ({called[name]})" if name and called[name] else name or "tensors of no network"
+                found.setdefault(key, []).append(_copied(parameter))
+                called[name] += 1
+        return found
 
     def _mark_end(self) -> None:
         """Record the state at the end of the program too (collective)."""
@@ -253,7 +263,7 @@ class Recorder:
                 self._failed = error
             self._tasks.task_done()
 
-    def _add(self, mark: dict[str, Any], names: list[str], weights: list[Any], moments: list[Any]) -> None:
+    def _add(self, mark: dict[str, Any], weights: dict[str, list[Any]], moments: list[Any]) -> None:
         """Hash a mark's tensors, and write the certificate. In the writer's thread."""
         if not self._document:
             self._document = self._head()
@@ -263,11 +273,15 @@ class Recorder:
             made.update(json.dumps(numbers).encode())
             for tensor in tensors:
                 made.update(_hash(tensor).encode())
-        mark.update(weights="".join(map(_hash, weights)), optimizer=made.hexdigest())
+        names = self._document["tensors"]
+        new = weights.keys() - set(names)  # an optimizer may start later
+        names += [name for name in weights if name in new]
+        found = (_hash(*weights[name]) if name in weights else document.UNCHANGED for name in names)
+        mark.update(weights="".join(found), optimizer=made.hexdigest())
         mark["chain"] = self._before = document.chained(self._before, mark)
         self._document["marks"].append(mark)
-        self._document["tensors"] = names
-        self._write(is_complete=False)
+        if new or not self._is_on_disk or not document.add(mark, self._path):  # else a line is enough
+            self._write(is_complete=False)
 
     def _head(self) -> dict[str, Any]:
         from ddpshim.job.group import world
@@ -300,6 +314,7 @@ class Recorder:
                 self._document["checkpoints"].append(saved)
         self._document["is_complete"] = is_complete
         document.write(self._document, self._path)
+        self._is_on_disk = True
 
     def end(self, is_complete: bool) -> None:
         """Write the end of the certificate; `is_complete`: the program ended by itself without an error. Local."""
@@ -359,11 +374,13 @@ def _state_of(optimizer: Any) -> tuple[list[Any], list[Any]]:
     return numbers, [_copied(value) for value in found]
 
 
-def _hash(tensor: Any) -> str:
+def _hash(*tensors: Any) -> str:
     import torch
 
-    made = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    made.update(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+    made = hashlib.sha256()
+    for tensor in tensors:
+        made.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        made.update(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
     return made.hexdigest()[: document.WIDTH]
 
 

@@ -199,7 +199,7 @@ def _parting(found: dict[str, Any], again: dict[str, Any], first: int, last: int
         if not is_exact:
             continue
         one, other = (_hashes(of["tensors"], mark_of["weights"]) for of, mark_of in ((found, mark), (again, own)))
-        odd = [name for name in one if one[name] != other.get(name)]
+        odd = [name for name in {**one, **other} if one.get(name) != other.get(name)]
         if odd:
             return f"weights: {odd[0]} differs after step {step}, and {len(odd) - 1} other tensors; its losses agree"
         for name in ("generators", "optimizer"):
@@ -209,12 +209,9 @@ def _parting(found: dict[str, Any], again: dict[str, Any], first: int, last: int
 
 
 def _hashes(names: list[str], weights: str) -> dict[str, str]:
-    """Return the hash of each tensor, by its name and, if others are called the same, a number."""
-    found: dict[str, str] = {}
-    for i, name in zip(range(0, len(weights), document.WIDTH), names):
-        number = sum(name == other for other in names[: i // document.WIDTH])
-        found[f"{name} ({number})" if number else name] = weights[i : i + document.WIDTH]
-    return found
+    """Return name -> hash of each tensor that may have changed."""
+    hashes = (weights[i : i + document.WIDTH] for i in range(0, len(weights), document.WIDTH))
+    return {name: made for name, made in zip(names, hashes) if made != document.UNCHANGED}
 
 
 def _is_same(one: float, other: float, is_exact: bool) -> bool:
