@@ -73,10 +73,3 @@ def logged(folder: Path) -> list[dict[str, Any]]:
     from ddpshim.robomimic.logged import logged
 
     return logged(folder)
-
-
-def new_release(tree: str) -> tuple[list[str], int]:
-    """Compare a tree of another release with the known ones, for maintainers; see `new_release.compared`."""
-    from ddpshim.robomimic.new_release import compared
-
-    return compared(tree)

@@ -1,6 +1,6 @@
 """Lists digests of the code of each robomimic release that ddpshim relies on. Imports no torch.
 
-`python -m ddpshim patch new-release TREE` prints how a tree differs from this list.
+`python -m evidence.new_release TREE` prints how a tree differs from this list.
 """
 
 from __future__ import annotations

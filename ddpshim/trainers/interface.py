@@ -41,6 +41,3 @@ class Adapter(Protocol):
 
         They are records (`ddpshim.observe.records`) of the kinds epoch and rollout, with the time 0.
         """
-
-    def new_release(self, tree: str) -> tuple[list[str], int]:
-        """Return a line for each thing in `tree` that ddpshim relies on, and the number of those that are missing."""

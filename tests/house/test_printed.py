@@ -48,7 +48,7 @@ def _messages() -> Iterator[tuple[str, str]]:
 def _pages() -> Iterator[tuple[str, str]]:
     for file in sorted(ROOT.rglob("*.md")):
         name = str(file.relative_to(ROOT))
-        if not name.startswith((".", "CHANGELOG", "ddpshim-logs")):
+        if not name.startswith((".", "CHANGELOG", "build", "ddpshim-logs")):
             yield name, file.read_text(encoding="utf-8").replace("\\\n", " ")
 
 

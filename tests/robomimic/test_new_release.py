@@ -1,4 +1,4 @@
-"""`python -m ddpshim patch new-release`: what a tree lacks is named, and nothing else."""
+"""`python -m evidence.new_release`: what a tree lacks is named, and nothing else."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ddpshim.__main__ import main
 from ddpshim.trainers.patching.unidiff import apply_moved, parse_diff
 from evidence.equivalence import copy_release, source
+from evidence.new_release import compared
 
 DIFF = b"""--- a/bot/train.py
 +++ b/bot/train.py
@@ -53,9 +53,9 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.robomimic
-def test_a_release_that_is_known_lacks_nothing(released: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["patch", "new-release", str(released)]) == 0
-    said = capsys.readouterr().out.splitlines()
+def test_a_release_that_is_known_lacks_nothing(released: Path) -> None:
+    said, num_lacking = compared(str(released))
+    assert num_lacking == 0
     assert said[0] == "ok      patch set robomimic/0.3.0 fits (not applied)"
     assert "ok      SequenceDataset makes samples as in 0.3.0" in said
     assert all(line.startswith("ok") for line in said)
@@ -63,9 +63,7 @@ def test_a_release_that_is_known_lacks_nothing(released: Path, capsys: pytest.Ca
 
 
 @pytest.mark.robomimic
-def test_the_next_release_lacks_what_changed(
-    released: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_next_release_lacks_what_changed(released: Path, tmp_path: Path) -> None:
     tree = tmp_path / "robomimic"
     shutil.copytree(released / "robomimic", tree)
     for name, before, after in (
@@ -75,17 +73,12 @@ def test_the_next_release_lacks_what_changed(
         text = (tree / name).read_text()
         assert before in text
         (tree / name).write_text(text.replace(before, after, 1))
-    assert main(["patch", "new-release", str(tree)]) == 1
-    said = capsys.readouterr().out.splitlines()
+    said, num_lacking = compared(str(tree))
     lacking = [line[8:] for line in said if line.startswith("LACKING")]
+    assert len(lacking) == num_lacking
     assert lacking[0] == "no patch set fits; the nearest is robomimic/0.3.0"
     assert "SequenceDataset makes samples by other code (digest " in lacking[-1]
     assert "ok        robomimic/algo/td3_bc.py: original" in said
     (train,) = (line for line in said if "scripts/train.py: changed upstream" in line)
     num_found, num_hunks = (int(word) for word in train.split("; ")[1].split() if word.isdigit())
     assert 0 < num_found <= num_hunks
-
-
-def test_a_codebase_without_an_adapter_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["patch", "new-release", "--codebase", "toybot", "."]) == 2
-    assert "--codebase='toybot': no adapter knows" in capsys.readouterr().err

@@ -121,7 +121,7 @@ def test_newest_marks_lie_beside_the_certificate(made: Path, tmp_path: Path) -> 
     document.write({**found, "marks": marks[:6]}, path)
     assert not newest.exists()
     assert document.read(path)["marks"] == marks[:6]
-    nothing = dict.fromkeys(found["facts"], {})
+    nothing: dict[str, object] = {name: {} for name in found["facts"]}
     document.write({**found, "facts": nothing, "tensors": found["tensors"][:8], "marks": marks[:1]}, path)
     assert not document.add(marks[1], path), "a large part: it is time to write the whole"
 

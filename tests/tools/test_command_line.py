@@ -55,7 +55,6 @@ SAMPLES: dict[Command, list[str]] = {
     ("patch", "apply"): ["--target", "installed/robomimic"],
     ("patch", "revert"): ["--target", "installed/robomimic"],
     ("patch", "manifest"): ["patches", "--source", "tree", "--base", "abc"],
-    ("patch", "new-release"): ["installed/robomimic"],
     ("run",): ["--nproc=2", "train.py", "--lr", "1"],
     ("slurm",): ["--time", "30", "train.py", "--lr", "1"],
     ("example",): ["--out", "example"],
@@ -76,7 +75,6 @@ MISSING: dict[tuple[Command, str], tuple[list[str], int]] = {
     (("patch", "manifest"), "directory"): (["absent", "--source", "tree", "--base", "abc"], 2),
     (("patch", "manifest"), "source"): (["patches", "--source", "absent", "--base", "abc"], 2),
     (("patch", "manifest"), "borrow"): ([*SAMPLES["patch", "manifest"], "--borrow", "absent/01.patch"], 2),
-    (("patch", "new-release"), "tree"): (["absent"], 2),
     (("run",), "program"): (["absent.py"], 2),
     (("run",), "certify"): (["--certify", "absent/run.json", "train.py"], 2),
     (("check",), "certificate"): (["--certificate", "absent.json"], 2),
@@ -449,7 +447,7 @@ def test_a_bug_report_without_torch(without_torch: dict[str, Any]) -> None:
 
 
 def test_who_needs_torch() -> None:
-    assert NEED_TORCH == [("run",), ("check",), ("patch", "new-release"), ("selftest",)]
+    assert NEED_TORCH == [("run",), ("check",), ("selftest",)]
 
 
 @pytest.mark.parametrize("command", NEED_TORCH, ids=_id)

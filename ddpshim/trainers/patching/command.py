@@ -50,13 +50,6 @@ def add(commands: Commands) -> None:
     text = "patches of another release that also fit SOURCE (default: those in the manifest)"
     manifest.add_argument("--borrow", nargs="+", type=Path, metavar="PATCH", help=text)
     manifest.set_defaults(run=_manifest)
-    text = "for maintainers: list what ddpshim does not know in another robomimic. Exit code: 1 if there is anything"
-    new_release = actions.add_parser("new-release", help=text, description=text)
-    new_release.add_argument("tree", metavar="PACKAGE|PATH", help="the package folder, or a folder that contains it")
-    new_release.add_argument(
-        "--codebase", default="robomimic", metavar="NAME", help="codebase whose adapter to ask (%(default)s)"
-    )
-    new_release.set_defaults(run=_new_release, needs_torch=True)
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -124,20 +117,6 @@ def _revert(arguments: argparse.Namespace) -> int:
         print(f"{found.patch_set.name}: {'reverted' if changed else 'not applied, nothing to do'}")
     _print_status(found, arguments.json, changed)
     return 0
-
-
-def _new_release(arguments: argparse.Namespace) -> int:
-    from ddpshim import adapters
-
-    compared = adapters.function(arguments.codebase, "new_release")
-    if compared is None:
-        raise TargetError(
-            f"--codebase={arguments.codebase!r}: no adapter knows its releases; nothing was compared. Use one of: "
-            f"{', '.join(adapters.packages())}."
-        )
-    lines, num_lacking = compared(arguments.tree)
-    print("\n".join(lines))
-    return 1 if num_lacking else 0
 
 
 def _manifest(arguments: argparse.Namespace) -> int:

@@ -1,7 +1,12 @@
-"""Compares a tree of robomimic with the known releases (`python -m ddpshim patch new-release TREE`)."""
+"""Lists what ddpshim does not know in another release of robomimic: `python -m evidence.new_release TREE`.
+
+TREE is the package's folder, the folder above it, or the name of an installed package. Exits 1 if there is anything.
+"""
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +16,9 @@ from ddpshim.trainers.patching.patchset import transform_moved
 
 
 def compared(tree: str) -> tuple[list[str], int]:
-    """Return a line for each thing that ddpshim relies on, and how many of them the tree lacks. Local; writes nothing.
+    """Return a line for each thing that ddpshim relies on, and how many of them the tree lacks; write nothing.
 
-    `tree` is the package's folder, the folder above it, or the name of an installed package. Raises PatchError if none
-    exists.
+    Raises PatchError if there is no such tree.
     """
     looked = status(tree)
     lines: list[str] = []
@@ -60,3 +64,15 @@ def _data(package: Path) -> Iterator[tuple[bool, str]]:
     meta = known.digest_of_methods(file, "MetaDataset", known.META_METHODS)
     if meta:
         yield meta == known.META_DIGEST, f"MetaDataset has the digest {meta}, known is {known.META_DIGEST}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tree", metavar="TREE")
+    lines, num_lacking = compared(parser.parse_args().tree)
+    print("\n".join(lines))
+    return int(num_lacking > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
