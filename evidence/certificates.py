@@ -137,6 +137,11 @@ def flipped(folder: Path) -> None:
     path.write_bytes(bytes(content))
 
 
+def older(folder: Path) -> None:
+    first, *_, last = sorted((folder / "resumed.checkpoints").iterdir())
+    last.write_bytes(first.read_bytes())
+
+
 def forged_checkpoint(folder: Path) -> None:
     """Another run's checkpoint, with its hash in a certificate that is sealed anew."""
     import torch
@@ -250,6 +255,7 @@ def tampers() -> Iterator[Tamper]:
         text = "arguments: "
         yield Tamper(f"arguments: {words[0]}", lambda _: None, text, ("--steps", "0:10", "train.py", *words))
     yield Tamper("checkpoint: a bit", flipped, "checkpoint: ", certificate="resumed.json")
+    yield Tamper("checkpoint: an older one in its place", older, "checkpoint: ", certificate="resumed.json")
     yield Tamper("checkpoint: one weight, forged", forged_checkpoint, "loss: ", ("--steps", "60:70"), "resumed.json")
 
 
@@ -259,7 +265,7 @@ def tried(tamper: Tamper, made: Path) -> str:
         tamper.change(folder)
         words = [*tamper.arguments]
         at = words.index("train.py") if "train.py" in words else len(words)
-        code = 2 if tamper.name.startswith(("edited", "checkpoint: a bit", "forged: a missing", "data: gone")) else 1
+        code = 2 if tamper.name.startswith(("edited", "checkpoint: a", "forged: a missing", "data: gone")) else 1
         said = ddpshim(folder, "check", "--certificate", tamper.certificate, *words[:at], *words[at:], code=code)
     if tamper.cause not in said:
         raise RuntimeError(f"{tamper.name}: {tamper.cause!r} is not in what was said: {said}")

@@ -155,11 +155,12 @@ def visit(wheel: Path, python: str) -> Iterator[tuple[str, list[str]]]:
 
 def type_in(command: str, home: Path) -> tuple[int, str]:
     """Run a command in the new environment, as in a terminal without input; return its exit code and its output."""
+    path = f"{home / 'env' / 'bin'}{os.pathsep}{os.environ['PATH']}"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL", "DDPSHIM"))}
     ran = subprocess.run(
         ["bash", "-c", command],
         cwd=home,
-        env={**kept, "HOME": str(home), "PATH": f"{home / 'env' / 'bin'}{os.pathsep}{os.environ['PATH']}"},
+        env={**kept, "HOME": str(home), "PYTHONUNBUFFERED": "1", "PATH": path},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -6,8 +6,13 @@ All changes: python -m evidence.certificates.
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -124,6 +129,41 @@ def test_newest_marks_lie_beside_the_certificate(made: Path, tmp_path: Path) -> 
     nothing: dict[str, object] = {name: {} for name in found["facts"]}
     document.write({**found, "facts": nothing, "tensors": found["tensors"][:8], "marks": marks[:1]}, path)
     assert not document.add(marks[1], path), "a large part: it is time to write the whole"
+
+
+@pytest.mark.launch
+def test_signature_of_the_page(made: Path, tmp_path: Path) -> None:
+    if shutil.which("ssh-keygen") is None:
+        pytest.skip("needs ssh-keygen (openssh)")
+    sign, verify = re.findall("^ssh-keygen .*", (certificates.ROOT / "docs" / "check.md").read_text(), re.MULTILINE)
+    shutil.copy(made / "run.json", tmp_path)
+
+    def code(command: str) -> int:
+        return subprocess.run(
+            command, shell=True, cwd=tmp_path, capture_output=True, timeout=60, check=False
+        ).returncode
+
+    assert code("ssh-keygen -t ed25519 -N '' -f KEY") == 0
+    (tmp_path / "signers").write_text(f"me@lab.org {(tmp_path / 'KEY.pub').read_text()}")
+    assert code(sign) == 0
+    assert code(verify) == 0
+    certificates.edited(lambda found: found.update(is_complete=False), True)(tmp_path)
+    assert document.read(tmp_path / "run.json")["is_complete"] is False
+    assert code(verify) != 0
+
+
+def test_a_package_inside_another_is_named_by_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = tmp_path / "site-packages" / "outer" / "_vendor" / "inner"
+    inside.mkdir(parents=True)
+    for file in (inside / "__init__.py", inside.parents[1] / "__init__.py", tmp_path / "own.py"):
+        file.write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    for name, file in (("inner", inside / "__init__.py"), ("own", tmp_path / "own.py")):
+        monkeypatch.setitem(sys.modules, name, mock.Mock(__file__=str(file)))
+    own, packages = facts.code_and_packages(tmp_path)
+    assert own["own.py"] == facts.sha256_of(tmp_path / "own.py")
+    assert {"outer", "torch"} <= packages.keys()
+    assert "inner" not in packages
 
 
 @pytest.mark.launch

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -63,19 +64,20 @@ def code_and_packages(here: Path) -> tuple[dict[str, str], dict[str, Any]]:
     packages = set[str]()
     ours = os.path.realpath(Path(__file__).parents[2]) + "/"
     stdlib = _stdlib()
-    for name, module in [*sys.modules.items()]:
+    for module in [*sys.modules.values()]:
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not os.path.isfile(file):
             continue
-        real, first = os.path.realpath(file), name.partition(".")[0]
+        real = os.path.realpath(file)
+        inside = next((real.partition(folder)[2] for folder in _PACKAGES if folder in real), None)
         if real.startswith(ours):
             packages.add("ddpshim")
-        elif first != "__main__" and any(folder in real for folder in _PACKAGES):
-            if not first.startswith("_"):
-                packages.add(first)
+        elif inside is not None:
+            # By its folder: what a package brings along under another's name can be imported only after it.
+            packages.add(re.split(r"[/.]", inside)[0])
         elif real.endswith(".py") and not real.startswith(stdlib):
             own[named(Path(real), here)] = sha256_of(Path(real))
-    found = {name: package(name) for name in sorted(packages)}
+    found = {name: package(name) for name in sorted(packages) if not name.startswith("_")}
     return dict(sorted(own.items())), {name: about for name, about in found.items() if about is not None}
 
 
