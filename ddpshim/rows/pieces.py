@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 import torch
 
@@ -51,9 +51,12 @@ class ForPieces(torch.autograd.Function):
         return AddUp.apply(*gradients), None  # type: ignore[no-untyped-call]
 
 
-def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in a layout, and at an address, that do not depend on what it is a part of. Local."""
-    order = _order_in_memory(tensor)
+def dense(tensor: torch.Tensor, order: Optional[list[int]] = None) -> torch.Tensor:
+    """Return a tensor in a layout, and at an address, that do not depend on what it is a part of. Local.
+
+    `order`: its dimensions from the one with the largest stride to the one with the smallest; default as they are.
+    """
+    order = _order_in_memory(tensor) if order is None else order
     made = tensor.permute(order).contiguous()
     return _moved_back(made.clone() if made.data_ptr() % _ALIGNMENT else made, order)
 
@@ -85,6 +88,9 @@ def joined(pieces: Sequence[Rows]) -> Rows:
     """Return the row tensor of this rank's pieces. Local."""
     first, dim, outer = pieces[0], pieces[0].dimension, pieces[0].part.outer
     found = [piece.block for piece in pieces]
+    for one in found:
+        if one.requires_grad and not one.is_leaf:  # its gradient may be a part of that of more pieces
+            one.register_hook(functools.partial(dense, order=_order_in_memory(one)))
     if len(found) == 1:
         return Rows(dense(found[0]), dim, first.part)
     if outer > 1:

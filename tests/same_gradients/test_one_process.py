@@ -82,15 +82,18 @@ def test_three_ranks_compute_what_one_process_computes(
 
 
 @pytest.mark.launch
-def test_exact_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("program", "every"), [("idioms", 8), ("layouts", 1)])
+def test_exact_has_the_same_bits_on_any_number_of_ranks(
+    program: str, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
-    chosen = ["--only", ",".join([*__import__("idioms").IDIOMS][::8])]
+    chosen = ["--only", ",".join([*getattr(__import__(program), program.upper())][::every])]
     one, *others = (
-        _results("idioms", tmp_path / str(ranks), *chosen, ranks=ranks, DDPSHIM_EXACT="4") for ranks in (1, 2, 4)
+        _results(program, tmp_path / str(ranks), *chosen, ranks=ranks, DDPSHIM_EXACT="4") for ranks in (1, 2, 4)
     )
     assert all(found["error"] is None for found in one.values())
     assert [repr(found) for found in others] == [repr(one)] * 2
-    plain = _results("idioms", tmp_path / "plain", *chosen)
+    plain = _results(program, tmp_path / "plain", *chosen)
     assert set(__import__("compare").compare(plain, one).values()) == {"equal"}
 
 

@@ -168,7 +168,7 @@ def _again(
     if not file.exists():
         raise LaunchError(
             f"the program ended with exit code {code} before its first mark: there is nothing to compare. Its output "
-            f"is in {logs}."
+            f"is in {logs}. If it does not start because the certified run's files are here, move those away."
         )
     return document.read(file, start)
 
