@@ -1,8 +1,8 @@
 """Networks whose batches lie in another order in memory than in their dimensions, for one process.
 
-`python tests/one_process/layouts.py OUT` (see runner.py). A sum over such a tensor rounds by its strides, also that of a
-bias's gradient: with the option `exact` they must not depend on how many pieces a rank holds. 22 samples in batches of
-10: the last has 2 rows.
+`python tests/one_process/layouts.py OUT` (see runner.py). A sum over such a tensor rounds by its strides, and the
+gradient of a bias is such a sum: with the option `exact` strides must not depend on how many pieces a rank holds. 22
+samples in batches of 10: the last has 2 rows.
 """
 
 from __future__ import annotations
