@@ -20,7 +20,7 @@ from tests import browser
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "docs" / "site"
 SHOWN = ("README", "docs/run", "evidence/benchmarks")
-WIDTHS = (1280, 480)
+WIDTHS = (1280, 400)
 DEADLINE_S = 600
 
 

@@ -43,6 +43,7 @@ from ddpshim.variables import PREFIX
 
 _NUM_LOGS = 50  # runs whose logs are kept in a folder
 _NUM_LINES_SEARCHED = 500  # at the end of rank 0's log, for its traceback
+_LEAST_FREE = 1 << 16  # bytes of a disk; with less it counts as full
 
 
 @dataclass(frozen=True)
@@ -420,13 +421,15 @@ def _report(rank: int, code: int, log_dir: Optional[Path], tracebacks: Mapping[i
     if log_dir is None:
         say(f"rank {rank} failed first: it {said}")
         return
+    if is_full := shutil.disk_usage(log_dir).free < _LEAST_FREE:
+        say(f"the disk of {log_dir} is full: what ranks print is lost. Make room, or give --log-dir elsewhere")
     log, traceback = log_dir / f"rank_{rank}.log", tracebacks.get(rank, "")
     error = _error_in(traceback)
     alike = sorted(other for other in tracebacks if is_shown and traceback and tracebacks[other] == traceback)
     # The launcher may have ended rank 0 before it printed the traceback that it noted.
     if 0 in alike[:-1] and traceback.rstrip() in first_failure.end_of(log_dir / "rank_0.log", _NUM_LINES_SEARCHED):
         say(f"{ranks_called(alike)} failed with the same error: {error} (above, and in {log_dir}/rank_N.log)")
-    elif rank > 0 or not is_shown:
+    elif rank > 0 or not is_shown or (is_full and traceback):
         say(
             f"rank {rank} failed first: {error} (it {said}; its log is {log}):"
             if error

@@ -293,6 +293,19 @@ def test_an_error_that_ranks_share_is_shown_once(
     assert capsys.readouterr().err.endswith(shared)
 
 
+@pytest.mark.unit
+def test_a_full_disk_is_named_and_hides_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rank_0.log").write_text("epoch 1\nepo")
+    found = "Traceback (most recent call last):\nOSError: [Errno 28] No space left on device\n"
+    monkeypatch.setattr(runner.shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+    runner._report(0, 1, tmp_path, {0: found}, is_shown=True)
+    full, *_ = said = capsys.readouterr().err.splitlines(keepends=True)
+    assert full.startswith(f"ddpshim: the disk of {tmp_path} is full: what ranks print is lost.")
+    assert "".join(said).endswith(found)
+
+
 @pytest.mark.parametrize(
     ("what", "number", "code", "said"),
     [
