@@ -421,7 +421,7 @@ def _report(rank: int, code: int, log_dir: Optional[Path], tracebacks: Mapping[i
     if log_dir is None:
         say(f"rank {rank} failed first: it {said}")
         return
-    if is_full := shutil.disk_usage(log_dir).free < _LEAST_FREE:
+    if is_full := log_dir.exists() and shutil.disk_usage(log_dir).free < _LEAST_FREE:
         say(f"the disk of {log_dir} is full: what ranks print is lost. Make room, or give --log-dir elsewhere")
     log, traceback = log_dir / f"rank_{rank}.log", tracebacks.get(rank, "")
     error = _error_in(traceback)

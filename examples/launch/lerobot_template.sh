@@ -52,6 +52,10 @@ fi
 [[ $failed == 0 ]] || exit 2
 
 export ACCELERATE_MIXED_PRECISION=$PRECISION
+newer="import importlib.util as i; raise SystemExit(i.find_spec('lerobot.configs.accelerator') is None)"
+if [[ $PRECISION != no ]] && "$PYTHON" -c "$newer" 2>/dev/null; then # releases after 0.6.1 read no variable
+    train+=("--accelerator.mixed_precision=$PRECISION")
+fi
 command=("$PYTHON" -m ddpshim run "--nproc=$GPUS" -m lerobot.scripts.lerobot_train "${train[@]}" "$@")
 echo "policy     $POLICY"
 echo "data       $DATASET${ROOT:+ in $ROOT}"
