@@ -137,9 +137,9 @@ def flipped(folder: Path) -> None:
     path.write_bytes(bytes(content))
 
 
-def older(folder: Path) -> None:
-    first, *_, last = sorted((folder / "resumed.checkpoints").iterdir())
-    last.write_bytes(first.read_bytes())
+def cut_short(folder: Path) -> None:
+    path = max((folder / "resumed.checkpoints").iterdir())
+    path.write_bytes(path.read_bytes()[:-100])
 
 
 def forged_checkpoint(folder: Path) -> None:
@@ -255,7 +255,7 @@ def tampers() -> Iterator[Tamper]:
         text = "arguments: "
         yield Tamper(f"arguments: {words[0]}", lambda _: None, text, ("--steps", "0:10", "train.py", *words))
     yield Tamper("checkpoint: a bit", flipped, "checkpoint: ", certificate="resumed.json")
-    yield Tamper("checkpoint: an older one in its place", older, "checkpoint: ", certificate="resumed.json")
+    yield Tamper("checkpoint: a part", cut_short, "checkpoint: ", certificate="resumed.json")
     yield Tamper("checkpoint: one weight, forged", forged_checkpoint, "loss: ", ("--steps", "60:70"), "resumed.json")
 
 
