@@ -31,6 +31,19 @@ OWN = "train.py"
 LAUNCH = f"python -m ddpshim run --nproc 2 {OWN}"
 
 
+# What other messages and help texts print, and does not train.
+PRINTED = (
+    ("docs", "^launch "),
+    ("docs options", "DDPSHIM_RESUME"),
+    ("docs MIGRATION", "wrap_parallel"),
+    ("check --explain DDP203", "set_epoch"),
+    ("selftest --env", "^ +torch "),
+    ("patch list", "^robomimic/"),
+    (f"slurm {OWN}", "^#SBATCH"),
+    (f"run --dry-run --nproc 2 {OWN}", "torch.distributed.run"),
+)
+
+
 class Step(NamedTuple):
     """A command, its exit code, and what its output contains, as regular expressions."""
 
@@ -129,7 +142,7 @@ def visit(wheel: Path, python: str) -> Iterator[tuple[str, list[str]]]:
             Step(f"python {OWN}", 0, ("^best: loss",)),
             *(Step(command, 0, promised(command)) for command in runs),
             Step("python -m ddpshim report lift_bc/lift_bc", 0, ("plotly is not installed",)),  # as each run's end says
-            Step("python -m ddpshim docs", 0, ("^launch ",)),
+            *(Step(f"python -m ddpshim {words}", 0, (says,)) for words, says in PRINTED),
             *mistakes(home),
         ):
             began = time.monotonic()
