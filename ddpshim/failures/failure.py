@@ -34,6 +34,7 @@ T = TypeVar("T")
 _EXIT_HANDLERS_DEADLINE_S = 5.0
 _STORE_DEADLINE_S = 5.0
 _LAUNCHER_DEADLINE_S = 5.0
+_OTHER_THREAD_DEADLINE_S = 60.0
 _TIMEOUTS_APART_S = 3.0
 _LONGEST = 300  # characters of an error in the line of a rank that did not fail first
 
@@ -144,7 +145,8 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
     """
     me, watched = rank(), current().watched
     if watched is not None and not watched.ending.acquire(blocking=False):
-        threading.Event().wait()  # another thread is ending this rank and reports the reason
+        time.sleep(_OTHER_THREAD_DEADLINE_S)  # another thread is ending this rank and reports the reason
+        os._exit(exit_code)
     try:
         _report(error, exit_code, me, watched)
     except BaseException:  # exit even so: peers would wait for a rank that stays
