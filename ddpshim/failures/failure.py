@@ -144,9 +144,8 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
         exit_code: this process's exit code, not 0.
     """
     me, watched = rank(), current().watched
-    if watched is not None and not watched.ending.acquire(blocking=False):
-        time.sleep(_OTHER_THREAD_DEADLINE_S)  # another thread is ending this rank and reports the reason
-        os._exit(exit_code)
+    if watched is not None:  # a thread that is ending this rank reports the reason, and ends this one with it
+        watched.ending.acquire(timeout=_OTHER_THREAD_DEADLINE_S)
     try:
         _report(error, exit_code, me, watched)
     except BaseException:  # exit even so: peers would wait for a rank that stays

@@ -26,6 +26,7 @@ from ddpshim.model.wrapper import BareModule
 from ddpshim.robomimic.options import RobomimicOptions
 from evidence import pages
 from evidence.equivalence import copy_release, make_run_config
+from tests.house.test_printed import markdown
 from tests.preloaded import environment, kill_all_in, preloaded
 from tests.preloaded_commands import patience
 
@@ -272,14 +273,7 @@ def _anchors(page: Path) -> set[str]:
     return {f"{name}-{number}" if number else name for name, times in seen.items() for number in range(times)}
 
 
-@pytest.mark.parametrize(
-    "page",
-    sorted(
-        str(p.relative_to(ROOT))
-        for p in ROOT.rglob("*.md")
-        if p.relative_to(ROOT).parts[0][0] != "." and "build" not in p.parts
-    ),
-)
+@pytest.mark.parametrize("page", markdown())
 def test_links_lead_somewhere(page: str) -> None:
     here = ROOT / page
     for target in re.findall(r"\]\(([^)\s]+)\)", here.read_text()):

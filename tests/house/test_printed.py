@@ -45,11 +45,16 @@ def _messages() -> Iterator[tuple[str, str]]:
                 yield name, node.value
 
 
+def markdown() -> list[str]:
+    """The names of the repository's pages, without those of environments and builds."""
+    names = sorted(str(file.relative_to(ROOT)) for file in ROOT.rglob("*.md"))
+    return [name for name in names if not name.startswith((".", "build", "ddpshim-logs"))]
+
+
 def _pages() -> Iterator[tuple[str, str]]:
-    for file in sorted(ROOT.rglob("*.md")):
-        name = str(file.relative_to(ROOT))
-        if not name.startswith((".", "CHANGELOG", "build", "ddpshim-logs")):
-            yield name, file.read_text(encoding="utf-8").replace("\\\n", " ")
+    for name in markdown():
+        if name != "CHANGELOG.md":  # it names what was removed
+            yield name, (ROOT / name).read_text(encoding="utf-8").replace("\\\n", " ")
 
 
 def _commands(text: str) -> Iterator[str]:
@@ -110,7 +115,7 @@ def _faults(name: str, text: str) -> Iterator[str]:
 
 
 def _unseen_by_users(text: str) -> list[str]:
-    """The files that who has only the wheel is told to read."""
+    """Files of the repository, which the wheel does not have."""
     return re.findall(r"(?:docs|examples|evidence|benchmarks|patches)/[\w/.-]+\.\w+", text)
 
 

@@ -20,7 +20,7 @@ from ddpshim.reading import read_bytes
 
 SCHEMA = 1
 _MOST_BYTES = 256 * 1024 * 1024
-_REST_PER_NEWEST = 10  # bytes
+_REST_PER_NEWEST = 10  # the whole is written again once its newest marks have a tenth of its bytes
 _HEX = re.compile(r"[0-9a-f-]+")
 # Field of the document or of a mark -> type. A float may be written as an integer.
 _FIELDS: dict[str, Any] = {

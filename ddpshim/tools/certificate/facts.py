@@ -18,6 +18,7 @@ from ddpshim.variables import PREFIX, ROWS, UNEDITED
 _WHOLE = 1 << 30  # bytes; of a larger file, samples are hashed
 _SAMPLES, _BLOCK = 64, 1 << 20
 _NOT_DATA = ("/proc/", "/sys/", "/dev/", "/etc/", "/usr/", "/lib")
+_PACKAGES = ("/site-packages/", "/dist-packages/")  # also those that another environment shares with this one
 # Variables that change numbers; ddpshim's options are added, without those that have these words.
 _VARIABLES = (
     "OMP_NUM_THREADS",
@@ -48,9 +49,6 @@ def sha256_of(path: Path) -> str:
 def named(path: Path, here: Path) -> str:
     """Return a path as a certificate names it: relative to the folder `here` if it lies inside."""
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
-
-
-_PACKAGES = ("/site-packages/", "/dist-packages/")  # also those that another environment shares with this one
 
 
 def _stdlib() -> tuple[str, ...]:
