@@ -36,6 +36,7 @@ def measure(name: str, num_blocks: int, tree: Optional[Path], num_ranks: int = 2
         out = Path(folder) / "out.json"
         launched = [] if tree is None else ["-m", "ddpshim", "run", "--nproc", str(num_ranks)]
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "DDPSHIM_DIAGNOSE": "no", "PYTHONWARNINGS": "ignore"}
+        environ["DDPSHIM_BACKEND"] = "gloo"  # ranks may then share a GPU
         if tree is not None:
             environ["PYTHONPATH"] = str(tree)
         command = [sys.executable, *launched, str(PROGRAM), name, str(num_blocks), str(out)]
@@ -61,7 +62,10 @@ def results(quick: bool, names: Iterable[str] = NAMES, against: Optional[Path] =
         times = {arm: [min(found["ms"]) for found in measured] for arm, measured in rounds.items()}
         faster, spread = median_and_quartiles([a / b for a, b in zip(times["one process"], times["rows"])])
         need = rounds["rows"][-1]
-        note = f"one process {min(times['one process']):.0f} ms; a step: {need['operations']:.0f} operations on rows, "
+        computed = {arm: min(min(found["cpu_ms"]) for found in measured) for arm, measured in rounds.items()}
+        note = f"one process {min(times['one process']):.1f} ms, of which its main thread computes "
+        note += f"{computed['one process']:.1f}, a rank's {computed['rows']:.1f}; "
+        note += f"{need['operations']:.0f} operations on rows, "
         note += f"{need['gathers']:.0f} gathers of {need['bytes'] / 1000:.1f} kB, {need['messages']:.0f} messages"
         least = LEAST_TIMES if name in DIVIDED_TOO else None
         what = f"{name}: two ranks"

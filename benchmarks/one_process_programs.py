@@ -1,8 +1,8 @@
 """Training and evaluation programs for one process, as users write them; benchmarks/one_process.py runs them on ranks.
 
 `python benchmarks/one_process_programs.py NAME NUM_BLOCKS OUT` runs a block of steps to warm up, then NUM_BLOCKS
-measured ones, and writes OUT: {"ms": milliseconds of a step in each block, "loss": the last loss, and, on ranks, what a
-step needed}.
+measured ones, and writes OUT: {"ms": milliseconds of a step in each block, "cpu_ms": those in which the main thread
+computed, "loss": the last loss, and, on ranks, what a step needed}.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 WIDTHS = (64, 128, 256)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Block(nn.Module):
@@ -65,14 +66,14 @@ def endless(loader: Any) -> Iterator[Any]:
 
 
 def unet(batch_size: int) -> Callable[[], float]:
-    net = UNet()
+    net = UNet().to(DEVICE)
     ema, optimizer = copy.deepcopy(net), torch.optim.AdamW(net.parameters(), lr=1e-4, weight_decay=1e-6)
     data = TensorDataset(torch.randn(4 * batch_size, 20), torch.randn(4 * batch_size, 16, 7))
     batches = endless(DataLoader(data, batch_size, shuffle=True))
 
     def step() -> float:
-        observation, actions = next(batches)
-        noise, timestep = torch.randn_like(actions), torch.randint(0, 100, (len(actions),))
+        observation, actions = (part.to(DEVICE) for part in next(batches))
+        noise, timestep = torch.randn_like(actions), torch.randint(0, 100, (len(actions),), device=DEVICE)
         kept = 1 - timestep[:, None, None] / 100
         loss = F.mse_loss(net(kept * actions + (1 - kept) * noise, timestep, observation), noise)
         optimizer.zero_grad()
@@ -112,7 +113,7 @@ class ACT(nn.Module):
 
 
 def act(batch_size: int = 16) -> Callable[[], float]:
-    net = ACT()
+    net = ACT().to(DEVICE)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-5)
     num = 4 * batch_size
     tensors = (
@@ -123,7 +124,7 @@ def act(batch_size: int = 16) -> Callable[[], float]:
     batches = endless(DataLoader(TensorDataset(*tensors, torch.rand(num, 20) < 0.2), batch_size, shuffle=True))
 
     def step() -> float:
-        joints, images, actions, is_pad = next(batches)
+        joints, images, actions, is_pad = (part.to(DEVICE) for part in next(batches))
         predicted, mean, log_variance = net(joints, images / 255.0, actions)
         l1 = (F.l1_loss(actions, predicted, reduction="none") * ~is_pad.unsqueeze(-1)).mean()
         kl = (-0.5 * (1 + log_variance - mean.pow(2) - log_variance.exp())).sum(-1).mean()
@@ -169,12 +170,12 @@ class GPT(nn.Module):
 
 
 def mingpt(batch_size: int = 32) -> Callable[[], float]:
-    net = GPT()
+    net = GPT().to(DEVICE)
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-4, betas=(0.9, 0.95))
     batches = endless(DataLoader(TensorDataset(torch.randint(0, 100, (4 * batch_size, 65))), batch_size, shuffle=True))
 
     def step() -> float:
-        (text,) = next(batches)
+        text = next(batches)[0].to(DEVICE)
         logits = net(text[:, :-1])
         loss = F.cross_entropy(logits.view(-1, logits.size(-1)), text[:, 1:].reshape(-1))
         net.zero_grad()
@@ -192,13 +193,13 @@ def resnet(batch_size: int = 16) -> Callable[[], float]:
 
     conv = ResNet18Conv(input_channel=3, pretrained=False)
     points = SpatialSoftmax(conv.output_shape([3, 84, 84]), num_kp=32)
-    net = nn.Sequential(conv, points, nn.Flatten(), nn.Linear(64, 7))
+    net = nn.Sequential(conv, points, nn.Flatten(), nn.Linear(64, 7)).to(DEVICE)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-4)
     tensors = torch.randint(0, 256, (4 * batch_size, 84, 84, 3), dtype=torch.uint8), torch.randn(4 * batch_size, 7)
     batches = endless(DataLoader(TensorDataset(*tensors), batch_size, shuffle=True))
 
     def step() -> float:
-        images, actions = next(batches)
+        images, actions = (part.to(DEVICE) for part in next(batches))
         loss = F.mse_loss(net(images.permute(0, 3, 1, 2).float() / 255.0), actions)
         optimizer.zero_grad()
         loss.backward()
@@ -214,7 +215,7 @@ def replay(batch_size: int = 4096, width: int = 512) -> Callable[[], float]:
     def mlp(num_in: int, num_out: int) -> nn.Sequential:
         return nn.Sequential(
             *(nn.Linear(num_in, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, num_out))
-        )
+        ).to(DEVICE)
 
     actor, critics, generator = mlp(64, 8), nn.ModuleList([mlp(72, 1), mlp(72, 1)]), np.random.default_rng(0)
     old_actor, old_critics = copy.deepcopy(actor), copy.deepcopy(critics)
@@ -223,7 +224,7 @@ def replay(batch_size: int = 4096, width: int = 512) -> Callable[[], float]:
 
     def step() -> float:
         rows = generator.integers(0, 20000, batch_size)
-        s, a, r, then = (torch.from_numpy(buffer[name][rows]) for name in _SIZES)
+        s, a, r, then = (torch.from_numpy(buffer[name][rows]).to(DEVICE) for name in _SIZES)
         with torch.no_grad():
             noise = (torch.randn_like(a) * 0.2).clamp(-0.5, 0.5)
             pair = torch.cat([then, (old_actor(then).tanh() + noise).clamp(-1, 1)], 1)
@@ -258,14 +259,14 @@ def classifier(batch_size: int = 128) -> Callable[[], float]:
         nn.ReLU(),
         nn.Conv2d(64, 64, 3, 2, 1),
     )
-    net = nn.Sequential(*convolutions, nn.ReLU(), nn.Flatten(), nn.Linear(4096, 10))
+    net = nn.Sequential(*convolutions, nn.ReLU(), nn.Flatten(), nn.Linear(4096, 10)).to(DEVICE)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     tensors = torch.randn(4 * batch_size, 3, 32, 32), torch.randint(0, 10, (4 * batch_size,))
     batches, correct = endless(DataLoader(TensorDataset(*tensors), batch_size, shuffle=False)), 0
 
     def step() -> float:
         nonlocal correct
-        x, y = next(batches)
+        x, y = (part.to(DEVICE) for part in next(batches))
         logits = net(x)
         loss = F.cross_entropy(logits, y)
         optimizer.zero_grad()
@@ -279,16 +280,16 @@ def classifier(batch_size: int = 128) -> Callable[[], float]:
 
 def sampling(batch_size: int = 128) -> Callable[[], float]:
     """An evaluation: actions are sampled in ten steps of denoising, and compared."""
-    net = UNet().eval()
+    net = UNet().to(DEVICE).eval()
     data = TensorDataset(torch.randn(4 * batch_size, 20), torch.randn(4 * batch_size, 16, 7))
     batches = endless(DataLoader(data, batch_size))
 
     @torch.no_grad()
     def step() -> float:
-        observation, actions = next(batches)
+        observation, actions = (part.to(DEVICE) for part in next(batches))
         x = torch.randn_like(actions)
         for t in range(90, -1, -10):
-            x = x - 0.1 * net(x, torch.full((len(x),), t), observation) + 0.01 * torch.randn_like(x)
+            x = x - 0.1 * net(x, torch.full((len(x),), t, device=DEVICE), observation) + 0.01 * torch.randn_like(x)
         return F.mse_loss(x, actions).item()
 
     return step
@@ -325,13 +326,15 @@ def main(name: str, num_blocks: int, out: str) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     make, num_steps = PROGRAMS[name]
-    step, times, loss = make(), [], 0.0
+    num_steps *= 10 if DEVICE.type == "cuda" else 1  # a step is short there
+    step, times, cpu_times, loss = make(), [], [], 0.0
     for _ in range(num_blocks + 1):
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.thread_time()
         for _ in range(num_steps):
             loss = step()
         times.append(1000 * (time.perf_counter() - start) / num_steps)
-    found: dict[str, Any] = {"ms": times[1:], "loss": loss}
+        cpu_times.append(1000 * (time.thread_time() - cpu_start) / num_steps)
+    found: dict[str, Any] = {"ms": times[1:], "cpu_ms": cpu_times[1:], "loss": loss}
     if "ddpshim.rows.tensor" in sys.modules:
         found.update(needed(step))
     with open(out, "w") as file:

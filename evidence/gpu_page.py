@@ -40,7 +40,8 @@ holds no machine names, user names or folders; it is short, so read it before yo
 `python -m evidence.gpu_page evidence/gpus/*.json --write evidence/gpus.md` writes this page.
 
 The exit code is 0 if no check failed. A check that cannot run prints "not run" with the reason and does not count as
-passed; with one GPU these are all checks that compare ranks. Without a GPU the command exits at once. After a failed
+passed; with one rank these are all checks that compare ranks. More ranks than GPUs (`--nproc 3` with one) share them
+through gloo: then what needs a GPU for each rank is not run. Without a GPU the command exits at once. After a failed
 check the others run on new ranks. A failure names its rank and device.
 
 ## What is checked
@@ -117,7 +118,8 @@ def _table(machines: Sequence[dict[str, Any]]) -> list[str]:
         counts = [str(outcomes.count(outcome)) for outcome in (PASSED, FAILED, NOT_RUN)]
         ended = "" if machine["is_complete"] else ", ended early"
         when = f"{machine['date']}{', quick' if machine['is_quick'] else ''}{ended}"
-        row = [f"{number}. {_name(machine)}", str(machine["num_ranks"]), *versions, when, *counts]
+        shared = ", which share it through gloo" if machine["num_ranks"] > len(machine["GPUs"]) else ""
+        row = [f"{number}. {_name(machine)}", f"{machine['num_ranks']}{shared}", *versions, when, *counts]
         lines.append(f"| {' | '.join(map(_cell, row))} |")
     return lines
 
@@ -125,10 +127,11 @@ def _table(machines: Sequence[dict[str, Any]]) -> list[str]:
 def _checks() -> list[str]:
     """Return the table of checks."""
     shown = [check for check in CHECKS if check.name != "rendezvous"]
-    lines = ["| check | what it shows if it passes | GPUs |", "|---|---|---|"]
+    lines = ["| check | what it shows if it passes | ranks |", "|---|---|---|"]
     for check in shown:
         quick = "" if check.is_quick else " (not with --quick)"
-        lines.append(f"| {check.name} | {check.proves}{quick} | {check.num_gpus} |")
+        own = ", a GPU each" if check.needs_own else ""
+        lines.append(f"| {check.name} | {check.proves}{quick} | {check.num_gpus}{own} |")
     return lines
 
 

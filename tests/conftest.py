@@ -22,6 +22,10 @@ sys.dont_write_bytecode = False
 # compare the output of programs.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+# All tests run on CPUs, or on simulated GPUs: on one real GPU `run` would refuse two ranks.
+if any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 # One thread for each process, as torchrun has it: four processes of tests share few cores, and a thread that waits for
 # another one keeps its core busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -82,7 +82,7 @@ def run(job: Launch) -> int:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     is_alone = job.nproc == "1" and (job.nnodes or 1) == 1 and not job.max_restarts
     if not is_alone:
-        _check_gpus(job.nproc)
+        _check_gpus(job)
     with tempfile.TemporaryDirectory(prefix="ddpshim-run-") as run_dir:
         os.environ[variables.RUN_DIR] = run_dir
         Path(run_dir, BEGAN).touch()
@@ -324,20 +324,27 @@ def _prune(folder: Path) -> None:
             continue
 
 
-def _check_gpus(nproc: str) -> None:
+def _check_gpus(job: Launch) -> None:
     import torch
 
     num_gpus = torch.cuda.device_count()
-    if nproc == "gpu" and num_gpus == 0:
+    if job.nproc == "gpu" and num_gpus == 0:
         raise LaunchError(
             "--nproc=gpu, but torch sees no GPU: no rank could start. Check the driver and CUDA_VISIBLE_DEVICES, "
             "or train on the CPU with --nproc=N."
         )
-    if not os.environ.get("DDPSHIM_EXACT") and nproc.isdecimal() and 0 < num_gpus < int(nproc):
+    if not job.nproc.isdecimal() or not 0 < num_gpus < int(job.nproc):
+        return
+    # `check` and `exact` ask whether ranks compute the same, not how fast.
+    is_wanted = os.environ.get("DDPSHIM_EXACT") or os.environ.get("DDPSHIM_BACKEND") == "gloo" or job.proof is not None
+    if not is_wanted:
         raise LaunchError(
-            f"--nproc={nproc}, but torch sees {num_gpus} GPU{'s' * (num_gpus > 1)}: ranks would share one, which is "
-            f"slower than fewer ranks. Use --nproc={num_gpus}, or CUDA_VISIBLE_DEVICES= (empty) to train on the CPU."
+            f"--nproc={job.nproc}, but torch sees {num_gpus} GPU{'s' * (num_gpus > 1)}: ranks would share one, which "
+            f"is slower than fewer ranks. Use --nproc={num_gpus}, or CUDA_VISIBLE_DEVICES= (empty) to train on the "
+            "CPU; DDPSHIM_BACKEND=gloo shares GPUs, to try a program on several ranks."
         )
+    # Each rank takes its place in this list, modulo its length.
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus))))
 
 
 def torchrun_arguments(job: Launch, run_dir: str) -> list[str]:

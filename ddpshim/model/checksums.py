@@ -56,7 +56,9 @@ def _sums_of(tensor: Optional[torch.Tensor]) -> list[torch.Tensor]:
     t = tensor.detach()
     t = (torch.view_as_real(t) if t.is_complex() else t).contiguous().reshape(-1)
     size = t.element_size()
-    num = len(t) - len(t) % (8 // size) if t.storage_offset() * size % 8 == 0 else 0
+    if t.storage_offset() * size % 8:  # cuDNN puts the weights of a network one after the other in memory
+        t = t.clone()
+    num = len(t) - len(t) % (8 // size)
     rest = t[num:].view(_INTEGERS[size])
     return [part.sum(dtype=torch.int64) for part in (t[:num].view(torch.int64), rest) if len(part)]
 

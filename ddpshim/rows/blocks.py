@@ -154,6 +154,15 @@ def strides_of_whole(block: torch.Tensor, dim: int, size: int) -> list[int]:
     return [stride * size // own if stride > of_rows else stride for stride in block.stride()]
 
 
+def offset_of_whole(block: torch.Tensor, dim: int, size: int) -> int:
+    """Return the place in memory of the whole's first number, if `block` is a view as the whole is. Local."""
+    of_rows, num, first = max(1, block.stride(dim)), block.shape[dim], int(block.storage_offset())
+    if of_rows == max(block.stride()):
+        return first % of_rows  # the block may also be a part of the whole
+    outer, rest = divmod(first, num * of_rows)
+    return outer * size * of_rows + rest
+
+
 def added_up(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of all ranks' tensors (collective)."""
     is_small = tensor.dtype in (torch.float16, torch.bfloat16)

@@ -42,11 +42,13 @@ class Calls:
         original: torch's nn.Module.__call__, while it is replaced.
         least_work: multiplications of a call that is divided.
         is_off: whether nothing is divided now: inside torch.func, torch.jit and torch.compile.
+        before_wholes: called before torch.func, torch.jit or torch.compile computes, inside which no call is seen.
     """
 
     def __init__(self) -> None:
         self.is_inside = self.is_off = False
         self.dim, self.original = 0, cast(Any, None)
+        self.before_wholes: Callable[[], None] = lambda: None
         choice = os.environ.get(variables.ROWS, "auto").strip().lower()
         if choice not in _LEAST_WORK:
             raise OptionsError(
@@ -73,6 +75,7 @@ def with_rows(call: Callable[..., Any]) -> Callable[..., Any]:
         if is_compiling() or calls.is_off:
             return call(module, *args, **kwargs)
         if computes_wholes(module):
+            calls.before_wholes()
             with nothing_divided():
                 return on_whole(call, (module, *args), kwargs)
         found = _dimension_and_size(module, leaves((args, kwargs)))
@@ -150,6 +153,8 @@ def on_wholes(function: Callable[..., Any]) -> Callable[..., Any]:
     def computed(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return function(*args, **kwargs)
+        if not current().part(Calls).is_off:
+            current().part(Calls).before_wholes()
         with nothing_divided():
             return on_whole(function, args, kwargs)
 

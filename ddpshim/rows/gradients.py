@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import types
 import weakref
 from collections.abc import Iterator
 from typing import Any, Callable
@@ -292,6 +293,12 @@ def _checkpoint(function: Callable[..., Any], preserve: bool, *args: Any) -> Any
         return function(*args)
 
 
+def _saved(_: Any, *args: Any) -> Any:
+    """Return what stands for the node in which torch up to 2.12 saves the arguments of a checkpoint: rows stay rows."""
+    node = types.SimpleNamespace(saved_tensors=(), get_args=lambda _: args)
+    return types.SimpleNamespace(grad_fn=node if torch.is_grad_enabled() else None)
+
+
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     """Within this block, torch's functions of gradients know row tensors."""
@@ -308,6 +315,8 @@ def installed() -> Iterator[None]:
             put(T, name, post_hook_of_rows(getattr(T, name)))
         put(torch.autograd.Function, "apply", apply_of_rows(vars(torch.autograd.Function)["apply"]))
         put(torch_checkpoint.CheckpointFunction, "apply", staticmethod(_checkpoint))
+        if hasattr(torch_checkpoint, "_NoopSaveInputs"):
+            put(torch_checkpoint._NoopSaveInputs, "apply", staticmethod(_saved))
         yield
 
 

@@ -129,6 +129,46 @@ def _of_piece(of: dict[int, Any], i: int, value: Any) -> Any:
     return of[id(value)][i] if id(value) in of else value
 
 
+class Expand(torch.autograd.Function):
+    """A block -> its view with more rows in other dimensions; the backward pass adds these up piece by piece.
+
+    Arguments: the block, the view's shape, and dimension and part of the rows, in the block and in the view.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, block: torch.Tensor, shape: Any, dim: int, dim_of_view: int, part: Part) -> torch.Tensor:
+        ctx.of_block, ctx.of_view = (block.shape, dim, part), (dim_of_view, part)
+        return block.expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        shape, dim, part = ctx.of_block
+        dim_of_view = ctx.of_view[0]
+        sums = []
+        for piece in parted(Rows(gradient, *ctx.of_view)):
+            size = [*shape[:dim], piece.block.shape[dim_of_view], *shape[dim + 1 :]]
+            sums.append(Rows(piece.block.sum_to_size(size), dim, part))
+        return joined(sums).block, None, None, None, None
+
+
+def _expanding(rule: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(rule)
+    def expanded(func: Any, args: Any, kwargs: Any) -> Any:
+        found = rule(func, args, kwargs)
+        if type(found) is not Rows or not found.block.requires_grad:
+            return found
+        rows, shape = args[0], found.block.shape
+        view: Any = Expand.apply(rows.block, shape, rows.dimension, found.dimension, found.part)  # type: ignore[no-untyped-call]
+        return rules.made(view, rows, found.dimension)
+
+    return expanded
+
+
+def _is_whole_with_gradient(x: Any) -> bool:
+    """Whether `x` is no piece: each piece would have all of its gradient, and they are added up. Local."""
+    return isinstance(x, torch.Tensor) and type(x) is not Rows and x.requires_grad
+
+
 def in_pieces(rule: Callable[..., Any]) -> Callable[..., Any]:
     """Return a rule that computes `rule` for one piece after the other."""
 
@@ -160,7 +200,7 @@ def in_pieces(rule: Callable[..., Any]) -> Callable[..., Any]:
             inside = mapped(functools.partial(_of_piece, of, i), (args, kwargs))
             with _inside(number):
                 found.append(rule(func, *inside))
-        if found[0] is NotImplemented:
+        if found[0] is NotImplemented or any(map(_is_whole_with_gradient, leaves(found[0]))):
             return NotImplemented
         if changed is not None:
             changed.block.copy_(joined(of[id(changed)]).block)
@@ -178,6 +218,8 @@ def installed() -> Iterator[None]:
     """Within this block, rules are computed in pieces. Local."""
     before = dict(RULES)
     RULES.update((func, in_pieces(rule)) for func, rule in before.items() if func not in rules.MOVING)
+    expands = [func for func in rules.functions(("expand", "expand_as", "broadcast_to")) if func in before]
+    RULES.update((func, _expanding(before[func])) for func in expands)
     try:
         yield
     finally:

@@ -344,16 +344,26 @@ def _dropout_in_place(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if trains:
         rows.memory.pull()
-        rows.block.mul_(_mask(torch.dropout, rows, p))
+        rows.block.mul_(_mask(func, rows, p))
         rows.memory.wrote()
     return rows
 
 
+_ALIGNED_NUM = 16  # a kernel that loads several numbers at once begins at a multiple of at most as many
+
+
 def _mask(func: Any, rows: Rows, p: float) -> torch.Tensor:
-    """Return this rank's block of what dropout multiplies the whole by. Local."""
+    """Return this rank's block of what dropout multiplies the whole by. Local.
+
+    On a CPU, and in place, torch draws for a dense tensor; a GPU's kernel draws by the strides and the address that its
+    argument has.
+    """
     with torch.no_grad():
-        if func is torch.dropout and rows.device.type == "cpu":  # what torch does there, without a pass over ones
-            drawn = template(rows).bernoulli_(1 - p)
+        if func is torch.dropout_ or (func is torch.dropout and rows.device.type == "cpu"):
+            drawn = torch.empty_like(template(rows, "meta"), device=rows.device).bernoulli_(1 - p)
             return blocks.own(drawn, rows.dimension, rows.part) / (1 - p)
-        ones = torch.ones_like(template(rows, "meta"), device=rows.device)
+        whole = template(rows, "meta")
+        first = blocks.offset_of_whole(rows.block, rows.dimension, rows.part.size) % _ALIGNED_NUM
+        size = first + 1 + sum((num - 1) * stride for num, stride in zip(whole.shape, whole.stride()))
+        ones = rows.block.new_ones(size).as_strided(whole.shape, whole.stride(), first)
         return blocks.own(func(ones, p, True), rows.dimension, rows.part)

@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import types
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import ddpshim
@@ -37,6 +39,7 @@ from ddpshim.errors import SyncError
 from ddpshim.model import torch_private
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
+from ddpshim.rows import gradients
 from tests.preloaded_commands import patience
 from tests.ranks import run_ranks
 
@@ -57,6 +60,7 @@ REDUCER = "torch/csrc/distributed/c10d/reducer.cpp"
 LOADER = "torch/utils/data/dataloader.py"
 MODULE = "torch/nn/modules/module.py, Module.__init__"
 SEAMS = [
+    Seam("_NoopSaveInputs", "rows/gradients.py", "test_a_checkpoint_saves_its_arguments", "torch/utils/checkpoint.py"),
     Seam("_autograd_hook _check_reducer_finalized", "model/reducer.py", "test_torchs_reducer_armed_by_hand", REDUCER),
     Seam("_rebuild_buckets", "model/reducer.py", "test_torchs_reducer_armed_by_hand", REDUCER),
     Seam("_remove_autograd_hooks", "model/reducer.py", "test_torchs_reducer_armed_by_hand", REDUCER),
@@ -692,3 +696,14 @@ def test_a_transform_is_seen() -> None:
     torch.func.grad(square)(torch.tensor(2.0))
     assert seen == [False]
     assert torch._C._functorch.peek_interpreter_stack() is None  # type: ignore[attr-defined]
+
+
+@pytest.mark.unit
+def test_a_checkpoint_saves_its_arguments() -> None:
+    x = torch.rand(3, requires_grad=True)
+    name = "_NoopSaveInputs"  # up to torch 2.12
+    place = getattr(torch_checkpoint, name, types.SimpleNamespace(apply=None))
+    with replaced(place, "apply", staticmethod(gradients._saved)):
+        torch_checkpoint.checkpoint(lambda a, times: a.sin() * times, x, 2, use_reentrant=False).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, 2 * x.cos())

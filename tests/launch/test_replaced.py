@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import types
 
 import pytest
+from torch import nn
 
+from ddpshim.process.live_modules import live_modules
 from ddpshim.process.replaced import replaced
 
 
@@ -50,3 +54,26 @@ def test_a_static_method_stays_one() -> None:
     with replaced(Reader, "read", staticmethod(lambda: "ours")):
         assert Reader.read() == "ours"
     assert isinstance(vars(Reader)["read"], staticmethod)
+
+
+def test_modules_are_found_while_another_thread_builds_tuples() -> None:
+    """A list of all objects that is alive while a tuple grows is a SystemError in its thread: seen on a GPU, where
+    torch's thread for pinned memory builds batches."""
+    errors, is_over, net = list[Exception](), threading.Event(), nn.Linear(2, 2)
+
+    def build() -> None:
+        while not is_over.is_set():
+            try:
+                tuple(time.sleep(0) or i for i in range(20))
+            except SystemError as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    kept = [[i] for i in range(100_000)]  # a search takes longer than a thread's turn
+    found = [live_modules() for _ in range(5)]
+    is_over.set()
+    thread.join()
+    assert kept
+    assert all(any(one is net for one in modules) for modules in found)
+    assert not errors

@@ -36,6 +36,7 @@ from ddpshim.observe import records
 from ddpshim.process import rank_log
 from ddpshim.process.launch_env import EXIT_REQUEUE, read_launch_env
 from ddpshim.robomimic.options import RobomimicOptions
+from ddpshim.trainers.unedited.gpus import see_one
 from tests import ranks
 from tests.preloaded import kill_all_in, working_in
 from tests.preloaded_commands import patience
@@ -712,8 +713,22 @@ def test_refused_is_exit_code_1_and_wrong_usage_2(
 )
 def test_ranks_and_gpus(monkeypatch: pytest.MonkeyPatch, nproc: str, num_gpus: int, message: Optional[str]) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(LaunchError, match=message) if message else contextlib.nullcontext():
-        runner._check_gpus(nproc)
+        runner._check_gpus(Launch("train.py", nproc=nproc))
+        assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("wanted", ["DDPSHIM_BACKEND=gloo", "DDPSHIM_EXACT=4", "check"])
+def test_ranks_that_share_gpus_on_purpose(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv(*wanted.split("=") if "=" in wanted else ("UNUSED", ""))
+    runner._check_gpus(Launch("train.py", nproc="3", proof="folder" if wanted == "check" else None))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+    see_one(2)
+    assert os.environ.pop("CUDA_VISIBLE_DEVICES") == "0"
 
 
 @pytest.mark.unit

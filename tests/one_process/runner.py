@@ -1,13 +1,15 @@
 """Runs short programs for one process, each from the same seeds, and writes what they logged and trained.
 
-`python tests/one_process/hostile.py OUT [--only A,B] [--double] [--nudge]` writes OUT/results.json after every program:
-{name: {"log": [...], "weights": [...], "error": null or text}}. `python tests/one_process/runner.py OUT OTHER` prints
+`python tests/one_process/hostile.py OUT [--only A,B] [--double] [--nudge] [--device cuda]` writes OUT/results.json
+after every program: {name: {"log": [...], "weights": [...], "error": null or text}}.
+`python tests/one_process/runner.py OUT OTHER` prints
 the largest difference of each program.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import math
@@ -19,6 +21,7 @@ from typing import Any, Callable, Optional, Union
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 
 def read(value: Any) -> Any:
@@ -36,6 +39,21 @@ class Log:
 
     def __call__(self, *values: Any) -> None:
         self.lines += map(read, values)
+
+
+def compute_on(device: str) -> None:
+    """Make `device` the default of tensors, and of the generators of data loaders, which torch expects there then."""
+    torch.set_default_device(device)
+    make = DataLoader.__init__
+
+    @functools.wraps(make)
+    def init(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        draws = kwargs.get("shuffle") or "sampler" in kwargs
+        if draws and torch.empty(()).device.type == torch.device(device).type:  # the default is the main thread's
+            kwargs.setdefault("generator", torch.Generator(device).manual_seed(int(torch.randint(1 << 30, ()))))
+        make(self, dataset, *args, **kwargs)
+
+    DataLoader.__init__ = init  # type: ignore[method-assign]
 
 
 Trained = list[Union[nn.Module, Tensor]]
@@ -65,7 +83,10 @@ def main(programs: Programs, argv: Optional[list[str]] = None) -> None:
     parser.add_argument("--only", type=lambda names: names.split(","), default=list(programs))
     parser.add_argument("--double", action="store_true", help="float64 as the default dtype")
     parser.add_argument("--nudge", action="store_true", help="change the last bit of the initial weights and data")
+    parser.add_argument("--device", help="where tensors are made")
     options = parser.parse_args(argv)
+    if options.device:
+        compute_on(options.device)
     if options.double:
         torch.set_default_dtype(torch.float64)
     if options.nudge:

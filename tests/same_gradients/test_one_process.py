@@ -36,6 +36,7 @@ SEEN = {"printed", "memory_looked_at", "tensors_of_its_own_kind", "modes_over_di
 HALF = {"networks_in_other_precisions", "autocast_to_bfloat16"}  # rounded to 8 bits, in another order
 SLOW = {"compiled_aot", "compiled_by_inductor", "compiled_loss", "compiled_step"}
 ALWAYS = {"compiled_eager", "compiled_in_place"}
+OF_GPUS = ["pinned_by_workers", "compiled_in_one_piece", "dropout_of_expanded_rows"]
 
 
 def _run(folder: Path, *command: str, **environ_of: str) -> str:
@@ -54,15 +55,18 @@ def _results(program: str, folder: Path, *options: str, ranks: int = 0, **enviro
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("program", ["idioms", "hostile"])
+@pytest.mark.parametrize("program", ["idioms", "hostile", "gpus"])
 def test_three_ranks_compute_what_one_process_computes(
     program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     compare = __import__("compare").compare
-    programs = getattr(__import__(program), "IDIOMS" if program == "idioms" else "PROGRAMS")
-    chosen = [name for name in programs if name not in SLOW | ALWAYS][:: EVERY[program]]
-    chosen += [name for name in programs if name in ALWAYS]
+    if program == "gpus":  # python -m evidence.one_gpu runs all of them
+        chosen = OF_GPUS
+    else:
+        programs = getattr(__import__(program), "IDIOMS" if program == "idioms" else "PROGRAMS")
+        chosen = [name for name in programs if name not in SLOW | ALWAYS][:: EVERY[program]]
+        chosen += [name for name in programs if name in ALWAYS]
     only = ["--only", ",".join(chosen)]
     plain = _results(program, tmp_path / "plain", *only)
     ranks = _results(program, tmp_path / "ranks", *only, ranks=3)
@@ -82,12 +86,12 @@ def test_three_ranks_compute_what_one_process_computes(
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("program", "every"), [("idioms", 8), ("layouts", 1)])
+@pytest.mark.parametrize(("program", "every"), [("idioms", 8), ("layouts", 1), ("gpus", 0)])
 def test_exact_has_the_same_bits_on_any_number_of_ranks(
     program: str, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
-    chosen = ["--only", ",".join([*getattr(__import__(program), program.upper())][::every])]
+    chosen = ["--only", ",".join([*getattr(__import__(program), program.upper())][::every] if every else OF_GPUS[1:])]
     one, *others = (
         _results(program, tmp_path / str(ranks), *chosen, ranks=ranks, DDPSHIM_EXACT="4") for ranks in (1, 2, 4)
     )

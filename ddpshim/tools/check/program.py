@@ -6,7 +6,6 @@ Draws nothing and changes nothing.
 from __future__ import annotations
 
 import contextlib
-import gc
 import multiprocessing
 import os
 import signal
@@ -76,11 +75,11 @@ class Parameters:
     """The names of an optimizer's parameters."""
 
     def __init__(self, params: Sequence[Any]) -> None:
-        from torch import nn
         from torch.nn.parallel import DistributedDataParallel
 
-        found = (o for o in gc.get_objects() if issubclass(type(o), nn.Module))
-        modules = [module for module in found if "_modules" in vars(module)]  # else nn.Module.__init__ has not run yet
+        from ddpshim.process.live_modules import live_modules
+
+        modules = live_modules()
         mine = {id(p) for p in params}
         named: list[tuple[str, Any]] = []
         self.groups: list[Any] = []  # keeps the process groups alive until the program has ended

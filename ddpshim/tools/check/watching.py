@@ -9,7 +9,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
-import gc
 import json
 import os
 import sys
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+from ddpshim.process.live_modules import live_modules
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 from ddpshim.process.users_line import users_line
@@ -354,10 +354,9 @@ def _beside(held: Mapping[int, list[Any]]) -> Iterator[tuple[str, Any]]:
     The names are "Class~hash#number.name"; the hash is over the names and shapes of the network's tensors. Networks
     with equal hashes are only numbered, and two runs may number them differently.
     """
-    from torch import nn
     from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-    modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module) and "_modules" in vars(o)]
+    modules = live_modules()
     wrappers = [m for m in modules if isinstance(m, (DataParallel, DistributedDataParallel)) or _is_ours(m)]
     hidden = set(map(id, wrappers))
     inner = {id(child) for m in modules if id(m) not in hidden for child in vars(m)["_modules"].values()}

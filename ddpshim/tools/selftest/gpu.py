@@ -33,7 +33,8 @@ class Check(NamedTuple):
     Attributes:
         proves: what holds on this machine if the check passes.
         stage: checks of the same stage run on the same ranks.
-        num_gpus: the number of GPUs it needs.
+        num_gpus: the number of ranks it needs.
+        needs_own: whether each rank needs a GPU of its own; the others also pass on a shared one, through gloo.
         is_quick: whether --quick includes it.
         after: the checks that must have passed before.
     """
@@ -44,6 +45,7 @@ class Check(NamedTuple):
     num_gpus: int = 2
     is_quick: bool = True
     after: tuple[str, ...] = ()
+    needs_own: bool = False
 
 
 _SAME = "several ranks train as one process does, both on GPUs"
@@ -51,10 +53,10 @@ CHECKS = (
     Check("rendezvous", "a process starts on a GPU", "one process", 1),
     Check("one process", "plain torch trains on a GPU: the reference for the ranks", "one process", 1),
     Check("rendezvous", "ranks start, and reach each other"),
-    Check("facts", "each rank has a GPU of its own", num_gpus=1),
+    Check("facts", "each rank has a GPU of its own", num_gpus=1, needs_own=True),
     Check("collectives", "values travel between ranks unchanged"),
     Check("all-reduce", "sums over all ranks are right; their speed"),
-    Check("links", "each pair of GPUs adds and copies right; its speed"),
+    Check("links", "each pair of GPUs adds and copies right; its speed", needs_own=True),
     Check("U-Net", _SAME, after=("one process",)),
     Check("transformer", _SAME, after=("one process",)),
     Check("ResNet", f"{_SAME}, with BatchNorm", after=("one process",)),
@@ -66,12 +68,12 @@ CHECKS = (
     Check("save", "progress is saved"),
     # On new ranks, because these checks train without a loader, and from then on each rank draws its own noise.
     Check("rendezvous", "ranks start", "networks"),
-    Check("memory", "a further network costs no communicator", "networks"),
+    Check("memory", "a further network costs no communicator", "networks", needs_own=True),
     Check("odd calls", "unusual arguments reach the network", "networks"),
     Check("branches", "ranks may leave out different branches of several networks", "networks"),
-    Check("no syncs", "no usual step waits for the GPU", "networks"),
-    Check("overlap", "a step takes no longer than raw DDP's", "networks"),
-    Check("rendering", "each rank renders on its own GPU", "networks", num_gpus=1),
+    Check("no syncs", "no usual step waits for the GPU", "networks", needs_own=True),
+    Check("overlap", "a step takes no longer than raw DDP's", "networks", needs_own=True),
+    Check("rendering", "each rank renders on its own GPU", "networks", num_gpus=1, needs_own=True),
     Check("rendezvous", "fewer ranks start", "fewer", after=("save",)),
     Check(
         "resume",
@@ -133,17 +135,13 @@ def accept(
 
     num_gpus = _number_of_gpus(torch)
     num_ranks = options.nproc or min(num_gpus, _MOST_GPUS)
-    if num_ranks > num_gpus:
-        raise LaunchError(
-            f"--nproc {num_ranks}, and torch sees {count(num_gpus, 'GPU')}: ranks would share one, which nccl refuses. "
-            f"Use --nproc {num_gpus} or less."
-        )
     options = replace(options, device="cuda", nproc=num_ranks)
-    say(f"ddpshim selftest: {count(num_ranks, 'rank')} on {count(num_gpus, 'GPU')}{', quick' if is_quick else ''}")
+    shares = ", shared: through gloo, not nccl" if num_ranks > num_gpus else ""
+    say(f"ddpshim selftest: {count(num_ranks, 'rank')} on {count(num_gpus, 'GPU')}{shares}{', quick' * is_quick}")
     results: list[Result] = []
     facts = None if file is None else {"num_ranks": num_ranks, "is_quick": is_quick, **_facts()}
     with tempfile.TemporaryDirectory() as folder:
-        for result in _run(options, is_quick, Path(folder), context):
+        for result in _run(options, is_quick, Path(folder), context, num_ranks > num_gpus):
             results.append(result)
             say(as_line(result))
             _write(file, facts, results, time.monotonic() - begun)  # each time: the next check may crash the machine
@@ -155,7 +153,7 @@ def accept(
     return f"selftest on GPUs: {counts}, {seconds:.0f} s{where}", not tally[FAILED]
 
 
-def _run(options: Plan, is_quick: bool, folder: Path, context: Any) -> Iterator[Result]:
+def _run(options: Plan, is_quick: bool, folder: Path, context: Any, shares: bool = False) -> Iterator[Result]:
     from ddpshim.tools.selftest import gpu_programs
 
     programs: Mapping[str, Program] = {"failures": gpu_programs.failures, "robomimic": gpu_programs.robomimic}
@@ -166,7 +164,7 @@ def _run(options: Plan, is_quick: bool, folder: Path, context: Any) -> Iterator[
     for stage in dict.fromkeys(check.stage for check in CHECKS):
         left = []
         for check in [check for check in CHECKS if check.stage == stage]:
-            why = _why_not(check, num_ranks, is_quick, passed)
+            why = _why_not(check, num_ranks, is_quick, passed, shares)
             if why is None:
                 left.append(check)
             elif check.name != "rendezvous":
@@ -191,10 +189,12 @@ def _run(options: Plan, is_quick: bool, folder: Path, context: Any) -> Iterator[
                 yield Result(check.name, stage, check.proves, NOT_RUN if number else FAILED, detail=why)
 
 
-def _why_not(check: Check, num_ranks: int, is_quick: bool, passed: set[str]) -> Optional[str]:
+def _why_not(check: Check, num_ranks: int, is_quick: bool, passed: set[str], shares: bool = False) -> Optional[str]:
     """Return the reason to skip a check, or None."""
     if check.num_gpus > num_ranks and check.name != "rendezvous":
-        return f"it needs {count(check.num_gpus, 'GPU')}, and has {num_ranks}"
+        return f"it needs {count(check.num_gpus, 'rank')}, and has {num_ranks}"
+    if shares and check.needs_own:
+        return "ranks share a GPU"
     if is_quick and not check.is_quick:
         return "only without --quick"
     missing = [name for name in check.after if name not in passed]

@@ -90,7 +90,9 @@ def failures(options: Plan, folder: Path, checks: list[Check]) -> Iterator[Resul
     own = folder / "failures"
     program = ["-m", "ddpshim.tools.selftest.failing", str(own)]
     restarts = ["--max-restarts", str(len(FAULTS) - 1), "--grace", "5"]
-    job = _Job(own, options.nproc or 2, restarts, program, DDPSHIM_TIMEOUT_S=str(_TIMEOUT_S))
+    job = _Job(
+        own, options.nproc or 2, restarts, program, DDPSHIM_TIMEOUT_S=str(_TIMEOUT_S), **_gloo_if_shared(options)
+    )
     faults = list(FAULTS)
     try:
         for number, check in enumerate(checks):
@@ -111,6 +113,12 @@ def failures(options: Plan, folder: Path, checks: list[Check]) -> Iterator[Resul
                 return
     finally:
         job.end()
+
+
+def _gloo_if_shared(options: Plan) -> dict[str, str]:
+    import torch
+
+    return {"DDPSHIM_BACKEND": "gloo"} if (options.nproc or 2) > torch.cuda.device_count() else {}
 
 
 def _why_not_named(job: _Job, name: str, planted: Path, following: Optional[Path], result: Result) -> Optional[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -22,10 +23,18 @@ from ddpshim.job.group import world
 from ddpshim.model import guard
 from ddpshim.model.parallel import wrap_parallel
 from ddpshim.model.wrapper import Transparent, is_compiling
+from ddpshim.process.job import current
+from ddpshim.process.live_modules import live_modules
 from ddpshim.process.say import say_on_main
 from ddpshim.process.users_line import users_line
+from ddpshim.rows.calls import Calls
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def _may_wrap() -> bool:
+    is_in_main_thread = threading.current_thread() is threading.main_thread()
+    return torch.is_grad_enabled() and is_in_main_thread and torch._C._functorch.peek_interpreter_stack() is None
 
 
 class Networks:
@@ -51,6 +60,8 @@ class Networks:
         self._is_stale = True
         if self._before_forward is None:
             self._before_forward = register_module_forward_pre_hook(self._wrap_before_forward)
+            warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")  # that one
+        current().part(Calls).before_wholes = self._wrap_before_wholes
 
     def forget(self) -> None:
         """Remove the hook on the forward passes of all modules. Local."""
@@ -60,12 +71,12 @@ class Networks:
 
     def _wrap_before_forward(self, module: nn.Module, inputs: Any) -> None:
         # The backward pass would be too late: wrapping sends the main rank's weights, but the graph has the old ones.
-        if (
-            torch.is_grad_enabled()
-            and threading.current_thread() is threading.main_thread()
-            and torch._C._functorch.peek_interpreter_stack() is None
-            and self._is_trained(module)
-        ):
+        # First ask for torch.compile: it would trace this hook, and compute in parts what it compiles whole otherwise.
+        if not is_compiling() and _may_wrap() and self._is_trained(module):
+            self.wrap()
+
+    def _wrap_before_wholes(self) -> None:
+        if _may_wrap():
             self.wrap()
 
     def _is_trained(self, module: nn.Module) -> bool:
@@ -94,10 +105,7 @@ class Networks:
         if not missing or (world().world_size == 1 and self._are_known(missing)):
             return
         gc.collect()  # ranks collect garbage at different times, so dead modules would differ between ranks
-        modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
-        modules = [
-            module for module in modules if "_modules" in module.__dict__ and not isinstance(module, Transparent)
-        ]
+        modules = [module for module in live_modules() if not isinstance(module, Transparent)]
         children = {id(child) for module in modules for child in module._modules.values()}
         roots = [module for module in modules if id(module) not in children]
         place = self._places[optimizer]

@@ -1,0 +1,105 @@
+"""Compares programs in one process with several ranks that share one GPU: `python -m evidence.one_gpu --write PAGE`.
+
+The ranks communicate through gloo, because nccl refuses to share. So this tests kernels, draws, dtypes and memory of a
+GPU, but neither nccl nor speed. The programs are those of tests/one_process. `--exact` compares bits on 1, 2 and 4
+ranks instead. It takes three minutes on 16 cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Optional
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAMS = ROOT / "tests" / "one_process"
+DEADLINE_S = 400
+ON_GPU = {"gpus": (), "idioms": ("--device", "cuda"), "hostile": ("--device", "cuda"), "layouts": ("--device", "cuda")}
+
+
+def run(name: str, arm: str, options: Iterable[str], num_ranks: int, exact: Optional[int], folder: Path) -> Any:
+    """Run all programs of a file on `num_ranks` ranks (0: in one process), and return their results."""
+    environ = {**os.environ, "DDPSHIM_ROWS": "all", "DDPSHIM_DIAGNOSE": "no", "DDPSHIM_BACKEND": "gloo"}
+    environ |= {"OMP_NUM_THREADS": "1", "NVIDIA_TF32_OVERRIDE": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    if exact is not None:
+        environ["DDPSHIM_EXACT"] = str(exact)
+    launched = ["-m", "ddpshim", "run", "--no-logs", "--nproc", str(num_ranks)] if num_ranks else []
+    own = folder / f"{name}_{arm}"
+    command = [sys.executable, *launched, str(PROGRAMS / f"{name}.py"), str(own), *ON_GPU[name], *options]
+    with (folder / f"{name}_{arm}.txt").open("w") as said:
+        try:
+            subprocess.run(command, env=environ, cwd=folder, stdout=said, stderr=said, timeout=DEADLINE_S, check=False)
+        except subprocess.TimeoutExpired:
+            print(f"{name}, {arm}: not finished within {DEADLINE_S} s", flush=True)
+    results = own / "results.json"
+    return json.loads(results.read_text()) if results.exists() else {}
+
+
+def rounding(names: list[str], num_ranks: int, folder: Path) -> dict[str, dict[str, str]]:
+    """Return the verdict of each program: one process, the same with a nudge of the last bit, and ranks."""
+    sys.path.insert(0, str(PROGRAMS))
+    compare = __import__("compare").compare
+    found = {}
+    with ThreadPoolExecutor() as pool:
+        plain = dict(zip(names, pool.map(lambda name: run(name, "plain", (), 0, None, folder), names)))
+        # A rank whose program caught an error takes part in no further backward pass.
+        only = {name: ("--only", ",".join(of for of, one in plain[name].items() if not one["error"])) for name in names}
+        nudged = {name: pool.submit(run, name, "nudged", (*only[name], "--nudge"), 0, None, folder) for name in names}
+        ranks = {name: pool.submit(run, name, "ranks", only[name], num_ranks, None, folder) for name in names}
+    for name in names:
+        of_plain = {of: one for of, one in plain[name].items() if not one["error"]}
+        found[name] = compare(of_plain, ranks[name].result(), nudged[name].result())
+    return found
+
+
+def bits(names: list[str], folder: Path) -> dict[str, dict[str, str]]:
+    """Return, for each program with exact=4, whether 1, 2 and 4 ranks have the same bits."""
+    with ThreadPoolExecutor() as pool:
+        runs = {
+            (name, num): pool.submit(run, name, f"exact_{num}", (), num, 4, folder)
+            for name in names
+            for num in (1, 2, 4)
+        }
+    found: dict[str, dict[str, str]] = {}
+    for name in names:
+        one, *others = (runs[name, num].result() for num in (1, 2, 4))
+        found[name] = {
+            of: "equal" if all(repr(other.get(of)) == repr(one[of]) for other in others) else "other bits" for of in one
+        }
+    return found
+
+
+def page(found: dict[str, dict[str, dict[str, str]]]) -> str:
+    lines = ["| programs | what | equal | others |", "|---|---|---:|---|"]
+    for what, files in found.items():
+        for name, verdicts in files.items():
+            others = "; ".join(f"{of}: {verdict[:200]}" for of, verdict in verdicts.items() if verdict != "equal")
+            equal = [*verdicts.values()].count("equal")
+            lines.append(f"| {name} | {what} | {equal} of {len(verdicts)} | {others} |".replace("\n", " "))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=lambda names: names.split(","), default=list(ON_GPU), help="files of programs")
+    parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--nproc", type=int, default=3, help="ranks")
+    parser.add_argument("--keep", type=Path, help="a folder for the results of all runs")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as own:
+        folder = (given.keep or Path(own)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        found = bits(given.only, folder) if given.exact else rounding(given.only, given.nproc, folder)
+        print(page({"exact=4 on 1, 2, 4 ranks" if given.exact else f"{given.nproc} ranks": found}))
+
+
+if __name__ == "__main__":
+    main()
