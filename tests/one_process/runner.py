@@ -1,9 +1,8 @@
 """Runs short programs for one process, each from the same seeds, and writes what they logged and trained.
 
 `python tests/one_process/hostile.py OUT [--only A,B] [--double] [--nudge] [--device cuda]` writes OUT/results.json
-after every program: {name: {"log": [...], "weights": [...], "error": null or text}}.
-`python tests/one_process/runner.py OUT OTHER` prints
-the largest difference of each program.
+after every program: {name: {"log": [...], "weights": [...], "error": null or text}}. `python
+tests/one_process/runner.py OUT OTHER` prints the largest difference of each program.
 """
 
 from __future__ import annotations
