@@ -131,7 +131,7 @@ def _checks() -> list[str]:
     for check in shown:
         quick = "" if check.is_quick else " (not with --quick)"
         own = ", a GPU each" if check.needs_own else ""
-        lines.append(f"| {check.name} | {check.proves}{quick} | {check.num_gpus}{own} |")
+        lines.append(f"| {check.name} | {check.proves}{quick} | {check.num_ranks}{own} |")
     return lines
 
 

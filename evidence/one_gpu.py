@@ -1,4 +1,4 @@
-"""Compares programs in one process with several ranks that share one GPU: `python -m evidence.one_gpu --write PAGE`.
+"""Compares programs in one process with several ranks that share one GPU: `python -m evidence.one_gpu`.
 
 The ranks communicate through gloo, because nccl refuses to share. So this tests kernels, draws, dtypes and memory of a
 GPU, but neither nccl nor speed. The programs are those of tests/one_process. `--exact` compares bits on 1, 2 and 4
@@ -68,7 +68,7 @@ def bits(names: list[str], folder: Path) -> dict[str, dict[str, str]]:
             for name in names
             for num in (1, 2, 4)
         }
-    found: dict[str, dict[str, str]] = {}
+    found = {}
     for name in names:
         one, *others = (runs[name, num].result() for num in (1, 2, 4))
         found[name] = {
@@ -77,7 +77,7 @@ def bits(names: list[str], folder: Path) -> dict[str, dict[str, str]]:
     return found
 
 
-def page(found: dict[str, dict[str, dict[str, str]]]) -> str:
+def table(found: dict[str, dict[str, dict[str, str]]]) -> str:
     lines = ["| programs | what | equal | others |", "|---|---|---:|---|"]
     for what, files in found.items():
         for name, verdicts in files.items():
@@ -98,7 +98,7 @@ def main() -> None:
         folder = (given.keep or Path(own)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         found = bits(given.only, folder) if given.exact else rounding(given.only, given.nproc, folder)
-        print(page({"exact=4 on 1, 2, 4 ranks" if given.exact else f"{given.nproc} ranks": found}))
+        print(table({"exact=4 on 1, 2, 4 ranks" if given.exact else f"{given.nproc} ranks": found}))
 
 
 if __name__ == "__main__":

@@ -75,9 +75,7 @@ def with_rows(call: Callable[..., Any]) -> Callable[..., Any]:
         if is_compiling() or calls.is_off:
             return call(module, *args, **kwargs)
         if computes_wholes(module):
-            calls.before_wholes()
-            with nothing_divided():
-                return on_whole(call, (module, *args), kwargs)
+            return _computed_whole(call, (module, *args), kwargs)
         found = _dimension_and_size(module, leaves((args, kwargs)))
         if found is None:
             return call(module, *args, **kwargs)
@@ -146,6 +144,15 @@ def nothing_divided() -> Iterator[None]:
         calls.is_off = False
 
 
+def _computed_whole(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Return what `function`, whose operations are not seen, computes of wholes (collective if it gets row tensors)."""
+    calls = current().part(Calls)
+    if not calls.is_off:
+        calls.before_wholes()
+    with nothing_divided():
+        return on_whole(function, args, kwargs)
+
+
 def on_wholes(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function` that gets wholes, and divides nothing inside. It is collective if it gets row tensors."""
 
@@ -153,10 +160,7 @@ def on_wholes(function: Callable[..., Any]) -> Callable[..., Any]:
     def computed(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return function(*args, **kwargs)
-        if not current().part(Calls).is_off:
-            current().part(Calls).before_wholes()
-        with nothing_divided():
-            return on_whole(function, args, kwargs)
+        return _computed_whole(function, args, kwargs)
 
     return computed
 

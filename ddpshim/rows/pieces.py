@@ -137,17 +137,15 @@ class Expand(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, block: torch.Tensor, shape: Any, dim: int, dim_of_view: int, part: Part) -> torch.Tensor:
-        ctx.of_block, ctx.of_view = (block.shape, dim, part), (dim_of_view, part)
+        ctx.place = block.shape, dim, dim_of_view, part
         return block.expand(shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        shape, dim, part = ctx.of_block
-        dim_of_view = ctx.of_view[0]
-        sums = []
-        for piece in parted(Rows(gradient, *ctx.of_view)):
-            size = [*shape[:dim], piece.block.shape[dim_of_view], *shape[dim + 1 :]]
-            sums.append(Rows(piece.block.sum_to_size(size), dim, part))
+        shape, dim, dim_of_view, part = ctx.place
+        pieces = parted(Rows(gradient, dim_of_view, part))
+        sizes = [[*shape[:dim], one.block.shape[dim_of_view], *shape[dim + 1 :]] for one in pieces]
+        sums = [Rows(one.block.sum_to_size(size), dim, part) for one, size in zip(pieces, sizes)]
         return joined(sums).block, None, None, None, None
 
 

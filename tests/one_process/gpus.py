@@ -7,14 +7,14 @@ batches of 16: the last has 2 rows.
 from __future__ import annotations
 
 import copy
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 import torch
 import torch._dynamo
 import torch.nn.functional as F
 from runner import Log, Programs, Trained, main
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 GPUS: Programs = {}
@@ -41,10 +41,10 @@ def fit(
     net: nn.Module,
     batches: Any,
     loss_of: Callable[[Any, Tensor, Tensor], Tensor] = lambda net, x, y: F.mse_loss(net(x), y),
-    epochs: int = 2,
+    optimizer: Optional[Optimizer] = None,
 ) -> Trained:
-    optimizer = SGD(net.parameters(), 0.05, momentum=0.9)
-    for _ in range(epochs):
+    optimizer = SGD(net.parameters(), 0.05, momentum=0.9) if optimizer is None else optimizer
+    for _ in range(2):
         for x, y in batches:
             loss = loss_of(net, x.to(DEVICE), y.to(DEVICE))
             optimizer.zero_grad()
@@ -52,6 +52,12 @@ def fit(
             optimizer.step()
             log(loss.item())
     return [net]
+
+
+def loss_in_bfloat16(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=IS_ON_GPU):
+        out = net(x)
+    return F.mse_loss(out.float(), y)
 
 
 @program
@@ -66,7 +72,7 @@ def data_parallel(log: Log) -> Trained:
 
 @program
 def pinned_by_workers(log: Log) -> Trained:
-    net, optimizer = mlp(), None
+    net = mlp()
     batches = loader((6,), (1,), num_workers=2, pin_memory=IS_ON_GPU, persistent_workers=True)
     optimizer = AdamW(net.parameters(), 1e-3, **({"fused": True} if IS_ON_GPU else {}))
     for _ in range(2):
@@ -83,7 +89,7 @@ def pinned_by_workers(log: Log) -> Trained:
 
 @program
 def mixed_precision_with_a_scaler(log: Log) -> Trained:
-    net, optimizer = mlp(), None
+    net = mlp()
     optimizer, scaler = SGD(net.parameters(), 0.05), torch.cuda.amp.GradScaler(enabled=IS_ON_GPU)
     for x, y in loader((6,), (1,)):
         with torch.autocast(DEVICE.type, torch.float16 if IS_ON_GPU else torch.bfloat16, enabled=IS_ON_GPU):
@@ -100,12 +106,7 @@ def mixed_precision_with_a_scaler(log: Log) -> Trained:
 
 @program
 def mixed_precision_bfloat16(log: Log) -> Trained:
-    def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=IS_ON_GPU):
-            out = net(x)
-        return F.mse_loss(out.float(), y)
-
-    return fit(log, mlp(), loader((6,), (1,)), loss)
+    return fit(log, mlp(), loader((6,), (1,)), loss_in_bfloat16)
 
 
 @program
@@ -192,13 +193,8 @@ def attention_with_dropout_efficient(log: Log) -> Trained:
 
 @program
 def attention_with_dropout_flash(log: Log) -> Trained:
-    def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=IS_ON_GPU):
-            out = net(x)
-        return F.mse_loss(out.float(), y)
-
     kernels = [torch.nn.attention.SDPBackend.FLASH_ATTENTION]
-    return fit(log, Attention(kernels).to(DEVICE), loader((8, 6), (1,)), loss)
+    return fit(log, Attention(kernels).to(DEVICE), loader((8, 6), (1,)), loss_in_bfloat16)
 
 
 @program
@@ -303,8 +299,7 @@ def graph_of_an_evaluation(log: Log) -> Trained:
 def compiled(log: Log) -> Trained:
     net = mlp()
     fast = torch.compile(net)
-    fit(log, net, loader((6,), (1,)), lambda _, x, y: F.mse_loss(fast(x), y))
-    return [net]
+    return fit(log, net, loader((6,), (1,)), lambda _, x, y: F.mse_loss(fast(x), y))
 
 
 @program
@@ -329,13 +324,7 @@ def compiled_after_an_evaluation(log: Log) -> Trained:
     optimizer, fast = AdamW(net.parameters(), 1e-3), torch.compile(net)
     with torch.no_grad():
         log(fast(torch.ones(16, 6, device=DEVICE)).sum())
-    for x, y in loader((6,), (1,)):
-        loss = F.mse_loss(fast(x.to(DEVICE)), y.to(DEVICE))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        log(loss.item())
-    return [net]
+    return fit(log, net, loader((6,), (1,)), lambda _, x, y: F.mse_loss(fast(x), y), optimizer)
 
 
 @program
@@ -364,8 +353,7 @@ def compiled_to_graphs(log: Log) -> Trained:
     net = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 1)).to(DEVICE)
     fast = torch.compile(net, mode="reduce-overhead")
     batches = DataLoader(TensorDataset(torch.randn(48, 6), torch.randn(48, 1)), 16, shuffle=True)
-    fit(log, net, batches, lambda _, x, y: F.mse_loss(fast(x), y))
-    return [net]
+    return fit(log, net, batches, lambda _, x, y: F.mse_loss(fast(x), y))
 
 
 @program

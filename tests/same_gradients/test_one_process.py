@@ -20,7 +20,8 @@ from tests.preloaded import environment, start_afresh
 
 FOLDER = Path(__file__).parents[1] / "one_process"
 DEADLINE_S = 240
-EVERY = {"idioms": 2, "hostile": 5}
+NAMES = {"idioms": "IDIOMS", "hostile": "PROGRAMS", "layouts": "LAYOUTS"}
+EVERY = {"idioms": 2, "hostile": 5, "gpus": 1}
 # What is not equal, and what is seen instead; docs/run.md lists these exceptions.
 REFUSED = {
     "shape_changed_in_place": "SyncError",
@@ -36,6 +37,7 @@ SEEN = {"printed", "memory_looked_at", "tensors_of_its_own_kind", "modes_over_di
 HALF = {"networks_in_other_precisions", "autocast_to_bfloat16"}  # rounded to 8 bits, in another order
 SLOW = {"compiled_aot", "compiled_by_inductor", "compiled_loss", "compiled_step"}
 ALWAYS = {"compiled_eager", "compiled_in_place"}
+# `python -m evidence.one_gpu` runs all of them.
 OF_GPUS = ["pinned_by_workers", "compiled_in_one_piece", "dropout_of_expanded_rows"]
 
 
@@ -61,12 +63,9 @@ def test_three_ranks_compute_what_one_process_computes(
 ) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     compare = __import__("compare").compare
-    if program == "gpus":  # python -m evidence.one_gpu runs all of them
-        chosen = OF_GPUS
-    else:
-        programs = getattr(__import__(program), "IDIOMS" if program == "idioms" else "PROGRAMS")
-        chosen = [name for name in programs if name not in SLOW | ALWAYS][:: EVERY[program]]
-        chosen += [name for name in programs if name in ALWAYS]
+    programs = OF_GPUS if program == "gpus" else getattr(__import__(program), NAMES[program])
+    chosen = [name for name in programs if name not in SLOW | ALWAYS][:: EVERY[program]]
+    chosen += [name for name in programs if name in ALWAYS]
     only = ["--only", ",".join(chosen)]
     plain = _results(program, tmp_path / "plain", *only)
     ranks = _results(program, tmp_path / "ranks", *only, ranks=3)
@@ -86,12 +85,13 @@ def test_three_ranks_compute_what_one_process_computes(
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("program", "every"), [("idioms", 8), ("layouts", 1), ("gpus", 0)])
+@pytest.mark.parametrize(("program", "every"), [("idioms", 8), ("layouts", 1), ("gpus", 1)])
 def test_exact_has_the_same_bits_on_any_number_of_ranks(
     program: str, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
-    chosen = ["--only", ",".join([*getattr(__import__(program), program.upper())][::every] if every else OF_GPUS[1:])]
+    programs = OF_GPUS if program == "gpus" else getattr(__import__(program), NAMES[program])
+    chosen = ["--only", ",".join([*programs][::every])]
     one, *others = (
         _results(program, tmp_path / str(ranks), *chosen, ranks=ranks, DDPSHIM_EXACT="4") for ranks in (1, 2, 4)
     )

@@ -234,7 +234,7 @@ def test_ranks_that_cannot_be_started_end_no_acceptance(monkeypatch: pytest.Monk
         raise LaunchError("no port is free")
 
     checks = [Check(name, "it works", "some") for name in ("rendezvous", "facts", "links")]
-    monkeypatch.setattr(gpu, "CHECKS", (*checks, Check("robomimic", "it works", "other", num_gpus=9)))
+    monkeypatch.setattr(gpu, "CHECKS", (*checks, Check("robomimic", "it works", "other", num_ranks=9)))
     monkeypatch.setattr(gpu, "started", refuse)
     assert [
         (result.name, result.outcome, result.detail) for result in gpu._run(Plan(nproc=2), False, tmp_path, None)

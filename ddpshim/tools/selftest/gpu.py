@@ -33,7 +33,7 @@ class Check(NamedTuple):
     Attributes:
         proves: what holds on this machine if the check passes.
         stage: checks of the same stage run on the same ranks.
-        num_gpus: the number of ranks it needs.
+        num_ranks: how many ranks it needs.
         needs_own: whether each rank needs a GPU of its own; the others also pass on a shared one, through gloo.
         is_quick: whether --quick includes it.
         after: the checks that must have passed before.
@@ -42,7 +42,7 @@ class Check(NamedTuple):
     name: str
     proves: str
     stage: str = "ranks"
-    num_gpus: int = 2
+    num_ranks: int = 2
     is_quick: bool = True
     after: tuple[str, ...] = ()
     needs_own: bool = False
@@ -53,7 +53,7 @@ CHECKS = (
     Check("rendezvous", "a process starts on a GPU", "one process", 1),
     Check("one process", "plain torch trains on a GPU: the reference for the ranks", "one process", 1),
     Check("rendezvous", "ranks start, and reach each other"),
-    Check("facts", "each rank has a GPU of its own", num_gpus=1, needs_own=True),
+    Check("facts", "each rank has a GPU of its own", num_ranks=1, needs_own=True),
     Check("collectives", "values travel between ranks unchanged"),
     Check("all-reduce", "sums over all ranks are right; their speed"),
     Check("links", "each pair of GPUs adds and copies right; its speed", needs_own=True),
@@ -73,7 +73,7 @@ CHECKS = (
     Check("branches", "ranks may leave out different branches of several networks", "networks"),
     Check("no syncs", "no usual step waits for the GPU", "networks", needs_own=True),
     Check("overlap", "a step takes no longer than raw DDP's", "networks", needs_own=True),
-    Check("rendering", "each rank renders on its own GPU", "networks", num_gpus=1, needs_own=True),
+    Check("rendering", "each rank renders on its own GPU", "networks", num_ranks=1, needs_own=True),
     Check("rendezvous", "fewer ranks start", "fewer", after=("save",)),
     Check(
         "resume",
@@ -191,8 +191,8 @@ def _run(options: Plan, is_quick: bool, folder: Path, context: Any, shares: bool
 
 def _why_not(check: Check, num_ranks: int, is_quick: bool, passed: set[str], shares: bool = False) -> Optional[str]:
     """Return the reason to skip a check, or None."""
-    if check.num_gpus > num_ranks and check.name != "rendezvous":
-        return f"it needs {count(check.num_gpus, 'rank')}, and has {num_ranks}"
+    if check.num_ranks > num_ranks and check.name != "rendezvous":
+        return f"it needs {count(check.num_ranks, 'rank')}, and has {num_ranks}"
     if shares and check.needs_own:
         return "ranks share a GPU"
     if is_quick and not check.is_quick:
