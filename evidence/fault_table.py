@@ -34,7 +34,9 @@ from tests.ranks import free_port
 
 RELEASE, VARIANT = "0.3.0", "bc"
 JOB_DEADLINE_S = 150.0
-NAMED = re.compile(r"ddpshim: rank (\d+) (?:(?:\([^)]*\) )?failed:|failed first)|because rank (\d+) failed first")
+NAMED = re.compile(
+    r"ddpshim: rank (\d+) (?:(?:\([^)]*\) )?(?:failed|was interrupted):|failed first)|because rank (\d+) failed first"
+)
 UNWRITABLE = "/sys/ddpshim"  # where even root can make no directory
 
 VALIDATION = {
@@ -289,6 +291,7 @@ FAULTS = [
         "refused before anything starts",
         "none:0:0",
         way="busy port of run",
+        exit_code=2,
         limit_s=60,
         once="LaunchError|cannot be served",
         says="cannot be served",

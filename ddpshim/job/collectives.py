@@ -115,6 +115,23 @@ def comes(store: Any, rank: int, key: str, end: float) -> bool:
     return False
 
 
+def main_sets(here: World, key: str, end: float) -> bool:
+    """Return whether the main rank sets `key` of the store before `end`. Raises WorldError if a rank has failed.
+
+    It does not wait in torch, where this rank would notice neither a failure nor a signal.
+    """
+    store = here._job.store
+    while not comes(store, 0, key, min(end, time.monotonic() + 1)):
+        first = failure.first()
+        if first is not None:
+            raise failure.caused_by(
+                first, WorldError(f"rank {here.rank} waits for the main rank, and rank {first} failed")
+            )
+        if time.monotonic() > end or failure.is_there(store, "watch/left/0"):
+            return False
+    return True
+
+
 def answers_of_main(here: World, name: str, value: T) -> T:
     """See `World.answers_of_main`."""
     number, store = here._job.next_number(f"answers_of_main/{name}"), here._job.store
@@ -125,13 +142,11 @@ def answers_of_main(here: World, name: str, value: T) -> T:
             store.delete_key(f"answers_of_main/{name}/{number - _NUM_KEPT}")
         return value
     timeout_s = here.options.side_timeout_s
-    try:
-        store.wait([key], timedelta(seconds=timeout_s))
-    except (RuntimeError, ValueError) as error:
+    if not main_sets(here, key, time.monotonic() + timeout_s):
         raise WorldError(
             f"rank {here.rank} made call {number + 1} of {name}, but the main rank did not within {timeout_s:g} "
-            "s; they would continue with different values. Let every rank make the same calls."
-        ) from error
+            "s, or has left; they would continue with different values. Let every rank make the same calls."
+        )
     received: T = messages.unpacked(store.get(key), False, 0)
     return received
 

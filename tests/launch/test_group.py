@@ -858,7 +858,7 @@ class Job:
 
 def write_script(folder: Path, body: str) -> None:
     head = """
-        import os, sys, threading, time
+        import os, signal, sys, threading, time
         from pathlib import Path
         import torch, torch.distributed as dist
         import ddpshim
@@ -973,6 +973,25 @@ def test_the_main_rank_is_to_blame_for_what_it_alone_runs(tmp_path: Path) -> Non
         def save():
             raise ValueError("boom of rank 0")
         world.run_on_main(save)
+    """
+    write_script(tmp_path, body)
+    with Job(tmp_path, STANDALONE) as job:
+        assert job.end() != 0
+    assert job.seconds < KILLED_AFTER_S
+    _check_blame(job.log, 0, "ValueError: boom of rank 0")
+
+
+@pytest.mark.launch
+def test_a_rank_does_not_wait_for_an_answer_of_a_main_rank_that_failed(tmp_path: Path) -> None:
+    body = """
+        try:
+            world = ddpshim.setup(device="cpu", timeout_s=50)
+            signal.signal(signal.SIGTERM, lambda *_: None)  # as of a program that saves first
+            if world.is_main:
+                raise ValueError("boom of rank 0")
+            world.answers_of_main("a question", 0)
+        finally:
+            ddpshim.cleanup()
     """
     write_script(tmp_path, body)
     with Job(tmp_path, STANDALONE) as job:

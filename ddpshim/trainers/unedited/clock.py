@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, Callable, Optional, TypeVar
 
 from ddpshim.errors import WorldError
-from ddpshim.job.collectives import comes
+from ddpshim.job.collectives import main_sets
 from ddpshim.job.world import World
 from ddpshim.process import messages, prompts
 from ddpshim.trainers.unedited.holders import in_place
@@ -172,7 +172,7 @@ class Clock:
             return value
         patience_s = self._world.options.side_timeout_s
         end, found = time.monotonic() + patience_s, -1
-        while comes(store, 0, key, end):
+        while main_sets(self._world, key, end):
             found, received = messages.unpacked(store.get(key), False, 0)
             if found == number:
                 return received  # type: ignore[no-any-return]
