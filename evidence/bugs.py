@@ -47,8 +47,6 @@ class Trainer(NamedTuple):
 
     text: str
     parts: Mapping[str, str]
-    tools: Sequence[str] = TOOLS
-    options: Sequence[str] = ()  # of the tools
 
 
 class Bug(NamedTuple):
@@ -83,11 +81,8 @@ def _of_one(text: str, is_clean: bool) -> str:
 def _read_trainers() -> dict[str, Trainer]:
     read: dict[str, Trainer] = {}
     for name, text in texts_in((FOLDER / "trainers.txt").read_text()).items():
-        said = dict(re.findall(r"^(tools|options): (.*)\n", text, re.MULTILINE))
-        text = re.sub(r"^(tools|options): .*\n", "", text, flags=re.MULTILINE)
         raw = read.get("raw", Trainer("", {}))
-        tools, options = said.get("tools", " ".join(TOOLS)).split(), said.get("options", "").split()
-        read[name] = Trainer(text.partition("--- ")[0] or raw.text, {**raw.parts, **parts_in(text)}, tools, options)
+        read[name] = Trainer(text.partition("--- ")[0] or raw.text, {**raw.parts, **parts_in(text)})
     return read
 
 
@@ -141,14 +136,14 @@ def command(argv: Sequence[str], folder: Path, is_cold: bool = False) -> tuple[i
     return start_afresh(["-c", _PRELOADED, str(commands() / "python"), *argv], environment(), folder, DEADLINE_S)
 
 
-def look(tool: str, program: str, options: Sequence[str] = (), is_cold: bool = False) -> Answer:
+def look(tool: str, program: str, is_cold: bool = False) -> Answer:
     """Check a program with a tool on two ranks, and return its answer."""
     asked = {"guards": ["run", "--nproc", "2"], "read": ["check", "--read"]}.get(tool, [tool])
     asked += ["--json"] if tool != "guards" else []
     with tempfile.TemporaryDirectory(prefix="bug-") as name:
         folder = Path(name)
         (folder / "train.py").write_text(program)
-        code, said = command([*asked, *(options if tool != "read" else ()), "train.py"], folder, is_cold)
+        code, said = command([*asked, "train.py"], folder, is_cold)
     if tool == "guards":
         stopped = re.search(r"SyncError: (.*)", said)
         return Answer([] if stopped is None else ["stops"], said[-2000:] if code and stopped is None else "")
@@ -169,9 +164,9 @@ def examine(bug: Bug) -> Result:
     for is_clean, answers in ((False, result.buggy), (True, result.clean)):
         for trainer in bug.trainers:
             program = bug.program(trainer, is_clean)
-            tools = [tool for tool in TRAINERS[trainer].tools if tool != "guards"] if trainer == bug.trainers[0] else []
+            tools = ["read", "check"] if trainer == bug.trainers[0] else []
             for tool in [*tools, *(["guards"] if trainer == "ours" else [])]:
-                answers[tool] = look(tool, program, TRAINERS[trainer].options, bug.is_cold)
+                answers[tool] = look(tool, program, bug.is_cold)
     if "ours" in bug.trainers and not result.right("guards"):
         result.cannot_happen = look("check", bug.program("ours")) == Answer()
     return result
