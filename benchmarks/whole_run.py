@@ -197,13 +197,13 @@ def _difference(one: Path, other: Path) -> str:
     """Return a text about the difference of the weights that two runs have saved last."""
     import torch
 
+    from evidence.differences import largest_difference
+
     weights = []
     for folder in (one, other):
         newest = max(folder.glob("out/**/*.pth"), key=lambda path: path.stat().st_mtime)
         weights.append(dict(tensors(torch.load(newest, weights_only=False)["model"])))
-    if weights[0].keys() != weights[1].keys():
-        return "weights of OTHER NETWORKS"
-    far = max(float((weights[0][k].double() - weights[1][k].double()).abs().max()) for k in weights[0])
+    far = largest_difference(*weights)
     return "trained weights equal to the last bit" if far == 0 else f"trained weights within {far:.1g}"
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from ddpshim.trainers.patching import files as patching
+from evidence.differences import largest_difference
 from evidence.variants import IMAGE_KEY, IMAGE_SIZE, VARIANTS, WHY, is_shipped
 from tests.preloaded import as_torchrun_says, preloaded, start_afresh
 from tests.preloaded import environment as _environ
@@ -227,13 +228,6 @@ def fork(
     (folder / "output.txt").unlink(missing_ok=True)
     code = preloaded(tree).start(commands, folder).wait(deadline_s)
     return code, (folder / "output.txt").read_text()
-
-
-def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Return the largest absolute difference between tensors of the same name; different names are an error."""
-    if one.keys() != other.keys():
-        raise AssertionError(f"different networks: {sorted(one.keys() ^ other.keys())}")
-    return max((one[key].double() - other[key].double()).abs().max().item() for key in one if one[key].numel())
 
 
 def batches(run: Run, global_batch_size: int = NUM_SAMPLES_A_STEP, filter_key: str = "None") -> list[set[int]]:

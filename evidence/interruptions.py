@@ -25,6 +25,7 @@ from typing import Any, Optional
 import torch
 
 from evidence import equivalence
+from evidence.differences import largest_difference
 from examples.recorded_train import record_samples
 from tests import observed, trainer
 from tests.preloaded import as_torchrun_says, preloaded
@@ -169,7 +170,7 @@ def interrupt(
         "starts": runs["ended"],
         "steps": len(counted["whole"]),
         "same samples in every step": counted["whole"] == counted["ended"],
-        "largest difference of a weight": equivalence.largest_difference(before, after),
+        "largest difference of a weight": largest_difference(before, after),
         "largest difference of a metric": max(
             abs(value - losses_after[epoch][key]) for epoch, log in losses.items() for key, value in log.items()
         ),

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Optional
 from unittest import mock
 
 from evidence import pages
+from evidence.differences import largest_difference, logs_differ
 
 ROOT = Path(__file__).parent.parent
 HOW_TO_GET = "LeRobot is not installed; requirements/lerobot.txt says how to get it"
@@ -213,20 +214,17 @@ def under_run(num_ranks: int) -> tuple[str, ...]:
     return ("-m", "ddpshim", "run", f"--nproc={num_ranks}", "--log-dir=logs", *TRAINER)
 
 
-def largest_difference(one: Path, other: Path, file: str, without_key_biases: bool = False) -> float:
-    """Return the largest difference of any number in two safetensors files."""
+def read(checkpoint: Path, file: str, without_key_biases: bool = False) -> dict[str, Any]:
+    """Return the tensors of a safetensors file, perhaps without the biases of an attention's keys."""
+    import torch
     from safetensors.torch import load_file
 
-    first, second = load_file(one / file), load_file(other / file)
-    assert first.keys() == second.keys()
-    most = 0.0
-    for name in first:
-        apart = (first[name].double() - second[name].double()).abs()
-        if without_key_biases and name.endswith("in_proj_bias"):  # of queries, keys and values
-            queries, _, values = apart.chunk(3)
-            apart = queries.maximum(values)
-        most = max(most, float(apart.max()))
-    return most
+    found = load_file(checkpoint / file)
+    for name in found if without_key_biases else ():
+        if name.endswith("in_proj_bias"):
+            queries, _, values = found[name].chunk(3)
+            found[name] = torch.cat([queries, values])
+    return found
 
 
 MOMENTS, STREAMS = "training_state/optimizer_state.safetensors", "training_state/rng_state.safetensors"
@@ -235,22 +233,8 @@ MOMENTS, STREAMS = "training_state/optimizer_state.safetensors", "training_state
 def weights_differ(one: Path, other: Path, without_key_biases: bool = False) -> float:
     """Return the largest difference of any weight, trained or averaged, in two checkpoints."""
     names = [str(path.relative_to(other)) for path in sorted(other.glob("pretrained_model*/*model.safetensors"))]
-    return max(largest_difference(one, other, name, without_key_biases) for name in names)
-
-
-def logs_differ(lines: list[str], others: list[str]) -> str:
-    """Return how the lines of two logs differ: not at all, in the last digit or by 1e-5 of a number, or by more."""
-    number = re.compile(r"(-?\d+)(?:\.(\d+))?(?:e([+-]\d+))?")
-    if lines == others:
-        return "same text"
-    if [number.sub("", line) for line in lines] != [number.sub("", line) for line in others]:
-        return "**differs**"
-    pairs = [*zip(number.finditer(" ".join(lines)), number.finditer(" ".join(others)))]
-    off = [(abs(float(a[0]) - float(b[0])), float(b[0]), b) for a, b in pairs]
-    if all(by < 1.5 * 10.0 ** (int(b[3] or 0) - len(b[2] or "")) for by, _, b in off):
-        return "last digit"
-    largest = max(by / max(abs(value), 1e-3) for by, value, _ in off)
-    return f"{largest:.0e}" if largest < 1e-5 else f"**{largest:.0e}**"
+    both = ([read(at, name, without_key_biases) for name in names] for at in (one, other))
+    return max(map(largest_difference, *both))
 
 
 def compare(run: Run, plain: Run, rounded: Optional[Run] = None) -> dict[str, str]:
@@ -265,7 +249,7 @@ def compare(run: Run, plain: Run, rounded: Optional[Run] = None) -> dict[str, st
     return {
         "moved by training": f"{moved:.0e}",
         "weights": f"{weights:.0e}" if judged < most else f"**{weights:.0e}**",
-        "optimizer": f"{largest_difference(one, other, MOMENTS):.0e}",
+        "optimizer": f"{largest_difference(read(one, MOMENTS), read(other, MOMENTS)):.0e}",
         "log": log if rounded is None or "differs" in log else log.strip("*"),
         "random streams": "same" if filecmp.cmp(one / STREAMS, other / STREAMS, shallow=False) else "**differ**",
         "files": f"**{sorted(odd)}**" if odd else "same",

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from evidence import pages
+from evidence.differences import largest_difference
 
 ROOT = Path(__file__).parent.parent
 TREE = "openpi-15a9616"
@@ -228,29 +229,26 @@ def under_run(num_ranks: int) -> list[str]:
     return ["-m", "ddpshim", "run", f"--nproc={num_ranks}", "--log-dir=logs"]
 
 
-def weights(folder: Path, name: str, step: int = STEPS - 1) -> dict[str, torch.Tensor]:
-    """Return the weights of a checkpoint, with the optimizer's moments."""
+def weights(folder: Path, name: str, step: int = STEPS - 1) -> tuple[dict[str, torch.Tensor], ...]:
+    """Return the weights of a checkpoint, and the optimizer's moments."""
     from safetensors.torch import load_file
 
     at = folder / "checkpoints" / name / str(step)
     moments = torch.load(at / "optimizer.pt", weights_only=False)["state"]
-    more = {f"moment {i} {key}": value for i, kept in moments.items() for key, value in kept.items()}
-    return {**load_file(at / "model.safetensors"), **more}
-
-
-def largest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], of_moments: bool = False) -> float:
-    """Return the largest difference of any weight, or of any moment."""
-    assert one.keys() == other.keys()
-    names = [name for name in one if name.startswith("moment") == of_moments]
-    return max(float((one[name].double() - other[name].double()).abs().max()) for name in names)
+    return (
+        load_file(at / "model.safetensors"),
+        {f"{i} {key}": value for i, kept in moments.items() for key, value in kept.items()},
+    )
 
 
 def rows(folder: Path, ranks: list[int]) -> Iterator[list[str]]:
     """Train in all ways, and yield the rows of the table."""
     copy_tree(folder)
 
-    def train(name: str, before: list[str], *flags: str) -> tuple[list[str], list[str], dict[str, torch.Tensor]]:
-        """Return the lines of the log, those of W&B, and the weights."""
+    def train(
+        name: str, before: list[str], *flags: str
+    ) -> tuple[list[str], list[str], tuple[dict[str, torch.Tensor], ...]]:
+        """Return the lines of the log, those of W&B, and the weights and moments."""
         (folder / "wandb.jsonl").unlink(missing_ok=True)
         log, _ = start(folder, name, before, *flags)
         sent = [json.loads(line) for line in (folder / "wandb.jsonl").read_text().splitlines()]
@@ -258,8 +256,8 @@ def rows(folder: Path, ranks: list[int]) -> Iterator[list[str]]:
         return log, losses, weights(folder, name)
 
     def row(text: str, own: Any, plain: Any) -> list[str]:
-        moved = largest(weights(folder, "plain", LEFT_AT), plain[2])
-        differences = largest(own[2], plain[2]), largest(own[2], plain[2], True)
+        moved = largest_difference(weights(folder, "plain", LEFT_AT)[0], plain[2][0])
+        differences = map(largest_difference, own[2], plain[2])
         assert own[0], "nothing was logged"
         same = (
             "same text" if own[0] == plain[0] else "**differs**",

@@ -25,6 +25,7 @@ from typing import Any, Optional
 import torch
 
 from ddpshim.observe.intervals import exact
+from evidence.differences import largest_difference
 from evidence.equivalence import (
     DATA,
     NUM_SAMPLES_A_STEP,
@@ -33,7 +34,6 @@ from evidence.equivalence import (
     _table,
     batches,
     copy_release,
-    largest_difference,
     make_config,
     make_data,
     train,

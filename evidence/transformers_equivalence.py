@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from evidence import pages
-from evidence.lerobot_equivalence import largest_difference, logs_differ
+from evidence.differences import largest_difference, logs_differ
+from evidence.lerobot_equivalence import read
 
 ROOT = Path(__file__).parent.parent
 COMMAND = "python -m evidence.transformers_equivalence --write evidence/other_codebases.md"
@@ -45,7 +46,7 @@ def start(folder: Path, name: str, num_ranks: int = 0, nudge: bool = False, *, r
 def compare(run: Path, plain: Path, nudged: Path) -> list[str]:
     weights = "best/model.safetensors"
     moved, off, rounding = (
-        largest_difference(one, other, name)
+        largest_difference(read(one, name), read(other, name))
         for one, other, name in (
             (plain / f"checkpoint-{LEFT_AT}", plain / f"checkpoint-{STEPS}", "model.safetensors"),
             (run, plain, weights),

@@ -11,6 +11,8 @@ from typing import Any, Optional
 
 import torch
 
+from evidence.differences import difference
+
 # Dates, times, seconds since 1970, and the first eight digits of a UUID.
 CLOCK = [
     r"\d{4}[._-]\d{2}[._-]\d{2}",
@@ -41,17 +43,6 @@ def without_clock(name: str) -> str:
     for pattern in CLOCK:
         name = re.sub(pattern, "TIME", name)
     return name
-
-
-def difference(one: torch.Tensor, two: torch.Tensor) -> float:
-    if one.shape != two.shape:
-        return math.inf
-    if not one.numel():
-        return 0.0
-    one, two = one.double(), two.double()
-    if not torch.equal(one.isnan(), two.isnan()):
-        return math.inf
-    return float((one - two).nan_to_num().abs().max())
 
 
 def probed(one: list[dict[str, Any]], two: list[dict[str, Any]], key: str) -> float:
