@@ -208,7 +208,14 @@ def tampers() -> Iterator[Tamper]:
     ]
     for name, change in facts[:-1]:
         yield Tamper(f"edited: {name}", edited(change, False), was_edited)
-    for field, place in (("losses", 3), ("samples", 3), ("weights", 5), ("optimizer", 5), ("generators", 5)):
+    for field, place in (
+        ("losses", 3),
+        ("samples", 3),
+        ("numbers", 3),
+        ("weights", 5),
+        ("optimizer", 5),
+        ("generators", 5),
+    ):
         yield Tamper(f"edited: {field}", edited(one_in(3, field, place), False), "the mark of step 40")
     yield Tamper("edited: a missing step", edited(dropped, False), "steps are missing")
     yield Tamper("edited: marks exchanged", edited(swapped, False), "steps are missing")
@@ -223,12 +230,14 @@ def tampers() -> Iterator[Tamper]:
     )
     yield Tamper("forged: a missing step", edited(dropped, True), "steps are missing")
     for mark, field, place in (
-        *((1, "losses", 4), (1, "samples", 4), (1, "weights", 3), (1, "weights", 40)),
+        *((1, "losses", 4), (1, "samples", 4), (1, "numbers", 6), (1, "weights", 3), (1, "weights", 40)),
         *((1, "optimizer", 3), (1, "generators", 3)),
     ):
         where = WHERE.get(field, f"{field}: ")
         change = edited(one_in(mark, field, place), True)
         yield Tamper(f"forged: {field} [{place}]", change, where, ("--steps", "10:20"))
+    last_number = edited(lambda f: f.update(numbers_at_end=f"{int(f['numbers_at_end'], 16) ^ 1:08x}"), True)
+    yield Tamper("forged: numbers after the last step", last_number, "numbers: ")
     forged_seed = edited(lambda f: f["program"].extend(["--seed", "4"]), True)
     yield Tamper("forged: the seed", forged_seed, "samples: ", ("--steps", "0:10"))
     yield Tamper("forged: lr", edited(lambda f: f["program"].extend(["--lr", "0.02"]), True), "loss: ")

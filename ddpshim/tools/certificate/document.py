@@ -36,6 +36,8 @@ _FIELDS: dict[str, Any] = {
     "tensors": list,
     "marks": list,
     "checkpoints": list,
+    "starts": list,  # steps from which a later start continued
+    "numbers_at_end": str,  # as in a mark, after the last step; empty before the end
     "is_complete": bool,
     "seal": str,
 }
@@ -43,7 +45,8 @@ _MARK: dict[str, Any] = {
     "step": int,
     "samples": list,  # of each step since the mark before, a hash of the samples
     "losses": list,  # of each step, the sum over its backward passes
-    "generators": str,
+    "numbers": list,  # of each step, a hash of the numbers read from tensors since the one before; may be empty
+    "generators": str,  # empty for a mark that was made later than at its step
     "weights": str,
     "optimizer": str,
     "chain": str,
@@ -184,6 +187,8 @@ def _wrong_marks(document: dict[str, Any], last: int) -> Any:
             yield f"the losses of step {mark['step']} are not numbers"
         if len(mark["samples"]) != len(mark["losses"]):
             yield f"step {mark['step']} does not have a hash of samples for each loss"
+        if len(mark["numbers"]) not in (0, len(mark["losses"])):
+            yield f"step {mark['step']} does not have a hash of numbers for each loss"
         if mark["step"] - len(mark["losses"]) != last:
             yield f"the mark of step {mark['step']} does not follow that of step {last}: steps are missing"
         last = mark["step"]

@@ -17,6 +17,7 @@ import shutil
 import sys
 import threading
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 from ddpshim.tools.certificate import document, facts
 from ddpshim.tools.check.program import Parameters, end_with_peers, samples_of
+from ddpshim.trainers.unedited.reads import Numbers
 
 _ALL = 1 << 32
 _DEADLINE_S = 120.0
@@ -57,6 +59,20 @@ def recorded(settings: str, argv: Any) -> Iterator[None]:
         recorder.end(is_complete=True)
 
 
+class _Step:
+    """What is recorded from one step to the next.
+
+    Attributes:
+        losses: those of its backward passes.
+        samples: the sum of the hashes of its samples.
+        numbers: a hash of the numbers that the program read from tensors, in their order.
+    """
+
+    def __init__(self) -> None:
+        self.losses: list[Any] = []
+        self.samples = self.numbers = 0
+
+
 class Recorder:
     """Records this process, not its forked children."""
 
@@ -70,9 +86,8 @@ class Recorder:
         self._first: int = chosen["first"]
         self._rank = 0
         self._latest = 0  # a hash of this rank's rows of the last batch, unless a backward pass followed
-        # Since the last mark, of each step: the losses of its backward passes, and the hash of its samples.
-        self._losses: list[list[Any]] = [[]]
-        self._samples = [0]
+        self._steps = [_Step()]  # since the last mark, and the next
+        self._has_numbers = False  # an edited program's ranks read those of their own rows
         self._stepped: list[Any] = []  # optimizers, since the last mark, in the order of their first steps
         self._names = weakref.WeakKeyDictionary[Any, list[str]]()  # optimizer -> of its parameters
         self._document: dict[str, Any] = {}
@@ -109,6 +124,11 @@ class Recorder:
 
         self._undo.enter_context(replaced(dataloader._BaseDataLoaderIter, "__next__", advance_and_record))
         self._undo.enter_context(replaced(torch.autograd, "backward", backward_and_record))
+        current().part(Numbers).listener = self._see_number
+
+    def _see_number(self, bits: int) -> None:
+        step = self._steps[-1]
+        step.numbers = zlib.crc32(b"%d," % bits, step.numbers)
 
     def _see_batch(self, batches: Any, batch: Any) -> None:
         from ddpshim.tools.check.watching import is_of_all_ranks
@@ -123,9 +143,10 @@ class Recorder:
 
         if current().part(Passes).depth <= 1:  # not in a pass of a checkpoint, inside another one
             roots = [tensors] if hasattr(tensors, "numel") else list(tensors)
-            self._samples[-1] += self._latest
+            step = self._steps[-1]
+            step.samples += self._latest
             self._latest = 0
-            self._losses[-1] += [plain(root).detach().clone() for root in roots if root.numel() == 1]
+            step.losses += [plain(root).detach().clone() for root in roots if root.numel() == 1]
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if os.getpid() != self._process:
@@ -139,8 +160,7 @@ class Recorder:
             self._mark()
         if self._num_steps == self._last:
             self._stop()
-        self._losses.append([])
-        self._samples.append(0)
+        self._steps.append(_Step())
 
     def _begin(self) -> None:
         """Learn the number of the first step; all ranks count alike (collective)."""
@@ -157,7 +177,7 @@ class Recorder:
         saves.also.append(self._keep)
         if self._last is None:
             saves.before.append(self._mark_between)  # a later start begins at a mark
-        self._rank = world().rank
+        self._rank, self._has_numbers = world().rank, current().holds_whole_batches
         if self._last is None and self._rank == 0:
             if saves.restored is not None:
                 self._continue(saves.restored)
@@ -182,6 +202,7 @@ class Recorder:
             )
         for name in ("marks", "checkpoints"):
             found[name] = [item for item in found[name] if item["step"] <= step]
+        found["starts"] = [*(at for at in found["starts"] if at < step), step]
         self._document, self._first, self._marked = found, step, step
         self._before = found["marks"][-1]["chain"] if found["marks"] else document.begin(found)
 
@@ -193,16 +214,18 @@ class Recorder:
 
     # Marks
 
-    def _mark(self) -> None:
-        """Record the state after this step (collective)."""
+    def _mark(self, is_between: bool = False) -> None:
+        """Record the state after this step (collective). `is_between`: draws may have followed it."""
         from ddpshim.job.group import world
         from ddpshim.process.random_streams import digest, rank_states
 
         here, is_alone = world(), current().holds_whole_batches  # ranks then have the same losses, and one's are enough
-        own = [[float(loss) for loss in losses] for losses in self._losses]
+        own = [[float(loss) for loss in step.losses] for step in self._steps]
+        own_samples = [step.samples for step in self._steps]
+        numbers = [f"{step.numbers:08x}" for step in self._steps if self._has_numbers]
         self._marked = self._num_steps or 0
-        of_ranks = here._gather((self._samples, own), "a certificate's mark")  # also within a step of virtual ranks
-        self._losses, self._samples = [], []
+        of_ranks = here._gather((own_samples, own), "a certificate's mark")  # also within a step of virtual ranks
+        self._steps = []
         if not here.is_main:
             return
         chosen = [of_ranks[0][1]] if is_alone else [losses for _, losses in of_ranks]
@@ -214,7 +237,8 @@ class Recorder:
         cuda = rank_states(here.device)["cuda"]
         generators = digest() + ("" if cuda is None else hashlib.sha256(bytes(cuda.tolist())).hexdigest()[:32])
         samples = [f"{sum(step) % _ALL:08x}" for step in zip(*(samples for samples, _ in of_ranks))]
-        mark = {"step": self._num_steps, "samples": samples, "losses": losses, "generators": generators}
+        mark: dict[str, Any] = {"step": self._num_steps, "samples": samples, "losses": losses, "numbers": numbers}
+        mark["generators"] = "" if is_between else generators
         moments = [_state_of(optimizer) for optimizer in self._stepped]
         self._write_later(functools.partial(self._add, mark, self._weights(), moments))
         self._stepped = []
@@ -242,10 +266,9 @@ class Recorder:
     def _mark_between(self) -> None:
         """Record the state between two steps, unless it is recorded (collective)."""
         if self._num_steps and self._num_steps != self._marked:
-            losses, samples = self._losses.pop(), self._samples.pop()  # of the next step
-            self._mark()
-            self._losses.append(losses)
-            self._samples.append(samples)
+            following = self._steps.pop()
+            self._mark(is_between=True)
+            self._steps.append(following)
 
     def _write_later(self, task: Any) -> None:
         if self._writer is None:
@@ -299,6 +322,8 @@ class Recorder:
             "tensors": [],
             "marks": [],
             "checkpoints": [],
+            "starts": [],
+            "numbers_at_end": "",
         }
 
     def _facts(self) -> dict[str, Any]:
@@ -330,6 +355,8 @@ class Recorder:
             self._reads.look()
             if self._last is None:
                 self._document["facts"].update(self._facts())
+            if is_complete and self._has_numbers:
+                self._document["numbers_at_end"] = f"{self._steps[-1].numbers:08x}"
             self._write(is_complete)
             if self._last is None:
                 marks = self._document["marks"]

@@ -102,7 +102,10 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
     locks = Locks()
 
     def is_apart() -> bool:
-        return rollouts.is_playing or is_reading() or locks.are_held()
+        return rollouts.is_playing or is_local()
+
+    def is_local() -> bool:
+        return is_reading() or locks.are_held()
 
     def is_reading() -> bool:
         # Only in the main thread: a file that another thread saves meanwhile is a checkpoint, not a dataset's cache.
@@ -128,13 +131,14 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
         if here.world_size > 1:
             since = time.time() if start is None else start.time
             files, clock = PrivateFiles(here, since, is_reading), Clock(here, is_apart)
-            for part in (files, clock, Commands(clock, files), locks):
+            for part in (files, clock, Commands(clock, files)):
                 undo.enter_context(part.installed())
-            undo.enter_context(equal_reads(here, is_apart))
             undo.enter_context(rollouts.on_main(files.apart))
             unsynced_check.leave_to_others()
             undo.enter_context(replaced(torch.autograd, "backward", steps.checked(torch.autograd.backward)))
         if here.world_size > 1 or here.options.exact is not None:
+            undo.enter_context(locks.installed())
+            undo.enter_context(equal_reads(here, is_local, lambda: rollouts.is_playing))
             undo.enter_context(calls.installed())
         if here.options.exact is not None:
             from ddpshim.rows import pieces

@@ -24,6 +24,7 @@ from ddpshim.errors import WorldError
 from ddpshim.job.collectives import CROSSED_DEADLINE_S, peers
 from ddpshim.job.world import World
 from ddpshim.process import messages
+from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 from ddpshim.rows.gradients import plain
 
@@ -38,22 +39,30 @@ _TORCHS_ON_BEHALF = (
 )
 
 
+class Numbers:
+    """`listener`, if there is one, gets the bits of each number that the program reads in a job."""
+
+    def __init__(self) -> None:
+        self.listener: Optional[Callable[[int], None]] = None
+
+
 @contextlib.contextmanager
-def equal_reads(here: World, is_local: Callable[[], bool]) -> Iterator[None]:
+def equal_reads(here: World, is_local: Callable[[], bool], is_playing: Callable[[], bool]) -> Iterator[None]:
     """Within this block, the program reads the main rank's number from a tensor. Each such read is collective.
 
     Only reads by the program's lines in the thread that entered count, not those of torch, or of a library for itself.
 
     Args:
-        is_local: whether this rank now does something that others do not: fetch a sample, or play a rollout alone.
+        is_local: whether each rank now does something of its own: it fetches a sample.
+        is_playing: whether the main rank plays a rollout alone.
 
     Raises:
         WorldError: ranks read at different lines, or one reads while another is in a collective of `World`.
     """
-    if here.world_size == 1:
+    if here.world_size == 1 and current().part(Numbers).listener is None:
         yield
         return
-    reads = _Reads(here, is_local)
+    reads = _Reads(here, is_local, is_playing)
     with contextlib.ExitStack() as stack:
         for name in _NUMBERS:
             original = getattr(torch.Tensor, name)
@@ -65,11 +74,12 @@ def equal_reads(here: World, is_local: Callable[[], bool]) -> Iterator[None]:
 class _Reads:
     """The reads of a program in one job."""
 
-    def __init__(self, here: World, is_local: Callable[[], bool]) -> None:
-        self._here, self._is_local = here, is_local
+    def __init__(self, here: World, is_local: Callable[[], bool], is_playing: Callable[[], bool]) -> None:
+        self._here, self._is_local, self._is_playing = here, is_local, is_playing
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._item: Callable[[torch.Tensor], Any] = torch.Tensor.item
         self._num_reads = 0
+        self._listener = current().part(Numbers).listener
 
     def read(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the stand-in for a method that reads a tensor."""
@@ -94,21 +104,29 @@ class _Reads:
         return None if line is None or self._is_local() else line
 
     def _of_main(self, tensor: torch.Tensor, line: FrameType) -> torch.Tensor:
-        """Return `tensor`, if the main rank has the same number, else one with its number (collective)."""
+        """Return `tensor`, if the main rank has the same number, else one with its number (collective, unless it plays
+        alone)."""
         value = self._item(tensor.detach())
         bits = struct.unpack("<q", struct.pack("<d", value))[0] if tensor.is_floating_point() else int(value)
+        is_alone = self._here.world_size == 1 or self._is_playing()
+        of_main = bits if is_alone else self._bits_of_main(bits, tensor, line)
+        if self._listener is not None:
+            self._listener(of_main)
+        if of_main == bits:
+            return tensor
+        number = struct.unpack("<d", struct.pack("<q", of_main))[0] if tensor.is_floating_point() else of_main
+        with torch.no_grad():
+            return tensor.detach().clone().fill_(number)
+
+    def _bits_of_main(self, bits: int, tensor: torch.Tensor, line: FrameType) -> int:
+        """Return the main rank's bits (collective)."""
         self._num_reads += 1
         what = f"{os.path.basename(line.f_code.co_filename)}:{line.f_lineno} {tensor.dtype} {self._num_reads}"
         tag = zlib.crc32(what.encode(errors="backslashreplace"))
         everyones = messages.pairs((bits, tag), self._here.world_size, peers(self._here))
         if any(theirs != tag for _, theirs in everyones):
             self._refuse(line)
-        of_main = everyones[0][0]
-        if of_main == bits:
-            return tensor
-        number = struct.unpack("<d", struct.pack("<q", of_main))[0] if tensor.is_floating_point() else of_main
-        with torch.no_grad():
-            return tensor.detach().clone().fill_(number)
+        return everyones[0][0]
 
     def _refuse(self, line: FrameType) -> None:
         own = f"reads a number from a tensor at {line.f_code.co_filename}:{line.f_lineno} (read {self._num_reads})"
