@@ -324,7 +324,7 @@ def _check(error: Callable[[str], Any], arguments: argparse.Namespace) -> int:
 
 
 def _check_certificate(error: Callable[[str], Any], arguments: argparse.Namespace) -> int:
-    from ddpshim.tools.certificate.verifying import as_json, as_text, verify
+    from ddpshim.tools.certificate.commands import as_json, as_text, verify
 
     if isinstance(arguments.steps, int):
         error("argument --steps: with --certificate give the first and the last one, as A:B")
@@ -386,7 +386,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(runner.dry_run(_launch(arguments)))
         return 0
     if arguments.certify is not None:
-        from ddpshim.tools.certificate.certifying import certify
+        from ddpshim.tools.certificate.commands import certify
 
         return certify(arguments.certify, arguments.certify_every, _launch(arguments))
     from ddpshim.launch.runner import run

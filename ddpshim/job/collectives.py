@@ -116,11 +116,8 @@ def comes(store: Any, rank: int, key: str, end: float) -> bool:
 
 
 def main_sets(here: World, key: str, end: float) -> bool:
-    """Return whether the main rank sets `key` of the store before `end`. Raises WorldError if a rank has failed.
-
-    It does not wait in torch, where this rank would notice neither a failure nor a signal.
-    """
-    store = here._job.store
+    """Return whether the main rank sets `key` of the store before `end`. Raises WorldError if a rank has failed."""
+    store = here._job.store  # torch's own wait would notice neither a failure nor a signal
     while not comes(store, 0, key, min(end, time.monotonic() + 1)):
         first = failure.first()
         if first is not None:

@@ -59,9 +59,9 @@ class Pace:
             self._clock = self._meter.start()
             self._clock.at_border = self._end_step
             if world().world_size == 1 or not current().holds_whole_batches:  # else `input` is another one already
-                from ddpshim.process import prompts
+                from ddpshim.process import timing
 
-                current().at_end.enter_context(replaced(builtins, "input", prompts.uncounted(input)))
+                current().at_end.enter_context(replaced(builtins, "input", timing.uncounted(input)))
             on_cleanup(self._end)
 
     def _end(self) -> None:

@@ -40,7 +40,7 @@ def run(program: Sequence[str], grace_s: float) -> tuple[dict[int, End], list[in
     passing.begin()
     try:
         command = [sys.executable, "-u", "-m", "ddpshim.launch.rank", *program]
-        ranks.append(subprocess.Popen(command, env={**os.environ, **_variables()}, start_new_session=True))
+        ranks.append(subprocess.Popen(command, env={**os.environ, **variables_of_one()}, start_new_session=True))
         passing.catch_up()
         code = _ended(ranks[0])
     finally:
@@ -67,7 +67,8 @@ def _ended(rank: subprocess.Popen[bytes]) -> int:
         os.close(writer)
 
 
-def _variables() -> dict[str, str]:
+def variables_of_one() -> dict[str, str]:
+    """Return the launcher's variables of a job of one rank, with a free port. Local."""
     with socket.socket() as free:  # a program may make its own process group; ddpshim's needs no port
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

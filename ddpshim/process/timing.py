@@ -1,27 +1,16 @@
-"""Passes the phases of a training to the clock, while time is counted."""
+"""Passes the phases of a training to the clock (`ddpshim.job.meter.Clock`), while time is counted."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Optional, Protocol
+import functools
+from typing import Any, Callable, TypeVar
+
+T = TypeVar("T")
+running: Any = None  # the clock, while time is counted
 
 
-class Clock(Protocol):
-    """The clock that counts this process's time by phase: `ddpshim.job.meter.Clock`."""
-
-    def begin(self, phase: str) -> None: ...
-
-    def end(self) -> None: ...
-
-    def call_network(self) -> None: ...
-
-    def skip(self) -> None: ...
-
-
-running: Optional[Clock] = None  # while time is counted
-
-
-def measure_by(clock: Optional[Clock]) -> None:
+def measure_by(clock: Any) -> None:
     """Pass `counted` to `clock` from now on; None stops measuring. Local."""
     global running
     running = clock
@@ -33,9 +22,23 @@ def counted(phase: str) -> Any:
 
 
 @contextlib.contextmanager
-def _counted(clock: Clock, phase: str) -> Any:
+def _counted(clock: Any, phase: str) -> Any:
     clock.begin(phase)
     try:
         yield
     finally:
         clock.end()
+
+
+def uncounted(prompt: Callable[..., T]) -> Callable[..., T]:
+    """Return `prompt`, whose time counts as no phase: a user thinks. Local."""
+
+    @functools.wraps(prompt)
+    def ask(*args: Any, **kwargs: Any) -> T:
+        try:
+            return prompt(*args, **kwargs)
+        finally:
+            if running is not None:
+                running.skip()
+
+    return ask

@@ -36,7 +36,7 @@ from ddpshim.observe import records
 from ddpshim.process import rank_log
 from ddpshim.process.launch_env import EXIT_REQUEUE, read_launch_env
 from ddpshim.robomimic.options import RobomimicOptions
-from ddpshim.trainers.unedited.gpus import see_one
+from ddpshim.trainers.unedited.joining import see_one_gpu
 from tests import ranks
 from tests.preloaded import kill_all_in, working_in
 from tests.preloaded_commands import patience
@@ -727,7 +727,7 @@ def test_ranks_that_share_gpus_on_purpose(monkeypatch: pytest.MonkeyPatch, wante
     monkeypatch.setenv(*wanted.split("=") if "=" in wanted else ("UNUSED", ""))
     runner._check_gpus(Launch("train.py", nproc="3", proof="folder" if wanted == "check" else None))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
-    see_one(2)
+    see_one_gpu(2)
     assert os.environ.pop("CUDA_VISIBLE_DEVICES") == "0"
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from ddpshim import variables
 from ddpshim.process.after_import import after_import
-from ddpshim.trainers.unedited import c_libraries, gpus, program
+from ddpshim.trainers.unedited import c_libraries, gpus, joining, program
 from tests.preloaded import DEADLINE_PASSED, as_torchrun_says, environment, preloaded, start_afresh
 
 ROOT = Path(__file__).parents[2]
@@ -779,7 +779,7 @@ def test_a_rank_sees_one_gpu(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    gpus.see_one(local_rank)
+    joining.see_one_gpu(local_rank)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ddpshim.errors import LaunchError
-from ddpshim.launch import first_failure, runner
+from ddpshim.launch import alone, first_failure, runner
 from ddpshim.launch.runner import Launch, make_log_dir, run
 from ddpshim.process.launch_env import PLACE
 from ddpshim.process.say import count, say
@@ -71,7 +70,10 @@ def _judged(job: Launch, folder: Path, settings: Settings) -> Proof:
 def _run_alone(job: Launch, folder: Path, logs: Path, settings: Settings) -> None:
     """Run it twice without a launcher's variables; if it makes no step, run it twice as the only rank of a job."""
     said = ""
-    ways: tuple[tuple[str, Callable[[], dict[str, str]]], ...] = (("", dict), (" as a single rank of a job", _one_rank))
+    ways: tuple[tuple[str, Callable[[], dict[str, str]]], ...] = (
+        ("", dict),
+        (" as a single rank of a job", alone.variables_of_one),
+    )
     for how, environ in ways:
         end = time.monotonic() + settings.timeout_s
         say(f"run 1: one process{how}")
@@ -128,15 +130,6 @@ def _start(job: Launch, folder: Path, logs: Path, name: str, environ: Mapping[st
             stderr=subprocess.STDOUT,
             env={**kept, "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", "1"), **environ},
         )
-
-
-def _one_rank() -> dict[str, str]:
-    """Return the launcher's variables of a job of one rank, with a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    named = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
-    return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in named.items()}}
 
 
 def _num_steps(folder: Path, name: str) -> int:

@@ -17,16 +17,6 @@ from ddpshim.process.users_line import users_line
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def see_one(local_rank: int) -> None:
-    """Make one GPU visible to this process, so that "cuda:0" is this rank's. Call before CUDA starts. Local."""
-    visible = os.environ.get(VISIBLE)
-    if visible is None:
-        os.environ[VISIBLE] = str(local_rank)
-    elif visible.strip():
-        gpus = visible.split(",")
-        os.environ[VISIBLE] = gpus[local_rank % len(gpus)].strip()
-
-
 @contextlib.contextmanager
 def shown(num_gpus: int) -> Iterator[None]:
     """Within this block, `device_count()` is `num_gpus` for the program, but not for torch. Local.

@@ -30,7 +30,7 @@ from ddpshim.process.replaced import noted, replaced
 from ddpshim.rows import calls
 from ddpshim.rows.loader import DataLoader
 from ddpshim.rows.tensor import Counts
-from ddpshim.trainers.unedited import accelerators, gpus, hand_back
+from ddpshim.trainers.unedited import accelerators, hand_back
 from ddpshim.trainers.unedited.clock import Clock
 from ddpshim.trainers.unedited.commands import Commands
 from ddpshim.trainers.unedited.locks import Locks
@@ -80,9 +80,17 @@ def _say_goodbye() -> None:
     world().barrier()  # other ranks may still query the store for saved files, and rank 0 may host it
 
 
+def see_one_gpu(local_rank: int) -> None:
+    """Make one GPU visible to this process, so that "cuda:0" is this rank's. Call before CUDA starts. Local."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or visible.strip():
+        gpus = visible.split(",") if visible else [str(local_rank)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[local_rank % len(gpus)].strip()
+
+
 def _set_up(seed: Optional[int] = None, **given: Any) -> World:
     """Call `setup`; a program without a seed gets one, as ranks must be equal: weights, data splits (collective)."""
-    gpus.see_one(int(os.environ.get("LOCAL_RANK", 0)))
+    see_one_gpu(int(os.environ.get("LOCAL_RANK", 0)))
     here = setup(seed=seed, **given)
     if seed is None:
         here = setup(seed=here.broadcast(int(os.environ.get(variables.SEED) or secrets.randbits(62))))
@@ -145,6 +153,8 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
 
             undo.enter_context(pieces.installed())
         if here.device.type == "cuda":
+            from ddpshim.trainers.unedited import gpus
+
             undo.enter_context(gpus.shown(here.local_world_size))
         yield
 

@@ -1,9 +1,10 @@
-"""Repeats a part of a certified run, on any number of ranks that divides its virtual ranks, and compares the bits."""
+"""Implements `run --certify FILE` and `check --certificate FILE`, which repeats a part of a run and compares bits."""
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -13,12 +14,14 @@ from typing import Any, Optional
 from ddpshim import variables
 from ddpshim.checkpoint.progress_folder import THE_BEGINNING
 from ddpshim.errors import CertificateError, LaunchError
-from ddpshim.launch.runner import Launch, make_log_dir, run
+from ddpshim.launch.runner import Launch, make_log_dir, nodes_of_scheduler, run
 from ddpshim.process.say import say
 from ddpshim.tools.certificate import document, facts
 from ddpshim.tools.check import new_files
 
 SETTINGS = "certificate.json"
+_EXACT, _SAVE_EVERY = "DDPSHIM_EXACT", "DDPSHIM_CHECKPOINT_EVERY_N_STEPS"
+_MARKS_OF_A_STRETCH = 5
 _CLOSE = 1e-3  # of a loss, where the hardware rounds differently
 
 
@@ -43,6 +46,45 @@ def set_up(folder: Path, file: Path, every: int, seed: int, **repetition: Any) -
     chosen.update(file=str(file), every=every, seed=seed, folder=str(folder))
     path.write_text(json.dumps(chosen))
     os.environ.update({variables.CERTIFY: str(path), variables.SEED: str(seed)})
+
+
+def certify(path: Path, every: int, job: Launch) -> int:
+    """Run `job` with the option exact (default: a virtual rank for each rank), and certify it in `path`.
+
+    A certificate of a start that did not end is continued if this start resumes from one of its checkpoints.
+
+    Raises CertificateError, before anything is started, if `path` certifies a run that ended, or cannot be written.
+    """
+    path = Path(os.path.abspath(path.expanduser()))
+    found = document.read(path) if os.path.lexists(path) else None
+    if found is not None and found["is_complete"]:
+        raise CertificateError(
+            f"{path} certifies a run that has ended; it would have been overwritten, and nothing was started. Name "
+            "another file, or move it away with its folder of checkpoints."
+        )
+    if found is None and document.folder_of(path).exists():
+        raise CertificateError(
+            f"{document.folder_of(path)} holds checkpoints of another certificate; this one would name them as its "
+            "own, and nothing was started. Move the folder away, or name another file."
+        )
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise CertificateError(f"{path.parent} is not a folder that can be written to; nothing was started. Make it.")
+    seed = secrets.randbits(31)
+    if found is not None:  # this start may continue it
+        every, seed = found["every"], found["seed"]
+        os.environ[_EXACT] = str(found["exact"])
+    if not os.environ.get(_EXACT):
+        if not job.nproc.isdigit():
+            raise CertificateError(
+                f"--certify with --nproc {job.nproc}: the number of virtual ranks would follow the machine, and others "
+                "could not repeat the run. Give --nproc a number, or set DDPSHIM_EXACT."
+            )
+        job = nodes_of_scheduler(job, os.environ)
+        os.environ[_EXACT] = str(int(job.nproc) * (job.nnodes or 1))
+    os.environ.setdefault(_SAVE_EVERY, str(_MARKS_OF_A_STRETCH * every))
+    with tempfile.TemporaryDirectory(prefix="ddpshim-certify-") as name:
+        set_up(Path(name), path, every, seed)
+        return run(job)
 
 
 def verify(path: Path, job: Optional[Launch], steps: Optional[tuple[int, int]], num_ranks: int) -> Verdict:
