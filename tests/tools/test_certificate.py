@@ -53,10 +53,19 @@ def test_honest_repetition_is_verified(made: Path, number: int) -> None:
 
 
 @pytest.mark.launch
+def test_the_end_is_verified_where_the_program_draws_after_its_last_step(made: Path) -> None:
+    with certificates.copied(made) as folder:
+        said = certificates.ddpshim(folder, "check", "--certificate", "run.json", "--nproc", "4")
+    assert "verified: steps 60 to 64 have the hashes of the certificate, on 4 ranks" in said
+
+
+@pytest.mark.launch
 @pytest.mark.parametrize(
     "name",
     [
         "forged: losses [4]",
+        "forged: numbers [6]",
+        "forged: numbers after the last step",
         "code: the loss, by a factor",
         "data: y",
         "checkpoint: one weight, forged",
