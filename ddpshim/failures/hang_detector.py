@@ -1,6 +1,6 @@
 """Reports where each rank is when one waits in a collective for too long, with a thread in each rank.
 
-The thread checks once a second, which costs steps nothing. If its rank waits too long (`hangs.Waits`), it asks the
+The thread checks once a second, which costs steps nothing. If its rank waits too long (`Waits`), it asks the
 others through the job's store. Each thread answers for its rank, even if the rank sleeps or reads from a terminal.
 """
 
@@ -13,13 +13,14 @@ import os
 import socket
 import threading
 import time
+from collections import deque
+from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from types import FrameType
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from ddpshim.errors import SyncError
 from ddpshim.failures import failure
-from ddpshim.failures.hangs import Standing, Verdict, Waits, describe, judge
 from ddpshim.process.job import Job, current
 from ddpshim.process.progress import Frame, Place, frames_of, place_of
 from ddpshim.process.say import count, say
@@ -31,7 +32,99 @@ _STORE_S = 10.0
 _GPU_AFTER_S = 10.0  # the GPU is not queried during steps: that breaks the capture of a graph
 _MOST_PRINT = 8  # in larger worlds only the main rank and the named ranks print
 _RANKS_PER_S = 128  # how many ranks look for questions in the store each second
+FLOOR_S = 30.0  # a rank may always wait so long, and three times its longest wait at that line
+_FACTOR = 3.0
+_NUM_REMEMBERED = 64  # waits that are kept for each line of the program
+_NOTEWORTHY_S = 1.0
+_LATE_S = 5.0  # a longer time between two looks means that the process itself was stopped
 NCCL_GRACE_S = 60.0  # nccl's watchdog waits so much longer than this one
+
+
+class Standing(NamedTuple):
+    """A rank's state, as it reports it; see `progress.Place` and `progress.Progress`.
+
+    Attributes:
+        num_passes: backward passes so far; None if another rank of its node reports for it.
+        still_s: seconds without progress.
+        cpu_s: core seconds that it and its child processes have used; None if the system does not say.
+        thread_s: the same for the training thread alone.
+        has_left: whether it has left the job, or its program has ended.
+    """
+
+    num_passes: Optional[int]
+    batch: Optional[Sequence[int]]
+    waits_in: Optional[str]
+    section: Optional[str]
+    is_declared: bool
+    site: str
+    lines: list[str]
+    still_s: float = 0.0
+    cpu_s: Optional[float] = None
+    thread_s: Optional[float] = None
+    has_left: bool = False
+
+
+class Verdict(NamedTuple):
+    """The result of a rank's question about the others.
+
+    Attributes:
+        named: the missing ranks, if any.
+        said: which rank waits for which, and where each rank is.
+        error: why the job must end; empty if it need not.
+    """
+
+    named: list[int]
+    said: str
+    error: str = ""
+
+
+class Waits:
+    """How long this rank has waited, and how long it may: three times its longest wait at that line, at least 30 s.
+
+    At most half of `timeout_s`, after which torch ends a collective, and nccl's watchdog the process.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._most_s = timeout_s / 2
+        self._seen: dict[str, deque[float]] = {}
+        self._state: Hashable = None
+        self._site: Optional[str] = None
+        self._since = self._last_look = 0.0
+        self._factor = 1.0
+
+    def look(self, now: float, state: Hashable, site: Optional[str]) -> bool:
+        """Return whether this rank has waited too long. Local.
+
+        Args:
+            now: the time in seconds.
+            state: a different value if the rank has made progress.
+            site: the line at which it waits; None if it does not wait.
+        """
+        if now - self._last_look > _LATE_S:
+            self._since += now - self._last_look
+        self._last_look = now
+        if state != self._state:
+            if self._site is not None and self.waited_s >= _NOTEWORTHY_S:
+                self._seen.setdefault(self._site, deque(maxlen=_NUM_REMEMBERED)).append(self.waited_s)
+            self._state, self._site, self._since, self._factor = state, site, now, 1.0
+        return site is not None and self.waited_s > self.deadline_s(site)
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._site is not None
+
+    @property
+    def waited_s(self) -> float:
+        return self._last_look - self._since
+
+    def deadline_s(self, site: str) -> float:
+        """Return how many seconds this rank may wait at that line before it asks the others. Local."""
+        longest = max(self._seen.get(site, ()), default=0.0)
+        return min(max(FLOOR_S, _FACTOR * longest), self._most_s) * self._factor
+
+    def postpone(self) -> None:
+        """Do not report again before the wait is twice as long. Local."""
+        self._factor *= 2
 
 
 class Watch:
@@ -87,6 +180,8 @@ class Watch:
         if self._thread is not threading.current_thread():
             self._thread.join(_STORE_S)
         self._ended.clear()
+        from ddpshim.failures.hangs import describe
+
         try:
             asked = self._ask()
             theirs = self._answers(asked, [rank for rank in self._ranks if rank != self._rank])
@@ -99,6 +194,8 @@ class Watch:
         """Return which ranks have left the job, and after what; empty if none has. Local."""
         if self._thread is None:
             return ""
+        from ddpshim.failures.hangs import describe
+
         left = {rank: their for rank in self._ranks if (their := self._left(rank)) is not None}
         mine = f"  rank {self._rank}: {count(self._job.progress.num_passes, 'backward pass', 'es')} so far"
         return f"{mine}\n{describe(left, list(left))}" if left else ""
@@ -211,6 +308,8 @@ class Watch:
 
     def _find_out(self) -> None:
         """Read all ranks' answers, ask them again after 10 s, and send the verdicts to all."""
+        from ddpshim.failures.hangs import judge
+
         first, begun = self._all(), time.monotonic()
         self._tell(judge(first, self._rank) if self._see() else None)
         if not self._pause(_AGAIN_S) or self._ask() != self._round:

@@ -1,113 +1,22 @@
-"""Decides, from the ranks' own states, how long a rank may wait, which rank is missing, and whether to end the job."""
+"""Decides, from the ranks' own states, which rank is missing, and whether to end the job."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple, Optional
+from collections.abc import Mapping, Sequence
+from typing import Optional
 
+from ddpshim.failures.hang_detector import Standing, Verdict
+from ddpshim.process.remedies import remedy
 from ddpshim.process.say import count, ranks_called
 
-FLOOR_S = 30.0
-_FACTOR = 3.0
-_NUM_REMEMBERED = 64  # waits that are kept for each line of the program
-_NOTEWORTHY_S = 1.0
 _DECLARED_S = 600.0  # work that one rank is known to do alone is not reported before
 _MOVES_S = 3.0  # a rank that made progress within this time is working
-_LATE_S = 5.0  # a longer time between two looks means that the process itself was stopped
 _IDLE_SHARE = 0.02  # of a core: a process that uses less, with its children, does nothing
 _ASLEEP_S = 0.0005  # core seconds: a thread that wakes up now and then uses more
 OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
 
 
-class Standing(NamedTuple):
-    """A rank's state, as it reports it; see `progress.Place` and `progress.Progress`.
-
-    Attributes:
-        num_passes: backward passes so far; None if another rank of its node reports for it.
-        still_s: seconds without progress.
-        cpu_s: core seconds that it and its child processes have used; None if the system does not say.
-        thread_s: the same for the training thread alone.
-        has_left: whether it has left the job, or its program has ended.
-    """
-
-    num_passes: Optional[int]
-    batch: Optional[Sequence[int]]
-    waits_in: Optional[str]
-    section: Optional[str]
-    is_declared: bool
-    site: str
-    lines: list[str]
-    still_s: float = 0.0
-    cpu_s: Optional[float] = None
-    thread_s: Optional[float] = None
-    has_left: bool = False
-
-
 Standings = Mapping[int, Optional[Standing]]  # by rank; None: it gave no answer
-
-
-class Waits:
-    """How long this rank has waited, and how long it may: three times its longest wait at that line, at least 30 s.
-
-    At most half of `timeout_s`, after which torch ends a collective, and nccl's watchdog the process.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self._most_s = timeout_s / 2
-        self._seen: dict[str, deque[float]] = {}
-        self._state: Hashable = None
-        self._site: Optional[str] = None
-        self._since = self._last_look = 0.0
-        self._factor = 1.0
-
-    def look(self, now: float, state: Hashable, site: Optional[str]) -> bool:
-        """Return whether this rank has waited too long. Local.
-
-        Args:
-            now: the time in seconds.
-            state: a different value if the rank has made progress.
-            site: the line at which it waits; None if it does not wait.
-        """
-        if now - self._last_look > _LATE_S:
-            self._since += now - self._last_look
-        self._last_look = now
-        if state != self._state:
-            if self._site is not None and self.waited_s >= _NOTEWORTHY_S:
-                self._seen.setdefault(self._site, deque(maxlen=_NUM_REMEMBERED)).append(self.waited_s)
-            self._state, self._site, self._since, self._factor = state, site, now, 1.0
-        return site is not None and self.waited_s > self.deadline_s(site)
-
-    @property
-    def is_waiting(self) -> bool:
-        return self._site is not None
-
-    @property
-    def waited_s(self) -> float:
-        return self._last_look - self._since
-
-    def deadline_s(self, site: str) -> float:
-        """Return how many seconds this rank may wait at that line before it asks the others. Local."""
-        longest = max(self._seen.get(site, ()), default=0.0)
-        return min(max(FLOOR_S, _FACTOR * longest), self._most_s) * self._factor
-
-    def postpone(self) -> None:
-        """Do not report again before the wait is twice as long. Local."""
-        self._factor *= 2
-
-
-class Verdict(NamedTuple):
-    """The result of a rank's question about the others.
-
-    Attributes:
-        named: the missing ranks, if any.
-        said: which rank waits for which, and where each rank is.
-        error: why the job must end; empty if it need not.
-    """
-
-    named: list[int]
-    said: str
-    error: str = ""
 
 
 def judge(now: Standings, asker: int, before: Optional[Standings] = None, window_s: float = 0.0) -> Optional[Verdict]:
@@ -142,8 +51,6 @@ def judge(now: Standings, asker: int, before: Optional[Standings] = None, window
         why = f"; {ranks_called(have_left)} left the job"
     else:
         why = "" if elsewhere else f"; {ranks_called(named)} did nothing for {window_s:.0f} s"
-    from ddpshim.process.remedies import remedy
-
     return verdict._replace(
         error=f"{said}{why}: ranks would hang until a timeout. {remedy('same passes')} ({OPT_OUT}). Where each "
         f"rank is:\n{where}"

@@ -10,7 +10,7 @@ import functools
 from typing import Any, Optional
 
 from ddpshim.process.job import current
-from ddpshim.process.replaced import replaced
+from ddpshim.process.observed import observe
 
 _MOST_PASSES = 32  # backward passes that are checked for weights that change by hand
 _MOST_NODES, _MOST_WEIGHTS, _MOST_NUMBERS = 1000, 8, 64
@@ -46,11 +46,7 @@ def begin() -> None:
 
 
 def _register(until: contextlib.ExitStack) -> None:
-    import torch
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-    until.callback(register_optimizer_step_pre_hook(_check_step).remove)
-    until.enter_context(replaced(torch.autograd, "backward", _stand_in(torch.autograd.backward)))
+    observe(until, backward=_check_by_hand, before_step=_check_step)
 
 
 def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -67,23 +63,17 @@ def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     refuse(f"{type(optimizer).__name__}.step()", answer)
 
 
-def _stand_in(original: Any) -> Any:
-    """Return a torch.autograd.backward that first checks whether weights were changed by hand since the last pass."""
+def _check_by_hand(tensors: Any) -> None:
+    """Raise SyncError if this is one of several ranks, and its weights were changed by hand since the last pass."""
+    job = current()
+    answer = job.part(Answer)
+    if not answer.is_settled and not job.has_networks and answer.num_passes < _MOST_PASSES:
+        answer.num_passes += 1
+        if any(not before.equal(_first_numbers(weights)) for weights, before in answer.weights):
+            from ddpshim.failures.separate_models import refuse
 
-    @functools.wraps(original)
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        job = current()
-        answer = job.part(Answer)
-        if not answer.is_settled and not job.has_networks and answer.num_passes < _MOST_PASSES:
-            answer.num_passes += 1
-            if any(not before.equal(_first_numbers(weights)) for weights, before in answer.weights):
-                from ddpshim.failures.separate_models import refuse
-
-                refuse("weights changed between two backward passes without an optimizer", answer)
-            answer.weights = [(weights, _first_numbers(weights).clone()) for weights in _weights_of(tensors)]
-        return original(tensors, *args, **kwargs)
-
-    return backward
+            refuse("weights changed between two backward passes without an optimizer", answer)
+        answer.weights = [(weights, _first_numbers(weights).clone()) for weights in _weights_of(tensors)]
 
 
 def _first_numbers(weights: Any) -> Any:

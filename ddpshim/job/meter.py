@@ -8,10 +8,10 @@ import time
 from typing import Any, Callable, Optional
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
 from ddpshim.process import timing
+from ddpshim.process.observed import observe
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say_once
 
@@ -71,8 +71,7 @@ class Clock:
         self._num_steps_since_batch = 0
         self._thread = threading.get_ident()
         self._undo = contextlib.ExitStack()
-        self._undo.callback(register_optimizer_step_pre_hook(lambda *_: self.begin("optimizer")).remove)
-        self._undo.callback(register_optimizer_step_post_hook(lambda *_: self._end_optimizer()).remove)
+        observe(self._undo, before_step=lambda *_: self.begin("optimizer"), after_step=lambda *_: self._end_optimizer())
         # All of torch's loaders, with workers or without, call this one method.
         batches_of_any = getattr(dataloader, "_BaseDataLoaderIter", None)
         if batches_of_any is None:

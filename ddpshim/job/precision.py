@@ -6,11 +6,11 @@ import contextlib
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpshim.errors import OptionsError
 from ddpshim.options import Options
 from ddpshim.process.job import Job
+from ddpshim.process.observed import observe
 
 _GradScaler: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
 _FIRST_SCALE = 2.0**16  # torch's own
@@ -86,5 +86,4 @@ def check_first_step(options: Options, job: Job) -> None:
         if options.precision == "fp16" and not entered.is_scaled:
             raise OptionsError(f"precision=fp16, but no loss was scaled: small gradients become 0. {remedy('scaler')}.")
 
-    hook = register_optimizer_step_pre_hook(check)
-    job.at_end.callback(hook.remove)
+    observe(job.at_end, before_step=check)

@@ -23,7 +23,6 @@ class Passes:
     """The backward passes (calls of torch.autograd.backward) of a job, from the first `watch` on."""
 
     def __init__(self) -> None:
-        self.is_watched = False
         self.depth = 0  # more than 1 with reentrant checkpoints, whose passes are nested
         self.at_outer_end: list[Callable[[], None]] = []
         self.after: list[Callable[[], None]] = []  # called after each outermost pass
@@ -59,8 +58,7 @@ def watch(unfinished: Callable[[], Optional[str]]) -> None:
     """
     passes = current().part(Passes)
     passes.unfinished = unfinished
-    if not passes.is_watched:
-        passes.is_watched = True
+    if current().next_number("watched passes") == 0:
         stand_in = _watching(torch.autograd.backward, passes)
         current().at_end.enter_context(replaced(torch.autograd, "backward", stand_in))
 

@@ -14,7 +14,6 @@ from typing import Any, Callable, Optional
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpshim.errors import SyncError
 from ddpshim.job import exchange, noise
@@ -27,6 +26,7 @@ from ddpshim.model.shared_sum import SharedSum
 from ddpshim.model.step_check import NUM, Agreement
 from ddpshim.process import timing
 from ddpshim.process.job import current
+from ddpshim.process.observed import observe
 from ddpshim.process.replaced import replaced
 
 _MESSAGE_BYTES = 16 * 1024 * 1024  # per virtual rank
@@ -50,7 +50,6 @@ class Networks:
         self.touched: list[set[int]] = [set()]
         self.running_sum = RunningSum(self.copies)  # used in a job of one process
         self.agreement = Agreement("a network", torch.device("cpu"))
-        self.has_stand_in = False
         self.checked: set[Optional[int]] = set()  # virtual ranks whose first backward pass was checked
         self.shared_sum: Optional[SharedSum] = None
 
@@ -81,14 +80,14 @@ def reduce(module: nn.Module) -> None:
     made.modules[0].append(module)
     made.watch(0, first)
     guard.watch(module)
-    if not made.has_stand_in:
-        made.has_stand_in, here = True, world()
+    if job.next_number("exact reduction") == 0:
+        here = world()
         assert here.options.exact is not None
         made.shared_sum = shared_sum.make(here, here.options.exact)
         backward.watch(lambda: None)
         job.at_end.enter_context(replaced(torch.autograd, "backward", _stand_in(made, torch.autograd.backward)))
         if here.options.guard:
-            job.at_end.callback(register_optimizer_step_pre_hook(functools.partial(_check_step, made)).remove)
+            observe(job.at_end, before_step=functools.partial(_check_step, made))
 
 
 def _check_step(made: Networks, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

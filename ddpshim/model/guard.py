@@ -17,7 +17,6 @@ from typing import Any, Callable, Optional, Protocol, TypeVar
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddpshim.errors import SyncError
 from ddpshim.failures import failure
@@ -26,6 +25,7 @@ from ddpshim.model import backward
 from ddpshim.model.checksums import bits_of_rows, numbers_of
 from ddpshim.model.equality import OPT_OUT, Equality
 from ddpshim.process.job import current
+from ddpshim.process.observed import observe
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 
@@ -141,8 +141,7 @@ def watch_optimizers() -> None:
     watched = _watched()
     if not watched.sees_optimizers:
         watched.sees_optimizers = True
-        watched.hooks.callback(register_optimizer_step_pre_hook(_check_step).remove)
-        watched.hooks.callback(register_optimizer_step_post_hook(_check_closure).remove)
+        observe(watched.hooks, before_step=_check_step, after_step=_check_closure)
         watched.hooks.enter_context(replaced(torch, "save", _asking(torch.save)))
         on_cleanup(watched.unwatch_optimizers)
         compare_in_the_end()

@@ -17,7 +17,6 @@ from typing import Any, Callable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpshim.errors import SyncError
 from ddpshim.job import noise
@@ -27,6 +26,7 @@ from ddpshim.model.broadcasting import Buffers, broadcast_state
 from ddpshim.model.reducer import Wrapped
 from ddpshim.model.wrapper import BareModule
 from ddpshim.process.job import current
+from ddpshim.process.observed import observe
 from ddpshim.process.replaced import replaced
 
 # The main rank may write a large file between two calls of `state_dict`. Ranks that hang are found much earlier.
@@ -34,11 +34,10 @@ _DEADLINE_S = 3600.0
 
 
 class _Sharding:
-    """The sharded networks of a job, their parameters before sharding, and whether optimizers are watched."""
+    """The sharded networks of a job, and their parameters before sharding."""
 
     def __init__(self) -> None:
         self.former: dict[int, tuple[weakref.ref[Any], str]] = {}
-        self.is_watched = False
         self.known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.networks: list[ShardedModule] = []
 
@@ -253,9 +252,8 @@ def _after(note: Callable[[], None], method: Callable[..., Any]) -> Callable[...
 
 def _watch_optimizers(sharding: _Sharding) -> None:
     """Make optimizers save whole states, and refuse steps of those made before their network was sharded. Local."""
-    if sharding.is_watched:
+    if current().next_number("watched sharding"):
         return
-    sharding.is_watched = True
     save, load = torch.optim.Optimizer.state_dict, torch.optim.Optimizer.load_state_dict
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -302,7 +300,7 @@ def _watch_optimizers(sharding: _Sharding) -> None:
         load(self, state_dict)
 
     at_end = current().at_end
-    at_end.callback(register_optimizer_step_pre_hook(check).remove)
+    observe(at_end, before_step=check)
     at_end.enter_context(replaced(torch.optim.Optimizer, "state_dict", state_dict))
     at_end.enter_context(replaced(torch.optim.Optimizer, "load_state_dict", load_state_dict))
 

@@ -49,18 +49,11 @@ def _check_tensor(what: str, tensor: torch.Tensor) -> None:
         )
 
 
-class _Wrapping:
-    """Whether torch's DDP is watched in a job."""
-
-    is_watched = False
-
-
 def watch_wrapping() -> None:
     """Refuse torch's DDP around a network that is reduced already, until `cleanup()`. Local."""
-    wrapping, original = current().part(_Wrapping), DistributedDataParallel.__init__
-    if wrapping.is_watched:
+    original = DistributedDataParallel.__init__
+    if current().next_number("watched wrapping"):
         return
-    wrapping.is_watched = True
 
     @functools.wraps(original)
     def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:

@@ -9,7 +9,6 @@ from typing import Any, Optional, Union
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpshim import variables
 from ddpshim.errors import SyncError
@@ -20,6 +19,7 @@ from ddpshim.model.reducer import DistributedModule
 from ddpshim.model.unsupported import check_device, check_same_structure, watch_wrapping
 from ddpshim.model.wrapper import BareModule
 from ddpshim.process.job import current
+from ddpshim.process.observed import observe
 
 
 def wrap(
@@ -107,18 +107,10 @@ def _wrap_exactly(module: nn.Module, here: World, has_own_way: bool) -> Any:
     return BareModule(module)
 
 
-class _Closures:
-    """Whether closures return shared losses in a job."""
-
-    are_shared = False
-
-
 def _share_losses() -> None:
     """Make closures of optimizer steps (LBFGS) return the mean of the ranks' losses, until `cleanup()`. Local."""
-    closures = current().part(_Closures)
-    if not closures.are_shared:
-        closures.are_shared = True
-        current().at_end.callback(register_optimizer_step_pre_hook(_share_loss).remove)
+    if current().next_number("shared losses of closures") == 0:
+        observe(current().at_end, before_step=_share_loss)
 
 
 def _share_loss(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import ddpshim
-from ddpshim.failures import failure, hang_detector, hangs
+from ddpshim.failures import failure, hang_detector
 from ddpshim.failures.failure_notes import is_late
-from ddpshim.failures.hangs import Standing, Waits, describe, judge
+from ddpshim.failures.hang_detector import Standing, Waits
+from ddpshim.failures.hangs import describe, judge
 from ddpshim.model import guard
 from ddpshim.process import machine, progress
 from ddpshim.process.job import Job, current
@@ -46,7 +47,7 @@ def test_a_day_with_stalls_of_15_s_gives_no_alarm_and_a_hang_after_it_is_noticed
         assert not waits.look(now, ("computes since", now), None)
         now += draw.choice((1, 30))
     assert num_stalls > 300
-    assert hangs.FLOOR_S < _hang(waits, now) < 50
+    assert hang_detector.FLOOR_S < _hang(waits, now) < 50
 
 
 def test_how_long_a_rank_may_wait() -> None:
@@ -175,7 +176,7 @@ def _stay_away() -> tuple[list[str], list[str]]:
         over.set()
 
     failure.abort, hang_detector.say = abort, lambda text, directly: said.append(text)  # type: ignore[assignment]
-    hangs.FLOOR_S, hang_detector._AGAIN_S, hang_detector._LOOK_EVERY_S = 0.2, 0.2, 0.05
+    hang_detector.FLOOR_S, hang_detector._AGAIN_S, hang_detector._LOOK_EVERY_S = 0.2, 0.2, 0.05
     current().part(hang_detector.Watch)._every_s = 0.05
     net = ddpshim.wrap_parallel(torch.nn.Linear(2, 1))
     net(torch.ones(1, 2)).sum().backward()
@@ -239,7 +240,7 @@ def test_where_nccl_gives_no_error_a_rank_that_waits_in_vain_ends(
         watched = hang_detector.Watch()
         watched._rank, watched._round, watched._store, watched._timeout_s = 0, 0, None, 100.0
         watched._is_on_gpu, watched._gets_no_errors = is_on_gpu, gets_no_errors
-        watched._waits = hangs.Waits(100.0)
+        watched._waits = hang_detector.Waits(100.0)
         watched._waits.look(0.0, "state", site)
         watched._waits._last_look = watched._waits._since + waited_s
         monkeypatch.setattr(watched, "_see", lambda: False)

@@ -210,8 +210,8 @@ def test_make_loader_advises_once_and_on_the_main_rank() -> None:
 
 _STEPS = """
 import os, resource
-from ddpshim.process import freed_memory
-kept = freed_memory.keep(os.environ)
+from ddpshim.job.process_group import keep_freed_memory
+kept = keep_freed_memory(os.environ)
 for step in range(6):
     if step == 3:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

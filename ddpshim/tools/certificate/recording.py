@@ -26,7 +26,7 @@ from typing import Any, Optional
 from ddpshim import version
 from ddpshim.errors import CertificateError
 from ddpshim.process.job import current
-from ddpshim.process.replaced import replaced
+from ddpshim.process.observed import observe
 from ddpshim.process.say import say
 from ddpshim.tools.certificate import document, facts
 from ddpshim.tools.check.program import Parameters, end_with_peers, samples_of
@@ -101,29 +101,8 @@ class Recorder:
 
     def install(self) -> None:
         """Start recording."""
-        import torch
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-        from torch.utils.data import dataloader
-
         self._reads.install()
-        self._undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
-        advance, backward = dataloader._BaseDataLoaderIter.__next__, torch.autograd.backward
-
-        @functools.wraps(advance)
-        def advance_and_record(batches: Any) -> Any:
-            batch = advance(batches)
-            if os.getpid() == self._process:
-                self._see_batch(batches, batch)
-            return batch
-
-        @functools.wraps(backward)
-        def backward_and_record(tensors: Any, *arguments: Any, **options: Any) -> None:
-            if os.getpid() == self._process:
-                self._see_loss(tensors)
-            backward(tensors, *arguments, **options)
-
-        self._undo.enter_context(replaced(dataloader._BaseDataLoaderIter, "__next__", advance_and_record))
-        self._undo.enter_context(replaced(torch.autograd, "backward", backward_and_record))
+        observe(self._undo, batch=self._see_batch, backward=self._see_loss, after_step=self._after_step)
         current().part(Numbers).listener = self._see_number
 
     def _see_number(self, bits: int) -> None:
@@ -131,6 +110,8 @@ class Recorder:
         step.numbers = zlib.crc32(b"%d," % bits, step.numbers)
 
     def _see_batch(self, batches: Any, batch: Any) -> None:
+        if os.getpid() != self._process:
+            return
         from ddpshim.tools.check.watching import is_of_all_ranks
 
         size, samples = samples_of(batch)
@@ -141,7 +122,8 @@ class Recorder:
         from ddpshim.model.backward import Passes
         from ddpshim.rows.gradients import plain
 
-        if current().part(Passes).depth <= 1:  # not in a pass of a checkpoint, inside another one
+        # Not a pass of a checkpoint, inside another one.
+        if os.getpid() == self._process and current().part(Passes).depth <= 1:
             roots = [tensors] if hasattr(tensors, "numel") else list(tensors)
             step = self._steps[-1]
             step.samples += self._latest

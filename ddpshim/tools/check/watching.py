@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ddpshim.process.live_modules import live_modules
+from ddpshim.process.observed import observe
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 from ddpshim.process.users_line import users_line
@@ -82,18 +83,10 @@ class RankRecorder:
 
     def install(self) -> None:
         """Start recording."""
-        import torch
-        from torch.optim import optimizer
-        from torch.utils.data import dataloader
+        from torch.utils.data import DataLoader
 
         self._undo.enter_context(replaced(builtins, "input", lambda prompt="": "n"))  # no user can answer
-        for register, function in (
-            (optimizer.register_optimizer_step_pre_hook, self._before_step),
-            (optimizer.register_optimizer_step_post_hook, self._after_step),
-        ):
-            self._undo.callback(register(function).remove)
-        begin, advance = dataloader.DataLoader.__iter__, dataloader._BaseDataLoaderIter.__next__
-        backward = torch.autograd.backward
+        begin = DataLoader.__iter__
 
         @functools.wraps(begin)
         def begin_and_record(loader: Any) -> Any:
@@ -103,24 +96,15 @@ class RankRecorder:
             self._passes[getattr(batches, "_batches", batches)] = _about_pass(loader, self._num_passes)
             return batches
 
-        @functools.wraps(advance)
-        def advance_and_record(batches: Any) -> Any:
-            if os.getpid() == self._process:
-                self._see_state()
-            self._end_batch()
-            batch = advance(batches)
-            self._see_batch(batches, batch)
-            return batch
-
-        @functools.wraps(backward)
-        def backward_and_record(tensors: Any, *arguments: Any, **options: Any) -> None:
-            self._see_state()
-            self._see_loss(tensors)
-            backward(tensors, *arguments, **options)
-
-        self._undo.enter_context(replaced(dataloader.DataLoader, "__iter__", begin_and_record))
-        self._undo.enter_context(replaced(dataloader._BaseDataLoaderIter, "__next__", advance_and_record))
-        self._undo.enter_context(replaced(torch.autograd, "backward", backward_and_record))
+        self._undo.enter_context(replaced(DataLoader, "__iter__", begin_and_record))
+        observe(
+            self._undo,
+            before_batch=self._see_end_of_batch,
+            batch=self._see_batch,
+            backward=self._see_loss,
+            before_step=self._before_step,
+            after_step=self._after_step,
+        )
         if self._run.startswith("rank"):  # `check` itself waits for the one process
             limit = threading.Timer(self._settings.timeout_s, self._give_up)
             limit.daemon = True
@@ -188,6 +172,11 @@ class RankRecorder:
         self._imposed.begin_batch(None, 0)
         self._write("own noise")
 
+    def _see_end_of_batch(self, batches: Any) -> None:
+        if os.getpid() == self._process:
+            self._see_state()
+        self._end_batch()
+
     def _end_batch(self) -> None:
         """Stop imposing noise: the next draws are the loader's and its sampler's, not for samples of a batch."""
         if self._imposed is not None and os.getpid() == self._process:
@@ -203,6 +192,7 @@ class RankRecorder:
     def _see_loss(self, tensors: Any) -> None:
         if os.getpid() != self._process:
             return
+        self._see_state()
         from ddpshim.job import shares
         from ddpshim.tools.check.precision import eps_of, of_graph
 

@@ -26,6 +26,7 @@ from ddpshim.job.group import cleanup, setup, world
 from ddpshim.job.own_streams import draws_alike
 from ddpshim.job.world import World
 from ddpshim.process.job import Job, current
+from ddpshim.process.observed import observe
 from ddpshim.process.replaced import noted, replaced
 from ddpshim.rows import calls
 from ddpshim.rows.loader import DataLoader
@@ -143,7 +144,7 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
                 undo.enter_context(part.installed())
             undo.enter_context(rollouts.on_main(files.apart))
             unsynced_check.leave_to_others()
-            undo.enter_context(replaced(torch.autograd, "backward", steps.checked(torch.autograd.backward)))
+            observe(undo, backward=steps.begin_pass)
         if here.world_size > 1 or here.options.exact is not None:
             undo.enter_context(locks.installed())
             undo.enter_context(equal_reads(here, is_local, lambda: rollouts.is_playing))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
@@ -38,21 +37,13 @@ class Steps:
         self.networks = Networks()
         self.num_passes = 0
 
-    def checked(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return torch.autograd.backward (`original`) that first wraps new networks and compares the loss."""
-
-        @functools.wraps(original)
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if (
-                not is_compiling() and current().part(Passes).depth <= 1
-            ):  # not in a pass of a checkpoint, inside another one
-                self.networks.wrap()
-                self.num_passes += 1
-                if is_milestone(self.num_passes):
-                    self._check_alike([tensors] if isinstance(tensors, torch.Tensor) else tensors)
-            return original(tensors, *args, **kwargs)
-
-        return backward
+    def begin_pass(self, tensors: Any) -> None:
+        """Before a backward pass, wrap new networks and compare the loss (collective)."""
+        if not is_compiling() and current().part(Passes).depth <= 1:  # not in a pass of a checkpoint, inside another
+            self.networks.wrap()
+            self.num_passes += 1
+            if is_milestone(self.num_passes):
+                self._check_alike([tensors] if isinstance(tensors, torch.Tensor) else tensors)
 
     def _check_alike(self, given: Any) -> None:
         """Raise SyncError if ranks computed different losses (collective)."""

@@ -1,0 +1,65 @@
+"""Tells parts of this package what the program does in a step: it gets a batch, starts a backward pass, steps."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, Callable, Optional
+
+from ddpshim.process.replaced import replaced
+
+Call = Callable[..., Any]
+
+
+def observe(
+    until: contextlib.ExitStack,
+    *,
+    before_batch: Optional[Call] = None,
+    batch: Optional[Call] = None,
+    backward: Optional[Call] = None,
+    before_step: Optional[Call] = None,
+    after_step: Optional[Call] = None,
+) -> None:
+    """Call functions, in this process and its forked children, until `until` is closed. Local.
+
+    Of several observers of batches and passes the latest is called first; of steps the first one is.
+
+    Args:
+        before_batch: called with a loader's iterator before it makes the next batch.
+        batch: called with a loader's iterator and its batch.
+        backward: called with the losses (a tensor or a sequence) before each backward pass, nested ones too.
+        before_step, after_step: called with an optimizer, and the args and kwargs of its step; what `before_step`
+            returns replaces these if it is not None.
+    """
+    import torch
+    from torch.optim import optimizer
+
+    if before_step is not None:
+        until.callback(optimizer.register_optimizer_step_pre_hook(before_step).remove)
+    if after_step is not None:
+        until.callback(optimizer.register_optimizer_step_post_hook(after_step).remove)
+    if backward is not None:
+        until.enter_context(replaced(torch.autograd, "backward", _first(backward, torch.autograd.backward)))
+    for changed, call in ((_first, before_batch), (_then, batch)):
+        if call is not None:
+            batches_of_any = torch.utils.data.dataloader._BaseDataLoaderIter
+            until.enter_context(replaced(batches_of_any, "__next__", changed(call, batches_of_any.__next__)))
+
+
+def _first(call: Call, original: Call) -> Call:
+    @functools.wraps(original)
+    def called(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        call(tensors)
+        return original(tensors, *args, **kwargs)
+
+    return called
+
+
+def _then(call: Call, original: Call) -> Call:
+    @functools.wraps(original)
+    def called(batches: Any) -> Any:
+        batch = original(batches)
+        call(batches, batch)
+        return batch
+
+    return called
