@@ -5,6 +5,7 @@ Imports no torch: the program decides when it is imported.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 from typing import Any, Optional
@@ -28,10 +29,12 @@ class Answer:
 
 @functools.cache
 def watch() -> None:
-    """Check every optimizer step in this process, once it imports torch. Local."""
+    """Check every optimizer step in this process, once it imports torch, until it ends. Local."""
     from ddpshim.process.after_import import after_import
 
-    after_import("torch", lambda: _register(contextlib.ExitStack()))
+    until = contextlib.ExitStack()
+    atexit.register(until.close)
+    after_import("torch", lambda: _register(until))
 
 
 def leave_to_others() -> None:

@@ -2447,7 +2447,7 @@ def dimensions_by_names_and_numbers(log: Log) -> Trained:
             + x.prod(0)
             + x.median(0)[0]
             + x.quantile(0.3, 0)
-            + x.aminmax(dim=0)[1]
+            + x.detach().aminmax(dim=0)[1]
             + x.mode(0).values
         )
         return x + 0.1 * (

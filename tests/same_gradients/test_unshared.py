@@ -190,12 +190,27 @@ print("trained")
 """
 
 
+BY_HAND = """
+import torch
+net = torch.nn.Linear(2, 1)
+for _ in range(2):
+    net(torch.ones(4, 2)).sum().backward()
+    for parameter in net.parameters():
+        parameter.data -= 0.1 * parameter.grad
+print("trained")
+"""
+
+
 @pytest.mark.ranks
-def test_a_program_for_one_process_that_is_left_alone_under_run(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PLAIN)
+@pytest.mark.parametrize(
+    ("program", "what"),
+    [(PLAIN, "SGD.step()"), (BY_HAND, "weights changed between two backward passes without an optimizer")],
+)
+def test_a_program_for_one_process_that_is_left_alone_under_run(program: str, what: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(program)
     code, said = _run(["ddpshim", "run", "--nproc", "2", "train.py"], tmp_path, {"DDPSHIM_UNEDITED": "off"})
     assert code == 1
-    assert "SGD.step(): nothing has distributed this program" in said
+    assert f"{what}: nothing has distributed this program" in said
     assert "Start a one-process trainer, unedited, by `DDPSHIM_UNEDITED=on python -m ddpshim run --nproc 2`;" in said
     assert "trained" not in said
 
