@@ -7,6 +7,7 @@ rank has ended (or before it has begun): whatever it sees and decides has to be 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import glob
 import gzip
@@ -460,6 +461,22 @@ def test_writes_past_it_are_refused(tmp_path: Path) -> None:
         io.FileIO(os.devnull, "w").close()
     assert not list(tmp_path.iterdir())
     io.FileIO(tmp_path / "a", "w").close()
+
+
+def test_a_file_that_an_opener_opens_in_a_folder_of_this_rank(tmp_path: Path) -> None:
+    _, peer = worlds()
+    with PrivateFiles(peer, time.time(), lambda: False).installed():
+        run = tmp_path / f"run_{os.getpid()}"
+        run.mkdir()
+        with tempfile.NamedTemporaryFile("w", dir=run, delete=False) as file:
+            file.write("of this rank")
+        os.replace(file.name, run / "saved")
+        with open(run / "more", "w", opener=functools.partial(os.open, mode=0o600)) as file:
+            file.write("more")
+        assert sorted(path.read_text() for path in run.iterdir()) == ["more", "of this rank"]
+        with pytest.raises(SyncError, match=r"writes to .*/past"):
+            open(run / "past", "w", opener=posix.open).close()
+    assert not list(tmp_path.iterdir())
 
 
 def fails(folder: Path) -> None:

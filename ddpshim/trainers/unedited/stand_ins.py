@@ -9,7 +9,7 @@ import posix
 import stat
 import sys
 from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, FunctionType, MethodType
 from typing import Any, Callable, Optional, TypeVar
 
 from ddpshim.trainers.unedited.file_overlay import View, copy_file
@@ -53,7 +53,12 @@ class Files:
     def is_private(self, path: str, frame: Optional[FrameType]) -> bool:
         """Whether the caller of `frame` may write to `path` directly: no other rank sees it, or it is left alone."""
         path = os.path.normpath(path)
-        return path.startswith(self._view.top) or self._left.has(path) or self._left.is_asked_by(frame)
+        if path.startswith(self._view.top) or self._left.has(path) or self._left.is_asked_by(frame):
+            return True
+        # A function of Python that opens the file is asked itself; `path` may be a folder that only this rank has.
+        is_ours = frame is not None and frame.f_code is Files.open_file.__code__
+        opener = frame.f_locals["opener"] if is_ours and frame is not None else None
+        return isinstance(getattr(opener, "func", opener), (FunctionType, MethodType))
 
     # Reading
 
