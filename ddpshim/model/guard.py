@@ -63,7 +63,7 @@ class Watched:
         self.num_asked = 0  # how often this rank requested a comparison of weights
         self.steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps] = weakref.WeakKeyDictionary()
         self.hooks = contextlib.ExitStack()  # removes the hooks of optimizers
-        self.sees_optimizers = self.compares_in_the_end = False
+        self.sees_optimizers = False
         self.is_alone = False  # a rank missed a meeting
 
     def unwatch_optimizers(self) -> None:
@@ -149,9 +149,7 @@ def watch_optimizers() -> None:
 
 def compare_in_the_end() -> None:
     """Make `cleanup()` compare the ranks before it ends anything. Local."""
-    watched = _watched()
-    if not watched.compares_in_the_end:
-        watched.compares_in_the_end = True
+    if current().next_number("comparison in the end") == 0:
         current().before_end.callback(_compare_in_the_end)
 
 

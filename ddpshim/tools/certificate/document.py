@@ -185,10 +185,9 @@ def _wrong_marks(document: dict[str, Any], last: int) -> Any:
             yield f"the weights of step {mark['step']} are not a hash for each tensor"
         if not all(isinstance(loss, (int, float)) for loss in mark["losses"]):
             yield f"the losses of step {mark['step']} are not numbers"
-        if len(mark["samples"]) != len(mark["losses"]):
-            yield f"step {mark['step']} does not have a hash of samples for each loss"
-        if len(mark["numbers"]) not in (0, len(mark["losses"])):
-            yield f"step {mark['step']} does not have a hash of numbers for each loss"
+        for name in ("samples", "numbers"):
+            if len(mark[name]) != len(mark["losses"]) and (mark[name] or name == "samples"):
+                yield f"step {mark['step']} does not have a hash of {name} for each loss"
         if mark["step"] - len(mark["losses"]) != last:
             yield f"the mark of step {mark['step']} does not follow that of step {last}: steps are missing"
         last = mark["step"]

@@ -60,8 +60,7 @@ def code_and_packages(here: Path) -> tuple[dict[str, str], dict[str, Any]]:
     """Return the files of the program, started in `here`, with their hashes, and the packages with version and hash."""
     own: dict[str, str] = {}
     packages = set[str]()
-    ours = os.path.realpath(Path(__file__).parents[2]) + "/"
-    stdlib = _stdlib()
+    ours, stdlib = os.path.realpath(Path(__file__).parents[2]) + "/", _stdlib()
     for module in [*sys.modules.values()]:
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not os.path.isfile(file):
@@ -154,12 +153,8 @@ class Reads:
         found = {}
         for name in sorted(self._paths):
             path = Path(name)
-            if (
-                name.startswith(left_out)
-                or "-info/" in name
-                or name.endswith((".py", ".pyc", ".so"))
-                or ".so." in path.name
-            ):
+            is_code = name.endswith((".py", ".pyc", ".so")) or ".so." in path.name
+            if name.startswith(left_out) or "-info/" in name or is_code:
                 continue
             try:
                 if path.is_file() and path.stat().st_mtime < self._before:

@@ -56,8 +56,7 @@ class Files:
         if path.startswith(self._view.top) or self._left.has(path) or self._left.is_asked_by(frame):
             return True
         # A function of Python that opens the file is asked itself; `path` may be a folder that only this rank has.
-        is_ours = frame is not None and frame.f_code is Files.open_file.__code__
-        opener = frame.f_locals["opener"] if is_ours and frame is not None else None
+        opener = frame.f_locals["opener"] if frame and frame.f_code is Files.open_file.__code__ else None
         return isinstance(getattr(opener, "func", opener), (FunctionType, MethodType))
 
     # Reading
