@@ -62,8 +62,8 @@ def written(rows: list[Row]) -> str:
 
 TAIL = """## What differs, and why
 
-- mnist on 3 ranks: rounding that Adadelta enlarges. In float64 (`FIELD_FLOAT64=1 python -m evidence.field`) weights and
-  logged numbers equal one process to 1e-15.
+- mnist: rounding that Adadelta enlarges, on 2 ranks here, on 3 on another machine. In float64
+  (`FIELD_FLOAT64=1 python -m evidence.field`) weights and logged numbers equal one process to 1e-15.
 - umi uses accelerate. accelerate is shown one process on each rank, so the batch size is the global one, and the run
   equals `python train.py`. Under `accelerate launch` each rank would load whole batches and draw the same noise.
 - act_plus_plus trains without its encoder (`--no_encoder`), because with it the published commit ends with an error.
