@@ -92,12 +92,12 @@ def test_edited_certificate_is_refused(made: Path, tmp_path: Path, name: str) ->
     ("change", "said"),
     [
         (lambda f: f.update(certificate=2), "its field 'certificate' is not 1"),
-        (lambda f: f.update(marks=[1]), "a mark's field 'step' is missing"),
-        (lambda f: f["marks"][0].update(losses=["x"] * 10), "the losses of step 10 are not numbers"),
+        (lambda f: f.update(marks=[1]), "the mark after step 0 is missing or not of type dict"),
+        (lambda f: f["marks"][0].update(losses=["x"] * 10), "of the mark after step 0 is missing or not of type float"),
         (lambda f: f["marks"][0].update(weights="../"), "the weights of step 10 are not a hash for each tensor"),
-        (lambda f: f.update(program=[]), "its program is not a list of words"),
+        (lambda f: f.update(program=[]), "its program has no words"),
         (lambda f: f.update(exact=0), "are not positive"),
-        (lambda f: f.update(facts={}), "facts has no 'code'"),
+        (lambda f: f.update(facts={}), "code of facts of the file is missing"),
         (lambda f: f["checkpoints"].append({"step": 1, "file": "../x", "sha256": ""}), "lies in another folder"),
     ],
 )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -15,11 +16,10 @@ from ddpshim import variables
 from ddpshim.checkpoint.progress_folder import THE_BEGINNING
 from ddpshim.errors import CertificateError, LaunchError
 from ddpshim.launch.runner import Launch, make_log_dir, nodes_of_scheduler, run
-from ddpshim.process.say import say
+from ddpshim.process.say import count, say
 from ddpshim.tools.certificate import document, facts
 from ddpshim.tools.check import new_files
 
-SETTINGS = "certificate.json"
 _EXACT, _SAVE_EVERY = "DDPSHIM_EXACT", "DDPSHIM_CHECKPOINT_EVERY_N_STEPS"
 _MARKS_OF_A_STRETCH = 5
 _CLOSE = 1e-3  # of a loss, where the hardware rounds differently
@@ -41,9 +41,8 @@ def set_up(folder: Path, file: Path, every: int, seed: int, **repetition: Any) -
 
     `repetition`: first, the step of its checkpoint; marks, their steps; last, where it stops (0: at the end).
     """
-    path = folder / SETTINGS
-    chosen = {"first": 0, "marks": [], "last": None, **repetition}
-    chosen.update(file=str(file), every=every, seed=seed, folder=str(folder))
+    path = folder / "certificate.json"
+    chosen = {"file": str(file), "every": every, "seed": seed, "first": 0, "marks": [], "last": None, **repetition}
     path.write_text(json.dumps(chosen))
     os.environ.update({variables.CERTIFY: str(path), variables.SEED: str(seed)})
 
@@ -102,21 +101,19 @@ def verify(path: Path, job: Optional[Launch], steps: Optional[tuple[int, int]], 
             f"the certificate has exact={found['exact']}, which {num_ranks} ranks do not divide; nothing was run. Give "
             "--nproc a number that does."
         )
-    marks, saved = found["marks"], _checkpoints(found, path)
-    first, last = _stretch(marks, steps)
+    saved = _checkpoints(found, path)
+    first, last = _stretch(found["marks"], steps)
     start = max((step for step in saved if step <= first), default=0)
-    first = max(first, start)
-    odd = list(_other_facts(found, job, path, start))
-    is_exact = not any(text.startswith("environment") for text in odd)
-    for text in odd:
-        say(text)
-    if not is_exact:
-        say(f"so bits cannot agree here: losses are compared up to {_CLOSE:g} of their size, and hashes are not")
     program = found["program"] if job is None else [*(["-m"] * job.is_module), job.program, *job.arguments]
+    odd, of_machine = [*_other_facts(found, program)], [*_other_machine(found["facts"]["environment"])]
+    for text in (*odd, *of_machine):
+        say(text)
+    if of_machine:
+        say(f"so bits cannot agree here: losses are compared up to {_CLOSE:g} of their size, and hashes are not")
     with tempfile.TemporaryDirectory(prefix="ddpshim-check-") as name:
         again = _again(found, program, Path(name), saved.get(start), start, last, num_ranks)
-    parting = _parting(found, again, first, last, is_exact)
-    if parting is None and is_exact and (odd_numbers := _other_numbers(found, again, first, last)):
+    parting = _parting(found, again, first, last, is_exact=not of_machine)
+    if parting is None and not of_machine and (odd_numbers := _other_numbers(found, again, first, last)):
         if start or found["starts"]:
             say(
                 f"{odd_numbers}; a resumed program may have added them up from before its checkpoint: "
@@ -124,11 +121,10 @@ def verify(path: Path, job: Optional[Launch], steps: Optional[tuple[int, int]], 
             )
         else:
             parting = odd_numbers
-    texts = [text for text in odd if not text.startswith("environment")]
-    if parting is not None and not texts:
+    if parting is not None and not odd:
         parting += ". Code, data and arguments are those of the certificate"
-    differences = tuple(filter(None, (parting, *texts)))
-    return Verdict(not differences, first, last, differences, is_exact)
+    differences = tuple(filter(None, (parting, *odd)))
+    return Verdict(not differences, first, last, differences, is_exact=not of_machine)
 
 
 def _checkpoints(found: dict[str, Any], path: Path) -> dict[int, Path]:
@@ -149,7 +145,7 @@ def _checkpoints(found: dict[str, Any], path: Path) -> dict[int, Path]:
 def _stretch(marks: list[dict[str, Any]], steps: Optional[tuple[int, int]]) -> tuple[int, int]:
     """Return the marks around the steps asked for."""
     known = [0, *(mark["step"] for mark in marks)]
-    first, last = steps or (known[-1] if len(known) < 2 else known[-2], known[-1])
+    first, last = steps or (known[-2:][0], known[-1])
     if not 0 <= first < last <= known[-1]:
         raise CertificateError(
             f"steps {first} to {last} are not in the certificate, whose last mark is at step {known[-1]}; nothing was "
@@ -158,15 +154,11 @@ def _stretch(marks: list[dict[str, Any]], steps: Optional[tuple[int, int]]) -> t
     return max(step for step in known if step <= first), min(step for step in known if step >= last)
 
 
-def _other_facts(found: dict[str, Any], job: Optional[Launch], path: Path, start: int) -> Iterator[str]:
-    """Yield what is other than in the certificate, each with its kind first."""
-    import torch
-
+def _other_facts(found: dict[str, Any], program: list[str]) -> Iterator[str]:
+    """Yield which arguments, code and data are other than in the certificate, each with its kind first."""
+    if program != found["program"]:
+        yield f"arguments: {' '.join(program)} here, and {' '.join(found['program'])} in the certificate"
     own = found["facts"]
-    if job is not None:
-        given = [*(["-m"] * job.is_module), job.program, *job.arguments]
-        if given != found["program"]:
-            yield f"arguments: {' '.join(given)} here, and {' '.join(found['program'])} in the certificate"
     for kind in ("code", "data"):
         for name, sha256 in own[kind].items():
             file = Path(name)
@@ -181,11 +173,16 @@ def _other_facts(found: dict[str, Any], job: Optional[Launch], path: Path, start
                 f"{here['version']} here, {about['version']} in the certificate" if here else "not installed here"
             )
             yield f"code: the package {name} differs in its Python files ({versions})"
-    there = own["environment"]
-    now = facts.environment(torch.device("cuda" if "GPU" in there and torch.cuda.is_available() else "cpu"))
+
+
+def _other_machine(there: dict[str, Any]) -> Iterator[str]:
+    """Yield what rounds differently here."""
+    import torch
+
+    here = facts.environment(torch.device("cuda" if "GPU" in there and torch.cuda.is_available() else "cpu"))
     for name in ("GPU", "CPU", "torch", "python"):
-        if there.get(name) != now.get(name):
-            yield f"environment: {name} is {now.get(name)} here, and {there.get(name)} in the certificate"
+        if there.get(name) != here.get(name):
+            yield f"environment: {name} is {here.get(name)} here, and {there.get(name)} in the certificate"
 
 
 def _again(
@@ -197,21 +194,23 @@ def _again(
     ends = found["is_complete"] and last == marks[-1]
     if ends and not found["marks"][-1]["generators"]:
         del marks[-1]  # it was made at the program's end
-    given = {**_variables(found), "DDPSHIM_EXACT": str(found["exact"])}
-    given[variables.RESUME_FROM] = THE_BEGINNING if saved is None else str(saved.resolve())
     is_module = program[0] == "-m"
     name, *arguments = program[is_module:]
     job = Launch(name, tuple(arguments), is_module=is_module, nproc=str(num), proof=str(folder))
-    logs = make_log_dir(job)
+    job = replace(job, log_dir=str(make_log_dir(job)))
     origin = f"the checkpoint of step {start}" if saved is not None else "the beginning"
-    say(f"running {' '.join(program)} on {num} rank{'s' * (num > 1)}, from {origin} to step {last}; output: {logs}")
-    before = dict(os.environ)
-    for name in facts.names_of_variables():
+    how = f"on {count(num, 'rank')}, from {origin} to step {last}; output: {job.log_dir}"
+    say(f"running {' '.join(program)} {how}")
+    before, names = dict(os.environ), facts.names_of_variables()
+    chosen = found["facts"]["environment"]["variables"]
+    for name in names:
         os.environ.pop(name, None)
-    os.environ.update(given)
+        os.environ.update({name: chosen[name]} if name in chosen else {})
+    os.environ[_EXACT] = str(found["exact"])
+    os.environ[variables.RESUME_FROM] = THE_BEGINNING if saved is None else str(saved.resolve())
     set_up(folder, file, found["every"], found["seed"], first=start, marks=marks, last=0 if ends else last)
     try:
-        code = run(Launch(**{**vars(job), "log_dir": str(logs)}))
+        code = run(job)
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -220,17 +219,9 @@ def _again(
     if not file.exists():
         raise LaunchError(
             f"the program ended with exit code {code} before its first mark: there is nothing to compare. Its output "
-            f"is in {logs}. If it does not start because the certified run's files are here, move those away."
+            f"is in {job.log_dir}. If it does not start because the certified run's files are here, move those away."
         )
     return document.read(file, start)
-
-
-def _variables(found: dict[str, Any]) -> dict[str, str]:
-    """Return the certificate's variables that may be set here: options of ddpshim that choose numbers, not paths."""
-    allowed = facts.names_of_variables()
-    given = found["facts"]["environment"].get("variables", {})
-    given = given if isinstance(given, dict) else {}
-    return {name: value for name, value in given.items() if name in allowed and isinstance(value, str)}
 
 
 def _parting(found: dict[str, Any], again: dict[str, Any], first: int, last: int, is_exact: bool) -> Optional[str]:
@@ -246,7 +237,8 @@ def _parting(found: dict[str, Any], again: dict[str, Any], first: int, last: int
         for at, (one, other, loss, here) in zip(range(step - num + 1, step + 1), zip(*(c[-num:] for c in columns))):
             if one != other and is_exact:
                 return f"samples: differ first in step {at}, where the loss is {here!r}, certified {loss!r}"
-            if not _is_same(loss, here, is_exact):
+            # As text, NaN is equal to itself.
+            if repr(loss) != repr(here) and (is_exact or not math.isclose(loss, here, rel_tol=_CLOSE)):
                 return f"loss: differs first in step {at}: {here!r}, certified {loss!r}"
         if not is_exact:
             continue
@@ -265,7 +257,7 @@ def _other_numbers(found: dict[str, Any], again: dict[str, Any], first: int, las
     theirs, ours = _numbers(found), _numbers(again)
     starts = {again["first"], *found["starts"]} - {0}
     for step in range(first + 1, last + 1):
-        if step - 1 not in starts and step in theirs and ours.get(step, theirs[step]) != theirs[step]:
+        if step - 1 not in starts and theirs.get(step) != ours.get(step):
             return f"numbers: what the program read or printed between steps {step - 1} and {step} differs"
     if again["is_complete"] and found["is_complete"] and found["numbers_at_end"] != again["numbers_at_end"]:
         return "numbers: what the program read or printed after its last step differs"
@@ -284,12 +276,6 @@ def _hashes(names: list[str], weights: str) -> dict[str, str]:
     return {name: made for name, made in zip(names, hashes) if made != document.UNCHANGED}
 
 
-def _is_same(one: float, other: float, is_exact: bool) -> bool:
-    if one == other or (one != one and other != other):  # NaN
-        return True
-    return not is_exact and abs(one - other) <= _CLOSE * max(abs(one), abs(other))
-
-
 def as_json(verdict: Verdict) -> dict[str, Any]:
     """Return what `--json` prints; `schema` changes with every change that a program reading it could notice."""
     return {"schema": 1, **asdict(verdict)}
@@ -299,8 +285,7 @@ def as_text(verdict: Verdict, num_ranks: int) -> str:
     """Return the verdict in a line, and what differs in one each."""
     where = f"steps {verdict.first} to {verdict.last}"
     if verdict.is_verified and verdict.is_exact:
-        on = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
-        return f"verified: {where} have the hashes of the certificate, on {on}"
+        return f"verified: {where} have the hashes of the certificate, on {count(num_ranks, 'rank')}"
     if verdict.is_verified:
         return f"agrees up to rounding: the losses of {where}; bits cannot be compared here"
     return "\n".join([f"not verified: {where}", *(f"  {text}" for text in verdict.differences)])

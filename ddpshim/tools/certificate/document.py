@@ -12,8 +12,9 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from ddpshim.errors import CertificateError
 from ddpshim.reading import read_bytes
@@ -22,38 +23,41 @@ SCHEMA = 1
 _MOST_BYTES = 256 * 1024 * 1024
 _REST_PER_NEWEST = 10  # the whole is written again once its newest marks have a tenth of its bytes
 _HEX = re.compile(r"[0-9a-f-]+")
-# Field of the document or of a mark -> type. A float may be written as an integer.
-_FIELDS: dict[str, Any] = {
-    "certificate": int,
-    "ddpshim": str,
-    "program": list,  # words after `run`
-    "exact": int,
-    "ranks": int,
-    "every": int,
-    "first": int,  # the step after which recording began; 0 but in a repetition
-    "seed": int,  # of the generators that the program does not seed
-    "facts": dict,
-    "tensors": list,
-    "marks": list,
-    "checkpoints": list,
-    "starts": list,  # steps from which a later start continued
-    "numbers_at_end": str,  # as in a mark, after the last step; empty before the end
-    "is_complete": bool,
-    "seal": str,
-}
-_MARK: dict[str, Any] = {
+WIDTH = 16  # hexadecimal digits of the hash of one tensor
+UNCHANGED = "-" * WIDTH  # no optimizer that has the tensor made a step since the mark before
+# What each field holds: a type, a list of such, or a mapping with fields of its own; `str: ...` stands for any name.
+_MARK: dict[Any, Any] = {
     "step": int,
-    "samples": list,  # of each step since the mark before, a hash of the samples
-    "losses": list,  # of each step, the sum over its backward passes
-    "numbers": list,  # of each step, a hash of the numbers read from tensors since the one before; may be empty
+    "samples": [str],  # of each step since the mark before, a hash of the samples
+    "losses": [float],  # of each step, the sum over its backward passes
+    "numbers": [str],  # of each step, a hash of the numbers read from tensors since the one before; may be empty
     "generators": str,  # empty for a mark that was made later than at its step
     "weights": str,
     "optimizer": str,
     "chain": str,
 }
-WIDTH = 16  # hexadecimal digits of the hash of one tensor
-UNCHANGED = "-" * WIDTH  # no optimizer that has the tensor made a step since the mark before
-PARTS = {"code": dict, "packages": dict, "data": dict, "environment": dict}
+_FIELDS: dict[Any, Any] = {
+    "certificate": int,
+    "program": [str],  # words after `run`
+    "exact": int,
+    "ranks": int,
+    "every": int,
+    "first": int,  # the step after which recording began; 0 but in a repetition
+    "seed": int,  # of the generators that the program does not seed
+    "facts": {
+        "code": {str: str},
+        "packages": {str: {"version": str, "sha256": str}},
+        "data": {str: str},
+        "environment": {"variables": {str: str}},
+    },
+    "tensors": [str],  # their names
+    "marks": list,  # of _MARK
+    "checkpoints": [{"step": int, "file": str, "sha256": str}],
+    "starts": [int],  # steps from which a later start continued
+    "numbers_at_end": str,  # as in a mark, after the last step; empty before the end
+    "is_complete": bool,
+    "seal": str,
+}
 
 
 def digest(value: Any) -> str:
@@ -66,24 +70,30 @@ def chained(before: str, mark: dict[str, Any]) -> str:
     return digest([before, {name: value for name, value in mark.items() if name != "chain"}])
 
 
-def seal_of(document: dict[str, Any], chain: str) -> str:
-    """Return the hash of a certificate whose last mark has the hash `chain`."""
-    return digest([chain, {name: value for name, value in document.items() if name not in ("seal", "marks")}])
-
-
 def begin(document: dict[str, Any]) -> str:
     """Return the hash that the first mark continues."""
     return digest([document[name] for name in ("program", "exact", "every", "seed")])
 
 
+def last_hash(document: dict[str, Any]) -> str:
+    """Return the hash that the next mark continues."""
+    last: str = document["marks"][-1]["chain"] if document["marks"] else begin(document)
+    return last
+
+
+def seal_of(document: dict[str, Any]) -> str:
+    """Return the hash of a certificate."""
+    rest = {name: value for name, value in document.items() if name not in ("seal", "marks")}
+    return digest([last_hash(document), rest])
+
+
 def write(document: dict[str, Any], path: Path) -> None:
     """Seal a certificate and replace `path` by it: readers see the old one or the new one. Local."""
-    document["seal"] = seal_of(document, document["marks"][-1]["chain"] if document["marks"] else begin(document))
-    lists = ("marks", "checkpoints")
-    rest = json.dumps({name: value for name, value in document.items() if name not in lists}, indent=1)
-    rows = [f' "{name}": [\n{_rows(document[name])}\n ]' for name in lists]
+    document["seal"] = seal_of(document)
+    rest = json.dumps({name: value for name, value in document.items() if name != "marks"}, indent=1)
+    rows = ",\n".join(f"  {json.dumps(mark)}" for mark in document["marks"])
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(rest[: rest.rindex("}")].rstrip() + ",\n" + ",\n".join(rows) + "\n}\n")
+    partial.write_text(f'{rest[:-2]},\n "marks": [\n{rows}\n ]\n}}\n')
     os.replace(partial, path)
     _newest(path).unlink(missing_ok=True)
 
@@ -97,10 +107,6 @@ def add(mark: dict[str, Any], path: Path) -> bool:
 
 def _newest(path: Path) -> Path:
     return path.with_name(f".{path.name}.newest")
-
-
-def _rows(items: list[dict[str, Any]]) -> str:
-    return ",\n".join(f"  {json.dumps(item)}" for item in items)
 
 
 def read(path: Path, first: int = 0) -> dict[str, Any]:
@@ -117,12 +123,21 @@ def read(path: Path, first: int = 0) -> dict[str, Any]:
             f"{path} is not a certificate of this version of ddpshim: {wrong}. Nothing was run. Make it with "
             "`python -m ddpshim run --certify FILE`."
         )
-    broken = _first_broken(document)
-    if broken is not None:
-        raise CertificateError(
-            f"{path} was edited after it was written: {broken}. Nothing was run; get the file again from who made it."
-        )
+    before = begin(document)
+    for mark in document["marks"]:
+        if mark["chain"] != chained(before, mark):
+            raise _edited(path, f"the mark of step {mark['step']}, or what stands before it, is")
+        before = mark["chain"]
+    if document["seal"] != seal_of(document):
+        raise _edited(path, "its facts, its checkpoints or its end are")
     return _with_newest(document, path)
+
+
+def _edited(path: Path, what: str) -> CertificateError:
+    return CertificateError(
+        f"{path} was edited after it was written: {what} not what was recorded. Nothing was run; get the file again "
+        "from who made it."
+    )
 
 
 def _with_newest(document: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -137,77 +152,57 @@ def _with_newest(document: dict[str, Any], path: Path) -> dict[str, Any]:
             mark = json.loads(line)
         except (ValueError, RecursionError):  # the process was killed while it wrote it
             break
-        longer = {**whole, "marks": [mark]}
-        last = whole["marks"][-1] if whole["marks"] else {"step": whole["first"], "chain": begin(whole)}
-        if next(_wrong_marks(longer, last["step"]), None) or mark["chain"] != chained(last["chain"], mark):
+        last = whole["marks"][-1]["step"] if whole["marks"] else whole["first"]
+        is_wrong = any(_wrong_in_mark(mark, last, len(whole["tensors"])))
+        if is_wrong or mark["chain"] != chained(last_hash(whole), mark):
             break
         whole["marks"].append(mark)
     return whole
 
 
-def _wrong_in(document: Any, first: int) -> Any:
-    """Yield what a document lacks."""
+def _wrong_in(document: Any, first: int) -> Iterator[str]:
+    """Yield what is wrong in a document. Only the first is certain: what follows relies on it."""
     if not isinstance(document, dict) or document.get("certificate") != SCHEMA:
         yield f"its field 'certificate' is not {SCHEMA}"
-        return
-    odd = [*_wrong_fields(document, _FIELDS, "")]
-    yield from odd
-    if odd:
-        return
-    yield from (f"facts has no '{name}'" for name in PARTS if not isinstance(document["facts"].get(name), dict))
-    if not document["program"] or not all(isinstance(word, str) for word in document["program"]):
-        yield "its program is not a list of words"
-    if not all(isinstance(name, str) for name in document["tensors"]):
-        yield "its tensors are not names"
+    yield from _wrong_kinds(document, _FIELDS, "the file")
+    if not document["program"]:
+        yield "its program has no words"
     if not (document["exact"] > 0 < document["every"] and document["ranks"] > 0):
         yield "'exact', 'ranks' and 'every' are not positive"
     if document["first"] != first:
         yield f"it begins after step {document['first']}"
-    yield from _wrong_marks(document, document["first"])
+    for mark in document["marks"]:
+        yield from _wrong_in_mark(mark, first, len(document["tensors"]))
+        first = mark["step"]
     for saved in document["checkpoints"]:
-        odd = [*_wrong_fields(saved, {"step": int, "file": str, "sha256": str}, "a checkpoint's ")]
-        yield from odd
-        if not odd and os.path.basename(saved["file"]) != saved["file"]:
+        if os.path.basename(saved["file"]) != saved["file"]:
             yield f"the checkpoint {saved['file']!r} lies in another folder"
 
 
-def _wrong_marks(document: dict[str, Any], last: int) -> Any:
-    """Yield what the marks lack, of which the first follows that of step `last`."""
-    for mark in document["marks"]:
-        odd = [*_wrong_fields(mark, _MARK, "a mark's ")]
-        yield from odd
-        if odd:
-            return
-        if not mark["losses"]:
-            yield f"the mark of step {mark['step']} has no losses"
-        num, rest = divmod(len(mark["weights"]), WIDTH)  # an optimizer may start later
-        if rest or num > len(document["tensors"]) or not _HEX.fullmatch(mark["weights"]):
-            yield f"the weights of step {mark['step']} are not a hash for each tensor"
-        if not all(isinstance(loss, (int, float)) for loss in mark["losses"]):
-            yield f"the losses of step {mark['step']} are not numbers"
-        for name in ("samples", "numbers"):
-            if len(mark[name]) != len(mark["losses"]) and (mark[name] or name == "samples"):
-                yield f"step {mark['step']} does not have a hash of {name} for each loss"
-        if mark["step"] - len(mark["losses"]) != last:
-            yield f"the mark of step {mark['step']} does not follow that of step {last}: steps are missing"
-        last = mark["step"]
+def _wrong_in_mark(mark: Any, last: int, num_tensors: int) -> Iterator[str]:
+    """Yield what is wrong in a mark that follows that of step `last`, as `_wrong_in` does."""
+    yield from _wrong_kinds(mark, _MARK, f"the mark after step {last}")
+    step, num = mark["step"], len(mark["losses"])
+    if not num or len(mark["samples"]) != num or len(mark["numbers"]) not in (0, num):
+        yield f"the mark of step {step} does not have a loss, and hashes, for each step"
+    num_hashes, rest = divmod(len(mark["weights"]), WIDTH)  # an optimizer may start later
+    if rest or num_hashes > num_tensors or not _HEX.fullmatch(mark["weights"]):
+        yield f"the weights of step {step} are not a hash for each tensor"
+    if step - num != last:
+        yield f"the mark of step {step} does not follow that of step {last}: steps are missing"
 
 
-def _wrong_fields(found: Any, fields: dict[str, Any], whose: str) -> Any:
-    for name, kind in fields.items():
-        if not isinstance(found, dict) or type(found.get(name)) is not kind:
-            yield f"{whose}field '{name}' is missing or not of type {kind.__name__}"
-
-
-def _first_broken(document: dict[str, Any]) -> Optional[str]:
-    before = begin(document)
-    for mark in document["marks"]:
-        if mark["chain"] != chained(before, mark):
-            return f"the mark of step {mark['step']}, or what stands before it, is not what was recorded"
-        before = mark["chain"]
-    if document["seal"] == seal_of(document, before):
-        return None
-    return "its facts, its checkpoints or its end are not what was recorded"
+def _wrong_kinds(found: Any, kind: Any, what: str) -> Iterator[str]:
+    """Yield what is not of its kind, as in `_FIELDS`."""
+    own: Any = kind if isinstance(kind, type) else type(kind)
+    if type(found) is not own:
+        yield f"{what} is missing or not of type {own.__name__}"
+    elif isinstance(kind, list):
+        for number, item in enumerate(found):
+            yield from _wrong_kinds(item, kind[0], f"item {number} of {what}")
+    elif isinstance(kind, dict):
+        for name in found if str in kind else kind:
+            yield from _wrong_kinds(found.get(name), kind.get(name, kind.get(str)), f"{name} of {what}")
 
 
 def folder_of(path: Path) -> Path:

@@ -9,7 +9,6 @@ import platform
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Optional
 
@@ -60,7 +59,8 @@ def code_and_packages(here: Path) -> tuple[dict[str, str], dict[str, Any]]:
     """Return the files of the program, started in `here`, with their hashes, and the packages with version and hash."""
     own: dict[str, str] = {}
     packages = set[str]()
-    ours, stdlib = os.path.realpath(Path(__file__).parents[2]) + "/", _stdlib()
+    ours = os.path.realpath(Path(__file__).parents[2]) + "/"
+    stdlib = _stdlib()
     for module in [*sys.modules.values()]:
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not os.path.isfile(file):
@@ -89,22 +89,17 @@ def package(name: str) -> Optional[dict[str, str]]:
         return None
     if spec is None or (spec.origin is None and not spec.submodule_search_locations):
         return None
-    made = hashlib.sha256()
-    for root, path in _python_files(spec):
-        made.update(os.path.relpath(path, root).encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    made, folders = hashlib.sha256(), [Path(folder) for folder in spec.submodule_search_locations or ()]
+    files = [(path, folder) for folder in folders for path in sorted(folder.rglob("*.py"))]
+    if not folders and (one := Path(spec.origin or "")).suffix == ".py":
+        files = [(one, one.parent)]
+    for path, folder in files:
+        made.update(os.path.relpath(path, folder).encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         version = ""
     return {"version": version, "sha256": made.hexdigest()}
-
-
-def _python_files(spec: Any) -> Iterator[tuple[Path, Path]]:
-    if spec.submodule_search_locations:
-        for folder in spec.submodule_search_locations:
-            yield from ((Path(folder), path) for path in sorted(Path(folder).rglob("*.py")))
-    elif str(spec.origin).endswith(".py"):
-        yield Path(spec.origin).parent, Path(spec.origin)
 
 
 class Reads:
@@ -129,7 +124,10 @@ class Reads:
 
     def look(self) -> None:
         """Add the files that are open or mapped now. Linux only; elsewhere nothing is added."""
-        for process in (str(self._process), *_children(self._process)):
+        processes = [str(self._process)]
+        with contextlib.suppress(OSError), open(f"/proc/{processes[0]}/task/{processes[0]}/children") as children:
+            processes += children.read().split()
+        for process in processes:
             folder = f"/proc/{process}/fd"
             with contextlib.suppress(OSError):  # it has ended
                 for number in os.listdir(folder):
@@ -153,23 +151,12 @@ class Reads:
         found = {}
         for name in sorted(self._paths):
             path = Path(name)
-            is_code = name.endswith((".py", ".pyc", ".so")) or ".so." in path.name
-            if name.startswith(left_out) or "-info/" in name or is_code:
-                continue
-            try:
-                if path.is_file() and path.stat().st_mtime < self._before:
+            is_code = name.endswith((".py", ".pyc", ".so")) or ".so." in path.name or "-info/" in name
+            with contextlib.suppress(OSError):
+                is_data = not is_code and not name.startswith(left_out) and path.is_file()
+                if is_data and path.stat().st_mtime < self._before:
                     found[named(path, self.here)] = sha256_of(path)
-            except OSError:
-                continue
         return found
-
-
-def _children(process: int) -> Iterable[str]:
-    try:
-        with open(f"/proc/{process}/task/{process}/children") as file:
-            return file.read().split()
-    except OSError:
-        return ()
 
 
 def environment(device: Any) -> dict[str, Any]:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import functools
 import hashlib
 import json
 import math
 import os
-import queue
 import shutil
 import sys
 import threading
@@ -23,7 +21,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional
 
-from ddpshim import version
 from ddpshim.errors import CertificateError
 from ddpshim.process.job import current
 from ddpshim.process.observed import observe
@@ -38,11 +35,9 @@ _DEADLINE_S = 120.0
 
 @contextlib.contextmanager
 def recorded(settings: str, argv: Any) -> Iterator[None]:
-    """Within this block, record the program `argv` by the JSON file `settings`: file, every, and in a repetition the
-    last step, and the step of the checkpoint that it starts from. Local."""
-    chosen = json.loads(Path(settings).read_text())
-    recorder = Recorder(chosen, list(argv), os.stat(settings).st_mtime)
-    if chosen["last"] is not None:
+    """Within this block, record the program `argv` by the JSON file `settings` (`commands.set_up`). Local."""
+    recorder = Recorder(Path(settings), list(argv))
+    if recorder.is_repeating:
         from ddpshim.tools.check.new_files import Recorder as NewFiles
         from ddpshim.trainers.unedited.private_files import switch_loggers_off
 
@@ -52,11 +47,14 @@ def recorded(settings: str, argv: Any) -> Iterator[None]:
     recorder.install()
     try:
         yield
-    except BaseException as error:
-        recorder.end(is_complete=isinstance(error, SystemExit) and error.code in (None, 0))
-        raise
-    else:
-        recorder.end(is_complete=True)
+    finally:
+        recorder.end(is_complete=not _is_failing())
+
+
+def _is_failing() -> bool:
+    """Whether an error is ending the program."""
+    error = sys.exc_info()[1]
+    return error is not None and not (isinstance(error, SystemExit) and not error.code)
 
 
 class _Step:
@@ -76,9 +74,11 @@ class _Step:
 class Recorder:
     """Records this process, not its forked children."""
 
-    def __init__(self, chosen: dict[str, Any], program: list[str], began: float) -> None:
-        self._path, self._every = Path(chosen["file"]), int(chosen["every"])
-        self._last, self._folder = chosen["last"], Path(chosen["folder"])
+    def __init__(self, settings: Path, program: list[str]) -> None:
+        chosen = json.loads(settings.read_text())
+        self._path, self._every, self._folder = Path(chosen["file"]), int(chosen["every"]), settings.parent
+        self._last = chosen["last"]
+        self.is_repeating = self._last is not None
         self._at, self._marked = set(chosen["marks"]), 0  # steps of a repetition's marks; the step of the last mark
         self._program, self._seed = program, int(chosen["seed"])
         self._process = os.getpid()
@@ -92,11 +92,10 @@ class Recorder:
         self._names = weakref.WeakKeyDictionary[Any, list[str]]()  # optimizer -> of its parameters
         self._document: dict[str, Any] = {}
         self._environment: dict[str, Any] = {}
-        self._before, self._is_on_disk = "", False  # the last mark's hash; whether the file has all but newest marks
-        self._reads = facts.Reads(began)
+        self._is_on_disk = False  # whether the file has all but newest marks
+        self._reads = facts.Reads(settings.stat().st_mtime)
         self._undo = contextlib.ExitStack()
-        self._tasks: queue.Queue[Any] = queue.Queue(maxsize=1)
-        self._writer: Optional[threading.Thread] = None
+        self._writer: Optional[threading.Thread] = None  # of the last mark
         self._failed: Optional[BaseException] = None
 
     def install(self) -> None:
@@ -112,11 +111,13 @@ class Recorder:
     def _see_batch(self, batches: Any, batch: Any) -> None:
         if os.getpid() != self._process:
             return
+        from ddpshim.job.group import world
         from ddpshim.tools.check.watching import is_of_all_ranks
 
         size, samples = samples_of(batch)
-        is_own = _rank() == 0 or not is_of_all_ranks(batches, batch, size)
-        self._latest = sum(int(name, 16) for name in samples or ()) if is_own else 0  # in any order: ranks deal rows
+        self._latest = sum(int(name, 16) for name in samples or ())  # in any order: ranks deal rows
+        if is_of_all_ranks(batches, batch, size) and world().rank:
+            self._latest = 0  # the main rank's is enough
 
     def _see_loss(self, tensors: Any) -> None:
         from ddpshim.model.backward import Passes
@@ -157,10 +158,10 @@ class Recorder:
             )
         saves = current().part(Saves)
         saves.also.append(self._keep)
-        if self._last is None:
+        if not self.is_repeating:
             saves.before.append(self._mark_between)  # a later start begins at a mark
         self._rank, self._has_numbers = world().rank, current().holds_whole_batches
-        if self._last is None and self._rank == 0:
+        if not self.is_repeating and self._rank == 0:
             if saves.restored is not None:
                 self._continue(saves.restored)
             elif document.folder_of(self._path).exists():
@@ -186,7 +187,6 @@ class Recorder:
             found[name] = [item for item in found[name] if item["step"] <= step]
         found["starts"] = [*(at for at in found["starts"] if at < step), step]
         self._document, self._first, self._marked = found, step, step
-        self._before = found["marks"][-1]["chain"] if found["marks"] else document.begin(found)
 
     def _keep(self, written: Path) -> tuple[Any, ...]:
         """Return what to call once the file `written` of a Resumable is on disk. Local, on the main rank."""
@@ -222,8 +222,11 @@ class Recorder:
         mark: dict[str, Any] = {"step": self._num_steps, "samples": samples, "losses": losses, "numbers": numbers}
         mark["generators"] = "" if is_between else generators
         moments = [_state_of(optimizer) for optimizer in self._stepped]
-        self._write_later(functools.partial(self._add, mark, self._weights(), moments))
+        added = (mark, self._weights(), moments)
         self._stepped = []
+        self._wait()
+        self._writer = threading.Thread(target=self._add, args=added, daemon=True)
+        self._writer.start()
 
     def _weights(self) -> dict[str, list[Any]]:
         """Return copies of the tensors that may have changed since the last mark, by name."""
@@ -241,8 +244,7 @@ class Recorder:
 
     def _mark_end(self) -> None:
         """Record the state at the end of the program too (collective)."""
-        error = sys.exc_info()[1]
-        if not current().is_failing() and (error is None or (isinstance(error, SystemExit) and not error.code)):
+        if not current().is_failing() and not _is_failing():
             self._mark_between()
 
     def _mark_between(self) -> None:
@@ -252,48 +254,39 @@ class Recorder:
             self._mark(is_between=True)
             self._steps.append(following)
 
-    def _write_later(self, task: Any) -> None:
-        if self._writer is None:
-            self._writer = threading.Thread(target=self._work, daemon=True)
-            self._writer.start()
-        self._tasks.put(task)  # waits until the mark before is written
+    def _wait(self) -> None:
+        """Wait until the last mark is written. Raises CertificateError if it could not be."""
+        if self._writer is not None:
+            self._writer.join()
         if self._failed is not None:
             raise CertificateError(f"{self._path} could not be written ({self._failed}): nobody could check this run.")
 
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            try:
-                task()
-            except BaseException as error:  # told at the next mark
-                self._failed = error
-            self._tasks.task_done()
-
     def _add(self, mark: dict[str, Any], weights: dict[str, list[Any]], moments: list[Any]) -> None:
-        """Hash a mark's tensors, and write the certificate. In the writer's thread."""
-        if not self._document:
-            self._document = self._head()
-            self._before = document.begin(self._document)
-        made = hashlib.sha256()
-        for numbers, tensors in moments:
-            made.update(json.dumps(numbers).encode())
-            for tensor in tensors:
-                made.update(_hash(tensor).encode())
-        names = self._document["tensors"]
-        new = weights.keys() - set(names)  # an optimizer may start later
-        names += [name for name in weights if name in new]
-        found = (_hash(*weights[name]) if name in weights else document.UNCHANGED for name in names)
-        mark.update(weights="".join(found), optimizer=made.hexdigest())
-        mark["chain"] = self._before = document.chained(self._before, mark)
-        self._document["marks"].append(mark)
-        if new or not self._is_on_disk or not document.add(mark, self._path):  # else a line is enough
-            self._write(is_complete=False)
+        """Hash a mark's tensors, and write the certificate. In a thread of its own."""
+        try:
+            self._document = self._document or self._head()
+            made = hashlib.sha256()
+            for numbers, tensors in moments:
+                made.update(json.dumps(numbers).encode())
+                for tensor in tensors:
+                    made.update(_hash(tensor).encode())
+            names = self._document["tensors"]
+            new = weights.keys() - set(names)  # an optimizer may start later
+            names += [name for name in weights if name in new]
+            found = (_hash(*weights[name]) if name in weights else document.UNCHANGED for name in names)
+            mark.update(weights="".join(found), optimizer=made.hexdigest())
+            mark["chain"] = document.chained(document.last_hash(self._document), mark)
+            self._document["marks"].append(mark)
+            if new or not self._is_on_disk or not document.add(mark, self._path):  # else a line is enough
+                self._write(is_complete=False)
+        except BaseException as error:  # raised at the next mark
+            self._failed = error
 
     def _head(self) -> dict[str, Any]:
         from ddpshim.job.group import world
 
         return {
             "certificate": document.SCHEMA,
-            "ddpshim": version.__version__,
             "program": self._program,
             "exact": world().options.exact,
             "ranks": world().world_size,
@@ -328,23 +321,23 @@ class Recorder:
         if os.getpid() != self._process:
             return
         self._undo.close()
-        if self._writer is not None:
-            self._tasks.put(None)
-            self._writer.join(_DEADLINE_S)
-            if self._failed is not None:
-                say(f"no certificate: {self._path} could not be written ({self._failed})")
-                return
+        if self._writer is None:
+            if self._rank == 0 and int(os.environ.get("RANK", 0)) == 0:
+                say(f"no certificate: the program made {self._num_steps or 'no'} steps, and none of them was recorded")
+            return
+        try:
+            self._wait()
+        except CertificateError as error:
+            say(str(error))
+            return
+        if is_complete and self._has_numbers:
+            self._document["numbers_at_end"] = f"{self._steps[-1].numbers:08x}"
+        if not self.is_repeating:
             self._reads.look()
-            if self._last is None:
-                self._document["facts"].update(self._facts())
-            if is_complete and self._has_numbers:
-                self._document["numbers_at_end"] = f"{self._steps[-1].numbers:08x}"
-            self._write(is_complete)
-            if self._last is None:
-                marks = self._document["marks"]
-                say(f"{self._path} certifies {marks[-1]['step']} steps; check it with `check --certificate`")
-        elif self._rank == 0 and int(os.environ.get("RANK", 0)) == 0:
-            say(f"no certificate: the program made {self._num_steps or 'no'} steps, and none of them was recorded")
+            self._document["facts"].update(self._facts())
+        self._write(is_complete)
+        if not self.is_repeating:
+            say(f"{self._path} certifies {self._marked} steps; check it with `check --certificate`")
 
     def _stop(self) -> None:
         """End this process once its peers have made their last step, so that the program does not continue."""
@@ -358,12 +351,6 @@ class Recorder:
 def _sum(losses: list[float]) -> float:
     """Return a sum whose bits do not depend on the order."""
     return math.fsum(losses) if all(map(math.isfinite, losses)) else sum(losses)
-
-
-def _rank() -> int:
-    from ddpshim.job.group import has_world, world
-
-    return world().rank if has_world() else 0
 
 
 def _parameters(optimizer: Any) -> Iterator[Any]:
