@@ -10,11 +10,11 @@ RANK = "DDPSHIM_RANK"  # this rank, while the launcher's variables are hidden fr
 CHECK = "DDPSHIM_CHECK"  # folder to which the ranks of a check write; else unset
 CERTIFY = "DDPSHIM_CERTIFY"  # settings with which the ranks write a certificate; else unset
 RESUME_FROM = "DDPSHIM_RESUME_FROM"  # a Resumable's file from which a certified run is repeated, or "the beginning"
+TORCH_FIRST = "DDPSHIM_TORCH_FIRST"  # set for a rank that is started again, because it wrote before it imported torch
 SEED = "DDPSHIM_SEED"  # of a certified program that sets none; else it is drawn
 UPSTREAM = "DDPSHIM_UPSTREAM"  # source trees for the tests
-# For variables of module files or sites, such as DDPSHIM_MODULE_ROOT: ignored.
-MODULE_PREFIX = "DDPSHIM_MODULE_"
+MODULE_PREFIX = "DDPSHIM_MODULE_"  # of variables of module files or sites, such as DDPSHIM_MODULE_ROOT: ignored
 FAULT = "DDPSHIM_FAULT"  # for the tests: the fault to cause
 OF_ROBOMIMIC = ("DDPSHIM_KEEP_MODELS", "DDPSHIM_NODE_MEMORY")  # read by `ddpshim.robomimic.options`
 OF_USERS = (LAUNCHER, UNEDITED, ROWS, *OF_ROBOMIMIC)  # set by users; the others are messages, or for the tests
-ALL = (*OF_USERS, RANK_LOGS, RUN_DIR, RANK, CHECK, CERTIFY, RESUME_FROM, SEED, UPSTREAM, FAULT)
+ALL = (*OF_USERS, RANK_LOGS, RUN_DIR, RANK, CHECK, CERTIFY, RESUME_FROM, TORCH_FIRST, SEED, UPSTREAM, FAULT)

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Optional
@@ -332,6 +333,29 @@ def test_that_a_program_is_left_alone_is_said_by_one_rank(
         expected = line if (rank, choice) == ("0", "auto") else None
         said = capfd.readouterr().err
         assert said == "" if expected is None else said.startswith(f"ddpshim: {expected}")
+
+
+def test_a_program_that_writes_before_it_imports_torch_writes_as_one(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        """
+import importlib, os, time
+run = f"run_{time.time_ns()}"
+os.mkdir(run)
+print("wrote", file=open(f"{run}/log", "a"))
+torch = importlib.import_module("tor" + "ch")
+torch.save(torch.ones(1), f"{run}/saved.pt")
+torch.load(f"{run}/saved.pt")
+print("went on", file=open(f"{run}/log", "a"))
+"""
+    )
+    command = [sys.executable, "-m", "ddpshim", "run", "--nproc", "3", "train.py"]
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    (run,) = tmp_path.glob("run_*")
+    assert {file.name for file in run.iterdir()} == {"log", "saved.pt"}
+    assert (run / "log").read_text() == "wrote\nwent on\n"
 
 
 def test_where_the_order_is_given_one_rank_is_the_plain_script_bit_for_bit(tmp_path: Path) -> None:

@@ -21,8 +21,7 @@ from typing import Any, Optional
 
 from ddpshim.process.say import count
 from ddpshim.trainers.unedited.c_libraries import CLibraries
-from ddpshim.trainers.unedited.main_file_log import TEMPORARY, WRITES
-from ddpshim.trainers.unedited.unmanaged_paths import LeftAlone
+from ddpshim.trainers.unedited.unmanaged_paths import TEMPORARY, WRITES, LeftAlone
 
 RECORDS = "paths.jsonl"
 _MADE, _EXISTED, _MOVED = "made", "existed", "moved"

@@ -23,12 +23,10 @@ from typing import Any, Callable, Optional
 from ddpshim.job.world import World
 from ddpshim.process import messages
 from ddpshim.trainers.unedited.saves import Saves
-from ddpshim.trainers.unedited.unmanaged_paths import LeftAlone
+from ddpshim.trainers.unedited.unmanaged_paths import TEMPORARY, WRITES, LeftAlone
 
 _MOST_BYTES = 64 << 10  # larger files are sent without content: other ranks know only that they existed
 _SLACK_S = 60.0  # the clock of a file server may be behind by this
-WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-TEMPORARY = getattr(os, "O_TMPFILE", 0)
 _CHANGING = ("mkdir", "rmdir", "unlink", "remove", "mkfifo", "mknod", "truncate")
 
 

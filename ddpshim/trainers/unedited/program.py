@@ -64,7 +64,8 @@ def _words(argv: Sequence[str]) -> list[str]:
 def distributed(argv: Sequence[str]) -> Iterator[Optional[Start]]:
     """Within this block, the program `argv` is distributed, unless it distributes itself; yields None if it is not.
 
-    If so, collective: the job is joined when the program imports torch, or at once if its files import it.
+    If so, collective: the job is joined when the program imports torch, or at once if its files import it, or write
+    before.
     """
     if not is_launched() or _wanted() == "off":
         yield None
@@ -90,8 +91,12 @@ def distributed(argv: Sequence[str]) -> Iterator[Optional[Start]]:
                 until.enter_context(joined(start))
 
         after_import("torch", begin)
-        if sources.imports_torch:
+        if sources.imports_torch or os.environ.pop(variables.TORCH_FIRST, ""):
             importlib.import_module("torch")
+        else:
+            from ddpshim.trainers.unedited.write_audit import begin_before_writing
+
+            begin_before_writing(start)
         yield start
 
 

@@ -13,8 +13,7 @@ from types import FrameType, FunctionType, MethodType
 from typing import Any, Callable, Optional, TypeVar
 
 from ddpshim.trainers.unedited.file_overlay import View, copy_file
-from ddpshim.trainers.unedited.main_file_log import TEMPORARY, WRITES
-from ddpshim.trainers.unedited.unmanaged_paths import LeftAlone
+from ddpshim.trainers.unedited.unmanaged_paths import TEMPORARY, WRITES, LeftAlone
 
 T = TypeVar("T")
 
@@ -53,11 +52,10 @@ class Files:
     def is_private(self, path: str, frame: Optional[FrameType]) -> bool:
         """Whether the caller of `frame` may write to `path` directly: no other rank sees it, or it is left alone."""
         path = os.path.normpath(path)
-        if path.startswith(self._view.top) or self._left.has(path) or self._left.is_asked_by(frame):
-            return True
         # A function of Python that opens the file is asked itself; `path` may be a folder that only this rank has.
         opener = frame.f_locals["opener"] if frame and frame.f_code is Files.open_file.__code__ else None
-        return isinstance(getattr(opener, "func", opener), (FunctionType, MethodType))
+        is_asked = isinstance(getattr(opener, "func", opener), (FunctionType, MethodType))
+        return is_asked or path.startswith(self._view.top) or self._left.has(path) or self._left.is_asked_by(frame)
 
     # Reading
 

@@ -11,6 +11,8 @@ from typing import Optional
 
 from ddpshim import variables
 
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+TEMPORARY = getattr(os, "O_TMPFILE", 0)
 # Files that these write are never redirected: they have one per process, or are safe with several processes.
 _LIBRARIES = ("ddpshim", "multiprocessing", "importlib", "triton", "numba", "torch._inductor", "torch._dynamo")
 # These write on behalf of their callers.
@@ -20,7 +22,6 @@ _VARIABLES = (
     *("XDG_CACHE_HOME", "MPLCONFIGDIR", "NUMBA_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_HOME"),
     *("TORCH_EXTENSIONS_DIR", "HF_HOME", "CUDA_CACHE_PATH", variables.RUN_DIR),
 )
-_IN_HOME = (".cache", ".config", ".triton", ".nv")
 
 
 class LeftAlone:
@@ -29,7 +30,7 @@ class LeftAlone:
     def __init__(self) -> None:
         self._temporary = os.path.realpath(tempfile.gettempdir())
         self._made: set[str] = set()  # by the module tempfile, so the names are unique to this process
-        folders = ["/dev", "/proc", "/sys", *(os.path.expanduser(f"~/{name}") for name in _IN_HOME)]
+        folders = ["/dev", "/proc", "/sys", *map(os.path.expanduser, ("~/.cache", "~/.config", "~/.triton", "~/.nv"))]
         folders += [sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")]
         folders += [os.environ[name] for name in _VARIABLES if os.path.isabs(os.environ.get(name, ""))]
         prefixes = {f"{form}/" for folder in folders for form in (folder, os.path.realpath(folder))}

@@ -1,4 +1,4 @@
-"""Refuses a rank's writes that bypass the replaced functions, using Python's audit hooks; the main rank may write."""
+"""Sees writes by Python's audit hooks, and refuses a rank's that bypass the replaced functions. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Callable, Optional
 
+from ddpshim import variables
 from ddpshim.errors import SyncError
 from ddpshim.process.users_line import users_line
-from ddpshim.trainers.unedited.main_file_log import WRITES
+from ddpshim.trainers.unedited.program import Start, start_again
+from ddpshim.trainers.unedited.unmanaged_paths import WRITES, LeftAlone
 
-_PATHS = {
-    **dict.fromkeys(("os.mkdir", "os.remove", "os.rmdir", "os.truncate"), (0,)),
+# Audit events of Python that write, and the arguments that are paths.
+_WRITTEN = {
+    **dict.fromkeys(("open", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"), (0,)),
     **dict.fromkeys(("os.rename", "os.link"), (0, 1)),
     "os.symlink": (1,),
 }
+_BEFORE_TORCH = {"isaacgym"}  # refuse to be imported after torch
 _is_private: Optional[Callable[[str, Any], bool]] = None
 
 
@@ -42,28 +46,48 @@ def _listen() -> None:
 
 def _on_event(event: str, args: Any) -> None:
     is_private = _is_private
-    if is_private is None or (event != "open" and event not in _PATHS):
+    if is_private is None:
         return
-    if event == "open":
-        paths = [args[0]] if isinstance(args[2], int) and args[2] & WRITES else []
-    else:
-        # Names relative to an open folder are already redirected: opening the folder was.
-        is_by_descriptor = event != "os.truncate" and args[-1] >= 0
-        paths = [] if is_by_descriptor else [args[at] for at in _PATHS[event]]
-    for path in paths:
-        if isinstance(path, (str, bytes, os.PathLike)):
-            name = os.path.join(posix.getcwd(), os.fsdecode(path))
-            if not is_private(name, sys._getframe(1)) and _is_file_or_absent(name):
-                raise SyncError(
-                    f"{users_line()} writes to {name} ({event}) through a function that ddpshim cannot "
-                    "intercept, on a rank that is not main; all ranks would write there and corrupt the file. Use "
-                    "open, or call os functions as os.NAME (os.mkdir), or write only on the main rank (RANK in "
-                    "os.environ)."
-                )
+    for name in written_by(event, args):
+        if not is_private(name, sys._getframe(1)):
+            raise SyncError(
+                f"{users_line()} writes to {name} ({event}) through a function that ddpshim cannot intercept, on a "
+                "rank that is not main; all ranks would write there and corrupt the file. Use open, or call os "
+                "functions as os.NAME (os.mkdir), or write only on the main rank (RANK in os.environ)."
+            )
+
+
+def begin_before_writing(start: Start) -> None:
+    """Restart this rank, with torch imported first, if it is to write a file before. Local.
+
+    Ranks meet when torch is imported. Before, each would write the file, perhaps under another name (a time).
+    """
+    left = LeftAlone()
+
+    def see(event: str, args: Any) -> None:
+        is_early = "torch" not in sys.modules and _BEFORE_TORCH.isdisjoint(sys.modules)
+        if is_early and os.getpid() == start.process:
+            for path in written_by(event, args):
+                frame = sys._getframe(1)
+                if not (left.has(path) or left.takes_note(path, frame) or left.is_asked_by(frame)):
+                    os.chdir(start.folder)
+                    start_again(start.argv, {**start.environ, variables.TORCH_FIRST: "yes"})
+
+    sys.addaudithook(see)
+
+
+def written_by(event: str, args: Any) -> list[str]:
+    """Return the files (absolute paths) that an audit event announces to write; they are regular or do not exist."""
+    if event not in _WRITTEN or (event == "open" and not (isinstance(args[2], int) and args[2] & WRITES)):
+        return []
+    # Names relative to an open folder are already redirected: opening the folder was.
+    if event not in ("open", "os.truncate") and args[-1] >= 0:
+        return []
+    paths = [args[at] for at in _WRITTEN[event] if isinstance(args[at], (str, bytes, os.PathLike))]
+    return list(filter(_is_file_or_absent, (os.path.join(posix.getcwd(), os.fsdecode(path)) for path in paths)))
 
 
 def _is_file_or_absent(path: str) -> bool:
-    """Whether `path` is a regular file or does not exist."""
     try:
         return stat.S_ISREG(posix.stat(path).st_mode)
     except OSError:
