@@ -62,7 +62,7 @@ class Saves:
     Attributes:
         restored: the file that was restored, on the main rank.
         is_off: whether nothing is saved: a part of a certified run is repeated, beside the user's own files.
-        before: called on every rank before a save (collective).
+        before: called on every rank before a save, or where one could have been made (collective).
         also: return, for a file, a function with its arguments to call once it is on disk.
     """
 
@@ -276,7 +276,7 @@ class Resumable:
         self._look(self._world.options.timeout_s)
 
     def _look(self, deadline_s: float) -> None:
-        if self._every_n_steps is not None and self._num_unsaved >= self._every_n_steps:
+        if self._num_unsaved >= (self._every_n_steps or math.inf) or current().part(Saves).is_off:
             self.save()
         here, now = self._num_boundaries, time.monotonic()
         self._num_boundaries += 1
@@ -320,11 +320,11 @@ class Resumable:
         checkpoint.flush()
         equal_steps.check_equal_steps("the step before a save")
         saves = current().part(Saves)
+        for call in saves.before:
+            call()
         if saves.is_off:
             self._last_save, self._num_unsaved = time.monotonic(), 0
             return
-        for call in saves.before:
-            call()
         if self._before_save is not None:
             self._before_save()
         for stateful in self._objects.values():

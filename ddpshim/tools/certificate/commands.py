@@ -39,10 +39,12 @@ class Verdict:
 def set_up(folder: Path, file: Path, every: int, seed: int, **repetition: Any) -> None:
     """Write what `recording` reads, and set the variables for the ranks.
 
-    `repetition`: first, the step of its checkpoint; marks, their steps; last, where it stops (0: at the end).
+    `repetition`: first, the step of its checkpoint; marks, their steps; between, the steps of those made when a file
+    was saved, or at the end; last, where it stops (0: at the end).
     """
     path = folder / "certificate.json"
-    chosen = {"file": str(file), "every": every, "seed": seed, "first": 0, "marks": [], "last": None, **repetition}
+    chosen = {"file": str(file), "every": every, "seed": seed}
+    chosen |= {"first": 0, "marks": [], "between": [], "last": None, **repetition}
     path.write_text(json.dumps(chosen))
     os.environ.update({variables.CERTIFY: str(path), variables.SEED: str(seed)})
 
@@ -103,7 +105,8 @@ def verify(path: Path, job: Optional[Launch], steps: Optional[tuple[int, int]], 
         )
     saved = _checkpoints(found, path)
     first, last = _stretch(found["marks"], steps)
-    start = max((step for step in saved if step <= first), default=0)
+    # Not from `first` itself: whether its checkpoint holds what its mark says shows only in a run that passes it.
+    start = max((step for step in saved if step < first), default=0)
     program = found["program"] if job is None else [*(["-m"] * job.is_module), job.program, *job.arguments]
     odd, of_machine = [*_other_facts(found, program)], [*_other_machine(found["facts"]["environment"])]
     for text in (*odd, *of_machine):
@@ -156,6 +159,8 @@ def _stretch(marks: list[dict[str, Any]], steps: Optional[tuple[int, int]]) -> t
 
 def _other_facts(found: dict[str, Any], program: list[str]) -> Iterator[str]:
     """Yield which arguments, code and data are other than in the certificate, each with its kind first."""
+    import torch
+
     if program != found["program"]:
         yield f"arguments: {' '.join(program)} here, and {' '.join(found['program'])} in the certificate"
     own = found["facts"]
@@ -168,7 +173,8 @@ def _other_facts(found: dict[str, Any], program: list[str]) -> Iterator[str]:
                 yield f"{kind}: {name} is not the file of the certificate (its sha256 differs)"
     for name, about in own["packages"].items():
         here = facts.package(name)
-        if here != about:
+        # Another torch is named by `_other_machine`.
+        if here != about and not (name == "torch" and own["environment"].get("torch") != str(torch.__version__)):
             versions = (
                 f"{here['version']} here, {about['version']} in the certificate" if here else "not installed here"
             )
@@ -190,10 +196,9 @@ def _again(
 ) -> dict[str, Any]:
     """Run the program until step `last`, and return its certificate."""
     file = folder / "again.json"
-    marks = [mark["step"] for mark in found["marks"]]
-    ends = found["is_complete"] and last == marks[-1]
-    if ends and not found["marks"][-1]["generators"]:
-        del marks[-1]  # it was made at the program's end
+    marks = {mark["step"]: bool(mark["generators"]) for mark in found["marks"]}
+    at, between = ([step for step in marks if marks[step] is is_at] for is_at in (True, False))
+    ends = found["is_complete"] and last == [*marks][-1]
     is_module = program[0] == "-m"
     name, *arguments = program[is_module:]
     job = Launch(name, tuple(arguments), is_module=is_module, nproc=str(num), proof=str(folder))
@@ -208,7 +213,8 @@ def _again(
         os.environ.update({name: chosen[name]} if name in chosen else {})
     os.environ[_EXACT] = str(found["exact"])
     os.environ[variables.RESUME_FROM] = THE_BEGINNING if saved is None else str(saved.resolve())
-    set_up(folder, file, found["every"], found["seed"], first=start, marks=marks, last=0 if ends else last)
+    when = {"first": start, "marks": at, "between": between, "last": 0 if ends else last}
+    set_up(folder, file, found["every"], found["seed"], **when)
     try:
         code = run(job)
     finally:
@@ -249,6 +255,8 @@ def _parting(found: dict[str, Any], again: dict[str, Any], first: int, last: int
         for name in ("generators", "optimizer"):
             if mark[name] != own[name] and mark[name]:
                 return f"{name}: differs first between steps {step - num} and {step}; losses and weights agree"
+    if found["is_complete"] and last == [*theirs][-1] and not (again["is_complete"] and last == [*ours][-1]):
+        return f"steps: the program did not end here after step {last}"
     return None
 
 

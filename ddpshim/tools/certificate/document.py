@@ -130,7 +130,7 @@ def read(path: Path, first: int = 0) -> dict[str, Any]:
         before = mark["chain"]
     if document["seal"] != seal_of(document):
         raise _edited(path, "its facts, its checkpoints or its end are")
-    return _with_newest(document, path)
+    return document if document["is_complete"] else _with_newest(document, path)
 
 
 def _edited(path: Path, what: str) -> CertificateError:
@@ -165,8 +165,15 @@ def _wrong_in(document: Any, first: int) -> Iterator[str]:
     if not isinstance(document, dict) or document.get("certificate") != SCHEMA:
         yield f"its field 'certificate' is not {SCHEMA}"
     yield from _wrong_kinds(document, _FIELDS, "the file")
-    if not document["program"]:
-        yield "its program has no words"
+    if document["program"] in ([], ["-m"]):
+        yield "its program has no name"
+    for word in (*document["program"], *document["facts"]["environment"]["variables"].values()):
+        try:
+            is_word = b"\0" not in os.fsencode(word)
+        except UnicodeEncodeError:
+            is_word = False
+        if not is_word:
+            yield f"{word!r:.60} cannot be given to a program"
     if not (document["exact"] > 0 < document["every"] and document["ranks"] > 0):
         yield "'exact', 'ranks' and 'every' are not positive"
     if document["first"] != first:

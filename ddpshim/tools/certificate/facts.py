@@ -9,6 +9,7 @@ import platform
 import re
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any, Optional
 
@@ -83,6 +84,8 @@ def package(name: str) -> Optional[dict[str, str]]:
     import importlib.metadata
     import importlib.util
 
+    if "." in name:  # its parent would be imported
+        return None
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
@@ -146,7 +149,8 @@ class Reads:
             f"{ours.parent}/patches/",
             f"{sys.prefix}/",
             f"{sys.base_prefix}/",
-            os.path.expanduser("~/.cache/"),
+            *map(os.path.expanduser, ("~/.cache/", "~/.triton/")),
+            f"{tempfile.gettempdir()}/torchinductor_",
         )
         found = {}
         for name in sorted(self._paths):

@@ -79,7 +79,8 @@ class Recorder:
         self._path, self._every, self._folder = Path(chosen["file"]), int(chosen["every"]), settings.parent
         self._last = chosen["last"]
         self.is_repeating = self._last is not None
-        self._at, self._marked = set(chosen["marks"]), 0  # steps of a repetition's marks; the step of the last mark
+        self._at, self._between = set(chosen["marks"]), set(chosen["between"])  # steps of a repetition's marks
+        self._marked = 0  # the step of the last mark
         self._program, self._seed = program, int(chosen["seed"])
         self._process = os.getpid()
         self._num_steps: Optional[int] = None  # None: no step was made yet
@@ -141,7 +142,7 @@ class Recorder:
         self._num_steps = (self._num_steps or 0) + 1
         if self._num_steps in self._at if self._at else self._num_steps % self._every == 0:
             self._mark()
-        if self._num_steps == self._last:
+        if self._num_steps == self._last and self._last not in self._between:
             self._stop()
         self._steps.append(_Step())
 
@@ -158,8 +159,7 @@ class Recorder:
             )
         saves = current().part(Saves)
         saves.also.append(self._keep)
-        if not self.is_repeating:
-            saves.before.append(self._mark_between)  # a later start begins at a mark
+        saves.before.append(self._mark_save)  # a later start begins at a mark
         self._rank, self._has_numbers = world().rank, current().holds_whole_batches
         if not self.is_repeating and self._rank == 0:
             if saves.restored is not None:
@@ -192,6 +192,7 @@ class Recorder:
         """Return what to call once the file `written` of a Resumable is on disk. Local, on the main rank."""
         folder = document.folder_of(self._path)
         folder.mkdir(parents=True, exist_ok=True)
+        self._wait()  # a later start continues from the file if it is there, and so from its mark
         return _link, written, folder / f"step_{self._num_steps:09d}_{written.name}"
 
     # Marks
@@ -246,6 +247,13 @@ class Recorder:
         """Record the state at the end of the program too (collective)."""
         if not current().is_failing() and not _is_failing():
             self._mark_between()
+
+    def _mark_save(self) -> None:
+        """Record the state where a file is saved, or in a repetition where it was (collective)."""
+        if not self.is_repeating or self._num_steps in self._between:
+            self._mark_between()
+            if self._num_steps == self._last:
+                self._stop()
 
     def _mark_between(self) -> None:
         """Record the state between two steps, unless it is recorded (collective)."""
