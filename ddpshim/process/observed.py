@@ -28,7 +28,7 @@ def observe(
         before_batch: called with a loader's iterator before it makes the next batch.
         batch: called with a loader's iterator and its batch.
         backward: called with the losses (a tensor or a sequence) before each backward pass, nested ones too.
-        before_step, after_step: called with an optimizer, and its step's args and kwargs (`before_step` may replace them).
+        before_step, after_step: called with an optimizer, its step's args, and kwargs (`before_step` may replace them).
     """
     import torch
     from torch.optim import optimizer

@@ -23,6 +23,7 @@ SCHEMA = 1
 _MOST_BYTES = 256 * 1024 * 1024
 _REST_PER_NEWEST = 10  # the whole is written again once its newest marks have a tenth of its bytes
 _HEX = re.compile(r"[0-9a-f-]+")
+_NO_WORD = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # others stand for bytes that are no UTF-8
 WIDTH = 16  # hexadecimal digits of the hash of one tensor
 UNCHANGED = "-" * WIDTH  # no optimizer that has the tensor made a step since the mark before
 # What each field holds: a type, a list of such, or a mapping with fields of its own; `str: ...` stands for any name.
@@ -77,8 +78,7 @@ def begin(document: dict[str, Any]) -> str:
 
 def last_hash(document: dict[str, Any]) -> str:
     """Return the hash that the next mark continues."""
-    last: str = document["marks"][-1]["chain"] if document["marks"] else begin(document)
-    return last
+    return str(document["marks"][-1]["chain"]) if document["marks"] else begin(document)
 
 
 def seal_of(document: dict[str, Any]) -> str:
@@ -168,11 +168,7 @@ def _wrong_in(document: Any, first: int) -> Iterator[str]:
     if document["program"] in ([], ["-m"]):
         yield "its program has no name"
     for word in (*document["program"], *document["facts"]["environment"]["variables"].values()):
-        try:
-            is_word = b"\0" not in os.fsencode(word)
-        except UnicodeEncodeError:
-            is_word = False
-        if not is_word:
+        if _NO_WORD.search(word):
             yield f"{word!r:.60} cannot be given to a program"
     if not (document["exact"] > 0 < document["every"] and document["ranks"] > 0):
         yield "'exact', 'ranks' and 'every' are not positive"
