@@ -25,8 +25,7 @@ def observe(
     Of several observers of batches and passes the latest is called first; of steps the first one is.
 
     Args:
-        before_batch: called with a loader's iterator before it makes the next batch.
-        batch: called with a loader's iterator and its batch.
+        before_batch, batch: called with a loader's iterator before it makes a batch; with it and that batch.
         backward: called with the losses (a tensor or a sequence) before each backward pass, nested ones too.
         before_step, after_step: called with an optimizer, its step's args, and kwargs (`before_step` may replace them).
     """

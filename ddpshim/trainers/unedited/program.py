@@ -93,7 +93,7 @@ def distributed(argv: Sequence[str]) -> Iterator[Optional[Start]]:
         after_import("torch", begin)
         if sources.imports_torch or os.environ.pop(variables.TORCH_FIRST, ""):
             importlib.import_module("torch")
-        else:
+        elif not sources.asks_for_rank:  # one that does may write on one rank
             from ddpshim.trainers.unedited.write_audit import begin_before_writing
 
             begin_before_writing(start)

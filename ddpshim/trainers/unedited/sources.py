@@ -20,6 +20,7 @@ _DISTRIBUTORS = {
     *("composer", "mpi4py", "torch_xla"),
 }
 _JOINS = {"init_process_group", "init_device_mesh"}
+_OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"}
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Source:
 
     path: str
     imports: list[tuple[str, int]] = field(default_factory=list)  # (name of a module, line)
-    names: set[str] = field(default_factory=set)  # functions and attributes that it uses
+    names: set[str] = field(default_factory=set)  # functions, attributes and texts that it uses
     joins: Optional[str] = None  # a function that makes a process group, called under no condition
 
 
@@ -39,14 +40,14 @@ class Sources:
         own_way: how the program distributes itself, with file and line; None if it does not seem to.
         by_ddpshim: whether it does so through ddpshim.
         joins: whether its own file calls a function that makes a process group, perhaps only under a launcher.
-        imports_torch: whether an import statement imports torch.
+        imports_torch, asks_for_rank: whether an import statement imports torch; whether it names a rank's variable.
     """
 
     def __init__(self, program: Optional[str]) -> None:
         """`program`: its file; None if there is no file to read."""
         self.own_way: Optional[str] = None
         self.by_ddpshim = False
-        self.joins = self.imports_torch = False
+        self.joins = self.imports_torch = self.asks_for_rank = False
         if program is None or not program.endswith(".py"):
             return
         roots = [os.path.dirname(os.path.abspath(program)), *(path or os.getcwd() for path in sys.path)]
@@ -65,6 +66,7 @@ class Sources:
                 if len(seen) == 1:  # the program
                     self.own_way = self.own_way or _by_others(source)
                     self.joins = not _JOINS.isdisjoint(source.names)
+                self.asks_for_rank |= not _OF_RANKS.isdisjoint(source.names)
                 for name, _ in source.imports:
                     top = name.partition(".")[0]
                     self.imports_torch |= top == "torch"
@@ -116,8 +118,8 @@ def read(path: str) -> Optional[Source]:
             module = _absolute(path, node)
             source.names.update(alias.name for alias in node.names)
             source.imports += [(f"{module}.{alias.name}".strip("."), node.lineno) for alias in node.names]
-        elif isinstance(node, ast.Attribute):
-            source.names.add(node.attr)
+        elif isinstance(node, (ast.Attribute, ast.Constant)):
+            source.names.add(node.attr if isinstance(node, ast.Attribute) else str(node.value))
         elif isinstance(node, ast.Call) and node not in conditional:
             name = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
             source.joins = name if name in _JOINS else source.joins

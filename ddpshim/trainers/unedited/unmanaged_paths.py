@@ -40,9 +40,8 @@ class LeftAlone:
         """Whether `path` (absolute) is in one of the places."""
         if f"{path}/".startswith(self._prefixes):
             return True
-        if not self._made or not path.startswith(f"{self._temporary}/"):
-            return False
-        return path[: (path + "/").index("/", len(self._temporary) + 1)] in self._made
+        is_temporary = bool(self._made) and path.startswith(f"{self._temporary}/")
+        return is_temporary and path[: (path + "/").index("/", len(self._temporary) + 1)] in self._made
 
     def takes_note(self, path: str, frame: Optional[FrameType]) -> bool:
         """Record `path` and return True if it is a new temporary file: `frame`, which makes it, is in `tempfile`."""
