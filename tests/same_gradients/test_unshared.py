@@ -209,8 +209,10 @@ def test_a_program_for_one_process_that_is_left_alone_under_run(tmp_path: Path) 
         code, said = _run(["ddpshim", "run", "--nproc", "2", "train.py"], tmp_path, {"DDPSHIM_UNEDITED": "off"})
         assert code == 1
         assert f"{what}: nothing has distributed this program" in said
-    assert "Start a one-process trainer, unedited, by `DDPSHIM_UNEDITED=on python -m ddpshim run --nproc 2`;" in said
-    assert "trained" not in said
+        assert (
+            "Start a one-process trainer, unedited, by `DDPSHIM_UNEDITED=on python -m ddpshim run --nproc 2`;" in said
+        )
+        assert "trained" not in said
 
 
 @pytest.mark.unit

@@ -206,11 +206,11 @@ def _again(
     origin = f"the checkpoint of step {start}" if saved is not None else "the beginning"
     how = f"on {count(num, 'rank')}, from {origin} to step {last}; output: {job.log_dir}"
     say(f"running {' '.join(program)} {how}")
-    before, names = dict(os.environ), facts.names_of_variables()
-    chosen = found["facts"]["environment"]["variables"]
-    for name in names:
+    before, chosen = dict(os.environ), found["facts"]["environment"]["variables"]
+    for name in facts.names_of_variables():
         os.environ.pop(name, None)
-        os.environ.update({name: chosen[name]} if name in chosen else {})
+        if name in chosen:
+            os.environ[name] = chosen[name]
     os.environ[_EXACT] = str(found["exact"])
     os.environ[variables.RESUME_FROM] = THE_BEGINNING if saved is None else str(saved.resolve())
     when = {"first": start, "marks": at, "between": between, "last": 0 if ends else last}

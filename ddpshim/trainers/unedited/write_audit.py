@@ -46,7 +46,7 @@ def _listen() -> None:
 
 def _on_event(event: str, args: Any) -> None:
     is_private = _is_private
-    if is_private is None:
+    if is_private is None or event not in _WRITTEN:  # most events are others
         return
     for name in written_by(event, args):
         if not is_private(name, sys._getframe(1)):
