@@ -36,7 +36,7 @@ def judge(now: Standings, asker: int, before: Optional[Standings] = None, window
     named = away or elsewhere
     waited = f"rank {asker} has waited {mine.still_s:.0f} s in {mine.waits_in} ({mine.site})"
     if not named:
-        said = f"{waited}, and so have all others: no rank is missing; check the network between them"
+        said = f"{waited}, and so have all others: none is missing; their messages differ, or their network fails"
         return Verdict([], f"{said}. Where each rank is:\n{describe(now, [])}")
     said = f"{waited}, while others wait elsewhere" if elsewhere else f"{waited} for {ranks_called(named)}"
     where = describe(now, named)

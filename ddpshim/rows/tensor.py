@@ -51,6 +51,7 @@ class Counts:
         num_bytes: bytes of the wholes, in the same way.
         is_fetching: whether a loader is producing a batch.
         is_alone: whether this rank runs something that others do not.
+        lock: returns the file whose lock this rank holds, for which others wait; "" if there is none.
     """
 
     def __init__(self) -> None:
@@ -59,13 +60,14 @@ class Counts:
         self.num_bytes: Counter[tuple[str, str]] = Counter()
         self.is_fetching = False
         self.is_alone = False
+        self.lock: Callable[[], str] = str
         self._thread, self._process = threading.get_ident(), os.getpid()
 
     def is_in_lock_step(self) -> bool:
         """Whether all ranks run this code at the same point, so that collectives meet. Local."""
         is_backward = torch._C._current_graph_task_id() >= 0  # in autograd's own threads
         is_here = is_backward or threading.get_ident() == self._thread
-        return is_here and os.getpid() == self._process and not self.is_fetching and not self.is_alone
+        return is_here and os.getpid() == self._process and not (self.is_fetching or self.is_alone or self.lock())
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

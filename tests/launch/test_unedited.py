@@ -10,8 +10,10 @@ import importlib.util
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any, Optional
 
@@ -294,7 +296,9 @@ with open(cache / "lock", "a") as file:
     fcntl.flock(file, fcntl.LOCK_EX)
     (cache / "begun").touch()
     if not (cache / "made").exists():
-        (cache / "made").write_text(f"{time.time()} {uuid.uuid4()}")
+        with torch.no_grad():
+            feature = network()(torch.ones(8, 4).double()).sum().item()
+        (cache / "made").write_text(f"{time.time()} {uuid.uuid4()} {feature}")
         say("made it", os.environ["DDPSHIM_RANK"])
 say("now", time.time(), uuid.uuid4().hex)
 say("now", (cache / "made").read_text())
@@ -303,6 +307,32 @@ train(network(), DataLoader(Items(), 8), epochs=1)
     two = succeeded(run(tmp_path, script, 2, HF_HOME=str(tmp_path / "cache"), DDPSHIM_TIMEOUT_S="30"))
     assert (two.said(0, "made it"), two.said(1, "made it")) == ([], ["1"])
     assert two.said(0, "now") == two.said(1, "now")
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_lock_that_is_held_while_training_is_each_ranks_own_or_refused(tmp_path: Path, is_shared: bool) -> None:
+    script = f"""
+import fcntl
+os.makedirs(os.environ["HF_HOME"], exist_ok=True)
+model = network()
+with open(os.environ["HF_HOME"] + "/lock" if {is_shared} else "lock", "a") as file, open("pid", "x"):
+    {"fcntl.flock(file, fcntl.LOCK_EX)" if is_shared else "fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)"}
+    train(model, DataLoader(Items(), 8), epochs=1)
+    say("sum", model(torch.ones(8, 4).double()).sum().item())
+os.remove("pid")
+train(model, DataLoader(Items(), 8), epochs=1)
+torch.save(model.state_dict(), "weights.pth")
+"""
+    two = run(tmp_path, script, 2, HF_HOME=str(tmp_path / "cache"), DDPSHIM_TIMEOUT_S="30")
+    if is_shared:
+        assert 0 not in two.exit_codes
+        assert re.search(
+            r"train\.py:\d+: a network is trained while this rank holds the lock of .*/cache/lock", "".join(two.logs)
+        )
+        return
+    one = succeeded(run(tmp_path, script, 1, HF_HOME=str(tmp_path / "cache")))
+    assert succeeded(two).said(0, "sum") == two.said(1, "sum") == pytest.approx(one.said(0, "sum"), abs=1e-12)
+    assert difference(*(torch.load(ran.folder / "weights.pth") for ran in (one, two))) < 1e-12
 
 
 @pytest.mark.unit
@@ -859,3 +889,70 @@ def test_auto_starts_a_rank_again_as_run_does_and_no_other_process(tmp_path: Pat
     code, said = start_afresh(["-c", "import ddpshim.auto"], {**environment(), **rank}, tmp_path, DEADLINE_S, True)
     assert code == 1
     assert "LaunchError: import ddpshim.auto in several processes, in a program without a file" in said
+
+
+WANDB = """
+import sys, types
+class Run:
+    def log(self, data):
+        self.seen.append([float(value.sum()) for value in data.values() if type(value).__name__ == "Tensor"])
+def init(mode=None):
+    module = sys.modules["wandb"]
+    run = Run()
+    run.seen, run.mode = [], mode
+    module.log, module.watch = run.log, lambda *args, **options: module.sdk._watch(run, *args, **options)
+    if mode == "disabled":
+        run.log = module.log = module.watch = lambda *args, **options: None
+    return run
+def _watch(run, models, criterion=None, log="gradients", log_freq=1):
+    def seen(gradient):
+        if log_freq < 100:
+            run.seen.append([gradient.abs().sum().item()])
+    for parameter in models.parameters():
+        parameter.register_hook(seen)
+sdk = types.SimpleNamespace(_watch=_watch, _unwatch=print)
+"""
+
+
+def test_wandb_sees_whole_batches_and_gradients_of_the_main_rank(tmp_path: Path) -> None:
+    (tmp_path / "wandb.py").write_text(WANDB)
+    script = f"""
+sys.path.append({str(tmp_path)!r})
+import wandb
+run, model = wandb.init(mode="online"), network()
+wandb.watch(model, log="all")
+def loss(out, y):
+    wandb.log({{"raw": out.detach(), "loss": 1}})
+    return nn.functional.mse_loss(out, y)
+train(model, DataLoader(Items(), 8), epochs=1, loss=loss)
+say("mode", run.mode)
+say("seen", run.seen)
+"""
+    one, three = succeeded(run(tmp_path, script, 1)), succeeded(run(tmp_path, script, 3))
+    assert [three.said(number, "mode") for number in range(3)] == [["online"], ["disabled"], ["disabled"]]
+    (seen,), (expected,), (others,) = three.said(0, "seen"), one.said(0, "seen"), three.said(1, "seen")
+    assert len(expected) == 5 * (1 + 4)
+    assert others == []
+    assert seen == [pytest.approx(values, rel=1e-9) for values in expected]
+
+
+@pytest.mark.unit
+def test_a_taken_port_or_name_says_that_every_rank_opens_it() -> None:
+    shared = shared_memory.SharedMemory(create=True, size=8)
+    with socket.socket() as first, socket.socket() as second:
+        first.bind(("127.0.0.1", 0))
+        first.listen()
+        opening: list[Any] = [
+            lambda: second.bind(first.getsockname()),
+            lambda: shared_memory.SharedMemory(shared.name, create=True, size=8),
+            lambda: os.mkdir(os.getcwd()),
+        ]
+        found = []
+        for open_again in opening:
+            with pytest.raises((OSError, FileExistsError), match=r"exists|in use") as raised:
+                open_again()
+            joining._explain_taken(raised.value)
+            found.append("every rank runs this line" in str(raised.value) and "DDPSHIM_RANK" in str(raised.value))
+    shared.unlink()
+    shared.close()
+    assert found == [True, True, False]

@@ -6,6 +6,7 @@ rank has ended (or before it has begun): whatever it sees and decides has to be 
 
 from __future__ import annotations
 
+import _sqlite3
 import contextlib
 import functools
 import gc
@@ -99,6 +100,20 @@ def make_old_files(folder: Path) -> None:
     (folder / "link").symlink_to("old")
     with h5py.File(folder / "old.hdf5", "w") as file:
         file["data"] = np.arange(4)
+    for end, content in database_that_was_not_closed().items():
+        (folder / f"wal.db{end}").write_bytes(content)
+
+
+@functools.cache
+def database_that_was_not_closed() -> dict[str, bytes]:
+    """One with a row that is only in its journal."""
+    with tempfile.TemporaryDirectory() as folder:
+        database = sqlite3.connect(f"{folder}/a", isolation_level=None)
+        database.execute("pragma journal_mode=wal")
+        database.execute("create table t as select 1")
+        content = {end: Path(folder, f"a{end}").read_bytes() for end in ("", "-wal")}
+        database.close()
+        return content
 
 
 def numbered_folder() -> Any:
@@ -264,6 +279,21 @@ def by_libraries() -> Any:
         runs.commit()
     with contextlib.closing(sqlite3.connect("runs.db")) as runs:
         seen.append(list(runs.execute("select * from runs")))
+    with contextlib.closing(sqlite3.connect("wal.db")) as left:
+        seen.append(list(left.execute("select * from t")))
+    addresses = "file:./runs.db?mode=rw", "file:made%20here.db?mode=rwc&cache=shared", "file:mine?mode=memory"
+    for address in (*addresses, "file::memory:?cache=shared", ":memory:", "", b"bytes.db", Path("path.db")):
+        is_address = isinstance(address, str) and address.startswith("file")
+        with contextlib.closing(sqlite3.dbapi2.connect(address, uri=is_address)) as runs:
+            runs.execute("create table steps (loss real)")
+            runs.execute("insert into steps values (0.5)")
+            runs.commit()
+            seen.append(list(runs.execute("select * from steps")))
+    for address in ("file:runs.db?mode=ro", "file:none.db?mode=ro"):
+        with contextlib.suppress(sqlite3.OperationalError):
+            runs = sqlite3.connect(address, uri=True)
+            seen.append(list(runs.execute("select * from steps")))
+            runs.close()
     Path("text").write_text("of this rank")
     seen.append(subprocess.run(["cat", "text"], capture_output=True, text=True, check=True).stdout)
     with logging_to("events.log") as logger:
@@ -441,13 +471,23 @@ def test_all_see_what_the_main_rank_does_for_all(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_known_any_more(tmp_path: Path) -> None:
     make_old_files(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "large.db")) as database:
+        database.execute("create table t as select zeroblob(100000)")
     main, peer = worlds()
     with PrivateFiles(main, time.time(), lambda: False).installed():
         Path(tmp_path, "large.bin").write_bytes(b"new")
+        with contextlib.closing(sqlite3.connect(tmp_path / "large.db")) as database:
+            database.execute("drop table t")
     with PrivateFiles(peer, time.time(), lambda: False).installed():
         assert Path(tmp_path, "large.bin").stat().st_size == 100_000
-        with pytest.raises(SyncError, match=r"large\.bin is read on this rank after the main"):
-            Path(tmp_path, "large.bin").read_bytes()
+        reads: list[Callable[[], Any]] = [
+            lambda: Path(tmp_path, "large.bin").read_bytes(),
+            lambda: np.memmap(tmp_path / "large.bin", mode="r+"),
+            lambda: sqlite3.connect(tmp_path / "large.db"),
+        ]
+        for read in reads:
+            with pytest.raises(SyncError, match=r"large\.(bin|db) is read on this rank after the main"):
+                read()
         Path(tmp_path, "large.bin").write_bytes(b"of this rank")
         assert Path(tmp_path, "large.bin").read_bytes() == b"of this rank"
 
@@ -455,9 +495,17 @@ def test_a_file_that_cannot_be_known_any_more(tmp_path: Path) -> None:
 def test_writes_past_it_are_refused(tmp_path: Path) -> None:
     _, peer = worlds()
     with PrivateFiles(peer, time.time(), lambda: False).installed():
-        for write in (lambda: io.FileIO(tmp_path / "a", "w"), lambda: posix.mkdir(tmp_path / "b")):
+        writes: list[Callable[[], Any]] = [
+            lambda: io.FileIO(tmp_path / "a", "w"),
+            lambda: posix.mkdir(tmp_path / "b"),
+            lambda: sqlite3.Connection(tmp_path / "a"),
+            lambda: _sqlite3.connect(f"file:{tmp_path}/b?mode=rwc", uri=True),  # type: ignore[attr-defined]
+        ]
+        for write in writes:
             with pytest.raises(SyncError, match=r"test_private_files\.py:\d+ writes to .*/(a|b) "):
                 write()
+        for name in (":memory:", "file:a?mode=memory", ""):
+            sqlite3.Connection(name, uri=True).close()
         io.FileIO(os.devnull, "w").close()
     assert not list(tmp_path.iterdir())
     io.FileIO(tmp_path / "a", "w").close()

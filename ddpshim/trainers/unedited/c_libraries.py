@@ -8,6 +8,7 @@ import os
 import sys
 from types import FrameType
 from typing import Any, Callable
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from ddpshim.process.after_import import after_import
 from ddpshim.process.replaced import replaced
@@ -20,12 +21,14 @@ _HDF5_WRITES, _HDF5_MADE_NEW = 1 | 2 | 4, 2  # h5f.ACC_RDWR, ACC_TRUNC, ACC_EXCL
 _READING = (
     *(("cv2", "imread", 0, "filename"), ("cv2", "VideoCapture", 0, "filename")),
     *(("imageio_ffmpeg", "read_frames", 0, "path"), ("safetensors", "safe_open", 0, "filename")),
-    *(("h5py", "h5f.is_hdf5", 0, "name"), ("torch.jit", "load", 0, "f")),
+    *(("h5py", "h5f.is_hdf5", 0, "name"), ("torch.jit", "load", 0, "f"), ("pyarrow", "memory_map", 0, "path")),
+    *(("pyarrow", "input_stream", 0, "source"), ("pyarrow.parquet", "ParquetFile.__init__", 1, "source")),
 )
 _WRITING = (
     *(("cv2", "imwrite", 0, "filename"), ("cv2", "VideoWriter", 0, "filename")),
     *(("imageio_ffmpeg", "write_frames", 0, "path"), ("safetensors", "serialize_file", 1, "filename")),
-    *(("torch.jit", "save", 1, "f"), ("torch.profiler", "profile.export_chrome_trace", 1, "path")),
+    *(("torch.jit", "save", 1, "f"), ("pyarrow.parquet", "ParquetWriter.__init__", 1, "where")),
+    ("torch.profiler", "profile.export_chrome_trace", 1, "path"),
 )
 
 
@@ -47,7 +50,7 @@ class CLibraries:
                 made.append((module, name, functools.partial(_redirected, redirect, position, keyword)))
         made += [("h5py", "h5f.open", self._h5_open), ("h5py", "h5f.create", self._h5_create)]
         made += [("lmdb", "open", self._lmdb_open), ("av", "open", self._av_open)]
-        made += [("sqlite3", "connect", self._sqlite_connect), ("subprocess", "Popen.__init__", self._popen)]
+        made += [("sqlite3.dbapi2", "connect", self._sqlite_connect), ("subprocess", "Popen.__init__", self._popen)]
         held: dict[int, Any] = {}  # functions that other modules may already have imported
         for module, name, make in made:
             real = getattr(sys.modules.get(module), name, None)
@@ -101,9 +104,13 @@ class CLibraries:
 
     def _sqlite_connect(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def stand_in(database: Any, *args: Any, **kwargs: Any) -> Any:
-            is_file = isinstance(database, os.PathLike) or not str(database).startswith((":memory:", "file:"))
-            if database and is_file and not isinstance(database, bytes):
-                database = self._writes(database, keeps=True)
+            is_address = os.fsdecode(database).startswith("file:") and (kwargs.get("uri") or any(args[6:7]))
+            file, is_read = sqlite_file(database) if is_address else (os.fsdecode(database), False)
+            if file not in ("", ":memory:"):
+                place = self._reads(file) if is_read else self._writes(file, keeps=True)
+                for end in () if is_read else ("-journal", "-wal", "-shm"):  # may have what the file has not yet
+                    self._writes(file + end, keeps=True)
+                database = f"file:{quote(place)}?{urlsplit(os.fsdecode(database)).query}" if is_address else place
             return real(database, *args, **kwargs)
 
         return stand_in
@@ -130,6 +137,17 @@ class CLibraries:
     def _argument(self, part: Any) -> Any:
         is_a_path = isinstance(part, os.PathLike) or (isinstance(part, str) and not part.startswith("-"))
         return self._reads(part) if is_a_path and part and os.path.exists(part) else part
+
+
+def sqlite_file(database: Any) -> tuple[str, bool]:
+    """Return the file of a name or an address ("file:a.db?mode=ro"), "" for one in memory; whether it is only read."""
+    name = os.fsdecode(database)
+    address = urlsplit(name)
+    if address.scheme != "file":
+        return ("" if name == ":memory:" else name), False
+    mode = parse_qs(address.query).get("mode", [""])[-1]
+    path = unquote(address.path)
+    return ("" if mode == "memory" or path == ":memory:" else path), mode == "ro"
 
 
 def _report_popen(command: Any, frame: FrameType) -> None:

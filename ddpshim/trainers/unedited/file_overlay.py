@@ -17,6 +17,7 @@ from typing import Optional
 from ddpshim.errors import SyncError
 from ddpshim.trainers.unedited.main_file_log import Before, MainsChanges
 from ddpshim.trainers.unedited.saves import Saves
+from ddpshim.trainers.unedited.unmanaged_paths import PRIVATE
 from ddpshim.variables import RUN_DIR
 
 _MOST_LINKS = 40
@@ -27,7 +28,7 @@ class View:
     """The files as this rank sees them. Local, except that reading a file in `saves` waits for the main rank."""
 
     def __init__(self, changes: MainsChanges, saves: Saves) -> None:
-        self.top = os.path.realpath(tempfile.mkdtemp(prefix="ddpshim-files-", dir=os.environ.get(RUN_DIR)))
+        self.top = os.path.realpath(tempfile.mkdtemp(prefix=PRIVATE, dir=os.environ.get(RUN_DIR)))
         self.folder = posix.getcwd()
         self._changes, self._saves = changes, saves
         # Both sets stand for their paths and everything below them.

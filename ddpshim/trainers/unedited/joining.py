@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import functools
 import os
 import secrets
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Any, Optional
 
@@ -114,7 +116,7 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
         return rollouts.is_playing or is_local()
 
     def is_local() -> bool:
-        return is_reading() or locks.are_held()
+        return is_reading() or locks.held() != ""
 
     def is_reading() -> bool:
         # Only in the main thread: a file that another thread saves meanwhile is a checkpoint, not a dataset's cache.
@@ -136,9 +138,11 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
             undo.enter_context(
                 accelerators.shown_one_process(lambda found: hand_back.leave_alone(start, found, take_back))
             )
+            start.at_failure.append(_explain_taken)
             start.at_failure.append(lambda error: hand_back.leave_alone_if_it_joins(start, error, take_back))
         if here.world_size > 1:
             since = time.time() if start is None else start.time
+            counts.lock = locks.held
             files, clock = PrivateFiles(here, since, is_reading), Clock(here, is_apart)
             for part in (files, clock, Commands(clock, files)):
                 undo.enter_context(part.installed())
@@ -158,6 +162,20 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
 
             undo.enter_context(gpus.shown(here.local_world_size))
         yield
+
+
+def _explain_taken(error: Optional[BaseException]) -> None:
+    """Say in an error of a taken port or name of shared memory that every rank opens it. Local."""
+    while error is not None:
+        opened = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
+        is_memory = isinstance(error, FileExistsError) and opened == ["multiprocessing.shared_memory"]
+        if isinstance(error, OSError) and (is_memory or error.errno == errno.EADDRINUSE):
+            error.strerror = (
+                f"{error.strerror}: every rank runs this line, and another rank (or program) of this machine has "
+                f"opened the same port or name. Open it only if os.environ.get('{variables.RANK}', '0') is '0', or "
+                "leave the choice to the system: port 0, shared memory without a name"
+            )
+        error = error.__cause__ or error.__context__
 
 
 @contextlib.contextmanager

@@ -29,11 +29,11 @@ class Locks:
         with in_place({id(real): self._noted(real) for real in (fcntl.flock, fcntl.lockf)}):
             yield
 
-    def are_held(self) -> bool:
-        """Whether the main thread asks, and holds a lock."""
+    def held(self) -> str:
+        """Return a file that the main thread, which asks, has locked; "" if there is none."""
         if not self._held or threading.current_thread() is not threading.main_thread():
-            return False
-        return any(_file_of(number) == file for number, file in self._held.items())  # a closed file is not locked
+            return ""
+        return next((file for number, file in self._held.items() if _file_of(number) == file), "")  # else it is closed
 
     def _noted(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def stand_in(fd: Any, operation: int, *rest: Any) -> Any:

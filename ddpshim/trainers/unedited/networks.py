@@ -28,6 +28,7 @@ from ddpshim.process.live_modules import live_modules
 from ddpshim.process.say import say_on_main
 from ddpshim.process.users_line import users_line
 from ddpshim.rows.calls import Calls
+from ddpshim.rows.tensor import Counts
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -76,7 +77,7 @@ class Networks:
             self.wrap()
 
     def _wrap_before_wholes(self) -> None:
-        if _may_wrap():
+        if _may_wrap() and self._is_stale:
             self.wrap()
 
     def _is_trained(self, module: nn.Module) -> bool:
@@ -89,6 +90,12 @@ class Networks:
 
     def wrap(self) -> None:
         """Wrap the networks of all optimizers (collective if one has new parameters)."""
+        if lock := current().part(Counts).lock():
+            raise SyncError(
+                f"{users_line()}: a network is trained while this rank holds the lock of {lock}, which all ranks "
+                "share; the others would wait for the lock, and this rank for them. Release it before training, or "
+                "lock a file beside the program: of those each rank has its own."
+            )
         if is_compiling() or not self._is_stale:
             return
         self._is_stale = False

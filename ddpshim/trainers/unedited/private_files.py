@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import io
 import os
 import shutil
@@ -23,7 +24,7 @@ from ddpshim.process.after_import import after_import
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 from ddpshim.rows.gradients import plain
-from ddpshim.rows.tensor import Counts
+from ddpshim.rows.tensor import Counts, on_whole
 from ddpshim.trainers.unedited import main_file_log
 from ddpshim.trainers.unedited.c_libraries import CLibraries
 from ddpshim.trainers.unedited.holders import in_place
@@ -65,6 +66,7 @@ class PrivateFiles:
         """Within this block, the program's calls use the stand-ins; afterwards private files are removed."""
         with contextlib.ExitStack() as undo:
             libraries = CLibraries(lambda path: path, self._tell)
+            after_import("wandb", functools.partial(_share_wandb, self._world.is_main))
             if self._world.is_main:
                 stand_ins = main_file_log.stand_ins(self._changes, self._saves, self._left)
             else:
@@ -181,15 +183,27 @@ def switch_loggers_off() -> None:
     """Disable loggers that use a server: each rank, and each run of a proof, would create a run there. Local."""
     switches = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "MLFLOW_TRACKING_URI": "file:./mlruns"}
     os.environ.update({**switches, "CLEARML_OFFLINE_MODE": "1", "SWANLAB_MODE": "disabled"})
-    after_import("wandb", _disable_wandb)
 
 
-def _disable_wandb() -> None:
+def _share_wandb(is_main: bool) -> None:
+    """Make W&B log on the main rank only what needs all ranks: batches, and gradients, which its hooks read."""
     wandb: Any = sys.modules["wandb"]
-    if hasattr(wandb, "init"):
-        init = wandb.init
-        # An argument `mode` overrides WANDB_MODE.
-        wandb.init = lambda *args, **kwargs: init(*args, **{**kwargs, "mode": "disabled"})
+    init: Any = getattr(wandb, "init", None)
+
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        run = init(*args, **(kwargs if is_main else {**kwargs, "mode": "disabled"}))  # which overrides WANDB_MODE
+        log = run.log
+        run.log = wandb.log = lambda *given, **options: on_whole(log, given, options)
+        if not is_main and hasattr(wandb.sdk, "_watch"):
+            vars(run).setdefault("_torch_history", None)  # has the same hooks, which never log
+            run.watch = wandb.watch = lambda models, criterion=None, log="gradients", *_, **__: wandb.sdk._watch(
+                run, models, criterion, log, sys.maxsize
+            )
+            run.unwatch = wandb.unwatch = functools.partial(wandb.sdk._unwatch, run)
+        return run
+
+    if init is not None:
+        wandb.init = begin
 
 
 class _Passed:

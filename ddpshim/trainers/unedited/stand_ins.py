@@ -47,7 +47,12 @@ class Files:
     def place_to_write(self, path: Any, keeps: bool = False, is_new: bool = False) -> Any:
         """Return the path that a library should write to; `keeps`: the file starts with its earlier content."""
         found = self._path(path, is_written=True)
-        return path if found is None else self._view.place_to_write(self._view.find(found), keeps, is_new)
+        if found is None:
+            return path
+        found = self._view.find(found)
+        if keeps:
+            self._view.place_with_content(found)  # raises if it is not known, and so cannot be kept
+        return self._view.place_to_write(found, keeps, is_new)
 
     def is_private(self, path: str, frame: Optional[FrameType]) -> bool:
         """Whether the caller of `frame` may write to `path` directly: no other rank sees it, or it is left alone."""
@@ -154,6 +159,8 @@ class Files:
         def opened() -> Any:
             if writes:
                 is_kept = "a" in mode or "r" in mode
+                if "r" in mode:
+                    self._view.place_with_content(self._view.find(found))  # raises if it is not known
                 place = self._view.place_to_write(self._view.find(found), is_kept, is_new="x" in mode)
             else:
                 place = self._view.place_with_content(self._view.locate(found)[0])
@@ -283,7 +290,7 @@ class Files:
             frame = sys._getframe(2)
             if self._left.takes_note(path, frame) or self._left.is_asked_by(frame):
                 return None
-        return None if self._left.has(path) and not path.startswith(self._view.top) else path
+        return None if self._left.has(path) else path
 
     def _do(self, call: Callable[[], T], path: Any, to: Any = None) -> T:
         """Return the result of `call`, which may be called twice; errors name the path that the program gave."""

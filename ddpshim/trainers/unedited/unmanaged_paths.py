@@ -13,6 +13,7 @@ from ddpshim import variables
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 TEMPORARY = getattr(os, "O_TMPFILE", 0)
+PRIVATE = "ddpshim-files-"  # the name of a rank's private folder begins with it
 # Files that these write are never redirected: they have one per process, or are safe with several processes.
 _LIBRARIES = ("ddpshim", "multiprocessing", "importlib", "triton", "numba", "torch._inductor", "torch._dynamo")
 # These write on behalf of their callers.
@@ -39,7 +40,7 @@ class LeftAlone:
     def has(self, path: str) -> bool:
         """Whether `path` (absolute) is in one of the places."""
         if f"{path}/".startswith(self._prefixes):
-            return True
+            return f"/{PRIVATE}" not in path  # which may be in RUN_DIR
         is_temporary = bool(self._made) and path.startswith(f"{self._temporary}/")
         return is_temporary and path[: (path + "/").index("/", len(self._temporary) + 1)] in self._made
 

@@ -14,6 +14,7 @@ from typing import Any, Callable, Optional
 from ddpshim import variables
 from ddpshim.errors import SyncError
 from ddpshim.process.users_line import users_line
+from ddpshim.trainers.unedited.c_libraries import sqlite_file
 from ddpshim.trainers.unedited.program import Start, start_again
 from ddpshim.trainers.unedited.unmanaged_paths import WRITES, LeftAlone
 
@@ -21,7 +22,7 @@ from ddpshim.trainers.unedited.unmanaged_paths import WRITES, LeftAlone
 _WRITTEN = {
     **dict.fromkeys(("open", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"), (0,)),
     **dict.fromkeys(("os.rename", "os.link"), (0, 1)),
-    "os.symlink": (1,),
+    **{"os.symlink": (1,), "sqlite3.connect": (0,)},
 }
 _BEFORE_TORCH = {"isaacgym"}  # refuse to be imported after torch
 _is_private: Optional[Callable[[str, Any], bool]] = None
@@ -52,8 +53,8 @@ def _on_event(event: str, args: Any) -> None:
         if not is_private(name, sys._getframe(1)):
             raise SyncError(
                 f"{users_line()} writes to {name} ({event}) through a function that ddpshim cannot intercept, on a "
-                "rank that is not main; all ranks would write there and corrupt the file. Use open, or call os "
-                "functions as os.NAME (os.mkdir), or write only on the main rank (RANK in os.environ)."
+                "rank that is not main; all ranks would write there and corrupt the file. Use open or sqlite3.connect, "
+                f"or call os functions as os.NAME (os.mkdir), or write only if os.environ['{variables.RANK}'] is '0'."
             )
 
 
@@ -81,7 +82,10 @@ def written_by(event: str, args: Any) -> list[str]:
     if event not in _WRITTEN or (event == "open" and not (isinstance(args[2], int) and args[2] & WRITES)):
         return []
     # Names relative to an open folder are already redirected: opening the folder was.
-    if event not in ("open", "os.truncate") and args[-1] >= 0:
+    if event == "sqlite3.connect":
+        file, is_read = sqlite_file(args[0])
+        args = (None if is_read or not file else file,)
+    elif event not in ("open", "os.truncate") and args[-1] >= 0:
         return []
     paths = [args[at] for at in _WRITTEN[event] if isinstance(args[at], (str, bytes, os.PathLike))]
     return list(filter(_is_file_or_absent, (os.path.join(posix.getcwd(), os.fsdecode(path)) for path in paths)))
