@@ -66,8 +66,8 @@ class PrivateFiles:
         """Within this block, the program's calls use the stand-ins; afterwards private files are removed."""
         with contextlib.ExitStack() as undo:
             libraries = CLibraries(lambda path: path, self._tell)
-            after_import("wandb", functools.partial(_share_wandb, self._world.is_main))
             if self._world.is_main:
+                after_import("wandb", functools.partial(_share_wandb, is_main=True))
                 stand_ins = main_file_log.stand_ins(self._changes, self._saves, self._left)
             else:
                 from ddpshim.trainers.unedited.file_overlay import View
@@ -183,6 +183,7 @@ def switch_loggers_off() -> None:
     """Disable loggers that use a server: each rank, and each run of a proof, would create a run there. Local."""
     switches = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "MLFLOW_TRACKING_URI": "file:./mlruns"}
     os.environ.update({**switches, "CLEARML_OFFLINE_MODE": "1", "SWANLAB_MODE": "disabled"})
+    after_import("wandb", functools.partial(_share_wandb, is_main=False))
 
 
 def _share_wandb(is_main: bool) -> None:
