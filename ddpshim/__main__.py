@@ -320,7 +320,7 @@ def _check(error: Callable[[str], Any], arguments: argparse.Namespace) -> int:
         alone = replace(job, program=str(program), arguments=tuple(map(str, rest)), is_module=bool(is_module))
     proof = check(job, Settings(arguments.steps or 20, arguments.nproc, arguments.timeout), alone)
     print(json.dumps(as_json(proof), indent=2) if arguments.json else as_text(proof))
-    return 0 if proof.is_same and not proof.wrong else 1
+    return 2 if proof.is_unknown else int(not proof.is_same or bool(proof.wrong))
 
 
 def _check_certificate(error: Callable[[str], Any], arguments: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ import random
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Optional, TypeVar
+from typing import Any, NamedTuple, Optional, TypeVar, cast
 
 import torch
 from torch.utils import data as torch_data
@@ -35,6 +35,12 @@ T_co = TypeVar("T_co", covariant=True)
 _END = object()
 _MOST_LEVELS = 4  # of attributes of a dataset, in which a generator is looked for
 _GENERATORS = ("Generator", "RandomState", "BitGenerator")  # of numpy, which may not be loaded
+
+
+class Fetched(NamedTuple):
+    num_rows: int  # of all ranks
+    rows: Any  # of this rank
+    tags: Optional[list[int]]  # of all ranks; None: not exchanged yet
 
 
 class DataLoader(torch_data.DataLoader[T_co]):
@@ -88,7 +94,7 @@ def _batches(loader: DataLoader[Any], batches: Any) -> Iterator[Any]:
 
 
 class _RowsLoader(torch_data.DataLoader[Any]):
-    """A copy of a loader that fetches (number of rows of the batch, this rank's rows, all ranks' tags or None)."""
+    """A copy of a loader, whose batches are `Fetched`."""
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> _RowsLoader:
@@ -99,12 +105,9 @@ class _RowsLoader(torch_data.DataLoader[Any]):
             from ddpshim.rows import workers
 
             streams = workers.InWorkers(loader)
-        inside = {"dataset": streams, "collate_fn": streams.collated_rows, "_iterator": None}
-        if loader.num_workers:
-            inside["worker_init_fn"] = workers.Init(loader.worker_init_fn)
-        vars(made).update(inside)
-        assert isinstance(made, cls)
-        return made
+            vars(made)["worker_init_fn"] = workers.Init(loader.worker_init_fn)
+        vars(made).update(dataset=streams, collate_fn=streams.collated_rows, _iterator=None)
+        return cast(_RowsLoader, made)
 
     @property
     def _index_sampler(self) -> Any:
@@ -155,7 +158,7 @@ class _InThisProcess(torch_data.Dataset[Any]):
             batch = self._collate(self._fetch(indices))
             told = _of_ranks(int(has_drawn(before)), _tag(num_rows, batch))
             if not any(drew for drew, _ in told):
-                return num_rows, batch, [tag for _, tag in told]
+                return Fetched(num_rows, batch, [tag for _, tag in told])
             self.draws = True
             restore_global_states(before)
             if world().is_main:
@@ -165,7 +168,7 @@ class _InThisProcess(torch_data.Dataset[Any]):
                     "num_workers > 0 loading is not in the training's way"
                 )
         whole = self._collate(self._fetch(indices.whole))
-        return num_rows, _rows_of(whole, indices.rows, num_rows), None
+        return Fetched(num_rows, _rows_of(whole, indices.rows, num_rows), None)
 
     def _fetch(self, indices: Any) -> Any:
         by_batch = getattr(self.dataset, "__getitems__", None)

@@ -8,6 +8,7 @@ from torch.utils import data as torch_data
 
 from ddpshim.data.augmentation import SampleStreams, show_dataset_to_worker
 from ddpshim.rows import blocks
+from ddpshim.rows.loader import Fetched
 
 
 class InWorkers(SampleStreams):
@@ -23,7 +24,7 @@ class InWorkers(SampleStreams):
 
     def collated_rows(self, given: Any) -> Any:
         num_rows, samples = given
-        return num_rows, self.collated(samples), None
+        return Fetched(num_rows, self.collated(samples), None)
 
 
 class Init:

@@ -17,7 +17,7 @@ given = parser.parse_args()
 world = ddpshim.setup(seed=3, batch="global")
 with np.load("data.npz") as data:
     dataset = TensorDataset(torch.from_numpy(data["x"]), torch.from_numpy(data["y"]))
-loader = ddpshim.make_loader(dataset, batch_size=16, shuffle=True)
+loader = ddpshim.make_loader(dataset, batch_size=16, shuffle=True, num_workers=2)
 net = ddpshim.wrap_parallel(nn.Sequential(nn.Linear(6, 32), nn.Dropout(0.1), nn.Tanh(), nn.Linear(32, 1)))
 optimizer = torch.optim.AdamW(net.parameters(), lr=given.lr)
 critic = ddpshim.wrap_parallel(nn.Linear(6, 1))

@@ -18,7 +18,7 @@ given = parser.parse_args()
 torch.manual_seed(given.seed)
 with np.load("data.npz") as data:
     dataset = TensorDataset(torch.from_numpy(data["x"]), torch.from_numpy(data["y"]))
-loader = DataLoader(dataset, given.batch, shuffle=True)
+loader = DataLoader(dataset, given.batch, shuffle=True, num_workers=2, persistent_workers=True)
 net = nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(32), nn.Dropout(0.1), nn.Tanh(), nn.Linear(32, 1))
 optimizer = torch.optim.AdamW(net.parameters(), lr=given.lr)
 os.makedirs("out", exist_ok=True)

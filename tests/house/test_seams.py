@@ -139,6 +139,7 @@ SEAMS = [
         "test_rmtree_compares_inodes",
         "Lib/shutil.py, rmtree",
     ),
+    Seam("_config", "tools/check/new_files.py", "test_processes_share_a_folder", "Lib/multiprocessing/util.py"),
     Seam("_instances", "process/say.py", "test_an_open_progress_bar", "tqdm/std.py, tqdm.__new__"),
     Seam("_option_string_actions", "arguments.py", "test_options_of_a_parser", "argparse.py, _ActionsContainer"),
 ]
@@ -649,6 +650,13 @@ def test_python_functions_call_these_builtins() -> None:
     assert "cross_entropy_loss" in _Outer.seen
     assert torch._VF.einsum is torch._C._VariableFunctions.einsum  # type: ignore[attr-defined]
     assert {torch._C._nn.mse_loss, torch._C._nn.nll_loss_nd}
+
+
+@pytest.mark.unit
+def test_processes_share_a_folder_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", str(tmp_path))  # type: ignore[attr-defined]
+    assert multiprocessing.util.get_temp_dir() == str(tmp_path)
+    assert multiprocessing.Process()._config["tempdir"] == str(tmp_path)  # type: ignore[attr-defined]
 
 
 @pytest.mark.unit

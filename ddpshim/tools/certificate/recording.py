@@ -25,6 +25,7 @@ from ddpshim.errors import CertificateError
 from ddpshim.process.job import current
 from ddpshim.process.observed import observe
 from ddpshim.process.say import say
+from ddpshim.process.seeds import seed_everything
 from ddpshim.tools.certificate import document, facts
 from ddpshim.tools.check.program import Parameters, end_with_peers, samples_of
 from ddpshim.trainers.unedited.reads import Numbers
@@ -37,6 +38,7 @@ _DEADLINE_S = 120.0
 def recorded(settings: str, argv: Any) -> Iterator[None]:
     """Within this block, record the program `argv` by the JSON file `settings` (`commands.set_up`). Local."""
     recorder = Recorder(Path(settings), list(argv))
+    seed_everything(recorder.seed)  # of a program that sets none, or not all
     if recorder.is_repeating:
         from ddpshim.tools.check.new_files import Recorder as NewFiles
         from ddpshim.trainers.unedited.private_files import switch_loggers_off
@@ -81,7 +83,7 @@ class Recorder:
         self.is_repeating = self._last is not None
         self._at, self._between = set(chosen["marks"]), set(chosen["between"])  # steps of a repetition's marks
         self._marked = 0  # the step of the last mark
-        self._program, self._seed = program, int(chosen["seed"])
+        self._program, self.seed = program, int(chosen["seed"])
         self._process = os.getpid()
         self._num_steps: Optional[int] = None  # None: no step was made yet
         self._first: int = chosen["first"]
@@ -117,15 +119,16 @@ class Recorder:
 
         size, samples = samples_of(batch)
         self._latest = sum(int(name, 16) for name in samples or ())  # in any order: ranks deal rows
-        if is_of_all_ranks(batches, batch, size) and world().rank:
+        if is_of_all_ranks(batch, size) and world().rank:
             self._latest = 0  # the main rank's is enough
 
     def _see_loss(self, tensors: Any) -> None:
-        from ddpshim.model.backward import Passes
+        import torch
+
         from ddpshim.rows.gradients import plain
 
-        # Not a pass of a checkpoint, inside another one.
-        if os.getpid() == self._process and current().part(Passes).depth <= 1:
+        # Not a pass inside another one of this thread (a checkpoint's). Virtual ranks may all be in a pass.
+        if os.getpid() == self._process and torch._C._current_graph_task_id() < 0:
             roots = [tensors] if hasattr(tensors, "numel") else list(tensors)
             step = self._steps[-1]
             step.samples += self._latest
@@ -300,7 +303,7 @@ class Recorder:
             "ranks": world().world_size,
             "every": self._every,
             "first": self._first,
-            "seed": self._seed,
+            "seed": self.seed,
             "facts": self._facts(),
             "tensors": [],
             "marks": [],

@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import mul
 from pathlib import Path
 from typing import Any, Optional
@@ -18,10 +18,11 @@ from ddpshim.tools.check.records import Parting, Run
 from ddpshim.tools.check.sketches import difference, distance, ratio
 from ddpshim.tools.check.watching import ONE, PERTURBED
 
-# Ranks may differ from the one process by this many times the perturbed run's difference. Below the second line's
+# Ranks may differ from the one process by this many times the perturbed run's difference. Below the third line's
 # limits a difference always counts as rounding: relative to the loss, to the gradient, to the distance a weight moved.
-_TIMES_PERTURBED = 30.0
+_TIMES_PERTURBED = 5.0
 _LOSS, _GRADIENT, _WEIGHT = 1e-5, 1e-4, 1e-2
+_SEED = "seed"
 # In bfloat16 or float16 a loss may be rounded once, and a gradient once for each layer: so many times eps.
 _TIMES_EPS = {_LOSS: 2, _GRADIENT: 10, _WEIGHT: 10}
 _MAKE_LOADER = (
@@ -49,6 +50,11 @@ class Proof:
     notes: Sequence[str] = field(default_factory=list)
     wrong: Sequence[Parting] = field(default_factory=list)  # what is wrong in one process too
 
+    @property
+    def is_unknown(self) -> bool:
+        """Whether two runs in one process differ already."""
+        return self.parting is not None and self.parting.what == _SEED
+
 
 def judge(folder: Path, num_ranks: int) -> Proof:
     """Return the proof, computed from the records in `folder`."""
@@ -58,7 +64,8 @@ def judge(folder: Path, num_ranks: int) -> Proof:
     rounding = _Rounding(one, perturbed)
     notes = [*_each_note(one, ranks, rounding), *notes_on_ends(one, perturbed, ranks)]
     wrong = [*wrong_in_all(one, ranks[0])]
-    parting = _first_parting(one, ranks, rounding) or _end(one, ranks[0], rounding) or _equal_noise(ranks)
+    parting = _unseeded(one, perturbed) or _first_parting(one, ranks, rounding)
+    parting = parting or _end(one, ranks[0], rounding) or _equal_noise(ranks)
     notes += _note_on_noise(ranks, parting)
     if parting is not None or not num_steps:
         return Proof(False, num_steps, num_ranks, parting=parting, notes=notes, wrong=wrong)
@@ -66,6 +73,18 @@ def judge(folder: Path, num_ranks: int) -> Proof:
     of_rounding = _largest_difference(folder, PERTURBED) if is_at_end[0] else None
     largest = _largest_difference(folder, "rank_0") if is_at_end[1] else None
     return Proof(True, num_steps, num_ranks, largest, of_rounding, notes=notes, wrong=wrong)
+
+
+def _unseeded(one: Run, perturbed: Run) -> Optional[Parting]:
+    """Return a Parting if two runs in one process differ before the first step, after which one has rounding errors."""
+    for look in (_samples, _start, _losses):
+        found = look(one, [perturbed], _Rounding(one, one), 0)
+        if found is not None:
+            said = f"two runs in one process differ in this already: {found.what}"
+            meaning = "the program has no seed: call torch.manual_seed, random.seed and numpy.random.seed first. Or it "
+            meaning += "depends on the time, the order of a set, or a file of an earlier run"
+            return replace(found, what=_SEED, where="", found=said, meaning=meaning)
+    return None
 
 
 def _first_parting(one: Run, ranks: Sequence[Run], rounding: _Rounding) -> Optional[Parting]:
@@ -92,7 +111,7 @@ class _Rounding:
     """Limits on differences that count as rounding, from the perturbed run's differences so far."""
 
     def __init__(self, one: Run, perturbed: Run) -> None:
-        self._one, self._perturbed = one, perturbed
+        self.perturbed = perturbed
         self._largest: dict[Any, float] = {}
         known = (r["dtype"] for r in one.records if r["kind"] == "loss" and "dtype" in r)
         self.dtype = max(known, key=eps_of, default="float32")
@@ -105,7 +124,7 @@ class _Rounding:
         return of_ranks <= max(least, _TIMES_EPS[least] * self.eps, _TIMES_PERTURBED * seen)
 
     def of(self, kind: str, step: int) -> list[dict[str, Any]]:
-        return self._perturbed.of(kind, step)
+        return self.perturbed.of(kind, step)
 
 
 def _samples(one: Run, ranks: Sequence[Run], rounding: _Rounding, step: int) -> Optional[Parting]:
@@ -203,11 +222,13 @@ def _gradients(one: Run, ranks: Sequence[Run], rounding: _Rounding, step: int) -
         theirs = [_same(run, "gradients", step, number) for run in ranks]
         if any(own is None for own in theirs):
             continue
-        near = next((r for r in rounding.of("gradients", step) if r["optimizer"] == number), record)
+        near_steps = range(step, step + 3)  # ranks round from the first forward pass on, before the perturbed run
+        pairs = [[_same(run, "gradients", t, number) for run in (one, rounding.perturbed)] for t in near_steps]
+        nears = [(a["gradients"], b["gradients"]) for a, b in pairs if a and b]
         total = math.sqrt(sum(own[0] ** 2 for own in record["gradients"] if own is not None))
 
         def relative(a: Any, b: Any, total: float = total) -> float:
-            apart, size = distance(a, b), (a or [0.0])[0] + 1e-3 * total
+            apart, size = distance(a, b), (a or [0.0])[0] + 1e-2 * total  # sums may cancel
             return apart / size if size else (math.inf if apart else 0.0)
 
         every = [own["gradients"] for own in theirs if own is not None]
@@ -216,7 +237,8 @@ def _gradients(one: Run, ranks: Sequence[Run], rounding: _Rounding, step: int) -
             apart = max(relative(mine, own[i]) for own in every)
             # A reduction gives all ranks the same bits, whatever the precision.
             is_reduced = all(relative(every[0][i], own[i]) <= _GRADIENT for own in every[1:])
-            is_near = rounding.allows(("gradients", number, i), apart, relative(mine, near["gradients"][i]), _GRADIENT)
+            of_near = max((relative(a[i], b[i]) for a, b in nears), default=None)
+            is_near = rounding.allows(("gradients", number, i), apart, of_near, _GRADIENT)
             if not (is_near and is_reduced):
                 odd.append(i)
                 sizes.append(apart)

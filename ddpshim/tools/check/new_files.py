@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import multiprocessing
 import os
 import posix
 import shlex
@@ -44,6 +45,8 @@ class Recorder:
         """Start recording, until this process ends: audit hooks cannot be removed."""
         import torch
 
+        # Data workers are killed with the run, and would leave their own folders of sockets.
+        multiprocessing.current_process()._config["tempdir"] = self._folder  # type: ignore[attr-defined]
         sys.addaudithook(self._see_event)
         save = torch.save
 
@@ -94,7 +97,7 @@ class Recorder:
         except OSError:
             return ""
         found = os.path.join(above, os.fsdecode(path))
-        is_ours = found.startswith(self._folder) or "/__pycache__/" in found
+        is_ours = found.startswith(self._folder) or "/__pycache__/" in f"{found}/"
         if is_ours or self._left.takes_note(found, _caller()) or self._left.has(found):
             return ""
         return found

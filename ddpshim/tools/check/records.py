@@ -15,9 +15,8 @@ class Parting:
     """The first difference between the ranks and the one process."""
 
     step: int  # from 1
-    what: (
-        str  # samples, noise, weights at the start, loss, gradients, learning rate, weights, optimizer, networks, steps
-    )
+    # seed, samples, noise, weights at the start, loss, gradients, learning rate, weights, optimizer, networks, steps
+    what: str
     where: str  # which tensors, backward pass or optimizer
     place: str  # file:line of the user's program
     found: str

@@ -20,6 +20,7 @@ from ddpshim.process.launch_env import PLACE
 from ddpshim.process.say import count, say
 from ddpshim.tools.check import new_files, watching
 from ddpshim.tools.check.judging import Proof, judge
+from ddpshim.tools.check.precision import TIMES
 from ddpshim.tools.check.watching import ONE, PERTURBED, Settings
 from ddpshim.tools.progress import progress_line
 
@@ -82,7 +83,7 @@ def _run_alone(job: Launch, folder: Path, logs: Path, settings: Settings) -> Non
             # Many trainers name their output folder by the second: the second run must not start in the first's folder.
             while processes[ONE].poll() is None and not _num_steps(folder, ONE) and time.monotonic() < end:
                 time.sleep(0.05)
-            say(f"run 2: one process{how}, with a rounding error added to each gradient")
+            say(f"run 2: one process{how}, with {TIMES} rounding errors added to each gradient")
             processes[PERTURBED] = _start(job, folder, logs, PERTURBED, environ())
             for name, process in processes.items():
                 _wait(process, end, folder, name, settings.steps)
@@ -151,13 +152,13 @@ def as_text(proof: Proof) -> str:
             after += f"; then weights differ from those of one process by at most {proof.largest_difference:.0e}"
         lines.append(f"  {after}")
         if proof.of_rounding is not None:
-            scale = "rounding errors added to the gradients of one process change its weights by up to"
+            scale = f"{TIMES} rounding errors in each gradient of one process change its weights by up to"
             lines.append(f"  for scale: {scale} {proof.of_rounding:.0e}")
         lines.append(
             "  not compared: numbers that the program prints, logs or saves beside its networks; steps after these"
         )
     else:
-        lines.append("the same experiment: no")
+        lines.append(f"the same experiment: {'unknown' if proof.is_unknown else 'no'}")
     for parting in (*([proof.parting] if proof.parting else []), *proof.wrong):
         where = f" of {parting.where}" if parting.where else ""
         found = f"differs first in step {parting.step}" if parting is proof.parting else "wrong in one process too"

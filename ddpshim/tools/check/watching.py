@@ -137,7 +137,7 @@ class RankRecorder:
         own = _states()
         is_own = self._run.startswith("rank") and not _ranks_share_draws()
         of_pass = self._passes.get(batches) or {"sampler": "", "pass_number": 0}
-        is_whole = is_of_all_ranks(batches, batch, size)
+        is_whole = is_of_all_ranks(batch, size)
         about = {"size": size, "samples": samples, "whole": is_whole, **of_pass, "place": users_line()}
         self._write("batch", number=self._num_batches, streams=_digest(own) if is_own else None, **about)
         if self._run == ONE:
@@ -381,14 +381,14 @@ def _ranks_share_draws() -> bool:
     return has_world() and (current().holds_whole_batches or bool(current().part(shares.Sharing).is_on))
 
 
-def is_of_all_ranks(batches: Any, batch: Any, size: int) -> bool:
-    """Whether every rank gets this whole batch, and not its rows of it with the number of all."""
-    if "ddpshim.rows.loader" not in sys.modules:
+def is_of_all_ranks(batch: Any, size: int) -> bool:
+    """Whether every rank gets this whole batch, of `size` samples here, and not its rows of it."""
+    loader: Any = sys.modules.get("ddpshim.rows.loader")
+    if loader is None:
         return False
     from ddpshim.process.job import current
 
-    has_rows = type(getattr(batches, "_dataset", None)).__module__ == "ddpshim.rows.loader"
-    return current().holds_whole_batches and (not has_rows or bool(batch[0] == size))
+    return current().holds_whole_batches and not (isinstance(batch, loader.Fetched) and batch.num_rows != size)
 
 
 def _places(own: list[str], every: list[str], rank: int, num_ranks: int) -> Optional[list[int]]:
