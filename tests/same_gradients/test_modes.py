@@ -1,0 +1,27 @@
+"""Modes that meet: some rows of evidence/modes.md, which has every pair."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from evidence import modes
+
+ROWS = modes.covering_rows()
+
+
+def test_every_two_values_meet_that_can() -> None:
+    items = [(name, value) for name, values in modes.FACTORS.items() for value in values]
+    can_meet = {(a, b) for a, b in itertools.permutations(items, 2) if a[0] != b[0] and modes.is_possible(dict((a, b)))}
+    assert can_meet == {both for row in ROWS for both in itertools.permutations(row.items(), 2)}
+    assert all(modes.is_possible(row) for row in ROWS)
+    assert len(ROWS) <= 70
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("number", [5, 7, 13, 15, 16])
+def test_ranks_equal_one_process_in_modes_that_meet(number: int, tmp_path: Path) -> None:
+    outcome = modes.judge(ROWS[number], tmp_path)
+    assert outcome.kind not in modes.FAULTS, f"{modes.words_of(ROWS[number])}: {outcome}"
