@@ -119,7 +119,7 @@ class Parts:
                 f"the loader of {users_line()} has {count(num_left, 'sample')} in its last batch, for "
                 f"{self.num_shares} ranks: the others repeat one. Gradients ignore the repeats; a sum or a mean that "
                 "the program takes over a pass would count them again: take it from world.all_gather(values), one "
-                "value for each row, which leaves them out"
+                "value for each row, called inside the loop, where it leaves them out"
             )
 
     def whole_batch_size(self, may_be_uneven: bool) -> Optional[int]:

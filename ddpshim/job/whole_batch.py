@@ -56,8 +56,8 @@ def _check_equal_numbers(x: torch.Tensor) -> None:
     if len(set(counts)) > 1:
         told = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
         raise DataError(
-            f"all_gather of different numbers of rows ({told}): they do not form one batch. Pad them to the same "
-            "number and mask the padding, or make the loss a sum over each rank's rows (World.mean_over)."
+            f"all_gather of different numbers of rows ({told}): they do not form one batch. Gather the rows of a "
+            "batch inside the loop, while it is at hand; or sum over each rank's rows (World.mean_over)."
         )
 
 
