@@ -15,6 +15,7 @@ from ddpshim.model.checksums import numbers_of
 from ddpshim.model.equality import OPT_OUT, SETTINGS, STATE, Equality, settings_of, state_of
 from ddpshim.process import events
 from ddpshim.process.random_streams import rank_states, restore_rank_states
+from ddpshim.process.remedies import remedy
 from ddpshim.process.say import say
 
 _MEETING_DEADLINE_S = 20.0
@@ -48,14 +49,12 @@ def said_of(equality: Equality, odd: Mapping[str, list[list[int]]], number: int)
         )
         return (
             f"after {number} backward passes of {kind} ranks have different optimizers: {found}{more}. They now "
-            "train different models. Set rates and load states equally on every rank; step schedulers with "
-            f"numbers of all ranks ({OPT_OUT})."
+            f"train different models. {remedy('same state')} ({OPT_OUT})."
         )
     values = ", ".join(f"{shown(fact)} on rank {rank}" for rank, fact in zip(equality.ranks, odd[name]))
     return (
         f"after {number} backward passes of {kind} ranks hold different weights: {name} {values}{more}. They "
-        "now train different models. Load checkpoints, and change, convert or add layers, equally on every "
-        f"rank, and let every gradient come from loss.backward() ({OPT_OUT})."
+        f"now train different models. {remedy('same state')} ({OPT_OUT})."
     )
 
 

@@ -203,6 +203,7 @@ def refuse_unequal(hashes: list[int], what: str) -> None:
     """Raise SyncError on all ranks if these hashes, one per rank, differ."""
     if len(set(hashes)) > 1:
         from ddpshim.model.difference import first_difference
+        from ddpshim.process.remedies import remedy
 
         facts = {name: numbers_of(row) for name, row in _rows().items()}
         found = first_difference(world().gather_with_deadline("facts", {**_settings(), **facts}, STEPS_DEADLINE_S))
@@ -210,8 +211,7 @@ def refuse_unequal(hashes: list[int], what: str) -> None:
             return
         raise SyncError(
             f"at the end of {what} ranks hold different weights: {found}. They have trained different models, and "
-            "only the main rank's is saved. Load checkpoints, change weights and set learning rates equally on "
-            f"every rank, and let every gradient come from loss.backward() ({OPT_OUT})."
+            f"only the main rank's is saved. {remedy('same state')} ({OPT_OUT})."
         )
 
 
@@ -225,7 +225,7 @@ def hash_of_all() -> int:
 def _rows() -> dict[str, Any]:
     """Return the tensors that must be equal on all ranks of the job, by name."""
     of_networks = (
-        (f"{name} of network {number}", row)
+        (f"{name} of network {number} ({type(equality.module).__name__})", row)
         for number, equality in enumerate(_compared())
         for name, row in equality.rows()
     )
@@ -234,7 +234,7 @@ def _rows() -> dict[str, Any]:
 
 def _settings() -> dict[str, str]:
     return {
-        f"{name} of network {number}": value
+        f"{name} of network {number} ({type(equality.module).__name__})": value
         for number, equality in enumerate(_compared())
         for name, value in equality.settings().items()
     }

@@ -152,10 +152,9 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["_num_steps"], mine["_rates"] = 0, []  # optimizer steps; the last learning rates
         mine["_num_answered"] = guard.num_asked()  # comparisons that this rank has requested
         mine["_at_steps"] = None  # `_num_steps` at the last comparison of weights
-        companions: Any = guard.companions if is_first() else dict
         optimizers = functools.partial(guard.optimizers_of, self)
         device = reduced[0].device
-        mine["_equality"] = Equality(module, homes, process_group, device, is_guarded, optimizers, companions)
+        mine["_equality"] = Equality(module, homes, process_group, device, is_guarded, optimizers, guard.companions)
         mine["_accumulators"] = [_accumulator(p) for p in reduced]
         # Builtins. Strong references: a caller who drops the wrapper and uses the module must stay synchronised.
         hooks = functools.partial(getattr, self._pass, "is_begun"), self._seen.append

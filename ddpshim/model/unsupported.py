@@ -120,7 +120,7 @@ def check_same_structure(module: nn.Module, here: World) -> None:
             raise SyncError(
                 f"ranks 0 and {rank} wrap different {type(module).__name__}s: '{odd[0]}' is "
                 f"{everyone[0][0].get(odd[0], 'missing')} and {theirs.get(odd[0], 'missing')}; gradients of "
-                "different parameters would be averaged. Build the same network on every rank."
+                f"different parameters would be averaged. {_remedy('same state')}."
             )
     first = everyone[0][1]
     differing = [

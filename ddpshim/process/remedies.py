@@ -32,6 +32,11 @@ REMEDIES = {
         "afterwards",
         "they were drawn from a generator that ddpshim does not see; seed it",
     ),
+    "same state": (
+        "Build, load and change networks and optimizers equally on every rank, step schedulers with numbers of all "
+        "ranks, and let every gradient come from loss.backward()",
+        _SAME,
+    ),
     "a batch": ("no batch from make_loader", "a batch"),
     "wrap": ("wrap_parallel", "the first training step"),
     "device": ("ddpshim.world().device", "device"),

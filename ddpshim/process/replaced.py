@@ -21,8 +21,9 @@ class StandIns:
         self._of: dict[int, tuple[Any, Any]] = {}
 
     def add(self, before: Any, value: Any) -> None:
-        if before is not None:
-            self._of[id(before)] = before, value
+        if callable(before):  # another module may have True, a number or a text for any reason
+            first = next((first for first, last in self._of.values() if last is before), before)
+            self._of[id(first)] = first, value
 
     @contextlib.contextmanager
     def where_imported(self) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 import time
 import types
@@ -10,7 +12,7 @@ import pytest
 from torch import nn
 
 from ddpshim.process.live_modules import live_modules
-from ddpshim.process.replaced import replaced
+from ddpshim.process.replaced import noted, replaced
 
 
 class Base:
@@ -54,6 +56,29 @@ def test_a_static_method_stays_one() -> None:
     with replaced(Reader, "read", staticmethod(lambda: "ours")):
         assert Reader.read() == "ours"
     assert isinstance(vars(Reader)["read"], staticmethod)
+
+
+@pytest.mark.parametrize("value", [True, None, 7, "a text", (1, 2)])
+def test_only_functions_and_classes_are_replaced_where_they_were_imported(
+    value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A value that is replaced in one module may be in any other, for another reason. Of several stand-ins for one
+    function, the last is found."""
+    library, program = types.ModuleType("library"), types.ModuleType("program")
+    program.__file__ = "program.py"
+    monkeypatch.setitem(sys.modules, "program", program)
+    library.switch = program.residual = value  # type: ignore[attr-defined]
+    library.save = program.save = lambda: "theirs"  # type: ignore[attr-defined]
+    library.Loader = program.Loader = Base  # type: ignore[attr-defined]
+    names = ("switch", False), ("save", lambda: "first"), ("save", lambda: "last"), ("Loader", Derived)
+    with contextlib.ExitStack() as until:
+        with noted() as stand_ins:
+            for name, instead in names:
+                until.enter_context(replaced(library, name, instead))
+        until.enter_context(stand_ins.where_imported())
+        assert (program.residual, program.save(), program.Loader) == (value, "last", Derived)
+        assert library.switch is False  # type: ignore[attr-defined]
+    assert (program.save(), program.Loader) == ("theirs", Base)
 
 
 def test_modules_are_found_while_another_thread_builds_tuples() -> None:

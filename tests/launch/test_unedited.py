@@ -5,16 +5,20 @@ Most ranks are forked from the test launcher's server, which has torch, and ente
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import weakref
 from multiprocessing import shared_memory
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import pytest
@@ -23,7 +27,7 @@ from torch import nn
 
 from ddpshim import variables
 from ddpshim.process.after_import import after_import
-from ddpshim.trainers.unedited import c_libraries, gpus, joining, program
+from ddpshim.trainers.unedited import c_libraries, gpus, joining, networks, program
 from tests.preloaded import DEADLINE_PASSED, as_torchrun_says, environment, preloaded, start_afresh
 
 ROOT = Path(__file__).parents[2]
@@ -230,6 +234,34 @@ torch.save({**weights, "temperature": agent.temperature.detach(), "drawn": torch
     for rank in (0, 1):
         assert two.said(rank, "kept") == pytest.approx(plain.said(0, "kept"), abs=1e-6)
         assert two.said(rank, "last") == pytest.approx(plain.said(0, "last"), abs=1e-6)
+
+
+class Pair(nn.Module):
+    def __init__(self, back: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.back, self.head = back, head
+
+
+def test_the_order_of_networks_is_that_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All modules are found in an order that differs between ranks."""
+    nets, head = [nn.Linear(2, 2) for _ in range(4)], nn.Linear(2, 1)
+    frozen, lazy = [nn.Linear(2, 2).requires_grad_(False) for _ in range(2)], nn.LazyLinear(1)
+    pairs = [Pair(back, head) for back in frozen]
+    params = [p for net in (nets[2], nets[0], nets[3], head, nets[1]) for p in net.parameters()]
+    chosen = [networks.choose(order, params) for order in itertools.permutations([*nets, *pairs])]
+    assert {tuple(map(id, one)) for one in chosen} == {tuple(map(id, chosen[0]))}
+    assert [net for net in chosen[0] if net not in pairs] == [nets[2], nets[0], nets[3], nets[1]]
+    copies = [copy.deepcopy(nets[0]), copy.deepcopy(nets[1]), copy.deepcopy(nets[1]), copy.deepcopy(nets[2])]
+    monkeypatch.setattr(networks, "world", lambda: SimpleNamespace(gather=lambda facts: [facts, facts]))
+    watched: list[list[int]] = []
+    for order in itertools.permutations([*copies, lazy]):
+        watched.append([])
+        monkeypatch.setattr(networks.guard, "watch", lambda net: watched[-1].append(copies.index(net)))
+        found = networks.Networks()
+        found.wrapped = [weakref.ref(net) for net in nets]
+        found._watch_copies([*order])
+    assert sorted(watched[0]) == [0, 3], "ranks do not know which of equal copies is which"
+    assert watched == [watched[0]] * len(watched)
 
 
 # torch 2.13 aborts the end of a gloo program with its own group now and then, also without ddpshim (2 of 10 pairs).
@@ -631,6 +663,21 @@ REFUSED = {
         "x = torch.from_numpy(np.random.default_rng(os.getpid()).normal(size=(2, 4)))\n"
         "train(network(), [(torch.tensor([0]), x, torch.ones(2, 1))])",
         "SyncError: train.py:31: rank 0 computed the loss",
+    ),
+    "own entropy in a second training": (
+        "for generator in (np.random.default_rng(0), np.random.default_rng(os.getpid())):\n"
+        "    xs = [torch.from_numpy(generator.normal(size=(2, 4))) for _ in range(6)]\n"
+        "    train(network(), [(torch.tensor([0]), x, torch.ones(2, 1)) for x in xs])",
+        "SyncError: train.py:31: rank 0 computed the loss",
+    ),
+    "own entropy where optimizers were made before": (
+        "nets = network(), network()\nsteps = [torch.optim.Adam(net.parameters()) for net in nets]\n"
+        "generators = np.random.default_rng(0), np.random.default_rng(os.getpid())\n"
+        "for net, optimizer, generator in zip(nets, steps, generators):\n"
+        "    for _ in range(4):\n"
+        "        net(torch.from_numpy(generator.normal(size=(2, 4)))).sum().backward()\n"
+        "        optimizer.step()",
+        "SyncError: train.py:41: rank 0 computed the loss",
     ),
     "another split": (
         "part = data.Subset(Items(), np.random.default_rng(os.getpid()).permutation(40)[:32])\n"

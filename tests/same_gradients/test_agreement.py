@@ -133,7 +133,7 @@ FAULTS: dict[str, tuple[dict[int, Act], dict[int, Act], str]] = {
     "a state": (
         {},
         {20: _lose_state},
-        "at the end of the job ranks hold different weights: parameter 'weight' of network 0 sums to",
+        r"at the end of the job ranks hold different weights: parameter 'weight' of network 0 \(Linear\) sums to",
     ),
     "weights at a save": (
         {},

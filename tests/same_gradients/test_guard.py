@@ -168,6 +168,22 @@ def test_weights_that_differ_are_named(how: str, text: str) -> None:
         run_ranks(_rank_becomes_different, 2, how)
 
 
+def _rank_trains_twice() -> None:
+    for training in range(2):
+        net, target = _net(), _net().requires_grad_(False)
+        wrapped = ddpshim.wrap_parallel(net)
+        ddpshim.watch(target)
+        if training and ddpshim.world().is_main:
+            target[0].weight.data.zero_()
+        _steps(wrapped, torch.optim.SGD(net.parameters(), lr=0.1), 4)
+
+
+def test_targets_of_a_second_training_are_compared_while_it_trains() -> None:
+    text = r"after 1 backward passes of Sequential ranks hold different weights: network 1 of those that are not"
+    with pytest.raises(RankError, match=text):
+        run_ranks(_rank_trains_twice, 2)
+
+
 def _rank_updates_without_an_optimizer() -> None:
     here = ddpshim.world()
     net = ddpshim.wrap_parallel(_net())

@@ -148,7 +148,7 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
                 undo.enter_context(part.installed())
             undo.enter_context(rollouts.on_main(files.apart))
             unsynced_check.leave_to_others()
-            observe(undo, backward=steps.begin_pass)
+            observe(undo, backward=steps.begin_pass, before_step=steps.note_step)
         if here.world_size > 1 or here.options.exact is not None:
             undo.enter_context(locks.installed())
             undo.enter_context(equal_reads(here, is_local, lambda: rollouts.is_playing))
@@ -197,7 +197,9 @@ def _optimizers_seen() -> Iterator[None]:
     @functools.wraps(add)
     def add_param_group(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         add(self, *args, **kwargs)
-        current().part(Steps).networks.take_note(self)
+        steps = current().part(Steps)
+        steps.networks.take_note(self)
+        steps.num_passes = 0
 
     with replaced(torch.optim.Optimizer, "add_param_group", add_param_group):
         try:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 
 from ddpshim.errors import SyncError
 from ddpshim.job.group import world
@@ -81,12 +82,13 @@ class Networks:
             self.wrap()
 
     def _is_trained(self, module: nn.Module) -> bool:
-        """Whether `module` directly holds parameters of an optimizer and is in training mode."""
-        if not any(p is not None for p in module._parameters.values()):
-            return False
+        """Whether `module` directly holds parameters of an optimizer."""
+        return bool(module._parameters) and not self._ids().isdisjoint(map(id, module._parameters.values()))
+
+    def _ids(self) -> set[int]:
+        """Return the ids of all optimizers' parameters."""
         optimizers = (optimizer for reference in self._optimizers if (optimizer := reference()) is not None)
-        ids = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        return any(id(p) in ids for p in module._parameters.values())
+        return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
     def wrap(self) -> None:
         """Wrap the networks of all optimizers (collective if one has new parameters)."""
@@ -149,45 +151,46 @@ class Networks:
         """
         wrapped = [module for reference in self.wrapped if (module := reference()) is not None]
         known = {shapes_of(module) for root in wrapped for module in root.modules()} - {()}
-        owned = {id(p) for root in wrapped for p in root.parameters()}
-        optimizers = (optimizer for reference in self._optimizers if (optimizer := reference()) is not None)
-        # A network of a later optimizer is no copy; beside its own copy, their order would differ between ranks.
-        owned |= {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        owned = {id(p) for root in wrapped for p in root.parameters()} | current().part(guard.Watched).owners.keys()
+        owned |= self._ids()  # a network of a later optimizer is no copy
         copies = [
             root
             for root in roots
-            if shapes_of(root) in known
-            and not any(p.is_meta for p in root.parameters())
-            and not any(id(p) in owned or guard.is_owned(p) for p in root.parameters())
+            if not any(p.is_meta or is_lazy(p) or id(p) in owned for p in root.parameters())
+            and shapes_of(root) in known
         ]
-        facts = [(type(copy).__name__, shapes_of(copy), _sum_of(copy)) for copy in copies]
-        of_ranks = world().gather(facts)
-        counts = [Counter(map(repr, found)) for found in of_ranks]
-        for fact, copy in sorted(zip(facts, copies), key=lambda pair: repr(pair[0])):
-            if all(count[repr(fact)] == counts[0][repr(fact)] for count in counts):
-                guard.watch(copy)
-            else:
+        facts = [repr((type(copy).__name__, shapes_of(copy), _sum_of(copy))) for copy in copies]
+        counts = [Counter(found) for found in world().gather(facts)]
+        for fact, copy in sorted(zip(facts, copies), key=lambda pair: pair[0]):
+            if any(count[fact] != counts[0][fact] for count in counts):
                 say_on_main(
                     f"a {type(copy).__name__} that looks like a copy of a trained network differs between ranks; it "
                     "is not checked"
                 )
+            elif counts[0][fact] == 1:  # of equal ones, ranks don't know which is which
+                guard.watch(copy)
 
 
 def choose(roots: Iterable[nn.Module], params: list[Any]) -> list[nn.Module]:
     """Return the modules of `roots` that hold `params`. Local.
 
-    If several hold a parameter, the one with most of `params`, then the largest: the same on all ranks. A tensor in no
-    module (a temperature, a latent) needs no wrapper: `ddpshim.rows` adds up its gradient over ranks.
+    If several hold a parameter, the one with most of `params`, then the largest. The order of `roots` differs between
+    ranks and must decide nothing: the places of parameters in `params` do, then values, if only frozen ones differ. A
+    tensor in no module (a temperature, a latent) needs no wrapper: `ddpshim.rows` adds up its gradient over ranks.
     """
-    wanted = {id(p) for p in params}
-    held = [(root, {id(p) for p in root.parameters()}) for root in roots]
-    held = [(root, ids) for root, ids in held if not wanted.isdisjoint(ids)]
-    held.sort(key=lambda one: (-len(wanted & one[1]), -len(one[1]), type(one[0]).__qualname__))
-    chosen: list[nn.Module] = []
-    for root, ids in held:
-        if not wanted.isdisjoint(ids):
+    places = {id(p): place for place, p in enumerate(params)}
+    wanted, chosen = {*places.values()}, list[nn.Module]()
+    held = [(root, [places.get(id(p), -1) for p in root.parameters()]) for root in roots]
+    held = [(root, own) for root, own in held if not wanted.isdisjoint(own)]
+
+    def order(one: tuple[nn.Module, list[int]]) -> tuple[Any, ...]:
+        root, own = one
+        return -len(wanted.intersection(own)), -len(own), own, str(type(root)), _sum_of(root)
+
+    for root, own in sorted(held, key=order):
+        if not wanted.isdisjoint(own):
             chosen.append(root)
-            wanted -= ids
+            wanted.difference_update(own)
     return chosen
 
 
@@ -198,4 +201,4 @@ def shapes_of(module: nn.Module) -> Shapes:
 
 def _sum_of(module: nn.Module) -> float:
     with torch.no_grad():
-        return sum(float(p.detach().abs().double().sum()) for p in module.parameters())
+        return sum(float(p.detach().abs().double().sum()) for p in module.parameters() if not (p.is_meta or is_lazy(p)))

@@ -35,7 +35,6 @@ from ddpshim.trainers.unedited.unmanaged_paths import LeftAlone
 
 if TYPE_CHECKING:
     from ddpshim.trainers.unedited.file_overlay import View
-    from ddpshim.trainers.unedited.stand_ins import Files
 
 T = TypeVar("T")
 
@@ -71,7 +70,6 @@ class PrivateFiles:
                 stand_ins = main_file_log.stand_ins(self._changes, self._saves, self._left)
             else:
                 from ddpshim.trainers.unedited.file_overlay import View
-                from ddpshim.trainers.unedited.stand_ins import Files
                 from ddpshim.trainers.unedited.write_audit import refused
 
                 self._view = View(self._changes, self._saves)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any
 
 import torch
@@ -30,12 +31,19 @@ class Steps:
 
     Attributes:
         networks: the networks that it trains.
-        num_passes: outermost backward passes so far.
+        num_passes: outermost backward passes since an optimizer was made; at its first step, 1.
     """
 
     def __init__(self) -> None:
         self.networks = Networks()
         self.num_passes = 0
+        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Before the first step of an optimizer: its training may have begun with the last pass. Local."""
+        if optimizer not in self._stepped:
+            self._stepped.add(optimizer)
+            self.num_passes = 1
 
     def begin_pass(self, tensors: Any) -> None:
         """Before a backward pass, wrap new networks and compare the loss (collective)."""
@@ -60,9 +68,9 @@ class Steps:
                 )
         if len(found) < world().world_size:
             raise SyncError(
-                f"{users_line()}: of {world().world_size} ranks only {[*found]} reached backward pass "
-                f"{self.num_passes} within {_DEADLINE_S:g} s; the others do something else. The decision must be the "
-                "same on all ranks: it must not depend on a clock or on entropy."
+                f"{users_line()}: of {world().world_size} ranks only {[*found]} reached this backward pass "
+                f"within {_DEADLINE_S:g} s; the others do something else. The decision must be the same on all ranks: "
+                "it must not depend on a clock or on entropy."
             )
 
 
