@@ -54,9 +54,10 @@ def _ends_with_a_sign(log: Path) -> bool:
 
 
 def end_of(log: Path, num_lines: int = _NUM_LINES_SHOWN) -> str:
-    """Return the last lines of `log`; "" if it does not exist. Local."""
+    """Return the last lines of `log`, of a progress bar the last state; "" if it does not exist. Local."""
     if not log.exists():
         return ""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - (1 << 16)))
-        return "\n".join(file.read().decode(errors="replace").splitlines()[-num_lines:])
+        lines = file.read().decode(errors="replace").rstrip().split("\n")[-num_lines:]
+        return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)

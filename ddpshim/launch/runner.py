@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.machinery
 import importlib.util
+import itertools
 import logging
 import os
 import re
@@ -114,7 +115,7 @@ def run(job: Launch) -> int:
         if code == EXIT_REQUEUE:  # no failure
             again = "To resume, unless a scheduler requeues this job"
             say(f"the ranks saved their progress and stopped (exit code {code}). {again}: {_resuming_command()}")
-        elif any(code in (-signum, 128 + signum) for signum in received):  # requested, whichever rank ended first
+        elif any(code in (-signum, 128 + signum, -signal.SIGKILL) for signum in received):  # requested (-9: too slow)
             where = "" if log_dir is None else f"; their logs are in {log_dir}"
             name = signal.Signals(-code if code < 0 else code - 128).name
             say(f"stopped by {name}{where}")
@@ -413,10 +414,11 @@ def _report_last_save(run_dir: str, name: str) -> None:
 
 
 def _error_in(traceback: str) -> str:
-    """Return the line of a traceback that names the error."""
-    lines = traceback.rstrip().splitlines()
-    frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
-    return lines[frames[-1] + 1] if frames and lines[frames[-1] + 1 :] else ""
+    """Return the error of a traceback: its type, and the first line of its message that is not empty."""
+    last = re.split(r"\n\n(?:The above exception was|During handling of) .*\n\n", traceback)[-1]
+    named = itertools.dropwhile(lambda line: line.startswith((" ", "Traceback (")), last.splitlines())
+    error, *message = [line.strip() for line in named if line.strip()] or [""]
+    return f"{error} {message[0]}" if message and re.fullmatch(r"[\w.]+:", error) else error
 
 
 def _report(rank: int, code: int, log_dir: Optional[Path], tracebacks: Mapping[int, str], is_shown: bool) -> None:
@@ -425,26 +427,27 @@ def _report(rank: int, code: int, log_dir: Optional[Path], tracebacks: Mapping[i
     `is_shown`: whether rank 0's output is on the screen.
     """
     said = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    said += " (out of memory? see dmesg)" * (code in (-signal.SIGKILL, 128 + signal.SIGKILL))
+    traceback = tracebacks.get(rank, "")
+    if rank or not traceback:
+        print(file=sys.stderr)  # a progress bar may have left its line unfinished
     if log_dir is None:
         say(f"rank {rank} failed first: it {said}")
         return
     if is_full := log_dir.exists() and shutil.disk_usage(log_dir).free < _LEAST_FREE:
         say(f"the disk of {log_dir} is full: what ranks print is lost. Make room, or give --log-dir elsewhere")
-    log, traceback = log_dir / f"rank_{rank}.log", tracebacks.get(rank, "")
-    error = _error_in(traceback)
+    log, error = log_dir / f"rank_{rank}.log", _error_in(traceback)
     alike = sorted(other for other in tracebacks if is_shown and traceback and tracebacks[other] == traceback)
     # The launcher may have ended rank 0 before it printed the traceback that it noted.
     if 0 in alike[:-1] and traceback.rstrip() in first_failure.end_of(log_dir / "rank_0.log", _NUM_LINES_SEARCHED):
         say(f"{ranks_called(alike)} failed with the same error: {error} (above, and in {log_dir}/rank_N.log)")
-    elif rank > 0 or not is_shown or (is_full and traceback):
-        say(
-            f"rank {rank} failed first: {error} (it {said}; its log is {log}):"
-            if error
-            else f"rank {rank} failed first: it {said}; {log} ends:"
-        )
-        print(traceback.rstrip() or first_failure.end_of(log), file=sys.stderr, flush=True)
+    elif traceback and (rank > 0 or not is_shown or is_full):
+        say(f"rank {rank} failed first: {error} (it {said}; its log is {log}):")
+        print(traceback.rstrip(), file=sys.stderr, flush=True)
     elif not traceback:  # else it is the last thing on the screen already
-        say(f"rank 0 failed first: it {said} (above, and in {log})")
+        if rank > 0 or not is_shown:
+            say(f"{log} ends:\n{first_failure.end_of(log)}")
+        say(f"rank {rank} failed first: it {said} (above, and in {log})")
 
 
 def dry_run(job: Launch) -> str:

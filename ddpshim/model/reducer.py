@@ -140,6 +140,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["_needs_default_stream"] = needs
         # torch.compile then splits graphs where buckets end. It refuses buckets smaller than DDP's first one.
         mine["_splits_graphs"] = hasattr(module, "_orig_mod") and self.bucket_bytes_cap >= 1024 * 1024
+        mine["_keeps_graph"], mine["_with_graph"] = False, []  # in a backward pass with create_graph: the gradients
         mine["_missed"] = []  # indices of parameters without a gradient, in the pass that ends
         mine["_captured"] = []  # memory that CUDA graphs copy from
         mine["_seen"] = []  # the parameters that got a gradient in this pass
@@ -247,7 +248,14 @@ class DistributedModule(Transparent, DistributedDataParallel):
             self.__dict__["has_unreduced_gradients"] = True
             return False
         mine = self.__dict__
-        mine["_sends_at_once"] = self._order.join(self._place)
+        mine["_keeps_graph"] = torch.is_grad_enabled()
+        if self._keeps_graph and not current().holds_whole_batches:
+            raise SyncError(
+                f"backward(create_graph=True) of {type(self.module).__name__} on a share of the batch: second "
+                'derivatives would differ between ranks. Use setup(batch="global"); a penalty on gradients of inputs '
+                "only needs torch.autograd.grad(..., create_graph=True), then backward()."
+            )
+        mine["_sends_at_once"] = self._order.join(self._place) and not self._keeps_graph
         if not self.num_reductions:
             noise.begin_training(type(self.module).__name__)
             if self._equality.is_on:
@@ -277,6 +285,10 @@ class DistributedModule(Transparent, DistributedDataParallel):
             backward.check_unchanged(reduced, self._versions, [self._names[id(p)] for p in reduced])
             self._versions.clear()
         mine["_missed"], ready = missed, missed
+        if self._keeps_graph:  # torch's reducer writes in place: only into values, as a mean changes no graph (`Mean`)
+            mine["_with_graph"] = [(p, p.grad) for p in reduced if p.grad is not None]
+            for p, gradient in self._with_graph:
+                p.grad = gradient.detach()
         if not self._sends_at_once:
             self._reducer.prepare_for_backward([])
             places = {id(p): i for i, p in enumerate(reduced)}
@@ -329,9 +341,12 @@ class DistributedModule(Transparent, DistributedDataParallel):
             self._refuse_stale(error)
         for i in self._unused.of_all(self._presence.grad):
             self._reduced[i].grad = None
+        mine, all_wrapped = self.__dict__, current().part(Wrapped)
+        for p, gradient in self._with_graph:
+            p.grad = gradient if p.grad is not None else None
+        mine["_with_graph"] = []
         if self._buffers_to_send is not None:
             self._buffers_to_send.finish()
-        mine, all_wrapped = self.__dict__, current().part(Wrapped)
         mine["_is_completing"] = False
         if self._num_passes == 1:
             all_wrapped.with_first_buckets.append(self)

@@ -40,7 +40,8 @@ def described(error: BaseException) -> str:
     For other ranks, which do not have the traceback. Errors of ddpshim explain themselves and have no place.
     """
     kind, where = type(error).__name__, "" if isinstance(error, DdpShimError) else place(error)
-    return (f"{kind}: {error}" if str(error) else kind) + (f" ({where})" if where else "")
+    text = str(error).strip()
+    return (f"{kind}: {text}" if text else kind) + (f" ({where})" if where else "")
 
 
 def place(error: BaseException) -> str:

@@ -71,15 +71,14 @@ def with_rows(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        calls = current().part(Calls)
-        if is_compiling() or calls.is_off:
+        if is_compiling() or current().part(Calls).is_off:
             return call(module, *args, **kwargs)
         if computes_wholes(module):
             return _computed_whole(call, (module, *args), kwargs)
         found = _dimension_and_size(module, leaves((args, kwargs)))
         if found is None:
             return call(module, *args, **kwargs)
-        dim, num = found
+        (dim, num), calls = found, current().part(Calls)
 
         def share(x: Any) -> Any:
             return divided(x, dim) if _has_rows(x, dim, num) else x
@@ -133,7 +132,8 @@ def _dimension_and_size(module: nn.Module, given: list[Any]) -> Optional[tuple[i
 def nothing_divided() -> Iterator[None]:
     """Within this block no network's arguments are divided, and torch.compile sees torch's own modules. Local."""
     calls = current().part(Calls)
-    if calls.is_off or calls.original is None:
+    # What another thread changes here, this one would see at some time, which differs between ranks.
+    if calls.is_off or calls.original is None or not current().part(Counts).is_in_own_thread():
         yield
         return
     calls.is_off = True
@@ -147,7 +147,7 @@ def nothing_divided() -> Iterator[None]:
 def _computed_whole(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return what `function`, whose operations are not seen, computes of wholes (collective if it gets row tensors)."""
     calls = current().part(Calls)
-    if not calls.is_off:
+    if not calls.is_off and current().part(Counts).is_in_lock_step():
         calls.before_wholes()
     with nothing_divided():
         return on_whole(function, args, kwargs)
@@ -253,13 +253,19 @@ def installed() -> Iterator[None]:
         put(nn.Module, "__call__", with_rows(nn.Module.__call__))
         for module in (nn, nn.parallel, sys.modules["torch.nn.parallel.data_parallel"]):
             put(module, "DataParallel", DataParallel)
+        known_to_script = torch.jit._builtins._get_builtin_table()  # by identity: it cannot compile the stand-ins
         for module in (nn.functional, sys.modules["torch.functional"]):
             for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
                 if hasattr(module, name):
-                    put(module, name, _bodies_of(getattr(module, name)))
+                    stand_in = _bodies_of(getattr(module, name))
+                    put(module, name, stand_in)
+                    known_to_script[id(stand_in)] = "aten::has_torch_function"
+                    undo.callback(known_to_script.pop, id(stand_in))
         put(torch, "compile", _making(torch.compile))
-        for name in ("trace", "trace_module", "script"):
+        for name in ("trace", "trace_module"):
             put(torch.jit, name, on_wholes(getattr(torch.jit, name)))
+        for kind in (torch.jit.ScriptFunction, torch._C.ScriptMethod):  # what they compute is not seen
+            put(kind, "__call__", on_wholes(kind.__call__))
         for name in ("grad", "grad_and_value", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "vmap", "linearize"):
             for owner in (torch.func, sys.modules.get("torch._functorch.apis")):
                 if owner is not None and hasattr(owner, name):

@@ -39,6 +39,7 @@ _EXPOSING = {
     "__dlpack__",
     "share_memory_",
 }
+_UNCOUNTED = {"apply_", "map_", "map2_"}  # they write into the first argument, and its version stays
 _DETACHING = {"detach", "lift_fresh", "alias", "_to_copy"}
 
 
@@ -65,9 +66,11 @@ class Counts:
 
     def is_in_lock_step(self) -> bool:
         """Whether all ranks run this code at the same point, so that collectives meet. Local."""
+        return self.is_in_own_thread() and not (self.is_fetching or self.is_alone or self.lock())
+
+    def is_in_own_thread(self) -> bool:
         is_backward = torch._C._current_graph_task_id() >= 0  # in autograd's own threads
-        is_here = is_backward or threading.get_ident() == self._thread
-        return is_here and os.getpid() == self._process and not (self.is_fetching or self.is_alone or self.lock())
+        return (is_backward or threading.get_ident() == self._thread) and os.getpid() == self._process
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -369,8 +372,7 @@ def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     args, kwargs = mapped(plain, args), mapped(plain, kwargs)
     out = func(*args, **kwargs)
     for rows, made, version in found:
-        # apply_ and map_ write without counting it.
-        has_changed = _version(made) != version or (name.endswith("_") and not name.endswith("__"))
+        has_changed = _version(made) != version or (name in _UNCOUNTED and made is args[0])
         if made.is_inference():
             has_changed = blocks.differ(blocks.own(made, rows.dimension, rows.part), rows.block)
         if has_changed:

@@ -119,6 +119,7 @@ SEAMS = [
     Seam("_make_wrapper_subclass _cdata", "rows/tensor.py", "test_a_tensor_of_another_shape", "torch/_tensor.py"),
     Seam("_to_copy", "rows/tensor.py", "test_a_tensor_of_another_shape", "torch/csrc/utils/tensor_new.cpp"),
     Seam("_VariableFunctions _nn", "rows/rules.py", "test_python_functions_call", "torch/nn/functional.py, _VF.py"),
+    Seam("_builtins _get_builtin_table", "rows/calls.py", "test_script_finds_builtins", "torch/jit/_builtins.py"),
     Seam("_current_graph_task_id", "rows/tensor.py", "test_a_backward_pass_has_a_number", "torch/csrc/autograd"),
     Seam("_current_level", "rows/calls.py", "test_a_level_of_forward_derivatives", "torch/autograd/forward_ad.py"),
     Seam("_compiled_call_impl", "rows/calls.py", "test_a_module_compiled_in_place", MODULE),
@@ -657,6 +658,18 @@ def test_processes_share_a_folder_for_sockets(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", str(tmp_path))  # type: ignore[attr-defined]
     assert multiprocessing.util.get_temp_dir() == str(tmp_path)
     assert multiprocessing.Process()._config["tempdir"] == str(tmp_path)  # type: ignore[attr-defined]
+
+
+@pytest.mark.unit
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_script_finds_builtins_by_identity_and_calls_by_the_class() -> None:
+    assert torch.jit._builtins._find_builtin(nn.functional.has_torch_function) == "aten::has_torch_function"
+    assert id(nn.functional.has_torch_function) in torch.jit._builtins._get_builtin_table()
+    seen: list[Any] = []
+    for kind, script in ((torch.jit.ScriptFunction, nn.functional.relu), (torch._C.ScriptMethod, nn.ReLU())):
+        with replaced(kind, "__call__", lambda *given: seen.append(given[1])):
+            torch.jit.script(script)(1)
+    assert seen == [1, 1]
 
 
 @pytest.mark.unit

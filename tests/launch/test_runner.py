@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,6 +76,8 @@ def handle(signum, frame):
 
 # In one piece, for the screen that ranks share: `print` makes a piece of each of its arguments.
 sys.stdout.write(f"rank {rank} of {os.environ['WORLD_SIZE']} {__name__} {sys.argv} {sys.path[0]}\\n")
+if what in ("exit", "kill"):
+    os.write(2, b"10%\\r20%\\r30%")  # a progress bar
 (here / f"said_{rank}").touch()
 if what == "print":
     print("to stderr", file=sys.stderr)
@@ -285,13 +288,27 @@ def test_an_error_that_ranks_share_is_shown_once(
     log.write_text(f"epoch 1\nddpshim: rank 0 failed:\n{shared}")
     runner._report(first, 1, tmp_path, notes, is_shown=True)
     said = "ddpshim: ranks 0, 1 failed with the same error: ValueError: no file"
-    assert capsys.readouterr().err == f"{said} (above, and in {tmp_path}/rank_N.log)\n"
+    assert capsys.readouterr().err.lstrip() == f"{said} (above, and in {tmp_path}/rank_N.log)\n"
     log.write_text("epoch 1\n")  # ended before it printed the error
     runner._report(1, 1, tmp_path, notes, is_shown=True)
     assert capsys.readouterr().err.endswith(shared)
     log.write_text(shared)
     runner._report(1, 1, tmp_path, {1: shared, 0: "another"}, is_shown=True)
     assert capsys.readouterr().err.endswith(shared)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("message", ["\nundefined value x:\n  File 'a.py', line 1\n    x\n", "", "too large\n  twice"])
+def test_an_error_has_its_type_and_the_first_line_of_its_message(message: str) -> None:
+    try:
+        try:
+            raise KeyError("a cause")
+        except KeyError:
+            raise RuntimeError(message)  # noqa: B904
+    except RuntimeError as error:
+        named = runner._error_in("".join(traceback.format_exception(type(error), error, error.__traceback__)))
+    text = message.strip().partition("\n")[0]
+    assert named == (f"RuntimeError: {text}" if text else "RuntimeError")
 
 
 @pytest.mark.unit
@@ -310,17 +327,17 @@ def test_a_full_disk_is_named_and_hides_no_error(
 @pytest.mark.parametrize(
     ("what", "number", "code", "said"),
     [
-        ("exit", 1, 3, "rank 1 failed first: it ended with exit code 3; "),
-        ("kill", 1, 137, "rank 1 failed first: it was ended by SIGKILL; "),
-        ("kill", 0, 137, "rank 0 failed first: it was ended by SIGKILL (above, and in "),
+        ("exit", 1, 3, "rank 1 failed first: it ended with exit code 3 (above, and in "),
+        ("kill", 1, 137, "rank 1 failed first: it was ended by SIGKILL (out of memory? see dmesg) (above, and in "),
+        ("kill", 0, 137, "rank 0 failed first: it was ended by SIGKILL (out of memory? see dmesg) (above, and in "),
     ],
 )
 def test_a_silent_end(tmp_path: Path, what: str, number: int, code: int, said: str) -> None:
     with running(tmp_path, what, str(number)) as job:
         assert job.exit_code() == code
-    assert said in job.screen
-    lines = job.screen.splitlines()
-    assert lines[-1].startswith("rank 1 of 2" if number == 1 else "ddpshim: rank 0")
+    before, last = job.screen.splitlines()[-2:]
+    assert last.startswith(f"ddpshim: {said}")
+    assert number == 0 or before == "30%"  # of its progress bar, as a screen shows it
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -492,6 +509,7 @@ def test_ranks_that_do_not_end_are_killed_when_their_time_is_over(tmp_path: Path
         assert job.exit_code() == 137
     assert 1 <= time.monotonic() - start < 20
     assert "ddpshim: ranks still ran 1 s after SIGTERM, and were killed" in job.screen
+    assert "out of memory" not in job.screen
     assert job.log(0).count("got SIGTERM") == 1
 
 
@@ -561,7 +579,7 @@ def test_a_restarted_rank_is_not_blamed_for_what_it_did_before(tmp_path: Path) -
 def test_without_logs_all_ranks_have_the_screen(tmp_path: Path) -> None:
     with running(tmp_path, "exit", "1", options=("--no-logs",)) as job:
         assert job.exit_code() == 3
-    assert sorted(line[:11] for line in job.screen.splitlines() if " of 2" in line) == ["rank 0 of 2", "rank 1 of 2"]
+    assert sorted(re.findall("rank . of 2", job.screen)) == ["rank 0 of 2", "rank 1 of 2"]
     assert job.screen.endswith("ddpshim: rank 1 failed first: it ended with exit code 3\n")
     assert not (tmp_path / "ddpshim-logs").exists()
 

@@ -4476,5 +4476,28 @@ def networks_over_weights_and_pairs(log: Log) -> Trained:
     return train(log, nn.ModuleList([pairs, places, hyper]), loss_of, loader(*data(), size=16), lr=0.02)
 
 
+@program
+def gradients_that_keep_their_graph(log: Log) -> Trained:
+    """AdaHessian's step, then a penalty on `.grad`, added to gradients of a pass before."""
+    net, scale = nn.Sequential(mlp(), nn.LayerNorm(1)), nn.Parameter(torch.ones(1))
+    parameters = [*net.parameters(), scale]
+    optimizer = SGD(parameters, 0.02)
+    for x, y in loader(*data(), size=14):
+        optimizer.zero_grad()
+        F.l1_loss(net(x) * scale, y).backward()
+        loss = F.mse_loss(net(x) * scale, y)
+        loss.backward(create_graph=True)
+        signs = [torch.randint(0, 2, p.shape) * 2.0 - 1 for p in parameters]
+        grads = [p.grad for p in parameters]
+        products = torch.autograd.grad(grads, parameters, grad_outputs=signs, retain_graph=True)
+        (sum(g.square().sum() for g in grads if g is not None) * 0.1).backward()
+        with torch.no_grad():
+            for p, product, sign in zip(parameters, products, signs):
+                p.grad.add_((product * sign).abs(), alpha=0.1)
+        optimizer.step()
+        log(loss, scale.grad, products[-1])
+    return [net, scale]
+
+
 if __name__ == "__main__":
     main(PROGRAMS)

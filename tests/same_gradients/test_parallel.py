@@ -1041,6 +1041,18 @@ def _penalty(wrap, rank, size):
     return net
 
 
+def _rank_keeps_the_graph() -> str:
+    net, _ = _alone_with_sgd(ddpshim.wrap_parallel)
+    warnings.simplefilter("ignore", UserWarning)  # torch's, of a cycle of references
+    with pytest.raises(SyncError) as refused:
+        _whole(net(_parts(0, 2)[0])).backward(create_graph=True)
+    return str(refused.value)
+
+
+def test_a_backward_pass_of_a_share_that_keeps_the_graph_is_refused() -> None:
+    assert all('setup(batch="global")' in said for said in run_ranks(_rank_keeps_the_graph, 2))
+
+
 EXACT_WAYS = [_clip, _accumulate, _tied_weights, _actor_and_critic, _two_roles, _clears_in_place, _penalty]
 
 

@@ -344,6 +344,22 @@ def indices(n: int) -> Calls:
     yield call(torch.scatter_reduce, x(n, 4), 1, classes(n, 4, num=4), x(n, 4), "sum")
     yield call(torch.scatter_reduce, x(n, 4), 0, classes(n, 4, num=n), x(n, 4), reduce="sum", include_self=False)
     yield call(lambda i: torch.zeros(len(i), 5, dtype=D).scatter_(1, i.unsqueeze(1), 1.0), classes(n))
+    whole, places = w(n + 2, 4), In(torch.randperm(n + 2)[:n], 0)  # rows only as source or as expanded index
+    for change in (
+        lambda t, i, a: t.clone().scatter_add_(0, i[:, None].expand(-1, 4), a),
+        lambda t, i, a: t.clone().scatter_(0, i[:, None].expand(-1, 4), a),
+        lambda t, i, a: t.clone().scatter_reduce_(0, i[:, None].expand(-1, 4), a, "amax"),
+        lambda t, i, a: t.clone().index_add_(0, i, a[:, :1].expand(-1, 4), alpha=2),
+        lambda t, i, a: t.clone().index_reduce_(0, i, a, "mean"),
+        lambda t, i, a: t.clone().index_copy_(0, i, a).index_fill_(0, i[:2], 3.0),
+        lambda t, i, a: t.clone().index_put_((i,), a[:, :1].expand(-1, 4), accumulate=True),
+        lambda t, i, a: t.clone().put_(i[:, None].expand(-1, 4), a, accumulate=True),
+        lambda t, i, a: t.clone().masked_scatter_(t > 0, a[:, :1].expand(-1, 8)),
+        lambda t, i, a: torch.add(a.detach(), 1, out=torch.empty(0, dtype=D)),
+        lambda t, i, a: torch.index_select(t.detach(), 0, i, out=a.detach().clone()),
+    ):
+        yield call(change, whole, places, x(n, 4))
+    yield call(_write_by_rows, whole, places, x(n, 4))
     yield call(F.one_hot, classes(n), 6)
     yield call(F.one_hot, classes(n))
     yield call(F.one_hot, classes(n, 3, num=4), num_classes=5)
@@ -553,6 +569,53 @@ def _recurrent_cell(kind: Any, **options: Any) -> Callable[..., Any]:
     return run
 
 
+def _loss(x: T, y: T) -> T:
+    return F.mse_loss(F.gelu(x), y) + F.softmax(x, dim=-1).square().mean()
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    _scripted_before = torch.jit.script(_loss)
+
+
+def _other_loss(x: T, y: T) -> T:
+    return F.smooth_l1_loss(F.layer_norm(x, [4]), y.cumsum(0)) + torch.einsum("ij,kj->ik", x, y).std()
+
+
+class _Scaled:
+    """A class that TorchScript compiles."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def of(self, x: T) -> T:
+        return F.elu(x) * self.factor - x.max()
+
+    def change(self, x: T) -> T:
+        return x.mul_(self.factor)
+
+
+def scripts(n: int) -> Calls:
+    """TorchScript, whose operations are not seen: compiled before and after row tensors are there."""
+
+    class Module(torch.jit.ScriptModule):
+        @torch.jit.script_method  # type: ignore[untyped-decorator]
+        def forward(self, x: T) -> T:
+            return F.relu(x) - x.mean(0)
+
+    net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3), torch.nn.Softmax(0)).double()
+    for function in (_scripted_before, torch.jit.script(_other_loss)):
+        yield call(function, x(n, 4), x(n, 4))
+        yield call(function, w(n, 4), x(n, 4))
+    for module in (torch.jit.script(net), torch.jit.trace(net, torch.randn(5, 4, dtype=D)), Module()):
+        yield call(module, x(n, 4))
+        yield call(module.forward, x(n, 4))
+    yield call(torch.jit.trace(lambda a: F.gelu(a) / a.sum(), torch.randn(2, 4, dtype=D)), x(n, 4))
+    torch.jit.script(_Scaled)
+    scaled = torch.jit.script(_Scaled(2.0))
+    yield call(lambda a: (scaled.of(a), scaled.change(a * 1)), x(n, 4))
+
+
 def aliases(n: int) -> Calls:
     """Programs that write into one of several tensors that share memory."""
 
@@ -586,6 +649,15 @@ def aliases(n: int) -> Calls:
     yield call(lambda t: (t.add_(1).mul_(t), t.zero_(), t.fill_(3)), x(n, 4))
 
 
+def _write_by_rows(whole: Any, places: Any, values: Any) -> Any:
+    other = whole.clone()
+    other[places] += values
+    first = other * 1
+    other[places[:, None].expand(-1, 2), places[:1]] = values[:, :1].expand(-1, 2)
+    other[1:3] = values[0]
+    return first, other
+
+
 def _write_the_original(original: Any, other: Any) -> Any:
     """Use rows of a tensor that the program changes."""
     rows = divided(original) if isinstance(other, Rows) else original
@@ -599,7 +671,7 @@ def _write_the_original(original: Any, other: Any) -> Any:
     return first, second, rows * 1, view * 1, original * 1
 
 
-FAMILIES = {f.__name__: f for f in (broadcasting, reductions, shapes, indices, products, in_layers, aliases)}
+FAMILIES = {f.__name__: f for f in (broadcasting, reductions, shapes, indices, products, in_layers, scripts, aliases)}
 
 
 def _problem(function: Any, args: Any, kwargs: Any, **options: Any) -> Any:
