@@ -449,7 +449,7 @@ def _num_bytes(obj: Any) -> int:
     found: dict[int, int] = {}
 
     def visit(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
             storage = value.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
         elif isinstance(value, dict):

@@ -10,7 +10,6 @@ from typing import Optional
 
 from ddpshim import variables
 from ddpshim.checkpoint import files
-from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint.last_save import PATTERN
 from ddpshim.job.group import cleanup, world
 from ddpshim.process.launch_env import JOB_NAMES, read_counts
@@ -29,7 +28,7 @@ def keep_newest(written: Path, num_kept: int) -> None:
 THE_BEGINNING = "the beginning"  # for variables.RESUME_FROM
 
 
-def _mark(folder: checkpoint.PathLike) -> Path:
+def _mark(folder: files.PathLike) -> Path:
     return Path(folder).with_name(f"{Path(folder).name}.finished")
 
 
@@ -54,7 +53,7 @@ def _is_start_of(names: Mapping[str, str], environ: Mapping[str, str]) -> bool:
     return names.get(name, "") in ("", environ.get(name, "")) or not environ.get(name)
 
 
-def leave_if_finished(folder: checkpoint.PathLike) -> None:
+def leave_if_finished(folder: files.PathLike) -> None:
     """End this process with exit code 0 if an earlier start of this job has finished the training (collective).
 
     A scheduler may restart a finished job (a requeue, a chain of jobs). With resume=always any earlier start counts;
@@ -73,7 +72,7 @@ def leave_if_finished(folder: checkpoint.PathLike) -> None:
         raise SystemExit(0)
 
 
-def _finished_mark(folder: checkpoint.PathLike) -> Optional[Path]:
+def _finished_mark(folder: files.PathLike) -> Optional[Path]:
     mark, here = _mark(folder), world()
     choice = here.options.resume
     if (
@@ -85,14 +84,14 @@ def _finished_mark(folder: checkpoint.PathLike) -> Optional[Path]:
     return mark if choice == "always" or _is_start_of(json.loads(mark.read_text()), os.environ) else None
 
 
-def find_progress(folder: checkpoint.PathLike) -> Optional[Path]:
+def find_progress(folder: files.PathLike) -> Optional[Path]:
     """Return the newest intact file of a `Resumable` in `folder`, or None; rename damaged ones, and say so. Local."""
-    checkpoint.flush()
+    files.flush()
     chosen = os.environ.get(variables.RESUME_FROM)
     if chosen:
         return None if chosen == THE_BEGINNING else Path(chosen)
     for path in sorted(Path(folder).glob(PATTERN), reverse=True):
-        damage = checkpoint.find_damage(path)
+        damage = files.find_damage(path)
         if damage is None:
             return path
         aside = path.with_name(path.name + ".damaged")

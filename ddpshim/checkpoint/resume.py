@@ -22,19 +22,21 @@ from ddpshim.failures import preemption
 from ddpshim.job.group import cleanup, on_cleanup, world
 from ddpshim.job.own_streams import draws_alike
 from ddpshim.job.running import Running
-from ddpshim.model import equal_steps, sharding
+from ddpshim.model import equal_steps, guard, sharding
 from ddpshim.process import events
 from ddpshim.process.devices import computes_on
 from ddpshim.process.job import current
 from ddpshim.process.launch_env import EXIT_REQUEUE
+from ddpshim.process.observed import observe
 from ddpshim.process.random_streams import rank_states
-from ddpshim.process.say import count, say
+from ddpshim.process.say import count, say, say_on_main
 from ddpshim.process.seeds import derive_seed, seed_everything
 
 _LOOK_EVERY_S = 0.5
 _STEPS_UNTIL_HEARD = 1  # gradients keep ranks within one step of each other: by then all have reported
 _LOCKSTEP_DEADLINE_S = 120.0
 _MAX_STEPS_BETWEEN_LOOKS = 64  # a limit, as steps may become slower
+_MOST_BATCHES_OF_A_STEP = 64  # a limit, as a program may update weights without an optimizer
 # The parts that every file has, with their types.
 _PARTS: dict[str, Any] = {
     "epoch": int,
@@ -89,15 +91,16 @@ class Resumable:
     About twice a second, between two steps, all ranks check together whether to save or stop. They save when the main
     rank's clock says so, and when any of them has received SIGTERM or SIGUSR1: then all exit with code 75, which asks
     the scheduler to restart the job. A resumed run gets exactly the remaining samples, in the same order, also on
-    another number of ranks; on the same number, each rank's random streams continue as well.
+    another number of ranks; on the same number, each rank's random streams continue as well. Gradients are
+    saved, too; while a program accumulates them over batches, ranks wait for the step of its optimizer.
 
     A loop without epochs uses `iterations()`. The link `latest.pth` in the folder points to the newest file.
 
     A run that is interrupted between the last step of an epoch and the next epoch repeats the code in between: call
     `look` there before schedulers step and `values` change, not after.
 
-    Without a launcher signals are not handled, and progress is saved only at the start of an epoch, because torch's own
-    order of samples cannot be resumed in the middle.
+    With torch's own loader (`setup(batch="global")`, or no launcher) ranks check only at the start of an epoch, as its
+    order of samples cannot be resumed in the middle. Without a launcher signals are not handled.
 
     Args:
         folder: the folder for the files, on a disk that the main rank can also read next time.
@@ -157,10 +160,14 @@ class Resumable:
         self._last_look = (0, time.monotonic())
         self._gathering: Optional[Callable[[float], list[list[int]]]] = None  # the reports of all ranks, being sent
         self._delay = 0 if self._world.world_size == 1 else _STEPS_UNTIL_HEARD
+        self._wanted: Optional[str] = None  # the signals for which to save and exit; "": only to save
+        # Whether a backward pass followed the last step of an optimizer; at how many boundaries in a row that was so.
+        self._accumulates, self._num_accumulated = False, 0
         self._in_background = self._world.is_main and self._world.is_launched and chosen.background_save
         if self._world.is_launched:
             preemption.listen()
             on_cleanup(preemption.leave)
+            observe(current().at_end, backward=lambda _: self._note(True), after_step=lambda *_: self._note(False))
             if self._world.is_main:
                 last_save.note(self.folder)
 
@@ -176,6 +183,11 @@ class Resumable:
             return False
         for name, stateful in self._objects.items():
             stateful.load_state_dict(found["objects"].pop(name))
+        for name, gradients in found.pop("gradients", {}).items():
+            for p, gradient in zip(sharding.parameters(self._objects.get(name)), gradients):
+                if gradient is not None:
+                    p.grad = sharding.part(gradient, p).to(p.device)
+                    setattr(p.grad, guard.REDUCED, True)
         self.epoch, self.step, self.values = found["epoch"], found["step"], found["values"]
         self._restored = found
         if self._world.is_main:
@@ -197,9 +209,21 @@ class Resumable:
 
         Raises DataError if the epoch was started with another dataset or global batch.
         """
-        length = len(loader)
+        try:
+            length = len(loader)
+        except TypeError as error:
+            raise DataError(
+                f"Resumable.steps: {error}; a place in an epoch of unknown length cannot be resumed. Give the dataset "
+                "a __len__, or iterate through Resumable.iterations()."
+            ) from None
         total = length if num_steps is None else num_steps
         can_enter = isinstance(loader, Enterable)
+        if self._world.is_launched and not can_enter:
+            self._delay = 0  # epochs are long: a signal must not wait for another one
+            say_on_main(
+                "Resumable saves, and reacts to signals, only between two epochs, because this loader cannot resume "
+                "in the middle of one: SIGTERM more than 25 s earlier ends the run without a save"
+            )
         start = self.step if epoch == self.epoch else 0
         facts = {
             "steps of an epoch": total,
@@ -225,7 +249,8 @@ class Resumable:
         for step in range(start, total):
             self.step = step
             if can_enter or step == 0:
-                self._look(_LOCKSTEP_DEADLINE_S)
+                deadline_s = _LOCKSTEP_DEADLINE_S if can_enter else self._world.options.side_timeout_s
+                self._look(deadline_s, may_wait=step > 0)
             if step == 0:  # not before: a run that stops in this look draws the epoch's order after resuming
                 batches = iter(loader)
             try:
@@ -275,23 +300,45 @@ class Resumable:
         """
         self._look(self._world.options.timeout_s)
 
-    def _look(self, deadline_s: float) -> None:
+    def _note(self, accumulates: bool) -> None:
+        self._accumulates = accumulates
+
+    def _look(self, deadline_s: float, may_wait: bool = False) -> None:
         if self._num_unsaved >= (self._every_n_steps or math.inf) or current().part(Saves).is_off:
-            self.save()
+            self._wanted = self._wanted or ""
         here, now = self._num_boundaries, time.monotonic()
         self._num_boundaries += 1
+        self._num_accumulated = self._num_accumulated + 1 if self._accumulates else 0
         if here == self._next_look:
             last, then = self._last_look
             wanted = int(_LOOK_EVERY_S * (here - last) / max(now - then, 1e-6)) if here > last else 1
             wanted = max(1, min(wanted, 2 * self._interval, _MAX_STEPS_BETWEEN_LOOKS))
-            due = self._world.is_main and self._every_s is not None and now - self._last_save > self._every_s
+            is_due = self._every_s is not None and now - self._last_save > self._every_s and self._wanted is None
             signal = 1 + preemption.SIGNALS.index(asked) if (asked := preemption.asked()) is not None else 0
             if signal:
                 preemption.heard()
-            self._last_look, self._gathering = (here, now), self._world.begin_gather([signal, due, wanted])
-        if self._gathering is None or here < self._last_look[0] + self._delay:
+            gathering = self._world.begin_gather([signal, self._world.is_main and is_due, wanted])
+            self._last_look, self._gathering = (here, now), gathering
+        if self._gathering is not None and here >= self._last_look[0] + self._delay:
+            self._take_reports(self._gathering, here, deadline_s)
+        if self._wanted is None:
             return
-        gathered, self._gathering = self._gathering, None
+        # A program that counts the batches of its loop begins to accumulate anew when it is resumed.
+        waits = may_wait and 0 < self._num_accumulated <= _MOST_BATCHES_OF_A_STEP and not current().part(Saves).is_off
+        own = waits or _holds_own_gradients()
+        if any(self._world.gather_with_deadline("accumulation", own, deadline_s).values()):
+            if self._wanted:
+                say_on_main(f"{self._wanted}: saving after the optimizer's next step")
+            return
+        if may_wait and self._num_accumulated > _MOST_BATCHES_OF_A_STEP:
+            say_on_main(
+                f"no batch of the last {_MOST_BATCHES_OF_A_STEP} ended with a step of an optimizer: gradients are "
+                "saved, too. To accumulate them, count batches by the `step` of Resumable, which is resumed"
+            )
+        self.leave(self._wanted) if self._wanted else self.save()
+
+    def _take_reports(self, gathered: Callable[[float], list[list[int]]], here: int, deadline_s: float) -> None:
+        self._gathering = None
         try:
             reports = gathered(deadline_s)
         except RuntimeError as error:
@@ -304,26 +351,29 @@ class Resumable:
         self._interval = min(interval for _, _, interval in reports)
         self._next_look = here + self._interval
         signals = {rank: preemption.SIGNALS[signal - 1] for rank, (signal, _, _) in enumerate(reports) if signal}
-        if signals:
-            self.leave(", ".join(f"{asked} on rank {rank}" for rank, asked in signals.items()))
-        if any(is_due for _, is_due, _ in reports):
-            self.save()
+        if signals or any(is_due for _, is_due, _ in reports):
+            self._wanted = ", ".join(f"{asked} on rank {rank}" for rank, asked in signals.items()) or self._wanted or ""
 
     def save(self) -> None:
         """Save the progress, and remove all but the newest files. Collective; the main rank writes.
 
         With the option `background_save` it writes while training continues (`checkpoint.save_in_background`).
 
+        While ranks hold gradients of their own (`no_sync`), only a later check saves.
+
         Raises CheckpointError on the main rank if this file, or that of the last call, cannot be written; earlier files
         are unchanged.
         """
+        if _holds_own_gradients():
+            self._wanted = self._wanted or ""
+            return
         checkpoint.flush()
         equal_steps.check_equal_steps("the step before a save")
         saves = current().part(Saves)
         for call in saves.before:
             call()
+        self._last_save, self._num_unsaved, self._wanted = time.monotonic(), 0, None
         if saves.is_off:
-            self._last_save, self._num_unsaved = time.monotonic(), 0
             return
         if self._before_save is not None:
             self._before_save()
@@ -332,8 +382,9 @@ class Resumable:
                 stateful.collect()
         order = self._loader.order_state() if isinstance(self._loader, Enterable) else None
         states = self._world.gather((self._streams or rank_states(self._world.device), order))
-        objects = {name: stateful.state_dict() for name, stateful in self._objects.items()}  # collective if sharded
-        self._last_save, self._num_unsaved = time.monotonic(), 0
+        of_objects = self._objects.items()
+        objects = {name: stateful.state_dict() for name, stateful in of_objects}  # collective if sharded
+        gradients = {name: [sharding.whole(p.grad) for p in sharding.parameters(each)] for name, each in of_objects}
         if not self._world.is_main:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -343,6 +394,7 @@ class Resumable:
             "world_size": self._world.world_size,
             "computes_on": self._computes_on,
             "objects": objects,
+            "gradients": gradients,
             "values": self.values,
             "random": [streams for streams, _ in states],
             "order": [of_rank for _, of_rank in states],
@@ -439,3 +491,8 @@ class Resumable:
             plain_files.restore_streams(states[here.rank], here.device, self.folder)
         else:
             seed_everything(derive_seed(here.seed or 0, "rank", here.rank, "resumed", self.epoch, start))
+
+
+def _holds_own_gradients() -> bool:
+    """Whether this rank holds gradients that no pass has reduced yet (no_sync). Local."""
+    return any(wrapped.has_unreduced_gradients for wrapped in current().part(guard.Watched).owners.values())

@@ -43,7 +43,7 @@ _state = _State()
 def listen() -> None:
     """Record SIGTERM and SIGUSR1 from now on, instead of ending at once. Local; main thread only; idempotent.
 
-    A rank that is stuck while another has failed, or that finishes no step within 25 s of a SIGTERM, still ends.
+    A rank that is stuck while another has failed, or comes to no place to save at within 25 s of a SIGTERM, still ends.
     """
     if _state.is_left:
         unlisten()
@@ -139,7 +139,7 @@ def _note(number: int, frame: Optional[FrameType]) -> None:
 
 
 def _watch(receiver: socket.socket) -> None:
-    """End this rank if it cannot stop: it waits for a rank that failed, or finishes no step."""
+    """End this rank if it cannot stop: it waits for a rank that failed, or comes to no place to save at."""
     with receiver:
         while True:
             numbers = _read(receiver)
@@ -154,7 +154,7 @@ def _watch(receiver: socket.socket) -> None:
                 _leave(f"stops because rank {first} failed first", 1)
             if time.monotonic() > end:
                 _leave(
-                    f"got SIGTERM and finished no step within {_GRACE_S:g} s, so nothing was saved",
+                    f"got SIGTERM and came to no place to save at within {_GRACE_S:g} s, so nothing was saved",
                     128 + signal.SIGTERM,
                 )
             time.sleep(0.2)

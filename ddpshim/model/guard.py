@@ -32,7 +32,7 @@ from ddpshim.process.say import say
 _END_DEADLINE_S = 120.0
 STEPS_DEADLINE_S = 120.0  # after a common step ranks are only seconds apart
 _MOST_WAYS_TO_WRITE = 16  # each triggers a comparison; if every step differs, only milestones do
-_MARK = "_ddpshim_stepped"  # set on the gradients of the first step after a reduction
+REDUCED = "_ddpshim_reduced"  # set on the gradients of the first step after a reduction, and on those of a file
 
 
 class Reduced(Protocol):
@@ -296,7 +296,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if before is None:
         before = stepped[optimizer] = _Steps()
     for wrapped, mine in _by_owner(optimizer, before, params, gradients):
-        _check_reduced(optimizer, wrapped)
+        _check_reduced(optimizer, wrapped, mine)
         key, now = id(wrapped), wrapped.num_reductions
         last = before.at.get(key)
         if last is None or last[0] is not wrapped or last[1] != now:
@@ -304,9 +304,9 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             wrapped._num_steps += 1
             wrapped._rates = rates
             before.look_at_writes(mine)
-            deque(map(setattr, mine, repeat(_MARK), repeat(True)), maxlen=0)
+            deque(map(setattr, mine, repeat(REDUCED), repeat(True)), maxlen=0)
         # Nothing was reduced since this optimizer's last step: the same gradients may be used again, others may not.
-        elif not all(map(hasattr, mine, repeat(_MARK))) and not current().holds_whole_batches:
+        elif not all(map(hasattr, mine, repeat(REDUCED))) and not current().holds_whole_batches:
             raise SyncError(
                 f"{type(optimizer).__name__}.step(): gradients of {type(wrapped.module).__name__} were replaced "
                 f"since the last step without a backward pass (after {now} of them; torch.autograd.grad, or .grad "
@@ -330,7 +330,7 @@ def _by_owner(
     return [(wrapped, list(compress(gradients, map(is_, owners, repeat(wrapped))))) for wrapped in distinct]
 
 
-def _check_reduced(optimizer: torch.optim.Optimizer, wrapped: Reduced) -> None:
+def _check_reduced(optimizer: torch.optim.Optimizer, wrapped: Reduced, mine: Iterable[torch.Tensor]) -> None:
     step, name = f"{type(optimizer).__name__}.step()", type(wrapped.module).__name__
     backward.check_step(optimizer)
     if wrapped.is_armed:
@@ -343,7 +343,7 @@ def _check_reduced(optimizer: torch.optim.Optimizer, wrapped: Reduced) -> None:
             f"{step} after a backward pass of {name} under no_sync() or accumulate(is_last=False); ranks would step "
             "on different gradients. Use neither for the last backward pass before a step."
         )
-    if wrapped.num_reductions == 0 and not current().holds_whole_batches:
+    if wrapped.num_reductions == 0 and not (current().holds_whole_batches or all(map(hasattr, mine, repeat(REDUCED)))):
         raise SyncError(
             f"{step}: the gradients of {name} never went through a backward pass (torch.autograd.grad, or .grad "
             f"set by hand); ranks would train different models. Call loss.backward() ({OPT_OUT})."

@@ -214,12 +214,12 @@ def _meet(what: str) -> None:
         )
 
 
-def _whole(value: Any) -> Any:
+def whole(value: Any) -> Any:
     """Return a sharded tensor as a whole, on the CPU; any other value unchanged (collective)."""
     return value.full_tensor().detach().cpu() if _is_part(value) else value
 
 
-def _part(value: Any, like: Any) -> Any:
+def part(value: Any, like: Any) -> Any:
     """Return this rank's part of the main rank's `value`, divided as `like` (collective)."""
     if not isinstance(value, torch.Tensor) or _is_part(value) or not _is_part(like) or value.shape != like.shape:
         return value
@@ -231,14 +231,14 @@ def _part(value: Any, like: Any) -> Any:
 def _put_together(module: nn.Module, state_dict: Any, prefix: str, _: Any) -> None:
     _meet("state_dict()")
     for key in [key for key in state_dict if key.startswith(prefix)]:
-        state_dict[key] = _whole(state_dict[key])
+        state_dict[key] = whole(state_dict[key])
 
 
 def _divide(module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
     _meet("load_state_dict()")
     for name, p in module.named_parameters(remove_duplicate=False):
         if prefix + name in state_dict:
-            state_dict[prefix + name] = _part(state_dict[prefix + name], p)
+            state_dict[prefix + name] = part(state_dict[prefix + name], p)
 
 
 def _after(note: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
@@ -258,7 +258,7 @@ def _watch_optimizers(sharding: _Sharding) -> None:
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for network in sharding.networks:
-            if network.has_unreduced_gradients and any(guard.owner_of(p) is network for p in _params(optimizer)):
+            if network.has_unreduced_gradients and any(guard.owner_of(p) is network for p in parameters(optimizer)):
                 raise SyncError(
                     f"{type(optimizer).__name__}.step() after a backward pass of {network._name} under no_sync() or "
                     "accumulate(is_last=False): its gradients are not reduced yet, so the step would do nothing. "
@@ -267,7 +267,7 @@ def _watch_optimizers(sharding: _Sharding) -> None:
         if optimizer in sharding.known:
             return
         sharding.known.add(optimizer)
-        for p in _params(optimizer):
+        for p in parameters(optimizer):
             reference, name = sharding.former.get(id(p), (lambda: None, ""))
             if reference() is p:
                 raise SyncError(
@@ -279,21 +279,21 @@ def _watch_optimizers(sharding: _Sharding) -> None:
     @functools.wraps(save)
     def state_dict(self: torch.optim.Optimizer) -> Any:
         found = save(self)
-        if not any(map(_is_part, _params(self))):
+        if not any(map(_is_part, parameters(self))):
             return found
         _meet(f"state_dict() of {type(self).__name__}")
-        whole = {key: {name: _whole(v) for name, v in state.items()} for key, state in found["state"].items()}
-        return {**found, "state": whole}
+        of_all = {key: {name: whole(v) for name, v in state.items()} for key, state in found["state"].items()}
+        return {**found, "state": of_all}
 
     @functools.wraps(load)
     def load_state_dict(self: torch.optim.Optimizer, state_dict: Any) -> None:
-        params = _params(self)
+        params = parameters(self)
         if any(map(_is_part, params)):
             _meet(f"load_state_dict() of {type(self).__name__}")
             keys = [key for group in state_dict["param_groups"] for key in group["params"]]
             like = dict(zip(keys, params))
             parts = {
-                key: {name: _part(v, like.get(key)) for name, v in state.items()}
+                key: {name: part(v, like.get(key)) for name, v in state.items()}
                 for key, state in state_dict["state"].items()
             }
             state_dict = {**state_dict, "state": parts}
@@ -305,5 +305,8 @@ def _watch_optimizers(sharding: _Sharding) -> None:
     at_end.enter_context(replaced(torch.optim.Optimizer, "load_state_dict", load_state_dict))
 
 
-def _params(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+def parameters(stateful: Any) -> list[Any]:
+    """Return the parameters of a network or an optimizer; none of another object. Local."""
+    if isinstance(stateful, nn.Module):
+        return [*stateful.parameters()]
+    return [p for group in getattr(stateful, "param_groups", ()) for p in group["params"]]

@@ -144,12 +144,12 @@ SEAMS = [
     Seam("_instances", "process/say.py", "test_an_open_progress_bar", "tqdm/std.py, tqdm.__new__"),
     Seam("_option_string_actions", "arguments.py", "test_options_of_a_parser", "argparse.py, _ActionsContainer"),
 ]
-# Of robomimic's datasets and algorithms, of tf.data, and of wrappers of environments; evidence/new_release.py looks at
+# Of robomimic's datasets and algorithms, of tf.data, W&B, and of wrappers of environments; evidence/new_release.py looks at
 # robomimic's.
 OF_CODEBASES = {
     *("_check_epoch", "_num_batch_steps", "_demo_id_to_demo_length", "_demo_id_to_start_indices", "_ds_ind_bins"),
     *("_demo_id_to_demo_lang_emb", "_hdf5_file", "_index_to_demo_id", "_lang_emb", "_data", "_data_loader", "_inputs"),
-    "_environment",
+    *("_environment", "_torch_history", "_unwatch"),
 }
 # Words in strings that are no names: of metrics and of files, and what `check --read` looks for in other trainers.
 NO_NAMES = {
@@ -191,7 +191,7 @@ def _private_names() -> dict[str, str]:
 @pytest.mark.unit
 def test_every_private_name_is_listed_with_a_canary() -> None:
     listed = {name for seam in SEAMS for name in seam.names.split()}
-    ours = {"_ddpshim_stepped", "_ddpshim_files"}
+    ours = {"_ddpshim_reduced", "_ddpshim_files"}
     missing = {n: at for n, at in _private_names().items() if n not in listed | OF_CODEBASES | NO_NAMES | ours}
     assert not missing, "write down what each stands for in SEAMS, and what shows that it does"
     for seam in SEAMS:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any, Callable, Optional
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import ddpshim
 from ddpshim import variables
@@ -181,6 +183,79 @@ def test_a_signal_on_one_rank_costs_no_sample(tmp_path: Path, sizes: tuple[int, 
         for before, after, uninterrupted in zip(first, rest, whole):
             assert before[2] + after[2] == uninterrupted[2]
     assert not (tmp_path / "left").exists(), "a finished training leaves no progress behind"
+
+
+def _accumulates(folder: str, kind: str, stop: int = -1) -> tuple[float, Any, str]:
+    """Train with a step after three batches, some of which are of the epoch before; stop in batch `stop`."""
+    here, resume._LOOK_EVERY_S, said = ddpshim.world(), 0.0, io.StringIO()
+    resume._MOST_BATCHES_OF_A_STEP = 2 if kind == "late" else 64
+    if kind == "whole batches":
+        ddpshim.cleanup()
+        here = ddpshim.setup(batch="global", seed=1, device="cpu")
+    torch.manual_seed(3)
+    net: Any = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double()
+    data, b = TensorDataset(DATA.tensors[0][: 6 * B - 13]), 6 if kind == "exact" else 7
+    if kind == "whole batches":
+        loader: Any = DataLoader(data, b, shuffle=True)
+    else:
+        net = ddpshim.wrap_parallel(net)
+        loader = ddpshim.make_loader(data, batch_size=b, shuffle=True, drop_last=kind == "exact")
+
+    def learn(net: Any, optimizer: Any, x: torch.Tensor, is_late: bool, is_last: bool) -> None:
+        if is_late:
+            optimizer.step()
+            optimizer.zero_grad()
+        with net.accumulate(is_last) if kind == "own gradients" else contextlib.nullcontext():
+            net(x).pow(2).mean().backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    optimizer, code = torch.optim.Adam(net.parameters(), lr=0.01), None
+    learn = ddpshim.virtual_step(learn, net, optimizer)
+    training = Resumable(folder, {"net": net, "optimizer": optimizer})
+    with contextlib.redirect_stderr(said):
+        training.restore()
+        try:
+            for epoch in range(training.epoch, 4):
+                for i, (x,) in enumerate(training.steps(loader, epoch)):
+                    so_far = 5 * epoch + training.step
+                    if so_far == stop and here.rank == 0:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    is_late = kind == "late" and so_far > 0 and so_far % 3 == 0
+                    learn(x, is_late, kind != "late" and (i + 1) % 3 == 0)
+            training.finish()
+        except SystemExit as exit:
+            code = exit.code
+        finally:
+            preemption.unlisten()
+    return float(sum(p.detach().abs().sum() for p in net.parameters())), code, said.getvalue()
+
+
+WAITS = "SIGTERM on rank 0: saving after the optimizer's next step"
+NEVER = "no batch of the last 2 ended with a step of an optimizer: gradients are saved, too. To accumulate them, count"
+
+
+@pytest.mark.parametrize(
+    ("kind", "stop", "text", "place"),
+    [
+        ("shares", 5, WAITS, "epoch 1, step 3"),
+        ("own gradients", 5, WAITS, "epoch 1, step 3"),
+        ("exact", 5, WAITS, "epoch 1, step 3"),
+        ("late", 7, NEVER, "epoch 1, step 4"),
+        ("whole batches", 2, "Resumable saves, and reacts to signals, only between two epochs", "epoch 1, step 0"),
+    ],
+)
+def test_gradients_that_are_not_used_yet_are_not_lost(
+    tmp_path: Path, kind: str, stop: int, text: str, place: str
+) -> None:
+    exact = {"DDPSHIM_EXACT": "6"} if kind == "exact" else {}
+    (expected, *_), _ = run_ranks(_accumulates, 2, str(tmp_path / "whole"), kind, environ=exact)
+    (before, code, said), _ = run_ranks(_accumulates, 2, str(tmp_path / "left"), kind, stop, environ=exact)
+    assert (code, last_save.place(tmp_path / "left")) == (EXIT_REQUEUE, place)
+    assert text in said
+    for after, *_ in run_ranks(_accumulates, 3, str(tmp_path / "left"), kind, environ=exact):
+        assert after == (expected if exact else pytest.approx(expected, rel=1e-13)) != pytest.approx(before)
 
 
 def test_a_damaged_file_is_set_aside_and_the_one_before_it_used(tmp_path: Path) -> None:
@@ -359,7 +434,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 @pytest.mark.parametrize(
     ("claimed", "code", "text"),
     [
-        (None, 143, "rank 5 got SIGTERM and finished no step within 0.5 s, so nothing was saved"),
+        (None, 143, "rank 5 got SIGTERM and came to no place to save at within 0.5 s, so nothing was saved"),
         ("3", 1, "rank 5 stops because rank 3 failed first"),
     ],
 )
