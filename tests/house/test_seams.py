@@ -144,7 +144,7 @@ SEAMS = [
     Seam("_instances", "process/say.py", "test_an_open_progress_bar", "tqdm/std.py, tqdm.__new__"),
     Seam("_option_string_actions", "arguments.py", "test_options_of_a_parser", "argparse.py, _ActionsContainer"),
 ]
-# Of robomimic's datasets and algorithms, of tf.data, W&B, and of wrappers of environments; evidence/new_release.py looks at
+# Of robomimic's datasets and algorithms, tf.data, W&B, and wrappers of environments; evidence/new_release.py looks at
 # robomimic's.
 OF_CODEBASES = {
     *("_check_epoch", "_num_batch_steps", "_demo_id_to_demo_length", "_demo_id_to_start_indices", "_ds_ind_bins"),
