@@ -14,6 +14,7 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
+from ddpshim.errors import SyncError
 from ddpshim.job.noise import BERNOULLI_
 from ddpshim.job.shares import Share, Sharing
 from ddpshim.process.job import current
@@ -260,6 +261,12 @@ def _template(at_hand: Share, like: torch.Tensor, where: tuple[int, int]) -> tor
     """Return ones for the global batch in the memory layout of `like`: torch draws in the order of memory."""
     whole = at_hand.whole(like.shape, where)
     strides = like.stride()
+    others = [stride for stride, size in zip(strides[1:], like.shape[1:]) if size > 1]
+    if where[0] == 0 and like.shape[0] == 1 < whole[0] and strides[0] in others:  # (1, L, E) or (L, 1, E) transposed
+        raise SyncError(
+            f"{users_line()} draws for one row on a rank, whose strides {strides} do not show the memory layout of the "
+            'whole batch: its draws would differ from one process. Use setup(batch="global"), or fewer ranks.'
+        )
     order = sorted(range(like.dim()), key=lambda i: (-strides[i], i))
     sizes = [1 if strides[i] == 0 else whole[i] for i in order]  # an expanded dimension has no memory
     made = torch.ones(sizes, dtype=like.dtype, device=like.device)

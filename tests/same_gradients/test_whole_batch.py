@@ -153,6 +153,32 @@ def _rank_trains_unevenly() -> Any:
     return _train_unevenly(ddpshim.make_loader, ddpshim.wrap_parallel, True)
 
 
+def _searches_unevenly(make: Callable[..., Any], wrap: Callable[[nn.Module], Any]) -> torch.Tensor:
+    torch.manual_seed(3)
+    made = nn.Linear(4, 4).double()
+    net = wrap(made)
+    optimizer = torch.optim.LBFGS(net.parameters(), 9.0, max_iter=6, line_search_fn="strong_wolfe")
+    for x, mask in make(_data(), batch_size=UNEVEN, drop_last=False):
+
+        def closure(x: torch.Tensor = x, mask: torch.Tensor = mask) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = _mean_over_samples(net(x), mask)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return torch.cat([p.detach().flatten() for p in made.parameters()])
+
+
+def _rank_searches_unevenly() -> torch.Tensor:
+    return _searches_unevenly(ddpshim.make_loader, ddpshim.wrap_parallel)
+
+
+def test_a_line_search_over_a_batch_that_ranks_do_not_divide_sees_the_mean_of_all_samples() -> None:
+    plain = _searches_unevenly(DataLoader, lambda net: net)
+    assert all((own - plain).abs().max() < 1e-10 for own in run_ranks(_rank_searches_unevenly, 3))
+
+
 def test_batches_that_ranks_do_not_divide_train_as_in_one_process() -> None:
     plain = _train_unevenly(DataLoader, lambda net: net, False)
     ranks = run_ranks(_rank_trains_unevenly, 3)

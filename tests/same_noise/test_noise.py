@@ -32,7 +32,7 @@ from torch.utils.data import (
 
 import ddpshim
 from ddpshim.errors import DataError, SyncError
-from ddpshim.job import noise, shares
+from ddpshim.job import noise, shared_draws, shares
 from ddpshim.options import Options
 from ddpshim.process.seeds import seed_everything
 from ddpshim.trainers.session import _Metrics
@@ -51,6 +51,15 @@ def _join(**options: Any) -> Any:
 
 
 # The draws.
+
+
+@pytest.mark.unit
+def test_one_row_on_a_rank_whose_place_in_memory_is_unknown_is_refused() -> None:
+    share = shares.Share(rank=1, world_size=2, num_rows=1)
+    assert shared_draws._template(share, torch.ones(1, 3, 4), (0, 1)).stride() == (12, 4, 1)
+    assert shared_draws._template(share, torch.ones(3, 1, 4), (1, 1)).stride() == (8, 4, 1)
+    with pytest.raises(SyncError, match=r'setup\(batch="global"\)'):
+        shared_draws._template(share, torch.ones(3, 1, 4).transpose(0, 1), (0, 1))
 
 
 def _draws(num_rows: int, mine: slice) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
