@@ -1,6 +1,7 @@
 """Gives a dataset the random draws of one process: each rank fetches whole batches, and keeps its rows.
 
-If nothing is drawn, or with the option data_draws=by_sample, a rank fetches only its own rows.
+If nothing is drawn, or with the option data_draws=by_sample, a rank fetches only its own rows; but never of a dataset
+whose `__getitems__` may combine the samples of a batch.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from collections.abc import Sequence
 from typing import Any, Callable, Optional
 
 import torch
-from torch.utils.data import Dataset, Subset, get_worker_info
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, get_worker_info
 
 from ddpshim.data.numbered import Numbered, has_drawn
+from ddpshim.errors import DataError
+from ddpshim.process.job import current
 from ddpshim.process.random_streams import global_states, restore_global_states, seed_globals
-from ddpshim.process.say import say
+from ddpshim.process.say import say, say_once
 from ddpshim.process.seeds import derive_seed
 
 _UNKNOWN, _DRAWS, _DRAWS_NOTHING = range(3)
@@ -22,11 +25,20 @@ _MOST_AGAIN = 2**20  # samples that a worker would fetch again after a late firs
 
 
 class _Fetched(list[Any]):
-    """A rank's samples of a batch, with the samples of all ranks."""
+    """A rank's samples of a batch, with the samples of all ranks.
 
-    def __init__(self, whole: Sequence[Any], rows: Sequence[int]) -> None:
-        super().__init__(whole[row] for row in rows)
-        self.whole, self.rows = whole, rows
+    Attributes:
+        is_batch: `whole` is no list of samples but a batch, which `__getitems__` has made; this list is then empty.
+    """
+
+    def __init__(self, whole: Any, indices: Numbered) -> None:
+        self.whole, self.rows, self.num_rows = whole, indices.rows, len(indices.whole)
+        self.is_batch = not isinstance(whole, Sequence) or len(whole) != self.num_rows
+        super().__init__(() if self.is_batch else (whole[row] for row in self.rows))
+
+
+class _Said(dict[str, torch.Tensor]):
+    """By dataset, in memory that workers share: whether a line said that loading is slow, and one that draws differ."""
 
 
 class SampleStreams(Dataset[Any]):
@@ -41,7 +53,10 @@ class SampleStreams(Dataset[Any]):
 
     Attributes:
         is_as_in_one_process: whether the next passes have the random streams of one process.
+        remedy: what is said to make loading faster.
     """
+
+    remedy = ". With DDPSHIM_DATA_DRAWS=by_sample each rank loads only its rows, with different draws"
 
     def __init__(
         self, dataset: Any, collate: Callable[[Any], Any], seed: int, share: tuple[int, int], num_workers: int
@@ -49,11 +64,21 @@ class SampleStreams(Dataset[Any]):
         self.dataset, self.is_as_in_one_process = dataset, False
         self._collate, self._seed = collate, seed
         self._rank, self._world_size = share
-        # Each worker's state, for its successor in the next pass; the last entry: whether a line was printed.
-        self._known = torch.zeros(max(1, num_workers) + 1, dtype=torch.int8, device="cpu")
+        self._joins, self._name = joins_samples(dataset), name_of(dataset)
+        # Each worker's state, for its successor in the next pass.
+        self._known = torch.zeros(max(1, num_workers), dtype=torch.int8, device="cpu")
+        self._said = current().part(_Said).setdefault(self._name, torch.zeros(2, dtype=torch.int8, device="cpu"))
         if num_workers:
             with contextlib.suppress(RuntimeError, OSError):  # without shared memory each worker finds it out again
-                self._known.share_memory_()
+                self._known.share_memory_(), self._said.share_memory_()
+        if self._joins:
+            self._known.fill_(_DRAWS)
+            if self._rank == 0 < self._world_size - 1:
+                say_once(
+                    f"the __getitems__ of {self._name} may combine the samples of a batch: each rank loads every whole "
+                    "batch and keeps its rows, which makes loading as slow as in one process. Without it each rank "
+                    "would load its rows only"
+                )
         self._began: Optional[dict[str, Any]] = None  # the generators' states before this worker's first batch
         self._is_late = False
         self._past: Optional[list[Sequence[Any]]] = []  # the batches since then; None if they are too many
@@ -68,11 +93,11 @@ class SampleStreams(Dataset[Any]):
 
     def __getitems__(self, indices: list[Any]) -> Any:
         if not isinstance(indices, Numbered):
-            return self._fetch(indices)
+            return fetched(self.dataset, indices)
         if not self.is_as_in_one_process or not indices.whole:
             return self._by_place(indices)
         if self._world_size == 1:
-            return self._fetch(indices)
+            return fetched(self.dataset, indices)
         before = global_states()
         state = self._state()
         if self._began is None:
@@ -80,29 +105,35 @@ class SampleStreams(Dataset[Any]):
             if state == _DRAWS:
                 self._fetch_again(self._past)
         if state == _DRAWS_NOTHING:
-            samples = self._fetch(indices)
+            samples = fetched(self.dataset, indices)
             if not has_drawn(before):
                 self._remember(indices.whole)
                 return samples
             return self._after_a_late_draw(indices, before)
-        whole = self._fetch(indices.whole)
-        if not isinstance(whole, (list, tuple)) or len(whole) != len(indices.whole):
-            return self._undivided(indices, before)
+        whole = fetched(self.dataset, indices.whole)
         if state == _UNKNOWN and has_drawn(before):
             self._continue_with_whole_batches("draws random numbers for a sample")
             if self._past:
                 self._fetch_again(self._past)
-                whole = self._fetch(indices.whole)
+                whole = fetched(self.dataset, indices.whole)
         elif state == _UNKNOWN:
             self._remember(indices.whole)
-        return _Fetched(whole, indices.rows)
+        return _Fetched(whole, indices)
 
     def collated(self, samples: Any) -> Any:
         """Collate samples with the loader's collate_fn; if that draws, collate the whole batch and take own rows."""
-        if not self.is_as_in_one_process or self._world_size == 1:
-            return self._collate(samples)
+        if isinstance(samples, _Fetched) and samples.is_batch:
+            try:
+                return _rows_of(self._collate(samples.whole), samples.num_rows, samples.rows)
+            except _Indivisible:
+                raise DataError(
+                    f"the __getitems__ of {self._name} was asked for {samples.num_rows} samples, and what it returns "
+                    "has not one row for each: ranks would take rows of other samples. Return a list of as many samples"
+                ) from None
         before = global_states()
         batch = self._collate([*samples] if isinstance(samples, _Fetched) else samples)
+        if not self.is_as_in_one_process or self._world_size == 1:
+            return batch
         draws = has_drawn(before)
         if not isinstance(samples, _Fetched):
             if draws:
@@ -114,11 +145,11 @@ class SampleStreams(Dataset[Any]):
             return batch
         if draws and self._state() == _UNKNOWN and self._past is not None and len(self._past) > 1:
             self._fetch_again(self._past[:-1])
-            samples, before = _Fetched(self._fetch(self._past[-1]), samples.rows), global_states()
+            samples.whole, before = fetched(self.dataset, self._past[-1]), global_states()
         if draws:
             restore_global_states(before)
             try:
-                batch = _rows_of(self._collate([*samples.whole]), len(samples.whole), samples.rows)
+                batch = _rows_of(self._collate([*samples.whole]), samples.num_rows, samples.rows)
             except _Indivisible:
                 self._print_once(
                     f"{_name(self._collate)} draws random numbers for a batch that cannot be divided: one process "
@@ -130,15 +161,14 @@ class SampleStreams(Dataset[Any]):
             self._set_state(_DRAWS_NOTHING)
         return batch
 
-    def _fetch(self, indices: Sequence[Any]) -> Any:
-        by_batch = _by_batch(self.dataset)
-        return by_batch([*indices]) if by_batch else [self.dataset[index] for index in indices]
-
     def _by_place(self, indices: Numbered) -> Any:
         """Fetch this rank's samples; if any of them draws, with streams seeded by place."""
-        before = global_states()
-        samples = [] if self._state() == _DRAWS else self._fetch(indices)
-        if self._state() != _DRAWS and not has_drawn(before):
+        place = derive_seed(self._seed, "sample", indices.epoch, indices.step)
+        if self._joins:
+            seed_globals(place % 2**63)
+        before, is_known = global_states(), self._state() == _DRAWS and not self._joins
+        samples: Any = [] if is_known else fetched(self.dataset, indices) if not self._joins else self._whole(indices)
+        if not is_known and not has_drawn(before):
             return samples
         self._set_state(_DRAWS)
         self._print_once(
@@ -146,15 +176,16 @@ class SampleStreams(Dataset[Any]):
             "on any number of ranks and workers; in a process without a launcher they do not (option data_draws)",
             is_seen_by_all=not self._is_late,
         )
-        place, by_batch = derive_seed(self._seed, "sample", indices.epoch, indices.step), _by_batch(self.dataset)
-        if by_batch:
-            seed_globals((place + self._rank) % 2**63)
-            return by_batch(indices)
+        if self._joins:
+            return samples
         samples = []
         for row, index in enumerate(indices):
             seed_globals((place + row * self._world_size + self._rank) % 2**63)
             samples.append(self.dataset[index])
         return samples
+
+    def _whole(self, indices: Numbered) -> _Fetched:
+        return _Fetched(fetched(self.dataset, indices.whole), indices)
 
     def _after_a_late_draw(self, indices: Numbered, before: dict[str, Any]) -> Any:
         if get_worker_info() is None or self._past is None:
@@ -164,23 +195,14 @@ class SampleStreams(Dataset[Any]):
             return self._by_place(indices)
         self._continue_with_whole_batches("draws random numbers for a sample, first in the middle of a pass", False)
         self._fetch_again(self._past)
-        return _Fetched(self._fetch(indices.whole), indices.rows)
+        return self._whole(indices)
 
     def _fetch_again(self, batches: list[Sequence[Any]]) -> None:
         """Make the draws that this worker would have made so far if it had fetched whole batches."""
         assert self._began is not None
         restore_global_states(self._began)
         for batch in batches:
-            self._collate(self._fetch(batch))
-
-    def _undivided(self, indices: Numbered, before: dict[str, Any]) -> Any:
-        """Fetch this rank's batch if the dataset's `__getitems__` does not return a list of samples."""
-        restore_global_states(before)
-        self.is_as_in_one_process = False
-        batch = self._by_place(indices)
-        if get_worker_info() is None:
-            restore_global_states(before)
-        return batch
+            self._collate(fetched(self.dataset, batch))
 
     def _state(self) -> int:
         return int(self._known[_worker()].item())
@@ -198,16 +220,16 @@ class SampleStreams(Dataset[Any]):
         self._set_state(_DRAWS)
         self._print_once(
             f"{what}: to draw what one process draws, each rank loads every whole batch and keeps its rows, which "
-            "makes loading as slow as in one process. With DDPSHIM_DATA_DRAWS=by_sample each rank loads only its "
-            "rows, with different draws",
+            f"makes loading as slow as in one process{self.remedy}",
             is_seen_by_all,
+            0,
         )
 
-    def _print_once(self, what: str, is_seen_by_all: bool = True) -> None:
-        """Print a line about the dataset, once per loader: on rank 0, or on any rank if others may not see it."""
-        if not (self._rank and is_seen_by_all) and not self._known[-1].item():
-            self._known[-1] = 1
-            say(f"{type(self.dataset).__name__} {what}")
+    def _print_once(self, what: str, is_seen_by_all: bool = True, kind: int = 1) -> None:
+        """Print a line about the dataset, once per kind: on rank 0, or on any rank if others may not see it."""
+        if not (self._rank and is_seen_by_all) and not self._said[kind].item():
+            self._said[kind] = 1
+            say(f"{self._name} {what}")
 
 
 class _Indivisible(Exception):
@@ -239,12 +261,33 @@ def _name(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _by_batch(dataset: Any) -> Any:
-    """Return the `__getitems__` of `dataset`; None if its samples are fetched one by one."""
-    inner = dataset
-    while type(inner) is Subset:  # passes a batch on only if the inner dataset has __getitems__
-        inner = inner.dataset
-    return getattr(dataset, "__getitems__", None) if getattr(inner, "__getitems__", None) else None
+def fetched(dataset: Any, indices: Sequence[Any]) -> Any:
+    """Return the samples at `indices`, as torch's loader fetches them."""
+    by_batch = getattr(dataset, "__getitems__", None)
+    return by_batch([*indices]) if by_batch else [dataset[index] for index in indices]
+
+
+def _inside(dataset: Any) -> list[Any]:
+    """Return the datasets that one of torch's own holds."""
+    if isinstance(dataset, Subset):
+        return [dataset.dataset]
+    held = dataset.datasets if isinstance(dataset, (ConcatDataset, StackDataset)) else ()
+    return [*held.values()] if isinstance(held, dict) else [*held]
+
+
+def name_of(dataset: Any) -> str:
+    """Return the name of the program's own dataset, also of one in a Subset."""
+    return " and ".join(dict.fromkeys(map(name_of, _inside(dataset)))) or type(dataset).__name__
+
+
+def joins_samples(dataset: Any) -> bool:
+    """Whether a sample may depend on the others of its batch: a `__getitems__` of the program's own fetches it."""
+    by_batch = getattr(dataset, "__getitems__", None)
+    if not by_batch:
+        return False
+    module = getattr(by_batch, "__module__", None) or ""
+    is_known = module.startswith(("torch.utils.data.", "ddpshim."))  # these fetch each sample alone
+    return any(map(joins_samples, _inside(dataset))) if is_known else True
 
 
 def show_dataset_to_worker() -> None:

@@ -10,11 +10,13 @@ from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
 
 from ddpshim.data.dataset_fingerprint import hash_of, length
 from ddpshim.data.epochs import EpochCounter
+from ddpshim.data.numbered import has_drawn
 from ddpshim.errors import DataError
 from ddpshim.job.group import current_or_new_world
 from ddpshim.job.own_streams import use_own_batches
 from ddpshim.job.world import World
-from ddpshim.process.random_streams import PrivateRandom
+from ddpshim.process.random_streams import PrivateRandom, global_states
+from ddpshim.process.say import say
 from ddpshim.process.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -199,6 +201,7 @@ class ShardedStream(IterableDataset[Any]):
             self._shared.share_memory_()
         # Of each reader: hashes of the first items of global batches 0, 1, 2, 4, 8, ...
         self._hashes = torch.zeros(num_readers, 64, dtype=torch.int64, device="cpu").share_memory_()
+        self._said = torch.zeros(1, dtype=torch.int8, device="cpu").share_memory_()  # workers live for one pass
 
     def begin(self, epoch: int) -> None:
         """Make the next iterators, in this process and in workers, read `epoch` from its start step on. Local.
@@ -275,16 +278,32 @@ class ShardedStream(IterableDataset[Any]):
         # the dataset is read, because the consumer's code runs between two batches.
         private = PrivateRandom(derive_seed(self._seed, "stream", epoch))
         with private.swapped_in(), _worker_info_hidden():
+            before = global_states()
             items = iter(self.dataset)
+            read = self._read_batch(items)
+            self._report_other_batches(has_drawn(before), worker, num_workers)
         step, is_whole = 0, True
         while is_whole:
-            with private.swapped_in(), _worker_info_hidden():
-                share, is_whole, head = self._read_batch(items)
+            if step:
+                with private.swapped_in(), _worker_info_hidden():
+                    read = self._read_batch(items)
+            share, is_whole, head = read
             if self.num_readers and not step & (step - 1):
                 self._hashes[worker, step.bit_length()] = 1 + hash_of(head[:_NUM_COMPARED])
             if step >= start and (step - start) % num_workers == worker:
                 yield from share
             step += 1
+
+    def _report_other_batches(self, draws: bool, worker: int, num_workers: int) -> None:
+        """Print a line, once, if one process has other batches: there each worker reads the dataset for itself."""
+        is_due = self._split.world_size > 1 and self._split.rank == worker == int(self._said[0]) == 0
+        if is_due and (draws or num_workers > 1):
+            self._said[0] = 1
+            why = "draws random numbers" if draws else f"is read by {num_workers} workers"
+            say(
+                f"{type(self.dataset).__name__} {why}: its batches are the same on any number of ranks, but not those "
+                'of one process, which ddpshim.setup(batch="global") has'
+            )
 
     def _read_batch(self, items: Iterator[Any]) -> tuple[list[Any], bool, list[Any]]:
         """Read one global batch; return this rank's share of it, whether it was whole, and its first items."""

@@ -123,6 +123,9 @@ class ShardedLoader(DataLoader[Any], Enterable):
                 draw = draw()
         else:
             source.begin(epoch)
+            is_drawn = not start and (self.restarts_workers or not self.has_begun)
+            if is_drawn and (draws_alike() or self.rank == 0):  # the seed of workers, which torch's loader draws
+                torch.empty((), dtype=torch.int64).random_()
         self.has_begun = True
         scope: list[Union[int, str]] = ["rank", self.rank, epoch, *([start] if start else [])]
         streams = None

@@ -35,6 +35,8 @@ class _Drawn:
     batches: Iterable[Any] = ()
     before: list[Any] = field(default_factory=list)  # the global batches before the first of `batches`
     num_ahead: int = 0  # how many of `batches` are before `start_step`
+    opened_with: Any = None  # the random streams in which the caller's own sampler was asked for `indices`
+    indices: Any = None  # on the main rank: that sampler's iterator
     # (rows of this rank, rows of all ranks) of batches that torch's loader has requested and not yet given.
     sizes: deque[tuple[int, int]] = field(default_factory=deque)
 
@@ -42,10 +44,11 @@ class _Drawn:
 class TorchsBatches(Sampler[Any]):
     """This rank's share of each batch of `plain`: every W-th index, from the r-th on.
 
-    torch's loader draws the seed of its workers in `iter()` (`begin`), and torch's sampler its order at the first
-    batch, or in `iter()` too if there are workers (`draw`). All ranks draw the order from the main rank's random
-    streams, because draws that it alone has made would also have been made in one process. A sampler that is not
-    torch's own may have entropy of its own, so the main rank draws for all.
+    torch's loader asks its sampler for an iterator, draws the seed of its workers, and with workers asks again, all in
+    `iter()` (`begin`). torch's sampler draws its order at the first batch, or in `iter()` too if there are workers
+    (`draw`). All ranks draw the order from the main rank's random streams, because draws that it alone has made would
+    also have been made in one process. A sampler that is not torch's own may have entropy of its own, and may draw when
+    it is asked for an iterator, so the main rank draws for all.
 
     Args:
         plain: the loader of one process, for the global batch.
@@ -87,30 +90,54 @@ class TorchsBatches(Sampler[Any]):
         return len(self._plain)
 
     def begin(self, epoch: int, draws_seed: bool = True) -> None:
-        """Begin a pass; if `draws_seed`, draw the seed of workers as torch's loader does. Local."""
+        """Begin a pass; if `draws_seed`, draw the seed of workers as torch's loader does.
+
+        Collective if the order comes from the caller's own sampler, else local.
+        """
         start = self.epochs.start_step
         # A worker fetches every n-th batch: after an interruption, each must get the same batches as without one.
-        self._drawn = _Drawn(epoch, start, num_ahead=start % self._num_workers if self._num_workers else 0)
-        if draws_seed and self.begins_with is None and (draws_alike() or self._world.is_main):
-            generator = self._plain.generator or torch.default_generator
-            self.workers_begun_with = generator.get_state()
-            torch.empty((), dtype=torch.int64).random_(generator=generator)
+        drawn = _Drawn(epoch, start, num_ahead=start % self._num_workers if self._num_workers else 0)
+        self._drawn = drawn
+        if self.begins_with is not None:
+            return
+        self._open(drawn)
+        if draws_seed:
+            if draws_alike() or self._world.is_main:
+                generator = self._plain.generator or torch.default_generator
+                self.workers_begun_with = generator.get_state()
+                torch.empty((), dtype=torch.int64).random_(generator=generator)
+            if self._num_workers:
+                self._open(drawn)
+
+    def _open(self, drawn: _Drawn) -> None:
+        """Let the main rank ask the caller's own sampler, if it has one, for an iterator (collective)."""
+        if is_torchs(self._plain.sampler) and is_torchs(self._plain.batch_sampler):
+            return
+
+        def opened() -> Any:
+            before, drawn.indices = self._states(), iter(self._indices())
+            return before, self._states()
+
+        drawn.opened_with, after = self._world.run_on_main(opened)
+        if draws_alike():
+            self._restore(after)
 
     def draw(self, drawn: _Drawn) -> None:
         """Draw the order of a pass that was begun (collective). Raises what the sampler raises."""
         here = self._world
-        now = {**rank_states(here.device), "generators": self.generator_states()}
-        now = here.answers_of_main(self._name, now)
+        now = here.answers_of_main(self._name, self._states())
         begins_with, self.begins_with = self.begins_with, None
         own = None if draws_alike() or here.is_main else rank_states(here.device)
-        self.begun_with = now if begins_with is None else begins_with
-        restore_rank_states(self.begun_with, here.device)
-        self.restore_generators(self.begun_with["generators"])
-        if is_torchs(self._plain.sampler) and is_torchs(self._plain.batch_sampler):
+        if begins_with is not None:
+            self._restore(begins_with.get("opened") or begins_with)
+            self._open(drawn)
+        self.begun_with = {**now, "opened": drawn.opened_with} if begins_with is None else begins_with
+        self._restore(self.begun_with)
+        if drawn.opened_with is None:
             batches: Iterator[Any] = iter(self._indices())
         else:
-            batches = iter(here.run_on_main(self._draw_all))
-            restore_rank_states(here.broadcast(rank_states(here.device)), here.device)
+            batches = iter(here.run_on_main(self._draw_all, drawn.indices))
+            self._restore(here.broadcast(self._states()))
         batches = chain([*islice(batches, 1)], batches)
         # By now torch has made all draws for the order, except those that it may make at the end.
         start = drawn.start_step
@@ -121,9 +148,8 @@ class TorchsBatches(Sampler[Any]):
         if own is not None or begins_with is not None:
             restore_rank_states(own or now, here.device)
 
-    def _draw_all(self) -> list[Any]:
+    def _draw_all(self, indices: Iterator[Any]) -> list[Any]:
         """Return what the caller's own sampler gives in a pass; print a line if it draws between its indices."""
-        indices = iter(self._indices())
         drawn = [*islice(indices, 1)]
         before = digest()
         drawn += indices
@@ -151,6 +177,13 @@ class TorchsBatches(Sampler[Any]):
         """Restore the states that `generator_states` returned, in this process or an earlier one. Local."""
         for generator, state in zip(self._generators(), states):
             generator.set_state(state)
+
+    def _states(self) -> dict[str, Any]:
+        return {**rank_states(self._world.device), "generators": self.generator_states()}
+
+    def _restore(self, states: dict[str, Any]) -> None:
+        restore_rank_states(states, self._world.device)
+        self.restore_generators(states["generators"])
 
     def _indices(self) -> Any:
         plain = self._plain

@@ -1,7 +1,8 @@
 """A DataLoader that fetches this rank's rows of each batch only, and hands out row tensors.
 
 Order, batches, workers and random draws are torch's own, on every rank. Whole batches are fetched where rows alone
-could differ: a collate function of the program, a dataset that draws random numbers, a batch too small to divide.
+could differ: a collate function or a `__getitems__` of the program, a dataset that draws random numbers, a batch too
+small to divide.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, Optional, TypeVar, cast
 import torch
 from torch.utils import data as torch_data
 
+from ddpshim.data.augmentation import fetched, joins_samples, name_of
 from ddpshim.data.numbered import Numbered, has_drawn
 from ddpshim.errors import DataError
 from ddpshim.job import collectives
@@ -25,7 +27,7 @@ from ddpshim.model import equal_steps, guard
 from ddpshim.process import messages
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import global_states, restore_global_states
-from ddpshim.process.say import say
+from ddpshim.process.say import say_once
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
 from ddpshim.rows.tensor import Counts, Rows, leaves
@@ -101,7 +103,7 @@ class _RowsLoader(torch_data.DataLoader[Any]):
         made: Any = copy.copy(loader)
         made.__class__ = cls
         streams: Any = _InThisProcess(loader)
-        if loader.num_workers:
+        if loader.num_workers or joins_samples(loader.dataset):
             from ddpshim.rows import workers
 
             streams = workers.InWorkers(loader)
@@ -124,8 +126,11 @@ class _OwnRows:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Numbered]:
+        return self._parts(iter(self._batches))  # now: a sampler may draw, before torch draws the seed of workers
+
+    def _parts(self, batches: Iterator[Any]) -> Iterator[Numbered]:
         here = blocks.ranks()
-        for step, indices in enumerate(self._batches):
+        for step, indices in enumerate(batches):
             part = blocks.part_of(len(indices))
             rows = range(len(indices)) if part is None else range(*part.bounds(*here))
             whole = [*indices]
@@ -155,24 +160,20 @@ class _InThisProcess(torch_data.Dataset[Any]):
         num_rows = len(indices.whole)
         before = global_states()
         if not self.draws:
-            batch = self._collate(self._fetch(indices))
+            batch = self._collate(fetched(self.dataset, indices))
             told = _of_ranks(int(has_drawn(before)), _tag(num_rows, batch))
             if not any(drew for drew, _ in told):
                 return Fetched(num_rows, batch, [tag for _, tag in told])
             self.draws = True
             restore_global_states(before)
             if world().is_main:
-                say(
-                    f"{type(self.dataset).__name__} draws random numbers for a sample: to draw what one process "
+                say_once(
+                    f"{name_of(self.dataset)} draws random numbers for a sample: to draw what one process "
                     "draws, each rank loads whole batches, which makes loading as slow as in one process. With "
                     "num_workers > 0 loading is not in the training's way"
                 )
-        whole = self._collate(self._fetch(indices.whole))
+        whole = self._collate(fetched(self.dataset, indices.whole))
         return Fetched(num_rows, _rows_of(whole, indices.rows, num_rows), None)
-
-    def _fetch(self, indices: Any) -> Any:
-        by_batch = getattr(self.dataset, "__getitems__", None)
-        return by_batch([*indices]) if callable(by_batch) else [self.dataset[index] for index in indices]
 
 
 def _rows_of(batch: Any, rows: range, num_rows: int) -> Any:

@@ -1,4 +1,4 @@
-"""Fetches batches in a data worker, of a program that every rank runs whole."""
+"""Fetches batches in a data worker, or by `__getitems__`, of a program that every rank runs whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from ddpshim.rows.loader import Fetched
 
 
 class InWorkers(SampleStreams):
-    """The dataset in a data worker: with the draws that it makes in one process."""
+    """The dataset, with the draws that it makes in one process."""
+
+    remedy = ""
 
     def __init__(self, loader: torch_data.DataLoader[Any]) -> None:
         here = blocks.ranks()

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Callable, Optional
 
@@ -319,11 +320,22 @@ def test_nothing_to_go_on_from_is_refused(tmp_path: Path, wrong: dict[str, Any])
 # Entering a pass in the middle
 
 
+class _AtOnce:
+    """A batch sampler that draws when it is asked for an iterator."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[*range(B * i, B * i + B)] for i in torch.randperm(N // B).tolist()])
+
+    def __len__(self) -> int:
+        return N // B
+
+
 NUMBERS = list(range(N))
 LOADERS: dict[str, Callable[[], dict[str, Any]]] = {
     "shuffled": lambda: {"dataset": NUMBERS, "batch_size": B, "shuffle": True},
     "sampler": lambda: {"dataset": NUMBERS, "batch_size": B, "sampler": RandomSampler(NUMBERS)},
     "batch sampler": lambda: {"dataset": NUMBERS, "batch_sampler": BatchSampler(RandomSampler(NUMBERS), B, True)},
+    "drawn at once": lambda: {"dataset": NUMBERS, "batch_sampler": _AtOnce()},
     "stream": lambda: {"dataset": _Stream(), "batch_size": B},
 }
 
@@ -350,7 +362,7 @@ def test_a_pass_entered_in_the_middle_has_the_batches_that_are_left(kind: str) -
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("kind", ["shuffled", "stream"])
+@pytest.mark.parametrize("kind", ["shuffled", "drawn at once", "stream"])
 def test_workers_enter_in_the_middle_as_well(kind: str, persistent: bool) -> None:
     alone = World(launcher="torchrun", seed=0)
     assert _enters(kind, world=alone, num_workers=2, persistent_workers=persistent) == [N // B, True, True, True]

@@ -246,7 +246,32 @@ def _mixed(samples: list[Any]) -> Any:
     return 0.8 * x + 0.2 * x[torch.randperm(len(x))], y, number
 
 
+class _Combined(Dataset[Any]):
+    """Fetches whole batches, and gives a sample the target of the next one of its batch."""
+
+    def __init__(self, noise: float = 0.0) -> None:
+        self._clean, self._noise = _clean(), noise
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        x, y, number = self._clean[torch.tensor(indices)]
+        noise = self._noise * torch.randn(x.shape) if self._noise else 0.0
+        return [*zip(x + noise, y.roll(1, 0), number)]
+
+
+class _CleanStream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(_clean())
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+
 DATA: dict[str, Callable[[], Any]] = {
+    **{"stream": _CleanStream, "combined": _Combined, "combined by workers": lambda: _Combined(0.1)},
+    "combined, in a subset": lambda: Subset(_Combined(0.1), range(5, 67)),
     "augmented later, by workers": lambda: _Augmented(later=True),
     **dict.fromkeys(("augmented", "augmented by workers"), _Augmented),
 }
@@ -266,6 +291,16 @@ class _OneByOne:
         return 72
 
 
+class _AtOnce:
+    """A batch sampler of the user's own that draws when it is asked for an iterator."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[*range(16 * i, 16 * i + 16)] for i in torch.randperm(6).tolist()])
+
+    def __len__(self) -> int:
+        return 6
+
+
 FORKED = {"num_workers": 2, "multiprocessing_context": "fork"}  # those of a rank of a test would start slowly
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "shuffled": lambda: {"batch_size": BATCH, "shuffle": True},
@@ -278,12 +313,19 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "subset": lambda: {"batch_size": BATCH, "sampler": SubsetRandomSampler(range(5, 100))},
     "batch sampler": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(NUM_SAMPLES)), BATCH, True)},
     "of the user": lambda: {"batch_size": BATCH, "sampler": _OneByOne()},
+    "drawn at once": lambda: {"batch_sampler": _AtOnce()},
+    "drawn at once, for workers": lambda: {"batch_sampler": _AtOnce(), **FORKED},
+    "drawn at once, for workers that stay": lambda: {"batch_sampler": _AtOnce(), **FORKED, "persistent_workers": True},
     "workers": lambda: {"batch_size": BATCH, "shuffle": True, "num_workers": 1},
     "workers that stay": lambda: {"batch_size": BATCH, "shuffle": True, "num_workers": 1, "persistent_workers": True},
     "augmented": lambda: {"batch_size": BATCH, "shuffle": True},
     "augmented by workers": lambda: {"batch_size": 16, "shuffle": True, "drop_last": False, **FORKED},
     "augmented later, by workers": lambda: {"batch_size": BATCH, "shuffle": True, **FORKED},
     "drawn when collated": lambda: {"batch_size": BATCH, "shuffle": True, "collate_fn": _mixed},
+    "stream": lambda: {"batch_size": BATCH},
+    "combined": lambda: {"batch_size": 16, "shuffle": True, "drop_last": False},
+    "combined, in a subset": lambda: {"batch_size": 16, "shuffle": True, "drop_last": False},
+    "combined by workers": lambda: {"batch_size": 16, "shuffle": True, "drop_last": False, **FORKED},
 }
 
 
@@ -382,7 +424,10 @@ def test_a_step_on_the_samples_of_two_loaders() -> None:
 
 
 ONLY_TWO = [kind for kind in KINDS if "worker" in kind or kind in DATA or kind == "drawn when collated"]
-SIZES = {"the ranks do not divide a batch": (3,), **dict.fromkeys(ONLY_TWO, (2,))}
+SIZES = {
+    **dict.fromkeys(ONLY_TWO, (2,)),
+    **dict.fromkeys(("the ranks do not divide a batch", "combined, in a subset"), (3,)),
+}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "of the user"])
@@ -621,7 +666,7 @@ def test_by_sample_what_a_dataset_draws_depends_on_its_place_and_leaves_the_stre
     state = torch.get_rng_state()
     (alone,) = run_ranks(_rank_augments, 1, "by_sample")
     for rank, found in enumerate(run_ranks(_rank_augments, 2, "by_sample")):
-        for (batches, own_state, _), (of_all, _, said), name in zip(found, alone, ("_Noisy", "_NowAndThen", "Subset")):
+        for (batches, own_state, _), (of_all, _, said), name in zip(found, alone, ("_Noisy", "_NowAndThen", "_Noisy")):
             assert said.count(f"{name} draws random numbers for a sample: here they depend on the seed") == 1
             assert [index for _, index in batches] == [batch[rank::2] for batch in samples]
             assert torch.equal(own_state, state)
@@ -632,7 +677,7 @@ def test_by_sample_what_a_dataset_draws_depends_on_its_place_and_leaves_the_stre
 
 def test_that_each_rank_loads_whole_batches_is_said() -> None:
     for found, num in zip(run_ranks(_rank_augments, 2, "one_process"), (1, 0)):
-        for (_, _, said), name in zip(found, ("_Noisy", "_NowAndThen", "Subset")):
+        for (_, _, said), name in zip(found, ("_Noisy", "_NowAndThen", "_Noisy")):
             assert said.count(f"{name} draws random numbers for a sample: to draw what one process draws") == num
             assert said.count("DDPSHIM_DATA_DRAWS=by_sample") == num
 
