@@ -110,9 +110,10 @@ def _say_dropped(world: World, loader: ShardedLoader, samples: Any) -> None:
 
 def _check_virtual_ranks(exact: int, global_batch_size: Optional[int], drop_last: bool) -> None:
     if global_batch_size is None or global_batch_size % exact:
+        size = "unknown size (batch_sampler=)" if global_batch_size is None else f"{global_batch_size} samples"
         raise DataError(
-            f"a global batch of {global_batch_size} samples with exact={exact}, which does not divide it: virtual "
-            "ranks would have different numbers of samples. Use a batch size that is a multiple of it."
+            f"a global batch of {size} with exact={exact}, which must divide it: virtual ranks would have different "
+            "numbers of samples. Use batch_size=, a multiple of it."
         )
     if not drop_last:
         raise DataError(

@@ -544,11 +544,19 @@ def test_the_main_rank_plays_rollouts_and_the_others_get_what_it_found(tmp_path:
     assert [two.said(rank, "rank") for rank in (0, 1)] == [[[False, True, "out"]], [[True, False, "out"]]]
 
 
-def test_another_noise_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("NOISE", "per_rank", "draws its data splits and evaluations on each rank"),
+        ("PER_RANK_BATCH", "yes", "per_rank_batch=True: the program holds whole batches"),
+        ("DATA_DRAWS", "by_sample", "data_draws=by_sample: the program holds whole batches"),
+    ],
+)
+def test_options_of_shares_are_refused(option: str, value: str, said: str, tmp_path: Path) -> None:
     script = "train(nn.DataParallel(network()), DataLoader(Items(), 8, shuffle=True))"
-    ran = run(tmp_path, script, 2, DDPSHIM_NOISE="per_rank")
+    ran = run(tmp_path, script, 2, **{f"DDPSHIM_{option}": value})
     assert 0 not in ran.exit_codes
-    assert "draws its data splits and evaluations on each rank" in ran.logs[0]
+    assert said in ran.logs[0]
 
 
 def test_folds_are_split_and_networks_built_alike_in_the_middle_of_a_script(tmp_path: Path) -> None:

@@ -4499,5 +4499,42 @@ def gradients_that_keep_their_graph(log: Log) -> Trained:
     return [net, scale]
 
 
+class _Negatives(Dataset):
+    """Fetches whole batches, and gives each sample the target of the next one of its batch."""
+
+    def __init__(self) -> None:
+        self.x, self.y = data()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [*zip(self.x[indices], self.y[indices].roll(1, 0))]
+
+
+class _DrawnAtOnce:
+    """A batch sampler that draws when it is asked for an iterator."""
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(42).reshape(-1, 7).tolist())
+
+    def __len__(self) -> int:
+        return 6
+
+
+@program
+def batches_that_combine_samples(log: Log) -> Trained:
+    net = nn.Sequential(mlp(), nn.Dropout(0.2))
+    optimizer = SGD(net.parameters(), 0.02)
+    for workers in (0, 2):
+        for x, y in DataLoader(_Negatives(), batch_sampler=_DrawnAtOnce(), num_workers=workers):
+            optimizer.zero_grad()
+            loss = F.mse_loss(net(x), y)
+            loss.backward()
+            optimizer.step()
+            log(loss)
+    return [net]
+
+
 if __name__ == "__main__":
     main(PROGRAMS)

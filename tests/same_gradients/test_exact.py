@@ -374,7 +374,7 @@ def _refused(kind: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("kind", "error", "says"),
     [
-        ("batch", DataError, "a global batch of 6 samples with exact=4, which does not divide it"),
+        ("batch", DataError, "a global batch of 6 samples with exact=4, which must divide it"),
         ("last batch", DataError, "drop_last=False with exact=4"),
         ("accumulation", DataError, "accumulate with steps=2 and exact=4"),
         ("own statistics", SyncError, "sync_batchnorm=False, and exact=4"),

@@ -102,6 +102,12 @@ def _set_up(seed: Optional[int] = None, **given: Any) -> World:
             f"noise={here.options.noise}: a program that every rank runs whole draws its data splits and evaluations "
             "on each rank, and these would differ. Leave the option out."
         )
+    for name in ("per_rank_batch", "lr_rule", "data_draws"):
+        if name in here.options.changed():
+            raise OptionsError(
+                f"{name}={getattr(here.options, name)}: the program holds whole batches and draws what one process "
+                "draws, so it would do nothing. Leave the option out."
+            )
     return here
 
 
