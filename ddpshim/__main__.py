@@ -95,7 +95,7 @@ def _refuse_this_system() -> None:
     if not hasattr(os, "fork"):
         raise LaunchError(
             f"this is {sys.platform}, where a process cannot be forked; nothing was started, as ranks need that. Use "
-            "Linux (on Windows: WSL), or one process here: python train.py, check --read and patch work."
+            "Linux (on Windows: WSL), or one process here: python train.py and patch work."
         )
 
 
@@ -247,15 +247,9 @@ def _add_check(commands: Commands) -> None:
         description="Run a few steps of a trainer in one process and on several ranks, compare batches, losses and "
         "weights, and print yes, or the first difference (`python -m ddpshim docs check`). The trainer's output "
         "goes to ddpshim-logs, and new files that it makes are removed. Exit code: 0 the same, 1 different or wrong, "
-        "2 nothing could be compared. With --read, the trainer is not run: 0 nothing found, 1 findings, 2 no trainer.",
-        usage="%(prog)s [options] (script.py | -m package.module) [arguments]\n"
-        "       %(prog)s [--json] --read PATH [PATH ...]\n"
-        "       %(prog)s --explain [CODE]",
+        "2 nothing could be compared.",
+        usage="%(prog)s [options] (script.py | -m package.module) [arguments]",
     )
-    text = "only read trainers, files or folders: list what hangs, or trains something else, on several ranks"
-    check.add_argument("--read", action=_Instead, const=_check_read, help=text)
-    text = "explain a finding of --read, with an example (default: list all)"
-    check.add_argument("--explain", action=_Explain, nargs="?", default=argparse.SUPPRESS, metavar="CODE", help=text)
     text = "repeat a part of a certified run (`run --certify FILE`), and compare its bits; --nproc 1 will do"
     check.add_argument("--certificate", type=Path, metavar="FILE", help=text)
     check.add_argument(*_NPROC, type=positive, metavar="N", help="ranks on this node (2)")
@@ -269,28 +263,6 @@ def _add_check(commands: Commands) -> None:
     _add_program(check, nargs="?")
     run = functools.partial(_check, check.error)
     check.set_defaults(run=run, default_nproc=2, needs_torch=True, starts_ranks=True)
-
-
-class _Explain(argparse.Action):
-    """Explains rules of `check --read` and exits, as --help does."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> None:
-        from ddpshim.tools.check.reading.command import explain
-
-        code = explain(arguments[1] or "")
-        sys.stdout.flush()  # here a closed pipe (`| head`) is no error
-        parser.exit(code)
-
-
-def _check_read(arguments: argparse.Namespace) -> int:
-    from ddpshim.tools.check.reading.command import check_read
-
-    paths = [path for path in (arguments.program, *arguments.arguments) if path != "--json"]
-    wrong = "-m" if arguments.is_module else next((path for path in paths if path.startswith("-")), None)
-    if wrong is not None:
-        say(f"{wrong} is not a path; nothing was read. Name files and folders: check --read train.py more/")
-        return 2
-    return check_read([*map(Path, paths)], arguments.json or "--json" in arguments.arguments)
 
 
 def _check(error: Callable[[str], Any], arguments: argparse.Namespace) -> int:

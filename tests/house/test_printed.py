@@ -98,7 +98,7 @@ def _module_lacks(words: str) -> str:
 
 def _faults(name: str, text: str) -> Iterator[str]:
     for line in _commands(text):
-        said = "" if line.startswith("check --read") else _refusal(line)  # after --read all words are paths
+        said = _refusal(line)
         if said:
             yield f"{line}: {said}"
     for words in re.findall(r"python3? -m ((?!ddpshim\b)[\w.]*\w(?: --[\w-]+)*)", text):

@@ -149,7 +149,7 @@ OF_CODEBASES = {
     *("_demo_id_to_demo_lang_emb", "_hdf5_file", "_index_to_demo_id", "_lang_emb", "_data", "_data_loader", "_inputs"),
     "_environment",
 }
-# Words in strings that are no names: of metrics and of files, and what `check --read` looks for in other trainers.
+# Words in strings that are no names: of metrics and of files.
 NO_NAMES = {
     *("_pytest", "_io", "_frozen_importlib", "_frozen_importlib_external"),  # modules that are no program's own
     "_Ms",
