@@ -164,7 +164,6 @@ def _add_selftest(commands: Commands) -> None:
     text = "start ranks, and check that they can communicate and train as one process does"
     selftest = commands.add_parser("selftest", help=text, description=text)
     selftest.add_argument(*_NPROC, type=positive, metavar="N", help="ranks on this node (default: its GPUs, or 2)")
-    selftest.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where torch sees a GPU")
     selftest.add_argument(
         "--nnodes", type=positive, default=1, metavar="N", help="number of nodes; run the same command on each (1)"
     )
@@ -175,28 +174,17 @@ def _add_selftest(commands: Commands) -> None:
     selftest.add_argument(
         "--master-port", type=port, metavar="P", help="a free port on node 0 (default: any; with several nodes 29500)"
     )
-    selftest.add_argument(
-        "--timeout",
-        type=seconds,
-        default=60.0,
-        metavar="S",
-        dest="timeout_s",
-        help="time limit for each check, in seconds (60)",
-    )
+    text = "time limit for each of its jobs, in seconds (120)"
+    selftest.add_argument("--timeout", type=seconds, default=120.0, metavar="S", dest="timeout_s", help=text)
+    selftest.add_argument("--gpu", action="store_true", help="refuse a machine whose GPUs torch does not see")
+    text = "write the results as JSON, without names of machines: send it with a bug report"
+    selftest.add_argument("--write", type=Path, metavar="FILE", help=text)
     selftest.add_argument("--json", action="store_true", help="print JSON; progress goes to stderr")
     report = selftest.add_argument_group("for a bug report, instead of a test")
     text = "print versions, GPUs, launcher, variables, cores and memory"
     report.add_argument("--env", action=_Instead, const=_describe, help=text)
     text = "with --env: also the names of machines, user and home folder (left out by default)"
     report.add_argument("--names", action="store_true", help=text)
-    gpus = selftest.add_argument_group("acceptance test for a machine with GPUs (`python -m ddpshim docs start`)")
-    gpus.add_argument(
-        "--gpu", action="store_true", help="test everything that only GPUs can break; takes under ten minutes"
-    )
-    gpus.add_argument("--quick", action="store_true", help="with --gpu: a shorter test, under two minutes")
-    gpus.add_argument(
-        "--write", type=Path, metavar="FILE", help="with --gpu: write the results as JSON, without names of machines"
-    )
     selftest.set_defaults(run=_selftest, needs_torch=True, starts_ranks=True)
 
 
@@ -219,24 +207,16 @@ def _describe(arguments: argparse.Namespace) -> int:
 
 
 def _selftest(arguments: argparse.Namespace) -> int:
-    from ddpshim.tools.selftest.running import Plan, coloured, run
+    from ddpshim.tools.selftest.command import Plan, selftest
 
-    plan = Plan(**{field.name: getattr(arguments, field.name) for field in fields(Plan)})
-    if arguments.names or ((arguments.quick or arguments.write) and not arguments.gpu):
-        say("--quick and --write need --gpu, --names needs --env; nothing was tested. Add it, or leave them out.")
+    if arguments.names:
+        say("--names needs --env; nothing was tested. Add it, or leave it out.")
         return 2
+    plan = Plan(**{field.name: getattr(arguments, field.name) for field in fields(Plan)})
     with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
-        if arguments.gpu:
-            from ddpshim.tools.selftest.gpu import accept
-
-            line, is_good = accept(plan, arguments.quick, arguments.write)
-        else:
-            try:
-                line, is_good = run(plan), True
-            except DdpShimError as error:
-                line, is_good = f"selftest failed: {error}", False
-    result = json.dumps({"is_good": is_good, "said": line}) if arguments.json else coloured(line, is_good)
-    print(result, flush=True)
+        is_good = selftest(plan, arguments.write)
+    said = f"selftest {'passed' if is_good else 'failed'}"
+    print(json.dumps({"is_good": is_good}) if arguments.json else said, flush=True)
     return 0 if is_good else 1
 
 
