@@ -127,37 +127,51 @@ def _parser() -> argparse.ArgumentParser:
 def _add_report(commands: Commands) -> None:
     report = commands.add_parser(
         "report",
-        help="build a page about a run: success, losses, time, guards, how it ended; or compare several runs",
-        description="Build a one-page report from the records of a run, as HTML that needs no network, and print its "
-        "path; or print it as Markdown. With several runs, compare them with the first (`python -m ddpshim docs "
-        "check`). Exit code: 0 written, 2 nothing to report, or wrong usage.",
+        help="build a page about a run: loss, success, time, how it ended; or compare the numbers of any two runs",
+        description="With one folder, build a one-page report from the records of a run, as HTML that needs no "
+        "network, and print its path. With two, of any trainers, print in how many digits their numbers agree, and "
+        "whether they are the same experiment: records, TensorBoard events, CSV, JSON lines or robomimic's logs "
+        "(`python -m ddpshim docs check`). Exit code: 0 written, or the same experiment; 1 another experiment; 2 "
+        "nothing to report or to compare.",
     )
-    text = "folder of the run: where config.json is, or above it; several are compared with the first"
+    text = "folder of a run; two or more folders or files are compared with the first"
     report.add_argument("folder", type=Path, nargs="+", metavar="RUN_DIR", help=text)
-    text = "where to write (default: report.html in RUN_DIR, for several runs comparison.html here; Markdown: the "
-    text += "screen; --export: a folder, by default RUN_DIR)"
+    text = "where to write (default: report.html in RUN_DIR; Markdown and comparisons: the screen; --export: RUN_DIR)"
     report.add_argument("--out", type=Path, metavar="PATH", help=text)
     ways = report.add_mutually_exclusive_group()
-    ways.add_argument("--markdown", action="store_true", help="the same without charts; needs no plotly")
-    text = (
-        "write the curves of the mean and of each rank instead: TensorBoard events, or an offline run for `wandb sync`"
-    )
+    ways.add_argument("--markdown", action="store_true", help="print the report without charts; needs no plotly")
+    text = "write the curves of means over ranks instead: TensorBoard events, or an offline run for `wandb sync`"
     ways.add_argument("--export", choices=("tensorboard", "wandb"), help=text)
     report.set_defaults(run=_report)
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from ddpshim.observe.report import page, run, writing
+    from ddpshim.observe import digits, exporting, page, runs
 
+    (first, *others), out = arguments.folder, arguments.out
     if arguments.export:
-        print(*writing.export(arguments.folder, arguments.out, arguments.export), sep="\n")
-    elif arguments.out is None and (arguments.markdown or not page.can_draw()):
-        if not arguments.markdown:
-            say("plotly is not installed, so this is the report without charts; pip install plotly adds them")
-        print(writing.markdown(run.load_all(arguments.folder)), end="")
+        print(*(exporting.export(runs.load(folder), out, arguments.export) for folder in arguments.folder), sep="\n")
+        return 0
+    code, text = 0, ""
+    for other in others:
+        found, verdict = digits.compare(first, other)
+        lines = [f"{first} and {other}: {verdict}", "", *page.as_markdown(digits.table(found))]
+        text += "\n".join(lines) + "\n"
+        code = max(code, int(verdict.startswith("another")))
+    if not others:
+        run = runs.load(first)
+        if not arguments.markdown and (out is not None or page.can_draw()):
+            text, out = page.html(run), out or run.folder / "report.html"
+        else:
+            text = page.markdown(run)
+            if not arguments.markdown:
+                say("plotly is not installed, so this is the report without charts; pip install plotly adds them")
+    if out is None:
+        print(text, end="")
     else:
-        print(writing.write(arguments.folder, arguments.out, arguments.markdown))
-    return 0
+        out.write_text(text, encoding="utf-8", errors="replace")  # JSON may hold half a surrogate pair
+        print(out)
+    return code
 
 
 def _add_selftest(commands: Commands) -> None:
@@ -181,10 +195,8 @@ def _add_selftest(commands: Commands) -> None:
     selftest.add_argument("--write", type=Path, metavar="FILE", help=text)
     selftest.add_argument("--json", action="store_true", help="print JSON; progress goes to stderr")
     report = selftest.add_argument_group("for a bug report, instead of a test")
-    text = "print versions, GPUs, launcher, variables, cores and memory"
+    text = "print what torch.utils.collect_env says, ddpshim's versions, the launch and the machine, without names"
     report.add_argument("--env", action=_Instead, const=_describe, help=text)
-    text = "with --env: also the names of machines, user and home folder (left out by default)"
-    report.add_argument("--names", action="store_true", help=text)
     selftest.set_defaults(run=_selftest, needs_torch=True, starts_ranks=True)
 
 
@@ -199,19 +211,15 @@ class _Instead(argparse.Action):
 
 
 def _describe(arguments: argparse.Namespace) -> int:
-    from ddpshim.observe.environment import as_text, describe
+    from ddpshim.tools.selftest.environment import describe, for_bug_report
 
-    report = describe(with_names=arguments.names)
-    print(json.dumps(report, indent=2) if arguments.json else as_text(report))
+    print(json.dumps(describe(), indent=2) if arguments.json else for_bug_report())
     return 0
 
 
 def _selftest(arguments: argparse.Namespace) -> int:
     from ddpshim.tools.selftest.command import Plan, selftest
 
-    if arguments.names:
-        say("--names needs --env; nothing was tested. Add it, or leave it out.")
-        return 2
     plan = Plan(**{field.name: getattr(arguments, field.name) for field in fields(Plan)})
     with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
         is_good = selftest(plan, arguments.write)

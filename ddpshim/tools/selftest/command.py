@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Callable, Optional
 
 from ddpshim.errors import LaunchError
-from ddpshim.observe.environment import describe, without_names
 from ddpshim.process.say import count
 from ddpshim.tools.selftest import machine, rank_that_dies, trainings
+from ddpshim.tools.selftest.environment import describe, without_names
 
 _LIMIT = 1e-9  # of differences in float64, relative to the largest value
 _NUM_LAST_LINES = 20
