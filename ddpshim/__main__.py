@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 
 from ddpshim import version
 from ddpshim.arguments import Parser, natural, nproc, port, positive, seconds, steps
-from ddpshim.errors import DdpShimError, LaunchError
+from ddpshim.errors import DdpShimError, LaunchError, ReportError
 from ddpshim.process.say import say
 from ddpshim.tools import example, pages
 from ddpshim.trainers.patching import command
@@ -169,7 +169,10 @@ def _report(arguments: argparse.Namespace) -> int:
     if out is None:
         print(text, end="")
     else:
-        out.write_text(text, encoding="utf-8", errors="replace")  # JSON may hold half a surrogate pair
+        try:
+            out.write_text(text, encoding="utf-8", errors="replace")  # JSON may hold half a surrogate pair
+        except OSError as error:
+            raise ReportError(f"{out} cannot be written ({error}); the report is lost. Name another --out.") from error
         print(out)
     return code
 

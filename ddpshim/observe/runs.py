@@ -136,6 +136,8 @@ def load(folder: Path) -> Run:
 
 def find(folder: Path) -> Optional[Run]:
     """Return what `load` does, or None if there are no records."""
+    if not folder.is_dir():
+        raise ReportError(f"{folder} is not a folder; there is nothing to report. Name the folder of a run.")
     near = (folder, folder.parent) if folder.name in (records.FOLDER, "logs", "models", "videos") else (folder,)
     found = [place for place in near if records.files(place)]
     if not found:

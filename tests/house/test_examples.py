@@ -40,7 +40,6 @@ def forked(words: list[str], folder: Path) -> tuple[int, str]:
     """The exit code and output of `python words…` in `folder`, forked."""
     argv = words[1:] if words[0] == "-m" else words
     environ = {**environment(), "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    environ["DDPSHIM_DIAGNOSE"] = "no"  # what it says on a machine with too little time stands among the lines
     code = preloaded().start([(argv, environ)], folder).wait(DEADLINE_S)
     return code, (folder / "output.txt").read_text()
 
