@@ -96,7 +96,6 @@ SEAMS = [
     ),
     Seam("_iterator _index_sampler", "rows/loader.py", "test_workers_that_stay", LOADER),
     Seam("torch.utils.data._utils", "data/workers.py", "test_workers_are_found_and_let_go", LOADER),
-    Seam("_MapDatasetFetcher _IterableDatasetFetcher", "data/workers.py", "test_workers_fetch", LOADER),
     Seam("_worker_info _utils", "data/iterable.py", "test_hidden_worker_info", "torch/utils/data/_utils/worker.py"),
     Seam("_save _open_zipfile_writer", "checkpoint/snapshot.py", "test_save_writes_records", "torch/serialization.py"),
     Seam("_input_metadata", "tools/check/precision.py", "test_a_node_tells_the_dtype", "torch/csrc/autograd"),
@@ -429,14 +428,6 @@ def test_every_loader_goes_through_one_next(num_workers: int, monkeypatch: pytes
     assert (batches._num_workers, type(batches._dataset)) == (num_workers, _Squares)
     assert [b.item() for b in batches] == [0, 1, 4, 9]
     assert len(calls) == 5
-
-
-def test_workers_fetch() -> None:
-    from torch.utils.data._utils import fetch
-
-    samples = [torch.tensor(1), torch.tensor(2)]
-    for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
-        assert kind(samples, True, list, False).fetch([0, 1]) == samples
 
 
 @pytest.mark.ranks

@@ -28,7 +28,7 @@ def test_it_has_torchs_words_and_three_lines(
     torchs, empty, versions, launch, last = capsys.readouterr().out.splitlines()
     assert (torchs, empty) == ("PyTorch version: here", "")
     assert versions.startswith(f"ddpshim {ddpshim.__version__}, Python 3.")
-    assert f"torch {torch.__version__} (CUDA " in versions
+    assert f"torch {torch.__version__}" in versions
     assert launch.startswith("launch: rank 3 of 4, local rank 1 of 2, by torchrun (")
     assert "NCCL_DEBUG=INFO" in launch
     assert f"{machine.num_cores()} cores usable of" in last

@@ -429,7 +429,7 @@ def test_what_needs_no_torch_is_the_same_without(
 def test_a_bug_report_without_torch(without_torch: dict[str, Any]) -> None:
     code, out, err, _ = without_torch["selftest --env"]
     assert (code, err) == (0, "")
-    assert re.search("torch +cannot be imported: ", out)
+    assert "torch unknown: ModuleNotFoundError" in out
 
 
 def test_who_needs_torch() -> None:

@@ -106,8 +106,6 @@ def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if not torch.cuda.is_available():
         assert main(["selftest", "--gpu"]) == 2
         assert "sees no GPU, so there is nothing to test" in capsys.readouterr().err
-    assert main(["selftest", "--names"]) == 2
-    assert "--names needs --env" in capsys.readouterr().err
 
 
 def test_a_report_has_no_folders() -> None:

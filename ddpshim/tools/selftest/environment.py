@@ -82,7 +82,7 @@ def _found(section: Callable[[], Any]) -> Any:
 def _torch() -> str:
     import torch
 
-    return f"{torch.__version__} (CUDA {torch.version.cuda})"
+    return str(torch.__version__)
 
 
 def _patch_states() -> dict[str, str]:
