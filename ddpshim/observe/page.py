@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 from ddpshim.errors import ReportError
 from ddpshim.failures.failure_notes import LOST, meaning_of
@@ -19,7 +19,6 @@ PARTS = {"data_wait": "data wait", "compute": "compute", "optimizer": "optimizer
 _QUIET_S = 120.0
 _MOST_ROWS = 100
 _FACTS = ("world_size", "backend", "device", "gpu", "seed", "options", "ddpshim", "torch", "Python")
-_STYLE = "body { font: 16px/1.5 sans-serif; margin: 2rem auto; max-width: 70rem } td { padding-right: 1rem }"
 
 
 class Table(NamedTuple):
@@ -116,34 +115,44 @@ def table_of_times(by_rank: Mapping[int, Record]) -> Table:
     return Table("Time of a step", ["rank", "steps", "ms a step", *PARTS.values(), "memory, most"], rows)
 
 
-def as_markdown(table: Table) -> list[str]:
-    """Return the lines of a table in Markdown, aligned for a terminal. Local."""
-    rows = [[_md(cell) for cell in row] for row in (table.columns, *table.rows)]
+def _md(text: str) -> str:
+    """Escape `text` for a line or a table cell of Markdown, which may contain HTML."""
+    for special, safe in {
+        "&": "&amp;",
+        "<": "&lt;",
+        ">": "&gt;",
+        "|": "\\|",
+        "`": "\\`",
+        "*": "\\*",
+        "\n": " ",
+    }.items():
+        text = text.replace(special, safe)
+    return text
+
+
+def as_markdown(table: Table, safe: Callable[[str], str] = _md) -> list[str]:
+    """Return the lines of a table in Markdown, aligned for a terminal; `safe` escapes a text. Local."""
+    rows = [[safe(cell) for cell in row] for row in (table.columns, *table.rows)]
     widths = [max(map(len, column)) for column in zip(*rows)]
     rows.insert(1, ["-" * width for width in widths])
     return ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in rows]
 
 
-def markdown(run: Run) -> str:
+def markdown(run: Run, safe: Callable[[str], str] = _md) -> str:
     """Return the report as Markdown, without charts. Local."""
-    lines = [f"# {_md(run.folder.resolve().name)}", "", f"**{_md(verdict(run))}.**", ""]
-    lines += [f"- {_md(finding)}." for finding in findings(run)]
+    lines = [f"# {safe(run.folder.resolve().name)}", "", f"**{safe(verdict(run))}.**", ""]
+    lines += [f"- {safe(finding)}." for finding in findings(run)]
     for table in tables(run):
-        lines += ["", f"## {table.title}", "", *as_markdown(table)]
+        lines += ["", f"## {table.title}", "", *as_markdown(table, safe)]
     return "\n".join(lines) + "\n"
 
 
 def html(run: Run) -> str:
     """Return the report as one HTML page, complete in itself. Local. Raises ReportError without plotly."""
-    name = escape(run.folder.resolve().name)
-    body = [f"<h1>{name}</h1><p><b>{escape(verdict(run))}.</b></p>"]
-    body += [f"<p>{escape(finding)}.</p>" for finding in findings(run)]
-    body.append(_figure(run).to_html(full_html=False, include_plotlyjs=True))
-    for table in tables(run):
-        rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in (table.columns, *table.rows))
-        body.append(f"<h2>{escape(table.title)}</h2><table><tr>{'</tr><tr>'.join(rows)}</tr></table>")
-    head = f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
-    return "\n".join([head, *body, "</html>\n"])
+    name, figure = escape(run.folder.resolve().name), _figure(run).to_html(full_html=False, include_plotlyjs=True)
+    text = escape(markdown(run, safe=str))
+    head = f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>{name}</title>'
+    return f'{head}\n{figure}\n<pre style="font-size: 14px; overflow-x: auto">{text}</pre></html>\n'
 
 
 def can_draw() -> bool:
@@ -214,10 +223,3 @@ def _number(value: Optional[float]) -> str:
 def _rate(share: Optional[float], interval: Optional[tuple[float, float]]) -> str:
     within = f" ({100 * interval[0]:.0f}% to {100 * interval[1]:.0f}%)" if interval else ""
     return "" if share is None else f"{100 * share:.0f}%{within}"
-
-
-def _md(text: str) -> str:
-    """Escape `text` for a line or a table cell of Markdown, which may contain HTML."""
-    for special in "\\`*_[]|#":
-        text = text.replace(special, "\\" + special)
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("\n", " ")

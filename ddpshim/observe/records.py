@@ -40,7 +40,7 @@ _state = _State()
 def begin(folder: Union[str, os.PathLike[str]], rank: int, **facts: Any) -> bool:
     """Open this rank's file below `folder`, and record the start with its `facts`; return whether that worked. Local.
 
-    An existing file is appended to, on a new line if its last one is incomplete.
+    An existing file is appended to, after an empty line, as its last one may be incomplete.
     """
     _close()
     path = Path(folder, FOLDER, f"rank_{rank}.jsonl")
@@ -52,11 +52,7 @@ def begin(folder: Union[str, os.PathLike[str]], rank: int, **facts: Any) -> bool
         return False
     _state.file, _state.path, _state.process = file, path, os.getpid()
     events.record_to(sys.modules[__name__])
-    is_torn = False
-    if os.fstat(file).st_size > 0:
-        os.lseek(file, -1, os.SEEK_END)
-        is_torn = os.read(file, 1) != b"\n"
-    _append(("\n" if is_torn else "") + _line("start", {**facts, "rank": rank}))
+    _append(("\n" if os.fstat(file).st_size else "") + _line("start", {**facts, "rank": rank}))
     started_by = os.environ.get(variables.RUN_DIR)
     if started_by is not None and rank == 0:
         with contextlib.suppress(OSError):  # `ddpshim run` prints the records' place once all ranks have ended

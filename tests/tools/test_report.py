@@ -147,8 +147,7 @@ def test_the_page_has_the_numbers_of_the_markdown_and_runs_no_text(tmp_path: Pat
     assert html.escape(NASTY) in text
     assert NASTY not in text
     assert not re.search(r"<script[^>]* src=|<link", text), "it loads nothing"
-    for table in page.tables(load(tmp_path)):
-        assert all(f"<td>{html.escape(cell)}</td>" in text for row in table.rows for cell in row)
+    assert html.escape(markdown(load(tmp_path), safe=str)) in text
     figure = page._figure(load(tmp_path))
     assert [trace.name for trace in figure.data[:3]] == ["mean of the ranks", "steps of rank 0", "steps of rank 1"]
     assert [trace.name for trace in figure.data[3:]] == [html.escape(NASTY), "data wait", "compute", "optimizer"]
@@ -246,7 +245,7 @@ def test_a_plain_torch_trainer_s_two_tensorboard_folders(tmp_path: Path, capsys:
     assert 5 <= int(found[1]) <= 7
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in (columns, *rows)]
     assert cells[0] == ["quantity", "points", "first", "middle", "last", "differs from"]
-    assert [row[:2] + row[5:] for row in cells[1:]] == [["train/loss", "40", ""], ["train/step\\_time", "40", "0"]]
+    assert [row[:2] + row[5:] for row in cells[1:]] == [["train/loss", "40", ""], ["train/step_time", "40", "0"]]
     assert re.fullmatch("(all|7|6) at 0", cells[1][2])
     assert cells[1][4].endswith(" at 39")
     assert command_line.main(["report", "a", "seed", "b"]) == 1
