@@ -140,8 +140,8 @@ def as_markdown(table: Table, safe: Callable[[str], str] = _md) -> list[str]:
 
 def markdown(run: Run, safe: Callable[[str], str] = _md) -> str:
     """Return the report as Markdown, without charts. Local."""
-    lines = [f"# {safe(run.folder.resolve().name)}", "", f"**{safe(verdict(run))}.**", ""]
-    lines += [f"- {safe(finding)}." for finding in findings(run)]
+    lines = [f"# {safe(run.folder.resolve().name)}", "", f"**{safe(verdict(run))}.**"]
+    lines += ["", *(f"- {safe(finding)}." for finding in findings(run))]
     for table in tables(run):
         lines += ["", f"## {table.title}", "", *as_markdown(table, safe)]
     return "\n".join(lines) + "\n"
