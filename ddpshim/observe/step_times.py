@@ -80,12 +80,14 @@ class StepTimes:
             self._become(arrived)
 
     def _begin_optimizer(self, *_: Any) -> None:
-        self._before_optimizer = self._part
-        self._become("optimizer")
+        if self._part != "optimizer":  # else one optimizer steps another, or the step of its base class
+            self._before_optimizer = self._part
+            self._become("optimizer")
 
     def _end_optimizer(self, *_: Any) -> None:
-        self._num_optimizer_steps += 1
-        self._become("compute" if not self._num_batches else self._before_optimizer)
+        if self._part == "optimizer":
+            self._num_optimizer_steps += 1
+            self._become("compute" if not self._num_batches else self._before_optimizer)
 
     def _become(self, part: Optional[str]) -> None:
         now = self._clock.now()
