@@ -50,7 +50,6 @@ def measured(name: str) -> dict[str, float]:
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
-                "DDPSHIM_DIAGNOSE": "no",
                 "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}",
             },
             capture_output=True,

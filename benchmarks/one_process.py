@@ -35,7 +35,7 @@ def measure(name: str, num_blocks: int, tree: Optional[Path], num_ranks: int = 2
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         launched = [] if tree is None else ["-m", "ddpshim", "run", "--nproc", str(num_ranks)]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "DDPSHIM_DIAGNOSE": "no", "PYTHONWARNINGS": "ignore"}
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         environ["DDPSHIM_BACKEND"] = "gloo"  # ranks may then share a GPU
         if tree is not None:
             environ["PYTHONPATH"] = str(tree)

@@ -12,13 +12,14 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Optional
 
 import torch
 from torch.utils.data import DataLoader
 
 import ddpshim
 from benchmarks.guard_cost import D_IN, D_OUT, _policy
-from benchmarks.results import Result, alternate, main, ratio
+from benchmarks.results import Result, main, ratio
 from ddpshim.observe.recording import Recorder
 from tests.ranks import run_ranks
 
@@ -29,7 +30,6 @@ def _measure(folder: str, num_rounds: int, num_steps: int) -> dict[str, list[flo
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-5)
     data = torch.utils.data.TensorDataset(torch.randn(128 * num_steps, D_IN), torch.randn(128 * num_steps, D_OUT))
     loader = ddpshim.make_loader(data, batch_size=128)
-    recorder = Recorder(folder)
 
     def epoch(is_recorded: bool) -> float:
         ddpshim.world().barrier()
@@ -49,8 +49,11 @@ def _measure(folder: str, num_rounds: int, num_steps: int) -> dict[str, list[flo
             recorder.write_epoch(1, "training", {"Loss": value})
         return 1000 * (time.perf_counter() - start) / num_steps
 
+    epoch(False)
+    without = [epoch(False) for _ in range(num_rounds)]  # first: once times are counted, they are until the job ends
+    recorder = Recorder(folder)
     epoch(True)
-    return alternate({"with": lambda: epoch(True), "without": lambda: epoch(False)}, num_rounds)
+    return {"with": [epoch(True) for _ in range(num_rounds)], "without": without}
 
 
 class _Empty(torch.utils.data.Dataset[int]):
@@ -67,28 +70,21 @@ def _own_us(num_rounds: int) -> tuple[float, float]:
     optimizer = torch.optim.SGD([weight], lr=0.0)
     loader = DataLoader(_Empty(), batch_size=None)
 
+    def epoch(run: Optional[Recorder]) -> float:
+        start = time.process_time()
+        for _ in loader:
+            optimizer.step()
+            if run is not None:
+                run.step(0.5)
+        return time.process_time() - start
+
+    without = [epoch(None) for _ in range(num_rounds)]
     with tempfile.TemporaryDirectory() as folder, ddpshim.record(folder) as run:
-        run.stop_counting()
-
-        def epoch(is_recorded: bool) -> float:
-            if is_recorded:
-                run.start_counting()
-            start = time.process_time()
-            for _ in loader:
-                optimizer.step()
-                if is_recorded:
-                    run.step(0.5)
-            took = time.process_time() - start
-            if is_recorded:
-                run.stop_counting()
-            return took
-
-        got = alternate({"with": lambda: epoch(True), "without": lambda: epoch(False)}, num_rounds)
+        added = statistics.median(epoch(run) for _ in range(num_rounds)) - statistics.median(without)
         start = time.process_time()
         for number in range(200):
             run.write_epoch(number, "training", {"Loss": 0.5, "lr": 0.1})
         ended = (time.process_time() - start) / 200
-    added = statistics.median(a - b for a, b in zip(got["with"], got["without"]))
     return 1e6 * added / 2000, 1e6 * ended
 
 

@@ -32,7 +32,7 @@ from typing import Any, Optional
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from ddpshim.observe.intervals import exact
+from ddpshim.evaluation.intervals import exact
 from ddpshim.process.machine import num_cores
 from evidence.equivalence import DATA, copy_release, make_config
 from evidence.simulator import ALGORITHMS, RELEASE

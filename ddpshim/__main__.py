@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 
 from ddpshim import version
 from ddpshim.arguments import Parser, natural, nproc, port, positive, seconds, steps
-from ddpshim.errors import DdpShimError, LaunchError
+from ddpshim.errors import DdpShimError, LaunchError, ReportError
 from ddpshim.process.say import say
 from ddpshim.tools import example, pages
 from ddpshim.trainers.patching import command
@@ -95,7 +95,7 @@ def _refuse_this_system() -> None:
     if not hasattr(os, "fork"):
         raise LaunchError(
             f"this is {sys.platform}, where a process cannot be forked; nothing was started, as ranks need that. Use "
-            "Linux (on Windows: WSL), or one process here: python train.py, check --read and patch work."
+            "Linux (on Windows: WSL), or one process here: python train.py and patch work."
         )
 
 
@@ -127,44 +127,60 @@ def _parser() -> argparse.ArgumentParser:
 def _add_report(commands: Commands) -> None:
     report = commands.add_parser(
         "report",
-        help="build a page about a run: success, losses, time, guards, how it ended; or compare several runs",
-        description="Build a one-page report from the records of a run, as HTML that needs no network, and print its "
-        "path; or print it as Markdown. With several runs, compare them with the first (`python -m ddpshim docs "
-        "check`). Exit code: 0 written, 2 nothing to report, or wrong usage.",
+        help="build a page about a run: loss, success, time, how it ended; or compare the numbers of any two runs",
+        description="With one folder, build a one-page report from the records of a run, as HTML that needs no "
+        "network, and print its path. With two, of any trainers, print in how many digits their numbers agree, and "
+        "whether they are the same experiment: records, TensorBoard events, CSV, JSON lines or robomimic's logs "
+        "(`python -m ddpshim docs check`). Exit code: 0 written, or the same experiment; 1 another experiment; 2 "
+        "nothing to report or to compare.",
     )
-    text = "folder of the run: where config.json is, or above it; several are compared with the first"
+    text = "folder of a run; two or more folders or files are compared with the first"
     report.add_argument("folder", type=Path, nargs="+", metavar="RUN_DIR", help=text)
-    text = "where to write (default: report.html in RUN_DIR, for several runs comparison.html here; Markdown: the "
-    text += "screen; --export: a folder, by default RUN_DIR)"
+    text = "where to write (default: report.html in RUN_DIR; Markdown and comparisons: the screen; --export: RUN_DIR)"
     report.add_argument("--out", type=Path, metavar="PATH", help=text)
     ways = report.add_mutually_exclusive_group()
-    ways.add_argument("--markdown", action="store_true", help="the same without charts; needs no plotly")
-    text = (
-        "write the curves of the mean and of each rank instead: TensorBoard events, or an offline run for `wandb sync`"
-    )
+    ways.add_argument("--markdown", action="store_true", help="print the report without charts; needs no plotly")
+    text = "write the curves of means over ranks instead: TensorBoard events, or an offline run for `wandb sync`"
     ways.add_argument("--export", choices=("tensorboard", "wandb"), help=text)
     report.set_defaults(run=_report)
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from ddpshim.observe.report import page, run, writing
+    from ddpshim.observe import digits, exporting, page, runs
 
+    (first, *others), out = arguments.folder, arguments.out
     if arguments.export:
-        print(*writing.export(arguments.folder, arguments.out, arguments.export), sep="\n")
-    elif arguments.out is None and (arguments.markdown or not page.can_draw()):
-        if not arguments.markdown:
-            say("plotly is not installed, so this is the report without charts; pip install plotly adds them")
-        print(writing.markdown(run.load_all(arguments.folder)), end="")
+        print(*(exporting.export(runs.load(folder), out, arguments.export) for folder in arguments.folder), sep="\n")
+        return 0
+    code, text = 0, ""
+    for other in others:
+        found, verdict = digits.compare(first, other)
+        lines = [f"{first} and {other}: {verdict}", "", *page.as_markdown(digits.table(found))]
+        text += "\n".join(lines) + "\n"
+        code = max(code, int(verdict.startswith("another")))
+    if not others:
+        run = runs.load(first)
+        if not arguments.markdown and (out is not None or page.can_draw()):
+            text, out = page.html(run), out or run.folder / "report.html"
+        else:
+            text = page.markdown(run)
+            if not arguments.markdown:
+                say("plotly is not installed, so this is the report without charts; pip install plotly adds them")
+    if out is None:
+        print(text, end="")
     else:
-        print(writing.write(arguments.folder, arguments.out, arguments.markdown))
-    return 0
+        try:
+            out.write_text(text, encoding="utf-8", errors="replace")  # JSON may hold half a surrogate pair
+        except OSError as error:
+            raise ReportError(f"{out} cannot be written ({error}); the report is lost. Name another --out.") from error
+        print(out)
+    return code
 
 
 def _add_selftest(commands: Commands) -> None:
     text = "start ranks, and check that they can communicate and train as one process does"
     selftest = commands.add_parser("selftest", help=text, description=text)
     selftest.add_argument(*_NPROC, type=positive, metavar="N", help="ranks on this node (default: its GPUs, or 2)")
-    selftest.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where torch sees a GPU")
     selftest.add_argument(
         "--nnodes", type=positive, default=1, metavar="N", help="number of nodes; run the same command on each (1)"
     )
@@ -175,28 +191,15 @@ def _add_selftest(commands: Commands) -> None:
     selftest.add_argument(
         "--master-port", type=port, metavar="P", help="a free port on node 0 (default: any; with several nodes 29500)"
     )
-    selftest.add_argument(
-        "--timeout",
-        type=seconds,
-        default=60.0,
-        metavar="S",
-        dest="timeout_s",
-        help="time limit for each check, in seconds (60)",
-    )
+    text = "time limit for each of its jobs, in seconds (120)"
+    selftest.add_argument("--timeout", type=seconds, default=120.0, metavar="S", dest="timeout_s", help=text)
+    selftest.add_argument("--gpu", action="store_true", help="refuse a machine whose GPUs torch does not see")
+    text = "write the results as JSON, without names of machines: send it with a bug report"
+    selftest.add_argument("--write", type=Path, metavar="FILE", help=text)
     selftest.add_argument("--json", action="store_true", help="print JSON; progress goes to stderr")
     report = selftest.add_argument_group("for a bug report, instead of a test")
-    text = "print versions, GPUs, launcher, variables, cores and memory"
+    text = "print what torch.utils.collect_env says, ddpshim's versions, the launch and the machine, without names"
     report.add_argument("--env", action=_Instead, const=_describe, help=text)
-    text = "with --env: also the names of machines, user and home folder (left out by default)"
-    report.add_argument("--names", action="store_true", help=text)
-    gpus = selftest.add_argument_group("acceptance test for a machine with GPUs (`python -m ddpshim docs start`)")
-    gpus.add_argument(
-        "--gpu", action="store_true", help="test everything that only GPUs can break; takes under ten minutes"
-    )
-    gpus.add_argument("--quick", action="store_true", help="with --gpu: a shorter test, under two minutes")
-    gpus.add_argument(
-        "--write", type=Path, metavar="FILE", help="with --gpu: write the results as JSON, without names of machines"
-    )
     selftest.set_defaults(run=_selftest, needs_torch=True, starts_ranks=True)
 
 
@@ -211,32 +214,20 @@ class _Instead(argparse.Action):
 
 
 def _describe(arguments: argparse.Namespace) -> int:
-    from ddpshim.observe.environment import as_text, describe
+    from ddpshim.tools.selftest.environment import describe, for_bug_report
 
-    report = describe(with_names=arguments.names)
-    print(json.dumps(report, indent=2) if arguments.json else as_text(report))
+    print(json.dumps(describe(), indent=2) if arguments.json else for_bug_report())
     return 0
 
 
 def _selftest(arguments: argparse.Namespace) -> int:
-    from ddpshim.tools.selftest.running import Plan, coloured, run
+    from ddpshim.tools.selftest.command import Plan, selftest
 
     plan = Plan(**{field.name: getattr(arguments, field.name) for field in fields(Plan)})
-    if arguments.names or ((arguments.quick or arguments.write) and not arguments.gpu):
-        say("--quick and --write need --gpu, --names needs --env; nothing was tested. Add it, or leave them out.")
-        return 2
     with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
-        if arguments.gpu:
-            from ddpshim.tools.selftest.gpu import accept
-
-            line, is_good = accept(plan, arguments.quick, arguments.write)
-        else:
-            try:
-                line, is_good = run(plan), True
-            except DdpShimError as error:
-                line, is_good = f"selftest failed: {error}", False
-    result = json.dumps({"is_good": is_good, "said": line}) if arguments.json else coloured(line, is_good)
-    print(result, flush=True)
+        is_good = selftest(plan, arguments.write)
+    said = f"selftest {'passed' if is_good else 'failed'}"
+    print(json.dumps({"is_good": is_good}) if arguments.json else said, flush=True)
     return 0 if is_good else 1
 
 
@@ -247,15 +238,9 @@ def _add_check(commands: Commands) -> None:
         description="Run a few steps of a trainer in one process and on several ranks, compare batches, losses and "
         "weights, and print yes, or the first difference (`python -m ddpshim docs check`). The trainer's output "
         "goes to ddpshim-logs, and new files that it makes are removed. Exit code: 0 the same, 1 different or wrong, "
-        "2 nothing could be compared. With --read, the trainer is not run: 0 nothing found, 1 findings, 2 no trainer.",
-        usage="%(prog)s [options] (script.py | -m package.module) [arguments]\n"
-        "       %(prog)s [--json] --read PATH [PATH ...]\n"
-        "       %(prog)s --explain [CODE]",
+        "2 nothing could be compared.",
+        usage="%(prog)s [options] (script.py | -m package.module) [arguments]",
     )
-    text = "only read trainers, files or folders: list what hangs, or trains something else, on several ranks"
-    check.add_argument("--read", action=_Instead, const=_check_read, help=text)
-    text = "explain a finding of --read, with an example (default: list all)"
-    check.add_argument("--explain", action=_Explain, nargs="?", default=argparse.SUPPRESS, metavar="CODE", help=text)
     text = "repeat a part of a certified run (`run --certify FILE`), and compare its bits; --nproc 1 will do"
     check.add_argument("--certificate", type=Path, metavar="FILE", help=text)
     check.add_argument(*_NPROC, type=positive, metavar="N", help="ranks on this node (2)")
@@ -269,28 +254,6 @@ def _add_check(commands: Commands) -> None:
     _add_program(check, nargs="?")
     run = functools.partial(_check, check.error)
     check.set_defaults(run=run, default_nproc=2, needs_torch=True, starts_ranks=True)
-
-
-class _Explain(argparse.Action):
-    """Explains rules of `check --read` and exits, as --help does."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> None:
-        from ddpshim.tools.check.reading.command import explain
-
-        code = explain(arguments[1] or "")
-        sys.stdout.flush()  # here a closed pipe (`| head`) is no error
-        parser.exit(code)
-
-
-def _check_read(arguments: argparse.Namespace) -> int:
-    from ddpshim.tools.check.reading.command import check_read
-
-    paths = [path for path in (arguments.program, *arguments.arguments) if path != "--json"]
-    wrong = "-m" if arguments.is_module else next((path for path in paths if path.startswith("-")), None)
-    if wrong is not None:
-        say(f"{wrong} is not a path; nothing was read. Name files and folders: check --read train.py more/")
-        return 2
-    return check_read([*map(Path, paths)], arguments.json or "--json" in arguments.arguments)
 
 
 def _check(error: Callable[[str], Any], arguments: argparse.Namespace) -> int:

@@ -73,9 +73,10 @@ def nproc(text: str) -> str:
 
 
 def seconds(text: str) -> float:
-    """A number of seconds."""
-    if not re.fullmatch(r"[0-9]*\.?[0-9]+(e[0-9])?", text):  # float() accepts "nan" and digits of other scripts
-        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a number of seconds")
+    """A number of seconds below 1e7."""
+    # float() accepts "nan" and digits of other scripts.
+    if not re.fullmatch(r"[0-9]*\.?[0-9]+(e[0-9])?", text) or float(text) >= 1e7:
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a number of seconds below 1e7")
     return float(text)
 
 

@@ -22,7 +22,7 @@ _OF_DDP = (
 # Commands and options under another name, where the nearest name would mislead.
 _INSTEAD = {
     "audit": "check",
-    "doctor": "check --read",
+    "doctor": "check",
     "env": "selftest --env",
     "options": "docs options",
     "prove": "check",

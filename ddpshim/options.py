@@ -184,11 +184,6 @@ class Options:
         "compare weights and random streams over ranks, check optimizer steps, name ranks that are missing in a "
         "collective",
     )
-    diagnose: bool = option(
-        True,
-        _flag(),
-        "after 20 steps, and now and then later, print which rank or which phase slows the steps down, if one does",
-    )
     record: bool = option(
         True,
         _flag(),

@@ -3,8 +3,8 @@
 Run it: python -m evidence.bugs [--write evidence/bugs.md] [--only WORDS] [--show WORDS]
 
 evidence/planted contains them: a name, the addresses of the reports, the right findings, and the text for the trainer's
-places. "- " begins a line of the bug, "+ " a line of its clean twin. `check --read` and `check` look at both, on
-two ranks; programs that use ddpshim also run under its guards.
+places. "- " begins a line of the bug, "+ " a line of its clean twin. `check` looks at both, on two ranks; programs
+that use ddpshim also run under its guards.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from pathlib import Path
 from typing import NamedTuple, Optional
 
 from evidence import pages
-from tests.idioms import parts_in, texts_in
 from tests.preloaded import environment, preloaded, start_afresh
 from tests.preloaded_commands import commands
 
 FOLDER = Path(__file__).parent / "planted"
 PAGE = Path(__file__).parent.parent / "evidence" / "bugs.md"
 AREAS = ("data", "losses", "gradients", "weights", "schedules", "validation", "others")
-TOOLS = ("read", "guards", "check")
+TOOLS = ("guards", "check")
 DEADLINE_S = 120.0
 # `python -m ddpshim ARGUMENTS` whose processes are forked from one with torch imported: argv[1] is that Python.
 _PRELOADED = """
@@ -56,7 +55,7 @@ class Bug(NamedTuple):
     area: str
     sources: Sequence[str]
     trainers: Sequence[str]  # "raw": with torch alone, "ours": with ddpshim
-    means: frozenset[str]  # right answers: codes and names of findings, what differs in a proof (and :in which tensor)
+    means: frozenset[str]  # right answers: what differs in a proof (and :in which tensor)
     is_cold: bool  # its ranks must be new Pythons, not forks
     parts: Mapping[str, str]
 
@@ -76,6 +75,16 @@ def _of_one(text: str, is_clean: bool) -> str:
     """Return the lines of the bug or of its twin, with the common lines."""
     lines = (line for line in text.splitlines(keepends=True) if not line.startswith("-+"[not is_clean] + " "))
     return "".join(line[2:] if line.startswith(("- ", "+ ")) else line for line in lines)
+
+
+def texts_in(text: str) -> dict[str, str]:
+    """Return the text below each `=== NAME`, by name."""
+    return dict(re.findall(r"^=== (.*)\n((?:(?!=== ).*\n)*)", text, re.MULTILINE))
+
+
+def parts_in(text: str) -> dict[str, str]:
+    """Return the text below each `--- PLACE`, by place."""
+    return dict(re.findall(r"^--- ([\w.]+)\n((?:(?!--- ).*\n)*)", text, re.MULTILINE))
 
 
 def _read_trainers() -> dict[str, Trainer]:
@@ -138,8 +147,7 @@ def command(argv: Sequence[str], folder: Path, is_cold: bool = False) -> tuple[i
 
 def look(tool: str, program: str, is_cold: bool = False) -> Answer:
     """Check a program with a tool on two ranks, and return its answer."""
-    asked = {"guards": ["run", "--nproc", "2"], "read": ["check", "--read"]}.get(tool, [tool])
-    asked += ["--json"] if tool != "guards" else []
+    asked = ["run", "--nproc", "2"] if tool == "guards" else [tool, "--json"]
     with tempfile.TemporaryDirectory(prefix="bug-") as name:
         folder = Path(name)
         (folder / "train.py").write_text(program)
@@ -151,11 +159,9 @@ def look(tool: str, program: str, is_cold: bool = False) -> Answer:
     if start < 0:
         return Answer([], f"exit code {code}: {said[-2000:]}")
     report = json.JSONDecoder().raw_decode(said[start:])[0]
-    if tool == "check":
-        said = [*([report["parting"]] if report["parting"] else []), *report["wrong"]]
-        trouble = "" if said or report["is_same"] else "nothing compared"
-        return Answer([one["what"] for one in said], trouble, where=" ".join(one["where"] for one in said))
-    return Answer(list(dict.fromkeys(each["code"] for one in report["reports"] for each in one["findings"])))
+    said = [*([report["parting"]] if report["parting"] else []), *report["wrong"]]
+    trouble = "" if said or report["is_same"] else "nothing compared"
+    return Answer([one["what"] for one in said], trouble, where=" ".join(one["where"] for one in said))
 
 
 def examine(bug: Bug) -> Result:
@@ -164,7 +170,7 @@ def examine(bug: Bug) -> Result:
     for is_clean, answers in ((False, result.buggy), (True, result.clean)):
         for trainer in bug.trainers:
             program = bug.program(trainer, is_clean)
-            tools = ["read", "check"] if trainer == bug.trainers[0] else []
+            tools = ["check"] if trainer == bug.trainers[0] else []
             for tool in [*tools, *(["guards"] if trainer == "ours" else [])]:
                 answers[tool] = look(tool, program, bug.is_cold)
     if "ours" in bug.trainers and not result.right("guards"):
@@ -213,7 +219,7 @@ def report(results: Sequence[Result]) -> str:
         of_area = [each for each in every if each.bug.area == area]
         if of_area:
             head = "| bug | reported | " + " | ".join(TOOLS) + " |"
-            lines += ["", f"## {area.capitalize()}", "", head, "|---|---|---|---|---|", *map(row, of_area)]
+            lines += ["", f"## {area.capitalize()}", "", head, "|---|---|---|---|", *map(row, of_area)]
     lines += ["", "## Found by none", ""]
     lines += [f"- {each.bug.name}" for each in every if not each.is_found] or ["None."]
     lines += ["", "## False alarms", ""]

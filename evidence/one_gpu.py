@@ -26,7 +26,7 @@ ON_GPU = {"gpus": (), "idioms": ("--device", "cuda"), "hostile": ("--device", "c
 
 def run(name: str, arm: str, options: Iterable[str], num_ranks: int, exact: Optional[int], folder: Path) -> Any:
     """Run all programs of a file on `num_ranks` ranks (0: in one process), and return their results."""
-    environ = {**os.environ, "DDPSHIM_ROWS": "all", "DDPSHIM_DIAGNOSE": "no", "DDPSHIM_BACKEND": "gloo"}
+    environ = {**os.environ, "DDPSHIM_ROWS": "all", "DDPSHIM_BACKEND": "gloo"}
     environ |= {"OMP_NUM_THREADS": "1", "NVIDIA_TF32_OVERRIDE": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     if exact is not None:

@@ -24,7 +24,7 @@ from typing import Any, Optional
 
 import torch
 
-from ddpshim.observe.intervals import exact
+from ddpshim.evaluation.intervals import exact
 from evidence.differences import largest_difference
 from evidence.equivalence import (
     DATA,

@@ -69,7 +69,7 @@ def demo(folder):
     print(f"interrupted, on 2 ranks: left after {len(left)} steps (epoch {epoch}, step {step}) with exit code {code}")
     for num_ranks in (1, 3):
         # This runs in the process that starts the ranks, not in a rank.
-        shutil.copytree(folder / "left", folder / f"on_{num_ranks}")  # ddpshim: ignore[DDP401]
+        shutil.copytree(folder / "left", folder / f"on_{num_ranks}")
         run(num_ranks, folder / f"on_{num_ranks}")
         rest = samples(folder / f"on_{num_ranks}")
         same = sum(rest.get(step) == drawn for step, drawn in whole.items())

@@ -35,7 +35,7 @@ LONGEST = [
     f"test_{name}.py"
     for name in (
         *("one_process", "rows", "check"),
-        *("simulated_gpus", "gpu_selftest", "robomimic", "examples", "resume", "parallel", "docs", "runner"),
+        *("simulated_gpus", "robomimic", "examples", "resume", "parallel", "docs", "runner"),
         *("group", "data_kinds", "equivalence", "noise", "course", "guard", "report", "types", "unedited"),
         *("rollout", "launch_matrix", "faults", "selftest", "packaging", "options", "background", "sampler", "slurm"),
         *("layout", "checkpoint"),

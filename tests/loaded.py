@@ -47,8 +47,7 @@ def loaded(kind: str) -> dict[str, int]:
             "run": ["-m", "ddpshim", "run", "--nproc", "2", *rank],
         }
         environ = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-        # The diagnosis of slow steps (600 lines) loads more on a busy machine.
-        environ.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", DDPSHIM_DIAGNOSE="no")
+        environ.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
         ran = subprocess.run(
             [sys.executable, *starts[kind]],
             cwd=folder,

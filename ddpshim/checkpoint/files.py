@@ -28,7 +28,8 @@ import torch
 from ddpshim.errors import CheckpointError
 from ddpshim.failures import failure
 from ddpshim.job.group import has_world, on_cleanup, world
-from ddpshim.process import events, timing
+from ddpshim.process import events
+from ddpshim.process.observed import outside_steps
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 
@@ -125,7 +126,7 @@ def flush() -> None:
     Raises:
         CheckpointError: a file could not be written; the old one is unchanged.
     """
-    with timing.counted("save"):
+    with outside_steps():
         _writer.wait()
 
 
@@ -167,7 +168,7 @@ def save_whole(save: Callable[..., None], obj: Any, f: Any, *args: Any, **kwargs
 def noted(path: PathLike) -> Iterator[None]:
     """Record that this block wrote the checkpoint `path`, and how long that took. Local."""
     start = time.perf_counter()
-    with timing.counted("save"):
+    with outside_steps():
         yield
     if events.is_recorded():
         seconds, final = time.perf_counter() - start, os.path.abspath(path)

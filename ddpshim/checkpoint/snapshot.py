@@ -17,7 +17,7 @@ from typing import Any, Optional
 
 import torch
 
-from ddpshim.process import timing
+from ddpshim.process.observed import outside_steps
 
 _ALIGNMENT = 64  # bytes; records in the buffer start at cache lines
 
@@ -102,7 +102,7 @@ def take(obj: Any, buffer: Buffer, num_bytes: int) -> Snapshot:
 
     Raises what `torch.save` would raise, OSError if memory is short, and others if torch's internals have changed.
     """
-    with timing.counted("save"):
+    with outside_steps():
         buffer.grow(size(num_bytes))
         records = _Records(buffer)
         with _through_pinned_memory():

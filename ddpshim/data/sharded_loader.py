@@ -58,12 +58,10 @@ class ShardedLoader(DataLoader[Any], Enterable):
         shown: dict[str, Any],
         **options: Any,
     ) -> None:
-        self._busy: Optional[torch.Tensor] = None
         if options.get("num_workers"):
             from ddpshim.data import workers
 
-            self._busy = workers.busy_times(options["num_workers"])
-            options["worker_init_fn"] = functools.partial(workers.start, options.get("worker_init_fn"), self._busy)
+            options["worker_init_fn"] = functools.partial(workers.start, options.get("worker_init_fn"))
         # torch draws the seed of the workers from this generator, and without it from the global one.
         self._of_workers = torch.Generator()
         super().__init__(dataset, generator=self._of_workers, **options)
@@ -145,7 +143,6 @@ class ShardedLoader(DataLoader[Any], Enterable):
         if self.num_workers:
             from ddpshim.data import workers
 
-            cast(Any, batches).busy = self._busy  # read by the clock (`job/meter.py`)
             workers.dismiss_in_the_end(batches)
         own = None
         if self.num_workers == 0 and streams is not None:

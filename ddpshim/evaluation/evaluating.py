@@ -11,15 +11,15 @@ from typing import Any, Callable, Optional
 import torch
 
 from ddpshim.errors import RolloutError
-from ddpshim.evaluation import environments, episodes
+from ddpshim.evaluation import environments, episodes, intervals
 from ddpshim.evaluation.dealing import Deal, Dealt, plays_rollouts
 from ddpshim.evaluation.episodes import Episode, IsSuccess, Rules, networks_of
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.world import World
 from ddpshim.model.checksums import bits_of_rows
-from ddpshim.observe import intervals
-from ddpshim.process import events, timing
+from ddpshim.process import events
 from ddpshim.process.job import current
+from ddpshim.process.observed import outside_steps
 from ddpshim.process.random_streams import shared_random_streams
 
 _NUM_CHECKED = 2  # episodes whose environment is checked for unseeded generators
@@ -33,7 +33,7 @@ class Evaluation:
         episodes: those that count, in order. After an early stop, those up to the one that decided.
         confidence: the confidence of `interval`.
         interval: that of the success rate, by Clopper and Pearson; if the evaluation could stop early, a wider one
-            that holds for all checks together (`at_any_time` of ddpshim/observe/intervals.py).
+            that holds for all checks together (`at_any_time` of ddpshim/evaluation/intervals.py).
         is_above: whether the interval is above the threshold; None if it contains the threshold, or there is none.
     """
 
@@ -119,7 +119,7 @@ def evaluate(
         make_env, policy, num_episodes, horizon, seed, is_success, ends_at_success, confidence, threshold, width
     )
     player = current().part(_Player)
-    with timing.counted("rollout"):
+    with outside_steps():
         dealt = call.deal().play(functools.partial(player.play, call.order), _what, is_success=_succeeded)()
     return call.evaluation(dealt)
 

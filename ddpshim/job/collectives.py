@@ -15,7 +15,7 @@ from ddpshim.errors import WorldError
 from ddpshim.failures import failure
 from ddpshim.job import shares
 from ddpshim.job.world import World
-from ddpshim.process import messages, timing
+from ddpshim.process import messages
 from ddpshim.process.say import described, say_once
 from ddpshim.process.users_line import users_line
 
@@ -39,14 +39,14 @@ def peers(here: World) -> Any:
 def gather(here: World, value: T, what: str) -> list[T]:
     """See `World.gather`; `what` describes the collective (collective)."""
     group = peers(here)
-    with timing.counted("communication"), _told_apart(here, what):
+    with _told_apart(here, what):
         return messages.gather(value, here.world_size, group, here.options.trust_peers, what)
 
 
 def broadcast(here: World, value: T, src: int, what: str) -> T:
     """See `World.broadcast`; `what` describes the collective (collective)."""
     group, trusts = peers(here), here.options.trust_peers
-    with timing.counted("communication"), _told_apart(here, what):
+    with _told_apart(here, what):
         received: T = messages.broadcast(value, src, here.rank, here.world_size, group, trusts, what)
         return received
 

@@ -20,7 +20,7 @@ from typing import Any, Optional
 
 from ddpshim.failures import failure_notes
 from ddpshim.job.collectives import comes
-from ddpshim.process import messages, timing
+from ddpshim.process import messages
 from ddpshim.process.job import current
 from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.rank_log import has_log
@@ -144,9 +144,6 @@ class Debugger(pdb.Pdb):
 
     def cmdloop(self, intro: Any = None) -> None:
         """Do what is typed until the program goes on (collective)."""
-        timing.uncounted(self._stop)(intro)
-
-    def _stop(self, intro: Any) -> None:
         if not self.lines.begin(*self.stack[self.curindex]):
             self.set_continue()
             return

@@ -16,7 +16,6 @@ from ddpshim.errors import SyncError
 from ddpshim.job import shares
 from ddpshim.job.process_group import new_group
 from ddpshim.job.world import World, as_divisor
-from ddpshim.process import timing
 from ddpshim.process.job import current
 
 if TYPE_CHECKING:
@@ -60,8 +59,7 @@ def add_up(own: torch.Tensor, group: Any, what: str) -> torch.Tensor:
     here = current().world
     if here is None or here.options.exact is None:
         total = own.detach().clone()
-        with timing.counted("communication"):
-            dist.all_reduce(total, group=group)
+        dist.all_reduce(total, group=group)
         return total
     return in_order(gather(own, group, what))
 
@@ -99,8 +97,7 @@ def _gather_of_processes(of_process: Sequence[torch.Tensor], group: Any) -> list
         return list(of_process)
     own = torch.stack([part.contiguous() for part in of_process])
     everyones = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    with timing.counted("communication"):
-        dist.all_gather(everyones, own, group=group)
+    dist.all_gather(everyones, own, group=group)
     return in_order_of_numbers([list(of_rank) for of_rank in everyones])
 
 

@@ -13,7 +13,6 @@ from ddpshim.errors import SyncError
 from ddpshim.failures.failure import abort
 from ddpshim.job import shares
 from ddpshim.model import torch_private
-from ddpshim.process import timing
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import described
@@ -100,7 +99,6 @@ def at_outer_end(call: Callable[[], None]) -> bool:
 def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., None]:
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
-        clock = None
         if not passes.depth:
             _check(passes)
             sharing = current().part(shares.Sharing)
@@ -109,12 +107,9 @@ def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., No
                 from ddpshim.model import weighing
 
                 args, kwargs = weighing.weighed(*args, **kwargs)
-            clock = timing.running
         else:
             with contextlib.suppress(RuntimeError):  # if the outer pass runs in another thread
                 passes.queue_end()  # for the outer pass: from now on, callbacks are queued for the inner one
-        if clock is not None:
-            clock.begin("backward")
         passes.depth += 1
         try:
             original(*args, **kwargs)
@@ -129,8 +124,6 @@ def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., No
             call()
         while passes.once_after and not passes.depth:
             passes.once_after.pop(0)()
-        if clock is not None:
-            clock.end()
 
     return backward
 

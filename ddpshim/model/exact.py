@@ -24,7 +24,6 @@ from ddpshim.model.broadcasting import broadcast
 from ddpshim.model.running_sum import RunningSum
 from ddpshim.model.shared_sum import SharedSum
 from ddpshim.model.step_check import NUM, Agreement
-from ddpshim.process import timing
 from ddpshim.process.job import current
 from ddpshim.process.observed import observe
 from ddpshim.process.replaced import replaced
@@ -159,7 +158,7 @@ def _add_up(made: Networks, touched: list[set[int]]) -> None:
     here = world()
     assert here.options.exact is not None
     indices = sorted(_touched_anywhere(made, set().union(*touched), here))
-    with timing.counted("communication"), torch.no_grad():
+    with torch.no_grad():
         take_mean = functools.partial(made.running_sum.take_mean, num=here.options.exact, touched=touched)
         indices = [index for index in indices if here.world_size > 1 or not take_mean(index)]
         for own in touched:

@@ -115,10 +115,6 @@ def wrap_parallel(
 
 def _wrap_alone(module: nn.Module, here: World) -> Any:
     """Return `module` in the wrapper of one process. Local."""
-    if here.is_launched:
-        from ddpshim.model import wrapping
-
-        wrapping.count_steps(here)
     several = not here.is_launched and torch.cuda.is_available() and torch.cuda.device_count() > 1
     if several and any(p.is_cuda for p in module.parameters()):
         from ddpshim.model.data_parallel import DataParallelModule

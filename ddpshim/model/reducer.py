@@ -33,7 +33,7 @@ from ddpshim.model.equality import Equality, is_milestone
 from ddpshim.model.step_check import Agreement
 from ddpshim.model.unused import Unused
 from ddpshim.model.wrapper import Transparent
-from ddpshim.process import devices, timing
+from ddpshim.process import devices
 from ddpshim.process.job import current
 
 _OF_TORCH = {"process_group", "reducer", "_reducer", "logger"}
@@ -267,14 +267,12 @@ class DistributedModule(Transparent, DistributedDataParallel):
 
     def _finish(self) -> None:
         """End the pass: mark parameters without a gradient as ready, so that all buckets but the last are sent."""
-        mine, profiled = self.__dict__, timing.running
+        mine = self.__dict__
         self._pass.end()
         if self._needs_default_stream:
             unsupported.check_stream(self._device)
         current().progress.is_reducing = True
         mine["_is_completing"] = True
-        if profiled is not None:
-            profiled.begin("communication")
         reduced, missed = self._reduced, []
         if len(self._seen) != len(reduced):
             seen = set(map(id, self._seen))
@@ -298,7 +296,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
 
     def _send_last(self) -> None:
         """Send the last bucket, then the buffers; called after `_finish`."""
-        mine, profiled, missed = self.__dict__, timing.running, self._missed
+        mine, missed = self.__dict__, self._missed
         self._tell_others([i for i in missed if self._reduced[i].grad is None])
         self._reducer._autograd_hook(0)
         mine["has_unreduced_gradients"] = False
@@ -311,8 +309,6 @@ class DistributedModule(Transparent, DistributedDataParallel):
             self._buffers_to_send.start()  # after the last bucket on every rank: one order of messages
         # Runs after the reducer's own last callback, which is already queued.
         torch_private.at_end_of_pass(self._complete)
-        if profiled is not None:
-            torch_private.at_end_of_pass(profiled.end)
 
     def _tell_others(self, unused: list[int]) -> None:
         """Write into the additional gradient that `unused` parameters have no gradient on this rank."""

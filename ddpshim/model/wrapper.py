@@ -11,16 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpshim.process import timing
-
 # A wrapper's instance attributes that stay after torch's constructor; the others must not hide the module's.
 _KEPT = {"module", "require_backward_grad_sync"}
-
-
-def note_call() -> None:
-    """Count time as the forward pass from here on, if a clock runs. Local; does nothing while torch compiles."""
-    if not is_compiling() and timing.running is not None:
-        timing.running.call_network()
 
 
 def is_compiling() -> bool:
@@ -64,10 +56,7 @@ class Transparent:
         if "module" not in self.__dict__:
             # While torch's constructor runs, attributes are in the wrapper's own dictionaries.
             return nn.Module.__getattr__(self, name)  # type: ignore[arg-type]
-        found = getattr(self.__dict__["module"], name)
-        if callable(found):  # perhaps a method that trains
-            note_call()
-        return found
+        return getattr(self.__dict__["module"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "module" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
@@ -91,7 +80,6 @@ class Transparent:
             module.training = mode
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        note_call()
         if self._autocast is None or not self.module.training:
             return self._run(*args, **kwargs)
         with self._autocast():

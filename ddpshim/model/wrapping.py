@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any, Optional, Union
 
@@ -10,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpshim import variables
 from ddpshim.errors import SyncError
 from ddpshim.job.world import World
 from ddpshim.model import guard, torch_private
@@ -45,7 +43,6 @@ def wrap(
     check_device(module, here)
     if process_group is None:
         check_same_structure(module, here)
-    count_steps(here)
     if bucket_cap_mb is None:
         bucket_cap_mb = best_bucket_cap_mb(module, dist.get_backend(process_group))
     if sync_batchnorm and _has_batchnorm(module):
@@ -135,14 +132,6 @@ def best_bucket_cap_mb(module: nn.Module, backend: str) -> Optional[float]:
 def _num_bytes(module: nn.Module) -> int:
     """Return the bytes of the gradients of `module`."""
     return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-
-
-def count_steps(here: World) -> None:
-    """Start to diagnose training steps, if the option is on. Local."""
-    if here.options.diagnose and variables.CHECK not in os.environ:  # a proof's records are slow
-        from ddpshim.job.slow_step_report import Pace
-
-        current().part(Pace).begin()
 
 
 def _has_batchnorm(module: nn.Module) -> bool:

@@ -13,17 +13,15 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, Optional, Union
 
 from ddpshim import variables
-from ddpshim.observe import sound
 from ddpshim.process import events
 from ddpshim.process.say import say
 from ddpshim.reading import read_bytes
 
 FOLDER = "ddpshim"
 _NAME = re.compile(r"rank_(0|[1-9][0-9]{0,8})\.jsonl")
-_START = '{"kind": "start"'
 
 Record = dict[str, Any]
 
@@ -42,7 +40,7 @@ _state = _State()
 def begin(folder: Union[str, os.PathLike[str]], rank: int, **facts: Any) -> bool:
     """Open this rank's file below `folder`, and record the start with its `facts`; return whether that worked. Local.
 
-    An existing file is appended to, on a new line if its last one is incomplete.
+    An existing file is appended to, after an empty line, as its last one may be incomplete.
     """
     _close()
     path = Path(folder, FOLDER, f"rank_{rank}.jsonl")
@@ -54,11 +52,7 @@ def begin(folder: Union[str, os.PathLike[str]], rank: int, **facts: Any) -> bool
         return False
     _state.file, _state.path, _state.process = file, path, os.getpid()
     events.record_to(sys.modules[__name__])
-    is_torn = False
-    if os.fstat(file).st_size > 0:
-        os.lseek(file, -1, os.SEEK_END)
-        is_torn = os.read(file, 1) != b"\n"
-    _append(("\n" if is_torn else "") + _line("start", {**facts, "rank": rank}))
+    _append(("\n" if os.fstat(file).st_size else "") + _line("start", {**facts, "rank": rank}))
     started_by = os.environ.get(variables.RUN_DIR)
     if started_by is not None and rank == 0:
         with contextlib.suppress(OSError):  # `ddpshim run` prints the records' place once all ranks have ended
@@ -86,15 +80,11 @@ def end(how: str, **values: Any) -> None:
 
 def num_starts(folder: Union[str, os.PathLike[str]]) -> int:
     """Return how many starts the records below `folder` have. Local."""
-    last = 0
-    for path in files(folder).values():
-        with contextlib.suppress(OSError):  # not reported here: appending to the file fails, too, and reports it
-            for line in _lines(path):
-                if line.startswith(_START):
-                    with contextlib.suppress(ValueError, RecursionError):  # a torn line
-                        record = json.loads(line)
-                        last = max(last, record.get("start", 0) if sound.is_sound(record) else 0)
-    return last
+    starts = [0]
+    with contextlib.suppress(OSError):  # not reported here: `begin` gets the same error, and reports it
+        found = (record for path in files(folder).values() for record in read(path)[0])
+        starts += [record["start"] for record in found if record["kind"] == "start"]
+    return max(starts)
 
 
 def files(folder: Union[str, os.PathLike[str]]) -> dict[int, Path]:
@@ -103,41 +93,26 @@ def files(folder: Union[str, os.PathLike[str]]) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for path, match in found.items() if match))
 
 
-class Read(NamedTuple):
-    """The contents of a file.
+def read(path: Path) -> tuple[list[Record], int]:
+    """Return the records at `path` in order, and how many lines are torn, by a kill or a full disk. Local.
 
-    Attributes:
-        records: in order.
-        num_torn: how many lines are invalid, because of a kill or a full disk; not counting an `is_begun` one.
-        is_begun: whether the last line is invalid and has no newline, so that a rank may still be writing it.
+    The last line does not count as torn without a newline: a rank may still be writing it. Raises OSError if the file
+    cannot be read.
     """
-
-    records: list[Record]
-    num_torn: int
-    is_begun: bool
-
-
-def read(path: Path) -> Read:
-    """Return the contents of the file at `path`. Local. Raises OSError if it cannot be read."""
-    found, num_torn = [], 0
-    lines = _lines(path)
-    is_whole = True
-    for line in filter(str.strip, lines):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        is_whole = sound.is_sound(record)
-        if is_whole:
-            found.append(record)
-        else:
-            num_torn += 1
-    is_begun = bool(lines[-1].strip()) and not is_whole
-    return Read(found, num_torn - is_begun, is_begun)
+    lines = read_bytes(path).decode(errors="replace").split("\n")
+    found = [_record(line) for line in lines if line.strip()]
+    num_torn = found.count(None) - (bool(lines[-1].strip()) and found[-1] is None)
+    return [record for record in found if record is not None], num_torn
 
 
-def _lines(path: Path) -> list[str]:
-    return read_bytes(path).decode(errors="replace").split("\n")
+def _record(line: str) -> Optional[Record]:
+    """Return the record in a line; None if it is torn, or of another program."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(line)
+        if isinstance(found, dict) and isinstance(found.get("time"), (int, float)):
+            numbered = {"start": "start", "epoch": "epoch"}.get(found.get("kind", 0))
+            return found if "kind" in found and (numbered is None or type(found.get(numbered)) is int) else None
+    return None
 
 
 def main_loss(metrics: Mapping[str, Any]) -> Optional[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,32 +111,6 @@ def memory(root: Path = _ROOT) -> Memory:
         limit = most if limit is None else min(limit, most)
         available = left if available is None else min(available, left)
     return Memory(total, available, limit)
-
-
-def numa_nodes(root: Path = _ROOT) -> Optional[dict[int, str]]:
-    """Return the cores of each NUMA node, as in ``{0: "0-15", 1: "16-31"}``."""
-    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
-    nodes = {int(folder.name[4:]): _read(folder / "cpulist") or "" for folder in folders}
-    return dict(sorted(nodes.items())) or None
-
-
-def shared_memory() -> Optional[tuple[int, int]]:
-    """Return (size, free) in bytes of the shared memory through which data workers pass batches."""
-    with contextlib.suppress(OSError):
-        usage = shutil.disk_usage("/dev/shm")
-        return usage.total, usage.free
-    return None
-
-
-def limits() -> Optional[dict[str, Optional[int]]]:
-    """Return the soft limits on open files and on locked memory (bytes); None means no limit."""
-    try:
-        import resource
-    except ImportError:
-        return None
-    names = {"open files": "RLIMIT_NOFILE", "locked memory": "RLIMIT_MEMLOCK"}
-    soft = {name: resource.getrlimit(getattr(resource, key))[0] for name, key in names.items()}
-    return {name: None if value == resource.RLIM_INFINITY else value for name, value in soft.items()}
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:

@@ -58,16 +58,6 @@ REMEDIES = {
         "scaler.update(), or use bf16, which needs none",
         "Use bf16, which needs no scaled loss",
     ),
-    "fewer messages": (
-        "Use a larger batch for each rank, fewer ranks, or gradient buckets of another size (wrap_parallel(..., "
-        "bucket_cap_mb=...))",
-        "Use a larger batch, or fewer ranks",
-    ),
-    "fewer saves": (
-        "Save less often, or in a trainer of your own with ddpshim.checkpoint.save_in_background",
-        "Save less often",
-    ),
-    "fewer rollouts": ("Give all ranks a share of the episodes, or evaluate less often", "Evaluate less often"),
 }
 
 

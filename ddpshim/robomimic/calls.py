@@ -33,9 +33,10 @@ from ddpshim.model.parallel import wrap_parallel
 from ddpshim.model.reducer import average
 from ddpshim.observe.recording import numbers
 from ddpshim.options import SECTION
-from ddpshim.process import events, machine, timing
+from ddpshim.process import events, machine
 from ddpshim.process.job import current
 from ddpshim.process.launch_env import read_launch_env
+from ddpshim.process.observed import outside_steps
 from ddpshim.process.rank_log import has_log
 from ddpshim.process.replaced import replaced
 from ddpshim.robomimic import experiment_folder, reads, rollout, virtual_ranks
@@ -261,7 +262,7 @@ def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Optional[Mapp
     more: dict[str, Any] = {} if training is None else {"is_told_to_end": lambda: preemption.asked() is not None}
     returns: dict[str, list[float]] = {}
     try:
-        with timing.counted("rollout"):
+        with outside_steps():
             logs, videos = rollout.rollout_with_stats(**options, returns=returns, **more)
     except rollout.Interrupted as interrupted:
         assert training is not None

@@ -26,8 +26,8 @@ NUM_STEPS, LAYER_SIZE = (4, 300_000) if QUICK else (10, 1_000_000)
 # %% [markdown]
 # ## Where the time of a step goes
 #
-# Measure before you tune: put `with ddpshim.profile():` around the training loop. Each moment of a rank belongs to one
-# part, and the main rank prints a table at the end. The policy has a million parameters. The first training has small
+# Measure before you tune: put `with ddpshim.profile():` around the training loop. It counts three times of a
+# step, and the main rank prints a table at the end. The policy has a million parameters. The first training has small
 # batches, the second large ones, the third slow samples, as from a disk or a video decoder, and the fourth is the third
 # with one data worker per rank.
 
@@ -105,8 +105,8 @@ draw("3_parts", where_time_goes, width=8.5, height=2.6)
 # %% [markdown]
 # - *Data wait*: tuning communication does not help. More `num_workers` do, if there are cores, and so do samples that
 #   are cheaper to make.
-# - *Communication* is the part that did not overlap backward, and the wait for slower ranks. The larger the batch, the
-#   smaller its share, because 512 samples send as many gradients as 64.
+# - *Compute* includes communication that does not overlap backward, and the wait for slower ranks. The larger the
+#   batch, the smaller their share, because 512 samples send as many gradients as 64.
 #
 # ## What a message costs
 #

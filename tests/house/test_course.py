@@ -42,7 +42,7 @@ SAID = {
         "9 samples, drop_last=False: rank 0 sees ",
     ],
     "3_communication.py": [
-        "where the time of each rank went",
+        "where the time of each rank's steps went",
         "GB/s for the largest",
         "100M parameters: NVLink 1.6, PCIe 21.9, 10 Gbit Ethernet 560.0, here ",
         "ddpshim.accumulate: 1 x the bytes of one pass",

@@ -143,7 +143,7 @@ def test_a_trainer_with_dataparallel(tmp_path: Path) -> None:
     source = (ROOT / "examples" / "migration" / "trainer.py").read_text()
     (tmp_path / "trainer.py").write_text(source)
     blocks = _section("3.")
-    whole, to_do, then = (block.text for block in blocks if block.language == "sh")
+    whole, then = (block.text for block in blocks if block.language == "sh")
     three_lines, *steps = (block.text for block in blocks if block.language == "diff")
     before = _losses(_run("python trainer.py", tmp_path))
     assert len([line for line in three_lines.splitlines() if line[0] in "+-"]) <= 5
@@ -153,7 +153,6 @@ def test_a_trainer_with_dataparallel(tmp_path: Path) -> None:
     torchrun = "torchrun --standalone --nproc_per_node=2 trainer.py"
     assert sorted(_losses(_run(torchrun, tmp_path))) == pytest.approx(sorted(2 * before), abs=2e-6)
     (tmp_path / "trainer.py").write_text(source)
-    assert "migration" in _run(to_do, tmp_path)
     for diff in steps:
         source = _apply(diff, source)
     (tmp_path / "trainer.py").write_text(source)
@@ -194,12 +193,9 @@ def _where_ranks_divide_nothing(folder: Path, migrated: str) -> None:
 def _a_migration_by_hand(folder: Path, steps: list[str]) -> None:
     """Section 4, which goes on with what section 3 made."""
     blocks = _section("4.")
-    *looks, proofs = (block.text for block in blocks if block.language == "sh")
+    (proofs,) = (block.text for block in blocks if block.language == "sh")
     torchrun = "torchrun --standalone --nproc_per_node=2 by_hand.py --noise 0"
     wrong = _losses(_run(torchrun, folder))
-    found = _run("\n".join(looks), folder)
-    for code in ("DDP102", "DDP203", "DDP301", "DDP401", "DDP503"):
-        assert code in found
     for command, verdict in zip(proofs.splitlines(), ("yes", "no")):
         assert f"the same experiment: {verdict}" in _run(command, folder)
     run = "python -m ddpshim run --nproc {} trainer.py --noise 0"

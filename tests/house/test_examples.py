@@ -18,7 +18,6 @@ import torch
 from torch.utils.data import TensorDataset
 
 import ddpshim
-from ddpshim.tools.check.reading.command import read
 from examples import how_it_works, resume, two_nodes
 from tests.examples import PAGE, ROOT, Row, printed, rows, shown, written
 from tests.preloaded import environment, preloaded
@@ -41,7 +40,6 @@ def forked(words: list[str], folder: Path) -> tuple[int, str]:
     """The exit code and output of `python words…` in `folder`, forked."""
     argv = words[1:] if words[0] == "-m" else words
     environ = {**environment(), "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    environ["DDPSHIM_DIAGNOSE"] = "no"  # what it says on a machine with too little time stands among the lines
     code = preloaded().start([(argv, environ)], folder).wait(DEADLINE_S)
     return code, (folder / "output.txt").read_text()
 
@@ -141,12 +139,6 @@ def test_without_a_launcher_it_runs_as_well(name: str, output: Callable[[str], s
 def test_torchrun_does_the_same(output: Callable[[str], str]) -> None:
     torchrun = "python -m torch.distributed.run --standalone --nproc_per_node=2 examples/iterable.py"
     assert output(torchrun) == output("python -m ddpshim run --nproc 2 examples/iterable.py")
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize("name", [*LAUNCHED, "resume", "two_nodes"])
-def test_reading_finds_nothing(name: str) -> None:
-    assert read(FOLDER / f"{name}.py").findings == []
 
 
 # What each of them proves

@@ -28,7 +28,7 @@ TRAINERS = (
     "droid.calls",
     "droid.rlds",
     "evaluation.environments",
-    "observe.report.page",
+    "observe.page",
     "robomimic.algo",
     "robomimic.calls",
     "robomimic.experiment_folder",
@@ -177,7 +177,6 @@ OF_THE_PROCESS = {
     "trainers.unedited.write_audit._listen": "Python has no way to take back an audit hook",
     "trainers.unedited.write_audit._is_private": "what that hook asks, while files are private",
     "process.job._current": "the job itself",
-    "process.timing.running": "a block of code that is measured",
     "process.events._records": "an open file",
     "failures.preemption._state": "signal handlers: a job that a signal asks to leave keeps them",
     "process.random_streams._shared": "a block of code that draws alike on all ranks",
@@ -318,7 +317,7 @@ def test_the_examples_run_and_two_ranks_equal_one(tmp_path: Path) -> None:
     assert len(two) == 5
 
 
-# Lines of ddpshim in a process at its end, without the diagnosis of slow steps, and in all files. They only fall: the
+# Lines of ddpshim in a process at its end, and in all files. They only fall: the
 # goals are 2,000, 7,000, 12,000 and 30,000. The last one has risen once, from 38,700, for certificates (1,100 lines), a
 # debugger for ranks (270) and jobs for other engines (70), none of which a trainer loads; it rose by 100 again for what
 # the first real GPU showed to be wrong, and by 54 for logged numbers in certificates.

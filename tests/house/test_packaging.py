@@ -174,7 +174,6 @@ def test_the_command_does_what_the_module_does_in_any_folder(installed: Path, tm
         assert ran.returncode == 0, ran.stdout + ran.stderr
         return ran.stdout
 
-    assert run("ddpshim", "check", "--explain", "DDP203").startswith("DDP203 error: set_epoch")
     assert run("ddpshim", "docs", "MIGRATION") == (ROOT / "MIGRATION.md").read_text()
     assert run("ddpshim", "docs", "--path", "launch") == f"{installed / 'ddpshim' / 'docs' / 'launch.md'}\n"
     listed = run("ddpshim", "patch", "list")

@@ -79,12 +79,6 @@ def test_memory_of_cgroup_v1_whose_limit_is_no_limit(tmp_path: Path) -> None:
 def test_a_system_without_proc_and_sys(tmp_path: Path) -> None:
     assert machine.core_quota(tmp_path) is None
     assert machine.memory(tmp_path) == (None, None, None)
-    assert machine.numa_nodes(tmp_path) is None
-
-
-def test_numa_nodes_in_order(tmp_path: Path) -> None:
-    nodes = {f"sys/devices/system/node/node{n}/cpulist": f"{n * 4}-{n * 4 + 3}\n" for n in (10, 0, 2)}
-    assert machine.numa_nodes(_tree(tmp_path, nodes)) == {0: "0-3", 2: "8-11", 10: "40-43"}
 
 
 def _shares(num_ranks: int, num_workers: int, cores: Any, quota: Any = None, host: str = "a") -> list[Share]:

@@ -18,7 +18,7 @@ import ddpshim
 from ddpshim.errors import RolloutError
 from ddpshim.evaluation import episodes
 from ddpshim.evaluation.evaluating import Evaluation
-from ddpshim.observe.intervals import at_any_time, exact, of_mean
+from ddpshim.evaluation.intervals import at_any_time, exact, of_mean
 from ddpshim.process import events
 from ddpshim.process.progress import Frame, Progress, place_of
 from tests.ranks import run_ranks

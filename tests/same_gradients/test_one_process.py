@@ -44,7 +44,7 @@ OF_GPUS = ["pinned_by_workers", "compiled_in_one_piece", "dropout_of_expanded_ro
 def _run(folder: Path, *command: str, **environ_of: str) -> str:
     """Run `python command…`, forked, in a new folder; return its output."""
     folder.mkdir()
-    environ = {**environment(), variables.ROWS: "all", "DDPSHIM_DIAGNOSE": "no", **environ_of}
+    environ = {**environment(), variables.ROWS: "all", **environ_of}
     code, output = start_afresh(command, environ, folder, DEADLINE_S)
     assert code == 0, output[-6000:]
     return output

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-import ddpshim
-from ddpshim.errors import ReportError
 from ddpshim.launch import rank
-from ddpshim.observe import exporting
 from tests.launch.test_unedited import Ran, difference, run, succeeded
-from tests.ranks import run_ranks
 
 TRAINER = """
 import logging
@@ -113,72 +107,6 @@ def test_hydra_zarr_and_tensorboard_on_two_ranks_write_what_one_process_writes(t
     mains, others = ([number, number, 0.0] * 2 for number in (1.0, 2.0))
     assert [ranks.said(number, "kept") for number in (0, 1)] == [[mains], [others]]
     assert plain.said(0, "of ranks") == plain.said(0, "kept") == [mains]
-
-
-def _record_with(folder: str, log_with: Sequence[str]) -> None:
-    rank = ddpshim.world().rank
-    with ddpshim.record(folder, log_with=log_with) as run:
-        for epoch in (0, 1):
-            run.epoch(epoch, loss=epoch + rank / 2, valid=4.0)
-
-
-@pytest.mark.ranks
-def test_record_writes_curves_of_the_mean_and_of_each_rank_to_tensorboard(tmp_path: Path) -> None:
-    if lacking := _lacks("tensorboardX"):
-        pytest.skip(f"lacking {lacking}: pip install -r requirements/robomimic.txt")
-    run_ranks(_record_with, 2, str(tmp_path), "tensorboard")
-    found = {file.parent.name: _scalars(file) for file in (tmp_path / "tensorboard").rglob("events.*")}
-    losses = {run: [point[1:] for point in scalars if point[0] == "training/Loss"] for run, scalars in found.items()}
-    assert losses == {
-        "tensorboard": [(0, 0.25), (1, 1.25)],
-        "rank_0": [(0, 0.0), (1, 1.0)],
-        "rank_1": [(0, 0.5), (1, 1.5)],
-    }
-    assert [point for point in found["rank_1"] if point[0] == "validation/Loss"] == [
-        ("validation/Loss", 0, 4.0),
-        ("validation/Loss", 1, 4.0),
-    ]
-    assert "seconds/compute" in {name for name, _, _ in found["tensorboard"]}
-
-
-@pytest.mark.ranks
-def test_record_writes_curves_to_an_offline_run_of_wandb(tmp_path: Path) -> None:
-    if _lacks("wandb"):
-        pytest.skip("W&B is not installed (80 MB, 8 s of CPU to install): pip install wandb==0.18.7")
-    from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
-
-    run_ranks(_record_with, 2, str(tmp_path), "wandb")
-    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    store, rows = DataStore(), []
-    store.open_for_scan(str(file))
-    while (data := store.scan_data()) is not None:
-        record = Record.FromString(data)
-        rows.append({".".join(item.nested_key) or item.key: item.value_json for item in record.history.item})
-    store.close()
-    losses = [{name: json.loads(row[name]) for name in row if "Loss" in name or name == "epoch"} for row in rows if row]
-    assert losses[:2] == [
-        {"epoch": 0, "training/Loss": 0.25, "training/Loss/rank_0": 0.0, "training/Loss/rank_1": 0.5},
-        {"epoch": 0, "validation/Loss": 4.0, "validation/Loss/rank_0": 4.0, "validation/Loss/rank_1": 4.0},
-    ]
-    assert len(losses) == 4
-
-
-def test_curves_that_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(ReportError, match=r"log_with='mlflow' is not known; .* Use tensorboard or wandb"):
-        exporting.check("mlflow")
-    monkeypatch.setattr(exporting.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ReportError, match=r"tensorboard or tensorboardX is not installed; .*pip install tensorboard"):
-        exporting.check(["tensorboard"])
-    monkeypatch.setattr(exporting.importlib.util, "find_spec", lambda name: True)
-    monkeypatch.setattr(exporting, "_TensorBoard", lambda folder: 1 / 0)
-    with ddpshim.record(tmp_path, log_with="tensorboard") as run:
-        run.epoch(0, loss=1.0)
-        run.epoch(1, loss=1.0)
-    said = capfd.readouterr().err
-    assert said.count("tensorboard cannot be written (ZeroDivisionError: division by zero); training and its") == 1
 
 
 EDITED = """

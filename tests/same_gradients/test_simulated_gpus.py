@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
-import time
 import warnings
 from collections import namedtuple
 from pathlib import Path
@@ -20,13 +18,10 @@ from torch.utils._device import DeviceContext
 
 import ddpshim
 from ddpshim.checkpoint import snapshot
-from ddpshim.job.slow_step_report import Pace
-from ddpshim.process import events
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 from ddpshim.rows import calls
 from ddpshim.rows.tensor import Counts
-from evidence import slowness
 from evidence.equivalence import copy_release, make_run_config, source
 from tests import simulated_gpus
 from tests.preloaded import START_DEADLINE_S, environment, preloaded
@@ -291,42 +286,6 @@ def test_no_host_waits_in_a_usual_step(kind: str, counted: Any) -> None:
         syncs, races = rank[kind]
         assert syncs == []
         assert races == []
-
-
-class _Late(nn.Linear):
-    """Has the GPU wait for the host in the forward pass."""
-
-    late_s = 0.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.late_s)
-        return super().forward(x)
-
-
-def _rank_is_late() -> tuple[list[Any], list[str], list[int]]:
-    here, notes, blocks = ddpshim.world(), slowness.Notes(("slow",)), list[int]()
-    events.record_to(notes)
-    tell = Pace._tell
-    net = _Late(8, 8).to(here.device)
-    net.late_s = 0.08 * here.rank
-    policy = ddpshim.wrap_parallel(net)
-    optimizer = torch.optim.SGD(policy.parameters(), 0.1)
-    kept = replaced(Pace, "_tell", lambda pace, ranks, *rest: (blocks.extend(ranks[0]), tell(pace, ranks, *rest)))
-    with kept, recorded() as log:
-        for _ in ddpshim.make_loader(slowness.Samples(lambda: None, 2 * 24), batch_size=2):
-            optimizer.zero_grad()
-            policy(torch.ones(4, 8, device=here.device)).sum().backward()
-            optimizer.step()
-    events.record_to(None)
-    ours = [str(event) for event in log.syncs if re.search("job/(pace|meter).py", str(event.stack))]
-    return notes.found, ours, blocks
-
-
-def test_what_is_slow_is_timed_on_the_gpu_and_nobody_waits() -> None:
-    (found, *_, blocks), (_, *ours, _) = run_ranks(_rank_is_late, 2, on_gpus=True)
-    assert [(note["phase"], tuple(note["ranks"])) for note in found] == [("forward", (1,))]
-    assert ours == [[]]
-    assert set(blocks) <= set(range(4, 21, 3)), "the steps that were marked"
 
 
 def _rank_saves(folder: str) -> tuple[list[bool], list[int]]:

@@ -18,8 +18,8 @@ from ddpshim.data import share_loader
 from ddpshim.data.loader import make_loader
 from ddpshim.job.world import World
 from ddpshim.launch.runner import Launch, problems_of_program
-from ddpshim.observe import environment
 from ddpshim.robomimic import adapter as robomimic
+from ddpshim.tools.selftest import environment
 
 
 class Squares(Dataset):  # type: ignore[type-arg]
@@ -76,13 +76,13 @@ def test_a_third_partys_dataset_gives_whole_batches() -> None:
 
 @pytest.mark.usefixtures("toybot")
 def test_a_third_partys_files_are_known() -> None:
-    assert environment._patch_states()["toybot patch"] == "patched"
+    assert environment._patch_states()["toybot"] == "patched"
 
 
 def test_an_adapter_need_not_offer_anything(toybot: types.ModuleType) -> None:
     del toybot.fetcher, toybot.state_of_files  # type: ignore[attr-defined]
     assert share_loader.fetcher_of(Squares()) is None
-    assert "toybot patch" not in environment._patch_states()
+    assert "toybot" not in environment._patch_states()
 
 
 def test_a_package_knows_why_its_trainer_cannot_start(

@@ -210,7 +210,7 @@ def test_a_stand_in_is_no_value() -> None:
 
 
 RLOO = Path(__file__).resolve().parents[2] / "examples" / "rloo"
-OWN_DATA = {"DDPSHIM_NOISE": "per_rank", "DDPSHIM_DIAGNOSE": "no"}
+OWN_DATA = {"DDPSHIM_NOISE": "per_rank"}
 
 
 def _example() -> Any:

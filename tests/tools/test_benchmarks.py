@@ -97,17 +97,17 @@ def test_a_picture_has_what_others_take_for_each_question(tmp_path: Path) -> Non
 
 
 def test_what_was_measured_before_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = {"guard_cost": 1.0, "reading_speed": 2.0}
+    values = {"guard_cost": 1.0, "import_cost": 2.0}
     monkeypatch.setattr(front, "measure", lambda name, quick: [Result(name, "w", values[name], "s", at_most=1.5)])
     assert front.main(["--only", "guard_cost", "--out", str(tmp_path)]) == 0
-    assert front.main(["--only", "reading_speed", "--quick", "--out", str(tmp_path)]) == 1
+    assert front.main(["--only", "import_cost", "--quick", "--out", str(tmp_path)]) == 1
     runs = json.loads((tmp_path / "benchmarks.json").read_text())
     assert {name: (run["quick"], run["results"][0]["value"]) for name, run in runs.items()} == {
-        "reading_speed": (True, 2.0),
+        "import_cost": (True, 2.0),
         "guard_cost": (False, 1.0),
     }
     page = (tmp_path / "benchmarks.md").read_text()
-    assert "| reading_speed | w | 2 s |  | ≤ 1.5 | **no** |" in page
+    assert "| import_cost | w | 2 s |  | ≤ 1.5 | **no** |" in page
     assert "| guard_cost | w | 1 s |  | ≤ 1.5 | yes |" in page
     assert front.main(["--only", "guard_cost", "--out", str(tmp_path / "new")]) == 0
 

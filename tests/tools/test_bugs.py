@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from ddpshim.tools.check.reading.command import read
 from evidence.bugs import BUGS, PAGE, START, Answer, Bug, Result, look, read_page, report
 
 NAMED = {bug.name: bug for bug in BUGS}
@@ -43,26 +40,16 @@ def test_the_page_is_about_the_collection() -> None:
     assert together in (PAGE.parent / "README.md").read_text()
 
 
-def test_reading_finds_what_the_page_says(tmp_path: Path) -> None:
-    """It may have learned more since."""
-    for told in (told for told in TOLD.values() if "read" in told.buggy):
-        for is_clean, answers in ((False, told.buggy), (True, told.clean)):
-            (tmp_path / "train.py").write_text(told.bug.program(told.bug.trainers[0], is_clean))
-            found = {finding.code for finding in read(tmp_path / "train.py").findings}
-            said = set(answers["read"].findings)
-            assert found <= said if is_clean else said <= found, told.bug.name
-
-
 def test_what_counts_as_found() -> None:
     """The answer names the bug, and is not given of the twin as well."""
-    said = {"read": Answer(["DDP203", "DDP401"]), "check": Answer(["gradients"], where="head.weight and 1 more")}
-    silent = {"read": Answer(), "check": Answer()}
-    assert Result(_bug("DDP203"), said, silent).right("read") == ["DDP203"]
-    assert Result(_bug("DDP203"), said, {**silent, "read": Answer(["DDP203"])}).right("read") == []
+    said = {"check": Answer(["gradients", "order"], where="head.weight and 1 more")}
+    silent = {"check": Answer()}
+    assert Result(_bug("order"), said, silent).right("check") == ["order"]
+    assert Result(_bug("order"), said, {"check": Answer(["order"])}).right("check") == []
     assert Result(_bug("gradients:head.weight"), said, silent).is_found
-    assert not Result(_bug("gradients:body.weight", "DDP301"), said, silent).is_found
-    page = report([Result(_bug("DDP203"), said, silent), Result(_bug("loss"), said, said)])
-    assert "| read | 1 of 2 (50%) | 1 of 2 (50%) |" in page
+    assert not Result(_bug("gradients:body.weight", "noise"), said, silent).is_found
+    page = report([Result(_bug("order"), said, silent), Result(_bug("loss"), said, said)])
+    assert "| check | 1 of 2 (50%) | 1 of 2 (50%) |" in page
     assert "| together | 1 of 2 (50%) | 1 of 2 (50%) |" in page
 
 

@@ -17,8 +17,8 @@ from torch import nn
 import ddpshim
 from ddpshim import near_names
 from ddpshim.errors import DataError, OptionsError
-from ddpshim.job.meter import PARTS
-from ddpshim.observe.report.run import load
+from ddpshim.observe.runs import load
+from ddpshim.observe.step_times import PARTS
 from ddpshim.options import Options
 from ddpshim.process.job import current
 from ddpshim.robomimic.options import RobomimicOptions, options_of
@@ -514,15 +514,15 @@ def test_metrics_are_averaged_over_ranks(runs: dict[str, Run]) -> None:
 @pytest.mark.robomimic
 def test_the_recorded_times_of_a_training_add_up_to_upstreams_own(runs: dict[str, Run]) -> None:
     run = runs["two"]
-    rows = [load(run.folder / "out").epochs[1].training[rank].record for rank in (0, 1)]
+    rows = [load(run.folder / "out").epochs[1].training[rank] for rank in (0, 1)]
     assert [row["steps"] for row in rows] == [10, 10]
     upstreams = run.metrics()[1]  # a mean over the ranks, in minutes
     seconds = {part: statistics.mean(row["seconds"][part] for row in rows) for part in PARTS}
     assert sum(seconds.values()) == pytest.approx(60 * upstreams["Time_Epoch"], rel=1e-3)
     assert seconds["data_wait"] == pytest.approx(60 * upstreams["Time_Data_Loading"], rel=1e-3)
     assert seconds["data_wait"] == pytest.approx(10 * 50 / 1024, rel=1e-3), "a millisecond for each sample"
-    assert seconds["compute"] + seconds["communication"] + seconds["optimizer"] > 30 * upstreams["Time_Train_Batch"]
-    assert min(seconds["communication"], seconds["optimizer"], seconds["compute"]) > 0
+    assert seconds["compute"] + seconds["optimizer"] > 30 * upstreams["Time_Train_Batch"]
+    assert min(seconds["optimizer"], seconds["compute"]) > 0
 
 
 @pytest.mark.launch

@@ -1,8 +1,10 @@
-"""The profile: each moment counted to one part, exactly; nothing in place while nobody asks."""
+"""The three times of a step: each moment counted to one of them, exactly; and the one line about waiting for data."""
 
 from __future__ import annotations
 
-import time
+import contextlib
+import io
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,25 +12,22 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import ddpshim
 from ddpshim.errors import RankError
-from ddpshim.job import meter
-from ddpshim.job.meter import PARTS, Meter
-from ddpshim.process import machine, timing
+from ddpshim.observe import step_times
+from ddpshim.observe.step_times import Counted, StepTimes
+from ddpshim.process import machine, observed
+from ddpshim.process.job import current
 from tests.ranks import run_ranks
-
-TORCHS_NEXT = _BaseDataLoaderIter.__next__
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A clock that only moves when it is told to: `clock.now += 1`."""
     made = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: made.now))
+    monkeypatch.setattr(observed, "time", SimpleNamespace(perf_counter=lambda: made.now))
     return made
 
 
@@ -56,191 +55,122 @@ class _SGD(torch.optim.SGD):
         super().step()
 
 
-def _train(clock: Any, data_s: float = 1.0, compute_s: float = 0.5, counted: Any = None) -> Meter:
-    """Four steps; one more second passes before them, and one after."""
-    net = nn.Linear(2, 1)
-    optimizer = _SGD(net.parameters(), lr=0.1)
-    optimizer.clock = clock
-    counted = counted or Meter()
-    counted.start()
-    clock.now += 1
-    for x in DataLoader(_Samples(clock, data_s)):
-        clock.now += compute_s
-        net(x).sum().backward()
-        optimizer.step()
-    clock.now += 1
-    counted.stop()
-    clock.now += 1000
-    return counted  # type: ignore[no-any-return]
+def _optimizer(clock: Any) -> _SGD:
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # from here on torch calls hooks twice in a step of _SGD
+    made = _SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    made.clock = clock
+    return made
 
 
-def _seconds(**parts: float) -> dict[str, float]:
-    return {**dict.fromkeys(PARTS, 0.0), **parts}
-
-
-def test_each_moment_counts_to_one_part(clock: Any) -> None:
-    counted = _train(clock)
-    assert counted.num_batches == 4
-    assert counted.seconds == _seconds(data_wait=4.0, compute=2.0, optimizer=0.5, other=2.0)
-
-
-def test_a_slow_dataset_raises_data_wait_and_nothing_else(clock: Any) -> None:
-    assert _train(clock, data_s=3.0).seconds == {**_train(clock).seconds, "data_wait": 12.0}
-
-
-def test_slow_compute_raises_compute_and_nothing_else(clock: Any) -> None:
-    assert _train(clock, compute_s=2.5).seconds == {**_train(clock).seconds, "compute": 10.0}
-
-
-def test_a_meter_adds_up_over_several_blocks(clock: Any) -> None:
-    counted = _train(clock)
-    _train(clock, counted=counted)
-    assert counted.seconds == _seconds(data_wait=8.0, compute=4.0, optimizer=1.0, other=4.0)
-    assert counted.num_batches == 8
-
-
-def test_a_part_may_interrupt_another(clock: Any) -> None:
-    counted = Meter()
-    counted.start()
-    counted.begin("optimizer")
-    clock.now += 1
-    with timing.counted("communication"):
-        clock.now += 2
-        with timing.counted("communication"):  # two networks that finish in one backward pass
-            clock.now += 4
-        clock.now += 8
-    clock.now += 16
-    counted.end()
-    counted.end()  # of a pass that began before the meter
-    counted.stop()
-    assert counted.seconds == _seconds(communication=14.0, optimizer=17.0)
-
-
-def test_meters_inside_each_other_count_the_same(clock: Any) -> None:
-    outer, inner = Meter(), Meter()
-    outer.start()
-    clock.now += 16
-    inner.start()
+def test_each_moment_counts_to_one_part_and_what_is_no_step_to_none(clock: Any) -> None:
+    times, optimizer = current().part(StepTimes), _optimizer(clock)
+    begun = times.read(leaves_step=True)
+    clock.now += 100
     for _ in DataLoader(_Samples(clock, 1.0)):
-        with timing.counted("communication"):
-            clock.now += 2
         clock.now += 0.5
-    inner.stop()
-    with timing.counted("communication"):
-        clock.now += 32
-    outer.stop()
-    assert inner.seconds == _seconds(data_wait=4.0, communication=8.0, compute=2.0)
-    assert outer.seconds == _seconds(data_wait=4.0, communication=40.0, compute=2.0, other=16.0)
-    assert outer.num_batches == inner.num_batches == 4
-    assert _is_in_place() == (False,) * 4
+        optimizer.step()
+        with observed.outside_steps():
+            clock.now += 100
+            with observed.outside_steps():  # an evaluation saves
+                clock.now += 100
+        clock.now += 0.25
+        with torch.no_grad():  # an evaluation inside of a step, whose own loader counts as compute
+            for _ in DataLoader(_Samples(clock, 0.0625)):
+                pass
+    clock.now += 100
+    with torch.no_grad():
+        for _ in DataLoader(_Samples(clock, 1.0)):
+            clock.now += 1
+    found = times.read().since(begun)
+    assert found == Counted(4, {"data_wait": 4.0, "compute": 4.0, "optimizer": 0.5})
+
+
+def test_steps_without_a_loader_end_with_the_optimizer(clock: Any) -> None:
+    times, optimizer = current().part(StepTimes), _optimizer(clock)
+    for _ in range(3):
+        clock.now += 2
+        optimizer.step()
+    assert times.read() == Counted(3, {"data_wait": 0.0, "compute": 4.0, "optimizer": 0.375}), "not before the first"
+
+
+def test_a_loader_that_reads_another_waits_once(clock: Any) -> None:
+    class Outer(Dataset[Any]):
+        def __init__(self) -> None:
+            self.inner = iter(DataLoader(_Samples(clock, 1.0)))
+
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> Any:
+            return next(self.inner)
+
+    times = current().part(StepTimes)
+    for _ in DataLoader(Outer()):
+        clock.now += 0.5
+    assert times.read() == Counted(3, {"data_wait": 3.0, "compute": 1.5, "optimizer": 0.0})
+
+
+HINT = "of a step of 1000 ms, rank 0 waited 200 ms for data. "
+RAISE = f"{HINT}Raise num_workers (now 1; robomimic: train.num_data_workers), as there are cores left."
+STORE = f"{HINT}Store samples decoded and small, or keep them in memory."
+
+
+@pytest.mark.parametrize(
+    ("steps", "wait", "num_workers", "is_stream", "ranks", "expected"),
+    [
+        (100, 0.2, 1, False, 2, RAISE),
+        (100, 0.2, 1, False, 3, STORE),  # 9 processes on 8 cores
+        (100, 0.2, 1, True, 2, STORE),  # more workers would repeat what an iterable dataset yields
+        (100, 0.14, 1, False, 2, ""),
+        (99, 0.2, 1, False, 2, ""),
+    ],
+)
+def test_one_line_where_data_is_waited_for(
+    steps: int, wait: float, num_workers: int, is_stream: bool, ranks: int, expected: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(step_times.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(machine, "num_cores", lambda: 8)
+    monkeypatch.setattr(machine, "cores", lambda: frozenset(range(8)))
+    counted = Counted(steps, {"data_wait": steps * wait, "compute": steps * (1 - wait), "optimizer": 0.0})
+    times: Any = SimpleNamespace(read=lambda: counted, num_workers=num_workers, is_stream=is_stream)
+    assert step_times.hint(times, ddpshim.World(local_world_size=ranks)) == expected
+
+
+def _hinted(folder: str) -> list[str]:
+    step_times._LEAST_S, step_times._LEAST_STEPS = 0.0, 4
+    clock, said = SimpleNamespace(now=0.0), io.StringIO()
+    observed.time = SimpleNamespace(perf_counter=lambda: clock.now)  # type: ignore[assignment]
+    with contextlib.redirect_stderr(said):
+        with ddpshim.record(folder):
+            for _ in DataLoader(_Samples(clock, 1.0)):
+                clock.now += 1
+        assert said.getvalue() == ""
+        ddpshim.cleanup()
+    return re.findall("rank . waited .* ms for data", said.getvalue())
 
 
 @pytest.mark.ranks
-def test_workers_are_waited_for() -> None:
-    counted = Meter()
-    counted.start()
-    for _ in DataLoader(_Samples(SimpleNamespace(now=0), 0.0), num_workers=1):
-        pass
-    counted.stop()
-    assert counted.num_batches == 4
-    assert counted.seconds["data_wait"] > 0
+def test_the_line_is_said_once_by_the_main_rank_at_the_end(tmp_path: Path) -> None:
+    assert run_ranks(_hinted, 2, str(tmp_path)) == [["rank 0 waited 1e+03 ms for data"], []]
 
 
-def _is_in_place() -> tuple[bool, bool, bool, bool]:
-    hooks = len(_global_optimizer_pre_hooks) > 0, len(_global_optimizer_post_hooks) > 0
-    return timing.running is not None, _BaseDataLoaderIter.__next__ is not TORCHS_NEXT, *hooks
-
-
-def test_nothing_is_in_place_unless_something_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _is_in_place() == (False,) * 4
-    with ddpshim.profile():
-        assert _is_in_place() == (True,) * 4
-    assert _is_in_place() == (False,) * 4
-    capsys.readouterr()
-    with pytest.raises(KeyError), ddpshim.profile() as ranks:
-        raise KeyError
-    assert _is_in_place() == (False,) * 4
-    assert ranks == [], "a run that failed was summed up: its peers may be anywhere"
-    assert capsys.readouterr().err == ""
-
-
-def test_one_process_has_a_table_of_time_and_memory(
-    clock: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_profile_of_one_process(clock: Any, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(machine, "resident_bytes", lambda: (1_500_000_000, 2_500_000_000))
     with ddpshim.profile() as ranks:
         for _ in DataLoader(_Samples(clock, 0.25)):
             clock.now += 0.75
     memory = {"rss": 1_500_000_000, "peak_rss": 2_500_000_000}
-    assert ranks == [{"steps": 4, "seconds": _seconds(data_wait=1.0, compute=3.0), "memory": memory}]
-    said, titles, row = capsys.readouterr().err.splitlines()
-    assert said == "ddpshim: where the time of each rank went"
-    columns = "rank steps steps/s ms a step data wait compute optimizer communication other memory, most"
-    assert " ".join(titles.split()) == columns
-    assert " ".join(row.split()) == "0 4 1.0 1000.00 25% 75% 0.0% 0.0% 0.0% 2.5 GB"
-
-
-def test_a_block_without_a_step_divides_by_nothing(clock: Any) -> None:
+    assert ranks == [{"steps": 4, "seconds": {"data_wait": 1.0, "compute": 3.0, "optimizer": 0.0}, "memory": memory}]
+    said, titles, _, row = capsys.readouterr().err.splitlines()
+    assert said == "ddpshim: where the time of each rank's steps went"
+    assert " ".join(titles.split()) == "| rank | steps | ms a step | data wait | compute | optimizer | memory, most |"
+    assert " ".join(row.split()) == "| 0 | 4 | 1000.00 | 25% | 75% | 0% | 2.5 GB |"
+    with pytest.raises(KeyError), ddpshim.profile() as ranks:
+        raise KeyError
+    assert ranks == [], "a run that failed was summed up: its peers may be anywhere"
     with ddpshim.profile() as ranks:
         pass
     assert ranks[0]["steps"] == 0
-    assert sum(ranks[0]["seconds"].values()) == 0.0
-
-
-# Ranks
-
-SLOW_S = 0.05
-NUM_STEPS = 8
-
-
-def _late(folder: str, step: int, is_slow: bool) -> None:
-    """Let the slow rank be late: it sleeps from when the other one waits for it, however fast that is."""
-    arrived = Path(folder, f"arrived_{step}")
-    if not is_slow:
-        arrived.touch()
-        return
-    while not arrived.exists():
-        time.sleep(0.001)
-    time.sleep(SLOW_S)
-
-
-def _profiled(folder: str, slow_rank: int, guilty: str) -> dict[str, Any]:
-    here = ddpshim.world()
-    with ddpshim.shared_random_streams(0):
-        nets = [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))]
-    one, two = (ddpshim.wrap_parallel(net) for net in nets)
-    optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.01)
-    start = time.perf_counter()
-    with ddpshim.profile() as ranks:
-        for step, x in enumerate(ddpshim.make_loader(torch.randn(4 * NUM_STEPS, 4), batch_size=4)):
-            if guilty == "compute":
-                _late(folder, step, here.rank == slow_rank)
-            optimizer.zero_grad()
-            (one(x) + two(x)).square().mean().backward()
-            optimizer.step()
-            if guilty == "collective":
-                _late(folder, step, here.rank == slow_rank)
-                here.mean(1.0)
-    return {"ranks": ranks, "around": time.perf_counter() - start, "reductions": one.num_reductions}
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("guilty", ["compute", "collective"])
-def test_a_slow_rank_makes_the_other_wait_in_communication(guilty: str, tmp_path: Path) -> None:
-    found = run_ranks(_profiled, 2, str(tmp_path), 1, guilty)
-    assert found[0]["ranks"] == found[1]["ranks"]
-    assert found[0]["reductions"] == NUM_STEPS
-    fast, slow = (row["seconds"] for row in found[0]["ranks"])
-    slept = SLOW_S * NUM_STEPS
-    assert fast["communication"] > slept / 2
-    assert fast["communication"] > slow["communication"]
-    assert slow["compute"] >= slept
-    assert slow["compute"] > fast["compute"]
-    for row, one in zip(found[0]["ranks"], found):
-        assert row["steps"] == NUM_STEPS
-        assert tuple(row["seconds"]) == PARTS
-        assert sum(row["seconds"].values()) < one["around"]
-        assert row["memory"]["peak_rss"] > 50e6
 
 
 def _failing() -> None:

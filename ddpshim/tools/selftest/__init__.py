@@ -1,1 +1,1 @@
-"""Tests whether this machine can train on several ranks."""
+"""Tests this machine: `python -m ddpshim selftest`."""
