@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any, Callable, Optional
 
 import torch
-from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
-from ddpshim.data.numbered import Numbered, has_drawn
+from ddpshim.data.numbered import Numbered, fetched, has_drawn, joins_samples, name_of
 from ddpshim.errors import DataError
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import global_states, restore_global_states, seed_globals
@@ -259,35 +259,6 @@ def _worker() -> int:
 
 def _name(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
-
-
-def fetched(dataset: Any, indices: Sequence[Any]) -> Any:
-    """Return the samples at `indices`, as torch's loader fetches them."""
-    by_batch = getattr(dataset, "__getitems__", None)
-    return by_batch([*indices]) if by_batch else [dataset[index] for index in indices]
-
-
-def _inside(dataset: Any) -> list[Any]:
-    """Return the datasets that one of torch's own holds."""
-    if isinstance(dataset, Subset):
-        return [dataset.dataset]
-    held = dataset.datasets if isinstance(dataset, (ConcatDataset, StackDataset)) else ()
-    return [*held.values()] if isinstance(held, dict) else [*held]
-
-
-def name_of(dataset: Any) -> str:
-    """Return the name of the program's own dataset, also of one in a Subset."""
-    return " and ".join(dict.fromkeys(map(name_of, _inside(dataset)))) or type(dataset).__name__
-
-
-def joins_samples(dataset: Any) -> bool:
-    """Whether a sample may depend on the others of its batch: a `__getitems__` of the program's own fetches it."""
-    by_batch = getattr(dataset, "__getitems__", None)
-    if not by_batch:
-        return False
-    module = getattr(by_batch, "__module__", None) or ""
-    is_known = module.startswith(("torch.utils.data.", "ddpshim."))  # these fetch each sample alone
-    return any(map(joins_samples, _inside(dataset))) if is_known else True
 
 
 def show_dataset_to_worker() -> None:

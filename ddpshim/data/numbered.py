@@ -1,9 +1,11 @@
-"""Defines a numbered batch of indices, and finds out whether a block of code has drawn random numbers."""
+"""Defines a numbered batch of indices, fetches its samples, and finds out whether code has drawn random numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from torch.utils.data import ConcatDataset, StackDataset, Subset
 
 from ddpshim.process.random_streams import global_states, is_same_state
 
@@ -29,3 +31,32 @@ def has_drawn(before: dict[str, Any]) -> bool:
     """Whether a generator's state is not that of `before`, an earlier `global_states()`."""
     now = global_states()
     return any(name in before and not is_same_state(before[name], state) for name, state in now.items())
+
+
+def fetched(dataset: Any, indices: Sequence[Any]) -> Any:
+    """Return the samples at `indices`, as torch's loader fetches them."""
+    by_batch = getattr(dataset, "__getitems__", None)
+    return by_batch([*indices]) if by_batch else [dataset[index] for index in indices]
+
+
+def _inside(dataset: Any) -> list[Any]:
+    """Return the datasets that one of torch's own holds."""
+    if isinstance(dataset, Subset):
+        return [dataset.dataset]
+    held = dataset.datasets if isinstance(dataset, (ConcatDataset, StackDataset)) else ()
+    return [*held.values()] if isinstance(held, dict) else [*held]
+
+
+def name_of(dataset: Any) -> str:
+    """Return the name of the program's own dataset, also of one in a Subset."""
+    return " and ".join(dict.fromkeys(map(name_of, _inside(dataset)))) or type(dataset).__name__
+
+
+def joins_samples(dataset: Any) -> bool:
+    """Whether a sample may depend on the others of its batch: a `__getitems__` of the program's own fetches it."""
+    by_batch = getattr(dataset, "__getitems__", None)
+    if not by_batch:
+        return False
+    module = getattr(by_batch, "__module__", None) or ""
+    is_known = module.startswith(("torch.utils.data.", "ddpshim."))  # these fetch each sample alone
+    return any(map(joins_samples, _inside(dataset))) if is_known else True

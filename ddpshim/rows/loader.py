@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, Optional, TypeVar, cast
 import torch
 from torch.utils import data as torch_data
 
-from ddpshim.data.augmentation import fetched, joins_samples, name_of
-from ddpshim.data.numbered import Numbered, has_drawn
+from ddpshim.data.numbered import Numbered, fetched, has_drawn, joins_samples, name_of
 from ddpshim.errors import DataError
 from ddpshim.job import collectives
 from ddpshim.job.group import world

@@ -28,6 +28,7 @@ from torch import nn
 from ddpshim import variables
 from ddpshim.process.after_import import after_import
 from ddpshim.trainers.unedited import c_libraries, gpus, joining, networks, program
+from ddpshim.trainers.unedited.taken import explain_taken
 from tests.preloaded import DEADLINE_PASSED, as_torchrun_says, environment, preloaded, start_afresh
 
 ROOT = Path(__file__).parents[2]
@@ -1006,7 +1007,7 @@ def test_a_taken_port_or_name_says_that_every_rank_opens_it() -> None:
         for open_again in opening:
             with pytest.raises((OSError, FileExistsError), match=r"exists|in use") as raised:
                 open_again()
-            joining._explain_taken(raised.value)
+            explain_taken(raised.value)
             found.append("every rank runs this line" in str(raised.value) and "DDPSHIM_RANK" in str(raised.value))
     shared.unlink()
     shared.close()

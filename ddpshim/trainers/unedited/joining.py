@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import functools
 import os
 import secrets
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from typing import Any, Optional
 
@@ -144,7 +142,7 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
             undo.enter_context(
                 accelerators.shown_one_process(lambda found: hand_back.leave_alone(start, found, take_back))
             )
-            start.at_failure.append(_explain_taken)
+            start.at_failure.append(_explain)
             start.at_failure.append(lambda error: hand_back.leave_alone_if_it_joins(start, error, take_back))
         if here.world_size > 1:
             since = time.time() if start is None else start.time
@@ -170,18 +168,10 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
         yield
 
 
-def _explain_taken(error: Optional[BaseException]) -> None:
-    """Say in an error of a taken port or name of shared memory that every rank opens it. Local."""
-    while error is not None:
-        opened = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
-        is_memory = isinstance(error, FileExistsError) and opened == ["multiprocessing.shared_memory"]
-        if isinstance(error, OSError) and (is_memory or error.errno == errno.EADDRINUSE):
-            error.strerror = (
-                f"{error.strerror}: every rank runs this line, and another rank (or program) of this machine has "
-                f"opened the same port or name. Open it only if os.environ.get('{variables.RANK}', '0') is '0', or "
-                "leave the choice to the system: port 0, shared memory without a name"
-            )
-        error = error.__cause__ or error.__context__
+def _explain(error: Optional[BaseException]) -> None:
+    from ddpshim.trainers.unedited.taken import explain_taken
+
+    explain_taken(error)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ import functools
 import io
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
@@ -24,7 +23,7 @@ from ddpshim.process.after_import import after_import
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 from ddpshim.rows.gradients import plain
-from ddpshim.rows.tensor import Counts, on_whole
+from ddpshim.rows.tensor import Counts
 from ddpshim.trainers.unedited import main_file_log
 from ddpshim.trainers.unedited.c_libraries import CLibraries
 from ddpshim.trainers.unedited.holders import in_place
@@ -66,7 +65,7 @@ class PrivateFiles:
         with contextlib.ExitStack() as undo:
             libraries = CLibraries(lambda path: path, self._tell)
             if self._world.is_main:
-                after_import("wandb", functools.partial(_share_wandb, is_main=True))
+                after_import("wandb", functools.partial(_share_wandb, True))
                 stand_ins = main_file_log.stand_ins(self._changes, self._saves, self._left)
             else:
                 from ddpshim.trainers.unedited.file_overlay import View
@@ -181,28 +180,13 @@ def switch_loggers_off() -> None:
     """Disable loggers that use a server: each rank, and each run of a proof, would create a run there. Local."""
     switches = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "MLFLOW_TRACKING_URI": "file:./mlruns"}
     os.environ.update({**switches, "CLEARML_OFFLINE_MODE": "1", "SWANLAB_MODE": "disabled"})
-    after_import("wandb", functools.partial(_share_wandb, is_main=False))
+    after_import("wandb", functools.partial(_share_wandb, False))
 
 
 def _share_wandb(is_main: bool) -> None:
-    """Make W&B log on the main rank only what needs all ranks: batches, and gradients, which its hooks read."""
-    wandb: Any = sys.modules["wandb"]
-    init: Any = getattr(wandb, "init", None)
+    from ddpshim.trainers.unedited.wandb_runs import share
 
-    def begin(*args: Any, **kwargs: Any) -> Any:
-        run = init(*args, **(kwargs if is_main else {**kwargs, "mode": "disabled"}))  # which overrides WANDB_MODE
-        log = run.log
-        run.log = wandb.log = lambda *given, **options: on_whole(log, given, options)
-        if not is_main and hasattr(wandb.sdk, "_watch"):
-            vars(run).setdefault("_torch_history", None)  # has the same hooks, which never log
-            run.watch = wandb.watch = lambda models, criterion=None, log="gradients", *_, **__: wandb.sdk._watch(
-                run, models, criterion, log, sys.maxsize
-            )
-            run.unwatch = wandb.unwatch = functools.partial(wandb.sdk._unwatch, run)
-        return run
-
-    if init is not None:
-        wandb.init = begin
+    share(is_main)
 
 
 class _Passed:
