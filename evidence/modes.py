@@ -60,6 +60,8 @@ FORBIDDEN = {
     "door=shares exact=6 batch=7": "the same",
     "door=shares exact=6 evaluate=loader": "the same",
     "door=shares sampler=stream drop_last=no": "the last batch is filled up (make_loader)",
+    "door=shares sampler=stream workers=2|persistent": "reported: one process reads it once for each worker",
+    "door=shares sampler=stream draws=torch|numpy|python": "reported: draws of its own (docs/same_experiment.md)",
     "tool=check|certificate resume=flag|flag_other|signal|signal_other": "they start the program once",
     "tool=check exact=6": "it compares with plain torch",
     "tool=certificate exact=no": "a certificate has it",
@@ -68,7 +70,10 @@ FORBIDDEN = {
     "workers=persistent resume=signal|signal_other collate=noise": "the same",
 }
 # Refusals that the docs name: where, and words of the line.
-REFUSED = {"door=shares sampler=stream": "does not split over"}
+REFUSED = {
+    "door=shares sampler=stream": "does not split over",
+    "door=shares net=transformer": "do not show the memory layout",
+}
 TOLERANCE, NUDGES, DEADLINE_S = {"float64": 1e-9, "float32": 1e-6, "bf16": 1e-3}, 30, 120.0
 FAULTS = ("different", "refused wrongly", "crashed", "hung")
 HERE = Path(__file__).parent

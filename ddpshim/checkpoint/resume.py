@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Callable, NoReturn, Optional, Protocol
 
+import torch
+
 from ddpshim import variables
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint import last_save, plain_files
@@ -242,9 +244,13 @@ class Resumable:
                 num_passes, first = num_passes - 1, length
             loader.set_epoch(epoch * math.ceil(total / length) + num_passes, start_step=first)
             loader.restore_order(order, is_inside=start < total and first > 0)
-        return self._left(loader, start, total, can_enter)
+        elif order is not None:
+            for generator, state in zip(_generators(loader), order["generators"]):
+                generator.set_state(state)
+        draws_seed = can_enter or order is None or not order["workers stay"]
+        return self._left(loader, start, total, can_enter, draws_seed)
 
-    def _left(self, loader: Any, start: int, total: int, can_enter: bool) -> Iterator[Any]:
+    def _left(self, loader: Any, start: int, total: int, can_enter: bool, draws_seed: bool) -> Iterator[Any]:
         batches = iter(loader) if 0 < start < total else iter(())
         for step in range(start, total):
             self.step = step
@@ -252,10 +258,12 @@ class Resumable:
                 deadline_s = _LOCKSTEP_DEADLINE_S if can_enter else self._world.options.side_timeout_s
                 self._look(deadline_s, may_wait=step > 0)
             if step == 0:  # not before: a run that stops in this look draws the epoch's order after resuming
-                batches = iter(loader)
+                batches = iter(loader) if draws_seed else _begun(loader)
             try:
                 batch = next(batches)
             except StopIteration:
+                if not can_enter and total == len(loader):  # which torch overestimates for a stream read by workers
+                    break
                 batches = iter(loader)
                 batch = next(batches)
             self._num_unsaved += 1
@@ -380,7 +388,7 @@ class Resumable:
         for stateful in self._objects.values():
             if isinstance(stateful, Running):
                 stateful.collect()
-        order = self._loader.order_state() if isinstance(self._loader, Enterable) else None
+        order = self._loader.order_state() if isinstance(self._loader, Enterable) else _order_of(self._loader)
         states = self._world.gather((self._streams or rank_states(self._world.device), order))
         of_objects = self._objects.items()
         objects = {name: stateful.state_dict() for name, stateful in of_objects}  # collective if sharded
@@ -491,6 +499,30 @@ class Resumable:
             plain_files.restore_streams(states[here.rank], here.device, self.folder)
         else:
             seed_everything(derive_seed(here.seed or 0, "rank", here.rank, "resumed", self.epoch, start))
+
+
+def _order_of(loader: Any) -> dict[str, Any]:
+    """Return what one of torch's loaders keeps from pass to pass. Local."""
+    return {
+        "generators": [generator.get_state() for generator in _generators(loader)],
+        "workers stay": getattr(getattr(loader, "_of_rows", None) or loader, "_iterator", None) is not None,
+    }
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Return the generators of the caller's own from which one of torch's loaders draws."""
+    owners = (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return [*dict.fromkeys(generator for generator in found if isinstance(generator, torch.Generator))]
+
+
+def _begun(loader: Any) -> Iterator[Any]:
+    """Return `iter(loader)`, without the draw of a seed for workers, which torch made in an earlier pass. Local."""
+    own, loader.generator = loader.generator, torch.Generator()
+    try:
+        return iter(loader)
+    finally:
+        loader.generator = own
 
 
 def _holds_own_gradients() -> bool:
