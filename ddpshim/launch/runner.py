@@ -34,7 +34,7 @@ from ddpshim import adapters, variables
 from ddpshim.checkpoint import last_save
 from ddpshim.errors import LaunchError, OptionsError
 from ddpshim.failures.port import check_port, why_unknown
-from ddpshim.launch import alone, first_failure, signals, warm
+from ddpshim.launch import alone, first_failure, signals
 from ddpshim.launch.rank import BEGAN
 from ddpshim.observe.records import FOLDER
 from ddpshim.process.launch_env import EXIT_REQUEUE, LaunchEnv, read_launch_env
@@ -141,8 +141,7 @@ def _run_ranks(job: Launch, run_dir: str, program: Sequence[str]) -> tuple[Mappi
     from ddpshim.failures.listening import narrowed
 
     logging.disable(logging.ERROR)  # the agent's own reports: they would come after the traceback
-    again = warm.restarts() if job.max_restarts else contextlib.nullcontext()
-    with signals.passed_on_by_agent(job.grace_s) as received, narrowed((job.nnodes or 1) == 1), again:
+    with signals.passed_on_by_agent(job.grace_s) as received, narrowed((job.nnodes or 1) == 1):
         try:
             options = torchrun.parse_args(torchrun_arguments(job, run_dir))
             options.training_script_args = [*program]

@@ -31,7 +31,7 @@ from ddpshim import variables
 from ddpshim.checkpoint import last_save
 from ddpshim.errors import LaunchError, WorldError
 from ddpshim.failures import failure, failure_notes
-from ddpshim.launch import alone, first_failure, runner, warm
+from ddpshim.launch import alone, first_failure, runner
 from ddpshim.launch.runner import Launch
 from ddpshim.observe import records
 from ddpshim.process import rank_log
@@ -815,52 +815,3 @@ def test_a_log_that_is_written_in_the_last_moment_is_shown(tmp_path: Path, capfd
         time.sleep(0.02)  # it has looked for the log, most probably, and looks again later
         (tmp_path / "rank_0.log").write_text("saved\n")
     assert capfd.readouterr().out == "saved\n"
-
-
-STAND_IN = """
-import os, socket, sys, time
-from ddpshim.launch import warm
-warm._MODULES = ()
-action, path = warm.serve(socket.socket(fileno=int(sys.argv[-1])))
-with open(path, "w") as file:
-    file.write(f"{os.environ['WHO']} {os.getcwd()} {os.getpgrp() == os.getpid()}")
-time.sleep(0 if action == "exit" else 60)
-sys.exit(3)
-"""
-
-
-@pytest.mark.launch
-def test_ranks_are_started_again_from_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "stand_in.py").write_text(STAND_IN)
-    monkeypatch.setattr(warm, "_SELF", [str(tmp_path / "stand_in.py")])
-    monkeypatch.setattr(warm, "_BEGIN_AFTER_S", 0.0)
-    made, end = warm.Warm(), time.monotonic() + patience(30)
-    environ, command = {**os.environ, "PYTHONPATH": str(ROOT)}, [sys.executable, *warm._RANK]
-    first = made.popen([sys.executable, "-c", "pass"], env=environ)
-    assert isinstance(first, subprocess.Popen)
-    assert first.wait(patience(30)) == 0
-    while not made._is_ready():
-        assert time.monotonic() < end
-    monkeypatch.chdir(tmp_path)
-    ended = made.popen([*command, "exit", "a"], env={**environ, "WHO": "rank 0"}, stdout=None)
-    killed, left = (made.popen([*command, "stay", name], env={**environ, "WHO": name}) for name in "bc")
-    assert ended.wait(patience(30)) == 3
-    assert (tmp_path / "a").read_text() == f"rank 0 {tmp_path} True"
-    with pytest.raises(subprocess.TimeoutExpired):
-        killed.wait(0.1)
-    os.killpg(killed.pid, signal.SIGKILL)
-    assert killed.wait(patience(30)) == -signal.SIGKILL
-    assert left.poll() is None
-    made._process.kill()  # type: ignore[union-attr]
-    assert left.wait(patience(30)) == -signal.SIGKILL
-    with made.popen([sys.executable, "-c", "pass"], env=environ) as afresh:
-        assert isinstance(afresh, subprocess.Popen)
-    made.end()
-
-
-def test_torchs_agent_starts_ranks_by_a_name_that_can_be_replaced() -> None:
-    starts = pytest.importorskip(warm._POPEN_IN, reason="before torch 2.3 ranks are started afresh")
-    assert starts.Popen is subprocess.Popen
-    with warm.restarts():
-        assert starts.Popen.__name__ == "popen"
-    assert starts.Popen is subprocess.Popen
