@@ -378,7 +378,7 @@ def _add_slurm(commands: Commands) -> None:
 
     slurm = commands.add_parser(
         "slurm",
-        help="print an sbatch script for a trainer, or a job for SkyPilot, Kubeflow or Ray",
+        help="print an sbatch script for a trainer",
         description="Print an sbatch script. SLURM signals the trainer before the time limit; if the trainer saves and "
         "exits with code 75, the job is requeued. Redirect the script into a file, read it, and `sbatch` it. If "
         "the trainer does not exist on this machine, that is only a warning: the job may run elsewhere.",
@@ -394,8 +394,6 @@ def _add_slurm(commands: Commands) -> None:
                 metavar=field.metadata["metavar"],
                 help=(field.metadata["help"] + default).replace("%", "%%"),
             )
-    text = "print a job for another engine instead; it takes the options on nodes, ranks, GPUs and the name"
-    slurm.add_argument("--for", dest="engine", choices=("skypilot", "kubeflow", "trainjob", "ray"), help=text)
     slurm.add_argument("--dry-run", action="store_true", help="changes nothing: slurm only ever prints the script")
     _add_program(slurm)
     slurm.set_defaults(run=_slurm)
@@ -406,12 +404,7 @@ def _slurm(arguments: argparse.Namespace) -> int:
     from ddpshim.launch.slurm import Settings, batch_script
 
     settings = {name: value for name, value in vars(arguments).items() if name in Settings.__dataclass_fields__}
-    if arguments.engine:
-        from ddpshim.launch.bridges import job_file
-
-        print(job_file(Settings(**settings), arguments.engine), end="")
-    else:
-        print(batch_script(Settings(**settings)), end="")
+    print(batch_script(Settings(**settings)), end="")
     sys.stdout.flush()
     for problem in problems_of_program(_launch(arguments)):
         say(

@@ -87,7 +87,7 @@ def words_shown(command: str) -> str:
 
 @pytest.mark.unit
 def test_the_page_lists_the_examples_and_nothing_else() -> None:
-    there = {str(p.relative_to(FOLDER)) for p in FOLDER.rglob("*") if p.suffix in (".py", ".sh", ".json")}
+    there = {str(p.relative_to(FOLDER)) for p in FOLDER.rglob("*") if p.suffix in (".py", ".sh", ".json", ".yaml")}
     listed = [row.file for row in (*TABLE, *OTHERS)]
     assert sorted(listed) == sorted(there)
 

@@ -68,9 +68,9 @@ def _commands(text: str) -> Iterator[str]:
 def _refusal(line: str) -> str:
     """What the parser says against a command, whatever a message puts in and whatever a mention leaves out; or ""."""
     said = ""
-    for value in ("2", "train.py", "ray", "-m m"):
+    for value in ("2", "train.py", "-m m"):
         words = re.sub(rf"(?<=[ =])(?:[A-Z][A-Z_]*|{VALUE})(?=\s|$)", value, line.replace("...", ""))
-        for rest in ("", " train.py", " 2 train.py", " 2", " ray train.py"):
+        for rest in ("", " train.py", " 2 train.py", " 2"):
             out = io.StringIO()
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
                 try:

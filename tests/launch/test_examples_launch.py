@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import runpy
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from tests.launch.test_launch_matrix import SCRIPT, _reports
 from tests.preloaded import environment, preloaded
@@ -126,3 +133,70 @@ def test_one_node_trains(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     assert [report["loss"] for report in _reports(tmp_path)] == [2.541748046875] * 2
     assert "ranks    2\n" in ran.stdout
+
+
+YAML = {
+    "skypilot.yaml": {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "gpu1\ngpu2"},
+    "kubeflow.yaml": {"PET_NNODES": "2", "PET_NODE_RANK": "1", "MASTER_ADDR": "gpu1", "MASTER_PORT": "29500"},
+    "trainjob.yaml": {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "gpu1", "PET_MASTER_PORT": "29500"},
+}
+
+
+@pytest.mark.parametrize("name", sorted(file.name for file in FOLDER.glob("*.yaml")))
+def test_each_node_of_an_engine_calls_run_with_its_number(tmp_path: Path, name: str) -> None:
+    job = pytest.importorskip("yaml").safe_load((FOLDER / name).read_text())
+    if name == "skypilot.yaml":
+        assert job["resources"] == {"accelerators": "A100:4", "job_recovery": {"recover_on_exit_codes": [75]}}
+        shell, nodes, environ = ["bash", "-c", job["run"]], job["num_nodes"], job["envs"]
+    else:
+        if name == "kubeflow.yaml":
+            job, (main, workers) = job["spec"], job["spec"]["pytorchReplicaSpecs"].values()
+            assert main["template"] == workers["template"]
+            (node,) = main["template"]["spec"]["containers"]
+            assert (node["name"], job["nprocPerNode"]) == ("pytorch", "4")
+            nodes, resources = main["replicas"] + workers["replicas"], node["resources"]
+        else:
+            node = job["spec"]["trainer"]
+            nodes, resources = node["numNodes"], node["resourcesPerNode"]
+            assert node["numProcPerNode"] == 4
+        assert resources == {"limits": {"nvidia.com/gpu": 4}}
+        shell, environ = [*node["command"], *node["args"]], {entry["name"]: entry["value"] for entry in node["env"]}
+    (tmp_path / "python").write_text('#!/bin/bash\necho "$@" "${RANK-none}" "${WORLD_SIZE-none}" $DDPSHIM_RESUME\n')
+    (tmp_path / "python").chmod(0o755)
+    environ = {**environ, **YAML[name], "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    if name != "skypilot.yaml":
+        environ.update(RANK="1", WORLD_SIZE="2")
+    said = subprocess.run(shell, env=environ, capture_output=True, text=True, timeout=patience(60), check=True).stdout
+    assert nodes == 2
+    assert said == (
+        "-m ddpshim run --nproc 4 --nnodes 2 --node-rank 1 --master-addr gpu1 --master-port 29500 "
+        "train.py --config bc.json none none always\n"
+    )
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_each_worker_of_ray_starts_one_rank(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    called: list[Any] = []
+    made = mock.Mock(side_effect=lambda rank, **how: SimpleNamespace(fit=rank))
+    kinds = dict.fromkeys(("FailureConfig", "RunConfig", "ScalingConfig"), dict)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(**kinds))
+    monkeypatch.setitem(sys.modules, "ray.train.torch", SimpleNamespace(TorchConfig=dict, TorchTrainer=made))
+    monkeypatch.setattr(sys, "argv", ["on_ray.py", "-m", "mine", "a b"])
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda port: port.__setitem__(0, 4321))
+    monkeypatch.setattr(
+        subprocess, "run", lambda *how, **also: called.append((how, also)) or SimpleNamespace(returncode=code)
+    )
+    for name, value in {"RANK": "3", "WORLD_SIZE": "8", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    if code:
+        with pytest.raises(RuntimeError, match=r"^rank 3 ended with exit code 75: "):
+            runpy.run_path(str(FOLDER / "on_ray.py"))
+    else:
+        runpy.run_path(str(FOLDER / "on_ray.py"))
+    (((command,), how),) = called
+    assert command == [sys.executable, "-u", "-m", "ddpshim.launch.rank", "-m", "mine", "a b"]
+    expected = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_PORT": "4321", "DDPSHIM_RESUME": "always"}
+    assert expected.items() <= how["env"].items()
+    assert how["cwd"] == os.getcwd()
+    assert made.call_args.kwargs["scaling_config"] == {"num_workers": 8, "use_gpu": True}
