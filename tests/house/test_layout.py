@@ -320,8 +320,8 @@ def test_the_examples_run_and_two_ranks_equal_one(tmp_path: Path) -> None:
 # Lines of ddpshim in a process at its end, and in all files. They only fall: the
 # goals are 2,000, 7,000, 12,000 and 30,000. The last one has risen once, from 38,700, for certificates (1,100 lines), a
 # debugger for ranks (270) and jobs for other engines (70), none of which a trainer loads; it rose by 100 again for what
-# the first real GPU showed to be wrong, and by 54 for logged numbers in certificates. "launched" and "run" have risen by
-# 46 and 72 for what pairs of modes showed to be wrong (evidence/modes.md).
+# the first real GPU showed to be wrong, and by 54 for logged numbers in certificates. "launched" and "run" have risen
+# by 46 and 72 for what pairs of modes showed to be wrong (evidence/modes.md).
 CEILINGS = {"plain": 1875, "launched": 8971, "run": 14522}
 PACKAGE_CEILING = 35211
 OF_A_LAUNCHED_TRAINER = {
