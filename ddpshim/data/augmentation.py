@@ -128,7 +128,7 @@ class SampleStreams(Dataset[Any]):
             except _Indivisible:
                 raise DataError(
                     f"the __getitems__ of {self._name} was asked for {samples.num_rows} samples, and what it returns "
-                    "has not one row for each: ranks would take rows of other samples. Return a list of as many samples"
+                    "has not one row for each: ranks would take other samples. Return a list of as many samples."
                 ) from None
         before = global_states()
         batch = self._collate([*samples] if isinstance(samples, _Fetched) else samples)
