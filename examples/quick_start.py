@@ -5,7 +5,7 @@
 # same experiment. It takes about a minute on a CPU and needs an environment with robomimic
 # ([docs/start.md](../docs/start.md)). In a clone of this repository:
 #
-# `pip install . jupyterlab && jupyter lab examples/quick_start.ipynb`
+# `pip install . jupyterlab && python examples/course/notebooks.py && jupyter lab examples/quick_start.ipynb`
 
 # %%
 import json

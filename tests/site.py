@@ -26,9 +26,11 @@ DEADLINE_S = 600
 
 def build(out: Path) -> None:
     """Write the site into the folder `out`. Raises CalledProcessError at a warning."""
+    from examples.course import notebooks
     from tests import reference
 
     reference.write()
+    notebooks.write()
     how = ["-q", "-W", "--keep-going", "-E", "-c", str(CONF), "-d", str(out / ".doctrees"), "-b", "html"]
     subprocess.run([sys.executable, "-m", "sphinx", *how, str(ROOT), str(out)], check=True, timeout=DEADLINE_S)
     shutil.rmtree(out / ".doctrees")

@@ -1,9 +1,9 @@
 """Creates the notebooks of the course and of the quick start from their scripts, and runs one without Jupyter.
 
-    python examples/course/notebooks.py                                  # writes 1_setup.ipynb and the others
-    python examples/course/notebooks.py examples/course/1_setup.ipynb    # runs its cells one after another
+    python examples/course/notebooks.py                               # writes 1_setup.ipynb and the others
+    python examples/course/notebooks.py examples/course/1_setup.py    # runs its cells one after another
 
-Edit the scripts, not the notebooks: a test fails if a notebook differs from its script.
+Edit the scripts: git does not keep the notebooks.
 """
 
 from __future__ import annotations
@@ -37,20 +37,26 @@ def scripts() -> list[Path]:
     return [FOLDER.parent / "quick_start.py", *sorted(FOLDER.glob("[0-9]_*.py"))]
 
 
-def run(path: Path) -> None:
-    """Execute the code cells of the notebook at `path` in one namespace, as a kernel does."""
+def run(script: Path) -> None:
+    """Execute the code cells of the script's notebook in one namespace, as a kernel does."""
     names: dict[str, Any] = {"__name__": "__main__"}
-    for cell in json.loads(path.read_text())["cells"]:
+    for cell in json.loads(notebook(script.read_text()))["cells"]:
         if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), f"{path.name}, {cell['id']}", "exec"), names)
+            exec(compile("".join(cell["source"]), f"{script.name}, {cell['id']}", "exec"), names)
+
+
+def write() -> None:
+    """Write the notebook of each script beside it."""
+    for script in scripts():
+        script.with_suffix(".ipynb").write_text(notebook(script.read_text()))
 
 
 def main() -> None:
-    notebooks = [Path(argument) for argument in sys.argv[1:] if argument.endswith(".ipynb")]
-    for path in notebooks:
-        run(path)
-    for script in () if notebooks else scripts():
-        script.with_suffix(".ipynb").write_text(notebook(script.read_text()))
+    named = [Path(argument) for argument in sys.argv[1:] if argument.endswith(".py")]
+    for script in named:
+        run(script)
+    if not named:
+        write()
 
 
 if __name__ == "__main__":
