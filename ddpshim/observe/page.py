@@ -13,7 +13,7 @@ from ddpshim.errors import ReportError
 from ddpshim.failures.failure_notes import LOST, meaning_of
 from ddpshim.observe.records import Record, main_loss
 from ddpshim.observe.runs import Run
-from ddpshim.process.say import ranks_called, size
+from ddpshim.process.say import count, ranks_called, size
 
 PARTS = {"data_wait": "data wait", "compute": "compute", "optimizer": "optimizer"}
 _QUIET_S = 120.0
@@ -64,7 +64,7 @@ def findings(run: Run) -> list[str]:
     if missing:
         found.append(f"The records of {ranks_called(missing)} are missing: copy the files of all nodes into one folder")
     if run.num_torn:
-        found.append(f"{run.num_torn} lines of the records could not be read (killed while writing?)")
+        found.append(f"{count(run.num_torn, 'line')} of the records could not be read (killed while writing?)")
     odd = [epoch.number for epoch in run.epochs if epoch.mean is not None and not math.isfinite(epoch.mean)]
     if odd:
         found.append(f"The loss is not finite from epoch {odd[0]} on")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Optional, Union
 
 from ddpshim import variables
+from ddpshim.observe import sound
 from ddpshim.process import events
 from ddpshim.process.say import say
 from ddpshim.reading import read_bytes
@@ -83,7 +84,7 @@ def num_starts(folder: Union[str, os.PathLike[str]]) -> int:
     starts = [0]
     with contextlib.suppress(OSError):  # not reported here: `begin` gets the same error, and reports it
         found = (record for path in files(folder).values() for record in read(path)[0])
-        starts += [record["start"] for record in found if record["kind"] == "start"]
+        starts += [record.get("start", 0) for record in found if record["kind"] == "start"]
     return max(starts)
 
 
@@ -109,9 +110,7 @@ def _record(line: str) -> Optional[Record]:
     """Return the record in a line; None if it is torn, or of another program."""
     with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(line)
-        if isinstance(found, dict) and isinstance(found.get("time"), (int, float)):
-            numbered = {"start": "start", "epoch": "epoch"}.get(found.get("kind", 0))
-            return found if "kind" in found and (numbered is None or type(found.get(numbered)) is int) else None
+        return found if sound.is_sound(found) else None
     return None
 
 

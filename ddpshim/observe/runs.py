@@ -84,7 +84,8 @@ class Run:
         epochs: dict[int, Epoch] = {}
         by: dict[int, int] = {}
         for start, rank, record in self.events("epoch"):
-            epoch = epochs.setdefault(record["epoch"], Epoch(record["epoch"]))
+            number = record.get("epoch", 0)
+            epoch = epochs.setdefault(number, Epoch(number))
             passes = epoch.validation if record.get("phase") == "validation" else epoch.training
             if by.setdefault(id(passes), start) != start:
                 passes.clear()
@@ -152,7 +153,7 @@ def find(folder: Path) -> Optional[Run]:
 def _read(home: Path) -> Run:
     starts: dict[int, Start] = {}
     num_torn = 0
-    for path in records.files(home).values():
+    for rank, path in records.files(home).items():
         try:
             found, torn = records.read(path)
         except OSError as error:
@@ -162,7 +163,7 @@ def _read(home: Path) -> Run:
         current: list[Record] = []  # records before the first start are dropped
         for record in found:
             if record["kind"] == "start":
-                current = starts.setdefault(record["start"], {}).setdefault(record["rank"], [])
+                current = starts.setdefault(record.get("start", 1), {}).setdefault(rank, [])
             current.append(record)
     if not starts:
         raise ReportError(
