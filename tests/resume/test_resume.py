@@ -324,7 +324,7 @@ class _AtOnce:
     """A batch sampler that draws when it is asked for an iterator."""
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter([[*range(B * i, B * i + B)] for i in torch.randperm(N // B).tolist()])
+        return iter(torch.randperm(N)[: N // B * B].view(-1, B).tolist())
 
     def __len__(self) -> int:
         return N // B
