@@ -6,9 +6,9 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Optional
 
-from ddpshim import reading
 from ddpshim.errors import LaunchError
 from ddpshim.process.launch_env import EXIT_REQUEUE
 from ddpshim.trainers.patching.patchset import load_sets
@@ -94,12 +94,10 @@ def joins_by_itself(settings: Settings) -> bool:
     if settings.is_module and any(patch_set.package == package for patch_set in load_sets()):
         return True
     from ddpshim.launch.runner import module_file
+    from ddpshim.trainers.patching.in_memory import imports_ddpshim
 
     source = module_file(settings.program) if settings.is_module else settings.program
-    try:
-        return re.search(rb"^\s*(import|from)\s+ddpshim\b", reading.read_bytes(str(source)), re.MULTILINE) is not None
-    except OSError:
-        return False
+    return imports_ddpshim(Path(source or ""))
 
 
 _HOW_TO_FILL_IN = """\

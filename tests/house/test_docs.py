@@ -119,7 +119,7 @@ def test_robomimic_as_released(tmp_path: Path) -> None:
 @pytest.mark.launch
 @pytest.mark.robomimic
 def test_a_fork_of_robomimic(tmp_path: Path) -> None:
-    plain = copy_release(RELEASE, tmp_path, "plain")
+    plain = copy_release(RELEASE, tmp_path, "plain").rename(tmp_path / "pristine")
     shutil.copytree(plain, tmp_path / "fork")
     edited = tmp_path / "fork" / "robomimic" / "scripts" / "train.py"
     source = edited.read_text()
@@ -136,6 +136,7 @@ def test_a_fork_of_robomimic(tmp_path: Path) -> None:
     said = _run(train, tmp_path, tmp_path / "fork")
     assert "ddpshim: world of 2" in said
     assert "my fork" in said
+    assert "is not a release" not in said, "it calls ddpshim itself"
 
 
 @pytest.mark.launch

@@ -69,8 +69,6 @@ MISSING: dict[tuple[Command, str], tuple[list[str], int]] = {
     (("patch", "status"), "target"): (["--target", "absent"], 2),
     (("patch", "check"), "target"): (["--target", "absent"], 2),
     (("patch", "apply"), "target"): (["--target", "absent"], 2),
-    (("patch", "check"), "base"): (["--target", "installed/robomimic", "--merge", "--base", "absent"], 2),
-    (("patch", "apply"), "base"): (["--target", "installed/robomimic", "--merge", "--base", "absent"], 2),
     (("patch", "revert"), "target"): (["--target", "absent"], 2),
     (("patch", "manifest"), "directory"): (["absent", "--source", "tree", "--base", "abc"], 2),
     (("patch", "manifest"), "source"): (["patches", "--source", "absent", "--base", "abc"], 2),

@@ -7,11 +7,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpshim.errors import TargetError
-
 if TYPE_CHECKING:
     from ddpshim.arguments import Commands
-    from ddpshim.trainers.patching.files import Outcome, Status
+    from ddpshim.trainers.patching.files import Status
 
 
 def add(commands: Commands) -> None:
@@ -38,10 +36,6 @@ def add(commands: Commands) -> None:
         )
         action.add_argument("--set", metavar="NAME", help="use this set, e.g. robomimic/0.3.0")
         action.add_argument("--json", action="store_true", help="for programs")
-        if run in (_check, _apply):
-            action.add_argument("--merge", action="store_true", help="merge into a fork, whose files match no release")
-            text = "with --merge: folder of the release that it was forked from, for a three-way merge of changed lines"
-            action.add_argument("--base", metavar="FOLDER", help=text)
         action.set_defaults(run=run)
     manifest = actions.add_parser("manifest", help="for maintainers: write manifest.json from an unpatched tree")
     manifest.add_argument("directory", type=Path, metavar="DIR", help="patches/CODEBASE/VERSION")
@@ -80,7 +74,9 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    found, changed = _changed(arguments, is_trial=True)
+    from ddpshim.trainers.patching.files import check
+
+    found, changed = check(arguments.target, arguments.set)
     if arguments.json:
         _print_status(found, True, changed)
         return 0
@@ -90,23 +86,13 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _apply(arguments: argparse.Namespace) -> int:
-    found, changed = _changed(arguments, is_trial=False)
+    from ddpshim.trainers.patching.files import apply
+
+    found, changed = apply(arguments.target, arguments.set)
     if not arguments.json:
         print(f"{found.patch_set.name}: {'applied' if changed else 'already applied, nothing to do'}")
     _print_status(found, arguments.json, changed)
     return 0
-
-
-def _changed(arguments: argparse.Namespace, is_trial: bool) -> Outcome:
-    from ddpshim.trainers.patching import files
-
-    if arguments.merge:
-        from ddpshim.trainers.patching.merging import merge
-
-        return merge(arguments.target, arguments.base, arguments.set, is_trial=is_trial)
-    if arguments.base is not None:
-        raise TargetError("--base without --merge: it would not be used. Add --merge, or leave it out.")
-    return (files.check if is_trial else files.apply)(arguments.target, arguments.set)
 
 
 def _revert(arguments: argparse.Namespace) -> int:

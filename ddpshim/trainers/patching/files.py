@@ -5,7 +5,6 @@ Only content hashes decide what is written. A version string is printed, and bre
 
 from __future__ import annotations
 
-import base64
 import importlib.metadata
 import importlib.util
 import json
@@ -29,10 +28,7 @@ _WORDS = {"original": "not applied", "patched": "applied"}
 
 @dataclass(frozen=True)
 class FileStatus:
-    """One target file: `state` is original, patched, unknown or missing; `path` is without symlinks.
-
-    `before_merge`: the content before `merging.merge` patched it; None in a release.
-    """
+    """One target file: `state` is original, patched, unknown or missing; `path` is without symlinks."""
 
     name: str
     path: Path
@@ -40,7 +36,6 @@ class FileStatus:
     sha256: str
     crlf: bool = False
     content: bytes = b""
-    before_merge: Optional[bytes] = None
 
 
 @dataclass(frozen=True)
@@ -127,26 +122,6 @@ def revert(target: str = "robomimic", set_name: Optional[str] = None, patches_ro
 Changes = list[tuple[FileStatus, bytes]]
 
 
-def write_merged(look: Status, changes: Changes, is_trial: bool) -> Outcome:
-    """Write the merged content of the files in `look`, and the journal that `revert` needs."""
-    changes = [(file, content) for file, content in changes if content != file.content]
-    _require_writable(look, changes)
-    if not is_trial:
-        files = {
-            file.name: {
-                "before": file.sha256,
-                "after": sha256(content),
-                "content": base64.b64encode(file.content).decode(),
-            }
-            for file, content in changes
-        }
-        with locked(look.directory):
-            _write(look, changes, _record(look, "applying", files))
-            look = look_at(look.patch_set, look.directory)
-            _close_journal(look, "patched")
-    return Outcome(look_at(look.patch_set, look.directory), tuple(file.name for file, _ in changes))
-
-
 def _turn(wanted: str, target: str, set_name: Optional[str], patches_root: Optional[Path]) -> Outcome:
     look = status(target, set_name, patches_root)
     changes = _plan(look, wanted, patches_root)
@@ -157,16 +132,13 @@ def _turn(wanted: str, target: str, set_name: Optional[str], patches_root: Optio
         # Again: another process may have worked on the files while this one waited for the lock.
         look = status(target, set_name, patches_root)
         changes = _plan(look, wanted, patches_root)
-        merged = {file.name for file in look.files if file.before_merge is not None}
         files = {
             file.name: {
                 "before": sha256(turned(look.patch_set, file, "original")),
                 "after": sha256(turned(look.patch_set, file, "patched")),
             }
             for file in look.files
-            if file.name not in merged
         }
-        files.update({name: (look.journal or {})["files"][name] for name in merged})
         _write(look, changes, _record(look, "applying" if wanted == "patched" else "reverting", files))
         after = look_at(look.patch_set, look.directory)
         wrong = [file.name for file in after.files if file.state != wanted]
@@ -193,13 +165,6 @@ def turned(patch_set: PatchSet, file: FileStatus, wanted: str) -> bytes:
     """
     if file.state == wanted:
         return file.content
-    if file.before_merge is not None:
-        if wanted == "original":
-            return file.before_merge
-        raise PatchError(
-            f"A merge into {file.path.parent} was interrupted: only some files are merged, so the package may not "
-            "run. `python -m ddpshim patch revert` restores them; then merge again."
-        )
     content = file.content.replace(b"\r\n", b"\n") if file.crlf else file.content
     content = transform(patch_set.patches, file.name, content, wanted)
     found, expected = sha256(content), getattr(patch_set.files[file.name], wanted)
@@ -214,8 +179,7 @@ def turned(patch_set: PatchSet, file: FileStatus, wanted: str) -> bytes:
 
 def look_at(patch_set: PatchSet, directory: Path) -> Status:
     """Return the state of the package in `directory` with respect to this set. Local; reads only."""
-    files, journal = [], _read_journal(directory)
-    merged = (journal or {}).get("files", {}) if (journal or {}).get("set") == patch_set.name else {}
+    files: list[FileStatus] = []
     for name, hashes in patch_set.files.items():
         # `directory` replaces the first component, since an editable install may have any folder name. A symlink is
         # followed, so that its target is replaced and the link remains.
@@ -229,20 +193,8 @@ def look_at(patch_set: PatchSet, directory: Path) -> Status:
         unix = content.replace(b"\r\n", b"\n")
         if state == "unknown" and unix != content and unix.replace(b"\n", b"\r\n") == content:
             state, crlf = _state(hashes, sha256(unix)), True
-        before_merge = _before_merge(merged.get(name, {}))
-        if state == "unknown" and before_merge is not None:
-            state = _state(Hashes(sha256(before_merge), str(merged[name].get("after"))), found)
-        files.append(FileStatus(name, path, state, found, crlf, content, before_merge))
-    return Status(patch_set, directory, tuple(files), journal)
-
-
-def _before_merge(entry: Mapping[str, Any]) -> Optional[bytes]:
-    """Return the content in a journal entry; None if there is none, or if it does not match its hash."""
-    try:
-        content = base64.b64decode(entry["content"], validate=True)
-    except (KeyError, TypeError, ValueError):
-        return None
-    return content if sha256(content) == entry.get("before") else None
+        files.append(FileStatus(name, path, state, found, crlf, content))
+    return Status(patch_set, directory, tuple(files), _read_journal(directory))
 
 
 def _state(hashes: Hashes, found: str) -> str:
@@ -285,15 +237,15 @@ def _refusal(look: Status, sets: Sequence[PatchSet]) -> str:
         else f"`pip install --force-reinstall --no-deps {patch_set.codebase}=={patch_set.version}`"
     )
     lines.append(
-        f"In a fork, merge the set: `python -m ddpshim patch apply --merge --target {look.directory}` (see `python "
-        f"-m ddpshim docs MIGRATION`, section 2). Otherwise undo your edits, or get the release again with {fresh}, "
-        "and retry. If you changed nothing, open an issue at ddpshim with the hashes above."
+        "In a fork, merge the set by `git merge-file` (`python -m ddpshim docs MIGRATION`, section 2). Otherwise undo "
+        f"your edits, or get the release again with {fresh}, and retry. If you changed nothing, open an issue at "
+        "ddpshim with the hashes above."
     )
     return "\n".join(lines)
 
 
 def _record(look: Status, state: str, files: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the journal's content; `files`: hashes before and after, and for a merge the content before."""
+    """Return the journal's content; `files`: hashes before and after."""
     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     return {"set": look.patch_set.name, "state": state, "ddpshim": _own_version(), "time": when, "files": files}
 

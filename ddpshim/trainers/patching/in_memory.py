@@ -9,6 +9,7 @@ import importlib.abc
 import importlib.util
 import itertools
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -20,6 +21,7 @@ from typing import NamedTuple, Optional
 from ddpshim import adapters
 from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.say import say
+from ddpshim.reading import read_bytes
 from ddpshim.trainers.patching.files import FileStatus, look_at, status, turned
 from ddpshim.trainers.patching.patchset import PatchSet, load_sets, transform_moved
 
@@ -58,7 +60,8 @@ def patch_program(module: str, patches_root: Optional[Path] = None) -> bool:
         return False
     folder = Path(next(iter(folders)))
     sets = [found for found in load_sets(patches_root) if found.package == package]
-    if not any(module == _module_of(name) for patch_set in sets for name in patch_set.files):
+    files = {folder / name.split("/", 1)[1] for found in sets for name in found.files if _module_of(name) == module}
+    if not files or any(map(imports_ddpshim, files)):  # patched on disk, or a fork into which a set was merged
         return False
     found, lacking = fit(folder, sets, patches_root)
     is_main = read_launch_env(os.environ).rank == 0
@@ -78,6 +81,14 @@ def patch_program(module: str, patches_root: Optional[Path] = None) -> bool:
     if found.sources:
         sys.meta_path.insert(0, PatchedFiles(found))
     return bool(found.sources)
+
+
+def imports_ddpshim(file: Path) -> bool:
+    """Return whether a line of `file` imports ddpshim; False if it cannot be read. Local."""
+    try:
+        return re.search(rb"^\s*(import|from)\s+ddpshim\b", read_bytes(file), re.MULTILINE) is not None
+    except OSError:
+        return False
 
 
 def set_in_memory(package: str) -> Optional[str]:
