@@ -27,8 +27,9 @@ import torch
 
 from ddpshim.errors import CheckpointError
 from ddpshim.failures import failure
-from ddpshim.job.group import has_world, on_cleanup, world
+from ddpshim.job.group import on_cleanup, world
 from ddpshim.process import events
+from ddpshim.process.job import current
 from ddpshim.process.observed import outside_steps
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
@@ -296,7 +297,7 @@ class _Writer:
         self.background = Background(__name__, [self.buffer.descriptor])
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
-        if has_world():
+        if current().world is not None:
             on_cleanup(_at_cleanup)
         return self.background
 

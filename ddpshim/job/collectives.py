@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, Callable, Optional, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,12 @@ import torch.distributed as dist
 from ddpshim.errors import WorldError
 from ddpshim.failures import failure
 from ddpshim.job import shares
-from ddpshim.job.world import World
 from ddpshim.process import messages
 from ddpshim.process.say import described, say_once
 from ddpshim.process.users_line import users_line
+
+if TYPE_CHECKING:
+    from ddpshim.job.world import World
 
 T = TypeVar("T")
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from ddpshim.errors import SyncError
 from ddpshim.job import shares
-from ddpshim.job.process_group import new_group
 from ddpshim.job.world import World, as_divisor
 from ddpshim.process.job import current
 
@@ -101,22 +100,23 @@ def _gather_of_processes(of_process: Sequence[torch.Tensor], group: Any) -> list
     return in_order_of_numbers([list(of_rank) for of_rank in everyones])
 
 
+def new_group(backend: Optional[str] = None) -> Any:
+    """Return another process group of all ranks, with the first one's timeout and default backend (collective)."""
+    timeout = current().timeout
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    return dist.new_group(backend=backend, **options)
+
+
 class _Group:
-    """The process group for messages within forward and backward passes; None before its first use."""
+    """The process group for messages within forward and backward passes, separate from the buckets' group."""
 
     def __init__(self) -> None:
-        self.group: Any = None
+        self.made = new_group()
 
 
 def group() -> Any:
-    """Return the group for messages within forward and backward passes, separate from the buckets' group.
-
-    The first call is collective.
-    """
-    made = current().part(_Group)
-    if made.group is None:
-        made.group = new_group()
-    return made.group
+    """Return the group for messages within forward and backward passes (the first call is collective)."""
+    return current().part(_Group).made
 
 
 def mean_over(here: World, total: Any, count: Any) -> Any:

@@ -5,41 +5,18 @@ A plain process has no group: what makes and ends one is in `process_group`.
 
 from __future__ import annotations
 
-import importlib
 import os
 from dataclasses import replace
-from typing import Any, Callable, Optional, Union
+from typing import Any, Optional, Union, cast
 
 import torch
-import torch.distributed as dist
 
+from ddpshim import lazy
 from ddpshim.errors import OptionsError, WorldError
-from ddpshim.job.world import World
+from ddpshim.job.world import World, has_group, on_cleanup, single_device, world  # noqa: F401
 from ddpshim.options import Options
-from ddpshim.process.job import Job, current, leave
+from ddpshim.process.job import current, leave
 from ddpshim.process.launch_env import read_launch_env, read_num_restarts
-
-
-def world() -> World:
-    """Return the current World: the one that `setup()` made, else that of a single process. Local; starts nothing.
-
-    After `cleanup()` it is the last World, so the rank stays known. Raises WorldError if a launcher started this
-    process and `setup()` was not called: each rank would act as the only one.
-    """
-    job = current()
-    if job.world is not None or job.left is not None:
-        return job.world or job.left  # type: ignore[return-value]
-    if has_group() or read_launch_env(os.environ).is_launched:
-        raise WorldError(
-            "ddpshim.world() was called before ddpshim.setup() in a launched process; every rank would act as the "
-            "only one. Call ddpshim.setup() first."
-        )
-    return World(device=_single_device())
-
-
-def has_world() -> bool:
-    """Return whether `setup` was called in this process, without a later `cleanup`. Local."""
-    return current().world is not None
 
 
 def current_or_new_world() -> World:
@@ -106,14 +83,18 @@ def setup(
 
         return reuse(job, job.world, asked)
     if batch == "global" and (has_group() or read_launch_env(os.environ, **place, **master).is_launched):
-        return importlib.import_module("ddpshim.trainers.unedited.joining").join_edited(**given)  # type: ignore[no-any-return]
+        return cast(World, lazy.DOORS[batch](**given))
     settle_rounding()
     options = Options.read() if options is None else options
     timeout_s = options.timeout_s if timeout_s is None else timeout_s
     side_timeout_s = options.side_timeout_s if side_timeout_s is None else side_timeout_s
     env = None if has_group() else read_launch_env(os.environ, **place, **master)
     if env is not None and not env.is_launched:
-        made = _alone(job, options, device, str(env.reason) if env.in_allocation else None)
+        if env.in_allocation:  # it could be taken for a rank
+            from ddpshim.process.say import say
+
+            say(str(env.reason))
+        made = World(device=single_device(device), options=options, _job=job)
     else:
         from ddpshim.job import process_group
 
@@ -136,29 +117,12 @@ def setup(
 
         check_first_step(options, job)
     if made.is_launched:
-        process_group.begin(job, job.world, timeout_s)
+        process_group.begin(job, job.world, timeout_s, cleanup)
     return job.world
 
 
-def _alone(job: Job, options: Options, device: Union[str, torch.device, None], reason: Optional[str]) -> World:
-    """Return the World of a process without a launcher; say `reason` if it could be taken for a rank. Local."""
-    if reason is not None:
-        from ddpshim.process.say import say
-
-        say(reason)
-    return World(device=_single_device(device), options=options, _job=job)
-
-
-def _single_device(device: Union[str, torch.device, None] = None) -> torch.device:
-    """Return the device of a program without a launcher: the first GPU if one exists, else the CPU. Local."""
-    if device is not None:
-        return torch.device(device)
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
 def settle_rounding() -> None:
-    """Make MKL choose now how it rounds tanh, sin, exp and the like, so that this process rounds as the others do.
-    Local.
+    """Make MKL choose now how it rounds tanh, sin, exp and the like, so that this process rounds as others do. Local.
 
     On some machines a process's first such call is sometimes rounded differently from all later ones: on two virtual
     cores in 26 of 500 processes (`python -m evidence.first_rounding`). Without MKL nothing changes.
@@ -184,13 +148,3 @@ def cleanup() -> None:
         process_group.leave(ended, made)
     else:
         leave(ended, made)
-
-
-def on_cleanup(callback: Callable[[], None]) -> None:
-    """Make `cleanup()` call this; calls run in reverse order. Local."""
-    current().at_end.callback(callback)
-
-
-def has_group() -> bool:
-    """Return whether this process has torch's default process group. Local."""
-    return dist.is_available() and dist.is_initialized()

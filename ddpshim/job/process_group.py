@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Optional, Union
+from typing import Any, Callable, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,10 @@ from packaging.version import Version
 
 from ddpshim.errors import LaunchError, OptionsError
 from ddpshim.failures import failure, hang_detector, rendezvous, unsynced_check
-from ddpshim.job.group import cleanup, has_group
-from ddpshim.job.world import World
+from ddpshim.job import shared_pdb
+from ddpshim.job.world import World, has_group
 from ddpshim.options import Options
-from ddpshim.process import messages, shared_pdb
+from ddpshim.process import messages
 from ddpshim.process.devices import agree_on_backend, backend_of, bind_device
 from ddpshim.process.job import Job, current
 from ddpshim.process.job import leave as leave_job
@@ -89,11 +89,11 @@ def join(
     return made
 
 
-def begin(job: Job, made: World, timeout_s: float) -> None:
+def begin(job: Job, made: World, timeout_s: float, cleanup: Callable[[], None]) -> None:
     """Watch over the ranks from now on, and say on the main rank what was decided. Local."""
     if made.world_size > 1:
         atexit.unregister(_leave)
-        atexit.register(_leave, os.getpid())  # before the watch and other parts register theirs, so that it runs last
+        atexit.register(_leave, os.getpid(), cleanup)  # before the watch and others register theirs: it runs last
         unsynced_check.begin()
         failure.arm(made.rank, job.store, made.world_size)
         shared_pdb.share(job.at_end)
@@ -136,7 +136,7 @@ def leave(ended: Job, made: World) -> None:
     ended.group = None
 
 
-def _leave(process: int) -> None:
+def _leave(process: int, cleanup: Callable[[], None]) -> None:
     """End gloo's threads if a program ends without `cleanup`: one that is alive when Python ends may abort it.
 
     Local: it compares nothing, so that a rank that ends by `sys.exit` waits for no other. `process` called `setup`; a
@@ -151,13 +151,6 @@ def _leave(process: int) -> None:
     elif job.control is not None and ENDS_THREADS:  # the other group is the program's, or nccl's: see `cleanup`
         control, job.control = job.control, None
         dist.destroy_process_group(control)
-
-
-def new_group(backend: Optional[str] = None) -> Any:
-    """Return another process group of all ranks, with the first one's timeout and default backend (collective)."""
-    timeout = current().timeout
-    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    return dist.new_group(backend=backend, **options)
 
 
 def _check_same_options(made: World) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
 from ddpshim.errors import WorldError
-from ddpshim.job.world import World
+
+if TYPE_CHECKING:
+    from ddpshim.job.world import World
 
 
 class Running:
@@ -20,7 +22,8 @@ class Running:
 
     As one of `Resumable`'s objects it is saved and loaded, including entries that are not merged yet.
 
-    >>> running = World().running(every_n_steps=2)
+    >>> import ddpshim
+    >>> running = ddpshim.World().running(every_n_steps=2)
     >>> running.add("return", [1.0, 3.0])
     >>> running.step()
     >>> running.add("return", 5.0)

@@ -11,8 +11,7 @@ from torch.autograd.function import once_differentiable
 from ddpshim.errors import DataError
 from ddpshim.job import exchange, shares
 from ddpshim.job.exchange import group
-from ddpshim.job.group import world
-from ddpshim.job.world import World
+from ddpshim.job.world import World, world
 
 T = TypeVar("T")
 

@@ -1,17 +1,19 @@
-"""Defines `World`: this process's place in its job, frozen, with collectives for Python values."""
+"""Defines `World`: this process's place in its job, frozen, with collectives for Python values; and the current one."""
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, Union, cast
 
 import torch
 import torch.distributed as dist
 
 from ddpshim.errors import WorldError
 from ddpshim.options import Options
-from ddpshim.process.job import Job
+from ddpshim.process.job import Job, current
+from ddpshim.process.launch_env import read_launch_env
 
 if TYPE_CHECKING:
     from ddpshim.job.running import Running
@@ -297,3 +299,34 @@ class World:
 
         name = getattr(function, "__qualname__", type(function).__name__)
         return collectives.run_on_main(self, lambda: function(*args, **kwargs), name)
+
+
+def world() -> World:
+    """Return the current World: the one that `setup()` made, else that of a single process. Local; starts nothing.
+
+    After `cleanup()` it is the last World, so the rank stays known. Raises WorldError if a launcher started this
+    process and `setup()` was not called: each rank would act as the only one.
+    """
+    if (last := current().world or current().left) is not None:
+        return last
+    if has_group() or read_launch_env(os.environ).is_launched:
+        raise WorldError(
+            "ddpshim.world() was called before ddpshim.setup() in a launched process; every rank would act as the "
+            "only one. Call ddpshim.setup() first."
+        )
+    return World(device=single_device())
+
+
+def on_cleanup(callback: Callable[[], None]) -> None:
+    """Make `cleanup()` call this; calls run in reverse order. Local."""
+    current().at_end.callback(callback)
+
+
+def has_group() -> bool:
+    """Return whether this process has torch's default process group. Local."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def single_device(device: Union[str, torch.device, None] = None) -> torch.device:
+    """Return the device of a program without a launcher: the first GPU if one exists, else the CPU. Local."""
+    return torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))

@@ -19,7 +19,7 @@ from typing import Optional
 
 from ddpshim import variables
 from ddpshim.failures import failure_notes, unsynced_check
-from ddpshim.process import shared_pdb
+from ddpshim.job import shared_pdb
 from ddpshim.process.after_import import after_import
 from ddpshim.process.rank_log import redirect_output
 from ddpshim.process.say import say

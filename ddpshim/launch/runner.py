@@ -8,8 +8,6 @@ every rank succeeded; the code of the first rank to fail, or 128 + N if signal N
 from __future__ import annotations
 
 import contextlib
-import importlib.machinery
-import importlib.util
 import itertools
 import logging
 import os
@@ -26,7 +24,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, Optional
 
@@ -40,6 +37,7 @@ from ddpshim.observe.records import FOLDER
 from ddpshim.process.launch_env import EXIT_REQUEUE, LaunchEnv, read_launch_env
 from ddpshim.process.say import ranks_called, say
 from ddpshim.robomimic.options import RobomimicOptions
+from ddpshim.trainers.unedited.program import module_file
 from ddpshim.variables import PREFIX
 
 _NUM_LOGS = 50  # runs whose logs are kept in a folder
@@ -208,26 +206,6 @@ def problems_of_program(job: Launch) -> Iterator[str]:
     known = adapters.function(job.program.partition(".")[0], "problems") if job.is_module else None
     if known is not None:
         yield from known(job.program, job.arguments)
-
-
-def module_file(name: str) -> Optional[str]:
-    """Return the file that `python -m name` runs, found without importing the packages above it. Local."""
-    first, *rest = name.split(".")
-    try:
-        spec = importlib.util.find_spec(first)
-        for part in rest:
-            spec = _find_inside(spec, part)
-    except ValueError:  # an empty part of the name
-        return None
-    if spec is not None and spec.submodule_search_locations is not None:
-        spec = _find_inside(spec, "__main__")
-    return spec.origin if spec is not None else None
-
-
-def _find_inside(package: Optional[ModuleSpec], name: str) -> Optional[ModuleSpec]:
-    # Find only the last part of the name: for the full name, a folder without __init__.py needs its parent imported.
-    inside = package.submodule_search_locations if package is not None else None
-    return importlib.machinery.PathFinder.find_spec(name, inside) if inside is not None else None
 
 
 def _problems_of_nodes(job: Launch) -> Iterator[str]:

@@ -93,8 +93,8 @@ def joins_by_itself(settings: Settings) -> bool:
     package = settings.program.partition(".")[0]
     if settings.is_module and any(patch_set.package == package for patch_set in load_sets()):
         return True
-    from ddpshim.launch.runner import module_file
     from ddpshim.trainers.patching.in_memory import imports_ddpshim
+    from ddpshim.trainers.unedited.program import module_file
 
     source = module_file(settings.program) if settings.is_module else settings.program
     return imports_ddpshim(Path(source or ""))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ddpshim.errors import SyncError
-from ddpshim.job.process_group import new_group
+from ddpshim.job.exchange import new_group
 from ddpshim.process import devices
 from ddpshim.process.job import current
 

@@ -23,8 +23,8 @@ from ddpshim.checkpoint.progress_folder import find_progress
 from ddpshim.checkpoint.resume import Resumable
 from ddpshim.errors import CheckpointError, RankError
 from ddpshim.failures import preemption
-from ddpshim.job.group import has_world
 from ddpshim.job.world import World
+from ddpshim.process.job import current
 from ddpshim.process.launch_env import EXIT_REQUEUE
 from ddpshim.process.random_streams import rank_states, restore_rank_states
 from evidence import equivalence
@@ -130,7 +130,7 @@ def test_a_finished_training_that_is_started_again_leaves(
                 training.restore()
             assert left.value.code == 0
             assert "resume.finished); stopping with exit code 0" in capfd.readouterr().err
-            assert not has_world()
+            assert current().world is None
         else:
             assert not training.restore()
     finally:

@@ -152,9 +152,10 @@ class Recorder:
     def _begin(self) -> None:
         """Learn the number of the first step; all ranks count alike (collective)."""
         from ddpshim.checkpoint.resume import Saves
-        from ddpshim.job.group import has_world, world
+        from ddpshim.process.job import current
 
-        if not has_world() or world().options.exact is None:
+        here = current().world
+        if here is None or here.options.exact is None:
             raise CertificateError(
                 "this program is not distributed by ddpshim, or without the option exact, so its bits would depend on "
                 "the number of ranks, and nobody could check them on another. Set DDPSHIM_EXACT, and do not set "
@@ -163,7 +164,7 @@ class Recorder:
         saves = current().part(Saves)
         saves.also.append(self._keep)
         saves.before.append(self._mark_save)  # a later start begins at a mark
-        self._rank, self._has_numbers = world().rank, current().holds_whole_batches
+        self._rank, self._has_numbers = here.rank, current().holds_whole_batches
         if not self.is_repeating and self._rank == 0:
             if saves.restored is not None:
                 self._continue(saves.restored)
@@ -172,7 +173,7 @@ class Recorder:
                     f"{document.folder_of(self._path)} holds checkpoints of another start, and this one resumes from "
                     "none: its certificate would name them as its own. Move the folder and the certificate away."
                 )
-        self._num_steps = self._marked = world()._gather(self._first, "the steps of a certificate")[0]
+        self._num_steps = self._marked = here._gather(self._first, "the steps of a certificate")[0]
         current().before_end.callback(self._mark_end)
 
     def _continue(self, restored: Path) -> None:

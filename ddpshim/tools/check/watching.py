@@ -375,10 +375,9 @@ def _ranks_share_draws() -> bool:
     shares: Any = sys.modules.get("ddpshim.job.shares")
     if shares is None:
         return False
-    from ddpshim.job.group import has_world
     from ddpshim.process.job import current
 
-    return has_world() and (current().holds_whole_batches or bool(current().part(shares.Sharing).is_on))
+    return current().world is not None and (current().holds_whole_batches or bool(current().part(shares.Sharing).is_on))
 
 
 def is_of_all_ranks(batch: Any, size: int) -> bool:

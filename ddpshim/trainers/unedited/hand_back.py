@@ -18,7 +18,7 @@ from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say_on_main
 from ddpshim.process.users_line import users_line
-from ddpshim.trainers.unedited.program import Start, start_again
+from ddpshim.trainers.unedited.start import Start, start_again
 
 _LAST_ANSWER_S = 0.2  # time for other ranks to read the last answer of the store, which the main rank hosts
 

@@ -36,9 +36,9 @@ from ddpshim.trainers.unedited.clock import Clock
 from ddpshim.trainers.unedited.commands import Commands
 from ddpshim.trainers.unedited.locks import Locks
 from ddpshim.trainers.unedited.private_files import PrivateFiles
-from ddpshim.trainers.unedited.program import Start
 from ddpshim.trainers.unedited.reads import equal_reads
 from ddpshim.trainers.unedited.rollouts import Rollouts
+from ddpshim.trainers.unedited.start import Start
 from ddpshim.trainers.unedited.steps import Steps, say_what_was_divided
 
 

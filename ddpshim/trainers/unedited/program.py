@@ -7,11 +7,8 @@ import importlib
 import importlib.machinery
 import importlib.util
 import os
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Callable, NoReturn, Optional
+from collections.abc import Iterator, Sequence
+from typing import Optional
 
 from ddpshim import adapters, variables
 from ddpshim.errors import LaunchError, OptionsError
@@ -19,27 +16,7 @@ from ddpshim.process.after_import import after_import
 from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.say import say
 from ddpshim.trainers.unedited.sources import Sources
-
-
-@dataclass(frozen=True)
-class Start:
-    """How this rank was started, so that it can be restarted."""
-
-    argv: Sequence[str]
-    joins: bool = False  # whether its file calls a function that makes a process group
-    at_failure: list[Callable[[Exception], None]] = field(default_factory=list)  # called if the program fails
-    folder: str = field(default_factory=os.getcwd)
-    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
-    time: float = field(default_factory=time.time)
-    process: int = field(default_factory=os.getpid)
-
-
-def start_again(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
-    """Replace this process by a rank that runs the program `argv`, with the options of this Python. Local."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    options = ["-u", *["-O"] * sys.flags.optimize, *(f"-W{option}" for option in sys.warnoptions)]
-    os.execve(sys.executable, [sys.executable, *options, "-m", "ddpshim.launch.rank", *argv], environ)
+from ddpshim.trainers.unedited.start import Start
 
 
 def patched(argv: Sequence[str]) -> Optional[Sequence[str]]:
@@ -47,17 +24,14 @@ def patched(argv: Sequence[str]) -> Optional[Sequence[str]]:
 
     Returns None for other programs, and for all with DDPSHIM_UNEDITED=on or off.
     """
-    if not is_launched() or _wanted() != "auto" or adapters.packages().keys().isdisjoint(_words(argv)):
+    is_module = argv[0] == "-m"
+    names = argv[1].split(".") if is_module else os.path.realpath(argv[0]).split(os.sep)
+    if not is_launched() or _wanted() != "auto" or adapters.packages().keys().isdisjoint(names):
         return None
     from ddpshim.trainers.patching import in_memory
 
-    module, rest = (argv[1], argv[2:]) if argv[0] == "-m" else (in_memory.module_of(argv[0]), argv[1:])
+    module, rest = (argv[1], argv[2:]) if is_module else (in_memory.module_of(argv[0]), argv[1:])
     return ["-m", module, *rest] if module is not None and in_memory.patch_program(module) else None
-
-
-def _words(argv: Sequence[str]) -> list[str]:
-    """Return the names in the program's path or in its module's name."""
-    return argv[1].split(".") if argv[0] == "-m" else os.path.realpath(argv[0]).split(os.sep)
 
 
 @contextlib.contextmanager
@@ -70,7 +44,7 @@ def distributed(argv: Sequence[str]) -> Iterator[Optional[Start]]:
     if not is_launched() or _wanted() == "off":
         yield None
         return
-    sources = Sources(_file_of(argv))
+    sources = Sources(module_file(argv[1]) if argv[0] == "-m" else argv[0])
     if sources.own_way is not None and _wanted() != "on":
         if not sources.by_ddpshim and read_launch_env(os.environ).rank == 0:
             say(
@@ -117,17 +91,16 @@ def _wanted() -> str:
     return choice
 
 
-def _file_of(argv: Sequence[str]) -> Optional[str]:
-    """Return the file of the program, found without importing any of it; None if there is none."""
-    if argv[0] != "-m":
-        return argv[0]
-    first, *rest = argv[1].split(".")
+def module_file(name: str) -> Optional[str]:
+    """Return the file that `python -m name` runs, found without importing any of it; None if there is none. Local."""
     with contextlib.suppress(ValueError, ImportError):
+        first, *rest = name.split(".")
         spec = importlib.util.find_spec(first)
         for part in [*rest, "__main__"]:
             inside = spec.submodule_search_locations if spec is not None else None
-            if inside is None:
+            if inside is None and part == "__main__":  # no package
                 break
-            spec = importlib.machinery.PathFinder.find_spec(part, inside)
+            # By the last part: by the full name, a folder without __init__.py needs its parent imported.
+            spec = None if inside is None else importlib.machinery.PathFinder.find_spec(part, inside)
         return None if spec is None else spec.origin
     return None

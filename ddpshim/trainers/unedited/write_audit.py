@@ -15,7 +15,7 @@ from ddpshim import variables
 from ddpshim.errors import SyncError
 from ddpshim.process.users_line import users_line
 from ddpshim.trainers.unedited.c_libraries import sqlite_file
-from ddpshim.trainers.unedited.program import Start, start_again
+from ddpshim.trainers.unedited.start import Start, start_again
 from ddpshim.trainers.unedited.unmanaged_paths import WRITES, LeftAlone
 
 # Audit events of Python that write, and the arguments that are paths.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import pdb
 from contextlib import ExitStack
@@ -18,7 +17,9 @@ def share(until: ExitStack) -> None:
     def init(self: pdb.Pdb, *args: Any, **kwargs: Any) -> None:
         has_streams = args or kwargs.keys() & {"stdin", "stdout"}
         if type(self) is pdb.Pdb and os.getpid() == process and not has_streams:
-            kwargs = importlib.import_module("ddpshim.job.debugger").changed(self, kwargs)
+            from ddpshim.job.debugger import changed
+
+            kwargs = changed(self, kwargs)
         original(self, *args, **kwargs)
 
     until.enter_context(replaced(pdb.Pdb, "__init__", init))
