@@ -25,16 +25,17 @@ def export(run: Run, out: Optional[Path], kind: str) -> Path:
         raise ReportError(f"{names} is not installed; no curve would be written. Run `pip install {KINDS[kind][0]}`.")
     folder = out or run.folder
     folder.mkdir(parents=True, exist_ok=True)
+    curves = run.curves()
     if kind == "tensorboard":
         with contextlib.closing(_summary_writer()(str(folder / kind))) as writer:
-            for name, curve in run.curves().items():
+            for name, curve in curves.items():
                 for epoch, value in curve.items():
                     writer.add_scalar(name, value, int(epoch))
     else:
         mode = os.environ.get("WANDB_MODE", "offline")
         logged = importlib.import_module("wandb").init(dir=str(folder), name=folder.absolute().name, mode=mode)
-        for epoch in sorted({epoch for curve in run.curves().values() for epoch in curve}):
-            logged.log({"epoch": epoch, **{name: of[epoch] for name, of in run.curves().items() if epoch in of}})
+        for epoch in sorted({epoch for curve in curves.values() for epoch in curve}):
+            logged.log({"epoch": epoch, **{name: curve[epoch] for name, curve in curves.items() if epoch in curve}})
         logged.finish()
     return folder / kind
 

@@ -84,8 +84,7 @@ class Run:
         epochs: dict[int, Epoch] = {}
         by: dict[int, int] = {}
         for start, rank, record in self.events("epoch"):
-            number = record.get("epoch", 0)
-            epoch = epochs.setdefault(number, Epoch(number))
+            epoch = epochs.setdefault(record["epoch"], Epoch(record["epoch"]))
             passes = epoch.validation if record.get("phase") == "validation" else epoch.training
             if by.setdefault(id(passes), start) != start:
                 passes.clear()

@@ -10,11 +10,12 @@ _MOST_RANKS = 1 << 16
 
 
 def is_sound(record: Any) -> bool:
-    """Whether `record` is a mapping with a kind and a time, and the known fields of its kind are valid. Local."""
+    """Whether `record` has a kind, a time and, of an epoch, its number, and its known fields are valid. Local."""
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
         return False
+    needed = {"time", "epoch"} if record["kind"] == "epoch" else {"time"}
     checks = {**_OF_ALL, **_OF_KIND.get(record["kind"], {})}
-    return all(check(record[key]) for key, check in checks.items() if key in record) and "time" in record
+    return needed <= record.keys() and all(check(record[key]) for key, check in checks.items() if key in record)
 
 
 Check = Callable[[Any], bool]

@@ -174,6 +174,9 @@ def test_junk_values_in_records(here: Path, capsys: pytest.CaptureFixture[str]) 
             num_torn += "could not be read" in said
             assert record["kind"] in ("start", "end") or "Failed: rank 0: x" in said
     assert num_torn > 20
+    whole[1].pop("epoch")
+    file.write_text("\n".join([*lines, json.dumps({**whole[1], "time": 9.0}), ""]))
+    assert "1 line of the records could not be read" in _report(here, capsys)
     file.write_text('{"kind": "start", "start": ' + "[" * 10**5 + "\n" + lines[0])
     assert "1 line of the records could not be read" in _report(here, capsys)
     assert records.num_starts(here / "run") == 1

@@ -74,8 +74,9 @@ def selftest(plan: Plan, file: Optional[Path] = None, say: Callable[[str], None]
     as JSON, without names of machines, users and folders. With several nodes each one calls it. Raises LaunchError
     before anything starts if `file` cannot be written, or if `plan.gpu` finds no GPU.
     """
+    about = {} if file is None else {name: found for name, found in describe().items() if name in ("versions", "GPUs")}
     if file is not None:
-        _write(file, [], is_complete=False)
+        _write(file, about, [], is_complete=False)
     num_gpus = _number_of_gpus(plan.gpu)
     nproc = plan.nproc or min(num_gpus, _MOST_GPUS) or 2
     shared = num_gpus > 0 and nproc > num_gpus
@@ -88,7 +89,7 @@ def selftest(plan: Plan, file: Optional[Path] = None, say: Callable[[str], None]
             results.append(result)
             say(str(result))
             if file is not None:  # each time: the next check may crash the machine
-                _write(file, results, is_complete=len(results) == len(PROVES))
+                _write(file, about, results, is_complete=len(results) == len(PROVES))
     return all(result.is_good for result in results)
 
 
@@ -104,11 +105,11 @@ class _Jobs:
         begun = time.monotonic()
         facts = self._folder / "machine.jsonl"
         code, said = self._run(machine.__file__, str(facts), str(self._plan.timeout_s))
-        for line in facts.read_text().splitlines() if facts.exists() else ():  # only where the main rank is
+        lines = facts.read_text().splitlines() if facts.exists() else []  # only where the main rank is
+        for line in lines:
             yield Result(**json.loads(line), is_good=True)
         if code:
-            done = len(facts.read_text().splitlines()) if facts.exists() else 0
-            yield Result(list(PROVES)[done], False, time.monotonic() - begun, said)
+            yield Result(list(PROVES)[len(lines)], False, time.monotonic() - begun, said)
             return
         one, ranks = self._folder / "one.json", self._folder / "ranks.json"
         begun = time.monotonic()
@@ -219,12 +220,10 @@ def _number_of_gpus(is_required: bool) -> int:
     return num_gpus
 
 
-def _write(file: Path, results: list[Result], is_complete: bool) -> None:
-    environment = describe()
+def _write(file: Path, about: Mapping[str, Any], results: list[Result], is_complete: bool) -> None:
     checks = [{**asdict(result), "detail": without_names(_without_folders(result.detail))} for result in results]
-    about = {"versions": environment["versions"], "GPUs": environment["GPUs"], "is_complete": is_complete}
     try:
-        file.write_text(json.dumps({**about, "checks": checks}, indent=1) + "\n")
+        file.write_text(json.dumps({**about, "is_complete": is_complete, "checks": checks}, indent=1) + "\n")
     except OSError as error:
         raise LaunchError(
             f"{file} cannot be written ({error.strerror}): the results would be lost. Name a file in an existing "
