@@ -1,8 +1,8 @@
 """Set up a fresh machine and run something on it: `python3 bootstrap.py demo` or `python3 bootstrap.py test`.
 
 Makes a virtual environment (.venv beside this file), installs missing packages from the package index, and never
-replaces a torch that the calling Python already has. `test --fast` runs the quick tests only; pytest gets the other
-arguments. `install` asks pip again even if everything seems to be installed.
+replaces a torch that the calling Python already has. `test --fast` tests each promise once, `test --daily` also what
+takes long and seldom fails; pytest gets the other arguments. `install` asks pip again even if everything seems to be installed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ THIS_PYTHON = str(sys.implementation.cache_tag)  # "cpython-311": the pythons th
 MADE = "made-by-bootstrap"  # a file in each environment that this script made, and may empty
 STAMP = "installed-by-bootstrap"  # a file in a complete environment; contains the fingerprint
 RESOLVED = ("robomimic", "report", "test")  # files of requirements/; those in no-deps.txt are installed last
-FAST_TESTS = "unit or ranks"
+FAST_TESTS = "tests/promises"
 FIRST_TOO_NEW = (3, 12)  # the torchvision in requirements/no-deps.txt has no wheel for it
 
 
@@ -188,13 +188,13 @@ def install(folder: Path, held: tuple[int, ...] = ()) -> None:
     (folder / STAMP).write_text(fingerprint(folder))
 
 
-def commands(what: str, fast: bool, rest: list[str]) -> list[list[str]]:
+def commands(what: str, fast: bool, daily: bool, rest: list[str]) -> list[list[str]]:
     """Return Python's arguments, one list per command."""
     if what == "install":
         return []
     if what == "demo":
         return [["examples/same_experiment.py", *rest]]
-    chosen = ["-m", FAST_TESTS] if fast else []
+    chosen = [FAST_TESTS] if fast else [] if daily else ["-m", "not daily"]
     return [
         ["-m", "ruff", "check", "."],
         ["-m", "ruff", "format", "--check", "."],
@@ -209,10 +209,11 @@ def main() -> None:
     )
     parser.add_argument("what", choices=["demo", "test", "install"])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="the environment's folder (default: .venv)")
-    parser.add_argument("--fast", action="store_true", help=f"with test: only those marked {FAST_TESTS}")
+    parser.add_argument("--fast", action="store_true", help=f"with test: only {FAST_TESTS}")
+    parser.add_argument("--daily", action="store_true", help="with test: those marked daily as well")
     args, rest = parser.parse_known_args()
-    if args.fast and args.what != "test":
-        parser.error("--fast chooses tests: write `bootstrap.py test --fast`")
+    if (args.fast or args.daily) and args.what != "test":
+        parser.error("--fast and --daily choose tests: write `bootstrap.py test --fast`")
     folder = args.venv.resolve()
     if args.what == "install" or not is_installed(folder):
         with locked(folder) as held:
@@ -220,7 +221,7 @@ def main() -> None:
                 refuse_this_python(folder)
                 make_environment(folder, held)
                 install(folder, held)
-    for command in commands(args.what, args.fast, rest):
+    for command in commands(args.what, args.fast, args.daily, rest):
         print("python", " ".join(command), flush=True)
         call([str(python_of(folder)), *command])
 

@@ -61,6 +61,16 @@ TIERS = {
     **dict.fromkeys(("preloaded", "rlds", "robocasa", "robomimic", "rollout", "runner", "tfdata"), "launch"),
 }
 
+# What is printed, pages and types: they seldom fail, and take as long as what users feel. `bootstrap.py test --daily`
+# runs them; these few of them always run.
+DAILY = ("course", "docs", "printed", "reference", "site", "types")
+QUICK = (
+    "test_each_function_says_whether_ranks_must_call_it_together",
+    "test_every_page_is_in_a_list",
+    "test_links_lead_somewhere",
+    "test_messages_name_pages_that_the_wheel_has",
+)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
@@ -68,6 +78,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         tier = own[0] if own else TIERS.get(item.path.stem.removeprefix("test_"), "unit")
         trains = any(item.get_closest_marker(name) for name in ("robomimic", "simulator", "upstream"))
         item.add_marker("train" if tier == "launch" and trains else tier)
+        if item.path.stem.removeprefix("test_") in DAILY and item.name.partition("[")[0] not in QUICK:
+            item.add_marker("daily")
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 

@@ -97,6 +97,12 @@ class SampleStreams(Dataset[Any]):
         if not self.is_as_in_one_process or not indices.whole:
             return self._by_place(indices)
         if self._world_size == 1:
+            if self._began is None:
+                self._began = global_states()
+                if indices.before:  # this pass began in its middle
+                    self._collate(fetched(self.dataset, indices))
+                    if has_drawn(self._began):
+                        self._fetch_again([*indices.before])
             return fetched(self.dataset, indices)
         before = global_states()
         state = self._state()

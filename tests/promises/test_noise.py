@@ -1,0 +1,45 @@
+"""Same noise: what a program draws, in its step, its network and its data workers, is what one process draws."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.promises.running import steps_of, trained
+
+pytestmark = pytest.mark.launch
+Steps = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Steps, Steps]:
+    one, ranks = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("ranks")
+    trained(one, "--batch", "7")
+    trained(ranks, "--batch", "7", ranks=3)
+    return steps_of(one), steps_of(ranks)
+
+
+@pytest.mark.parametrize("what", ["noise", "drawn", "x"])
+def test_draws_are_those_of_one_process(both: tuple[Steps, Steps], what: str) -> None:
+    """Of the loss; of torch, Python and numpy in the step; of the same three in data workers."""
+    plain, found = ([step[what] for step in steps] for steps in both)
+    assert len(plain) == 16
+    assert found == plain
+    assert len({str(value) for value in plain}) == 16
+
+
+def test_the_losses_have_the_dropout_of_one_process(both: tuple[Steps, Steps]) -> None:
+    plain, found = ([step["loss"] for step in steps] for steps in both)
+    assert found == pytest.approx(plain, rel=1e-12)
+
+
+def test_shares_have_it_too(tmp_path: Path) -> None:
+    trained(tmp_path / "one", "--drop-last")
+    trained(tmp_path / "ranks", "--drop-last", door="shares", ranks=2)
+    first, second = (steps_of(tmp_path / "ranks", rank) for rank in "01")
+    for step, share, other in zip(steps_of(tmp_path / "one"), first, second):
+        for what in ("noise", "x"):
+            assert [row for rows in zip(share[what], other[what]) for row in rows] == step[what]
+        assert share["drawn"] == other["drawn"] == step["drawn"]
