@@ -12,7 +12,6 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Optional
 
 import torch
 from torch.utils.data import DataLoader
@@ -42,8 +41,6 @@ def _measure(folder: str, num_rounds: int, num_steps: int) -> dict[str, list[flo
             loss.backward()
             optimizer.step()
             value = loss.item()
-            if is_recorded:
-                recorder.step(value)
         if is_recorded:
             recorder.stop_counting()
             recorder.write_epoch(1, "training", {"Loss": value})
@@ -70,17 +67,15 @@ def _own_us(num_rounds: int) -> tuple[float, float]:
     optimizer = torch.optim.SGD([weight], lr=0.0)
     loader = DataLoader(_Empty(), batch_size=None)
 
-    def epoch(run: Optional[Recorder]) -> float:
+    def epoch() -> float:
         start = time.process_time()
         for _ in loader:
             optimizer.step()
-            if run is not None:
-                run.step(0.5)
         return time.process_time() - start
 
-    without = [epoch(None) for _ in range(num_rounds)]
+    without = [epoch() for _ in range(num_rounds)]
     with tempfile.TemporaryDirectory() as folder, ddpshim.record(folder) as run:
-        added = statistics.median(epoch(run) for _ in range(num_rounds)) - statistics.median(without)
+        added = statistics.median(epoch() for _ in range(num_rounds)) - statistics.median(without)
         start = time.process_time()
         for number in range(200):
             run.write_epoch(number, "training", {"Loss": 0.5, "lr": 0.1})

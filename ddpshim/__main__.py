@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 
 from ddpshim import version
 from ddpshim.arguments import Parser, natural, nproc, port, positive, seconds, steps
-from ddpshim.errors import DdpShimError, LaunchError, ReportError
+from ddpshim.errors import DdpShimError, LaunchError
 from ddpshim.process.say import say
 from ddpshim.tools import example, pages
 from ddpshim.trainers.patching import command
@@ -146,33 +146,27 @@ def _add_report(commands: Commands) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from ddpshim.observe import digits, exporting, page, runs
+    from ddpshim.observe import digits, report
 
     (first, *others), out = arguments.folder, arguments.out
     if arguments.export:
-        print(*(exporting.export(runs.load(folder), out, arguments.export) for folder in arguments.folder), sep="\n")
+        print(*(report.export(report.load(folder), out, arguments.export) for folder in arguments.folder), sep="\n")
         return 0
     code, text = 0, ""
     for other in others:
         found, verdict = digits.compare(first, other)
-        lines = [f"{first} and {other}: {verdict}", "", *page.as_markdown(digits.table(found))]
-        text += "\n".join(lines) + "\n"
+        text += f"{first} and {other}: {verdict}\n\n{report.as_markdown(digits.table(found))}"
         code = max(code, int(verdict.startswith("another")))
     if not others:
-        run = runs.load(first)
-        if not arguments.markdown and (out is not None or page.can_draw()):
-            text, out = page.html(run), out or run.folder / "report.html"
+        run = report.load(first)
+        if arguments.markdown:
+            text = report.markdown(run)
         else:
-            text = page.markdown(run)
-            if not arguments.markdown:
-                say("plotly is not installed, so this is the report without charts; pip install plotly adds them")
+            text, out = report.html(run), out or run.folder / "report.html"
     if out is None:
         print(text, end="")
     else:
-        try:
-            out.write_text(text, encoding="utf-8", errors="replace")  # JSON may hold half a surrogate pair
-        except OSError as error:
-            raise ReportError(f"{out} cannot be written ({error}); the report is lost. Name another --out.") from error
+        out.write_text(text, encoding="utf-8", errors="replace")  # JSON may hold half a surrogate pair
         print(out)
     return code
 

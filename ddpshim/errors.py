@@ -12,7 +12,7 @@
     ├── RolloutError  an episode of an evaluation failed
     ├── CheckpointError  (also OSError) a checkpoint could not be written or read, or none would be kept
     ├── CertificateError  a certificate is damaged, or cannot be made or checked
-    ├── ReportError   a run left no records, or its charts cannot be drawn
+    ├── ReportError   a run left no records, or two runs share no numbers
     └── PatchError    a patch set does not fit its target
         └── TargetError  the target does not exist
 

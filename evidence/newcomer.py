@@ -95,7 +95,7 @@ def mistakes(home: Path) -> Iterator[Step]:
         ("doctor a b", "did you mean check"),
         (OWN, f"did you mean run {OWN}"),
         ("docs lunch", "did you mean launch"),
-        ("report nowhere", "nowhere is not a folder"),
+        ("report nowhere", "nowhere holds no records"),
         ("run --nproc 2 -m robomimic.scripts.train --config no.json", "no.json does not exist.*ddpshim example"),
     ):
         yield Step(f"python -m ddpshim {words}", 2, (says,))

@@ -33,8 +33,7 @@ def main(folder):
             with torch.no_grad():
                 x, y = (part.to(world.device) for part in valid)
                 valid_loss = (net(x) - y).square().mean().item()
-            num_samples = 100 * len(losses) // world.world_size
-            run.epoch(epoch, loss=sum(losses) / len(losses), valid=valid_loss, num_samples=num_samples)
+            run.epoch(epoch, loss=sum(losses) / len(losses), valid=valid_loss)
             if world.is_main:
                 print(f"epoch {epoch}: loss {losses[-1]:.4f}, validation {valid_loss:.4f}")
     ddpshim.cleanup()

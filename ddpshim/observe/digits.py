@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import importlib
 import json
 import math
+import os
 import re
 import struct
 from collections.abc import Iterator, Mapping
@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from ddpshim.errors import ReportError
-from ddpshim.observe import records, runs
-from ddpshim.observe.page import Table
-from ddpshim.observe.runs import Curves
+from ddpshim.observe import records
+from ddpshim.observe.report import Curve, Rows, find, imported, logged
+
+Curves = dict[str, Curve]  # by name
 
 # Words in the names of numbers that differ between two runs of the same experiment; and of results of episodes, which
 # rounding can turn from a failure into a success.
@@ -31,7 +32,7 @@ class Agreement(NamedTuple):
     """A quantity of two runs: digits that agree, by step; `since`: the first step that rounding does not explain."""
 
     name: str
-    digits: dict[float, float]
+    digits: Curve
     since: Optional[float]
 
 
@@ -40,63 +41,52 @@ def compare(a: Path, b: Path) -> tuple[list[Agreement], str]:
 
     Of several kinds of logs the first counts that both have: records of ddpshim or robomimic's log, then TensorBoard.
     """
-    all_a, all_b = Curves(), Curves()
-    for kind in _KINDS:
-        of_a, of_b = _read(a, kind), _read(b, kind)
-        found = _compared(of_a, of_b)
+    both: list[Curves] = [{}, {}]
+    for kind in (*_KINDS, ""):  # at last any kinds
+        of_kind = [_read(place, kind) for place in (a, b)] if kind else both
+        pairs = ((name, of_kind[0][name], of_kind[1][other]) for name, other in _matched(*of_kind))
+        found = [agreement(name, one, two) for name, one, two in pairs if one.keys() & two.keys()]
         if found:
             return found, _verdict(found)
-        all_a, all_b = {**of_a, **all_a}, {**of_b, **all_b}
-    found = _compared(all_a, all_b)  # of different kinds
-    if not found:
-        has = "; ".join(f"{place} has {_described(curves)}" for place, curves in ((a, all_a), (b, all_b)))
-        raise ReportError(f"nothing in common: {has}. Log the same quantities at the same steps.")
-    return found, _verdict(found)
+        both = [{**new, **old} for new, old in zip(of_kind, both)]
+    has = (f"{place} has {', '.join([*curves][:5]) or 'no numbers'}" for place, curves in zip((a, b), both))
+    raise ReportError(f"nothing in common: {'; '.join(has)}. Log the same quantities at the same steps.")
 
 
-def table(found: list[Agreement]) -> Table:
+def table(found: list[Agreement]) -> Rows:
     """Return a row for each quantity: digits that agree at the first, the middle and the last common step. Local."""
-    rows = []
+    rows = [["quantity", "points", "first", "middle", "last", "differs from"]]
     for name, digits, since in found:
         steps = sorted(digits)
-        shown = [f"{_shown(digits[at])} at {at:g}" for at in (steps[0], steps[len(steps) // 2], steps[-1])]
-        rows.append([name, str(len(steps)), *shown, "" if since is None else f"{since:g}"])
-    return Table("Digits that agree", ["quantity", "points", "first", "middle", "last", "differs from"], rows)
+        cells = [f"{_shown(digits[at])} at {at:g}" for at in (steps[0], steps[len(steps) // 2], steps[-1])]
+        rows.append([name, str(len(steps)), *cells, "" if since is None else f"{since:g}"])
+    return rows
 
 
 def _verdict(found: list[Agreement]) -> str:
-    compared = [each for each in found if not _has(_SPEED, each.name)] or found
-    judged = [each for each in compared if not _has(_EPISODES, each.name)] or compared
-    apart = [each for each in judged if each.since is not None]
-    if apart:
-        first = min(apart, key=lambda each: each.since or 0.0)
-        return f"another experiment from {first.since:g} of {first.name} on"
+    judged = [each for each in found if not _has(_SPEED, each.name)] or found
+    judged = [each for each in judged if not _has(_EPISODES, each.name)] or judged
+    since, name = min(((each.since, each.name) for each in judged if each.since is not None), default=(None, ""))
+    if since is not None:
+        return f"another experiment from {since:g} of {name} on"
     fewest = min(value for each in judged for value in each.digits.values())
-    others = [each.name for each in compared if each.since is not None]
-    more = f"; results of episodes differ: {', '.join(others)}" if others else ""
-    return f"the same experiment up to rounding ({_shown(fewest)} digits){more}"
+    return f"the same experiment up to rounding ({_shown(fewest)} digits)"
 
 
-def _compared(one: Curves, two: Curves) -> list[Agreement]:
-    found = [_agreement(name, one[name], two[other]) for name, other in _matched(one, two)]
-    return [each for each in found if each.digits]
-
-
-def _agreement(name: str, one: Mapping[float, float], two: Mapping[float, float]) -> Agreement:
-    """Compare two curves at their common steps.
+def agreement(name: str, one: Curve, two: Curve) -> Agreement:
+    """Compare two curves at their common steps. Local.
 
     Training amplifies rounding, but not at once: a difference is another experiment's if it is large at the first step,
     or much larger than all before it. A difference in the last decimal that was printed is none.
     """
-    steps, digits, since, grown = sorted(set(one) & set(two)), dict[float, float](), None, _START / _GROWTH
-    printed = 10.0 ** -max((_decimals(value) for curve in (one, two) for value in curve.values()), default=0)
+    steps, digits, since, grown = sorted(one.keys() & two.keys()), Curve(), None, _START / _GROWTH
+    printed = 10.0 ** -max(_decimals(value) for curve in (one, two) for value in curve.values())
     for i, at in enumerate(steps):
         a, b = one[at], two[at]
         # The neighbours count too, as losses may cross zero.
         near = [abs(curve[step]) for step in steps[max(0, i - 1) : i + 2] for curve in (one, two)]
-        scale = max((value for value in near if math.isfinite(value)), default=0.0)
-        is_finite = math.isfinite(a) and math.isfinite(b)
-        apart = abs(a - b) / (scale or 1.0) if is_finite else float(a != b and not (math.isnan(a) and math.isnan(b)))
+        scale = max(filter(math.isfinite, near), default=0.0)
+        apart = abs(a - b) / (scale or 1.0) if math.isfinite(a - b) else float(repr(a) != repr(b))
         digits[at] = max(0, math.floor(-math.log10(apart))) if apart else math.inf
         if apart and not (abs(a - b) < 1.01 * printed <= 1.01e-3 * min(1.0, scale)):
             since = at if since is None and apart > max(_START, _GROWTH * grown) else since
@@ -120,6 +110,7 @@ def _matched(one: Curves, two: Curves) -> Iterator[tuple[str, str]]:
 
 
 def _shown(digits: float) -> str:
+    """ "6", "all"."""
     return "all" if math.isinf(digits) else f"{digits:.0f}"
 
 
@@ -128,44 +119,31 @@ def _has(words: str, name: str) -> bool:
     return re.search(rf"\b({words})\b", words_of_name) is not None
 
 
-def _described(curves: Curves) -> str:
-    names = [f"{name} at {min(at):g} to {max(at):g}" for name, at in curves.items()]
-    return ", ".join(names[:5]) + ", ..." * (len(names) > 5) if names else "no numbers"
-
-
 def _read(place: Path, kind: str) -> Curves:
-    if not place.exists():
-        raise ReportError(f"{place} does not exist; there is nothing to compare. Name a folder or a file of logs.")
     if kind == "log":
-        run = None if place.is_file() else runs.find(place) or runs.logged(place)
-        return {} if run is None else run.curves()
+        place.stat()  # raises OSError if it does not exist
+        run = find(place) or logged(place)
+        return {} if run is None else run.curves
     pattern, reader = _KINDS[kind]
     files = [place] if place.is_file() else sorted(place.rglob("*"))
     files = [path for path in files if re.fullmatch(pattern, path.name) and path.parent.name != records.FOLDER]
-    above = [path.parent.relative_to(place).parts if place.is_dir() else () for path in files]
-    # Folders that hold all files are perhaps a time stamp.
-    num_shared = next(
-        (i for i, names in enumerate(zip(*above)) if len(set(names)) > 1), min(map(len, above), default=0)
-    )
+    home = os.path.commonpath([path.parent for path in files]) if files else ""  # perhaps a time stamp
     curves: Curves = {}
-    for path, folders in zip(files, above):
+    for path in files:
         for name, at, value in reader(path):
-            curves.setdefault("/".join([*folders[num_shared:], name]), {})[at] = value
+            curves.setdefault("/".join([*path.parent.relative_to(home).parts, name]), {})[at] = value
     return curves
 
 
 def _events(path: Path) -> Iterator[tuple[str, float, float]]:
     """Yield the scalars of a TensorBoard file: a length of 8 bytes, its checksum, an event, its checksum, and so on."""
-    event_class = None
-    for name in ("tensorboard.compat.proto.event_pb2", "tensorboardX.proto.event_pb2"):
-        with contextlib.suppress(ImportError):
-            event_class = event_class or importlib.import_module(name).Event
-    if event_class is None:
+    module = imported("tensorboard.compat.proto.event_pb2", "tensorboardX.proto.event_pb2")
+    if module is None:
         raise ReportError(f"{path} cannot be read without tensorboard or tensorboardX. Run `pip install tensorboard`.")
     data, at = path.read_bytes(), 0
     while at + 12 <= len(data):
         (length,) = struct.unpack_from("<Q", data, at)
-        event = event_class()
+        event = module.Event()
         try:
             event.ParseFromString(data[at + 12 : at + 12 + length])
         except Exception:  # protobuf's own class: the end of a file that is still written, or torn
@@ -179,41 +157,39 @@ def _events(path: Path) -> Iterator[tuple[str, float, float]]:
                 yield value.tag, float(event.step), numbers[0]
 
 
-def _json_lines(path: Path) -> Iterator[tuple[str, float, float]]:
-    for number, line in enumerate(path.read_text(errors="replace").splitlines()):
-        with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line) if line.startswith("{") else {}
-            yield from _of_row(dict(_flat("", row)), number)
+def _table(path: Path) -> Iterator[tuple[str, float, float]]:
+    """Yield the numbers of each row at its step: the first of its columns that is called so, else the row's number."""
+    for number, row in enumerate(_rows(path)):
+        numbers = {}
+        for name, value in row.items():
+            with contextlib.suppress(ValueError, TypeError, OverflowError):
+                numbers.update({} if isinstance(value, bool) else {str(name): float(value)})
+        lower = {name.lower(): value for name, value in numbers.items()}
+        at = next((lower[name] for name in _STEPS if name in lower), float(number))
+        yield from ((name, at, value) for name, value in numbers.items() if name.lower() not in _STEPS)
 
 
-def _csv(path: Path) -> Iterator[tuple[str, float, float]]:
+def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a CSV file, or the objects of one of JSON lines."""
     with path.open(newline="", errors="replace") as file:
-        for number, row in enumerate(csv.DictReader(file)):
-            numbers = {}
-            for name, text in row.items():
-                with contextlib.suppress(ValueError, TypeError):
-                    numbers[str(name)] = float(text)
-            yield from _of_row(numbers, number)
+        if path.suffix == ".csv":
+            yield from csv.DictReader(file)
+            return
+        for line in file:
+            with contextlib.suppress(ValueError, RecursionError):
+                yield dict(_flat("", json.loads(line))) if line.startswith("{") else {}
 
 
-def _of_row(row: Mapping[str, float], number: int) -> Iterator[tuple[str, float, float]]:
-    """Yield the numbers of a row at its step: the first of its columns that is called so, else the row's number."""
-    lower = {name.lower(): value for name, value in row.items()}
-    at = next((lower[name] for name in _STEPS if name in lower), float(number))
-    yield from ((name, at, value) for name, value in row.items() if name.lower() not in _STEPS)
-
-
-def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for key, below in value.items():
             yield from _flat(f"{name}/{key}" if name else str(key), below)
-    elif type(value) in (int, float):
-        yield name, float(value)
+    else:
+        yield name, value
 
 
 _KINDS: dict[str, Any] = {
     "log": None,
     "TensorBoard": (r"events\.out\.tfevents\..*", _events),
-    "JSON lines": (r".*\.(jsonl|ndjson|json\.txt)|log\.txt", _json_lines),
-    "CSV": (r".*\.csv", _csv),
+    "table": (r".*\.(csv|jsonl|ndjson|json\.txt)|log\.txt", _table),
 }

@@ -1,21 +1,15 @@
-"""Records the training of a rank, for `python -m ddpshim report`.
-
-Recording adds a few sums to a step: no collective, no wait for a GPU. Lines are written at the end of an epoch, and
-every 30 s inside a long one.
-"""
+"""Records the training of a rank, and the three times of its steps, for `python -m ddpshim report`."""
 
 from __future__ import annotations
 
-import array
 import contextlib
-import os
 import platform
-import statistics
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from numbers import Real
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import torch
 
@@ -23,20 +17,17 @@ from ddpshim.failures import failure
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.world import World
 from ddpshim.observe import records
-from ddpshim.observe.step_times import Counted, StepTimes, hint
 from ddpshim.process import machine
 from ddpshim.process.job import current
+from ddpshim.process.observed import StepClock, observe
 from ddpshim.process.say import say
 from ddpshim.version import __version__
 
-_PROGRESS_EVERY_S = 30.0
-_MOST_POINTS = 32  # of a loss curve inside an epoch
-
-PathLike = Union[str, os.PathLike[str]]
+_LEAST_S, _LEAST_STEPS, _LEAST_WAIT = 60.0, 100, 0.15  # other trainings need no advice
 
 
 @contextlib.contextmanager
-def record(folder: PathLike) -> Iterator[Recorder]:
+def record(folder: records.PathLike) -> Iterator[Recorder]:
     """Record the training in this block in `folder`, for `python -m ddpshim report folder`.
 
     Collective at the start. Each rank appends to its own file, and a later start of the run appends to the same files.
@@ -61,7 +52,7 @@ def profile() -> Iterator[list[records.Record]]:
     """Print how the time of this block's steps was spent, one row per rank; write nothing.
 
     Collective at the end, unless the block raises. Use it around a training loop with any of torch's data loaders and
-    optimizers. The three times are those of `StepTimes`: waiting for data, the optimizer, and the rest.
+    optimizers. The three times are waiting for data, the optimizer, and the rest.
 
     Yields a list that is empty inside the block. After it, on every rank, it holds one mapping per rank, in rank order:
     `steps` (batches), `seconds` by part, and `memory` in bytes.
@@ -69,58 +60,34 @@ def profile() -> Iterator[list[records.Record]]:
     here, ranks, times = world(), list[records.Record](), current().part(StepTimes)
     before = times.read(leaves_step=True)
     yield ranks
-    ranks += here.gather({**_rounded(times.read().since(before)), "memory": _memory(here.device)})
+    ranks += here.gather({**times.read(since=before), "memory": _memory(here.device)})
     if here.is_main:
-        from ddpshim.observe.page import as_markdown, table_of_times
+        from ddpshim.observe.report import as_markdown, table_of_times
 
-        table = as_markdown(table_of_times(dict(enumerate(ranks))))
-        say("\n".join(["where the time of each rank's steps went", *table]))
+        table = as_markdown(table_of_times(dict(enumerate(ranks)))).rstrip()
+        say(f"where the time of each rank's steps went\n{table}")
 
 
 class Recorder:
     """Writes the records of this rank's training to `folder`/ddpshim/rank_N.jsonl."""
 
-    def __init__(self, folder: PathLike) -> None:
+    def __init__(self, folder: records.PathLike) -> None:
         """Start the records, or append to those of an earlier start (collective)."""
         here = world()
-        self.first_step = 0  # of this epoch; above 0 if an earlier start was interrupted in it
         self._device = here.device
-        self._begun: Optional[Counted] = None  # what had been counted when this epoch began
-        self._counted: dict[str, Any] = {}
-        self._losses = array.array("d")  # of the epoch's steps
-        self._next_progress = time.monotonic() + _PROGRESS_EVERY_S
-        self.is_on = here.options.record
-        if self.is_on:
-            number = here.run_on_main(records.num_starts, folder) + 1
-            self.is_on = records.begin(folder, here.rank, start=number, **_facts(here))
-            self._times = current().part(StepTimes)
+        self._times: Optional[StepTimes] = None  # without records
+        self._begun: Optional[records.Record] = None  # what had been counted when this epoch began
+        self._counted: records.Record = {}
+        start = here.run_on_main(time.time)
+        if here.options.record and records.begin(folder, here.rank, start=start, **_facts(here)):
+            self._times = times = current().part(StepTimes)
             # The last chance to record how the run ended: with the exception that is propagating, if any.
             on_cleanup(lambda: _note_failure(sys.exc_info()[1]))
             if here.is_main:
-                on_cleanup(lambda: _say_hint(self._times, here))
-
-    def step(self, loss: float) -> None:
-        """Record this rank's loss of one step, a number. Local. Reading it from a GPU's tensor waits for the GPU."""
-        if self.is_on:
-            self._losses.append(float(loss))
-            if time.monotonic() > self._next_progress:
-                records.note("progress", steps=len(self._losses), loss=self._losses[-1])
-                self._next_progress = time.monotonic() + _PROGRESS_EVERY_S
-
-    def step_of(self, metrics: Mapping[str, Any]) -> None:
-        """Call `step` with the loss in `metrics`, if there is one. Local."""
-        name = records.main_loss(metrics)
-        if name is not None:
-            self.step(metrics[name])
+                on_cleanup(lambda: _say_hint(times.read()))
 
     def epoch(
-        self,
-        epoch: int,
-        *,
-        loss: Optional[float] = None,
-        valid: Optional[float] = None,
-        num_samples: Optional[int] = None,
-        **metrics: float,
+        self, epoch: int, *, loss: Optional[float] = None, valid: Optional[float] = None, **metrics: float
     ) -> None:
         """Record an epoch that has ended, and how the time since the last call was spent. Local.
 
@@ -128,70 +95,115 @@ class Recorder:
             epoch: its number. The report shows the last start's record of an epoch.
             loss: this rank's mean training loss. The report shows the losses of all ranks, and their mean.
             valid: this rank's validation loss.
-            num_samples: how many samples this rank saw.
             metrics: any other numbers.
         """
         self.stop_counting()
-        own = {**({} if loss is None else {"Loss": loss}), **metrics}
-        self.write_epoch(epoch, "training", own, num_samples=num_samples)
+        self.write_epoch(epoch, "training", {**({} if loss is None else {"Loss": loss}), **metrics})
         if valid is not None:
             self.write_epoch(epoch, "validation", {"Loss": valid})
         self.start_counting()
 
     def start_counting(self) -> None:
         """Start measuring time. Local."""
-        self._begun = self._times.read(leaves_step=True) if self.is_on else None
+        self._begun = None if self._times is None else self._times.read(leaves_step=True)
 
     def stop_counting(self) -> None:
         """Stop measuring, and keep the times for the next `write_epoch`. Local."""
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            self._counted = _rounded(self._times.read(leaves_step=True).since(begun))
+        if self._times is not None and self._begun is not None:
+            self._counted, self._begun = self._times.read(since=self._begun, leaves_step=True), None
 
     def write_epoch(
-        self,
-        epoch: int,
-        phase: str,
-        own: Mapping[str, Any],
-        mean: Optional[Mapping[str, Any]] = None,
-        *,
-        batch_size: Optional[int] = None,
-        num_samples: Optional[int] = None,
+        self, epoch: int, phase: str, own: Mapping[str, Any], mean: Optional[Mapping[str, Any]] = None
     ) -> None:
-        """Record a pass over data: this rank's metrics and, if the trainer computed it, their mean over ranks."""
-        if not self.is_on:
-            return
+        """Record a pass over data: this rank's metrics and, if the trainer computed it, the mean of ranks. Local."""
         counted, self._counted = self._counted, {}
-        first_step, self.first_step = self.first_step, 0
-        losses, self._losses = self._losses, array.array("d")
-        width = -(-len(losses) // _MOST_POINTS) or 1
-        curve = [float(f"{statistics.fmean(losses[i : i + width]):.6g}") for i in range(0, len(losses), width)]
-        if batch_size is not None and "steps" in counted:
-            num_samples = batch_size * counted["steps"]
-        about = {"epoch": epoch, "phase": phase, "own": numbers(own), "samples": num_samples, "first_step": first_step}
-        about.update(mean=None if mean is None else numbers(mean), curve=curve, memory=_memory(self._device))
-        records.note("epoch", **about, **counted)
-        self._next_progress = time.monotonic() + _PROGRESS_EVERY_S
+        metrics = {"own": numbers(own), "mean": numbers(mean or {}), "memory": _memory(self._device)}
+        records.note("epoch", epoch=epoch, phase=phase, **metrics, **counted)
 
 
-def _rounded(counted: Counted) -> dict[str, Any]:
-    return {"steps": counted.steps, "seconds": {part: round(s, 6) for part, s in counted.seconds.items()}}
+class StepTimes:
+    """Counts this process's steps from its creation to the end of the job: `current().part(StepTimes)`. Local.
+
+    A step has three times: waiting for data, the optimizer, and the rest ("compute"), communication included. A GPU
+    works on while the host continues, so its time is counted where the host waits for it.
+
+    A batch of any of torch's loaders begins a step; without loaders each step of an optimizer ends one. A loop under
+    torch.no_grad(), saves, episodes, and what follows a loader's last batch, count to no step.
+    """
+
+    def __init__(self) -> None:
+        job = current()
+        self._clock, self._thread = job.part(StepClock), threading.get_ident()
+        self._seconds = dict.fromkeys(records.PARTS, 0.0)
+        self._num_batches = self._num_optimizer_steps = 0
+        self._part: Optional[str] = None  # None: no step
+        self._since = self._clock.now()
+        observe(
+            job.at_end, around_batch=self._waiting, before_step=self._begin_optimizer, after_step=self._end_optimizer
+        )
+
+    def read(self, since: Optional[records.Record] = None, leaves_step: bool = False) -> records.Record:
+        """Return `steps`, and `seconds` by part, counted up to now, or between an earlier answer and now.
+
+        Each moment of a step belongs to one part. With `leaves_step`, the time until the next batch counts to no step.
+        """
+        self._become(None if leaves_step else self._part)
+        before = since or {"steps": 0, "seconds": dict.fromkeys(records.PARTS, 0.0)}
+        seconds = {part: round(s - before["seconds"][part], 6) for part, s in self._seconds.items()}
+        return {"steps": (self._num_batches or self._num_optimizer_steps) - before["steps"], "seconds": seconds}
+
+    @contextlib.contextmanager
+    def _waiting(self, _: Any) -> Iterator[None]:
+        # Not where one loader reads another, or a thread fetches ahead.
+        if self._part == "data_wait" or threading.get_ident() != self._thread or not torch.is_grad_enabled():
+            yield
+            return
+        arrived = None
+        self._become("data_wait")
+        try:
+            yield
+            arrived = "compute"
+            self._num_batches += 1
+        finally:
+            self._become(arrived)
+
+    def _begin_optimizer(self, *_: Any) -> None:
+        # Not inside of another optimizer's step, or that of its base class, nor after the last batch.
+        if self._part == "compute" or not self._num_batches:
+            self._become("optimizer")
+
+    def _end_optimizer(self, *_: Any) -> None:
+        if self._part == "optimizer":
+            self._num_optimizer_steps += 1
+            self._become("compute")
+
+    def _become(self, part: Optional[str]) -> None:
+        now = self._clock.now()
+        if self._part is not None:
+            self._seconds[self._part] += now - self._since
+        self._part, self._since = part, now
 
 
-def _say_hint(times: StepTimes, here: World) -> None:
-    text = "" if sys.exc_info()[1] is not None else hint(times, here)
-    if text:
-        say(text)
+def _say_hint(counted: records.Record) -> None:
+    """Print a line about waiting for data, if this took much of a training that lasted and did not fail. Local."""
+    steps, total, wait = counted["steps"], sum(counted["seconds"].values()), counted["seconds"]["data_wait"]
+    is_long = steps >= _LEAST_STEPS and total >= _LEAST_S
+    if is_long and wait > _LEAST_WAIT * total and sys.exc_info()[1] is None:
+        say(
+            f"of a step of {1000 * total / steps:.4g} ms, the main rank waited {1000 * wait / steps:.3g} ms for data. "
+            "Store samples decoded and small, keep them in memory or, if cores are idle and the dataset is not "
+            "iterable, raise num_workers (robomimic: train.num_data_workers)."
+        )
 
 
-def _memory(device: torch.device) -> dict[str, Any]:
-    """Return the bytes that the process and its GPU use, currently and at the peak."""
+def _memory(device: torch.device) -> dict[str, int]:
+    """Return the bytes that the process and its GPU use, currently and at the peak, as far as the system says."""
     now, most = machine.resident_bytes()
-    memory: dict[str, Any] = {"rss": now, "peak_rss": most}
+    memory = {"rss": now, "peak_rss": most}
     if device.type == "cuda":
         memory["gpu_allocated"] = torch.cuda.max_memory_allocated(device)
         memory["gpu_reserved"] = torch.cuda.max_memory_reserved(device)
-    return memory
+    return {name: value for name, value in memory.items() if value is not None}
 
 
 def _facts(here: World) -> dict[str, Any]:

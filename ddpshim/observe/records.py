@@ -1,4 +1,4 @@
-"""Appends a run's records to files of JSON lines, one per rank. Imports no torch.
+"""Appends a run's records to files of JSON lines, one per rank, and reads them. Imports no torch.
 
 Each line is appended by one system call. An error is reported once; training then continues without records.
 """
@@ -16,29 +16,31 @@ from pathlib import Path
 from typing import Any, Optional, Union
 
 from ddpshim import variables
-from ddpshim.observe import sound
 from ddpshim.process import events
 from ddpshim.process.say import say
 from ddpshim.reading import read_bytes
 
 FOLDER = "ddpshim"
+PARTS = ("data_wait", "compute", "optimizer")  # of the time of a step
 _NAME = re.compile(r"rank_(0|[1-9][0-9]{0,8})\.jsonl")
+_COUNT = range(10**12)
 
+# The fields that a report computes with, by kind: a whole number in a range, a number, or a list or mapping of numbers.
+_FIELDS: dict[str, dict[str, Any]] = {
+    "start": {"start": float, "world_size": range(1, 1 << 16)},
+    "epoch": {"epoch": _COUNT, "steps": _COUNT, "own": {}, "mean": {}, "seconds": {}, "memory": {}},
+    "checkpoint": {"seconds": float},
+    "rollout": {"epoch": _COUNT, "episodes": _COUNT, "metrics": {}, "interval": []},
+}
+
+PathLike = Union[str, os.PathLike[str]]
 Record = dict[str, Any]
 
 
-class _State:
-    """The open file of this process; `file` is -1 if none is open."""
-
-    file = -1
-    path = Path()
-    process = 0
+_state: dict[str, Any] = {}  # the open `file`, its `path`, and the `process` that opened it; empty without one
 
 
-_state = _State()
-
-
-def begin(folder: Union[str, os.PathLike[str]], rank: int, **facts: Any) -> bool:
+def begin(folder: PathLike, rank: int, **facts: Any) -> bool:
     """Open this rank's file below `folder`, and record the start with its `facts`; return whether that worked. Local.
 
     An existing file is appended to, after an empty line, as its last one may be incomplete.
@@ -51,44 +53,35 @@ def begin(folder: Union[str, os.PathLike[str]], rank: int, **facts: Any) -> bool
     except OSError as error:
         _say(path, error)
         return False
-    _state.file, _state.path, _state.process = file, path, os.getpid()
+    _state.update(file=file, path=path, process=os.getpid())
     events.record_to(sys.modules[__name__])
-    _append(("\n" if os.fstat(file).st_size else "") + _line("start", {**facts, "rank": rank}))
-    started_by = os.environ.get(variables.RUN_DIR)
-    if started_by is not None and rank == 0:
+    if os.fstat(file).st_size:
+        _append("\n")
+    note("start", rank=rank, **facts)
+    if rank == 0 and variables.RUN_DIR in os.environ:
         with contextlib.suppress(OSError):  # `ddpshim run` prints the records' place once all ranks have ended
-            Path(started_by, FOLDER).write_text(str(Path(folder).absolute()))
+            Path(os.environ[variables.RUN_DIR], FOLDER).write_text(str(Path(folder).absolute()))
     return is_on()
 
 
 def is_on() -> bool:
     """Whether this process writes records; False in a fork of it. Local."""
-    return _state.file >= 0 and _state.process == os.getpid()
+    return _state.get("process") == os.getpid()
 
 
 def note(kind: str, **values: Any) -> None:
     """Append a record, if this process writes records. Local."""
     if is_on():
-        _append(_line(kind, values))
+        _append(json.dumps({"kind": kind, "time": round(time.time(), 3), **values}, default=str) + "\n")
 
 
 def end(how: str, **values: Any) -> None:
     """Record how the run ended on this rank. The first call counts; nothing is recorded after it. Local."""
     note("end", how=how, **values)
-    if is_on():
-        _close()
+    _close()
 
 
-def num_starts(folder: Union[str, os.PathLike[str]]) -> int:
-    """Return how many starts the records below `folder` have. Local."""
-    starts = [0]
-    with contextlib.suppress(OSError):  # not reported here: `begin` gets the same error, and reports it
-        found = (record for path in files(folder).values() for record in read(path)[0])
-        starts += [record.get("start", 0) for record in found if record["kind"] == "start"]
-    return max(starts)
-
-
-def files(folder: Union[str, os.PathLike[str]]) -> dict[int, Path]:
+def files(folder: PathLike) -> dict[int, Path]:
     """Return the files of records below `folder`, by rank. Local."""
     found = {path: _NAME.fullmatch(path.name) for path in Path(folder, FOLDER).glob("rank_*.jsonl")}
     return dict(sorted((int(match[1]), path) for path, match in found.items() if match))
@@ -100,18 +93,36 @@ def read(path: Path) -> tuple[list[Record], int]:
     The last line does not count as torn without a newline: a rank may still be writing it. Raises OSError if the file
     cannot be read.
     """
-    lines = read_bytes(path).decode(errors="replace").split("\n")
+    *lines, last = read_bytes(path).decode(errors="replace").split("\n")
     found = [_record(line) for line in lines if line.strip()]
-    num_torn = found.count(None) - (bool(lines[-1].strip()) and found[-1] is None)
-    return [record for record in found if record is not None], num_torn
+    return [record for record in (*found, _record(last)) if record is not None], found.count(None)
 
 
 def _record(line: str) -> Optional[Record]:
     """Return the record in a line; None if it is torn, or of another program."""
     with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(line)
-        return found if sound.is_sound(found) else None
+        return found if _is_sound(found) else None
     return None
+
+
+def _is_sound(record: Any) -> bool:
+    """Whether `record` has a kind, a time and, of an epoch, its number, and fields that a report can compute with."""
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        return False
+    kind, moment = record["kind"], record.get("time", -1)
+    fields = {name: shape for name, shape in _FIELDS.get(kind, {}).items() if record.get(name) is not None}
+    is_told = _fits(moment, float) and 0 <= moment < 1e11 and (kind != "epoch" or "epoch" in fields)
+    return is_told and all(_fits(record[name], shape) for name, shape in fields.items())
+
+
+def _fits(value: Any, shape: Any) -> bool:
+    if isinstance(shape, range):
+        return type(value) is int and value in shape
+    if shape is float:  # a loss may be infinite, or not a number
+        return type(value) is float or (type(value) is int and abs(value) < 1e18)
+    values = value.values() if isinstance(value, dict) else value
+    return type(value) is type(shape) and all(_fits(each, float) for each in values)
 
 
 def main_loss(metrics: Mapping[str, Any]) -> Optional[str]:
@@ -119,24 +130,20 @@ def main_loss(metrics: Mapping[str, Any]) -> Optional[str]:
     return next((name for name in ("Loss", *sorted(metrics)) if name in metrics and "loss" in name.lower()), None)
 
 
-def _line(kind: str, values: dict[str, Any]) -> str:
-    return json.dumps({"kind": kind, "time": round(time.time(), 3), **values}, default=str) + "\n"
-
-
 def _append(text: str) -> None:
     data = text.encode()
     try:
-        if os.write(_state.file, data) < len(data):
+        if os.write(_state["file"], data) < len(data):
             raise OSError("only a part of a line was written")
     except OSError as error:
-        _say(_state.path, error)
+        _say(_state["path"], error)
         _close()
 
 
 def _close() -> None:
     if is_on():
-        os.close(_state.file)
-    _state.file = -1
+        os.close(_state["file"])
+    _state.clear()
     events.record_to(None)
 
 

@@ -22,6 +22,7 @@ from ddpshim.checkpoint import files as checkpoint
 from ddpshim.data.learning_rate import scale_lr
 from ddpshim.data.transfer import OnDevice
 from ddpshim.errors import OptionsError
+from ddpshim.evaluation import intervals
 from ddpshim.failures import preemption
 from ddpshim.failures.failure import abort
 from ddpshim.job import exchange
@@ -269,11 +270,23 @@ def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Optional[Mapp
         reason = str(interrupted)
     else:
         for name, log in logs.items():
-            played = {"epoch": options.get("epoch"), "episodes": options.get("num_episodes"), "metrics": numbers(log)}
+            metrics, episodes = numbers(log), options.get("num_episodes")
+            if metrics.get("Success_Rate") == -1:  # robocasa's: no episode was played
+                del metrics["Success_Rate"]
+            played = {"epoch": options.get("epoch"), "episodes": episodes, "metrics": metrics}
             played |= {"returns": returns.get(name), "seconds": time.perf_counter() - start}
-            events.note("rollout", environment=name, **played)
+            ends = _interval(metrics.get("Success_Rate"), episodes)
+            events.note("rollout", environment=name, interval=ends, **played)
         return logs, videos
     training.leave(reason)  # outside of the handler, since this is not a failure
+
+
+def _interval(rate: Optional[float], episodes: Optional[int]) -> Optional[tuple[float, float]]:
+    """Return the interval of a success rate, with 95% confidence; None if that is no number of whole episodes."""
+    if not episodes or rate is None or not 0 <= rate <= 1:
+        return None
+    number = round(rate * episodes)
+    return intervals.exact(number, episodes) if abs(number - rate * episodes) < 1e-6 * episodes else None
 
 
 def save_model(*, ckpt_path: str, **options: Any) -> None:

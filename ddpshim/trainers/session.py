@@ -209,8 +209,6 @@ class Session:
             self._metrics = _Metrics(training.values.get("metrics", {}) if start else {})
             if not start and draws_alike():
                 self._keep_streams(epoch)
-            if self.recorder is not None:
-                self.recorder.first_step = start
             total = num_steps or 0  # not None, since `progress` exists only in a launched job
             batches, num_steps = _Batches(loader, lambda: training.steps(loader, number, total)), total - start
         return batches, num_steps
@@ -235,8 +233,6 @@ class Session:
         if noted:
             trains = self._epoch.phase == "training"
             (self._metrics if trains else self._validation).take(*noted, share=self._share)
-            if trains and self.progress is not None and self.recorder is not None:
-                self.recorder.step_of(noted[0])
 
     def end_epoch(self, log: dict[str, float]) -> dict[str, float]:
         """Return the metrics of the epoch in `log`, averaged over ranks (collective).
@@ -260,8 +256,7 @@ class Session:
         if is_exact or metrics.before or (metrics.are_weighed and here.world_size > 1):
             log = {**log, **{key: float(value) for key, (value, _) in metrics.joined(epoch.batch_size).items()}}
         if self.recorder is not None:
-            mean = None if log is own else log
-            self.recorder.write_epoch(epoch.number, epoch.phase, own, mean, batch_size=epoch.batch_size)
+            self.recorder.write_epoch(epoch.number, epoch.phase, own, None if log is own else log)
         return log
 
     def end(self) -> None:

@@ -23,7 +23,6 @@ import torch
 import ddpshim.__main__ as command_line
 from ddpshim import Options
 from ddpshim.errors import OptionsError, PatchError
-from ddpshim.observe import records
 from ddpshim.trainers.patching import files, replacing
 from tests.tools.test_command_line import COMMANDS, MISSING, PARSERS, SAMPLES, Command, _call, fill
 
@@ -154,8 +153,7 @@ def test_junk_values_in_records(here: Path, capsys: pytest.CaptureFixture[str]) 
     whole: list[dict[str, Any]] = [
         {"kind": "start", "start": 1, "world_size": 1, "options": {}, "gpu": "a", "backend": "gloo", "environment": {}},
         {"kind": "epoch", "epoch": 1, "phase": "training", "own": {"Loss": 1.0}, "mean": {"Loss": 1.0}, "steps": 2,
-         "first_step": 0, "samples": 4, "curve": [1.0], "memory": {"rss": 1e9}, "seconds": {"compute": 1.0}},
-        {"kind": "progress", "steps": 2, "loss": 1.0},
+         "memory": {"rss": 1e9}, "seconds": {"compute": 1.0}},
         {"kind": "guard", "check": "weights", "network": "a", "passed": False, "said": "b", "reductions": 1},
         {"kind": "checkpoint", "path": "a", "bytes": 4, "seconds": 0.1, "in_background": True},
         {"kind": "rollout", "epoch": 1, "environment": "a", "episodes": 2, "metrics": {"Return": 1.0}, "seconds": 1.0,
@@ -180,7 +178,6 @@ def test_junk_values_in_records(here: Path, capsys: pytest.CaptureFixture[str]) 
     assert "1 line of the records could not be read" in _report(here, capsys)
     file.write_text('{"kind": "start", "start": ' + "[" * 10**5 + "\n" + lines[0])
     assert "1 line of the records could not be read" in _report(here, capsys)
-    assert records.num_starts(here / "run") == 1
 
 
 def _report(here: Path, capsys: pytest.CaptureFixture[str]) -> str:

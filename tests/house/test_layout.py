@@ -28,7 +28,7 @@ TRAINERS = (
     "droid.calls",
     "droid.rlds",
     "evaluation.environments",
-    "observe.page",
+    "observe.report",
     "robomimic.algo",
     "robomimic.calls",
     "robomimic.experiment_folder",

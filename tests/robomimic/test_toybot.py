@@ -11,7 +11,7 @@ from typing import Any, Optional
 import pytest
 import torch
 
-from ddpshim.observe.runs import load
+from ddpshim.observe.report import load
 from evidence.equivalence import largest_difference
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh
 
@@ -107,11 +107,7 @@ def test_interrupted_in_an_epoch_it_goes_on_as_if_it_had_not_been(toybot: Toybot
     assert [epoch["loss"] for epoch in logged] == pytest.approx(losses, rel=1e-6)
     assert _difference(torch.load(toybot.folder / "broken run" / "policy.pth"), whole) == 0
     run = load(toybot.folder / "broken run")
-    assert [len(run.starts), [epoch.number for epoch in run.epochs], run.starts[0][0][-1]["how"]] == [
-        2,
-        [0, 1, 2],
-        "left",
-    ]
+    assert [len(run.starts), [*run.losses("training")], run.starts[0][0][-1]["how"]] == [2, [0, 1, 2], "left"]
 
 
 def test_its_batches_are_fetched_whole_with_the_same_values(toybot: Toybot) -> None:

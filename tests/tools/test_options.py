@@ -16,8 +16,8 @@ from torch import nn
 
 import ddpshim
 from ddpshim.errors import DataError, OptionsError
-from ddpshim.observe.runs import load
-from ddpshim.observe.step_times import PARTS
+from ddpshim.observe.records import PARTS
+from ddpshim.observe.report import load
 from ddpshim.options import Options
 from ddpshim.process.job import current
 from ddpshim.robomimic.options import RobomimicOptions, options_of
@@ -499,7 +499,7 @@ def test_metrics_are_averaged_over_ranks(runs: dict[str, Run]) -> None:
 @pytest.mark.robomimic
 def test_the_recorded_times_of_a_training_add_up_to_upstreams_own(runs: dict[str, Run]) -> None:
     run = runs["two"]
-    rows = [load(run.folder / "out").epochs[1].training[rank] for rank in (0, 1)]
+    *_, rows = [[*rows.values()] for rows in load(run.folder / "out").passes("training").values()]
     assert [row["steps"] for row in rows] == [10, 10]
     upstreams = run.metrics()[1]  # a mean over the ranks, in minutes
     seconds = {part: statistics.mean(row["seconds"][part] for row in rows) for part in PARTS}
