@@ -18,8 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Optional
 
+from tests.one_process.compare import compare
+
 ROOT = Path(__file__).resolve().parent.parent
-PROGRAMS = ROOT / "tests" / "one_process"
 DEADLINE_S = 400
 ON_GPU = {"gpus": (), "idioms": ("--device", "cuda"), "hostile": ("--device", "cuda"), "layouts": ("--device", "cuda")}
 
@@ -33,7 +34,7 @@ def run(name: str, arm: str, options: Iterable[str], num_ranks: int, exact: Opti
         environ["DDPSHIM_EXACT"] = str(exact)
     launched = ["-m", "ddpshim", "run", "--no-logs", "--nproc", str(num_ranks)] if num_ranks else []
     own = folder / f"{name}_{arm}"
-    command = [sys.executable, *launched, str(PROGRAMS / f"{name}.py"), str(own), *ON_GPU[name], *options]
+    command = [sys.executable, *launched, "-m", f"tests.one_process.{name}", str(own), *ON_GPU[name], *options]
     with (folder / f"{name}_{arm}.txt").open("w") as said:
         try:
             subprocess.run(command, env=environ, cwd=folder, stdout=said, stderr=said, timeout=DEADLINE_S, check=False)
@@ -45,8 +46,6 @@ def run(name: str, arm: str, options: Iterable[str], num_ranks: int, exact: Opti
 
 def rounding(names: list[str], num_ranks: int, folder: Path) -> dict[str, dict[str, str]]:
     """Return the verdict of each program: one process, the same with a nudge of the last bit, and ranks."""
-    sys.path.insert(0, str(PROGRAMS))
-    compare = __import__("compare").compare
     found = {}
     with ThreadPoolExecutor() as pool:
         plain = dict(zip(names, pool.map(lambda name: run(name, "plain", (), 0, None, folder), names)))

@@ -1,6 +1,6 @@
 """Compares what two runs of the same programs logged and trained (see runner.py).
 
-`python tests/one_process/compare.py OUT OTHER [NUDGED]` prints the programs that differ, and exits with 1 if any does.
+`python -m tests.one_process.compare OUT OTHER [NUDGED]` prints the programs that differ, and exits with 1 if any does.
 NUDGED is OUT's run with `--nudge`: ten times what that changes is no difference.
 """
 
@@ -12,9 +12,18 @@ import math
 from pathlib import Path
 from typing import Any, Optional
 
-from runner import difference
-
 TOLERANCE = 1e-6
+
+
+def difference(one: Any, other: Any) -> float:
+    """Return the largest difference of two results, relative to numbers above 1; infinite where kinds differ."""
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return max(map(difference, one, other), default=0.0)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return difference(list(one.items()), list(other.items()))
+    if isinstance(one, float) and isinstance(other, float) and math.isfinite(one - other):
+        return abs(one - other) / max(1.0, abs(one))
+    return 0.0 if repr(one) == repr(other) else math.inf
 
 
 def compare(one: dict[str, Any], other: dict[str, Any], nudged: Optional[dict[str, Any]] = None) -> dict[str, str]:

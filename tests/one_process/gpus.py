@@ -1,6 +1,6 @@
 """What programs for one process do on a GPU and nowhere else: AMP, cuDNN's own noise, graphs, streams, pinned batches.
 
-`python tests/one_process/gpus.py OUT` (see runner.py). Without a GPU the same programs run on the CPU. 50 samples in
+`python -m tests.one_process.gpus OUT` (see runner.py). Without a GPU the same programs run on the CPU. 50 samples in
 batches of 16: the last has 2 rows.
 """
 
@@ -12,19 +12,16 @@ from typing import Any, Callable, Optional
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from runner import Log, Programs, Trained, main
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-GPUS: Programs = {}
+from tests.one_process.runner import Log, Programs, Trained, main
+
+PROGRAMS = Programs()
+program = PROGRAMS.add
 IS_ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if IS_ON_GPU else "cpu")
-
-
-def program(function: Callable[[Log], Trained]) -> Callable[[Log], Trained]:
-    GPUS[function.__name__] = function
-    return function
 
 
 def loader(*shapes: tuple[int, ...], **options: Any) -> DataLoader[Any]:
@@ -397,4 +394,4 @@ def losses_kept_on_the_gpu(log: Log) -> Trained:
 
 
 if __name__ == "__main__":
-    main(GPUS)
+    main(PROGRAMS)

@@ -1,43 +1,27 @@
 """Losses and metrics as public training code writes them, each in a short program for one process.
 
-`python tests/one_process/idioms.py OUT` (see runner.py). No program knows of ranks; on any number of them each must log
+`python -m tests.one_process.idioms OUT` (see runner.py). No program knows of ranks; on any number of them each must log
 and train as on one. 50 samples in batches of 16: the last has 2 rows, and neither two nor three ranks divide them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from runner import Log, Programs, Trained, main
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, TensorDataset
 
-IDIOMS: Programs = {}
+from tests.one_process.parts import classes, data, loader, mlp, train
+from tests.one_process.runner import Log, Programs, Trained, main
 
-
-def idiom(function: Callable[[Log], Trained]) -> Callable[[Log], Trained]:
-    IDIOMS[function.__name__] = function
-    return function
-
-
-def data(n: int = 50, features: int = 6) -> tuple[Tensor, Tensor]:
-    """Return inputs (N, features) and targets (N, 1)."""
-    x = torch.randn(n, features)
-    return x, x[:, :2].sum(1, keepdim=True).sin()
-
-
-def classes(n: int = 50, features: int = 6) -> tuple[Tensor, Tensor]:
-    """Return inputs (N, features) and one of four unequally frequent classes (N,)."""
-    x = torch.randn(n, features)
-    return x, (x[:, 0] > 0.3).long() + 2 * (x[:, 1] > 0.8).long()
+PROGRAMS = Programs()
+idiom = PROGRAMS.add
 
 
 def binary(n: int = 50, features: int = 6) -> tuple[Tensor, Tensor]:
@@ -66,14 +50,6 @@ def masks(n: int = 50, size: int = 6) -> tuple[Tensor, Tensor]:
     return x, (F.avg_pool2d(x, 3, 1, 1) > 0.3).to(x.dtype)
 
 
-def loader(*tensors: Tensor, size: int = 16, **options: Any) -> DataLoader:
-    return DataLoader(TensorDataset(*tensors), size, **{"shuffle": True, **options})
-
-
-def mlp(features: int = 6, out: int = 1) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(features, 8), nn.Tanh(), nn.Linear(8, out))
-
-
 def convnet(channels: int = 1) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, channels, 3, padding=1))
 
@@ -82,215 +58,179 @@ def language_model(words: int = 10) -> nn.Sequential:
     return nn.Sequential(nn.Embedding(words, 8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, words))
 
 
-def fit(log: Log, net: nn.Module, loss_of: Callable[..., Tensor], batches: Optional[Iterable[Any]] = None) -> Trained:
-    """Train `net` for one pass by the loss `loss_of(*batch)`; log each loss."""
-    optimizer = SGD(net.parameters(), lr=0.1, momentum=0.5)
-    for batch in loader(*data()) if batches is None else batches:
-        loss = loss_of(*batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        log(loss.item())
-    return [net]
-
-
 # Masked means
 
 
-def masked(log: Log, mean_of: Callable[[Tensor, Tensor], Tensor]) -> Trained:
-    """Train by the loss `mean_of(errors (B, T), mask (B, T))`."""
-    net = mlp(3)
+def masked(mean_of: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Register the program that trains by the loss `mean_of(errors (B, T), mask (B, T))`."""
 
-    def loss_of(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-        return mean_of((net(x) - y).square().squeeze(-1), mask)
+    def trained(log: Log) -> Trained:
+        net = mlp(3)
 
-    return fit(log, net, loss_of, loader(*sequences()))
+        def loss_of(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+            return mean_of((net(x) - y).square().squeeze(-1), mask)
 
+        return train(log, net, loss_of, loader(*sequences()))
 
-@idiom
-def masked_over_sum(log: Log) -> Trained:
-    return masked(log, lambda e, m: (e * m).sum() / m.sum())
+    PROGRAMS[mean_of.__name__] = trained
 
 
-@idiom
-def masked_over_item(log: Log) -> Trained:
-    return masked(log, lambda e, m: (e * m).sum() / m.sum().item())
+@masked
+def masked_over_sum(e: Tensor, m: Tensor) -> Tensor:
+    return (e * m).sum() / m.sum()
 
 
-@idiom
-def masked_over_int(log: Log) -> Trained:
-    return masked(log, lambda e, m: torch.sum(e * m) / int(m.sum()))
+@masked
+def masked_over_item(e: Tensor, m: Tensor) -> Tensor:
+    return (e * m).sum() / m.sum().item()
 
 
-@idiom
-def masked_over_clamped(log: Log) -> Trained:
-    return masked(log, lambda e, m: (e * m).sum() / m.sum().clamp(min=1))
+@masked
+def masked_over_int(e: Tensor, m: Tensor) -> Tensor:
+    return torch.sum(e * m) / int(m.sum())
 
 
-@idiom
-def masked_over_max_of_one(log: Log) -> Trained:
-    return masked(log, lambda e, m: (e * m).sum() / max(1, m.sum()))
+@masked
+def masked_over_clamped(e: Tensor, m: Tensor) -> Tensor:
+    return (e * m).sum() / m.sum().clamp(min=1)
 
 
-@idiom
-def masked_over_sum_and_epsilon(log: Log) -> Trained:
-    return masked(log, lambda e, m: torch.sum(e * m) / (torch.sum(m) + 1e-8))
+@masked
+def masked_over_max_of_one(e: Tensor, m: Tensor) -> Tensor:
+    return (e * m).sum() / max(1, m.sum())
 
 
-@idiom
-def masked_over_len_of_nonzero(log: Log) -> Trained:
-    return masked(log, lambda e, m: (e * m).sum() / len(torch.nonzero(m)))
+@masked
+def masked_over_sum_and_epsilon(e: Tensor, m: Tensor) -> Tensor:
+    return torch.sum(e * m) / (torch.sum(m) + 1e-8)
 
 
-@idiom
-def masked_over_count_nonzero(log: Log) -> Trained:
-    return masked(log, lambda e, m: (e * m).sum() / torch.count_nonzero(m))
+@masked
+def masked_over_len_of_nonzero(e: Tensor, m: Tensor) -> Tensor:
+    return (e * m).sum() / len(torch.nonzero(m))
 
 
-@idiom
-def masked_over_numpy_sum(log: Log) -> Trained:
-    return masked(log, lambda e, m: (e * m).sum() / float(np.sum(m.numpy() > 0)))
+@masked
+def masked_over_count_nonzero(e: Tensor, m: Tensor) -> Tensor:
+    return (e * m).sum() / torch.count_nonzero(m)
 
 
-@idiom
-def masked_over_python_sum(log: Log) -> Trained:
-    return masked(log, lambda e, m: (e * m).sum() / sum(int(length) for length in m.sum(-1).tolist()))
+@masked
+def masked_over_numpy_sum(e: Tensor, m: Tensor) -> Tensor:
+    return (e * m).sum() / float(np.sum(m.numpy() > 0))
 
 
-@idiom
-def masked_means_divided(log: Log) -> Trained:
-    return masked(log, lambda e, m: (e * m).mean() / m.mean())
+@masked
+def masked_over_python_sum(e: Tensor, m: Tensor) -> Tensor:
+    return (e * m).sum() / sum(int(length) for length in m.sum(-1).tolist())
 
 
-@idiom
-def masked_by_boolean_index(log: Log) -> Trained:
-    return masked(log, lambda e, m: e[m.bool()].mean())
+@masked
+def masked_means_divided(e: Tensor, m: Tensor) -> Tensor:
+    return (e * m).mean() / m.mean()
 
 
-@idiom
-def masked_by_index_and_shape(log: Log) -> Trained:
-    def mean_of(e: Tensor, m: Tensor) -> Tensor:
-        valid = e[m > 0]
-        return valid.sum() / valid.shape[0]
+@masked
+def masked_by_boolean_index(e: Tensor, m: Tensor) -> Tensor:
+    return e[m.bool()].mean()
 
-    return masked(log, mean_of)
 
+@masked
+def masked_by_index_and_shape(e: Tensor, m: Tensor) -> Tensor:
+    valid = e[m > 0]
+    return valid.sum() / valid.shape[0]
 
-@idiom
-def masked_select(log: Log) -> Trained:
-    return masked(log, lambda e, m: e.masked_select(m == 1).mean())
 
+@masked
+def masked_select(e: Tensor, m: Tensor) -> Tensor:
+    return e.masked_select(m == 1).mean()
 
-@idiom
-def masked_by_flat_nonzero(log: Log) -> Trained:
-    def mean_of(e: Tensor, m: Tensor) -> Tensor:
-        places = m.reshape(-1).nonzero(as_tuple=False).squeeze(1)
-        return e.reshape(-1).index_select(0, places).mean()
 
-    return masked(log, mean_of)
+@masked
+def masked_by_flat_nonzero(e: Tensor, m: Tensor) -> Tensor:
+    places = m.reshape(-1).nonzero(as_tuple=False).squeeze(1)
+    return e.reshape(-1).index_select(0, places).mean()
 
 
-@idiom
-def masked_nanmean(log: Log) -> Trained:
-    return masked(log, lambda e, m: torch.where(m > 0, e, torch.nan).nanmean())
+@masked
+def masked_nanmean(e: Tensor, m: Tensor) -> Tensor:
+    return torch.where(m > 0, e, torch.nan).nanmean()
 
 
-@idiom
-def masked_by_assignment(log: Log) -> Trained:
-    def mean_of(e: Tensor, m: Tensor) -> Tensor:
-        e = e.clone()
-        e[m == 0] = 0.0
-        return e.sum() / (m != 0).sum()
+@masked
+def masked_by_assignment(e: Tensor, m: Tensor) -> Tensor:
+    e = e.clone()
+    e[m == 0] = 0.0
+    return e.sum() / (m != 0).sum()
 
-    return masked(log, mean_of)
 
+@masked
+def masked_fill(e: Tensor, m: Tensor) -> Tensor:
+    return e.masked_fill(~m.bool(), 0).sum().div(m.sum())
 
-@idiom
-def masked_fill(log: Log) -> Trained:
-    return masked(log, lambda e, m: e.masked_fill(~m.bool(), 0).sum().div(m.sum()))
 
+@masked
+def masked_dot_product(e: Tensor, m: Tensor) -> Tensor:
+    return e.view(-1) @ m.view(-1) / m.sum()
 
-@idiom
-def masked_dot_product(log: Log) -> Trained:
-    return masked(log, lambda e, m: e.view(-1) @ m.view(-1) / m.sum())
 
+@masked
+def masked_einsum(e: Tensor, m: Tensor) -> Tensor:
+    return torch.einsum("bt,bt->", e, m) / torch.einsum("bt->", m)
 
-@idiom
-def masked_einsum(log: Log) -> Trained:
-    return masked(log, lambda e, m: torch.einsum("bt,bt->", e, m) / torch.einsum("bt->", m))
 
+@masked
+def masked_per_sequence_then_mean(e: Tensor, m: Tensor) -> Tensor:
+    return ((e * m).sum(1) / m.sum(1)).mean()
 
-@idiom
-def masked_per_sequence_then_mean(log: Log) -> Trained:
-    return masked(log, lambda e, m: ((e * m).sum(1) / m.sum(1)).mean())
 
+@masked
+def masked_sum_per_sequence_over_batch(e: Tensor, m: Tensor) -> Tensor:
+    return (e * m).sum(dim=1).sum() / e.shape[0]
 
-@idiom
-def masked_sum_per_sequence_over_batch(log: Log) -> Trained:
-    return masked(log, lambda e, m: (e * m).sum(dim=1).sum() / e.shape[0])
 
+@masked
+def masked_per_step_then_mean(e: Tensor, m: Tensor) -> Tensor:
+    return ((e * m).sum(0) / m.sum(0).clamp_min(1)).mean()
 
-@idiom
-def masked_per_step_then_mean(log: Log) -> Trained:
-    return masked(log, lambda e, m: ((e * m).sum(0) / m.sum(0).clamp_min(1)).mean())
 
+@masked
+def masked_loop_over_rows(e: Tensor, m: Tensor) -> Tensor:
+    losses = []
+    for i in range(e.size(0)):
+        losses.append(e[i, : int(m[i].sum())].mean())
+    return torch.stack(losses).mean()
 
-@idiom
-def masked_loop_over_rows(log: Log) -> Trained:
-    def mean_of(e: Tensor, m: Tensor) -> Tensor:
-        losses = []
-        for i in range(e.size(0)):
-            losses.append(e[i, : int(m[i].sum())].mean())
-        return torch.stack(losses).mean()
 
-    return masked(log, mean_of)
+@masked
+def masked_zip_over_rows(e: Tensor, m: Tensor) -> Tensor:
+    total, count = 0, 0
+    for row, valid in zip(e, m):
+        total = total + (row * valid).sum()
+        count += int(valid.sum())
+    return total / count
 
 
-@idiom
-def masked_zip_over_rows(log: Log) -> Trained:
-    def mean_of(e: Tensor, m: Tensor) -> Tensor:
-        total, count = 0, 0
-        for row, valid in zip(e, m):
-            total = total + (row * valid).sum()
-            count += int(valid.sum())
-        return total / count
+@masked
+def masked_only_if_any(e: Tensor, m: Tensor) -> Tensor:
+    late = m[:, 4:] * (e[:, 4:].detach() > 0.5)
+    loss = (e * m).sum() / m.sum()
+    if late.any():
+        loss = loss + (e[:, 4:] * late).sum() / late.sum()
+    return loss
 
-    return masked(log, mean_of)
 
+@masked
+def masked_numpy_average(e: Tensor, m: Tensor) -> Tensor:
+    """The loss is relative to numpy's mean, by its weights."""
+    return (e * (m / m.sum())).sum() / np.average(e.detach().numpy(), weights=m.numpy())
 
-@idiom
-def masked_only_if_any(log: Log) -> Trained:
-    def mean_of(e: Tensor, m: Tensor) -> Tensor:
-        late = m[:, 4:] * (e[:, 4:].detach() > 0.5)
-        loss = (e * m).sum() / m.sum()
-        if late.any():
-            loss = loss + (e[:, 4:] * late).sum() / late.sum()
-        return loss
 
-    return masked(log, mean_of)
-
-
-@idiom
-def masked_numpy_average(log: Log) -> Trained:
-    """The mean that is logged is numpy's, by its weights."""
-
-    def mean_of(e: Tensor, m: Tensor) -> Tensor:
-        log(np.average(e.detach().numpy(), weights=m.numpy()))
-        return (e * (m / m.sum())).sum()
-
-    return masked(log, mean_of)
-
-
-@idiom
-def masked_lengths_of_the_batch(log: Log) -> Trained:
+@masked
+def masked_lengths_of_the_batch(e: Tensor, m: Tensor) -> Tensor:
     """The batch is cut to its own longest sequence before the mean."""
-
-    def mean_of(e: Tensor, m: Tensor) -> Tensor:
-        longest = int(m.sum(1).max())
-        log(longest)
-        return (e * m)[:, :longest].mean()
-
-    return masked(log, mean_of)
+    longest = int(m.sum(1).max())
+    return (e * m)[:, :longest].mean()
 
 
 # Tokens, counts and labels that are ignored
@@ -299,7 +239,9 @@ def masked_lengths_of_the_batch(log: Log) -> Trained:
 @idiom
 def ignore_index(log: Log) -> Trained:
     net = language_model()
-    return fit(log, net, lambda x, y: F.cross_entropy(net(x).transpose(1, 2), y, ignore_index=-100), loader(*tokens()))
+    return train(
+        log, net, lambda x, y: F.cross_entropy(net(x).transpose(1, 2), y, ignore_index=-100), loader(*tokens())
+    )
 
 
 @idiom
@@ -310,7 +252,7 @@ def ignore_index_of_padding(log: Log) -> Trained:
         logits = net(x)
         return criterion(logits.view(-1, logits.size(-1)), y.view(-1))
 
-    return fit(log, net, loss_of, loader(*tokens(padding=0)))
+    return train(log, net, loss_of, loader(*tokens(padding=0)))
 
 
 @idiom
@@ -321,7 +263,7 @@ def summed_over_valid_tokens(log: Log) -> Trained:
         loss = F.cross_entropy(net(x).flatten(0, 1), y.flatten(), reduction="sum", ignore_index=-100)
         return loss / (y != -100).sum()
 
-    return fit(log, net, loss_of, loader(*tokens()))
+    return train(log, net, loss_of, loader(*tokens()))
 
 
 @idiom
@@ -333,7 +275,7 @@ def nll_of_gathered_words(log: Log) -> Trained:
         words = net(x).log_softmax(-1).gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         return -(words * valid).sum() / valid.sum()
 
-    return fit(log, net, loss_of, loader(*tokens()))
+    return train(log, net, loss_of, loader(*tokens()))
 
 
 @idiom
@@ -348,13 +290,13 @@ def masked_words_predicted(log: Log) -> Trained:
         log(hidden.sum().item())
         return F.cross_entropy(net(inputs)[hidden], labels[hidden])
 
-    return fit(log, net, loss_of, loader(*tokens()))
+    return train(log, net, loss_of, loader(*tokens()))
 
 
 @idiom
 def perplexity_of_a_corpus(log: Log) -> Trained:
     net, (x, y) = language_model(), tokens()
-    trained = fit(log, net, lambda x, y: F.cross_entropy(net(x).flatten(0, 1), y.flatten()), loader(x, y))
+    trained = train(log, net, lambda x, y: F.cross_entropy(net(x).flatten(0, 1), y.flatten()), loader(x, y))
     nll, count = 0.0, 0
     with torch.no_grad():
         for inputs, labels in loader(x, y, shuffle=False):
@@ -432,7 +374,7 @@ def tokens_of_an_unpadded_batch(log: Log) -> Trained:
         valid = mask.flatten().bool()
         return F.smooth_l1_loss(net(x.flatten(0, 1)[valid]), y.flatten(0, 1)[valid])
 
-    return fit(log, net, loss_of, loader(*sequences()))
+    return train(log, net, loss_of, loader(*sequences()))
 
 
 @idiom
@@ -446,7 +388,7 @@ def actions_reshaped_and_selected(log: Log) -> Trained:
         predicted = predicted.reshape(-1, size)[mask.reshape(-1) > 0]
         return torch.mean((predicted - y.reshape(-1, size)[mask.reshape(-1) > 0]) ** 2)
 
-    return fit(log, net, loss_of, loader(*sequences()))
+    return train(log, net, loss_of, loader(*sequences()))
 
 
 @idiom
@@ -468,13 +410,15 @@ def summed_over_the_dataset(log: Log) -> Trained:
 @idiom
 def divided_by_rows(log: Log) -> Trained:
     net = mlp()
-    return fit(log, net, lambda x, y: ((net(x) - y) ** 2).sum() / x.shape[0] + ((net(x) - y).abs()).sum() / len(x) / 9)
+    return train(
+        log, net, lambda x, y: ((net(x) - y) ** 2).sum() / x.shape[0] + ((net(x) - y).abs()).sum() / len(x) / 9
+    )
 
 
 @idiom
 def divided_by_the_intended_batch_size(log: Log) -> Trained:
     net, batch_size = mlp(), 16
-    return fit(log, net, lambda x, y: (net(x) - y).square().sum() / batch_size, loader(*data(), size=batch_size))
+    return train(log, net, lambda x, y: (net(x) - y).square().sum() / batch_size, loader(*data(), size=batch_size))
 
 
 # Weights and ratios
@@ -488,14 +432,14 @@ def sample_weights(log: Log) -> Trained:
     def loss_of(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
         return (F.mse_loss(net(x), y, reduction="none").mean(-1) * w).sum() / w.sum()
 
-    return fit(log, net, loss_of, loader(x, y, weights))
+    return train(log, net, loss_of, loader(x, y, weights))
 
 
 @idiom
 def class_weights(log: Log) -> Trained:
     net = mlp(out=4)
     criterion = nn.CrossEntropyLoss(weight=torch.tensor([0.5, 1.0, 2.0, 3.0]), label_smoothing=0.1)
-    return fit(log, net, lambda x, y: criterion(net(x), y), loader(*classes()))
+    return train(log, net, lambda x, y: criterion(net(x), y), loader(*classes()))
 
 
 @idiom
@@ -508,7 +452,7 @@ def weights_of_the_batch(log: Log) -> Trained:
         weight = (len(y) - positives) / positives.clamp(min=1)
         return F.binary_cross_entropy_with_logits(net(x).squeeze(-1), y, pos_weight=weight)
 
-    return fit(log, net, loss_of, loader(*binary()))
+    return train(log, net, loss_of, loader(*binary()))
 
 
 @idiom
@@ -523,7 +467,7 @@ def importance_weights(log: Log) -> Trained:
         log((error.abs() + 1e-6).detach().numpy().max())
         return (weights * error.square()).mean()
 
-    return fit(log, net, loss_of)
+    return train(log, net, loss_of)
 
 
 @idiom
@@ -535,7 +479,7 @@ def advantage_weighted(log: Log) -> Trained:
         weights = torch.softmax(advantage.flatten() / 0.5, 0) * len(x)
         return (weights.clamp(max=20) * (net(x) - y).square().flatten()).mean() + F.mse_loss(value(x), y)
 
-    return fit(log, net, loss_of)
+    return train(log, net, loss_of)
 
 
 @idiom
@@ -546,7 +490,7 @@ def dice(log: Log) -> Trained:
         p = net(x).sigmoid()
         return 1 - (2 * (p * y).sum() + 1) / (p.sum() + y.sum() + 1)
 
-    return fit(log, net, loss_of, loader(*masks()))
+    return train(log, net, loss_of, loader(*masks()))
 
 
 @idiom
@@ -557,13 +501,13 @@ def focal(log: Log) -> Trained:
         nll = F.cross_entropy(net(x), y, reduction="none")
         return ((1 - torch.exp(-nll)) ** 2 * nll).sum() / (y > 0).sum().clamp(min=1)
 
-    return fit(log, net, loss_of, loader(*classes()))
+    return train(log, net, loss_of, loader(*classes()))
 
 
 @idiom
 def root_of_the_mean(log: Log) -> Trained:
     net = mlp()
-    return fit(log, net, lambda x, y: torch.sqrt(F.mse_loss(net(x), y) + 1e-8) + (net(x) - y).norm() / len(x) ** 0.5)
+    return train(log, net, lambda x, y: torch.sqrt(F.mse_loss(net(x), y) + 1e-8) + (net(x) - y).norm() / len(x) ** 0.5)
 
 
 @idiom
@@ -575,7 +519,7 @@ def expectile_and_quantile(log: Log) -> Trained:
         huber = F.huber_loss(net(x), y.expand(-1, 5), reduction="none")
         return ((taus - (difference.detach() < 0).to(x.dtype)).abs() * huber).sum(-1).mean()
 
-    return fit(log, net, loss_of)
+    return train(log, net, loss_of)
 
 
 # Samples that meet each other
@@ -590,7 +534,7 @@ def info_nce(log: Log) -> Trained:
         two = F.normalize(net(x + 0.1 * torch.randn_like(x)), dim=-1)
         return F.cross_entropy(one @ two.T / 0.1, torch.arange(len(x)))
 
-    return fit(log, net, loss_of)
+    return train(log, net, loss_of)
 
 
 @idiom
@@ -606,7 +550,7 @@ def contrast_of_two_encoders(log: Log) -> Trained:
         log((logits.argmax(1) == labels).float().mean().item())
         return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
 
-    return fit(log, net, loss_of)
+    return train(log, net, loss_of)
 
 
 @idiom
@@ -623,7 +567,7 @@ def supervised_contrast(log: Log) -> Trained:
         per_sample = (logits.log_softmax(1) * same).sum(1)[found] / same.sum(1)[found]
         return -per_sample.sum() / found.sum().clamp(min=1)
 
-    return fit(log, net, loss_of, loader(*classes()))
+    return train(log, net, loss_of, loader(*classes()))
 
 
 @idiom
@@ -637,7 +581,7 @@ def hardest_triplets(log: Log) -> Trained:
         nearest = (distances + 1e3 * same).min(1)[0]
         return F.relu(farthest - nearest + 0.3).mean()
 
-    return fit(log, net, loss_of, loader(*classes()))
+    return train(log, net, loss_of, loader(*classes()))
 
 
 @idiom
@@ -652,7 +596,7 @@ def cross_correlation(log: Log) -> Trained:
         off = c.flatten()[:-1].view(3, 5)[:, 1:].pow(2).sum()
         return (torch.diagonal(c) - 1).pow(2).sum() + 5e-3 * off + F.relu(1 - one.var(dim=0).sqrt()).mean()
 
-    return fit(log, net, loss_of)
+    return train(log, net, loss_of)
 
 
 @idiom
@@ -666,7 +610,7 @@ def kernel_discrepancy(log: Log) -> Trained:
         z, prior = net(x), torch.randn(len(x), 3)
         return kernel(z, z) + kernel(prior, prior) - 2 * kernel(z, prior)
 
-    return fit(log, net, loss_of)
+    return train(log, net, loss_of)
 
 
 @idiom
@@ -678,7 +622,7 @@ def mixup(log: Log) -> Trained:
         out = net(share * x + (1 - share) * x[order])
         return share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, y[order])
 
-    return fit(log, net, loss_of, loader(*classes()))
+    return train(log, net, loss_of, loader(*classes()))
 
 
 @idiom
@@ -690,7 +634,7 @@ def gradient_penalty(log: Log) -> Trained:
         (slope,) = torch.autograd.grad(net(inner).sum(), inner, create_graph=True)
         return net(x).mean() + 10 * (slope.norm(2, dim=1) - 1).pow(2).mean()
 
-    return fit(log, net, loss_of)
+    return train(log, net, loss_of)
 
 
 @idiom
@@ -708,7 +652,7 @@ def conservative_q(log: Log) -> Trained:
                 slow.mul_(0.9).add_(0.1 * fast)
         return F.mse_loss(of_data, y + 0.9 * target(torch.cat([x, y], 1)).detach()) + gap
 
-    return [*fit(log, net, loss_of), target]
+    return [*train(log, net, loss_of), target]
 
 
 # Codebooks and normalisers
@@ -731,7 +675,7 @@ def codebook(log: Log) -> Trained:
         q = codes[chosen]
         return F.mse_loss(decoder(z + (q - z).detach()), x) + 0.25 * F.mse_loss(z, q)
 
-    return [*fit(log, nn.ModuleList([encoder, decoder]), loss_of), codes, counts]
+    return [*train(log, nn.ModuleList([encoder, decoder]), loss_of), codes, counts]
 
 
 @idiom
@@ -748,7 +692,7 @@ def running_normaliser(log: Log) -> Trained:
         log(mean, variance)
         return F.mse_loss(net((x - torch.as_tensor(mean).to(x)) / torch.as_tensor(variance).to(x).sqrt()), y)
 
-    return fit(log, net, loss_of)
+    return train(log, net, loss_of)
 
 
 @idiom
@@ -794,7 +738,7 @@ def free_bits_and_annealing(log: Log) -> Trained:
         bits = torch.clamp(divergence.mean(0), min=0.05).sum()
         return F.mse_loss(decoder(z), x, reduction="sum") / x.size(0) + min(1.0, seen / 30) * bits
 
-    return fit(log, nn.ModuleList([net, decoder]), loss_of)
+    return train(log, nn.ModuleList([net, decoder]), loss_of)
 
 
 # Logs, metrics and what follows from them
@@ -825,7 +769,7 @@ def metric_objects(log: Log) -> Trained:
         of_batches.update(errors.detach().mean(), len(x))
         return errors.mean()
 
-    trained = fit(log, net, loss_of)
+    trained = train(log, net, loss_of)
     log(of_rows.compute().item(), of_batches.compute())
     return trained
 
@@ -845,7 +789,7 @@ def tallies_in_tensors(log: Log) -> Trained:
         log(100.0 * correct / total, top.mul_(100.0 / y.size(0)).item())
         return F.cross_entropy(logits, y)
 
-    trained = fit(log, net, loss_of, loader(*classes()))
+    trained = train(log, net, loss_of, loader(*classes()))
     overlap = confusion.diag() / (confusion.sum(0) + confusion.sum(1) - confusion.diag()).clamp(min=1)
     log(confusion, overlap.mean().item())
     return trained
@@ -855,7 +799,7 @@ def tallies_in_tensors(log: Log) -> Trained:
 def scores_of_a_validation_set(log: Log) -> Trained:
     """R squared, RMSE and the area under a curve, from predictions that were collected in lists."""
     net, (x, y) = mlp(), data()
-    trained = fit(log, net, lambda x, y: F.mse_loss(net(x), y), loader(x, y))
+    trained = train(log, net, lambda x, y: F.mse_loss(net(x), y), loader(x, y))
     predictions, truths, squares = [], [], 0.0
     with torch.no_grad():
         for inputs, targets in loader(x, y, shuffle=False):
@@ -884,7 +828,7 @@ def logged_dictionaries(log: Log) -> Trained:
         history.append({"loss": loss.detach(), "largest": errors.abs().max(), "smooth": smooth, "batch": errors})
         return loss
 
-    trained = fit(log, net, loss_of)
+    trained = train(log, net, loss_of)
     for key in ("loss", "largest", "smooth"):
         log(torch.stack([entry[key] for entry in history]).mean().item())
     log(np.histogram(torch.cat([entry["batch"] for entry in history]).detach().numpy(), bins=5)[0])
@@ -939,4 +883,4 @@ def outliers_left_out(log: Log) -> Trained:
 
 
 if __name__ == "__main__":
-    main(IDIOMS)
+    main(PROGRAMS)

@@ -1,6 +1,6 @@
 """Networks whose batches lie in another order in memory than in their dimensions, for one process.
 
-`python tests/one_process/layouts.py OUT` (see runner.py). A sum over such a tensor rounds by its strides, and the
+`python -m tests.one_process.layouts OUT` (see runner.py). A sum over such a tensor rounds by its strides, and the
 gradient of a bias is such a sum: with the option `exact` strides must not depend on how many pieces a rank holds. 22
 samples in batches of 10: the last has 2 rows.
 """
@@ -12,20 +12,21 @@ from typing import Any, Callable
 
 import torch
 import torch.nn.functional as F
-from runner import Log, Programs, Trained, main
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.one_process.runner import Log, Programs, Trained, main
+
 LENGTH, WIDTH = 20, 16
-LAYOUTS: Programs = {}
+PROGRAMS = Programs()
 
 
 def network(**made: Callable[[], nn.Module]) -> Callable[[Any], None]:
     """Register a network: its modules are made by `made`; the function maps (N, LENGTH, 5) to (N, WIDTH)."""
 
     def add(forward: Callable[[Any, Tensor], Tensor]) -> None:
-        LAYOUTS[forward.__name__] = functools.partial(train, forward, made)
+        PROGRAMS[forward.__name__] = functools.partial(train, forward, made)
 
     return add
 
@@ -109,4 +110,4 @@ def expanded(nets: Any, x: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
-    main(LAYOUTS)
+    main(PROGRAMS)

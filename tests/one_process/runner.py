@@ -1,8 +1,7 @@
 """Runs short programs for one process, each from the same seeds, and writes what they logged and trained.
 
-`python tests/one_process/hostile.py OUT [--only A,B] [--double] [--nudge] [--device cuda]` writes OUT/results.json
-after every program: {name: {"log": [...], "weights": [...], "error": null or text}}. `python
-tests/one_process/runner.py OUT OTHER` prints the largest difference of each program.
+`python -m tests.one_process.hostile OUT [--only A,B] [--double] [--nudge] [--device cuda]` writes OUT/results.json
+after every program: {name: {"log": [...], "weights": [...], "error": null or text}}.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ import argparse
 import functools
 import gc
 import json
-import math
 import random
-import sys
 from pathlib import Path
 from typing import Any, Callable, Optional, Union
 
@@ -30,6 +27,9 @@ def read(value: Any) -> Any:
     return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
 
 
+Trained = list[Union[nn.Module, Tensor]]
+
+
 class Log:
     """Collects numbers in the order in which a program reads them."""
 
@@ -38,6 +38,15 @@ class Log:
 
     def __call__(self, *values: Any) -> None:
         self.lines += map(read, values)
+
+
+Program = Callable[[Log], Trained]
+
+
+class Programs(dict[str, Program]):
+    def add(self, program: Program) -> Program:
+        self[program.__name__] = program
+        return program
 
 
 def compute_on(device: str) -> None:
@@ -53,10 +62,6 @@ def compute_on(device: str) -> None:
         make(self, dataset, *args, **kwargs)
 
     DataLoader.__init__ = init  # type: ignore[method-assign]
-
-
-Trained = list[Union[nn.Module, Tensor]]
-Programs = dict[str, Callable[[Log], Trained]]
 
 
 def nudge() -> None:
@@ -104,21 +109,3 @@ def main(programs: Programs, argv: Optional[list[str]] = None) -> None:
             error = f"{type(problem).__name__}: {problem}"
         results[name] = {"log": log.lines, "weights": weights, "error": error}
         (options.out / "results.json").write_text(json.dumps(results))
-
-
-def difference(one: Any, other: Any) -> float:
-    """Return the largest difference of two results, relative to numbers above 1; infinite where kinds differ."""
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return max(map(difference, one, other), default=0.0)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return difference(list(one.items()), list(other.items()))
-    if isinstance(one, float) and isinstance(other, float) and math.isfinite(one - other):
-        return abs(one - other) / max(1.0, abs(one))
-    return 0.0 if repr(one) == repr(other) else math.inf
-
-
-if __name__ == "__main__":
-    ones, others = (json.loads((Path(folder) / "results.json").read_text()) for folder in sys.argv[1:])
-    for name in ones:
-        other = others.get(name, {"log": None, "weights": None, "error": "did not run"})
-        print(f"{name:40} {max(difference(ones[name][k], other[k]) for k in ('log', 'weights')):8.1e} {other['error']}")

@@ -1,12 +1,13 @@
 """Programs for one process (tests/one_process), which know nothing of ranks, on three ranks against one process.
 
-Every second of the idioms and every fifth of the hostile programs runs here; tests/one_process/runner.py says how to
+Every second of the idioms and every fourth of the hostile programs runs here; tests/one_process/runner.py says how to
 run all. Batches are of 16 and 7 of 50 samples, which three ranks do not divide. `DDPSHIM_ROWS=all` divides even tiny
 networks.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,11 @@ import torch
 
 from ddpshim import variables
 from evidence import bugs
+from tests.one_process.compare import compare
 from tests.preloaded import environment, start_afresh
 
-FOLDER = Path(__file__).parents[1] / "one_process"
 DEADLINE_S = 240
-NAMES = {"idioms": "IDIOMS", "hostile": "PROGRAMS", "layouts": "LAYOUTS"}
-EVERY = {"idioms": 2, "hostile": 5, "gpus": 1}
+EVERY = {"idioms": 2, "hostile": 4, "gpus": 1}
 # What is not equal, and what is seen instead; docs/run.md lists these exceptions.
 REFUSED = {
     "shape_changed_in_place": "SyncError",
@@ -29,7 +29,6 @@ REFUSED = {
     "hooks_on_several_gradients": "SyncError",
     "graph_inspected": "AssertionError",  # type(x) is Tensor
     "loss_in_a_thread": "IndexError",  # of the program, after an error in its thread
-    "networks_in_two_threads": "KeyError",
     "contexts_of_torch": "SyncError",  # the program turns __torch_function__ off
 }
 # They look at a tensor's class or address, or count the functions that torch calls: these differ, numbers do not.
@@ -50,20 +49,20 @@ def _run(folder: Path, *command: str, **environ_of: str) -> str:
     return output
 
 
+def _programs(of: str) -> list[str]:
+    return OF_GPUS if of == "gpus" else list(importlib.import_module(f"tests.one_process.{of}").PROGRAMS)
+
+
 def _results(program: str, folder: Path, *options: str, ranks: int = 0, **environ_of: str) -> Any:
     launched = ["-m", "ddpshim", "run", "--nproc", str(ranks)] if ranks else []
-    _run(folder, *launched, str(FOLDER / f"{program}.py"), "results", *options, **environ_of)
+    _run(folder, *launched, "-m", f"tests.one_process.{program}", "results", *options, **environ_of)
     return json.loads((folder / "results" / "results.json").read_text())
 
 
 @pytest.mark.launch
 @pytest.mark.parametrize("program", ["idioms", "hostile", "gpus"])
-def test_three_ranks_compute_what_one_process_computes(
-    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    compare = __import__("compare").compare
-    programs = OF_GPUS if program == "gpus" else getattr(__import__(program), NAMES[program])
+def test_three_ranks_compute_what_one_process_computes(program: str, tmp_path: Path) -> None:
+    programs = _programs(program)
     chosen = [name for name in programs if name not in SLOW | ALWAYS][:: EVERY[program]]
     chosen += [name for name in programs if name in ALWAYS]
     only = ["--only", ",".join(chosen)]
@@ -86,34 +85,21 @@ def test_three_ranks_compute_what_one_process_computes(
 
 @pytest.mark.launch
 @pytest.mark.parametrize(("program", "every"), [("idioms", 8), ("layouts", 1), ("gpus", 1)])
-def test_exact_has_the_same_bits_on_any_number_of_ranks(
-    program: str, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    programs = OF_GPUS if program == "gpus" else getattr(__import__(program), NAMES[program])
-    chosen = ["--only", ",".join([*programs][::every])]
+def test_exact_has_the_same_bits_on_any_number_of_ranks(program: str, every: int, tmp_path: Path) -> None:
+    chosen = ["--only", ",".join(_programs(program)[::every])]
     one, *others = (
         _results(program, tmp_path / str(ranks), *chosen, ranks=ranks, DDPSHIM_EXACT="4") for ranks in (1, 2, 4)
     )
     assert all(found["error"] is None for found in one.values())
     assert [repr(found) for found in others] == [repr(one)] * 2
     plain = _results(program, tmp_path / "plain", *chosen)
-    assert set(__import__("compare").compare(plain, one).values()) == {"equal"}
+    assert set(compare(plain, one).values()) == {"equal"}
 
 
 @pytest.mark.launch
 def test_check_says_yes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = [
-        "check",
-        "--nproc",
-        "3",
-        "--steps",
-        "50",
-        str(FOLDER / "idioms.py"),
-        "out",
-        "--only",
-        "info_nce,masked_over_item",
-    ]
+    program = ["-m", "tests.one_process.idioms", "out", "--only", "info_nce,masked_over_item"]
+    command = ["check", "--nproc", "3", "--steps", "50", *program]
     monkeypatch.setenv(variables.ROWS, "all")
     code, said = bugs.command(command, tmp_path)
     assert code == 0, said

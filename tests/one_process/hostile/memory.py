@@ -1,0 +1,517 @@
+"""What writes to a batch in place, reaches its memory by another name, or keeps it."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Adam
+
+from tests.one_process.hostile.parts import Net, change, changed, fit, program
+from tests.one_process.parts import data, loader, mlp, train
+from tests.one_process.runner import Log, Trained
+
+
+@change
+def column_written(x: Tensor) -> Tensor:
+    x[:, 0] = x[:, 1] * 2
+    x[..., -1] += 1
+    return x
+
+
+@change
+def row_taken_and_written(x: Tensor) -> Tensor:
+    row = x[1]
+    row += 1
+    last = x.select(0, -1)
+    last.neg_()
+    x[0, 2] = 5
+    return x
+
+
+@change
+def noise_added_in_place(x: Tensor) -> Tensor:
+    x += 0.1 * torch.randn_like(x)
+    x.add_(torch.randn(x.shape[0], 1), alpha=0.1)
+    return x.sub_(x.mean(0))
+
+
+@change
+def masked_fill_in_place(x: Tensor) -> Tensor:
+    x.masked_fill_(x.abs() > 1, 0.5)
+    x.masked_fill_(torch.rand(len(x), 1) < 0.3, -1)
+    x.masked_scatter_(x > 0.4, torch.arange(x.numel(), dtype=x.dtype) / 50)
+    return x
+
+
+@change
+def index_put_in_place(x: Tensor) -> Tensor:
+    rows, columns = torch.randint(len(x), (9,)), torch.randint(6, (9,))
+    x.index_put_((rows, columns), torch.rand(9, dtype=x.dtype), accumulate=True)
+    x[torch.arange(len(x)), x.argmax(1)] = 0
+    return x
+
+
+@change
+def scattered_in_place(x: Tensor) -> Tensor:
+    x.scatter_(1, x.detach().argmin(1, keepdim=True), 0.3)
+    x.scatter_add_(0, torch.randint(len(x), (3, 6)), torch.ones(3, 6))
+    return x.scatter_reduce_(0, torch.zeros(len(x), 6, dtype=torch.long), x.detach() * 2, "mean")
+
+
+@change
+def rows_indexed_in_place(x: Tensor) -> Tensor:
+    two = torch.tensor([0, len(x) - 1])
+    x.index_add_(0, two, torch.ones(2, 6), alpha=0.5)
+    x.index_copy_(0, two, x[two.flip(0)].clone())
+    x.index_fill_(0, two[:1], 0.1)
+    return x.index_fill_(1, torch.tensor([2]), 0.2)
+
+
+@program
+def copied_into_buffer(log: Log) -> Trained:
+    buffer = torch.zeros(16, 6)
+
+    def change(x: Tensor) -> Tensor:
+        part = buffer[: len(x)]
+        part.copy_(x.detach()).mul_(0.5)
+        buffer[0] = 1
+        return x + part.clone()
+
+    return changed(log, change)
+
+
+@program
+def out_arguments(log: Log) -> Trained:
+    buffer, mean = torch.zeros(16, 6), torch.empty(6)
+
+    def change(x: Tensor) -> Tensor:
+        plain = x.detach()
+        torch.mul(plain, 0.5, out=plain)
+        torch.add(plain, 1, out=buffer[: len(x)])
+        torch.mean(plain, 0, out=mean)
+        both = torch.empty(0)
+        torch.cat([plain, plain], out=both)
+        values, places = torch.empty(0), torch.empty(0, dtype=torch.long)
+        torch.sort(plain, 0, out=(values, places))
+        return x + buffer[: len(x)] * mean + both[len(x) :] + values * 0.1
+
+    return changed(log, change)
+
+
+@program
+def inplace_layers(log: Log) -> Trained:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        h = net.a(x)
+        kept = h
+        net.relu(h)
+        h = net.drop(net.b(kept + h) * 1)
+        again = h.view(-1)
+        F.elu_(h)
+        other = x * 1
+        F.leaky_relu(other, 0.3, inplace=True)
+        return net.c(h + again.view(h.shape) + other)
+
+    parts = {k: nn.Linear(6, 6) for k in "ab"}
+    net = Net(forward, relu=nn.ReLU(inplace=True), drop=nn.Dropout(0.5, inplace=True), c=nn.Linear(6, 1), **parts)
+    return fit(log, net)
+
+
+@change
+def data_written(x: Tensor) -> Tensor:
+    x.data[0] = 0
+    x.data.mul_(0.5)
+    x.data[:, 1].clamp_(0)
+    return x
+
+
+@change
+def data_replaced(x: Tensor) -> Tensor:
+    h = x * 1
+    h.data = h.data.flip(0) * 2
+    return x + h
+
+
+@change
+def flat_view_written(x: Tensor) -> Tensor:
+    x.view(-1)[::7] = 0
+    x.reshape(-1, 2)[3:].mul_(0.5)
+    x.flatten().add_(0.1)
+    x.unflatten(1, (2, 3))[:, 1] *= 2
+    return x
+
+
+@change
+def transposed_view_written(x: Tensor) -> Tensor:
+    x.t()[1].add_(1)
+    x.T[:, 0] = 0.3
+    x.transpose(0, 1).mul_(0.5)
+    x[None].squeeze(0).unsqueeze(-1)[:, :2].neg_()
+    x.movedim(0, 1)[2:4, ::3] += 1
+    return x
+
+
+@change
+def expanded_base_written(x: Tensor) -> Tensor:
+    base = torch.zeros(len(x), 1)
+    wide = base.expand(-1, 6)
+    base.add_(x.detach()[:, :1])
+    repeated = x[:, None].expand(-1, 3, -1)
+    x.mul_(0.5)
+    return x + wide + repeated.sum(1)
+
+
+@change
+def asarray_written(x: Tensor) -> Tensor:
+    np.asarray(x.detach())[0] = 0.5
+    np.clip(x.detach(), -1, 1, out=x.detach().numpy())
+    memoryview(x.detach().numpy())[0, 1] = 0.1
+    return x
+
+
+@change
+def dlpack_written(x: Tensor) -> Tensor:
+    torch.from_dlpack(x.detach())[1].mul_(2)
+    np.from_dlpack(x.detach().clone())
+    return x
+
+
+@program
+def numpy_array_written_later(log: Log) -> Trained:
+    inputs, targets = (t.numpy() for t in data())
+    array = np.zeros((10, 6), inputs.dtype)
+    batch, net = torch.from_numpy(array), mlp()
+    optimizer = SGD(net.parameters(), 0.1)
+    for i in range(0, 50, 10):
+        array[:] = inputs[i : i + 10]
+        first = net(batch)
+        array *= 0.5
+        loss = F.mse_loss(net(batch) + first.detach(), torch.from_numpy(targets[i : i + 10]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        log(loss.item(), array.sum())
+    return [net, batch]
+
+
+@change
+def chunks_written(x: Tensor) -> Tensor:
+    a, b = x[: len(x) // 2], x[len(x) // 2 :]
+    b.mul_(0.5)
+    a.add_(b.mean(0))
+    with torch.no_grad():
+        first, second = x.detach().chunk(2)
+        first.sub_(second)
+    return x
+
+
+@change
+def unbound_rows_written(x: Tensor) -> Tensor:
+    for row in x.detach().unbind():
+        row.div_(row.norm())
+    for i, part in enumerate(x.detach().split([1, len(x) - 1])):
+        part.add_(i)
+    return x
+
+
+@change
+def narrow_filled(x: Tensor) -> Tensor:
+    x.narrow(0, len(x) // 2, 1).fill_(0.2)
+    x.narrow(1, 2, 2).fill_(0.3)
+    x.detach().tensor_split(2)[0].mul_(2)
+    return x
+
+
+@change
+def diagonals_written(x: Tensor) -> Tensor:
+    x.diagonal().mul_(2)
+    likeness = x @ x.T
+    likeness.fill_diagonal_(0)
+    likeness.diagonal().add_(0.5)
+    return torch.tanh(likeness) @ x
+
+
+@change
+def strided_written(x: Tensor) -> Tensor:
+    x.as_strided((2, 3), (6, 2)).add_(1)
+    return x + x.as_strided((len(x), 6), (0, 1))
+
+
+@change
+def shape_changed_in_place(x: Tensor) -> Tensor:
+    x.unsqueeze_(1)
+    x.squeeze_(1).t_()
+    x[0] = 0.5
+    x.transpose_(0, 1)
+    return x
+
+
+@change
+def storage_replaced(x: Tensor) -> Tensor:
+    plain = x.detach().clone()
+    plain.resize_(len(x) + 1, 6)[-1] = 0
+    other = torch.empty(0)
+    other.set_(plain)
+    other.untyped_storage().copy_(plain.flip(0).contiguous().untyped_storage())
+    return x + plain[:-1]
+
+
+@change
+def reinterpreted_written(x: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.view(len(x), 3, 2))
+    pairs.mul_(1j)
+    torch.view_as_real(pairs)[0] = 0.5
+    x.detach().view(torch.uint8)[-1].zero_()
+    return x
+
+
+@program
+def integers_and_masks_in_place(log: Log) -> Trained:
+    table = nn.Embedding(16, 6)
+
+    def loss_of(x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
+        mask = x > 0
+        mask &= x < 1
+        mask[0] = True
+        mask ^= torch.tensor([True, False] * 3)
+        ids += 1
+        ids <<= 1
+        ids %= 15
+        ids[-1] = 3
+        x **= 2
+        x //= 0.3
+        return F.mse_loss((table(ids) * mask + 0.1 * x).sum(1, keepdim=True), y)
+
+    x, y = data()
+    return train(log, table, loss_of, loader(x, torch.randint(8, (50,)), y))
+
+
+@change
+def rows_swapped(x: Tensor) -> Tensor:
+    x[[0, -1]] = x[[-1, 0]]
+    x[torch.randperm(len(x))] = x.clone() * 0.5
+    return x
+
+
+@change
+def masks_assigned(x: Tensor) -> Tensor:
+    x[x > 1] = 1
+    kept = x.sum(1) > 0
+    x[kept] = x[kept].mean(0) + 0.1
+    x[~kept, 1:3] *= 2
+    x[x < -1] *= torch.rand(int((x < -1).sum()))
+    return x
+
+
+@program
+def foreach_in_place(log: Log) -> Trained:
+    def change(x: Tensor) -> Tensor:
+        parts = [x.detach(), x.detach()[1:], torch.ones(len(x), 6)]
+        torch._foreach_mul_(parts, 0.5)
+        torch._foreach_add_(parts[:1], parts[2:])
+        log(*torch._foreach_norm(parts))
+        return x + 0.5
+
+    return changed(log, change)
+
+
+@program
+def filled_with_draws(log: Log) -> Trained:
+    def change(x: Tensor) -> Tensor:
+        noise = (
+            torch.empty_like(x).normal_() + torch.zeros_like(x).uniform_(-1, 1) + x.new_empty(x.shape).exponential_()
+        )
+        x.detach()[:, 0].normal_()
+        x.detach()[1].uniform_()
+        x.detach()[:, 1].bernoulli_(0.5)
+        log(torch.ones_like(x).cauchy_(), torch.ones_like(x).geometric_(0.5), torch.ones_like(x).random_(9))
+        return x + 0.1 * noise.detach()
+
+    return changed(log, change)
+
+
+@program
+def added_to_plain_tensors(log: Log) -> Trained:
+    sums, total, per_sample, net = torch.zeros(6), torch.zeros(()), torch.zeros(16, 1), mlp()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        nonlocal total
+        out = net(x)
+        losses = (out - y).square()
+        sums.add_(x.sum(0))
+        sums.lerp_(x[0], 0.1)
+        per_sample[: len(x)] += losses.detach()
+        total += losses.sum().detach()
+        total.addcmul_(out.detach().mean(), y.mean())
+        log(sums, total)
+        return losses.mean()
+
+    return [*train(log, net, loss_of), sums, total, per_sample]
+
+
+@program
+def outputs_written(log: Log) -> Trained:
+    net = mlp(out=3)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        out = net(x) * 1
+        out[:, 0] *= 2
+        out[2:4] = 0
+        out[torch.arange(len(x)) % 3 == 0] += y[torch.arange(len(x)) % 3 == 0]
+        out[:, 1:].mul_(x[:, :2])
+        out.view(-1)[::5].sub_(1)
+        return (out - y).square().mean()
+
+    return train(log, net, loss_of)
+
+
+@program
+def leaf_written(log: Log) -> Trained:
+    net = mlp()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        x.requires_grad_()
+        F.mse_loss(net(x), y).backward()
+        with torch.no_grad():
+            x[1:] -= x.grad[1:].sign() * 0.1
+            x.grad.zero_()
+            x.clamp_(-1, 1)
+        net.zero_grad()
+        loss = F.mse_loss(net(x), y)
+        loss.backward(retain_graph=True)
+        log(x.grad.norm(), x.grad[0])
+        x.grad = None
+        x.requires_grad = False
+        return loss
+
+    return train(log, net, loss_of)
+
+
+@program
+def same_batch_twice(log: Log) -> Trained:
+    inputs, targets = data()
+    net, batches = mlp(), list(loader(inputs, targets, size=7))
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        x.mul_(0.9)
+        y[0] = 0
+        return F.mse_loss(net(x), y)
+
+    return train(log, net, loss_of, batches * 2) + [x for x, _ in batches]
+
+
+@program
+def dataset_written(log: Log) -> Trained:
+    inputs, targets = data()
+    net = mlp()
+    optimizer = SGD(net.parameters(), 0.1)
+    for i in range(0, 50, 16):
+        x = inputs[i : i + 16]
+        out = net(x)
+        x.mul_(0.5)[0] = 0
+        inputs[i : i + 16] += out.detach() * 0.1
+        loss = F.mse_loss(net(x), targets[i : i + 16])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        log(loss.item(), inputs.sum())
+    return [net, inputs]
+
+
+@program
+def memory_looked_at(log: Log) -> Trained:
+    net = mlp()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        view, other = x.view(-1), x.clone()
+        log(x.data_ptr() == view.data_ptr(), x.data_ptr() == other.data_ptr(), x[1:].data_ptr() - x.data_ptr())
+        log(x.storage_offset(), x[2:].storage_offset(), x.untyped_storage().nbytes(), x.nbytes, y.element_size())
+        log(x.is_contiguous(), x.t().is_contiguous(), view._base is x, x.is_set_to(x), x.is_shared())
+        log(torch.from_dlpack(x).sum(), len(bytes(x.numpy().data)), len(x.numpy().tobytes()))
+        return F.mse_loss(net(x), y)
+
+    return train(log, net, loss_of)
+
+
+@program
+def tensors_as_keys(log: Log) -> Trained:
+    net, weights, order = mlp(), {}, []
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        weights[x] = y.mean().item()
+        weights[y] = x.mean().item()
+        order.append(x)
+        log(len(weights), weights[x], x in weights, hash(x) == hash(x), hash(x) == hash(y), {y: 1}.get(y))
+        log(any(x is t for t in order), id(x) == id(order[-1]))
+        return F.mse_loss(net(x), y) * weights[order[0]]
+
+    return train(log, net, loss_of)
+
+
+@program
+def parameters_made_of_rows(log: Log) -> Trained:
+    net = mlp()
+    for x, y in loader(*data()):
+        p = nn.Parameter(x[:, :3].clone())
+        pixels = x.clone().requires_grad_()
+        state = nn.Parameter(net(x).detach())
+        optimizer = Adam([p, pixels, state, *net.parameters()], 0.01, eps=1e-3)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = F.mse_loss(net(pixels + torch.cat([p, p], 1)) + state, y) + p.square().sum()
+            loss.backward()
+            log(loss, p.grad.shape, p.grad.norm(), pixels.grad[0], state.grad.mean())
+            nn.utils.clip_grad_norm_([p, pixels, state], 0.1)
+            optimizer.step()
+        log(p, isinstance(p, nn.Parameter), p.is_leaf, pixels.mean(0))
+    return [net, p, pixels, state]
+
+
+@program
+def buffers_made_of_rows(log: Log) -> Trained:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        if hasattr(net, "last") and len(net.last) == len(x):
+            x = x + 0.1 * net.last
+        net.register_buffer("last", x.detach() * 2)
+        net.body[0].shift = x.mean(0)
+        return net.body(x + net.body[0].shift)
+
+    net = Net(forward, body=mlp())
+    out = fit(log, net)
+    torch.save(net.state_dict(), file := io.BytesIO())
+    file.seek(0)
+    log(*torch.load(file, weights_only=True).values(), net.last.shape)
+    return out
+
+
+@change
+def applied_by_python(x: Tensor) -> Tensor:
+    plain = x.detach().clone()
+    plain.apply_(lambda v: v * 0.5 + 0.1)
+    plain.map_(x.detach().clone(), lambda a, b: a + b)
+    shared = x.detach().clone().share_memory_()
+    shared[0] = 0
+    return x + plain + shared
+
+
+@program
+def aliases_of_outputs(log: Log) -> Trained:
+    def forward(net: Net, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = net.body(x) * 1
+        return h, h, h[:, :2]
+
+    net = Net(forward, body=nn.Linear(6, 4))
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        a, b, c = net(x)
+        with torch.no_grad():
+            b.add_(1)
+        c.mul_(2)
+        log(a is b, x.view_as(x) is x, x.to(x.dtype) is x, x.contiguous() is x, x.detach() is x)
+        log(x.cpu() is x, x.requires_grad_(False) is x)
+        return F.mse_loss(a[:, :1], y) + (a - b).square().sum() + a.square().mean() * 0.1
+
+    return train(log, net, loss_of)

@@ -1,0 +1,541 @@
+"""Batches in another dimension, states, sizes that are equal by chance, rows that are chosen by the data."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import rnn
+from torch.optim import SGD
+from torch.utils.data import DataLoader
+
+from tests.one_process.hostile.parts import Net, change, fit, program, sequences
+from tests.one_process.parts import classes, data, loader, mlp, train
+from tests.one_process.runner import Log, Trained
+
+
+@program
+def states_carried_across_batches(log: Log) -> Trained:
+    series, goal = torch.randn(40, 7, 3), torch.randn(40, 7, 1)  # (T, B, features)
+    rnn_, head = nn.GRU(3, 6), nn.Linear(6, 1)
+    optimizer = SGD([*rnn_.parameters(), *head.parameters()], 0.1)
+    state = None
+    for t in range(0, 40, 8):
+        out, state = rnn_(series[t : t + 8], state)
+        loss = F.mse_loss(head(out), goal[t : t + 8])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        state = state.detach()
+        state[:, 3] = 0  # an episode ends
+        log(loss.item(), state.norm(), state.shape)
+    return [rnn_, head, state]
+
+
+@program
+def states_of_an_lstm_in_tuples(log: Log) -> Trained:
+    def forward(net: Net, x: Tensor, state: Optional[tuple[Tensor, Tensor]] = None) -> tuple[Tensor, Any]:
+        if state is None:
+            state = (torch.zeros(2, x.size(0), 6), torch.zeros(2, x.size(0), 6))
+        h, state = net.lstm(x, state)
+        return net.head(h), state
+
+    net = Net(forward, lstm=nn.LSTM(3, 6, 2, batch_first=True), head=nn.Linear(6, 1))
+    optimizer = SGD(net.parameters(), 0.1)
+    state = None
+    for x, y, _ in loader(*sequences(48), size=16):
+        out, state = net(x, state)
+        state = tuple(s.detach() for s in state)
+        loss = F.mse_loss(out, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        log(loss, state[0].mean(), state[1][-1, 0])
+    return [net, *state]
+
+
+@program
+def cells_in_a_python_loop(log: Log) -> Trained:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        h = x.new_zeros(x.shape[0], 6)
+        c = torch.zeros_like(h)
+        outs = []
+        for t in range(x.shape[1]):
+            h, c = net.lstm(x[:, t], (h, c))
+            h = net.gru(x[:, t], net.norm(h))
+            outs += [net.head(h)]
+        return torch.stack(outs, dim=1)
+
+    parts = {"lstm": nn.LSTMCell(3, 6), "gru": nn.GRUCell(3, 6), "norm": nn.LayerNorm(6), "head": nn.Linear(6, 1)}
+    return fit(log, Net(forward, **parts), loader(*sequences()[:2]))
+
+
+@program
+def recurrent_batch_first_or_second(log: Log) -> Trained:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        a, last = net.one(x)
+        b, (_, cell) = net.two(x.transpose(0, 1))
+        c, _ = net.three(x.permute(1, 0, 2).contiguous())
+        out = torch.cat([a, b.transpose(0, 1), c.permute(1, 0, 2)], -1) + last[-1][:, None].repeat(1, 1, 3)
+        return net.head(out + cell.permute(1, 0, 2).flatten(1)[:, None].repeat(1, 1, 3))
+
+    three = nn.RNN(3, 4, nonlinearity="relu")
+    net = Net(forward, one=nn.GRU(3, 4, batch_first=True), two=nn.LSTM(3, 4), three=three, head=nn.Linear(12, 1))
+    return fit(log, net, loader(*sequences()[:2], size=10))
+
+
+@program
+def packed_sequences(log: Log) -> Trained:
+    def forward(net: Net, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        packed, (last, _) = net.lstm(packed)
+        log(packed.batch_sizes, packed.data.sum())
+        h, n = rnn.pad_packed_sequence(packed, batch_first=True, total_length=5)
+        assert torch.equal(n, lengths)
+        return net.head(h + last[-1][:, None])
+
+    net = Net(forward, lstm=nn.LSTM(3, 6, batch_first=True), head=nn.Linear(6, 1))
+
+    def loss_of(x: Tensor, y: Tensor, lengths: Tensor) -> Tensor:
+        mask = torch.arange(5)[None] < lengths[:, None]
+        return (net(x, lengths) - y).square()[mask].mean()
+
+    return train(log, net, loss_of, loader(*sequences()))
+
+
+@program
+def transformer_with_batch_second(log: Log) -> Trained:
+    def forward(net: Net, x: Tensor, y: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[0])
+        missing = torch.zeros(x.shape[1], x.shape[0], dtype=torch.bool)
+        missing[:, -1] = True
+        h = net.embed(x) + net.places[: len(x)]
+        return net.head(net.body(h, h + y, tgt_mask=mask, src_key_padding_mask=missing))
+
+    body = nn.Transformer(8, 2, 1, 1, 16, 0.1)
+    net = Net(
+        forward, embed=nn.Linear(3, 8), body=body, head=nn.Linear(8, 1), places=nn.Parameter(torch.zeros(9, 1, 8))
+    )
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        x, y = x.transpose(0, 1), y.transpose(0, 1)
+        return F.mse_loss(net(x, F.pad(y[:-1], (0, 0, 0, 0, 1, 0))), y)
+
+    return train(log, net, loss_of, loader(*sequences()[:2], size=10))
+
+
+@program
+def transformer_with_masks(log: Log) -> Trained:
+    def forward(net: Net, x: Tensor, lengths: Tensor) -> Tensor:
+        missing = torch.arange(x.shape[1]) >= lengths[:, None]
+        h = net.body(net.embed(x), src_key_padding_mask=missing)
+        each = torch.zeros(len(x), 2, 5, 5).masked_fill(missing[:, None, None], -1e4)
+        h, weights = net.attention(h, h, h, attn_mask=each.flatten(0, 1), average_attn_weights=False)
+        log(weights.sum((0, 1)))
+        return net.head(h.masked_fill(missing[..., None], 0).sum(1) / lengths[:, None])
+
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, norm_first=True)
+    body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    net = Net(forward, embed=nn.Linear(3, 8), body=body, attention=attention, head=nn.Linear(8, 1))
+    x, y, lengths = sequences()
+    out = fit(log, net, loader(x, lengths, y[:, 0]))
+    net.eval()
+    with torch.no_grad():  # torch's fast path
+        log(net(x[:7], lengths[:7]), net.body(net.embed(x[:7])).mean())
+    return out
+
+
+@program
+def data_parallel_in_dimension_one(log: Log) -> Trained:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        h, _ = net.gru(x)
+        return net.head(h - h.mean(0))
+
+    net = nn.DataParallel(Net(forward, gru=nn.GRU(3, 6), head=nn.Linear(6, 1)), dim=1)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        out = net(x.transpose(0, 1).contiguous())
+        log(out.shape, net.module.head.weight.norm())
+        return F.mse_loss(out, y.transpose(0, 1))
+
+    return train(log, net, loss_of, loader(*sequences()[:2]))
+
+
+@program
+def dimensions_merged_and_separated(log: Log) -> Trained:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        b, t = x.shape[:2]
+        h = net.body(x.view(b * t, -1)).view(b, t, -1)
+        h = h + net.body(x.flatten(0, 1)).reshape(-1, t, 6)
+        mixed = h.transpose(0, 1).reshape(b, t, 6)  # mixes samples
+        k = h.reshape(b * t // 5, 5, 6).sum(1, keepdim=True) + h.reshape(t, b, 6).mean(0)[:, None]
+        return net.head(h + 0.1 * mixed + 0.1 * k) + h.view(-1, 2).sum(1).view(b, t, 3).mean(-1, keepdim=True)
+
+    return fit(log, Net(forward, body=nn.Linear(3, 6), head=nn.Linear(6, 1)), loader(*sequences()[:2], size=10))
+
+
+@program
+def batch_moved_around(log: Log) -> Trained:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        a = x.permute(2, 0, 1).movedim(1, -1).swapaxes(0, 1)  # (T, 3, B)
+        h = net.body(a.transpose(0, 2).transpose(0, 1))  # (3, B, 3)
+        turned = torch.rot90(x, 1, (1, 2)).mT.flip(1)
+        return net.head(x + turned + h.movedim(1, 0).mean(1, keepdim=True) + a.T.mT.mT.diagonal(0, 1, 2)[:, None])
+
+    return fit(log, Net(forward, body=nn.Linear(5, 3), head=nn.Linear(3, 1)), loader(*sequences()[:2]))
+
+
+@program
+def einsum_of_all_kinds(log: Log) -> Trained:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        e = torch.einsum
+        h = e("bti,ij->btj", x, net.w)
+        h = h + e("bti,bsi,bsj->btj", x, x, h) * 0.1
+        h = h + e("bti,cti->bc", x, x).softmax(-1).mean(1)[:, None, None] + e("...i->i", h)
+        h = h + e("tbi,ij->btj", x.transpose(0, 1), net.w) + e("bii->bi", x[:, :3])[:, None] + e("bti->", x) / 20
+        same = e("bti,bti->b", x, h)
+        h = h + same[:, None, None] + e("i,bti->bt", net.w[0], x)[..., None] + e(x, [0, 1, 2], net.w, [2, 3], [0, 1, 3])
+        h = h + torch.tensordot(x, x, dims=([0, 1], [0, 1]))[0]
+        return net.head(h.tanh() + torch.tensordot(x, net.w, dims=1))
+
+    return fit(log, Net(forward, w=nn.Parameter(torch.randn(3, 3) / 3), head=nn.Linear(3, 1)), loader(*sequences()[:2]))
+
+
+@program
+def sizes_equal_by_chance(log: Log) -> Trained:
+    net = nn.Sequential(nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 10))
+    x, w = torch.randn(50, 10), torch.randn(10, 10)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        out = net(x)
+        likeness = out @ x.T + x @ w + torch.mm(w, x) + x.mm(x) + torch.matmul(x.T, out) + x.T
+        row = out.mean(0)
+        column = out.mean(1)
+        likeness = likeness + row + column + column[:, None] + row[:, None] + torch.arange(10) * out
+        likeness = likeness + F.linear(x, out) + F.linear(out, w, column) + F.embedding(y, out)
+        likeness = likeness + torch.addmm(column, x, w) + torch.outer(row, column)
+        log(likeness.trace(), likeness[0])
+        return F.cross_entropy(likeness * 0.1, y) + F.cross_entropy(likeness.T * 0.1, torch.arange(10))
+
+    return train(log, net, loss_of, loader(x, torch.randint(10, (50,)), size=10), lr=0.01)
+
+
+@program
+def broadcast_from_the_right(log: Log) -> Trained:
+    net = mlp()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        out, goal = net(x)[:, 0], y[:, 0]
+        square = (out - y).square()  # (B,) against (B, 1): the usual mistake
+        log(square.shape, square.mean())
+        weights = torch.linspace(0, 1, len(x))
+        table = torch.stack([out, goal])  # (2, B)
+        table = table * weights + table.mean(1, keepdim=True) + torch.tensor([[0.1], [0.2]])
+        each = x[:, None] - x[None]  # (B, B, 6)
+        mask = ~torch.eye(len(x), dtype=torch.bool)
+        near = each.square().sum(-1)[mask].view(len(x), len(x) - 1).min(1).values
+        loss = square.mean() + (table[0] - table[1]).square().mean()
+        return loss + (near * torch.clamp(out, max=9.0)).mean() + F.mse_loss(out, goal * weights)
+
+    return train(log, net, loss_of)
+
+
+@program
+def batches_of_one(log: Log) -> Trained:
+    net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Dropout(0.2), nn.Linear(8, 1))
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        out = net(x)
+        log(out.squeeze(), out.item(), x.squeeze(0)[0], float(x.sum()), x.std(0, unbiased=False))
+        return F.mse_loss(net(x[0]), y[0]) + F.mse_loss(out.expand(3, 1), y.expand(3, 1)) + (out - out.mean(0)).sum()
+
+    x, y = data(n=6)
+    train(log, net, loss_of, loader(x, y, size=1), lr=0.02)
+    return fit(log, net, loader(x, y, size=2), lr=0.02)
+
+
+@program
+def empty_batches(log: Log) -> Trained:
+    net = mlp()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        chosen = x[:, 0] > 2
+        few = net(x[chosen])
+        log(few.shape, few.sum(), net(x[:0]).shape, x[3:3].sum(0), len(x[len(x) :]), torch.cat([x[:0], x]).mean())
+        return F.mse_loss(net(x), y) + few.sum() * 0.1 + net(x[:0]).sum()
+
+    return train(log, net, loss_of)
+
+
+@program
+def last_batch_dropped_or_odd(log: Log) -> Trained:
+    net, x, y = mlp(), *data(n=23)
+    for size, drop in ((7, True), (7, False), (23, False), (40, False), (11, False)):
+        fit(log, net, loader(x, y, size=size, drop_last=drop))
+        log(len(loader(x, y, size=size, drop_last=drop)), len(loader(x, y, size=size).dataset))
+    return [net]
+
+
+@program
+def tensors_without_dimensions(log: Log) -> Trained:
+    def forward(net: Net, x: Tensor, scale: Tensor, step: int) -> Tensor:
+        return net.body(x * scale) + scale + step + net.shift
+
+    net = Net(forward, body=mlp(), shift=nn.Parameter(torch.tensor(0.1)))
+    items = [(x, y[0]) for x, y in zip(*data())]
+    count = torch.tensor(0)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        nonlocal count
+        count = count + 1
+        losses = (net(x, torch.tensor(0.5), int(count))[:, 0] - y).square()
+        best = losses.min()
+        log(best, losses[0].dim(), torch.stack([best, losses[-1]]), count)
+        return sum(losses[i] for i in range(len(losses))) / losses.numel() + best
+
+    return train(log, net, loss_of, DataLoader(items, 16))
+
+
+@change
+def dimensions_by_names_and_numbers(x: Tensor) -> Tensor:
+    a = x.sum(dim=-2, keepdim=True) + x.mean(axis=0) + x.amax((0, 1)) + torch.sum(input=x, dim=[1], keepdim=True)
+    a = a + torch.logsumexp(x, -2) + x.softmax(-2) + x.std(dim=0, correction=0) + x.norm(dim=0)
+    a = a + torch.linalg.vector_norm(x, dim=-1)[:, None] + x.cumsum(-2) * 0.1 + x.prod(0) + x.median(0)[0]
+    a = a + x.quantile(0.3, 0) + x.detach().aminmax(dim=0)[1] + x.mode(0).values + torch.var_mean(x, 0)[0]
+    return x + 0.1 * (a + x.sort(dim=0, descending=True)[0] + x.diff(dim=0, prepend=x[:1]))
+
+
+@program
+def experts_that_choose_rows(log: Log) -> Trained:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        scores, rows = net.router(x).softmax(0).topk((len(x) + 1) // 2, dim=0)
+        out = x.new_zeros(len(x), 1)
+        for i, expert in enumerate(net.experts):
+            out = out.scatter_add(0, rows[:, i : i + 1], expert(x[rows[:, i]]) * scores[:, i : i + 1])
+        return out
+
+    return fit(log, Net(forward, router=nn.Linear(6, 2), experts=nn.ModuleList([mlp(), mlp()])))
+
+
+@program
+def rows_chosen_by_masks(log: Log) -> Trained:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        positive = x[:, 0] > 0
+        out = torch.empty(len(x), 1)
+        out[positive] = net.a(x[positive])
+        out[~positive] = net.b(x[~positive])
+        log(int(positive.sum()), positive.nonzero()[:, 0], torch.where(positive)[0].max() if positive.any() else -1)
+        return out + torch.masked_select(x, x > 1).sum() * 0.01
+
+    return fit(log, Net(forward, a=mlp(), b=mlp()))
+
+
+@program
+def sorted_by_length_and_unique(log: Log) -> Trained:
+    net = nn.Linear(3, 1)
+
+    def loss_of(x: Tensor, y: Tensor, lengths: Tensor) -> Tensor:
+        lengths, order = lengths.sort(descending=True, stable=True)
+        x, y = x[order], y[order]
+        sums = x.new_zeros(6, 3).index_add(0, lengths, x.sum(1))
+        values, inverse, counts = torch.unique(lengths, return_inverse=True, return_counts=True)
+        means = (sums[values] / counts[:, None])[inverse]
+        log(values, counts, lengths.bincount(minlength=6), torch.unique_consecutive(lengths), lengths.tolist())
+        loss = F.mse_loss(net(means), y[torch.arange(len(x)), lengths - 1])
+        return loss + F.mse_loss(net(x[:, : lengths[0]]), y[:, : lengths[0]])
+
+    return train(log, net, loss_of, loader(*sequences()))
+
+
+@program
+def decisions_on_values(log: Log) -> Trained:
+    net = mlp()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        out = net(x)
+        if x[0, 0] > 0 and x.sum() > -20:
+            out = out * 2
+        if (out.mean() > y.mean()).item():
+            out = out - 0.1
+        if not torch.isfinite(out).all() or torch.equal(out, y) or torch.allclose(out, y):
+            log("never")
+        scale = 1.0 if max(out.abs().max(), 0.5) < 3 else 0.5
+        assert x.abs().max() < 10, "too large"
+        log(bool((x > 0).any()), bool(out.max() > 1), scale, "large" if x.norm() > 5 else "small", out[0] > out[1])
+        return F.mse_loss(out * scale, y)
+
+    return train(log, net, loss_of)
+
+
+@program
+def lengths_used_in_numbers(log: Log) -> Trained:
+    net = mlp()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        n, (rows, columns) = len(x), x.size()
+        ones = torch.ones(n, 1) * torch.linspace(0, 1, rows)[:, None]
+        index = torch.arange(x.size(0))
+        out = net(x + ones / n) * torch.full((x.shape[0], 1), 1 / columns)
+        out = out + x[index, index % columns, None] * 0.1 + torch.zeros(y.shape).fill_(0.1)
+        log(n, rows, x.numel(), x.nelement(), list(x.shape), x.size(-2), x.shape.numel(), x.stride(), x.ndim)
+        return (out - y).square().sum() / n + (out - y).abs().sum() / y.numel() * math.log(n)
+
+    return train(log, net, loss_of)
+
+
+@program
+def gathers_and_one_hots(log: Log) -> Trained:
+    net = mlp(out=4)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        scores = net(x).log_softmax(-1)
+        a = scores.gather(1, y[:, None]) + scores.take_along_dim(y[:, None], 1) + scores[range(len(x)), y][:, None]
+        b = (scores * F.one_hot(y, 4)).sum(1) + scores[y == 1].sum() / 10 + scores.take(torch.arange(len(y)) * 4 + y)
+        counts = torch.bincount(y, minlength=4).clamp(min=1)
+        histogram = torch.histc(scores.detach(), 5)
+        log(counts, histogram, scores.argmax(1).eq(y).sum().item() / len(y), scores.gather(0, y[None, :4] % len(y)))
+        return -(a[:, 0] + b).mean() - (scores.sum(0) / counts).mean() + scores.index_select(0, y % len(y)).mean()
+
+    return train(log, net, loss_of, loader(*classes()))
+
+
+@change
+def operations_along_the_batch(x: Tensor) -> Tensor:
+    a = x.roll(1) + x.roll(2, 0) + x.flip(0) + x.flip([0, 1]) + x.flipud() + torch.roll(x, (1, 1), (0, 1))
+    b = x.cumsum(0) + x.cummax(0)[0] + x.logcumsumexp(0) + x.sort(0)[0] + x.argsort(0) + x.kthvalue(1, 0)[0]
+    c = torch.cov(x.T).sum(0) + x.T.cov()[0] + F.normalize(x, dim=0) + torch.corrcoef(x.T).nan_to_num()[0]
+    d = x.repeat(2, 1)[: len(x)] + x.repeat_interleave(2, 0)[: len(x)] + x.tile(2, 1)[-len(x) :]
+    x = x + 0.02 * (a + b + c + d + torch.tril(x) + x.triu(1)) + torch.renorm(x, 2, 0, 1)
+    return x + 0.1 * torch.trapezoid(x, dim=0) + x.unfold(0, 2, 1).mean((0, 2))
+
+
+@program
+def distances_of_pairs(log: Log) -> Trained:
+    net = mlp(out=4)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        z = F.normalize(net(x), dim=-1)
+        other = F.normalize(net(x + 0.1 * torch.randn_like(x)), dim=-1)
+        distance = torch.cdist(z, other) + F.pairwise_distance(z[:, None], other[None]) + torch.cdist(z, z[:2])[:, :1]
+        logits = torch.cat([z, other]) @ torch.cat([z, other]).T / 0.5
+        logits.fill_diagonal_(-1e9)
+        n = len(x)
+        target = torch.cat([torch.arange(n, 2 * n), torch.arange(n)])
+        hardest = (distance + 10 * torch.eye(n)).min(1)[0]
+        covariance = z.T @ z / n
+        log(logits.argmax(1).eq(target).sum(), F.pdist(z).mean(), covariance.diagonal())
+        loss = F.cross_entropy(logits, target) + (distance.diagonal() - hardest).relu().mean()
+        return loss + F.triplet_margin_loss(z, other, z.roll(1, 0)) + covariance.square().mean()
+
+    return train(log, net, loss_of)
+
+
+@program
+def comparisons_of_whole_batches(log: Log) -> Trained:
+    net, best, seen = mlp(), torch.full((6,), -math.inf), []
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        nonlocal best
+        best = torch.maximum(best, x.max(0).values)
+        order = torch.argsort(y[:, 0])
+        middle = y.median()
+        seen.extend(y[y > middle].tolist())
+        bins = torch.bucketize(x, torch.tensor([-1.0, 0.0, 1.0]))
+        bins = bins + torch.searchsorted(y[order, 0].contiguous(), y[:, :1].contiguous())
+        log(best, torch.isin(bins, bins[0]).sum(), torch.combinations(y[:3, 0]))
+        log(torch.cartesian_prod(y[:2, 0], y[:2, 0]))
+        ordered = net(x[order])
+        loss = F.margin_ranking_loss(ordered[1:], ordered[:-1], torch.ones(len(x) - 1, 1))
+        return loss + F.mse_loss(net(x / best.abs()), y) + net(bins.to(x.dtype)).mean() * 0.1
+
+    return [*train(log, net, loss_of), torch.tensor(seen)]
+
+
+@program
+def networks_without_tensors(log: Log) -> Trained:
+    def forward(net: Net, n: int, power: float = 1.0) -> Tensor:
+        z = torch.randn(n, 4) ** power
+        table = net.table(torch.arange(n) % 5)
+        return net.head(z + table - z.mean(0)) * net.scale
+
+    net = Net(forward, table=nn.Embedding(5, 4), head=nn.Linear(4, 1), scale=nn.Parameter(torch.tensor(1.0)))
+    return train(log, net, lambda x, y: F.mse_loss(net(len(x)), y) + net(n=3, power=2.0).mean())
+
+
+@program
+def two_batches_of_other_lengths(log: Log) -> Trained:
+    net, kept = mlp(out=2), []
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        out = net(x)
+        kept.append((out, y))
+        pairs = [(out[:, None] * o.detach()[None]).sum(-1) for o, _ in kept]
+        log(*[p.shape for p in pairs], torch.cat([t for _, t in kept]).mean())
+        return F.mse_loss(out[:, :1], y) + sum(p.tanh().mean() for p in pairs)
+
+    out = train(log, net, loss_of, loader(*data(), size=7))
+    outs, goals = (torch.cat(part) for part in zip(*kept))
+    log((outs[:, :1] - goals).square().mean(), torch.cat(list(outs.split(16))[::-1]).cumsum(0)[-1])
+    return out
+
+
+@program
+def errors_caught(log: Log) -> Trained:
+    net = mlp()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        calls = [lambda: net(x)[:, 5], lambda: x @ torch.ones(5, 5), lambda: x[100], x.item, lambda: net(x[:, :3])]
+        calls += [lambda: x.view(7, 13), lambda: x + torch.ones(len(x) + 1, 6), lambda: bool(x)]
+        calls += [lambda: x.sum(5), lambda: x.nothing, lambda: torch.cat([x, y])]
+        for call in calls:
+            try:
+                call()
+            except (RuntimeError, IndexError, ValueError, AttributeError) as error:
+                log(type(error).__name__)
+        try:
+            loss = F.mse_loss(net(x), y, reduction="no such")
+        except ValueError:
+            loss = F.mse_loss(net(x), y)
+        return loss
+
+    return train(log, net, loss_of)
+
+
+@program
+def arguments_that_look_like_rows(log: Log) -> Trained:
+    """Tensors whose first dimension is the batch's by chance, and is no batch."""
+
+    def forward(net: Net, x: Tensor, table: Tensor, order: Tensor, matrix: Tensor) -> Tensor:
+        return net.body(x + table.mean(0) + table[order]) + (matrix @ net.body(x)) + matrix.T.sum(1, keepdim=True) * 0.1
+
+    net = Net(forward, body=mlp())
+    table, matrix = torch.randn(10, 6, requires_grad=True), torch.randn(10, 10) / 10
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(net(x, table, torch.randperm(10), matrix), y) + table.square().mean()
+
+    out = train(log, net, loss_of, loader(*data(), size=10))
+    log(table.grad)
+    return [*out, table]
+
+
+@program
+def networks_over_weights_and_pairs(log: Log) -> Trained:
+    """The first dimension of networks' arguments is pairs, positions, features or layers."""
+    pairs, places, hyper = mlp(12), nn.Embedding(16, 6), nn.Linear(6, 6)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        n = len(x)
+        both = torch.cat([x[:, None].expand(n, n, 6), x[None].expand(n, n, 6)], -1)
+        scores = pairs(both.reshape(n * n, 12)).view(n, n)
+        position = places(torch.arange(n))
+        weight = hyper(torch.eye(6))  # (6, 6): features as rows
+        over_features = nn.functional.linear(x.T.contiguous(), scores)  # (6, n)
+        out = (x + position) @ weight + over_features.T + hyper(x.mean(0, keepdim=True)) + hyper(x.mean(0))
+        return F.mse_loss(out[:, :1], y) + scores.softmax(0).diagonal().mean() + hyper(weight).norm()
+
+    return train(log, nn.ModuleList([pairs, places, hyper]), loss_of, loader(*data(), size=16), lr=0.02)

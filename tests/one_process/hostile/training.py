@@ -1,0 +1,610 @@
+"""Gradients that are asked for or changed, and unusual steps, optimizers and parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Callable, Optional
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, hessian, jacrev, jvp, vmap
+from torch.nn.utils import parametrizations, parametrize
+from torch.optim import SGD, Adam
+from torch.optim.swa_utils import AveragedModel, update_bn
+
+from tests.one_process.hostile.parts import Net, fit, program
+from tests.one_process.parts import data, loader, mlp, steps, train
+from tests.one_process.runner import Log, Trained
+
+
+@program
+def gradients_of_parameters(log: Log) -> Trained:
+    net, unused = mlp(), nn.Parameter(torch.ones(2))
+    for x, y in loader(*data()):
+        loss = F.mse_loss(net(x), y)
+        grads = torch.autograd.grad(loss, [*net.parameters(), unused], retain_graph=True, allow_unused=True)
+        log(loss, grads[-1] is None, torch.stack([g.norm() for g in grads[:-1]]).norm())
+        again = torch.autograd.grad(loss, tuple(net.parameters()))
+        with torch.no_grad():
+            for p, g, h in zip(net.parameters(), grads, again):
+                p -= 0.05 * (g + h)
+                p.grad = g
+    return [net]
+
+
+@program
+def gradients_of_inputs(log: Log) -> Trained:
+    net = mlp()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        x.requires_grad_()
+        out = net(x)
+        (slope,) = torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True)
+        h = net[0](x)
+        (of_hidden,) = torch.autograd.grad(net[2](net[1](h)).sum(), h, retain_graph=True)
+        log(slope.abs().max(), slope[0], of_hidden.mean(0))
+        adversarial = (x + 0.1 * slope.sign()).detach()
+        return F.mse_loss(net(adversarial), y) + slope.square().sum(1).mean()
+
+    return train(log, net, loss_of)
+
+
+@program
+def jacobian_rows(log: Log) -> Trained:
+    net = mlp(out=2)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        x.requires_grad_()
+        out = net(x)
+        rows = [torch.autograd.grad(out[:, i].sum(), x, create_graph=True)[0] for i in range(2)]
+        batched = torch.autograd.grad(
+            out, x, torch.eye(2)[:, None].expand(2, len(x), 2), is_grads_batched=True, retain_graph=True
+        )
+        jacobian = torch.stack(rows, 1)
+        log(batched[0][1, 0], jacobian[0])
+        return F.mse_loss(out[:, :1], y) + (jacobian @ jacobian.mT - torch.eye(2)).square().mean()
+
+    return train(log, net, loss_of)
+
+
+@program
+def functional_jacobians(log: Log) -> Trained:
+    net = mlp()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        whole = torch.autograd.functional.jacobian(lambda a: net(a).sum(0), x, create_graph=True)
+        curvature = torch.autograd.functional.hessian(lambda row: net(row).sum(), x[0], create_graph=True)
+        product = torch.autograd.functional.vjp(lambda a: net(a).mean(), x)[1]
+        log(whole.sum(), curvature.diagonal(), product.norm())
+        return F.mse_loss(net(x), y) + whole.square().mean() + curvature.trace()
+
+    return train(log, net, loss_of)
+
+
+@program
+def maml_by_hand(log: Log) -> Trained:
+    net = mlp()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        half = len(x) // 2
+        weights = dict(net.named_parameters())
+        inner = F.mse_loss(functional_call(net, weights, (x[:half],)), y[:half])
+        grads = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+        adapted = {k: w - 0.3 * g for (k, w), g in zip(weights.items(), grads)}
+        log(inner)
+        return F.mse_loss(functional_call(net, adapted, (x[half:],)), y[half:])
+
+    return train(log, net, loss_of)
+
+
+@program
+def gradients_of_each_sample(log: Log) -> Trained:
+    net = mlp()
+
+    def loss_of_one(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(functional_call(net, weights, (x[None],)), y[None])
+
+    optimizer = SGD(net.parameters(), 0.1)
+    for x, y in loader(*data()):
+        weights = {k: p.detach() for k, p in net.named_parameters()}
+        grads, losses = vmap(grad_and_value(loss_of_one), in_dims=(None, 0, 0))(weights, x, y)
+        norms = torch.stack([g.flatten(1).norm(dim=1) for g in grads.values()]).norm(dim=0)
+        scale = (1 / norms).clamp(max=1)  # differential privacy
+        log(losses, norms)
+        for k, p in net.named_parameters():
+            p.grad = torch.einsum("b,b...->...", scale, grads[k]) / len(x) + 0.01 * torch.randn_like(p)
+        optimizer.step()
+    return [net]
+
+
+@program
+def functional_transforms(log: Log) -> Trained:
+    net = mlp(out=2)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        each = vmap(jacrev(net))(x)
+        _, along = jvp(net, (x,), (torch.ones_like(x),))
+        log(vmap(hessian(lambda row: net(row).sum()))(x[:2]).sum(0), vmap(lambda row: row @ row)(x))
+        noisy = vmap(lambda row: row + 0.1 * torch.randn_like(row), randomness="different")(x)
+        return F.mse_loss(net(noisy)[:, :1], y) + each.square().mean() + along.mean(0).square().sum()
+
+    return train(log, net, loss_of)
+
+
+@program
+def forward_derivatives(log: Log) -> Trained:
+    net = mlp()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            out = torch.autograd.forward_ad.unpack_dual(net(dual))
+            log(out.tangent[0], out.tangent.mean())
+        return F.mse_loss(out.primal, y) + out.tangent.square().mean()
+
+    return train(log, net, loss_of)
+
+
+@program
+def lbfgs_closures(log: Log) -> Trained:
+    net = mlp()
+    optimizer = torch.optim.LBFGS(net.parameters(), 0.1, max_iter=4, history_size=3, line_search_fn="strong_wolfe")
+    for x, y in loader(*data()):
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(net(x), y)
+            loss.backward()
+            log(loss.item())
+            return loss
+
+        log(optimizer.step(closure))
+    return [net]
+
+
+@program
+def gradients_changed_before_the_step(log: Log) -> Trained:
+    net = mlp()
+    optimizer = Adam(net.parameters(), 0.01, eps=1e-3)
+    for x, y in loader(*data()):
+        optimizer.zero_grad()
+        F.mse_loss(net(x), y).backward()
+        log(nn.utils.clip_grad_norm_(net.parameters(), 0.5), sum(p.grad.abs().sum() for p in net.parameters()))
+        nn.utils.clip_grad_value_(net.parameters(), 0.1)
+        for p in net.parameters():
+            p.grad += 0.01 * torch.randn_like(p.grad)
+            if p.dim() > 1:
+                p.grad.sub_(p.grad.mean(1, keepdim=True))
+            p.grad.data.mul_(0.5)
+        net[2].bias.grad = None
+        net[0].bias.grad = net[0].weight.grad.sum(1)
+        optimizer.step()
+    return [net]
+
+
+@program
+def conflicting_gradients(log: Log) -> Trained:
+    def forward(net: Net, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = net.body(x).tanh()
+        return net.a(h), net.b(h)
+
+    net = Net(forward, body=nn.Linear(6, 6), a=nn.Linear(6, 1), b=nn.Linear(6, 1))
+    optimizer = SGD(net.parameters(), 0.1)
+    for x, y in loader(*data()):
+        a, b = net(x)
+        grads = []
+        for loss in (F.mse_loss(a, y), (b + y).square().mean()):
+            optimizer.zero_grad()
+            loss.backward(retain_graph=True)
+            grads.append([None if p.grad is None else p.grad.clone() for p in net.parameters()])
+        dot = sum((g * h).sum() for g, h in zip(*grads) if g is not None and h is not None)
+        log(dot)
+        for p, g, h in zip(net.parameters(), *grads):
+            kept = [t for t in (g, h) if t is not None]
+            p.grad = sum(kept) if dot > 0 or len(kept) < 2 else g - dot / h.square().sum().clamp(min=1e-6) * h
+        optimizer.step()
+    return [net]
+
+
+@program
+def several_backward_calls(log: Log) -> Trained:
+    net = mlp(out=2)
+    optimizer = SGD(net.parameters(), 0.05)
+    for x, y in loader(*data()):
+        optimizer.zero_grad(set_to_none=False)
+        out = net(x)
+        F.mse_loss(out[:, :1], y).backward(retain_graph=True)
+        out[:, 1].square().mean().backward(retain_graph=True)
+        out.backward(torch.full_like(out, 0.01), retain_graph=True)
+        torch.autograd.backward([out[:, 0].mean(), out[:, 1].sum()], [None, torch.tensor(0.1)], retain_graph=True)
+        out[0].sum().backward(inputs=list(net[0].parameters()))
+        log(net[0].weight.grad.sum())
+        optimizer.step()
+    return [net]
+
+
+@program
+def backward_of_each_sample(log: Log) -> Trained:
+    net = mlp()
+    fisher = [torch.zeros_like(p) for p in net.parameters()]
+    optimizer = SGD(net.parameters(), 0.1)
+    for x, y in loader(*data(), size=7):
+        optimizer.zero_grad()
+        for xi, yi in zip(x, y):
+            (F.mse_loss(net(xi), yi) / len(x)).backward()
+        for loss in (net(x) - y).square().mean(1):
+            for f, g in zip(fisher, torch.autograd.grad(loss, net.parameters(), retain_graph=True)):
+                f += g**2 / len(x)
+        optimizer.step()
+    log(*[f.sum() for f in fisher])
+    return [net, *fisher]
+
+
+@program
+def accumulated(log: Log) -> Trained:
+    net = mlp()
+    optimizer = SGD(net.parameters(), 0.1, momentum=0.9)
+    for i, (x, y) in enumerate(loader(*data(), size=7)):
+        loss = F.mse_loss(net(x), y) / 3
+        loss.backward()
+        if (i + 1) % 3 == 0 or i == 7:
+            log(net[0].weight.grad.norm(), loss.item() * 3)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=i % 2 == 0)
+    return [net]
+
+
+@program
+def adversaries(log: Log) -> Trained:
+    generator, critic = mlp(4, 6), mlp()
+    of_g, of_c = SGD(generator.parameters(), 0.1), SGD(critic.parameters(), 0.1)
+    bce = nn.BCEWithLogitsLoss()
+    for (real,) in loader(data()[0]):
+        one, zero = torch.ones(real.size(0), 1), torch.zeros(real.size(0), 1)
+        fake = generator(torch.randn(real.size(0), 4))
+        for p in critic.parameters():
+            p.requires_grad_(True)
+        of_c.zero_grad()
+        loss = bce(critic(real), one) + bce(critic(fake.detach()), zero)
+        loss.backward()
+        of_c.step()
+        for p in critic.parameters():
+            p.requires_grad_(False)
+        of_g.zero_grad()
+        fooled = bce(critic(fake), one)
+        fooled.backward()
+        of_g.step()
+        log(loss.item(), fooled.item(), fake.mean(), fake.std(0))
+    return [generator, critic]
+
+
+@program
+def parameters_without_gradients(log: Log) -> Trained:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        h = net.body(x).tanh()
+        if h.mean() > 0:
+            return net.a(h)
+        return net.b(h)
+
+    net = Net(forward, body=nn.Linear(6, 6), a=nn.Linear(6, 1), b=nn.Linear(6, 1), unused=nn.Linear(3, 3))
+    net.body.bias.requires_grad_(False)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(net(x), y)
+        log(*[k for k, p in net.named_parameters() if p.grad is None])
+        return loss
+
+    out = train(log, net, loss_of)
+    log(*[k for k, p in net.named_parameters() if p.grad is None])
+    return out
+
+
+@program
+def unfrozen_later(log: Log) -> Trained:
+    net = mlp()
+    net[0].requires_grad_(False)
+    optimizer = SGD([p for p in net.parameters() if p.requires_grad], 0.1)
+    for i, loss in enumerate(steps(optimizer, lambda x, y: F.mse_loss(net(x), y))):
+        log(loss, net[0].weight.grad is None)
+        if i == 1:
+            net[0].requires_grad_(True)
+            optimizer.add_param_group({"params": net[0].parameters(), "lr": 0.05})
+    return [net]
+
+
+@program
+def tied_weights(log: Log) -> Trained:
+    def forward(net: Net, ids: Tensor) -> Tensor:
+        h = net.embedding(ids)
+        return net.out(net.body(h) + h)
+
+    net = Net(forward, embedding=nn.Embedding(9, 6), body=nn.Linear(6, 6), out=nn.Linear(6, 9, bias=False))
+    net.out.weight = net.embedding.weight
+    net.body.weight = nn.Parameter(net.body.weight.t().clone())
+    ids = torch.randint(9, (50, 5))
+    return train(log, net, lambda x, y: F.cross_entropy(net(x).mT, y), loader(ids, ids.roll(-1, 1)))
+
+
+@program
+def weights_made_of_others(log: Log) -> Trained:
+    class Symmetric(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.triu() + x.triu(1).mT
+
+    one = parametrizations.weight_norm(nn.Linear(6, 6))
+    two = parametrizations.orthogonal(nn.Linear(6, 6))
+    parametrize.register_parametrization(three := nn.Linear(6, 6), "weight", Symmetric())
+    four = nn.utils.spectral_norm(nn.Linear(6, 6))
+    five = parametrizations.spectral_norm(nn.Linear(6, 1))
+    return fit(log, nn.Sequential(one, nn.Tanh(), two, nn.Tanh(), three, four, nn.Tanh(), five))
+
+
+@program
+def latents_of_samples(log: Log) -> Trained:
+    table, decoder = nn.Embedding(50, 4), mlp(4)
+    whole = torch.zeros(50, 4, requires_grad=True)
+    optimizer = Adam([*table.parameters(), *decoder.parameters(), whole], 0.01, eps=1e-3)
+    for index, y in loader(torch.arange(50), data()[1]):
+        latent = table(index) + whole[index]
+        loss = F.mse_loss(decoder(latent), y) + 0.01 * latent.norm(dim=1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        log(loss.item(), whole.grad.abs().sum(), whole.grad[index].sum())
+    return [table, decoder, whole]
+
+
+@program
+def latents_of_the_batch(log: Log) -> Trained:
+    net = mlp()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        latent = torch.zeros(len(x), 6, requires_grad=True)
+        scale = torch.ones((), requires_grad=True)
+        inner = SGD([latent, scale], 0.5)
+        for _ in range(2):
+            inner.zero_grad()
+            F.mse_loss(net((x + latent) * scale), y).backward()
+            log(latent.grad.norm(), scale.grad)
+            inner.step()
+        delta = torch.zeros_like(x, requires_grad=True)
+        F.mse_loss(net(x + delta), y).backward()
+        net.zero_grad()
+        delta.data = (delta + 0.1 * delta.grad.sign()).clamp(-0.1, 0.1)
+        return F.mse_loss(net(x + latent.detach() + delta.detach()), y)
+
+    return train(log, net, loss_of)
+
+
+@program
+def sgd_by_hand(log: Log) -> Trained:
+    w, b = torch.randn(6, 1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    velocity = torch.zeros_like(w)
+    for x, y in loader(*data()):
+        loss = ((x @ w + b).tanh() - y).pow(2).mean()
+        loss.backward()
+        w.data -= 0.1 * w.grad.data
+        with torch.no_grad():
+            velocity.mul_(0.9).add_(w.grad)
+            w -= 0.05 * velocity
+            b.copy_(b - 0.1 * b.grad)
+        w.grad.zero_()
+        b.grad = None
+        log(loss.item(), w)
+    return [w, b]
+
+
+@program
+def averaged_models(log: Log) -> Trained:
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    ema = copy.deepcopy(net)
+    averaged = AveragedModel(net)
+    decaying = AveragedModel(net, avg_fn=lambda a, b, n: 0.9 * a + 0.1 * b, use_buffers=True)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(net(x), y) + 0.1 * F.mse_loss(net(x), ema(x).detach())
+
+    for loss in steps(SGD(net.parameters(), 0.1), loss_of):
+        averaged.update_parameters(net)
+        decaying.update_parameters(net)
+        for (_, a), b in zip(ema.state_dict().items(), net.state_dict().values()):
+            a.copy_(a * 0.9 + b * 0.1) if a.is_floating_point() else a.copy_(b)
+        log(loss.item())
+    update_bn(loader(*data(), shuffle=False), averaged)
+    return [net, ema, averaged, decaying]
+
+
+@program
+def network_copied_in_mid_training(log: Log) -> Trained:
+    nets = [mlp()]
+    optimizer = SGD(nets[0].parameters(), 0.1)
+    for x, y in loader(*data()):
+        loss = sum(F.mse_loss(net(x), y) for net in nets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        nets.append(copy.deepcopy(nets[-1]))
+        nets[-1].load_state_dict({k: v * 0.9 for k, v in nets[0].state_dict().items()})
+        optimizer = SGD([p for net in nets for p in net.parameters()], 0.1)
+        log(loss)
+    return list(nets)
+
+
+@program
+def optimizer_of_its_own(log: Log) -> Trained:
+    class Signed(torch.optim.Optimizer):
+        def __init__(self, parameters: Iterable[Tensor]) -> None:
+            super().__init__(parameters, {"lr": 0.01})
+
+        @torch.no_grad()
+        def step(self, closure: Optional[Callable[[], float]] = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                    mean.lerp_(p.grad, 0.5)
+                    p.add_(mean / (mean.abs() + 0.01), alpha=-group["lr"])
+                    log(p.grad.norm())
+
+    net = mlp()
+    optimizer = Signed(net.parameters())
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    for loss in steps(optimizer, lambda x, y: F.mse_loss(net(x), y), loader(*data(), size=7)):
+        scheduler.step(loss)
+        log(optimizer.param_groups[0]["lr"])
+    return [net, *[s["mean"] for s in optimizer.state.values()]]
+
+
+@program
+def evolution_without_gradients(log: Log) -> Trained:
+    net = mlp().requires_grad_(False)
+    vector = nn.utils.parameters_to_vector(net.parameters())
+    for x, y in loader(*data()):
+        noise = torch.randn(5, len(vector))
+        scores = []
+        for n in noise:
+            nn.utils.vector_to_parameters(vector + 0.1 * n, net.parameters())
+            scores.append(-F.mse_loss(net(x), y).item())
+        weights = torch.tensor(scores).sub(np.mean(scores)).div(np.std(scores) + 1)
+        vector = vector + 0.1 * (weights @ noise)
+        log(scores, max(scores))
+    return [vector]
+
+
+@program
+def weights_of_losses_learned(log: Log) -> Trained:
+    net, logs = mlp(out=2), torch.zeros(2, requires_grad=True)
+    temperature = nn.Parameter(torch.tensor(0.5))
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        out = net(x)
+        losses = torch.stack([F.mse_loss(out[:, :1], y), (out[:, 1] / temperature - x[:, 3]).abs().mean()])
+        return (losses * torch.exp(-logs) + logs).sum()
+
+    for loss in steps(SGD([*net.parameters(), logs, temperature], 0.05), loss_of):
+        log(loss, logs.grad, temperature.grad)
+    return [net, logs, temperature]
+
+
+@program
+def scaled_gradients(log: Log) -> Trained:
+    net = mlp()
+    optimizer, scaler = SGD(net.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=2)
+    for i, (x, y) in enumerate(loader(*data(), size=10)):
+        if i == 1:
+            x[-1, -1] = float("inf")
+        loss = F.mse_loss(net(x).nan_to_num(), y) if i != 1 else net(x).sum()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        log(scaler.get_scale(), norm.isfinite())
+    return [net]
+
+
+@program
+def replay_buffer(log: Log) -> Trained:
+    buffer, goals, net, size = torch.zeros(30, 6), torch.zeros(30, 1), mlp(), 0
+    priorities = torch.ones(30)
+    optimizer = SGD(net.parameters(), 0.1)
+    for x, y in loader(*data(), size=7):
+        for i in range(len(x)):
+            buffer[size % 30] = x[i]
+            goals[size % 30] = y[i]
+            size += 1
+        drawn = torch.multinomial(priorities[: min(size, 30)], 7, replacement=True)
+        out = net(buffer[drawn])
+        errors = (out - goals[drawn]).square()[:, 0]
+        optimizer.zero_grad()
+        errors.mean().backward()
+        optimizer.step()
+        priorities[drawn] = errors.detach() + 0.01
+        buffer[drawn[0]] *= 0.9
+        log(errors, priorities.sum(), net(buffer[torch.randint(0, size if size < 30 else 30, (5,))]).mean())
+    return [net, buffer, priorities]
+
+
+@program
+def initialised_by_the_first_batch(log: Log) -> Trained:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        if not net.ready:
+            with torch.no_grad():
+                net.shift.copy_(-x.mean(0))
+                net.scale.data = 1 / (x.std(0) + 0.1)
+            net.ready = True
+        return net.body((x + net.shift) * net.scale) + net.other(x)
+
+    body = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(1))
+    net = Net(forward, ready=False, body=body, other=nn.Linear(6, 1))
+    net.shift, net.scale = nn.Parameter(torch.zeros(6)), nn.Parameter(torch.ones(6))
+    x, _ = data()
+    net(x[:7])
+    with torch.no_grad():
+        net.other.weight = nn.Parameter(net(x[:7]).mean() * x[:1])
+    return fit(log, net)
+
+
+@program
+def one_backward_for_an_epoch(log: Log) -> Trained:
+    net = mlp()
+    optimizer = SGD(net.parameters(), 0.1)
+    for _ in range(2):
+        outs, total = [], 0.0
+        for x, y in loader(*data()):
+            outs.append(net(x))
+            total = total + F.mse_loss(outs[-1], y, reduction="sum")
+        joined = torch.cat(outs)
+        loss = total / len(joined) + (joined.std() - 1).square() + (outs[0][:2] - outs[-1]).abs().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        log(loss, len(joined))
+    return [net]
+
+
+@program
+def networks_that_differentiate_inside(log: Log) -> Trained:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            z = torch.zeros(len(x), 4, requires_grad=True)
+            for _ in range(3):
+                energy = (net.energy(torch.cat([x, z], 1)).square() + z.square()).sum()
+                z = z - 0.3 * torch.autograd.grad(energy, z, create_graph=True)[0]
+            weight = net.fast * 1
+            inner = F.mse_loss(x @ weight, x.roll(1, 0))  # test-time training on the batch
+            weight = weight - torch.autograd.grad(inner, weight, create_graph=True)[0]
+        return net.head(z) + net.out(x @ weight)
+
+    parts = {"energy": mlp(10), "head": nn.Linear(4, 1), "out": nn.Linear(6, 1)}
+    net = Net(forward, fast=nn.Parameter(torch.randn(6, 6) / 3), **parts)
+    out = fit(log, net)
+    with torch.no_grad():
+        log(net(data()[0][:7]))
+    return out
+
+
+@program
+def gradients_that_keep_their_graph(log: Log) -> Trained:
+    """AdaHessian's step, then a penalty on `.grad`, added to gradients of a pass before."""
+    net, scale = nn.Sequential(mlp(), nn.LayerNorm(1)), nn.Parameter(torch.ones(1))
+    parameters = [*net.parameters(), scale]
+    optimizer = SGD(parameters, 0.02)
+    for x, y in loader(*data(), size=14):
+        optimizer.zero_grad()
+        F.l1_loss(net(x) * scale, y).backward()
+        loss = F.mse_loss(net(x) * scale, y)
+        loss.backward(create_graph=True)
+        signs = [torch.randint(0, 2, p.shape) * 2.0 - 1 for p in parameters]
+        grads = [p.grad for p in parameters]
+        products = torch.autograd.grad(grads, parameters, grad_outputs=signs, retain_graph=True)
+        (sum(g.square().sum() for g in grads if g is not None) * 0.1).backward()
+        with torch.no_grad():
+            for p, product, sign in zip(parameters, products, signs):
+                p.grad.add_((product * sign).abs(), alpha=0.1)
+        optimizer.step()
+        log(loss, scale.grad, products[-1])
+    return [net, scale]
