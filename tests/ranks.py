@@ -15,6 +15,7 @@ import os
 import socket
 import tempfile
 import warnings
+from collections.abc import Iterable
 from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker, spawn
 from typing import Any, Callable, Optional
@@ -164,3 +165,20 @@ def run_ranks(
             return process
 
         return spawning.collect(start, num_ranks, deadline_s=patience(timeout_s))
+
+
+def errors_of(cases: Iterable[Callable[[], Any]]) -> list[str]:
+    """Return what each of `cases`, or the cleanup after it, raises on a rank; each is a job of its own (collective)."""
+    import ddpshim
+
+    said = []
+    for case in cases:
+        try:
+            case()
+            ddpshim.cleanup()
+            said.append("")
+        except ddpshim.errors.DdpShimError as error:
+            said.append(f"{type(error).__name__}: {error}")
+            ddpshim.cleanup()
+        ddpshim.setup(seed=0, device="cpu")
+    return said

@@ -99,7 +99,6 @@ def problem(
     needs_gradients: bool = False,
     keeps_mirrors: bool = False,
     has_random_result: bool = False,
-    has_layout: bool = True,
 ) -> Optional[str]:
     """Return how `function` of row tensors differs from `function` of the wholes; None if it does not (collective).
 
@@ -107,7 +106,6 @@ def problem(
         cut: returns the dimension of a tensor's rows; None for a tensor that stays whole.
         keeps_mirrors: whether the wholes from which rows are cut stay mirrors of them.
         has_random_result: whether results are uninitialised memory, so that only shapes are compared.
-        has_layout: whether the orders of dimensions in memory are compared.
     """
     leaves, leaves_of_rows = fresh((args, kwargs), needs_gradients), fresh((args, kwargs), needs_gradients)
     wholes: list[tuple[Any, Any]] = []
@@ -152,8 +150,7 @@ def problem(
         for old, new in zip(flat(one), flat(other)):
             if isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor) and not has_random_result:
                 if (
-                    has_layout
-                    and is_dense(old)
+                    is_dense(old)
                     and is_dense(new)
                     and 0 not in old.stride()
                     and order_in_memory(old) != order_in_memory(new)

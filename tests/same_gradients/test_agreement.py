@@ -8,8 +8,9 @@ import io
 import random
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 import numpy as np
 import pytest
@@ -18,11 +19,11 @@ from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
 import ddpshim
-from ddpshim.errors import DataError, RankError, SyncError, WorldError
+from ddpshim.errors import DataError, RankError, SyncError
 from ddpshim.model import equality, guard, step_check, unused
 from ddpshim.process import devices
 from ddpshim.process.job import current
-from tests.ranks import run_ranks
+from tests.ranks import errors_of, run_ranks
 
 NUM_STEPS = 24  # of three epochs
 Act = Callable[["_Run"], None]
@@ -43,10 +44,14 @@ class _Normalised(nn.Module):
 
 
 class _Run:
-    """A training of three epochs, in which `faults` happen on rank 1 before a step or after it."""
+    """A training of three epochs; on rank 1 something happens before steps or after them."""
 
     def __init__(
-        self, before: dict[int, Act], after: dict[int, Act], make: Callable[[], nn.Module], **rates: Any
+        self,
+        before: Optional[dict[int, Act]] = None,
+        after: Optional[dict[int, Act]] = None,
+        make: Callable[[], nn.Module] = partial(nn.Linear, 5, 3),
+        **rates: Any,
     ) -> None:
         with ddpshim.shared_random_streams(3):
             self.net = ddpshim.wrap_parallel(make())
@@ -61,21 +66,17 @@ class _Run:
             for (x,) in self.batches:
                 self.optimizer.zero_grad()
                 self.net(x).pow(2).mean().backward()
-                if is_odd:
-                    before.get(self.number, _nothing)(self)
+                if is_odd and before and self.number in before:
+                    before[self.number](self)
                 if not self.skips_step:
                     self.optimizer.step()
                 self.skips_step = False
-                if is_odd:
-                    after.get(self.number, _nothing)(self)
+                if is_odd and after and self.number in after:
+                    after[self.number](self)
                 with torch.no_grad():
                     for mean, p in zip(self.average.parameters(), self.net.parameters()):
                         mean.lerp_(p, 0.1)
                 self.number += 1
-
-
-def _nothing(run: _Run) -> None:
-    pass
 
 
 def _add_to_weights(run: _Run) -> None:
@@ -115,89 +116,91 @@ def _move_average(run: _Run) -> None:
     next(run.average.parameters()).data.add_(1)
 
 
-# (before a step, after a step, what else is odd) and what is said of it.
-FAULTS: dict[str, tuple[dict[int, Act], dict[int, Act], str]] = {
-    "a batch skipped": (
-        {},
-        {10: _skip_batch},
+def _decay_otherwise() -> None:
+    _Run(weight_decay=0.1 * ddpshim.world().rank)
+
+
+def _look_at_a_batch() -> None:
+    data = TensorDataset(torch.randn(16, 5))
+    loader, wrapped = ddpshim.make_loader(data, 4, shuffle=True), ddpshim.wrap_parallel(nn.Linear(5, 3))
+    if ddpshim.world().is_main:
+        next(iter(loader))
+    wrapped(next(iter(loader))[0]).sum().backward()
+
+
+def _cross_collectives() -> None:
+    here = ddpshim.world()
+    here.barrier() if here.is_main else here.broadcast(1)  # type: ignore[func-returns-value]
+
+
+def _cross_networks() -> None:
+    nets = [ddpshim.wrap_parallel(nn.Linear(2, 1)) for _ in range(2)]
+    sum(net(torch.ones(1, 2)).sum() for net in nets).backward()
+    for net in nets if ddpshim.world().is_main else reversed(nets):
+        net(torch.ones(1, 2)).sum().backward()
+
+
+def _do_what_is_alike() -> None:
+    """Loops that look odd, and are alike on all ranks or no training."""
+    here = ddpshim.world()
+    data = TensorDataset(torch.randn(16, 5))
+    net = ddpshim.wrap_parallel(nn.Linear(5, 3))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    train, other = (ddpshim.make_loader(data, 4, shuffle=True) for _ in range(2))
+    for (x,), (y,) in zip(train, other):
+        with torch.no_grad():
+            for number, _ in enumerate(other):  # ranks may look at different parts of a validation set
+                if number == here.rank:
+                    break
+        (net(x).sum() + net(y).sum()).backward()
+        optimizer.step()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1 + here.rank)  # after the step, for a log
+    for _ in range(2):
+        net(x).sum().backward()  # no batch of a loader: ranks are on their own
+    optimizer.step()
+    assert not current().part(guard.Watched).companions
+
+
+WEIGHTS = "of Linear ranks hold different weights: parameter 'weight'"
+AT_THE_END = "at the end of the job ranks hold different weights"
+# What happens, and what is said of it.
+CASES: list[tuple[Callable[[], Any], str]] = [
+    (
+        partial(_Run, after={10: _skip_batch}),
         "rank 0: step 3 of epoch 1 of the loader of .*:[0-9]+ over 64 samples, after 11 .*rank 1: step 4 of epoch",
     ),
-    "a step skipped": ({4: _skip_step}, {}, "after 5 optimizer steps .* after 4 optimizer steps"),
-    "a gradient written": ({4: _write_in_place}, {}, "after 6 backward passes of Linear ranks hold different weights"),
-    "a gradient replaced": (
-        {4: _replace_gradient},
-        {},
-        "after 6 backward passes of Linear ranks hold different weights: parameter 'weight'",
-    ),
-    "a rate": ({12: _set_rate}, {}, r"learning rate 0.1\), network 0; .*rank 1: .* learning rate 1.0"),
-    "a state": (
-        {},
-        {20: _lose_state},
-        r"at the end of the job ranks hold different weights: parameter 'weight' of network 0 \(Linear\) sums to",
-    ),
-    "weights at a save": (
-        {},
-        {12: _weights_and_save},
-        "after 14 backward passes of Linear ranks hold different weights: parameter 'weight'",
-    ),
-    "the last weights": (
-        {},
-        {NUM_STEPS - 1: _add_to_weights},
-        "at the end of the job ranks hold different weights: parameter 'weight' of network 0",
-    ),
-    "an average": (
-        {},
-        {NUM_STEPS - 1: _move_average},
+    (partial(_Run, {4: _skip_step}), "after 5 optimizer steps .* after 4 optimizer steps"),
+    (partial(_Run, {4: _write_in_place}), "after 6 backward passes of Linear ranks hold different weights"),
+    (partial(_Run, {4: _replace_gradient}), f"after 6 backward passes {WEIGHTS}"),
+    (partial(_Run, {12: _set_rate}), r"learning rate 0.1\), network 0; .*rank 1: .* learning rate 1.0"),
+    (partial(_Run, after={20: _lose_state}), rf"{AT_THE_END}: parameter 'weight' of network 0 \(Linear\) sums to"),
+    (partial(_Run, after={12: _weights_and_save}), f"after 14 backward passes {WEIGHTS}"),
+    (partial(_Run, after={NUM_STEPS - 1: _add_to_weights}), f"{AT_THE_END}: parameter 'weight' of network 0"),
+    (
+        partial(_Run, after={NUM_STEPS - 1: _move_average}),
         r"at the end of the job .*: network 0 of those that are not trained \(Linear\) sums",
     ),
-    "nothing": ({}, {}, "^$"),
-}
+    (_decay_otherwise, "weight_decay of group 0 of AdamW 0 is 0.0 on rank 0, 0.1 on rank 1"),
+    (_look_at_a_batch, "rank 0: step 0 of epoch 1 .*rank 1: step 0 of epoch 0 of the loader"),
+    (
+        _cross_collectives,
+        "different collectives: rank 0 in barrier at .*:[0-9]+; rank 1 in broadcast from rank 0 at .*:[0-9]+",
+    ),
+    (_cross_networks, "steps or networks in.*rank 0: .*, network 0; rank 1: .*, network 1"),
+    (_Run, "^$"),
+    (_do_what_is_alike, "^$"),
+]
 
 
-def _said(run: Callable[[], Any]) -> str:
-    """What a run, and the cleanup after it, raise; a new job is begun."""
-    said = ""
-    try:
-        run()
-        ddpshim.cleanup()
-    except (SyncError, WorldError) as error:
-        said = str(error)
-        ddpshim.cleanup()
-    ddpshim.setup(device="cpu")
-    return said
-
-
-def _rank_has_faults() -> dict[str, str]:
-    def net() -> nn.Module:
-        return nn.Linear(5, 3)
-
-    said = {name: _said(lambda b=b, a=a: _Run(b, a, net)) for name, (b, a, _) in FAULTS.items()}
-    here, data = ddpshim.world(), TensorDataset(torch.randn(16, 5))
-    decay = 0.1 * here.rank
-    said["decay"] = _said(lambda: _Run({}, {}, net, weight_decay=decay))
-
-    def look() -> None:
-        loader, wrapped = ddpshim.make_loader(data, 4, shuffle=True), ddpshim.wrap_parallel(net())
-        if here.is_main:
-            next(iter(loader))
-        wrapped(next(iter(loader))[0]).sum().backward()
-
-    said["look"] = _said(look)
-    said["crossed"] = _said(lambda: here.barrier() if here.is_main else here.broadcast(1))  # type: ignore[func-returns-value]
-    return said
+def _rank_has_faults() -> list[str]:
+    return errors_of(act for act, _ in CASES)
 
 
 @pytest.mark.ranks
 def test_what_differs_is_told_when_it_matters() -> None:
     for said in run_ranks(_rank_has_faults, 2):
-        assert re.search("rank 0: step 0 of epoch 1 .*rank 1: step 0 of epoch 0 of the loader", said.pop("look"))
-        assert re.search(
-            "different collectives: rank 0 in barrier at .*:[0-9]+; rank 1 in broadcast from rank 0 at .*:[0-9]+",
-            said.pop("crossed"),
-        )
-        assert "weight_decay of group 0 of AdamW 0 is 0.0 on rank 0, 0.1 on rank 1" in said.pop("decay")
-        for name, text in said.items():
-            assert re.search(FAULTS[name][2], text), f"{name}: {text}"
+        for (act, text), told in zip(CASES, said):
+            assert re.search(text, told), (act, told)
 
 
 def _draw(run: _Run) -> None:
@@ -207,7 +210,7 @@ def _draw(run: _Run) -> None:
 def _rank_draws_alone() -> tuple[list[float], str]:
     """Rank 1 draws once from each generator; what both draw in the end, and what was said."""
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        _Run({}, {0: _draw}, _Normalised)
+        _Run(after={0: _draw}, make=_Normalised)
     return [float(torch.rand(1)), float(np.random.rand()), random.random()], said.getvalue()
 
 
@@ -228,7 +231,7 @@ def _rank_rounds_otherwise(far: float) -> list[Any]:
         run.net.weight.data.mul_(1 + far)
 
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        run = _Run({}, {7: nudge}, lambda: nn.Linear(5, 3))
+        run = _Run(after={7: nudge})
     return [run.net._equality.num_mended, run.net.weight.tolist(), said.getvalue()]
 
 
@@ -240,32 +243,6 @@ def test_rounding_on_different_devices_is_mended_and_counted() -> None:
     assert "which round differently. All ranks now have the main rank's weights (time 1)" in said
     with pytest.raises(RankError, match="ranks hold different weights"):
         run_ranks(_rank_rounds_otherwise, 2, 0.1)
-
-
-def _rank_takes_whatever() -> int:
-    """Loops that look odd, and are alike on all ranks or no training."""
-    here = ddpshim.world()
-    data = TensorDataset(torch.randn(16, 5))
-    net = ddpshim.wrap_parallel(nn.Linear(5, 3))
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    train, other = (ddpshim.make_loader(data, 4, shuffle=True) for _ in range(2))
-    for (x,), (y,) in zip(train, other):
-        with torch.no_grad():
-            for number, _ in enumerate(other):  # ranks may look at different parts of a validation set
-                if number == here.rank:
-                    break
-        (net(x).sum() + net(y).sum()).backward()
-        optimizer.step()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1 + here.rank)  # after the step, for a log
-    for _ in range(2):
-        net(x).sum().backward()  # no batch of a loader: ranks are on their own
-    optimizer.step()
-    return len(current().part(guard.Watched).companions)
-
-
-@pytest.mark.ranks
-def test_what_is_alike_passes() -> None:
-    assert run_ranks(_rank_takes_whatever, 2) == [0, 0]
 
 
 # Data
@@ -372,17 +349,6 @@ def test_a_buffer_that_grows_is_read_anew_in_each_pass() -> None:
         assert re.search("rank 0: .* over 20 samples.*rank 1: .* over 21 samples", text)
 
 
-@pytest.mark.unit
-def test_on_a_gpu_what_came_is_read_some_passes_later() -> None:
-    entries, heard = torch.ones(step_check.NUM + 3), []
-    late = step_check.Agreement("Net", torch.device("cuda"))
-    for number in range(8):
-        late.fill(entries, asks=number == 2, num_steps=number)
-        heard.append(late.read(entries))
-    assert heard == [False] * 6 + [True, False]
-    assert entries[:3].tolist() == [1.0] * 3
-
-
 def _rank_is_answered_later() -> list[int]:
     net = ddpshim.wrap_parallel(nn.Linear(3, 1), broadcast_buffers=False)
     net._agreement._is_on_cpu = False  # as on a GPU
@@ -449,20 +415,3 @@ def test_nothing_is_read_while_a_cuda_graph_is_captured(monkeypatch: pytest.Monk
     of_network.tell(torch.empty(2), [1])
     with pytest.raises(SyncError, match="1 parameters without gradient during CUDA graph capture"):
         of_network.of_all(_Unread())
-
-
-def _rank_crosses_networks() -> str:
-    nets = [ddpshim.wrap_parallel(nn.Linear(2, 1)) for _ in range(2)]
-    sum(net(torch.ones(1, 2)).sum() for net in nets).backward()
-    try:
-        for net in nets if ddpshim.world().is_main else reversed(nets):
-            net(torch.ones(1, 2)).sum().backward()
-    except SyncError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.ranks
-def test_gradients_of_two_networks_are_not_averaged() -> None:
-    for text in run_ranks(_rank_crosses_networks, 2):
-        assert re.search("steps or networks in.*rank 0: .*, network 0; rank 1: .*, network 1", text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Callable, Union
@@ -18,7 +19,7 @@ from torch.utils.data import TensorDataset
 import ddpshim
 from ddpshim.errors import SyncError
 from ddpshim.model import sharding
-from tests.ranks import run_ranks
+from tests.ranks import errors_of, run_ranks
 
 Shard = Union[bool, list[str]]
 NUM, GLOBAL_BATCH = 11, 4  # the last batch of 3 is not divided by two ranks
@@ -204,15 +205,7 @@ REFUSED: dict[Callable[[torch.Tensor], None], str] = {
 
 def _refused() -> list[str]:
     sharding._DEADLINE_S = 0.5
-    said = []
-    for attempt in REFUSED:
-        torch.manual_seed(0)
-        try:
-            attempt(torch.ones(2, 6))
-            said.append("nothing")
-        except SyncError as error:
-            said.append(str(error))
-    return said
+    return errors_of(partial(attempt, torch.ones(2, 6)) for attempt in REFUSED)
 
 
 @pytest.mark.ranks

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import dataclasses
 import pickle
 import re
 import subprocess
@@ -22,9 +21,9 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import ddpshim
-from ddpshim.errors import RankError, SyncError
+from ddpshim.errors import SyncError
 from ddpshim.job.process_group import ENDS_THREADS
-from ddpshim.model import backward, guard, send_order, unsupported
+from ddpshim.model import backward, guard, unsupported
 from ddpshim.model.data_parallel import DataParallelModule
 from ddpshim.model.inputs import moved
 from ddpshim.model.keys import portable_keys
@@ -34,14 +33,9 @@ from ddpshim.model.wrapping import best_bucket_cap_mb
 from ddpshim.process.job import current
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh
 from tests.preloaded_commands import patience
-from tests.ranks import run_ranks
+from tests.ranks import errors_of, run_ranks
 
 B, D_IN, D_OUT = 24, 6, 3  # global batch, observation and action dimensions
-
-
-@dataclasses.dataclass
-class Prediction:
-    mean: torch.Tensor
 
 
 class Policy(nn.Module):
@@ -63,12 +57,6 @@ class Policy(nn.Module):
     def forward_train(self, x: torch.Tensor, head: str = "head") -> torch.distributions.Distribution:
         return torch.distributions.Normal(self(x, head), 0.7)
 
-    def as_dataclass(self, x: torch.Tensor) -> Prediction:
-        return Prediction(self(x))
-
-    def as_tree(self, x: torch.Tensor) -> dict[str, tuple[torch.Tensor, None]]:
-        return {"out": (self(x), None)}
-
     def gather(self) -> str:
         return "the module's own"
 
@@ -83,14 +71,6 @@ def _inner_module(net, x, y):
 
 def _plain_forward(net, x, y):
     ((net(x) - y) ** 2).mean().backward()
-
-
-def _dataclass(net, x, y):
-    ((net.as_dataclass(x).mean - y) ** 2).mean().backward()
-
-
-def _tree(net, x, y):
-    ((net.as_tree(x)["out"][0] - y) ** 2).mean().backward()
 
 
 def _two_forwards(net, x, y):
@@ -110,7 +90,7 @@ def _accumulated(net, x, y):
 
 
 def _no_sync_then_sync(net, x, y):
-    with net.no_sync() if hasattr(net, "no_sync") else torch.enable_grad():
+    with net.no_sync():
         ((net(x[::2]) - y[::2]) ** 2).mean().mul(0.5).backward()
     ((net(x[1::2]) - y[1::2]) ** 2).mean().mul(0.5).backward()
 
@@ -118,16 +98,16 @@ def _no_sync_then_sync(net, x, y):
 def _reentrant_checkpoint(net, x, y):
     from torch.utils.checkpoint import checkpoint
 
+    before = getattr(net, "num_reductions", 0)
     hidden = checkpoint(net.trunk, x.requires_grad_(), use_reentrant=True)
-    ((net.head(hidden) - y) ** 2).mean().backward()
+    ((checkpoint(net.head, hidden, use_reentrant=True) - y) ** 2).mean().backward()
+    assert getattr(net, "num_reductions", 1) == before + 1
 
 
-WAYS = [
+STEPS = [
     _distribution,
     _inner_module,
     _plain_forward,
-    _dataclass,
-    _tree,
     _two_forwards,
     _two_backwards_over_one_forward,
     _accumulated,
@@ -162,769 +142,38 @@ def _new_policy() -> Policy:
         return Policy().double()
 
 
-def _rank_trains_every_way() -> dict[str, dict[str, torch.Tensor]]:
-    here = ddpshim.world()
-    out = {}
-    for way in WAYS:
-        net = _new_policy()
-        trained = _train(ddpshim.wrap_parallel(net, bucket_cap_mb=0.0002), way, here.rank, here.world_size)
-        assert isinstance(trained, DistributedDataParallel)
-        out[way.__name__] = {
-            **{k: v.clone() for k, v in net.state_dict().items()},
-            "no gradient": [n for n, p in net.named_parameters() if p.grad is None],
-        }
-    return out
+# Ways to train, with or without a wrapper, on a rank's part of each batch; they return the trained network.
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_every_way_to_train_equals_one_process(size: int) -> None:
-    ranks = run_ranks(_rank_trains_every_way, size, timeout_s=120)
-    for way in WAYS:
-        alone = _train(_new_policy(), way, 0, 1)
-        for got in ranks:
-            mine = got[way.__name__]
-            assert mine.pop("no gradient") == [n for n, p in alone.named_parameters() if p.grad is None], way.__name__
-            for key, value in alone.state_dict().items():
-                if key != "calls":
-                    assert (mine[key] - value).abs().max() < 1e-12, (way.__name__, key)
+def _by_steps(step, wrap, rank, size):
+    return _train(wrap(_new_policy()), step, rank, size)
 
 
-def _rank_uses_another_branch() -> list[float]:
-    here = ddpshim.world()
-    net = ddpshim.wrap_parallel(_new_policy())
-    x, _ = _batches(1)[0]
-    net(x, "head" if here.rank == 0 else "other_head").sum().backward()
-    assert net.never.weight.grad is None
-    return [net.head.weight.grad.sum().item(), net.other_head.weight.grad.sum().item()]
-
-
-def test_branches_that_differ_between_ranks_are_averaged() -> None:
-    first, second = run_ranks(_rank_uses_another_branch, 2)
-    net, (x, _) = _new_policy(), _batches(1)[0]
-    (net(x, "head").sum() / 2 + net(x, "other_head").sum() / 2).backward()
-    assert first == second
-    assert first == pytest.approx([net.head.weight.grad.sum().item(), net.other_head.weight.grad.sum().item()])
-
-
-def _rank_rolls_out_alone() -> int:
-    here = ddpshim.world()
-    net = ddpshim.wrap_parallel(_new_policy())
-    _train(net, _plain_forward, here.rank, here.world_size, 1)
-    before = net.calls.item()
-    if here.is_main:
-        net.eval()
-        with torch.no_grad():
-            for _ in range(5):
-                net(torch.zeros(1, D_IN, dtype=torch.float64))
-        net(torch.zeros(1, D_IN, dtype=torch.float64)).sum()  # gradients enabled, and still nobody is waited for
-        copied = copy.deepcopy(net)
-        assert type(copied) is Policy
-        copied(torch.zeros(1, D_IN, dtype=torch.float64)).sum().backward()
-        net.train()
-    here.barrier()
-    _train(net, _plain_forward, here.rank, here.world_size, 1)
-    return int(net.calls.item() - before)
-
-
-def test_one_rank_alone_may_run_the_wrapped_network() -> None:
-    assert run_ranks(_rank_rolls_out_alone, 2) == [7, 7]  # buffers are the main rank's again after training
-
-
-class EMA:
-    """An EMA that matches parameters by name, as diffusers' EMAModel does."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.averaged_model = copy.deepcopy(model)
-
-    @torch.no_grad()
-    def step(self, model: nn.Module) -> None:
-        mine = self.averaged_model.state_dict()
-        for key, parameter in model.named_parameters():
-            mine[key].mul_(0.5).add_(parameter, alpha=0.5)
-
-
-def _rank_follows_with_ema() -> list[dict[str, torch.Tensor]]:
-    here = ddpshim.world()
-    out = []
-    for wrap_first in (True, False):
-        net = _new_policy()
-        ema = None if wrap_first else EMA(net)
-        wrapped = ddpshim.wrap_parallel(net)
-        ema = ema or EMA(wrapped)
-        _train(wrapped, _plain_forward, here.rank, here.world_size)
-        ema.step(wrapped)
-        out.append(dict(ema.averaged_model.state_dict()))
-    return out
-
-
-def test_an_ema_follows_the_wrapped_network() -> None:
-    alone = _new_policy()
-    ema = EMA(alone)
-    _train(alone, _plain_forward, 0, 1)
-    ema.step(alone)
-    for rank in run_ranks(_rank_follows_with_ema, 2):
-        for got in rank:
-            for key, value in ema.averaged_model.state_dict().items():
-                if key != "calls":
-                    assert torch.allclose(got[key], value, atol=1e-12), key
-
-
-def _rank_wraps_twice() -> list[torch.Tensor]:
-    here = ddpshim.world()
-    net = _new_policy()
-    once = ddpshim.wrap_parallel(net)
-    assert ddpshim.wrap_parallel(once) is once
-    assert isinstance(ddpshim.wrap_parallel(net), BareModule)  # nothing is left to reduce
-    parent = nn.ModuleDict({"child": once, "extra": nn.Linear(D_IN, D_OUT).double()})
-    nn.init.ones_(parent["extra"].weight)
-    nn.init.zeros_(parent["extra"].bias)
-    whole = ddpshim.wrap_parallel(parent)
-    assert [len(once._reduced), len(whole._reduced)] == [8, 2]
-    x, y = _batches(1)[0]
-    out = whole["child"](x[here.rank :: 2]) + whole["extra"](x[here.rank :: 2])
-    ((out - y[here.rank :: 2]) ** 2).mean().backward()
-    torch.optim.SGD(whole.parameters(), lr=0.1).step()
-    assert list(parent.state_dict()) == [
-        *(f"child.{k}" for k in net.state_dict()),
-        "extra.weight",
-        "extra.bias",
-    ]
-    return [p.detach().clone() for p in parent.parameters()]
-
-
-def test_wrapping_twice_and_child_then_parent_reduces_once() -> None:
-    ranks = run_ranks(_rank_wraps_twice, 2)
-    for a, b in zip(*ranks):
-        assert torch.equal(a, b)
-
-
-def _rank_wraps_without_trainable() -> str:
-    net = _new_policy().requires_grad_(False)
-    return type(ddpshim.wrap_parallel(net)).__name__
-
-
-def test_no_trainable_parameter_passes_through() -> None:
-    assert run_ranks(_rank_wraps_without_trainable, 2) == ["BareModule", "BareModule"]
-
-
-def _rank_steps_on_unreduced(how: str) -> None:
-    here = ddpshim.world()
-    net = _new_policy()
-    net.never.requires_grad_(False)
-    wrapped = ddpshim.wrap_parallel(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    x, y = _batches(1)[0]
-    x, y = x[here.rank :: 2], y[here.rank :: 2]
-    if how == "no_sync":
-        with wrapped.no_sync():
-            _plain_forward(wrapped, x, y)
-    elif how == "caught":
-        try:
-            loss = ((net(x) - y) ** 2).mean()
-            net.trunk[0].weight.register_hook(lambda _: 1 / 0)
-            loss.backward()
-        except ZeroDivisionError:
-            pass
-    elif how == "autograd.grad":
-        loss = ((net(x) - y) ** 2).mean()
-        for p, g in zip(net.head.parameters(), torch.autograd.grad(loss, list(net.head.parameters()))):
-            p.grad = g
-    elif how == "unfrozen":
-        net.never.requires_grad_(True)
-        (net(x).sum() + net.never(x[:, :2]).sum()).backward()
-    elif how == "added":
-        net.adapter = nn.Linear(D_OUT, D_OUT).double()
-        optimizer.add_param_group({"params": net.adapter.parameters()})
-        net.adapter(net(x)).sum().backward()
-    optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        ("no_sync", r"SGD\.step\(\) after a backward pass of Policy under no_sync\(\)"),
-        ("caught", r"a backward pass of Policy never finished"),
-        ("autograd.grad", "gradients of Policy never went through a backward pass"),
-        ("unfrozen", "'never.weight' of Policy"),
-        ("added", "'adapter.weight' of Policy"),
-    ],
-)
-def test_a_step_on_unreduced_gradients_is_an_error(how: str, text: str) -> None:
-    with pytest.raises(RankError, match=text):
-        run_ranks(_rank_steps_on_unreduced, 2, how)
-
-
-def _rank_is_strict(option: str) -> None:
-    here = ddpshim.world()
-    net = ddpshim.wrap_parallel(_new_policy(), **{option: option == "static_graph"})
-    x, _ = _batches(1)[0]
-    net(x[here.rank :: 2]).sum().backward()
-    net(x[here.rank :: 2], "other_head").sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("option", "text"),
-    [
-        ("find_unused_parameters", r"parameters \['other_head.weight', .* got no gradient"),
-        ("static_graph", r"static_graph=True, but \[.*head.*\] changed between used and unused"),
-    ],
-)
-def test_strict_options_name_the_parameters(option: str, text: str) -> None:
-    with pytest.raises(RankError, match=text):
-        run_ranks(_rank_is_strict, 2, option)
-
-
-def _rank_with_comm_hook() -> float:
+def _with_options_of_ddp(wrap, rank, size):
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    here = ddpshim.world()
-    net = ddpshim.wrap_parallel(
-        _new_policy(), comm_hook=allreduce_hook, gradient_as_bucket_view=False, broadcast_buffers=False
-    )
-    _train(net, _distribution, here.rank, here.world_size)
-    return net.head.weight.sum().item()
+    if wrap is not BareModule:
+        wrap = partial(wrap, comm_hook=allreduce_hook, gradient_as_bucket_view=False, broadcast_buffers=False)
+    return _by_steps(_distribution, wrap, rank, size)
 
 
-def test_options_of_ddp_pass_through() -> None:
-    expected = _train(_new_policy(), _distribution, 0, 1).head.weight.sum().item()
-    assert run_ranks(_rank_with_comm_hook, 2) == pytest.approx([expected] * 2, abs=1e-12)
-
-
-class _LastFirst(nn.Module):
-    """Runs its layers in another order than it has them, as a U-Net does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for i in (3, 5, 0, 4, 2, 1):
-            x = self.layers[i](x).tanh()
-        return x
-
-
-def _rank_sends_buckets() -> list[Any]:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-    came: list[int] = []
-    sent: list[tuple[int, list[int]]] = []  # how many gradients were there, and whose a bucket had
-
-    def hook(state: Any, bucket: Any) -> Any:
-        sent.append((len(came), [places.get(p.data_ptr(), -1) for p in bucket.parameters()]))
-        return allreduce_hook(None, bucket)
-
-    hook.__annotations__ = allreduce_hook.__annotations__  # torch looks at them
-
-    with ddpshim.shared_random_streams(0):
-        net = _LastFirst()
-    places = {p.data_ptr(): i for i, p in enumerate(net.parameters())}
-    torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 64 * 64 * 4  # torch 2.1: whatever bucket_cap_mb is
-    wrapped = ddpshim.wrap_parallel(net, bucket_cap_mb=64 * 64 * 4 / 2**20, comm_hook=hook)
-    for i, p in enumerate(net.parameters()):
-        p.register_post_accumulate_grad_hook(lambda _, i=i: came.append(i))
-    got = []
-    for _ in range(3):
-        came.clear()
-        sent.clear()
-        net.zero_grad()
-        wrapped(torch.full((2, 64), 0.1 * (ddpshim.world().rank + 1))).sum().backward()
-        got.append((list(came), list(sent), [p.grad.clone() for p in net.parameters()]))
-    return got
-
-
-def test_buckets_leave_in_the_order_in_which_gradients_come() -> None:
-    for got in run_ranks(_rank_sends_buckets, 2):
-        order = got[0][0]
-        assert (order[0] // 2, order[-1] // 2) == (1, 3)  # not that of the network's layers
-        for came, sent, gradients in got[1:]:
-            assert came == order
-            assert [i for _, bucket in sent for i in bucket] == [*order, -1]
-            # Each leaves when its own gradients are there; the hook that counts may run after the one that sends.
-            ends = [sum(len(bucket) for _, bucket in sent[: k + 1]) for k in range(len(sent) - 1)]
-            assert len(ends) >= 5
-            assert all(end - there in (0, 1) for (there, _), end in zip(sent, ends))
-            for gradient, first in zip(gradients, got[0][2]):
-                assert torch.equal(gradient, first)
-
-
-def _rank_builds_different(kind: str) -> list[float]:
-    here = ddpshim.world()
-    torch.manual_seed(here.rank)
-    net = nn.Linear(3, 3 + (here.rank if kind == "shape" else 0))
-    if kind == "buffer" and here.is_main:
-        net.register_buffer("extra", torch.zeros(2))
-    if kind == "values":
-        with (
-            pytest.warns(UserWarning, match="weights differed between ranks before training")
-            if here.is_main
-            else torch.enable_grad()
-        ):
-            ddpshim.wrap_parallel(net)
-    else:
-        ddpshim.wrap_parallel(net)
-    return net.weight.flatten().tolist()
-
-
-def test_different_weights_warn_and_become_equal() -> None:
-    first, second = run_ranks(_rank_builds_different, 2, "values")
-    torch.manual_seed(0)
-    assert first == second == nn.Linear(3, 3).weight.flatten().tolist()
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("shape", r"'weight' is \(\(3, 3\).* and \(\(4, 3\)"),
-        ("buffer", r"'buffer extra' is \(\(2,\), 'torch\.float32'\) and missing"),
-    ],
-)
-def test_different_networks_are_refused(kind: str, text: str) -> None:
-    with pytest.raises(RankError, match=text):
-        run_ranks(_rank_builds_different, 2, kind)
-
-
-def _rank_draws() -> tuple[float, float, float]:
-    built = torch.rand(()).item()
-    ddpshim.wrap_parallel(_new_policy())
-    noise = torch.rand(()).item()
-    with ddpshim.shared_random_streams(1):
-        shared = torch.rand(()).item()
-        ddpshim.wrap_parallel(nn.Linear(2, 2))
-    return built, noise, shared
-
-
-def test_streams_are_shared_until_the_wrap_and_differ_after() -> None:
-    ranks = run_ranks(_rank_draws, 4, environ={"DDPSHIM_NOISE": "per_rank"})
-    built, noise, shared = zip(*ranks)
-    assert len(set(built)) == 1
-    assert len(set(noise)) == 4
-    assert len(set(shared)) == 1
-
-
-def _rank_cleans_up() -> list[float]:
-    here = ddpshim.world()
-    net = _new_policy()
-    ddpshim.wrap_parallel(net)
-    ddpshim.cleanup()
-    net(_batches(1)[0][0][here.rank :: 2]).sum().backward()
-    torch.optim.SGD(net.parameters(), lr=0.1).step()
-    return net.head.weight.grad.flatten().tolist()
-
-
-def test_after_cleanup_the_module_is_bare_again() -> None:
-    first, second = run_ranks(_rank_cleans_up, 2)
-    assert first != second
-
-
-_LEAVES = """
-import atexit
-import contextlib
-import os
-import pathlib
-import torch
-import ddpshim
-
-def threads():
-    names = []
-    for file in pathlib.Path("/proc/self/task").glob("*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            name, _, rest = file.read_text().partition("(")[2].rpartition(")")
-            # One that was waited for is listed until the kernel has taken it away, and marked as exiting.
-            names += [] if int(rest.split()[6]) & 4 else [name]
-    return names
-
-def train():
-    make_net = lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-    nets = [ddpshim.wrap_parallel(make_net()) for _ in range(2)]
-    sum(net(torch.rand(3, 4)).sum() for net in nets).backward()
-    assert len(threads()) > len(before) + 2  # gloo's, which have no names of their own before torch 2.9
-    return nets
-
-before = threads()
-atexit.register(lambda: None if threads() == before else os._exit(3))  # it runs after what setup() registers
-world = ddpshim.setup()
-nets = train()
-ddpshim.cleanup()
-assert threads() == before
-try:
-    world.gather(0)
-except ddpshim.WorldError as error:
-    print(error)
-ddpshim.setup()
-nets = train()  # without cleanup()
-"""
-
-
-@pytest.mark.launch
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the names of threads in /proc")
-@pytest.mark.skipif(not ENDS_THREADS, reason="before torch 2.8 they live as long as the process")
-def test_cleanup_or_the_end_of_the_program_ends_the_threads_of_gloo(tmp_path: Path) -> None:
-    """One that is alive when Python ends may abort a finished job; in an interpreter of its own, as imports matter."""
-    (tmp_path / "leaves.py").write_text(_LEAVES)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    code, output = start_afresh([*torchrun, "leaves.py"], environment(), tmp_path, START_DEADLINE_S, True)
-    assert code == 0, output
-    assert "rank 1 of 2 has left its job by cleanup()" in output
-
-
-def _rank_leaves_a_network_out() -> list[torch.Tensor]:
-    """Two networks in one backward pass; on the main rank the second one skips a branch."""
-    here = ddpshim.world()
-    torch.manual_seed(3)
-    first, second = nn.Linear(D_IN, D_IN).double(), Policy().double()
-    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
-    ddpshim.wrap_parallel(first)
-    ddpshim.wrap_parallel(second, bucket_cap_mb=0.0001)
-    for x, _ in _batches(3):
-        optimizer.zero_grad()
-        out = second(first(x[here.rank :: 2])).pow(2).mean()
-        if here.rank:
-            out = out + second(first(x[here.rank :: 2]), "other_head").pow(2).mean()
-        out.backward()
-        optimizer.step()
-    return [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
-
-
-def test_networks_in_one_backward_pass_do_not_mix() -> None:
-    ranks = run_ranks(_rank_leaves_a_network_out, 2)
-    torch.manual_seed(3)
-    first, second = nn.Linear(D_IN, D_IN).double(), Policy().double()
-    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
-    for x, _ in _batches(3):
-        optimizer.zero_grad()
-        whole = (second(first(x[::2])).pow(2).mean() + second(first(x[1::2])).pow(2).mean()) / 2
-        (whole + second(first(x[1::2]), "other_head").pow(2).mean() / 2).backward()
-        optimizer.step()
-    for alone, a, b in zip(optimizer.param_groups[0]["params"], *ranks):
-        assert torch.equal(a, b)
-        assert (alone - a).abs().max() < 1e-12
-
-
-class _Critic(nn.Module):
-    """The gradients of one head come first, or not at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other_head, self.trunk, self.head = nn.Linear(D_IN, 1), nn.Linear(D_IN, D_IN), nn.Linear(D_IN, 1)
-
-    def forward(self, x: torch.Tensor, has_head: bool) -> torch.Tensor:
-        x = self.trunk(x).tanh()
-        found = self.other_head(x).pow(2).mean()
-        return found + self.head(x).pow(2).mean() if has_head else found
-
-
-def _actor_and_critics(wrap: Callable[[nn.Module, str], Any], ranks: list[int]) -> list[torch.Tensor]:
-    """Critics alone, then an actor through one of them, of which rank 1 leaves out a head."""
-    torch.manual_seed(3)
-    actor, critics = nn.Linear(D_IN, D_IN).double(), [_Critic().double() for _ in range(2)]
-    wrapped = [wrap(net, name) for net, name in zip([actor, *critics], ["actor", "first", "second"])]
-    optimizer = torch.optim.SGD([p for net in (actor, *critics) for p in net.parameters()], lr=0.1)
-    for whole, _ in _batches(5):
-        for critic, inputs in ((critics[0], lambda x: x), (critics[1], lambda x: x), (critics[0], actor)):
-            optimizer.zero_grad()
-            for rank in ranks:
-                has_head = not rank or inputs is not actor
-                (critic(inputs(whole[rank::2]), has_head) / len(ranks)).backward()
-            optimizer.step()
-    assert len(wrapped) == 3
-    return [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
-
-
-def _rank_trains_actor_and_critics() -> tuple[list[Any], list[torch.Tensor]]:
-    left = []
-
-    def note(name, bucket):
-        left.append((name, bucket.index(), current().progress.is_reducing))
-        work = torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True)
-        return work.get_future().then(lambda future: future.value()[0])
-
-    def wrap(net: nn.Module, name: str) -> Any:
-        torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 104  # torch 2.1: whatever bucket_cap_mb is
-        wrapped = ddpshim.wrap_parallel(net, bucket_cap_mb=0.0001, comm_hook=note, comm_hook_state=name)
-        assert wrapped.process_group is torch.distributed.group.WORLD
-        return wrapped
-
-    return left, _actor_and_critics(wrap, [ddpshim.world().rank])
-
-
-def test_networks_of_one_group_send_in_one_order_and_overlap_backward() -> None:
-    (left, weights), (lefts, others) = run_ranks(_rank_trains_actor_and_critics, 2)
-    assert [place[:2] for place in left] == [place[:2] for place in lefts]
-    begun, here = ([(name, is_late) for name, index, is_late in rank if not index] for rank in (left, lefts))
-    assert len(begun) == 5 * 4
-    assert all(is_late for _, is_late in begun[:4])  # nothing is known of the passes yet
-    # The actor sends while backward goes on, behind its critic; where that leaves a head out, both when it ends.
-    assert begun[-4:] == [("first", False), ("second", False), ("first", False), ("actor", False)]
-    assert here[-4:] == [("first", False), ("second", False), ("first", True), ("actor", True)]
-    for alone, a, b in zip(_actor_and_critics(lambda net, name: net, [0, 1]), weights, others):
-        assert torch.equal(a, b)
-        assert (alone - a).abs().max() < 1e-12
-
-
-def _rank_checkpoints() -> tuple[int, list[torch.Tensor]]:
-    from torch.utils.checkpoint import checkpoint
-
-    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    wrapped = ddpshim.wrap_parallel(net)
-    x = torch.full((2, 4), 1.0 + ddpshim.world().rank, requires_grad=True)
-    for layer in net:
-        x = checkpoint(layer, x, use_reentrant=True)
-    x.sum().backward()
-    return wrapped.num_reductions, [p.grad for p in net.parameters()]
-
-
-def test_reentrant_checkpoints_are_reduced_once() -> None:
-    (num, gradients), (_, others) = run_ranks(_rank_checkpoints, 2)
-    assert num == 1
-    assert all(map(torch.equal, gradients, others))
-    assert gradients[-1].tolist() == [2.0] * 4
-
-
-def _freeze_and_thaw(net: nn.Module, rank: int, size: int) -> nn.Module:
-    _train(net, _plain_forward, rank, size, 2)
+def _frozen_and_thawed(wrap, rank, size):
+    net = _train(wrap(_new_policy()), _plain_forward, rank, size, 2)
     net.trunk.requires_grad_(False)
     _train(net, _plain_forward, rank, size, 2)
     net.trunk.requires_grad_(True)
     return _train(net, _two_forwards, rank, size, 2)
 
 
-def _rank_freezes_and_thaws() -> torch.Tensor:
-    here = ddpshim.world()
-    return _freeze_and_thaw(ddpshim.wrap_parallel(_new_policy()), here.rank, 2).trunk[0].weight.detach().clone()
-
-
-def test_freezing_after_the_wrap_equals_one_process() -> None:
-    alone = _freeze_and_thaw(_new_policy(), 0, 1).trunk[0].weight
-    for got in run_ranks(_rank_freezes_and_thaws, 2):
-        assert (got - alone).abs().max() < 1e-12
-
-
-def _rank_unfreezes_and_wraps_again() -> list[torch.Tensor]:
-    here = ddpshim.world()
+def _unfrozen_and_wrapped_again(wrap, rank, size):
     net = _new_policy().requires_grad_(False)
-    wrapped = ddpshim.wrap_parallel(net)
+    wrapped = wrap(net)
     net.requires_grad_(True)
-    with pytest.raises(SyncError, match="again if it was unfrozen"):
-        _train(wrapped, _plain_forward, here.rank, here.world_size, 1)
-    net.zero_grad()
-    wrapped = ddpshim.wrap_parallel(wrapped)
-    _train(wrapped, _plain_forward, here.rank, here.world_size)
-    return [p.detach().clone() for p in net.parameters()]
-
-
-def test_the_advice_for_an_unfrozen_network_helps() -> None:
-    ranks = run_ranks(_rank_unfreezes_and_wraps_again, 2)
-    alone = _train(_new_policy(), _plain_forward, 0, 1)
-    for p, *got in zip(alone.parameters(), *ranks):
-        assert all((g - p).abs().max() < 1e-12 for g in got)
-
-
-def _rank_converts(how: str) -> None:
-    here = ddpshim.world()
-    net = ddpshim.wrap_parallel(_new_policy())
-    net = net.float() if how == "float" else net.float().double()
-    x, y = _batches(1)[0]
-    dtype = net.head.weight.dtype
-    _plain_forward(net, x[here.rank :: 2].to(dtype), y[here.rank :: 2].to(dtype))
-
-
-@pytest.mark.parametrize("how", ["float", "float and back"])
-def test_a_conversion_after_the_wrap_is_an_error(how: str) -> None:
-    with pytest.raises(RankError, match="of Policy changed its dtype or device after it was wrapped"):
-        run_ranks(_rank_converts, 2, how)
-
-
-class WithBatchNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(D_IN)
-        self.out = nn.Linear(D_IN, D_OUT)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.norm(x))
-
-
-def _rank_with_buffers() -> torch.Tensor:
-    here = ddpshim.world()
-    net = ddpshim.wrap_parallel(WithBatchNorm().double(), sync_batchnorm=False)
-    x, _ = _batches(1)[0]
-    out = net(x[here.rank :: 2])
-    out.mean().backward(retain_graph=True)
-    out.pow(2).mean().backward()
-    return net.norm.running_mean.clone()
-
-
-def test_buffers_are_the_main_ranks_after_each_backward_pass() -> None:
-    first, second = run_ranks(_rank_with_buffers, 2)
-    expected = WithBatchNorm().double()
-    expected(_batches(1)[0][0][::2])
-    assert torch.equal(first, second)
-    assert torch.allclose(first, expected.norm.running_mean, atol=1e-12)
-
-
-class Awkward(nn.Module):
-    """Names that torch's wrapper has, too; a parameter at the root, used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(D_OUT, D_IN, dtype=torch.float64))
-        self.join = nn.Linear(D_IN, D_OUT, bias=False).double()
-        self.join.weight = self.weight
-        self.device, self.reducer, self.logger, self.detach = "mine", "mine", "mine", "mine"
-
-
-def _rank_with_awkward_names() -> list[str]:
-    here = ddpshim.world()
-    net = Awkward()
-    wrapped = ddpshim.wrap_parallel(net)
-    wrapped.device = "set"
-    wrapped.join(_batches(1)[0][0][here.rank :: 2]).mean().backward()
-    with ddpshim.shared_random_streams(1):
-        parent = ddpshim.wrap_parallel(nn.ModuleDict({"net": net, "more": nn.Linear(1, 1)}))
-    assert len(parent._reduced) == 2
-    ddpshim.cleanup()
-    assert not wrapped._handles
-    return [net.device, wrapped.reducer, wrapped.logger, wrapped.detach, str(net.weight.grad.sum().item())]
-
-
-def test_names_that_torch_uses_are_the_modules() -> None:
-    first, second = run_ranks(_rank_with_awkward_names, 2)
-    assert first[:4] == ["set", "mine", "mine", "mine"]
-    assert first == second
-
-
-def _rank_with_powersgd() -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
-
-    ddpshim.wrap_parallel(_new_policy(), comm_hook=powerSGD_hook)
-
-
-def test_powersgd_is_refused() -> None:
-    with pytest.raises(RankError, match="PowerSGD sends several messages"):
-        run_ranks(_rank_with_powersgd, 2)
-
-
-# The step
-
-
-def _normed(num_layers: int) -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        layers = [[nn.Linear(D_IN, D_IN), nn.BatchNorm1d(D_IN), nn.ReLU()] for _ in range(num_layers)]
-        return nn.Sequential(*(layer for three in layers for layer in three))
-
-
-def _num_python_calls(act) -> int:
-    calls = 0
-
-    def count(frame, event, argument) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
-        act()
-    finally:
-        sys.setprofile(None)
-    return calls
-
-
-def _rank_steps() -> dict[str, object]:
-    here = ddpshim.world()
-    calls = []
-    ddpshim.wrap_parallel(nn.Linear(1, 1))  # the further ones have groups of their own
-    for num_layers in (2, 20):
-        net = ddpshim.wrap_parallel(_normed(num_layers), bucket_cap_mb=0.0005, sync_batchnorm=False)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for x, _ in _batches(6):  # weights are compared after the first ones
-            loss = net(x[here.rank :: 2].float()).pow(2).mean()
-            act = [loss.backward, lambda optimizer=optimizer: guard._check_step(optimizer, (), {})]
-            calls.append([_num_python_calls(a) for a in act])
-    weights = []
-    ddpshim.cleanup()
-    for wrap in (DistributedDataParallel, partial(ddpshim.wrap_parallel, sync_batchnorm=False)):
-        net = wrap(_normed(4))
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-        for x, _ in _batches(4):
-            optimizer.zero_grad()
-            net(x[here.rank :: 2].float()).pow(2).mean().backward()
-            optimizer.step()
-        weights.append([p.detach().clone() for p in net.parameters()])
-    return {"calls": (calls[5], calls[-1]), "weights": weights}
-
-
-def test_a_step_has_the_bits_of_ddp_and_no_python_for_each_parameter() -> None:
-    for rank in run_ranks(_rank_steps, 2):
-        few_layers, many_layers = rank["calls"]
-        assert few_layers == many_layers
-        assert all(torch.equal(a, b) for a, b in zip(*rank["weights"]))
-
-
-class _Odd(nn.Module):
-    """Parameters that some ranks use, and buffers of every kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.dead, self.never = (nn.Parameter(torch.ones(2)) for _ in range(3))
-        for name, value in {"scalar": 1, "flag": True, "mask": [[1.5, 2.5]], "none": []}.items():
-            self.register_buffer(name, torch.tensor(value))
-        self.register_buffer("later", None)
-
-
-def _rank_uses_a_part() -> dict[str, object]:
-    here = ddpshim.world()
-    net = ddpshim.wrap_parallel(_Odd())
-    out = []
-    for step in range(3):
-        net.zero_grad(set_to_none=step != 2)
-        if step == 1:  # a buffer that came later, and one in the place of another
-            net.later = torch.full((3,), here.rank, dtype=torch.float64)
-            net.mask = torch.full((1, 1), here.rank + 5)
-        net.scalar += here.rank
-        net.flag &= here.is_main
-        loss = net.used.sum() * (here.rank + 1)
-        if here.rank == 1:
-            loss = loss + net.dead.sum() * 0.0  # used, and its gradient is zero
-        loss.backward()
-        gradients = [None if p.grad is None else p.grad.tolist() for p in (net.used, net.dead, net.never)]
-        buffers = [None if b is None else b.tolist() for b in net._buffers.values()]
-        out.append((gradients, buffers))
-    return out
-
-
-def test_what_no_rank_used_has_no_gradient_and_any_buffer_is_the_main_ranks() -> None:
-    first, *others = run_ranks(_rank_uses_a_part, 3)
-    assert first == [
-        ([[2, 2], [0, 0], None], [1, True, [[1.5, 2.5]], [], None]),
-        ([[2, 2], [0, 0], None], [1, True, [[5]], [], [0, 0, 0]]),
-        ([[2, 2], [0, 0], None], [1, True, [[5]], [], [0, 0, 0]]),
-    ]
-    assert others == [first, first]
-
-
-@pytest.mark.unit
-def test_the_hook_of_a_parameter_begins_a_pass_once_and_drops_no_error() -> None:
-    begun = []
-    going = _Pass(lambda: not begun.append(1))
-    ask = partial(getattr, going, "is_begun")
-    assert [ask("a"), ask("b"), going.goes_on, len(begun)] == [None, None, True, 1]
-    going.end()
-    assert [going.goes_on, ask("a"), len(begun)] == [False, None, 2]
-    assert not hasattr(going, "anything")
-    with pytest.raises(RuntimeError, match="while a backward pass began: nothing like that"):
-        getattr(_Pass(lambda: (_ for _ in ()).throw(AttributeError("nothing like that"))), "is_begun", "a")
-
-
-@pytest.mark.unit
-def test_the_size_of_a_bucket() -> None:
-    sizes = [1, 4 * 2**20, 32 * 2**20, 10**10]  # of parameters
-    nets = [nn.ParameterList([nn.Parameter(torch.empty(size, device="meta"))]) for size in sizes]
-    assert [best_bucket_cap_mb(net, "gloo") for net in nets] == [1, 1, 8, 25]
-    assert best_bucket_cap_mb(nets[2], "nccl") is None
-    assert best_bucket_cap_mb(nets[2].requires_grad_(False), "gloo") == 1
-
-
-# What users do to a wrapped module: each way trains on a rank's part of the batch, and equals one process.
+    if wrap is not BareModule:
+        with pytest.raises(SyncError, match="again if it was unfrozen"):
+            _train(wrapped, _plain_forward, rank, size, 1)
+        net.zero_grad()
+    return _train(wrap(wrapped), _plain_forward, rank, size)
 
 
 class Shared(nn.Module):
@@ -1041,81 +290,6 @@ def _penalty(wrap, rank, size):
     return net
 
 
-def _rank_keeps_the_graph() -> str:
-    net, _ = _alone_with_sgd(ddpshim.wrap_parallel)
-    warnings.simplefilter("ignore", UserWarning)  # torch's, of a cycle of references
-    with pytest.raises(SyncError) as refused:
-        _whole(net(_parts(0, 2)[0])).backward(create_graph=True)
-    return str(refused.value)
-
-
-def test_a_backward_pass_of_a_share_that_keeps_the_graph_is_refused() -> None:
-    assert all('setup(batch="global")' in said for said in run_ranks(_rank_keeps_the_graph, 2))
-
-
-EXACT_WAYS = [_clip, _accumulate, _tied_weights, _actor_and_critic, _two_roles, _clears_in_place, _penalty]
-
-
-def _rank_goes_every_users_way() -> dict[str, list[torch.Tensor]]:
-    here = ddpshim.world()
-    out = {}
-    for way in EXACT_WAYS:
-        trained = way(ddpshim.wrap_parallel, here.rank, here.world_size)
-        out[way.__name__] = [p.detach().clone() for p in trained.parameters()]
-    return out
-
-
-def test_what_users_do_equals_one_process() -> None:
-    ranks = run_ranks(_rank_goes_every_users_way, 2)
-    for way in EXACT_WAYS:
-        alone = way(BareModule, 0, 1)
-        for p, first, second in zip(alone.parameters(), *(rank[way.__name__] for rank in ranks)):
-            assert torch.equal(first, second), way.__name__
-            assert (p - first).abs().max() < 1e-12, way.__name__
-
-
-@pytest.mark.unit
-def test_accumulate_is_there_in_every_wrapper() -> None:
-    for wrapper in (BareModule, DataParallelModule):
-        net = wrapper(nn.Linear(2, 2))
-        for is_last in (False, True):
-            with net.accumulate(is_last):
-                net(torch.ones(1, 2)).sum().backward()
-        assert net.weight.grad.tolist() == [[2, 2], [2, 2]]
-
-
-def _autocast(net, optimizer, parts):
-    """Each of `parts` is a rank's: forward in bfloat16 apart, as ranks would."""
-    optimizer.zero_grad()
-    loss = 0.0
-    for part in parts:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = loss + _whole(net(part)) / len(parts)
-    loss.backward()
-    optimizer.step()
-
-
-def _rank_with_autocast() -> list[torch.Tensor]:
-    here = ddpshim.world()
-    net, optimizer = _alone_with_sgd(ddpshim.wrap_parallel, dtype=torch.float32)
-    for x in _parts(here.rank, 2, torch.float32):
-        _autocast(net, optimizer, [x])
-    return [p.detach().clone() for p in net.parameters()]
-
-
-def test_autocast_to_bfloat16() -> None:
-    ranks = run_ranks(_rank_with_autocast, 2)
-    alone, optimizer = _alone_with_sgd(BareModule, dtype=torch.float32)
-    untrained = copy.deepcopy(alone)
-    for parts in zip(_parts(0, 2, torch.float32), _parts(1, 2, torch.float32)):
-        _autocast(alone, optimizer, parts)
-    for p, old, first, second in zip(alone.parameters(), untrained.parameters(), *ranks):
-        assert first.dtype == torch.float32
-        assert torch.equal(first, second)
-        # Gradients of each part are rounded to 8 bits before they are added, here and there.
-        assert (p - first).abs().max() < 1e-2 * (p - old).abs().max()
-
-
 def _scaled(wrap, rank, size):
     """In the second step one sample overflows: every rank must skip that step, and halve the scale."""
     net, optimizer = _alone_with_sgd(wrap, dtype=torch.float32)
@@ -1132,62 +306,519 @@ def _scaled(wrap, rank, size):
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
-    return [*(p.detach().clone() for p in net.parameters()), torch.tensor(scales)]
+    assert scales == [1024, 512, 512, 1024]
+    return net
 
 
-def _rank_with_scaler() -> list[torch.Tensor]:
-    here = ddpshim.world()
-    return _scaled(ddpshim.wrap_parallel, here.rank, here.world_size)
-
-
-@pytest.mark.skipif(not hasattr(torch.amp, "GradScaler"), reason="before torch 2.3 the scaler needs a GPU")
-def test_a_scaler_skips_on_all_ranks_or_none() -> None:
-    ranks = run_ranks(_rank_with_scaler, 2)
-    alone = _scaled(BareModule, 0, 1)
-    assert alone[-1].tolist() == [1024, 512, 512, 1024]
-    for p, first, second in zip(alone, *ranks):
-        assert torch.equal(first, second)
-        assert (p - first).abs().max() < 1e-6
-
-
-def _compiled(wrap, rank, size, order):
-    net = _nets()[0]
-    if order == "before":
-        net = wrap(torch.compile(net, backend="aot_eager"))
-    elif order == "after":
-        net = torch.compile(wrap(net), backend="aot_eager")
-    else:
+def _compiled(order, wrap, rank, size):
+    net = module = _nets()[0]
+    is_alone = wrap is BareModule
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of dynamo's own
+        if order == "before" and not is_alone:
+            net = torch.compile(net, backend="aot_eager")
         net = wrap(net)
-        net.compile(backend="aot_eager")
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
-    for x in _parts(rank, size):
+        if order == "after" and not is_alone:
+            net = torch.compile(net, backend="aot_eager")
+        elif order == "in place" and not is_alone:
+            net.compile(backend="aot_eager")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
+        for x in _parts(rank, size):
+            optimizer.zero_grad()
+            _whole(net(x)).backward()
+            optimizer.step()
+    return module
+
+
+HAS_SCALER = hasattr(torch.amp, "GradScaler")  # before torch 2.3 it needs a GPU
+WAYS = [
+    *(partial(_by_steps, step) for step in STEPS),
+    *(_with_options_of_ddp, _frozen_and_thawed, _unfrozen_and_wrapped_again, _clip, _accumulate, _tied_weights),
+    *(_actor_and_critic, _two_roles, _clears_in_place, _penalty),
+    *([_scaled] if HAS_SCALER else []),
+]
+COMPILED = [partial(_compiled, order) for order in ("before", "after", "in place")]
+
+
+def _outcome(way, wrap, rank: int, size: int) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The tensors of what was trained, and the names of parameters without a gradient."""
+    net = way(wrap, rank, size)
+    tensors = {key: value.clone() for key, value in net.state_dict().items() if key != "calls"}
+    return tensors, [name for name, p in net.named_parameters() if p.grad is None]
+
+
+def _rank_trains(ways: list[Any]) -> list[Any]:
+    here, wrap = ddpshim.world(), partial(ddpshim.wrap_parallel, bucket_cap_mb=0.0002)
+    return [_outcome(way, wrap, here.rank, here.world_size) for way in ways]
+
+
+@pytest.mark.parametrize(
+    ("ways", "size"),
+    [
+        *((WAYS, 2), (WAYS, 4)),
+        pytest.param(
+            *(COMPILED, 2),
+            marks=pytest.mark.skipif(
+                sys.version_info >= (3, 12) and not HAS_SCALER, reason="dynamo of torch 2.1 needs Python 3.11"
+            ),
+        ),
+    ],
+    ids=["on 2", "on 4", "compiled"],
+)
+def test_every_way_to_train_equals_one_process(ways: list[Any], size: int) -> None:
+    for way, *ranks in zip(ways, *run_ranks(_rank_trains, size, ways, timeout_s=120)):
+        alone, has_no_gradient = _outcome(way, BareModule, 0, 1)
+        for tensors, of_rank in ranks:
+            assert of_rank == has_no_gradient, way
+            for key, value in alone.items():
+                assert torch.equal(tensors[key], ranks[0][0][key]), (way, key)
+                rounding = 1e-12 if value.dtype is torch.float64 else 1e-6
+                assert (tensors[key] - value).abs().max() < rounding, (way, key)
+
+
+def _autocast(wrap, ranks: list[int]) -> list[torch.Tensor]:
+    """Forward in bfloat16 for each of `ranks` apart, as ranks would."""
+    net, optimizer = _alone_with_sgd(wrap, dtype=torch.float32)
+    for parts in zip(*(_parts(rank, 2, torch.float32) for rank in ranks)):
         optimizer.zero_grad()
-        _whole(net(x)).backward()
+        loss = 0.0
+        for part in parts:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = loss + _whole(net(part)) / len(parts)
+        loss.backward()
         optimizer.step()
     return [p.detach().clone() for p in net.parameters()]
 
 
-def _rank_compiles(order: str) -> list[torch.Tensor]:
-    warnings.simplefilter("ignore")  # of dynamo's own
-    here = ddpshim.world()
-    return _compiled(ddpshim.wrap_parallel, here.rank, here.world_size, order)
+def _rank_with_autocast() -> list[torch.Tensor]:
+    return _autocast(ddpshim.wrap_parallel, [ddpshim.world().rank])
 
 
-@pytest.mark.skipif(
-    sys.version_info >= (3, 12) and not hasattr(torch.amp, "GradScaler"), reason="dynamo of torch 2.1 needs Python 3.11"
-)
-@pytest.mark.parametrize("order", ["before", "after", "in place"])
-def test_compiling_before_and_after_the_wrap(order: str) -> None:
-    ranks = run_ranks(_rank_compiles, 2, order, timeout_s=120)
-    net = _nets()[0]
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
-    for x in _parts(0, 1):
-        optimizer.zero_grad()
-        _whole(net(x)).backward()
-        optimizer.step()
-    for p, first, second in zip(net.parameters(), *ranks):
+def test_autocast_to_bfloat16() -> None:
+    ranks, untrained = run_ranks(_rank_with_autocast, 2), _nets(torch.float32)[0].parameters()
+    for p, old, first, second in zip(_autocast(BareModule, [0, 1]), untrained, *ranks):
+        assert first.dtype == torch.float32
         assert torch.equal(first, second)
-        assert (p - first).abs().max() < 1e-12
+        # Gradients of each part are rounded to 8 bits before they are added, here and there.
+        assert (p - first).abs().max() < 1e-2 * (p - old).abs().max()
+
+
+def _rank_rolls_out_alone() -> tuple[int, list[float]]:
+    here = ddpshim.world()
+    net = ddpshim.wrap_parallel(_new_policy())
+    _train(net, _plain_forward, here.rank, here.world_size, 1)
+    before = net.calls.item()
+    if here.is_main:
+        net.eval()
+        with torch.no_grad():
+            for _ in range(5):
+                net(torch.zeros(1, D_IN, dtype=torch.float64))
+        net(torch.zeros(1, D_IN, dtype=torch.float64)).sum()  # gradients enabled, and still nobody is waited for
+        copied = copy.deepcopy(net)
+        assert type(copied) is Policy
+        copied(torch.zeros(1, D_IN, dtype=torch.float64)).sum().backward()
+        net.train()
+    here.barrier()
+    _train(net, _plain_forward, here.rank, here.world_size, 1)
+    num_calls = int(net.calls.item() - before)
+    ddpshim.cleanup()  # the module is bare again
+    _train(net.module, _plain_forward, here.rank, here.world_size, 1)
+    return num_calls, net.head.weight.grad.flatten().tolist()
+
+
+def test_one_rank_alone_may_run_the_wrapped_network() -> None:
+    (num_calls, gradient), (num_others, other_gradient) = run_ranks(_rank_rolls_out_alone, 2)
+    assert num_calls == num_others == 7  # buffers are the main rank's again after training
+    assert gradient != other_gradient
+
+
+def _rank_wraps_twice() -> list[torch.Tensor]:
+    here = ddpshim.world()
+    net = _new_policy()
+    once = ddpshim.wrap_parallel(net)
+    assert isinstance(once, DistributedDataParallel)
+    assert [name for name, _ in once.named_parameters()] == [name for name, _ in net.named_parameters()]  # for an EMA
+    assert isinstance(ddpshim.wrap_parallel(_new_policy().requires_grad_(False)), BareModule)
+    assert ddpshim.wrap_parallel(once) is once
+    assert isinstance(ddpshim.wrap_parallel(net), BareModule)  # nothing is left to reduce
+    parent = nn.ModuleDict({"child": once, "extra": nn.Linear(D_IN, D_OUT).double()})
+    nn.init.ones_(parent["extra"].weight)
+    nn.init.zeros_(parent["extra"].bias)
+    whole = ddpshim.wrap_parallel(parent)
+    assert [len(once._reduced), len(whole._reduced)] == [8, 2]
+    x, y = _batches(1)[0]
+    out = whole["child"](x[here.rank :: 2]) + whole["extra"](x[here.rank :: 2])
+    ((out - y[here.rank :: 2]) ** 2).mean().backward()
+    torch.optim.SGD(whole.parameters(), lr=0.1).step()
+    assert list(parent.state_dict()) == [
+        *(f"child.{k}" for k in net.state_dict()),
+        "extra.weight",
+        "extra.bias",
+    ]
+    return [p.detach().clone() for p in parent.parameters()]
+
+
+def test_wrapping_twice_and_child_then_parent_reduces_once() -> None:
+    ranks = run_ranks(_rank_wraps_twice, 2)
+    for a, b in zip(*ranks):
+        assert torch.equal(a, b)
+
+
+class _LastFirst(nn.Module):
+    """Runs its layers in another order than it has them, as a U-Net does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in (3, 5, 0, 4, 2, 1):
+            x = self.layers[i](x).tanh()
+        return x
+
+
+def _rank_sends_buckets() -> list[Any]:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    came: list[int] = []
+    sent: list[tuple[int, list[int]]] = []  # how many gradients were there, and whose a bucket had
+
+    def hook(state: Any, bucket: Any) -> Any:
+        sent.append((len(came), [places.get(p.data_ptr(), -1) for p in bucket.parameters()]))
+        return allreduce_hook(None, bucket)
+
+    hook.__annotations__ = allreduce_hook.__annotations__  # torch looks at them
+
+    with ddpshim.shared_random_streams(0):
+        net = _LastFirst()
+    places = {p.data_ptr(): i for i, p in enumerate(net.parameters())}
+    torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 64 * 64 * 4  # torch 2.1: whatever bucket_cap_mb is
+    wrapped = ddpshim.wrap_parallel(net, bucket_cap_mb=64 * 64 * 4 / 2**20, comm_hook=hook)
+    for i, p in enumerate(net.parameters()):
+        p.register_post_accumulate_grad_hook(lambda _, i=i: came.append(i))
+    got = []
+    for _ in range(3):
+        came.clear()
+        sent.clear()
+        net.zero_grad()
+        wrapped(torch.full((2, 64), 0.1 * (ddpshim.world().rank + 1))).sum().backward()
+        got.append((list(came), list(sent), [p.grad.clone() for p in net.parameters()]))
+    return got
+
+
+def test_buckets_leave_in_the_order_in_which_gradients_come() -> None:
+    for got in run_ranks(_rank_sends_buckets, 2):
+        order = got[0][0]
+        assert (order[0] // 2, order[-1] // 2) == (1, 3)  # not that of the network's layers
+        for came, sent, gradients in got[1:]:
+            assert came == order
+            assert [i for _, bucket in sent for i in bucket] == [*order, -1]
+            # Each leaves when its own gradients are there; the hook that counts may run after the one that sends.
+            ends = [sum(len(bucket) for _, bucket in sent[: k + 1]) for k in range(len(sent) - 1)]
+            assert len(ends) >= 5
+            assert all(end - there in (0, 1) for (there, _), end in zip(sent, ends))
+            for gradient, first in zip(gradients, got[0][2]):
+                assert torch.equal(gradient, first)
+
+
+def _rank_builds_different() -> list[float]:
+    here = ddpshim.world()
+    torch.manual_seed(here.rank)
+    net = nn.Linear(3, 3)
+    said = pytest.warns(UserWarning, match="weights differed between ranks before training")
+    with said if here.is_main else contextlib.nullcontext():
+        ddpshim.wrap_parallel(net)
+    return net.weight.flatten().tolist()
+
+
+def test_different_weights_warn_and_become_equal() -> None:
+    first, second = run_ranks(_rank_builds_different, 2)
+    torch.manual_seed(0)
+    assert first == second == nn.Linear(3, 3).weight.flatten().tolist()
+
+
+_LEAVES = """
+import atexit
+import contextlib
+import os
+import pathlib
+import torch
+import ddpshim
+
+def threads():
+    names = []
+    for file in pathlib.Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            name, _, rest = file.read_text().partition("(")[2].rpartition(")")
+            # One that was waited for is listed until the kernel has taken it away, and marked as exiting.
+            names += [] if int(rest.split()[6]) & 4 else [name]
+    return names
+
+def train():
+    make_net = lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    nets = [ddpshim.wrap_parallel(make_net()) for _ in range(2)]
+    sum(net(torch.rand(3, 4)).sum() for net in nets).backward()
+    assert len(threads()) > len(before) + 2  # gloo's, which have no names of their own before torch 2.9
+    return nets
+
+before = threads()
+atexit.register(lambda: None if threads() == before else os._exit(3))  # it runs after what setup() registers
+world = ddpshim.setup()
+nets = train()
+ddpshim.cleanup()
+assert threads() == before
+try:
+    world.gather(0)
+except ddpshim.WorldError as error:
+    print(error)
+ddpshim.setup()
+nets = train()  # without cleanup()
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the names of threads in /proc")
+@pytest.mark.skipif(not ENDS_THREADS, reason="before torch 2.8 they live as long as the process")
+def test_cleanup_or_the_end_of_the_program_ends_the_threads_of_gloo(tmp_path: Path) -> None:
+    """One that is alive when Python ends may abort a finished job; in an interpreter of its own, as imports matter."""
+    (tmp_path / "leaves.py").write_text(_LEAVES)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    code, output = start_afresh([*torchrun, "leaves.py"], environment(), tmp_path, START_DEADLINE_S, True)
+    assert code == 0, output
+    assert "rank 1 of 2 has left its job by cleanup()" in output
+
+
+class _Critic(nn.Module):
+    """The gradients of one head come first, or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other_head, self.trunk, self.head = nn.Linear(D_IN, 1), nn.Linear(D_IN, D_IN), nn.Linear(D_IN, 1)
+
+    def forward(self, x: torch.Tensor, has_head: bool) -> torch.Tensor:
+        x = self.trunk(x).tanh()
+        found = self.other_head(x).pow(2).mean()
+        return found + self.head(x).pow(2).mean() if has_head else found
+
+
+def _actor_and_critics(wrap: Callable[[nn.Module, str], Any], ranks: list[int]) -> list[torch.Tensor]:
+    """Critics alone, then an actor through one of them, of which rank 1 leaves out a head."""
+    torch.manual_seed(3)
+    actor, critics = nn.Linear(D_IN, D_IN).double(), [_Critic().double() for _ in range(2)]
+    wrapped = [wrap(net, name) for net, name in zip([actor, *critics], ["actor", "first", "second"])]
+    optimizer = torch.optim.SGD([p for net in (actor, *critics) for p in net.parameters()], lr=0.1)
+    for whole, _ in _batches(5):
+        for critic, inputs in ((critics[0], lambda x: x), (critics[1], lambda x: x), (critics[0], actor)):
+            optimizer.zero_grad()
+            for rank in ranks:
+                has_head = not rank or inputs is not actor
+                (critic(inputs(whole[rank::2]), has_head) / len(ranks)).backward()
+            optimizer.step()
+    assert len(wrapped) == 3
+    return [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+
+
+def _rank_trains_actor_and_critics() -> tuple[list[Any], list[torch.Tensor]]:
+    left = []
+
+    def note(name, bucket):
+        left.append((name, bucket.index(), current().progress.is_reducing))
+        work = torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def wrap(net: nn.Module, name: str) -> Any:
+        torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 104  # torch 2.1: whatever bucket_cap_mb is
+        wrapped = ddpshim.wrap_parallel(net, bucket_cap_mb=0.0001, comm_hook=note, comm_hook_state=name)
+        assert wrapped.process_group is torch.distributed.group.WORLD
+        return wrapped
+
+    return left, _actor_and_critics(wrap, [ddpshim.world().rank])
+
+
+def test_networks_of_one_group_send_in_one_order_and_overlap_backward() -> None:
+    (left, weights), (lefts, others) = run_ranks(_rank_trains_actor_and_critics, 2)
+    assert [place[:2] for place in left] == [place[:2] for place in lefts]
+    begun, here = ([(name, is_late) for name, index, is_late in rank if not index] for rank in (left, lefts))
+    assert len(begun) == 5 * 4
+    assert all(is_late for _, is_late in begun[:4])  # nothing is known of the passes yet
+    # The actor sends while backward goes on, behind its critic; where that leaves a head out, both when it ends.
+    assert begun[-4:] == [("first", False), ("second", False), ("first", False), ("actor", False)]
+    assert here[-4:] == [("first", False), ("second", False), ("first", True), ("actor", True)]
+    for alone, a, b in zip(_actor_and_critics(lambda net, name: net, [0, 1]), weights, others):
+        assert torch.equal(a, b)
+        assert (alone - a).abs().max() < 1e-12
+
+
+class WithBatchNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(D_IN)
+        self.out = nn.Linear(D_IN, D_OUT)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(x))
+
+
+def _rank_with_buffers() -> torch.Tensor:
+    here = ddpshim.world()
+    net = ddpshim.wrap_parallel(WithBatchNorm().double(), sync_batchnorm=False)
+    x, _ = _batches(1)[0]
+    out = net(x[here.rank :: 2])
+    out.mean().backward(retain_graph=True)
+    out.pow(2).mean().backward()
+    return net.norm.running_mean.clone()
+
+
+def test_buffers_are_the_main_ranks_after_each_backward_pass() -> None:
+    first, second = run_ranks(_rank_with_buffers, 2)
+    expected = WithBatchNorm().double()
+    expected(_batches(1)[0][0][::2])
+    assert torch.equal(first, second)
+    assert torch.allclose(first, expected.norm.running_mean, atol=1e-12)
+
+
+class Awkward(nn.Module):
+    """Names that torch's wrapper has, too; a parameter at the root, used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(D_OUT, D_IN, dtype=torch.float64))
+        self.join = nn.Linear(D_IN, D_OUT, bias=False).double()
+        self.join.weight = self.weight
+        self.device, self.reducer, self.logger, self.detach = "mine", "mine", "mine", "mine"
+
+
+def _rank_with_awkward_names() -> list[str]:
+    here = ddpshim.world()
+    net = Awkward()
+    wrapped = ddpshim.wrap_parallel(net)
+    wrapped.device = "set"
+    wrapped.join(_batches(1)[0][0][here.rank :: 2]).mean().backward()
+    with ddpshim.shared_random_streams(1):
+        parent = ddpshim.wrap_parallel(nn.ModuleDict({"net": net, "more": nn.Linear(1, 1)}))
+    assert len(parent._reduced) == 2
+    ddpshim.cleanup()
+    assert not wrapped._handles
+    return [net.device, wrapped.reducer, wrapped.logger, wrapped.detach, str(net.weight.grad.sum().item())]
+
+
+def test_names_that_torch_uses_are_the_modules() -> None:
+    first, second = run_ranks(_rank_with_awkward_names, 2)
+    assert first[:4] == ["set", "mine", "mine", "mine"]
+    assert first == second
+
+
+# The step
+
+
+def _normed(num_layers: int) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        layers = [[nn.Linear(D_IN, D_IN), nn.BatchNorm1d(D_IN), nn.ReLU()] for _ in range(num_layers)]
+        return nn.Sequential(*(layer for three in layers for layer in three))
+
+
+def _num_python_calls(act) -> int:
+    calls = 0
+
+    def count(frame, event, argument) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def _rank_steps() -> dict[str, object]:
+    here = ddpshim.world()
+    calls = []
+    ddpshim.wrap_parallel(nn.Linear(1, 1))  # the further ones have groups of their own
+    for num_layers in (2, 20):
+        net = ddpshim.wrap_parallel(_normed(num_layers), bucket_cap_mb=0.0005, sync_batchnorm=False)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for x, _ in _batches(6):  # weights are compared after the first ones
+            loss = net(x[here.rank :: 2].float()).pow(2).mean()
+            act = [loss.backward, lambda optimizer=optimizer: guard._check_step(optimizer, (), {})]
+            calls.append([_num_python_calls(a) for a in act])
+    weights = []
+    ddpshim.cleanup()
+    for wrap in (DistributedDataParallel, partial(ddpshim.wrap_parallel, sync_batchnorm=False)):
+        net = wrap(_normed(4))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        for x, _ in _batches(4):
+            optimizer.zero_grad()
+            net(x[here.rank :: 2].float()).pow(2).mean().backward()
+            optimizer.step()
+        weights.append([p.detach().clone() for p in net.parameters()])
+    return {"calls": (calls[5], calls[-1]), "weights": weights}
+
+
+def test_a_step_has_the_bits_of_ddp_and_no_python_for_each_parameter() -> None:
+    for rank in run_ranks(_rank_steps, 2):
+        few_layers, many_layers = rank["calls"]
+        assert few_layers == many_layers
+        assert all(torch.equal(a, b) for a, b in zip(*rank["weights"]))
+
+
+class _Odd(nn.Module):
+    """Parameters that some ranks use, and buffers of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.dead, self.never = (nn.Parameter(torch.ones(2)) for _ in range(3))
+        for name, value in {"scalar": 1, "flag": True, "mask": [[1.5, 2.5]], "none": []}.items():
+            self.register_buffer(name, torch.tensor(value))
+        self.register_buffer("later", None)
+
+
+def _rank_uses_a_part() -> dict[str, object]:
+    here = ddpshim.world()
+    net = ddpshim.wrap_parallel(_Odd())
+    out = []
+    for step in range(3):
+        net.zero_grad(set_to_none=step != 2)
+        if step == 1:  # a buffer that came later, and one in the place of another
+            net.later = torch.full((3,), here.rank, dtype=torch.float64)
+            net.mask = torch.full((1, 1), here.rank + 5)
+        net.scalar += here.rank
+        net.flag &= here.is_main
+        loss = net.used.sum() * (here.rank + 1)
+        if here.rank == 1:
+            loss = loss + net.dead.sum() * 0.0  # used, and its gradient is zero
+        loss.backward()
+        gradients = [None if p.grad is None else p.grad.tolist() for p in (net.used, net.dead, net.never)]
+        buffers = [None if b is None else b.tolist() for b in net._buffers.values()]
+        out.append((gradients, buffers))
+    return out
+
+
+def test_what_no_rank_used_has_no_gradient_and_any_buffer_is_the_main_ranks() -> None:
+    first, *others = run_ranks(_rank_uses_a_part, 3)
+    assert first == [
+        ([[2, 2], [0, 0], None], [1, True, [[1.5, 2.5]], [], None]),
+        ([[2, 2], [0, 0], None], [1, True, [[5]], [], [0, 0, 0]]),
+        ([[2, 2], [0, 0], None], [1, True, [[5]], [], [0, 0, 0]]),
+    ]
+    assert others == [first, first]
+
+
+@pytest.mark.unit
+def test_the_hook_of_a_parameter_drops_no_error() -> None:
+    with pytest.raises(RuntimeError, match="while a backward pass began: nothing like that"):
+        getattr(_Pass(lambda: (_ for _ in ()).throw(AttributeError("nothing like that"))), "is_begun", "a")
+
+
+@pytest.mark.unit
+def test_the_size_of_a_bucket() -> None:
+    sizes = [1, 4 * 2**20, 32 * 2**20, 10**10]  # of parameters
+    nets = [nn.ParameterList([nn.Parameter(torch.empty(size, device="meta"))]) for size in sizes]
+    assert [best_bucket_cap_mb(net, "gloo") for net in nets] == [1, 1, 8, 25]
+    assert best_bucket_cap_mb(nets[2], "nccl") is None
+    assert best_bucket_cap_mb(nets[2].requires_grad_(False), "gloo") == 1
 
 
 class _Normed(nn.Module):
@@ -1263,13 +894,6 @@ def test_batchnorm_over_one_sample_of_each_rank() -> None:
     assert all("Expected more than 1 value per channel" in said for said in run_ranks(_rank_has_one_sample, 2, False))
 
 
-@pytest.mark.unit
-def test_in_one_process_batchnorm_is_torchs() -> None:
-    before = nn.functional.batch_norm
-    ddpshim.wrap_parallel(WithBatchNorm())
-    assert nn.functional.batch_norm is before
-
-
 # One process
 
 
@@ -1308,6 +932,11 @@ def test_one_process_passes_everything_through(one: BareModule) -> None:
         one(torch.zeros(1, D_IN, dtype=torch.float64)).sum().backward()
     assert net.head.weight.grad is not None
     assert one.double() is one
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*nonsense"):
+        one.load_state_dict({**one.state_dict(), "nonsense": torch.zeros(1)})
+    before = nn.functional.batch_norm
+    ddpshim.wrap_parallel(WithBatchNorm())
+    assert nn.functional.batch_norm is before
 
 
 class _WithNamesOfDataParallel(nn.Linear):
@@ -1335,6 +964,10 @@ def test_dataparallel_and_its_module_do_not_take_each_others_names(monkeypatch: 
     assert seen == [[]]
     assert list(spread.state_dict()) == ["weight", "bias"]
     assert [name for name, _ in spread.named_modules()] == [""]
+    for is_last in (False, True):
+        with spread.accumulate(is_last):
+            spread.module(torch.ones(1, 2)).sum().backward()
+    assert spread.weight.grad.tolist() == [[2, 2], [2, 2]]
 
 
 @pytest.mark.unit
@@ -1443,12 +1076,6 @@ def test_hooks_of_a_wrapped_child_run_when_its_parent_loads() -> None:
     assert seen == ["child", "wrapper"]
     wrapped.load_state_dict(child.state_dict())
     assert seen == ["child", "wrapper"] * 2
-
-
-@pytest.mark.unit
-def test_unknown_keys_are_torchs_error(one: BareModule) -> None:
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*nonsense"):
-        one.load_state_dict({**one.state_dict(), "nonsense": torch.zeros(1)})
 
 
 @pytest.mark.unit
@@ -1565,16 +1192,24 @@ def test_what_ranks_cannot_share_is_refused_with_its_cure() -> None:
 class _Checkpointed(nn.Module):
     """One layer in two reentrant checkpoints, or in one and outside of it."""
 
-    def __init__(self, times: int) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
-        self.shared, self.head, self.times = nn.Linear(4, 4), nn.Linear(4, 1), times
+        self.shared, self.head, self.how = nn.Linear(4, 4), nn.Linear(4, 1), how
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         from torch.utils.checkpoint import checkpoint
 
         x = checkpoint(self.shared, x.requires_grad_(), use_reentrant=True)
-        x = checkpoint(self.shared, x, use_reentrant=True) if self.times == 2 else self.shared(x)
+        x = checkpoint(self.shared, x, use_reentrant=True) if self.how == "two" else self.shared(x)
         return self.head(x)
+
+
+def _checkpoint_twice(how: str) -> None:
+    ddpshim.wrap_parallel(_Checkpointed(how))(torch.ones(3, 4)).sum().backward()
+
+
+def _layers() -> nn.Module:
+    return ddpshim.wrap_parallel(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)))
 
 
 def _raise_once(net: nn.Module) -> None:
@@ -1588,8 +1223,8 @@ def _raise_once(net: nn.Module) -> None:
     net[0].weight.register_hook(hook)
 
 
-def _retry(net: nn.Module, how: str) -> None:
-    x = torch.ones(3, 4)
+def _retry(how: str) -> None:
+    net, x = _layers(), torch.ones(3, 4)
     if how == "out of memory":
         _raise_once(net)
     with contextlib.suppress(AssertionError):
@@ -1598,7 +1233,8 @@ def _retry(net: nn.Module, how: str) -> None:
     net(x).sum().backward()
 
 
-def _step_in_hooks(net: nn.Module, how: str) -> None:
+def _step_in_hooks(how: str) -> None:
+    net = _layers()
     if how == "torch's":
         from torch.distributed.optim import _apply_optimizer_in_backward
 
@@ -1613,21 +1249,106 @@ def _step_in_hooks(net: nn.Module, how: str) -> None:
     net(torch.ones(3, 4)).sum().backward()
 
 
-def _without_graph(net: nn.Module, how: str) -> None:
+def _without_graph(how: str) -> None:
+    net = _layers()
     with torch.inference_mode() if how == "inference" else torch.no_grad():
         out = net(torch.ones(3, 4))
     (out - 1).sum().backward()
 
 
-def _compiled_autograd(net: nn.Module, _: str) -> None:
+def _compiled_autograd(_: str) -> None:
     from torch._dynamo import compiled_autograd
 
     enable = getattr(compiled_autograd, "_enable", None) or compiled_autograd.enable
     with enable(torch.compile(backend="eager")):
-        net(torch.ones(3, 4)).sum().backward()
+        _layers()(torch.ones(3, 4)).sum().backward()
 
 
-NOT_REDUCED: list[tuple[Callable[..., None], str, str]] = [
+def _step_on_unreduced(how: str) -> None:
+    here = ddpshim.world()
+    net = _new_policy()
+    net.never.requires_grad_(False)
+    wrapped = ddpshim.wrap_parallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x, y = _batches(1)[0]
+    x, y = x[here.rank :: 2], y[here.rank :: 2]
+    if how == "no_sync":
+        with wrapped.no_sync():
+            _plain_forward(wrapped, x, y)
+    elif how == "caught":
+        try:
+            loss = ((net(x) - y) ** 2).mean()
+            net.trunk[0].weight.register_hook(lambda _: 1 / 0)
+            loss.backward()
+        except ZeroDivisionError:
+            pass
+    elif how == "autograd.grad":
+        loss = ((net(x) - y) ** 2).mean()
+        for p, g in zip(net.head.parameters(), torch.autograd.grad(loss, list(net.head.parameters()))):
+            p.grad = g
+    elif how == "unfrozen":
+        net.never.requires_grad_(True)
+        (net(x).sum() + net.never(x[:, :2]).sum()).backward()
+    elif how == "added":
+        net.adapter = nn.Linear(D_OUT, D_OUT).double()
+        optimizer.add_param_group({"params": net.adapter.parameters()})
+        net.adapter(net(x)).sum().backward()
+    optimizer.step()
+
+
+def _strict(option: str) -> None:
+    here = ddpshim.world()
+    net = ddpshim.wrap_parallel(_new_policy(), **{option: option == "static_graph"})
+    x, _ = _batches(1)[0]
+    net(x[here.rank :: 2]).sum().backward()
+    net(x[here.rank :: 2], "other_head").sum().backward()
+
+
+def _convert(how: str) -> None:
+    here = ddpshim.world()
+    net = ddpshim.wrap_parallel(_new_policy())
+    net = net.float() if how == "float" else net.float().double()
+    x, y = _batches(1)[0]
+    dtype = net.head.weight.dtype
+    _plain_forward(net, x[here.rank :: 2].to(dtype), y[here.rank :: 2].to(dtype))
+
+
+def _build_different(how: str) -> None:
+    is_main = ddpshim.world().is_main
+    net = nn.Linear(3, 3 if is_main or how != "shape" else 4)
+    if how == "buffer" and is_main:
+        net.register_buffer("extra", torch.zeros(2))
+    ddpshim.wrap_parallel(net)
+
+
+def _use_powersgd(_: str) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
+
+    ddpshim.wrap_parallel(_new_policy(), comm_hook=powerSGD_hook)
+
+
+def _keep_the_graph(_: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's, of a cycle of references
+        _whole(_layers()(torch.ones(3, 4))).backward(create_graph=True)
+
+
+NOT_REDUCED: list[tuple[Callable[[str], None], str, str]] = [
+    (_step_on_unreduced, "no_sync", r"SGD\.step\(\) after a backward pass of Policy under no_sync\(\)"),
+    (_step_on_unreduced, "caught", r"a backward pass of Policy never finished"),
+    (_step_on_unreduced, "autograd.grad", "gradients of Policy never went through a backward pass"),
+    (_step_on_unreduced, "unfrozen", "'never.weight' of Policy"),
+    (_step_on_unreduced, "added", "'adapter.weight' of Policy"),
+    (_strict, "find_unused_parameters", r"parameters \['other_head.weight', .* got no gradient"),
+    (_strict, "static_graph", r"static_graph=True, but \[.*head.*\] changed between used and unused"),
+    (_convert, "float", "of Policy changed its dtype or device after it was wrapped"),
+    (_convert, "float and back", "of Policy changed its dtype or device after it was wrapped"),
+    (_build_different, "shape", r"'weight' is \(\(3, 3\).* and \(\(4, 3\)"),
+    (_build_different, "buffer", r"'buffer extra' is \(\(2,\), 'torch\.float32'\) and missing"),
+    (_use_powersgd, "", "PowerSGD sends several messages"),
+    (_keep_the_graph, "", r'setup\(batch="global"\)'),
+    (_checkpoint_twice, "one", "got a second gradient in one backward pass.*use_reentrant=False"),
+    (_checkpoint_twice, "two", "got a second gradient in one backward pass.*use_reentrant=False"),
     (
         _without_graph,
         "inference",
@@ -1647,34 +1368,13 @@ NOT_REDUCED: list[tuple[Callable[..., None], str, str]] = [
 
 
 def _rank_cannot_reduce() -> list[str]:
-    said = []
-
-    def note(make: Callable[[], nn.Module], act: Callable[[nn.Module], None]) -> None:
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            net = make()
-        current().part(send_order.Orders)._of_groups.clear()  # each network is the only one
-        ddpshim.wrap_parallel(net)
-        try:
-            act(net)
-        except SyncError as error:
-            said.append(str(error))
-        seen = current().part(backward.Passes)  # the program would end by now
-        seen.left, seen.has_refused = None, False
-
-    for times in (1, 2):
-        note(partial(_Checkpointed, times), lambda net: net(torch.ones(3, 4)).sum().backward())
-    for act, how, _ in NOT_REDUCED:
-        note(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), lambda net, a=act, h=how: a(net, h))
-    return said
+    return errors_of(partial(act, how) for act, how, _ in NOT_REDUCED)
 
 
-def test_a_backward_pass_that_cannot_be_reduced_says_what_to_do() -> None:
-    twice = "got a second gradient in one backward pass.*use_reentrant=False"
+def test_what_cannot_be_reduced_says_what_to_do() -> None:
     for said in run_ranks(_rank_cannot_reduce, 2):
-        assert len(said) == 2 + len(NOT_REDUCED)
-        for text, told in zip([twice, twice, *(text for _, _, text in NOT_REDUCED)], said):
-            assert re.search(text, told), told
+        for (act, how, text), told in zip(NOT_REDUCED, said):
+            assert re.search(text, told), (act, how, told)
 
 
 @pytest.mark.unit
@@ -1687,33 +1387,3 @@ def test_a_program_that_catches_the_refusal_is_ended(monkeypatch: pytest.MonkeyP
         with pytest.raises(SyncError, match="never finished: that of Net ended with MemoryError"):
             backward._check(passes)
     assert [type(error) for error in ended] == [SyncError]
-
-
-def _train_by_line_search(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[float]:
-    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=8, line_search_fn="strong_wolfe")
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = ((net(x) - y) ** 2).mean()
-        loss.backward()
-        return loss
-
-    return [float(optimizer.step(closure).detach()) for _ in range(3)]
-
-
-def _rank_trains_by_line_search() -> tuple[list[float], dict[str, torch.Tensor]]:
-    here, net = ddpshim.world(), _new_policy()
-    x, y = _batches(1)[0]
-    y = y * torch.arange(B, dtype=y.dtype).fmod(2).mul(3).add(1)[:, None]  # the ranks' own losses lie far apart
-    return _train_by_line_search(ddpshim.wrap_parallel(net), x[here.rank :: 2], y[here.rank :: 2]), net.state_dict()
-
-
-def test_a_line_search_goes_by_the_loss_of_the_whole_batch() -> None:
-    alone, (x, y) = _new_policy(), _batches(1)[0]
-    y = y * torch.arange(B, dtype=y.dtype).fmod(2).mul(3).add(1)[:, None]
-    losses = _train_by_line_search(alone, x, y)
-    for got, weights in run_ranks(_rank_trains_by_line_search, 2):
-        assert got == pytest.approx(losses, rel=1e-9)
-        assert all(
-            (weights[key] - value).abs().max() < 1e-9 for key, value in alone.state_dict().items() if key != "calls"
-        )

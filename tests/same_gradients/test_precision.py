@@ -50,10 +50,14 @@ class _ByHand(nn.Module):
             return self.net(x)  # type: ignore[no-any-return]
 
 
+needs_scaler = pytest.mark.skipif(
+    not hasattr(torch.amp, "GradScaler"), reason="torch before 2.3 scales losses only on GPUs"
+)
+
+
+@needs_scaler
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_the_forward_of_what_is_wrapped_computes_in_the_precision(name: str) -> None:
-    if not hasattr(torch.amp, "GradScaler"):
-        pytest.skip("torch before 2.3 scales losses only on GPUs")
     is_scaled = name == "fp16"
     expected = _train(_ByHand(DTYPES[name]), torch.amp.GradScaler("cpu", enabled=is_scaled))
     plain = _train(_net(), torch.amp.GradScaler("cpu", enabled=False))
@@ -69,9 +73,8 @@ def test_the_forward_of_what_is_wrapped_computes_in_the_precision(name: str) -> 
     assert any(not torch.equal(a, b) for a, b in zip(found, plain))
 
 
+@needs_scaler
 def test_the_scale_of_ranks_is_a_part_of_one_process_and_its_file_is_not() -> None:
-    if not hasattr(torch.amp, "GradScaler"):
-        pytest.skip("torch before 2.3 scales losses only on GPUs")
     options, cpu = Options(precision="fp16"), torch.device("cpu")
     one, four = (precision.grad_scaler(options, cpu, Job(), num_ranks) for num_ranks in (1, 4))
     assert one.get_scale() == torch.amp.GradScaler("cpu").get_scale() == 4 * four.get_scale()

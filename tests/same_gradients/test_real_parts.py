@@ -51,8 +51,9 @@ main()
 """
 
 
-def _lacks(*packages: str) -> str:
-    return ", ".join(name for name in packages if importlib.util.find_spec(name) is None)
+def needs(*packages: str, how: str = "-r requirements/test.txt") -> pytest.MarkDecorator:
+    lacking = ", ".join(name for name in packages if importlib.util.find_spec(name) is None)
+    return pytest.mark.skipif(bool(lacking), reason=f"lacking {lacking}: pip install {how}")
 
 
 def _scalars(file: Path) -> list[tuple[str, int, float]]:
@@ -87,9 +88,8 @@ def _files(folder: Path) -> set[str]:
 
 
 @pytest.mark.launch
+@needs("hydra", "zarr", "tensorboardX", how="-r requirements/test.txt -r requirements/robomimic.txt")
 def test_hydra_zarr_and_tensorboard_on_two_ranks_write_what_one_process_writes(tmp_path: Path) -> None:
-    if lacking := _lacks("hydra", "zarr", "tensorboardX"):
-        pytest.skip(f"lacking {lacking}: pip install -r requirements/test.txt -r requirements/robomimic.txt")
     ranks = succeeded(run(tmp_path, TRAINER, 2))
     written = _run_folder(ranks)
     plain = succeeded(run(tmp_path, TRAINER, 1, is_plain=True, OF_RANKS=str(written / "buffer.zarr")))
@@ -127,9 +127,8 @@ main()
 
 
 @pytest.mark.launch
+@needs("hydra")
 def test_ranks_of_an_edited_hydra_program_have_one_folder(tmp_path: Path) -> None:
-    if lacking := _lacks("hydra"):
-        pytest.skip(f"lacking {lacking}: pip install -r requirements/test.txt")
     job = tmp_path / "job"
     job.mkdir()
     (job / rank.BEGAN).touch()
@@ -168,9 +167,8 @@ torch.save(trained.state_dict(), "weights.pth")
 
 
 @pytest.mark.launch
+@needs("lightning")
 def test_an_unedited_lightning_trainer_for_one_device_trains_on_ranks_as_in_one_process(tmp_path: Path) -> None:
-    if _lacks("lightning"):
-        pytest.skip("Lightning is not installed: pip install -r requirements/test.txt")
     plain = succeeded(run(tmp_path, LIGHTNING, 1, is_plain=True))
     ranks = succeeded(run(tmp_path, LIGHTNING, 2, DDPSHIM_UNEDITED="on"))
     assert difference(*(torch.load(ran.folder / "weights.pth") for ran in (plain, ranks))) < 1e-12
@@ -191,9 +189,8 @@ run.finish()
 
 
 @pytest.mark.launch
+@needs("wandb", how="wandb==0.18.7")
 def test_an_offline_run_of_wandb_is_one_folder(tmp_path: Path) -> None:
-    if _lacks("wandb"):
-        pytest.skip("W&B is not installed (80 MB, 8 s of CPU to install): pip install wandb==0.18.7")
     ranks = succeeded(run(tmp_path, LOGGED, 2))
     (folder,) = (path for path in ranks.folder.glob("wandb/*") if path.is_dir() and not path.is_symlink())
     assert folder.name.startswith("offline-run-")
@@ -226,9 +223,8 @@ say("processes", [accelerator.num_processes, index.tolist()])
 
 
 @pytest.mark.launch
+@needs("accelerate")
 def test_a_program_that_uses_accelerate_is_that_of_one_process(tmp_path: Path) -> None:
-    if _lacks("accelerate"):
-        pytest.skip("accelerate is not installed: pip install -r requirements/test.txt")
     plain, two = succeeded(run(tmp_path, ACCELERATED, 1, is_plain=True)), succeeded(run(tmp_path, ACCELERATED, 2))
     assert (two.folder / "log.txt").read_text() == (plain.folder / "log.txt").read_text()
     for name in ("0.pth", "1.pth"):
@@ -237,9 +233,8 @@ def test_a_program_that_uses_accelerate_is_that_of_one_process(tmp_path: Path) -
 
 
 @pytest.mark.launch
+@needs("accelerate")
 def test_a_program_that_has_accelerate_divide_its_model_is_left_to_it(tmp_path: Path) -> None:
-    if _lacks("accelerate"):
-        pytest.skip("accelerate is not installed: pip install -r requirements/test.txt")
     script = """
 from accelerate import Accelerator
 

@@ -68,41 +68,7 @@ def _rows(out: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return _masked(out, mask) + 0.1 * out[::5].std()
 
 
-def _train(make: Callable[..., Any], wrap: Callable[[nn.Module], Any], loss: Callable[..., Any]) -> Any:
-    torch.manual_seed(3)
-    net = wrap(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 4)).double())
-    optimizer, losses = torch.optim.SGD(net.parameters(), 0.3), []
-    for x, mask in make(_data(), batch_size=BATCH, shuffle=True, drop_last=True):
-        value = loss(net(x), mask)
-        optimizer.zero_grad()
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
-    return torch.cat([p.detach().flatten() for p in net.parameters()]), losses, torch.get_rng_state()
-
-
-def _rank_trains(name: str, is_whole: bool) -> Any:
-    return _train(ddpshim.make_loader, ddpshim.wrap_parallel, LOSSES[name][is_whole])
-
-
-@pytest.mark.parametrize(("name", "world_size"), [*((name, 2) for name in LOSSES), ("several rows for a sample", 3)])
-def test_a_loss_over_the_whole_batch_is_that_of_one_process(name: str, world_size: int) -> None:
-    weights, losses, state = _train(DataLoader, lambda net: net, LOSSES[name][0])
-    ranks = run_ranks(_rank_trains, world_size, name, True)
-    for own_weights, own_losses, own_state in ranks:
-        assert (own_weights - weights).abs().max() < 1e-13
-        assert torch.equal(own_state, state)
-        assert own_losses == pytest.approx(losses, abs=1e-13)
-
-
-@pytest.mark.parametrize("name", ["mean_over", "samples that are compared"])
-def test_as_a_mean_of_the_ranks_means_it_is_another(name: str) -> None:
-    weights, _, _ = _train(DataLoader, lambda net: net, LOSSES[name][0])
-    for own_weights, _, _ in run_ranks(_rank_trains, 2, name, False):
-        assert (own_weights - weights).abs().max() > 1e-3
-
-
-# Batches that three ranks do not divide: twice 23 samples, and at last 2, of which a rank has none.
+# Batches that three ranks do not divide: twice 23 samples, and at last 2, of which a rank has none. They divide 12.
 UNEVEN = 23
 
 
@@ -117,24 +83,26 @@ def _with_parameters_of_that_size(out: torch.Tensor, mask: torch.Tensor) -> torc
     )
 
 
-OF_UNEVEN: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+OF_BATCHES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     **LOSSES,
     "a mean": (_mean_over_samples, _mean_over_samples),
     "no batch": (lambda out, mask: 13 * _masked(out, mask), _with_parameters_of_that_size),
 }
 
 
-def _train_unevenly(make: Callable[..., Any], wrap: Callable[[nn.Module], Any], is_whole: bool) -> Any:
+def _train(make: Callable[..., Any], wrap: Callable[[nn.Module], Any], batch_size: int, is_whole: bool) -> Any:
     """For each loss, on BatchNorm and with gradients of two batches a step: weights, buffers, and weighed losses."""
     out: dict[str, Any] = {}
-    for name, losses in OF_UNEVEN.items():
+    for name, losses in OF_BATCHES.items():
+        if name == "no batch" and batch_size == BATCH:
+            continue  # each rank has four rows there
         torch.manual_seed(3)
         first = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2))
         made = nn.Sequential(first, nn.Flatten(0, 1), nn.BatchNorm1d(8), nn.Unflatten(0, (-1, 3)), nn.Linear(8, 4))
         net = wrap(made.double())
         optimizer, logged = torch.optim.SGD(net.parameters(), 0.1), []
         drops = name == "no batch"  # where each rank has one row, any number is a multiple of it
-        for number, (x, mask) in enumerate(make(_data(), batch_size=UNEVEN, shuffle=True, drop_last=drops)):
+        for number, (x, mask) in enumerate(make(_data(), batch_size=batch_size, shuffle=True, drop_last=drops)):
             is_last = number > 0
             with contextlib.nullcontext() if is_last or not is_whole else net.no_sync():
                 value = losses[is_whole](net(x), mask + 0.1)
@@ -149,8 +117,22 @@ def _train_unevenly(make: Callable[..., Any], wrap: Callable[[nn.Module], Any], 
     return out
 
 
-def _rank_trains_unevenly() -> Any:
-    return _train_unevenly(ddpshim.make_loader, ddpshim.wrap_parallel, True)
+def _rank_trains(batch_size: int) -> Any:
+    return _train(ddpshim.make_loader, ddpshim.wrap_parallel, batch_size, True)
+
+
+@pytest.mark.parametrize("batch_size", [BATCH, UNEVEN])
+def test_losses_over_the_whole_batch_and_means_train_as_in_one_process(batch_size: int) -> None:
+    plain = _train(DataLoader, lambda net: net, batch_size, False)
+    ranks = run_ranks(_rank_trains, 3, batch_size)
+    for name, (numbers, losses, state) in plain.items():
+        for own, own_losses, own_state in (rank[name] for rank in ranks):
+            assert (own - numbers).abs().max() < 1e-13, name
+            assert torch.equal(own_state, state)
+            if name in LOSSES and batch_size == BATCH:
+                assert own_losses == pytest.approx(losses, abs=1e-13), name
+        means = [sum(of_ranks) / 3 for of_ranks in zip(*(rank[name][1] for rank in ranks))]
+        assert means == pytest.approx(losses, abs=1e-13), name
 
 
 def _searches_unevenly(make: Callable[..., Any], wrap: Callable[[nn.Module], Any]) -> torch.Tensor:
@@ -177,17 +159,6 @@ def _rank_searches_unevenly() -> torch.Tensor:
 def test_a_line_search_over_a_batch_that_ranks_do_not_divide_sees_the_mean_of_all_samples() -> None:
     plain = _searches_unevenly(DataLoader, lambda net: net)
     assert all((own - plain).abs().max() < 1e-10 for own in run_ranks(_rank_searches_unevenly, 3))
-
-
-def test_batches_that_ranks_do_not_divide_train_as_in_one_process() -> None:
-    plain = _train_unevenly(DataLoader, lambda net: net, False)
-    ranks = run_ranks(_rank_trains_unevenly, 3)
-    for name, (numbers, losses, state) in plain.items():
-        for own, _, own_state in (rank[name] for rank in ranks):
-            assert (own - numbers).abs().max() < 1e-13, name
-            assert torch.equal(own_state, state)
-        means = [sum(of_ranks) / 3 for of_ranks in zip(*(rank[name][1] for rank in ranks))]
-        assert means == pytest.approx(losses, abs=1e-13), name
 
 
 def _rank_counts_a_pass() -> Any:
@@ -217,6 +188,10 @@ def _logs(make: Callable[..., Any]) -> list[list[float]]:
 
 
 def _rank_logs() -> Any:
+    with contextlib.redirect_stderr(io.StringIO()) as nothing:
+        for x, _ in ddpshim.make_loader(_data(), batch_size=BATCH):
+            ddpshim.world().mean(x.sum().item())
+    assert "world.mean" not in nothing.getvalue(), "shares are equal"
     with contextlib.redirect_stderr(io.StringIO()) as said:
         rows = _logs(ddpshim.make_loader)
         means = [ddpshim.world().mean(1.0) for _ in range(2)]
@@ -237,17 +212,6 @@ def test_means_of_batches_that_ranks_do_not_divide_are_those_of_one_process() ->
         assert own == first
         assert "world.mean" not in own_said
     assert said.count("world.mean weighs all ranks equally, but they have different numbers of samples") == 1
-
-
-def _rank_means_evenly() -> str:
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        for x, _ in ddpshim.make_loader(_data(), batch_size=BATCH):
-            ddpshim.world().mean(x.sum().item())
-    return said.getvalue()
-
-
-def test_of_a_mean_over_equal_shares_nothing_is_said() -> None:
-    assert "world.mean" not in "".join(run_ranks(_rank_means_evenly, 3))
 
 
 def _refusals() -> list[str]:

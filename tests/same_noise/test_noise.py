@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import multiprocessing
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import mul
 from pathlib import Path
 from typing import Any, Callable, Optional
@@ -31,13 +32,13 @@ from torch.utils.data import (
 )
 
 import ddpshim
-from ddpshim.errors import DataError, SyncError
+from ddpshim.errors import SyncError
 from ddpshim.job import noise, shared_draws, shares
 from ddpshim.options import Options
 from ddpshim.process.seeds import seed_everything
 from ddpshim.trainers.session import _Metrics
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh
-from tests.ranks import run_ranks
+from tests.ranks import errors_of, run_ranks
 
 pytestmark = pytest.mark.ranks
 SEED, NUM_SAMPLES, BATCH = 3, 103, 24
@@ -356,8 +357,9 @@ def _step(net: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> float:
     return float(loss.detach())
 
 
-def _plain(kind: str, between: Callable[[], Any] = lambda: None) -> Any:
-    return _in_one_process(_train, kind, between)
+@functools.cache
+def _plain(kind: str) -> Any:
+    return _in_one_process(_train, kind)
 
 
 def _in_one_process(train: Callable[..., Any], *arguments: Any) -> Any:
@@ -370,24 +372,28 @@ def _in_one_process(train: Callable[..., Any], *arguments: Any) -> Any:
         torch.set_default_dtype(torch.float32)
 
 
-def _rank_trains(kind: str, draws_between: bool = False) -> Any:
-    here = _join()
-    torch.set_default_dtype(torch.float64)
-    between = (lambda: torch.randn(5)) if draws_between and here.is_main else (lambda: None)
-    return _train(ddpshim.make_loader, ddpshim.wrap_parallel, kind, between)
+def _rank_trains(kinds: list[str], draws_between: bool = False) -> list[Any]:
+    found = []
+    for kind in kinds:
+        here = _join()
+        torch.set_default_dtype(torch.float64)
+        between = (lambda: torch.randn(5)) if draws_between and here.is_main else (lambda: None)
+        found.append(_train(ddpshim.make_loader, ddpshim.wrap_parallel, kind, between))
+    return found
 
 
-def _check_equal(plain: Any, ranks: list[Any]) -> None:
+def _check_equal(plain: Any, ranks: Sequence[Any], kind: str) -> None:
     weights, samples, state, losses = plain
     for rank, (own_weights, own_samples, own_state, _) in enumerate(ranks):
-        assert own_samples == [batch[rank :: len(ranks)] or [batch[rank % len(batch)]] for batch in samples]
-        assert torch.equal(own_state, state)
-        assert torch.allclose(own_weights, weights, rtol=0, atol=1e-11)
-        assert torch.equal(own_weights, ranks[0][0])
+        expected = [batch[rank :: len(ranks)] or [batch[rank % len(batch)]] for batch in samples]
+        assert own_samples == expected, kind
+        assert torch.equal(own_state, state), kind
+        assert torch.allclose(own_weights, weights, rtol=0, atol=1e-11), kind
+        assert torch.equal(own_weights, ranks[0][0]), kind
     counts = [[len(batch[rank :: len(ranks)]) for rank in range(len(ranks))] for batch in samples]
     of_steps = zip(counts, zip(*(own[3] for own in ranks)))
     means = [sum(map(mul, *of_step)) / sum(of_step[0]) for of_step in of_steps]
-    assert means == pytest.approx(losses, abs=1e-11)
+    assert means == pytest.approx(losses, abs=1e-11), kind
 
 
 def _train_on_two(make: Callable[..., Any], wrap: Callable[[nn.Module], Any]) -> Any:
@@ -398,7 +404,7 @@ def _train_on_two(make: Callable[..., Any], wrap: Callable[[nn.Module], Any]) ->
     for _ in range(2):
         for (x, y, index), (other, _, its) in zip(*loaders):
             noised = [part + 0.1 * torch.randn(len(part), 6) for part in (x, other)]
-            samples.append([index.tolist(), its.tolist()])
+            samples += [index.tolist(), its.tolist()]
             loss = (net(noised[0]) - y).square().mean() + net(noised[1]).square().mean()
             optimizer.zero_grad()
             loss.backward()
@@ -414,46 +420,32 @@ def _rank_trains_on_two() -> Any:
 
 
 def test_a_step_on_the_samples_of_two_loaders() -> None:
-    weights, samples, state, losses = _in_one_process(_train_on_two)
-    plain = weights, [index for of_both in samples for index in of_both], state, losses
-    ranks = [
-        (own, [index for of_both in its for index in of_both], *more)
-        for own, its, *more in run_ranks(_rank_trains_on_two, 2)
-    ]
-    _check_equal(plain, ranks)
+    _check_equal(_in_one_process(_train_on_two), run_ranks(_rank_trains_on_two, 2), "two loaders")
 
 
-ONLY_TWO = [kind for kind in KINDS if "worker" in kind or kind in DATA or kind == "drawn when collated"]
-SIZES = {
-    **dict.fromkeys(ONLY_TWO, (2,)),
-    **dict.fromkeys(("the ranks do not divide a batch", "combined, in a subset"), (3,)),
-}
+ON_THREE = ["the ranks do not divide a batch", "combined, in a subset"]
+ON_TWO = [kind for kind in KINDS if kind not in (*ON_THREE, "of the user")]
+OF_ONE = [kind for kind in ON_TWO if not ("worker" in kind or kind in DATA or kind == "drawn when collated")]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "of the user"])
-def test_ranks_train_what_a_plain_process_trains(kind: str) -> None:
-    plain = _plain(kind)
-    for size in SIZES.get(kind, (1, 2)):
-        _check_equal(plain, run_ranks(_rank_trains, size, kind))
+@pytest.mark.parametrize(("size", "kinds"), [(1, OF_ONE), (2, ON_TWO), (3, ON_THREE), (4, ["shuffled"])])
+def test_ranks_train_what_a_plain_process_trains(size: int, kinds: list[str]) -> None:
+    for kind, *ranks in zip(kinds, *run_ranks(_rank_trains, size, kinds, timeout_s=120)):
+        _check_equal(_plain(kind), ranks, kind)
 
 
 def test_a_sampler_of_the_user_draws_alike_on_the_ranks() -> None:
-    plain, ranks = _plain("of the user"), run_ranks(_rank_trains, 2, "of the user")
-    _check_equal(run_ranks(_rank_trains, 1, "of the user")[0], ranks)
-    steps = [[i for pair in zip(*shares) for i in pair] for shares in zip(ranks[0][1], ranks[1][1])]
-    assert steps[0] == plain[1][0]
+    kind = "of the user"
+    ((one,),), ranks = (run_ranks(_rank_trains, size, [kind]) for size in (1, 2))
+    _check_equal(one, [own for (own,) in ranks], kind)
+    steps = [[i for pair in zip(*shares) for i in pair] for shares in zip(*(own[1] for (own,) in ranks))]
+    assert steps[0] == _plain(kind)[1][0]
     assert {len(step) for step in steps} == {BATCH}
 
 
-def test_four_ranks() -> None:
-    _check_equal(_plain("shuffled"), run_ranks(_rank_trains, 4, "shuffled"))
-
-
 def test_what_the_main_rank_alone_drew_counts_from_the_next_pass_on() -> None:
-    plain = _plain("shuffled", lambda: torch.randn(5))
-    _, samples, _, _ = plain
-    ranks = run_ranks(_rank_trains, 2, "shuffled", True)
-    for rank, (_, own, _, _) in enumerate(ranks):
+    _, samples, _, _ = _in_one_process(_train, "shuffled", lambda: torch.randn(5))
+    for rank, ((_, own, _, _),) in enumerate(run_ranks(_rank_trains, 2, ["shuffled"], True)):
         assert own == [batch[rank::2] for batch in samples]
 
 
@@ -524,19 +516,18 @@ def test_saved_between_two_passes_it_goes_on_with_the_order_as_well(
 # What goes wrong is said.
 
 
-def _rank_is_refused() -> str:
-    here = _join()
-    try:
-        generator = _generator()
-        torch.rand(here.rank, generator=generator)
-        ddpshim.make_loader(_clean(), BATCH, shuffle=True, generator=generator)
-    except (DataError, SyncError) as error:
-        return str(error)
-    return ""
+def _draw_from_another_state() -> None:
+    here, generator = _join(), _generator()
+    torch.rand(here.rank, generator=generator)
+    ddpshim.make_loader(_clean(), BATCH, shuffle=True, generator=generator)
+
+
+def _rank_is_refused() -> list[str]:
+    return errors_of([_draw_from_another_state])
 
 
 def test_generators_in_other_states_are_refused() -> None:
-    for said in run_ranks(_rank_is_refused, 2):
+    for (said,) in run_ranks(_rank_is_refused, 2):
         assert "state of the generator" in said
 
 
@@ -562,38 +553,36 @@ def test_ranks_that_train_on_batches_of_their_own_draw_their_own_noise_and_say_s
     assert nothing == ""
 
 
-def _rank_has_batches_of_its_own(how: str) -> Any:
-    here = _join()
-    if how == "shard_iterable":
-        ddpshim.shard_iterable(range(8))
-    else:
-        ddpshim.make_loader(_clean(), 2, already_sharded=True)
-    built = torch.rand(3)
-    ddpshim.wrap_parallel(nn.Linear(2, 1))
-    return built, here.gather(torch.rand(3).tolist())
+OWN_NOISE = ["shard_iterable", "already_sharded", "per_rank"]
 
 
-@pytest.mark.parametrize("how", ["shard_iterable", "already_sharded"])
-def test_over_shares_of_its_own_each_rank_draws_its_own_noise_once_networks_are_built(how: str) -> None:
-    ((built, drawn), (other_built, _)) = run_ranks(_rank_has_batches_of_its_own, 2, how)
-    assert torch.equal(built, other_built)
-    assert drawn[0] != drawn[1]
+def _rank_draws_its_own() -> list[Any]:
+    found = []
+    for how in OWN_NOISE:
+        _join(noise="per_rank" if how == "per_rank" else "one_process")
+        loader: Any = ()
+        if how == "shard_iterable":
+            ddpshim.shard_iterable(range(8))
+        elif how == "already_sharded":
+            ddpshim.make_loader(_clean(), 4, already_sharded=True)
+        else:
+            loader = ddpshim.make_loader(_clean(), BATCH, shuffle=True)
+        built = torch.rand(())
+        ddpshim.wrap_parallel(nn.Linear(2, 1))
+        own = torch.rand(())
+        with ddpshim.shared_random_streams(1):
+            shared = torch.rand(())
+            ddpshim.wrap_parallel(nn.Linear(2, 1))
+        read = {i for _, _, index in loader for i in index.tolist()}
+        found.append(([built, shared, *torch.rand(2)], own, read))
+    return found
 
 
-def _rank_has_torchs_order_and_its_own_noise() -> Any:
-    _join(noise="per_rank")
-    ddpshim.wrap_parallel(nn.Linear(2, 1))
-    loader = ddpshim.make_loader(_clean(), BATCH, shuffle=True)
-    passes = [[index.tolist() for _, _, index in loader] for _ in range(2)]
-    return passes, torch.rand(3).tolist()
-
-
-def test_torchs_order_leaves_each_rank_its_own_noise() -> None:
-    (first, drawn), (second, other_drawn) = run_ranks(_rank_has_torchs_order_and_its_own_noise, 2)
-    assert drawn != other_drawn
-    assert first[0] != first[1]
-    for own, other in zip(first, second):
-        assert not {i for batch in own for i in batch} & {i for batch in other for i in batch}
+def test_ranks_with_shares_or_noise_of_their_own_draw_it_once_networks_are_built() -> None:
+    for how, *ranks in zip(OWN_NOISE, *run_ranks(_rank_draws_its_own, 4)):
+        drawn, own, read = zip(*ranks)
+        assert [len({number.item() for number in numbers}) for numbers in (*zip(*drawn), own)] == [1, 1, 4, 4, 4], how
+        assert sum(map(len, read)) == len(set().union(*read)) == (96 if how == "per_rank" else 0)
 
 
 def _rank_names_lines() -> Any:
@@ -603,7 +592,7 @@ def _rank_names_lines() -> Any:
     return *drawn, said.getvalue()
 
 
-def _names_lines() -> list[int]:
+def _names_lines() -> list[float]:
     noise.share()
     shares.begin_batch(4)
     packed = nn.utils.rnn.pack_sequence([torch.ones(2, 3)] * 4)
@@ -613,12 +602,13 @@ def _names_lines() -> list[int]:
     torch.randperm(4)
     F.rrelu(torch.ones(4), training=True)
     F.rrelu(torch.ones(4))
-    return [*drawn.long().tolist(), int(torch.randint(10**9, ()))]
+    large = [torch.randn(30, 31).sum() for _ in range(2)]
+    return [*drawn.long().tolist(), *torch.stack(large).tolist(), int(torch.randint(10**9, ()))]
 
 
 def test_what_cannot_be_drawn_as_in_one_process_is_named() -> None:
     (*first, state, said), (*second, other_state, nothing) = run_ranks(_rank_names_lines, 2)
-    assert first != second
+    assert len({*first, *second}) == 12
     assert state == other_state
     assert nothing == ""
     for text in (
@@ -627,25 +617,9 @@ def test_what_cannot_be_drawn_as_in_one_process_is_named() -> None:
         "by Gamma.rsample",
         "by functional.rrelu",
         "permutes the batch",
+        "draws 30 x 31 numbers, but no dimension is the batch (4);",
     ):
         assert said.count(text) == 1
-
-
-def _rank_draws_much() -> Any:
-    _join()
-    noise.share()
-    shares.begin_batch(4)
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        drawn = [torch.randn(30, 31) for _ in range(2)]
-    return drawn, torch.get_rng_state(), said.getvalue()
-
-
-def test_a_large_draw_without_the_batch_is_named_once_and_each_ranks_own() -> None:
-    (first, state, said), (second, other_state, _) = run_ranks(_rank_draws_much, 2)
-    assert torch.equal(state, other_state)
-    assert not torch.equal(first[0], second[0])
-    assert not torch.equal(first[0], first[1])
-    assert said.count("test_noise.py") == said.count("draws 30 x 31 numbers, but no dimension is the batch (4);") == 1
 
 
 def _rank_augments(data_draws: str) -> Any:
@@ -682,24 +656,6 @@ def test_that_each_rank_loads_whole_batches_is_said() -> None:
             assert said.count("DDPSHIM_DATA_DRAWS=by_sample") == num
 
 
-class _Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(range(40))
-
-
-def _rank_streams() -> Any:
-    _join()
-    return [(batch.tolist(), torch.randn(len(batch)).tolist()) for batch in ddpshim.make_loader(_Stream(), 10)]
-
-
-def test_over_a_stream_ranks_draw_their_rows_too() -> None:
-    first, second = run_ranks(_rank_streams, 2)
-    for (items, own), (others, others_own) in zip(first, second):
-        assert len(items) == len(own) == 5
-        assert not set(own) & set(others_own)
-        assert not set(items) & set(others)
-
-
 # Logged numbers.
 
 
@@ -732,21 +688,11 @@ def test_extremes_and_deviations_are_those_of_the_whole_batch(world_size: int) -
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("train_before.py", ["train_after.py"]),
-        ("any_trainer/train_dataparallel.py", ["any_trainer/train_dataparallel.py"]),
-    ],
-)
-def test_two_ranks_print_the_losses_of_the_program_without_ddpshim(
-    before: str, after: list[str], tmp_path: Path
-) -> None:
-    *options, program = after
-    launch = ["-m", "ddpshim", "run", "--nproc=2", "--log-dir=logs", *options, str(EXAMPLES / program)]
+def test_two_ranks_print_the_losses_of_the_program_without_ddpshim(tmp_path: Path) -> None:
+    launch = ["-m", "ddpshim", "run", "--nproc=2", "--log-dir=logs", str(EXAMPLES / "train_after.py")]
     environ = {**environment(), "DDPSHIM_NOISE": "one_process"}
     said = {}
-    for name, command in {"plain": [str(EXAMPLES / before)], "ranks": launch}.items():
+    for name, command in {"plain": [str(EXAMPLES / "train_before.py")], "ranks": launch}.items():
         (tmp_path / name).mkdir()
         code, output = start_afresh(command, environ, tmp_path / name, START_DEADLINE_S)
         assert code == 0, output
