@@ -1,8 +1,8 @@
 """Set up a fresh machine and run something on it: `python3 bootstrap.py demo` or `python3 bootstrap.py test`.
 
 Makes a virtual environment (.venv beside this file), installs missing packages from the package index, and never
-replaces a torch that the calling Python already has. `test --fast` tests each promise once, `test --daily` also what
-takes long and seldom fails; pytest gets the other arguments. `install` asks pip again even if everything seems to be installed.
+replaces a torch that the calling Python already has. `test --fast` tests each promise, `test --daily` also pages, types
+and what is printed; pytest gets the other arguments. `install` asks pip again even if everything seems to be installed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Writes docs/api.md from the docstrings, and docs/files.md, the index of files: `python -m tests.reference`.
+"""Writes docs/api.md from the docstrings, by griffe: `python -m tests.reference`.
 
-Both are pages of the site, and in no commit. griffe reads the sources for the reference, ast those for the index.
+It is a page of the site, and in no commit.
 """
 
 from __future__ import annotations
@@ -8,14 +8,11 @@ from __future__ import annotations
 import ast
 import logging
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import griffe
-
-from tests.wings import WINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
@@ -88,59 +85,16 @@ Written by `python -m tests.reference` from the docstrings. *Collective* means t
 """
 
 
-FILES = ROOT / "docs" / "files.md"
-FILES_HEAD = """# Which file does what
-
-Written by `python -m tests.reference` from the first sentence of each file. A folder imports only those above it here;
-the files beside the folders are open to all ([architecture](../CONTRIBUTING.md#architecture)).
-"""
-
-
-def index() -> str:
-    """Return the page of files, as Markdown: the purpose of each folder and of each file in it."""
-    folders: dict[str, list[Path]] = {name: [] for name in ("", *WINGS)}
-    for path in sorted((ROOT / "ddpshim").rglob("*.py")):
-        folder, *rest = path.relative_to(ROOT / "ddpshim").parts
-        folders[folder if rest else ""].append(path)
-    parts = [FILES_HEAD]
-    for folder, paths in folders.items():
-        home = ROOT / "ddpshim" / folder
-        parts.append(f"## ddpshim/{folder}{'/' * bool(folder)}\n\n{_purpose(home / '__init__.py')}\n")
-        rows = [path for path in paths if path != home / "__init__.py"]
-        parts.append("| file | purpose |\n|---|---|")
-        for path in rows:
-            name = path.relative_to(home).as_posix()
-            parts.append(f"| [{name}](../{path.relative_to(ROOT).as_posix()}) | {_purpose(path)} |")
-        parts.append("")
-    return "\n".join(parts).rstrip() + "\n"
-
-
-def _purpose(path: Path) -> str:
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return text.split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
-
-
 def page() -> str:
     """Return the whole API reference, as Markdown."""
     logging.getLogger("griffe").setLevel(logging.ERROR)  # it warns of two parameters documented on one line
     package: Any = griffe.load("ddpshim", search_paths=[str(ROOT)], docstring_parser="google", resolve_aliases=True)
-    parts = [HEAD, *_contents(), ""]
+    parts = [HEAD]
     for title, names in CHAPTERS.items():
         parts.append(f"## {title}\n")
         for name in names:
             parts += _entry(name, package[name])
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
-
-
-def _contents() -> Iterator[str]:
-    anchors: Counter[str] = Counter()
-    for title, names in CHAPTERS.items():
-        links = []
-        for name in names:
-            anchor = _heading(name).replace(".", "").lower()
-            links.append(f"[`{name}`](#{anchor}{f'-{anchors[anchor]}' if anchors[anchor] else ''})")
-            anchors[anchor] += 1  # `world` and `World` have the same anchor
-        yield f"- {title}: {', '.join(links)}"
 
 
 def _heading(name: str) -> str:
@@ -227,9 +181,8 @@ def _fenced(code: str) -> str:
 
 
 def write() -> None:
-    """Write both pages."""
+    """Write the page."""
     PAGE.write_text(page(), encoding="utf-8")
-    FILES.write_text(index(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -104,24 +104,24 @@ def test_a_second_run_asks_neither_pip_nor_the_environment(machine: Machine, mon
     assert machine.run("demo", "--steps", "20") == [["examples/same_experiment.py", "--steps", "20"]]
 
 
-def test_install_asks_pip_again(machine: Machine) -> None:
+def test_install_asks_pip_again_and_what_failed_then_is_made_again(machine: Machine) -> None:
     machine.run("install")
     assert _pip(machine.run("install")) == [["--no-warn-conflicts", *RESOLVED], ["--no-deps", "-e", "."]]
+    machine.fails_at = "--no-warn-conflicts"
+    with pytest.raises(SystemExit):
+        machine.run("install")
+    machine.fails_at = ""
+    assert machine.run("demo")[0] == ["-m", "venv", str(machine.venv)]
 
 
-@pytest.mark.parametrize("name", ["requirements/test.txt", "requirements/new.txt", "pyproject.toml", "setup.py"])
-def test_a_changed_file_is_installed(machine: Machine, name: str) -> None:
+def test_a_changed_file_and_a_torch_that_comes_or_goes_are_noticed(machine: Machine, tmp_path: Path) -> None:
     machine.run("install")
-    with (machine.root / name).open("a") as file:
-        file.write("# changed\n")
-    assert len(_pip(machine.run("demo"))) == 2
-    assert _pip(machine.run("demo")) == []
-
-
-def test_a_torch_that_comes_or_goes_is_noticed(machine: Machine, tmp_path: Path) -> None:
-    machine.run("install")
-    for torch in (tmp_path, None):
-        machine.torch = torch
+    for name in ("requirements/test.txt", "requirements/new.txt", "pyproject.toml", "setup.py", "", ""):
+        if name:
+            with (machine.root / name).open("a") as file:
+                file.write("# changed\n")
+        else:
+            machine.torch = None if machine.torch else tmp_path
         assert len(_pip(machine.run("demo"))) == 2
         assert _pip(machine.run("demo")) == []
 
@@ -143,15 +143,6 @@ def test_what_failed_or_was_killed_on_the_way_is_made_again(
     assert "making it again" in capsys.readouterr().out
     assert not half.exists()
     assert len(machine.run("demo")) == 1
-
-
-def test_what_failed_while_it_was_changed_is_made_again(machine: Machine) -> None:
-    machine.run("install")
-    machine.fails_at = "--no-warn-conflicts"
-    with pytest.raises(SystemExit):
-        machine.run("install")
-    machine.fails_at = ""
-    assert machine.run("demo")[0] == ["-m", "venv", str(machine.venv)]
 
 
 def test_what_says_who_made_it_stays_while_all_else_is_deleted(machine: Machine) -> None:
@@ -207,29 +198,21 @@ def test_an_unfinished_environment_does_not_delete_itself(machine: Machine, monk
     assert machine.module.python_of(machine.venv).exists()
 
 
-def test_too_new_a_python_is_refused_before_anything_is_made(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.module, "FIRST_TOO_NEW", sys.version_info[:2])
-    with pytest.raises(SystemExit, match=r"this is Python 3\.\d+, .* Run bootstrap.py with Python 3.9, 3.10 or 3.11"):
-        machine.run("demo")
-    assert machine.calls == []
-    assert not machine.venv.exists()
+def test_another_python_is_refused_before_anything_is_made(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for of, name, value, said in (
+        (sys, "version_info", (3, 8, 18, "final", 0), r"ddpshim needs 3\.9 or newer; nothing was changed"),
+        (machine.module.importlib.util, "find_spec", lambda _: None, "python3-venv"),  # no ensurepip
+        (machine.module, "FIRST_TOO_NEW", (3, 0), r"Python 3\.\d+, .* Run bootstrap.py with Python 3.9, 3.10 or 3.11"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(of, name, value)
+            with pytest.raises(SystemExit, match=said):
+                machine.run("demo")
+        assert machine.calls == []
+        assert not machine.venv.exists()
+    monkeypatch.setattr(machine.module, "FIRST_TOO_NEW", (3, 0))
     machine.modules.add("torchvision")  # it was installed in some other way
     assert machine.run("demo")[-1] == ["examples/same_experiment.py"]
-
-
-def test_too_old_a_python_is_refused_before_anything_is_made(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "version_info", (3, 8, 18, "final", 0))
-    with pytest.raises(SystemExit, match=r"ddpshim needs 3\.9 or newer; nothing was changed"):
-        machine.run("demo")
-    assert machine.calls == []
-    assert not machine.venv.exists()
-
-
-def test_a_python_without_ensurepip_is_named(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.module.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(SystemExit, match="python3-venv"):
-        machine.run("demo")
-    assert not machine.venv.exists()
 
 
 def test_the_torch_of_the_caller_is_seen_through_paths_with_spaces(tmp_path: Path) -> None:
@@ -300,28 +283,16 @@ def test_the_lock_is_held_until_the_last_that_writes_has_ended(tmp_path: Path) -
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_the_markers_of_the_fast_tests_are_registered(pytestconfig: pytest.Config) -> None:
-    registered = {line.split(":")[0] for line in pytestconfig.getini("markers")}
-    assert set(_load().FAST_TESTS.split(" or ")) <= registered
-
-
-def test_arguments_of_test_go_to_pytest_but_for_fast(machine: Machine) -> None:
+def test_arguments_of_test_go_to_pytest_but_for_fast_and_daily(machine: Machine) -> None:
+    linters, tests = (
+        [["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."]],
+        ["-m", "pytest", "-n", "4"],
+    )
+    tests += ["--dist", "loadfile"]
     plain = machine.run("test", "-k", "one or two", "--fa", "tests/house/test_layout.py")[-1]
-    assert plain == [
-        "-m",
-        "pytest",
-        "-n",
-        "4",
-        "--dist",
-        "loadfile",
-        "-k",
-        "one or two",
-        "--fa",
-        "tests/house/test_layout.py",
-    ]
-    linters = [["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."]]
-    fast = machine.run("test", "--fast", "-x")
-    assert fast == [*linters, ["-m", "pytest", "-n", "4", "--dist", "loadfile", "-m", "unit or ranks", "-x"]]
+    assert plain == [*tests, "-m", "not daily", "-k", "one or two", "--fa", "tests/house/test_layout.py"]
+    assert machine.run("test", "--fast", "-x") == [*linters, [*tests, "tests/promises", "-x"]]
+    assert machine.run("test", "--daily") == [*linters, tests]
     with pytest.raises(SystemExit):
         machine.run("demo", "--fast")
 

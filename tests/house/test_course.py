@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import re
-import time
 from pathlib import Path
-from typing import Optional
 
 import pytest
 
@@ -99,40 +95,3 @@ def test_a_chapter_runs_and_says_what_it_claims(chapter: str, tmp_path: Path) ->
         at = output.find(line, at)
         assert at >= 0, f"{line!r} is not said, or not in its place:\n{output[-5000:]}"
     assert "picture" not in output
-
-
-def test_a_rank_that_ends_between_two_looks_has_failed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(FOLDER)
-    ranks = importlib.import_module("ranks")
-    closed, end = os.pipe()
-    os.close(end)  # as the system closes what a process has open before it says that the process has ended
-
-    looks = [75, None, None]
-
-    class Ends:
-        sentinel = closed
-
-        @property
-        def exitcode(self) -> Optional[int]:
-            return looks.pop() if len(looks) > 1 else looks[0]
-
-    assert ranks._wait([Ends()], time.monotonic() + 60) == "a rank failed"
-    os.close(closed)
-
-
-def test_every_picture_is_drawn_by_a_chapter_and_shown() -> None:
-    there = {path.name for path in (FOLDER / "pictures").iterdir()}
-    shown = re.findall(r"!\[[^]]+\]\(pictures/([^)]+)\)", (FOLDER / "README.md").read_text())
-    drawn = [
-        f"{name}.png" for path in FOLDER.glob("[0-9]_*.py") for name in re.findall(r'draw\("(\w+)"', path.read_text())
-    ]
-    assert sorted(shown) == sorted(there)
-    assert sorted(drawn) == sorted(there)
-    assert max(path.stat().st_size for path in (FOLDER / "pictures").iterdir()) < 80_000
-
-
-@pytest.mark.parametrize("text", [*SAID, "README.md"])
-def test_links_lead_somewhere(text: str) -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", (FOLDER / text).read_text())
-    assert links
-    assert [link for link in links if not ((FOLDER / text).parent / link).exists()] == []

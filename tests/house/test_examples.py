@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import ddpshim
 from examples import how_it_works, resume, two_nodes
-from tests.examples import PAGE, ROOT, Row, printed, rows, shown, written
+from tests.examples import PAGE, ROOT, Row, printed, rows, shown
 from tests.preloaded import environment, preloaded
 from tests.ranks import run_ranks
 
@@ -92,33 +92,6 @@ def test_the_page_lists_the_examples_and_nothing_else() -> None:
     assert sorted(listed) == sorted(there)
 
 
-@pytest.mark.unit
-def test_each_takes_less_than_a_minute_of_one_core_and_is_shown() -> None:
-    for row in TABLE:
-        measured = re.fullmatch(r"\d+ \((\d+)\)", row.last)
-        assert measured is not None, row
-        assert int(measured[1]) < 60, row
-    assert list(shown(PAGE.read_text())) == [row.command for row in TABLE]
-
-
-@pytest.mark.unit
-def test_commands_name_their_file_and_docstrings_their_command() -> None:
-    for row in (row for row in (*TABLE, *OTHERS) if "/" not in row.file):
-        assert row not in TABLE or f"examples/{row.file}" in row.command
-        name = row.file.removesuffix(".py")
-        assert name not in (*LAUNCHED, "resume", "two_nodes") or row.command in commands_of(name)
-
-
-@pytest.mark.unit
-def test_what_is_measured_is_written_into_the_page() -> None:
-    page = PAGE.read_text()
-    row = TABLE[3]
-    new = written(page, {row.command: ("all\nis new", 12.4, 34.6)})
-    assert rows(new)[0][3].last == "12 (35)"
-    assert shown(new) == {**shown(page), row.command: "all\nis new"}
-    assert written(page, {}) == page
-
-
 @pytest.mark.parametrize(
     "row", [row for row in TABLE if row.file not in ("resume.py", "two_nodes.py")], ids=lambda r: r.file
 )
@@ -134,11 +107,6 @@ def test_without_a_launcher_it_runs_as_well(name: str, output: Callable[[str], s
         output(plain).splitlines()[-1][:8]
         == output(f"python -m ddpshim run --nproc 1 examples/{name}.py").splitlines()[-1][:8]
     )
-
-
-def test_torchrun_does_the_same(output: Callable[[str], str]) -> None:
-    torchrun = "python -m torch.distributed.run --standalone --nproc_per_node=2 examples/iterable.py"
-    assert output(torchrun) == output("python -m ddpshim run --nproc 2 examples/iterable.py")
 
 
 # What each of them proves
@@ -219,18 +187,6 @@ def test_parts_are_the_whole_in_float32_and_not_in_bf16(on: Callable[[str, int],
     assert [[row[-1] for row in table] for table in tables] == [[0] * 4, [1] * 4]
 
 
-def test_each_item_is_decoded_once(on: Callable[[str, int], str]) -> None:
-    for n in (1, 2):
-        lines = on("iterable", n).splitlines()
-        for epoch, start in ((0, 0), (1, n + 1)):
-            assert lines[start] == f"epoch {epoch}: 96 items of 96, each once"
-            for rank, line in enumerate(lines[start + 1 : start + 1 + n]):
-                assert line.startswith(
-                    f"  rank {rank}: {96 // n} items, by worker [{48 // n}, {48 // n}], the first: ["
-                )
-        assert lines[1].split("first")[1] != lines[n + 2].split("first")[1]
-
-
 def test_rollouts_have_the_statistics_of_one_rank(on: Callable[[str, int], str]) -> None:
     one, two = (on("rollouts", n).splitlines() for n in (1, 2))
     _, played, of_all, *alone = numbers(one[1])
@@ -303,25 +259,3 @@ def test_two_agents_make_two_nodes(
     assert [row[4:] for row in table] == [[100, table[0][5]]] * 4
     assert table[0][3] == table[1][3] != table[2][3] == table[3][3]
     assert lines[6] == "samples seen: 400 of 400"
-
-
-@pytest.mark.unit
-def test_two_agents_are_ended_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = []
-
-    class Late:
-        def __init__(self, command: list[str]) -> None:
-            self.node = command[command.index("--node-rank") + 1]
-
-        def wait(self, deadline_s: float | None = None) -> int:
-            if deadline_s is not None:
-                raise subprocess.TimeoutExpired("agent", deadline_s)
-            return 143
-
-        def terminate(self) -> None:
-            ended.append(self.node)
-
-    monkeypatch.setattr(two_nodes, "subprocess", SimpleNamespace(Popen=Late))
-    with pytest.raises(subprocess.TimeoutExpired):
-        two_nodes.emulate()
-    assert ended == ["0", "1"]

@@ -19,7 +19,7 @@ import pytest
 import ddpshim
 import ddpshim.__main__ as command_line
 from ddpshim import version
-from evidence import newcomer, release
+from evidence import release
 from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).parents[2]
@@ -134,28 +134,8 @@ def test_a_torch_that_is_too_old_is_refused_when_ddpshim_is_used(
     assert command_line.main(["run", "train.py"]) == 2
 
 
-def test_the_release_checklist_reads_the_readme_and_the_versions(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_release_checklist_compares_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [*release.disagreements()] == []
-    venv, pips, runs = newcomer.typed(Path("the.whl"), Path("python3.9"), "torch==2.1.0")
-    assert venv == "python3.9 -m venv env && . env/bin/activate"
-    assert pips == [
-        'pip install torch==2.1.0 torchvision "the.whl[robomimic]"',
-        "pip install --no-deps robomimic==0.3.0",
-        "pip install the.whl",
-    ]
-    assert runs == [
-        "python -m ddpshim run --nproc 2 train.py --your --arguments",
-        "python -m ddpshim example",
-        "python -m ddpshim run --nproc 2 -m robomimic.scripts.train --config lift_bc.json",
-        "python -m robomimic.scripts.train --config lift_bc.json --name plain",
-        "python -m ddpshim report lift_bc/plain lift_bc/lift_bc --markdown",
-    ]
-    (tmp_path / newcomer.OWN).write_bytes((ROOT / "examples/any_trainer/train_dataparallel.py").read_bytes())
-    mistakes = [*newcomer.mistakes(tmp_path)]
-    assert {step.code for step in mistakes} == {1, 2}
-    assert all((tmp_path / step.command.split()[-1]).exists() for step in mistakes if step.code == 1)
     monkeypatch.setattr(version, "__version__", "9.9")
     assert [*release.disagreements()] == [f"CHANGELOG.md: {release.changelog()}", "CITATION.cff"]
 

@@ -16,7 +16,11 @@ from pathlib import Path
 
 import pytest
 
+import ddpshim
 import ddpshim.__main__ as command_line
+from ddpshim import checkpoint, variables
+from ddpshim.job.world import World
+from ddpshim.robomimic.options import RobomimicOptions
 from ddpshim.tools import pages
 
 ROOT = Path(__file__).parents[2]
@@ -28,8 +32,13 @@ QUOTED = re.compile(rf"(?<!`)`(?:python3? -m )?(?:ddpshim )?((?:{COMMANDS}) [^`]
 BARE = re.compile(r"(?<![`'\w-])python3? -m ddpshim ([^`\n'\"#|)>]*[^`\n'\"#|)>.,;: ])")
 # Other words, lists of spellings and variables of a shell.
 NO_COMMAND = re.compile(r"[\[($]|[…{}]\s|\s(?:and|or|with|on|is|does|of|in|to|for)\s|/…|--fuzz")
-# The site makes the first two; the third is a user's.
-NOT_HERE = {"docs/files.md", "docs/api.md", "evidence/gpus"}
+# The site makes the first; the other is a user's.
+NOT_HERE = {"docs/api.md", "evidence/gpus"}
+VARIABLES = {f"DDPSHIM_{name.upper()}" for name in RobomimicOptions.names()}
+VARIABLES |= {value for value in vars(variables).values() if isinstance(value, str)}
+VARIABLES |= {"DDPSHIM_GAURD", "DDPSHIM_ROOT", "DDPSHIM_HOME", "DDPSHIM_VERSION", "DDPSHIM_NAME"}  # shown as no options
+MODULES = {"ddpshim.auto", "ddpshim.rows", "ddpshim.testing"}
+OBJECTS = {"ddpshim": ddpshim, "world": World(), "checkpoint": checkpoint}
 
 
 def _messages() -> Iterator[tuple[str, str]]:
@@ -104,6 +113,10 @@ def _faults(name: str, text: str) -> Iterator[str]:
     for words in re.findall(r"python3? -m ((?!ddpshim\b)[\w.]*\w(?: --[\w-]+)*)", text):
         if _module_lacks(words):
             yield f"{words}: there is no {_module_lacks(words)}"
+    yield from (name for name in re.findall(r"\bDDPSHIM_[A-Z_]+\b", text) if name not in VARIABLES)
+    for start, rest in re.findall(rf"(?<![\w/.])({'|'.join(OBJECTS)})\.(\w+)(?=[(`])", text):
+        if not hasattr(OBJECTS[start], rest) and f"{start}.{rest}" not in MODULES:
+            yield f"{start}.{rest}"
     known = {page.lower() for page in pages.all_pages()}
     yield from (f"docs {page}" for page in re.findall(r"ddpshim docs (\w+)", text) if page.lower() not in known)
     for extras in re.findall(r"(?:ddpshim|\.)\[([a-z,]+)\]", text):
@@ -116,7 +129,7 @@ def _faults(name: str, text: str) -> Iterator[str]:
 
 def _unseen_by_users(text: str) -> list[str]:
     """Files of the repository, which the wheel does not have."""
-    return re.findall(r"(?:docs|examples|evidence|benchmarks|patches)/[\w/.-]+\.\w+", text)
+    return re.findall(r"(?:docs|examples|evidence|benchmarks|patches)/[\w/.-]+\.\w+|(?:See |\()MIGRATION\.md", text)
 
 
 @pytest.mark.parametrize("texts", [_pages, _messages])
@@ -136,6 +149,9 @@ def test_what_does_not_exist_is_found() -> None:
         "see `python -m ddpshim docs lunch`",
         "pip install 'ddpshim[reports]'",
         "as examples/train_afterwards.py does",
+        "DDPSHIM_PRECISON=bf16",
+        "`world.meen(x)`",
+        "with `ddpshim.on_gpu(loader)`",
     ):
         assert [*_faults("README.md", text)], text
 

@@ -1,13 +1,15 @@
-"""The documentation site: every page is in it, and it builds without a warning."""
+"""The documentation site: every page and public name is in it, and it builds without a warning."""
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
+import ddpshim
 from tests import site
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +26,7 @@ def test_every_page_is_in_a_list() -> None:
     index = site.CONF / "index.md"
     listed = re.findall(r"^(?:.*<)?/([\w/]+)>?$", index.read_text(), re.MULTILINE)
     pages = {str(page.relative_to(ROOT).with_suffix("")) for page in PAGES if page != index}
-    assert sorted(listed) == sorted(pages | {"docs/api", "docs/files"})  # these two are made by the site
+    assert sorted(listed) == sorted(pages | {"docs/api"})  # which the site makes
 
 
 @pytest.mark.launch
@@ -34,3 +36,18 @@ def test_it_builds_without_a_warning(tmp_path: Path) -> None:
     site.build(tmp_path / "site")
     built = {page.relative_to(tmp_path / "site") for page in (tmp_path / "site").rglob("*.html")}
     assert {Path("index.html"), Path("search.html"), Path("README.html"), Path("docs/check.html")} <= built
+
+
+@pytest.mark.launch
+def test_the_reference_has_every_public_name() -> None:
+    pytest.importorskip("griffe")
+    from tests.reference import page
+
+    headings = re.findall(r"^### ddpshim\.(.+)$", page(), re.MULTILINE)
+    assert set(ddpshim.__all__) <= set(headings)
+
+
+def test_each_function_says_whether_ranks_must_call_it_together() -> None:
+    functions = [name for name in ddpshim.__all__ if inspect.isroutine(getattr(ddpshim, name))]
+    word = re.compile(r"\b(collective|local)\b", re.IGNORECASE)
+    assert [name for name in functions if not word.search(getattr(ddpshim, name).__doc__)] == []

@@ -43,13 +43,8 @@ class Reach:
         self._steps += 1
         self._at = self._at + 0.3 * action + 0.05 * self._noise.standard_normal(2)
         near = bool(np.abs(self._at).max() < 0.2)
-        return (
-            {"at": self._at.astype(np.float32)},
-            -float(np.abs(self._at).sum()),
-            False,
-            self._steps >= 8,
-            self._told(near),
-        )
+        reward = -float(np.abs(self._at).sum())
+        return {"at": self._at.astype(np.float32)}, reward, False, self._steps >= 8, self._told(near)
 
     def _told(self, near: bool) -> dict[str, Any]:
         return {"success": near}
@@ -207,34 +202,15 @@ class TwoActions(Net):
         return torch.zeros(2, 2)
 
 
-def _endless(env: Any, info: Any) -> bool:
-    return False
-
-
 @pytest.mark.unit
 @pytest.mark.parametrize(
     ("make_env", "policy", "more", "text"),
     [
-        (
-            functools.partial(Odd, told={"score": 1}),
-            Net,
-            {},
-            "Odd) has no method is_success, and its step's info has 'score'",
-        ),
-        (
-            functools.partial(Odd, returned=(0, 0, 0)),
-            Net,
-            {},
-            "a step of the environment (Odd) returned tuple, and not",
-        ),
+        (lambda: Odd(told={"score": 1}), Net, {}, "Odd) has no method is_success, and its step's info has 'score'"),
+        (lambda: Odd(returned=(0, 0, 0)), Net, {}, "a step of the environment (Odd) returned tuple, and not"),
         (Reach, TwoActions, {}, "TwoActions returned (2, 2) for one observation instead of actions (1, ...)"),
         (Reach, Resets, {}, "Resets.reset() changed its parameters at the start of an episode"),
-        (
-            functools.partial(Reach, breaks_at=2),
-            Net,
-            {},
-            "episode 0 failed on rank 0 (ValueError: the gripper is stuck",
-        ),
+        (lambda: Reach(breaks_at=2), Net, {}, "episode 0 failed on rank 0 (ValueError: the gripper is stuck"),
         (Reach, Net, {"num_episodes": 0}, "evaluate() with num_episodes=0"),
         (Reach, Net, {"threshold": 90}, "evaluate() with threshold=90"),
     ],
@@ -277,7 +253,7 @@ def test_success_is_what_the_caller_says_or_info_has() -> None:
     net = Net()
     told = ddpshim.evaluate(Odd, net, 6)
     assert _without_seconds(told) == _without_seconds(ddpshim.evaluate(Reach, net, 6))
-    never = ddpshim.evaluate(Reach, net, 6, is_success=_endless)
+    never = ddpshim.evaluate(Reach, net, 6, is_success=lambda env, info: False)
     assert never.num_successes == 0
     assert {episode.num_steps for episode in never.episodes} == {8}
 

@@ -8,34 +8,9 @@ from pathlib import Path
 import pytest
 
 from ddpshim.trainers.patching.unidiff import apply_moved, parse_diff
-from evidence.equivalence import copy_release, source
+from evidence.equivalence import copy_release
 from evidence.new_release import compared
-
-DIFF = b"""--- a/bot/train.py
-+++ b/bot/train.py
-@@ -1,2 +1,3 @@
- import torch
-+import ddpshim
- import bot
-@@ -5 +6 @@
--    fit()
-+    ddpshim.fit()
-"""
-
-
-def test_hunks_are_found_at_other_lines_if_they_stand_there_once() -> None:
-    (diff,) = parse_diff(DIFF, "x.patch")
-    moved = b"# new\nimport torch\nimport bot\n\n\n\ndef run():\n    fit()\n"
-    patched = b"# new\nimport torch\nimport ddpshim\nimport bot\n\n\n\ndef run():\n    ddpshim.fit()\n"
-    assert apply_moved(diff, moved) == (patched, [])
-    twice, odd = apply_moved(diff, moved + b"    fit()\n")
-    assert odd == ["line 5: 'fit()' and the lines after it occur at lines 9, 10"]
-    assert twice.count(b"ddpshim.fit") == 0
-    assert twice.count(b"import ddpshim") == 1
-    assert apply_moved(diff, b"import torch\n")[1] == [
-        "line 1: 'import torch' and the lines after it occur nowhere",
-        "line 5: 'fit()' and the lines after it occur nowhere",
-    ]
+from tests.robomimic import require
 
 
 def test_a_hunk_without_lines_of_its_own_is_for_a_person() -> None:
@@ -47,8 +22,7 @@ def test_a_hunk_without_lines_of_its_own_is_for_a_person() -> None:
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if source("0.3.0") is None:
-        pytest.skip("robomimic 0.3.0 is not installed (pip install --no-deps robomimic==0.3.0)")
+    require("0.3.0")
     return copy_release("0.3.0", tmp_path_factory.mktemp("release"), "plain")
 
 

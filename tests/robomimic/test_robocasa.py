@@ -24,6 +24,7 @@ from evidence.equivalence import (
     train,
     train_all,
 )
+from tests.robomimic import require
 
 pytestmark = [pytest.mark.robomimic, pytest.mark.upstream]
 RELEASE = "robocasa"
@@ -35,8 +36,7 @@ Trainer = Callable[..., Run]
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     """Trains with the settings given and keeps the run for the tests that ask for the same one."""
-    if source(RELEASE) is None:
-        pytest.skip("the robocasa branch of robomimic is not under DDPSHIM_UPSTREAM; see patches/README.md")
+    require(RELEASE)
     folder = tmp_path_factory.mktemp("robocasa")
     done: dict[str, Run] = {}
 
@@ -116,8 +116,7 @@ BATCHED = {"experiment__rollout__batched": True, "experiment__rollout__num_batch
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """Trainings that learn nothing, with rollouts, by name and number of ranks."""
-    if source(RELEASE) is None:
-        pytest.skip("the robocasa branch of robomimic is not under DDPSHIM_UPSTREAM; see patches/README.md")
+    require(RELEASE)
     folder = tmp_path_factory.mktemp("rollouts")
     tree = copy_release(RELEASE, folder)
     data = [{"path": str(make_data(folder, num_demos=50)), "lang": "lift it"}]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import warnings
 from collections import UserDict
 from pathlib import Path
@@ -26,28 +28,23 @@ from evidence.equivalence import (
     largest_difference,
     make_config,
     make_data,
-    source,
     train,
 )
 from tests.ranks import run_ranks
+from tests.robomimic import require
 
 pytestmark = pytest.mark.robomimic
 RELEASE = "0.3.0"
 Trainer = Callable[..., Run]
 
 
-def _require(release: str) -> None:
-    if source(release) is None:
-        how = "pip install --no-deps robomimic==0.3.0" if release == RELEASE else "see patches/README.md"
-        pytest.skip(f"robomimic {release} is neither installed nor under DDPSHIM_UPSTREAM ({how})")
-
-
 @pytest.fixture(scope="session")
 def trainer(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Trainer:
     """Trains a variant, as `equivalence.train` does, and keeps the run for the tests that ask for the same one."""
     folder = tmp_path_factory.mktemp("robomimic")
-    done: dict[str, Run] = {}
+    numbers = itertools.count()
 
+    @functools.cache
     def run(
         variant: str,
         num_ranks: Optional[int],
@@ -64,21 +61,16 @@ def trainer(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Trainer
         has_agent: bool = False,
         **settings: Any,
     ) -> Run:
-        name = "-".join(
-            map(str, (release, variant, num_ranks, patched, precision, steps, epochs, fault, forked, has_agent))
-        )
-        name += "".join(f"-{key[-12:]}={value}" for key, value in settings.items())
-        if name not in done:
-            tree = copy_release(release, releases, "patched" if patched else "plain")
-            data = make_data(folder, num_demos=50)
-            settings.setdefault("train__data", str(data) if release < "0.5" else [{"path": str(data)}])
-            config = make_config(tree, variant, data, folder, steps, epochs, **settings)
-            environ = {"DDPSHIM_FAULT": fault} if fault else {}
-            how: dict[str, Any] = {"environ": environ, "check": check, "module": module, "forked": forked}
-            done[name] = train(tree, config, folder / name, num_ranks, precision, **how, has_agent=has_agent)
-        return done[name]
+        tree = copy_release(release, releases, "patched" if patched else "plain")
+        data = make_data(folder, num_demos=50)
+        settings.setdefault("train__data", str(data) if release < "0.5" else [{"path": str(data)}])
+        config = make_config(tree, variant, data, folder, steps, epochs, **settings)
+        environ = {"DDPSHIM_FAULT": fault} if fault else {}
+        how: dict[str, Any] = {"environ": environ, "check": check, "module": module, "forked": forked}
+        here = folder / f"{variant}-{num_ranks}-{next(numbers)}"
+        return train(tree, config, here, num_ranks, precision, **how, has_agent=has_agent)
 
-    _require(RELEASE)
+    require(RELEASE)
     return run
 
 
@@ -148,7 +140,7 @@ def _rank_counts_reads() -> None:
 
 
 def test_a_step_reads_one_number_where_upstream_reads_one_for_each_gradient() -> None:
-    _require(RELEASE)
+    require(RELEASE)
     run_ranks(_rank_counts_reads, 1)
 
 
@@ -170,7 +162,7 @@ def test_a_step_on_a_gpu_waits_for_nothing_but_upstreams_own_checks() -> None:
     simulated_gpus = pytest.importorskip("tests.simulated_gpus")
     if simulated_gpus.why_not() is not None:
         pytest.skip(simulated_gpus.why_not())
-    _require(RELEASE)
+    require(RELEASE)
     ((syncs, races, losses),) = run_ranks(_steps_on_a_gpu, 1, on_gpus=True)
     assert races == []
     assert [each for each in syncs if not ("distribution.py" in each or "embed_timesteps" in each)] == []
@@ -397,7 +389,7 @@ UPSTREAM = ["0.4.0", "0.5.0", "master", "robocasa"]
 @pytest.mark.unit
 @pytest.mark.parametrize("release", [RELEASE, *UPSTREAM])
 def test_the_patch_set_applies_and_reverts_byte_for_byte(release: str, tmp_path: Path) -> None:
-    _require(release)
+    require(release)
     tree = copy_release(release, tmp_path, "plain")
     before = {p: p.read_bytes() for p in tree.rglob("*.py")}
     outcome = patching.apply(str(tree))
@@ -418,14 +410,14 @@ def test_the_patch_set_applies_and_reverts_byte_for_byte(release: str, tmp_path:
 @pytest.mark.upstream
 @pytest.mark.parametrize("release", UPSTREAM)
 def test_other_releases_train_the_same_experiment(trainer: Trainer, release: str) -> None:
-    _require(release)
+    require(release)
     _check_equal(trainer("bc", 1, release=release), trainer("bc", 2, release=release), 1e-6)
 
 
 @pytest.mark.upstream
 @pytest.mark.parametrize("release", ["0.5.0", "master", "robocasa"])
 def test_diffusion_policy_with_its_ema(trainer: Trainer, release: str) -> None:
-    _require(release)
+    require(release)
     one, two = (trainer("diffusion_policy", n, release=release) for n in (1, 2))
     _check_noisy(one, two)
     moved = [k for k, v in two.observed[0]["networks"].items() if "ema." in k and v.dtype.is_floating_point]

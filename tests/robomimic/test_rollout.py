@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import random
@@ -15,11 +17,10 @@ import pytest
 import torch
 
 from ddpshim.evaluation import dealing, environments
-from ddpshim.job.world import World
-from ddpshim.options import Options
 from ddpshim.robomimic import rollout
-from evidence.equivalence import Run, copy_release, make_config, make_data, source, train
+from evidence.equivalence import Run, copy_release, make_config, make_data, train
 from tests.ranks import run_ranks
+from tests.robomimic import require
 
 RELEASE = "0.3.0"
 NUM_EPISODES = 5
@@ -30,11 +31,11 @@ needs_robomimic = pytest.mark.robomimic
 @pytest.fixture(scope="session")
 def evaluate(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Evaluator:
     """Trains for one step without learning, with rollouts, and keeps the run: weights are equal, to the last bit."""
-    if source(RELEASE) is None:
-        pytest.skip(f"robomimic {RELEASE} is neither installed nor under DDPSHIM_UPSTREAM (pip install --no-deps)")
+    require(RELEASE)
     folder = tmp_path_factory.mktemp("rollouts")
-    done: dict[str, Run] = {}
+    numbers = itertools.count()
 
+    @functools.cache
     def run(
         num_ranks: int | None,
         *,
@@ -44,28 +45,23 @@ def evaluate(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Evalua
         way: str = "patched",
         **more: Any,
     ) -> Run:
-        name = f"{num_ranks}-{fault}-{which}-{way}-{sorted(more.items())}".translate(
-            str.maketrans(" /:'(),[]", "_________")
-        )
-        if name not in done:
-            tree, data = copy_release(RELEASE, releases, way), make_data(folder, num_demos=50)
-            settings = {
-                "algo__optim_params__policy__learning_rate__initial": 0.0,
-                "experiment__render_video": False,
-                "experiment__keep_all_videos": True,
-                "experiment__rollout__enabled": True,
-                "experiment__rollout__n": NUM_EPISODES,
-                "experiment__rollout__horizon": 5,
-                "experiment__rollout__rate": 1,
-                "experiment__save__on_best_rollout_success_rate": True,
-                **more,
-            }
-            config = make_config(tree, "bc_gmm", data, folder, 1, 2, **settings)
-            environ = {"DDPSHIM_FAULT": fault, **({"DDPSHIM_ROLLOUTS": which} if which else {})}
-            # A job that is to fail has the launcher, whose words are looked at.
-            how: dict[str, Any] = {"environ": environ, "check": check, "module": "tests.faults", "forked": check}
-            done[name] = train(tree, config, folder / name, num_ranks, **how)
-        return done[name]
+        tree, data = copy_release(RELEASE, releases, way), make_data(folder, num_demos=50)
+        settings = {
+            "algo__optim_params__policy__learning_rate__initial": 0.0,
+            "experiment__render_video": False,
+            "experiment__keep_all_videos": True,
+            "experiment__rollout__enabled": True,
+            "experiment__rollout__n": NUM_EPISODES,
+            "experiment__rollout__horizon": 5,
+            "experiment__rollout__rate": 1,
+            "experiment__save__on_best_rollout_success_rate": True,
+            **more,
+        }
+        config = make_config(tree, "bc_gmm", data, folder, 1, 2, **settings)
+        environ = {"DDPSHIM_FAULT": fault, **({"DDPSHIM_ROLLOUTS": which} if which else {})}
+        # A job that is to fail has the launcher, whose words are looked at.
+        how: dict[str, Any] = {"environ": environ, "check": check, "module": "tests.faults", "forked": check}
+        return train(tree, config, folder / f"{num_ranks}-{next(numbers)}", num_ranks, **how)
 
     return run
 
@@ -188,59 +184,35 @@ class _Held:
         vars(self).update(held)
 
 
-@pytest.mark.unit
-def test_generators_are_found_through_wrappers_and_seeded_in_place() -> None:
-    shared, old = np.random.default_rng(1), np.random.RandomState(1)
-    env = _Held(np_random=shared, env=_Held(rng=shared, np_random="not a generator", env=_Held(rng=old)))
-    found = list(environments.own_generators(env))
-    assert [id(each) for each in found] == [id(shared), id(old)]
-    for each in found:
-        environments.reseed(each, 2**62 + 7)
-    assert shared.random() == np.random.default_rng(2**62 + 7).random()
-    assert old.rand() == np.random.RandomState((2**62 + 7) % 2**32).rand()
-    loop = _Held(rng=shared)
-    loop.env = loop
-    assert list(environments.own_generators(loop)) == [shared]
-
-
 class _Walk:
     """An environment that starts and succeeds at random; where its random numbers come from differs."""
 
     name = "Walk"
 
+    def __init__(self, draw: Callable[[], Any] = random.random, **held: Any) -> None:
+        self.draw = draw
+        vars(self).update(held)
+
     def reset(self) -> dict[str, np.ndarray]:
-        self.start = self.draw()
+        self.start = float(self.draw())
         return {"object": np.array([self.start])}
 
-    def draw(self) -> float:
-        return self.generator.random()  # type: ignore[attr-defined, no-any-return]
+
+def _with_private_generator() -> _Walk:
+    generator = np.random.default_rng()
+    return _Walk(lambda: generator.random(), _parts={"sampler": [_Held(generator=generator)]})
 
 
-class _WithPrivateGenerator(_Walk):
-    def __init__(self) -> None:
-        self._parts = {"sampler": [_Held(generator=np.random.default_rng())]}
-
-    def draw(self) -> float:
-        return float(self._parts["sampler"][0].generator.random())  # type: ignore[attr-defined]
+def _with_generator_of_its_own(generator: Any) -> _Walk:
+    inner: Any = _Walk(lambda: generator.random(), np_random="not a generator", rng=generator)
+    inner.env = inner
+    return _Walk(inner.draw, env=inner)
 
 
-class _WithPythonsGenerator(_Walk):
-    def __init__(self) -> None:
-        self.generator = random.Random()
-
-
-class _WithTorchsGenerator(_Walk):
-    def __init__(self) -> None:
-        self.generator = torch.Generator()
-        self.generator.seed()
-
-    def draw(self) -> float:
-        return float(torch.rand((), generator=self.generator))
-
-
-class _FromGlobals(_Walk):
-    def draw(self) -> float:
-        return random.random()
+def _with_torchs_generator() -> _Walk:
+    generator = torch.Generator()
+    generator.seed()
+    return _Walk(lambda: torch.rand((), generator=generator), generator=generator)
 
 
 class _Hidden(_Walk):
@@ -248,7 +220,7 @@ class _Hidden(_Walk):
 
     def __init__(self) -> None:
         generator = np.random.default_rng()
-        self.draw = lambda: float(generator.random())  # type: ignore[method-assign]
+        super().__init__(lambda: generator.random())
         self._set = lambda seed: setattr(generator.bit_generator, "state", np.random.PCG64(seed).state)
 
 
@@ -277,17 +249,6 @@ class _HiddenOutcome(_Hidden):
         return {"object": np.zeros(1)}
 
 
-class _MakesItsGeneratorAnew(_Walk):
-    def reset(self) -> dict[str, np.ndarray]:
-        self.generator = np.random.default_rng()
-        return super().reset()
-
-
-class _Fixed(_Walk):
-    def draw(self) -> float:
-        return 0.7
-
-
 class _Wrapper:
     def __init__(self, env: Any) -> None:
         self.env, self.name = env, env.name
@@ -301,10 +262,14 @@ class _Wrapper:
 
 
 SEEDED = [
-    *(_WithPrivateGenerator, _WithPythonsGenerator, _WithTorchsGenerator, _FromGlobals, _TakesSeedInReset, _HasSeed),
-    *(lambda: _Wrapper(_TakesSeedInReset()), lambda: _Wrapper(_HasSeed()), _Fixed),
+    *(_with_private_generator, _with_torchs_generator, _Walk, _TakesSeedInReset, _HasSeed, lambda: _Walk(lambda: 0.7)),
+    *(lambda kind=kind: _with_generator_of_its_own(kind()) for kind in (random.Random, np.random.RandomState)),
+    *(lambda: _Wrapper(_TakesSeedInReset()), lambda: _Wrapper(_HasSeed())),
 ]
-NAMED = [_Hidden, _IgnoresItsSeed, _HiddenOutcome, _MakesItsGeneratorAnew, lambda: _Wrapper(_Hidden())]
+NAMED = [
+    *(_Hidden, _IgnoresItsSeed, _HiddenOutcome, lambda: _Wrapper(_Hidden())),
+    lambda: _Walk(lambda: np.random.default_rng().random()),  # a new one for each episode
+]
 
 
 def _rank_evaluates(envs: str) -> tuple[list[float], list[str]]:
@@ -346,7 +311,7 @@ def test_each_episode_has_a_seed_of_its_own_wherever_an_environment_draws() -> N
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("make", [_TakesSeedInReset, _HasSeed, _WithPrivateGenerator])
+@pytest.mark.parametrize("make", [_TakesSeedInReset, _HasSeed, _with_private_generator])
 def test_the_parts_of_a_vector_environment_seed_themselves(make: Callable[[], Any]) -> None:
     def starts(episodes: range) -> list[float]:
         env = rollout._make_seeded(make, episodes, 5)
@@ -379,12 +344,3 @@ def test_renderers_use_the_gpu_of_the_rank(
     os.environ["MUJOCO_EGL_DEVICE_ID"] = "9"
     dealing.render_on(gpu)
     assert os.environ["MUJOCO_EGL_DEVICE_ID"] == "9", "what the user set is gone"
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(("which", "plays"), [("all", [True, True]), ("main", [True, False])])
-def test_the_option_says_who_plays(monkeypatch: pytest.MonkeyPatch, which: str, plays: list[bool]) -> None:
-    options = Options(rollouts=which)
-    for rank in (0, 1):
-        monkeypatch.setattr(dealing, "world", lambda r=rank: World(launcher="torchrun", rank=r, options=options))
-        assert dealing.plays_rollouts() is plays[rank]

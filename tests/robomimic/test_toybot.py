@@ -108,36 +108,3 @@ def test_interrupted_in_an_epoch_it_goes_on_as_if_it_had_not_been(toybot: Toybot
     assert _difference(torch.load(toybot.folder / "broken run" / "policy.pth"), whole) == 0
     run = load(toybot.folder / "broken run")
     assert [len(run.starts), [*run.losses("training")], run.starts[0][0][-1]["how"]] == [2, [0, 1, 2], "left"]
-
-
-def test_its_batches_are_fetched_whole_with_the_same_values(toybot: Toybot) -> None:
-    one, losses, _ = toybot.train("whole", 1)
-    file = toybot.folder / "site" / "toybot_ddpshim" / "adapter.py"
-    text = file.read_text()
-    file.write_text(
-        text.replace("def fetch(self, indices):\n", "def fetch(self, indices):\n        print(len(indices))\n")
-    )
-    *_, said = toybot.train("counted", 2)
-    assert said.splitlines().count("30") == 3 * 10  # epochs, steps; the other rank's go to its log
-    file.write_text(text.replace("def fetcher(", "def not_a_fetcher("))
-    singly, singly_losses, _ = toybot.train("singly", 1)
-    file.write_text(text)
-    assert _difference(one, singly) == 0
-    assert losses == singly_losses
-
-
-def test_a_fork_of_it_is_patched_or_distributed_as_any_program_is(toybot: Toybot) -> None:
-    one, losses, _ = toybot.train("alone before", None)
-    file = toybot.folder / "site" / "toybot" / "train.py"
-    text = file.read_text()
-    file.write_text("# ours\n" + text)
-    *_, said = toybot.train("fork", 2)
-    assert said.count("the lines of toybot/1.0 occur once each in toybot/train.py") == 1
-    file.write_text(
-        text.replace("    loader = DataLoader(Windows(", "    loader = torch.utils.data.DataLoader(Windows(")
-    )
-    three, losses_of_three, said = toybot.train("own lines", 3)
-    file.write_text(text)
-    assert "train.py, 01-ranks.patch, line 25: 'torch.manual_seed(args.seed)' and the lines after it occur" in said
-    assert losses_of_three == pytest.approx(losses, rel=1e-5)
-    assert _difference(one, three) < 1e-5

@@ -9,7 +9,8 @@ import h5py
 import numpy as np
 import pytest
 
-from evidence.equivalence import Run, copy_release, largest_difference, make_config, make_data, source, train, train_all
+from evidence.equivalence import Run, copy_release, largest_difference, make_config, make_data, train, train_all
+from tests.robomimic import require
 
 RELEASE = "0.3.0"
 SINCE_0_5 = "0.5.0"
@@ -54,12 +55,6 @@ TOO_SMALL = ("bc", {**VALIDATION, "train__hdf5_validation_filter_key": "one_demo
 SAME_SAMPLES = ["cache_low_dim", "cache_none", "workers"]
 
 
-def _require(release: str) -> None:
-    if source(release) is None:
-        how = "pip install --no-deps robomimic==0.3.0" if release == RELEASE else "see patches/README.md"
-        pytest.skip(f"robomimic {release} is neither installed nor under DDPSHIM_UPSTREAM ({how})")
-
-
 def _make_files(folder: Path) -> None:
     """lift_50.hdf5, with filter keys for too few samples; lift_10.hdf5, whose actions are others; and one of images."""
     make_data(folder, 10, images=True)
@@ -88,7 +83,7 @@ def _make_config(release: str, tree: Path, kind: tuple[str, dict[str, Any]], fol
 
 
 def _train_kinds(release: str, kinds: dict[str, tuple[str, dict[str, Any]]], folder: Path, releases: Path) -> Pairs:
-    _require(release)
+    require(release)
     _make_files(folder)
     tree, jobs = copy_release(release, releases), []
     for name, kind in kinds.items():
@@ -207,7 +202,7 @@ def test_a_validation_set_smaller_than_a_batch_is_refused(pairs: Pairs) -> None:
 @pytest.mark.robomimic
 @pytest.mark.parametrize("release", [RELEASE, pytest.param(SINCE_0_5, marks=pytest.mark.upstream)])
 def test_a_validation_set_smaller_than_the_world_ends_the_job(tmp_path: Path, releases: Path, release: str) -> None:
-    _require(release)
+    require(release)
     _make_files(tmp_path)
     few = {"train__hdf5_validation_filter_key": "one_sample", "experiment__validation_epoch_every_n_steps": None}
     tree = copy_release(release, releases)

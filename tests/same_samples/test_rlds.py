@@ -46,14 +46,6 @@ def test_each_rank_reads_its_own_trajectories_of_one_mixture(folder):
     assert ranks[0].length == ranks[1].length == int(0.7 * droid * 48 / 51 + 0.3 * lab * 19 / 20) // 2
 
 
-@pytest.mark.launch
-@pytest.mark.upstream
-def test_unsharded_ranks_read_the_same_trajectories(folder):
-    ranks = pipeline.readings("octo", 2, folder, num_frames=1500, shuffle_buffer_size=40)
-    assert set(ranks[0].episodes) == set(ranks[1].episodes)
-    assert len(ranks[0].episodes) == 48 + 19
-
-
 class Rank(World):
     """One of several ranks, alone in its process: the others do as it does."""
 

@@ -6,8 +6,8 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,24 +19,18 @@ from ddpshim.data import mailbox, share_loader
 from ddpshim.data.loader import make_loader
 from ddpshim.data.loader_builder import divide
 from ddpshim.errors import DataError
-from ddpshim.options import Options
+from ddpshim.job.world import World
 from ddpshim.process import say
 from ddpshim.robomimic import batches as sequences
 from ddpshim.robomimic import datasets, windows
-from evidence.equivalence import ROOT, source
+from evidence.equivalence import ROOT
 from tests import sequences as demos
 from tests.preloaded import environment
 from tests.preloaded_commands import patience
+from tests.robomimic import require
 
 pytestmark = pytest.mark.robomimic
-HERE = SimpleNamespace(
-    **{"rank": 0, "world_size": 1, "seed": 1, "is_main": True, "is_launched": True, "options": Options()},
-    device=torch.device("cpu"),
-    gather=lambda value: [value],
-    run_on_main=lambda function, *args: function(*args),
-    answers_of_main=lambda name, value: value,
-    broadcast=lambda value: value,
-)
+HERE = World(launcher="torchrun", seed=1)
 
 
 class Orders:
@@ -72,9 +66,7 @@ def test_every_kind_of_dataset_gives_the_same_batches(folder: Path) -> None:
 @pytest.mark.upstream
 @pytest.mark.parametrize("release", ["0.4.0", "0.5.0", "master", "robocasa"])
 def test_every_kind_of_dataset_of_other_releases(tmp_path: Path, release: str) -> None:
-    tree = source(release)
-    if tree is None:
-        pytest.skip(f"robomimic {release} is not under DDPSHIM_UPSTREAM; see patches/README.md")
+    tree = require(release)
     command = [sys.executable, "-m", "tests.sequences", str(tmp_path)]
     ran = subprocess.run(
         command, cwd=ROOT, env=environment(tree), capture_output=True, text=True, timeout=patience(300), check=False
@@ -232,11 +224,10 @@ def test_the_data_are_held_once_in_arrays_that_are_handed_in(folder: Path, cache
     assert demos.is_same_batch(copied, other)
 
 
-def _loader(folder: Path, cache_mode: Any, options: Options = Options(), **settings: Any) -> Any:  # noqa: B008
+def _loader(folder: Path, cache_mode: Any, **settings: Any) -> Any:
     dataset = demos.make(folder, cache_mode, seq_length=3)
-    world: Any = SimpleNamespace(**{**vars(HERE), "options": options})
     settings = {"batch_size": 4, "sampler": Orders(len(dataset)), **settings}
-    return make_loader(dataset, world=world, **settings)
+    return make_loader(dataset, world=HERE, **settings)
 
 
 def _passes(loader: Any, num_steps: list[int]) -> list[Any]:
@@ -308,11 +299,10 @@ def test_what_robomimics_loaders_are_made_with(folder: Path, monkeypatch: pytest
         datasets.loader(dataset=dataset, batch_size=4, **options)
     assert [options["persistent_workers"] for options in made] == [True, False, False, True, False, False]
     assert not any(options["pin_memory"] for options in made)
-    gpu = SimpleNamespace(**{**vars(HERE), "device": torch.device("cuda", 0)})
-    monkeypatch.setattr(datasets, "world", lambda: gpu)
+    monkeypatch.setattr(datasets, "world", lambda: replace(HERE, device=torch.device("cuda", 0)))
     datasets.loader(dataset=known, batch_size=4)
     assert made[-1]["pin_memory"] is True
-    monkeypatch.setattr(datasets, "world", lambda: SimpleNamespace(**{**vars(gpu), "world_size": 2}))
+    monkeypatch.setattr(datasets, "world", lambda: replace(HERE, world_size=2))
     monkeypatch.setattr(datasets, "make_loader", lambda batch_size, **options: divide(batch_size, 2))
     with pytest.raises(DataError, match=r"Global batch 1 is smaller .* The batch size is train.batch_size in the conf"):
         datasets.loader(dataset=known, batch_size=1)
@@ -331,8 +321,7 @@ def test_who_collates_himself_gets_samples(folder: Path, capsys: pytest.CaptureF
     assert not hasattr(loader.dataset, "__getitems__")
     say.say_once.cache_clear()
     unknown = demos.make(folder, "low_dim", _subclass(get_item=lambda self, index: {"at": index}))
-    own: Any = HERE
-    batch = next(iter(make_loader(unknown, 4, world=own)))
+    batch = next(iter(make_loader(unknown, 4, world=HERE)))
     assert batch["at"].tolist() == [0, 1, 2, 3]
     said = "ddpshim: OwnDataset is read sample by sample, many times slower than by the batch: the code of OwnDataset"
     assert said in capsys.readouterr().err

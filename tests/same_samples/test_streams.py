@@ -93,3 +93,7 @@ def test_a_private_stream_goes_on_where_it_was() -> None:
         assert [_draw() for _ in range(3)] == first
     with PrivateRandom(6).swapped_in():
         assert _draw() != first[0]
+    before = _states()
+    with pytest.raises(KeyError), PrivateRandom(5).swapped_in():
+        raise KeyError(_draw())
+    assert _states() == before

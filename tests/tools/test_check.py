@@ -16,6 +16,7 @@ from typing import Optional
 
 import pytest
 import torch
+from packaging.version import Version
 
 from ddpshim import variables
 from ddpshim.errors import LaunchError
@@ -304,9 +305,8 @@ def test_precision_of_a_backward_pass() -> None:
     net = torch.nn.Linear(8, 4)
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
     assert precision.of_graph([net(x).sum()]) == torch.float32
-    shown = (
-        torch.bfloat16 if hasattr(net(x).grad_fn, "_input_metadata") else torch.float32
-    )  # see tests/house/test_seams.py
+    # Before torch 2.6 nodes do not show dtypes: every graph counts as float32 (docs/check.md).
+    shown = torch.bfloat16 if Version(torch.__version__).release >= (2, 6) else torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert precision.of_graph([net(x).float().mean()]) == shown
         with torch.no_grad():
@@ -387,7 +387,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 torch.manual_seed(0)
-x, y = torch.randn(40, 3, 32, 32), torch.randn(40, 2)
+x, y = torch.randn(33, 3, 32, 32), torch.randn(33, 2)
 
 
 class Images(Dataset):
@@ -411,7 +411,8 @@ for batch in (batch for epoch in range(4) for batch in loader):
 
 @pytest.mark.launch
 def test_images_augmented_in_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Biases before BatchNorm have gradients of rounding alone; and killed workers leave no folders."""
+    """Biases before BatchNorm have gradients of rounding alone; the last batch of a pass has a single sample, for three
+    ranks; and killed workers leave no folders."""
     temporary = Path(tempfile.mkdtemp(prefix="t-"))  # sockets need a short path
     monkeypatch.setenv("TMPDIR", str(temporary))
     try:
@@ -422,18 +423,6 @@ def test_images_augmented_in_workers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     finally:
         shutil.rmtree(temporary)
     assert "rm -r" not in said
-
-
-@pytest.mark.launch
-def test_a_batch_that_ranks_do_not_divide(tmp_path: Path) -> None:
-    """Three ranks, batches of 32, and one of a single sample at the end of each pass."""
-    program = (Path(__file__).parents[2] / "examples" / "train_after.py").read_text()
-    for old, new in (("batch_size=100", "batch_size=32"), ("torch.randn(2000, 8)", "torch.randn(97, 8)")):
-        assert old in program
-        program = program.replace(old, new)
-    code, said = _check(tmp_path, program, 3)
-    assert code == 0, said
-    assert '"num_steps": 20' in said
 
 
 @pytest.mark.launch

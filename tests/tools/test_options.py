@@ -29,11 +29,11 @@ from evidence.equivalence import (
     largest_difference,
     make_config,
     make_data,
-    source,
     train_all,
 )
-from tests import outputs
+from tests import options
 from tests.ranks import run_ranks
+from tests.robomimic import require
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,22 +55,9 @@ def test_an_argument_wins_over_its_variable_that_over_the_section_that_over_the_
     assert Options.read({}, {}, timeout_s=None) == Options()
 
 
-def test_the_environment_is_read_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DDPSHIM_GUARD", "0")
-    assert Options.read().guard is False
-
-
-@pytest.mark.parametrize("text", ["true", "yes", "on", "1", " True ", "YES"])
-def test_words_for_true(text: str) -> None:
-    assert Options.read({}, {"DDPSHIM_BACKGROUND_SAVE": text}).background_save is True
-
-
-@pytest.mark.parametrize("text", ["false", "no", "off", "0", "False"])
-def test_words_for_false(text: str) -> None:
-    assert Options.read({}, {"DDPSHIM_GUARD": text}).guard is False
-
-
 ALLOWED: list[tuple[str, Any, Any]] = [
+    *(("background_save", word, True) for word in ("true", "yes", "on", "1", " True ", "YES")),
+    *(("guard", word, False) for word in ("false", "no", "off", "0", "False")),
     ("timeout_s", "1.5", 1.5),
     ("timeout_s", 600, 600.0),
     ("keep_checkpoints", "4", 4),
@@ -153,14 +140,12 @@ def test_a_value_that_another_source_overrides_is_not_looked_at() -> None:
     assert Options.read({"guard": "maybe"}, {"DDPSHIM_GUARD": "0"}).guard is False
 
 
-@pytest.mark.parametrize("variable", ["LAUNCHER", "UPSTREAM", "FAULT"])
+OF_MODULE_FILES = ["ROOT", "HOME", "VERSION", "LIB", "MODULE_TIMEOUT_S", "MODULE_GUARD"]
+
+
+@pytest.mark.parametrize("variable", ["LAUNCHER", "UPSTREAM", "FAULT", *OF_MODULE_FILES])
 def test_variables_that_are_no_options_are_left_alone(variable: str) -> None:
     assert Options.read({}, {f"DDPSHIM_{variable}": "x"}) == Options()
-
-
-@pytest.mark.parametrize("variable", ["ROOT", "HOME", "VERSION", "LIB", "MODULE_TIMEOUT_S", "MODULE_GUARD"])
-def test_variables_of_module_files_are_not_looked_at(variable: str) -> None:
-    assert Options.read({}, {f"DDPSHIM_{variable}": "/apps/ddpshim"}) == Options()
 
 
 @pytest.mark.parametrize("variable", ["QUEUE", "CLUSTER_NAME", "FOO", "INSTALL_DIR", "STATIC_GRAPH"])
@@ -228,6 +213,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_world_holds_them(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ddpshim.scale_lr(0.1, world_size=4) == pytest.approx(0.4)
+    ddpshim.cleanup()
     monkeypatch.setenv("DDPSHIM_PER_RANK_BATCH", "1")
     monkeypatch.setenv("DDPSHIM_LR_RULE", "sqrt")
     here = ddpshim.setup()
@@ -238,11 +225,6 @@ def test_the_world_holds_them(alone: None, monkeypatch: pytest.MonkeyPatch) -> N
     text = r"setup\(options='all at their defaults'\), .* with options=\"per_rank_batch=True, lr_rule='sqrt'\""
     with pytest.raises(ddpshim.WorldError, match=text):
         ddpshim.setup(options=Options())
-
-
-def test_without_a_rule_scale_lr_is_linear(alone: None) -> None:
-    ddpshim.setup()
-    assert ddpshim.scale_lr(0.1, world_size=4) == pytest.approx(0.4)
 
 
 def test_a_wrong_variable_stops_setup(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,52 +250,6 @@ def test_bf16_computes_in_bf16_and_sees_weights_that_were_stepped_inside(alone: 
 
 
 # What ranks do with them
-
-OPTIONS = {"DDPSHIM_GUARD": "0", "DDPSHIM_PER_RANK_BATCH": "1", "DDPSHIM_TIMEOUT_S": "50"}
-WRAPPING = {
-    **{"bucket_cap_mb": 3, "find_unused_parameters": False, "static_graph": True},
-    **{"gradient_as_bucket_view": False, "broadcast_buffers": False},
-}
-
-
-def _seen_by_a_rank(given: dict[str, Any]) -> dict[str, Any]:
-    """What of the options and of the arguments arrived where they act."""
-    net = ddpshim.wrap_parallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), **given)
-    loader = ddpshim.make_loader(list(range(40)), batch_size=4)
-    plain = ddpshim.make_loader(list(range(40)), batch_size=4, per_rank_batch=False)
-    return {
-        "bucket": net.bucket_bytes_cap,
-        "view": net.gradient_as_bucket_view,
-        "strict": net._strict,
-        "static": net._same_every_time,
-        "buffers": 0 if net._buffers_to_send is None else len(net._buffers_to_send.homes),
-        "guard": net._equality.is_on,
-        "batch": (loader.global_batch_size, plain.global_batch_size),
-    }
-
-
-@pytest.mark.ranks
-def test_ranks_do_as_options_and_arguments_say() -> None:
-    given = run_ranks(_seen_by_a_rank, 2, WRAPPING, environ=OPTIONS)
-    default = run_ranks(_seen_by_a_rank, 2, {})
-    assert given[0] == {
-        "bucket": 3 * 1024 * 1024,
-        "view": False,
-        "strict": True,
-        "static": True,
-        "buffers": 0,
-        "guard": False,
-        "batch": (8, 4),
-    }
-    assert default[0] == {
-        "bucket": 1024 * 1024,
-        "view": True,
-        "strict": False,
-        "static": False,
-        "buffers": 3,
-        "guard": True,
-        "batch": (4, 4),
-    }
 
 
 def _differ(name: str) -> str:
@@ -363,7 +299,7 @@ def test_a_batch_that_does_not_split_is_refused() -> None:
 
 
 def test_the_page_has_the_table() -> None:
-    assert outputs.OPTIONS.read_text() == outputs.options_page(), "run python -m tests.outputs --write"
+    assert options.PAGE.read_text() == options.page(), "run python -m tests.options"
     assert all(f"\n| `{name}` | `DDPSHIM_{name.upper()}` |" in text_of("options") for name in RobomimicOptions.names())
     assert len(RobomimicOptions.names()) <= 25
 
@@ -451,8 +387,7 @@ def test_learning_rates_of_optimizers_and_their_schedules_are_scaled() -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> dict[str, Run]:
     """bc with options on two ranks, and in one process what should be the same by robomimic's own settings."""
-    if source("0.3.0") is None:
-        pytest.skip("robomimic 0.3.0 is neither installed nor under DDPSHIM_UPSTREAM (pip install --no-deps)")
+    require("0.3.0")
     folder = tmp_path_factory.mktemp("options")
     tree = copy_release("0.3.0", releases)
     data = make_data(folder, num_demos=50)
@@ -483,16 +418,11 @@ def test_a_batch_for_each_rank_with_a_rule_is_one_process_with_that_rate(runs: d
     assert batches(two) == batches(one)
     for observed in two.observed:
         assert largest_difference(observed["networks"], one.observed[0]["networks"]) < 1e-6
+    assert two.losses() == pytest.approx(one.losses(), rel=1e-5), "metrics are averaged over ranks"
     assert [m["Optimizer/policy0_lr"] for m in two.metrics()] == pytest.approx([1.41421e-4] * 2, rel=1e-5)
     config = json.loads(next(two.folder.glob("out/*/*/config.json")).read_text())
     assert config["algo"]["optim_params"]["policy"]["learning_rate"]["initial"] == 1e-4
     assert "ddpshim" not in config
-
-
-@pytest.mark.launch
-@pytest.mark.robomimic
-def test_metrics_are_averaged_over_ranks(runs: dict[str, Run]) -> None:
-    assert runs["two"].losses() == pytest.approx(runs["one"].losses(), rel=1e-5)
 
 
 @pytest.mark.launch

@@ -83,9 +83,8 @@ def test_the_rank_that_failed_first_is_named(act: Callable[[], Any], text: str) 
 
 
 def test_what_cannot_be_sent_is_said() -> None:
-    with pytest.raises(
-        RankError, match=r"TypeError: function cannot be sent to the process that waits for it: .*lambda"
-    ):
+    said = "TypeError: function cannot be sent to the process that waits for it: .*lambda"
+    with pytest.raises(RankError, match=said):
         ddpshim.spawn(lambda: lambda: 1, 1, deadline_s=patience(DEADLINE_S))
 
 
@@ -212,11 +211,7 @@ def test_a_comparison_that_would_say_nothing_is_refused() -> None:
     ("one", "other", "line"),
     [
         ([torch.tensor([1.0, 100.0])], [torch.tensor([1.0005, 100.0])], None),
-        (
-            [torch.tensor([1.0, 100.0])],
-            [torch.tensor([1.0, 100.01])],
-            "result[0]: shape (2,), at [1] 100 became 100.01",
-        ),
+        ([torch.tensor([1.0, 9.0])], [torch.tensor([1.0, 9.1])], "result[0]: shape (2,), at [1] 9 became 9.1"),
         ({"a": 1e-9}, {"a": 3e-9}, None),
         ({"a": torch.zeros(2)}, {"a": torch.zeros(3)}, "result['a']: shape (2,) became (3,)"),
         ({"a": torch.zeros(2)}, {"a": torch.zeros(2).double()}, "result['a']: type torch.float32 became torch.float64"),
@@ -225,11 +220,7 @@ def test_a_comparison_that_would_say_nothing_is_refused() -> None:
         ({"a": 1.0}, {"a": 1.0, "b": 2}, "result['b']: only on the rank"),
         ({"a": 2}, {"a": 3}, "result['a']: 2 became 3"),
         ([torch.tensor([1.0, float("nan")])], [torch.tensor([1.0, float("nan")])], "result[0]: 1 of 2 are no finite"),
-        (
-            nn.Linear(1, 1, bias=False).requires_grad_(False),
-            {"weight": torch.full((1, 1), 9.0)},
-            "result['weight']: shape",
-        ),
+        (nn.Linear(1, 1, bias=False), {"weight": torch.full((1, 1), 9.0)}, "result['weight']: shape"),
     ],
 )
 def test_what_is_compared(one: Any, other: Any, line: Optional[str]) -> None:
