@@ -1,1 +1,1 @@
-"""One file for each promise of ddpshim: `python bootstrap.py test --fast`. They train `trainer.py`, which a user wrote."""
+"""One file for each promise of ddpshim: `python bootstrap.py test --fast`. They train `trainer.py`, as users do."""

@@ -16,7 +16,7 @@ DEADLINE_S = 120
 
 
 def command(folder: Path, *arguments: str, **environ: str) -> tuple[int, str]:
-    """Run `python arguments…` in `folder`; return its exit code and its output. `DDPSHIM_ROWS=all`: tiny networks too."""
+    """Run `python arguments…` in `folder`, dividing tiny networks too; return its exit code and its output."""
     folder.mkdir(exist_ok=True)
     return start_afresh(arguments, {**environment(), variables.ROWS: "all", **environ}, folder, DEADLINE_S)
 
