@@ -2,10 +2,10 @@
 
 `preloaded(tree)` is that process for the robomimic in `tree`; it lives as long as this one. A fork behaves like
 `python -m MODULE …` or `python FILE …`, except for the imports: it has its own environment, folder and exit code. If
-MODULE is a launcher, torchrun's own agent starts, watches and ends the ranks, which are forked as well.
+MODULE is a launcher, torchrun's own agent starts, watches and ends the ranks, which are forks as well.
 
-There are two ways to start a fork: `start` from a test, and from any other program, such as a shell, the `python`,
-`torchrun` and `ddpshim` of `shell_environment` (tests/preloaded_python.py).
+A test starts forks by `start`; any other program, such as a shell, by the `python`, `torchrun` and `ddpshim` of
+`shell_environment`. Both ask as tests/preloaded_python.py does.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, TextIO, cast
 
 from ddpshim.job.group import settle_rounding
 from ddpshim.process.launch_env import EXIT_REQUEUE
 from tests import simulated_gpus, trainer
 from tests.preloaded_commands import IMPORT_S, SOCKET, commands, patience
+from tests.preloaded_python import ask
 from tests.ranks import OURS, free_port
 
 ROOT = Path(__file__).parent.parent
@@ -51,8 +51,8 @@ FOREIGN = ("h5py", "imageio", "matplotlib.pyplot", "tensorboardX", "torchvision"
 ROBOMIMICS = ("robomimic.algo", "robomimic.utils.train_utils")
 LAUNCHERS = ("ddpshim", "torch.distributed.run")
 SHOW_STACKS = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None  # prints all threads' stacks to stderr
-SHOW_STACKS_DEADLINE_S = 10.0
-Command = tuple[Sequence[str], dict[str, str]]  # a module or a file of Python with its arguments, and the environment
+SHOW_STACKS_S = 3.0
+Command = tuple[Sequence[str], dict[str, str]]  # a module or a file of Python, or `-c`, with arguments; the environment
 
 
 def environment(tree: Optional[Path] = None) -> dict[str, str]:
@@ -77,28 +77,15 @@ def start_afresh(
 ) -> tuple[int, str]:
     """Run `python arguments…` in `folder`; return its exit code (124 if it had to be killed) and its output.
 
-    It has already imported torch and robomimic's packages; with `is_cold`, nothing.
+    It has already imported torch and robomimic's packages, and so have its children; with `is_cold`, nothing.
     """
-    python = str(sys.executable)
-    if not is_cold:
-        python, environ = str(commands() / "python"), preloaded().shell_environment(environ)
-    with (folder / "output.txt").open("w") as output:
-        process = subprocess.Popen(
-            [python, *arguments],
-            env=environ,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            code = process.wait(patience(deadline_s))
-        except subprocess.TimeoutExpired:
-            show_stacks(folder)
-            code = DEADLINE_PASSED
-        finally:
-            kill_all_in(folder)
-            process.wait()
+    (folder / "output.txt").unlink(missing_ok=True)
+    made = preloaded()
+    if is_cold:
+        arguments = ["-c", "import os, sys; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])", *arguments]
+    else:
+        environ = made.shell_environment(environ)
+    code = made.start([(arguments, environ)], folder).wait(deadline_s)
     return code, (folder / "output.txt").read_text()
 
 
@@ -121,38 +108,31 @@ def kill_all_in(folder: Path) -> None:
 
 def show_stacks(folder: Path) -> None:
     """Make each process of a hanging job print its threads' stacks to its stderr."""
-    written: list[Path] = []
     for pid in working_in(folder):
         with contextlib.suppress(OSError):
             status = Path(f"/proc/{pid}/status").read_text()
             caught = int(re.findall(r"^SigCgt:\s*(\w+)", status, re.MULTILINE)[0], 16)
             if SHOW_STACKS is not None and caught >> (SHOW_STACKS - 1) & 1:
-                written.append(Path(f"/proc/{pid}/fd/2"))
                 os.kill(pid, SHOW_STACKS)
-    before, end = -1, time.monotonic() + SHOW_STACKS_DEADLINE_S
-    while written and time.monotonic() < end:  # a kill must not cut the stacks off
-        time.sleep(0.5)
-        now = sum(stderr.stat().st_size for stderr in written if stderr.exists())
-        if now == before:
-            return
-        before = now
+    time.sleep(SHOW_STACKS_S)  # a kill must not cut the stacks off
 
 
 class Forked:
     """Running processes, numbered in the order in which they were started."""
 
-    def __init__(self, connection: Connection, pids: Sequence[int], folder: Path) -> None:
-        self._connection, self._folder = connection, folder
-        self.pids = dict(enumerate(pids))  # of those that run
+    def __init__(self, answers: Sequence[TextIO], folder: Path) -> None:
+        self._numbers, self._folder = {answer: number for number, answer in enumerate(answers)}, folder
+        self.pids = {number: int(answer.readline()) for answer, number in self._numbers.items()}  # of those that run
         self.codes: dict[int, int] = {}  # of those that ended, in the order in which they did
 
     def see(self, timeout_s: float, ends_others: bool = True) -> None:
         """Wait up to `timeout_s` for one to end; if it failed, send SIGTERM to the others, as torchrun does."""
-        if self._connection.poll(timeout_s):
-            pid, code = self._connection.recv()
-            (number,) = (number for number, held in self.pids.items() if held == pid)
+        ended = cast("list[TextIO]", wait([*self._numbers], timeout_s))
+        if ended:
+            number = self._numbers.pop(ended[0])
+            self.codes[number] = code = int(ended[0].readline() or DEADLINE_PASSED)  # nothing, if the server was killed
+            ended[0].close()
             del self.pids[number]
-            self.codes[number] = code
             if ends_others and code not in (0, EXIT_REQUEUE):
                 self.send(signal.SIGTERM)
 
@@ -221,17 +201,15 @@ class Preloaded:
 
     def start(self, commands: Sequence[Command], folder: Path) -> Forked:
         """Start a process for each of `commands` in `folder`; their output is appended to output.txt there."""
-        self._connection.send(([(_as_python(argv), environ) for argv, environ in commands], str(folder), "output.txt"))
         try:
-            if not self._connection.poll(patience(START_DEADLINE_S)):
-                self._process.kill()  # a late answer would be taken for the next request's
-            return Forked(self._connection, self._connection.recv(), folder)
-        except (EOFError, ConnectionError) as error:
+            with (folder / "output.txt").open("a") as output:
+                files = {1: output.fileno(), 2: output.fileno()}
+                return Forked(
+                    [ask(self.socket, _as_python(argv), env, str(folder), files) for argv, env in commands], folder
+                )
+        except (OSError, ValueError) as error:
             self._output.seek(0)
-            tail = self._output.read()[-3000:]
-            raise RuntimeError(
-                f"nothing is forked: the process ended, or took {START_DEADLINE_S:g} s\n{tail}"
-            ) from error
+            raise RuntimeError(f"nothing is forked: the process ended\n{self._output.read()[-3000:]}") from error
 
     def shell_environment(self, environ: dict[str, str]) -> dict[str, str]:
         """Return `environ`, changed so that `python`, `python3`, `torchrun` and `ddpshim` are forks of this process."""
@@ -255,225 +233,79 @@ def preloaded(tree: Optional[Path] = None, on_gpus: bool = False) -> Preloaded:
 
 
 def _as_python(argv: Sequence[str]) -> list[str]:
-    """Return the arguments of `python` for a module or a file."""
-    return [*([] if argv[0].endswith(".py") else ["-m"]), *argv]
+    """Return the arguments of `python` for a module, or for a file or options."""
+    return [*([] if argv[0].endswith(".py") or argv[0].startswith("-") else ["-m"]), *argv]
 
 
-@dataclass
-class _Request:
-    """A request for a new process."""
-
-    argv: list[str]
-    environ: dict[str, str]
-    folder: str
-    output: Optional[str] = None  # a file in its folder for its output
-    files: dict[int, int] = field(default_factory=dict)  # descriptors open in it, with their numbers in this process
-
-
-class _Server:
-    """The loop of a process that only forks itself on request."""
-
-    def __init__(self, connection: Connection, listener: Optional[socket.socket] = None) -> None:
-        """Requests arrive through `connection` until it is closed, and from any program at the socket `listener`."""
-        self._connection, self._listener = connection, listener
-        self._running: dict[int, Callable[[int], Any]] = {}  # by process id, a function that reports the exit code
-        self._asking: dict[socket.socket, int] = {}  # the process of each client; killed when the client is gone
-        self._folders: set[str] = set()
-
-    def serve(self) -> Optional[_Request]:
-        """Return, in each fork, the request it was forked for; in the server, None when `connection` is closed."""
-        while True:
-            waited: list[Any] = [self._connection, *self._asking]
-            for ready in wait([*waited, self._listener] if self._listener else waited, 0.01 if self._running else None):
-                if ready is self._listener:
-                    request = self._accept()
-                elif ready is self._connection:
-                    try:
-                        request = self._answer()
-                    except EOFError:
-                        self._end()
-                        return None
-                else:  # the client is gone
-                    request = self._hang_up(ready)
-                if request is not None:
-                    return request
-            for pid in [*self._running]:
-                # An agent that does not know yet that a rank ended may signal its group, which must still exist.
-                keep = os.WNOWAIT if self._listener is None else 0
-                ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | keep)
-                if ended is not None:
-                    has_left = ended.si_code == os.CLD_EXITED
-                    self._running.pop(pid)(ended.si_status if has_left else -ended.si_status)
-
-    def _answer(self) -> Optional[_Request]:
-        commands, folder, output = self._connection.recv()
-        started = []
-        for argv, environ in commands:
-            request = _Request(argv, environ, folder, output)
-            pid = self._fork(request)
-            if not pid:
+def _serve(connection: Connection, listener: socket.socket) -> Optional[dict[str, Any]]:
+    """Fork this process for each request at `listener`, until `connection` is closed; return a fork's request in it."""
+    clients: dict[socket.socket, int] = {}  # with the process of each; killed when the client is gone
+    while True:
+        waited: list[Any] = [connection, listener, *clients]
+        for ready in wait(waited, 0.01 if clients else None):
+            if ready is connection:
+                for pid in clients.values():
+                    os.kill(pid, signal.SIGKILL)
+                return None
+            client: Any = listener.accept()[0] if ready is listener else ready
+            request = _read(client) if ready is listener else None
+            if request is None:  # the client is gone, maybe while it sent its request
+                if client in clients:
+                    os.kill(clients[client], signal.SIGKILL)
+                    os.waitpid(clients.pop(client), 0)
+                client.close()
+                continue
+            clients[client] = os.fork()
+            if not clients[client]:
+                for opened in (connection, listener, *clients):
+                    opened.close()
+                _become(request)
                 return request
-            started.append(pid)
-        self._connection.send(started)
-        for pid in started:
-            self._running[pid] = functools.partial(self._tell, pid)
-        self._folders.add(folder)
-        return None
-
-    def _tell(self, pid: int, code: int) -> None:
-        self._connection.send((pid, code))
-
-    def _accept(self) -> Optional[_Request]:
-        assert self._listener is not None
-        asking, _ = self._listener.accept()
-        try:
-            size, here, *_ = socket.recv_fds(asking, 8, 250)
-            with asking.makefile("rb") as message:
-                asked = json.loads(message.read(int.from_bytes(size, "little")))
-        except (OSError, ValueError):  # the client was killed while it sent its request
-            asking.close()
-            return None
-        request = _Request(asked["argv"], asked["environ"], asked["folder"], None, dict(zip(asked["files"], here)))
-        self._asking[asking] = -1
-        pid = self._fork(request)
-        if not pid:
-            return request
-        for number in here:
-            os.close(number)
-        with contextlib.suppress(OSError):  # the client is gone: the loop will kill the process
-            asking.sendall(f"{pid}\n".encode())
-        self._asking[asking] = pid
-        self._running[pid] = functools.partial(self._tell_asking, asking)
-        return None
-
-    def _tell_asking(self, asking: socket.socket, code: int) -> None:
-        with contextlib.suppress(OSError):
-            asking.sendall(f"{code}\n".encode())
-        self._asking.pop(asking, None)
-        asking.close()
-
-    def _hang_up(self, asking: socket.socket) -> None:
-        pid = self._asking.pop(asking)
-        if pid in self._running:
-            os.kill(pid, signal.SIGKILL)
-
-    def _fork(self, request: _Request) -> int:
-        pid = os.fork()
-        if not pid:
-            self._connection.close()
-            if self._listener is not None:
-                self._listener.close()
-            for asking in self._asking:
-                asking.close()
-            _become(request)
-        return pid
-
-    def _end(self) -> None:
-        """Kill running processes after the last request; an agent's ranks continue, as without this server."""
-        if self._listener is not None:
-            for pid in self._running:
-                os.kill(pid, signal.SIGKILL)
-            for folder in self._folders if self._running else ():
-                kill_all_in(Path(folder))
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+            for number in request["files"].values():
+                os.close(number)
+            with contextlib.suppress(OSError):  # the client is gone: the loop will kill the process
+                client.sendall(f"{clients[client]}\n".encode())
+        for client, pid in [*clients.items()]:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del clients[client]
+                with contextlib.suppress(OSError):
+                    client.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+                client.close()
 
 
-def _become(request: _Request) -> None:
+def _read(client: socket.socket) -> Optional[dict[str, Any]]:
+    """Return the request of a client, with descriptors of this process by their numbers in the fork."""
+    with contextlib.suppress(OSError, ValueError):
+        size, here, *_ = socket.recv_fds(client, 8, 250)
+        with client.makefile("rb") as message:
+            request: dict[str, Any] = json.loads(message.read(int.from_bytes(size, "little")))
+        return {**request, "files": dict(zip(request["files"], here))}
+    return None
+
+
+def _become(request: dict[str, Any]) -> None:
     os.setsid()
     inherited, theirs = (
         [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-        for environ in (os.environ, request.environ)
+        for environ in (os.environ, request["environ"])
     )
     sys.path[1:] = [*theirs, *(path for path in sys.path[1:] if path not in inherited)]
     os.environ.clear()
-    os.environ.update(request.environ)
+    os.environ.update(request["environ"])
     tempfile.tempdir = None  # cached from another TMPDIR
     if "simulated_gpus_c" in sys.modules and os.environ.get("SIMULATED_GPUS_GENERATOR") == "gpu":
         sys.modules["simulated_gpus_c"].use_host_generator(False)
-    os.chdir(request.folder)
-    opened = dict(request.files)
-    if request.output is not None:
-        opened[1] = opened[2] = os.open(request.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.chdir(request["folder"])
     # Move all descriptors to unused numbers first: a new number may be another descriptor's old one.
-    moved = {number: os.dup(file) for number, file in opened.items()}
+    files = request["files"]
+    moved = {number: os.dup(file) for number, file in files.items()}
     while moved and min(moved.values()) <= max(moved):
         moved = {number: os.dup(file) for number, file in moved.items()}
     for number, file in moved.items():
         os.dup2(file, number)
-    for file in {*moved.values(), *opened.values()} - {*opened}:
+    for file in {*moved.values(), *files.values()} - {*files}:
         os.close(file)
-
-
-class _Ranks:
-    """Makes the agent in this process fork its ranks, from a process in this one's current state."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self.codes: dict[int, int] = {}
-
-    def start(self, handler: Any, args: Sequence[str], environ: dict[str, str]) -> _Rank:
-        """Fork the rank that torch's SubprocessHandler would start with the command `args`."""
-        python, unbuffered, *argv = args
-        assert (python, unbuffered) == (sys.executable, "-u"), args
-        self._connection.send(([(argv, environ)], os.getcwd(), None))
-        while True:
-            answer = self._connection.recv()
-            if isinstance(answer, list):
-                return _Rank(self, *answer)
-            self.codes.update([answer])
-
-    def see(self, timeout_s: float) -> None:
-        if self._connection.poll(timeout_s):
-            self.codes.update([self._connection.recv()])
-
-
-class _Rank:
-    """Implements the part of `subprocess.Popen` that torch's agent uses."""
-
-    def __init__(self, ranks: _Ranks, pid: int) -> None:
-        self._ranks, self.pid = ranks, pid
-
-    def poll(self) -> Optional[int]:
-        if self.pid not in self._ranks.codes:
-            self._ranks.see(0)
-        return self._ranks.codes.get(self.pid)
-
-    def wait(self, timeout: Optional[float] = None) -> int:
-        end = float("inf") if timeout is None else time.monotonic() + timeout
-        while self.pid not in self._ranks.codes:
-            if time.monotonic() >= end:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
-            self._ranks.see(min(1.0, max(0.0, end - time.monotonic())))
-        return self._ranks.codes[self.pid]
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-
-def _fork_ranks(python: str, server: str) -> Optional[_Request]:
-    """Return None in the agent, and in each of its ranks the request to run.
-
-    The agent's own commands are forks too: `python` asks the process at the address `server`.
-    """
-    ours, theirs = Pipe()
-    if not os.fork():
-        ours.close()
-        with contextlib.suppress(ConnectionError):  # the agent is gone, and its ranks continue without it
-            request = _Server(theirs).serve()
-            if request:
-                return request
-        os._exit(0)
-    theirs.close()
-    sys.executable, os.environ[SOCKET] = python, server
-    # torch calls it to name its events; with thousands of modules that takes an agent seconds.
-    inspect.stack = functools.partial(inspect.stack, 0)  # type: ignore[assignment]
-    handler: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.api").SubprocessHandler
-    ranks = _Ranks(ours)
-    handler._popen = lambda self, args, environ: ranks.start(self, args, environ)
-    return None
 
 
 def main() -> None:
@@ -498,11 +330,15 @@ def main() -> None:
     # So that the collector does not visit imported objects at the end of each process: a second of CPU.
     gc.collect()
     gc.freeze()
-    request = _Server(connection, listener).serve()
-    if request is not None and request.argv[0] == "-m" and request.argv[1] in LAUNCHERS:
-        request = _fork_ranks(python, server) or request
-    if request is not None:
-        _leave(_run, request.argv)
+    request = _serve(connection, listener)
+    if request is None:
+        return
+    argv = request["argv"]
+    if argv[0] == "-m" and argv[1] in LAUNCHERS:  # the ranks of its agent are forks, too
+        sys.executable, os.environ[SOCKET] = python, server
+        # torch calls it to name its events; with thousands of modules that takes an agent seconds.
+        inspect.stack = functools.partial(inspect.stack, 0)  # type: ignore[assignment]
+    _leave(_run, argv)
 
 
 def _leave(run: Callable[[list[str]], None], argv: list[str]) -> None:

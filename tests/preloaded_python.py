@@ -7,6 +7,7 @@ returns its exit code. Only the standard library is imported here, without site-
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -26,30 +27,37 @@ def main(argv: list[str]) -> None:
         os.execv(sys.executable, [sys.executable, *argv])
     numbers = {getattr(signal, name) for name in PASSED_ON}
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # until the fork's process id is known
-    with socket.socket(socket.AF_UNIX) as server:
-        server.connect(where)
-        files = [int(name) for name in os.listdir("/dev/fd")]
-        files = [file for file in files if file != server.fileno() and _is_open(file) and os.get_inheritable(file)]
-        request = {"argv": asked, "environ": dict(os.environ), "folder": os.getcwd(), "files": files}
-        message = json.dumps(request).encode()
-        socket.send_fds(server, [len(message).to_bytes(8, "little")], files)
-        server.sendall(message)
-        with server.makefile("r") as answers:
-            pid = int(answers.readline())
+    files = [file for file in map(int, os.listdir("/dev/fd")) if _is_open(file) and os.get_inheritable(file)]
+    answers = ask(where, asked, dict(os.environ), os.getcwd(), dict(zip(files, files)))
+    pid = int(answers.readline())
 
-            def pass_on(number: int, frame: object) -> None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+    def pass_on(number: int, frame: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
-            for number in numbers:
-                signal.signal(number, pass_on)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
-            code = int(answers.readline() or 255)  # nothing, if the server was killed
+    for number in numbers:
+        signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    code = int(answers.readline() or 255)  # nothing, if the server was killed
     if code < 0:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def ask(where: str, argv: list[str], environ: dict[str, str], folder: str, files: dict[int, int]) -> io.TextIOWrapper:
+    """Ask the process at `where` for a fork; return what its process id can be read from, and later its exit code.
+
+    `files`: descriptors of this process, by their numbers in the fork.
+    """
+    request = {"argv": argv, "environ": environ, "folder": folder, "files": [*files]}
+    message = json.dumps(request).encode()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.connect(where)
+        socket.send_fds(server, [len(message).to_bytes(8, "little")], [*files.values()])
+        server.sendall(message)
+        return server.makefile("r")
 
 
 def _is_open(file: int) -> bool:

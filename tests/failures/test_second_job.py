@@ -20,9 +20,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpshim
-from ddpshim.model import guard
-from ddpshim.process import job as jobs
-from ddpshim.process.job import current
 from tests.ranks import free_port, run_ranks
 
 NUM_JOBS, NUM_STEPS, B = 10, 3, 8
@@ -138,27 +135,3 @@ def _rank_is_asked_to_leave(folder: Path, port: int, name: str) -> list[Any]:
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_signal_to_one_job_does_not_end_the_next(tmp_path: Path, name: str) -> None:
     assert run_ranks(_rank_is_asked_to_leave, 2, tmp_path, free_port(), name) == [[75, 0, 0, True, []]] * 2
-
-
-def _rank_watches() -> list[int]:
-    """How many networks the guards of a job without, and of one with them, compare besides those that are reduced."""
-    found = []
-    for options in (ddpshim.Options(guard=False), ddpshim.Options()):
-        ddpshim.cleanup()
-        ddpshim.setup(options=options, device="cpu", seed=3)
-        ddpshim.wrap_parallel(nn.Linear(2, 2).requires_grad_(False))
-        found.append(len(current().part(guard.Watched).companions))
-    return found
-
-
-def test_a_job_without_guards_leaves_them_nothing_to_compare() -> None:
-    assert run_ranks(_rank_watches, 2) == [[1, 1]] * 2
-
-
-def test_counters_start_at_0_in_each_world_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "_current", jobs.Job())
-    for _ in range(2):
-        here = ddpshim.setup(device="cpu")
-        assert (here.count("saved"), here.count("saved", 1)) == (0, 1)
-        assert tuple(map(current().next_number, "aab")) == (0, 1, 0)
-        ddpshim.cleanup()

@@ -284,11 +284,8 @@ def test_the_lock_is_held_until_the_last_that_writes_has_ended(tmp_path: Path) -
 
 
 def test_arguments_of_test_go_to_pytest_but_for_fast_and_daily(machine: Machine) -> None:
-    linters, tests = (
-        [["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."]],
-        ["-m", "pytest", "-n", "4"],
-    )
-    tests += ["--dist", "loadfile"]
+    linters = [["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."]]
+    tests = ["-m", "pytest", "-n", "4", "--dist", "loadfile"]
     plain = machine.run("test", "-k", "one or two", "--fa", "tests/house/test_layout.py")[-1]
     assert plain == [*tests, "-m", "not daily", "-k", "one or two", "--fa", "tests/house/test_layout.py"]
     assert machine.run("test", "--fast", "-x") == [*linters, [*tests, "tests/promises", "-x"]]

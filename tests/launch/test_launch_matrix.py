@@ -1,7 +1,7 @@
 """Every way to launch trains the same: a few exact steps (tests/matrix_train.py), by real launchers where there are.
 
-Emulated by their variables: SLURM and a launched world of one. Those ranks are forked (tests/preloaded.py), and so are
-torchrun's own agents and their ranks.
+Emulated by its variables: a launched world of one. It is forked (tests/preloaded.py), and so are torchrun's own agents
+and their ranks. SLURM is in test_slurm.py.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ import itertools
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 
-from ddpshim.process.launch_env import read_launch_env
 from evidence.equivalence import copy_release, fork, make_config, make_data, source
 from tests import ranks
 from tests.preloaded import environment, kill_all_in, preloaded
@@ -59,10 +57,10 @@ def agents(folder: Path, launcher: str, *options: str, num_nodes: int = 1) -> Re
     return _reports(folder)
 
 
-def forked(folder: Path, *environs: dict[str, str]) -> Reports:
-    """What one process for each of `environs` wrote."""
-    said = [{**environment(), "GLOO_SOCKET_IFNAME": "lo", **environ} for environ in environs]
-    job = preloaded().start([([SCRIPT, str(folder)], environ) for environ in said], folder)
+def forked(folder: Path, environ: dict[str, str]) -> Reports:
+    """What a process in this environment wrote."""
+    said = {**environment(), "GLOO_SOCKET_IFNAME": "lo", **environ}
+    job = preloaded().start([([SCRIPT, str(folder)], said)], folder)
     assert job.wait(DEADLINE_S) == 0, (folder / "output.txt").read_text()
     return _reports(folder)
 
@@ -93,14 +91,10 @@ def test_plain(tmp_path: Path, one: dict[str, Any]) -> None:
     assert (tmp_path / "screen").read_text() == "", "no scheduler, so nothing to say"
 
 
-def test_torchrun(tmp_path: Path, one: dict[str, Any]) -> None:
-    reports = agents(tmp_path, "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    check(reports, one, 1, 2, "torchrun")
-
-
 def test_torchrun_on_two_nodes(tmp_path: Path, one: dict[str, Any]) -> None:
     reports = agents(tmp_path, "torch.distributed.run", "--nproc_per_node=2", num_nodes=2)
     check(reports, one, 2, 2, "torchrun")
+    assert "world of 4 (torchrun, 2 nodes x 2), gloo on cpu" in (tmp_path / "output.txt").read_text()
 
 
 def test_run(tmp_path: Path, one: dict[str, Any]) -> None:
@@ -122,43 +116,6 @@ def test_mpirun(tmp_path: Path, one: dict[str, Any]) -> None:
     check(reports, one, 1, 2, "openmpi")
 
 
-def _slurm_tasks(num_nodes: int, tasks_per_node: int) -> list[dict[str, str]]:
-    """The variables of each task of one srun; the first node of the list is this machine."""
-    size = num_nodes * tasks_per_node
-    step = {
-        "SLURM_STEP_ID": "0",
-        "SLURM_NTASKS": str(size),
-        "SLURM_STEP_NUM_TASKS": str(size),
-        "SLURM_STEP_TASKS_PER_NODE": f"{tasks_per_node}(x{num_nodes})",
-        "SLURM_STEP_NODELIST": f"127.0.0.[1-{num_nodes}]",
-        "SLURM_JOB_NODELIST": f"127.0.0.[1-{num_nodes}]",
-    }
-    for _ in range(100):
-        job_id = str(int.from_bytes(os.urandom(3), "little"))
-        tasks = [
-            {
-                **step,
-                "SLURM_JOB_ID": job_id,
-                "SLURM_PROCID": str(n),
-                "SLURM_LOCALID": str(n % tasks_per_node),
-                "SLURM_NODEID": str(n // tasks_per_node),
-            }
-            for n in range(size)
-        ]
-        if _is_free(read_launch_env(tasks[0]).master_port):
-            return tasks
-    raise AssertionError("no free port")
-
-
-def _is_free(port: Optional[int]) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port or 0)) != 0
-
-
-def test_slurm(tmp_path: Path, one: dict[str, Any]) -> None:
-    check(forked(tmp_path, *_slurm_tasks(2, 2)), one, 2, 2, "slurm")
-
-
 def test_one_process_in_an_allocation_says_so(tmp_path: Path, one: dict[str, Any]) -> None:
     """An sbatch script or a shell in an allocation, from which nobody started several tasks."""
     allocation = {"SLURM_JOB_ID": "42", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "gpu[1-2]"}
@@ -167,17 +124,6 @@ def test_one_process_in_an_allocation_says_so(tmp_path: Path, one: dict[str, Any
         "ddpshim: SLURM variables (SLURM_JOB_ID='42', SLURM_NTASKS='4'), but not of an srun with several tasks: "
         "this is a single process\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("forced", "launcher"), [("none", "none"), ("slurm", "slurm"), ("torchrun", "torchrun"), ("mpi", "openmpi")]
-)
-def test_a_forced_launcher(tmp_path: Path, one: dict[str, Any], forced: str, launcher: str) -> None:
-    """With every launcher's variables there, each of a world of one but for torchrun's where it is not asked."""
-    (task,) = _slurm_tasks(1, 1)
-    others = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
-    agents = {"RANK": "0", "WORLD_SIZE": "1" if forced == "torchrun" else "4"}
-    check(forked(tmp_path, {**task, **others, **agents, "DDPSHIM_LAUNCHER": forced}), one, 1, 1, launcher)
 
 
 @pytest.mark.robomimic

@@ -12,7 +12,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,15 +77,6 @@ def test_the_file_is_that_of_torch_to_the_byte(tmp_path: Path, buffer: snapshot.
         torch.save(obj, tmp_path / "a.pth")
         assert _written(obj, tmp_path / "ours", buffer) == (tmp_path / "a.pth").read_bytes()
     assert checkpoint.find_damage(tmp_path / "ours" / "a.pth") is None
-
-
-@pytest.mark.unit
-def test_what_shared_memory_shares_it_again(tmp_path: Path, buffer: snapshot.Buffer) -> None:
-    _written(_odd_tensors(), tmp_path / "ours", buffer)
-    loaded = torch.load(tmp_path / "ours" / "a.pth", weights_only=False)
-    base, part, turned, _ = loaded["views"]
-    base[3] = -1
-    assert part[0] == turned[3, 0] == -1
 
 
 @pytest.mark.unit
@@ -334,14 +324,6 @@ def test_small_files_and_impossible_places_are_seen_to_at_once(
     checkpoint.save_in_background(torch.zeros(there // 4 + 1_000_000), tmp_path / "large.pth")
     assert sorted(os.listdir(tmp_path)) == ["large.pth", "small.pth"]
     os.kill(pid, signal.SIGCONT)
-
-
-def test_memory_is_taken_before_the_first_copy(small: None) -> None:
-    checkpoint.get_ready(torch.zeros(3_000_000))
-    for thread in threading.enumerate():
-        if thread.name == "ddpshim-buffer":
-            thread.join()
-    assert checkpoint._writer.buffer.num_bytes >= 12_000_000
 
 
 def test_without_room_for_the_copy_it_is_saved_at_once(

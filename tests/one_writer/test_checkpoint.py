@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -75,12 +76,10 @@ def test_after_an_error_the_old_file_is_there_and_the_new_one_is_not(tmp_path: P
 
 
 def test_an_impossible_path_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(
-        ddpshim.CheckpointError, match=r"nowhere/a.pth could not be written .* save to a writable directory"
-    ):
+    text = r"nowhere/a.pth could not be written .* save to a writable directory"
+    with pytest.raises(ddpshim.CheckpointError, match=text) as raised:
         checkpoint.save(1, tmp_path / "nowhere" / "a.pth")
-    with pytest.raises(OSError, match="could not be written"):
-        checkpoint.save(1, tmp_path / "nowhere" / "a.pth")
+    assert isinstance(raised.value, OSError)
     with pytest.raises(FileNotFoundError):
         checkpoint.copy(tmp_path / "nothing", tmp_path / "a.pth")
 
@@ -178,32 +177,23 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
         checkpoint.keep_newest(tmp_path, "*.pth", 0)
 
 
-def _truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-700])
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda content: content[:-700],
+    "empty": lambda content: b"",
+    "a bit": lambda content: content.replace(b"\0\0\0@", b"\0\0\0A", 1),
+    "another file": lambda content: b"not a checkpoint at all",
+}
 
 
-def _empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def _flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def _replace(path: Path) -> None:
-    path.write_text("not a checkpoint at all")
-
-
-@pytest.mark.parametrize("damage", [_truncate, _empty, _flip, _replace])
-def test_the_newest_whole_file_is_found(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_newest_whole_file_is_found(tmp_path: Path, damage: str) -> None:
     assert checkpoint.find_latest(tmp_path, "*.pth") is None
     _make_files(tmp_path, "c.pth", "b.pth", "a.pth")
     (tmp_path / ".c.pth.1-2.partial").touch()
     assert checkpoint.find_latest(tmp_path, "*") == tmp_path / "c.pth"
-    newest = os.stat(tmp_path / "c.pth").st_mtime_ns
-    damage(tmp_path / "c.pth")
+    newest, whole = os.stat(tmp_path / "c.pth").st_mtime_ns, (tmp_path / "c.pth").read_bytes()
+    (tmp_path / "c.pth").write_bytes(DAMAGES[damage](whole))
+    assert (tmp_path / "c.pth").read_bytes() != whole
     os.utime(tmp_path / "c.pth", ns=(0, newest))
     with pytest.warns(UserWarning, match=r"c.pth is damaged .* was skipped"):
         found = checkpoint.find_latest(tmp_path, "*.pth")
@@ -236,52 +226,30 @@ def _net(value: float) -> nn.Module:
     return net
 
 
-WRITERS = ["bare", "DataParallel", "ddpshim"]
+def _save_and_load(paths: dict[str, str]) -> list[bool]:
+    checkpoint.save(ddpshim.wrap_parallel(_net(1)).state_dict(), paths["ddpshim"])
+    ddpshim.world().barrier()
+    nets = [_net(0) for _ in paths]
+    for net, path in zip(nets, paths.values()):
+        ddpshim.wrap_parallel(net).load_state_dict(torch.load(path, weights_only=True))
+    return [all(tensor.eq(1).all() for tensor in net.state_dict().values()) for net in nets]
 
 
-def _save_with_ddpshim(path: str) -> None:
-    checkpoint.save(ddpshim.wrap_parallel(_net(1)).state_dict(), path)
-
-
-def _load_with_ddpshim(paths: list[str]) -> list[bool]:
-    out = []
-    for path in paths:
-        bare = _net(0)
-        net = ddpshim.wrap_parallel(bare)
-        net.load_state_dict(torch.load(path, weights_only=True))
-        out.append(all(tensor.eq(1).all() for tensor in bare.state_dict().values()))
-    return out
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("matrix")
-    files = {writer: folder / f"{writer}.pth" for writer in WRITERS}
+@pytest.mark.ranks
+def test_code_with_and_without_ddpshim_loads_what_anyone_wrote(tmp_path: Path) -> None:
+    files = {writer: str(tmp_path / f"{writer}.pth") for writer in ("bare", "DataParallel", "ddpshim")}
     torch.save(_net(1).state_dict(), files["bare"])
     torch.save(nn.DataParallel(_net(1)).state_dict(), files["DataParallel"])
-    run_ranks(_save_with_ddpshim, 2, str(files["ddpshim"]))
-    return files
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize("reader", ["bare", "DataParallel"])
-def test_code_without_ddpshim_loads(saved: dict[str, Path], writer: str, reader: str) -> None:
-    bare = _net(0)
-    net = nn.DataParallel(bare) if reader == "DataParallel" else bare
-    state = _load(saved[writer])
-    if writer == "ddpshim":
-        bare.load_state_dict(state)  # as it is: DataParallel code reaches the network by `.module`
-    else:
+    assert run_ranks(_save_and_load, 2, files) == [[True] * 3] * 2
+    for writer, reader in itertools.product(files, (lambda net: net, nn.DataParallel)):
+        bare = _net(0)
+        net, state = reader(bare), _load(Path(files[writer]))
+        if writer == "ddpshim":
+            bare.load_state_dict(state)  # as it is: DataParallel code reaches the network by `.module`
+        else:
+            net.load_state_dict(portable_keys(state, net))
+        assert all(tensor.eq(1).all() for tensor in bare.state_dict().values())
         net.load_state_dict(portable_keys(state, net))
-    assert all(tensor.eq(1).all() for tensor in bare.state_dict().values())
-    net.load_state_dict(portable_keys(state, net))
-
-
-@pytest.mark.ranks
-def test_ddpshim_loads_what_anyone_wrote(saved: dict[str, Path]) -> None:
-    for loaded in run_ranks(_load_with_ddpshim, 2, [str(saved[writer]) for writer in WRITERS]):
-        assert loaded == [True, True, True]
 
 
 def _load_released(path: str) -> list[Any]:

@@ -259,18 +259,8 @@ def test_gradients_that_are_not_used_yet_are_not_lost(
         assert after == (expected if exact else pytest.approx(expected, rel=1e-13)) != pytest.approx(before)
 
 
-def test_a_damaged_file_is_set_aside_and_the_one_before_it_used(tmp_path: Path) -> None:
-    run_ranks(_train, 2, str(tmp_path), (0, 0, 1))
-    (older,) = tmp_path.glob("epoch_*")
-    newer = tmp_path / "epoch_000002_step_000000003.pth"
-    newer.write_bytes(older.read_bytes()[:-100])
-    rest = run_ranks(_train, 2, str(tmp_path))
-    _, epoch, _, step = older.stem.split("_")
-    assert len(rest[0][0]) == EPOCHS * (N // B) - int(epoch) * (N // B) - int(step)
-
-
 @pytest.mark.unit
-def test_what_was_set_aside_is_said_and_kept(tmp_path: Path, capfd: Any) -> None:
+def test_a_damaged_file_is_set_aside_and_kept_and_the_one_before_it_used(tmp_path: Path, capfd: Any) -> None:
     whole, cut = tmp_path / "epoch_000000_step_000000001.pth", tmp_path / "epoch_000000_step_000000002.pth"
     torch.save({"a": torch.zeros(1000)}, whole)
     cut.write_bytes(whole.read_bytes()[:-100])
@@ -286,9 +276,9 @@ def test_other_data_or_another_batch_is_refused(tmp_path: Path) -> None:
         run_ranks(_train, 2, str(tmp_path), None, 4)
 
 
-def _rank_saves(folder: str, steps: list[int]) -> list[str]:
+def _rank_saves(folder: str) -> list[str]:
     training = Resumable(folder, {}, num_kept=2)
-    for step in steps:
+    for step in (3, 8, 12):
         training.step = step
         training.save()
     preemption.unlisten()
@@ -296,18 +286,13 @@ def _rank_saves(folder: str, steps: list[int]) -> list[str]:
     return sorted(set(os.listdir(folder)) - {"latest.pth"})
 
 
-def test_the_newest_files_are_kept(tmp_path: Path) -> None:
-    kept = ["epoch_000000_step_000000008.pth", "epoch_000000_step_000000012.pth"]
-    assert run_ranks(_rank_saves, 2, str(tmp_path), [3, 8, 12]) == [kept, kept]
-    assert find_progress(tmp_path) == tmp_path / kept[1]
-    assert find_progress(tmp_path / "nothing") is None
-
-
-def test_later_files_of_a_run_that_was_given_up_are_removed(tmp_path: Path) -> None:
+def test_the_newest_files_are_kept_and_no_later_ones_of_a_run_that_was_given_up(tmp_path: Path) -> None:
     (tmp_path / ".epoch_000000_step_000000001.pth.1-ab.partial").touch()
     (tmp_path / "epoch_000007_step_000000000.pth").touch()
-    kept = ["epoch_000000_step_000000003.pth"]
-    assert run_ranks(_rank_saves, 2, str(tmp_path), [3]) == [kept, kept]
+    kept = ["epoch_000000_step_000000008.pth", "epoch_000000_step_000000012.pth"]
+    assert run_ranks(_rank_saves, 2, str(tmp_path)) == [kept, kept]
+    assert find_progress(tmp_path) == tmp_path / kept[1]
+    assert find_progress(tmp_path / "nothing") is None
 
 
 @pytest.mark.unit
@@ -356,9 +341,12 @@ def _enters(kind: str, **options: Any) -> list[Any]:
     return [len(whole), rest == whole[3:], again == after, after != whole]
 
 
-@pytest.mark.parametrize("kind", list(LOADERS))
-def test_a_pass_entered_in_the_middle_has_the_batches_that_are_left(kind: str) -> None:
-    assert run_ranks(_enters, 2, kind) == [[N // B, True, True, True]] * 2
+def _enters_each() -> dict[str, list[Any]]:
+    return {kind: _enters(kind) for kind in LOADERS}
+
+
+def test_a_pass_entered_in_the_middle_has_the_batches_that_are_left() -> None:
+    assert run_ranks(_enters_each, 2) == [{kind: [N // B, True, True, True] for kind in LOADERS}] * 2
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -422,6 +410,11 @@ def test_listening_gives_the_signals_back() -> None:
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
 
 
+def _run(folder: Path, program: str, num_ranks: Optional[int] = None) -> tuple[int, str]:
+    (folder / "program.py").write_text(program)
+    return equivalence.fork(None, [str(folder / "program.py")], folder, num_ranks, {}, 100)
+
+
 @pytest.mark.launch
 def test_a_request_to_save_does_not_end_a_training_that_is_complete(tmp_path: Path) -> None:
     program = """
@@ -436,8 +429,7 @@ os.kill(os.getpid(), signal.SIGUSR1)
 print("nothing left to save", flush=True)
 os.kill(os.getpid(), signal.SIGTERM)
 """
-    (tmp_path / "program.py").write_text(program)
-    ended, said = equivalence.fork(None, [str(tmp_path / "program.py")], tmp_path, 1, {}, 60)
+    ended, said = _run(tmp_path, program, 1)
     assert "nothing left to save" in said
     assert ended == -signal.SIGTERM
 
@@ -465,8 +457,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 end = time.monotonic() + 30
 while time.monotonic() < end: pass
 """
-    (tmp_path / "program.py").write_text(program)
-    ended, said = equivalence.fork(None, [str(tmp_path / "program.py")], tmp_path, None, {}, 60)
+    ended, said = _run(tmp_path, program)
     assert ended == code
     assert text in said
 
@@ -497,9 +488,7 @@ print(len(seen), preemption.asked(), child.exitcode)
 
 @pytest.mark.launch
 def test_a_signal_to_all_processes_ends_neither_the_data_workers_nor_the_loop(tmp_path: Path) -> None:
-    program = tmp_path / "group.py"
-    program.write_text(GROUP)
-    code, said = equivalence.fork(None, [str(program)], tmp_path, None, {}, 100)
+    code, said = _run(tmp_path, GROUP)
     assert code == 0, said
     assert "5 SIGTERM -15" in said.splitlines()  # what newer torches say at the end comes after it
 
