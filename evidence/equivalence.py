@@ -24,7 +24,8 @@ import numpy as np
 import torch
 
 from ddpshim.trainers.patching import files as patching
-from evidence.differences import largest_difference
+from evidence import pages
+from evidence.compare import largest_difference
 from evidence.variants import IMAGE_KEY, IMAGE_SIZE, VARIANTS, WHY, is_shipped
 from tests.preloaded import as_torchrun_says, preloaded, start_afresh
 from tests.preloaded import environment as _environ
@@ -397,19 +398,6 @@ def deviations(rows: Sequence[dict[str, Any]]) -> list[str]:
     return out
 
 
-def _table(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:
-    def cell(value: Any) -> str:
-        if isinstance(value, bool):
-            return "yes" if value else "**no**"
-        if isinstance(value, float):
-            return f"{value:.0e}" if value else "0"
-        return "" if value is None else str(value)
-
-    lines = ["| " + " | ".join(columns.values()) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(cell(row.get(key)) for key in columns) + " |" for row in rows]
-    return "\n".join(lines)
-
-
 COLUMNS = {
     "algorithm": "algorithm",
     "ranks": "ranks",
@@ -428,6 +416,24 @@ COLUMNS = {
 }
 
 
+def worst(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each algorithm: the worst of its rows on different numbers of ranks."""
+    of: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        of.setdefault(row["algorithm"], []).append(row)
+
+    def of_all(values: list[Any]) -> Any:
+        if isinstance(values[0], bool):
+            return all(values)
+        return next((value for value in values if value != "yes"), "yes") if "yes" in values else max(values)
+
+    merged = []
+    for own in of.values():
+        one = {key: None if value is None else of_all([row[key] for row in own]) for key, value in own[0].items()}
+        merged.append({**one, "ranks": ", ".join(str(row["ranks"]) for row in own)})
+    return merged
+
+
 def section(release: str, command: str, rows: Sequence[dict[str, Any]]) -> str:
     """Return the section of evidence/equivalence.md about a release."""
     trained = [row for row in rows if "failed" not in row]
@@ -437,7 +443,7 @@ def section(release: str, command: str, rows: Sequence[dict[str, Any]]) -> str:
 
 `{command}`, with torch {torch.__version__.split("+")[0]} and Python {sys.version.split()[0]}, gloo on CPU.
 
-{_table(trained, COLUMNS)}
+{pages.table_of(worst(trained), COLUMNS)}
 
 ### Deviations
 
@@ -445,31 +451,14 @@ def section(release: str, command: str, rows: Sequence[dict[str, Any]]) -> str:
 """
 
 
-PREFACE = """# Equality with one process, by algorithm
-
-This page compares robomimic under ddpshim with the unchanged release, for every algorithm and head of the release.
-`python -m evidence.equivalence --write evidence/equivalence.md` writes it; each release has its section.
-
-Every algorithm is trained from the same seed, with a small version of the release's template (two epochs of ten steps):
-once by the release, unpatched and without a launcher, and once by the patched trainer on N ranks. VAE samples, random
-actions, diffusion noise, crops and dropout are on in both. The numbers are the largest absolute difference of any
-single weight, target, EMA weight or optimizer moment after the last step. For scale, "moved by training" is the largest
-change of a weight. "All that is logged": the largest relative difference of any number that the trainer printed.
-"Between ranks": the largest difference of any weight, buffer, target or EMA weight between two ranks; it must be 0.
-"Same random streams": torch's and numpy's generators end in the same states. "Unpatched code loads it": the
-published release, without ddpshim, loads the checkpoint with its own strict `policy_from_checkpoint` and gets exactly
-its weights.
-"""
-
-
 def write(path: Path, release: str, text: str) -> None:
-    """Write a release's section into the page; other sections do not change."""
+    """Write a release's section into the page; what stands above, and other sections, do not change."""
     head = "## robomimic "
-    old = path.read_text().split(head)[1:] if path.exists() else []
+    above, *old = path.read_text().split(head) if path.exists() else ("",)
     parts = {part.split("\n")[0]: part.rstrip() for part in old}
     parts[release] = text.removeprefix(head).rstrip()
     path.parent.mkdir(exist_ok=True)
-    path.write_text(PREFACE + "".join(f"\n{head}{parts[name]}\n" for name in sorted(parts)))
+    path.write_text(above.rstrip() + "\n" + "".join(f"\n{head}{parts[name]}\n" for name in sorted(parts)))
 
 
 def main() -> None:

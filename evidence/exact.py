@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evidence import equivalence
+from evidence import equivalence, pages
 from evidence.equivalence import Run
 from evidence.variants import VARIANTS, is_shipped
 
@@ -81,19 +81,16 @@ def main() -> None:
     variants = [name for name in VARIANTS if is_shipped(name, args.release)]
     variants = variants if args.algo == "all" else args.algo.split(",")
     settings = {key.replace(".", "__"): json.loads(value) for key, value in (each.split("=", 1) for each in args.set)}
-    lines, are_same = [], True
+    rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = (args.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         for variant in variants:
             found = train(args.release, variant, args.exact, ranks, folder, args.steps, args.epochs, **settings)
             is_same = len(set(found)) == 1 and not found[0].startswith("failed")
-            are_same &= is_same
-            lines.append(f"| {variant} | {' | '.join(found)} | {'yes' if is_same else '**no**'} |")
-    print(f"| algorithm | {' | '.join(f'{n} of {args.exact}' for n in ranks)} | one hash |")
-    print("|" + "---|" * (len(ranks) + 2))
-    print("\n".join(lines))
-    sys.exit(not are_same)
+            rows.append((variant, *found, "yes" if is_same else "**no**"))
+    columns = ("algorithm", *(f"{n} of {args.exact}" for n in ranks), "one hash")
+    pages.finish(pages.table(columns, rows, prints=False), None, "")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ from typing import Any, Optional
 
 from ddpshim.checkpoint import find_damage
 from ddpshim.process.launch_env import EXIT_REQUEUE
-from evidence.equivalence import copy_release, make_config, make_data
+from evidence import pages
+from evidence.equivalence import VALIDATION, copy_release, make_config, make_data
 from tests.preloaded import Forked, environment, kill_all_in, preloaded, working_in
 from tests.ranks import free_port
 
@@ -39,12 +40,6 @@ NAMED = re.compile(
 )
 UNWRITABLE = "/sys/ddpshim"  # where even root can make no directory
 
-VALIDATION = {
-    "experiment__validate": True,
-    "experiment__validation_epoch_every_n_steps": 3,
-    "train__hdf5_filter_key": "train",
-    "train__hdf5_validation_filter_key": "valid",
-}
 ROLLOUTS = {
     "experiment__rollout__enabled": True,
     "experiment__rollout__n": 4,
@@ -91,67 +86,58 @@ class Outcome:
 
 
 def _exception(place: str, rank: int, where: str, **more: Any) -> Fault:
-    slug = f"{place.replace(' ', '-')}-{rank}"
-    call = more.pop("call", 1)
-    text = more.pop("once", rf"^\S*ValueError: {place} on purpose")
-    happens = "the job ends with the exception's traceback"
-    return Fault(
-        more.pop("name", f"exception-{slug}"),
-        "exception",
-        f"{where}, rank {rank}",
-        more.pop("happens", happens),
-        more.pop("fault", f"raise@{place}:{rank}:{call}"),
-        rank,
-        once=text,
-        **more,
-    )
+    settings = {"happens": "the job ends with the exception's traceback", "fault": "raise@{place}:{rank}:{call}"}
+    settings |= {"name": "exception-{place}-{rank}", "once": r"^\S*ValueError: {place} on purpose", **more}
+    call = settings.pop("call", 1)
+    for key in ("name", "fault", "once"):
+        settings[key] = settings[key].format(place=place, rank=rank, call=call)
+    settings["name"] = settings["name"].replace(" ", "-")
+    return Fault(what="exception", where=f"{where}, rank {rank}", rank=rank, **settings)
 
 
-FAULTS = [
-    *(_exception("before setup", rank, "before setup") for rank in (0, 1)),
-    *(_exception("setup", rank, "setup (the networks are built)") for rank in (0, 1)),
-    *(_exception("model", rank, "model, first step") for rank in (0, 1)),
-    _exception("model", 1, "model, 15th step", call=15, name="exception-model-1-later", checkpoints=1),
-    *(
-        _exception("dataset", rank, "dataset, 3rd batch", call=110, once=r"^ValueError: sample \d+ is broken")
-        for rank in (0, 1)
+SAMPLE = r"^ValueError: sample \d+ is broken"
+ONE_WORKER = {"train__num_data_workers": 1}
+EXCEPTIONS: list[tuple[str, str, Sequence[int], dict[str, Any]]] = [  # place, where, ranks, what is special
+    ("before setup", "before setup", (0, 1), {}),
+    ("setup", "setup (the networks are built)", (0, 1), {}),
+    ("model", "model, first step", (0, 1), {}),
+    ("model", "model, 15th step", (1,), {"call": 15, "name": "exception-model-1-later", "checkpoints": 1}),
+    ("dataset", "dataset, 3rd batch", (0, 1), {"call": 110, "once": SAMPLE}),
+    (
+        "worker",
+        "dataset in a worker process",
+        (0, 1),
+        {"fault": "raise@dataset:{rank}:60", "settings": ONE_WORKER, "once": SAMPLE},
     ),
-    *(
-        _exception(
-            "worker",
-            rank,
-            "dataset in a worker process",
-            fault=f"raise@dataset:{rank}:60",
-            settings={"train__num_data_workers": 1},
-            once=r"^ValueError: sample \d+ is broken",
-        )
-        for rank in (0, 1)
+    (
+        "rollout",
+        "rollout, 2nd episode",
+        (0, 1),
+        {
+            "fault": "toy_env:{rank}:2",
+            "settings": ROLLOUTS,
+            "once": "^ValueError: the toy broke on purpose",
+            "happens": "the others finish their episode, then the job ends with the exception's traceback",
+        },
     ),
-    *(
-        _exception(
-            "rollout",
-            rank,
-            "rollout, 2nd episode",
-            fault=f"toy_env:{rank}:2",
-            settings=ROLLOUTS,
-            once="^ValueError: the toy broke on purpose",
-            happens="the others finish their episode, then the job ends with the exception's traceback",
-        )
-        for rank in (0, 1)
-    ),
-    *(_exception("validation", rank, "validation", settings=VALIDATION) for rank in (0, 1)),
-    _exception(
+    ("validation", "validation", (0, 1), {"settings": VALIDATION}),
+    (
         "bare assert",
-        1,
         "model, 5th step",
-        fault="assert@model:1:5",
-        once="^AssertionError$",
-        says=r"rank 0 stops because rank 1 failed first .*AssertionError in \S*faults.py, line \d+, in _act:",
-        happens="the same; the other rank also names file and line",
+        (1,),
+        {
+            "fault": "assert@model:1:5",
+            "once": "^AssertionError$",
+            "says": r"rank 0 stops because rank 1 failed first .*AssertionError in \S*faults.py, line \d+, in _act:",
+            "happens": "the same; the other rank also names file and line",
+        },
     ),
-    _exception("logger", 0, "logger"),
-    _exception("save", 0, "save", checkpoints=0),
-    *(_exception("teardown", rank, "teardown", checkpoints=2) for rank in (0, 1)),
+    ("logger", "logger", (0,), {}),
+    ("save", "save", (0,), {"checkpoints": 0}),
+    ("teardown", "teardown", (0, 1), {"checkpoints": 2}),
+]
+FAULTS = [
+    *(_exception(place, rank, where, **more) for place, where, ranks, more in EXCEPTIONS for rank in ranks),
     *(
         Fault(
             f"exit-{rank}",
@@ -215,7 +201,7 @@ FAULTS = [
         1,
         137,
         25,
-        settings={"train__num_data_workers": 1},
+        settings=ONE_WORKER,
     ),
     Fault(
         "stop",
@@ -590,10 +576,9 @@ def complaints(fault: Fault, outcome: Outcome) -> list[str]:
     return said + [f"leaves {name}" for name in outcome.left]
 
 
-HEAD = [
-    "| fault | where | what happens | exit code | seconds (limit) | named first | left on disk |",
-    "|---|---|---|---|---|---|---|",
-]
+COLUMNS = ("fault", "where", "what happens", "exit code", "seconds (limit)", "named first", "left on disk")
+HEAD = pages.table(COLUMNS, [], prints=False)
+START = "<!-- table -->"
 
 
 def row(fault: Fault, outcome: Outcome) -> str:
@@ -611,13 +596,11 @@ def row(fault: Fault, outcome: Outcome) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def renewed(page: str, lines: Mapping[str, str]) -> str:
-    """Return `page` with these rows, by the fault's name; other faults keep their rows."""
-    text, _, rows = page.partition("<!-- table -->")
-    found = {tuple(line.split(" | ")[:2]): line for line in rows.splitlines()}
+def renewed(page: str, lines: Mapping[str, str]) -> list[str]:
+    """Return the table of `page` with these rows, by the fault's name; other faults keep their rows."""
+    found = {tuple(line.split(" | ")[:2]): line for line in page.partition(START)[2].splitlines()}
     own = {fault.name: found.get((f"| {fault.what}", fault.where)) for fault in FAULTS}
-    kept = [line for name, line in {**own, **lines}.items() if line is not None]
-    return "\n".join([f"{text}<!-- table -->", "", *HEAD, *kept, ""])
+    return [*HEAD, *(line for line in {**own, **lines}.values() if line is not None)]
 
 
 def main() -> None:
@@ -645,9 +628,9 @@ def main() -> None:
                 print(f"{fault.name:28} {outcome.exit_code!s:>4} {outcome.seconds:5.1f} s  {said}", flush=True)
                 lines[fault.name] = row(fault, outcome)
                 if args.write:
-                    args.write.write_text(renewed(args.write.read_text(), lines))
+                    pages.fill(args.write, START, "\n".join(renewed(args.write.read_text(), lines)) + "\n")
     if not args.write:
-        print(renewed("", lines))
+        print("\n".join(renewed("", lines)))
     if not is_as_it_should_be:
         raise SystemExit(1)
 

@@ -25,7 +25,7 @@ from typing import Any, Optional
 import torch
 
 from evidence import equivalence
-from evidence.differences import largest_difference
+from evidence.compare import largest_difference
 from examples.recorded_train import record_samples
 from tests import observed, trainer
 from tests.preloaded import as_torchrun_says, preloaded

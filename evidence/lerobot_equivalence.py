@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Optional
 from unittest import mock
 
 from evidence import pages
-from evidence.differences import largest_difference, logs_differ
+from evidence.compare import largest_difference, logs_differ, names_differ, shown
 
 ROOT = Path(__file__).parent.parent
 HOW_TO_GET = "LeRobot is not installed; requirements/lerobot.txt says how to get it"
@@ -174,15 +174,8 @@ def start(folder: Path, name: str, before: tuple[str, ...], *arguments: str) -> 
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     environ = {**environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, *before, *arguments, f"--output_dir={name}"]
-    ran = subprocess.run(
-        command,
-        cwd=folder,
-        env=environ,
-        text=True,
-        timeout=DEADLINE_S,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    both: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    ran = subprocess.run(command, cwd=folder, env=environ, timeout=DEADLINE_S, check=False, **both)
     if ran.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {ran.returncode}:\n{ran.stdout[-6000:]}")
     lines = re.findall(r"(?:step:\d+ smpl|step \d+: eval_loss).*", ran.stdout)
@@ -196,14 +189,9 @@ def start(folder: Path, name: str, before: tuple[str, ...], *arguments: str) -> 
 def settings(policy: str, *more: str) -> list[str]:
     """Return the arguments of a training of 12 steps of 8 samples; a pass over the data has 7 steps, the last of 4."""
     return [
-        *(
-            "--dataset.repo_id=local/toy",
-            "--dataset.root=data",
-            "--num_workers=0",
-            "--batch_size=8",
-            f"--steps={STEPS}",
-        ),
-        *("--log_freq=1", f"--save_freq={LEFT_AT}", "--seed=5", "--policy.device=cpu", "--policy.push_to_hub=false"),
+        *("--dataset.repo_id=local/toy", "--dataset.root=data", "--num_workers=0", "--batch_size=8"),
+        *("--log_freq=1", "--seed=5", f"--steps={STEPS}", f"--save_freq={LEFT_AT}"),
+        *("--policy.device=cpu", "--policy.push_to_hub=false"),
         *([] if any("--policy.path" in option for option in more) else [f"--policy.type={policy}"]),
         *(*POLICIES[policy].split(), *more),
     ]
@@ -240,7 +228,6 @@ def weights_differ(one: Path, other: Path, without_key_biases: bool = False) -> 
 def compare(run: Run, plain: Run, rounded: Optional[Run] = None) -> dict[str, str]:
     """Compare `run` with `plain`, the run of one process; `rounded` is another that rounds otherwise."""
     one, other = run.checkpoint(), plain.checkpoint()
-    odd = run.files() ^ plain.files()
     moved, weights = (weights_differ(checkpoint, other) for checkpoint in (plain.checkpoint(LEFT_AT), one))
     log = logs_differ(run.log, plain.log)
     # The gradient of a key's bias is zero but for rounding, of which Adam makes steps.
@@ -248,11 +235,11 @@ def compare(run: Run, plain: Run, rounded: Optional[Run] = None) -> dict[str, st
     most = 0.1 * moved if rounded is None else 3 * weights_differ(rounded.checkpoint(), other)
     return {
         "moved by training": f"{moved:.0e}",
-        "weights": f"{weights:.0e}" if judged < most else f"**{weights:.0e}**",
+        "weights": shown(weights, weights if judged <= most else 0.0),
         "optimizer": f"{largest_difference(read(one, MOMENTS), read(other, MOMENTS)):.0e}",
         "log": log if rounded is None or "differs" in log else log.strip("*"),
         "random streams": "same" if filecmp.cmp(one / STREAMS, other / STREAMS, shallow=False) else "**differ**",
-        "files": f"**{sorted(odd)}**" if odd else "same",
+        "files": names_differ(run.files(), plain.files()),
     }
 
 
@@ -329,17 +316,8 @@ def main() -> None:
 
     version = f"{__version__} at {args.commit}" if args.commit else __version__
     release = f"{version}, torch {torch.__version__.partition('+')[0]}"
-    columns = [
-        "LeRobot",
-        "policy",
-        "run",
-        "moved by training",
-        "weights",
-        "optimizer",
-        "log",
-        "random streams",
-        "files",
-    ]
+    columns = ["LeRobot", "policy", "run", "moved by training", "weights", "optimizer", "log"]
+    columns += ["random streams", "files"]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         make_data(folder)

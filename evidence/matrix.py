@@ -25,6 +25,7 @@ from typing import Optional
 from xml.etree import ElementTree
 
 from ddpshim import version
+from evidence import pages
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13")
@@ -33,20 +34,8 @@ QUICK = ("seams", "parallel", "guard", "sampler", "loader", "noise", "streams", 
 UNEDITED = ("one_process", "unedited", "private_files", "reads", "clock", "whole_batch", "replaced", "tasks")
 MORE = ("group", "sharding", "checkpoint", "resume", "options", "launch", "slurm", "patching", "reading")
 DEADLINE_S = 3600
-HEAD = [
-    "# Tested versions of Python and torch",
-    "",
-    "`python -m evidence.matrix` installs the wheel in a fresh environment for each row and runs these test files of",
-    "the source distribution:",
-    f"{', '.join(QUICK)}; in rows marked *unedited* also",
-    f"{', '.join(UNEDITED)}; in rows marked *all* also",
-    f"{', '.join(MORE)}.",
-    "All on CPUs with gloo. Tests that need robomimic or other packages are skipped. Versions without a row are not",
-    "tested.",
-    "",
-    "| Python | torch | version | numpy | tests | passed | skipped | failed | minutes | date |",
-    "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | --- |",
-]
+COLUMNS = ("Python", "torch", "version", "numpy", "tests", "passed", "skipped", "failed", "minutes", "date")
+START = "<!-- what follows is written by python -m evidence.matrix -->"
 
 
 class CannotInstall(Exception):
@@ -92,7 +81,7 @@ def main() -> int:
                     )
                 print(lines[python, end], flush=True)
                 ordered = [lines[p, e] for p in PYTHONS for e in ENDS if (p, e) in lines]
-                arguments.out.write_text("\n".join([*HEAD, *ordered]) + "\n", encoding="utf-8")
+                pages.fill(arguments.out, START, "\n".join([*pages.table(COLUMNS, [], False), *ordered, ""]))
     return int(num_failed > 0)
 
 
@@ -169,8 +158,6 @@ def row(python: str, end: str, tests: str, tried: Tried) -> str:
 
 def _lines(file: Path) -> dict[tuple[str, str], str]:
     """Return the table's existing lines, by Python and by torch (oldest or newest)."""
-    if not file.exists():
-        return {}
     rows = [line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("| 3.")]
     return {(line.split("|")[1].strip(), line.split("|")[2].strip()): line for line in rows}
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from evidence import differences, pages
+from evidence import compare, pages
 from tests.preloaded import environment, preloaded, start_afresh
 
 FACTORS = {  # the first value is the plainest
@@ -185,7 +185,7 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> tuple
     found = {}
     for name, tensor in one.items():
         scale = max(1.0, float(tensor.abs().max())) if tensor.numel() else 1.0
-        found[name] = differences.difference(tensor, other[name]) / scale
+        found[name] = compare.difference(tensor, other[name]) / scale
     found["printed"] *= found["printed"] > 2e-6  # seven digits
     return max((by, name) for name, by in found.items())
 
@@ -208,7 +208,7 @@ def judge(row: Row, folder: Path) -> Outcome:
     if by <= TOLERANCE[row["precision"]]:
         return Outcome("equal", f"{by:.0e}")
     nudge, _ = apart(plain, Run(folder / "nudged", row, 0, "nudge=yes").train())
-    is_rounding = by <= NUDGES * nudge < math.inf and row["precision"] != "float64"
+    is_rounding = compare.is_rounding(by, nudge, NUDGES) and row["precision"] != "float64"
     return Outcome("rounding" if is_rounding else "different", f"{where} by {by:.0e}; one process, nudged: {nudge:.0e}")
 
 

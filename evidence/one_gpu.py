@@ -13,11 +13,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Optional
 
+from evidence import pages
 from tests.one_process.compare import compare
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,14 +77,10 @@ def bits(names: list[str], folder: Path) -> dict[str, dict[str, str]]:
     return found
 
 
-def table(found: dict[str, dict[str, dict[str, str]]]) -> str:
-    lines = ["| programs | what | equal | others |", "|---|---|---:|---|"]
-    for what, files in found.items():
-        for name, verdicts in files.items():
-            others = "; ".join(f"{of}: {verdict[:200]}" for of, verdict in verdicts.items() if verdict != "equal")
-            equal = [*verdicts.values()].count("equal")
-            lines.append(f"| {name} | {what} | {equal} of {len(verdicts)} | {others} |".replace("\n", " "))
-    return "\n".join(lines)
+def rows(what: str, found: dict[str, dict[str, str]]) -> Iterator[tuple[str, ...]]:
+    for name, verdicts in found.items():
+        others = "; ".join(f"{of}: {verdict[:200]}" for of, verdict in verdicts.items() if verdict != "equal")
+        yield name, what, f"{[*verdicts.values()].count('equal')} of {len(verdicts)}", others.replace("\n", " ")
 
 
 def main() -> None:
@@ -97,7 +94,8 @@ def main() -> None:
         folder = (given.keep or Path(own)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         found = bits(given.only, folder) if given.exact else rounding(given.only, given.nproc, folder)
-        print(table({"exact=4 on 1, 2, 4 ranks" if given.exact else f"{given.nproc} ranks": found}))
+        what = "exact=4 on 1, 2, 4 ranks" if given.exact else f"{given.nproc} ranks"
+        print("\n".join(pages.table(("programs", "what", "equal", "others"), rows(what, found), prints=False)))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from evidence import pages
-from evidence.differences import largest_difference
+from evidence.compare import largest_difference, shown
 
 ROOT = Path(__file__).parent.parent
 TREE = "openpi-15a9616"
@@ -263,7 +263,7 @@ def rows(folder: Path, ranks: list[int]) -> Iterator[list[str]]:
             "same text" if own[0] == plain[0] else "**differs**",
             "one run" if own[1] == plain[1] else "**differs**",
         )
-        return [text, f"{moved:.0e}", *(f"{x:.0e}" if x < 1e-6 else f"**{x:.0e}**" for x in differences), *same]
+        return [text, f"{moved:.0e}", *(shown(by, 1e-6) for by in differences), *same]
 
     plain = train("plain", [])
     for n in ranks:

@@ -25,13 +25,13 @@ from typing import Any, Optional
 import torch
 
 from ddpshim.evaluation.intervals import exact
-from evidence.differences import largest_difference
+from evidence import pages
+from evidence.compare import largest_difference
 from evidence.equivalence import (
     DATA,
     NUM_SAMPLES_A_STEP,
     Run,
     _environ,
-    _table,
     batches,
     copy_release,
     make_config,
@@ -118,23 +118,25 @@ def train_arms(tree: Path, folder: Path, plan: Plan) -> dict[tuple[str, int, Arm
         return dict(zip(keys, pool.map(lambda key: run(*key), keys)))
 
 
-def play(plain: Path, folder: Path, checkpoints: Sequence[Path], plan: Plan) -> dict[Path, dict[str, Any]]:
+def play(
+    plain: Path, folder: Path, checkpoints: Sequence[Path], episodes: dict[str, int], num_jobs: int = 2
+) -> dict[Path, dict[str, Any]]:
     """Play each checkpoint by tests/episodes.py and the release in `plain`; equal weights play only once."""
     alike = equal_weights(checkpoints)
     firsts = [paths[0] for paths in alike]
 
     def share(number: int) -> dict[str, Any]:
         file = folder / f"episodes_{number}.json"
-        mine = [str(path) for path in firsts[number :: plan.num_jobs]]
-        file.write_text(json.dumps({"checkpoints": mine, "episodes": plan.episodes}))
+        mine = [str(path) for path in firsts[number::num_jobs]]
+        file.write_text(json.dumps({"checkpoints": mine, "episodes": episodes}))
         command = [sys.executable, "-m", "tests.episodes", str(file)]
         with file.with_suffix(".txt").open("w") as output:
             environ = {**_environ(plain), "OPENBLAS_NUM_THREADS": "1"}
             subprocess.run(command, env=environ, stdout=output, stderr=subprocess.STDOUT, check=True)
         return json.loads(file.with_suffix(".found.json").read_text())  # type: ignore[no-any-return]
 
-    with ThreadPoolExecutor(plan.num_jobs) as pool:
-        found = {path: of for part in pool.map(share, range(plan.num_jobs)) for path, of in part.items()}
+    with ThreadPoolExecutor(num_jobs) as pool:
+        found = {path: of for part in pool.map(share, range(num_jobs)) for path, of in part.items()}
     return {path: found[str(paths[0])] for paths in alike for path in paths}
 
 
@@ -234,16 +236,8 @@ def success_rows(found: Iterable[tuple[str, int, str, int, int]], num_episodes: 
         lower, upper = exact(total, played)
         each = {f"seed {seed}": f"{successes}/{num_episodes}" for seed, successes in by_seed.items()}
         between = f"{100 * lower:.0f} to {100 * upper:.0f}%"
-        rows.append(
-            {
-                "algorithm": algorithm,
-                "steps": steps,
-                "trained": arm,
-                **each,
-                "total": f"{total}/{played}",
-                "95%": between,
-            }
-        )
+        one = {"algorithm": algorithm, "steps": steps, "trained": arm, **each}
+        rows.append({**one, "total": f"{total}/{played}", "95%": between})
     return rows
 
 
@@ -283,7 +277,7 @@ def measure(folder: Path, plan: Plan) -> dict[str, Any]:
     tree, plain = copy_release(RELEASE, folder), copy_release(RELEASE, folder, "plain")
     runs = train_arms(tree, folder, plan)
     paths = {(*key, steps): checkpoint(run, steps) for steps in plan.steps for key, run in runs.items()}
-    played = play(plain, folder, list(paths.values()), plan)
+    played = play(plain, folder, list(paths.values()), plan.episodes, plan.num_jobs)
     starts = {found["starts"] for found in played.values()}
     if len(starts) != 1:
         raise SystemExit(f"the episodes of {len(played)} checkpoints began in {len(starts)} ways, not in one")
@@ -303,7 +297,6 @@ def measure(folder: Path, plan: Plan) -> dict[str, Any]:
         "detection": detection(runs, plan),
         "guards": guarded(tree, folder),
         "same weights": rollouts(tree, folder, paths["bc", plan.seeds[0], ARMS[0], last], plan),
-        "trained": rollouts(tree, folder, None, plan),
     }
     others = [f"{name} {importlib.metadata.version(name).split('+')[0]}" for name in ("robosuite", "mujoco", "torch")]
     measured["versions"] = ", ".join([f"robomimic {RELEASE}", *others, f"Python {sys.version.split()[0]}"])
@@ -316,7 +309,7 @@ def measure(folder: Path, plan: Plan) -> dict[str, Any]:
 def _lines(rows: Sequence[dict[str, Any]]) -> str:
     """Return a table of all columns; floats are shown to the last digit."""
     shown = [{key: repr(value) if isinstance(value, float) else value for key, value in row.items()} for row in rows]
-    return _table(shown, {key: key for key in rows[0]})
+    return pages.table_of(shown, {key: key for key in rows[0]})
 
 
 def same_statistics(rows: Sequence[dict[str, Any]]) -> bool:
@@ -327,60 +320,40 @@ def same_statistics(rows: Sequence[dict[str, Any]]) -> bool:
 def page(measured: dict[str, Any], command: str, plan: Plan) -> str:
     """Return the text of evidence/simulator.md."""
     success, found = measured["success"], measured["detection"]
-    distances = {key: key for key in found[0] if key.startswith("from one process")}
-    columns = {
-        "algorithm": "algorithm",
-        "trained": "trained on",
-        "between": "between ranks",
-        "samples": "samples per step",
-    }
+    columns = {"algorithm": "algorithm", "trained": "trained on", "between": "between ranks"}
+    columns |= {"samples": "samples a step"} | {key: key for key in found[0] if key.startswith("from one process")}
     guards = "\n".join(
-        f"- {arm}: "
-        + (f"the training ends. SyncError: {said}" if said else "not detected, because the ranks stay equal.")
+        f"- {arm}: " + (f"ends. SyncError: {said}" if said else "not detected, because the ranks stay equal.")
         for arm, said in measured["guards"].items()
     )
     verdict = "equal to the last digit" if same_statistics(measured["same weights"]) else "**not** equal"
-    alike = """
-The two broken runs save exactly the same weights, so they are evaluated once: in both, the main rank trains on the
-gradient of its own shard. They differ only in the weights of the other rank.
-"""
+    alike = "\nThe two broken runs save exactly the same weights: in both, the main rank trains on its own shard.\n"
     alike = alike if measured["controls alike"] else ""
-    seeds = ", ".join(map(str, plan.seeds))
-    sizes = ", ".join(map(str, plan.world_sizes))
     return f"""# Success in the simulator
 
-Generated by `{command}`
-after `requirements/simulator.txt` was installed:
-{measured["versions"]}, gloo on CPU; {measured["CPU minutes"]:.0f} minutes of CPU time.
+`{command}`, {measured["versions"]}, gloo on CPU; {measured["CPU minutes"]:.0f} minutes of CPU time.
 
-This page shows whether policies trained on two ranks succeed as often as policies trained in one process. The patched
-release trains on the 200 scripted Lift demonstrations in `examples/data`, with a global batch of {NUM_SAMPLES_A_STEP}.
-The published release then evaluates the policies in robosuite's Lift, without ddpshim.
-Two of the four training runs are broken on purpose: in one, gradients are never reduced, so each rank trains its own
-model and the main rank's is saved; in the other, both ranks train on the main rank's shard, so half of each global
-batch is never used. The guards are off for these two (`DDPSHIM_GUARD=0`). bc has two layers of 256; bc_rnn_gmm has two
-LSTM layers of 64, sequences of 5, and a mixture of 5 with deviations of at least 0.05. Totals:
+The patched release trains on the 200 scripted Lift demonstrations in `examples/data`, with a global batch of
+{NUM_SAMPLES_A_STEP}; the published release plays the policies in robosuite's Lift, without ddpshim. Two of the four
+arms are broken on purpose, with the guards off: gradients are never reduced, and the main rank's model is saved; or
+both ranks train on the main rank's shard.
 
 {summary(success, found)}
 
 ## Success
 
-The table counts episodes in which the cube was lifted. Every checkpoint plays {plan.num_episodes} episodes of at most
-{plan.horizon} steps (success ends an episode; demonstrations take 42) from the same {plan.num_episodes} start states:
-`seed` in `env_kwargs` is {START_SEED} (robomimic has `experiment.env_meta_update_dict` for it since 0.5.0; here it is
-set in the checkpoint's metadata), and the digest of the states is equal for all checkpoints. Training seeds: {seeds}.
-The interval is exact (Clopper and Pearson). It assumes independent episodes; those of one checkpoint are not quite
-independent.
+Episodes in which the cube was lifted: {plan.num_episodes} for each checkpoint, of at most {plan.horizon} steps, from
+the same start states. The interval (Clopper and Pearson) assumes independent episodes; those of one checkpoint are
+not quite.
 
 {_lines(success)}
 {alike}
 ## How a broken run can be detected
 
-The table has the largest difference of any single weight over the seeds, between the ranks at the end and from the run
-of one process after {", ".join(str(steps) for steps in (STEPS_AN_EPOCH, *plan.steps))} steps, and the number of
-distinct samples that all ranks together use in a step.
+The largest difference of a weight over the seeds, between the ranks at the end and from one process after so many
+steps, and the distinct samples that all ranks together use in a step:
 
-{_table(found, {**columns, **distances})}
+{pages.table_of(found, columns)}
 
 With the guards on (bc, {STEPS_AN_EPOCH} steps):
 
@@ -388,15 +361,11 @@ With the guards on (bc, {STEPS_AN_EPOCH} steps):
 
 ## Rollouts on all ranks
 
-The patched trainer splits the episodes of its rollouts over {sizes} ranks. The environment has no seed and has shaped
+The patched trainer splits the episodes of its rollouts over the ranks. The environment has no seed and has shaped
 rewards, so that the return depends on every step of every episode. From one checkpoint of bc, with bitwise equal
 weights, the statistics are {verdict}:
 
 {_lines(measured["same weights"])}
-
-After {STEPS_AN_EPOCH} steps of training on the same number of ranks, with weights equal up to rounding:
-
-{_lines(measured["trained"])}
 """
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from evidence import pages
-from evidence.differences import largest_difference, logs_differ
+from evidence.compare import TIMES_ROUNDING, largest_difference, logs_differ, names_differ, shown
 from evidence.lerobot_equivalence import read
 
 ROOT = Path(__file__).parent.parent
@@ -56,8 +56,8 @@ def compare(run: Path, plain: Path, nudged: Path) -> list[str]:
     logs = [[json.dumps(line) for line in json.loads((at / "log.json").read_text())] for at in (run, plain)]
     files = [{str(path.relative_to(at)) for path in at.rglob("*")} for at in (run, plain)]
     return [
-        *(f"{moved:.0e}", f"{off:.0e}" if off <= 10 * max(rounding, 1e-8) else f"**{off:.0e}**", f"{rounding:.0e}"),
-        *(logs_differ(*logs), f"**{sorted(files[0] ^ files[1])}**" if files[0] ^ files[1] else "same"),
+        *(f"{moved:.0e}", shown(off, TIMES_ROUNDING * max(rounding, 1e-8)), f"{rounding:.0e}"),
+        *(logs_differ(*logs), names_differ(*files)),
     ]
 
 

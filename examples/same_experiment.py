@@ -306,12 +306,11 @@ def certify(num_ranks: int, out: Path, environ: dict[str, str]) -> bool:
 def compare_speed(num_ranks: int) -> None:
     """Print the speed of a diffusion policy's U-Net, unedited, one core per process (as one GPU each), in turns."""
     sys.path.insert(0, str(ROOT))
-    from benchmarks.one_process import measure
+    from evidence.one_process import measure
 
     times: list[list[float]] = []
     for _ in range(NUM_ROUNDS):
-        arms = (None, 1), (ROOT, num_ranks)
-        times.append([min(measure("unet_256", NUM_BLOCKS, tree, size)["ms"]) for tree, size in arms])
+        times.append([min(measure("unet_256", NUM_BLOCKS, size)["ms"]) for size in (0, num_ranks)])
     alone, many = (statistics.median(found) for found in zip(*times))
     ratios = [a / b for a, b in times]
     print("\na diffusion U-Net, batch 256, one core for each process:")

@@ -124,8 +124,8 @@ def setup(
 def settle_rounding() -> None:
     """Make MKL choose now how it rounds tanh, sin, exp and the like, so that this process rounds as others do. Local.
 
-    On some machines a process's first such call is sometimes rounded differently from all later ones: on two virtual
-    cores in 26 of 500 processes (`python -m evidence.first_rounding`). Without MKL nothing changes.
+    On some machines a process's first such call is sometimes rounded differently from all later ones. Without MKL
+    nothing changes.
     """
     for dtype in (torch.float32, torch.float64):
         torch.tanh(torch.zeros(16, dtype=dtype, device="cpu"))  # the default device may be another

@@ -122,7 +122,7 @@ def best_bucket_cap_mb(module: nn.Module, backend: str) -> Optional[float]:
     """Return the bucket size that hides most of the communication behind backward; None for torch's 25 MB. Local.
 
     gloo: a sixteenth of the model, between 1 and 25 MB. A message has little overhead, and ranks wait for the last
-    bucket after backward: with 20M parameters, 25 MB is a third of all (`python -m benchmarks.overlap`).
+    bucket after backward: with 20M parameters, 25 MB is a third of all.
     """
     if backend != "gloo":
         return None

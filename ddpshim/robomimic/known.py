@@ -1,7 +1,4 @@
-"""Lists digests of the code of each robomimic release that ddpshim relies on. Imports no torch.
-
-`python -m evidence.new_release TREE` prints how a tree differs from this list.
-"""
+"""Lists digests of the code of each robomimic release that ddpshim relies on. Imports no torch."""
 
 from __future__ import annotations
 

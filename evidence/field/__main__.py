@@ -13,7 +13,6 @@ import hashlib
 import importlib.util
 import math
 import os
-import pickle
 import re
 import shutil
 import subprocess
@@ -27,8 +26,9 @@ from typing import Optional
 
 import torch
 
-from evidence.field.compare import Left, losses, probed, rows, saved, without_clock
-from evidence.field.page import written
+from evidence import pages
+from evidence.compare import is_rounding, nested_difference, numbers_differ
+from evidence.field.left import Left, rows, saved, without_clock
 from evidence.field.trainers import TRAINERS, Trainer
 
 HERE = Path(__file__).parent
@@ -41,7 +41,6 @@ ROUNDED = {
     "instructions": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "DNNL_MAX_CPU_ISA": "SSE41"},
     "nudged": {"FIELD_NUDGED": "1"},
 }
-TIMES_ROUNDING = 10.0
 IGNORED = {"__pycache__", "ddpshim-logs"}
 
 
@@ -96,7 +95,7 @@ def play(
     trainer.make_data(sources)
     before = digests(root)
     launcher = ["-m", "ddpshim", "run", "--nproc", str(num_ranks), "--log-dir", str(place / "logs")]
-    command = [sys.executable, *(launcher if num_ranks else []), *trainer.command]
+    command = [sys.executable, *(launcher if num_ranks else []), *trainer.typed.split()]
     started = time.perf_counter()
     with open(place / "printed.txt", "wb") as out:
         process = subprocess.Popen(
@@ -158,10 +157,12 @@ def _differences(one: Left, other: Left, pattern: str) -> tuple[dict[str, Option
     """Return the largest difference of each kind, and notes on files that could not be read."""
     found: dict[str, Optional[float]] = {}
     for key in ("weights", "optimizer"):
-        found[key] = max((probed(one.probes[0], ranks, key) for ranks in other.probes.values()), default=math.inf)
+        mine = [optimizer[key] for optimizer in one.probes[0]]
+        theirs = ([optimizer[key] for optimizer in ranks] for ranks in other.probes.values())
+        found[key] = max((nested_difference(mine, each) for each in theirs), default=math.inf)
     found["EMA"], _ = saved(one, other, ema=True)
     found["checkpoints"], unread = saved(one, other, ema=False)
-    found["losses"] = losses(rows(one, pattern), rows(other, pattern))
+    found["losses"] = numbers_differ(rows(one, pattern), rows(other, pattern))
     return found, unread
 
 
@@ -194,8 +195,7 @@ def compared(trainer: Trainer, one: Left, samples: list[Left], two: Left, num_ra
         if bool(sizes[0]) != bool(sizes[1]):
             notes.append(f"{name}: {sizes[0]} and {sizes[1]} bytes")
     shares = re.findall(r"ddpshim: (\d+)% of the operations on batches", two.printed)
-    most = {key: max(TOLERANCE, TIMES_ROUNDING * (rounding[key] or 0.0)) for key in differences}
-    is_equal = all(value is None or value <= most[key] for key, value in differences.items())
+    is_equal = all((by or 0.0) <= TOLERANCE or is_rounding(by or 0.0, rounding[key]) for key, by in differences.items())
     verdict, seconds = "equal" if is_equal and not notes else "differs", (one.seconds, two.seconds)
     return Row(trainer, num_ranks, verdict, differences, notes, shares[-1] if shares else None, rounding, seconds)
 
@@ -203,25 +203,14 @@ def compared(trainer: Trainer, one: Left, samples: list[Left], two: Left, num_ra
 def _left(trainer: Trainer, name: str, upstream: Path, work: Path, num_ranks: int = 0) -> Left:
     """Return the results of a trainer's run `name`: on ranks, or, if there are none, in one process."""
     place = work / trainer.name / name
-    kept = place / "left.pickle"
-    if kept.is_file():
-        return pickle.loads(kept.read_bytes())  # type: ignore[no-any-return]
-    shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     left = play(trainer, upstream.resolve(), place, num_ranks, ROUNDED.get(name, {}))
     print(f"{trainer.name} {name}: exit {left.exit_code}, {left.seconds:.0f} s", flush=True)
-    if not num_ranks:
-        kept.write_bytes(pickle.dumps(left))
     return left
 
 
-def _rows(trainer: Trainer, upstream: Path, work: Path, ranks: list[int], *, are_reused: bool) -> Iterator[Row]:
+def _rows(trainer: Trainer, upstream: Path, work: Path, ranks: list[int]) -> Iterator[Row]:
     """Yield the row of each number of ranks. A run on ranks is removed once it is compared: its files are large."""
-    kept = {num_ranks: work / trainer.name / f"row_{num_ranks}.pickle" for num_ranks in ranks}
-    if are_reused and all(path.is_file() for path in kept.values()):
-        for num_ranks, path in kept.items():
-            yield Row(trainer, num_ranks, **pickle.loads(path.read_bytes()))
-        return
     left: dict[str, Left] = {}
     for name in ("one", *ROUNDED):
         left[name] = _left(trainer, name, upstream, work)
@@ -229,14 +218,58 @@ def _rows(trainer: Trainer, upstream: Path, work: Path, ranks: list[int], *, are
             print(left[name].printed[-3000:])
             break
     samples = [left[name] for name in ROUNDED if name in left]
-    for num_ranks, path in kept.items():
+    for num_ranks in ranks:
         of_ranks = left["one"]
         if not any(one.exit_code for one in left.values()):
             of_ranks = _left(trainer, f"ranks_{num_ranks}", upstream, work, num_ranks)
-        row = compared(trainer, left["one"], samples, of_ranks, num_ranks)
-        path.write_bytes(pickle.dumps({k: v for k, v in vars(row).items() if k not in ("trainer", "num_ranks")}))
+        yield compared(trainer, left["one"], samples, of_ranks, num_ranks)
         shutil.rmtree(work / trainer.name / f"ranks_{num_ranks}", ignore_errors=True)
-        yield row
+
+
+COLUMNS = ("trainer", "ranks", "on rows", "result", "weights", "EMA", "optimizer", "logged numbers", "seconds")
+START = "<!-- what follows is written by python -m evidence.field --write evidence/trainers.md -->"
+END = "<!-- end -->\n"
+
+
+def lines_of(table: list[Row]) -> list[str]:
+    """Return a line for each trainer, the worst of its numbers of ranks; then the notes, and the sources."""
+    of_trainer: dict[str, list[Row]] = {}
+    for row in table:
+        of_trainer.setdefault(row.trainer.name, []).append(row)
+    lines = [*pages.table(COLUMNS, map(_cells, of_trainer.values()), prints=False), ""]
+    lines += [f"- {row.trainer.name}, {row.num_ranks} ranks: {note}" for row in table for note in row.notes if note]
+    sources: dict[tuple[str, str], list[Trainer]] = {}
+    for trainer in (each[0].trainer for each in of_trainer.values()):
+        sources.setdefault(trainer.source, []).append(trainer)
+    of_source = (
+        (owner, commit[:12], *(", ".join(dict.fromkeys(words)) for words in (_names(own), _stubs(own))))
+        for (owner, commit), own in sources.items()
+    )
+    return [*lines, "", *pages.table(("source", "commit", "trainers", "stand-ins"), of_source, prints=False)]
+
+
+def _names(trainers: list[Trainer]) -> list[str]:
+    return [trainer.name for trainer in trainers]
+
+
+def _stubs(trainers: list[Trainer]) -> list[str]:
+    return [stub for trainer in trainers for stub in trainer.stubs]
+
+
+def _cells(of: list[Row]) -> tuple[str, ...]:
+    results = [row.verdict if row.verdict == "equal" else f"**{row.verdict}** on {row.num_ranks}" for row in of]
+    shown = []
+    for key in ("weights", "EMA", "optimizer", "losses"):
+        values = [value for row in of if (value := row.differences.get(key)) is not None]
+        shown.append(f"{_short(max(values))} ({_short(of[0].rounding.get(key) or 0.0)})" if values else "")
+    ranks, seconds = ", ".join(str(row.num_ranks) for row in of), max(row.seconds[1] for row in of)
+    least = min((int(row.on_rows) for row in of if row.on_rows), default=None)
+    on_rows = "" if least is None else f"{least}%"
+    return of[0].trainer.name, ranks, on_rows, ", ".join(dict.fromkeys(results)), *shown, f"{seconds:.0f}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.0e}" if value else "0"
 
 
 def main() -> int:
@@ -244,8 +277,7 @@ def main() -> int:
     parser.add_argument("--upstream", type=Path, default=os.environ.get("DDPSHIM_UPSTREAM"))
     parser.add_argument("--nproc", default="2", help="numbers of ranks, with commas between them")
     parser.add_argument("--only", default="", help="names, with commas between them")
-    parser.add_argument("--work", type=Path, help="keep rows and runs of one process here; reuse the latter")
-    parser.add_argument("--reuse-rows", action="store_true", help="reuse the rows of --work too")
+    parser.add_argument("--work", type=Path, help="a new folder, to keep runs of one process")
     parser.add_argument("--write", type=Path, help="the page to write")
     args = parser.parse_args()
     if not args.upstream:
@@ -260,8 +292,7 @@ def main() -> int:
         if lacking or not (args.upstream / trainer.upstream).is_dir():
             print(f"{trainer.name}: skipped, lacking {lacking or trainer.upstream}", flush=True)
             continue
-        ranks = [*map(int, args.nproc.split(","))]
-        for row in _rows(trainer, args.upstream, work, ranks, are_reused=args.reuse_rows):
+        for row in _rows(trainer, args.upstream, work, [*map(int, args.nproc.split(","))]):
             table.append(row)
             shown = f"{row.verdict} {row.differences} {row.notes}; rounding {row.rounding}"
             print(
@@ -269,7 +300,7 @@ def main() -> int:
                 flush=True,
             )
     if args.write:
-        args.write.write_text(written(table))
+        pages.fill(args.write, START, "\n".join(lines_of(table)) + "\n", END)
     return int(any(row.verdict in ("differs", "failed") for row in table))
 
 

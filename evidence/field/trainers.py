@@ -34,7 +34,7 @@ class Trainer:
 
     name: str
     source: tuple[str, str]  # owner/name on GitHub, commit
-    command: list[str]  # the arguments after `python`, or after `python -m ddpshim run --nproc 2`
+    typed: str  # the arguments after `python`, or after `python -m ddpshim run --nproc 2`
     make_data: Callable[[Path], None]  # writes data into the folder of the trainer's sources
     folder: str = "."  # the working directory, in those sources
     environment: dict[str, str] = field(default_factory=dict)
@@ -48,23 +48,13 @@ class Trainer:
         return self.source[0].replace("/", "+")
 
 
-def workspace(name: str, config: str, *overrides: str, **more: object) -> Trainer:
+def workspace(name: str, kind: str, overrides: str, **more: object) -> Trainer:
     """Return a workspace of diffusion_policy: small, on the CPU, without a simulator, with its version of robomimic."""
-    command = [
-        "train.py",
-        f"--config-name={config}",
-        "training.device=cpu",
-        "training.num_epochs=3",
-        "training.rollout_every=1",
-        "training.checkpoint_every=1",
-        "++training.sample_every=1",
-        "dataloader.batch_size=16",
-        "val_dataloader.batch_size=16",
-        "task.dataset.val_ratio=0.3",
-        "logging.mode=disabled",
-        "checkpoint.topk.k=2",
-        *overrides,
-    ]
+    command = (
+        f"train.py --config-name=train_{kind}_workspace training.device=cpu training.num_epochs=3 "
+        "training.rollout_every=1 training.checkpoint_every=1 ++training.sample_every=1 dataloader.batch_size=16 "
+        "val_dataloader.batch_size=16 task.dataset.val_ratio=0.3 logging.mode=disabled checkpoint.topk.k=2 "
+    )
     arguments: dict[str, object] = {
         "source": DIFFUSION_POLICY,
         "make_data": data.pusht,
@@ -73,20 +63,21 @@ def workspace(name: str, config: str, *overrides: str, **more: object) -> Traine
         "stubs": ("simulator",),
         **more,
     }
-    return Trainer(name, command=command, **arguments)  # type: ignore[arg-type]
+    return Trainer(name, typed=command + overrides, **arguments)  # type: ignore[arg-type]
 
 
-def runner(kind: str, **shapes: list[int]) -> list[str]:
+def runner(kind: str, **shapes: list[int]) -> str:
     """Return the overrides that replace the simulator by evidence/field/stubs/field_runner.py."""
     shown = ",".join(f"{name}:{shape}" for name, shape in shapes.items()).replace(" ", "")
-    return [f"task.env_runner._target_=field_runner.{kind}", f"+task.env_runner.shapes={{{shown}}}"]
+    return f"task.env_runner._target_=field_runner.{kind} +task.env_runner.shapes={{{shown}}} "
 
 
-PUSHT = ["task=pusht_lowdim", *runner("lowdim", obs=[20])]
-BLOCKPUSH = ["task=blockpush_lowdim_seed", *runner("lowdim", obs=[16])]
-PUSHT_IMAGE = ["task=pusht_image", *runner("image", image=[3, 96, 96], agent_pos=[2])]
-SMALL_UNET = ["policy.down_dims=[16,32]", "policy.n_groups=4", "policy.diffusion_step_embed_dim=16"]
-WARM = ["training.lr_warmup_steps=2"]
+PUSHT = f"task=pusht_lowdim {runner('lowdim', obs=[20])}"
+BLOCKPUSH = f"task=blockpush_lowdim_seed {runner('lowdim', obs=[16])}"
+PUSHT_IMAGE = f"task=pusht_image {runner('image', image=[3, 96, 96], agent_pos=[2])}training.num_epochs=2 "
+POINTS = runner("points", point_cloud=[512, 3], agent_pos=[24])
+SMALL_UNET = "policy.down_dims=[16,32] policy.n_groups=4 policy.diffusion_step_embed_dim=16 "
+WARM = "training.lr_warmup_steps=2 "
 
 
 def visualnav(name: str) -> Trainer:
@@ -94,7 +85,7 @@ def visualnav(name: str) -> Trainer:
     return Trainer(
         name,
         VISUALNAV,
-        ["train.py", "--config", str(Path(__file__).parent / "configs" / f"{name}.yaml")],
+        f"train.py --config {Path(__file__).parent / 'configs' / name}.yaml",
         data.trajectories,
         folder="train",
         environment={"MPLBACKEND": "Agg"},
@@ -104,16 +95,13 @@ def visualnav(name: str) -> Trainer:
     )
 
 
-def corl(name: str, *options: str) -> Trainer:
+def corl(name: str) -> Trainer:
     """Return one of CORL's offline algorithms."""
     return Trainer(
         f"corl_{name}",
         CORL,
-        [
-            *(f"algorithms/offline/{name}.py", "--device", "cpu", "--seed", "0", "--buffer_size", "200"),
-            *("--batch_size", "64", "--max_timesteps", "20", "--eval_freq", "10", "--n_episodes", "2"),
-            *("--checkpoints_path", "checkpoints", *options),
-        ],
+        f"algorithms/offline/{name}.py --device cpu --seed 0 --buffer_size 200 --batch_size 64 --max_timesteps 20 "
+        "--eval_freq 10 --n_episodes 2 --checkpoints_path checkpoints",
         data.nothing,
         needs=("pyrallis",),
         stubs=("gym", "wandb"),
@@ -121,12 +109,12 @@ def corl(name: str, *options: str) -> Trainer:
     )
 
 
-def cleanrl(name: str, *options: str) -> Trainer:
+def cleanrl(name: str, options: str) -> Trainer:
     """Return one of cleanrl's algorithms, with the simulator that it uses."""
     return Trainer(
         f"cleanrl_{name.split('_')[0]}",
         CLEANRL,
-        [f"cleanrl/{name}.py", "--seed", "1", *options],
+        f"cleanrl/{name}.py --seed 1 {options}",
         data.nothing,
         environment={"FIELD_INSTEAD": "torch.utils.tensorboard:field_tensorboard"},
         needs=("gymnasium", "tyro"),
@@ -135,16 +123,13 @@ def cleanrl(name: str, *options: str) -> Trainer:
     )
 
 
-def d3il(agent: str, *options: str) -> Trainer:
+def d3il(agent: str, options: str = "") -> Trainer:
     """Return one of d3il's agents."""
     return Trainer(
         f"d3il_{agent}",
         D3IL,
-        [
-            *("run.py", f"agents={agent}_agent", f"agent_name={agent}", "data_directory=walks", "device=cpu"),
-            *("epoch=2", "train_batch_size=16", "val_batch_size=16", "num_workers=1", "hidden_dim=32"),
-            *("num_hidden_layers=2", "n_layer=2", "n_embd=24", *options),
-        ],
+        f"run.py agents={agent}_agent agent_name={agent} data_directory=walks device=cpu epoch=2 train_batch_size=16 "
+        f"val_batch_size=16 num_workers=1 hidden_dim=32 num_hidden_layers=2 n_layer=2 n_embd=24 {options}",
         data.avoiding,
         environment={
             "FIELD_INSTEAD": "simulation.avoiding_sim:field_d3il",
@@ -160,117 +145,48 @@ def d3il(agent: str, *options: str) -> Trainer:
 TRAINERS = [
     workspace(
         "unet_lowdim",
-        "train_diffusion_unet_lowdim_workspace",
-        *PUSHT,
-        *WARM,
-        "policy.model.down_dims=[16,32]",
-        "policy.model.n_groups=4",
-        "policy.model.diffusion_step_embed_dim=16",
-        "policy.num_inference_steps=3",
+        "diffusion_unet_lowdim",
+        f"{PUSHT}{WARM}policy.model.down_dims=[16,32] policy.model.n_groups=4 "
+        "policy.model.diffusion_step_embed_dim=16 policy.num_inference_steps=3",
     ),
     workspace(
         "transformer_lowdim",
-        "train_diffusion_transformer_lowdim_workspace",
-        *BLOCKPUSH,
-        *WARM,
-        "policy.model.n_layer=2",
-        "policy.model.n_emb=32",
-        "policy.num_inference_steps=3",
+        "diffusion_transformer_lowdim",
+        f"{BLOCKPUSH}{WARM}policy.model.n_layer=2 policy.model.n_emb=32 policy.num_inference_steps=3",
         make_data=data.blockpush,
     ),
     workspace(
         "bet_lowdim",
-        "train_bet_lowdim_workspace",
-        *BLOCKPUSH,
-        "policy.action_ae.num_bins=6",
-        "policy.state_prior.n_layer=2",
-        "policy.state_prior.n_embd=32",
+        "bet_lowdim",
+        f"{BLOCKPUSH}policy.action_ae.num_bins=6 policy.state_prior.n_layer=2 policy.state_prior.n_embd=32",
         make_data=data.blockpush,
     ),
-    workspace(
-        "ibc_lowdim",
-        "train_ibc_dfo_lowdim_workspace",
-        *PUSHT,
-        *WARM,
-        "policy.train_n_neg=32",
-        "policy.pred_n_samples=32",
-    ),
-    workspace(
-        "robomimic_lowdim",
-        "train_robomimic_lowdim_workspace",
-        *PUSHT,
-    ),
+    workspace("ibc_lowdim", "ibc_dfo_lowdim", f"{PUSHT}{WARM}policy.train_n_neg=32 policy.pred_n_samples=32"),
+    workspace("robomimic_lowdim", "robomimic_lowdim", PUSHT),
     workspace(
         "unet_image",
-        "train_diffusion_unet_image_workspace",
-        *PUSHT_IMAGE,
-        *WARM,
-        *SMALL_UNET,
-        "policy.num_inference_steps=3",
-        "policy.obs_encoder.crop_shape=[84,84]",
-        "training.num_epochs=2",
+        "diffusion_unet_image",
+        f"{PUSHT_IMAGE}{WARM}{SMALL_UNET}policy.num_inference_steps=3 policy.obs_encoder.crop_shape=[84,84]",
     ),
     workspace(
         "unet_hybrid",
-        "train_diffusion_unet_hybrid_workspace",
-        *PUSHT_IMAGE,
-        *WARM,
-        *SMALL_UNET,
-        "policy.num_inference_steps=3",
-        "policy.crop_shape=[84,84]",
-        "training.num_epochs=2",
+        "diffusion_unet_hybrid",
+        f"{PUSHT_IMAGE}{WARM}{SMALL_UNET}policy.num_inference_steps=3 policy.crop_shape=[84,84]",
     ),
     workspace(
         "transformer_hybrid",
-        "train_diffusion_transformer_hybrid_workspace",
-        *PUSHT_IMAGE,
-        *WARM,
-        "policy.n_layer=2",
-        "policy.n_emb=32",
-        "policy.num_inference_steps=3",
-        "policy.crop_shape=[84,84]",
-        "training.num_epochs=2",
+        "diffusion_transformer_hybrid",
+        f"{PUSHT_IMAGE}{WARM}policy.n_layer=2 policy.n_emb=32 policy.num_inference_steps=3 policy.crop_shape=[84,84]",
     ),
-    workspace(
-        "ibc_hybrid",
-        "train_ibc_dfo_hybrid_workspace",
-        *PUSHT_IMAGE,
-        *WARM,
-        "policy.train_n_neg=16",
-        "policy.pred_n_samples=16",
-        "training.num_epochs=2",
-    ),
-    workspace(
-        "robomimic_image",
-        "train_robomimic_image_workspace",
-        *PUSHT_IMAGE,
-        "policy.crop_shape=[84,84]",
-        "training.num_epochs=2",
-    ),
+    workspace("ibc_hybrid", "ibc_dfo_hybrid", f"{PUSHT_IMAGE}{WARM}policy.train_n_neg=16 policy.pred_n_samples=16"),
+    workspace("robomimic_image", "robomimic_image", f"{PUSHT_IMAGE}policy.crop_shape=[84,84]"),
     Trainer(
         "dp3",
         DP3,
-        [
-            "train.py",
-            "--config-name=simple_dp3.yaml",
-            "task=adroit_pen",
-            *runner("points", point_cloud=[512, 3], agent_pos=[24]),
-            "training.device=cpu",
-            "training.num_epochs=3",
-            "training.rollout_every=1",
-            "training.checkpoint_every=1",
-            "training.sample_every=1",
-            "training.lr_warmup_steps=2",
-            "dataloader.batch_size=16",
-            "dataloader.num_workers=1",
-            "val_dataloader.num_workers=1",
-            "policy.down_dims=[16,32]",
-            "policy.n_groups=4",
-            "policy.diffusion_step_embed_dim=16",
-            "policy.num_inference_steps=3",
-            "checkpoint.save_ckpt=True",
-            "logging.mode=disabled",
-        ],
+        f"train.py --config-name=simple_dp3.yaml task=adroit_pen {POINTS}{WARM}{SMALL_UNET}training.device=cpu "
+        "training.num_epochs=3 training.rollout_every=1 training.checkpoint_every=1 training.sample_every=1 "
+        "dataloader.batch_size=16 dataloader.num_workers=1 val_dataloader.num_workers=1 "
+        "policy.num_inference_steps=3 checkpoint.save_ckpt=True logging.mode=disabled",
         data.adroit,
         folder="3D-Diffusion-Policy",
         needs=("hydra", "zarr", "numba", "diffusers", "einops", "dill"),
@@ -280,31 +196,9 @@ TRAINERS = [
     Trainer(
         "act",
         ACT,
-        [
-            "imitate_episodes.py",
-            "--task_name",
-            "sim_transfer_cube_scripted",
-            "--ckpt_dir",
-            "checkpoints",
-            "--policy_class",
-            "ACT",
-            "--kl_weight",
-            "10",
-            "--chunk_size",
-            "6",
-            "--hidden_dim",
-            "32",
-            "--dim_feedforward",
-            "32",
-            "--batch_size",
-            "8",
-            "--num_epochs",
-            "2",
-            "--lr",
-            "1e-4",
-            "--seed",
-            "0",
-        ],
+        "imitate_episodes.py --task_name sim_transfer_cube_scripted --ckpt_dir checkpoints --policy_class ACT "
+        "--kl_weight 10 --chunk_size 6 --hidden_dim 32 --dim_feedforward 32 --batch_size 8 --num_epochs 2 --lr 1e-4 "
+        "--seed 0",
         data.aloha,
         environment={"FIELD_CUDA": "cpu", "MPLBACKEND": "Agg", "TORCH_HOME": "{sources}/torch_home"},
         needs=("h5py", "einops", "cv2"),
@@ -315,30 +209,12 @@ TRAINERS = [
     Trainer(
         "libero",
         LIBERO,
-        [
-            "home/lifelong.main",
-            "lifelong=multitask",
-            "lifelong.eval_in_train=true",
-            "device=cpu",
-            "seed=0",
-            "train.n_epochs=2",
-            "train.batch_size=16",
-            "train.num_workers=1",
-            "eval.eval_every=1",
-            "eval.n_eval=2",
-            "eval.use_mp=false",
-            "eval.max_steps=2",
-            "eval.num_workers=1",
-            "eval.batch_size=16",
-            "data.seq_len=2",
-            "policy/data_augmentation@policy.color_aug=identity_aug",
-            "policy.embed_size=16",
-            "policy.transformer_num_layers=1",
-            "policy.transformer_num_heads=2",
-            "policy.transformer_head_output_size=16",
-            "policy.transformer_mlp_hidden_size=16",
-            "policy.transformer_max_seq_len=2",
-        ],
+        "home/lifelong.main lifelong=multitask lifelong.eval_in_train=true device=cpu seed=0 train.n_epochs=2 "
+        "train.batch_size=16 train.num_workers=1 eval.eval_every=1 eval.n_eval=2 eval.use_mp=false eval.max_steps=2 "
+        "eval.num_workers=1 eval.batch_size=16 data.seq_len=2 policy/data_augmentation@policy.color_aug=identity_aug "
+        "policy.embed_size=16 policy.transformer_num_layers=1 policy.transformer_num_heads=2 "
+        "policy.transformer_head_output_size=16 policy.transformer_mlp_hidden_size=16 "
+        "policy.transformer_max_seq_len=2",
         data.libero,
         environment={
             "LIBERO_CONFIG_PATH": "{sources}/home",
@@ -354,30 +230,12 @@ TRAINERS = [
     Trainer(
         "umi",
         UMI,
-        [
-            "train.py",
-            "--config-name=train_diffusion_unet_timm_umi_workspace",
-            "task.shape_meta.obs.camera0_rgb.shape=[3,64,64]",
-            "task.action_horizon=4",
-            "task.obs_down_sample_steps=1",
-            "task.dataset.val_ratio=0.3",
-            "policy.obs_encoder.model_name=resnet18",
-            "policy.obs_encoder.pretrained=False",
-            "policy.num_inference_steps=2",
-            *SMALL_UNET,
-            *WARM,
-            "training.num_epochs=2",
-            "training.rollout_every=1",
-            "training.checkpoint_every=1",
-            "training.sample_every=1",
-            "dataloader.batch_size=8",
-            "dataloader.num_workers=1",
-            "val_dataloader.batch_size=8",
-            "val_dataloader.num_workers=1",
-            "checkpoint.topk.k=2",
-            "logging.mode=disabled",
-            "hydra.run.dir=data/outputs/run",
-        ],
+        f"train.py --config-name=train_diffusion_unet_timm_umi_workspace {SMALL_UNET}{WARM}"
+        "task.shape_meta.obs.camera0_rgb.shape=[3,64,64] task.action_horizon=4 task.obs_down_sample_steps=1 "
+        "task.dataset.val_ratio=0.3 policy.obs_encoder.model_name=resnet18 policy.obs_encoder.pretrained=False "
+        "policy.num_inference_steps=2 training.num_epochs=2 training.rollout_every=1 training.checkpoint_every=1 "
+        "training.sample_every=1 dataloader.batch_size=8 dataloader.num_workers=1 val_dataloader.batch_size=8 "
+        "val_dataloader.num_workers=1 checkpoint.topk.k=2 logging.mode=disabled hydra.run.dir=data/outputs/run",
         data.umi,
         environment={"ACCELERATE_USE_CPU": "true"},
         needs=("hydra", "zarr", "numba", "diffusers", "einops", "dill", "wandb", "accelerate", "timm", "imagecodecs"),
@@ -388,10 +246,7 @@ TRAINERS = [
     Trainer(
         "dcgan",
         EXAMPLES,
-        [
-            *("main.py", "--dataset", "fake", "--batchSize", "64", "--imageSize", "64", "--ngf", "4", "--ndf", "4"),
-            *("--niter", "1", "--manualSeed", "1", "--outf", "out"),
-        ],
+        "main.py --dataset fake --batchSize 64 --imageSize 64 --ngf 4 --ndf 4 --niter 1 --manualSeed 1 --outf out",
         data.nothing,
         folder="dcgan",
         losses=r"Loss_D",
@@ -399,7 +254,7 @@ TRAINERS = [
     Trainer(
         "vae",
         EXAMPLES,
-        ["main.py", "--batch-size", "16", "--epochs", "2", "--log-interval", "4"],
+        "main.py --batch-size 16 --epochs 2 --log-interval 4",
         data.mnist_and_results,
         folder="vae",
         losses=r"Epoch|Test set",
@@ -407,7 +262,7 @@ TRAINERS = [
     Trainer(
         "mnist",
         EXAMPLES,
-        ["main.py", "--batch-size", "16", "--epochs", "2", "--log-interval", "4", "--save-model"],
+        "main.py --batch-size 16 --epochs 2 --log-interval 4 --save-model",
         data.mnist,
         folder="mnist",
         losses=r"Epoch|Test set",
@@ -415,12 +270,10 @@ TRAINERS = [
     Trainer(
         "nanogpt",
         NANOGPT,
-        [
-            *("train.py", "--dataset=tiny", "--device=cpu", "--dtype=float32", "--compile=False", "--wandb_log=True"),
-            *("--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16", "--batch_size=12", "--dropout=0.1"),
-            *("--gradient_accumulation_steps=2", "--max_iters=12", "--warmup_iters=2", "--lr_decay_iters=12"),
-            *("--eval_interval=3", "--eval_iters=3", "--log_interval=100"),
-        ],
+        "train.py --dataset=tiny --device=cpu --dtype=float32 --compile=False --wandb_log=True --n_layer=2 "
+        "--n_head=2 --n_embd=32 --block_size=16 --batch_size=12 --dropout=0.1 "
+        "--gradient_accumulation_steps=2 --max_iters=12 --warmup_iters=2 --lr_decay_iters=12 "
+        "--eval_interval=3 --eval_iters=3 --log_interval=100",
         data.tokens,
         stubs=("wandb",),
         path=(WANDB_STUB,),
@@ -428,11 +281,8 @@ TRAINERS = [
     Trainer(
         "dt_gym",
         DECISION_TRANSFORMER,
-        [
-            *("experiment.py", "--device", "cpu", "--K", "6", "--batch_size", "16", "--embed_dim", "32"),
-            *("--warmup_steps", "4", "--num_eval_episodes", "1", "--max_iters", "2", "--num_steps_per_iter", "8"),
-            *("--log_to_wandb", "True"),
-        ],
+        "experiment.py --device cpu --K 6 --batch_size 16 --embed_dim 32 --warmup_steps 4 "
+        "--num_eval_episodes 1 --max_iters 2 --num_steps_per_iter 8 --log_to_wandb True",
         data.hopper,
         folder="gym",
         environment={"FIELD_SEED": "wandb"},
@@ -442,10 +292,8 @@ TRAINERS = [
     Trainer(
         "dt_atari",
         DECISION_TRANSFORMER,
-        [
-            *("run_dt_atari.py", "--context_length", "4", "--epochs", "2", "--num_steps", "60", "--num_buffers", "5"),
-            *("--trajectories_per_buffer", "1", "--batch_size", "16"),
-        ],
+        "run_dt_atari.py --context_length 4 --epochs 2 --num_steps 60 --num_buffers 5 "
+        "--trajectories_per_buffer 1 --batch_size 16",
         data.nothing,
         folder="atari",
         environment={
@@ -461,23 +309,17 @@ TRAINERS = [
     corl("td3_bc"),
     corl("iql"),
     corl("cql"),
-    cleanrl(
-        "ppo",
-        *("--total-timesteps", "256", "--num-envs", "4", "--num-steps", "32", "--num-minibatches", "2"),
-    ),
+    cleanrl("ppo", "--total-timesteps 256 --num-envs 4 --num-steps 32 --num-minibatches 2"),
     cleanrl(
         "sac_continuous_action",
-        *("--env-id", "Pendulum-v1", "--total-timesteps", "220", "--learning-starts", "190", "--batch-size", "64"),
+        "--env-id Pendulum-v1 --total-timesteps 220 --learning-starts 190 --batch-size 64",
     ),
     Trainer(
         "diffuser",
         DIFFUSER,
-        [
-            *("scripts/train.py", "--dataset", "hopper-medium-expert-v2", "--device", "cpu", "--seed", "1"),
-            *("--horizon", "8", "--n_diffusion_steps", "4", "--max_path_length", "12", "--batch_size", "8"),
-            *("--n_train_steps", "8", "--n_steps_per_epoch", "8", "--n_saves", "4", "--save_freq", "2"),
-            *("--sample_freq", "4"),
-        ],
+        "scripts/train.py --dataset hopper-medium-expert-v2 --device cpu --seed 1 --horizon 8 "
+        "--n_diffusion_steps 4 --max_path_length 12 --batch_size 8 --n_train_steps 8 --n_steps_per_epoch 8 "
+        "--n_saves 4 --save_freq 2 --sample_freq 4",
         data.nothing,
         environment={
             "FIELD_CUDA": "cpu",
@@ -493,12 +335,10 @@ TRAINERS = [
     Trainer(
         "vq_bet_vqvae",
         VQ_BET,
-        [
-            *("pretrain_vqvae.py", "--config-name=pretrain_kitchen", "env_vars.dataset_path=..", "device=cpu"),
-            *("env_vars.datasets.relay_kitchen=../kitchen", "env_vars.save_path=.", "action_window_size=3"),
-            *("window_size=5", "goal_window_size=5", "batch_size=16", "epochs=2", "vqvae_model.n_latent_dims=32"),
-            *("vqvae_model.vqvae_n_embed=8",),
-        ],
+        "pretrain_vqvae.py --config-name=pretrain_kitchen env_vars.dataset_path=.. device=cpu "
+        "env_vars.datasets.relay_kitchen=../kitchen env_vars.save_path=. action_window_size=3 "
+        "window_size=5 goal_window_size=5 batch_size=16 epochs=2 vqvae_model.n_latent_dims=32 "
+        "vqvae_model.vqvae_n_embed=8",
         data.kitchen,
         folder="examples",
         environment={"FIELD_CUDA": "cpu", "FIELD_OLDER": "1", "FIELD_SEED": "wandb"},
@@ -509,12 +349,10 @@ TRAINERS = [
     Trainer(
         "minibet",
         MINIBET,
-        [
-            *("train.py", "env_vars.datasets.relay_kitchen=../kitchen", "device=cpu", "window_size=5", "epochs=3"),
-            *("batch_size=16", "eval_freq=1", "eval_on_env_freq=1", "num_env_evals=1", "num_final_evals=1"),
-            *("num_final_eval_per_goal=1", "save_every=1", "model.n_clusters=6", "model.kmeans_fit_steps=3"),
-            *("model.gpt_model.config.n_layer=2", "model.gpt_model.config.n_embd=24"),
-        ],
+        "train.py env_vars.datasets.relay_kitchen=../kitchen device=cpu window_size=5 epochs=3 "
+        "batch_size=16 eval_freq=1 eval_on_env_freq=1 num_env_evals=1 num_final_evals=1 "
+        "num_final_eval_per_goal=1 save_every=1 model.n_clusters=6 model.kmeans_fit_steps=3 "
+        "model.gpt_model.config.n_layer=2 model.gpt_model.config.n_embd=24",
         data.kitchen,
         folder="examples",
         environment={"FIELD_OLDER": "1", "FIELD_INSTEAD": "kitchen_env:field_kitchen"},
@@ -525,12 +363,9 @@ TRAINERS = [
     Trainer(
         "act_plus_plus",
         ACT_PLUS_PLUS,
-        [
-            *("imitate_episodes.py", "--task_name", "sim_transfer_cube_human", "--ckpt_dir", "checkpoints"),
-            *("--policy_class", "ACT", "--no_encoder", "--kl_weight", "10", "--chunk_size", "6", "--hidden_dim", "32"),
-            *("--dim_feedforward", "32", "--batch_size", "4", "--num_steps", "4", "--validate_every", "4"),
-            *("--save_every", "2", "--lr", "1e-4", "--seed", "0"),
-        ],
+        "imitate_episodes.py --task_name sim_transfer_cube_human --ckpt_dir checkpoints --policy_class ACT "
+        "--no_encoder --kl_weight 10 --chunk_size 6 --hidden_dim 32 --dim_feedforward 32 --batch_size 4 "
+        "--num_steps 4 --validate_every 4 --save_every 2 --lr 1e-4 --seed 0",
         data.aloha_human,
         environment={
             "FIELD_CUDA": "cpu",
@@ -547,11 +382,9 @@ TRAINERS = [
     Trainer(
         "dppo",
         DPPO,
-        [
-            *("script/run.py", "--config-dir=cfg/gym/pretrain/hopper-medium-v2", "--config-name=pre_diffusion_mlp"),
-            *("device=cpu", "denoising_steps=5", "train.n_epochs=3", "train.batch_size=16", "train.save_model_freq=1"),
-            *("+train.epoch_start_ema=2", "+train.update_ema_freq=1", "model.network.mlp_dims=[32,32,32]"),
-        ],
+        "script/run.py --config-dir=cfg/gym/pretrain/hopper-medium-v2 --config-name=pre_diffusion_mlp "
+        "device=cpu denoising_steps=5 train.n_epochs=3 train.batch_size=16 train.save_model_freq=1 "
+        "+train.epoch_start_ema=2 +train.update_ema_freq=1 model.network.mlp_dims=[32,32,32]",
         data.stitched,
         environment={
             "FIELD_CUDA": "cpu",

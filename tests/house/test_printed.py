@@ -1,7 +1,4 @@
-"""Each command, page, file and extra that a message, a help text or a page names exists and takes its arguments.
-
-What the first of them do on a new user's machine is shown by `python -m evidence.newcomer`.
-"""
+"""Each command, page, file and extra that a message, a help text or a page names exists and takes its arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from ddpshim.tools import pages
 
 ROOT = Path(__file__).parents[2]
 VALUE = "\0"  # what a message puts in
-FOLDERS = "benchmarks|docs|evidence|examples|patches|requirements|tests"
+FOLDERS = "docs|evidence|examples|patches|requirements|tests"
 COMMANDS = "run|check|patch|report|selftest|slurm|example|docs"
 # Quoted as code, where `python -m ddpshim` may be left out; or up to what ends a command in a sentence.
 QUOTED = re.compile(rf"(?<!`)`(?:python3? -m )?(?:ddpshim )?((?:{COMMANDS}) [^`]+)`(?!`)")
@@ -129,7 +126,7 @@ def _faults(name: str, text: str) -> Iterator[str]:
 
 def _unseen_by_users(text: str) -> list[str]:
     """Files of the repository, which the wheel does not have."""
-    return re.findall(r"(?:docs|examples|evidence|benchmarks|patches)/[\w/.-]+\.\w+|(?:See |\()MIGRATION\.md", text)
+    return re.findall(r"(?:docs|examples|evidence|patches)/[\w/.-]+\.\w+|(?:See |\()MIGRATION\.md", text)
 
 
 @pytest.mark.parametrize("texts", [_pages, _messages])
@@ -145,7 +142,7 @@ def test_what_does_not_exist_is_found() -> None:
         f"`python -m ddpshim run --nproc {VALUE} --dry FILE`",
         "`report` builds it: python -m ddpshim reprot lift_bc",
         "run `python -m evidence.no_such_program`",
-        "run `python -m evidence.newcomer --pyton 3.9`",
+        "run `python -m evidence.matrix --pyton 3.9`",
         "see `python -m ddpshim docs lunch`",
         "pip install 'ddpshim[reports]'",
         "as examples/train_afterwards.py does",

@@ -124,8 +124,7 @@ SEAMS = [
 ]
 # These are documented, or only in an annotation.
 PUBLIC = {"_version", "_getframe", "_current_frames", "_exit", "_fields", "_asdict", "_SubParsersAction"}
-# Of robomimic's datasets and algorithms, tf.data, W&B, and wrappers of environments; evidence/new_release.py looks at
-# robomimic's.
+# Of robomimic's datasets and algorithms, tf.data, W&B, and wrappers of environments.
 OF_CODEBASES = {
     *("_check_epoch", "_num_batch_steps", "_demo_id_to_demo_length", "_demo_id_to_start_indices", "_ds_ind_bins"),
     *("_demo_id_to_demo_lang_emb", "_hdf5_file", "_index_to_demo_id", "_lang_emb", "_data", "_data_loader", "_inputs"),

@@ -1,4 +1,4 @@
-"""What importing ddpshim loads; how long it takes is measured by `python -m benchmarks.import_cost`."""
+"""What importing ddpshim loads."""
 
 from __future__ import annotations
 

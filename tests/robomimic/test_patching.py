@@ -24,7 +24,7 @@ from ddpshim.trainers.patching import files as patching
 from ddpshim.trainers.patching import patchset, replacing
 from ddpshim.trainers.patching.files import apply, check, revert, status
 from ddpshim.trainers.patching.patchset import build_manifest, load_sets
-from ddpshim.trainers.patching.unidiff import apply_diff, parse_diff
+from ddpshim.trainers.patching.unidiff import apply_diff, apply_moved, parse_diff
 from tests.preloaded_commands import patience
 
 LIBRARY = Path(ddpshim.__file__).parent
@@ -803,3 +803,37 @@ def test_commands_print_and_give_exit_codes(
     code, out, _ = run("manifest", str(folder), "--source", pristine, "--base", "again")
     assert code == 0
     assert load_sets(toy.patches)[0].base == "again"
+
+
+MOVED_DIFF = b"""--- a/bot/train.py
++++ b/bot/train.py
+@@ -1,2 +1,3 @@
+ import torch
++import ddpshim
+ import bot
+@@ -5 +6 @@
+-    fit()
++    ddpshim.fit()
+"""
+
+
+def test_hunks_are_found_at_other_lines_if_they_stand_there_once() -> None:
+    (diff,) = parse_diff(MOVED_DIFF, "x.patch")
+    moved = b"# new\nimport torch\nimport bot\n\n\n\ndef run():\n    fit()\n"
+    patched = b"# new\nimport torch\nimport ddpshim\nimport bot\n\n\n\ndef run():\n    ddpshim.fit()\n"
+    assert apply_moved(diff, moved) == (patched, [])
+    twice, odd = apply_moved(diff, moved + b"    fit()\n")
+    assert odd == ["line 5: 'fit()' and the lines after it occur at lines 9, 10"]
+    assert twice.count(b"ddpshim.fit") == 0
+    assert twice.count(b"import ddpshim") == 1
+    assert apply_moved(diff, b"import torch\n")[1] == [
+        "line 1: 'import torch' and the lines after it occur nowhere",
+        "line 5: 'fit()' and the lines after it occur nowhere",
+    ]
+
+
+def test_a_hunk_without_lines_of_its_own_is_for_a_person() -> None:
+    (diff,) = parse_diff(b"--- a/bot/train.py\n+++ b/bot/train.py\n@@ -1,0 +2 @@\n+import ddpshim\n", "x.patch")
+    content, odd = apply_moved(diff, b"import torch\n")
+    assert content == b"import torch\n"
+    assert odd == ["line 1: has no unchanged line to find it by; place it by hand"]

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from evidence.field import compare
+from evidence import compare
+from evidence.field.left import without_clock
 from tests.launch.test_unedited import Ran, run
 
-WORKSPACE = Path(__file__).parents[2] / "evidence" / "field" / "workspace.py"
+WORKSPACE = Path(__file__).parents[1] / "workspace.py"
 NEEDED = ["hydra", "zarr", "numba", "diffusers", "einops", "dill", "pandas", "wandb"]
 
 
@@ -50,10 +51,16 @@ def test_comparing_sees_what_differs(tmp_path: Path) -> None:
     assert compare.difference(tensor, tensor + 0.5) == 0.5
     assert compare.difference(tensor, torch.ones(3)) == float("inf")
     assert compare.difference(tensor, tensor / 0 - tensor / 0) == float("inf")
-    assert compare.losses([[1.0], [2.0]], [[1.0], [2.5]]) == 0.25
-    assert compare.losses([[1.0]], [[1.0], [1.0]]) == float("inf")
-    assert compare.without_clock("outputs/2026.11.23/12.38.11_run/0.pth") == "outputs/TIME/TIME_run/0.pth"
-    assert compare.without_clock("runs/ppo__1__1700000000/a-0f3e2d1c/1.pt") == "runs/ppo__1__TIME/a-TIME/1.pt"
+    assert compare.numbers_differ([[1.0], [2.0]], [[1.0], [2.5]]) == 0.25
+    assert compare.numbers_differ([[1.0]], [[1.0], [1.0]]) == float("inf")
+    assert compare.nested_difference([{"a": tensor}], [{"a": tensor + 0.5}]) == 0.5
+    assert compare.nested_difference([{"a": tensor}], [{"b": tensor}]) == float("inf")
+    assert compare.nested_difference([tensor], []) == float("inf")
+    assert compare.is_rounding(1e-4, 2e-5)
+    assert not compare.is_rounding(1e-3, 2e-5)
+    assert compare.shown(1e-3, 1e-5) == "**1e-03**"
+    assert without_clock("outputs/2026.11.23/12.38.11_run/0.pth") == "outputs/TIME/TIME_run/0.pth"
+    assert without_clock("runs/ppo__1__1700000000/a-0f3e2d1c/1.pt") == "runs/ppo__1__TIME/a-TIME/1.pt"
 
 
 @pytest.mark.upstream

@@ -1,0 +1,243 @@
+"""Compares the released robomimic trainer with the same under `ddpshim run` as a world of one, in alternation.
+
+    python -m evidence.whole_run [--quick] [--only bc]
+
+Both train the same config on the Lift demonstrations, unedited, and must end with the same weights. Both are started;
+then they take turns: one runs for an epoch while the other is stopped (SIGSTOP), so that other programs slow both
+alike. The time to the first step is measured with programs that train one step, one after the other, also by torchrun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evidence.compare import nested_difference
+from evidence.equivalence import DATA, source
+from evidence.results import Result, alternate, median_and_quartiles, ratio
+
+ROOT = Path(__file__).resolve().parent.parent
+RELEASE = "0.3.0"
+DEADLINE_S = 240
+_RNN = {"algo.actor_layer_dims": [], "algo.rnn.enabled": True, "algo.gmm.enabled": True, "train.seq_length": 10}
+_TRANSFORMER = {
+    "algo.actor_layer_dims": [],
+    "algo.transformer.enabled": True,
+    "algo.transformer.embed_dim": 128,
+    "algo.gmm.enabled": True,
+    "train.frame_stack": 10,
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The config to train; `steps` make an epoch of about half a second."""
+
+    what: str
+    settings: dict[str, Any]
+    steps: int
+    epochs: int = 12
+
+
+CONFIGS = {
+    "bc": Config("bc 256-256, batch 100", {"algo.actor_layer_dims": [256, 256]}, 300),
+    "bc_large": Config("bc 1024-1024, batch 1000", {"train.batch_size": 1000}, 30),
+    "bc_rnn_gmm": Config("bc_rnn_gmm, LSTM 2 x 400, batch 100", _RNN, 15),
+    "bc_transformer_gmm": Config("bc_transformer_gmm, 6 layers of 128, batch 100", _TRANSFORMER, 4, epochs=32),
+}
+
+
+class Trainer:
+    """A training program with all its processes, which can be stopped and continued."""
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        self._log = log
+        path = os.pathsep.join([str(tree()), str(ROOT)])
+        environ = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
+        environ.pop("PYTHONDONTWRITEBYTECODE", None)  # bytecode exists after `pip install`, too
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                command, cwd=log.parent, env=environ, stdout=file, stderr=file, start_new_session=True
+            )
+
+    def _pids(self) -> list[int]:
+        """Return the process and its descendants, the innermost last; a launched rank is in its own session."""
+        found = [self.process.pid]
+        for pid in found:
+            for task in Path(f"/proc/{pid}/task").glob("*/children"):
+                with contextlib.suppress(OSError):
+                    found += [int(child) for child in task.read_text().split()]
+        return found
+
+    def stop(self) -> None:
+        for pid in self._pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+
+    def until(self, said: bytes) -> float:
+        """Continue until `said` is in the output; return the seconds."""
+        for pid in self._pids():
+            os.kill(pid, signal.SIGCONT)
+        start = time.perf_counter()
+        while said not in self._log.read_bytes():
+            if self.process.poll() is not None or time.perf_counter() - start > DEADLINE_S:
+                raise RuntimeError(f"{self._log} without {said!r}:\n" + self._log.read_text()[-3000:])
+            time.sleep(0.0005)
+        return time.perf_counter() - start
+
+    def end(self) -> None:
+        """Wait until the program ends; kill it after a minute."""
+        with contextlib.suppress(ProcessLookupError):
+            for pid in self._pids():
+                os.kill(pid, signal.SIGCONT)
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            for pid in self._pids():
+                os.kill(pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def tree() -> Path:
+    """Return the folder that contains the release's package."""
+    found = source(RELEASE)
+    if found is None:
+        raise SystemExit(f"robomimic {RELEASE} is neither installed nor under DDPSHIM_UPSTREAM; see patches/README.md")
+    return found
+
+
+def _commands(config: Path) -> dict[str, list[str]]:
+    arguments = [str(tree() / "robomimic" / "scripts" / "train.py"), "--config", str(config)]
+    return {
+        "released": [sys.executable, *arguments],
+        "ours": [sys.executable, "-m", "ddpshim", "run", "--nproc", "1", *arguments],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments],
+    }
+
+
+def config_file(chosen: Config, folder: Path, epochs: int, steps: int) -> Path:
+    """Write the config file, made from the release's own template, and return its path."""
+    config = json.loads((tree() / "robomimic" / "exps" / "templates" / "bc.json").read_text())
+    settings = {
+        "experiment.name": "whole",
+        "experiment.rollout.enabled": False,
+        "experiment.epoch_every_n_steps": steps,
+        "experiment.save.every_n_epochs": epochs,
+        "train.data": str(DATA),
+        "train.output_dir": str(folder / "out"),
+        "train.num_epochs": epochs,
+        "train.cuda": False,
+        "observation.modalities.obs.low_dim": [
+            *("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos", "object"),
+        ],
+        **chosen.settings,
+    }
+    for dotted, value in settings.items():
+        *path, last = dotted.split(".")
+        section = config
+        for part in path:
+            section = section[part]
+        section[last] = value
+    folder.mkdir(parents=True, exist_ok=True)
+    made = folder / "config.json"
+    made.write_text(json.dumps(config))
+    return made
+
+
+def _difference(one: Path, other: Path) -> str:
+    """Return a text about the difference of the weights that two runs have saved last."""
+    newest = (max(folder.glob("out/**/*.pth"), key=lambda path: path.stat().st_mtime) for folder in (one, other))
+    far = nested_difference(*(torch.load(path, weights_only=False)["model"] for path in newest))
+    return "trained weights equal to the last bit" if far == 0 else f"trained weights within {far:.1g}"
+
+
+def steps_a_second(name: str, folder: Path, epochs: int) -> Iterator[Result]:
+    """Yield the ratio of steps per second, launched over released; their epochs alternate."""
+    chosen = CONFIGS[name]
+    arms: dict[str, Trainer] = {}
+    try:
+        for arm in ("released", "ours"):
+            config = config_file(chosen, folder / name / arm, epochs + 1, chosen.steps)
+            arms[arm] = Trainer(_commands(config)[arm], config.parent / "log.txt")
+            arms[arm].until(b"Train Epoch 1\n")
+            arms[arm].stop()
+        done = dict.fromkeys(arms, 2)
+
+        def one_epoch(arm: str) -> float:
+            number, done[arm] = done[arm], done[arm] + 1
+            seconds = arms[arm].until(b"Train Epoch %d\n" % number)
+            arms[arm].stop()
+            return seconds
+
+        found = alternate({arm: (lambda arm=arm: one_epoch(arm)) for arm in arms}, epochs)
+    finally:
+        for trainer in arms.values():
+            trainer.end()
+    value, quartiles = ratio(found["released"], found["ours"])
+    seconds = {arm: median_and_quartiles(found[arm])[0] / chosen.steps for arm in arms}
+    note = (
+        f"{1 / seconds['ours']:.4g} and {1 / seconds['released']:.4g} steps a second; "
+        f"{(epochs + 1) * chosen.steps} steps, "
+        f"{_difference(folder / name / 'released', folder / name / 'ours')}"
+    )
+    yield Result("whole_run", f"steps a second, {chosen.what}", value, "x released", quartiles, at_least=1.0, note=note)
+
+
+def first_step(folder: Path, rounds: int) -> Iterator[Result]:
+    """Yield the time from the command to the first step: released, under torchrun, and launched by ddpshim."""
+
+    def seconds(arm: str) -> float:
+        own = folder / "start" / arm
+        shutil.rmtree(own, ignore_errors=True)
+        config = config_file(CONFIGS["bc"], own, epochs=1, steps=1)
+        start = time.perf_counter()
+        trainer = Trainer(_commands(config)[arm], own / "log.txt")
+        try:
+            trainer.until(b"Train Epoch 1\n")
+            return time.perf_counter() - start
+        finally:
+            trainer.end()
+
+    found = alternate({arm: (lambda arm=arm: seconds(arm)) for arm in ("released", "ours", "torchrun")}, rounds)
+    later = [ours - released for ours, released in zip(found["ours"], found["released"])]
+    value, quartiles = median_and_quartiles(later)
+    middle = {arm: median_and_quartiles(found[arm])[0] for arm in found}
+    note = ", ".join(f"{arm} {middle[arm]:.3g} s" for arm in found)
+    what = "from the command to the first step, bc 256-256"
+    yield Result("whole_run", what, value, "s after the released one", quartiles, at_most=0.3, note=note)
+    value, quartiles = ratio(found["ours"], found["torchrun"])
+    yield Result("whole_run", what, value, "x torchrun", quartiles, at_most=1.0)
+
+
+def run(quick: bool = False, only: Sequence[str] = ()) -> Iterator[Result]:
+    """Yield the steps a second of each config, and the time to the first step."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for name in only or (("bc", "bc_rnn_gmm") if quick else CONFIGS):
+            if name != "start":
+                yield from steps_a_second(name, folder, 4 if quick else CONFIGS[name].epochs)
+        if not only or "start" in only:
+            yield from first_step(folder, 1 if quick else 4)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two configs, and fewer epochs")
+    parser.add_argument("--only", nargs="+", default=[], choices=[*CONFIGS, "start"])
+    args = parser.parse_args()
+    for result in run(args.quick, args.only):
+        print(result, flush=True)
