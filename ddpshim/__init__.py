@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ddpshim.job.group import cleanup as cleanup
     from ddpshim.job.group import setup as setup
     from ddpshim.job.group import world as world
-    from ddpshim.job.own_streams import split_random_streams as split_random_streams
+    from ddpshim.job.noise import split_random_streams as split_random_streams
     from ddpshim.job.whole_batch import whole_batch as whole_batch
     from ddpshim.job.world import World as World
     from ddpshim.launch.spawning import spawn as spawn
@@ -65,7 +65,7 @@ _HOMES = {
     "cleanup": "job.group",
     "setup": "job.group",
     "spawn": "launch.spawning",
-    "split_random_streams": "job.own_streams",
+    "split_random_streams": "job.noise",
     "world": "job.group",
     "check_equal_steps": "model.equal_steps",
     "deal": "data.tasks",

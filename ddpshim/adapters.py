@@ -1,22 +1,26 @@
 """Finds the adapter for a package's objects, so that only adapters depend on a codebase.
 
-An adapter is a module with any of the functions of :class:`ddpshim.trainers.interface.Adapter`. ddpshim's own are
-listed here; others are registered in the entry point group `ddpshim.trainers`: the name is the package, the value the
-module. An adapter is imported when one of its functions is looked up, not before.
+An adapter is a module with any of the functions of :class:`Adapter`. ddpshim's own are listed here; others are
+registered in the entry point group `ddpshim.trainers`: the name is the package, the value the module. An adapter is
+imported when one of its functions is looked up, not before.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
-from typing import Any, Optional
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional, Protocol
+
+if TYPE_CHECKING:
+    from ddpshim.data.loader_builder import Fetcher
 
 GROUP = "ddpshim.trainers"
 _BUILT_IN = {
-    **{package: f"ddpshim.{package}.adapter" for package in ("robomimic", "diffusion_policy")},
-    "diffusion_policy_3d": "ddpshim.diffusion_policy.adapter",
+    "robomimic": "robomimic.adapter",
+    **dict.fromkeys(("diffusion_policy", "diffusion_policy_3d"), "diffusion_policy"),
 }
 
 
@@ -26,7 +30,8 @@ def packages() -> dict[str, str]:
     found: Any = metadata.entry_points()
     # Python 3.9: a dict of groups.
     others = found.select(group=GROUP) if hasattr(found, "select") else found.get(GROUP, ())
-    return {**{point.name: point.value for point in others}, **_BUILT_IN}
+    ours = {package: f"ddpshim.{module}" for package, module in _BUILT_IN.items()}
+    return {**{point.name: point.value for point in others}, **ours}
 
 
 def function(package: str, name: str) -> Optional[Any]:
@@ -41,3 +46,34 @@ def functions_for(value: Any, name: str) -> Iterator[Any]:
         offered = function(package, name)
         if offered is not None:
             yield offered
+
+
+class Adapter(Protocol):
+    """The functions of an adapter's module; without one of them, the codebase is treated as any other."""
+
+    def fetcher(self, dataset: Any) -> Optional[Fetcher]:
+        """Return a `Fetcher` of whole batches for `dataset`, an object of the package; None if there is none."""
+
+    def problems(self, module: str, arguments: Sequence[str]) -> Iterator[str]:
+        """Yield the reasons why `python -m module` of the package cannot start with these arguments, a line each.
+
+        Without it, only the module is checked before ranks start. It should import little, and nothing of the package.
+        """
+
+    def rollouts(self) -> list[tuple[str, str]]:
+        """Return (module, class) for each class whose subclasses make environments and play them in `run`.
+
+        In an unedited program they play only on the main rank, while other ranks wait for the result of `run`.
+        """
+
+    def patch_sets(self) -> Path:
+        """Return the folder of patch sets that ddpshim does not contain: ``CODEBASE/VERSION/*.patch``."""
+
+    def state_of_files(self) -> str:
+        """Return, in a few words for a bug report, whether the installed package is patched."""
+
+    def logged(self, folder: Path) -> list[dict[str, Any]]:
+        """Return the epochs and evaluations of a run in one process, from the log in `folder`; [] without one.
+
+        They are records (`ddpshim.observe.records`) of the kinds epoch and rollout, with the time 0.
+        """

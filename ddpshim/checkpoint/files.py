@@ -35,8 +35,7 @@ from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 
 if TYPE_CHECKING:
-    from ddpshim.checkpoint.background import Background
-    from ddpshim.checkpoint.snapshot import Buffer, Snapshot
+    from ddpshim.checkpoint.background import Background, Buffer, Snapshot
 
 PathLike = Union[str, "os.PathLike[str]"]
 _PARTIAL = ".partial"
@@ -78,11 +77,11 @@ def save_in_background(obj: Any, path: PathLike) -> None:
     if not _is_for_the_background(num_bytes, path):
         save(obj, path)
         return
-    from ddpshim.checkpoint import snapshot
+    from ddpshim.checkpoint.background import take
 
     try:
         background = _writer.start()
-        taken = snapshot.take(obj, _writer.buffer, num_bytes)
+        taken = take(obj, _writer.buffer, num_bytes)
     except Exception as error:
         save(obj, path)  # raises if `obj` itself cannot be saved
         warnings.warn(
@@ -103,10 +102,10 @@ def get_ready(obj: Any) -> None:
     """
     num_bytes = _num_bytes(obj)
     if world().is_main and num_bytes >= _LEAST_BYTES and _writer.can_take(num_bytes):
-        from ddpshim.checkpoint import snapshot
+        from ddpshim.checkpoint.background import size_of_copy
 
         _writer.start()
-        _writer.buffer.grow_soon(snapshot.size(num_bytes))
+        _writer.buffer.grow_soon(size_of_copy(num_bytes))
 
 
 def afterwards(function: Callable[..., Any], *args: Any) -> None:
@@ -290,8 +289,7 @@ class _Writer:
             if not self.here.has_ended or self.here.is_busy:
                 return self.here
             self.end()
-        from ddpshim.checkpoint.background import Background
-        from ddpshim.checkpoint.snapshot import Buffer
+        from ddpshim.checkpoint.background import Background, Buffer
 
         self.buffer = Buffer()
         self.background = Background(__name__, [self.buffer.descriptor])

@@ -12,7 +12,7 @@ import torch
 
 from ddpshim.checkpoint.files import PathLike
 from ddpshim.errors import CheckpointError
-from ddpshim.process import json_codec
+from ddpshim.process import messages
 from ddpshim.process.random_streams import restore_rank_states
 
 _OUTLINE, _TENSORS = "outline", "tensors"
@@ -25,8 +25,8 @@ def content(value: Any, path: PathLike, is_trusted: bool) -> dict[str, Any]:
     Raises CheckpointError if a part of it needs pickle and `is_trusted` is False.
     """
     try:
-        outline, tensors = json_codec.take_apart(value, pickle.dumps if is_trusted else None)
-    except json_codec.NotPlain as error:
+        outline, tensors = messages.take_apart(value, pickle.dumps if is_trusted else None)
+    except messages.NotPlain as error:
         raise CheckpointError(
             f"{path} would hold an object: {error}; reading it could run code that someone put into the file. Keep "
             f"numbers, text, tensors and arrays. {_ALLOW}."
@@ -41,8 +41,8 @@ def read(path: PathLike, is_trusted: bool) -> Any:
     """
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-        return json_codec.put_together(found[_OUTLINE], found[_TENSORS], pickle.loads if is_trusted else None)
-    except json_codec.NotPlain as error:
+        return messages.put_together(found[_OUTLINE], found[_TENSORS], pickle.loads if is_trusted else None)
+    except messages.NotPlain as error:
         raise CheckpointError(f"{path} was not read: {error}, and it is not trusted. {_ALLOW}.") from None
     except OSError as error:
         raise CheckpointError(

@@ -22,7 +22,7 @@ from ddpshim.data.sharded_loader import Enterable
 from ddpshim.errors import CheckpointError, DataError, SyncError
 from ddpshim.failures import preemption
 from ddpshim.job.group import cleanup, on_cleanup, world
-from ddpshim.job.own_streams import draws_alike
+from ddpshim.job.noise import draws_alike
 from ddpshim.job.running import Running
 from ddpshim.model import equal_steps, guard, sharding
 from ddpshim.process import events

@@ -9,11 +9,10 @@ import torch
 from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
 
 from ddpshim.data.dataset_fingerprint import hash_of, length
-from ddpshim.data.epochs import EpochCounter
-from ddpshim.data.numbered import has_drawn
+from ddpshim.data.numbered import EpochCounter, has_drawn
 from ddpshim.errors import DataError
 from ddpshim.job.group import current_or_new_world
-from ddpshim.job.own_streams import use_own_batches
+from ddpshim.job.noise import use_own_batches
 from ddpshim.job.world import World
 from ddpshim.process.random_streams import PrivateRandom, global_states
 from ddpshim.process.say import say

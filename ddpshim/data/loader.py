@@ -123,9 +123,9 @@ def make_loader(
         )
     if seed is None:
         seed = generator.initial_seed() if generator is not None else here.seed or 0
-    from ddpshim.data import share_loader
+    from ddpshim.data import loader_builder
 
-    return share_loader.make(
+    return loader_builder.make(
         here,
         dataset,
         batch_size,

@@ -12,7 +12,7 @@ from ddpshim.data.augmentation import SampleStreams
 from ddpshim.errors import DataError
 from ddpshim.job import shares
 from ddpshim.job.group import world
-from ddpshim.job.own_streams import draws_alike
+from ddpshim.job.noise import draws_alike
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import PrivateRandom, digest, rank_states, restore_rank_states
 from ddpshim.process.say import say_once

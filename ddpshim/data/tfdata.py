@@ -12,7 +12,7 @@ from ddpshim.data import advice
 from ddpshim.data.dataset_fingerprint import refuse_unlike
 from ddpshim.errors import DataError
 from ddpshim.job.group import current_or_new_world
-from ddpshim.job.own_streams import use_own_batches
+from ddpshim.job.noise import use_own_batches
 from ddpshim.job.world import World
 from ddpshim.process.seeds import derive_seed
 

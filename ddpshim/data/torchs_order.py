@@ -14,10 +14,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
 from ddpshim.data.dataset_fingerprint import length
-from ddpshim.data.epochs import EpochCounter, layers
-from ddpshim.data.numbered import Numbered
+from ddpshim.data.numbered import EpochCounter, Numbered, layers
 from ddpshim.errors import DataError
-from ddpshim.job.own_streams import draws_alike
+from ddpshim.job.noise import draws_alike
 from ddpshim.job.world import World
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import digest, rank_states, restore_rank_states

@@ -104,7 +104,7 @@ def setup(
 
         limit_memory(made.device, options.max_memory_per_gpu_gb)
     if options.exact is not None:
-        from ddpshim.job.deterministic_setup import compute_alike
+        from ddpshim.job.precision import compute_alike
 
         compute_alike(made, options.exact)
     job.world, job.left = replace(made, seed=seed, num_restarts=read_num_restarts(os.environ)), None

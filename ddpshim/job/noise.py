@@ -5,6 +5,8 @@ shape contains the rank's batch size is made for the global batch, and the rank 
 `make_loader` deals samples: row j of rank r of W is row j * W + r. Any other draw is made as it is. JAX calls random
 numbers with this property partitionable; torch's DTensor has it in its own random operations.
 
+If batches are not shares of one process's, each rank gets random streams of its own.
+
 From `share` until `cleanup()` torch's and numpy's random functions are replaced, so that nothing but a draw costs time.
 """
 
@@ -21,11 +23,13 @@ from torch import nn
 from torch.nn import functional
 
 from ddpshim.errors import SyncError
-from ddpshim.job.own_streams import draws_alike, use_own_batches
+from ddpshim.job.group import world
 from ddpshim.job.shares import Sharing
 from ddpshim.process.job import current
+from ddpshim.process.random_streams import seed_own_streams
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
+from ddpshim.process.seeds import derive_seed
 
 BERNOULLI_ = torch.Tensor.bernoulli_
 _FACTORIES = ("rand", "randn")
@@ -134,3 +138,37 @@ def _stand_in(sharing: Sharing, original: Callable[..., Any], kind: str, more: t
         return getattr(shared_draws, kind)(sharing, original, *more, *arguments, **options)
 
     return draw
+
+
+def draws_alike() -> bool:
+    """Return whether ranks draw what one process would, because their batches are shares of its batches. Local."""
+    here = world()
+    return here.options.noise != "per_rank" and (here.world_size == 1 or not current().has_own_batches)
+
+
+def split_random_streams() -> None:
+    """Give every rank its own random streams: noise, timesteps and dropout differ between ranks from now on.
+
+    Local. Does nothing the second time, without a launcher, or if ranks draw what one process would (option noise). The
+    streams derive from `setup`'s seed, else from torch's. Call it after all networks are built; `wrap_parallel` does.
+    """
+    here, job = world(), current()
+    job.has_networks = True
+    if job.is_split or not here.is_launched or draws_alike():
+        return
+    job.is_split = True
+    if here.options.noise != "per_rank" and here.is_main:
+        return  # the main rank keeps the streams of one process
+    base = here.seed if here.seed is not None else torch.initial_seed()
+    seed_own_streams(derive_seed(base, "rank", here.rank))
+
+
+def use_own_batches() -> None:
+    """Record that ranks train on batches that are not shares of one process's: each gets its own random streams. Local.
+
+    It gets them now if a network is wrapped already, else when the first one is.
+    """
+    job = current()
+    job.has_own_batches = True
+    if job.has_networks:
+        split_random_streams()

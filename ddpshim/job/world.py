@@ -174,7 +174,7 @@ class World:
         Integers add exactly, floats with one rounding (math.fsum), tensors in float64 or int64. Raises WorldError if
         ranks hold different keys or shapes, or something that cannot be added.
         """
-        from ddpshim.job.reduction import reduce, to_cpu
+        from ddpshim.job.running import reduce, to_cpu
 
         return reduce(self.gather(to_cpu(value)), mean=False, like=value)
 
@@ -185,7 +185,7 @@ class World:
         and a line says so once, during or after a batch that W does not divide. For the mean over samples, use
         `mean_over`, or sum both totals and counts (`sum`, `running`).
         """
-        from ddpshim.job.reduction import reduce, to_cpu
+        from ddpshim.job.running import reduce, to_cpu
 
         if self.world_size > 1:
             from ddpshim.job import collectives

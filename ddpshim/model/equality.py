@@ -1,36 +1,48 @@
-"""Compares across ranks what must be equal: weights, buffers, optimizers, untrained networks, random streams.
+"""Compares across ranks what must be equal (weights, buffers, optimizers, untrained networks, random streams).
 
 Checksums are sent while training continues and read at the next step. Where a checksum does not tell what differs (the
 settings of an optimizer), ranks exchange the values through the job's store.
+
+A few numbers in each reduction of gradients (`Agreement`) show requests of ranks, and whether all are at one step. They
+are zeros and ones, because a sum of zeros is zero in any dtype and with any rounding. A rank sends each bit and its
+opposite; if the sums of both are above zero, ranks disagree. They need no message of their own.
 """
 
 from __future__ import annotations
 
+import random
+import sys
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Callable, Optional, Union
+from operator import mul
+from typing import Any, Callable, NamedTuple, Optional, Union
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ddpshim.errors import SyncError
+from ddpshim.job import shares
 from ddpshim.job.group import world
-from ddpshim.job.own_streams import draws_alike
+from ddpshim.job.noise import draws_alike
 from ddpshim.model.checksums import Named, bits_of_rows, sent
-from ddpshim.model.generators import PrivateGenerators, states_of_others
 from ddpshim.process import events
 from ddpshim.process.devices import computes_on
+from ddpshim.process.job import current
 from ddpshim.process.random_streams import digest
-from ddpshim.process.say import say
+from ddpshim.process.say import count, say
 
 OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
-
 _SYNCED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)  # their statistics are of all ranks
 
 Optimizers = Sequence[torch.optim.Optimizer]
 Row = tuple[str, Union[int, Named]]  # a name, and the number or the tensors to compare
 Companions = Mapping[str, Named]
+_NUM_BITS = 16
+NUM_SENT = 2 + 2 * _NUM_BITS
+_DELAY = 4  # passes, on GPUs: the numbers are read this much later, so that the host does not wait for them
+_MEETING_DEADLINE_S = 20.0
 
 
 def is_milestone(number: int) -> bool:
@@ -263,3 +275,166 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(inner) for inner in value]
     return value if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
+
+
+def states_of_others() -> list[int]:
+    """Return hashes of Python's and numpy's global generators; without numpy this rank's number. Local."""
+    numpy, of_numpy = sys.modules.get("numpy"), dist.get_rank()
+    if numpy is not None:
+        _, key, *others = numpy.random.get_state()
+        of_numpy = zlib.crc32(key.tobytes() + repr(others).encode())
+    return [zlib.crc32(repr(random.getstate()).encode()), of_numpy]
+
+
+class PrivateGenerators:
+    """The generators in a network's or the main file's attributes that were used since the last look.
+
+    If one draws equally on all ranks, different samples get the same noise, because ddpshim divides only the draws of
+    torch's functions and numpy's global ones. This may be intended (an equal decision), so it is only reported.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, int] = {}
+        self._used: list[str] = []
+        self._is_named = False
+
+    def states_if_used(self, module: nn.Module) -> int:
+        """Return a hash of the states that have changed since the last call; 0 if none has. Local."""
+        now = {name: zlib.crc32(repr(_state(generator)).encode()) for name, generator in _found(module)}
+        self._used = [name for name, state in now.items() if self._before.get(name, state) != state]
+        self._before = now
+        return zlib.crc32(repr([(name, now[name]) for name in self._used]).encode()) if self._used else 0
+
+    def name_if_alike(self, of_ranks: list[int], is_main: bool) -> None:
+        """Print once, on the main rank, if two ranks have the same states. Local."""
+        is_alike = len(set(of_ranks)) < len(of_ranks) and of_ranks[0] != 0
+        # Where every rank runs the whole program, they should.
+        if is_alike and not self._is_named and is_main and not current().holds_whole_batches:
+            self._is_named = True
+            say(
+                f"{', '.join(self._used)} draws the same numbers on all ranks, so different samples get the same "
+                "noise, unlike in one process. Draw with torch's functions or numpy.random's, or seed it with "
+                "ddpshim.world().rank. If it is meant to decide something equally on all ranks, ignore this line"
+            )
+
+
+def _found(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    numpy = sys.modules.get("numpy")
+    kinds: tuple[Any, ...] = (random.Random, *(() if draws_alike() else (torch.Generator,)))
+    if numpy is not None:
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    holders = [(f"a {type(child).__name__}", vars(child)) for child in module.modules()]
+    for holder, held in (*holders, ("the program", vars(sys.modules["__main__"]))):
+        for name, value in list(held.items()):
+            if isinstance(value, kinds):
+                yield f"the generator '{name}' of {holder}", value
+
+
+def _state(generator: Any) -> Any:
+    """Return the state that determines its next draws, in a form that `repr` shows in full."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().tolist()
+    if hasattr(generator, "bit_generator"):
+        state = generator.bit_generator.state
+        return [[key, value.tolist() if hasattr(value, "tolist") else value] for key, value in _flat(state)]
+    _, key, *others = generator.get_state()
+    return [key.tolist(), others]
+
+
+def _flat(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in state.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value
+
+
+class _Sent(NamedTuple):
+    """A rank's position in a pass. It becomes text only for an error, because that costs time in every pass."""
+
+    where: list[tuple[shares.Position, str]]
+    num_steps: Optional[int]
+    rates: Sequence[float]
+
+    def __str__(self) -> str:
+        batches = (f"step {at.step} of epoch {at.epoch} of {called}{_of_samples(at)}" for at, called in self.where)
+        from ddpshim.process.remedies import remedy
+
+        said = ", ".join(batches) or remedy("a batch")
+        if self.num_steps is not None:
+            said += f", after {count(self.num_steps, 'optimizer step')}"
+        return said + (f" (the last at learning rate {', '.join(map(str, self.rates))})" if self.rates else "")
+
+
+class Agreement:
+    """The numbers that one wrapper adds to its reductions.
+
+    Attributes:
+        leave_out: whether a rank left a parameter out in the last pass that was read.
+    """
+
+    def __init__(self, network: str, device: torch.device, number: int = 0) -> None:
+        """`number` identifies the network in its process group, so that crossed messages of two networks are found."""
+        self._network, self._number, self._is_on_cpu = network, number, device.type == "cpu"
+        self._sent_for = _Sent([], None, ())
+        self._pending: deque[tuple[Any, torch.Tensor, _Sent]] = deque()
+        self.leave_out = False
+
+    def fill(
+        self,
+        entries: torch.Tensor,
+        asks: bool = False,
+        num_steps: Optional[int] = None,
+        rates: Sequence[float] = (),
+        leaves_out: bool = False,
+    ) -> None:
+        """Write this rank's numbers into the last `NUM_SENT` of `entries`, which are on the CPU. Local."""
+        where = shares.positions()
+        self._sent_for = _Sent(where, num_steps, rates)
+        number = zlib.crc32(repr((self._number, [position for position, _ in where], num_steps, [*rates])).encode())
+        bits = [float(number >> i & 1) for i in range(_NUM_BITS)]
+        said = [float(asks), float(leaves_out), *bits, *(1 - bit for bit in bits)]
+        entries[-NUM_SENT:].copy_(torch.tensor(said, device="cpu"))
+
+    def read(self, entries: torch.Tensor) -> bool:
+        """Return whether a rank has asked, from the reduced `entries`. On a GPU the answer is of an earlier pass.
+
+        Raises SyncError on all ranks if they are not at the same step.
+        """
+        if self._is_on_cpu:
+            return self._judge(entries[-NUM_SENT:].tolist(), self._sent_for)
+        copied = torch.empty(NUM_SENT, dtype=entries.dtype, pin_memory=entries.is_cuda, device="cpu")
+        copied.copy_(entries[-NUM_SENT:], non_blocking=True)
+        arrived: Optional[Any] = torch.cuda.Event() if entries.is_cuda else None
+        if arrived is not None:
+            arrived.record()
+        self._pending.append((arrived, copied, self._sent_for))
+        if len(self._pending) <= _DELAY:
+            return False
+        arrived, copied, sent_for = self._pending.popleft()
+        if arrived is not None and not arrived.query():  # the host is `_DELAY` passes ahead
+            arrived.synchronize()
+        return self._judge(copied.tolist(), sent_for)
+
+    def _judge(self, numbers: list[float], sent_for: _Sent) -> bool:
+        asks, leave_out, bits, opposites = numbers[0], numbers[1], numbers[2 : 2 + _NUM_BITS], numbers[2 + _NUM_BITS :]
+        self.leave_out = leave_out > 0
+        if any(map(mul, bits, opposites)):
+            here = world()
+            of_ranks = here.gather_with_deadline(
+                "positions", f"{sent_for}, network {self._number}", _MEETING_DEADLINE_S
+            )
+            where = "; ".join(f"rank {rank}: {said}" for rank, said in of_ranks.items())
+            from ddpshim.process.remedies import remedy
+
+            raise SyncError(
+                f"ranks reduced gradients of different steps or networks in a backward pass of {self._network}. "
+                f"{where}. {remedy('same steps')} ({OPT_OUT})."
+            )
+        return asks > 0
+
+
+def _of_samples(at: shares.Position) -> str:
+    return "" if at.num_samples is None else f" over {at.num_samples} samples"

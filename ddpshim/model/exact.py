@@ -7,9 +7,13 @@ rank per process this sends as many bytes as a ring.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any, Callable, Optional
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -19,16 +23,16 @@ from ddpshim.errors import SyncError
 from ddpshim.job import exchange, noise
 from ddpshim.job.group import world
 from ddpshim.job.world import World
-from ddpshim.model import backward, guard, shared_sum
+from ddpshim.model import backward, guard
 from ddpshim.model.broadcasting import broadcast
-from ddpshim.model.running_sum import RunningSum
-from ddpshim.model.shared_sum import SharedSum
-from ddpshim.model.step_check import NUM, Agreement
+from ddpshim.model.equality import NUM_SENT, Agreement
 from ddpshim.process.job import current
 from ddpshim.process.observed import observe
 from ddpshim.process.replaced import replaced
 
 _MESSAGE_BYTES = 16 * 1024 * 1024  # per virtual rank
+_SHARED_BYTES = 4 * 1024 * 1024  # the same, in shared memory
+_NUM_COMPARED = 64  # numbers of a gradient
 
 
 class Networks:
@@ -82,7 +86,7 @@ def reduce(module: nn.Module) -> None:
     if job.next_number("exact reduction") == 0:
         here = world()
         assert here.options.exact is not None
-        made.shared_sum = shared_sum.make(here, here.options.exact)
+        made.shared_sum = _shared_memory(here, here.options.exact)
         backward.watch(lambda: None)
         job.at_end.enter_context(replaced(torch.autograd, "backward", _stand_in(made, torch.autograd.backward)))
         if here.options.guard:
@@ -234,7 +238,7 @@ def _touched_anywhere(made: Networks, own: set[int], here: World) -> set[int]:
         return own
     current().progress.is_reducing = True
     num = len(made.parameters)
-    flags = torch.zeros(num + NUM, dtype=torch.uint8, device=here.device)
+    flags = torch.zeros(num + NUM_SENT, dtype=torch.uint8, device=here.device)
     flags[list(own)] = 1
     made.agreement.fill(flags)
     dist.all_reduce(flags, dist.ReduceOp.MAX)
@@ -256,3 +260,199 @@ def _messages(made: Networks, indices: Sequence[int]) -> Iterator[list[int]]:
             same, num_bytes = [], 0
         filling[kind] = [*same, index], num_bytes + more
     yield from (same for same, _ in filling.values())
+
+
+class RunningSum:
+    """Adds up gradients during backward passes, in a job of one process and in the memory of one gradient.
+
+    As in gradient accumulation, torch adds each virtual rank's gradient to the sum of the previous ones, which is the
+    order in which several processes add them. Covered are parameters whose gradient was None before the pass.
+
+    Afterwards the first virtual rank has the mean in its own memory, and the others share one copy of it. A step that
+    changes its gradients (clips them) would change that copy once for each of them, so it is restored between turns.
+
+    Args:
+        copies: for each virtual rank, its parameters; the list grows and shrinks with the virtual ranks.
+    """
+
+    def __init__(self, copies: Sequence[Sequence[nn.Parameter]]) -> None:
+        self._copies = copies
+        self._totals: dict[int, torch.Tensor] = {}
+        self._begins: list[tuple[int, set[int]]] = []  # passes in progress: virtual rank, sums that it may begin
+        self._means: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the first virtual rank's, the others'
+        self._versions: dict[int, int] = {}  # of the first virtual rank's mean, when its turn began
+        self._before: dict[int, torch.Tensor] = {}  # the others' means when their first turn began
+        self._is_fresh = False  # the first one had at most one turn since the means were made
+
+    def before_backward(self, number: int) -> None:
+        """Let virtual rank `number` add to existing sums, and begin a sum for other parameters. Local."""
+        if number == 0:
+            self._totals.clear()
+        begins: set[int] = set()
+        for index, parameter in enumerate(self._copies[number]):
+            if parameter.grad is None:
+                parameter.grad = self._totals.get(index)
+                if parameter.grad is None:
+                    begins.add(index)
+                continue
+            if index in self._totals:
+                raise SyncError(
+                    f"before a backward pass, virtual rank {number} of this process has a gradient of shape "
+                    f"{tuple(parameter.shape)} left, and those before it have none: the step clears gradients only "
+                    "for some samples. Clear them always, or never."
+                )
+            if number and index in self._means and parameter.grad is self._means[index][1]:
+                parameter.grad = parameter.grad.clone()  # so that its own gradient is added to a copy
+        if number == 0:
+            for index in begins & self._means.keys():
+                del self._means[index]
+        self._begins.append((number, begins))
+        if len(self._begins) > 1:
+            # Passes overlap: nested ones (checkpointing), or ones that exchange values midway (BatchNorm). Their
+            # gradients would not be added one after another.
+            for _, of_pass in self._begins:
+                of_pass.clear()
+
+    def after_backward(self, number: int, touched: set[int]) -> None:
+        """Record the sums that virtual rank `number` began. Local."""
+        latest = max(i for i, (of, _) in enumerate(self._begins) if of == number)
+        for index in self._begins.pop(latest)[1] & touched:
+            gradient = self._copies[number][index].grad
+            assert gradient is not None
+            self._totals[index] = gradient
+
+    def take_mean(self, index: int, num: int, touched: Sequence[set[int]]) -> bool:
+        """Set all gradients of parameter `index` to its sum / `num`; return False if there is no sum. Local."""
+        total = self._totals.pop(index, None)
+        if total is None or total.layout != torch.strided:
+            return False
+        if not all(index in own for own in touched):
+            total.add_(0.0)  # several processes add 0 for a rank without a gradient: -0 becomes 0
+        total.div_(num)
+        mean = total.clone() if len(self._copies) > 1 else total
+        for parameters in self._copies[1:]:
+            parameters[index].grad = mean
+        self._copies[0][index].grad = total
+        self._means[index], self._versions[index] = (total, mean), total._version
+        self._is_fresh = True
+        return True
+
+    def begin_turn(self, number: int) -> None:
+        """Restore the shared means that the virtual rank before `number` has changed. Local."""
+        if number == 1 and len(self._copies) > 2:
+            self._before = {index: self._means[index][1].clone() for index in self._means if self._is_changed(index)}
+            self._is_fresh = False
+        elif number > 1:
+            for index, before in self._before.items():
+                self._means[index][1].copy_(before)
+        elif number == 0:
+            self._before.clear()
+            self._versions = {index: first._version for index, (first, _) in self._means.items()}
+
+    def clear(self) -> None:
+        """Drop all sums and means, when virtual ranks end. Local."""
+        self._begins.clear()
+        for kept in (self._totals, self._means, self._before, self._versions):
+            kept.clear()
+
+    def _is_changed(self, index: int) -> bool:
+        first, other = self._means[index]
+        if self._copies[0][index].grad is not first:
+            return False
+        if self._is_fresh and first._version == self._versions.get(index):  # .data changes no version
+            every = first.numel() // _NUM_COMPARED + 1
+            return not torch.equal(first.reshape(-1)[::every], other.reshape(-1)[::every])
+        return first._version != self._versions.get(index)
+
+
+class SharedSum:
+    """Adds up tensors of several processes of one machine through shared memory.
+
+    Sockets would copy every byte through the kernel twice. Here each process writes its tensors into the place of its
+    virtual ranks, of which there are `num_leaves`, adds up one part of all processes' tensors, and reads the sums.
+
+    There are two halves, used in turn, so that no process writes where another may still read.
+    """
+
+    def __init__(self, memory: torch.Tensor, num_leaves: int, here: World) -> None:
+        self._halves = memory.view(2, num_leaves, -1)
+        self._here, self._num_sums = here, 0
+
+    def means(self, leaves: Sequence[Sequence[torch.Tensor]], mean: Callable[[Sequence[torch.Tensor]], Any]) -> None:
+        """Overwrite this process's tensors with `mean` of all virtual ranks' tensors (collective).
+
+        Args:
+            leaves: for each virtual rank of this process, its tensors, all of one dtype.
+            mean: writes the mean of a list of tensors into the first one.
+        """
+        flat = [[tensor.reshape(-1) for tensor in of_virtual] for of_virtual in leaves]
+        for part in _parts([tensor.numel() for tensor in flat[0]], _SHARED_BYTES // flat[0][0].element_size()):
+            self._means_of([[of_virtual[i][start:end] for i, start, end in part] for of_virtual in flat], mean)
+        for tensor, its in zip(chain.from_iterable(leaves), chain.from_iterable(flat)):
+            if tensor.data_ptr() != its.data_ptr():  # not contiguous, so `its` is a copy
+                tensor.copy_(its.view(tensor.shape))
+
+    def _means_of(self, leaves: Sequence[Sequence[torch.Tensor]], mean: Callable[..., Any]) -> None:
+        num, sizes = self._here.world_size, [tensor.numel() for tensor in leaves[0]]
+        half = self._halves[self._num_sums % 2].view(leaves[0][0].dtype)
+        self._num_sums += 1
+        for i, of_virtual in enumerate(leaves):
+            mine = half[self._here.rank + i * num]
+            torch.cat(list(of_virtual), out=mine[: sum(sizes)])
+        self._wait()
+        each = -(-sum(sizes) // num)
+        start, end = self._here.rank * each, min((self._here.rank + 1) * each, sum(sizes))
+        if start < end:
+            mean(half[:, start:end].unbind(0))  # written into the first virtual rank's place
+        self._wait()
+        for of_virtual in leaves:
+            for tensor, value in zip(of_virtual, half[0, : sum(sizes)].split(sizes)):
+                tensor.copy_(value)
+
+    def _wait(self) -> None:
+        dist.barrier()
+
+
+def _shared_memory(here: World, num_leaves: int) -> Optional[SharedSum]:
+    """Return memory shared by the ranks if all of them are on this machine's CPU; else None (collective)."""
+    if here.world_size == 1 or here.local_world_size != here.world_size or here.device.type != "cpu":
+        return None
+    size = 2 * num_leaves * _SHARED_BYTES
+    path = here.broadcast(_allocate(size) if here.is_main else None)
+    memory = None if path is None else torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+    here.barrier()
+    if path is not None and here.is_main:
+        os.unlink(path)  # the memory stays while a process has it mapped
+    return None if memory is None else SharedSum(memory, num_leaves, here)
+
+
+def _parts(sizes: Sequence[int], limit: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield groups of (index of a tensor, start, end) that have at most `limit` numbers together."""
+    group: list[tuple[int, int, int]] = []
+    room = limit
+    for i, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            end = min(size, start + room)
+            group.append((i, start, end))
+            room -= end - start
+            start = end
+            if not room:
+                yield group
+                group, room = [], limit
+    if group:
+        yield group
+
+
+def _allocate(size: int) -> Optional[str]:
+    """Return the path of a file in memory with `size` bytes allocated; None if there is no room."""
+    with contextlib.suppress(OSError, AttributeError):
+        handle, path = tempfile.mkstemp(prefix="ddpshim-sum-", dir="/dev/shm")
+        try:
+            os.posix_fallocate(handle, 0, size)
+            return path
+        except OSError:
+            os.unlink(path)
+        finally:
+            os.close(handle)
+    return None

@@ -1,4 +1,4 @@
-"""Implements `wrap_parallel`: a DistributedDataParallel that reduces gradients whichever method computed the loss."""
+"""Implements `wrap_parallel`: chooses a network's wrapper, and refuses modules that ranks cannot train together."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
+from ddpshim.errors import SyncError
 from ddpshim.job.group import current_or_new_world
 from ddpshim.job.group import world as current_world
 from ddpshim.job.world import World
-from ddpshim.model.kinds import check_kind
 from ddpshim.model.wrapper import BareModule, Transparent
 from ddpshim.process.job import current
 
 M = TypeVar("M", bound=nn.Module)
+# Names and not classes, because most programs never import them. Each shards parameters or reduces gradients itself.
+_OTHERS = ("FullyShardedDataParallel", "FSDP", "FSDPModule", "ReplicateModule", "DDP", "DistributedDataParallel")
 
 
 def wrap_parallel(
@@ -78,14 +80,16 @@ def wrap_parallel(
         module = module.module  # wrapped before a parameter was unfrozen, or in a world that has ended
     if isinstance(module, DataParallel):
         module = module.module
-    check_kind(module, is_alone)
+    _check_kind(module, is_alone)
     if shard:
         from ddpshim.model.sharding import check_shard
 
         refused = {"exact": here.options.exact, "comm_hook": comm_hook, "process_group": process_group}
         check_shard([name for name, value in refused.items() if value is not None])
     if is_alone:
-        wrapped = _wrap_alone(module, here)
+        several = not here.is_launched and torch.cuda.is_available() and torch.cuda.device_count() > 1
+        is_spread = several and any(p.is_cuda for p in module.parameters())
+        wrapped: Any = DataParallelModule(module) if is_spread else BareModule(module)
     else:
         from ddpshim.model import wrapping
 
@@ -105,7 +109,7 @@ def wrap_parallel(
         )
     current().has_networks = True
     if current_world().is_launched:
-        from ddpshim.job.own_streams import split_random_streams
+        from ddpshim.job.noise import split_random_streams
 
         split_random_streams()
     if here.options.precision != "float32":  # forward in training mode then uses it
@@ -113,11 +117,63 @@ def wrap_parallel(
     return cast(M, wrapped)  # it is no instance of M, but has all that M has
 
 
-def _wrap_alone(module: nn.Module, here: World) -> Any:
-    """Return `module` in the wrapper of one process. Local."""
-    several = not here.is_launched and torch.cuda.is_available() and torch.cuda.device_count() > 1
-    if several and any(p.is_cuda for p in module.parameters()):
-        from ddpshim.model.data_parallel import DataParallelModule
+def _check_kind(module: nn.Module, is_alone: bool) -> None:
+    """Refuse a module whose gradients cannot be reduced or are reduced by another wrapper. Local.
 
-        return DataParallelModule(module)
-    return BareModule(module)
+    If `is_alone`, nothing will be reduced, and only modules that cannot be wrapped at all are refused.
+    """
+    if torch.is_inference_mode_enabled() and not is_alone:
+        raise SyncError(
+            "wrap_parallel under torch.inference_mode(): no gradient of the network would reach the other ranks. Call "
+            "it outside of that block."
+        )
+    if not isinstance(module, nn.Module):
+        raise SyncError(
+            f"wrap_parallel got a {type(module).__name__}, which is not an nn.Module and has no parameters to "
+            "train. Give it the network; give several networks one by one, or in an nn.ModuleDict."
+        )
+    for path, child in [("", module)] if is_alone else module.named_modules():
+        if isinstance(child, Transparent):
+            continue
+        where = f"'{path}' of {type(module).__name__}" if path else type(child).__name__
+        if isinstance(child, torch.jit.ScriptModule):
+            raise SyncError(
+                f"{where} is scripted or traced by torch.jit, so its gradients cannot be reduced from Python. Wrap "
+                "the original module, and script or trace the result; or use torch.compile, before or after."
+            )
+        other = _other_way(child)
+        if other is not None:
+            raise SyncError(
+                f"{where} is distributed already, by torch's {other}; its gradients would be reduced twice, or "
+                "parts of different parameters mixed. Give wrap_parallel the bare module, and leave the other "
+                "wrapper out (fully_shard, replicate, FSDP, DistributedDataParallel)."
+            )
+    if not is_alone:
+        from ddpshim.model.unsupported import check_tensors
+
+        check_tensors(module)
+
+
+def _other_way(module: nn.Module) -> Optional[str]:
+    """Return the name of torch's wrapper that distributes this module already; None if there is none."""
+    for kind in type(module).__mro__:
+        if kind.__name__ in _OTHERS and kind.__module__.startswith(("torch.distributed", "torch.nn.parallel")):
+            return kind.__name__
+    # torch before 2.2 keeps the class, and stores in the module what was applied to it.
+    applied = (held for key, held in vars(module).items() if "composable" in key and isinstance(held, dict))
+    return next((name for held in applied for name in ("replicate", "fully_shard") if name in held), None)
+
+
+class DataParallelModule(BareModule):
+    """A wrapper for one process on several GPUs: `forward` is spread over them, any other method runs on the first.
+
+    torch's DataParallel is an attribute and not a base class: it looks up `dim`, `gather` and others on itself, and a
+    module may have attributes of these names.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.__dict__["_spread"] = DataParallel(module)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        return self._spread(*args, **kwargs)

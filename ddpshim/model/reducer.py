@@ -8,7 +8,8 @@ idea of torch's composable `replicate` and FSDP2; the reducer, its buckets and i
 
 No Python code runs for each parameter of a step: the hooks are builtins, called from C. torch's search for unused
 parameters is off, because it sends one more message and looks up a tensor twice for each parameter. Instead, one
-additional gradient in the last bucket lists the parameters that a rank used.
+additional gradient in the last bucket lists the parameters that a rank used. Those that no rank used get no gradient,
+as in one process.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import contextlib
 import functools
 import inspect
 import weakref
+from collections.abc import Sequence
 from typing import Any, Callable, Optional
 
 import torch
@@ -26,12 +28,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpshim.errors import SyncError
 from ddpshim.job import exchange, noise
+from ddpshim.job.exchange import new_group
 from ddpshim.job.group import on_cleanup, world
-from ddpshim.model import backward, guard, send_order, step_check, torch_private, unsupported
+from ddpshim.model import backward, guard, send_order, torch_private, unsupported
 from ddpshim.model.broadcasting import Buffers, broadcast_state
-from ddpshim.model.equality import Equality, is_milestone
-from ddpshim.model.step_check import Agreement
-from ddpshim.model.unused import Unused
+from ddpshim.model.equality import NUM_SENT, Agreement, Equality, is_milestone
 from ddpshim.model.wrapper import Transparent
 from ddpshim.process import devices
 from ddpshim.process.job import current
@@ -192,7 +193,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine = self.__dict__
         mine["_reduced"] = parameters
         # Its gradient lists the parameters that this rank used, and the numbers of `agreement`.
-        mine["_presence"] = nn.Parameter(parameters[0].new_zeros(len(parameters) + step_check.NUM))
+        mine["_presence"] = nn.Parameter(parameters[0].new_zeros(len(parameters) + NUM_SENT))
         return [self._presence, *parameters], [False, *are_sparse]
 
     def _build_debug_param_to_name_mapping(self, parameters: Any) -> dict[int, str]:
@@ -412,3 +413,59 @@ def _names_of_owned(module: nn.Module) -> list[str]:
 def average(tensor: torch.Tensor) -> torch.Tensor:
     """Return the mean of `tensor` over all ranks, without gradient (collective; not while a backward pass runs)."""
     return exchange.add_up(tensor, dist.group.WORLD, "a mean over all samples") / exchange.size(world())
+
+
+class _Hosts:
+    """The group for messages between the hosts of a job, made with the first network on a GPU."""
+
+    def __init__(self) -> None:
+        self.group: Any = None
+
+
+class Unused:
+    """The parameters of one wrapper that no rank used in a backward pass.
+
+    To read the last bucket, a host waits for its GPU, which is then idle until the next kernel. So once a rank leaves a
+    parameter out, hosts send each other what was used directly in all later passes, and no host waits for a GPU.
+
+    Attributes:
+        hosts_tell: whether hosts send each other what their ranks used; set in the same pass on all ranks.
+    """
+
+    def __init__(self, num: int, device: torch.device, group: Any) -> None:
+        """For `num` parameters on `device`, with gradients reduced over `group` (collective)."""
+        self._num, self._device, self._hosts, self.hosts_tell = num, device, None, False
+        self._told: Any = None  # the message between hosts: (work, 1 for each parameter that a rank used)
+        self._own: Sequence[int] = ()
+        if device.type != "cpu" and group is dist.group.WORLD:
+            hosts = current().part(_Hosts)
+            hosts.group = self._hosts = hosts.group or new_group("gloo")
+
+    def tell(self, row: torch.Tensor, own: Sequence[int]) -> None:
+        """Write 1 into `row` for each parameter, and 0 for those in `own`, unused here (collective, does not wait)."""
+        self._own = own
+        row.fill_(1)
+        if own:
+            row[own] = 0
+        if self._hosts is not None and (self.hosts_tell or devices.is_capturing(self._device)):
+            used = torch.ones(self._num, dtype=torch.uint8, device="cpu")
+            used[list(own)] = 0
+            self._told = dist.all_reduce(used, dist.ReduceOp.MAX, self._hosts, async_op=True), used
+
+    def of_all(self, row: torch.Tensor) -> list[int]:
+        """Return those of `own` that no rank used, from the reduced `row`. The host may wait for other hosts."""
+        if self._told is not None:
+            (work, used), self._told = self._told, None
+            work.wait()
+        elif not self._own:
+            return []
+        elif devices.is_capturing(self._device):
+            raise SyncError(
+                f"{len(self._own)} parameters without gradient during CUDA graph capture, in a process group other "
+                "than the default: whether another rank used them is unknown. Freeze them, or capture with the "
+                "default process group."
+            )
+        else:
+            used = row
+        are_used = used.tolist() if self._own else []
+        return [i for i in self._own if not are_used[i]]

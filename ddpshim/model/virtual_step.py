@@ -20,7 +20,7 @@ from ddpshim.errors import DataError, SyncError
 from ddpshim.job import noise, shares
 from ddpshim.job.exchange import in_order_of_numbers
 from ddpshim.job.group import on_cleanup, world
-from ddpshim.job.reduction import reduce, to_cpu
+from ddpshim.job.running import reduce, to_cpu
 from ddpshim.job.virtual_rank_scheduler import Turns
 from ddpshim.model import exact
 from ddpshim.process.job import current

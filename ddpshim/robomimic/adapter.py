@@ -1,4 +1,4 @@
-"""Implements the adapter for robomimic (`ddpshim.trainers.interface.Adapter`)."""
+"""Implements the adapter for robomimic (`ddpshim.adapters.Adapter`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddpshim.errors import DdpShimError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ddpshim.data.share_loader import Fetcher
+    from ddpshim.data.loader_builder import Fetcher
 
 _ITS_NEWEST_PYTHON = (3, 11)
 # Works beside any torch, with --no-deps; newer versions fail except with their own torch.

@@ -27,7 +27,7 @@ from ddpshim.failures import preemption
 from ddpshim.failures.failure import abort
 from ddpshim.job import exchange
 from ddpshim.job.group import cleanup, setup, world
-from ddpshim.job.own_streams import split_random_streams
+from ddpshim.job.noise import split_random_streams
 from ddpshim.model import guard
 from ddpshim.model.broadcasting import broadcast_state
 from ddpshim.model.parallel import wrap_parallel

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
 import inspect
 import linecache
 import tokenize
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional
-
-from ddpshim.errors import PatchError
-from ddpshim.reading import read_bytes
 
 
 class Release(NamedTuple):
@@ -63,31 +58,6 @@ def digest(*functions: Any) -> str:
         of_file = linecache.getlines(function.__code__.co_filename, function.__globals__)
         blocks.append(of_file[function.__code__.co_firstlineno - 1 :])
     return _digest(blocks)
-
-
-def digest_of_methods(file: Path, kind: str, names: Iterable[str]) -> str:
-    """Return the same digest for methods of class `kind` in a file, without import; empty if one is missing. Local."""
-    tree, source = parsed(file)
-    lines = source.splitlines(keepends=True)
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind]
-    methods = {node.name: node for of in classes for node in of.body if isinstance(node, ast.FunctionDef)}
-    if not classes or not set(names) <= methods.keys():
-        return ""
-    found = [methods[name] for name in names]
-    firsts = [min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) for node in found]
-    return _digest([lines[first - 1 :] for first in firsts])
-
-
-def parsed(file: Path) -> tuple[ast.Module, str]:
-    """Return the syntax tree and the text of a file. Local. Raises PatchError if Python cannot parse it."""
-    try:
-        source = read_bytes(file).decode()
-        return ast.parse(source), source
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise PatchError(
-            f"{file} cannot be parsed ({str(error) or type(error).__name__}); its changes would be unknown. Get the "
-            "release again."
-        ) from error
 
 
 def _digest(starts: Sequence[list[str]]) -> str:

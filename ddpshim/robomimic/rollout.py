@@ -29,7 +29,7 @@ from ddpshim.evaluation import environments
 from ddpshim.evaluation.dealing import Deal, plays_rollouts
 from ddpshim.job.group import world
 from ddpshim.job.world import World
-from ddpshim.process import json_codec
+from ddpshim.process import messages
 from ddpshim.process.random_streams import shared_random_streams
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
@@ -315,11 +315,11 @@ class _Evaluation:
 
 def _pack(frames: list[Any]) -> bytes:
     """Compress frames, because a rank keeps them until all episodes of the environment are played."""
-    return zlib.compress(json_codec.dumps(frames), 1)
+    return zlib.compress(messages.dumps(frames), 1)
 
 
 def _unpack(packed: bytes) -> list[Any]:
-    return json_codec.loads(zlib.decompress(packed)) if packed else []
+    return messages.loads(zlib.decompress(packed)) if packed else []
 
 
 def _write_video(failed: list[Exception]) -> None:

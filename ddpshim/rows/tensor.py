@@ -25,7 +25,6 @@ from ddpshim.rows import blocks
 from ddpshim.rows.blocks import Gather, Part, Scatter
 
 RULES: dict[Any, Callable[..., Any]] = {}  # by function of torch; a rule may return NotImplemented
-_WITHOUT_FUNCTION = torch._C.DisableTorchFunctionSubclass
 _T = torch.Tensor
 # They give away the address of a tensor's memory.
 _EXPOSING = {

@@ -26,7 +26,7 @@ from ddpshim.failures import preemption
 from ddpshim.job import shares
 from ddpshim.job.exchange import in_order_of_numbers
 from ddpshim.job.group import on_cleanup, setup, world
-from ddpshim.job.own_streams import draws_alike
+from ddpshim.job.noise import draws_alike
 from ddpshim.model import equal_steps
 from ddpshim.observe.recording import Recorder
 from ddpshim.process import events

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import ddpshim
-from ddpshim.model.step_check import NUM
+from ddpshim.model.equality import NUM
 
 QUICK = "--quick" in sys.argv
 NUM_STEPS, LAYER_SIZE = (4, 300_000) if QUICK else (10, 1_000_000)

@@ -27,7 +27,7 @@ from ddpshim.checkpoint.resume import Resumable
 from ddpshim.errors import CheckpointError, WorldError
 from ddpshim.failures import listening
 from ddpshim.job.world import World
-from ddpshim.process import devices, json_codec, messages
+from ddpshim.process import devices, messages
 from ddpshim.process.job import current
 from ddpshim.trainers.session import FOLDER, STREAMS, Session
 from tests.ranks import run_ranks
@@ -63,16 +63,16 @@ def test_plain_values_come_back_as_they_were() -> None:
         "random": ddpshim.process.random_streams.global_states(),
         "scalar": numpy.float64(0.1),
     }
-    back = json_codec.loads(json_codec.dumps(value))
+    back = messages.loads(messages.dumps(value))
     states, expected = back.pop("random"), value.pop("random")
     assert back == value
     assert list(map(type, back["a"])) == list(map(type, value["a"]))
     assert type(back["scalar"]) is numpy.float64
     assert all(map(ddpshim.process.random_streams.is_same_state, states.values(), expected.values()))
-    array = json_codec.loads(json_codec.dumps(numpy.arange(6.0).reshape(2, 3).T))
+    array = messages.loads(messages.dumps(numpy.arange(6.0).reshape(2, 3).T))
     assert array.tolist() == [[0, 3], [1, 4], [2, 5]]
     array[0, 0] = 9  # a copy of its own
-    assert json_codec.loads(json_codec.dumps(normed))._metadata == normed._metadata
+    assert messages.loads(messages.dumps(normed))._metadata == normed._metadata
     net = torch.nn.Linear(1, 1)
     optimizer = torch.optim.Adam(net.parameters())
     net(torch.ones(1, 1)).sum().backward()
@@ -82,9 +82,9 @@ def test_plain_values_come_back_as_they_were() -> None:
     for stateful in (optimizer, *schedules):
         if "anneal_func" in stateful.state_dict():
             continue  # OneCycleLR of torch 2.1 keeps a function, for which `trust_progress` is asked
-        stateful.load_state_dict(json_codec.loads(json_codec.dumps(stateful.state_dict())))
+        stateful.load_state_dict(messages.loads(messages.dumps(stateful.state_dict())))
     tied = torch.zeros(2)
-    _, tensors = json_codec.take_apart([tied, tied])
+    _, tensors = messages.take_apart([tied, tied])
     assert [tensor is tied for tensor in tensors] == [True, True]
 
 
@@ -93,18 +93,18 @@ def test_objects_are_named_and_junk_is_no_value(tmp_path: Path) -> None:
     inner: list[Any] = []
     inner.append(inner)
     for value, where in (({"a": [1, _Bomb(tmp_path)]}, r"\['a'\]\[1\] is a .*_Bomb"), (inner, "contains itself")):
-        with pytest.raises(json_codec.NotPlain, match=where):
-            json_codec.dumps(value)
+        with pytest.raises(messages.NotPlain, match=where):
+            messages.dumps(value)
     bomb = pickle.dumps(_Bomb(tmp_path / "ran"))
     outlines: list[Any] = [{}, {"a": 1, "b": 2}, {"eval": "1"}, {"tensor": 7}, {"tensor": "x"}, {"dict": [1]}]
     outlines += [{"dtype": ["load"]}, {"device": ["x"]}, {"fraction": [1, 0]}, {"OrderedDict": [3]}, {"bytes": 1}]
     outlines += [{"numpy": ["O", [1], 0, False]}, {"numpy": ["f8", [9], 0, 0]}, {"dict": [[[], 1]]}]
     for outline in outlines:
-        with pytest.raises(json_codec.Broken):
-            json_codec.put_together(json.dumps(outline), [torch.zeros(3, dtype=torch.uint8), torch.zeros(2)])
+        with pytest.raises(messages.Broken):
+            messages.put_together(json.dumps(outline), [torch.zeros(3, dtype=torch.uint8), torch.zeros(2)])
     for text in ("[" * 20000 + "]" * 20000, "", "{", 3):
-        with pytest.raises(json_codec.Broken):
-            json_codec.put_together(text, [])
+        with pytest.raises(messages.Broken):
+            messages.put_together(text, [])
     for message in (
         b"",
         b"\0" * 8,
@@ -112,8 +112,8 @@ def test_objects_are_named_and_junk_is_no_value(tmp_path: Path) -> None:
         (1 << 62).to_bytes(8, "little") + b"{}",
         (2).to_bytes(8, "little") + b"[]" + bomb,
     ):
-        with pytest.raises(json_codec.Broken):
-            json_codec.loads(message)
+        with pytest.raises(messages.Broken):
+            messages.loads(message)
         with pytest.raises(WorldError, match="rank 3 sent bytes that are not a message of ddpshim"):
             messages.unpacked(message, True, 3)
     packed = messages.packed([_Bomb(tmp_path / "ran")], trusts_peers=True)
@@ -127,7 +127,7 @@ def test_objects_are_named_and_junk_is_no_value(tmp_path: Path) -> None:
 def _files(tmp_path: Path) -> dict[str, Any]:
     """What a file of progress may hold that none of ours does."""
     bomb = _Bomb(tmp_path / "ran")
-    outline, tensors = json_codec.take_apart({"epoch": bomb}, pickle.dumps)
+    outline, tensors = messages.take_apart({"epoch": bomb}, pickle.dumps)
     whole = {"epoch": 9, "step": 0, "world_size": 1, "values": {}, "random": [{}], "facts": {}, "order": None}
     return {
         "a pickle": bomb,

@@ -27,7 +27,7 @@ from torch import nn
 from ddpshim import variables
 from ddpshim.process.after_import import after_import
 from ddpshim.trainers.unedited import c_libraries, gpus, joining, networks, program
-from ddpshim.trainers.unedited.taken import explain_taken
+from ddpshim.trainers.unedited.joining import explain_taken
 from tests.preloaded import DEADLINE_PASSED, as_torchrun_says, environment, preloaded, start_afresh
 
 ROOT = Path(__file__).parents[2]

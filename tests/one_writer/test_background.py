@@ -23,8 +23,7 @@ from torch import nn
 
 import ddpshim
 from ddpshim.checkpoint import files as checkpoint
-from ddpshim.checkpoint import snapshot
-from ddpshim.checkpoint.background import Background, JobFailed
+from ddpshim.checkpoint.background import Background, Buffer, JobFailed, take
 from ddpshim.errors import CheckpointError, RankError
 from ddpshim.failures import failure
 from ddpshim.process import machine
@@ -58,20 +57,20 @@ def _odd_tensors() -> dict[str, Any]:
 
 
 @pytest.fixture
-def buffer() -> Iterator[snapshot.Buffer]:
-    made = snapshot.Buffer()
+def buffer() -> Iterator[Buffer]:
+    made = Buffer()
     yield made
     made.close()
 
 
-def _written(obj: Any, folder: Path, buffer: snapshot.Buffer) -> bytes:
+def _written(obj: Any, folder: Path, buffer: Buffer) -> bytes:
     folder.mkdir(exist_ok=True)
-    snapshot.take(obj, buffer, 100).write(str(folder / "a.pth"))
+    take(obj, buffer, 100).write(str(folder / "a.pth"))
     return (folder / "a.pth").read_bytes()
 
 
 @pytest.mark.unit
-def test_the_file_is_that_of_torch_to_the_byte(tmp_path: Path, buffer: snapshot.Buffer) -> None:
+def test_the_file_is_that_of_torch_to_the_byte(tmp_path: Path, buffer: Buffer) -> None:
     for make in (_training_state, _odd_tensors, lambda: 1, lambda: "ünï" * 1000, _training_state):
         obj = make()
         torch.save(obj, tmp_path / "a.pth")
@@ -80,9 +79,9 @@ def test_the_file_is_that_of_torch_to_the_byte(tmp_path: Path, buffer: snapshot.
 
 
 @pytest.mark.unit
-def test_what_changes_later_is_not_in_the_snapshot(tmp_path: Path, buffer: snapshot.Buffer) -> None:
+def test_what_changes_later_is_not_in_the_snapshot(tmp_path: Path, buffer: Buffer) -> None:
     state = {"weights": torch.zeros(1000), "seen": [1]}
-    taken = snapshot.take(state, buffer, 0)
+    taken = take(state, buffer, 0)
     state["weights"].fill_(9)
     state["seen"].append(2)  # type: ignore[attr-defined]
     taken.write(str(tmp_path / "a.pth"))
@@ -93,7 +92,7 @@ def test_what_changes_later_is_not_in_the_snapshot(tmp_path: Path, buffer: snaps
 
 @pytest.mark.unit
 def test_memory_that_a_thread_grows_meanwhile_is_copied_to_all_the_same(
-    tmp_path: Path, buffer: snapshot.Buffer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, buffer: Buffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = ctypes.memmove
 
@@ -108,7 +107,7 @@ def test_memory_that_a_thread_grows_meanwhile_is_copied_to_all_the_same(
 
 @pytest.mark.unit
 def test_memory_that_is_given_back_grows_no_more(tmp_path: Path) -> None:
-    buffer = snapshot.Buffer()
+    buffer = Buffer()
     number = buffer.descriptor
     with open(tmp_path / "another.txt", "w+b") as file:
         buffer.close()
@@ -332,7 +331,7 @@ def test_without_room_for_the_copy_it_is_saved_at_once(
     def no_memory(*args: Any) -> None:
         raise OSError(28, "No space left on device (on purpose)")
 
-    monkeypatch.setattr(snapshot.Buffer, "put", no_memory)
+    monkeypatch.setattr(Buffer, "put", no_memory)
     with pytest.warns(UserWarning, match=r"a.pth was written while training waited, .*on purpose"):
         checkpoint.save_in_background(1, tmp_path / "a.pth")
     assert torch.load(tmp_path / "a.pth") == 1

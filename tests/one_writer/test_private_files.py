@@ -41,7 +41,7 @@ import ddpshim
 from ddpshim.errors import SyncError
 from ddpshim.job.world import World
 from ddpshim.process.job import Job
-from ddpshim.trainers.unedited import saves
+from ddpshim.trainers.unedited import main_file_log as saves
 from ddpshim.trainers.unedited.clock import Clock
 from ddpshim.trainers.unedited.commands import Commands
 from ddpshim.trainers.unedited.file_overlay import View

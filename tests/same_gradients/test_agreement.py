@@ -20,7 +20,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import ddpshim
 from ddpshim.errors import DataError, RankError, SyncError
-from ddpshim.model import equality, guard, step_check, unused
+from ddpshim.model import equality, guard, reducer
 from ddpshim.process import devices
 from ddpshim.process.job import current
 from tests.ranks import errors_of, run_ranks
@@ -378,7 +378,7 @@ class _Unread:
 def _rank_leaves_out() -> list[Any]:
     here = ddpshim.world()
     gpu, row = torch.device("meta"), torch.empty(4)
-    of_rank = unused.Unused(4, gpu, torch.distributed.group.WORLD)
+    of_rank = reducer.Unused(4, gpu, torch.distributed.group.WORLD)
     found: list[Any] = [of_rank._told]
     of_rank.tell(row, [here.rank])
     found += [row.tolist(), of_rank.of_all(torch.tensor([1.0, 0.5, 1.0, 1.0]))]  # read: nobody knew of it
@@ -386,9 +386,9 @@ def _rank_leaves_out() -> list[Any]:
     for own in ([here.rank, 3], [], [2]):
         of_rank.tell(row, own)
         found.append(of_rank.of_all(_Unread()))
-    agreed = step_check.Agreement("a network", torch.device("cpu"))
+    agreed = equality.Agreement("a network", torch.device("cpu"))
     for leaves_out in (here.rank == 1, False):
-        entries = torch.zeros(step_check.NUM)
+        entries = torch.zeros(equality.NUM_SENT)
         agreed.fill(entries, leaves_out=leaves_out)
         torch.distributed.all_reduce(entries)
         agreed.read(entries)
@@ -409,7 +409,7 @@ def test_nothing_is_read_while_a_cuda_graph_is_captured(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert devices.is_capturing(torch.device("cuda", 0))
     assert not devices.is_capturing(torch.device("cpu"))
-    of_network = unused.Unused(2, torch.device("cuda", 0), "a group of the user's")
+    of_network = reducer.Unused(2, torch.device("cuda", 0), "a group of the user's")
     of_network.tell(torch.empty(2), [])
     assert of_network.of_all(_Unread()) == []
     of_network.tell(torch.empty(2), [1])

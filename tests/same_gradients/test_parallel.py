@@ -24,9 +24,9 @@ import ddpshim
 from ddpshim.errors import SyncError
 from ddpshim.job.process_group import ENDS_THREADS
 from ddpshim.model import backward, guard, unsupported
-from ddpshim.model.data_parallel import DataParallelModule
 from ddpshim.model.inputs import moved
 from ddpshim.model.keys import portable_keys
+from ddpshim.model.parallel import DataParallelModule
 from ddpshim.model.reducer import _Pass
 from ddpshim.model.wrapper import BareModule
 from ddpshim.model.wrapping import best_bucket_cap_mb

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils._device import DeviceContext
 
 import ddpshim
-from ddpshim.checkpoint import snapshot
+from ddpshim.checkpoint import background
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 from ddpshim.rows import calls
@@ -291,7 +291,7 @@ def test_no_host_waits_in_a_usual_step(kind: str, counted: Any) -> None:
 def _rank_saves(folder: str) -> tuple[list[bool], list[int]]:
     state, buffer, pinned, empty = (
         nn.Linear(64, 64).to("cuda").state_dict(),
-        snapshot.Buffer(),
+        background.Buffer(),
         list[int](),
         torch.empty,
     )
@@ -301,7 +301,7 @@ def _rank_saves(folder: str) -> tuple[list[bool], list[int]]:
         return empty(size, *args, **options)
 
     with replaced(torch, "empty", noted):
-        snapshot.take(state, buffer, 20_000).write(f"{folder}/ours.pth")
+        background.take(state, buffer, 20_000).write(f"{folder}/ours.pth")
     torch.save(state, f"{folder}/torchs.pth")
     ours, torchs = torch.load(f"{folder}/ours.pth"), torch.load(f"{folder}/torchs.pth")
     batch = {"pinned": torch.ones(2).pin_memory(), "others": (torch.ones(1), ["text"])}

@@ -14,7 +14,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from ddpshim import adapters
-from ddpshim.data import share_loader
+from ddpshim.data import loader_builder
 from ddpshim.data.loader import make_loader
 from ddpshim.job.world import World
 from ddpshim.launch.runner import Launch, problems_of_program
@@ -60,10 +60,10 @@ def toybot(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
 
 def test_only_ours_without_entry_points() -> None:
     assert adapters.packages() == {
-        **{package: f"ddpshim.{package}.adapter" for package in ("robomimic", "diffusion_policy")},
-        "diffusion_policy_3d": "ddpshim.diffusion_policy.adapter",
+        "robomimic": "ddpshim.robomimic.adapter",
+        **dict.fromkeys(("diffusion_policy", "diffusion_policy_3d"), "ddpshim.diffusion_policy"),
     }
-    assert share_loader.fetcher_of(Squares()) is None
+    assert loader_builder.fetcher_of(Squares()) is None
 
 
 @pytest.mark.usefixtures("toybot")
@@ -81,7 +81,7 @@ def test_a_third_partys_files_are_known() -> None:
 
 def test_an_adapter_need_not_offer_anything(toybot: types.ModuleType) -> None:
     del toybot.fetcher, toybot.state_of_files  # type: ignore[attr-defined]
-    assert share_loader.fetcher_of(Squares()) is None
+    assert loader_builder.fetcher_of(Squares()) is None
     assert "toybot" not in environment._patch_states()
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from ddpshim.data import mailbox, share_loader
+from ddpshim.data import loader_builder
 from ddpshim.data.loader import make_loader
 from ddpshim.data.loader_builder import divide
 from ddpshim.errors import DataError
@@ -245,7 +245,7 @@ def _is_same_passes(found: list[Any], expected: list[Any]) -> bool:
 def test_passes_that_are_abandoned_leave_nothing_to_the_next(folder: Path, cache_mode: Any) -> None:
     lengths = [3, 1, 8, 2, 8]
     with pytest.MonkeyPatch.context() as by_sample:
-        by_sample.setattr(share_loader, "_fetch_batches", lambda *_: None)
+        by_sample.setattr(loader_builder, "_fetch_batches", lambda *_: None)
         reference = _loader(folder, cache_mode)
     assert reference.collate_fn is default_collate
     *expected, after = _passes(reference, [*lengths, 8])
@@ -272,9 +272,9 @@ def test_two_passes_at_once(folder: Path) -> None:
 def test_a_batch_that_is_too_large_for_its_place_is_sent() -> None:
     batch = {"a": torch.arange(100), "b": {"c": torch.tensor([True, False]), "d": torch.zeros(2, 0)}}
     for num_bytes in (64, 4096):
-        places = mailbox.Mailbox(2, 2, num_bytes)
+        places = sequences.Mailbox(2, 2, num_bytes)
         places.places.zero_()
-        packed = mailbox.Packed(batch, places, worker=1, number=3)
+        packed = sequences.Packed(batch, places, worker=1, number=3)
         made, (sent, layout) = packed.__reduce__()
         assert isinstance(sent, torch.Tensor) == (num_bytes == 64)
         assert windows._is_same(made(sent, layout), batch)

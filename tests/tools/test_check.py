@@ -21,7 +21,7 @@ from packaging.version import Version
 from ddpshim import variables
 from ddpshim.errors import LaunchError
 from ddpshim.launch.runner import Launch
-from ddpshim.tools.check import judging, new_files, precision, running, sketches, watching
+from ddpshim.tools.check import judging, new_files, running, sketches, watching
 from ddpshim.tools.check.noise import Placed
 from evidence import bugs
 from tests.preloaded import environment, start_afresh
@@ -180,10 +180,10 @@ def test_shows_the_answer_on_a_line_of_its_own() -> None:
 def test_perturbation_leaves_zeros() -> None:
     """Adam divides a gradient by its own size: it would turn any noise on a zero into a full step."""
     gradient, cancelled = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.full((64,), 1e-9)
-    precision.add_rounding([gradient, cancelled], 0, precision.SINGLE)
+    sketches.add_rounding([gradient, cancelled], 0, sketches.SINGLE)
     assert gradient.tolist() == [pytest.approx(1.0, abs=1e-5), 0.0, 0.0, 0.0]
     assert gradient[0] != 1
-    assert float(cancelled.norm()) == pytest.approx(precision.TIMES * precision.SINGLE, rel=0.3), "as all of them"
+    assert float(cancelled.norm()) == pytest.approx(sketches.TIMES * sketches.SINGLE, rel=0.3), "as all of them"
 
 
 @pytest.mark.unit
@@ -304,17 +304,17 @@ def test_rounding_of_bfloat16(tmp_path: Path, of_ranks: list[float], says: Optio
 def test_precision_of_a_backward_pass() -> None:
     net = torch.nn.Linear(8, 4)
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
-    assert precision.of_graph([net(x).sum()]) == torch.float32
+    assert sketches.of_graph([net(x).sum()]) == torch.float32
     # Before torch 2.6 nodes do not show dtypes: every graph counts as float32 (docs/check.md).
     shown = torch.bfloat16 if Version(torch.__version__).release >= (2, 6) else torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert precision.of_graph([net(x).float().mean()]) == shown
+        assert sketches.of_graph([net(x).float().mean()]) == shown
         with torch.no_grad():
             frozen = net(x).float()
-    assert precision.of_graph([net.weight.sum() * frozen.sum()]) == torch.float32
-    for eps, size in ((precision.SINGLE, 20 * precision.SINGLE), (precision.eps_of("bfloat16"), 1.5 * 2.0**-7)):
+    assert sketches.of_graph([net.weight.sum() * frozen.sum()]) == torch.float32
+    for eps, size in ((sketches.SINGLE, 20 * sketches.SINGLE), (sketches.eps_of("bfloat16"), 1.5 * 2.0**-7)):
         gradient = torch.ones(1000)
-        precision.add_rounding([gradient], 0, eps)
+        sketches.add_rounding([gradient], 0, eps)
         assert float((gradient - 1).std()) == pytest.approx(2 * size, rel=0.1)
 
 

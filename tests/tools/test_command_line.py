@@ -24,7 +24,8 @@ import pytest
 
 import ddpshim
 import ddpshim.__main__ as command_line
-from ddpshim.tools import pages, progress
+from ddpshim.tools import pages
+from ddpshim.tools.check import running
 from tests import without_posix
 from tests.preloaded_commands import patience
 
@@ -282,9 +283,9 @@ def test_a_terminal_is_shown_how_far_a_long_command_is(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seconds = itertools.count(step=1.5)
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    with progress.progress_line() as show:
+    with running.progress_line() as show:
         show("check: 0 of 20 steps")  # not shown: in the first two seconds
         show("check: 3 of 20 steps")
     shown = "\r\033[Kcheck: 3 of 20 steps\r\033[K"

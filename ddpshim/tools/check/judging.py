@@ -12,10 +12,8 @@ from operator import mul
 from pathlib import Path
 from typing import Any, Optional
 
-from ddpshim.tools.check.counts import lengths_of_passes, notes_on_ends, numbers_of_steps, wrong_in_all
-from ddpshim.tools.check.precision import SINGLE, eps_of
-from ddpshim.tools.check.records import Parting, Run
-from ddpshim.tools.check.sketches import difference, distance, ratio
+from ddpshim.tools.check.records import Parting, Run, lengths_of_passes, notes_on_ends, numbers_of_steps, wrong_in_all
+from ddpshim.tools.check.sketches import SINGLE, difference, distance, eps_of, ratio
 from ddpshim.tools.check.watching import ONE, PERTURBED
 
 # Ranks may differ from the one process by this many times the perturbed run's difference. Below the third line's

@@ -1,4 +1,4 @@
-"""Finds what a report names (samples, parameters, lines of the program), and ends a process with its peers.
+"""Runs the user's program as the one process of a proof, finds what a report names in it, and ends it with its peers.
 
 Draws nothing and changes nothing.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import time
@@ -95,3 +96,23 @@ class Parameters:
 def _outermost(named: Sequence[tuple[str, Any]]) -> dict[int, str]:
     """Return id -> the tensor's longest name, which is its name in the outermost module."""
     return {id(tensor): name for name, tensor in sorted(named, key=lambda item: len(item[0]))}
+
+
+def main() -> None:
+    """Run `script.py ARGS` or `-m package.module ARGS` as `python` would, and record it, as FOLDER and RUN say."""
+    from ddpshim.tools.check.watching import watched
+
+    folder, run, *argv = sys.argv[1:]
+    is_module = argv[0] == "-m"
+    program, *arguments = argv[is_module:]
+    sys.argv = [program, *arguments]
+    with watched(folder, run):
+        if is_module:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(program)))
+            runpy.run_path(program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,12 +1,13 @@
-"""Holds what the processes of a proof recorded, and the form of a difference between them."""
+"""Reads what the processes of a proof recorded, and finds other numbers of steps or batches in it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+from ddpshim.process.say import count
 from ddpshim.tools.check.watching import read
 
 
@@ -60,3 +61,101 @@ class Run:
             elif record["kind"] == "loss" and last is not None:
                 yield last, record
                 last = None
+
+
+def lengths_of_passes(one: Run, ranks: Sequence[Run], rounding: Any, step: int) -> Optional[Parting]:
+    """Return a Parting if batches of this step are equally large, but a pass over the data has another number of them.
+
+    Rates that depend on the length of the loader differ from then on, so this cause is looked for before them.
+    """
+    alone, spread = one.trained_on(step), [run.trained_on(step) for run in ranks]
+    if not alone or not all(spread) or alone[0]["size"] != sum(own[0]["size"] for own in spread):
+        return None
+    length, of_ranks = alone[0].get("num_batches"), [int(own[0].get("num_batches") or 0) for own in spread]
+    if not length or not all(of_ranks) or set(of_ranks) == {length}:
+        return None
+    size, fewest, most = alone[0]["size"], min(of_ranks), max(of_ranks)
+    found = f"a pass over the data has {length} batches in one process, {_range(fewest, most)} on the ranks"
+    num_samples = alone[0].get("num_samples")
+    if fewest < length and num_samples and (length - 1) * size < num_samples <= length * size:
+        found += f": ranks read {fewest * size} of {num_samples} samples"
+    if most == length - 1:
+        meaning = "ranks leave out the last batch, which is not full: drop_last=False keeps it (with ranks the default "
+        meaning += "of make_loader is True)"
+    elif fewest == length + 1:
+        meaning = "the one process leaves out the last batch, which is not full: give the ranks drop_last=True as well"
+    else:
+        meaning = "the loaders have other data, or another sampler or drop_last"
+    meaning += "; len(loader), and a learning rate that is planned with it, differ too"
+    return Parting(step + 1, "samples", "", spread[0][0]["place"], found, meaning)
+
+
+def numbers_of_steps(one: Run, ranks: Sequence[Run], rounding: Any, step: int) -> Optional[Parting]:
+    """Return a Parting if not all processes make this step, with the same optimizer.
+
+    A process that the proof ended has not refused the step.
+    """
+    steps = [next(iter(run.of("step", step + 1)), None) for run in (one, *ranks)]
+    stepped = {record["optimizer"] for record in steps if record is not None}
+    missing = [run for run, record in zip((one, *ranks), steps) if record is None and not run.is_cut]
+    if not stepped or (len(stepped) == 1 and not missing):
+        return None
+    fewest, most = min(run.num_steps for run in ranks), max(run.num_steps for run in ranks)
+    found = f"one process made {one.num_steps} steps{_cut(one)}, the ranks {_range(fewest, most)}"
+    found += next((_cut(run) for run in ranks if run.is_cut), "")
+    if len(stepped) > 1:
+        numbers = [f"optimizer {record['optimizer'] + 1}" for record in steps if record is not None]
+        found = f"{numbers[0]} made the step in one process, {', '.join(numbers[1:])} on the ranks"
+        meaning = "optimizers take turns in another way on the ranks"
+    elif one.error and one in missing:
+        meaning = f"the program failed in one process: {one.error}"
+    else:
+        meaning = (
+            "the number of epochs or steps, or an early stop, depends on a number that is another one on the ranks: "
+            "a loss or a count of a rank's own share of samples divided by the number of all, or the length of a loader"
+        )
+    last = next((record for run in missing for record in run.of("step", run.num_steps)), None)
+    place = next((record["place"] for record in (last, *steps) if record is not None), "")
+    return Parting(step + 1, "steps", "", place, found, meaning)
+
+
+def notes_on_ends(one: Run, perturbed: Run, ranks: Sequence[Run]) -> Iterator[str]:
+    """Yield what a reader should know of runs that ended early."""
+    if one.error and not any(run.error for run in ranks):
+        yield f"the program failed in one process, after its last step, and not on the ranks: {one.error}"
+    if perturbed.num_steps != one.num_steps:
+        yield (
+            f"a rounding error alone changes the number of steps in one process ({one.num_steps}, with it "
+            f"{perturbed.num_steps})"
+        )
+
+
+def wrong_in_all(one: Run, main_rank: Run) -> Iterator[Parting]:
+    """Yield what is wrong however many ranks there are, so that no comparison shows it."""
+    orders: dict[Any, list[Sequence[str]]] = {}
+    for passed in main_rank.passes():
+        about = passed[0]
+        key = about["place"], about["num_samples"], about.get("shuffles")
+        if about["sampler"] == "DistributedSampler":
+            orders.setdefault(key, []).append([name for batch in passed for name in batch["samples"] or ()])
+    for (place, _, shuffles), (first, *others) in orders.items():
+        if shuffles is False:
+            found, meaning = "training data come in one order in every pass", "DistributedSampler(shuffle=False)"
+            yield Parting(1, "order", "", place, found, meaning)
+        elif any(min(len(first), len(o)) > 3 and all(a == b for a, b in zip(first, o)) for o in others):
+            found = "a pass over the training data has the order of the first one"
+            yield Parting(1, "order", "", place, found, "sampler.set_epoch(epoch) is not called")
+    for number, names in one.names.items():
+        steps = [r for r in one.records if r["kind"] == "gradients" and r["optimizer"] == number]
+        if names and steps and not any(gradient is not None for r in steps for gradient in r["gradients"]):
+            found = f"none of its {count(len(names), 'parameter')} got a gradient in any step: it trains nothing"
+            meaning = "it holds the parameters of another network: made before a copy, a wrap or a new layer"
+            yield Parting(1, "optimizer", f"optimizer {number + 1}", steps[0]["place"], found, meaning)
+
+
+def _cut(run: Run) -> str:
+    return " (and would make more)" if run.is_cut else ""
+
+
+def _range(fewest: int, most: int) -> str:
+    return str(most) if fewest == most else f"{fewest} to {most}"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Optional
@@ -20,9 +21,8 @@ from ddpshim.process.launch_env import PLACE
 from ddpshim.process.say import count, say
 from ddpshim.tools.check import new_files, watching
 from ddpshim.tools.check.judging import Proof, judge
-from ddpshim.tools.check.precision import TIMES
+from ddpshim.tools.check.sketches import TIMES
 from ddpshim.tools.check.watching import ONE, PERTURBED, Settings
-from ddpshim.tools.progress import progress_line
 
 _NUM_LINES_SHOWN = 12
 
@@ -125,7 +125,7 @@ def _start(job: Launch, folder: Path, logs: Path, name: str, environ: Mapping[st
     kept = {key: value for key, value in os.environ.items() if key not in PLACE}
     with (logs / f"{name}.log").open("wb") as out:
         return subprocess.Popen(
-            [sys.executable, "-m", "ddpshim.tools.check.process", str(folder), name, *argv],
+            [sys.executable, "-m", "ddpshim.tools.check.program", str(folder), name, *argv],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -165,3 +165,21 @@ def as_text(proof: Proof) -> str:
         lines.append(f"  {found}: {parting.what}{where}, {parting.place or 'outside your code'}")
         lines += [f"  found:   {parting.found}", f"  usually: {parting.meaning}"]
     return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def progress_line() -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows progress on a terminal's stderr: after two seconds, erased at the end. Local."""
+    due, is_shown = time.monotonic() + 2.0, False
+
+    def show(text: str) -> None:
+        nonlocal due, is_shown
+        if sys.stderr.isatty() and time.monotonic() >= due:
+            due, is_shown = time.monotonic() + 0.2, True
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        if is_shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -194,7 +194,7 @@ class RankRecorder:
             return
         self._see_state()
         from ddpshim.job import shares
-        from ddpshim.tools.check.precision import eps_of, of_graph
+        from ddpshim.tools.check.sketches import eps_of, of_graph
 
         roots = [tensors] if hasattr(tensors, "numel") else list(tensors)
         losses = [float(root.detach()) for root in roots if root.numel() == 1]
@@ -222,7 +222,7 @@ class RankRecorder:
             self._write("optimizer", optimizer=known[0], names=shown, type=type(optimizer).__name__)
             self._write("start", optimizer=known[0], weights=_sketches(params))
         if self._run == PERTURBED:
-            from ddpshim.tools.check.precision import add_rounding
+            from ddpshim.tools.check.sketches import add_rounding
 
             add_rounding([p.grad for p in params if p.grad is not None], self._num_steps, self._eps)
         self._write(

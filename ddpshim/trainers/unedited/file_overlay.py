@@ -15,8 +15,7 @@ import tempfile
 from typing import Optional
 
 from ddpshim.errors import SyncError
-from ddpshim.trainers.unedited.main_file_log import Before, MainsChanges
-from ddpshim.trainers.unedited.saves import Saves
+from ddpshim.trainers.unedited.main_file_log import Before, MainsChanges, Saves
 from ddpshim.trainers.unedited.unmanaged_paths import PRIVATE
 from ddpshim.variables import RUN_DIR
 

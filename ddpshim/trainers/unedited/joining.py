@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import functools
 import os
 import secrets
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Any, Optional
 
@@ -23,7 +25,7 @@ from ddpshim import variables
 from ddpshim.errors import OptionsError
 from ddpshim.failures import unsynced_check
 from ddpshim.job.group import cleanup, setup, world
-from ddpshim.job.own_streams import draws_alike
+from ddpshim.job.noise import draws_alike
 from ddpshim.job.world import World
 from ddpshim.process.job import Job, current
 from ddpshim.process.observed import observe
@@ -35,11 +37,11 @@ from ddpshim.trainers.unedited import accelerators, hand_back
 from ddpshim.trainers.unedited.clock import Clock
 from ddpshim.trainers.unedited.commands import Commands
 from ddpshim.trainers.unedited.locks import Locks
+from ddpshim.trainers.unedited.networks import Steps, say_what_was_divided
 from ddpshim.trainers.unedited.private_files import PrivateFiles
 from ddpshim.trainers.unedited.reads import equal_reads
 from ddpshim.trainers.unedited.rollouts import Rollouts
 from ddpshim.trainers.unedited.start import Start
-from ddpshim.trainers.unedited.steps import Steps, say_what_was_divided
 
 
 @contextlib.contextmanager
@@ -142,7 +144,7 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
             undo.enter_context(
                 accelerators.shown_one_process(lambda found: hand_back.leave_alone(start, found, take_back))
             )
-            start.at_failure.append(_explain)
+            start.at_failure.append(explain_taken)
             start.at_failure.append(lambda error: hand_back.leave_alone_if_it_joins(start, error, take_back))
         if here.world_size > 1:
             since = time.time() if start is None else start.time
@@ -166,12 +168,6 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
 
             undo.enter_context(gpus.shown(here.local_world_size))
         yield
-
-
-def _explain(error: Optional[BaseException]) -> None:
-    from ddpshim.trainers.unedited.taken import explain_taken
-
-    explain_taken(error)
 
 
 @contextlib.contextmanager
@@ -202,3 +198,17 @@ def _optimizers_seen() -> Iterator[None]:
             yield
         finally:
             current().part(Steps).networks.forget()
+
+
+def explain_taken(error: Optional[BaseException]) -> None:
+    """Say in an error of a taken port or name of shared memory that every rank opens it. Local."""
+    while error is not None:
+        opened = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
+        is_memory = isinstance(error, FileExistsError) and opened == ["multiprocessing.shared_memory"]
+        if isinstance(error, OSError) and (is_memory or error.errno == errno.EADDRINUSE):
+            error.strerror = (
+                f"{error.strerror}: every rank runs this line, and another rank (or program) of this machine has "
+                f"opened the same port or name. Open it only if os.environ.get('{variables.RANK}', '0') is '0', or "
+                "leave the choice to the system: port 0, shared memory without a name"
+            )
+        error = error.__cause__ or error.__context__

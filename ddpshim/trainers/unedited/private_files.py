@@ -12,6 +12,7 @@ import functools
 import io
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
@@ -23,12 +24,11 @@ from ddpshim.process.after_import import after_import
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 from ddpshim.rows.gradients import plain
-from ddpshim.rows.tensor import Counts
+from ddpshim.rows.tensor import Counts, on_whole
 from ddpshim.trainers.unedited import main_file_log
 from ddpshim.trainers.unedited.c_libraries import CLibraries
 from ddpshim.trainers.unedited.holders import in_place
-from ddpshim.trainers.unedited.main_file_log import MainsChanges
-from ddpshim.trainers.unedited.saves import Saves
+from ddpshim.trainers.unedited.main_file_log import MainsChanges, Saves
 from ddpshim.trainers.unedited.stand_ins import Files
 from ddpshim.trainers.unedited.unmanaged_paths import LeftAlone
 
@@ -184,9 +184,24 @@ def switch_loggers_off() -> None:
 
 
 def _share_wandb(is_main: bool) -> None:
-    from ddpshim.trainers.unedited.wandb_runs import share
+    """Make W&B log on the main rank only what needs all ranks: batches, and gradients, which its hooks read."""
+    wandb: Any = sys.modules["wandb"]
+    init: Any = getattr(wandb, "init", None)
 
-    share(is_main)
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        run = init(*args, **(kwargs if is_main else {**kwargs, "mode": "disabled"}))  # which overrides WANDB_MODE
+        log = run.log
+        run.log = wandb.log = lambda *given, **options: on_whole(log, given, options)
+        if not is_main and hasattr(wandb.sdk, "_watch"):
+            vars(run).setdefault("_torch_history", None)  # has the same hooks, which never log
+            run.watch = wandb.watch = lambda models, criterion=None, log="gradients", *_, **__: wandb.sdk._watch(
+                run, models, criterion, log, sys.maxsize
+            )
+            run.unwatch = wandb.unwatch = functools.partial(wandb.sdk._unwatch, run)
+        return run
+
+    if init is not None:
+        wandb.init = begin
 
 
 class _Passed:
