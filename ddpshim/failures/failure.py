@@ -183,10 +183,10 @@ def _report(error: BaseException, exit_code: int, me: int, watched: Optional[Wat
         silent = [] if watched is None else _silent_ranks(watched)
         who = ranks_called(silent) if silent else "no rank in particular"
         where = "" if watched is None or watched.watch is None else watched.watch.describe_others()
-        say(
-            f"{who} did not answer rank {me} within the timeout{where and f'. Where each rank is:{chr(10)}{where}'}",
-            directly=True,
-        )
+        said = f"{who} did not answer rank {me} within the timeout{where and f'. Where each rank is:{chr(10)}{where}'}"
+        say(said, directly=True)
+        if me:  # `run` shows the output of rank 0 only
+            failure_notes.write(error, exit_code, knows_cause=True, more=f"\n{said}\n")
     if first == me:
         lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         what = "was interrupted" if isinstance(error, KeyboardInterrupt) else "failed"

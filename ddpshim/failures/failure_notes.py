@@ -32,8 +32,10 @@ class Note(NamedTuple):
     traceback: str
 
 
-def write(error: BaseException, exit_code: int, *, knows_cause: bool = False) -> None:
-    """Write this rank's note, if `run` started it; only with `knows_cause` it replaces an earlier note. Local.
+def write(error: BaseException, exit_code: int, *, knows_cause: bool = False, more: str = "") -> None:
+    """Write this rank's note, with `more` below the traceback, if `run` started it. Local.
+
+    Only with `knows_cause` it replaces an earlier note, whose moment it keeps.
 
     Raises nothing if it cannot be written: the rank must end anyway, and `run` then uses its exit code.
     """
@@ -46,10 +48,11 @@ def write(error: BaseException, exit_code: int, *, knows_cause: bool = False) ->
         return
     lines = [] if isinstance(error, SystemExit) else traceback.format_exception(type(error), error, error.__traceback__)
     lost = lost_a_peer(error) or str(error.__dict__.get("first_failure", rank)) != rank
+    moment = Note(*json.loads(note.read_text())).moment if note.exists() else time.time()
     # torch's agent compares when processes ended, in whole seconds: ranks that fail because of this one may end
     # earlier, and then the agent ends this one, perhaps while it writes. So the note appears only when complete.
     try:
-        partial.write_text(json.dumps(Note(time.time(), exit_code, lost, "".join(lines))))
+        partial.write_text(json.dumps(Note(moment, exit_code, lost, "".join(lines) + more)))
         partial.replace(note)
     except OSError as cause:
         say(f"{note} cannot be written ({cause}); `run` will not know why rank {rank} failed", directly=True)

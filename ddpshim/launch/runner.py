@@ -392,7 +392,9 @@ def _report_last_save(run_dir: str, name: str) -> None:
 
 def _error_in(traceback: str) -> str:
     """Return the error of a traceback: its type, and the first line of its message that is not empty."""
-    last = re.split(r"\n\n(?:The above exception was|During handling of) .*\n\n", traceback)[-1]
+    # The last of these: torch raises a data worker's error anew, with its traceback as the message.
+    before = r"\n\n(?:The above exception was|During handling of) .*\n\n|\nOriginal Traceback .*\n"
+    last = re.split(before, traceback)[-1]
     named = itertools.dropwhile(lambda line: line.startswith((" ", "Traceback (")), last.splitlines())
     error, *message = [line.strip() for line in named if line.strip()] or [""]
     return f"{error} {message[0]}" if message and re.fullmatch(r"[\w.]+:", error) else error
