@@ -257,5 +257,4 @@ def test_two_agents_make_two_nodes(
     table = [numbers(line) for line in lines[2:6]]
     assert [row[:3] for row in table] == [[0, 0, 0], [1, 0, 1], [2, 1, 0], [3, 1, 1]]
     assert [row[4:] for row in table] == [[100, table[0][5]]] * 4
-    assert table[0][3] == table[1][3] != table[2][3] == table[3][3]
     assert lines[6] == "samples seen: 400 of 400"

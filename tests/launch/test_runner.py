@@ -107,6 +107,7 @@ elif what == "restart":
         (here / "tried").touch()
         sys.exit(4)
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":  # now the other one
+        (here / "again").touch() if rank == 0 else wait_for("again")
         wait_for("never") if rank == 0 else sys.exit(3)
 elif what == "linger":
     try:

@@ -175,18 +175,11 @@ def _run_on_gpus(fn: Callable[..., Any], num_ranks: int, *args: Any, **options: 
 
 
 _PARALLEL: list[tuple[Any, tuple[Any, ...]]] = [
-    (test_parallel.test_every_way_to_train_equals_one_process, (2,)),
-    (test_parallel.test_branches_that_differ_between_ranks_are_averaged, ()),
+    (test_parallel.test_every_way_to_train_equals_one_process, (test_parallel.WAYS, 2)),
     (test_parallel.test_one_rank_alone_may_run_the_wrapped_network, ()),
-    (test_parallel.test_an_ema_follows_the_wrapped_network, ()),
     (test_parallel.test_wrapping_twice_and_child_then_parent_reduces_once, ()),
-    (test_parallel.test_networks_in_one_backward_pass_do_not_mix, ()),
-    (test_parallel.test_freezing_after_the_wrap_equals_one_process, ()),
     (test_parallel.test_what_no_rank_used_has_no_gradient_and_any_buffer_is_the_main_ranks, ()),
-    (test_parallel.test_what_users_do_equals_one_process, ()),
-    (test_parallel.test_a_scaler_skips_on_all_ranks_or_none, ()),
     (test_parallel.test_batchnorm_normalises_by_the_batch_of_all_ranks, (2,)),
-    (test_parallel.test_a_line_search_goes_by_the_loss_of_the_whole_batch, ()),
 ]
 
 
@@ -205,7 +198,7 @@ def test_two_ranks_on_one_gpu_train_over_gloo(monkeypatch: pytest.MonkeyPatch) -
         return [returned for _, returned in ranks]
 
     monkeypatch.setattr(test_parallel, "run_ranks", run)
-    test_parallel.test_branches_that_differ_between_ranks_are_averaged()
+    test_parallel.test_one_rank_alone_may_run_the_wrapped_network()
     assert backends == ["gloo on cuda:0"] * 2
 
 
