@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import ddpshim
-from ddpshim.model.equality import NUM
+from ddpshim.model.equality import NUM_SENT
 
 QUICK = "--quick" in sys.argv
 NUM_STEPS, LAYER_SIZE = (4, 300_000) if QUICK else (10, 1_000_000)
@@ -238,7 +238,7 @@ def watch_a_step(bucket_cap_mb):
 watched = {"a large bucket": run(watch_a_step, 2, 100)[0], "ddpshim's buckets": run(watch_a_step, 2, None)[0]}
 for name, (total_s, computed, sent, sizes) in watched.items():
     # All gradients, a number per parameter for whether this rank used it, and those that compare the ranks' steps.
-    assert sum(sizes) // 4 == 8 * LAYER_SIZE + 8 + NUM
+    assert sum(sizes) // 4 == 8 * LAYER_SIZE + 8 + NUM_SENT
     hidden = sum(max(0.0, min(b, computed[-1][1]) - a) for a, b in sent)
     print(
         f"{name}: {len(sizes)} message{'s' * (len(sizes) > 1)}, backward took {1000 * total_s:.0f} ms, "
