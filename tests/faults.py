@@ -6,6 +6,7 @@ model on rank 1. Without @ the place is the dataset. The time of the fault is wr
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import resource
@@ -96,7 +97,7 @@ def _break_save() -> None:
 
 def _set_clock_ahead() -> None:
     here = time.time
-    time.time = lambda: here() + SKEW_S
+    time.time = functools.wraps(here)(lambda: here() + SKEW_S)  # ranks compare the names of what they call together
 
 
 def _hide_checkpoints() -> None:
