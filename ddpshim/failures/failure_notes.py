@@ -48,10 +48,10 @@ def write(error: BaseException, exit_code: int, *, knows_cause: bool = False, mo
         return
     lines = [] if isinstance(error, SystemExit) else traceback.format_exception(type(error), error, error.__traceback__)
     lost = lost_a_peer(error) or str(error.__dict__.get("first_failure", rank)) != rank
-    moment = Note(*json.loads(note.read_text())).moment if note.exists() else time.time()
     # torch's agent compares when processes ended, in whole seconds: ranks that fail because of this one may end
     # earlier, and then the agent ends this one, perhaps while it writes. So the note appears only when complete.
     try:
+        moment = Note(*json.loads(note.read_text())).moment if note.exists() else time.time()
         partial.write_text(json.dumps(Note(moment, exit_code, lost, "".join(lines) + more)))
         partial.replace(note)
     except OSError as cause:

@@ -417,13 +417,12 @@ def _report(rank: int, code: int, log_dir: Optional[Path], tracebacks: Mapping[i
         say(f"the disk of {log_dir} is full: what ranks print is lost. Make room, or give --log-dir elsewhere")
     log, error = log_dir / f"rank_{rank}.log", _error_in(traceback)
     alike = sorted(other for other in tracebacks if is_shown and traceback and tracebacks[other] == traceback)
-    # Rank 0 may have noted a traceback that it did not print: another rank was first, or the launcher ended it. Of who
-    # quit the debugger there is a sentence only.
+    # Rank 0 may have noted a traceback that it did not print: another rank was first, or the launcher ended it.
     is_printed = traceback.rstrip() in first_failure.end_of(log_dir / "rank_0.log", _NUM_LINES_SEARCHED)
-    is_printed |= not traceback.startswith("Traceback (")
+    is_sentence = not traceback.startswith("Traceback (")  # of who quit the debugger, which rank 0 has printed
     if 0 in alike[:-1] and is_printed:
         say(f"{ranks_called(alike)} failed with the same error: {error} (above, and in {log_dir}/rank_N.log)")
-    elif traceback and (rank > 0 or not is_shown or is_full or not is_printed):
+    elif traceback and (rank > 0 or not is_shown or is_full or not (is_printed or is_sentence)):
         say(f"rank {rank} failed first: {error} (it {said}; its log is {log}):")
         print(traceback.rstrip(), file=sys.stderr, flush=True)
     elif not traceback:  # else it is the last thing on the screen already

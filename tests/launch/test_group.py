@@ -810,7 +810,7 @@ FAILURES = {
 @pytest.mark.launch
 @pytest.mark.parametrize("where", FAILURES)
 def test_a_failing_rank_ends_the_job(where: str, tmp_path: Path) -> None:
-    """Its traceback is there once, one line of its peer, and both are told apart in torchrun's summary."""
+    """Its traceback is printed once, its peer prints one line, and torchrun's summary names the rank that failed."""
     bad, body = FAILURES[where]
     first = '    dist.init_process_group("gloo")\n' if "group" in where else ""
     code, log = torchrun(tmp_path, first + FAILING + body)

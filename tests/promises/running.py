@@ -40,8 +40,3 @@ def steps_of(folder: Path, rank: str = "") -> list[dict[str, Any]]:
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     saved = torch.load(folder / "out" / "last.pth")
     return {f"{part}.{name}": value for part, state in saved.items() for name, value in state.items()}
-
-
-def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max((one[name] - other[name]).abs().max().item() for name in one)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.promises.running import largest_difference, trained, weights_of
+from evidence.compare import largest_difference
+from tests.promises.running import trained, weights_of
 
 pytestmark = pytest.mark.launch
 

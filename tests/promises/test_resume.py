@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from ddpshim.process.launch_env import EXIT_REQUEUE
-from tests.promises.running import largest_difference, steps_of, trained, weights_of
+from evidence.compare import largest_difference
+from tests.promises.running import steps_of, trained, weights_of
 
 pytestmark = pytest.mark.launch
 
