@@ -169,7 +169,6 @@ def train(
     check: bool = True,
     script: str = "train",
 ) -> Run:
-    """Train once: under torchrun on `num_ranks` processes; if None, without a launcher."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {**config, "train": {**config["train"], "output_dir": str(folder / "out")}}
     (folder / "config.json").write_text(json.dumps(config))
@@ -196,8 +195,6 @@ def environ_of(tree: Path) -> dict[str, str]:
 
 
 class Tokens(dict):  # type: ignore[type-arg]
-    """The result of a tokenizer."""
-
     def to(self, device: Any) -> Tokens:
         return Tokens({key: value.to(_there(device)) for key, value in self.items()})
 
@@ -264,7 +261,6 @@ def install_stand_ins() -> None:
 
 
 def observe(folder: str, script: str, arguments: list[str]) -> None:
-    """Train in this process, and write its samples and networks to `folder`/observed_RANK.pt."""
     from tests.observed import _in_float64
 
     random.seed(0)  # upstream changes colours without a seed
@@ -316,7 +312,6 @@ def observe(folder: str, script: str, arguments: list[str]) -> None:
 
 
 def networks(model: Any) -> dict[str, torch.Tensor]:
-    """Return all weights of the policy and of its EMA, by the names of `serialize`."""
     parts = model.serialize()
     return {f"{part}.{key}": value.clone() for part in ("nets", "ema") for key, value in parts[part].items()}
 

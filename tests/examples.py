@@ -54,7 +54,6 @@ def printed(output: str) -> str:
 
 
 def shown(page: str) -> dict[str, str]:
-    """Return the output that the page shows, by command."""
     blocks = re.findall(r"```\n\$ ([^\n]+)\n(.*?)\n```", page.split(_PRINTED)[1], re.DOTALL)
     return dict(blocks)
 

@@ -202,7 +202,6 @@ def _break_model(kind: str, on_this_rank: bool) -> None:
 
 
 def _break_sync() -> None:
-    """Never reduce gradients: each rank trains its own model."""
     import ddpshim.robomimic.calls as adapter
     from ddpshim.model.reducer import Wrapped
     from ddpshim.process.job import current
@@ -229,7 +228,6 @@ def _break_split() -> None:
 
 
 def install() -> None:
-    """Install the fault that DDPSHIM_FAULT names in this process."""
     kind, rank, call = os.environ["DDPSHIM_FAULT"].split(":")
     is_here = os.environ.get("RANK", "0") == rank
     Path(f"pid_{os.environ.get('RANK', '0')}").write_text(str(os.getpid()))

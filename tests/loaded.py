@@ -7,12 +7,10 @@ Three processes: examples/train_after.py without a launcher; the same as one of 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from tests.preloaded_commands import patience
+from tests.preloaded_commands import python
 
 ROOT = Path(__file__).resolve().parent.parent
 AFTER = ROOT / "examples" / "train_after.py"
@@ -48,24 +46,13 @@ def loaded(kind: str) -> dict[str, int]:
         }
         environ = {name: value for name, value in os.environ.items() if name not in VARIABLES}
         environ.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-        ran = subprocess.run(
-            [sys.executable, *starts[kind]],
-            cwd=folder,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=patience(240),
-            check=False,
-        )
-        if ran.returncode != 0:
-            raise RuntimeError(f"the {kind} trainer failed:\n{ran.stdout}{ran.stderr}")
+        python(*starts[kind], environ=environ, cwd=folder)
         of_ranks = [file.read_text().splitlines() for file in Path(folder).glob("listing.*")]
     found = [{name: _num_lines(Path(file)) for name, file in map(str.split, lines)} for lines in of_ranks]
     return max(found, key=lambda lines: sum(lines.values()))
 
 
 def in_package() -> int:
-    """Return the number of lines of all files of the package."""
     return sum(_num_lines(file) for file in (ROOT / "ddpshim").rglob("*.py"))
 
 

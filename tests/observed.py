@@ -207,14 +207,12 @@ def moments(model: Any) -> dict[str, torch.Tensor]:
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested dictionaries, by dotted path."""
     if not isinstance(tree, dict):
         return {prefix.rstrip("."): tree}
     return {name: leaf for key, value in tree.items() for name, leaf in flat(value, f"{prefix}{key}.").items()}
 
 
 def observe(folder: str, precision: str, arguments: list[str]) -> None:
-    """Train in this process, and write samples and networks to `folder`/observed_RANK.pt."""
     rank = os.environ.get("RANK", "plain")
     out: dict[str, Any] = {}
     trainer.activate()

@@ -100,7 +100,6 @@ def working_in(folder: Path) -> list[int]:
 
 
 def kill_all_in(folder: Path) -> None:
-    """Kill a job, including its data workers and processes that its launcher left."""
     for pid in working_in(folder):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -162,8 +161,6 @@ class Forked:
 
 
 class Preloaded:
-    """A process that has imported the modules that trainings import."""
-
     def __init__(self, tree: Optional[Path], on_gpus: bool = False) -> None:
         self._connection, theirs = Pipe()
         # One thread for each rank, as under torchrun: on busy cores threads wait for each other.
@@ -233,7 +230,6 @@ def preloaded(tree: Optional[Path] = None, on_gpus: bool = False) -> Preloaded:
 
 
 def _as_python(argv: Sequence[str]) -> list[str]:
-    """Return the arguments of `python` for a module, or for a file or options."""
     return [*([] if argv[0].endswith(".py") or argv[0].startswith("-") else ["-m"]), *argv]
 
 
@@ -362,7 +358,6 @@ def _leave(run: Callable[[list[str]], None], argv: list[str]) -> None:
 
 
 def _run(argv: list[str]) -> None:
-    """Do the same as `python argv…`."""
     if argv[0] == "-m":
         sys.argv, sys.path[0] = argv[1:], os.getcwd()
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)

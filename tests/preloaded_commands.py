@@ -7,9 +7,11 @@ import functools
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any, Optional
 
 SOCKET = "PRELOADED_SOCKET"  # a variable with the address of that process; without it, programs start as usual
 _ARGUMENTS = {"python": "", "python3": "", "torchrun": "-m torch.distributed.run", "ddpshim": "-m ddpshim"}
@@ -25,6 +27,18 @@ def patience(deadline_s: float) -> float:
     file = Path(os.environ.get(SOCKET, "")).with_name(IMPORT_S) if SOCKET in os.environ else None
     measured_s = float(file.read_text()) if file is not None and file.exists() else 0.0
     return deadline_s * max(1.0, measured_s / _QUIET_IMPORT_S)
+
+
+def python(
+    *words: str, environ: Optional[dict[str, str]] = None, deadline_s: float = 240, code: int = 0, **how: Any
+) -> str:
+    """Run `python words…`, by default with this repository's modules; return its output if it ends with `code`."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)} if environ is None else environ
+    ran = subprocess.run(
+        [sys.executable, *words], env=env, capture_output=True, text=True, timeout=patience(deadline_s), **how
+    )
+    assert ran.returncode == code, ran.stdout + ran.stderr
+    return ran.stdout
 
 
 @functools.cache

@@ -18,7 +18,6 @@ PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
 def main(argv: list[str]) -> None:
-    """Run `python argv…`."""
     asked = list(argv)
     while asked[:1] in (["-u"], ["-B"]):  # the fork is unbuffered, and has its bytecode
         asked.pop(0)

@@ -86,7 +86,6 @@ Written by `python -m tests.reference` from the docstrings. *Collective* means t
 
 
 def page() -> str:
-    """Return the whole API reference, as Markdown."""
     logging.getLogger("griffe").setLevel(logging.ERROR)  # it warns of two parameters documented on one line
     package: Any = griffe.load("ddpshim", search_paths=[str(ROOT)], docstring_parser="google", resolve_aliases=True)
     parts = [HEAD]
@@ -181,7 +180,6 @@ def _fenced(code: str) -> str:
 
 
 def write() -> None:
-    """Write the page."""
     PAGE.write_text(page(), encoding="utf-8")
 
 

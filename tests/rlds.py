@@ -30,8 +30,6 @@ DEADLINE_S = 540
 
 
 class Reading(NamedTuple):
-    """What one rank read of the stream."""
-
     episodes: Counter[tuple[str, int]]  # number of frames by (dataset, episode)
     order: list[tuple[int, int]]  # (episode, step) of each frame
     statistics: dict[str, Any]
@@ -41,7 +39,6 @@ class Reading(NamedTuple):
 
 
 def missing() -> Optional[str]:
-    """Return the missing packages and trees, or None."""
     upstream = Path(os.environ.get("DDPSHIM_UPSTREAM", "/nowhere"))
     trees = [f"{upstream}/{name}" for name in SOURCES if not (upstream / name).is_dir()]
     packages = [name for name in ("tensorflow", "tensorflow_datasets") if importlib.util.find_spec(name) is None]
@@ -49,7 +46,6 @@ def missing() -> Optional[str]:
 
 
 def add_sources() -> None:
-    """Make octo, dlimp and DROID's robomimic importable in this process."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     sys.path[:0] = [str(Path(os.environ["DDPSHIM_UPSTREAM"], name)) for name in SOURCES]
     warnings.simplefilter("ignore")  # from tensorflow's import
@@ -69,7 +65,6 @@ def _build(folder: str, height: int) -> None:
 
 
 def dataset_kwargs(folder: str, name: str) -> dict[str, Any]:
-    """Return the settings of a dataset in DROID's train.py."""
     from octo.utils.spec import ModuleSpec
     from robomimic.utils.rlds_utils import droid_dataset_transform
 
@@ -161,7 +156,6 @@ def readings(
     weights: Optional[dict[str, float]] = None,
     **options: Any,
 ) -> list[Reading]:
-    """Return what each rank read."""
     return run_ranks(read, num_ranks, way, folder, num_frames, weights or WEIGHTS, options, timeout_s=DEADLINE_S)  # type: ignore[no-any-return]
 
 

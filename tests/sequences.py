@@ -118,7 +118,6 @@ def make(folder: Path, cache_mode: Any, kind: Any = None, lengths: tuple[int, ..
 
 
 def kinds() -> dict[str, dict[str, Any]]:
-    """Return the kinds of settings that this release supports."""
     from robomimic.utils.dataset import SequenceDataset
 
     takes = inspect.signature(SequenceDataset).parameters
@@ -127,7 +126,6 @@ def kinds() -> dict[str, dict[str, Any]]:
 
 
 def fetch(dataset: Any, indices: list[int]) -> Any:
-    """Return the batch that torch's fetcher makes of these indices."""
     samples = dataset.__getitems__(indices) if hasattr(dataset, "__getitems__") else [dataset[i] for i in indices]
     return batches.Collate()(samples)
 

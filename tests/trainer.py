@@ -25,5 +25,4 @@ def activate() -> None:
 
 
 def run_trainer() -> None:
-    """Run the trainer, with the arguments in sys.argv."""
     runpy.run_module(TRAINER, run_name="__main__", alter_sys=True)

@@ -55,7 +55,6 @@ def _without_proc(whole: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def train() -> list[float]:
-    """Train in one process: setup, wrapper, loader, checkpoints, progress, records."""
     import ddpshim
     from ddpshim import checkpoint
 
@@ -83,7 +82,6 @@ def train() -> list[float]:
 
 
 def tried(call: Callable[[], Any]) -> list[Any]:
-    """Return the result of a call, its output and its errors."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -79,7 +79,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def _pip(calls: list[list[str]]) -> list[list[str]]:
-    """The arguments of each pip install."""
     return [words[6:] for words in calls if words[:3] == ["-m", "pip", "install"]]
 
 
@@ -145,18 +144,14 @@ def test_what_failed_or_was_killed_on_the_way_is_made_again(
     assert len(machine.run("demo")) == 1
 
 
-def test_what_says_who_made_it_stays_while_all_else_is_deleted(machine: Machine) -> None:
-    machine.run("install")
-    machine.module.empty(machine.venv)
-    assert [path.name for path in machine.venv.iterdir()] == [machine.module.MADE]
-
-
 def test_an_environment_whose_python_is_gone_is_made_again(machine: Machine) -> None:
     machine.run("install")
     python = machine.module.python_of(machine.venv)
     python.unlink()
     python.symlink_to("/no/such/python")
     assert ["-m", "venv", str(machine.venv)] in machine.run("demo")
+    machine.module.empty(machine.venv)
+    assert [path.name for path in machine.venv.iterdir()] == [machine.module.MADE], "who made it stays known"
 
 
 def test_somebody_elses_environment_is_filled_and_never_emptied(machine: Machine) -> None:

@@ -37,7 +37,6 @@ class Block(NamedTuple):
 
 
 def _section(title: str) -> list[Block]:
-    """The blocks of a section of MIGRATION.md."""
     sections = re.split(r"^## ", (ROOT / "MIGRATION.md").read_text(), flags=re.MULTILINE)
     (found,) = (section for section in sections if section.startswith(title))
     return [Block(*match) for match in _BLOCK.findall(found)]

@@ -31,13 +31,11 @@ NUMBER = r"[-+]?\d+(?:\.\d+)?(?:e[-+]\d+)?"
 
 
 def commands_of(name: str) -> list[str]:
-    """The commands of an example's docstring."""
     text = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text())) or ""
     return [line.strip().split("  ")[0] for line in text.splitlines() if line.startswith("    python ")]
 
 
 def forked(words: list[str], folder: Path) -> tuple[int, str]:
-    """The exit code and output of `python words…` in `folder`, forked."""
     argv = words[1:] if words[0] == "-m" else words
     environ = {**environment(), "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     code = preloaded().start([(argv, environ)], folder).wait(DEADLINE_S)
@@ -65,7 +63,6 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 @pytest.fixture
 def on(output: Callable[[str], str], request: pytest.FixtureRequest) -> Callable[[str, int], str]:
-    """What an example prints on so many ranks."""
     return lambda name, n: output(f"python -m ddpshim run --nproc {n} examples/{name}.py")
 
 
@@ -146,6 +143,15 @@ def test_plain_torch_has_the_bits_of_the_library() -> None:
         by_size.append(results[0])
     for losses, _ in by_size[1:]:
         assert losses == pytest.approx(by_size[0][0], rel=1e-5)
+
+
+def test_the_trainer_after_the_migration_has_the_losses_of_the_one_before(output: Callable[[str], str]) -> None:
+    after = [f"python -m ddpshim run --nproc {n} examples/train_after.py" for n in (1, 2)]
+    commands = ["python examples/train_before.py", "python examples/train_after.py", *after]
+    before, plain, one, two = (numbers(output(command)) for command in commands)
+    assert plain == before
+    assert two == pytest.approx(one, abs=2e-4)
+    assert len(two) == len(before) == 10
 
 
 def test_weights_are_those_of_all_ranks_and_no_draw_is_made_twice(on: Callable[[str, int], str]) -> None:

@@ -6,7 +6,6 @@ import ast
 import doctest
 import importlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,8 +17,6 @@ import ddpshim
 import ddpshim.__main__ as command_line
 from ddpshim.tools import example
 from tests import loaded
-from tests.preloaded import environment, start_afresh
-from tests.preloaded_commands import patience
 from tests.wings import CHOOSE_BY_NAME, FACES, OPEN, WINGS
 
 ROOT = Path(__file__).parents[2]
@@ -44,14 +41,16 @@ def _is_for_types(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
+def _nodes(tree: ast.Module) -> list[ast.AST]:
+    for_types = {inner for node in tree.body if _is_for_types(node) for inner in ast.walk(node)}
+    return [node for node in ast.walk(tree) if node not in for_types]
+
+
 def _imports(source: str) -> list[tuple[str, bool]]:
     """Each imported module or name, except for types, and whether it is imported with the file: at its top level."""
     tree = ast.parse(source)
     out = []
-    for_types = {inner for node in tree.body if _is_for_types(node) for inner in ast.walk(node)}
-    for node in ast.walk(tree):
-        if node in for_types:
-            continue
+    for node in _nodes(tree):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
             names = [f"{node.module}.{a.name}" for a in node.names] if node.module == "ddpshim" else [node.module]
@@ -64,9 +63,7 @@ def _named(source: str) -> set[str]:
 
     A name after "-m" starts another process, which imports nothing into this one.
     """
-    tree = ast.parse(source)
-    for_types = {inner for node in tree.body if _is_for_types(node) for inner in ast.walk(node)}
-    nodes = [node for node in ast.walk(tree) if node not in for_types]
+    nodes = _nodes(ast.parse(source))
     of_commands = {
         after
         for node in nodes
@@ -105,7 +102,6 @@ def _circles(named: dict[str, set[str]]) -> list[list[str]]:
 
 
 def _modules() -> dict[str, Path]:
-    """The files of the package by dotted name; a folder's own file by that of the folder."""
     files = {path.relative_to(ROOT / "ddpshim").with_suffix(""): path for path in (ROOT / "ddpshim").rglob("*.py")}
     return {".".join(at.parts).replace(".__init__", ""): path for at, path in files.items()}
 
@@ -183,30 +179,6 @@ def test_the_check_of_imports_can_fail() -> None:
         assert _wrong_imports("job.group", "def f():\n    import numpy") == ["numpy"]
         assert _wrong_imports("robomimic.rollout", "import robomimic") == ["robomimic"]
         assert _wrong_imports("robomimic.rollout", "def f():\n    import robomimic.algo") == []
-
-
-def _run(*command: str, cwd: Path = ROOT) -> str:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(
-        [sys.executable, *command],
-        cwd=cwd,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=patience(240),
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran.stdout
-
-
-@pytest.mark.launch
-def test_importing_loads_no_torch_and_using_it_no_dynamo() -> None:
-    code = (
-        "import sys, ddpshim; print('torch' in sys.modules); ddpshim.setup; ddpshim.wrap_parallel; ddpshim.make_loader"
-    )
-    seen = _run("-c", f"{code}; print('torch._dynamo' in sys.modules, 'torch.distributed.fsdp' in sys.modules)")
-    assert seen.split() == ["False", "False", "False"]
 
 
 def test_public_names() -> None:
@@ -353,28 +325,6 @@ def test_the_readme_is_short_and_runs_what_the_example_writes(
         (tmp_path / "lift_bc.json").unlink()
         assert command_line.main(["example"]) == 0
         assert len(capsys.readouterr().out.splitlines()) == len(said.splitlines()) + lines
-
-
-def _losses(printed: str) -> list[float]:
-    return [float(line.split("loss ")[1]) for line in printed.splitlines() if line.startswith("epoch")]
-
-
-@pytest.mark.launch
-def test_the_examples_run_and_two_ranks_equal_one(tmp_path: Path) -> None:
-    def run(*command: str) -> list[float]:
-        code, said = start_afresh(command, environment(), tmp_path, 120)
-        assert code == 0, said
-        return _losses(said)
-
-    before = run(str(ROOT / "examples" / "train_before.py"))
-    plain = run(str(ROOT / "examples" / "train_after.py"))
-    assert len(before) == 5
-    assert plain == before
-    torchrun = ["-m", "torch.distributed.run", "--standalone"]
-    after = str(ROOT / "examples" / "train_after.py")
-    one, two = (run(*torchrun, f"--nproc_per_node={n}", after) for n in (1, 2))
-    assert two == pytest.approx(one, abs=2e-4)
-    assert len(two) == 5
 
 
 # Lines of ddpshim in a process at its end, and in all files. They only fall: the goals are 1,700, 5,500, 12,000 and

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests import once_more
 from tests.once_more import _AGAIN
-from tests.preloaded_commands import patience
+from tests.preloaded_commands import python
 
 ROOT = Path(__file__).parents[2]
 TESTS = """
@@ -48,14 +47,10 @@ def test_what_is_marked_and_passes_alone_is_no_failure(tmp_path: Path, more: str
     pytest.importorskip("xdist")
     (tmp_path / "test_it.py").write_text(TESTS + more)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = launch: see tests/once_more.py\n")
-    command = [sys.executable, "-m", "pytest", "-p", "tests.once_more", "-p", "no:cacheprovider", *options]
+    command = ["-m", "pytest", "-p", "tests.once_more", "-p", "no:cacheprovider", *options]
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST") and name != _AGAIN}
     environ = {**own, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(
-        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=patience(240), check=False
-    )
-    said = ran.stdout
-    assert ran.returncode == bool(more), said
+    said = python(*command, environ=environ, code=bool(more), cwd=tmp_path)
     assert "FLAKY test_it.py::test_marked: failed, then passed alone" in said
     assert "ValueError: marked came first" in said.split("FLAKY")[1]
     assert said.count("FLAKY") == 1

@@ -12,7 +12,6 @@ import io
 import os
 import re
 import shutil
-import subprocess
 import sys
 import types
 import warnings
@@ -34,7 +33,7 @@ from ddpshim.model import torch_private
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 from ddpshim.rows import gradients
-from tests.preloaded_commands import patience
+from tests.preloaded_commands import patience, python
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -327,8 +326,7 @@ def test_the_agent_starts_ranks_by_a_method_that_can_be_replaced() -> None:
 @pytest.mark.launch
 def test_exit_handlers_can_be_run_by_hand() -> None:
     code = "import atexit, os; atexit.register(print, 'ran', flush=True); atexit._run_exitfuncs(); os._exit(3)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(60))
-    assert (done.returncode, done.stdout) == (3, "ran\n")
+    assert python("-c", code, code=3) == "ran\n"
     assert callable(atexit._run_exitfuncs)
 
 

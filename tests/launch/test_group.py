@@ -588,45 +588,6 @@ def test_gloo_where_a_gpu_is_missing(tmp_path: Path) -> None:
     assert log.count("1 of 2 ranks have no GPU: gloo instead") == log.count("instead of nccl") == 1
 
 
-def _impossible(environs: list[dict[str, str]], asked: dict[str, Any]) -> list[str]:
-    """What `setup` says in each of the environments, where it may look for nobody."""
-    dist.TCPStore = dist.rendezvous = lambda *_, **__: pytest.fail("it waits for peers")  # type: ignore[misc]
-    found = []
-    for environ in environs:
-        for name in filter(LAUNCHER_VARIABLES.fullmatch, list(os.environ)):
-            del os.environ[name]
-        os.environ.update(environ)
-        try:
-            setup(**asked)
-        except LaunchError as error:
-            found.append(str(error))
-        else:
-            found.append("went through")
-            cleanup()
-        assert not dist.is_initialized()
-        cleanup()
-    return found
-
-
-@pytest.mark.ranks
-def test_impossible_environments_fail_at_once(tmp_path: Path) -> None:
-    two = {"RANK": "0", "WORLD_SIZE": "2"}
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        busy = str(taken.getsockname()[1])
-        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": busy}
-        cases: list[tuple[dict[str, str], str]] = [  # the others are in test_launch.py
-            (two, "RANK='0', WORLD_SIZE='2'.*MASTER_ADDR and MASTER_PORT not set.*torchrun"),
-            ({**two, **master}, f"MASTER_PORT={busy}.*Set MASTER_PORT to a free port"),
-            ({**two, **master, "WORLD_SIZE": "1"}, "went through"),  # which needs no port
-        ]
-        ((found,), _) = run_environs(_impossible, [{}], tmp_path, [environ for environ, _ in cases], {})
-        for (environ, said), message in zip(cases, found):
-            assert re.search(said, message), (environ, message)
-        explicit = {"rank": 0, "world_size": 2, "master_addr": "127.0.0.1", "master_port": int(busy)}
-        ((found,), _) = run_environs(_impossible, [{}], tmp_path, [{}], explicit)
-        assert f"={busy}" in found[0]
-
-
 def _fail_without_a_text() -> None:
     num_boom = 0
     assert num_boom
@@ -752,23 +713,6 @@ import torch, torch.distributed as dist
 import ddpshim
 here = Path(__file__).parent
 """
-
-
-@pytest.mark.launch
-def test_torchrun(tmp_path: Path) -> None:
-    body = """
-        import json
-        from tests.launch.test_group import _facts
-        (here / "ready").touch()
-        facts = _facts(1)
-        (here / f"rank{facts['rank']}.json").write_text(json.dumps(facts))
-    """
-    code, log = torchrun(tmp_path, body)
-    assert code == 0, log
-    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
-    assert found == [_expected(rank, "torchrun") for rank in range(2)]
-    # Twice, for the two worlds that were made one after the other.
-    assert log.count("ddpshim:") == log.count("ddpshim: world of 2 (torchrun, 1 node x 2), gloo on cpu") == 2, log
 
 
 FAILING = """

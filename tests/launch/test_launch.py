@@ -396,7 +396,7 @@ def taken():
 @pytest.mark.parametrize("addr", ["localhost", "127.0.0.1", socket.gethostname()])
 def test_check_port_taken(taken, addr):
     with pytest.raises(LaunchError) as caught:
-        check_port(dataclasses.replace(taken, master_addr=addr))
+        rendezvous.meet(dataclasses.replace(taken, master_addr=addr), "job", 1800)  # before it waits for peers
     assert_three_parts(str(caught.value), [f"MASTER_PORT={taken.master_port}", addr, "free port"])
 
 

@@ -97,13 +97,6 @@ def test_torchrun_on_two_nodes(tmp_path: Path, one: dict[str, Any]) -> None:
     assert "world of 4 (torchrun, 2 nodes x 2), gloo on cpu" in (tmp_path / "output.txt").read_text()
 
 
-def test_run(tmp_path: Path, one: dict[str, Any]) -> None:
-    reports = agents(tmp_path, "ddpshim run", "--nproc=2", "--log-dir=logs")
-    check(reports, one, 1, 2, "torchrun")
-    assert "world of 2 (torchrun, 1 node x 2), gloo on cpu" in (tmp_path / "logs" / "rank_0.log").read_text()
-    assert (tmp_path / "logs" / "rank_1.log").exists()
-
-
 def test_run_on_two_nodes(tmp_path: Path, one: dict[str, Any]) -> None:
     check(agents(tmp_path, "ddpshim run", "--nproc=1", "--log-dir=logs", num_nodes=2), one, 2, 1, "torchrun")
     assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]

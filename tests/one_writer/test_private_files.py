@@ -51,7 +51,6 @@ from tests.ranks import run_ranks
 
 
 def tree(folder: Path) -> dict[str, Any]:
-    """Each path, and what is there."""
     return {str(path.relative_to(folder)): content(path) for path in sorted(folder.rglob("*"))}
 
 
@@ -89,7 +88,6 @@ def as_rank(world: World, folder: Path, program: Callable[[], Any], is_reading: 
 
 
 def make_old_files(folder: Path) -> None:
-    """What was there before the run."""
     (folder / "old" / "inner").mkdir(parents=True)
     (folder / "run_1").mkdir()
     (folder / "log.txt").write_text("an earlier run\n")
@@ -563,7 +561,6 @@ def test_what_a_dataset_keeps_is_each_ranks_own(tmp_path: Path) -> None:
 
 
 def train(pause_s: float = 0.0, step: Callable[[], Any] = lambda: None) -> Any:
-    """What trainers do with files, and decide by them."""
     seen: list[Any] = []
     shutil.rmtree("old", ignore_errors=True)
     folder = Path(f"run_{len(glob.glob('run_*')) + 1}")

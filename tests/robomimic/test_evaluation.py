@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import random
-import statistics
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ import ddpshim
 from ddpshim.errors import RolloutError
 from ddpshim.evaluation import episodes
 from ddpshim.evaluation.evaluating import Evaluation
-from ddpshim.evaluation.intervals import at_any_time, exact, of_mean
+from ddpshim.evaluation.intervals import at_any_time, exact
 from ddpshim.process import events
 from ddpshim.process.progress import Frame, Progress, place_of
 from tests.ranks import run_ranks
@@ -268,14 +266,6 @@ def test_the_exact_interval(successes: int, num: int, expected: tuple[float, flo
     low, high = at_any_time(successes, num)
     assert low <= expected[0] < expected[1] <= high
     assert exact(1900, 2000) == pytest.approx((0.9395, 0.9591), abs=1e-4)
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(("num", "t"), [(2, 12.7062), (5, 2.7764), (21, 2.0860), (1001, 1.9623)])
-def test_the_interval_of_a_mean_is_students(num: int, t: float) -> None:
-    values = [3.0 + (i % 2 if i < num - num % 2 else 0.5) for i in range(num)]
-    reach = t * statistics.stdev(values) / math.sqrt(num)
-    assert of_mean(values) == pytest.approx((3.5 - reach, 3.5 + reach), rel=1e-4)
 
 
 @pytest.mark.unit

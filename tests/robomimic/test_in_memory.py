@@ -175,6 +175,7 @@ def test_every_hunk_of_a_set_stands_once_in_its_release(patch_set: patchset.Patc
         assert patchset.sha256(content) == hashes.original
         moved, num_hunks, odd = patchset.transform_moved(patch_set.patches, name, content)
         assert (patchset.sha256(moved), odd) == (hashes.patched, [])
+        assert patchset.transform(patch_set.patches, name, moved, "original") == content, "it is reverted"
         assert num_hunks > 0
     found, lacking = in_memory.fit(tree / "robomimic", [patch_set])
     texts = {name: found.sources[name[: -len(".py")].replace("/", ".")] for name in patch_set.files}

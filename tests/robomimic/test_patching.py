@@ -25,7 +25,7 @@ from ddpshim.trainers.patching import patchset, replacing
 from ddpshim.trainers.patching.files import apply, check, revert, status
 from ddpshim.trainers.patching.patchset import build_manifest, load_sets
 from ddpshim.trainers.patching.unidiff import apply_diff, apply_moved, parse_diff
-from tests.preloaded_commands import patience
+from tests.preloaded_commands import patience, python
 
 LIBRARY = Path(ddpshim.__file__).parent
 TRAIN = "import torch\n\n\ndef train(model):\n    model.fit()\n    return model\n"
@@ -154,45 +154,11 @@ def fail_replace_of(monkeypatch: pytest.MonkeyPatch, name: str, error: BaseExcep
     monkeypatch.setattr(os, "replace", replace)
 
 
-def test_apply_then_revert_is_byte_identical(toy: Toy) -> None:
-    before = contents(toy.package)
-    assert status(toy.target, None, toy.patches).state == "not applied"
-    assert len(check(toy.target, None, toy.patches).changed) == 3
-    assert revert(toy.target, None, toy.patches).changed == ()
-    assert contents(toy.package) == before
-
-    done = apply(toy.target, None, toy.patches)
-    assert (done.status.patch_set.name, done.status.state) == ("toybot/1.0", "applied")
-    assert sorted(done.changed) == ["toybot/common.py", "toybot/sub/loop.py", "toybot/train.py"]
-    assert_holds(toy.package, PATCHED)
-    once = contents(toy.package)
-    assert apply(toy.target, None, toy.patches).changed == ()
-    assert contents(toy.package) == once
-
-    done = revert(toy.target, None, toy.patches)
-    assert (len(done.changed), done.status.state) == (3, "not applied")
-    assert contents(toy.package) == before
-
-
 def test_what_is_applied_needs_no_write_permission(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     apply(toy.target, None, toy.patches)
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert apply(toy.target, None, toy.patches).changed == ()
     assert check(toy.target, None, toy.patches).changed == ()
-
-
-def test_journal_records_the_apply_and_goes_with_the_revert(toy: Toy) -> None:
-    apply(toy.target, None, toy.patches)
-    journal = json.loads((toy.package / patching.JOURNAL).read_text())
-    assert (journal["set"], journal["state"]) == ("toybot/1.0", "applied")
-    hashes = {"before": sha(TRAIN.encode()), "after": sha(TRAIN_PATCHED.encode())}
-    assert journal["files"]["toybot/train.py"] == hashes
-    assert journal["ddpshim"]
-    noted = calendar.timegm(time.strptime(journal["time"], "%Y-%m-%dT%H:%M:%SZ"))
-    assert abs(noted - time.time()) < 60
-    assert {p.name for p in toy.package.iterdir() if p.name.startswith(".")} == {patching.JOURNAL}
-    revert(toy.target, None, toy.patches)
-    assert not list(toy.package.rglob(".*"))
 
 
 def test_a_garbled_journal_is_no_reason_to_refuse(toy: Toy) -> None:
@@ -236,31 +202,6 @@ def test_naming_a_set_does_not_weaken_the_match(toy: Toy) -> None:
     with pytest.raises(PatchError, match=r"no patch set '3\.0'.*toybot/1\.0, toybot/2\.0"):
         apply(toy.target, "3.0", toy.patches)
     assert contents(toy.package) == before
-
-
-@pytest.mark.parametrize("work", [apply, revert, check])
-def test_an_edited_file_is_refused_with_both_hashes(toy: Toy, work: object) -> None:
-    edited = TRAIN + "# mine\n"
-    write_package(toy.root, {"train.py": edited})
-    before = contents(toy.package)
-    with pytest.raises(PatchError) as caught:
-        work(toy.target, None, toy.patches)  # type: ignore[operator]
-    text = str(caught.value)
-    for expected in (
-        "toybot/1.0 (2 of 3 files match; the package calls itself 1.0)",
-        f"found     {sha(edited.encode())}",
-        f"expected  {sha(TRAIN.encode())} (original in toybot/1.0)",
-        f"or {sha(TRAIN_PATCHED.encode())} (patched in toybot/1.0)",
-        f"found     {sha(COMMON.encode())}",
-        "toybot/sub/loop.py: original",
-        "pip install --force-reinstall --no-deps toybot==1.0",
-        "open an issue",
-    ):
-        assert expected in text
-    assert contents(toy.package) == before
-    look = status(toy.target, None, toy.patches)
-    assert look.state == "unknown"
-    assert [file.state for file in look.files] == ["original", "original", "unknown"]
 
 
 def test_what_is_neither_as_released_nor_patched_is_refused(toy: Toy) -> None:
@@ -469,10 +410,7 @@ def test_a_killed_apply_is_completed_both_ways(toy: Toy, work: object, files: di
         "os.replace = replace\n"
         "patching.apply(sys.argv[1], None, pathlib.Path(sys.argv[2]))\n"
     )
-    here = str(LIBRARY.parent)
-    command = [sys.executable, "-c", script, toy.target, str(toy.patches)]
-    killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": here}, timeout=patience(120))
-    assert killed.returncode == 9
+    python("-c", script, toy.target, str(toy.patches), code=9)
     look = status(toy.target, None, toy.patches)
     assert (look.state, [file.state for file in look.files]) == (
         "partly applied",
@@ -491,6 +429,10 @@ def test_a_killed_apply_is_completed_both_ways(toy: Toy, work: object, files: di
 def test_a_kill_after_the_last_replace_leaves_only_the_journal_to_do(toy: Toy) -> None:
     apply(toy.target, None, toy.patches)
     journal = toy.package / patching.JOURNAL
+    noted = json.loads(journal.read_text())
+    hashes = {"before": sha(TRAIN.encode()), "after": sha(TRAIN_PATCHED.encode())}
+    assert (noted["set"], noted["files"]["toybot/train.py"], noted["ddpshim"] != "") == ("toybot/1.0", hashes, True)
+    assert abs(calendar.timegm(time.strptime(noted["time"], "%Y-%m-%dT%H:%M:%SZ")) - time.time()) < 60
     journal.write_text(journal.read_text().replace('"applied"', '"applying"'))
     assert apply(toy.target, None, toy.patches).changed == ()
     assert json.loads(journal.read_text())["state"] == "applied"
@@ -726,24 +668,6 @@ def test_git_headers_and_crlf_patch_files_are_read() -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.skipif(shutil.which("diff") is None, reason="needs diff")
-@pytest.mark.parametrize("context", [0, 1, 3])
-def test_what_diff_makes_is_applied(tmp_path: Path, context: int) -> None:
-    old = "".join(f"line {n % 7}\n" for n in range(60)) + "end"
-    new = old.replace("line 3\nline 4\n", "line 3\nnew\nline 4\n", 3).replace("line 5\n", "", 2) + "ing"
-    (tmp_path / "old").write_text(old)
-    (tmp_path / "new").write_text(new)
-    made = subprocess.run(
-        ["diff", f"-U{context}", "--label", "a/p/f", "--label", "b/p/f", "old", "new"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-    ).stdout
-    (diff,) = parse_diff(made, "made")
-    assert apply_diff(diff, old.encode()) == new.encode()
-    assert apply_diff(diff, new.encode(), reverse=True) == old.encode()
-
-
-@pytest.mark.launch
 @pytest.mark.skipif(shutil.which("patch") is None, reason="needs GNU patch")
 def test_the_manual_commands_of_the_readme_do_the_same(toy: Toy) -> None:
     diffs = sorted((toy.patches / "toybot" / "1.0").glob("*.patch"))
@@ -792,7 +716,10 @@ def test_commands_print_and_give_exit_codes(
         code, out, err = run(action, *target)
         assert (code, out) == (1, "")
         assert err.startswith("ddpshim: ")
-        assert sha(b"edited\n") in err
+        assert f"found     {sha(b'edited' + bytes([10]))}\n    expected  {sha(TRAIN.encode())} (original in" in err
+        assert f"or {sha(TRAIN_PATCHED.encode())} (patched in toybot/1.0)\n" in err
+    assert "toybot/1.0 (2 of 3 files match; the package calls itself 1.0)" in err
+    assert "pip install --force-reinstall --no-deps toybot==1.0" in err
     code, out, err = run("status", *target)
     assert (code, err) == (0, "")
     assert f"  unknown   {sha(b'edited' + bytes([10]))[:12]}  toybot/train.py" in out
@@ -803,33 +730,6 @@ def test_commands_print_and_give_exit_codes(
     code, out, _ = run("manifest", str(folder), "--source", pristine, "--base", "again")
     assert code == 0
     assert load_sets(toy.patches)[0].base == "again"
-
-
-MOVED_DIFF = b"""--- a/bot/train.py
-+++ b/bot/train.py
-@@ -1,2 +1,3 @@
- import torch
-+import ddpshim
- import bot
-@@ -5 +6 @@
--    fit()
-+    ddpshim.fit()
-"""
-
-
-def test_hunks_are_found_at_other_lines_if_they_stand_there_once() -> None:
-    (diff,) = parse_diff(MOVED_DIFF, "x.patch")
-    moved = b"# new\nimport torch\nimport bot\n\n\n\ndef run():\n    fit()\n"
-    patched = b"# new\nimport torch\nimport ddpshim\nimport bot\n\n\n\ndef run():\n    ddpshim.fit()\n"
-    assert apply_moved(diff, moved) == (patched, [])
-    twice, odd = apply_moved(diff, moved + b"    fit()\n")
-    assert odd == ["line 5: 'fit()' and the lines after it occur at lines 9, 10"]
-    assert twice.count(b"ddpshim.fit") == 0
-    assert twice.count(b"import ddpshim") == 1
-    assert apply_moved(diff, b"import torch\n")[1] == [
-        "line 1: 'import torch' and the lines after it occur nowhere",
-        "line 5: 'fit()' and the lines after it occur nowhere",
-    ]
 
 
 def test_a_hunk_without_lines_of_its_own_is_for_a_person() -> None:

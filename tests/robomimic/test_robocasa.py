@@ -25,10 +25,10 @@ from evidence.equivalence import (
     train_all,
 )
 from tests.robomimic import require
+from tests.robomimic.test_rollout import NUM_EPISODES, SETTINGS, _statistics
 
 pytestmark = [pytest.mark.robomimic, pytest.mark.upstream]
 RELEASE = "robocasa"
-NUM_EPISODES = 5
 TRAINER = "robomimic.scripts.train"
 Trainer = Callable[..., Run]
 
@@ -98,18 +98,7 @@ def test_act_with_a_backbone_that_one_rank_loads(trainer: Trainer, tmp_path: Pat
     assert two.losses() == pytest.approx(one.losses(), rel=1e-5)
 
 
-ROLLOUTS: dict[str, Any] = {
-    "steps": 1,
-    "epochs": 2,
-    "algo__optim_params__policy__learning_rate__initial": 0.0,
-    "experiment__env": "Toy",
-    "experiment__render_video": False,
-    "experiment__rollout__enabled": True,
-    "experiment__rollout__n": NUM_EPISODES,
-    "experiment__rollout__horizon": 5,
-    "experiment__rollout__rate": 1,
-    "experiment__save__on_best_rollout_success_rate": True,
-}
+ROLLOUTS = {**SETTINGS, "steps": 1, "epochs": 2, "experiment__env": "Toy"}
 BATCHED = {"experiment__rollout__batched": True, "experiment__rollout__num_batch_envs": 2, "train__batch_size": 96}
 
 
@@ -142,18 +131,12 @@ def _evaluate(trainer: Trainer, num_ranks: Optional[int], fault: str = "toy_env:
 
 
 def _written_down(run: Run) -> list[list[str]]:
-    """What environments wrote down, for each rank."""
     files = sorted(run.folder.glob("toy_env_*.txt"))
     return [file.read_text().splitlines() for file in files]
 
 
 def _episodes(run: Run) -> list[list[Any]]:
-    """What the episodes of each rank drew to start from."""
     return [[json.loads(line.split(" ", 1)[1]) for line in rank if line[0] == "e"] for rank in _written_down(run)]
-
-
-def _statistics(run: Run) -> list[dict[str, float]]:
-    return [json.JSONDecoder().raw_decode(part)[0] for part in run.log.split("Env: Toy\n")[1:]]
 
 
 def _check_statistics(one: Run, other: Run) -> None:

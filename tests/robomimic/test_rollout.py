@@ -24,6 +24,15 @@ from tests.robomimic import require
 
 RELEASE = "0.3.0"
 NUM_EPISODES = 5
+SETTINGS: dict[str, Any] = {
+    "algo__optim_params__policy__learning_rate__initial": 0.0,
+    "experiment__render_video": False,
+    "experiment__rollout__enabled": True,
+    "experiment__rollout__n": NUM_EPISODES,
+    "experiment__rollout__horizon": 5,
+    "experiment__rollout__rate": 1,
+    "experiment__save__on_best_rollout_success_rate": True,
+}
 Evaluator = Callable[..., Run]
 needs_robomimic = pytest.mark.robomimic
 
@@ -46,17 +55,7 @@ def evaluate(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Evalua
         **more: Any,
     ) -> Run:
         tree, data = copy_release(RELEASE, releases, way), make_data(folder, num_demos=50)
-        settings = {
-            "algo__optim_params__policy__learning_rate__initial": 0.0,
-            "experiment__render_video": False,
-            "experiment__keep_all_videos": True,
-            "experiment__rollout__enabled": True,
-            "experiment__rollout__n": NUM_EPISODES,
-            "experiment__rollout__horizon": 5,
-            "experiment__rollout__rate": 1,
-            "experiment__save__on_best_rollout_success_rate": True,
-            **more,
-        }
+        settings = {**SETTINGS, "experiment__keep_all_videos": True, **more}
         config = make_config(tree, "bc_gmm", data, folder, 1, 2, **settings)
         environ = {"DDPSHIM_FAULT": fault, **({"DDPSHIM_ROLLOUTS": which} if which else {})}
         # A job that is to fail has the launcher, whose words are looked at.
@@ -76,7 +75,6 @@ def _episodes(run: Run, rank: int | str) -> list[str]:
 
 
 def _statistics(run: Run) -> list[dict[str, float]]:
-    """What the trainer printed of each epoch's rollouts."""
     parts = run.log.split("Env: Toy\n")[1:]
     return [json.JSONDecoder().raw_decode(part)[0] for part in parts]
 

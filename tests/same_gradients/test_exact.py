@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import ddpshim
 from ddpshim.errors import DataError, OptionsError, RankError
@@ -228,28 +228,6 @@ def _simple_step(net: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> 
     return loss.detach()
 
 
-def _train_simple(is_plain: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
-    torch.manual_seed(0)
-    net = _simple().double()
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
-    data = TensorDataset(*(tensor.double() for tensor in _data().tensors))
-    wrapped: Any = net if is_plain else ddpshim.wrap_parallel(net)
-    made: Any = DataLoader if is_plain else ddpshim.make_loader
-    step = _simple_step if is_plain else ddpshim.virtual_step(_simple_step, wrapped, optimizer)
-    given = (net, optimizer) if is_plain else ()
-    losses = [float(step(*given, x, y)) for x, y in made(data, batch_size=BATCH, shuffle=True)]
-    return net.state_dict(), losses
-
-
-@pytest.mark.ranks
-def test_equals_plain_process() -> None:
-    """It is the experiment of the plain process as well: the same samples, noise and dropout, up to rounding."""
-    [(weights, losses), *_] = run_ranks(_train_simple, 2, False, environ={"DDPSHIM_EXACT": "4"})
-    alone, losses_alone = _train_simple(True)
-    assert max(float((weights[key] - alone[key]).abs().max()) for key in alone) < 1e-12
-    assert losses == pytest.approx(losses_alone, abs=1e-12)
-
-
 @pytest.mark.ranks
 def test_without_marked_step() -> None:
     """With as many ranks as virtual ones nothing has to be marked; the hash is that of the marked step."""
@@ -347,14 +325,11 @@ REFUSED = {
 }
 
 
-def _rank_goes_wrong() -> list[str]:
-    return errors_of(functools.partial(_go_wrong, kind) for kind in REFUSED)
-
-
 @pytest.mark.ranks
 def test_refuses() -> None:
     """What would differ in silence on another number of ranks."""
-    [said] = run_ranks(_rank_goes_wrong, 1, environ={"DDPSHIM_EXACT": "4"})
+    cases = [functools.partial(_go_wrong, kind) for kind in REFUSED]
+    [said] = run_ranks(errors_of, 1, cases, environ={"DDPSHIM_EXACT": "4"})
     for text, told in zip(REFUSED.values(), said):
         assert text in told
 
@@ -400,14 +375,10 @@ def _step_inside_a_pass(by_optimizer: bool) -> None:
         net(x).sum().backward()
 
 
-def _rank_steps_on_its_own() -> list[str]:
-    ways = _forget_one, functools.partial(_step_inside_a_pass, False), functools.partial(_step_inside_a_pass, True)
-    return errors_of(ways)
-
-
 @pytest.mark.ranks
 def test_refuses_steps_on_one_ranks_gradients() -> None:
-    for forgotten, by_hand, by_optimizer in run_ranks(_rank_steps_on_its_own, 2, environ={"DDPSHIM_EXACT": "2"}):
+    ways = _forget_one, functools.partial(_step_inside_a_pass, False), functools.partial(_step_inside_a_pass, True)
+    for forgotten, by_hand, by_optimizer in run_ranks(errors_of, 2, ways, environ={"DDPSHIM_EXACT": "2"}):
         assert "SGD.step(): a parameter of shape (2, 6) is in no wrapped network" in forgotten
         assert "' was changed inside a backward pass (a hook that steps?)" in by_hand
         assert "SGD.step() inside a backward pass (an optimizer in backward" in by_optimizer

@@ -1,49 +1,18 @@
-"""Workspaces in diffusion_policy's style: a small one here, the published ones in `python -m evidence.field`."""
+"""What `python -m evidence.field` compares of published workspaces, and one of them."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from evidence import compare
 from evidence.field.left import without_clock
-from tests.launch.test_unedited import Ran, run
 
-WORKSPACE = Path(__file__).parents[1] / "workspace.py"
 NEEDED = ["hydra", "zarr", "numba", "diffusers", "einops", "dill", "pandas", "wandb"]
-
-
-def left(ran: Ran) -> tuple[dict[str, Path], list[dict[str, float]], dict[str, Any]]:
-    """The files without the time in their names, the rows of the log, and the last checkpoint."""
-    (output,) = (ran.folder / "outputs").iterdir()
-    files = {str(path.relative_to(output)): path for path in output.rglob("*") if path.is_file()}
-    rows = [json.loads(line) for line in files["logs.json.txt"].read_text().splitlines()]
-    return files, rows, torch.load(files["checkpoints/latest.ckpt"])
-
-
-def test_a_workspace_on_two_ranks_leaves_what_one_process_leaves(tmp_path: Path) -> None:
-    one = run(tmp_path, str(WORKSPACE), 1, is_plain=True)
-    two = run(tmp_path, str(WORKSPACE), 2)
-    assert two.exit_codes == [0, 0], two.logs
-    files, rows, states = left(one)
-    files_2, rows_2, states_2 = left(two)
-    assert sorted(files) == sorted(files_2)
-    assert len([name for name in files if "score=" in name]) == 2
-    assert [list(row) for row in rows] == [list(row) for row in rows_2]
-    assert len(rows) == 3 * 4 + 3
-    for row, row_2 in zip(rows, rows_2):
-        assert row_2 == pytest.approx(row, rel=1e-5)
-    for key in ("model", "ema_model"):
-        for name, value in states[key].items():
-            torch.testing.assert_close(states_2[key][name], value, rtol=0, atol=1e-6)
-    for number, state in states["optimizer"]["state"].items():
-        torch.testing.assert_close(states_2["optimizer"]["state"][number], state, rtol=0, atol=1e-6)
 
 
 def test_comparing_sees_what_differs(tmp_path: Path) -> None:

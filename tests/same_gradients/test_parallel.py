@@ -7,7 +7,6 @@ import contextlib
 import copy
 import pickle
 import re
-import subprocess
 import sys
 import warnings
 from collections import OrderedDict
@@ -32,7 +31,6 @@ from ddpshim.model.wrapper import BareModule
 from ddpshim.model.wrapping import best_bucket_cap_mb
 from ddpshim.process.job import current
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh
-from tests.preloaded_commands import patience
 from tests.ranks import errors_of, run_ranks
 
 B, D_IN, D_OUT = 24, 6, 3  # global batch, observation and action dimensions
@@ -65,10 +63,6 @@ def _distribution(net, x, y):
     (-net.forward_train(x).log_prob(y).mean()).backward()
 
 
-def _inner_module(net, x, y):
-    (-getattr(net, "module", net).forward_train(x).log_prob(y).mean()).backward()
-
-
 def _plain_forward(net, x, y):
     ((net(x) - y) ** 2).mean().backward()
 
@@ -89,12 +83,6 @@ def _accumulated(net, x, y):
     net(x, "other_head").abs().mean().backward()
 
 
-def _no_sync_then_sync(net, x, y):
-    with net.no_sync():
-        ((net(x[::2]) - y[::2]) ** 2).mean().mul(0.5).backward()
-    ((net(x[1::2]) - y[1::2]) ** 2).mean().mul(0.5).backward()
-
-
 def _reentrant_checkpoint(net, x, y):
     from torch.utils.checkpoint import checkpoint
 
@@ -106,12 +94,10 @@ def _reentrant_checkpoint(net, x, y):
 
 STEPS = [
     _distribution,
-    _inner_module,
     _plain_forward,
     _two_forwards,
     _two_backwards_over_one_forward,
     _accumulated,
-    _no_sync_then_sync,
     _reentrant_checkpoint,
 ]
 
@@ -205,16 +191,6 @@ def _parts(rank: int, size: int, dtype: torch.dtype = torch.float64) -> list[tor
     return [x[rank::size].to(dtype) for x, _ in _batches(4)]
 
 
-def _clip(wrap, rank, size):
-    net, optimizer = _alone_with_sgd(wrap)
-    for x in _parts(rank, size):
-        optimizer.zero_grad()
-        _whole(net(x)).backward()
-        assert torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05) > 0.05
-        optimizer.step()
-    return net
-
-
 def _alone_with_sgd(wrap, **options):
     net = wrap(_nets(**options)[0])
     return net, torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9)
@@ -254,28 +230,6 @@ def _actor_and_critic(wrap, rank, size):
         (-critic(actor(x)).mean() + actor(x).pow(2).mean()).backward()  # leaves gradients in the critic
         of_actor.step()
     return nn.ModuleList([actor, critic])
-
-
-def _two_roles(wrap, rank, size):
-    """One network that makes the target and, with gradients, the prediction; two backward passes in a step."""
-    net, optimizer = _alone_with_sgd(wrap)
-    for x in _parts(rank, size):
-        optimizer.zero_grad()
-        with torch.no_grad():
-            target = net(x * 0.5)
-        (net(x) - target).pow(2).mean().backward()
-        net(net(x)).pow(2).mean().backward()
-        optimizer.step()
-    return net
-
-
-def _clears_in_place(wrap, rank, size):
-    net, optimizer = _alone_with_sgd(wrap)
-    for x in _parts(rank, size):
-        _whole(net(x)).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-    return net
 
 
 def _penalty(wrap, rank, size):
@@ -333,8 +287,8 @@ def _compiled(order, wrap, rank, size):
 HAS_SCALER = hasattr(torch.amp, "GradScaler")  # before torch 2.3 it needs a GPU
 WAYS = [
     *(partial(_by_steps, step) for step in STEPS),
-    *(_with_options_of_ddp, _frozen_and_thawed, _unfrozen_and_wrapped_again, _clip, _accumulate, _tied_weights),
-    *(_actor_and_critic, _two_roles, _clears_in_place, _penalty),
+    *(_with_options_of_ddp, _frozen_and_thawed, _unfrozen_and_wrapped_again, _accumulate, _tied_weights),
+    *(_actor_and_critic, _penalty),
     *([_scaled] if HAS_SCALER else []),
 ]
 COMPILED = [partial(_compiled, order) for order in ("before", "after", "in place")]
@@ -1014,20 +968,12 @@ def test_indexing_reaches_containers() -> None:
     assert len(ddpshim.wrap_parallel(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))) == 2
 
 
-@pytest.mark.launch
-def test_copies_and_pickles_are_bare(one: BareModule, tmp_path) -> None:
+@pytest.mark.unit
+def test_copies_and_pickles_are_bare(one: BareModule) -> None:
     assert type(copy.deepcopy(one)) is Policy
     assert type(copy.deepcopy(nn.ModuleDict({"a": one}))["a"]) is Policy
     assert type(pickle.loads(pickle.dumps(one))) is Policy
-    torch.save(ddpshim.wrap_parallel(nn.Linear(2, 2)), tmp_path / "net.pth")
-    code = (
-        "import sys, torch; sys.modules['ddpshim'] = None; "
-        f"net = torch.load({str(tmp_path / 'net.pth')!r}, weights_only=False); print(type(net).__name__)"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(300), check=True
-    )
-    assert ran.stdout.strip() == "Linear"
+    assert b"ddpshim" not in pickle.dumps(ddpshim.wrap_parallel(nn.Linear(2, 2))), "who loads it needs no ddpshim"
 
 
 class WithChildCalledModule(nn.Module):
@@ -1367,12 +1313,8 @@ NOT_REDUCED: list[tuple[Callable[[str], None], str, str]] = [
 ]
 
 
-def _rank_cannot_reduce() -> list[str]:
-    return errors_of(partial(act, how) for act, how, _ in NOT_REDUCED)
-
-
 def test_what_cannot_be_reduced_says_what_to_do() -> None:
-    for said in run_ranks(_rank_cannot_reduce, 2):
+    for said in run_ranks(errors_of, 2, [partial(act, how) for act, how, _ in NOT_REDUCED]):
         for (act, how, text), told in zip(NOT_REDUCED, said):
             assert re.search(text, told), (act, how, told)
 

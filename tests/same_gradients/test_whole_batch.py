@@ -117,14 +117,10 @@ def _train(make: Callable[..., Any], wrap: Callable[[nn.Module], Any], batch_siz
     return out
 
 
-def _rank_trains(batch_size: int) -> Any:
-    return _train(ddpshim.make_loader, ddpshim.wrap_parallel, batch_size, True)
-
-
 @pytest.mark.parametrize("batch_size", [BATCH, UNEVEN])
 def test_losses_over_the_whole_batch_and_means_train_as_in_one_process(batch_size: int) -> None:
     plain = _train(DataLoader, lambda net: net, batch_size, False)
-    ranks = run_ranks(_rank_trains, 3, batch_size)
+    ranks = run_ranks(_train, 3, ddpshim.make_loader, ddpshim.wrap_parallel, batch_size, True)
     for name, (numbers, losses, state) in plain.items():
         for own, own_losses, own_state in (rank[name] for rank in ranks):
             assert (own - numbers).abs().max() < 1e-13, name
@@ -152,13 +148,10 @@ def _searches_unevenly(make: Callable[..., Any], wrap: Callable[[nn.Module], Any
     return torch.cat([p.detach().flatten() for p in made.parameters()])
 
 
-def _rank_searches_unevenly() -> torch.Tensor:
-    return _searches_unevenly(ddpshim.make_loader, ddpshim.wrap_parallel)
-
-
 def test_a_line_search_over_a_batch_that_ranks_do_not_divide_sees_the_mean_of_all_samples() -> None:
     plain = _searches_unevenly(DataLoader, lambda net: net)
-    assert all((own - plain).abs().max() < 1e-10 for own in run_ranks(_rank_searches_unevenly, 3))
+    ranks = run_ranks(_searches_unevenly, 3, ddpshim.make_loader, ddpshim.wrap_parallel)
+    assert all((own - plain).abs().max() < 1e-10 for own in ranks)
 
 
 def _rank_counts_a_pass() -> Any:

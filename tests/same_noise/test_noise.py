@@ -7,7 +7,6 @@ import functools
 import io
 import multiprocessing
 import random
-import re
 from collections.abc import Iterator, Sequence
 from operator import mul
 from pathlib import Path
@@ -37,12 +36,10 @@ from ddpshim.job import noise, shared_draws, shares
 from ddpshim.options import Options
 from ddpshim.process.seeds import seed_everything
 from ddpshim.trainers.session import _Metrics
-from tests.preloaded import START_DEADLINE_S, environment, start_afresh
 from tests.ranks import errors_of, run_ranks
 
 pytestmark = pytest.mark.ranks
 SEED, NUM_SAMPLES, BATCH = 3, 103, 24
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def _join(**options: Any) -> Any:
@@ -173,13 +170,6 @@ def test_where_the_batch_stands_in_a_shape() -> None:
         (3, 5): None,
     }.items():
         assert share.dimension(shape) == where
-    after_attention = share._replace(sequence_first={(12, 4), (12, 3)})
-    for shape, where in {(12, 4, 7): (1, 1), (12, 3): (0, 3), (12, 5): (0, 3), (4, 4): (0, 1)}.items():
-        assert after_attention.dimension(shape) == where
-    both = share._replace(others=(8,))  # of a second loader
-    for shape, where in {(8, 4): (0, 1), (4, 7): (0, 1), (12,): (0, 3), (7, 8): (1, 1), (5,): None}.items():
-        assert both.dimension(shape) == where
-    assert both.divided(2) == [shares.Share(1, 4, 2, (4,)), shares.Share(3, 4, 2, (4,))]
     samples = torch.arange(8).repeat_interleave(3)[:, None].expand(-1, 2)
     assert share.rows(samples, (0, 3))[:, 0].tolist() == [1, 1, 1, 3, 3, 3, 5, 5, 5, 7, 7, 7]
     assert share.rows(samples.t()[:, :8], (1, 1)).shape == (2, 4)
@@ -452,11 +442,9 @@ def test_what_the_main_rank_alone_drew_counts_from_the_next_pass_on() -> None:
 # Going on after an interruption.
 
 
-def _rank_goes_on(
-    folder: Path, until: Optional[int], kind: str, every: Optional[int] = None, num_steps: Optional[int] = None
-) -> Any:
+def _rank_goes_on(folder: Path, until: Optional[int], kind: str) -> Any:
     """Train three epochs, or leave as `until` steps were made; what is in `folder` is gone on with."""
-    here = _join(checkpoint_every_s=None, checkpoint_every_n_steps=every, background_save=False)
+    here = _join(checkpoint_every_s=None, background_save=False)
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(SEED)
     net = ddpshim.wrap_parallel(_Net())
@@ -465,16 +453,15 @@ def _rank_goes_on(
     training = ddpshim.Resumable(folder, {"net": net, "optimizer": optimizer})
     training.restore()
     for epoch in range(training.epoch, 3):
-        for x, y, index in training.steps(loader, epoch, num_steps):
+        for x, y, index in training.steps(loader, epoch):
             samples.append(index.tolist())
             _step(net, optimizer, x, y)
             num_made += 1
-            if num_made == until and (num_made % len(loader) or every):
+            if num_made == until and num_made % len(loader):
                 training.step += 1
                 break
         if num_made == until:
-            if every is None:
-                training.save()
+            training.save()
             here.barrier()
             return samples
     return torch.cat([p.detach().flatten() for p in net.parameters()]), samples, torch.get_rng_state()
@@ -500,19 +487,6 @@ def test_left_in_an_epoch_it_goes_on_with_the_order_and_the_noise_on_other_ranks
         assert torch.equal(own_state, state)
 
 
-@pytest.mark.parametrize(("until", "num_steps"), [(6, None), (6, 8), (10, 6)])
-def test_saved_between_two_passes_it_goes_on_with_the_order_as_well(
-    until: int, num_steps: Optional[int], tmp_path: Path
-) -> None:
-    whole = run_ranks(_rank_goes_on, 2, tmp_path / "a", None, "shuffled", None, num_steps)
-    run_ranks(_rank_goes_on, 2, tmp_path / "b", until, "shuffled", 4, num_steps)
-    after = run_ranks(_rank_goes_on, 2, tmp_path / "b", None, "shuffled", None, num_steps)
-    for (weights, samples, state), (own_weights, own, own_state) in zip(whole, after):
-        assert own == samples[until // 4 * 4 :]
-        assert torch.equal(own_weights, weights)
-        assert torch.equal(own_state, state)
-
-
 # What goes wrong is said.
 
 
@@ -522,12 +496,8 @@ def _draw_from_another_state() -> None:
     ddpshim.make_loader(_clean(), BATCH, shuffle=True, generator=generator)
 
 
-def _rank_is_refused() -> list[str]:
-    return errors_of([_draw_from_another_state])
-
-
 def test_generators_in_other_states_are_refused() -> None:
-    for (said,) in run_ranks(_rank_is_refused, 2):
+    for (said,) in run_ranks(errors_of, 2, [_draw_from_another_state]):
         assert "state of the generator" in said
 
 
@@ -682,20 +652,3 @@ def test_extremes_and_deviations_are_those_of_the_whole_batch(world_size: int) -
             "adv/std": pytest.approx(float(sum(step.std() for step in steps)) / 3, abs=1e-15),
             "loss": pytest.approx(float(sum(step.mean() for step in steps)) / 3, abs=1e-15),
         }, "a deviation without its mean is averaged, as all else is"
-
-
-# Programs: what they print in one process without ddpshim, and on two ranks.
-
-
-@pytest.mark.launch
-def test_two_ranks_print_the_losses_of_the_program_without_ddpshim(tmp_path: Path) -> None:
-    launch = ["-m", "ddpshim", "run", "--nproc=2", "--log-dir=logs", str(EXAMPLES / "train_after.py")]
-    environ = {**environment(), "DDPSHIM_NOISE": "one_process"}
-    said = {}
-    for name, command in {"plain": [str(EXAMPLES / "train_before.py")], "ranks": launch}.items():
-        (tmp_path / name).mkdir()
-        code, output = start_afresh(command, environ, tmp_path / name, START_DEADLINE_S)
-        assert code == 0, output
-        said[name] = [float(loss) for loss in re.findall(r"loss (\S+?),?(?:\s|$)", output)]
-    assert len(said["plain"]) >= 5
-    assert said["ranks"] == pytest.approx(said["plain"], abs=2e-4)  # four digits are printed

@@ -67,16 +67,12 @@ def test_only_ours_without_entry_points() -> None:
 
 
 @pytest.mark.usefixtures("toybot")
-def test_a_third_partys_dataset_gives_whole_batches() -> None:
+def test_a_third_partys_dataset_gives_whole_batches_and_its_files_are_known() -> None:
+    assert environment._patch_states()["toybot"] == "patched"
     world = World(launcher="torchrun")
     (first, second) = make_loader(Squares(), batch_size=4, world=world)
     assert (first, second) == (("whole", [0, 1, 4, 9]), ("whole", [16, 25, 36, 49]))
     assert isinstance(make_loader(Squares(), batch_size=4, world=World()), DataLoader)
-
-
-@pytest.mark.usefixtures("toybot")
-def test_a_third_partys_files_are_known() -> None:
-    assert environment._patch_states()["toybot"] == "patched"
 
 
 def test_an_adapter_need_not_offer_anything(toybot: types.ModuleType) -> None:

@@ -9,7 +9,16 @@ import h5py
 import numpy as np
 import pytest
 
-from evidence.equivalence import Run, copy_release, largest_difference, make_config, make_data, train, train_all
+from evidence.equivalence import (
+    VALIDATION,
+    Run,
+    copy_release,
+    largest_difference,
+    make_config,
+    make_data,
+    train,
+    train_all,
+)
 from tests.robomimic import require
 
 RELEASE = "0.3.0"
@@ -17,12 +26,6 @@ SINCE_0_5 = "0.5.0"
 STEPS, EPOCHS = 4, 2
 Pairs = dict[str, tuple[Run, Run]]
 
-VALIDATION = {
-    "experiment__validate": True,
-    "experiment__validation_epoch_every_n_steps": 3,
-    "train__hdf5_filter_key": "train",
-    "train__hdf5_validation_filter_key": "valid",
-}
 SMALL = {**VALIDATION, "train__batch_size": 20}
 PLAIN_IMAGES = {
     "observation__encoder__rgb__obs_randomizer_class": None,
@@ -174,7 +177,6 @@ def test_observations_are_normalized_by_the_whole_file(pairs: Pairs) -> None:
 
 
 def _read(path: Path, key: str) -> Any:
-    """What all demonstrations of a file hold under `key`, one after the other."""
     with h5py.File(path) as file:
         return np.concatenate([demo[key][()] for demo in file["data"].values()])
 

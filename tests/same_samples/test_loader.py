@@ -15,7 +15,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SubsetRandomSampler,
-    TensorDataset,
     WeightedRandomSampler,
     get_worker_info,
 )
@@ -135,20 +134,6 @@ def numbers():
 # --- without a launcher -----------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_without_a_launcher_it_is_torchs_loader(num_workers):
-    data = TensorDataset(torch.arange(20.0), torch.arange(20))
-    ours = make_loader(data, 6, True, None, None, num_workers, world=UNLAUNCHED, seed=5)
-    theirs = DataLoader(data, 6, True, None, None, num_workers)
-    assert (type(ours), len(ours), ours.drop_last) == (DataLoader, 4, False)
-    runs = []
-    for one in (ours, theirs):
-        torch.manual_seed(11)
-        runs.append(([batch[1].tolist() for _ in range(2) for batch in one], states()))
-    assert runs[0] == runs[1]
-
-
 def test_without_a_launcher_arguments_go_where_torch_has_them():
     def collate(items):
         return len(items)
@@ -165,14 +150,11 @@ def test_without_a_launcher_arguments_go_where_torch_has_them():
     batches = make_loader(data, batch_sampler=[[0, 1], [2]], collate_fn=collate, world=UNLAUNCHED)
     assert list(batches) == [2, 1]
     assert list(make_loader(data, batch_size=None, world=UNLAUNCHED)) == data
+    assert type(make_loader(data)) is type(ours) is DataLoader
     with pytest.raises(TypeError, match="no_such_thing"):
         make_loader(data, no_such_thing=1, world=UNLAUNCHED)
     with pytest.raises(TypeError, match="no_such_thing"):
         make_loader(data, no_such_thing=1, world=side_by_side(1)[0])
-
-
-def test_the_current_world_is_used_where_none_is_given():
-    assert type(make_loader([1, 2])) is DataLoader
 
 
 # --- order ------------------------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +21,9 @@ from ddpshim.job.world import World
 from ddpshim.process import say
 from ddpshim.robomimic import batches as sequences
 from ddpshim.robomimic import datasets, windows
-from evidence.equivalence import ROOT
 from tests import sequences as demos
 from tests.preloaded import environment
-from tests.preloaded_commands import patience
+from tests.preloaded_commands import python
 from tests.robomimic import require
 
 pytestmark = pytest.mark.robomimic
@@ -67,12 +64,8 @@ def test_every_kind_of_dataset_gives_the_same_batches(folder: Path) -> None:
 @pytest.mark.parametrize("release", ["0.4.0", "0.5.0", "master", "robocasa"])
 def test_every_kind_of_dataset_of_other_releases(tmp_path: Path, release: str) -> None:
     tree = require(release)
-    command = [sys.executable, "-m", "tests.sequences", str(tmp_path)]
-    ran = subprocess.run(
-        command, cwd=ROOT, env=environment(tree), capture_output=True, text=True, timeout=patience(300), check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    found = dict(line.rsplit(": ", 1) for line in ran.stdout.splitlines())
+    said = python("-m", "tests.sequences", str(tmp_path), environ=environment(tree), deadline_s=300)
+    found = dict(line.rsplit(": ", 1) for line in said.splitlines())
     assert {name: what for name, what in found.items() if what != "same"} == {}
     assert len(found) == {"0.4.0": 39, "robocasa": 50}.get(release, 53)
 

@@ -42,34 +42,18 @@ def test_seed_everything() -> None:
     assert drawn == _draw()
 
 
-@pytest.mark.parametrize("seed", [0, 2**63 - 1, -5])
-def test_shared_streams_leave_no_trace(seed: int) -> None:
-    before = _states()
-    drawn = []
-    for _ in range(2):
-        with shared_random_streams(seed):
-            drawn.append(_draw())
-        assert _states() == before
-        seed_everything(random.randrange(100))
-        before = _states()
-    assert drawn[0] == drawn[1]
-    with pytest.raises(KeyError), shared_random_streams(seed):
-        raise KeyError(_draw())
-    assert _states() == before
-
-
 def test_a_rank_that_gets_its_own_stream_inside_a_shared_one_has_it_afterwards() -> None:
     seed_own_streams(3)
     own = _draw()
     with shared_random_streams(7):
         alike = _draw()
     with shared_random_streams(7):
-        with shared_random_streams(8):
+        with shared_random_streams(-8):
             seed_own_streams(3)
         assert _draw() == alike
     assert _draw() == own
     left = _states()
-    with shared_random_streams(7):
+    with shared_random_streams(2**63 - 1):
         _draw()
     assert _states() == left
 

@@ -26,7 +26,6 @@ def tf():
 
 @pytest.fixture(scope="module")
 def builder(tf, tmp_path_factory):
-    """51 numbers in 3 files."""
     import tensorflow_datasets as tfds
 
     numbers = list(enumerate({"number": number} for number in range(51)))

@@ -50,13 +50,10 @@ def environment(num: int = 2, **more: str) -> dict[str, str]:
 
 
 def is_active() -> bool:
-    """Whether this process has simulated GPUs."""
     return "simulated_gpus_c" in sys.modules
 
 
 class Event(NamedTuple):
-    """One line of a log."""
-
     kind: str  # sync, copy, launch, communicator, wait, race, kernel
     what: str
     communicator: str
@@ -78,8 +75,6 @@ class Event(NamedTuple):
 
 
 class Log:
-    """The events on the GPUs, in order."""
-
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.kernels = 0
@@ -109,7 +104,6 @@ class Log:
 
 
 def library() -> Any:
-    """Return the extension module of this process."""
     if not is_active():
         raise RuntimeError("this process has no simulated GPUs: start it by `python -m tests.simulated_gpus PROGRAM`")
     return sys.modules["simulated_gpus_c"]

@@ -130,8 +130,6 @@ class _Begin:
 
 
 class _Properties:
-    """The properties of a simulated GPU."""
-
     def __init__(self, index: int, physical: int) -> None:
         self.name, self.uuid = "Simulated GPU", f"simulated-{physical}"
         self.index, self.major, self.minor, self.multi_processor_count = index, 9, 0, 8

@@ -27,7 +27,6 @@ TAMPERS = {tamper.name: tamper for tamper in certificates.tampers()}
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with two certified runs, one of them killed and resumed."""
     folder = tmp_path_factory.mktemp("certified")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(certificates, "DEADLINE_S", patience(120))
@@ -232,14 +231,7 @@ def test_a_package_inside_another_is_named_by_the_other(tmp_path: Path, monkeypa
 def test_facts_of_the_run(made: Path) -> None:
     found = json.loads((made / "run.json").read_text())
     assert set(found["facts"]["code"]) >= {"train.py", "helper.py"}
-    data = {name: sha256 for name, sha256 in found["facts"]["data"].items() if "/preloaded-" not in name}
-    assert data == {"data.npz": facts.sha256_of(made / "data.npz")}
     assert {"torch", "numpy", "ddpshim"} <= set(found["facts"]["packages"])
     assert found["facts"]["environment"]["threads"] == 1
     assert [mark["step"] for mark in found["marks"]] == [10, 20, 30, 40, 50, 60, 64]
     assert "1.weight" in found["tensors"]
-    assert all(document.UNCHANGED not in mark["weights"] for mark in found["marks"])
-    resumed = json.loads((made / "resumed.json").read_text())
-    assert resumed["ranks"] == 2
-    assert any(document.UNCHANGED in mark["weights"] for mark in resumed["marks"])
-    assert resumed["checkpoints"][0]["step"] in [mark["step"] for mark in resumed["marks"]]

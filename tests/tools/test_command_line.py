@@ -10,7 +10,6 @@ import argparse
 import importlib.util
 import itertools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -27,10 +26,9 @@ import ddpshim.__main__ as command_line
 from ddpshim.tools import pages
 from ddpshim.tools.check import running
 from tests import without_posix
-from tests.preloaded_commands import patience
+from tests.preloaded_commands import python
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 120
 Command = tuple[str, ...]
 
 
@@ -98,7 +96,6 @@ def _takes_file(action: argparse.Action) -> bool:
 
 
 def fill(folder: Path) -> None:
-    """What SAMPLES and MISSING are called in."""
     (folder / "train.py").write_text("import torch\nmodel = torch.nn.Linear(1, 1)\n")
     (folder / "tree" / "package").mkdir(parents=True)
     (folder / "tree" / "package" / "module.py").write_text("a = 1\n")
@@ -213,6 +210,7 @@ def test_a_group_wants_a_command(command: Command, capsys: pytest.CaptureFixture
 
 def test_every_command_and_every_option_that_takes_a_file_is_tried() -> None:
     assert set(SAMPLES) == set(COMMANDS)
+    assert NEED_TORCH == [("run",), ("check",), ("selftest",)]
     takes_file = {(c, a.dest) for c in COMMANDS for a in PARSERS[c]._actions if _takes_file(a)}
     assert set(MISSING) == takes_file
 
@@ -347,17 +345,8 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each of CALLS gave where neither torch nor plotly can be imported."""
     folder = tmp_path_factory.mktemp("without_torch")
     fill(folder)
-    ran = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_TORCH, json.dumps(CALLS)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=patience(DEADLINE_S),
-        check=True,
-    )
-    assert ran.stderr == ""
-    return dict(zip(map(" ".join, CALLS), json.loads(ran.stdout)))
+    said = python("-c", f"import sys; sys.stderr = sys.stdout\n{_WITHOUT_TORCH}", json.dumps(CALLS), cwd=folder)
+    return dict(zip(map(" ".join, CALLS), json.loads(said)))
 
 
 @pytest.mark.parametrize("command", PARSERS, ids=_id)
@@ -385,14 +374,13 @@ def test_what_needs_no_torch_is_the_same_without(
     assert out or err
 
 
-def test_a_bug_report_without_torch(without_torch: dict[str, Any]) -> None:
+def test_a_bug_report_and_a_page_without_torch_and_plotly(without_torch: dict[str, Any]) -> None:
     code, out, err, _ = without_torch["selftest --env"]
     assert (code, err) == (0, "")
     assert "torch unknown: ModuleNotFoundError" in out
-
-
-def test_who_needs_torch() -> None:
-    assert NEED_TORCH == [("run",), ("check",), ("selftest",)]
+    code, out, err, _ = without_torch["report run"]
+    assert (code, out) == (0, "run/report.html\n")
+    assert "plotly is not installed, so the page has no charts; pip install plotly adds them" in err
 
 
 @pytest.mark.parametrize("command", NEED_TORCH, ids=_id)
@@ -402,13 +390,6 @@ def test_without_torch_it_says_so_at_once(command: Command, without_torch: dict[
     _check_message(err, f"torch is not installed for {sys.executable}")
     assert "pip install torch" in err
     assert cpu_s < 0.5
-
-
-def test_a_page_without_plotly(without_torch: dict[str, Any]) -> None:
-    code, out, err, _ = without_torch["report run"]
-    assert code == 0
-    assert out == "run/report.html\n"
-    assert "plotly is not installed, so the page has no charts; pip install plotly adds them" in err
 
 
 @pytest.mark.launch
@@ -430,15 +411,7 @@ def test_the_shell_completes_commands_and_options() -> None:
 def test_on_a_system_that_is_not_posix(here: Path) -> None:
     """Importing, one process, reading and patch work as they are; what starts ranks says what it needs."""
     (here / "train.py").write_text((ROOT / "examples" / "train_before.py").read_text())
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.without_posix"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=patience(DEADLINE_S),
-        check=True,
-    )
-    answers = json.loads(ran.stdout)
+    answers = json.loads(python("-m", "tests.without_posix"))
     assert answers.pop("import") == [len(ddpshim.__all__), "", ""]
     losses, out, err = answers.pop("train")
     assert (out, err) == ("", "")

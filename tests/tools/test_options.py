@@ -53,6 +53,8 @@ def test_an_argument_wins_over_its_variable_that_over_the_section_that_over_the_
     read = Options.read(section, environ, timeout_s=12)
     assert (read.timeout_s, read.side_timeout_s, read.max_memory_per_gpu_gb, read.keep_checkpoints) == (12, 21, 30, 2)
     assert Options.read({}, {}, timeout_s=None) == Options()
+    assert Options.read({"guard": "maybe"}, {"DDPSHIM_GUARD": "0"}).guard is False, "it is not looked at"
+    assert Options.read({}, {"DDPSHIM_TIMEOUT_S": "", "DDPSHIM_NONSENSE": " "}) == Options(), "empty is not set"
 
 
 ALLOWED: list[tuple[str, Any, Any]] = [
@@ -136,10 +138,6 @@ def test_all_that_is_wrong_is_told_in_one_message() -> None:
     assert last.startswith("Nothing was started")
 
 
-def test_a_value_that_another_source_overrides_is_not_looked_at() -> None:
-    assert Options.read({"guard": "maybe"}, {"DDPSHIM_GUARD": "0"}).guard is False
-
-
 OF_MODULE_FILES = ["ROOT", "HOME", "VERSION", "LIB", "MODULE_TIMEOUT_S", "MODULE_GUARD"]
 
 
@@ -187,10 +185,6 @@ def test_a_program_that_calls_setup_itself_has_robomimics_own_from_variables(mon
     assert own != here.options
     kept = RobomimicOptions(keep_models=4)
     assert options_of(ddpshim.World(options=kept)) is kept
-
-
-def test_a_variable_that_is_empty_is_not_set() -> None:
-    assert Options.read({}, {"DDPSHIM_TIMEOUT_S": "", "DDPSHIM_NONSENSE": " "}) == Options()
 
 
 def test_a_learning_rate_rule_needs_a_batch_for_each_rank() -> None:

@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import ddpshim
-from ddpshim.errors import RankError
 from ddpshim.observe import recording
 from ddpshim.observe.recording import StepTimes
 from ddpshim.process import machine, observed
@@ -160,15 +159,3 @@ def test_the_profile_of_one_process(clock: Any, monkeypatch: Any, capsys: pytest
     with ddpshim.profile() as ranks:
         pass
     assert ranks[0]["steps"] == 0
-
-
-def _failing() -> None:
-    with ddpshim.profile():
-        if ddpshim.world().rank == 1:
-            raise ValueError("on purpose")
-
-
-@pytest.mark.ranks
-def test_a_rank_that_fails_is_not_kept_from_it() -> None:
-    with pytest.raises(RankError, match=r"rank 1 of 2 failed first:\n(.|\n)*ValueError: on purpose"):
-        run_ranks(_failing, 2)

@@ -12,7 +12,7 @@ import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Optional
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -26,7 +26,7 @@ from ddpshim.errors import RankError
 from ddpshim.observe import digits, recording, records
 from ddpshim.observe.report import figure, findings, load, markdown, verdict
 from ddpshim.robomimic import calls as robomimic
-from evidence.equivalence import copy_release, largest_difference, make_config, make_data, source, train
+from evidence.equivalence import VALIDATION, copy_release, largest_difference, make_config, make_data, source, train
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -380,14 +380,13 @@ def test_a_full_disk_or_no_folder_ends_the_records_and_nothing_else(
         assert [*load(tmp_path).losses("training")] == [1]
 
 
-def _train(folder: Optional[str], is_broken: bool = False) -> tuple[list[float], torch.Tensor]:
-    """Return the losses of two epochs, and the weights; without `folder` nothing is recorded."""
+def _train(folder: str, is_broken: bool = False) -> list[float]:
     torch.manual_seed(0)
     here, net = ddpshim.world(), nn.Linear(4, 1)
     wrapped = ddpshim.wrap_parallel(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     losses = []
-    with contextlib.nullcontext() if folder is None else ddpshim.record(folder) as run:
+    with ddpshim.record(folder) as run:
         for epoch in range(2):
             total = 0.0
             for x in ddpshim.make_loader(torch.arange(160.0).view(40, 4) / 160, batch_size=4, shuffle=True):
@@ -401,32 +400,14 @@ def _train(folder: Optional[str], is_broken: bool = False) -> tuple[list[float],
                 total += loss.item()
             losses.append(total / 10)
             ddpshim.check_equal_steps()
-            if run is not None:
-                run.epoch(epoch, loss=losses[-1], valid=2 * losses[-1], lr=0.1)
-                checkpoint.save({"net": net.state_dict()}, Path(folder or "", f"{epoch}.pth"))
-    return losses, net.weight.detach()
-
-
-def test_one_process_and_a_trainer_of_its_own(tmp_path: Path) -> None:
-    plain, weights = _train(None)
-    losses, recorded = _train(str(tmp_path))
-    assert losses == plain
-    assert torch.equal(weights, recorded)
-    run = load(tmp_path)
-    assert [*run.losses("training").values()] == losses
-    assert [*run.losses("validation").values()] == [2 * loss for loss in losses]
-    for epoch, rows in run.passes("training").items():
-        assert rows[0]["steps"] == 10
-        assert rows[0]["own"] == {"Loss": losses[epoch], "lr": 0.1}
-        assert rows[0]["seconds"]["compute"] > 0
-        assert rows[0]["memory"]["rss"] > 50e6
-    assert [Path(record["path"]).name for record in _kept("checkpoint", tmp_path)] == ["0.pth", "1.pth"]
-    assert verdict(run).startswith("Finished")
+            run.epoch(epoch, loss=losses[-1], valid=2 * losses[-1], lr=0.1)
+            checkpoint.save({"net": net.state_dict()}, Path(folder, f"{epoch}.pth"))
+    return losses
 
 
 def test_the_option_switches_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "world", lambda: ddpshim.World(options=ddpshim.Options(record=False)))
-    assert len(_train(str(tmp_path))[0]) == 2
+    assert len(_train(str(tmp_path))) == 2
     assert not (tmp_path / "ddpshim").exists()
 
 
@@ -441,13 +422,17 @@ def test_a_failure_is_written_down(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_each_rank_writes_its_own_file(tmp_path: Path) -> None:
-    found = [losses for losses, _ in run_ranks(_train, 2, str(tmp_path))]
+    found = run_ranks(_train, 2, str(tmp_path))
     assert found[0] != found[1]
     run = load(tmp_path)
     for rank in (0, 1):
         rows = [rows[rank] for rows in run.passes("training").values()]
-        assert [(row["own"]["Loss"], row["steps"]) for row in rows] == [(loss, 10) for loss in found[rank]]
+        assert [(row["own"], row["steps"]) for row in rows] == [({"Loss": loss, "lr": 0.1}, 10) for loss in found[rank]]
+        assert all(row["seconds"]["compute"] > 0 and row["memory"]["rss"] > 50e6 for row in rows)
     assert [*run.losses("training").values()] == [pytest.approx((a + b) / 2) for a, b in zip(*found)]
+    assert [*run.losses("validation").values()] == [2 * loss for loss in run.losses("training").values()]
+    assert [Path(record["path"]).name for record in _kept("checkpoint", tmp_path)] == ["0.pth", "1.pth"]
+    assert verdict(run).startswith("Finished")
     assert findings(run) == ["No guard failed (12 comparisons of weights and step counts)"]
 
 
@@ -477,21 +462,15 @@ def test_evaluations_are_written_down(tmp_path: Path, monkeypatch: pytest.Monkey
 
 # The real trainer
 
-VALIDATION = {
-    "experiment__validate": True,
-    "experiment__validation_epoch_every_n_steps": 3,
-    "train__hdf5_filter_key": "train",
-    "train__hdf5_validation_filter_key": "valid",
-    "experiment__save__every_n_epochs": 1,
-}
-
 
 def _train_robomimic(releases: Path, folder: Path, way: str, **how: Any) -> Any:
     if source("0.3.0") is None:
         pytest.skip("robomimic 0.3.0 is not installed (pip install --no-deps robomimic==0.3.0)")
     folder.mkdir(exist_ok=True)
     tree = copy_release("0.3.0", releases, way)
-    config = make_config(tree, "bc", make_data(folder, num_demos=50), folder, 10, 2, **VALIDATION)
+    config = make_config(
+        tree, "bc", make_data(folder, num_demos=50), folder, 10, 2, experiment__save__every_n_epochs=1, **VALIDATION
+    )
     return train(tree, config, folder / "run", 2, forked=True, **how)
 
 
@@ -519,19 +498,6 @@ def test_the_report_of_robomimic_has_the_numbers_of_its_log(releases: Path, tmp_
         for one, other in zip(trained.observed, without.observed):
             assert largest_difference(one["networks"], other["networks"]) == 0
         assert trained.losses() == without.losses()
-
-
-@pytest.mark.launch
-@pytest.mark.robomimic
-def test_a_killed_rank_is_told(releases: Path, tmp_path: Path) -> None:
-    environ = {"DDPSHIM_FAULT": "kill@model:1:15"}
-    trained = _train_robomimic(
-        releases, tmp_path, "patched", module="tests.faults", environ=environ, check=False, has_agent=True
-    )
-    assert trained.exit_code != 0
-    run = load(trained.folder / "out")
-    assert verdict(run) == "Failed: rank 1 ended without an error message, perhaps killed (out of memory?)"
-    assert [*run.losses("training").values()] == trained.losses()[:1]
 
 
 def test_the_example_of_the_docs_and_the_example_trainer_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
