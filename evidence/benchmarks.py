@@ -33,6 +33,7 @@ QUESTIONS = {
     "step": "How long does a step take?",
     "whole_run": "How long does the whole run take?",
     "one_process": "How much faster are two ranks?",
+    "main_thread": "What does a step take of the main thread?",
     "node_memory": "How much memory does the data take?",
     "checkpoint": "How long does a save stop the training?",
     "rollouts": "How long do rollouts take?",

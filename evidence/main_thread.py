@@ -1,0 +1,84 @@
+"""Measures what each part of a training step takes of the main thread, which bounds a policy's step on a GPU.
+
+    python -m evidence.main_thread [--quick]
+
+Two ranks, one thread each, batch 8, tiny widths (main_thread_train.py): arithmetic takes nearly nothing, so what is
+left is overhead: CPU time of rank 0's main thread. Doors in alternation: one process, torch's DDP with
+DistributedSampler, accelerate (if installed), `setup()` with `make_loader` and `wrap_parallel` (shares), and `run` of
+the unchanged program, with its networks captured and by the rules of row tensors alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from evidence.main_thread_train import NETWORKS, PARTS
+from evidence.results import Result, alternate, main, median_and_quartiles, ratio
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = Path(__file__).with_name("main_thread_train.py")
+_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+_RUN = ("-m", "ddpshim", "run", "--nproc", "2")
+DOORS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {  # the program's door, its launcher, variables
+    "one process": ("plain", (), {}),
+    "torch's DDP": ("ddp", _TORCHRUN, {}),
+    "accelerate": ("accelerate", _TORCHRUN, {}),
+    "shares": ("shares", _TORCHRUN, {}),
+    "run by rules": ("plain", _RUN, {"DDPSHIM_ROWS": "all", "DDPSHIM_CAPTURE": "off"}),
+    "run": ("plain", _RUN, {"DDPSHIM_ROWS": "all", "DDPSHIM_CAPTURE": "force"}),
+}
+DEADLINE_S = 400
+
+
+def measure(door: str, names: Iterable[str], num_steps: int) -> dict[str, Any]:
+    """Run the program once; return what it found for each network."""
+    kind, launcher, variables = DOORS[door]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out.json")
+        environ = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "PYTHONPATH": str(ROOT),
+            **variables,
+        }
+        command = [sys.executable, *launcher, str(PROGRAM), kind, ",".join(names), str(num_steps), str(out)]
+        ran = subprocess.run(
+            command, cwd=folder, env=environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+        if ran.returncode:
+            raise RuntimeError(f"{door}: {ran.stdout[-2000:]}{ran.stderr[-4000:]}")
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+
+def run(quick: bool, names: Iterable[str] = NETWORKS) -> Iterator[Result]:
+    num_rounds, num_steps = (1, 60) if quick else (3, 150)
+    doors = [door for door in DOORS if door != "accelerate" or importlib.util.find_spec("accelerate")]
+    found: dict[str, list[Any]] = alternate(
+        {door: lambda door=door: measure(door, names, num_steps) for door in doors}, num_rounds
+    )
+    for name in names:
+        sums = {door: [sum(one[name]["ms"].values()) for one in rounds] for door, rounds in found.items()}
+        for door, rounds in found.items():
+            parts = {part: median_and_quartiles([one[name]["ms"][part] for one in rounds])[0] for part in PARTS}
+            waits = rounds[0][name]["waits"]
+            note = ", ".join(f"{part} {ms:.2f}" for part, ms in parts.items())
+            note += f"; blocking: {', '.join(f'{place} {num}' for place, num in waits.items()) or 'none'}"
+            middle, quartiles = median_and_quartiles(sums[door])
+            yield Result("main_thread", f"{name}, {door}", middle, "ms", quartiles, note=note)
+        for door, base, most in (("run", "one process", 1.15), ("shares", "torch's DDP", 1.05)):
+            middle, quartiles = ratio(sums[door], sums[base])
+            yield Result("main_thread", f"{name}, {door}", middle, f"x {base}", quartiles, most)
+
+
+if __name__ == "__main__":
+    main(run, __doc__)
