@@ -124,19 +124,22 @@ class Options:
     noise: str = option(
         "one_process",
         _choice("one_process", "per_rank"),
-        "one_process: each rank gets its rows of the noise that one process would draw; per_rank: each rank has "
-        "its own random streams",
+        "one_process: each rank gets its rows of the noise of one process; per_rank: it has its own random streams",
     )
     data_draws: str = option(
         "one_process",
         _choice("one_process", "by_sample"),
-        "if a dataset draws random numbers: one_process: each rank loads whole batches and draws as one process; "
-        "by_sample: each rank loads its rows only, with different draws",
+        "of a dataset: one_process: each rank loads whole batches; by_sample: only its rows, with other draws",
     )
     exact: Optional[int] = option(
         None,
         or_none(whole(1)),
         "number of virtual ranks: any number of ranks that divides it trains the same weights, to the last bit",
+    )
+    capture: str = option(
+        "auto",
+        _choice("auto", "force", "off"),
+        "under `run`: replay networks without Python, once that pays; force: from the second call on",
     )
     lr_rule: str = option(
         "none",
@@ -153,8 +156,7 @@ class Options:
     max_memory_per_gpu_gb: Optional[float] = option(
         None,
         or_none(_positive()),
-        "limit on torch's memory on a rank's GPU, in GB (2**30); beyond it torch raises an out-of-memory error; "
-        "the rest is left to simulators and other programs",
+        "limit on torch's memory on a rank's GPU, in GB (2**30); the rest is left to simulators and other programs",
     )
     checkpoint_every_n_steps: Optional[int] = option(None, or_none(whole(1)), "save training progress every N steps")
     checkpoint_every_s: Optional[float] = option(600.0, or_none(_positive()), "save training progress every N seconds")
@@ -162,8 +164,7 @@ class Options:
     background_save: bool = option(
         True,
         _flag(),
-        "write robomimic's checkpoints and training progress of 32 MB or more in a separate process; ranks wait "
-        "only until they are copied in memory",
+        "write checkpoints of 32 MB or more in a separate process; ranks wait until they are copied in memory",
     )
     resume: str = option(
         "auto",
@@ -181,8 +182,7 @@ class Options:
     guard: bool = option(
         True,
         _flag(),
-        "compare weights and random streams over ranks, check optimizer steps, name ranks that are missing in a "
-        "collective",
+        "compare weights and random streams, check optimizer steps, name ranks that are missing in a collective",
     )
     record: bool = option(
         True,

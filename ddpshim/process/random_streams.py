@@ -1,11 +1,12 @@
 """Runs code with random streams of its own, which leave the process's unchanged."""
 
 import contextlib
+import ctypes
 import hashlib
 import random
 import sys
 from collections.abc import Iterator
-from typing import Any, Optional
+from typing import Any, Optional, cast
 
 import torch
 
@@ -82,8 +83,31 @@ def global_states() -> dict[str, Any]:
     states = {"random": random.getstate(), "torch": torch.default_generator.get_state()}
     # numpy is not imported for this: a process without it has no state of it to protect.
     if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state()
+        states["numpy"] = _numpys.state(sys.modules["numpy"].random)
     return states
+
+
+class _Numpys:
+    """The state of numpy's global generator; the last one is returned again while nothing was drawn."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        self._bits, self._state = b"", cast(Any, ())
+
+    def state(self, random: Any) -> Any:
+        generator: Any = random.get_bit_generator() if hasattr(random, "get_bit_generator") else None
+        bits = b""
+        if type(generator) is random.MT19937:
+            bits = ctypes.string_at(generator.ctypes.state_address, 625 * 4)  # its numbers, and the place in them
+        # A normal number that is kept for the next draw is not in them.
+        if not bits or bits != self._bits or self._state[3]:
+            self._bits, self._state = bits, random.get_state()
+        return self._state
+
+
+_numpys = _Numpys()
 
 
 def digest() -> str:
@@ -113,6 +137,7 @@ def restore_global_states(states: dict[str, Any]) -> None:
         torch.default_generator.set_state(states["torch"])
     if "numpy" in states and "numpy" in sys.modules:
         sys.modules["numpy"].random.set_state(states["numpy"])
+        _numpys.forget()
 
 
 def rank_states(device: torch.device) -> dict[str, Any]:

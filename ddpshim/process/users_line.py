@@ -11,6 +11,7 @@ from typing import Optional
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PYTHON = os.path.dirname(os.__file__)
+_relative = functools.lru_cache(maxsize=4096)(os.path.relpath)
 
 
 def users_line(frame: Optional[FrameType] = None, error: Optional[BaseException] = None) -> str:
@@ -21,10 +22,10 @@ def users_line(frame: Optional[FrameType] = None, error: Optional[BaseException]
     frame = frame or sys._getframe(1)
     for raised, _ in traceback.walk_tb(error.__traceback__ if error is not None else None):
         frame = raised
-    installed = ""
+    installed, package = "", _started_package()
     while frame is not None:
         file = frame.f_code.co_filename
-        if is_users(file):
+        if _is_of_program(file, package):
             return shown(file, frame.f_lineno)
         if not installed and not is_torchs_or_ours(file):
             installed = shown(file, frame.f_lineno)
@@ -34,8 +35,11 @@ def users_line(frame: Optional[FrameType] = None, error: Optional[BaseException]
 
 def is_users(file: str) -> bool:
     """Return whether `file` is of no library, or of the package that Python was started with (`-m`). Local."""
-    package = (getattr(sys.modules.get("__main__"), "__package__", None) or "").partition(".")[0]
-    return _is_of_program(file, package)
+    return _is_of_program(file, _started_package())
+
+
+def _started_package() -> str:
+    return (getattr(sys.modules.get("__main__"), "__package__", None) or "").partition(".")[0]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -68,5 +72,5 @@ def short(file: str) -> str:
 
 def shown(file: str, line: object) -> str:
     """Return "file:line" as messages print it: relative to the working folder if the file is in it. Local."""
-    near = os.path.relpath(file)
+    near = _relative(file, os.getcwd())
     return f"{file if near.startswith('..') else near}:{line}"

@@ -9,6 +9,7 @@ parameters, is their sum. So a gather's backward pass multiplies by W, and a sca
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from ddpshim.job.exchange import group
 from ddpshim.process.job import current
 
+_SENT_AS_THEY_ARE = (torch.float32, torch.float64, torch.int64)  # others as bytes: backends lack some
 LEAST_ROWS = 2  # in a block: a dimension of one row has no strides that show the memory layout of the whole
 
 
@@ -59,6 +61,8 @@ class State:
         num_pieces: into how many pieces rows are divided.
         is_in_piece: whether a piece is being computed (`pieces`).
         factor: by how much gradients inside blocks are larger than a rank's share.
+        num_messages: how often wholes were gathered, or added up.
+        news: reads what ranks told each other, before the next message; None if there is nothing to read.
     """
 
     def __init__(self) -> None:
@@ -67,6 +71,16 @@ class State:
         exact = None if world is None else world.options.exact
         self.num_pieces, self.is_in_piece = exact or self.ranks.size, False
         self.factor = 1 if exact is not None else self.ranks.size
+        self.num_messages = 0
+        self.news: Optional[Callable[[], None]] = None
+
+
+def settle() -> None:
+    """Read what ranks have told each other. Raises what is wrong with it."""
+    state = current().part(State)
+    news, state.news = state.news, None
+    if news is not None:
+        news()
 
 
 def ranks() -> Ranks:
@@ -111,6 +125,16 @@ def gather(block: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
     whole = torch.empty_strided(*layout(block, dim, part.size), dtype=block.dtype, device=block.device)
     if not whole.numel():
         return whole
+    if (
+        here.size > 1
+        and dim == 0
+        and part.outer == 1
+        and block.dtype in _SENT_AS_THEY_ARE
+        and len({*counts}) == 1
+        and whole.is_contiguous()
+    ):
+        gather_alike(block.detach().contiguous(), [*whole.split(counts[0])])
+        return whole
     rows, into = block.detach(), whole
     if part.outer > 1:
         rows = rows.unflatten(dim, (part.outer, counts[here.rank]))
@@ -128,11 +152,14 @@ def gather(block: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
     return whole
 
 
-def gather_alike(own: torch.Tensor) -> list[torch.Tensor]:
-    """Return all ranks' tensors, which have one shape (collective)."""
+def gather_alike(own: torch.Tensor, everyones: Optional[list[torch.Tensor]] = None) -> list[torch.Tensor]:
+    """Return all ranks' tensors, which have one shape, in `everyones` if it is given (collective)."""
+    settle()
+    current().part(State).num_messages += 1
     if ranks().size == 1:
         return [own]
-    everyones = [torch.empty_like(own) for _ in range(ranks().size)]
+    if everyones is None:
+        everyones = [torch.empty_like(own) for _ in range(ranks().size)]
     dist.all_gather(everyones, own, group=group())
     return everyones
 
@@ -165,6 +192,8 @@ def offset_of_whole(block: torch.Tensor, dim: int, size: int) -> int:
 
 def added_up(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of all ranks' tensors (collective)."""
+    settle()
+    current().part(State).num_messages += 1
     is_small = tensor.dtype in (torch.float16, torch.bfloat16)
     total = (
         tensor.detach().to(torch.float32) if is_small else tensor.detach().clone(memory_format=torch.contiguous_format)

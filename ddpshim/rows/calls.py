@@ -21,16 +21,45 @@ from torch.autograd import forward_ad
 
 from ddpshim import variables
 from ddpshim.errors import OptionsError, SyncError
-from ddpshim.model.wrapper import is_compiling
+from ddpshim.model.wrapper import Transparent, is_compiling
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks, dimensions, gradients, layers  # noqa: F401 (they register their rules)
 from ddpshim.rows.rules import T
-from ddpshim.rows.tensor import Counts, Rows, divided, is_plain, leaves, mapped, on_whole, write_back
+from ddpshim.rows.tensor import Counts, Recorder, Rows, divided, is_plain, leaves, mapped, on_whole, write_back
 
 # By DDPSHIM_ROWS: the multiplications of a call that is divided. A smaller one takes less time than to divide it.
 _LEAST_WORK = {"auto": 1 << 20, "all": 0, "off": math.inf}
+# By the option `capture`: the operations on rows of a module's calls before one is captured, which takes a second.
+_LEAST_OPERATIONS = {"auto": 30_000, "force": 0, "off": math.inf}
+
+_FEWEST_OPERATIONS = 4  # of a call: to know that nothing has changed takes as long as the rules of some
+
+
+class _Tracing:
+    """`is_on`: whether `capture` calls a network, which sees all calls inside. Dynamo asks it at each call."""
+
+    is_on = False
+
+
+TRACING = _Tracing()
+
+
+class Known:
+    """What is known of a module whose calls get row tensors.
+
+    Attributes:
+        num_operations: how many of its calls' operations were computed.
+        others: what a network inside does that a graph would compute otherwise; "" if there is nothing.
+        regions: `capture.Region` by what makes calls alike.
+        refused: why no call of it is captured, so that its children's may be; "" if one is, or may be.
+    """
+
+    def __init__(self) -> None:
+        self.num_operations, self.others = 0, ""
+        self.regions: dict[Any, Any] = {}
+        self.refused = ""
 
 
 class Calls:
@@ -42,11 +71,15 @@ class Calls:
         original: torch's nn.Module.__call__, while it is replaced.
         least_work: multiplications of a call that is divided.
         is_off: whether nothing is divided now: inside torch.func, torch.jit and torch.compile.
+        counting: what is known of a module whose call runs, and may be captured as a whole.
+        captures: what is known of modules whose calls get row tensors.
+        least_operations: of a module, before its calls are captured.
         before_wholes: called before torch.func, torch.jit or torch.compile computes, inside which no call is seen.
     """
 
     def __init__(self) -> None:
         self.is_inside = self.is_off = False
+        self.counting: Optional[Known] = None
         self.dim, self.original = 0, cast(Any, None)
         self.before_wholes: Callable[[], None] = lambda: None
         choice = os.environ.get(variables.ROWS, "auto").strip().lower()
@@ -55,6 +88,9 @@ class Calls:
                 f"{variables.ROWS}={choice!r}: which calls are divided is unclear. Use auto, all or off."
             )
         self.least_work = _LEAST_WORK[choice]
+        self.captures: weakref.WeakKeyDictionary[nn.Module, Known] = weakref.WeakKeyDictionary()
+        world = current().world
+        self.least_operations = _LEAST_OPERATIONS["off" if world is None else world.options.capture]
         self._sizes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
     def num_parameters(self, module: nn.Module) -> int:
@@ -71,14 +107,19 @@ def with_rows(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or current().part(Calls).is_off:
+        if TRACING.is_on or is_compiling() or current().part(Calls).is_off:
             return call(module, *args, **kwargs)
         if computes_wholes(module):
             return _computed_whole(call, (module, *args), kwargs)
-        found = _dimension_and_size(module, leaves((args, kwargs)))
+        given = leaves((args, kwargs))
+        found = _dimension_and_size(module, given)
         if found is None:
+            if current().part(Calls).counting is None and any(type(x) is Rows for x in given):
+                return _of_rows(call, module, args, kwargs)
             return call(module, *args, **kwargs)
         (dim, num), calls = found, current().part(Calls)
+        if calls.counting is not None:
+            calls.counting.others = "a network inside divides a tensor of its own"
 
         def share(x: Any) -> Any:
             return divided(x, dim) if _has_rows(x, dim, num) else x
@@ -86,12 +127,38 @@ def with_rows(call: Callable[..., Any]) -> Callable[..., Any]:
         copies: list[Any] = []
         before, calls.is_inside = calls.is_inside, True
         try:
-            return call(module, *mapped(share, args, copies), **mapped(share, kwargs, copies))
+            return _of_rows(call, module, mapped(share, args, copies), mapped(share, kwargs, copies))
         finally:
             calls.is_inside = before
             write_back(copies)
 
     return called
+
+
+def _of_rows(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Return what the call of a module with row tensors returns, by the rules or by what was captured of them."""
+    calls = current().part(Calls)
+    if calls.counting or calls.least_operations == math.inf or isinstance(module, (Transparent, nn.DataParallel)):
+        return call(module, *args, **kwargs)
+    known = calls.captures.get(module)
+    if known is None:
+        known = calls.captures[module] = Known()
+    if known.refused:
+        return call(module, *args, **kwargs)
+    counts = current().part(Counts)
+    before, calls.counting = counts.on_rows, known
+    try:
+        if known.num_operations > calls.least_operations:
+            from ddpshim.rows import capture
+
+            return capture.captured(known, call, module, args, kwargs)
+        return call(module, *args, **kwargs)
+    finally:
+        calls.counting = None
+        num = counts.on_rows - before
+        known.num_operations += num
+        is_small = num < _FEWEST_OPERATIONS and not known.regions
+        known.refused = known.refused or ("it is small" if is_small else known.others)
 
 
 def computes_wholes(module: nn.Module) -> bool:
@@ -147,6 +214,8 @@ def nothing_divided() -> Iterator[None]:
 def _computed_whole(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return what `function`, whose operations are not seen, computes of wholes (collective if it gets row tensors)."""
     calls = current().part(Calls)
+    if calls.counting is not None:
+        calls.counting.others = "something inside is compiled"
     if not calls.is_off and current().part(Counts).is_in_lock_step():
         calls.before_wholes()
     with nothing_divided():
@@ -231,7 +300,8 @@ def _bodies_of(original: Callable[..., bool]) -> Callable[..., bool]:
             return False
         given = args[0] if len(args) == 1 and type(args[0]) in (tuple, list) else args
         kinds = {type(x) for x in given if isinstance(x, T)}
-        return not kinds <= {Rows, T, nn.Parameter} or torch._C._is_torch_function_mode_enabled()
+        is_other = not kinds <= {Rows, T, nn.Parameter}
+        return is_other or (torch._C._is_torch_function_mode_enabled() and current().part(Recorder).tape is None)
 
     return has_function
 

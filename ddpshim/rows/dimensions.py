@@ -312,6 +312,8 @@ def _repeat_each(func: Any, args: Any, kwargs: Any) -> Any:
 def _broadcast(func: Any, args: Any, kwargs: Any) -> Any:
     given = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
     place_of(given)
+    if all(value.shape == given[0].shape for value in given):
+        return tuple(given)
     shape = torch.broadcast_shapes(*(value.shape for value in given))
     return tuple(value.expand(shape) for value in given)
 

@@ -70,6 +70,7 @@ def backward_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, inputs: Any = None, **kwargs: Any) -> Any:
+        blocks.settle()
         if not any(isinstance(one, Rows) for one in (*_listed(tensors), *_listed(grad_tensors), *_listed(inputs))):
             return original(tensors, grad_tensors, *args, inputs=inputs, **kwargs)
         given, seeds = _seeds(tensors, grad_tensors)

@@ -23,7 +23,7 @@ from ddpshim.rows.rules import (
     used_by_rows,
     whole_if_mixed,
 )
-from ddpshim.rows.tensor import Counts, Rows
+from ddpshim.rows.tensor import Counts, Recorder, Rows
 
 
 def _row_tensor(block: torch.Tensor, part: Part, place: int) -> Rows:
@@ -253,7 +253,7 @@ def _batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
             eps,
             group(),
         )
-        return made(batchnorm.over_ranks(*with_state), rows)
+        return made(current().part(Recorder).call(batchnorm.over_ranks, *with_state), rows)
     return made(func(rows.block, *map(used_by_rows, args[1:])), rows)
 
 

@@ -34,6 +34,7 @@ from ddpshim.rows.tensor import Counts, Rows, leaves
 T_co = TypeVar("T_co", covariant=True)
 
 _END = object()
+_NUM_WAITED = 10  # batches of a loader for which ranks wait for each other's news; then for the first of each pass
 _MOST_LEVELS = 4  # of attributes of a dataset, in which a generator is looked for
 _GENERATORS = ("Generator", "RandomState", "BitGenerator")  # of numpy, which may not be loaded
 
@@ -41,7 +42,7 @@ _GENERATORS = ("Generator", "RandomState", "BitGenerator")  # of numpy, which ma
 class Fetched(NamedTuple):
     num_rows: int  # of all ranks
     rows: Any  # of this rank
-    tags: Optional[list[int]]  # of all ranks; None: not exchanged yet
+    is_told: bool  # whether ranks have told each other what they fetched
 
 
 class DataLoader(torch_data.DataLoader[T_co]):
@@ -50,6 +51,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.place = users_line()
+        self.news = _News(self.place, name_of(self.dataset))
         self._of_rows: Optional[_RowsLoader] = None
         self._is_divided: Optional[bool] = None
 
@@ -81,13 +83,14 @@ def _fetching() -> Iterator[None]:
 def _batches(loader: DataLoader[Any], batches: Any) -> Iterator[Any]:
     """Yield the batches of one pass (collective)."""
     num_passes = guard.num_reductions()
+    loader.news.begin_pass()
     try:
         while True:
             with _fetching():
                 batch = next(batches, _END)
             if batch is _END:
                 break
-            yield batch if loader._of_rows is None else _with_rows(batch, loader.place)
+            yield batch if loader._of_rows is None else _with_rows(batch, loader.news)
     finally:
         batches = None  # ends an abandoned pass now, on every rank: Python up to 3.10 keeps this frame
     if guard.num_reductions() != num_passes:
@@ -145,7 +148,7 @@ class _InThisProcess(torch_data.Dataset[Any]):
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self.dataset, self._collate = loader.dataset, loader.collate_fn
+        self.dataset, self._collate, self._news = loader.dataset, loader.collate_fn, loader.news
         self.draws = False
 
     def __getitem__(self, index: Any) -> Any:
@@ -160,9 +163,8 @@ class _InThisProcess(torch_data.Dataset[Any]):
         before = global_states()
         if not self.draws:
             batch = self._collate(fetched(self.dataset, indices))
-            told = _of_ranks(int(has_drawn(before)), _tag(num_rows, batch))
-            if not any(drew for drew, _ in told):
-                return Fetched(num_rows, batch, [tag for _, tag in told])
+            if not self._news.tell(has_drawn(before), num_rows, batch):
+                return Fetched(num_rows, batch, True)
             self.draws = True
             restore_global_states(before)
             if world().is_main:
@@ -172,7 +174,7 @@ class _InThisProcess(torch_data.Dataset[Any]):
                     "num_workers > 0 loading is not in the training's way"
                 )
         whole = self._collate(fetched(self.dataset, indices.whole))
-        return Fetched(num_rows, _rows_of(whole, indices.rows, num_rows), None)
+        return Fetched(num_rows, _rows_of(whole, indices.rows, num_rows), False)
 
 
 def _rows_of(batch: Any, rows: range, num_rows: int) -> Any:
@@ -202,21 +204,75 @@ def _walked(of_tensor: Any, of_texts: Any, batch: Any) -> Any:
     return batch
 
 
-def _with_rows(fetched: Any, place: str) -> Any:
-    """Return the batch with row tensors (collective)."""
-    (num_rows, batch, tags), here = fetched, world()
-    part = blocks.part_of(num_rows)
-    if part is None:
-        return batch
-    if tags is None:
-        tags = [tag for _, tag in _of_ranks(0, _tag(num_rows, batch))]
-    if len(set(tags)) > 1:
-        of_ranks = here.gather(repr(_kinds(batch)))
+class _News:
+    """What ranks tell each other of each batch: whether its samples drew random numbers, and their shapes and types.
+
+    Once a loader's batches are known, no rank waits: the news are read before the next message of the training.
+    """
+
+    def __init__(self, place: str, name: str) -> None:
+        self._place, self._name = place, name
+        self._num_waits = _NUM_WAITED
+        self._known: tuple[Any, int] = (None, 0)  # kinds of a batch, and their hash
+
+    def begin_pass(self) -> None:
+        self._num_waits = max(1, self._num_waits)
+
+    def tell(self, has_drawn: bool, num_rows: int, batch: Any) -> bool:
+        """Return whether a rank's samples drew random numbers; False while it is unknown (collective).
+
+        Raises DataError, now or before the next message, if samples differ, or if some draw that did not before.
+        """
+        here, state = world(), current().part(blocks.State)
+        if here.world_size == 1:
+            return has_drawn
+        kinds = num_rows, [kind for kind in _kinds(batch) if kind != "str"]
+        if kinds != self._known[0]:
+            self._known = kinds, zlib.crc32(repr(kinds).encode())
+        blocks.settle()
+        everyones, work = messages.pairs_later(
+            (int(has_drawn), self._known[1]), here.world_size, collectives.peers(here)
+        )
+
+        def arrived() -> bool:
+            work.wait()
+            told = everyones.tolist()
+            if any(tag != told[0][1] for _, tag in told):
+                self._refuse(batch)
+            return any(drew for drew, _ in told)
+
+        if self._num_waits:
+            self._num_waits -= 1
+            return arrived()
+
+        def refuse_draws() -> None:
+            if arrived():
+                raise DataError(
+                    f"{self._place}: a sample of {self._name} draws random numbers, and those of earlier batches did "
+                    "not. Other ranks do not draw them, so they would train with other noise. Draw for each sample, "
+                    "or set num_workers above 0"
+                )
+
+        state.news = refuse_draws
+        return False
+
+    def _refuse(self, batch: Any) -> None:
+        of_ranks = world().gather(repr(_kinds(batch)))
         raise DataError(
-            f"{place}: samples of one batch differ in shape or type: {of_ranks[0]} on rank 0, and "
+            f"{self._place}: samples of one batch differ in shape or type: {of_ranks[0]} on rank 0, and "
             f"{next(x for x in of_ranks if x != of_ranks[0])} on another. torch's collate cannot join them. Make "
             "samples alike, or give the loader a collate_fn"
         )
+
+
+def _with_rows(fetched: Any, news: _News) -> Any:
+    """Return the batch with row tensors (collective)."""
+    (num_rows, batch, is_told), here = fetched, world()
+    part = blocks.part_of(num_rows)
+    if part is None:
+        return batch
+    if not is_told:
+        news.tell(False, num_rows, batch)
 
     def texts(own: Any) -> Any:
         return type(own)([one for theirs in here.gather(own) for one in theirs])
@@ -226,17 +282,6 @@ def _with_rows(fetched: Any, place: str) -> Any:
 
 def _kinds(batch: Any) -> list[Any]:
     return [(x.dtype, x.shape[1:]) if isinstance(x, torch.Tensor) else type(x).__name__ for x in leaves(batch)]
-
-
-def _of_ranks(one: int, other: int) -> list[tuple[int, int]]:
-    """Return two numbers of each rank (collective)."""
-    here, own = world(), (one, other)
-    return messages.pairs(own, here.world_size, collectives.peers(here)) if here.world_size > 1 else [own]
-
-
-def _tag(num_rows: int, batch: Any) -> int:
-    """Return a hash of what ranks must have alike in a batch."""
-    return zlib.crc32(repr((num_rows, [kind for kind in _kinds(batch) if kind != "str"])).encode())
 
 
 def _can_divide(loader: DataLoader[Any]) -> bool:

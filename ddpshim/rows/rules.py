@@ -17,7 +17,7 @@ from ddpshim.model.guard import Watched
 from ddpshim.process.job import current
 from ddpshim.rows import blocks
 from ddpshim.rows.blocks import Part, same
-from ddpshim.rows.tensor import RULES, Counts, Rows, cut, mapped, shares_memory
+from ddpshim.rows.tensor import RULES, Counts, Recorder, Rows, cut, mapped, shares_memory
 
 T = torch.Tensor
 _NAMESPACES = (torch, T, torch._C._nn, torch._C._VariableFunctions, torch.special, torch.linalg, torch.fft, F)
@@ -163,7 +163,7 @@ def used_by_rows(value: Any) -> Any:
         if type(value) is not T and type(value) is not torch.nn.Parameter:
             raise Mixed
         if value.requires_grad and torch.is_grad_enabled() and id(value) not in current().part(Watched).owners:
-            return value if current().part(blocks.State).is_in_piece else same(value)
+            return value if current().part(blocks.State).is_in_piece else current().part(Recorder).call(same, value)
         return value
     if type(value) is list or type(value) is tuple:
         return type(value)([used_by_rows(inner) for inner in value])
@@ -323,7 +323,7 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
     rows, p, trains = args[0], argument(args, kwargs, 1, "p"), argument(args, kwargs, 2, "train")
     if type(rows) is not Rows or rows.block.is_complex():
         return NotImplemented
-    if not trains:
+    if not trains or p == 0:
         return elementwise(func, args, kwargs)
     if not 0 < p < 1 or (func is torch.feature_dropout and (rows.dimension or rows.part.outer > 1)):
         return NotImplemented

@@ -47,6 +47,8 @@ class Counts:
 
     Attributes:
         on_rows: number of operations that were computed on blocks.
+        replayed: how many of them by a tape (`capture`).
+        refused: why calls were not captured, by the name of the network.
         gathered: number of gathers, by line of the program and function.
         num_bytes: bytes of the wholes, in the same way.
         is_fetching: whether a loader is producing a batch.
@@ -55,7 +57,8 @@ class Counts:
     """
 
     def __init__(self) -> None:
-        self.on_rows = 0
+        self.on_rows = self.replayed = 0
+        self.refused: dict[str, str] = {}
         self.gathered: Counter[tuple[str, str]] = Counter()
         self.num_bytes: Counter[tuple[str, str]] = Counter()
         self.is_fetching = False
@@ -80,6 +83,17 @@ class Counts:
             yield
         finally:
             self.is_alone = before
+
+
+class Recorder:
+    """`tape` writes down the calls on blocks, if the call of a network is being captured."""
+
+    def __init__(self) -> None:
+        self.tape: Any = None
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that is one call for a tape."""
+        return function(*args) if self.tape is None else self.tape.call(function, args)
 
 
 class _Mirror:
@@ -285,7 +299,7 @@ def write_back(copies: list[Any]) -> None:
 def cut(whole: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
     """Return this rank's block of `whole`, as part of its graph (its backward pass is collective)."""
     if whole.requires_grad and torch.is_grad_enabled() and not current().part(blocks.State).is_in_piece:
-        made: torch.Tensor = Scatter.apply(whole, dim, part)  # type: ignore[no-untyped-call]
+        made: torch.Tensor = current().part(Recorder).call(Scatter.apply, whole, dim, part)
         return made
     return blocks.own(whole, dim, part)
 
@@ -386,12 +400,12 @@ def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     if name in _EXPOSING:
         rows, made, _ = found[0]
         rows.memory.mirrors.append(_Mirror(rows, made, True))
-    by_memory = {_memory(made): (rows, made) for rows, made, _ in found}
+    by_memory = {memory_of(made): (rows, made) for rows, made, _ in found}
 
     def shared(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or isinstance(value, Rows):
             return value
-        known = by_memory.get(_memory(value))
+        known = by_memory.get(memory_of(value))
         if known is None:
             return value
         rows, made = known
@@ -407,7 +421,7 @@ def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
 def written(rows: Rows, made: torch.Tensor) -> None:
     """Copy a changed whole into the block (collective if there are mirrors)."""
     for mirror in rows.memory.mirrors:
-        if mirror.whole is made or _memory(mirror.whole) == _memory(made):
+        if mirror.whole is made or memory_of(mirror.whole) == memory_of(made):
             mirror.pull()
             rows.memory.wrote(except_for=mirror)
             return
@@ -418,10 +432,11 @@ def written(rows: Rows, made: torch.Tensor) -> None:
 
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(_memory(one) == _memory(other))
+    return bool(memory_of(one) == memory_of(other))
 
 
-def _memory(tensor: torch.Tensor) -> Any:
+def memory_of(tensor: torch.Tensor) -> Any:
+    """Return what tensors that share memory have in common. Local."""
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # sparse

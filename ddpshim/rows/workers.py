@@ -26,7 +26,7 @@ class InWorkers(SampleStreams):
 
     def collated_rows(self, given: Any) -> Any:
         num_rows, samples = given
-        return Fetched(num_rows, self.collated(samples), None)
+        return Fetched(num_rows, self.collated(samples), False)
 
 
 class Init:

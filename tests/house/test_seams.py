@@ -54,6 +54,7 @@ EVERY_WAY = f"{PARALLEL}every_way_to_train_equals_one_process"
 ONE_PROCESS = f"{PARALLEL}one_process_passes_everything_through"
 STRICT = f"{PARALLEL}what_cannot_be_reduced_says_what_to_do"
 TWICE = f"{PARALLEL}wrapping_twice_and_child_then_parent_reduces_once"
+CHANGED = "same_gradients/test_one_process.py::test_captured_calls_see_what_changes"
 SEEN = "test_a_backward_pass_forward_derivatives"
 PRECISION = "tools/test_check.py::test_precision_of_a_backward_pass"
 TO_THE_BYTE = "one_writer/test_background.py::test_the_file_is_that_of_torch_to_the_byte"
@@ -108,6 +109,11 @@ SEAMS = [
     Seam("_current_level", "rows/calls.py", SEEN, "torch/autograd/forward_ad.py"),
     Seam("_compiled_call_impl", "rows/calls.py", "test_a_module_compiled_in_place", MODULE),
     Seam("_is_torch_function_mode_enabled", "rows/calls.py", SEEN, "torch/overrides.py"),
+    Seam("_debug_get_cache_entry_list _dynamo", "rows/capture.py", CHANGED, "torch/_dynamo/eval_frame.py"),
+    Seam("_is_in_optimized_module", "rows/capture.py", CHANGED, "torch/_dynamo/variables/torch.py"),
+    Seam("_global_ _subclasses", "rows/capture.py", CHANGED, "torch/nn/modules/module.py"),
+    Seam("_get_current_dispatch_mode _python_dispatch", "rows/capture.py", CHANGED, "torch/utils/_python_dispatch.py"),
+    Seam("_set_grad_enabled", "rows/tape.py", CHANGED, "torch/autograd/grad_mode.py"),
     Seam("_functorch", "trainers/unedited/networks.py", SEEN, "torch/_functorch/pyfunctorch.py"),
     Seam("_run_exitfuncs", "failures/failure.py", "test_exit_handlers_can_be_run", "Lib/atexit"),
     Seam("_inheriting", "auto.py", "launch/test_unedited.py::test_auto_starts_a_rank", "Lib/multiprocessing/spawn.py"),

@@ -84,6 +84,16 @@ def test_three_ranks_compute_what_one_process_computes(program: str, tmp_path: P
 
 
 @pytest.mark.launch
+@pytest.mark.parametrize(("program", "every", "num_ranks"), [("changing", 3, 3), ("idioms", 8, 2)])
+def test_captured_calls_see_what_changes(program: str, every: int, num_ranks: int, tmp_path: Path) -> None:
+    """Calls are captured from the second one on."""
+    names = [name for name in _programs(program)[::every] if name != "autocast"]  # of 8 bits
+    plain = _results(program, tmp_path / "plain", "--only", ",".join(names))
+    ranks = _results(program, tmp_path / "ranks", "--only", ",".join(names), ranks=num_ranks, DDPSHIM_CAPTURE="force")
+    assert {name: verdict for name, verdict in compare(plain, ranks, plain).items() if verdict != "equal"} == {}
+
+
+@pytest.mark.launch
 @pytest.mark.parametrize(("program", "every"), [("idioms", 8), ("layouts", 1), ("gpus", 1)])
 def test_exact_has_the_same_bits_on_any_number_of_ranks(program: str, every: int, tmp_path: Path) -> None:
     chosen = ["--only", ",".join(_programs(program)[::every])]

@@ -102,7 +102,16 @@ def say_what_was_divided() -> None:
     ]
     percent = 100 * counts.on_rows / (counts.on_rows + num)
     whole = f" Whole batches were needed at {', '.join(most)}" if most else ""
-    say(f"{percent:.0f}% of the operations on batches were divided among the ranks.{whole}")
+    say(f"{percent:.0f}% of the operations on batches were divided among the ranks{_captured(counts)}.{whole}")
+
+
+def _captured(counts: Counts) -> str:
+    """Return which share of the operations on rows was replayed, and, if it is small, which networks were not."""
+    share = counts.replayed / max(1, counts.on_rows)
+    if not counts.replayed and not counts.refused:
+        return ""
+    why = "; ".join(f"{name}: {reason}" for name, reason in [*counts.refused.items()][:_NUM_PLACES])
+    return f", {100 * share:.0f}% of them captured" + (f" ({why})" if share < 0.5 and why else "")
 
 
 def _is_close(one: float, two: float) -> bool:

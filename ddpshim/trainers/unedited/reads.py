@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import struct
 import sys
 import threading
 import zlib
 from collections.abc import Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Callable, Optional
 
 import torch
@@ -62,11 +63,13 @@ def equal_reads(here: World, is_local: Callable[[], bool], is_playing: Callable[
     if here.world_size == 1 and current().part(Numbers).listener is None:
         yield
         return
+    decorators: Any = importlib.import_module("torch._dynamo.decorators")
     reads = _Reads(here, is_local, is_playing)
     with contextlib.ExitStack() as stack:
         for name in _NUMBERS:
             original = getattr(torch.Tensor, name)
-            stand_in = torch.compiler.disable(functools.wraps(original)(reads.read(original)))
+            # Not torch.compiler.disable, whose wrapper makes each read of an optimizer slower.
+            stand_in = decorators.skip(functools.wraps(original)(reads.read(original)))
             stack.enter_context(replaced(torch.Tensor, name, stand_in))
         yield
 
@@ -79,17 +82,27 @@ class _Reads:
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._item: Callable[[torch.Tensor], Any] = torch.Tensor.item
         self._num_reads = 0
+        # Functions that read for their own purposes, by id: codes of different functions may be equal.
+        self._of_others: dict[int, CodeType] = {}
         self._listener = current().part(Numbers).listener
 
     def read(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the stand-in for a method that reads a tensor."""
 
-        def read(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        def of_main(tensor: torch.Tensor, caller: FrameType, *arguments: Any, **options: Any) -> Any:
             seen = plain(tensor)
-            line = self._line(seen, sys._getframe(1))
-            if line is None:
+            line = self._line(seen, caller)
+            return original(seen if line is None else self._of_main(seen, line), *arguments, **options)
+
+        of_main = torch.compiler.disable(of_main)
+
+        def read(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            caller = sys._getframe(1)
+            if id(caller.f_code) in self._of_others and type(tensor) is torch.Tensor:
                 return original(tensor, *arguments, **options)
-            return original(self._of_main(seen, line), *arguments, **options)
+            if _is_of_others(caller):
+                self._of_others[id(caller.f_code)] = caller.f_code
+            return of_main(tensor, caller, *arguments, **options)
 
         return read
 
@@ -139,13 +152,19 @@ class _Reads:
         )
 
 
+def _is_of_others(frame: FrameType) -> bool:
+    """Whether this function reads neither for the program nor on behalf of its caller. Local."""
+    name = str(frame.f_globals.get("__name__"))
+    return name.partition(".")[0] in _NOT_THE_PROGRAM and not name.startswith(_TORCHS_ON_BEHALF)
+
+
 def _of_the_program(frame: Optional[FrameType]) -> Optional[FrameType]:
     """Return the frame on whose behalf this one reads; None if it is not the program's. Local."""
     while frame is not None:
-        name = str(frame.f_globals.get("__name__"))
-        package = name.partition(".")[0]
-        if package in _ON_BEHALF or (package == "torch" and name.startswith(_TORCHS_ON_BEHALF)):
-            frame = frame.f_back
-            continue
-        return None if package in _NOT_THE_PROGRAM else frame
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if _is_of_others(frame):
+            return None
+        if package not in (*_ON_BEHALF, "torch"):
+            return frame
+        frame = frame.f_back
     return None

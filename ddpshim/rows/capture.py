@@ -1,0 +1,437 @@
+"""Captures the call of a network on row tensors, and replays it.
+
+torch's Dynamo traces the call with stand-ins of its row tensors, which have the shape of the whole batch. So its graph
+is that of one process, and its guards say for how long the graph is what the program's Python would compute. The graph
+runs once on the row tensors, and a tape writes down the calls on blocks (`tape`). From then on the tape runs in place
+of graph and rules, with the parameters, buffers and blocks of the day. The first replay is compared with the rules, bit
+by bit. Where anything is in doubt the call is computed by the rules, as ever.
+
+A tape sends what the rules send, in the same order (the statistics of BatchNorm), so ranks need not agree on captures.
+A compiled graph could take the tape's place: `_Graph._run`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import types
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Optional
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ddpshim.model.batchnorm import over_ranks
+from ddpshim.model.guard import Watched
+from ddpshim.process.job import current
+from ddpshim.process.random_streams import is_same_state, rank_states, restore_rank_states
+from ddpshim.process.replaced import replaced
+from ddpshim.rows import blocks, rules
+from ddpshim.rows.calls import TRACING, Calls, Known
+from ddpshim.rows.tape import Refused, Results, Tape, are_equal, have_equal_graphs
+from ddpshim.rows.tensor import RULES, Counts, Recorder, Rows, leaves, mapped, memory_of
+
+_MOST_REGIONS = 8  # of a module: by shapes and types of row tensors
+_MOST_GRAPHS = 4  # of a region: by what the module's Python does
+_T = torch.Tensor
+# Of Dynamo: what its guards leave out by default, and what its graph may not hold.
+_CONFIG: dict[str, Any] = {
+    "allow_rnn": True,
+    "trace_numpy": False,
+    "skip_nnmodule_hook_guards": False,
+    "skip_tensor_guards_with_matching_dict_tags": False,
+    "use_recursive_dict_tags_for_guards": False,
+    "skip_no_tensor_aliasing_guards_on_parameters": False,
+    "suppress_errors": False,
+}
+_OF_PYTHON = {operator.add.__module__, len.__module__}  # they call methods of tensors
+# Modules of functions that a graph may call. Others set a state, or compute what no rule sees.
+_MODULES = {getattr(function, "__module__", None) for function in (*RULES, functional.relu, torch.arange)} | _OF_PYTHON
+_STATEFUL: tuple[str, ...] = (
+    "autocast",
+    "inference",
+    "seed",
+    "rng_state",
+    "set_default",
+    "backward",
+    "hook",
+    "retain_grad",
+    "data_ptr",
+)
+_STATEFUL += ("requires_grad_", "storage", "numpy", "checkpoint", "assert", "deterministic", "set_num", "vmap", "jvp")
+_HOOKS_OF_ALL = [name for name in vars(nn.modules.module) if name.startswith("_global_") and name.endswith("hooks")]
+_CONTAINERS = (tuple, list, dict, OrderedDict)
+
+
+def is_supported() -> bool:
+    """Whether this torch has what captures stand on. Local."""
+    places = torch._dynamo.eval_frame, torch._dynamo.variables.torch, torch._dynamo.guards
+    names = "_is_in_optimized_module", "tracing_state_functions", "GuardManagerWrapper"
+    if torch._dynamo.config.disable or not all(hasattr(place, name) for place, name in zip(places, names)):
+        return False
+    asked = places[1].tracing_state_functions()
+    return places[0]._is_in_optimized_module in asked and torch.compiler.is_compiling in asked
+
+
+def _make_region(number: int) -> Any:
+    """Return the call of a module as a function with code of its own, by which Dynamo keeps what it compiled."""
+
+    def region(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not torch._dynamo.eval_frame._is_in_optimized_module():
+            raise Refused("Dynamo leaves it to Python")  # which must not compute with stand-ins
+        views: list[Any] = []
+        own = _own(args, views), _own(kwargs, views)
+        before = _listed(own)
+        out = module(*own[0], **own[1])
+        after = _listed(own)
+        if len(before) != len(after) or any(one is not other for one, other in zip(before, after)):
+            torch._dynamo.graph_break()  # it changes a container that it is given, which here is a copy
+        return out
+
+    code = region.__code__.replace(co_name=f"region_{number}")
+    return types.FunctionType(code, dict(globals()), "region")  # Dynamo adds to its globals
+
+
+def _own(value: Any, views: list[Any]) -> Any:
+    """Return a copy of the containers with views of the tensors, so that no stand-in is returned or kept.
+
+    `views`: pairs of a tensor and its view, for tensors that are given more than once.
+    """
+    if isinstance(value, _T):
+        for given, view in views:
+            if given is value:
+                return view
+        views.append((value, value.view_as(value)))
+        return views[-1][1]
+    if isinstance(value, (tuple, list)):
+        return type(value)([_own(x, views) for x in value])
+    if isinstance(value, dict):
+        return type(value)([(key, _own(x, views)) for key, x in value.items()])
+    return value
+
+
+def _listed(value: Any) -> list[Any]:
+    """Return the items of nested containers, and the keys of mappings."""
+    if isinstance(value, dict):
+        return [item for key, x in value.items() for item in (key, *_listed(x))]
+    return [item for x in value for item in _listed(x)] if isinstance(value, (tuple, list)) else [value]
+
+
+def _prepare(graph: torch.fx.GraphModule) -> None:
+    """Take out the views of `_own`. Raises Refused where the graph does what a tape cannot."""
+    for node in [*graph.graph.nodes]:
+        is_view = node.op == "call_method" and node.target == "view_as" and node.args[0] is node.args[1]
+        if is_view and node.args[0].op == "placeholder":
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+            continue
+        name, module = str(getattr(node.target, "__name__", node.target)), getattr(node.target, "__module__", None)
+        if node.op in ("get_attr", "call_module"):
+            raise Refused(f"it holds {name}")
+        if node.op == "call_function" and module not in _MODULES and node.target is not torch._C._set_grad_enabled:
+            raise Refused(f"it calls {name} of {module}")
+        if node.op.startswith("call") and any(part in name for part in _STATEFUL):
+            raise Refused(f"it calls {name}")
+    graph.recompile()
+
+
+def _check_rules(graph: torch.fx.GraphModule, places: set[int]) -> None:
+    """Raise Refused if a function of torch gets row tensors, which are the inputs at `places`, and has no rule."""
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    of_rows = {inputs[place] for place in places}
+    for node in graph.graph.nodes:
+        if not of_rows.intersection(node.all_input_nodes):
+            continue
+        of_rows.add(node)
+        function = getattr(_T, node.target, None) if node.op == "call_method" else node.target
+        is_pythons = isinstance(function, types.FunctionType) or getattr(function, "__module__", "") in _OF_PYTHON
+        if node.op != "output" and not is_pythons and function not in RULES:
+            raise Refused(f"no rule says how {getattr(function, '__name__', function)} is divided")
+
+
+def _blocks(values: Any) -> list[Any]:
+    return [x.block if type(x) is Rows else x for x in values]
+
+
+class _Graph:
+    """One graph of Dynamo, and its tape."""
+
+    def __init__(self, region: Region, graph: torch.fx.GraphModule, examples: list[Any]) -> None:
+        _prepare(graph)
+        if any(isinstance(x, Rows) for x in examples):
+            raise Refused("a row tensor of an earlier call is used")
+        self._region, self._graph = region, graph
+        self._places: Optional[list[tuple[int, int]]] = None  # (place, which row tensor) of inputs that are stand-ins
+        self._run: Optional[Callable[..., Any]] = None
+        self._is_proven, self._owned = False, [False]
+
+    def __call__(self, *args: Any) -> Any:
+        region, given, counts = self._region, [*args], current().part(Counts)
+        if self._places is None:
+            which = {id(x): i for i, x in enumerate(region.stand_ins)}
+            self._places = [(place, which[id(x)]) for place, x in enumerate(args) if id(x) in which]
+            inside = {place for place, _ in self._places}
+            _check_rules(self._graph, inside)
+            self._leaves = [i for i, x in enumerate(args) if i not in inside and isinstance(x, _T) and x.requires_grad]
+        region.has_run = True
+        for place, number in self._places:
+            given[place] = region.rows[number]
+        owners = current().part(Watched).owners
+        owned = [id(args[i]) in owners for i in self._leaves]  # whether a wrapper reduces its gradient
+        if self._run is None or owned != self._owned:
+            self._owned = owned
+            return self._record(given)
+        if not self._is_proven:
+            return self._prove(given)
+        for place, number in self._places:
+            given[place] = region.rows[number].block
+        counts.on_rows += self._num_operations
+        counts.replayed += self._num_operations
+        return self._as_rows(self._run(*given))
+
+    def _as_rows(self, outputs: list[Any]) -> list[Any]:
+        rows, found = self._region.rows, []
+        memories: dict[int, Any] = {}
+        for x, of in zip(outputs, self._results):
+            if type(of) is tuple:
+                dimension, part, owner, group = of
+                x = Rows(x, dimension, part, memories.get(group) if owner is None else rows[owner].memory)
+                memories[group] = x.memory
+            elif of is not None:
+                x = rows[of]
+            found.append(x)
+        return found
+
+    def _how(self, x: Any) -> Any:
+        """Return how `_as_rows` makes an output: as it is, as row tensor number i, or by (dimension, part, i, memory).
+
+        There `i` is the number of a row tensor whose memory it shares; outputs of one memory share it.
+        """
+        if type(x) is not Rows:
+            return None
+        rows = self._region.rows
+        same = next((i for i, one in enumerate(rows) if one is x), None)
+        owner = next((i for i, one in enumerate(rows) if one.memory is x.memory), None)
+        if owner is None and x.memory.mirrors:
+            raise Refused("its results are also wholes")
+        return (x.dimension, x.part, owner, id(x.memory)) if same is None else same
+
+    def _record(self, given: list[Any]) -> Any:
+        """Compute by the rules, and write down the tape."""
+        region, counts, state = self._region, current().part(Counts), current().part(blocks.State)
+        whole = [x for x in given if isinstance(x, _T) and type(x) is not Rows]
+        before = [x._version for x in whole], [x.memory.num_writes for x in region.rows], state.num_messages
+        num_before, recorder, tape = counts.on_rows, current().part(Recorder), Tape(_blocks(given))
+        recorder.tape = tape
+        try:
+            with tape:
+                outputs = self._graph.forward(*given)
+        finally:
+            recorder.tape = None
+        self._num_operations, self._is_proven = counts.on_rows - num_before, False
+        try:
+            if state.num_messages != before[2]:
+                raise Refused("it gathers wholes")
+            changed = [x for x, version in zip(whole, before[0]) if x._version != version]
+            self._written = [i for i, x in enumerate(given) if any(x is one for one in changed)]
+            memories = [memory_of(x) for x in (*whole, *(m.whole for x in region.rows for m in x.memory.mirrors))]
+            is_shared = any(x.requires_grad or memories.count(memory_of(x)) > 1 for x in changed)
+            if is_shared or [x.memory.num_writes for x in region.rows] != before[1]:
+                raise Refused("it writes into its arguments")
+            self._results = [self._how(x) for x in outputs]
+            self._text, self._known = tape.text(_blocks(outputs))
+            self._run = self._compiled({})
+        except Refused as why:
+            region.refused = str(why)
+        return outputs
+
+    def _compiled(self, others: dict[str, Any]) -> Any:
+        known = {**self._known, **others}
+        exec(compile(self._text, "<tape>", "exec"), known)
+        return known["run"]
+
+    def _prove(self, given: list[Any]) -> Any:
+        """Compute by the rules, and once more by the tape; give the tape up where one bit differs."""
+        inputs, recorder, device, results = _blocks(given), current().part(Recorder), self._region.device, Results()
+        for i in self._written:
+            inputs[i] = inputs[i].clone()
+        before = rank_states(device)
+        recorder.tape = results
+        try:
+            outputs = self._graph.forward(*given)
+        finally:
+            recorder.tape = None
+        after = rank_states(device)
+        restore_rank_states(before, device)
+        again = {name: results.again for name, function in self._known.items() if function is over_ranks}
+        try:
+            pairs = [*zip(_blocks(outputs), self._compiled(again)(*inputs))]
+            pairs += [(given[i], inputs[i]) for i in self._written]
+            is_alike = all(are_equal(*pair) and have_equal_graphs(*pair) for pair in pairs)
+            now = rank_states(device)
+            if not is_alike or not all(is_same_state(now[name], state) for name, state in after.items()):
+                raise Refused("its replay differs from the rules")
+            self._is_proven = True
+        except Refused as why:
+            self._region.refused = str(why)
+        finally:
+            restore_rank_states(after, device)
+        return outputs
+
+
+def _states_of_eager(original: Callable[[], Any]) -> Callable[[], Any]:
+    """Return the stand-in for Dynamo's table of what code finds that asks whether it is compiled: it is not.
+
+    Except for `region`, which asks by a function that nobody else calls.
+    """
+    ours = torch._dynamo.eval_frame._is_in_optimized_module
+    return lambda: {function: found and function is ours for function, found in original().items()}
+
+
+class _Numbers:
+    """The numbers of a job's regions: Dynamo keeps what it compiled by code, and codes must differ."""
+
+    def __init__(self) -> None:
+        self.next = itertools.count()
+
+
+def _classes_of(module: nn.Module) -> list[tuple[Any, list[Any]]]:
+    """Return the live attributes of all classes of a network and of what its modules hold, and as they are now."""
+    held = (x for one in module.modules() for x in (one, *vars(one).values()))
+    classes = {cls for kind in {type(x) for x in held} for cls in kind.__mro__} - {object, nn.Module}
+    return [(vars(cls), [*vars(cls).values()]) for cls in classes if cls.__module__ != "builtins"]
+
+
+class Region:
+    """The calls of a module with row tensors of one kind.
+
+    Attributes:
+        device: of the row tensors.
+        stand_ins: tensors without values, of the wholes' shapes.
+        rows: the row tensors of this call, in their order.
+        refused: why it is computed by the rules; "" if it is not.
+        has_run: whether this call has computed something.
+    """
+
+    def __init__(self, rows: list[Rows]) -> None:
+        self._classes: list[tuple[Any, list[Any]]] = []  # Dynamo takes their methods for granted
+        self.rows, self.refused, self.has_run, self._num_graphs = rows, "", False, 0
+        self.device = rows[0].block.device
+        with torch._subclasses.FakeTensorMode():
+            self.stand_ins = [rules.template(x).requires_grad_(x.block.requires_grad) for x in rows]
+        self._function = _make_region(next(current().part(_Numbers).next))
+        self._compile = torch._dynamo.optimize(self._made, nopython=True, dynamic=False)(self._function)
+        config = torch._dynamo.config
+        self._config = config.patch({name: value for name, value in _CONFIG.items() if hasattr(config, name)})
+        self._compiled: dict[Any, Callable[..., Any]] = {}  # by Dynamo's code
+
+    def _made(self, graph: torch.fx.GraphModule, examples: list[Any]) -> Any:
+        self._num_graphs += 1
+        if self._num_graphs > _MOST_GRAPHS:
+            raise Refused("its Python differs from call to call")
+        return _Graph(self, graph, examples)
+
+    def __call__(self, module: nn.Module, rows: list[Rows], args: Any, kwargs: Any) -> Any:
+        of = {id(x): stand_in for x, stand_in in zip(rows, self.stand_ins)}
+        args, kwargs = mapped(lambda x: of.get(id(x), x), (args, kwargs))
+        self.rows, self.has_run = rows, False
+        if not all(len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in self._classes):
+            raise Refused("a class was changed")
+        try:
+            return self._function_for(module, args, kwargs)(module, args, kwargs)
+        finally:
+            self.rows = []
+
+    def _function_for(self, module: nn.Module, args: Any, kwargs: Any) -> Callable[..., Any]:
+        """Return what Dynamo compiled whose guards hold now; else its compiler. (Its own way asks for more first.)"""
+        variables = {"module": module, "args": args, "kwargs": kwargs}
+        for entry in torch._dynamo.eval_frame._debug_get_cache_entry_list(self._function.__code__):
+            if entry.guard_manager.check(variables):
+                if entry.code not in self._compiled:
+                    self._compiled[entry.code] = types.FunctionType(entry.code, self._function.__globals__, closure=())
+                return self._compiled[entry.code]
+        return self._compiling
+
+    def _compiling(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        places, name = torch._dynamo.variables.torch, "tracing_state_functions"
+        eager = replaced(places, name, _states_of_eager(getattr(places, name)))
+        self._classes = _classes_of(module)
+        with self._config, warnings.catch_warnings(), eager:
+            warnings.simplefilter("ignore")
+            return self._compile(module, args, kwargs)
+
+
+def captured(known: Known, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Return what the call of a network on row tensors returns; capture it, or replay it."""
+    if not known.regions and not is_supported():
+        known.refused = "this torch's Dynamo is another"
+    given = leaves((args, kwargs))
+    rows = [*{id(x): x for x in given if type(x) is Rows}.values()]
+    if known.refused or not rows or not _is_ordinary():
+        return call(module, *args, **kwargs)
+    for x in rows:
+        if x.memory.mirrors:
+            x.memory.pull()
+    key = (
+        torch.is_grad_enabled(),
+        *((x.sizes, x.place, x.dtype, x.block.stride(), x.block.requires_grad, _alignment(x)) for x in rows),
+    )
+    region = known.regions.get(key)
+    if region is None:
+        if len(known.regions) == _MOST_REGIONS or not _can_stand_in(given, (args, kwargs)):
+            return call(module, *args, **kwargs)
+        region = known.regions[key] = Region(rows)
+    if region.refused:
+        return call(module, *args, **kwargs)
+    calls = current().part(Calls)
+    calls.is_off = TRACING.is_on = True
+    try:
+        return region(module, rows, args, kwargs)
+    except Exception as problem:
+        if region.has_run:
+            raise
+        found = getattr(problem, "inner_exception", problem)
+        region.refused = str(found).strip().partition("\n")[0] or type(found).__name__
+    finally:
+        calls.is_off = TRACING.is_on = False
+        if region.refused and all(one.refused for one in known.regions.values()):
+            known.refused = region.refused  # its children are looked at from now on
+            current().part(Counts).refused.setdefault(type(module).__name__, region.refused)
+    return call(module, *args, **kwargs)
+
+
+def _is_ordinary() -> bool:
+    """Whether nothing looks at each operation now, and row tensors are divided among ranks, not in pieces. Local."""
+    state = current().part(blocks.State)
+    return (
+        state.num_pieces == state.ranks.size
+        and state.factor == state.ranks.size
+        and current().part(Counts).is_in_lock_step()
+        and not torch.is_inference_mode_enabled()
+        and torch._C._current_graph_task_id() < 0
+        and not torch._C._is_torch_function_mode_enabled()
+        and torch.utils._python_dispatch._get_current_dispatch_mode() is None
+        and not any(vars(nn.modules.module).get(name) for name in _HOOKS_OF_ALL)
+    )
+
+
+def _alignment(x: Rows) -> int:
+    """Return what a GPU's kernel of dropout draws by. Local."""
+    return x.block.data_ptr() % 16 if x.block.is_cuda else 0
+
+
+def _can_stand_in(given: list[Any], nested: Any) -> bool:
+    """Whether stand-ins can take the places of row tensors in a call's arguments. Local."""
+    kinds = {(type(x), x.dtype.is_complex) for x in given if isinstance(x, _T)}
+    return kinds <= {(Rows, False), (_T, False), (_T, True)} and _are_plain_containers(nested)
+
+
+def _are_plain_containers(value: Any) -> bool:
+    if not isinstance(value, (tuple, list, dict)):
+        return True
+    return type(value) in _CONTAINERS and all(
+        map(_are_plain_containers, value.values() if isinstance(value, dict) else value)
+    )

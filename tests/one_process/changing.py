@@ -1,0 +1,415 @@
+"""Programs that change something between two calls of a network, each of which one process sees at once.
+
+`python -m tests.one_process.changing OUT` (see runner.py). A capture that outlives a change is silently wrong. Each
+program makes 12 steps with batches of 16, 16, 16 and 2 rows, and changes something before some of them.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import random
+import threading
+import time
+from typing import Any, Callable, Optional
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.one_process.parts import data, loader
+from tests.one_process.runner import Log, Programs, Trained, main
+
+PROGRAMS = Programs()
+SCALE = 1.0
+
+
+class Net(nn.Module):
+    """Two layers with dropout; `extra` computes something of its own in the middle."""
+
+    def __init__(self, extra: Optional[Callable[[Net, Tensor], Tensor]] = None) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+        self.drop, self.extra, self.scale, self.kept = nn.Dropout(0.2), extra, 1.0, None
+        self.settings: dict[str, Any] = {"power": 1, "factors": [1.0, 2.0]}
+        self.register_buffer("shift", torch.zeros(8))
+
+    def forward(self, x: Tensor, *more: Any, **named: Any) -> Any:
+        y = self.drop(torch.tanh(self.first(x))) * self.scale + self.shift
+        if self.extra is not None:
+            y = self.extra(self, y, *more, **named).to(y.dtype)
+        return self.last(torch.relu(self.second(y)) + y)
+
+
+Change = Callable[[Net, int, torch.optim.Optimizer], Any]
+
+
+def program(
+    name: str, change: Change = lambda *_: None, extra: Any = None, call: Any = lambda net, x, step: net(x)
+) -> None:
+    def trained(log: Log) -> Trained:
+        net = Net(extra)
+        optimizer = torch.optim.AdamW(net.parameters(), 0.05)
+        batches = [batch for _ in range(3) for batch in loader(*data())]
+        for step, (x, y) in enumerate(batches):
+            change(net, step, optimizer)
+            loss = F.mse_loss(call(net, x, step), y)
+            optimizer.zero_grad()
+            if loss.requires_grad:
+                loss.backward()
+                optimizer.step()
+            log(loss.item())
+        log(torch.rand(2))
+        return [net]
+
+    PROGRAMS[name] = trained
+
+
+def at(*steps: int) -> Any:
+    """Return a decorator: the change happens before these steps only."""
+
+    def decorate(change: Callable[[Net], Any]) -> None:
+        program(change.__name__, lambda net, step, _: change(net) if step in steps else None)
+
+    return decorate
+
+
+def sets(name: str, *values: Any) -> Change:
+    return lambda net, step, _: setattr(net, name, values[step * len(values) // 12])
+
+
+def put(where: Any, key: Any) -> Change:
+    """Return a change that puts a number into the container that `where` finds in the network."""
+    return lambda net, step, _: where(net).__setitem__(key, float(step // 5 + 1))
+
+
+# The network's own.
+program("attribute", sets("scale", 1.0, 3.0, 0.5))
+program("every_step", lambda net, step, _: setattr(net, "scale", 1 + step / 10))
+program("schedule_of_dropout", lambda net, step, _: setattr(net.drop, "p", 0.1 * (step // 4)))
+program("training_and_evaluation", lambda net, step, _: net.train(step % 3 > 0))
+program("dictionary", put(lambda net: net.settings, "power"), lambda net, y: y * net.settings["power"])
+program("list", put(lambda net: net.settings["factors"], 1), lambda net, y: y * net.settings["factors"][1])
+program(
+    "list_grows",
+    lambda net, step, _: net.settings["factors"].append(1.5),
+    lambda net, y: y * len(net.settings["factors"]),
+)
+program("buffer_in_place", lambda net, step, _: net.shift.add_(0.1))
+program("buffer_anew", lambda net, step, _: setattr(net, "shift", torch.full((8,), step / 10)))
+program("another_function", sets("extra", None, lambda net, y: y.sin(), lambda net, y: y.cos() * 2))
+
+
+@at(5)
+def layer_replaced(net: Net) -> None:
+    net.second = nn.Linear(8, 8)
+    net.second.requires_grad_(False)
+
+
+@at(5)
+def layer_is_another_kind(net: Net) -> None:
+    net.drop = nn.Softplus()
+
+
+@at(3, 7)
+def layer_wrapped(net: Net) -> None:
+    net.drop = nn.Sequential(net.drop, nn.Dropout(0.5))
+
+
+@at(4)
+def forward_patched(net: Net) -> None:
+    net.second.forward = lambda y: 0.5 * F.linear(y, net.second.weight)
+
+
+@at(4)
+def class_patched(net: Net) -> None:
+    net.__class__ = type("Net", (Net,), {"forward": lambda self, x: Net.forward(self, x) * 2})
+
+
+class _Doubled(nn.Softplus):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+_OF_DOUBLED = _Doubled.forward
+
+
+def methods_patched(log: Log) -> Trained:
+    def change(net: Net, step: int, _: Any) -> None:
+        net.drop = net.drop if step else _Doubled()
+        _Doubled.forward = _OF_DOUBLED if step % 6 < 3 else lambda self, x: x * 3
+
+    program("once", change)
+    return PROGRAMS.pop("once")(log)
+
+
+def functions_patched(log: Log) -> Trained:
+    sin = torch.sin
+
+    def change(net: Net, step: int, _: Any) -> None:
+        F.softsign = torch.sin if step % 4 < 2 else torch.cos
+        torch.sin = sin if step < 6 else torch.tanh
+
+    program("once", change, lambda net, y: F.softsign(y) + torch.sin(y))
+    try:
+        return PROGRAMS.pop("once")(log)
+    finally:
+        torch.sin = sin
+
+
+def code_replaced(log: Log) -> Trained:
+    def inner(y: Tensor) -> Tensor:
+        return y * 2
+
+    def other(y: Tensor) -> Tensor:
+        return y * 3
+
+    def change(net: Net, step: int, _: Any) -> None:
+        if step == 5:
+            inner.__code__ = other.__code__
+
+    program("once", change, lambda net, y: inner(y))
+    return PROGRAMS.pop("once")(log)
+
+
+for _each in (methods_patched, functions_patched, code_replaced):
+    PROGRAMS.add(_each)
+
+
+@at(4)
+def hook_added(net: Net) -> None:
+    net.second.register_forward_hook(lambda module, given, out: out * 1.5)
+
+
+@at(4)
+def hook_before(net: Net) -> None:
+    net.second.register_forward_pre_hook(lambda module, given: (given[0] + 0.1,))
+
+
+@at(4)
+def hook_of_itself(net: Net) -> None:
+    net.register_forward_hook(lambda module, given, out: out * 1.5)
+
+
+@at(4)
+def hook_of_gradients(net: Net) -> None:
+    net.second.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
+
+
+def hook_of_all(log: Log) -> Trained:
+    handles: list[Any] = []
+
+    def change(net: Net, step: int, _: Any) -> None:
+        if step == 4:
+            handles.append(nn.modules.module.register_module_forward_hook(lambda module, given, out: out * 1.1))
+
+    program("once", change)
+    try:
+        return PROGRAMS.pop("once")(log)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+PROGRAMS.add(hook_of_all)
+
+
+@at(4, 8)
+def frozen(net: Net) -> None:
+    net.first.requires_grad_(not net.first.weight.requires_grad)
+
+
+@at(4)
+def all_frozen_but_the_last(net: Net) -> None:
+    net.requires_grad_(False)
+    net.last.requires_grad_(True)
+
+
+@at(5)
+def weights_loaded(net: Net) -> None:
+    net.load_state_dict({name: x * 0.5 for name, x in net.state_dict().items()})
+
+
+@at(5)
+def weights_by_data(net: Net) -> None:
+    for p in net.parameters():
+        p.data = p.data.clone() * 0.5
+
+
+@at(5)
+def weights_shared(net: Net) -> None:
+    net.second.weight = net.second.weight.requires_grad_(True)
+    net.first.bias = net.second.bias
+
+
+program(
+    "another_type",
+    extra=lambda net, y, mask: y * mask,
+    call=lambda net, x, step: net(x, (x[:, :1] > 0).to([torch.bool, torch.float32, torch.float64][step % 3])),
+)
+
+
+def adapters(net: Net, step: int, optimizer: torch.optim.Optimizer) -> None:
+    if step == 0:
+        net.lora = nn.Linear(8, 8, bias=False)
+        optimizer.add_param_group({"params": net.lora.parameters()})
+    net.is_adapted = step % 6 < 3
+
+
+program("adapters", adapters, lambda net, y: y + net.lora(y) if net.is_adapted else y)
+
+
+# What is not the network's.
+def set_global(net: Net, step: int, _: Any) -> None:
+    global SCALE
+    SCALE = 1.0 + step // 4
+
+
+program("a_global", set_global, lambda net, y: y * SCALE)
+_BOX = [1.0]
+program("a_closure", lambda net, step, _: _BOX.__setitem__(0, 1.0 + step // 4), lambda net, y: y * _BOX[0])
+
+
+def _by_default(net: Net, y: Tensor, by: float = 1.0) -> Tensor:
+    return y * by
+
+
+program("a_default", lambda net, step, _: setattr(_by_default, "__defaults__", (1.0 + step // 4,)), _by_default)
+
+
+def _counted(net: Net, y: Tensor) -> Tensor:
+    net.settings["power"] += 1
+    return y / net.settings["power"]
+
+
+program("a_counter", extra=_counted)
+_TURNS = collections.defaultdict(int)
+
+
+def _in_turn(net: Net, y: Tensor) -> Tensor:
+    _TURNS[id(net)] += 1
+    return y.sin() if _TURNS[id(net)] % 2 else y.cos()
+
+
+program("in_turn", extra=_in_turn)
+program(
+    "a_variable",
+    lambda net, step, _: os.environ.__setitem__("POWER_OF_NET", str(1 + step // 4)),
+    lambda net, y: y * float(os.environ["POWER_OF_NET"]),
+)
+program("a_clock", extra=lambda net, y: y * (2.0 if time.time() > 1e9 else 1.0) + 0 * (time.perf_counter() > 0))
+program("pythons_draws", extra=lambda net, y: y * random.random())
+program("numpys_draws", extra=lambda net, y: y * float(np.random.rand()))
+program("numpys_arrays", extra=lambda net, y: y + torch.from_numpy(np.random.randn(8)).to(y.dtype))
+program("unused_draws", extra=lambda net, y: (torch.randn_like(y), torch.rand(3), y)[-1])
+program("draws_of_a_generator", extra=lambda net, y: y + torch.rand(8, generator=_GENERATOR))
+_GENERATOR = torch.Generator().manual_seed(3)
+program("seeds_inside", extra=lambda net, y: (torch.manual_seed(5), y + torch.rand(8))[1])
+
+
+def _state(name: str, switch: Callable[[bool], Any], is_on: bool = True) -> None:
+    def trained(log: Log) -> Trained:
+        program("once", lambda net, step, _: switch(step % 4 < 2))
+        try:
+            return PROGRAMS.pop("once")(log)
+        finally:
+            switch(is_on)
+
+    PROGRAMS[name] = trained
+
+
+_state("gradients_off", torch.set_grad_enabled)
+_state("deterministic", lambda on: torch.use_deterministic_algorithms(on), False)
+_BEFORE = torch.get_default_dtype()
+program(
+    "default_type",
+    lambda net, step, _: torch.set_default_dtype(torch.float64 if step % 4 == 1 else _BEFORE),
+    lambda net, y: y + torch.linspace(0, 1, 8).to(y.dtype),
+)
+
+
+def _with(context: Callable[[int], Any]) -> Any:
+    def call(net: Net, x: Tensor, step: int) -> Any:
+        with context(step):
+            return net(x).float() if torch.get_default_dtype() is torch.float32 else net(x)
+
+    return call
+
+
+program("autocast", call=_with(lambda step: torch.autocast("cpu", torch.bfloat16, enabled=step % 2 == 1)))
+program("no_grad", call=_with(lambda step: torch.set_grad_enabled(step % 3 > 0)))
+program("inference", call=_with(lambda step: torch.inference_mode(step % 3 == 0)))
+
+
+@torch.no_grad()
+def _without(y: Tensor) -> Tensor:
+    return y.sin() * torch.rand_like(y)
+
+
+program("no_grad_inside", extra=lambda net, y: y + _without(y))
+
+
+# What a call gets, returns and keeps.
+program("another_size", call=lambda net, x, step: torch.cat([net(x[: len(x) // 2]), net(x[len(x) // 2 :])]))
+program("twice", call=lambda net, x, step: net(net(x).expand(-1, 6).contiguous() + x))
+program("a_number", extra=lambda net, y, n=1: y * n, call=lambda net, x, step: net(x, step // 4 + 1))
+program(
+    "a_mask", extra=lambda net, y, mask=None: y * mask, call=lambda net, x, step: net(x, mask=(x[:, :1] > 0).float())
+)
+program(
+    "a_dictionary_of_its_own",
+    extra=lambda net, y, given: given.__setitem__("y", y) or y * given["scale"],
+    call=lambda net, x, step: (lambda given: net(x, given) + given["y"].mean(1, keepdim=True))({"scale": 2.0}),
+)
+program(
+    "a_dictionary_that_it_normalises",
+    extra=lambda net, y, given: given.__setitem__("x", given["x"] * 2) or y * given["x"].mean(1, keepdim=True),
+    call=lambda net, x, step: (lambda given: net(x, given) + given["x"].mean(1, keepdim=True))({"x": x + 1}),
+)
+
+
+def _keeps(net: Net, y: Tensor) -> Tensor:
+    before, net.kept = net.kept, y.detach()
+    return y if before is None or len(before) != len(y) else y + 0.1 * before
+
+
+program("keeps_a_tensor", extra=_keeps)
+
+
+def _keeps_mean(net: Net, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        net.shift.lerp_(y.detach().mean(0), 0.1)
+    return y
+
+
+program("keeps_a_mean", extra=_keeps_mean)
+
+
+def _carried(net: Net, x: Tensor, step: int) -> Tensor:
+    if step == 0:
+        net.lstm = nn.LSTM(6, 8, batch_first=True)
+        net.kept = None
+    out, state = net.lstm(x[:, None], net.kept if net.kept and net.kept[0].shape[1] == len(x) else None)
+    net.kept = tuple(one.detach() for one in state)
+    return net(x) + out[:, 0, :1]
+
+
+program("state_carried_over", call=_carried)
+program("reads_a_number", extra=lambda net, y: y * 2 if y.sum().item() > 0 else y)
+program(
+    "writes_into_its_argument", extra=lambda net, y: y.mul_(2), call=lambda net, x, step: net(x.add_(0.1)) + x[:, :1]
+)
+program("returns_its_argument", extra=lambda net, y: y, call=lambda net, x, step: nn.Identity()(net(x)))
+
+
+def _in_a_thread(net: Net, step: int, _: Any) -> None:
+    thread = threading.Thread(target=lambda: setattr(net, "scale", 1.0 + step // 4))
+    thread.start()
+    thread.join()
+
+
+program("a_thread", _in_a_thread)
+
+if __name__ == "__main__":
+    main(PROGRAMS)
