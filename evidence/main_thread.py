@@ -11,19 +11,13 @@ the unchanged program, with its networks captured and by the rules of row tensor
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from evidence.main_thread_train import NETWORKS, PARTS
-from evidence.results import Result, alternate, main, median_and_quartiles, ratio
+from evidence.results import Result, alternate, main, measured, median_and_quartiles, ratio
 
-ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = Path(__file__).with_name("main_thread_train.py")
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 _RUN = ("-m", "ddpshim", "run", "--nproc", "2")
@@ -41,23 +35,7 @@ DEADLINE_S = 400
 def measure(door: str, names: Iterable[str], num_steps: int) -> dict[str, Any]:
     """Run the program once; return what it found for each network."""
     kind, launcher, variables = DOORS[door]
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "out.json")
-        environ = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "ignore",
-            "PYTHONPATH": str(ROOT),
-            **variables,
-        }
-        command = [sys.executable, *launcher, str(PROGRAM), kind, ",".join(names), str(num_steps), str(out)]
-        ran = subprocess.run(
-            command, cwd=folder, env=environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-        )
-        if ran.returncode:
-            raise RuntimeError(f"{door}: {ran.stdout[-2000:]}{ran.stderr[-4000:]}")
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
+    return measured([*launcher, str(PROGRAM), kind, ",".join(names), str(num_steps)], variables, DEADLINE_S)
 
 
 def run(quick: bool, names: Iterable[str] = NETWORKS) -> Iterator[Result]:

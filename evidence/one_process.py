@@ -13,21 +13,15 @@ floor, which does not shrink with the batch; so the most that N ranks can give, 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from evidence import pages
+from evidence import pages, results
 from evidence.one_process_programs import PROGRAMS
 from evidence.results import Result, median_and_quartiles
 
-ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = Path(__file__).with_name("one_process_programs.py")
 NAMES = [name for name in PROGRAMS if name not in ("unet_1", "unet_16")]
 SCALING, NUM_ROUNDS, DEADLINE_S = (16, 64, 256), 3, 240
@@ -35,19 +29,9 @@ SCALING, NUM_ROUNDS, DEADLINE_S = (16, 64, 256), 3, 240
 
 def measure(name: str, num_blocks: int, num_ranks: int) -> dict[str, Any]:
     """Run a program on ranks, or in one process without ddpshim if `num_ranks` is 0."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        launched = ["-m", "ddpshim", "run", "--nproc", str(num_ranks)] if num_ranks else []
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
-        environ["DDPSHIM_BACKEND"] = "gloo"  # ranks may then share a GPU
-        command = [sys.executable, *launched, str(PROGRAM), name, str(num_blocks), str(out)]
-        ran = subprocess.run(
-            command, cwd=folder, env=environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-        )
-        if ran.returncode:
-            raise RuntimeError(f"{name}: {ran.stdout[-2000:]}{ran.stderr[-4000:]}")
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
+    launched = ["-m", "ddpshim", "run", "--nproc", str(num_ranks)] if num_ranks else []
+    variables = {"DDPSHIM_BACKEND": "gloo"}  # ranks may then share a GPU
+    return results.measured([*launched, str(PROGRAM), name, str(num_blocks)], variables, DEADLINE_S)
 
 
 def run(quick: bool, names: Iterable[str] = NAMES) -> Iterator[Result]:

@@ -6,10 +6,18 @@ A benchmark is a module here with a function `run(quick)` that returns results; 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Callable, Optional
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,22 @@ class Result:
             return None
         below = self.at_most is None or self.value <= self.at_most
         return below and (self.at_least is None or self.value >= self.at_least)
+
+
+def measured(arguments: Sequence[str], variables: Mapping[str, str], deadline_s: float) -> dict[str, Any]:
+    """Run `python arguments… FILE` in a new folder, with one thread; return what it wrote into FILE as JSON."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out.json")
+        ours = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
+        environ = {**os.environ, **ours, **variables}
+        command = [sys.executable, *arguments, str(out)]
+        ran = subprocess.run(
+            command, cwd=folder, env=environ, capture_output=True, text=True, timeout=deadline_s, check=False
+        )
+        if ran.returncode:
+            raise RuntimeError(f"{' '.join(arguments)}: {ran.stdout[-2000:]}{ran.stderr[-4000:]}")
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
 
 
 def alternate(arms: Mapping[str, Callable[[], float]], num_rounds: int) -> dict[str, list[float]]:

@@ -12,7 +12,6 @@ A compiled graph could take the tape's place: `_Graph._run`.
 
 from __future__ import annotations
 
-import itertools
 import operator
 import types
 import warnings
@@ -50,18 +49,9 @@ _CONFIG: dict[str, Any] = {
 _OF_PYTHON = {operator.add.__module__, len.__module__}  # they call methods of tensors
 # Modules of functions that a graph may call. Others set a state, or compute what no rule sees.
 _MODULES = {getattr(function, "__module__", None) for function in (*RULES, functional.relu, torch.arange)} | _OF_PYTHON
-_STATEFUL: tuple[str, ...] = (
-    "autocast",
-    "inference",
-    "seed",
-    "rng_state",
-    "set_default",
-    "backward",
-    "hook",
-    "retain_grad",
-    "data_ptr",
-)
-_STATEFUL += ("requires_grad_", "storage", "numpy", "checkpoint", "assert", "deterministic", "set_num", "vmap", "jvp")
+_STATEFUL: tuple[str, ...] = ("autocast", "inference", "seed", "rng_state", "set_default", "backward", "hook")
+_STATEFUL += ("retain_grad", "data_ptr", "requires_grad_", "storage", "numpy", "checkpoint", "assert", "deterministic")
+_STATEFUL += ("set_num", "vmap", "jvp")
 _HOOKS_OF_ALL = [name for name in vars(nn.modules.module) if name.startswith("_global_") and name.endswith("hooks")]
 _CONTAINERS = (tuple, list, dict, OrderedDict)
 
@@ -291,13 +281,6 @@ def _states_of_eager(original: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: {function: found and function is ours for function, found in original().items()}
 
 
-class _Numbers:
-    """The numbers of a job's regions: Dynamo keeps what it compiled by code, and codes must differ."""
-
-    def __init__(self) -> None:
-        self.next = itertools.count()
-
-
 def _classes_of(module: nn.Module) -> list[tuple[Any, list[Any]]]:
     """Return the live attributes of all classes of a network and of what its modules hold, and as they are now."""
     held = (x for one in module.modules() for x in (one, *vars(one).values()))
@@ -322,7 +305,7 @@ class Region:
         self.device = rows[0].block.device
         with torch._subclasses.FakeTensorMode():
             self.stand_ins = [rules.template(x).requires_grad_(x.block.requires_grad) for x in rows]
-        self._function = _make_region(next(current().part(_Numbers).next))
+        self._function = _make_region(current().next_number("captured region"))
         self._compile = torch._dynamo.optimize(self._made, nopython=True, dynamic=False)(self._function)
         config = torch._dynamo.config
         self._config = config.patch({name: value for name, value in _CONFIG.items() if hasattr(config, name)})
@@ -419,8 +402,9 @@ def _is_ordinary() -> bool:
 
 
 def _alignment(x: Rows) -> int:
-    """Return what a GPU's kernel of dropout draws by. Local."""
-    return x.block.data_ptr() % 16 if x.block.is_cuda else 0
+    """Return what a GPU's kernel of dropout draws by, as its rule does. Local."""
+    offset = blocks.offset_of_whole(x.block, x.dimension, x.part.size) if x.block.is_cuda else 0
+    return offset % rules.ALIGNED_NUM
 
 
 def _can_stand_in(given: list[Any], nested: Any) -> bool:

@@ -340,16 +340,16 @@ def _rrelu(func: Any, args: Any, kwargs: Any) -> Any:
 @whole_if_mixed
 def _dropout_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     rows, p, trains = args[0], argument(args, kwargs, 1, "p"), argument(args, kwargs, 2, "train")
-    if func is not torch.dropout_ or type(rows) is not Rows or rows.block.is_complex() or not 0 < p < 1:
+    if func is not torch.dropout_ or type(rows) is not Rows or rows.block.is_complex() or not 0 <= p < 1:
         return NotImplemented
-    if trains:
+    if trains and p:
         rows.memory.pull()
         rows.block.mul_(_mask(func, rows, p))
         rows.memory.wrote()
     return rows
 
 
-_ALIGNED_NUM = 16  # a kernel that loads several numbers at once begins at a multiple of at most as many
+ALIGNED_NUM = 16  # a kernel that loads several numbers at once begins at a multiple of at most as many
 
 
 def _mask(func: Any, rows: Rows, p: float) -> torch.Tensor:
@@ -363,7 +363,7 @@ def _mask(func: Any, rows: Rows, p: float) -> torch.Tensor:
             drawn = torch.empty_like(template(rows, "meta"), device=rows.device).bernoulli_(1 - p)
             return blocks.own(drawn, rows.dimension, rows.part) / (1 - p)
         whole = template(rows, "meta")
-        first = blocks.offset_of_whole(rows.block, rows.dimension, rows.part.size) % _ALIGNED_NUM
+        first = blocks.offset_of_whole(rows.block, rows.dimension, rows.part.size) % ALIGNED_NUM
         size = first + 1 + sum((num - 1) * stride for num, stride in zip(whole.shape, whole.stride()))
         ones = rows.block.new_ones(size).as_strided(whole.shape, whole.stride(), first)
         return blocks.own(func(ones, p, True), rows.dimension, rows.part)
