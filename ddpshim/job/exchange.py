@@ -16,6 +16,7 @@ from ddpshim.errors import SyncError
 from ddpshim.job import shares
 from ddpshim.job.world import World, as_divisor
 from ddpshim.process.job import current
+from ddpshim.process.messages import begin_gather
 
 if TYPE_CHECKING:
     from ddpshim.job.virtual_rank_scheduler import Turns
@@ -49,8 +50,13 @@ def gather(own: torch.Tensor, group: Any, what: str) -> list[torch.Tensor]:
     """
     playing = turns()
     if playing is None:
-        return _gather_of_processes([own], group)
+        return [*table(own, group, what)]
     return playing.meet(what, own.detach(), lambda of_process: _gather_of_processes(of_process, group))
+
+
+def table(own: torch.Tensor, group: Any, what: str) -> torch.Tensor:
+    """Return the tensors of all ranks, joined in a new first dimension (collective)."""
+    return _everyones(own, group) if turns() is None else torch.stack(gather(own, group, what))
 
 
 def add_up(own: torch.Tensor, group: Any, what: str) -> torch.Tensor:
@@ -91,13 +97,16 @@ def refuse_two_ways_on_one_gpu(x: torch.Tensor) -> None:
 
 
 def _gather_of_processes(of_process: Sequence[torch.Tensor], group: Any) -> list[torch.Tensor]:
-    here = current().world
+    return in_order_of_numbers([list(of_rank) for of_rank in _everyones(torch.stack([*of_process]), group)])
+
+
+def _everyones(own: torch.Tensor, group: Any) -> torch.Tensor:
+    here, own = current().world, own.detach()
     if here is None or here.world_size == 1:
-        return list(of_process)
-    own = torch.stack([part.contiguous() for part in of_process])
-    everyones = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyones, own, group=group)
-    return in_order_of_numbers([list(of_rank) for of_rank in everyones])
+        return own.unsqueeze(0)
+    everyones = own.new_empty((dist.get_world_size(group), *own.shape))
+    begin_gather([*everyones.unbind()], own.contiguous(), group).wait()
+    return everyones
 
 
 def new_group(backend: Optional[str] = None) -> Any:

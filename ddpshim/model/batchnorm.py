@@ -18,6 +18,8 @@ from ddpshim.job import exchange, shares
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 
+_WIDE = (torch.float32, torch.float64)
+
 
 class _Synced:
     """The group of ranks over which BatchNorm computes statistics in a job; None before `sync`."""
@@ -68,65 +70,80 @@ def over_ranks(
     momentum: float,
     eps: float,
     group: Any,
+    counts: Optional[tuple[int, ...]] = None,
 ) -> torch.Tensor:
-    """Return `batch_norm` in training of this rank's rows `x`, normalised over those of all ranks (collective)."""
-    normed, mean, variance, count = _Normalise.apply(x, eps, group)  # type: ignore[no-untyped-call]
+    """Return `batch_norm` in training of this rank's rows `x`, normalised over those of all ranks (collective).
+
+    `counts`: the number of each rank's values of a channel, if it is known.
+    """
+    wide = x if x.dtype in _WIDE else x.float()
+    weight, bias = (one if one is None or one.dtype == wide.dtype else one.to(wide.dtype) for one in (weight, bias))
+    out, mean, variance, count = _Normalise.apply(wide, weight, bias, eps, group, counts)  # type: ignore[no-untyped-call]
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
-            running_mean.lerp_(mean.to(running_mean), momentum)
-            running_var.lerp_((variance * (count / (count - 1))).to(running_var), momentum)
-    shape = [1, -1] + [1] * (x.dim() - 2)
-    if weight is not None:
-        normed = normed * weight.view(shape)
-    return normed if bias is None else normed + bias.view(shape)  # type: ignore[no-any-return]
+            if running_mean.dtype != mean.dtype:
+                mean, variance = mean.to(running_mean.dtype), variance.to(running_mean.dtype)
+            running_mean.lerp_(mean, momentum)
+            running_var.lerp_(variance * (count / (count - 1)), momentum)
+    return out if wide is x else out.to(x.dtype)  # type: ignore[no-any-return]
 
 
 class _Normalise(torch.autograd.Function):
-    """Returns (x - mean) / deviation for each channel, over all ranks, and the mean, variance and number of values.
+    """Returns BatchNorm of x over all ranks, and the mean, variance and number of values of each channel.
 
-    Gradients are of the sum of the ranks' losses, because DDP divides by the number of ranks afterwards.
+    Gradients are of the sum of the ranks' losses, because DDP divides by the number of ranks afterwards. Two of torch's
+    kernels compute a rank's part: that of evaluation, and that of the gradients of weight and bias.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, eps: float, group: Any) -> Any:
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, eps: float, group: Any, counts: Any) -> Any:
         exchange.refuse_two_ways_on_one_gpu(x)
-        dimensions = [0, *range(2, x.dim())]
-        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-        mean = wide.mean(dimensions)
-        squares = (wide - _like(mean, x)).square().sum(dimensions)
+        num = x.shape[1]
+        variance, mean = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
         at_hand = shares.at_hand()
         ctx.counts = at_hand is None or at_hand.num_counted > 0  # else its rows repeat another rank's
-        count = x.numel() // x.shape[1] if ctx.counts else 0
-        squares = squares if ctx.counts else squares * 0
-        own = torch.cat([mean, squares, mean.new_full((1,), float(count))])
-        table = torch.stack(exchange.gather(own, group, "the statistics of a batch"))
-        counts, means = table[:, -1:], table[:, : x.shape[1]]
-        total = counts.sum()
-        if count <= 1 and total <= 1:  # in this order: the host waits for a GPU only if it has one value
+        own = [mean, variance]
+        if counts is None:
+            own.append(mean.new_full((1,), float(x.numel() // num) if ctx.counts else 0.0))
+        table = exchange.table(torch.cat(own), group, "the statistics of a batch")
+        total, part_of_rank = _of_counts(table[:, -1]) if counts is None else _of_known(counts, x.dtype, x.device)
+        if x.numel() <= num and total <= 1:  # in this order: the host waits for a GPU only if it has one value
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
-        mean = (means * counts).sum(0) / total
-        variance = (table[:, x.shape[1] : -1].sum(0) + ((means - mean).square() * counts).sum(0)) / total
-        scale = (variance + eps).rsqrt()
-        normed = (wide - _like(mean, x)) * _like(scale, x)
-        ctx.save_for_backward(normed, scale)
-        ctx.group, ctx.total, ctx.dtype = group, total, x.dtype
-        ctx.mark_non_differentiable(mean, variance, total)
-        return normed.to(x.dtype), mean, variance, total
+        means = table[:, :num]
+        mean = part_of_rank @ means
+        variance = part_of_rank @ (means - mean).square_().add_(table[:, num : 2 * num])
+        ctx.save_for_backward(x, weight, mean, (variance + eps).rsqrt_())
+        ctx.group, ctx.total, ctx.eps, ctx.has_bias = group, total, eps, bias is not None
+        ctx.mark_non_differentiable(mean, variance, *([total] if counts is None else []))
+        return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, False), mean, variance, total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> Any:
-        normed, scale = ctx.saved_tensors
-        dimensions = [0, *range(2, normed.dim())]
-        gradient = gradient.to(normed.dtype)
-        own = torch.stack([gradient.sum(dimensions), (gradient * normed).sum(dimensions)])
-        sums = exchange.add_up(own, ctx.group, "the gradient of the statistics of a batch")
-        mean, along = sums / ctx.total
+        x, weight, mean, scale = ctx.saved_tensors
+        # Of the bias: the sum of the gradient. Of the weight: the sum of the gradient times (x - mean) * scale.
+        _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+            gradient, x, weight, None, None, mean, scale, True, ctx.eps, [False, True, True]
+        )
+        others = of_weight if weight is not None else None, of_bias if ctx.has_bias else None, None, None, None
+        sums = exchange.add_up(
+            torch.stack([of_bias, of_weight]), ctx.group, "the gradient of the statistics of a batch"
+        )
         if not ctx.counts:
-            return torch.zeros_like(gradient).to(ctx.dtype), None, None
-        centred = gradient - _like(mean, normed) - normed * _like(along, normed)
-        return (centred * _like(scale, normed)).to(ctx.dtype), None, None
+            return torch.zeros_like(gradient), *others
+        level, along = sums.div_(-ctx.total).unbind()
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        centred = (x - mean.view(shape)).mul_((along * scale).view(shape)).add_(gradient).add_(level.view(shape))
+        return centred.mul_((scale if weight is None else scale * weight).view(shape)), *others
 
 
-def _like(of_channels: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return of_channels.view([1, -1] + [1] * (x.dim() - 2))
+def _of_counts(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of the ranks' numbers of values, and each rank's part of it."""
+    total = counts.sum()
+    return total, counts / total
+
+
+@functools.lru_cache(maxsize=256)
+def _of_known(counts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[int, torch.Tensor]:
+    total = sum(counts)
+    return total, torch.tensor([count / total for count in counts], dtype=dtype, device=device)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 _ALL_BITS = 2**64
+_SMALL = 1024  # numbers
 
 Named = Sequence[tuple[str, Optional[torch.Tensor]]]
 
@@ -29,38 +30,47 @@ def _to(here: torch.Tensor, device: torch.device) -> torch.Tensor:
 def bits_of_rows(rows: Sequence[Union[int, Named]], device: torch.device) -> torch.Tensor:
     """Return an int64 on `device` for each row: rows with equal numbers are taken as equal. Local.
 
-    Different numbers may still mean equal rows, if only the bits of NaNs differ. On a GPU it runs one or two kernels
-    per tensor, and a few more in all.
+    Different numbers may still mean equal rows, if only the bits of NaNs differ. Small tensors are joined, so that a
+    policy's hundreds take a few operations; a larger one takes one or two.
     """
-    constants, parts = [], dict[torch.device, list[tuple[torch.Tensor, int, int]]]()
+    constants, parts = [], dict[Any, list[tuple[torch.Tensor, int, int]]]()
     for number, row in enumerate(rows):
         total, weight = row if isinstance(row, int) else 0, 1
         for name, tensor in () if isinstance(row, int) else row:
             total += weight * (zlib.crc32(name.encode()) + _kind_of(tensor))
-            for sum_ in _sums_of(tensor):
-                parts.setdefault(sum_.device, []).append((sum_, weight, number))
+            for integers in _integers_of(tensor):
+                kind = integers.device, integers.dtype, integers.numel() <= _SMALL
+                parts.setdefault(kind, []).append((integers, weight, number))
             weight = weight * 31 % _ALL_BITS
         constants.append(total)
     bits = sent(constants, device)
-    for part in parts.values():
-        sums, weights, numbers = zip(*part)
-        weighted = _to(torch.stack(sums), device) * sent(weights, device)
-        bits.index_add_(0, sent(numbers, device), weighted)
+    for (*_, is_small), part in parts.items():
+        vectors, weights, numbers = zip(*part)
+        sums = _sums_of(vectors) if is_small else torch.stack([vector.sum(dtype=torch.int64) for vector in vectors])
+        bits.index_add_(0, sent(numbers, device), _to(sums, device) * sent(weights, device))
     return bits
 
 
-def _sums_of(tensor: Optional[torch.Tensor]) -> list[torch.Tensor]:
-    """Return int64 sums: of the bits as 8-byte integers (fastest), and of the remaining elements."""
-    if tensor is None or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+def _integers_of(tensor: Optional[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the bits as vectors of integers: those of a large tensor as 8-byte integers (fastest), and the rest."""
+    if tensor is None or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized or not tensor.numel():
         return []
     t = tensor.detach()
-    t = (torch.view_as_real(t) if t.is_complex() else t).contiguous().reshape(-1)
-    size = t.element_size()
+    t = (torch.view_as_real(t) if t.is_complex() else t).contiguous().view(-1)
+    size, num = t.element_size(), t.numel()
+    if num <= _SMALL or size == 8:
+        return [t.view(_INTEGERS[size])]
     if t.storage_offset() * size % 8:  # cuDNN puts the weights of a network one after the other in memory
         t = t.clone()
-    num = len(t) - len(t) % (8 // size)
-    rest = t[num:].view(_INTEGERS[size])
-    return [part.sum(dtype=torch.int64) for part in (t[:num].view(torch.int64), rest) if len(part)]
+    even = num - num % (8 // size)
+    return [t[:even].view(torch.int64), *([t[even:].view(_INTEGERS[size])] if num > even else [])]
+
+
+def _sums_of(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the int64 sum of each vector; all are of one type, on one device."""
+    ends = torch.tensor([vector.numel() for vector in vectors], device="cpu").cumsum(0) - 1
+    until = torch.cat([*vectors]).cumsum(0, dtype=torch.int64)[_to(ends, vectors[0].device)]
+    return until.diff(prepend=until.new_zeros(1))
 
 
 def numbers_of(row: Union[int, Named]) -> list[int]:

@@ -40,6 +40,7 @@ Optimizers = Sequence[torch.optim.Optimizer]
 Row = tuple[str, Union[int, Named]]  # a name, and the number or the tensors to compare
 Companions = Mapping[str, Named]
 _NUM_BITS = 16
+_BITS = [[float(byte >> i & 1) for i in range(8)] for byte in range(256)]
 NUM_SENT = 2 + 2 * _NUM_BITS
 _DELAY = 4  # passes, on GPUs: the numbers are read this much later, so that the host does not wait for them
 _MEETING_DEADLINE_S = 20.0
@@ -394,9 +395,9 @@ class Agreement:
         where = shares.positions()
         self._sent_for = _Sent(where, num_steps, rates)
         number = zlib.crc32(repr((self._number, [position for position, _ in where], num_steps, [*rates])).encode())
-        bits = [float(number >> i & 1) for i in range(_NUM_BITS)]
-        said = [float(asks), float(leaves_out), *bits, *(1 - bit for bit in bits)]
-        entries[-NUM_SENT:].copy_(torch.tensor(said, device="cpu"))
+        low, high = number & 255, number >> 8 & 255
+        bits = [float(asks), float(leaves_out), *_BITS[low], *_BITS[high], *_BITS[255 - low], *_BITS[255 - high]]
+        entries[-NUM_SENT:].copy_(torch.tensor(bits, device="cpu"))
 
     def read(self, entries: torch.Tensor) -> bool:
         """Return whether a rank has asked, from the reduced `entries`. On a GPU the answer is of an earlier pass.

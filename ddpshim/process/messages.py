@@ -284,7 +284,19 @@ def pairs_later(own: tuple[int, int], size: int, group: Any) -> tuple[torch.Tens
     """Return a tensor (size, 2) that has all ranks' pairs when the returned work ends (collective, does not wait)."""
     everyones = torch.empty((size, 2), dtype=torch.int64, device="cpu")
     mine = torch.tensor(own, dtype=torch.int64, device="cpu")
-    return everyones, dist.all_gather([*everyones], mine, group=group, async_op=True)
+    return everyones, begin_gather([*everyones.unbind()], mine, group)
+
+
+def begin_gather(everyones: list[torch.Tensor], own: torch.Tensor, group: Any) -> Any:
+    """Begin to gather `own`, and return the work (collective). It is `dist.all_gather` without its checks, which take
+    as long.
+
+    `own` and all `everyones` are contiguous, and of one shape, type and device.
+    """
+    if own.is_complex():
+        everyones, own = [torch.view_as_real(x) for x in everyones], torch.view_as_real(own)
+    ranks: Any = group or dist.group.WORLD
+    return ranks.allgather([everyones], [own])
 
 
 def _as_tensor(message: bytes) -> torch.Tensor:

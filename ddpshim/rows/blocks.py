@@ -9,6 +9,7 @@ parameters, is their sum. So a gather's backward pass multiplies by W, and a sca
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from ddpshim.job.exchange import group
 from ddpshim.process.job import current
+from ddpshim.process.messages import begin_gather
 
 _SENT_AS_THEY_ARE = (torch.float32, torch.float64, torch.int64)  # others as bytes: backends lack some
 LEAST_ROWS = 2  # in a block: a dimension of one row has no strides that show the memory layout of the whole
@@ -62,7 +64,8 @@ class State:
         is_in_piece: whether a piece is being computed (`pieces`).
         factor: by how much gradients inside blocks are larger than a rank's share.
         num_messages: how often wholes were gathered, or added up.
-        news: reads what ranks told each other, before the next message; None if there is nothing to read.
+        seconds: how long this rank's host waited for wholes.
+        news: these read what ranks told each other, before the next message.
     """
 
     def __init__(self) -> None:
@@ -71,16 +74,17 @@ class State:
         exact = None if world is None else world.options.exact
         self.num_pieces, self.is_in_piece = exact or self.ranks.size, False
         self.factor = 1 if exact is not None else self.ranks.size
-        self.num_messages = 0
-        self.news: Optional[Callable[[], None]] = None
+        self.num_messages, self.seconds = 0, 0.0
+        self.news: list[Callable[[], object]] = []
 
 
 def settle() -> None:
     """Read what ranks have told each other. Raises what is wrong with it."""
     state = current().part(State)
-    news, state.news = state.news, None
-    if news is not None:
-        news()
+    if state.news:
+        news, state.news = state.news, []
+        for read in news:
+            read()
 
 
 def ranks() -> Ranks:
@@ -120,21 +124,14 @@ def own(whole: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
 def gather(block: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
     """Return the whole tensor, in the memory layout that it would have in one process (collective)."""
     here = ranks()
-    bounds = [part.bounds(rank, here.size) for rank in range(here.size)]
-    counts = [end - start for start, end in bounds]
-    whole = torch.empty_strided(*layout(block, dim, part.size), dtype=block.dtype, device=block.device)
+    counts, shape, strides, is_simple = _plan(part, here, dim, block.shape, block.stride(), block.dtype)
+    whole = torch.empty_strided(shape, strides, dtype=block.dtype, device=block.device)
     if not whole.numel():
         return whole
-    if (
-        here.size > 1
-        and dim == 0
-        and part.outer == 1
-        and block.dtype in _SENT_AS_THEY_ARE
-        and len({*counts}) == 1
-        and whole.is_contiguous()
-    ):
-        gather_alike(block.detach().contiguous(), [*whole.split(counts[0])])
+    if is_simple:
+        gather_alike(block.detach().contiguous(), [*torch.split(whole, counts[0])])
         return whole
+    bounds = [part.bounds(rank, here.size) for rank in range(here.size)]
     rows, into = block.detach(), whole
     if part.outer > 1:
         rows = rows.unflatten(dim, (part.outer, counts[here.rank]))
@@ -152,25 +149,38 @@ def gather(block: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
     return whole
 
 
+@functools.lru_cache(maxsize=1024)
+def _plan(part: Part, here: Ranks, dim: int, shape: Any, strides: Any, dtype: torch.dtype) -> Any:
+    """Return each rank's number of rows, the whole's shape and strides, and whether it is the blocks one by one."""
+    bounds = [part.bounds(rank, here.size) for rank in range(here.size)]
+    counts = [end - start for start, end in bounds]
+    of_whole = _layout(shape, strides, dim, part.size)
+    dense = torch.empty(of_whole[0], device="meta").stride()
+    is_alike = here.size > 1 and len({*counts}) == 1 and dtype in _SENT_AS_THEY_ARE
+    return counts, *of_whole, is_alike and dim == 0 and part.outer == 1 and (*of_whole[1],) == dense
+
+
 def gather_alike(own: torch.Tensor, everyones: Optional[list[torch.Tensor]] = None) -> list[torch.Tensor]:
     """Return all ranks' tensors, which have one shape, in `everyones` if it is given (collective)."""
     settle()
-    current().part(State).num_messages += 1
-    if ranks().size == 1:
+    state = current().part(State)
+    state.num_messages += 1
+    if state.ranks.size == 1:
         return [own]
     if everyones is None:
-        everyones = [torch.empty_like(own) for _ in range(ranks().size)]
-    dist.all_gather(everyones, own, group=group())
+        everyones = [torch.empty_like(own) for _ in range(state.ranks.size)]
+    begun = time.perf_counter()
+    begin_gather(everyones, own, group()).wait()
+    state.seconds += time.perf_counter() - begun
     return everyones
 
 
-def layout(block: torch.Tensor, dim: int, size: int) -> tuple[list[int], list[int]]:
+def _layout(of_block: Any, strides_of_block: Any, dim: int, size: int) -> tuple[list[int], list[int]]:
     """Return the shape and strides of a whole, whose dimension `dim` has `size`, in one process: dense, in the order of
     the block's dimensions in memory. Local."""
-    shape, strides, step = list(block.shape), [0] * block.dim(), 1
+    shape, strides, step = [*of_block], [0] * len(of_block), 1
     shape[dim] = size
-    of_block = block.stride()
-    for i in sorted(range(block.dim()), key=lambda i: (of_block[i], -i)):
+    for i in sorted(range(len(shape)), key=lambda i: (strides_of_block[i], -i)):
         strides[i], step = step, step * max(1, shape[i])
     return shape, strides
 
@@ -223,6 +233,21 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return Scatter.apply(gradient, ctx.dim, ctx.part) * factor(), None, None  # type: ignore[no-untyped-call]
+
+
+class Total(torch.autograd.Function):
+    """Blocks -> the sum or the mean of the whole, whose gradient is equal on all ranks (collective)."""
+
+    @staticmethod
+    def forward(ctx: Any, block: torch.Tensor, dim: int, part: Part, is_mean: bool) -> torch.Tensor:
+        whole = gather(block, dim, part)
+        ctx.dim, ctx.part, ctx.shape, ctx.divisor = dim, part, whole.shape, whole.numel() if is_mean else 1
+        return whole.mean() if is_mean else whole.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        whole = (gradient / ctx.divisor).expand(ctx.shape)
+        return Scatter.apply(whole, ctx.dim, ctx.part) * factor(), None, None, None  # type: ignore[no-untyped-call]
 
 
 class Scatter(torch.autograd.Function):

@@ -159,6 +159,8 @@ def _of_rows(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
         known.num_operations += num
         is_small = num < _FEWEST_OPERATIONS and not known.regions
         known.refused = known.refused or ("it is small" if is_small else known.others)
+        if known.others:
+            counts.refused.setdefault(type(module).__name__, known.others)
 
 
 def computes_wholes(module: nn.Module) -> bool:

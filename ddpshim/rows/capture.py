@@ -49,6 +49,7 @@ _CONFIG: dict[str, Any] = {
 _OF_PYTHON = {operator.add.__module__, len.__module__}  # they call methods of tensors
 # Modules of functions that a graph may call. Others set a state, or compute what no rule sees.
 _MODULES = {getattr(function, "__module__", None) for function in (*RULES, functional.relu, torch.arange)} | _OF_PYTHON
+_MODULES.add("einops.einops")  # its Python calls functions of torch
 _STATEFUL: tuple[str, ...] = ("autocast", "inference", "seed", "rng_state", "set_default", "backward", "hook")
 _STATEFUL += ("retain_grad", "data_ptr", "requires_grad_", "storage", "numpy", "checkpoint", "assert", "deterministic")
 _STATEFUL += ("set_num", "vmap", "jvp")
@@ -57,7 +58,12 @@ _CONTAINERS = (tuple, list, dict, OrderedDict)
 
 
 def is_supported() -> bool:
-    """Whether this torch has what captures stand on. Local."""
+    """Whether this torch has what captures stand on. Local.
+
+    Up to 2.11 no guard sees that the defaults or the name of a function change.
+    """
+    if getattr(torch._dynamo.config, "skip_guards_on_constant_func_defaults", True):
+        return False
     places = torch._dynamo.eval_frame, torch._dynamo.variables.torch, torch._dynamo.guards
     names = "_is_in_optimized_module", "tracing_state_functions", "GuardManagerWrapper"
     if torch._dynamo.config.disable or not all(hasattr(place, name) for place, name in zip(places, names)):
@@ -119,6 +125,9 @@ def _prepare(graph: torch.fx.GraphModule) -> None:
             graph.graph.erase_node(node)
             continue
         name, module = str(getattr(node.target, "__name__", node.target)), getattr(node.target, "__module__", None)
+        if name == "_log_api_usage_once":
+            graph.graph.erase_node(node)
+            continue
         if node.op in ("get_attr", "call_module"):
             raise Refused(f"it holds {name}")
         if node.op == "call_function" and module not in _MODULES and node.target is not torch._C._set_grad_enabled:

@@ -18,21 +18,15 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from ddpshim.errors import SyncError
 from ddpshim.model.backward import Passes
-from ddpshim.model.guard import Watched
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
 from ddpshim.rows.blocks import Mean
-from ddpshim.rows.rules import T, argument, rule
+from ddpshim.rows.rules import T, argument, is_reduced, rule
 from ddpshim.rows.tensor import Rows, cut, gathered, mapped, on_whole, whole
 
 _OURS = "ddpshim"
-
-
-def is_reduced(tensor: Any) -> bool:
-    """Whether a wrapper averages the gradient of `tensor` over ranks when a backward pass ends. Local."""
-    return id(tensor) in current().part(Watched).owners
 
 
 def plain(value: Any) -> Any:
@@ -198,17 +192,39 @@ def hook_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
         self = _source(self) if isinstance(self, Rows) else self
         if isinstance(self, Rows):
             return self.block.register_hook(_of_whole(hook, self))
-        if not self.is_leaf:
-            return original(self, hook)
-        parameter = weakref.ref(self)
-
-        def averaged(gradient: torch.Tensor) -> Any:
-            is_one_of_ranks = is_reduced(parameter())
-            return plain(hook(Mean.apply(gradient) if is_one_of_ranks else gradient))  # type: ignore[no-untyped-call]
-
-        return original(self, averaged)
+        return original(self, _averaged(self, hook) if _may_be_reduced(self) else hook)
 
     return register_hook
+
+
+def _may_be_reduced(tensor: torch.Tensor) -> bool:
+    return tensor.is_leaf or (tensor._is_view() and tensor._base is not None and tensor._base.is_leaf)
+
+
+def _averaged(tensor: torch.Tensor, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a hook of `tensor` that gives `hook` the mean over ranks, if a wrapper reduces its gradient later."""
+    parameter = weakref.ref(tensor if tensor.is_leaf else tensor._base)
+
+    def averaged(gradient: torch.Tensor) -> Any:
+        is_one_of_ranks = is_reduced(parameter())
+        return plain(hook(Mean.apply(gradient) if is_one_of_ranks else gradient))  # type: ignore[no-untyped-call]
+
+    return averaged
+
+
+def retain_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the stand-in for Tensor.retain_grad: what is retained is the whole's gradient."""
+
+    @functools.wraps(original)
+    def retain_grad(self: Any) -> None:
+        if isinstance(self, Rows):
+            _retain(original, (self,), {})
+        else:
+            if not self.is_leaf and not self.retains_grad and _may_be_reduced(self):
+                self.register_hook(_averaged(self, lambda gradient: gradient))
+            original(self)
+
+    return retain_grad
 
 
 def _asks_itself() -> bool:
@@ -311,6 +327,7 @@ def installed() -> Iterator[None]:
         put(torch.autograd, "backward", backward_of_rows(torch.autograd.backward))
         put(torch.autograd, "grad", grad_of_rows(torch.autograd.grad))
         put(T, "register_hook", hook_of_rows(T.register_hook))
+        put(T, "retain_grad", retain_of_rows(T.retain_grad))
         name = "register_post_accumulate_grad_hook"
         if hasattr(T, name):
             put(T, name, post_hook_of_rows(getattr(T, name)))

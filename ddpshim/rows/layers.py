@@ -1,4 +1,4 @@
-"""Rules of products, convolutions, normalisations, recurrent layers, attention and unreduced losses."""
+"""Rules of products, convolutions, normalisations, recurrent layers, attention and losses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from ddpshim.job.exchange import group
 from ddpshim.process.job import current
-from ddpshim.rows.blocks import Part
+from ddpshim.rows.blocks import Part, State, ranks
 from ddpshim.rows.rules import (
     Mixed,
     Rule,
@@ -23,7 +23,7 @@ from ddpshim.rows.rules import (
     used_by_rows,
     whole_if_mixed,
 )
-from ddpshim.rows.tensor import Counts, Recorder, Rows
+from ddpshim.rows.tensor import Counts, Recorder, Rows, total, whole
 
 
 def _row_tensor(block: torch.Tensor, part: Part, place: int) -> Rows:
@@ -243,16 +243,10 @@ def _batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
     if trains:
         from ddpshim.model import batchnorm
 
-        with_state = (
-            rows.block,
-            running_mean,
-            running_var,
-            used_by_rows(weight),
-            used_by_rows(bias),
-            momentum,
-            eps,
-            group(),
-        )
+        size, part, each = ranks().size, rows.part, rows.block[0, 0].numel() * rows.part.outer
+        counts = tuple(each * (end - start) for start, end in (part.bounds(rank, size) for rank in range(size)))
+        of_layer = running_mean, running_var, used_by_rows(weight), used_by_rows(bias), momentum, eps
+        with_state = (rows.block, *of_layer, group(), counts)
         return made(current().part(Recorder).call(batchnorm.over_ranks, *with_state), rows)
     return made(func(rows.block, *map(used_by_rows, args[1:])), rows)
 
@@ -334,34 +328,44 @@ def _recurrent_cell(func: Any, args: Any, kwargs: Any) -> Any:
     return Rows(out, 0, part) if isinstance(out, T) else tuple(Rows(one, 0, part) for one in out)
 
 
-def _unreduced(position: int) -> Rule:
-    """Return the rule of a loss whose argument `position` is the kind of reduction; 0 is none."""
+def _elementwise_loss(position: int) -> Rule:
+    """Return the rule of a loss whose argument `position` is the kind of reduction: 0 none, 1 mean, 2 sum."""
 
     @whole_if_mixed
-    def unreduced(func: Any, args: Any, kwargs: Any) -> Any:
-        if argument(args, kwargs, position, "reduction", 1) != 0:
+    def loss(func: Any, args: Any, kwargs: Any) -> Any:
+        kind = argument(args, kwargs, position, "reduction")
+        if kind not in (0, 1, 2) or (kind and current().part(State).is_in_piece):
             return NotImplemented
         part, place = place_of((*args, *kwargs.values()))
+        given = [meeting(value, part, place) for value in args]
         named = {name: meeting(value, part, place) for name, value in kwargs.items()}
-        return _row_tensor(func(*(meeting(value, part, place) for value in args), **named), part, place)
+        if len(given) > position:
+            given[position] = 0
+        else:
+            named["reduction"] = 0
+        rows = _row_tensor(func(*given, **named), part, place)
+        return total(rows, kind == 1, func.__name__) if kind else rows
 
-    return unreduced
+    return loss
 
 
 rule(*(getattr(torch._C._nn, name) for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")), torch.kl_div)(
-    _unreduced(2)
+    _elementwise_loss(2)
 )
-rule(torch._C._nn.binary_cross_entropy)(_unreduced(3))
-rule(torch.binary_cross_entropy_with_logits)(_unreduced(4))
+rule(torch._C._nn.binary_cross_entropy)(_elementwise_loss(3))
+rule(torch.binary_cross_entropy_with_logits)(_elementwise_loss(4))
 
 
 @rule(torch._C._nn.cross_entropy_loss, torch._C._nn.nll_loss_nd)
 @whole_if_mixed
 def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
-    """Args: logits (B, C, ...), classes (B, ...) or probabilities (B, C, ...), weights of classes, reduction."""
-    if argument(args, kwargs, 3, "reduction", 1) != 0 or kwargs:
+    """Args: logits (B, C, ...), classes (B, ...) or probabilities (B, C, ...), weights of classes, reduction, and the
+    class that does not count."""
+    if kwargs or len(args) < 5 or args[3] not in (0, 1, 2):
         return NotImplemented
-    logits, target = args[:2]
+    if args[3] and (current().part(State).is_in_piece or args[2] is not None):
+        return NotImplemented
+    (logits, target), kind = args[:2], args[3]
     rows = next((x for x in args[:2] if type(x) is Rows), None)
     if rows is None or logits.dim() < 2:
         raise Mixed
@@ -371,5 +375,13 @@ def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
             if (x.dimension, x.part) != (0, rows.part):
                 raise Mixed
     inside = [meeting(x, rows.part, x.dim()) for x in (logits, target)]
-    out = func(*inside, *map(used_by_rows, args[2:]))
-    return _row_tensor(out, rows.part, out.dim())
+    out = func(*inside, used_by_rows(args[2]), 0, *args[4:])
+    losses = _row_tensor(out, rows.part, out.dim())
+    if not kind:
+        return losses
+    has_classes = not target.is_floating_point()
+    out = total(losses, kind == 1 and not has_classes, func.__name__)
+    if kind == 2 or not has_classes:
+        return out
+    classes = whole(target) if type(target) is Rows else target
+    return out / (classes != args[4]).sum()

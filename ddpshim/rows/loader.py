@@ -253,7 +253,7 @@ class _News:
                     "or set num_workers above 0"
                 )
 
-        state.news = refuse_draws
+        state.news.append(refuse_draws)
         return False
 
     def _refuse(self, batch: Any) -> None:

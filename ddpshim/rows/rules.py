@@ -154,15 +154,25 @@ def meeting(value: Any, part: Part, place: int) -> Any:
     return used_by_rows(value)
 
 
+def is_reduced(tensor: Any) -> bool:
+    """Whether a wrapper averages the gradient of `tensor`, a parameter or a view of one, when a pass ends. Local.
+
+    In between it may be this rank's: a mean over ranks of what is computed linearly from it is the same then.
+    """
+    owners = current().part(Watched).owners
+    return id(tensor) in owners or (isinstance(tensor, T) and tensor._is_view() and id(tensor._base) in owners)
+
+
 def used_by_rows(value: Any) -> Any:
     """Return a whole value for use with blocks: a tensor's gradient becomes the sum over ranks. Local.
 
-    Except for parameters, whose gradients a wrapper reduces. Raises Mixed for a row tensor or a class of the program.
+    Except for parameters and their views, whose gradients a wrapper reduces. Raises Mixed for a row tensor or a class
+    of the program.
     """
     if isinstance(value, T):
         if type(value) is not T and type(value) is not torch.nn.Parameter:
             raise Mixed
-        if value.requires_grad and torch.is_grad_enabled() and id(value) not in current().part(Watched).owners:
+        if value.requires_grad and torch.is_grad_enabled() and not is_reduced(value):
             return value if current().part(blocks.State).is_in_piece else current().part(Recorder).call(same, value)
         return value
     if type(value) is list or type(value) is tuple:

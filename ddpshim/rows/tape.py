@@ -16,8 +16,8 @@ from ddpshim.rows.tensor import Rows, leaves, mapped
 _T = torch.Tensor
 _ABOUT = {
     torch.device,
-    *rules.functions(f"{rules.ABOUT} {rules.OF_BLOCK} stride storage_offset untyped_storage".split()),
-    *rules.getters(f"{rules.ATTRIBUTES} {rules.ATTRIBUTES_OF_BLOCK}"),
+    *rules.functions(f"{rules.ABOUT} {rules.OF_BLOCK} stride storage_offset untyped_storage _is_view".split()),
+    *rules.getters(f"{rules.ATTRIBUTES} {rules.ATTRIBUTES_OF_BLOCK} _base"),
 }
 _CONSTANTS: tuple[Any, ...] = (int, float, bool, str, complex, type(None), type(...), torch.dtype, torch.device)
 _CONSTANTS += (torch.layout, torch.memory_format, torch.Size, Part, torch.distributed.ProcessGroup)

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Optional
@@ -22,7 +23,7 @@ from ddpshim.errors import SyncError
 from ddpshim.process.job import current
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
-from ddpshim.rows.blocks import Gather, Part, Scatter
+from ddpshim.rows.blocks import Gather, Part, Scatter, Total
 
 RULES: dict[Any, Callable[..., Any]] = {}  # by function of torch; a rule may return NotImplemented
 _T = torch.Tensor
@@ -51,6 +52,7 @@ class Counts:
         refused: why calls were not captured, by the name of the network.
         gathered: number of gathers, by line of the program and function.
         num_bytes: bytes of the wholes, in the same way.
+        begun: when the job's first operation was counted.
         is_fetching: whether a loader is producing a batch.
         is_alone: whether this rank runs something that others do not.
         lock: returns the file whose lock this rank holds, for which others wait; "" if there is none.
@@ -61,8 +63,8 @@ class Counts:
         self.refused: dict[str, str] = {}
         self.gathered: Counter[tuple[str, str]] = Counter()
         self.num_bytes: Counter[tuple[str, str]] = Counter()
-        self.is_fetching = False
-        self.is_alone = False
+        self.is_fetching = self.is_alone = False
+        self.begun = time.perf_counter()
         self.lock: Callable[[], str] = str
         self._thread, self._process = threading.get_ident(), os.getpid()
 
@@ -349,6 +351,21 @@ def whole(rows: Rows, why: str = "") -> torch.Tensor:
     key = rows.memory.num_writes, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     if rows.cached is not None and rows.cached[0] == key and _version(rows.cached[1]) == rows.cached[2]:
         return rows.cached[1]
+    _note_gather(rows, why)
+    made = gathered(rows.block, rows.dimension, rows.part)
+    rows.cached = key, made, _version(made)
+    return made
+
+
+def total(rows: Rows, is_mean: bool, why: str) -> torch.Tensor:
+    """Return the sum or the mean of a row tensor that is used for nothing else (collective)."""
+    _note_gather(rows, why)
+    made: torch.Tensor = Total.apply(rows.block, rows.dimension, rows.part, is_mean)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _note_gather(rows: Rows, why: str) -> None:
+    """Count what is gathered next. Raises SyncError where ranks would gather at different times."""
     counts = current().part(Counts)
     if not counts.is_in_lock_step():
         raise SyncError(
@@ -356,12 +373,9 @@ def whole(rows: Rows, why: str = "") -> torch.Tensor:
             "in code that one rank runs alone, at a time that differs between ranks. Read it in the main thread, "
             "outside of datasets and rollouts: batch.clone(), float(loss)."
         )
-    made = gathered(rows.block, rows.dimension, rows.part)
     place = users_line(), why
     counts.gathered[place] += 1
-    counts.num_bytes[place] += made.numel() * made.element_size()
-    rows.cached = key, made, _version(made)
-    return made
+    counts.num_bytes[place] += rows.numel() * rows.block.element_size()
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -54,6 +54,8 @@ EVERY_WAY = f"{PARALLEL}every_way_to_train_equals_one_process"
 ONE_PROCESS = f"{PARALLEL}one_process_passes_everything_through"
 STRICT = f"{PARALLEL}what_cannot_be_reduced_says_what_to_do"
 TWICE = f"{PARALLEL}wrapping_twice_and_child_then_parent_reduces_once"
+THREE_RANKS = "same_gradients/test_one_process.py::test_three_ranks_compute"
+CAPTURED = "same_gradients/test_capture.py::test_what_is_not_certain"
 CHANGED = "same_gradients/test_one_process.py::test_captured_calls_see_what_changes"
 SEEN = "test_a_backward_pass_forward_derivatives"
 PRECISION = "tools/test_check.py::test_precision_of_a_backward_pass"
@@ -105,6 +107,7 @@ SEAMS = [
     Seam("_to_copy", "rows/tensor.py", ROWS, "torch/csrc/utils/tensor_new.cpp"),
     Seam("_VariableFunctions _nn", "rows/rules.py", ROWS, "torch/nn/functional.py, _VF.py"),
     Seam("_builtins _get_builtin_table", "rows/calls.py", ROWS, "torch/jit/_builtins.py"),
+    Seam("_is_view _base", "rows/rules.py", THREE_RANKS, "torch/_tensor.py, torch.Tensor._base"),
     Seam("_current_graph_task_id", "rows/tensor.py", SEEN, "torch/csrc/autograd"),
     Seam("_current_level", "rows/calls.py", SEEN, "torch/autograd/forward_ad.py"),
     Seam("_compiled_call_impl", "rows/calls.py", "test_a_module_compiled_in_place", MODULE),
@@ -112,6 +115,12 @@ SEAMS = [
     Seam("_debug_get_cache_entry_list _dynamo", "rows/capture.py", CHANGED, "torch/_dynamo/eval_frame.py"),
     Seam("_is_in_optimized_module", "rows/capture.py", CHANGED, "torch/_dynamo/variables/torch.py"),
     Seam("_global_ _subclasses", "rows/capture.py", CHANGED, "torch/nn/modules/module.py"),
+    Seam(
+        "_log_api_usage_once",
+        "rows/capture.py",
+        "same_gradients/test_capture.py::test_what_is",
+        "torch/csrc/Module.cpp",
+    ),
     Seam("_get_current_dispatch_mode _python_dispatch", "rows/capture.py", CHANGED, "torch/utils/_python_dispatch.py"),
     Seam("_set_grad_enabled", "rows/tape.py", CHANGED, "torch/autograd/grad_mode.py"),
     Seam("_functorch", "trainers/unedited/networks.py", SEEN, "torch/_functorch/pyfunctorch.py"),

@@ -16,11 +16,18 @@ from torch import Tensor, nn
 
 import ddpshim
 from ddpshim.process.job import current
-from ddpshim.rows import calls, tape
+from ddpshim.rows import calls, capture, tape
 from ddpshim.rows.tensor import Counts, divided
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
+needs_dynamo = pytest.mark.usefixtures("dynamo")
+
+
+@pytest.fixture(scope="module")
+def dynamo() -> None:
+    if not run_ranks(capture.is_supported, 1)[0]:  # not in pytest's process, which need not import Dynamo
+        pytest.skip("this torch's calls are not captured")
 
 
 class Net(nn.Module):
@@ -67,8 +74,14 @@ def _writes(net: Net, y: Tensor) -> Tensor:
     return y
 
 
+def _notes_usage(net: Net, y: Tensor) -> Tensor:
+    torch._C._log_api_usage_once("ddpshim.tests")
+    return y
+
+
 REFUSED: dict[Any, str] = {
     None: "",
+    _notes_usage: "",
     _gathers: "it gathers wholes",
     _reads: "",  # in Dynamo's words
     _keeps: "",
@@ -112,14 +125,26 @@ def _all() -> list[Any]:
     return [(_of_one(inside, False)[0], *_of_one(inside, True)) for inside in REFUSED]
 
 
+@needs_dynamo
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_what_is_not_certain_is_computed_by_the_rules(num_ranks: int) -> None:
     for of_rank in run_ranks(_all, num_ranks):
         for (inside, refused), (by_rules, captured, why, num_replayed) in zip(REFUSED.items(), of_rank):
             assert captured == by_rules, inside
             assert why.startswith(refused), inside
-            assert bool(why) == (inside is not None), inside
-            assert (num_replayed > 0) == (inside is None), inside
+            assert bool(why) == (inside not in (None, _notes_usage)), inside
+            assert (num_replayed > 0) == (inside in (None, _notes_usage)), inside
+
+
+def _without_dynamo() -> Any:
+    with mock.patch.object(capture, "is_supported", return_value=False):
+        return _of_one(None, False)[0], *_of_one(None, True)
+
+
+def test_where_torch_has_not_what_captures_need_the_rules_compute() -> None:
+    for by_rules, captured, why, num_replayed in run_ranks(_without_dynamo, 2):
+        assert captured == by_rules
+        assert (why, num_replayed) == ("this torch's Dynamo is another", 0)
 
 
 def _that_differs() -> Any:
@@ -130,6 +155,7 @@ def _that_differs() -> Any:
         return _of_one(None, False)[0], *_of_one(None, True)
 
 
+@needs_dynamo
 def test_a_replay_that_differs_is_given_up() -> None:
     for by_rules, captured, why, num_replayed in run_ranks(_that_differs, 2):
         assert captured == by_rules
@@ -141,6 +167,7 @@ def _on_one_rank() -> Any:
     return _of_one(None, False)[0], *_of_one(None, rank == 0)
 
 
+@needs_dynamo
 def test_ranks_need_not_agree() -> None:
     found = run_ranks(_on_one_rank, 3)
     assert [captured == by_rules for by_rules, captured, *_ in found] == [True] * 3
@@ -168,6 +195,7 @@ def _shared() -> Any:
     return out, current().part(Counts).replayed
 
 
+@needs_dynamo
 def test_results_that_share_memory_share_it() -> None:
     for (by_rules, captured), num_replayed in run_ranks(_shared, 2):
         assert captured == by_rules

@@ -35,7 +35,14 @@ REFUSED = {
 SEEN = {"printed", "memory_looked_at", "tensors_of_its_own_kind", "modes_over_dispatch"}
 HALF = {"networks_in_other_precisions", "autocast_to_bfloat16"}  # rounded to 8 bits, in another order
 SLOW = {"compiled_aot", "compiled_by_inductor", "compiled_loss", "compiled_step"}
-ALWAYS = {"batches_that_combine_samples", "compiled_eager", "compiled_in_place", "gradients_that_keep_their_graph"}
+ALWAYS = {
+    "asarray_written",
+    "views_of_parameters",
+    "batches_that_combine_samples",
+    "compiled_eager",
+    "compiled_in_place",
+    "gradients_that_keep_their_graph",
+}
 # `python -m evidence.one_gpu` runs all of them.
 OF_GPUS = ["pinned_by_workers", "compiled_in_one_piece", "dropout_of_expanded_rows"]
 

@@ -113,6 +113,18 @@ def test_numbers_are_those_of_the_main_rank() -> None:
         assert not out
 
 
+def _later() -> list[float]:
+    """What is read at one line: from the 13th number on, ranks have different ones."""
+    here = ddpshim.world()
+    with equal_reads(here, lambda: False, lambda: False):
+        return [torch.tensor(float(i) + here.rank * (i >= 12)).item() for i in range(15)]
+
+
+def test_numbers_that_were_equal_are_compared_later() -> None:
+    for rank, found in enumerate(run_ranks(_later, 3)):
+        assert found == [*range(12), 12 + rank, 13, 14]
+
+
 def _part(kind: str) -> None:
     here = ddpshim.world()
     if kind == "another line":
@@ -120,6 +132,11 @@ def _part(kind: str) -> None:
             torch.zeros(()).item()
         else:
             torch.zeros(()).item()
+    elif kind == "another line, later":
+        for i in range(15):
+            torch.ones(()).item()
+            if i == 11 and here.is_main:
+                torch.zeros(()).item()
     elif here.is_main:
         here.gather(1)
     else:
@@ -132,7 +149,7 @@ def _error_of(kind: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("kind", ["another line", "a collective"])
+@pytest.mark.parametrize("kind", ["another line", "another line, later", "a collective"])
 def test_ranks_that_read_at_different_lines_stop(kind: str) -> None:
     for text in run_ranks(_error_of, 2, kind):
         lines = re.findall(r"test_reads\.py:(\d+)", text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 import warnings
 import weakref
 from collections import Counter
@@ -31,6 +32,7 @@ from ddpshim.process.job import current
 from ddpshim.process.live_modules import live_modules
 from ddpshim.process.say import say, say_on_main, size
 from ddpshim.process.users_line import users_line
+from ddpshim.rows.blocks import State
 from ddpshim.rows.calls import Calls
 from ddpshim.rows.gradients import plain
 from ddpshim.rows.tensor import Counts
@@ -39,6 +41,7 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 _ROUNDING = 1e-3
 _DEADLINE_S = 600.0
 _NUM_PLACES = 3
+_FEW = 0.02  # of the time
 _LEAST_GATHERS = 100  # a short program's are not worth a line
 
 
@@ -102,6 +105,9 @@ def say_what_was_divided() -> None:
     ]
     percent = 100 * counts.on_rows / (counts.on_rows + num)
     whole = f" Whole batches were needed at {', '.join(most)}" if most else ""
+    waited = current().part(State).seconds / (time.perf_counter() - counts.begun)
+    if most and world().device.type == "cpu" and waited < _FEW:  # the host does not wait for a GPU's messages
+        whole += f": {100 * waited:.1f}% of the time, nothing to do"
     say(f"{percent:.0f}% of the operations on batches were divided among the ranks{_captured(counts)}.{whole}")
 
 

@@ -192,7 +192,7 @@ def _share_wandb(is_main: bool) -> None:
         run = init(*args, **(kwargs if is_main else {**kwargs, "mode": "disabled"}))  # which overrides WANDB_MODE
         log = run.log
         run.log = wandb.log = lambda *given, **options: on_whole(log, given, options)
-        if not is_main and hasattr(wandb.sdk, "_watch"):
+        if not is_main and hasattr(getattr(wandb, "sdk", None), "_watch"):
             vars(run).setdefault("_torch_history", None)  # has the same hooks, which never log
             run.watch = wandb.watch = lambda models, criterion=None, log="gradients", *_, **__: wandb.sdk._watch(
                 run, models, criterion, log, sys.maxsize

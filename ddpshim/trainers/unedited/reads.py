@@ -1,7 +1,9 @@
 """Makes a program read the main rank's number on all ranks, so that decisions are equal where devices round otherwise.
 
 Every rank runs the whole program, and numbers are those of whole batches. They may differ in rounding: by GPUs of
-different kinds, or sums in an order that a GPU does not fix.
+different kinds, or sums in an order that a GPU does not fix. So the first numbers of each line are fetched. If they are
+equal, ranks read their own from then on, and compare them later. Once two differ, all numbers are fetched again. (A
+decision by the one that differed may part the ranks: the next message then says so, or the comparison of weights.)
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from ddpshim.job.world import World
 from ddpshim.process import messages
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
-from ddpshim.rows.gradients import plain
+from ddpshim.rows import blocks
 
+_NUM_FETCHED = 10  # of each line
 _NUMBERS = ("item", "__float__", "__int__", "__index__", "__bool__", "tolist", "numpy", "__array__", "__format__")
 # These read for their own purposes: the same on all ranks, or at different times on each (a progress bar).
 _NOT_THE_PROGRAM = ("torch", "torchvision", "functorch", "ddpshim", "tqdm", "wandb")
@@ -72,6 +75,7 @@ def equal_reads(here: World, is_local: Callable[[], bool], is_playing: Callable[
             stand_in = decorators.skip(functools.wraps(original)(reads.read(original)))
             stack.enter_context(replaced(torch.Tensor, name, stand_in))
         yield
+        blocks.settle()
 
 
 class _Reads:
@@ -81,7 +85,8 @@ class _Reads:
         self._here, self._is_local, self._is_playing = here, is_local, is_playing
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._item: Callable[[torch.Tensor], Any] = torch.Tensor.item
-        self._num_reads = 0
+        self._num_reads, self._fetches_all = 0, False
+        self._lines: dict[tuple[CodeType, int, torch.dtype], list[int]] = {}  # hash and number of reads by line
         # Functions that read for their own purposes, by id: codes of different functions may be equal.
         self._of_others: dict[int, CodeType] = {}
         self._listener = current().part(Numbers).listener
@@ -90,9 +95,8 @@ class _Reads:
         """Return the stand-in for a method that reads a tensor."""
 
         def of_main(tensor: torch.Tensor, caller: FrameType, *arguments: Any, **options: Any) -> Any:
-            seen = plain(tensor)
-            line = self._line(seen, caller)
-            return original(seen if line is None else self._of_main(seen, line), *arguments, **options)
+            line = self._line(tensor, caller)  # a row tensor has more than one number: torch passes it on to its rules
+            return original(tensor if line is None else self._of_main(tensor, line), *arguments, **options)
 
         of_main = torch.compiler.disable(of_main)
 
@@ -132,14 +136,31 @@ class _Reads:
             return tensor.detach().clone().fill_(number)
 
     def _bits_of_main(self, bits: int, tensor: torch.Tensor, line: FrameType) -> int:
-        """Return the main rank's bits (collective)."""
+        """Return the main rank's bits; this rank's if they were equal so far (collective)."""
         self._num_reads += 1
-        what = f"{os.path.basename(line.f_code.co_filename)}:{line.f_lineno} {tensor.dtype} {self._num_reads}"
-        tag = zlib.crc32(what.encode(errors="backslashreplace"))
-        everyones = messages.pairs((bits, tag), self._here.world_size, peers(self._here))
-        if any(theirs != tag for _, theirs in everyones):
-            self._refuse(line)
-        return everyones[0][0]
+        key = line.f_code, line.f_lineno, tensor.dtype
+        known = self._lines.get(key)
+        if known is None:
+            file = os.path.basename(line.f_code.co_filename).partition(">")[0]  # a graph's number is a rank's own
+            what = f"{file}:{line.f_lineno} {tensor.dtype}"
+            known = self._lines[key] = [zlib.crc32(what.encode(errors="backslashreplace")), 0]
+        known[1] += 1
+        blocks.settle()
+        tag = known[0] ^ self._num_reads
+        everyones, work = messages.pairs_later((bits, tag), self._here.world_size, peers(self._here))
+
+        def of_main() -> int:
+            work.wait()
+            told = everyones.tolist()
+            if any(theirs != tag for _, theirs in told):
+                self._refuse(line)
+            self._fetches_all = self._fetches_all or any(theirs != told[0][0] for theirs, _ in told)
+            return int(told[0][0])
+
+        if known[1] <= _NUM_FETCHED or self._fetches_all or self._listener is not None:
+            return of_main()
+        current().part(blocks.State).news.append(of_main)
+        return bits
 
     def _refuse(self, line: FrameType) -> None:
         own = f"reads a number from a tensor at {line.f_code.co_filename}:{line.f_lineno} (read {self._num_reads})"

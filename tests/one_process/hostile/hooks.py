@@ -306,6 +306,34 @@ def optimizer_in_backward(log: Log) -> Trained:
 
 
 @program
+def views_of_parameters(log: Log) -> Trained:
+    """Parts of weights have hooks and gradients of their own, and are used with rows and without."""
+    weight, level = nn.Parameter(torch.randn(12, 6) / 4), nn.Parameter(torch.randn(1, 6))
+    net = nn.Module()
+    net.weight, net.level = weight, level
+    attend = net.attend = nn.MultiheadAttention(6, 2, batch_first=True)
+    optimizer = SGD(net.parameters(), 0.02)
+    for i, (x, y) in enumerate(loader(*data(), size=11)):
+        one, other = weight.split(6)
+        turned = weight.t()[:, 3:9]
+        other.register_hook(lambda g: log(g.norm(), g.abs().max()) or 2 * g)
+        turned.retain_grad()
+        h = (F.linear(x, one) + x @ other + x @ turned + level.expand(len(x), 6)).unsqueeze(1)
+        rows = torch.cat([h, h.sin()], 1)
+        loss = F.mse_loss(attend(rows, 2 * rows, rows)[0].sum((1, 2)), y[:, 0]) + (one * weight[6:]).square().sum()
+        if i % 2:
+            part = weight[2:8]
+            (slope,) = torch.autograd.grad(F.linear(x, part).tanh().mean(), part, create_graph=True)
+            log(slope.norm())
+            loss = loss + slope.square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        log(loss.item(), turned.grad.norm(), weight.grad.norm())
+        optimizer.step()
+    return [net]
+
+
+@program
 def hooks_on_parameters(log: Log) -> Trained:
     net = mlp()
     mask = (torch.rand(8, 6) > 0.5).to(torch.get_default_dtype())
