@@ -16,9 +16,11 @@ from typing import Any, NamedTuple, Optional
 import torch
 import torch.distributed as dist
 
+from ddpshim.job.collectives import peers
 from ddpshim.job.exchange import group
+from ddpshim.job.group import world
 from ddpshim.process.job import current
-from ddpshim.process.messages import begin_gather
+from ddpshim.process.messages import begin_gather, pairs_later
 
 _SENT_AS_THEY_ARE = (torch.float32, torch.float64, torch.int64)  # others as bytes: backends lack some
 LEAST_ROWS = 2  # in a block: a dimension of one row has no strides that show the memory layout of the whole
@@ -85,6 +87,23 @@ def settle() -> None:
         news, state.news = state.news, []
         for read in news:
             read()
+
+
+def tell(own: tuple[int, int], judge: Callable[[list[Any]], Any], waits: bool) -> Any:
+    """Tell all ranks two integers. `judge` gets those of all ranks: now, and its answer is returned, or before the next
+    message (collective)."""
+    settle()
+    here = world()
+    everyones, work = pairs_later(own, here.world_size, peers(here))
+
+    def judged() -> Any:
+        work.wait()
+        return judge(everyones.tolist())
+
+    if waits:
+        return judged()
+    current().part(State).news.append(judged)
+    return None
 
 
 def ranks() -> Ranks:

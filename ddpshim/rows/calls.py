@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Callable, Optional, cast
 
 import torch
@@ -107,32 +107,61 @@ def with_rows(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if TRACING.is_on or is_compiling() or current().part(Calls).is_off:
+        if TRACING.is_on:
+            return call(module, *args, **kwargs) if len(args) + len(kwargs) < 2 else _traced(call, module, args, kwargs)
+        if is_compiling() or current().part(Calls).is_off:
             return call(module, *args, **kwargs)
         if computes_wholes(module):
             return _computed_whole(call, (module, *args), kwargs)
-        given = leaves((args, kwargs))
+        given, calls = leaves((args, kwargs)), current().part(Calls)
         found = _dimension_and_size(module, given)
-        if found is None:
-            if current().part(Calls).counting is None and any(type(x) is Rows for x in given):
-                return _of_rows(call, module, args, kwargs)
+        if found is None and not any(type(x) is Rows for x in given):
             return call(module, *args, **kwargs)
-        (dim, num), calls = found, current().part(Calls)
-        if calls.counting is not None:
-            calls.counting.others = "a network inside divides a tensor of its own"
-
-        def share(x: Any) -> Any:
-            return divided(x, dim) if _has_rows(x, dim, num) else x
-
         copies: list[Any] = []
         before, calls.is_inside = calls.is_inside, True
         try:
-            return _of_rows(call, module, mapped(share, args, copies), mapped(share, kwargs, copies))
+            if found is None:
+                return _of_rows(call, module, args, kwargs)
+            if calls.counting is not None and len(_tensors(given)) > len(_tensors((*args, *kwargs.values()))):
+                calls.counting.others = "a network inside divides a tensor of its own"  # in a container
+            shared = _shared(given, *found)
+            args, kwargs = mapped(lambda x: shared.get(id(x), x), (args, kwargs), copies)
+            return _of_rows(call, module, args, kwargs)
         finally:
             calls.is_inside = before
             write_back(copies)
 
     return called
+
+
+def _shared(given: Iterable[Any], dim: int, num: int) -> dict[int, Any]:
+    """Return row tensors in place of plain ones, by the id of these: a tensor that is given twice stays one. Local."""
+    found = {id(x): x for x in given if _has_rows(x, dim, num)}
+    return {key: divided(x, dim) for key, x in found.items()}
+
+
+def met_by_rows(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that a network gets, divided where one of them is a row tensor. Local.
+
+    It is a call in the graphs of `capture`: where Dynamo traces, no tensor is a row tensor.
+    """
+    found = _dimension_and_size(None, given)
+    shared = {} if found is None else _shared(given, *found)
+    return tuple(shared.get(id(x), x) for x in given)
+
+
+def _tensors(given: Iterable[Any]) -> list[torch.Tensor]:
+    return [x for x in given if isinstance(x, T)]
+
+
+def _traced(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Call a network for Dynamo."""
+    given = _tensors((*args, *kwargs.values()))
+    if len(given) > 1:
+        met = list(met_by_rows(*given))
+        args = [met.pop(0) if isinstance(x, T) else x for x in args]
+        kwargs = {name: met.pop(0) if isinstance(x, T) else x for name, x in kwargs.items()}
+    return call(module, *args, **kwargs)
 
 
 def _of_rows(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -177,7 +206,7 @@ def _has_rows(x: Any, dim: int, num: int) -> bool:
     return is_plain(x) and x.dim() > dim and bool(x.shape[dim] == num)
 
 
-def _dimension_and_size(module: nn.Module, given: list[Any]) -> Optional[tuple[int, int]]:
+def _dimension_and_size(module: Optional[nn.Module], given: Sequence[Any]) -> Optional[tuple[int, int]]:
     """Return along which dimension, of which size, plain tensors among a call's arguments become row tensors. Local.
 
     With a row tensor: those that have as many rows. Otherwise the first one decides, in the outermost call only: an
@@ -189,7 +218,9 @@ def _dimension_and_size(module: nn.Module, given: list[Any]) -> Optional[tuple[i
             dim, num = x.dimension, x.shape[x.dimension]
             is_met = any(_has_rows(y, dim, num) for y in given)
             return (dim, num) if is_met and x.part == blocks.part_of(num) else None
-    if calls.is_inside or not current().part(Counts).is_in_lock_step() or forward_ad._current_level >= 0:
+    if module is None or calls.is_inside or forward_ad._current_level >= 0:
+        return None
+    if not current().part(Counts).is_in_lock_step():
         return None
     first = next((x.shape[calls.dim] for x in given if is_plain(x) and x.dim() > calls.dim), None)
     if first is None or blocks.part_of(first) is None:

@@ -29,8 +29,8 @@ from ddpshim.process.job import current
 from ddpshim.process.random_streams import is_same_state, rank_states, restore_rank_states
 from ddpshim.process.replaced import replaced
 from ddpshim.rows import blocks, rules
-from ddpshim.rows.calls import TRACING, Calls, Known
-from ddpshim.rows.tape import Refused, Results, Tape, are_equal, have_equal_graphs
+from ddpshim.rows.calls import TRACING, Calls, Known, met_by_rows
+from ddpshim.rows.tape import Refused, Results, Tape, are_equal, check_assertion, have_equal_graphs
 from ddpshim.rows.tensor import RULES, Counts, Recorder, Rows, leaves, mapped, memory_of
 
 _MOST_REGIONS = 8  # of a module: by shapes and types of row tensors
@@ -55,6 +55,7 @@ _STATEFUL += ("retain_grad", "data_ptr", "requires_grad_", "storage", "numpy", "
 _STATEFUL += ("set_num", "vmap", "jvp")
 _HOOKS_OF_ALL = [name for name in vars(nn.modules.module) if name.startswith("_global_") and name.endswith("hooks")]
 _CONTAINERS = (tuple, list, dict, OrderedDict)
+_OURS = {torch._C._set_grad_enabled, torch._dynamo.allow_in_graph(met_by_rows)}
 
 
 def is_supported() -> bool:
@@ -124,17 +125,25 @@ def _prepare(graph: torch.fx.GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
             continue
+        if node.target is torch._assert_async:
+            node.target = _asserted
+            continue
         name, module = str(getattr(node.target, "__name__", node.target)), getattr(node.target, "__module__", None)
         if name == "_log_api_usage_once":
             graph.graph.erase_node(node)
             continue
         if node.op in ("get_attr", "call_module"):
             raise Refused(f"it holds {name}")
-        if node.op == "call_function" and module not in _MODULES and node.target is not torch._C._set_grad_enabled:
+        if node.op == "call_function" and module not in _MODULES and node.target not in _OURS:
             raise Refused(f"it calls {name} of {module}")
         if node.op.startswith("call") and any(part in name for part in _STATEFUL):
             raise Refused(f"it calls {name}")
-    graph.recompile()
+    # Now: a graph that waits for its first call makes it by the module's __call__, which looks at its tensors.
+    getattr(graph, "real_recompile", graph.recompile)()
+
+
+def _asserted(condition: torch.Tensor, message: str) -> None:
+    current().part(Recorder).call(check_assertion, condition, message)
 
 
 def _check_rules(graph: torch.fx.GraphModule, places: set[int]) -> None:
@@ -147,6 +156,8 @@ def _check_rules(graph: torch.fx.GraphModule, places: set[int]) -> None:
         of_rows.add(node)
         function = getattr(_T, node.target, None) if node.op == "call_method" else node.target
         is_pythons = isinstance(function, types.FunctionType) or getattr(function, "__module__", "") in _OF_PYTHON
+        if function is _asserted:
+            raise Refused("it asserts what it reads from a batch")
         if node.op != "output" and not is_pythons and function not in RULES:
             raise Refused(f"no rule says how {getattr(function, '__name__', function)} is divided")
 

@@ -20,10 +20,8 @@ from torch.utils import data as torch_data
 
 from ddpshim.data.numbered import Numbered, fetched, has_drawn, joins_samples, name_of
 from ddpshim.errors import DataError
-from ddpshim.job import collectives
 from ddpshim.job.group import world
 from ddpshim.model import equal_steps, guard
-from ddpshim.process import messages
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import global_states, restore_global_states
 from ddpshim.process.say import say_once
@@ -223,38 +221,26 @@ class _News:
 
         Raises DataError, now or before the next message, if samples differ, or if some draw that did not before.
         """
-        here, state = world(), current().part(blocks.State)
-        if here.world_size == 1:
+        if world().world_size == 1:
             return has_drawn
         kinds = num_rows, [kind for kind in _kinds(batch) if kind != "str"]
         if kinds != self._known[0]:
             self._known = kinds, zlib.crc32(repr(kinds).encode())
-        blocks.settle()
-        everyones, work = messages.pairs_later(
-            (int(has_drawn), self._known[1]), here.world_size, collectives.peers(here)
-        )
+        waits = self._num_waits > 0
+        self._num_waits -= waits
 
-        def arrived() -> bool:
-            work.wait()
-            told = everyones.tolist()
+        def judge(told: list[Any]) -> bool:
             if any(tag != told[0][1] for _, tag in told):
                 self._refuse(batch)
-            return any(drew for drew, _ in told)
-
-        if self._num_waits:
-            self._num_waits -= 1
-            return arrived()
-
-        def refuse_draws() -> None:
-            if arrived():
+            if any(drew for drew, _ in told) and not waits:
                 raise DataError(
                     f"{self._place}: a sample of {self._name} draws random numbers, and those of earlier batches did "
                     "not. Other ranks do not draw them, so they would train with other noise. Draw for each sample, "
                     "or set num_workers above 0"
                 )
+            return any(drew for drew, _ in told)
 
-        state.news.append(refuse_draws)
-        return False
+        return bool(blocks.tell((int(has_drawn), self._known[1]), judge, waits))
 
     def _refuse(self, batch: Any) -> None:
         of_ranks = world().gather(repr(_kinds(batch)))

@@ -7,6 +7,7 @@ NotImplemented where that does not hold, and the operation is then computed on t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Optional
 
@@ -368,12 +369,19 @@ def _mask(func: Any, rows: Rows, p: float) -> torch.Tensor:
     On a CPU, and in place, torch draws for a dense tensor; a GPU's kernel draws by the strides and the address that its
     argument has.
     """
-    with torch.no_grad():
-        if func is torch.dropout_ or (func is torch.dropout and rows.device.type == "cpu"):
-            drawn = torch.empty_like(template(rows, "meta"), device=rows.device).bernoulli_(1 - p)
-            return blocks.own(drawn, rows.dimension, rows.part) / (1 - p)
-        whole = template(rows, "meta")
-        first = blocks.offset_of_whole(rows.block, rows.dimension, rows.part.size) % ALIGNED_NUM
-        size = first + 1 + sum((num - 1) * stride for num, stride in zip(whole.shape, whole.stride()))
-        ones = rows.block.new_ones(size).as_strided(whole.shape, whole.stride(), first)
-        return blocks.own(func(ones, p, True), rows.dimension, rows.part)
+    if func is torch.dropout_ or (func is torch.dropout and rows.device.type == "cpu"):
+        layout = _dense(rows.sizes, (*blocks.strides_of_whole(rows.block, rows.dimension, rows.part.size),))
+        drawn = torch.empty_strided(*layout, dtype=rows.dtype, device=rows.device).bernoulli_(1 - p)
+        return blocks.own(drawn, rows.dimension, rows.part) / (1 - p)
+    whole = template(rows, "meta")
+    first = blocks.offset_of_whole(rows.block, rows.dimension, rows.part.size) % ALIGNED_NUM
+    size = first + 1 + sum((num - 1) * stride for num, stride in zip(whole.shape, whole.stride()))
+    ones = rows.block.new_ones(size).as_strided(whole.shape, whole.stride(), first)
+    return blocks.own(func(ones, p, True), rows.dimension, rows.part)
+
+
+@functools.lru_cache(maxsize=1024)
+def _dense(shape: Any, strides: Any) -> Any:
+    """Return (shape, strides) of what `empty_like` makes of such a tensor. Local."""
+    with torch._C.DisableTorchFunction():
+        return shape, torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()

@@ -19,12 +19,19 @@ _ABOUT = {
     *rules.functions(f"{rules.ABOUT} {rules.OF_BLOCK} stride storage_offset untyped_storage _is_view".split()),
     *rules.getters(f"{rules.ATTRIBUTES} {rules.ATTRIBUTES_OF_BLOCK} _base"),
 }
+_SET_GRAD = torch._C._set_grad_enabled
 _CONSTANTS: tuple[Any, ...] = (int, float, bool, str, complex, type(None), type(...), torch.dtype, torch.device)
 _CONSTANTS += (torch.layout, torch.memory_format, torch.Size, Part, torch.distributed.ProcessGroup)
 
 
 class Refused(Exception):
     """A call that is not captured; the text says why."""
+
+
+def check_assertion(condition: torch.Tensor, message: str) -> None:
+    """Do what `assert condition, message` does of a tensor that all ranks hold whole. Local."""
+    if not condition:
+        raise AssertionError(message)
 
 
 class _Name:
@@ -42,6 +49,7 @@ class Tape(TorchFunctionMode):
         self._names = {id(x): f"a{i}" for i, x in reversed([*enumerate(inputs)]) if isinstance(x, _T)}
         self._kept: list[Any] = []  # alive: an id would be given again
         self._doubt, self._is_paused = "", False
+        self._has_grad = torch.is_grad_enabled()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -68,7 +76,11 @@ class Tape(TorchFunctionMode):
     def _write(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = getattr(func, "__name__", "")
         found = list(out) if isinstance(out, (tuple, list)) else [out]
-        returns_none = func in (_T.__setitem__, torch._C._set_grad_enabled)
+        if found and all(isinstance(x, _T) and x.is_meta for x in found):
+            return  # a rule asked for a shape
+        if func is _SET_GRAD:
+            return self._set_grad(args)
+        returns_none = func in (_T.__setitem__, check_assertion)
         if name == "__set__" or not (all(isinstance(x, _T) for x in found) or (returns_none and out is None)):
             self._doubt = self._doubt or f"{name} reads or sets what is no tensor"
         given = mapped(lambda x: self._name(x) if isinstance(x, _T) else x, (args, kwargs))
@@ -78,6 +90,14 @@ class Tape(TorchFunctionMode):
                 self._names.setdefault(id(x), f"v{len(self._calls)}{of_several}")
                 self._kept.append(x)
         self._calls.append((func, *given))
+
+    def _set_grad(self, args: Any) -> None:
+        """Write down the last of several changes in a row, if it is one."""
+        if self._calls and self._calls[-1][0] is _SET_GRAD:
+            self._calls.pop()
+        before = next((given[0] for func, given, _ in reversed(self._calls) if func is _SET_GRAD), self._has_grad)
+        if args[0] != before:
+            self._calls.append((_SET_GRAD, args, {}))
 
     def _name(self, x: torch.Tensor) -> _Name:
         if id(x) not in self._names:

@@ -411,5 +411,30 @@ def _in_a_thread(net: Net, step: int, _: Any) -> None:
 
 program("a_thread", _in_a_thread)
 
+
+class _Decoder(nn.Module):
+    """Attends to the batch from queries, a tensor of its own with as many rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerDecoderLayer(8, 2, 16, 0.2, bias=False)
+        self.queries, self.tokens = nn.Parameter(torch.randn(3, 1, 8)), nn.Embedding(4, 8)
+
+    def forward(self, y: Tensor, num: int) -> Tensor:
+        queries = self.queries[:num].expand(-1, len(y), -1)
+        places = torch.arange(num).repeat(len(y), 1)
+        assert (places >= 0).all(), "places"
+        return self.layer(queries, memory=torch.stack([y, self.tokens(places).mean(1)])).mean(0)
+
+
+def _decoder(net: Net, step: int, optimizer: torch.optim.Optimizer) -> None:
+    if step == 0:
+        net.decoder = _Decoder()
+        optimizer.add_param_group({"params": net.decoder.parameters()})
+    net.settings["num"] = 1 + step % 3
+
+
+program("queries", _decoder, lambda net, y: y + net.decoder(y, net.settings["num"]))
+
 if __name__ == "__main__":
     main(PROGRAMS)

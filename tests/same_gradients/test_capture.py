@@ -18,6 +18,7 @@ import ddpshim
 from ddpshim.process.job import current
 from ddpshim.rows import calls, capture, tape
 from ddpshim.rows.tensor import Counts, divided
+from tests.one_process.parts import below
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -30,12 +31,19 @@ def dynamo() -> None:
         pytest.skip("this torch's calls are not captured")
 
 
+class Join(nn.Module):
+    def forward(self, pair: Any) -> Any:
+        return torch.cat(pair, 1)
+
+
 class Net(nn.Module):
     def __init__(self, inside: Optional[Callable[[Net, Tensor], Any]] = None) -> None:
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
         self.inside, self.kept = inside, None
         self.total = torch.zeros(8)
+        self.queries, self.attend = nn.Parameter(torch.randn(1, 3, 8)), nn.MultiheadAttention(8, 2, 0.1)
+        self.join = Join()
 
     def forward(self, x: Tensor) -> Any:
         y = torch.tanh(self.norm(self.first(x))) * 2 + 1
@@ -79,9 +87,30 @@ def _notes_usage(net: Net, y: Tensor) -> Tensor:
     return y
 
 
+def _asserts(net: Net, y: Tensor) -> Tensor:
+    below(net.total, 1)
+    return y
+
+
+def _asserts_rows(net: Net, y: Tensor) -> Tensor:
+    return below(y, 1e9)
+
+
+def _decodes(net: Net, y: Tensor) -> Tensor:
+    queries = net.queries.expand(len(y), -1, -1).transpose(0, 1)  # a tensor of its own, which has as many rows
+    seen, _ = net.attend(queries, y[None], value=y[None])
+    return y + seen.mean(0) + net.attend(queries, queries, queries)[0].sum(0)
+
+
+def _joins(net: Net, y: Tensor) -> Any:
+    return net.join([torch.ones(7, 2), y])[:, 2:]
+
+
+CAPTURED = (None, _notes_usage, _asserts, _decodes)
 REFUSED: dict[Any, str] = {
-    None: "",
-    _notes_usage: "",
+    **dict.fromkeys(CAPTURED, ""),
+    _asserts_rows: "it asserts what it reads from a batch",
+    _joins: "a network inside divides a tensor of its own",
     _gathers: "it gathers wholes",
     _reads: "",  # in Dynamo's words
     _keeps: "",
@@ -132,8 +161,24 @@ def test_what_is_not_certain_is_computed_by_the_rules(num_ranks: int) -> None:
         for (inside, refused), (by_rules, captured, why, num_replayed) in zip(REFUSED.items(), of_rank):
             assert captured == by_rules, inside
             assert why.startswith(refused), inside
-            assert bool(why) == (inside not in (None, _notes_usage)), inside
-            assert (num_replayed > 0) == (inside in (None, _notes_usage)), inside
+            assert bool(why) == (inside not in CAPTURED), inside
+            assert (num_replayed > 0) == (inside in CAPTURED), inside
+
+
+def _until_it_fails() -> Any:
+    net, counts = Net(_asserts), current().part(Counts)
+    with _capturing():
+        _trained(net)
+        before = counts.replayed
+        net.total[3] = 2
+        with pytest.raises(AssertionError, match="too large"):
+            net(divided(torch.randn(7, 6)))
+        return counts.replayed > before
+
+
+@needs_dynamo
+def test_an_assertion_of_a_replay_fails_as_the_programs() -> None:
+    assert run_ranks(_until_it_fails, 2) == [True] * 2
 
 
 def _without_dynamo() -> Any:

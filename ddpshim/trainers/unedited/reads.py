@@ -9,6 +9,7 @@ decision by the one that differed may part the ranks: the next message then says
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import importlib
 import os
@@ -24,13 +25,13 @@ import torch
 from torch import nn
 
 from ddpshim.errors import WorldError
-from ddpshim.job.collectives import CROSSED_DEADLINE_S, peers
+from ddpshim.job.collectives import CROSSED_DEADLINE_S
 from ddpshim.job.world import World
-from ddpshim.process import messages
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 from ddpshim.rows import blocks
 
+_ASSERTION = "LOAD_ASSERTION_ERROR"  # in Python 3.14: LOAD_COMMON_CONSTANT, so that it is a read like others
 _NUM_FETCHED = 10  # of each line
 _NUMBERS = ("item", "__float__", "__int__", "__index__", "__bool__", "tolist", "numpy", "__array__", "__format__")
 # These read for their own purposes: the same on all ranks, or at different times on each (a progress bar).
@@ -111,14 +112,17 @@ class _Reads:
         return read
 
     def _line(self, tensor: torch.Tensor, caller: Optional[FrameType]) -> Optional[FrameType]:
-        """Return the program's frame that reads `tensor`; None if the number stays this rank's own. Local."""
+        """Return the program's frame that reads `tensor`; None if the number stays this rank's own. Local.
+
+        So does the one of an `assert`, which ends the rank, and with it the job.
+        """
         is_number = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.numel() == 1
         if not is_number or tensor.dim() or tensor.is_complex() or tensor.is_meta:
             return None
         if threading.get_ident() != self._thread or os.getpid() != self._process:
             return None
         line = _of_the_program(caller)
-        return None if line is None or self._is_local() else line
+        return None if line is None or self._is_local() or _asserts(line.f_code, line.f_lasti) else line
 
     def _of_main(self, tensor: torch.Tensor, line: FrameType) -> torch.Tensor:
         """Return `tensor`, if the main rank has the same number, else one with its number (collective, unless it plays
@@ -145,22 +149,18 @@ class _Reads:
             what = f"{file}:{line.f_lineno} {tensor.dtype}"
             known = self._lines[key] = [zlib.crc32(what.encode(errors="backslashreplace")), 0]
         known[1] += 1
-        blocks.settle()
         tag = known[0] ^ self._num_reads
-        everyones, work = messages.pairs_later((bits, tag), self._here.world_size, peers(self._here))
 
-        def of_main() -> int:
-            work.wait()
-            told = everyones.tolist()
+        def of_main(told: list[Any]) -> int:
             if any(theirs != tag for _, theirs in told):
                 self._refuse(line)
             self._fetches_all = self._fetches_all or any(theirs != told[0][0] for theirs, _ in told)
             return int(told[0][0])
 
-        if known[1] <= _NUM_FETCHED or self._fetches_all or self._listener is not None:
-            return of_main()
-        current().part(blocks.State).news.append(of_main)
-        return bits
+        blocks.settle()  # it may have found a difference
+        fetches = known[1] <= _NUM_FETCHED or self._fetches_all or self._listener is not None
+        found = blocks.tell((bits, tag), of_main, fetches)
+        return bits if found is None else int(found)
 
     def _refuse(self, line: FrameType) -> None:
         own = f"reads a number from a tensor at {line.f_code.co_filename}:{line.f_lineno} (read {self._num_reads})"
@@ -171,6 +171,13 @@ class _Reads:
             "differently. They diverged earlier: by a decision on something that is not a tensor (a clock, a file, "
             "entropy), or in code that one rank runs alone."
         )
+
+
+@functools.lru_cache(maxsize=1024)
+def _asserts(code: CodeType, place: int) -> bool:
+    """Whether the instruction at `place` decides an `assert`. Local."""
+    names = (dis.opname[op] for op in code.co_code[place + 2 :: 2])
+    return next((name for name in names if not name.startswith(("CACHE", "POP_JUMP", "<0>"))), "") == _ASSERTION
 
 
 def _is_of_others(frame: FrameType) -> bool:
