@@ -48,6 +48,12 @@ def functions_for(value: Any, name: str) -> Iterator[Any]:
             yield offered
 
 
+def fetcher_of(dataset: Any) -> Optional[Fetcher]:
+    """Return the fetcher of `dataset`; None if no adapter has one. Local."""
+    found = (offer(dataset) for offer in functions_for(dataset, "fetcher"))
+    return next((fetcher for fetcher in found if fetcher is not None), None)
+
+
 class Adapter(Protocol):
     """The functions of an adapter's module; without one of them, the codebase is treated as any other."""
 

@@ -18,7 +18,7 @@ from ddpshim import variables
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint import last_save, plain_files
 from ddpshim.checkpoint.progress_folder import find_progress, keep_newest, leave_if_finished, mark_finished
-from ddpshim.data.sharded_loader import Enterable
+from ddpshim.data.numbered import Enterable, own_generators
 from ddpshim.errors import CheckpointError, DataError, SyncError
 from ddpshim.failures import preemption
 from ddpshim.job.group import cleanup, on_cleanup, world
@@ -101,8 +101,9 @@ class Resumable:
     A run that is interrupted between the last step of an epoch and the next epoch repeats the code in between: call
     `look` there before schedulers step and `values` change, not after.
 
-    With torch's own loader (`setup(batch="global")`, or no launcher) ranks check only at the start of an epoch, as its
-    order of samples cannot be resumed in the middle. Without a launcher signals are not handled.
+    After `setup(batch="global")` ranks check only at the start of an epoch of a stream, or of a subclass of torch's
+    DataLoader, which cannot be resumed in the middle. Without a launcher that holds for every loader, and signals are
+    not handled.
 
     Args:
         folder: the folder for the files, on a disk that the main rank can also read next time.
@@ -219,7 +220,7 @@ class Resumable:
                 "a __len__, or iterate through Resumable.iterations()."
             ) from None
         total = length if num_steps is None else num_steps
-        can_enter = isinstance(loader, Enterable)
+        can_enter = isinstance(loader, Enterable) and loader.can_enter()
         if self._world.is_launched and not can_enter:
             self._delay = 0  # epochs are long: a signal must not wait for another one
             say_on_main(
@@ -230,7 +231,7 @@ class Resumable:
         facts = {
             "steps of an epoch": total,
             "steps of a pass over the data": getattr(loader, "num_steps_of_a_pass", length),
-            "global batch": getattr(loader, "global_batch_size", None),
+            "global batch": getattr(loader, "global_batch_size", getattr(loader, "batch_size", None)),
             "virtual ranks (exact)": self._world.options.exact,
         }
         if self._restored is not None and epoch == self.epoch:
@@ -245,7 +246,7 @@ class Resumable:
             loader.set_epoch(epoch * math.ceil(total / length) + num_passes, start_step=first)
             loader.restore_order(order, is_inside=start < total and first > 0)
         elif order is not None:
-            for generator, state in zip(_generators(loader), order["generators"]):
+            for generator, state in zip(own_generators(loader), order["generators"]):
                 generator.set_state(state)
         draws_seed = can_enter or order is None or not order["workers stay"]
         return self._left(loader, start, total, can_enter, draws_seed)
@@ -504,16 +505,9 @@ class Resumable:
 def _order_of(loader: Any) -> dict[str, Any]:
     """Return what one of torch's loaders keeps from pass to pass. Local."""
     return {
-        "generators": [generator.get_state() for generator in _generators(loader)],
-        "workers stay": getattr(getattr(loader, "_of_rows", None) or loader, "_iterator", None) is not None,
+        "generators": [generator.get_state() for generator in own_generators(loader)],
+        "workers stay": getattr(loader, "_iterator", None) is not None,
     }
-
-
-def _generators(loader: Any) -> list[torch.Generator]:
-    """Return the generators of the caller's own from which one of torch's loaders draws."""
-    owners = (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
-    return [*dict.fromkeys(generator for generator in found if isinstance(generator, torch.Generator))]
 
 
 def _begun(loader: Any) -> Iterator[Any]:

@@ -406,7 +406,7 @@ def _check_virtual_ranks(exact: int, global_batch_size: Optional[int], drop_last
 
 def _fetch_batches(world: World, dataset: Any) -> "Optional[Collate]":
     """Make a dataset that an adapter knows give whole batches, if it can; return its collate_fn, else None."""
-    fetcher = fetcher_of(dataset)
+    fetcher = adapters.fetcher_of(dataset)
     if fetcher is None:
         return None
     reason = fetcher.attach()
@@ -424,9 +424,3 @@ def _announce(world: World, global_batch_size: Optional[int]) -> None:
         ranks = count(world.world_size, "rank")
         each, left = divmod(global_batch_size, world.world_size)
         say(f"global batch {global_batch_size} = {ranks} x {f'{each} or {each + 1}' if left else each}")
-
-
-def fetcher_of(dataset: Any) -> Optional[Fetcher]:
-    """Return the fetcher of `dataset`; None if no adapter has one. Local."""
-    found = (offer(dataset) for offer in adapters.functions_for(dataset, "fetcher"))
-    return next((fetcher for fetcher in found if fetcher is not None), None)

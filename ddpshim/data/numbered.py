@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Optional
 
-from torch.utils.data import ConcatDataset, StackDataset, Subset
+import torch
+from torch.utils.data import BatchSampler, ConcatDataset, RandomSampler, StackDataset, Subset
 
 from ddpshim.process.random_streams import global_states, is_same_state
+
+_NUM_AT_ONCE = 2**15  # indices of a permutation that become Python's ints
 
 
 class Numbered(list[Any]):
@@ -85,6 +88,33 @@ class EpochCounter:
         return self.current
 
 
+class Enterable:
+    """A loader whose passes can start at any step."""
+
+    __len__: Any  # the number of steps of an epoch
+
+    def can_enter(self) -> bool:
+        return True
+
+    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
+        """Make the next `iter()` begin `epoch` at `start_step`, and later ones the following epochs. Local."""
+        raise NotImplementedError
+
+    def order_state(self) -> Optional[dict[str, Any]]:
+        """Return the state from which `restore_order` redraws this pass's order; None for a stream. Local."""
+        return None
+
+    def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
+        """Make the next `iter()` redraw the order of the pass of `state` if `is_inside`, else the next one. Local."""
+
+
+def own_generators(loader: Any) -> list[torch.Generator]:
+    """Return the generators that the caller has given to one of torch's loaders or to its samplers. Local."""
+    owners = [loader, *layers(getattr(loader, "sampler", None)), *layers(getattr(loader, "batch_sampler", None))]
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return [*dict.fromkeys(generator for generator in found if isinstance(generator, torch.Generator))]
+
+
 def layers(sampler: Any) -> Iterator[Any]:
     """Yield `sampler` and the samplers that it wraps in an attribute `sampler`, as a BatchSampler does."""
     seen: set[int] = set()
@@ -92,3 +122,32 @@ def layers(sampler: Any) -> Iterator[Any]:
         seen.add(id(sampler))
         yield sampler
         sampler = getattr(sampler, "sampler", None)
+
+
+class _Permuted:
+    """The order of a RandomSampler without replacement, drawn as torch does, but stored as a tensor.
+
+    torch's sampler makes a list of Python's ints, which takes 40 bytes a sample on every rank. Here it is 4.
+    """
+
+    def __init__(self, sampler: RandomSampler) -> None:
+        self._sampler = sampler
+
+    def __iter__(self) -> Iterator[int]:
+        num, num_samples, given = len(self._sampler.data_source), self._sampler.num_samples, self._sampler.generator
+        generator = torch.Generator() if given is None else given
+        if given is None:
+            generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        is_small = num < 2**31 and generator.device.type == "cpu"  # int32 then gives the same numbers
+        options: Any = {"dtype": torch.int32 if is_small else torch.int64, "device": generator.device}
+        for left in range(num_samples, -1, -num):
+            if left or given is not None:  # torch draws once more at the end
+                for part in torch.randperm(num, generator=generator, **options)[:left].split(_NUM_AT_ONCE):
+                    yield from part.tolist()
+
+
+def without_lists(sampler: Any) -> Any:
+    """Return `sampler`, with torch's RandomSampler in it replaced by one that needs less memory."""
+    if type(sampler) is BatchSampler:
+        return BatchSampler(without_lists(sampler.sampler), sampler.batch_size, sampler.drop_last)
+    return _Permuted(sampler) if type(sampler) is RandomSampler and not sampler.replacement else sampler

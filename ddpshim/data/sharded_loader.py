@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddpshim.data.augmentation import SampleStreams
+from ddpshim.data.numbered import Enterable
 from ddpshim.errors import DataError
 from ddpshim.job import shares
 from ddpshim.job.group import world
@@ -21,25 +22,6 @@ from ddpshim.process.seeds import derive_seed
 if TYPE_CHECKING:
     from ddpshim.data.iterable import ShardedStream
     from ddpshim.data.torchs_order import TorchsBatches
-
-
-class Enterable:
-    """A loader whose passes can start at any step."""
-
-    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
-        """Make the next `iter()` begin `epoch` at `start_step`, and later ones the following epochs. Local."""
-        raise NotImplementedError
-
-    def order_state(self) -> Optional[dict[str, Any]]:
-        """Return the state from which `restore_order` redraws this pass's order; None for a stream. Local."""
-        return None
-
-    def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
-        """Make the next `iter()` redraw the order of the pass of `state` if `is_inside`, else the next one. Local."""
-
-    def __len__(self) -> int:
-        """Return the number of steps of an epoch."""
-        raise NotImplementedError
 
 
 class ShardedLoader(DataLoader[Any], Enterable):
@@ -86,14 +68,9 @@ class ShardedLoader(DataLoader[Any], Enterable):
         return self._source.epochs.current
 
     def set_epoch(self, epoch: int, start_step: int = 0) -> None:
-        """Make the next `iter()` use `epoch`, and later ones the following epochs. Local.
-
-        With `start_step`, that pass begins there: it has the batches of the whole pass from this step on.
-        """
         self._source.epochs.set(epoch, start_step)
 
     def order_state(self) -> Optional[dict[str, Any]]:
-        """Return the state from which `restore_order` redraws this pass's order; None for a stream. Local."""
         source: Any = self._source
         if not hasattr(source, "begun_with"):
             return None
@@ -101,7 +78,6 @@ class ShardedLoader(DataLoader[Any], Enterable):
         return {"begun with": source.begun_with, "generators": generators, "workers": source.workers_begun_with}
 
     def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
-        """Make the next `iter()` redraw the order of the pass of `state` if `is_inside`, else the next one. Local."""
         source: Any = self._source
         if state is not None and hasattr(source, "begins_with"):
             source.begins_with = state["begun with"] if is_inside else None

@@ -11,18 +11,16 @@ from itertools import chain, islice
 from typing import Any, Optional
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from ddpshim.data.dataset_fingerprint import length
-from ddpshim.data.numbered import EpochCounter, Numbered, layers
+from ddpshim.data.numbered import EpochCounter, Numbered, layers, own_generators, without_lists
 from ddpshim.errors import DataError
 from ddpshim.job.noise import draws_alike
 from ddpshim.job.world import World
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import digest, rank_states, restore_rank_states
 from ddpshim.process.say import say_once
-
-_NUM_AT_ONCE = 2**15  # indices of a permutation that become Python's ints
 
 
 @dataclass
@@ -161,20 +159,13 @@ class TorchsBatches(Sampler[Any]):
             )
         return drawn
 
-    def _generators(self) -> list[torch.Generator]:
-        """Return the generators that the caller has given to the loader or to its samplers."""
-        given = [self._plain.generator]
-        for sampler in (self._plain.sampler, self._plain.batch_sampler):
-            given += [getattr(layer, "generator", None) for layer in layers(sampler)]
-        return [*{id(one): one for one in given if isinstance(one, torch.Generator)}.values()]
-
     def generator_states(self) -> list[torch.Tensor]:
         """Return the states of the generators that the caller has given. Local."""
-        return [generator.get_state() for generator in self._generators()]
+        return [generator.get_state() for generator in own_generators(self._plain)]
 
     def restore_generators(self, states: list[torch.Tensor]) -> None:
         """Restore the states that `generator_states` returned, in this process or an earlier one. Local."""
-        for generator, state in zip(self._generators(), states):
+        for generator, state in zip(own_generators(self._plain), states):
             generator.set_state(state)
 
     def _states(self) -> dict[str, Any]:
@@ -186,7 +177,7 @@ class TorchsBatches(Sampler[Any]):
 
     def _indices(self) -> Any:
         plain = self._plain
-        return _without_lists(plain.sampler if plain.batch_sampler is None else plain.batch_sampler)
+        return without_lists(plain.sampler if plain.batch_sampler is None else plain.batch_sampler)
 
     @property
     def drawn(self) -> _Drawn:
@@ -227,35 +218,6 @@ class TorchsBatches(Sampler[Any]):
                 "not divide them: virtual ranks would have different numbers of samples. Make it a multiple."
             )
         return range(here.rank, len(batch), here.world_size) or [here.rank % len(batch)]
-
-
-class _Permuted:
-    """The order of a RandomSampler without replacement, drawn as torch does, but stored as a tensor.
-
-    torch's sampler makes a list of Python's ints, which takes 40 bytes a sample on every rank. Here it is 4.
-    """
-
-    def __init__(self, sampler: RandomSampler) -> None:
-        self._sampler = sampler
-
-    def __iter__(self) -> Iterator[int]:
-        num, num_samples, given = len(self._sampler.data_source), self._sampler.num_samples, self._sampler.generator
-        generator = torch.Generator() if given is None else given
-        if given is None:
-            generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-        is_small = num < 2**31 and generator.device.type == "cpu"  # int32 then gives the same numbers
-        options: Any = {"dtype": torch.int32 if is_small else torch.int64, "device": generator.device}
-        for left in range(num_samples, -1, -num):
-            if left or given is not None:  # torch draws once more at the end
-                for part in torch.randperm(num, generator=generator, **options)[:left].split(_NUM_AT_ONCE):
-                    yield from part.tolist()
-
-
-def _without_lists(sampler: Any) -> Any:
-    """Return `sampler`, with torch's RandomSampler in it replaced by one that needs less memory."""
-    if type(sampler) is BatchSampler:
-        return BatchSampler(_without_lists(sampler.sampler), sampler.batch_size, sampler.drop_last)
-    return _Permuted(sampler) if type(sampler) is RandomSampler and not sampler.replacement else sampler
 
 
 def _compact(batch: Any) -> Any:

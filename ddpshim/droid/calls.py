@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import ddpshim.robomimic.calls as adapter
-from ddpshim.data.sharded_loader import Enterable, ShardedLoader
+from ddpshim.data.numbered import Enterable
+from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.job.group import world
 from ddpshim.process.devices import bind_device
 from ddpshim.process.launch_env import read_launch_env

@@ -104,9 +104,12 @@ def gather_with_deadline(here: World, name: str, value: T, deadline_s: float) ->
     return {rank: messages.from_store(received[rank], f"meet/{name}/{rank}") for rank in sorted(received)}
 
 
+FIRST_PAUSE_S = 5e-5  # a millisecond would be a step's largest part where a program looks at the clock in each
+
+
 def comes(store: Any, rank: int, key: str, end: float) -> bool:
     """Return whether `rank` sets `key` before `end`. Polls, because torch prints a warning if a wait times out."""
-    pause = 0.001
+    pause = FIRST_PAUSE_S
     with contextlib.suppress(RuntimeError, ValueError):  # the process that serves the store has ended
         while not (store.check([key]) if hasattr(store, "check") else failure.is_there(store, key)):
             if time.monotonic() > end or (pause > 0.1 and failure.is_there(store, f"watch/left/{rank}")):

@@ -382,7 +382,7 @@ def _report_last_save(run_dir: str, name: str) -> None:
     """Print what a program that saves its progress has saved when the signal `name` ended it."""
     folder = last_save.noted(run_dir)
     if folder is None:
-        return
+        return say("holds no progress of this program, which resumes from what it has saved itself")
     signal_name = "Ctrl-C" if name == "SIGINT" else name
     saves = name in ("SIGTERM", "SIGUSR1")  # then ranks were too slow, and said so
     lost = "" if saves else f"{signal_name} saves nothing; SIGTERM (`kill -TERM PID_OF_RUN`) saves and stops. "

@@ -275,16 +275,10 @@ def pairs(own: tuple[int, int], size: int, group: Any) -> list[tuple[int, int]]:
 
     Every message of `gather` and `broadcast` begins with such a pair, so that ranks in different ones detect it.
     """
-    everyones, work = pairs_later(own, size, group)
-    work.wait()
-    return [tuple(theirs) for theirs in everyones.tolist()]
-
-
-def pairs_later(own: tuple[int, int], size: int, group: Any) -> tuple[torch.Tensor, Any]:
-    """Return a tensor (size, 2) that has all ranks' pairs when the returned work ends (collective, does not wait)."""
     everyones = torch.empty((size, 2), dtype=torch.int64, device="cpu")
     mine = torch.tensor(own, dtype=torch.int64, device="cpu")
-    return everyones, begin_gather([*everyones.unbind()], mine, group)
+    begin_gather([*everyones.unbind()], mine, group).wait()
+    return [tuple(theirs) for theirs in everyones.tolist()]
 
 
 def begin_gather(everyones: list[torch.Tensor], own: torch.Tensor, group: Any) -> Any:

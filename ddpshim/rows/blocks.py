@@ -9,6 +9,8 @@ parameters, is their sum. So a gather's backward pass multiplies by W, and a sca
 from __future__ import annotations
 
 import functools
+import hashlib
+import struct
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
@@ -16,13 +18,15 @@ from typing import Any, NamedTuple, Optional
 import torch
 import torch.distributed as dist
 
+from ddpshim.errors import WorldError
 from ddpshim.job.collectives import peers
 from ddpshim.job.exchange import group
 from ddpshim.job.group import world
 from ddpshim.process.job import current
-from ddpshim.process.messages import begin_gather, pairs_later
+from ddpshim.process.messages import begin_gather, pairs
 
 _SENT_AS_THEY_ARE = (torch.float32, torch.float64, torch.int64)  # others as bytes: backends lack some
+_MOST_NEWS = 256  # between two messages
 LEAST_ROWS = 2  # in a block: a dimension of one row has no strides that show the memory layout of the whole
 
 
@@ -67,7 +71,7 @@ class State:
         factor: by how much gradients inside blocks are larger than a rank's share.
         num_messages: how often wholes were gathered, or added up.
         seconds: how long this rank's host waited for wholes.
-        news: these read what ranks told each other, before the next message.
+        news: what this rank tells others before the next backward pass or gather, and what judges it.
     """
 
     def __init__(self) -> None:
@@ -77,33 +81,51 @@ class State:
         self.num_pieces, self.is_in_piece = exact or self.ranks.size, False
         self.factor = 1 if exact is not None else self.ranks.size
         self.num_messages, self.seconds = 0, 0.0
-        self.news: list[Callable[[], object]] = []
+        self.news: list[tuple[tuple[int, int], Callable[[list[Any]], Any], str]] = []
 
 
-def settle() -> None:
-    """Read what ranks have told each other. Raises what is wrong with it."""
-    state = current().part(State)
-    if state.news:
-        news, state.news = state.news, []
-        for read in news:
-            read()
+def tell(own: tuple[int, int], judge: Callable[[list[Any]], Any], waits: bool, place: str) -> Any:
+    """Tell all ranks two integers. `judge` gets those of all ranks: now, and its answer is returned, or if they differ,
+    before the next backward pass or gather (collective if `waits`, and each _MOST_NEWS times).
 
-
-def tell(own: tuple[int, int], judge: Callable[[list[Any]], Any], waits: bool) -> Any:
-    """Tell all ranks two integers. `judge` gets those of all ranks: now, and its answer is returned, or before the next
-    message (collective)."""
-    settle()
-    here = world()
-    everyones, work = pairs_later(own, here.world_size, peers(here))
-
-    def judged() -> Any:
-        work.wait()
-        return judge(everyones.tolist())
-
+    `place`: what this rank does, and where, for an error.
+    """
+    state, here = current().part(State), world()
+    if waits or len(state.news) == _MOST_NEWS:
+        settle(place)
     if waits:
-        return judged()
-    current().part(State).news.append(judged)
+        return judge(pairs(own, here.world_size, peers(here)))
+    state.news.append((own, judge, place))
     return None
+
+
+def settle(place: str = "computes a backward pass, or gathers") -> None:
+    """Compare what ranks would have told each other, in one message (collective). Raises what is wrong with it."""
+    state = current().part(State)
+    if not state.news:
+        return
+    news, state.news = state.news, []
+    numbers = struct.pack(f"<{2 * len(news)}q", *(number for pair, _, _ in news for number in pair))
+    digest = int.from_bytes(hashlib.blake2b(numbers, digest_size=8).digest(), "little", signed=True)
+    here = world()
+    if len({*pairs((digest, len(news)), here.world_size, peers(here))}) == 1:
+        return
+    everyones = here.gather([*((*pair, False, where) for pair, _, where in news), (0, 0, True, place)])
+    for i, told in enumerate(zip(*everyones)):
+        if len({(is_end, where.split()[0]) for *_, is_end, where in told}) > 1:  # files may have other names on others
+            raise are_apart(dict(enumerate(where for *_, where in told)))
+        if i < len(news):
+            news[i][1]([pair for *pair, _, _ in told])
+
+
+def are_apart(said: dict[int, str]) -> WorldError:
+    """Return the error of ranks that do different things, by rank."""
+    lines = "; ".join(f"rank {rank} {what}" for rank, what in said.items())
+    return WorldError(
+        f"ranks are at different lines: {lines}. Their numbers would be mixed up, and ranks would train "
+        "differently. They diverged earlier: by a decision on something that is not a tensor (a clock, a file, "
+        "entropy), or in code that one rank runs alone."
+    )
 
 
 def ranks() -> Ranks:

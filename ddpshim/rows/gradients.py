@@ -24,7 +24,7 @@ from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
 from ddpshim.rows.blocks import Mean
 from ddpshim.rows.rules import T, argument, is_reduced, rule
-from ddpshim.rows.tensor import Rows, cut, gathered, mapped, on_whole, whole
+from ddpshim.rows.tensor import Counts, Rows, cut, gathered, mapped, on_whole, whole
 
 _OURS = "ddpshim"
 
@@ -64,7 +64,8 @@ def backward_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, inputs: Any = None, **kwargs: Any) -> Any:
-        blocks.settle()
+        if current().part(Counts).is_in_lock_step():
+            blocks.settle()
         if not any(isinstance(one, Rows) for one in (*_listed(tensors), *_listed(grad_tensors), *_listed(inputs))):
             return original(tensors, grad_tensors, *args, inputs=inputs, **kwargs)
         given, seeds = _seeds(tensors, grad_tensors)

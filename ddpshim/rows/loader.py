@@ -12,18 +12,28 @@ import copy
 import random
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, TypeVar, cast
 
 import torch
 from torch.utils import data as torch_data
 
-from ddpshim.data.numbered import Numbered, fetched, has_drawn, joins_samples, name_of
+from ddpshim import adapters
+from ddpshim.data.numbered import (
+    Enterable,
+    Numbered,
+    fetched,
+    has_drawn,
+    joins_samples,
+    name_of,
+    own_generators,
+    without_lists,
+)
 from ddpshim.errors import DataError
 from ddpshim.job.group import world
 from ddpshim.model import equal_steps, guard
 from ddpshim.process.job import current
-from ddpshim.process.random_streams import global_states, restore_global_states
+from ddpshim.process.random_streams import digest, global_states, restore_global_states
 from ddpshim.process.say import say_once
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
@@ -43,8 +53,9 @@ class Fetched(NamedTuple):
     is_told: bool  # whether ranks have told each other what they fetched
 
 
-class DataLoader(torch_data.DataLoader[T_co]):
-    """torch's DataLoader with the same attributes."""
+class DataLoader(torch_data.DataLoader[T_co], Enterable):
+    """torch's DataLoader with the same attributes, whose passes can begin in the middle, with the order and the draws
+    that they had."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -52,19 +63,84 @@ class DataLoader(torch_data.DataLoader[T_co]):
         self.news = _News(self.place, name_of(self.dataset))
         self._of_rows: Optional[_RowsLoader] = None
         self._is_divided: Optional[bool] = None
+        self._first, self._has_seed = 0, False  # of the next pass: its first step, and whether it draws no seed
+        self._begins_with: Optional[dict[str, Any]] = None  # the generators' states for the next pass
+        self._begun_with: Optional[dict[str, Any]] = None  # those of this one
+
+    def can_enter(self) -> bool:
+        # A class of the program's may count passes in a way of its own.
+        return type(self) is DataLoader and not isinstance(self.dataset, torch_data.IterableDataset)
+
+    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
+        self._first = start_step
+
+    def order_state(self) -> dict[str, Any]:
+        return {**self._own_states(), "workers stay": self._workers_stay(), "begun with": self._begun_with}
+
+    def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
+        if state is not None:
+            self._begins_with = state["begun with"] if is_inside else {"generators": state["generators"]}
+            self._has_seed = state["begun with"]["has seed"] if is_inside else state["workers stay"]
+
+    def _own_states(self) -> dict[str, Any]:
+        return {"generators": [generator.get_state() for generator in own_generators(self)]}
+
+    def _workers_stay(self) -> bool:
+        return (self if self._of_rows is None else self._of_rows)._iterator is not None
 
     def __iter__(self) -> Any:
+        (first, self._first), (states, self._begins_with) = (self._first, 0), (self._begins_with, None)
+        now, generator = global_states(), self.generator
+        if states is not None:
+            restore_global_states(states)
+            for own, state in zip(own_generators(self), states["generators"]):
+                own.set_state(state)
+        has_seed = self._has_seed or self._workers_stay()
+        self._begun_with = {**global_states(), **self._own_states(), "has seed": has_seed}
+        try:
+            if self._has_seed:
+                self.generator, self._has_seed = torch.Generator(), False
+            return self._pass(first)
+        finally:
+            self.generator = generator
+            if first:
+                restore_global_states(now)
+
+    def _pass(self, first: int) -> Any:
+        """Begin a pass at step `first`, with all draws for its order."""
         counts = current().part(Counts)
-        if current().part(blocks.State).num_pieces == 1 or not counts.is_in_lock_step():
-            return super().__iter__()
-        if self._is_divided is None:
+        is_plain = current().part(blocks.State).num_pieces == 1 or not counts.is_in_lock_step()
+        if not is_plain and self._is_divided is None:
             self._is_divided = _can_divide(self)
             if self._is_divided:
                 _check_same_indices(self)
                 self._of_rows = _RowsLoader.of(self)
-        with _fetching():  # now, since torch draws the seed of workers when a pass begins
-            batches = super().__iter__() if self._of_rows is None else iter(self._of_rows)
-        return _batches(self, batches)
+        num_left_out = first
+        # Now, since torch draws the seed of workers when a pass begins.
+        with contextlib.nullcontext() if is_plain else _fetching():
+            if is_plain or self._of_rows is None:
+                batches = super().__iter__()
+            else:
+                vars(self._of_rows)["generator"] = self.generator
+                if self.num_workers:  # each gets the batches that it would have got
+                    num_left_out = first % self.num_workers
+                    self._of_rows.first = first - num_left_out
+                batches = iter(self._of_rows)
+            _leave_out(batches, num_left_out, self)
+        return batches if is_plain else _batches(self, batches)
+
+
+def _leave_out(batches: Any, num: int, loader: DataLoader[Any]) -> None:
+    """Skip the first `num` batches of a pass; workers fetch them, for the draws in it."""
+    before: Any = None
+    for step in range(num):
+        next(batches if loader.num_workers else batches._sampler_iter)
+        before = digest() if step == 0 else before
+    if num > 1 and before != digest():
+        say_once(
+            f"{loader.place}: {type(loader.sampler).__name__} draws random numbers during iteration, from the streams "
+            "of the training: the batches of the pass that is resumed may be others than without the interruption"
+        )
 
 
 @contextlib.contextmanager
@@ -96,31 +172,35 @@ def _batches(loader: DataLoader[Any], batches: Any) -> Iterator[Any]:
 
 
 class _RowsLoader(torch_data.DataLoader[Any]):
-    """A copy of a loader, whose batches are `Fetched`."""
+    """A copy of a loader, whose batches are `Fetched`. `first`: the step at which the next pass begins."""
+
+    first: int
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> _RowsLoader:
         made: Any = copy.copy(loader)
         made.__class__ = cls
-        streams: Any = _InThisProcess(loader)
+        fetcher = adapters.fetcher_of(loader.dataset)  # fetches robomimic's samples by the batch, many times faster
+        collate: Any = loader.collate_fn if fetcher is None or fetcher.attach() is not None else fetcher.collate()
+        streams: Any = _InThisProcess(loader.dataset, collate, loader.news)
         if loader.num_workers or joins_samples(loader.dataset):
             from ddpshim.rows import workers
 
-            streams = workers.InWorkers(loader)
+            streams = workers.InWorkers(loader.dataset, collate, loader.num_workers)
             vars(made)["worker_init_fn"] = workers.Init(loader.worker_init_fn)
-        vars(made).update(dataset=streams, collate_fn=streams.collated_rows, _iterator=None)
+        vars(made).update(dataset=streams, collate_fn=streams.collated_rows, _iterator=None, first=0)
         return cast(_RowsLoader, made)
 
     @property
     def _index_sampler(self) -> Any:
-        return _OwnRows(self.batch_sampler)
+        return _OwnRows(without_lists(self.batch_sampler), self.first, self.num_workers)
 
 
 class _OwnRows:
-    """The batches of a sampler, as this rank's indices with those of all ranks."""
+    """The batches of a sampler from step `first` on, as this rank's indices with those of all ranks."""
 
-    def __init__(self, batches: Any) -> None:
-        self._batches = batches
+    def __init__(self, batches: Any, first: int, num_workers: int) -> None:
+        self._batches, self._first, self._num_workers = batches, first, num_workers
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -129,13 +209,16 @@ class _OwnRows:
         return self._parts(iter(self._batches))  # now: a sampler may draw, before torch draws the seed of workers
 
     def _parts(self, batches: Iterator[Any]) -> Iterator[Numbered]:
-        here = blocks.ranks()
-        for step, indices in enumerate(batches):
+        here, first = blocks.ranks(), self._first
+        before: list[Sequence[Any]] = [[*next(batches)] for _ in range(first)]
+        for step, indices in enumerate(batches, first):
             part = blocks.part_of(len(indices))
             rows = range(len(indices)) if part is None else range(*part.bounds(*here))
             whole = [*indices]
             numbered = Numbered([whole[row] for row in rows], 0, step)
             numbered.whole, numbered.rows = whole, rows
+            if step < first + self._num_workers:
+                numbered.before = before[step % self._num_workers :: self._num_workers]
             yield numbered
 
 
@@ -145,8 +228,8 @@ class _InThisProcess(torch_data.Dataset[Any]):
     Once a rank's samples draw random numbers, all ranks fetch whole batches, from that batch on.
     """
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self.dataset, self._collate, self._news = loader.dataset, loader.collate_fn, loader.news
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], news: _News) -> None:
+        self.dataset, self._collate, self._news = dataset, collate, news
         self.draws = False
 
     def __getitem__(self, index: Any) -> Any:
@@ -240,7 +323,8 @@ class _News:
                 )
             return any(drew for drew, _ in told)
 
-        return bool(blocks.tell((int(has_drawn), self._known[1]), judge, waits))
+        place = f"takes a batch of the DataLoader of {self._place}"
+        return bool(blocks.tell((int(has_drawn), self._known[1]), judge, waits, place))
 
     def _refuse(self, batch: Any) -> None:
         of_ranks = world().gather(repr(_kinds(batch)))
@@ -290,7 +374,9 @@ def _has_generator(value: Any, num_levels: int, seen: set[int]) -> bool:
     if type(value).__module__.partition(".")[0] == "numpy":
         return type(value).__name__ in _GENERATORS
     if isinstance(value, (list, tuple)):
-        return any(_has_generator(one, num_levels - 1, seen) for one in value[:64])
+        of = slice(64)  # not by a program's own __getitem__
+        items = list.__getitem__(value, of) if isinstance(value, list) else tuple.__getitem__(value, of)
+        return any(_has_generator(one, num_levels - 1, seen) for one in items)
     inner = value if isinstance(value, dict) else getattr(value, "__dict__", None)
     if not isinstance(inner, dict) or isinstance(value, (type, torch.nn.Module)) or type(value) is type(sys):
         return False

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
-
-from torch.utils import data as torch_data
 
 from ddpshim.data.augmentation import SampleStreams, show_dataset_to_worker
 from ddpshim.rows import blocks
@@ -16,9 +15,9 @@ class InWorkers(SampleStreams):
 
     remedy = ""
 
-    def __init__(self, loader: torch_data.DataLoader[Any]) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], num_workers: int) -> None:
         here = blocks.ranks()
-        super().__init__(loader.dataset, loader.collate_fn, 0, (here.rank, here.size), loader.num_workers)
+        super().__init__(dataset, collate, 0, (here.rank, here.size), num_workers)
         self.is_as_in_one_process = True
 
     def __getitems__(self, indices: Any) -> Any:

@@ -21,7 +21,7 @@ from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint import plain_files
 from ddpshim.checkpoint.progress_folder import find_progress, leave_if_finished
 from ddpshim.checkpoint.resume import Resumable, Stateful
-from ddpshim.data.sharded_loader import Enterable
+from ddpshim.data.numbered import Enterable
 from ddpshim.failures import preemption
 from ddpshim.job import shares
 from ddpshim.job.exchange import in_order_of_numbers

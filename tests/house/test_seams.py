@@ -121,6 +121,13 @@ SEAMS = [
         "same_gradients/test_capture.py::test_what_is",
         "torch/csrc/Module.cpp",
     ),
+    Seam("_assert_async", "rows/capture.py", CAPTURED, "torch/_dynamo/symbolic_convert.py"),
+    Seam(
+        "_sampler_iter",
+        "rows/loader.py",
+        "resume/test_resume.py::test_a_pass_over_row_tensors",
+        "torch/utils/data/dataloader.py",
+    ),
     Seam("_get_current_dispatch_mode _python_dispatch", "rows/capture.py", CHANGED, "torch/utils/_python_dispatch.py"),
     Seam("_set_grad_enabled", "rows/tape.py", CHANGED, "torch/autograd/grad_mode.py"),
     Seam("_functorch", "trainers/unedited/networks.py", SEEN, "torch/_functorch/pyfunctorch.py"),

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from ddpshim import variables
+from ddpshim.process import machine
 from ddpshim.process.after_import import after_import
 from ddpshim.trainers.unedited import c_libraries, gpus, joining, networks, program
 from ddpshim.trainers.unedited.joining import explain_taken
@@ -696,6 +697,18 @@ def test_a_rank_sees_one_gpu(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     joining.see_one_gpu(local_rank)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
+
+
+@pytest.mark.unit
+def test_a_program_gets_a_ranks_share_of_the_cores_for_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "num_cores", lambda: 8)
+    given: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    for num_ranks, asked in ((4, 1), (4, 2), (4, 16), (16, 3), (1, 5)):
+        with joining._cores_shared(num_ranks):
+            torch.set_num_threads(asked)
+    assert given == [1, 2, 2, 1, 5]
+    assert torch.set_num_threads == given.append
 
 
 @pytest.mark.unit

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import multiprocessing
 import os
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Callable, Optional
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -49,9 +52,13 @@ def _train(
     batch_size: int = B,
     num_steps: Optional[int] = None,
     in_background: bool = False,
+    batch: str = "local",
 ) -> tuple[list[list[int]], dict[str, torch.Tensor], list[float], Any]:
     """(samples of each step, weights, noise drawn in each step, exit code); `left`: rank, epoch, step of a signal."""
     here = ddpshim.world()
+    if batch == "global":
+        ddpshim.cleanup()
+        here = ddpshim.setup(batch="global", seed=0, device="cpu")
     if in_background:
         checkpoint._LEAST_BYTES = 0
     resume._LOOK_EVERY_S = 0.0  # ranks meet at every step: a toy's training is over within half a second
@@ -66,7 +73,7 @@ def _train(
     )
     went_on = training.restore()
     assert went_on == (find_progress(folder) is not None)
-    loader = ddpshim.make_loader(DATA, batch_size=batch_size, shuffle=True)
+    loader = ddpshim.make_loader(DATA, batch_size=batch_size, shuffle=True, drop_last=True)
     seen, noise, code = [], [], None
     try:
         for epoch in range(training.epoch, EPOCHS):
@@ -76,7 +83,8 @@ def _train(
                     left = None
                 noise.append(torch.rand(()).item())
                 training.values["steps"] = training.values.get("steps", 0) + 1
-                seen.append(index.tolist())
+                own = [*range(len(index))] if batch == "local" else [*range(here.rank, len(index), here.world_size)]
+                seen.append([index.tolist()[row] for row in own])
                 optimizer.zero_grad()
                 net(x).pow(2).mean().backward()
                 optimizer.step()
@@ -164,15 +172,26 @@ def _together(results: list[Any]) -> list[list[int]]:
     return [sorted(i for step in steps for i in step) for steps in zip(*(seen for seen, *_ in results))]
 
 
-@pytest.mark.parametrize(("sizes", "num_steps"), [((2, 2), None), ((2, 4), None), ((4, 1), 12)])
-def test_a_signal_on_one_rank_costs_no_sample(tmp_path: Path, sizes: tuple[int, int], num_steps: Optional[int]) -> None:
-    whole = run_ranks(_train, sizes[0], str(tmp_path / "whole"), None, B, num_steps)
+@pytest.mark.parametrize(
+    ("sizes", "num_steps", "batch"),
+    [
+        ((2, 2), None, "local"),
+        ((2, 4), None, "local"),
+        ((4, 1), 12, "local"),
+        ((3, 3), None, "global"),
+        ((3, 2), 12, "global"),
+    ],
+)
+def test_a_signal_on_one_rank_costs_no_sample(
+    tmp_path: Path, sizes: tuple[int, int], num_steps: Optional[int], batch: str
+) -> None:
+    whole = run_ranks(_train, sizes[0], str(tmp_path / "whole"), None, B, num_steps, False, batch)
     in_background = sizes[0] != sizes[1]  # both ways, for one of the cases each
-    given = str(tmp_path / "left"), (sizes[0] - 1, 1, 2), B, num_steps, in_background
+    given = str(tmp_path / "left"), (sizes[0] - 1, 1, 2), B, num_steps, in_background, batch
     # The process in the background imports torch with what others leave it of the cores.
     first = run_ranks(_train, sizes[0], *given, timeout_s=200)
     assert [code for *_, code in first] == [EXIT_REQUEUE] * sizes[0]
-    rest = run_ranks(_train, sizes[1], str(tmp_path / "left"), None, B, num_steps)
+    rest = run_ranks(_train, sizes[1], str(tmp_path / "left"), None, B, num_steps, False, batch)
     assert _together(first) + _together(rest) == _together(whole)
     num_first = len(first[0][0])
     assert (num_steps or N // B) + 2 < num_first < EPOCHS * (num_steps or N // B)
@@ -244,7 +263,7 @@ NEVER = "no batch of the last 2 ended with a step of an optimizer: gradients are
         ("own gradients", 5, WAITS, "epoch 1, step 3"),
         ("exact", 5, WAITS, "epoch 1, step 3"),
         ("late", 7, NEVER, "epoch 1, step 4"),
-        ("whole batches", 2, "Resumable saves, and reacts to signals, only between two epochs", "epoch 1, step 0"),
+        ("whole batches", 5, WAITS, "epoch 1, step 3"),
     ],
 )
 def test_gradients_that_are_not_used_yet_are_not_lost(
@@ -354,6 +373,48 @@ def test_a_pass_entered_in_the_middle_has_the_batches_that_are_left() -> None:
 def test_workers_enter_in_the_middle_as_well(kind: str, persistent: bool) -> None:
     alone = World(launcher="torchrun", seed=0)
     assert _enters(kind, world=alone, num_workers=2, persistent_workers=persistent) == [N // B, True, True, True]
+
+
+class _Draws(list[int]):
+    """Each sample draws in its own way, and every fifth not at all."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if index % 5 == 0:
+            return 1.0 * index
+        return index + [torch.rand(()).item, random.random, np.random.rand][index % 3]()
+
+
+def _joined(samples: list[float]) -> torch.Tensor:
+    return torch.tensor(samples) + torch.rand(())
+
+
+DRAWS = _Draws(range(N))
+OF_ROWS: dict[str, Callable[[], dict[str, Any]]] = {
+    **{kind: LOADERS[kind] for kind in LOADERS if kind != "stream"},
+    "in its own order": lambda: {
+        "dataset": NUMBERS,
+        "batch_size": B,
+        "sampler": RandomSampler(NUMBERS, generator=GIVEN),
+    },
+    "draws": lambda: {"dataset": DRAWS, "batch_size": B, "shuffle": True},
+    "collates": lambda: {"dataset": DRAWS, "batch_size": B, "shuffle": True, "collate_fn": _joined},
+}
+GIVEN = torch.Generator().manual_seed(7)
+
+
+def _enters_rows(num_workers: int) -> dict[str, list[Any]]:
+    ddpshim.cleanup()
+    ddpshim.setup(batch="global", seed=1, device="cpu")
+    LOADERS.update(OF_ROWS)
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may have data workers
+    how = {"num_workers": num_workers, "multiprocessing_context": "fork"} if num_workers else {}
+    return {kind: _enters(kind, **how) for kind in OF_ROWS}
+
+
+@pytest.mark.parametrize(("num_ranks", "num_workers"), [(1, 0), (1, 2), (2, 0), (3, 2)])
+def test_a_pass_over_row_tensors_is_entered_with_its_order_and_draws(num_ranks: int, num_workers: int) -> None:
+    expected = {kind: [N // B, True, True, True] for kind in OF_ROWS}
+    assert run_ranks(_enters_rows, num_ranks, num_workers) == [expected] * num_ranks
 
 
 def _rank_resumes_its_own_share(folder: str) -> list[list[int]]:

@@ -20,6 +20,7 @@ import ddpshim
 from ddpshim.errors import WorldError
 from ddpshim.job.world import World
 from ddpshim.process.job import current
+from ddpshim.rows import blocks
 from ddpshim.trainers.unedited.reads import Numbers, equal_reads
 from tests.one_process.parts import below
 from tests.ranks import run_ranks
@@ -120,12 +121,17 @@ def _later() -> list[float]:
     with equal_reads(here, lambda: False, lambda: False):
         if here.is_main:
             below(torch.zeros(()), 1)
-        return [torch.tensor(float(i) + here.rank * (i >= 12)).item() for i in range(15)]
+        found = []
+        for i in range(16):
+            found.append(torch.tensor(float(i) + here.rank * (i >= 12)).item())
+            if i == 13:
+                blocks.settle()  # as a backward pass does
+        return found
 
 
 def test_numbers_that_were_equal_are_compared_later() -> None:
     for rank, found in enumerate(run_ranks(_later, 3)):
-        assert found == [*range(12), 12 + rank, 13, 14]
+        assert found == [*range(12), 12 + rank, 13 + rank, 14, 15]
 
 
 def _part(kind: str) -> None:
@@ -140,6 +146,7 @@ def _part(kind: str) -> None:
             torch.ones(()).item()
             if i == 11 and here.is_main:
                 torch.zeros(()).item()
+        blocks.settle()
     elif here.is_main:
         here.gather(1)
     else:

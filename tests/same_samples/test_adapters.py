@@ -14,7 +14,6 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from ddpshim import adapters
-from ddpshim.data import loader_builder
 from ddpshim.data.loader import make_loader
 from ddpshim.job.world import World
 from ddpshim.launch.runner import Launch, problems_of_program
@@ -63,7 +62,7 @@ def test_only_ours_without_entry_points() -> None:
         "robomimic": "ddpshim.robomimic.adapter",
         **dict.fromkeys(("diffusion_policy", "diffusion_policy_3d"), "ddpshim.diffusion_policy"),
     }
-    assert loader_builder.fetcher_of(Squares()) is None
+    assert adapters.fetcher_of(Squares()) is None
 
 
 @pytest.mark.usefixtures("toybot")
@@ -77,7 +76,7 @@ def test_a_third_partys_dataset_gives_whole_batches_and_its_files_are_known() ->
 
 def test_an_adapter_need_not_offer_anything(toybot: types.ModuleType) -> None:
     del toybot.fetcher, toybot.state_of_files  # type: ignore[attr-defined]
-    assert loader_builder.fetcher_of(Squares()) is None
+    assert adapters.fetcher_of(Squares()) is None
     assert "toybot" not in environment._patch_states()
 
 

@@ -21,8 +21,8 @@ from torch.utils.data import (
 
 from ddpshim.data.learning_rate import scale_lr
 from ddpshim.data.loader import make_loader
+from ddpshim.data.numbered import without_lists
 from ddpshim.data.sharded_loader import ShardedLoader
-from ddpshim.data.torchs_order import _without_lists
 from ddpshim.errors import DataError
 from ddpshim.job.world import World
 from ddpshim.options import Options
@@ -199,7 +199,7 @@ def test_global_batches_are_those_of_torchs_loader(source, num_workers):
 @pytest.mark.parametrize(("size", "num_samples"), [(10, None), (10, 3), (10, 20), (10, 25), (1, None), (70_000, None)])
 def test_a_permutation_is_torchs(size, num_samples, is_given):
     runs = []
-    for change in (lambda sampler: sampler, _without_lists):
+    for change in (lambda sampler: sampler, without_lists):
         torch.manual_seed(3)
         generator = torch.Generator().manual_seed(4) if is_given else None
         sampler = RandomSampler(range(size), num_samples=num_samples, generator=generator)

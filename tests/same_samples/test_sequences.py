@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
+import ddpshim
 from ddpshim.data import loader_builder
 from ddpshim.data.loader import make_loader
 from ddpshim.data.loader_builder import divide
@@ -24,6 +26,7 @@ from ddpshim.robomimic import datasets, windows
 from tests import sequences as demos
 from tests.preloaded import environment
 from tests.preloaded_commands import python
+from tests.ranks import run_ranks
 from tests.robomimic import require
 
 pytestmark = pytest.mark.robomimic
@@ -250,6 +253,29 @@ def test_passes_that_are_abandoned_leave_nothing_to_the_next(folder: Path, cache
     assert all(worker.is_alive() for worker in workers)
     assert _is_same_passes(_passes(loader, [8]), [after])
     assert loader._iterator._workers is workers
+
+
+def _rows(folder: str, num_workers: int) -> tuple[list[Any], bool]:
+    """All numbers of two passes in a program that every rank runs whole; whether they are fetched by the batch."""
+    ddpshim.cleanup()
+    ddpshim.setup(batch="global", seed=1, device="cpu")
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a rank may have workers
+    demos.begin()
+    dataset = demos.make(Path(folder), "low_dim", seq_length=3)
+    how: Any = {"num_workers": num_workers, "multiprocessing_context": "fork"} if num_workers else {}
+    torch.manual_seed(4)
+    loader = DataLoader(dataset, 7, shuffle=True, **how)
+    found = [[(key, x.tolist()) for key, x in sequences._leaves(batch, ())] for _ in range(2) for batch in loader]
+    return found, "__getitems__" in vars(dataset)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_workers"), [(2, 0), (3, 2)])
+def test_ranks_with_row_tensors_fetch_their_rows_by_the_batch(folder: Path, num_ranks: int, num_workers: int) -> None:
+    demos.make(folder, "low_dim", seq_length=3)  # the file, before ranks look for it
+    [(expected, _)] = run_ranks(_rows, 1, str(folder), num_workers)
+    for found, by_batch in run_ranks(_rows, num_ranks, str(folder), num_workers):
+        assert found == expected
+        assert by_batch
 
 
 def test_two_passes_at_once(folder: Path) -> None:

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, Callable, Optional, TypeVar
 
 from ddpshim.errors import WorldError
-from ddpshim.job.collectives import main_sets
+from ddpshim.job.collectives import FIRST_PAUSE_S, main_sets
 from ddpshim.job.world import World
 from ddpshim.process import messages
 from ddpshim.trainers.unedited.holders import in_place
@@ -170,14 +170,15 @@ class Clock:
             store.set(key, messages.packed([number, value], False))
             return value
         patience_s = self._world.options.side_timeout_s
-        end, found = time.monotonic() + patience_s, -1
+        end, found, pause = time.monotonic() + patience_s, -1, FIRST_PAUSE_S
         while main_sets(self._world, key, end):
             found, received = messages.unpacked(store.get(key), False, 0)
             if found == number:
                 return received  # type: ignore[no-any-return]
             if found > number or time.monotonic() > end:
                 break
-            time.sleep(0.001)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.001)
         raise WorldError(
             f"rank {self._world.rank} reached {line} (call {number + 1}), which reads the time or random bytes, but "
             f"the main rank {'ran it more often' if found > number else 'did not run it, or has left'} (waited up to "

@@ -2,8 +2,9 @@
 
 Every rank runs the whole program, and numbers are those of whole batches. They may differ in rounding: by GPUs of
 different kinds, or sums in an order that a GPU does not fix. So the first numbers of each line are fetched. If they are
-equal, ranks read their own from then on, and compare them later. Once two differ, all numbers are fetched again. (A
-decision by the one that differed may part the ranks: the next message then says so, or the comparison of weights.)
+equal, ranks read their own from then on, and compare them before the next backward pass or gather, all in one message.
+Once two differ, all numbers are fetched again. (A decision by one that differed may part the ranks: that message then
+says so, or the comparison of weights.)
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from typing import Any, Callable, Optional
 import torch
 from torch import nn
 
-from ddpshim.errors import WorldError
 from ddpshim.job.collectives import CROSSED_DEADLINE_S
 from ddpshim.job.world import World
 from ddpshim.process.job import current
@@ -149,28 +149,21 @@ class _Reads:
             what = f"{file}:{line.f_lineno} {tensor.dtype}"
             known = self._lines[key] = [zlib.crc32(what.encode(errors="backslashreplace")), 0]
         known[1] += 1
-        tag = known[0] ^ self._num_reads
+        tag, file = known[0] ^ self._num_reads, key[0].co_filename
+        place = f"reads a number from a tensor at {file}:{key[1]} (read {self._num_reads})"
 
         def of_main(told: list[Any]) -> int:
             if any(theirs != tag for _, theirs in told):
-                self._refuse(line)
+                self._refuse(place)
             self._fetches_all = self._fetches_all or any(theirs != told[0][0] for theirs, _ in told)
             return int(told[0][0])
 
-        blocks.settle()  # it may have found a difference
         fetches = known[1] <= _NUM_FETCHED or self._fetches_all or self._listener is not None
-        found = blocks.tell((bits, tag), of_main, fetches)
+        found = blocks.tell((bits, tag), of_main, fetches, place)
         return bits if found is None else int(found)
 
-    def _refuse(self, line: FrameType) -> None:
-        own = f"reads a number from a tensor at {line.f_code.co_filename}:{line.f_lineno} (read {self._num_reads})"
-        where = self._here.gather_with_deadline("crossed", own, CROSSED_DEADLINE_S)
-        lines = "; ".join(f"rank {rank} {said}" for rank, said in where.items())
-        raise WorldError(
-            f"ranks are at different lines: {lines}. Their numbers would be mixed up, and ranks would train "
-            "differently. They diverged earlier: by a decision on something that is not a tensor (a clock, a file, "
-            "entropy), or in code that one rank runs alone."
-        )
+    def _refuse(self, place: str) -> None:
+        raise blocks.are_apart(self._here.gather_with_deadline("crossed", place, CROSSED_DEADLINE_S))
 
 
 @functools.lru_cache(maxsize=1024)
