@@ -104,7 +104,7 @@ def gather_with_deadline(here: World, name: str, value: T, deadline_s: float) ->
     return {rank: messages.from_store(received[rank], f"meet/{name}/{rank}") for rank in sorted(received)}
 
 
-FIRST_PAUSE_S = 5e-5  # a millisecond would be a step's largest part where a program looks at the clock in each
+FIRST_PAUSE_S = 5e-5  # a program may look at the clock several times a step, and then other ranks wait here
 
 
 def comes(store: Any, rank: int, key: str, end: float) -> bool:

@@ -188,7 +188,7 @@ def _one_process_shown() -> Iterator[None]:
 def _cores_shared(num_ranks: int) -> Iterator[None]:
     """Within this block the program gets at most a rank's share of the cores for its threads. Local.
 
-    On more, the ranks' threads wait for each other: robomimic, which sets two, takes 60 ms a step for 4.
+    On more, the ranks' threads wait for each other in each operation. (robomimic sets two threads.)
     """
     original = torch.set_num_threads
 
