@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from ddpshim.job.group import setup as setup
     from ddpshim.job.group import world as world
     from ddpshim.job.noise import split_random_streams as split_random_streams
-    from ddpshim.job.whole_batch import whole_batch as whole_batch
     from ddpshim.job.world import World as World
     from ddpshim.launch.spawning import spawn as spawn
     from ddpshim.model.accumulation import accumulate as accumulate
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
     from ddpshim.model.guard import watch as watch
     from ddpshim.model.keys import unwrap as unwrap
     from ddpshim.model.parallel import wrap_parallel as wrap_parallel
-    from ddpshim.model.virtual_step import virtual_step as virtual_step
     from ddpshim.observe.recording import profile as profile
     from ddpshim.observe.recording import record as record
     from ddpshim.options import Options as Options
@@ -82,9 +80,7 @@ _HOMES = {
     "shared_random_streams": "process.random_streams",
     "shard_tfdata": "data.tfdata",
     "unwrap": "model.keys",
-    "virtual_step": "model.virtual_step",
     "watch": "model.guard",
-    "whole_batch": "job.whole_batch",
 }
 
 __all__ = [

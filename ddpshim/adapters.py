@@ -66,6 +66,13 @@ class Adapter(Protocol):
         Without it, only the module is checked before ranks start. It should import little, and nothing of the package.
         """
 
+    def batch_size(self, arguments: Sequence[str]) -> Optional[int]:
+        """Return the batch size of the package's trainer with these arguments; None if it is unknown.
+
+        If the ranks do not divide it, and with the option `exact`, a trainer that is patched in memory holds whole
+        batches; what the set calls must then do as without a launcher (`ddpshim.job.world.world_of_shares`).
+        """
+
     def rollouts(self) -> list[tuple[str, str]]:
         """Return (module, class) for each class whose subclasses make environments and play them in `run`.
 

@@ -19,12 +19,6 @@ SECTION = "ddpshim"
 _Own = TypeVar("_Own", bound="Options")
 _LONGEST_SHOWN = 200  # characters of a value that is not allowed
 
-# The values that the option `exact` allows for other options; the first is the default.
-_EXACT_NEEDS: dict[str, tuple[Any, ...]] = {
-    "noise": ("one_process",),
-    "per_rank_batch": (False,),
-}
-
 
 class Kind(NamedTuple):
     """The type of an option: a description of its allowed values, and a parser that raises ValueError for others."""
@@ -126,15 +120,11 @@ class Options:
         _choice("one_process", "per_rank"),
         "one_process: each rank gets its rows of the noise of one process; per_rank: it has its own random streams",
     )
-    data_draws: str = option(
-        "one_process",
-        _choice("one_process", "by_sample"),
-        "of a dataset: one_process: each rank loads whole batches; by_sample: only its rows, with other draws",
-    )
     exact: Optional[int] = option(
         None,
         or_none(whole(1)),
-        "number of virtual ranks: any number of ranks that divides it trains the same weights, to the last bit",
+        "number of pieces of a batch: any number of ranks that divides it trains the same weights, to the last bit; "
+        "for programs that hold whole batches",
     )
     capture: str = option(
         "auto",
@@ -287,13 +277,6 @@ def _parse(kind: type[Options], found: Mapping[str, tuple[str, Any]], problems: 
             f"{found['lr_rule'][0]}: lr_rule={values['lr_rule']} without per_rank_batch: the global batch is "
             "unchanged, so the learning rate must be too. Set per_rank_batch as well, or leave lr_rule out"
         )
-    if values.get("exact") is not None:
-        for name, allowed in _EXACT_NEEDS.items():
-            if values.get(name, allowed[0]) not in allowed:
-                problems.append(
-                    f"{found[name][0]}: {name}={values[name]} with exact={values['exact']}: results would depend on "
-                    f"the number of ranks. Leave {name} out"
-                )
     if problems:
         count = f"{len(problems)} options are" if len(problems) > 1 else "1 option is"
         lines = "".join(f"\n  - {problem}" for problem in problems)

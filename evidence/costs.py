@@ -1,13 +1,11 @@
-"""Measures what ddpshim's checks add to a step: the guards, a record for the report, `exact`, and a certificate.
+"""Measures what ddpshim's checks add to a step: the guards, a record for the report, and a certificate.
 
     python -m evidence.costs [--quick]
 
-Steps of two policies of 5M parameters with a check and without alternate, on two ranks and one thread each: linear
-layers, bound by memory, and convolutions, bound by computation. On a busy machine such a ratio is mostly noise; the
-time inside a check's own code is reliable. `exact` is compared with an ordinary step on as many ranks as virtual ranks,
-and on one rank, which makes the steps of four, with gradients that are accumulated over four parts. Of a certificate
-is counted, over 200 steps of a program with a mark every 100, the time inside the recorder with its waiting for the
-other rank, and the CPU time of its thread, which may also run beside the steps: the most that it can cost.
+Steps of a policy of 5M parameters with guards and without alternate, on two ranks and one thread each. On a busy
+machine such a ratio is mostly noise; the time inside a guard's own code is reliable. Of a certificate is counted, over
+200 steps of a program with a mark every 100, the time inside the recorder with its waiting for the other rank, and the
+CPU time of its thread, which may also run beside the steps: the most that it can cost.
 """
 
 from __future__ import annotations
@@ -38,55 +36,41 @@ from evidence.results import Result, main, median_and_quartiles, ratio
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
-BATCH_SIZE, NUM_PARTS = 128, 4
+BATCH_SIZE = 128
 DEADLINE_S = 600
 MOST = 0.02
 
 
-def policy(kind: str) -> tuple[nn.Module, torch.Tensor]:
+def policy() -> tuple[nn.Module, torch.Tensor]:
     """Return a policy, and this rank's share of a batch."""
-    if kind == "layers":
-        widths, size = [288, *[1100] * 4, 224], (288,)
-        pairs = [(nn.Linear(a, b), nn.ReLU()) for a, b in zip(widths, widths[1:])]
-    else:
-        widths, size = [14, 256, 512, 640, 512, 256, 14], (14, 16)
-        pairs = [(nn.Conv1d(a, b, 5, padding=2), nn.Mish()) for a, b in zip(widths, widths[1:])]
-    net = nn.Sequential(*[part for pair in pairs for part in pair][:-1])
-    return net, torch.randn(BATCH_SIZE // ddpshim.world().world_size, *size)
+    widths = [288, *[1100] * 4, 224]
+    layers = [layer for a, b in zip(widths, widths[1:]) for layer in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(*layers[:-1]), torch.randn(BATCH_SIZE // ddpshim.world().world_size, widths[0])
 
 
-def step(net: Any, optimizer: Any, x: torch.Tensor, num_parts: int = 1) -> None:
+def step(net: Any, optimizer: Any, x: torch.Tensor) -> None:
     optimizer.zero_grad()
-    for i in range(num_parts):
-        (net(x[i::num_parts]).square().mean() / num_parts).backward()
+    net(x).square().mean().backward()
     optimizer.step()
 
 
-def step_ms(which: str, kind: str, num_rounds: int) -> dict[str, list[float]]:
-    """Return the milliseconds of this rank's steps without the check `which`, and with it (collective)."""
+def step_ms(num_rounds: int) -> dict[str, list[float]]:
+    """Return the milliseconds of this rank's steps without guards, and with them (collective)."""
     torch.set_num_threads(1)
     plain, found = ddpshim.world(), dict[str, list[float]](without=[], to=[])
-    is_alone = plain.world_size == 1
     worlds = {"without": replace(plain, options=replace(plain.options, guard=False)), "to": plain}
-    if which == "exact":
-        num_virtual = NUM_PARTS if is_alone else plain.world_size
-        worlds["to"] = replace(plain, options=replace(plain.options, guard=False, exact=num_virtual))
     arms: dict[str, Callable[[], Any]] = {}
     for name, world in worlds.items():
         current().world = world
         with ddpshim.shared_random_streams(0):
-            net, x = policy(kind)
-        wrapped = net if is_alone and name == "without" else ddpshim.wrap_parallel(net)
-        own = functools.partial(step, wrapped, torch.optim.Adam(net.parameters(), lr=1e-4), x)
-        if which == "exact" and name == "to":
-            own = functools.partial(ddpshim.virtual_step(step, *own.args[:2]), x)
-        arms[name] = functools.partial(own, num_parts=NUM_PARTS) if is_alone and name == "without" else own
+            net, x = policy()
+        arms[name] = functools.partial(step, ddpshim.wrap_parallel(net), torch.optim.Adam(net.parameters(), lr=1e-4), x)
     watched = current().part(guard.Watched)
     for number in range(num_rounds + 2):
         for name in sorted(arms, reverse=number % 2 == 1):
             current().world = worlds[name]
             # The hooks belong to the process, not to a policy.
-            (guard.watch_optimizers if (which, name) == ("guard", "to") else watched.unwatch_optimizers)()
+            (guard.watch_optimizers if name == "to" else watched.unwatch_optimizers)()
             shares.begin_batch(len(x))
             plain.barrier()
             start = time.perf_counter()
@@ -99,7 +83,7 @@ def step_ms(which: str, kind: str, num_rounds: int) -> dict[str, list[float]]:
 
 def guards_own_ms() -> dict[str, float]:
     """Return the milliseconds inside the guards' own code, by occasion (collective)."""
-    net, x = policy("layers")
+    net, x = policy()
     wrapped = ddpshim.wrap_parallel(net)
     optimizer = torch.optim.Adam(wrapped.parameters(), lr=1e-4)
     step(wrapped, optimizer, x)
@@ -176,22 +160,11 @@ def certified(name: str) -> dict[str, float]:
         return json.loads(out.read_text())  # type: ignore[no-any-return]
 
 
-PAIRS = (  # what is compared, of which policy, on how many ranks
-    ("guard", "layers", 2, "a step with guards over one without, layers"),
-    ("exact", "layers", 2, "exact over an ordinary step, 2 of 2 ranks, layers"),
-    ("exact", "layers", 1, "exact over accumulation, 1 rank for 4, layers"),
-    ("exact", "convolutions", 2, "exact over an ordinary step, 2 of 2 ranks, convolutions"),
-    ("exact", "convolutions", 1, "exact over accumulation, 1 rank for 4, convolutions"),
-)
-
-
 def run(quick: bool) -> Iterator[Result]:
-    for which, kind, num_ranks, what in PAIRS:
-        off = {} if which == "guard" else {"DDPSHIM_GUARD": "0"}  # it would also check the networks of the other arm
-        got = run_ranks(step_ms, num_ranks, which, kind, 4 if quick else 60, timeout_s=900, environ=off)[0]
-        value, quartiles = ratio(got["to"], got["without"])
-        note = f"{median_and_quartiles(got['without'])[0]:.0f} ms without"
-        yield Result("costs", what, value, "x", quartiles, note=note)
+    got = run_ranks(step_ms, 2, 4 if quick else 60, timeout_s=900)[0]
+    value, quartiles = ratio(got["to"], got["without"])
+    note = f"{median_and_quartiles(got['without'])[0]:.0f} ms without"
+    yield Result("costs", "a step with guards over one without", value, "x", quartiles, note=note)
     for what, ms in run_ranks(guards_own_ms, 2, timeout_s=300)[0].items():
         yield Result("costs", what, ms, "ms")
     yield Result("costs", "recording's own code in a step", record_us(4 if quick else 20), "us of CPU", at_most=50.0)

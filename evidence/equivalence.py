@@ -326,12 +326,13 @@ def compare(
     steps: Optional[int] = 10,
     epochs: int = 2,
     releases: Optional[Path] = None,
+    way: str = "patched",
 ) -> list[dict[str, Any]]:
     """Return a row for each variant and number of ranks: how the run differs from the unchanged release.
 
     `releases`: the folder with copies of the release, if not `folder`.
     """
-    tree = copy_release(release, releases or folder)
+    tree = copy_release(release, releases or folder, way)
     plain = copy_release(release, releases or folder, "plain")
     sizes = {v: 24 if "train.batch_size" in VARIANTS[v][1] else 96 for v in variants}  # 2, 3 and 4 ranks divide them
     made = {
@@ -340,11 +341,11 @@ def compare(
     }
     jobs: list[Any] = [(made[v], folder / f"{v}-plain-{precision}", None) for v in variants]
     alone = dict(zip(variants, train_all(plain, jobs, precision)))
-    for run in alone.values():
-        if not [*run.folder.glob("out/*/*/models/*.pth")]:
-            run.exit_code = 1  # upstream prints the exception, and exits with 0
     keys = [(v, n) for v in variants for n in ranks]
     runs = dict(zip(keys, train_all(tree, [(made[v], folder / f"{v}-{n}-{precision}", n) for v, n in keys], precision)))
+    for run in (*alone.values(), *runs.values()):
+        if not [*run.folder.glob("out/*/*/models/*.pth")]:
+            run.exit_code = 1  # upstream prints the exception, and exits with 0
     loaded = loads_unpatched(plain, [run for run in (*alone.values(), *runs.values()) if not run.exit_code])
     rows: list[dict[str, Any]] = []
     for variant in variants:
@@ -466,6 +467,7 @@ def main() -> None:
     parser.add_argument("--release", default="0.3.0")
     parser.add_argument("--algo", default="all", help="names from evidence/variants.py, or all")
     parser.add_argument("--ranks", default="2,3,4")
+    parser.add_argument("--way", default="patched", choices=["patched", "unedited", "rows"], help="of tests.trainer")
     parser.add_argument("--precision", default="float32", choices=["float32", "float64"])
     parser.add_argument("--steps", type=int, default=10, help="gradient steps an epoch; 0: a whole pass")
     parser.add_argument("--epochs", type=int, default=2)
@@ -485,6 +487,7 @@ def main() -> None:
             args.precision,
             args.steps or None,
             args.epochs,
+            way=args.way,
         )
     where = "DDPSHIM_UPSTREAM=… " if os.environ.get("DDPSHIM_UPSTREAM") else ""
     text = section(args.release, f"{where}python -m evidence.equivalence {' '.join(sys.argv[1:])}", rows)

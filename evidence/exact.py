@@ -1,4 +1,4 @@
-"""Checks that the patched robomimic with the option `exact` ends with one hash on all numbers of ranks that divide it.
+"""Checks that robomimic with the option `exact` ends with one hash on all numbers of ranks that divide it.
 
 Run it: python -m evidence.exact --release 0.5.0 --algo all --exact 4 --ranks 1,2,4
 
@@ -42,10 +42,17 @@ def _hash(observed: dict[str, Any], run: Run) -> str:
 
 
 def train(
-    release: str, variant: str, exact: int, ranks: Sequence[int], folder: Path, steps: int, epochs: int, **settings: Any
+    release: str,
+    variant: str,
+    exact: int,
+    ranks: Sequence[int],
+    folder: Path,
+    steps: int,
+    epochs: int,
+    **settings: Any,
 ) -> list[str]:
     """Train on each number of ranks; return the hash of each run, or how it failed."""
-    tree = equivalence.copy_release(release, folder)
+    tree = equivalence.copy_release(release, folder, "rows")
     batch = 24 if VARIANTS[variant][1].get("train.batch_size") else 96
     settings = {**equivalence.VALIDATION, "train__batch_size": batch, **settings}
     config = equivalence.make_run_config(tree, release, variant, folder, steps, epochs, **settings)
@@ -86,7 +93,8 @@ def main() -> None:
         folder = (args.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         for variant in variants:
-            found = train(args.release, variant, args.exact, ranks, folder, args.steps, args.epochs, **settings)
+            given = args.exact, ranks, folder, args.steps, args.epochs
+            found = train(args.release, variant, *given, **settings)
             is_same = len(set(found)) == 1 and not found[0].startswith("failed")
             rows.append((variant, *found, "yes" if is_same else "**no**"))
     columns = ("algorithm", *(f"{n} of {args.exact}" for n in ranks), "one hash")

@@ -59,10 +59,10 @@ def _train(start: int, config: str) -> None:
     """Run as one rank of a start, in the training's folder."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(start)
     os.environ["DDPSHIM_CHECKPOINT_EVERY_S"] = str(EVERY_S)
+    _write_down_steps(Path(f"steps_{start}_{os.environ['RANK']}.txt"))  # before the main rank alone writes
     trainer.activate()
     observed._in_float64()
     observed._with_small_unet()
-    _write_down_steps(Path(f"steps_{start}_{os.environ['RANK']}.txt"))
     torch.set_num_threads(1)
     sys.argv = ["train.py", "--config", config]
     trainer.run_trainer()
@@ -194,6 +194,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
     if args.exact:
+        args.way = "rows"
         os.environ["DDPSHIM_EXACT"] = str(args.exact)
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)

@@ -56,22 +56,25 @@ FORBIDDEN = {
     "optimizer=lbfgs clip=norm|value": "its closure computes",
     "optimizer=lbfgs precision=bf16": "it divides by differences of gradients",
     "door=shares accumulate=parts": "parts of a rank's rows have other samples (docs/check.md)",
-    "door=shares exact=6 drop_last=no": "shares of equal size (docs/same_experiment.md)",
-    "door=shares exact=6 batch=7": "the same",
-    "door=shares exact=6 evaluate=loader": "the same",
-    "door=shares sampler=stream drop_last=no": "the last batch is filled up (make_loader)",
-    "door=shares sampler=stream workers=2|persistent": "reported: one process reads it once for each worker",
-    "door=shares sampler=stream draws=torch|numpy|python": "reported: draws of its own (docs/same_experiment.md)",
+    "door=shares exact=6": "for programs that hold whole batches (docs/same_experiment.md)",
+    "door=shares batch=7": "the ranks must divide each batch",
+    "door=shares ranks=3 drop_last=no": "the same",
+    "door=shares ranks=3 evaluate=loader": "the same",
+    "door=shares sampler=subset drop_last=no": "the same",
+    "door=shares resume=flag_other|signal_other drop_last=no": "the same, on three ranks",
+    "door=shares resume=flag_other|signal_other evaluate=loader": "the same",
+    "door=shares sampler=stream": "every rank would read it whole",
+    "sampler=subset drop_last=yes accumulate=batches resume=signal|signal_other": "too few steps are left to stop",
     "tool=check|certificate resume=flag|flag_other|signal|signal_other": "they start the program once",
     "tool=check exact=6": "it compares with plain torch",
     "tool=certificate exact=no": "a certificate has it",
+    "tool=certificate door=shares": "the same",
     "exact=6 resume=flag_other|signal_other": "compared with one rank",
     "workers=persistent resume=signal|signal_other draws=torch|numpy|python": "drawn again (docs/same_experiment.md)",
     "workers=persistent resume=signal|signal_other collate=noise": "the same",
 }
 # Refusals that the docs name: where, and words of the line.
 REFUSED = {
-    "door=shares sampler=stream": "does not split over",
     "door=shares net=transformer": "do not show the memory layout",
 }
 TOLERANCE, NUDGES, DEADLINE_S = {"float64": 1e-9, "float32": 1e-6, "bf16": 1e-3}, 30, 120.0
@@ -147,8 +150,8 @@ class Run:
 
     def start(self, *command: str, code: int = 0) -> str:
         environ = {**environment(), "DDPSHIM_ROWS": "all"}
-        if self.num_ranks and self.row["exact"] != "no":  # with shares without virtual_step: a virtual rank for each
-            environ["DDPSHIM_EXACT"] = self.row["ranks" if self.row["door"] == "shares" else "exact"]
+        if self.num_ranks and self.row["exact"] != "no":
+            environ["DDPSHIM_EXACT"] = self.row["exact"]
         found, said = start_afresh(command, environ, self.folder, DEADLINE_S)
         if found != code:
             raise Ended(found, said)
@@ -174,8 +177,7 @@ class Run:
         if self.row["tool"] == "check":
             self.start("-m", "ddpshim", "check", "--nproc", self.row["ranks"], *self.program)
         elif self.row["tool"] == "certificate":
-            nproc = self.row["ranks"] if self.row["door"] == "shares" else "1"
-            self.start("-m", "ddpshim", "check", "--certificate", "run.json", "--nproc", nproc, "--steps", "0:2")
+            self.start("-m", "ddpshim", "check", "--certificate", "run.json", "--nproc", "1", "--steps", "0:2")
 
 
 def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> tuple[float, str]:
@@ -198,7 +200,7 @@ def judge(row: Row, folder: Path) -> Outcome:
         certify = ["--certify", "run.json", "--certify-every", "2"] if row["tool"] == "certificate" else []
         found = ranks.train(*certify)
         (Run(folder / "checked", row, int(row["ranks"])) if row["tool"] == "check" else ranks).ask_tool()
-        if row["exact"] != "no" and row["door"] != "shares":
+        if row["exact"] != "no":
             by, where = apart(Run(folder / "alone", row, 1).train(), found)
             if by:
                 return Outcome("different", f"exact, from one rank: {where} by {by:.0e}")

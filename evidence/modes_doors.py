@@ -56,7 +56,7 @@ class Shares(Global):
         return self.world.mean_over(total, count)
 
     def whole(self, loss: Any) -> Any:
-        return ddpshim.whole_batch(loss)
+        return lambda *of_rows: loss(*map(self.world.all_gather, of_rows))
 
     def rows(self, values: Any) -> Any:
         return self.world.all_gather(values)

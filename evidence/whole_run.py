@@ -1,10 +1,12 @@
 """Compares the released robomimic trainer with the same under `ddpshim run` as a world of one, in alternation.
 
-    python -m evidence.whole_run [--quick] [--only bc]
+    python -m evidence.whole_run [--quick] [--only bc] [--nproc 2]
 
 Both train the same config on the Lift demonstrations, unedited, and must end with the same weights. Both are started;
 then they take turns: one runs for an epoch while the other is stopped (SIGSTOP), so that other programs slow both
 alike. The time to the first step is measured with programs that train one step, one after the other, also by torchrun.
+With `--nproc N` the released trainer takes turns with `run` on N ranks of one thread, whose programs hold shares of
+batches (as robomimic does), or whole batches (DDPSHIM_UNEDITED=on).
 """
 
 from __future__ import annotations
@@ -64,10 +66,10 @@ CONFIGS = {
 class Trainer:
     """A training program with all its processes, which can be stopped and continued."""
 
-    def __init__(self, command: Sequence[str], log: Path) -> None:
+    def __init__(self, command: Sequence[str], log: Path, **more: str) -> None:
         self._log = log
         path = os.pathsep.join([str(tree()), str(ROOT)])
-        environ = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
+        environ = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore", **more}
         environ.pop("PYTHONDONTWRITEBYTECODE", None)  # bytecode exists after `pip install`, too
         with log.open("wb") as file:
             self.process = subprocess.Popen(
@@ -120,11 +122,11 @@ def tree() -> Path:
     return found
 
 
-def _commands(config: Path) -> dict[str, list[str]]:
+def _commands(config: Path, nproc: str = "1") -> dict[str, list[str]]:
     arguments = [str(tree() / "robomimic" / "scripts" / "train.py"), "--config", str(config)]
     return {
         "released": [sys.executable, *arguments],
-        "ours": [sys.executable, "-m", "ddpshim", "run", "--nproc", "1", *arguments],
+        "ours": [sys.executable, "-m", "ddpshim", "run", "--nproc", nproc, *arguments],
         "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments],
     }
 
@@ -165,14 +167,16 @@ def _difference(one: Path, other: Path) -> str:
     return "trained weights equal to the last bit" if far == 0 else f"trained weights within {far:.1g}"
 
 
-def steps_a_second(name: str, folder: Path, epochs: int) -> Iterator[Result]:
-    """Yield the ratio of steps per second, launched over released; their epochs alternate."""
+def seconds_of_epochs(name: str, folder: Path, epochs: int, doors: dict[str, dict[str, str]]) -> dict[str, list[float]]:
+    """Return the seconds of each door's epochs, which alternate. `doors`: its command, and variables."""
     chosen = CONFIGS[name]
     arms: dict[str, Trainer] = {}
     try:
-        for arm in ("released", "ours"):
-            config = config_file(chosen, folder / name / arm, epochs + 1, chosen.steps)
-            arms[arm] = Trainer(_commands(config)[arm], config.parent / "log.txt")
+        for arm, given in doors.items():
+            config, more = config_file(chosen, folder / name / arm, epochs + 1, chosen.steps), {**given}
+            arms[arm] = Trainer(
+                _commands(config, more.pop("nproc", "1"))[more.pop("by")], config.parent / "log.txt", **more
+            )
             arms[arm].until(b"Train Epoch 1\n")
             arms[arm].stop()
         done = dict.fromkeys(arms, 2)
@@ -183,12 +187,31 @@ def steps_a_second(name: str, folder: Path, epochs: int) -> Iterator[Result]:
             arms[arm].stop()
             return seconds
 
-        found = alternate({arm: (lambda arm=arm: one_epoch(arm)) for arm in arms}, epochs)
+        return alternate({arm: (lambda arm=arm: one_epoch(arm)) for arm in arms}, epochs)
     finally:
         for trainer in arms.values():
             trainer.end()
+
+
+def on_ranks(name: str, folder: Path, epochs: int, num_ranks: int) -> Iterator[Result]:
+    """Yield the time of a step on ranks, with shares of batches and with whole batches, over the released one's."""
+    run = {"by": "ours", "nproc": str(num_ranks), "OMP_NUM_THREADS": "1"}
+    doors = {"released": {"by": "released"}, "shares": run, "whole": {**run, "DDPSHIM_UNEDITED": "on"}}
+    found = seconds_of_epochs(name, folder, epochs, doors)
+    ms = {arm: 1000 * median_and_quartiles(found[arm])[0] / CONFIGS[name].steps for arm in doors}
+    note = ", ".join(f"{arm} {ms[arm]:.3g} ms a step" for arm in doors)
+    for arm in ("shares", "whole"):
+        value, quartiles = ratio(found[arm], found["released"])
+        what = f"a step on {num_ranks} ranks, {arm} batches, {CONFIGS[name].what}".replace("shares batches", "shares")
+        yield Result("whole_run", what, value, "x released", quartiles, note=note)
+
+
+def steps_a_second(name: str, folder: Path, epochs: int) -> Iterator[Result]:
+    """Yield the ratio of steps per second, launched over released; their epochs alternate."""
+    chosen, doors = CONFIGS[name], {arm: {"by": arm} for arm in ("released", "ours")}
+    found = seconds_of_epochs(name, folder, epochs, doors)
     value, quartiles = ratio(found["released"], found["ours"])
-    seconds = {arm: median_and_quartiles(found[arm])[0] / chosen.steps for arm in arms}
+    seconds = {arm: median_and_quartiles(found[arm])[0] / chosen.steps for arm in doors}
     note = (
         f"{1 / seconds['ours']:.4g} and {1 / seconds['released']:.4g} steps a second; "
         f"{(epochs + 1) * chosen.steps} steps, "
@@ -223,14 +246,17 @@ def first_step(folder: Path, rounds: int) -> Iterator[Result]:
     yield Result("whole_run", what, value, "x torchrun", quartiles, at_most=1.0)
 
 
-def run(quick: bool = False, only: Sequence[str] = ()) -> Iterator[Result]:
-    """Yield the steps a second of each config, and the time to the first step."""
+def run(quick: bool = False, only: Sequence[str] = (), num_ranks: int = 1) -> Iterator[Result]:
+    """Yield the steps a second of each config, and the time to the first step; on several ranks the time of a step."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for name in only or (("bc", "bc_rnn_gmm") if quick else CONFIGS):
-            if name != "start":
-                yield from steps_a_second(name, folder, 4 if quick else CONFIGS[name].epochs)
-        if not only or "start" in only:
+            epochs = 4 if quick or name == "start" else CONFIGS[name].epochs
+            if num_ranks > 1:
+                yield from on_ranks(name, folder, epochs, num_ranks)
+            elif name != "start":
+                yield from steps_a_second(name, folder, epochs)
+        if num_ranks == 1 and (not only or "start" in only):
             yield from first_step(folder, 1 if quick else 4)
 
 
@@ -238,6 +264,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two configs, and fewer epochs")
     parser.add_argument("--only", nargs="+", default=[], choices=[*CONFIGS, "start"])
+    parser.add_argument("--nproc", type=int, default=1)
     args = parser.parse_args()
-    for result in run(args.quick, args.only):
+    for result in run(args.quick, args.only, args.nproc):
         print(result, flush=True)

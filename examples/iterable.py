@@ -32,7 +32,6 @@ def decode(record):
 def main():
     world = ddpshim.setup(seed=1)
     share = ddpshim.shard_iterable(Records(), decode)
-    # Without an expensive `decode`, ddpshim.make_loader(Records(), batch_size=...) is enough.
     loader = DataLoader(share, batch_size=BATCH_SIZE // world.world_size, num_workers=NUM_WORKERS)
     for epoch in range(2):
         share.set_epoch(epoch)  # also reaches the loader's workers

@@ -148,6 +148,9 @@ def train(
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     launcher = [] if way == "released" else torchrun
     trainer = [str(ROOT / "examples" / "recorded_train.py"), way, str(folder), "--config", str(config)]
+    if way == "run":  # the samples are not recorded
+        launcher = ["-m", "ddpshim", "run", "--no-logs", "--nproc", str(num_ranks)]
+        trainer = ["-m", "robomimic.scripts.train", "--config", str(config)]
     is_shown = not more
     if is_shown:
         print(f"\n{algo}, {way}: {epochs} epochs of {steps} steps on {num_ranks} process{'es' * (num_ranks > 1)}")
@@ -184,7 +187,8 @@ def train(
         model = torch.load(checkpoint, map_location="cpu", weights_only=False)["model"]
         held = model.get("nets", model)
         weights[int(checkpoint.stem.split("_")[-1])] = {key.replace(".module.", "."): held[key] for key in held}
-    samples = [json.loads((folder / f"samples_{rank}.json").read_text()) for rank in range(num_ranks)]
+    recorded = sorted(folder.glob("samples_*.json"), key=lambda path: int(path.stem.split("_")[1]))
+    samples = [json.loads(path.read_text()) for path in recorded]
     return Result(code, [*losses.values()], weights, samples)
 
 
@@ -272,7 +276,7 @@ def show_hashes(algo: str, num_ranks: int, out: Path, environ: dict[str, str]) -
     sizes, hashes = (1, num_ranks), []
     for size in sizes:
         given = {**environ, "DDPSHIM_EXACT": str(num_ranks)}
-        run = train(algo, "ddpshim", size, EXACT_STEPS // 2, 2, out / f"exact_{size}", given, **SETTINGS[algo])
+        run = train(algo, "run", size, EXACT_STEPS // 2, 2, out / f"exact_{size}", given, **SETTINGS[algo])
         made = hashlib.sha256()
         for _, weights in sorted(run.weights.items()):
             for key in sorted(weights):

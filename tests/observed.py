@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
+import ddpshim
 from ddpshim.process.random_streams import global_states
 from examples.recorded_train import record_samples
 from tests import faults, trainer
@@ -98,7 +99,8 @@ class _Noted:
         return map(self._note, self._loader)
 
     def _note(self, batch: Any) -> Any:
-        self._batches.append(batch["index"].tolist())
+        if "index" in batch:
+            self._batches.append(batch["index"].tolist())
         return batch
 
 
@@ -120,7 +122,8 @@ def _write_down_data(out: dict[str, Any]) -> None:
 
     def indexed(fetcher: Any, indices: list[int]) -> Any:
         batch = fetch(fetcher, indices)
-        batch.setdefault("index", torch.tensor(indices))  # as 0.5.0 does; 0.3.0 and 0.4.0 don't
+        if isinstance(batch, dict):  # none on row tensors, of which a batch is made later
+            batch.setdefault("index", torch.tensor(indices))  # as 0.5.0 does; 0.3.0 and 0.4.0 don't
         return batch
 
     def counted(compute: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -213,7 +216,7 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def observe(folder: str, precision: str, arguments: list[str]) -> None:
-    rank = os.environ.get("RANK", "plain")
+    rank, is_on_rows = os.environ.get("RANK", "plain"), os.environ.get(trainer.UNEDITED) == "rows"
     out: dict[str, Any] = {}
     trainer.activate()
     if precision == "float64":
@@ -237,6 +240,8 @@ def observe(folder: str, precision: str, arguments: list[str]) -> None:
     if rank == "plain":
         out["states"] = global_states()
     out["networks"], out["moments"] = networks(out["model"]), moments(out.pop("model"))
+    if is_on_rows:
+        ddpshim.cleanup()  # until then the main rank alone writes
     torch.save(out, os.path.join(folder, f"observed_{rank}.pt"))
 
 

@@ -23,8 +23,6 @@ CHAPTERS = {
         "wrap_parallel",
         "unwrap",
         "accumulate",
-        "virtual_step",
-        "whole_batch",
         "split_random_streams",
         "shared_random_streams",
     ),

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import os
 import runpy
+import sys
 from pathlib import Path
 
 TRAINER = "robomimic.scripts.train"
-WAYS = ("patched", "plain", "unedited")
-UNEDITED = "OBSERVED_UNEDITED"  # a variable that is set if the trainer must be patched in memory
+WAYS = ("patched", "plain", "unedited", "rows")
+UNEDITED = "OBSERVED_UNEDITED"  # a variable: the way, if the trainer is unedited on ranks
 
 
 def way_of(tree: Path) -> str:
-    """Return how to run the trainer of a tree: patched on disk, plain, or unedited (patched in memory)."""
+    """Return how to run the trainer of a tree: patched on disk, plain, unedited (in memory), or with whole batches."""
     return next((way for way in WAYS if tree.name.endswith(f"-{way}")), "plain")
 
 
 def activate() -> None:
-    """Patch robomimic in memory if the tree is unedited; call it before robomimic is imported."""
+    """Patch robomimic in memory if the tree is unedited, as `run` does; call it before robomimic is imported."""
     if UNEDITED in os.environ:
         from ddpshim.trainers.patching import in_memory  # not at the top: forks may count loaded modules
 
         assert in_memory.set_in_memory("robomimic") or in_memory.patch_program(TRAINER)
+    if os.environ.get(UNEDITED) == "rows" and "RANK" in os.environ:  # none in the process from which ranks are forked
+        import ddpshim
+
+        if not ddpshim.setup(batch="global").is_main:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
 
 
 def run_trainer() -> None:

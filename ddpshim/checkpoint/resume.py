@@ -232,7 +232,7 @@ class Resumable:
             "steps of an epoch": total,
             "steps of a pass over the data": getattr(loader, "num_steps_of_a_pass", length),
             "global batch": getattr(loader, "global_batch_size", getattr(loader, "batch_size", None)),
-            "virtual ranks (exact)": self._world.options.exact,
+            "pieces of a batch (exact)": self._world.options.exact,
         }
         if self._restored is not None and epoch == self.epoch:
             self._enter(start, facts, can_enter)

@@ -1,7 +1,7 @@
 """Gives a dataset the random draws of one process: each rank fetches whole batches, and keeps its rows.
 
-If nothing is drawn, or with the option data_draws=by_sample, a rank fetches only its own rows; but never of a dataset
-whose `__getitems__` may combine the samples of a batch.
+If nothing is drawn, a rank fetches only its own rows; but never of a dataset whose `__getitems__` may combine the
+samples of a batch.
 """
 
 from __future__ import annotations
@@ -53,10 +53,7 @@ class SampleStreams(Dataset[Any]):
 
     Attributes:
         is_as_in_one_process: whether the next passes have the random streams of one process.
-        remedy: what is said to make loading faster.
     """
-
-    remedy = ". With DDPSHIM_DATA_DRAWS=by_sample each rank loads only its rows, with different draws"
 
     def __init__(
         self, dataset: Any, collate: Callable[[Any], Any], seed: int, share: tuple[int, int], num_workers: int
@@ -179,7 +176,7 @@ class SampleStreams(Dataset[Any]):
         self._set_state(_DRAWS)
         self._print_once(
             "draws random numbers for a sample: here they depend on the seed, the epoch and the sample's place in it, "
-            "on any number of ranks and workers; in a process without a launcher they do not (option data_draws)",
+            "on any number of ranks and workers; in a process without a launcher they do not",
             is_seen_by_all=not self._is_late,
         )
         if self._joins:
@@ -226,7 +223,7 @@ class SampleStreams(Dataset[Any]):
         self._set_state(_DRAWS)
         self._print_once(
             f"{what}: to draw what one process draws, each rank loads every whole batch and keeps its rows, which "
-            f"makes loading as slow as in one process{self.remedy}",
+            "makes loading as slow as in one process",
             is_seen_by_all,
             0,
         )

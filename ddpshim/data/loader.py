@@ -54,27 +54,20 @@ def make_loader(
     Otherwise, also with one rank, it returns a :class:`ShardedLoader`. The call is then collective, with equal
     arguments on every rank, and so is `iter()` if the order comes from the user's sampler or batch_sampler.
 
-    The order is the one that torch draws in one process, from the same random streams, at any world size; an iterable
-    dataset gives its own. The epoch advances with each `iter()`, even if the previous pass was abandoned. While a batch
-    is trained on, random numbers are drawn for the batch of all ranks, and each rank takes its rows (option noise). If
-    a map-style dataset draws random numbers for samples, each rank fetches whole batches, with the draws of one process
-    (option data_draws).
+    The order is the one that torch draws in one process, from the same random streams, at any world size. The epoch
+    advances with each `iter()`, even if the previous pass was abandoned. While a batch is trained on, random numbers
+    are drawn for the batch of all ranks, and each rank takes its rows (option noise). If a map-style dataset draws
+    random numbers for samples, each rank fetches whole batches, with the draws of one process.
 
     10 samples, 2 ranks, unshuffled: rank 0 sees 0 2 4 6 8, rank 1 sees 1 3 5 7 9.
 
     Args:
-        dataset: map-style or iterable. Every rank and worker reads an iterable one in full and keeps its share. So it
-            must give the same items for the same (seed, epoch): draws from the global generators do, entropy of
-            its own does not, and raises DataError in the pass. `get_worker_info()` is None in it, so that it does not
-            shard a second time. If it shards by rank, set `already_sharded`; if it reads too slowly, use
-            :func:`ddpshim.shard_iterable`. Its `set_epoch`, if it has one, is called.
+        dataset: map-style; or iterable, if it gives this rank's share (`already_sharded`).
         batch_size: of all ranks together. None: items are ready batches.
         sampler: as in torch; one draw of it is split over the ranks.
         batch_sampler: each of its lists is a global batch. `drop_last` does not apply to it.
         drop_last: default False without a launcher, as in torch; True launched, and a line reports samples left out.
-            In a batch that the ranks do not divide, some ranks have one row more, and gradients are the mean over all
-            rows; a rank without a row repeats one, with weight 0. The last batch of a stream is filled up instead, with
-            samples from its start, which then count twice.
+            False is refused if the ranks do not divide the last batch.
         collate_fn: if not given, robomimic's sequence datasets are fetched by the batch, with the same values.
         generator: torch's sampler draws from it, as in torch. Its `initial_seed()` is the default of `seed`.
         seed: of the draws of a stream, and of data workers. Default: the world's.

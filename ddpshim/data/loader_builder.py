@@ -25,7 +25,7 @@ from ddpshim.process.seeds import derive_seed
 from ddpshim.process.users_line import users_line
 
 if TYPE_CHECKING:
-    from ddpshim.data.iterable import ShardedStream
+    from ddpshim.data.iterable import OwnStream
     from ddpshim.data.torchs_order import TorchsBatches
 
 
@@ -84,10 +84,11 @@ class Parts:
         if self.batch_sampler is None:
             if self.sampler is not None:
                 self.refuse_too_small(self.sampler, "sampler")
-            batch_size = self.whole_batch_size(may_be_uneven=not self.already_sharded)
+            batch_size = self.whole_batch_size()
             num_samples = length(self.dataset if self.sampler is None else self.sampler) or 0
             self.refuse_no_step(num_samples, batch_size)
-            self._say_repeated(0 if self.drop_last or batch_size is None else num_samples % batch_size)
+            if not self.drop_last and batch_size is not None:
+                self._refuse_uneven_end(num_samples, num_samples % batch_size)
         elif self.per_rank_batch:
             raise DataError(
                 "per_rank_batch=True with a batch_sampler: its lists are global batches, so their size would be "
@@ -109,7 +110,7 @@ class Parts:
         batches = TorchsBatches(plain, self.sharers, EpochCounter(), self.options["num_workers"])
         declared = getattr(plain.batch_sampler, "batch_size", None)
         whole = declared if isinstance(declared, int) else None
-        per_rank = None if whole is None else len(range(self.sharers.rank, whole, self.num_shares)) or 1
+        per_rank = None if whole is None else whole // self.num_shares
         if whole is not None and self.already_sharded:
             whole *= self.world.world_size
         shown: dict[str, Any] = {} if plain.batch_sampler is None else {"sampler": batches}
@@ -119,17 +120,16 @@ class Parts:
             return self.loader(self.dataset, batches, None, shown, batch_size=None, sampler=batches)
         return self.loader(self.dataset, batches, whole, shown, batch_sampler=batches)
 
-    def _say_repeated(self, num_left: int) -> None:
-        if 0 < num_left < self.num_shares and self.world.is_main:
-            say(
-                f"the loader of {users_line()} has {count(num_left, 'sample')} in its last batch, for "
-                f"{self.num_shares} ranks: the others repeat one. Gradients ignore the repeats; a sum or a mean that "
-                "the program takes over a pass would count them again: take it from world.all_gather(values), one "
-                "value for each row, called inside the loop, where it leaves them out"
+    def _refuse_uneven_end(self, num_samples: int, num_left: int) -> None:
+        if num_left % self.num_shares:
+            raise DataError(
+                f"{num_samples} samples leave {num_left} for the last batch, which {self.num_shares} ranks do not "
+                "divide: their means would weigh samples differently. Use drop_last=True, a size that they divide, or "
+                'setup(batch="global"), which divides any batch.'
             )
 
-    def whole_batch_size(self, may_be_uneven: bool) -> Optional[int]:
-        """Return the size of a batch of all that share the order, which need not divide it if it `may_be_uneven`."""
+    def whole_batch_size(self) -> Optional[int]:
+        """Return the size of a batch of all that share the order."""
         if self.batch_size is None:
             if self.num_shares > 1:
                 raise DataError(
@@ -141,14 +141,14 @@ class Parts:
         num_ranks, num_whole = self.world.world_size, self.batch_size
         if self.per_rank_batch:
             num_whole *= num_ranks
-        elif num_whole < num_ranks or not may_be_uneven:
+        else:
             divide(num_whole, num_ranks)
         return num_whole * self.num_shares // num_ranks
 
     def loader(
         self,
         dataset: Any,
-        source: "Union[ShardedStream, TorchsBatches]",
+        source: "Union[OwnStream, TorchsBatches]",
         global_batch_size: Optional[int],
         shown: dict[str, Any],
         **batching: Any,
@@ -207,8 +207,9 @@ def divide(batch_size: int, world_size: int) -> int:
     if left_over:
         lower = batch_size - left_over
         raise DataError(
-            f"Global batch {batch_size} does not split over {world_size} ranks ({left_over} left over); "
-            f"ranks would step on unequal shards. Use {lower} or {lower + world_size}."
+            f"Global batch {batch_size} does not split over {world_size} ranks ({left_over} left over): their means "
+            f'would weigh samples differently. Use {lower} or {lower + world_size}, or setup(batch="global"), which '
+            "divides any batch."
         )
     return batch_size // world_size
 
@@ -365,8 +366,6 @@ def make(
         options["collate_fn"] = collate = _fetch_batches(here, dataset)
     loader = make_alike(parts)
     loader.fetches_whole_batches = collate is not None
-    if here.options.exact is not None:
-        _check_virtual_ranks(here.options.exact, loader.global_batch_size, drop_last or batch_sampler is not None)
     if already_sharded:
         use_own_batches()
     elif here.world_size > 1 and draws_alike():
@@ -390,20 +389,6 @@ def _say_dropped(world: World, loader: ShardedLoader, samples: Any) -> None:
         )
 
 
-def _check_virtual_ranks(exact: int, global_batch_size: Optional[int], drop_last: bool) -> None:
-    if global_batch_size is None or global_batch_size % exact:
-        size = "unknown size (batch_sampler=)" if global_batch_size is None else f"{global_batch_size} samples"
-        raise DataError(
-            f"a global batch of {size} with exact={exact}, which must divide it: virtual ranks would have different "
-            "numbers of samples. Use batch_size=, a multiple of it."
-        )
-    if not drop_last:
-        raise DataError(
-            f"drop_last=False with exact={exact}: the last batch of a pass would not divide over the virtual ranks. "
-            "Leave drop_last at True."
-        )
-
-
 def _fetch_batches(world: World, dataset: Any) -> "Optional[Collate]":
     """Make a dataset that an adapter knows give whole batches, if it can; return its collate_fn, else None."""
     fetcher = adapters.fetcher_of(dataset)
@@ -422,5 +407,4 @@ def _announce(world: World, global_batch_size: Optional[int]) -> None:
     if world.is_main and global_batch_size is not None and (global_batch_size, world.world_size) not in said:
         said.add((global_batch_size, world.world_size))
         ranks = count(world.world_size, "rank")
-        each, left = divmod(global_batch_size, world.world_size)
-        say(f"global batch {global_batch_size} = {ranks} x {f'{each} or {each + 1}' if left else each}")
+        say(f"global batch {global_batch_size} = {ranks} x {global_batch_size // world.world_size}")

@@ -10,17 +10,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddpshim.data.augmentation import SampleStreams
 from ddpshim.data.numbered import Enterable
-from ddpshim.errors import DataError
 from ddpshim.job import shares
-from ddpshim.job.group import world
 from ddpshim.job.noise import draws_alike
 from ddpshim.process.job import current
-from ddpshim.process.random_streams import PrivateRandom, digest, rank_states, restore_rank_states
-from ddpshim.process.say import say_once
+from ddpshim.process.random_streams import PrivateRandom
 from ddpshim.process.seeds import derive_seed
 
 if TYPE_CHECKING:
-    from ddpshim.data.iterable import ShardedStream
+    from ddpshim.data.iterable import OwnStream
     from ddpshim.data.torchs_order import TorchsBatches
 
 
@@ -34,7 +31,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
     def __init__(
         self,
         dataset: Any,
-        source: "Union[ShardedStream, TorchsBatches]",
+        source: "Union[OwnStream, TorchsBatches]",
         global_batch_size: Optional[int],
         seed: int,
         shown: dict[str, Any],
@@ -88,7 +85,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
     def __iter__(self) -> Any:
         epoch = self._source.epochs.advance()
         start, source = self._source.epochs.start_step, cast(Any, self._source)
-        draw, next_size, num_ahead = None, lambda: (self.batch_size, None), 0
+        draw, next_size, num_ahead = None, lambda: self.batch_size, 0
         if hasattr(source, "draw"):
             source.begin(epoch, draws_seed=self.restarts_workers or not self.has_begun)
             draw, next_size = functools.partial(source.draw, source.drawn), source.drawn.sizes.popleft
@@ -123,21 +120,17 @@ class ShardedLoader(DataLoader[Any], Enterable):
         own = None
         if self.num_workers == 0 and streams is not None:
             own = _Own(streams, derive_seed(self._seed, "here", *scope))
-        compare = None
-        if self.deals_shares and getattr(source, "num_readers", False):
-            number = current().next_number(f"stream {self.number}")
-            compare = source.comparison(world(), f"stream {self.number}/{number}/{epoch}")
         num_samples = source.num_samples() if hasattr(source, "num_samples") else None
         first = shares.Position(self.number, epoch, start, num_samples)
-        return _Pass(batches, draw, next_size, own, self.deals_shares, first, self.called, num_ahead, compare)
+        return _Pass(batches, draw, next_size, own, self.deals_shares, first, self.called, num_ahead)
 
     def _draws(self) -> SampleStreams:
         """Return the dataset with the random streams that it has in the pass that begins."""
-        here, is_first = world(), self._streams is None
+        is_first = self._streams is None
         if self._streams is None:
             seed, share = derive_seed(self._seed, "samples"), (self.rank, self.world_size)
             self._streams = SampleStreams(self.dataset, self.collate_fn, seed, share, self.num_workers)
-        as_ever = here.options.data_draws == "one_process" and self.deals_shares and draws_alike()
+        as_ever = self.deals_shares and draws_alike()
         has_seed = getattr(self._source, "workers_begun_with", None) is not None
         streams = self._streams
         streams.is_as_in_one_process = as_ever and has_seed and (is_first or streams.is_as_in_one_process)
@@ -160,13 +153,11 @@ class _Pass:
         first: shares.Position,
         called: str,
         num_ahead: int,
-        compare: Optional[Callable[[int], None]],
     ) -> None:
         self._batches, self._draw, self._next_size, self._own = batches, draw, next_size, own
-        self._deals_shares, self._is_uneven = deals_shares, False  # of the current batch
+        self._deals_shares = deals_shares
         self._next, self.called = first, called
         self._num_ahead = num_ahead  # batches fetched and dropped, so that each worker continues with its own
-        self._compare = compare  # each batch with those of other ranks, by its step
         self.position: Optional[shares.Position] = None  # of the current batch, if it may be trained on
 
     def __iter__(self) -> "_Pass":
@@ -175,9 +166,6 @@ class _Pass:
     def __next__(self) -> Any:
         if self._deals_shares:
             shares.end_batch(self)
-            if self._is_uneven:
-                self._is_uneven = False
-                self._draw_alike_again()
         if self._draw is not None:
             draw, self._draw = self._draw, None
             draw()
@@ -186,38 +174,15 @@ class _Pass:
         self._num_ahead = 0
         with contextlib.nullcontext() if self._own is None else self._own.swapped_in():
             batch = next(self._batches)
-        if self._compare is not None:
-            self._compare(self._next.step)
-        num_rows, total = self._next_size()
+        num_rows = self._next_size()
         current().progress.batch = (self._next.epoch, self._next.step)
         # A thread that fetches ahead may be at different batches on different ranks.
         feeds = torch.is_grad_enabled() and threading.current_thread() is threading.main_thread()
         self.position = self._next if feeds else None
         self._next = self._next._replace(step=self._next.step + 1)
         if self._deals_shares and num_rows:
-            shares.begin_batch(num_rows, self, total)
-            self._is_uneven = total is not None and total % world().world_size != 0
-            if self._is_uneven and threading.current_thread() is not threading.main_thread():
-                raise DataError(
-                    f"a thread takes a batch of {self.called} that does not divide over the ranks: a training step "
-                    "at the same time would be weighted as if it used that batch. Use drop_last=True, or fetch "
-                    "batches in the thread that trains."
-                )
+            shares.begin_batch(num_rows, self)
         return batch
-
-    def _draw_alike_again(self) -> None:
-        """Restore the main rank's random streams if an uneven batch left different ones on ranks (collective).
-
-        Ranks have different numbers of rows there, so a shape may seem to contain the batch on one rank alone.
-        """
-        here = world()
-        if draws_alike() and len(set(here.gather(digest()))) > 1:
-            restore_rank_states(here.broadcast(rank_states(here.device)), here.device)
-            if here.is_main:
-                say_once(
-                    f"in a batch of {self.called} that does not divide over the ranks, they drew different amounts "
-                    "of random numbers; one process would draw differently (option noise)"
-                )
 
     def __len__(self) -> int:
         return len(self._batches)

@@ -34,8 +34,7 @@ class _Drawn:
     num_ahead: int = 0  # how many of `batches` are before `start_step`
     opened_with: Any = None  # the random streams in which the caller's own sampler was asked for `indices`
     indices: Any = None  # on the main rank: that sampler's iterator
-    # (rows of this rank, rows of all ranks) of batches that torch's loader has requested and not yet given.
-    sizes: deque[tuple[int, int]] = field(default_factory=deque)
+    sizes: deque[int] = field(default_factory=deque)  # rows of batches that torch's loader has requested and not given
 
 
 class TorchsBatches(Sampler[Any]):
@@ -196,7 +195,7 @@ class TorchsBatches(Sampler[Any]):
         first_step, num_workers = drawn.start_step - drawn.num_ahead, self._num_workers
         for step, batch in enumerate(drawn.batches, first_step):
             if not isinstance(batch, (list, tuple)):
-                drawn.sizes.append((1, self._world.world_size))
+                drawn.sizes.append(1)
                 yield batch
                 continue
             rows = self._rows(batch)
@@ -204,20 +203,20 @@ class TorchsBatches(Sampler[Any]):
             share.whole, share.rows = list(batch), rows
             if step < first_step + num_workers:
                 share.before = drawn.before[step % num_workers :: num_workers]
-            drawn.sizes.append((len(share), len(batch)))
+            drawn.sizes.append(len(share))
             yield share
 
     def _rows(self, batch: Any) -> Sequence[int]:
-        """Return this rank's rows of the batch; a rank without one repeats another rank's, with weight 0."""
+        """Return this rank's rows of the batch."""
         here = self._world
         if not batch:
             raise DataError("A batch of the batch_sampler is empty; no rank could train on it. Leave it out.")
-        if here.options.exact is not None and len(batch) % here.options.exact:
+        if len(batch) % here.world_size:
             raise DataError(
-                f"A batch of the batch_sampler has {len(batch)} indices, with exact={here.options.exact}, which does "
-                "not divide them: virtual ranks would have different numbers of samples. Make it a multiple."
+                f"A batch of the batch_sampler has {len(batch)} indices, which {here.world_size} ranks do not divide: "
+                'their means would weigh samples differently. Use sizes that they divide, or setup(batch="global").'
             )
-        return range(here.rank, len(batch), here.world_size) or [here.rank % len(batch)]
+        return range(here.rank, len(batch), here.world_size)
 
 
 def _compact(batch: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 import ddpshim.robomimic.calls as adapter
 from ddpshim.data.numbered import Enterable
 from ddpshim.data.sharded_loader import ShardedLoader
-from ddpshim.job.group import world
+from ddpshim.job.world import world_of_shares
 from ddpshim.process.devices import bind_device
 from ddpshim.process.launch_env import read_launch_env
 
@@ -49,7 +49,7 @@ def data_parallel(module: nn.Module, **options: Any) -> nn.Module:
 
     Local: `ddpshim.robomimic.prepare` reduces the gradients. Published checkpoints have these keys.
     """
-    return _Held(module) if world().is_launched else nn.DataParallel(module, **options)
+    return _Held(module) if world_of_shares().is_launched else nn.DataParallel(module, **options)
 
 
 def tokenize(tokenizer: Any, texts: list[str], **options: Any) -> Any:
@@ -58,7 +58,7 @@ def tokenize(tokenizer: Any, texts: list[str], **options: Any) -> Any:
     Upstream sums the language model's outputs over all tokens, including padding, so the embedding of a text depends
     on the longest text in its batch.
     """
-    here = world()
+    here = world_of_shares()
     if here.world_size > 1:
         own = tokenizer(texts, **{**options, "padding": False, "return_tensors": None})["input_ids"]
         everyones = here.begin_gather([max(map(len, own))])(here.options.timeout_s)
@@ -73,7 +73,7 @@ def load_checkpoint(path: str) -> Any:
     """
     from robomimic.utils.file_utils import maybe_dict_from_checkpoint
 
-    if world().is_launched:
+    if world_of_shares().is_launched:
         return torch.load(os.path.expanduser(path), map_location="cpu")
     return maybe_dict_from_checkpoint(ckpt_path=path)
 

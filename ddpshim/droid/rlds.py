@@ -18,7 +18,7 @@ from ddpshim.data.loader import make_loader
 from ddpshim.data.loader_builder import divide
 from ddpshim.data.tfdata import divided, share_of_split
 from ddpshim.errors import DataError
-from ddpshim.job.group import world
+from ddpshim.job.world import world_of_shares
 from ddpshim.process.replaced import replaced
 from ddpshim.process.seeds import derive_seed
 
@@ -35,7 +35,7 @@ def make_dataset_from_rlds(name: str, data_dir: str, **options: Any) -> tuple[An
     """
     from octo.data import dataset as octo_data
 
-    make = octo_data.make_dataset_from_rlds if not world().is_launched else _share_maker(octo_data)
+    make = octo_data.make_dataset_from_rlds if not world_of_shares().is_launched else _share_maker(octo_data)
     return make(name, data_dir, **options)  # type: ignore[no-any-return]
 
 
@@ -59,7 +59,7 @@ def make_interleaved_dataset(
     """
     from octo.data import dataset as octo_data
 
-    if world().is_launched:
+    if world_of_shares().is_launched:
         dataset = _make_shares(octo_data, dataset_kwargs_list, sample_weights, {"train": train, **options})
     else:
         dataset = octo_data.make_interleaved_dataset(dataset_kwargs_list, sample_weights, train=train, **options)
@@ -86,7 +86,7 @@ def num_samples(dataset: Any) -> int:
                 "length is unknown"
             )
         dataset = inputs[0]
-    return int(dataset.num_frames) // world().world_size
+    return int(dataset.num_frames) // world_of_shares().world_size
 
 
 def loader(dataset: Any, batch_size: int, **options: Any) -> DataLoader[Any]:
@@ -94,7 +94,7 @@ def loader(dataset: Any, batch_size: int, **options: Any) -> DataLoader[Any]:
 
     Iterating raises DataError if octo's filters left nothing of this rank's share of a dataset.
     """
-    here = world()
+    here = world_of_shares()
     if not here.is_launched:
         return DataLoader(dataset, batch_size=batch_size, **options)
     share = _Endless(dataset)
@@ -112,7 +112,7 @@ class _Endless(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         yield from self._dataset
-        here = world()
+        here = world_of_shares()
         raise DataError(
             f"The mixture ended on rank {here.rank}: filters (success, language) left this rank no trajectory of "
             f"one dataset; ranks would train on different mixtures. Use fewer than {here.world_size} ranks, or leave "
@@ -124,7 +124,7 @@ def _make_shares(octo_data: Any, dataset_kwargs_list: Any, sample_weights: Any, 
     import tensorflow as tf
     from dlimp import DLataset
 
-    here, share = world(), {**options}
+    here, share = world_of_shares(), {**options}
     share["shuffle_buffer_size"] = divided(options["shuffle_buffer_size"], here.world_size)
     if options.get("batch_size") is not None:
         share["batch_size"] = divide(options["batch_size"], here.world_size)
@@ -154,7 +154,7 @@ def _share_maker(octo_data: Any) -> Callable[..., Any]:
     """Return octo's make_dataset_from_rlds, limited to this rank's share; calling it is collective."""
     from dlimp import DLataset
 
-    make, read, here = octo_data.make_dataset_from_rlds, DLataset.from_rlds, world()
+    make, read, here = octo_data.make_dataset_from_rlds, DLataset.from_rlds, world_of_shares()
 
     def make_share(name: str, data_dir: str, **options: Any) -> Any:
         if options.get("dataset_statistics") is None:

@@ -13,8 +13,7 @@ from typing import Any, Callable, Optional
 
 from ddpshim.errors import RolloutError
 from ddpshim.failures.failure import caused_by
-from ddpshim.job.group import world
-from ddpshim.job.world import World
+from ddpshim.job.world import World, world_of_shares
 from ddpshim.process.job import current
 from ddpshim.process.say import described
 
@@ -27,7 +26,7 @@ def plays_rollouts() -> bool:
     All ranks do, unless the option `rollouts` is "main". If the rank computes on a GPU, EGL renderers are made to use
     the same one: MUJOCO_EGL_DEVICE_ID and EGL_DEVICE_ID are set in `os.environ`, unless they already are.
     """
-    here = world()
+    here = world_of_shares()
     if not here.is_launched:
         return True
     if here.device.type == "cuda":

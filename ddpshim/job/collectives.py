@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from ddpshim.errors import WorldError
 from ddpshim.failures import failure
-from ddpshim.job import shares
 from ddpshim.process import messages
-from ddpshim.process.say import described, say_once
+from ddpshim.process.say import described
 from ddpshim.process.users_line import users_line
 
 if TYPE_CHECKING:
@@ -66,15 +65,6 @@ def _told_apart(here: World, what: str) -> Iterator[None]:
         raise WorldError(
             f"ranks met in different collectives: {there}. Their values would be confused. {remedy('same calls')}."
         ) from None
-
-
-def note_mean(here: World, is_the_programs: bool) -> None:
-    """Say once that ranks have different numbers of samples, if the program takes a mean over ranks. Local."""
-    if here.is_main and is_the_programs and here._job.part(shares.Sharing).is_uneven:
-        say_once(
-            "world.mean weighs all ranks equally, but they have different numbers of samples of a batch: a mean "
-            "over samples differs from one process. Use world.mean_over(mean * len(x), len(x)) in the loop"
-        )
 
 
 def begin_gather(here: World, numbers: list[int]) -> Callable[[float], list[list[int]]]:

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ddpshim.errors import SyncError
 from ddpshim.job.group import world
 from ddpshim.job.shares import Sharing
 from ddpshim.process.job import current
@@ -73,11 +72,6 @@ def begin_training(network: str) -> None:
     if sharing.share is not None or current().holds_whole_batches or not draws_alike():
         return
     here = current().world
-    if here is not None and here.options.exact is not None:
-        raise SyncError(
-            f"{network} is trained, with exact={here.options.exact}, on batches that do not come from make_loader: "
-            "their samples and noise would depend on the number of ranks. Take them from make_loader."
-        )
     use_own_batches()
     if here is not None and here.is_main:
         say(

@@ -15,7 +15,7 @@ import torch
 from ddpshim.errors import LaunchError, OptionsError
 from ddpshim.options import Options
 from ddpshim.process.devices import computes_on
-from ddpshim.process.job import Job
+from ddpshim.process.job import Job, current
 from ddpshim.process.observed import observe
 
 if TYPE_CHECKING:
@@ -29,19 +29,25 @@ _ALLOWED = (":4096:8", ":16:8")  # cuBLAS then adds in a fixed order, as NVIDIA'
 
 
 def compute_alike(here: World, exact: int) -> None:
-    """Fix threads and kernels for `exact` virtual ranks (collective).
+    """Fix threads and kernels for the option `exact` (collective).
 
     Uses OMP_NUM_THREADS threads (default 1) on the CPU, and deterministic algorithms on GPUs.
 
-    Raises OptionsError if the number of ranks does not divide `exact`, or no launcher started this process, and
-    LaunchError, on all ranks, if their devices differ or cuBLAS may choose its order.
+    Raises OptionsError if the number of ranks does not divide `exact`, no launcher started this process, or ranks hold
+    shares of batches, and LaunchError, on all ranks, if their devices differ or cuBLAS may choose its order.
     """
     if not here.is_launched or exact % here.world_size:
         found = f"{here.world_size} ranks" if here.is_launched else "a process without a launcher"
         sizes = ", ".join(str(size) for size in range(1, exact + 1) if exact % size == 0)
         raise OptionsError(
-            f"exact={exact} in {found}: {exact} virtual ranks cannot be divided evenly, so the experiment would "
-            f"change. Start python -m ddpshim run --nproc N PROGRAM, with N one of {sizes}."
+            f"exact={exact} in {found}: {exact} pieces of a batch cannot be divided evenly, so bits would depend on "
+            f"the number of ranks. Start python -m ddpshim run --nproc N PROGRAM, with N one of {sizes}."
+        )
+    if not current().holds_whole_batches:
+        raise OptionsError(
+            f"exact={exact} with shares of batches: a mean over a share is rounded by the share's size, so bits would "
+            'depend on the number of ranks. Call ddpshim.setup(batch="global"), or start the program for one process, '
+            "unedited, by `python -m ddpshim run` (robomimic as released, without patches on disk)."
         )
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
     if here.device.type == "cuda":
@@ -57,7 +63,7 @@ def compute_alike(here: World, exact: int) -> None:
     if odd is not None:
         raise LaunchError(
             f"exact={exact} with rank 0 on {kinds[0]} and rank {odd} on {kinds[odd]}: they round differently, so "
-            "sums would depend on where each virtual rank runs. Give all ranks equal devices and software."
+            "sums would depend on where each piece is computed. Give all ranks equal devices and software."
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, Union, cast
 
@@ -132,15 +131,7 @@ class World:
 
         Numbers, text, bytes, tensors, arrays, and tuples, lists, sets and mappings of them are sent as they are; other
         objects are pickled, unless the option `trust_peers` is off.
-
-        In a step of virtual ranks (option exact) the list has one value for each virtual rank, in their order.
         """
-        turns = self._job.turns
-        if turns is not None and turns.now is not None:
-            from ddpshim.job.exchange import in_order_of_numbers
-
-            what = "gather in a virtual step"
-            return turns.meet("a gather", value, lambda mine: in_order_of_numbers(self._gather(mine, what)))
         return self._gather(value, "gather")
 
     def _gather(self, value: T, what: str) -> list[T]:
@@ -155,8 +146,6 @@ class World:
 
         Raises WorldError if `src` is not a rank of this world.
         """
-        if self._job.turns is not None:
-            self._job.turns.check_between("broadcast")
         if not 0 <= src < self.world_size:
             raise WorldError(
                 f"broadcast from src={src} in a world of {self.world_size}; every rank would wait for a sender that "
@@ -181,17 +170,11 @@ class World:
     def mean(self, value: Any) -> Any:
         """Return the mean over ranks (collective); see `sum`. A mean of integers is a float.
 
-        Every rank counts once: with 2 samples on one rank and 1 on another, the one sample weighs as much as the two,
-        and a line says so once, during or after a batch that W does not divide. For the mean over samples, use
-        `mean_over`, or sum both totals and counts (`sum`, `running`).
+        Every rank counts once: with 2 entries on one rank and 1 on another, the one weighs as much as the two. For the
+        mean over entries, use `mean_over`, or sum both totals and counts (`sum`, `running`).
         """
         from ddpshim.job.running import reduce, to_cpu
 
-        if self.world_size > 1:
-            from ddpshim.job import collectives
-
-            is_the_programs = not sys._getframe(1).f_globals.get("__name__", "").startswith("ddpshim.")
-            collectives.note_mean(self, is_the_programs)
         return reduce(self.gather(to_cpu(value)), mean=True, like=value)
 
     def mean_over(self, total: N, count: Any) -> N:
@@ -199,9 +182,9 @@ class World:
 
         For a loss or a logged number. A mean over samples, or over valid entries (padding masks, sample weights, valid
         steps), divides by a number that differs between ranks; if each rank took its own mean, entries on ranks with
-        few would weigh more. The result is the same on all ranks, and the mean of their gradients is its gradient. In
-        a loop over `make_loader`, a rank that repeats a row of another rank counts nothing. A rank without entries
-        (count 0) must still run the network, on an empty batch: the others wait for its backward pass.
+        few would weigh more. The result is the same on all ranks, and the mean of their gradients is its gradient. A
+        rank without entries (count 0) must still run the network, on an empty batch: the others wait for its backward
+        pass.
 
         >>> World().mean_over(torch.tensor(6.0), 3)
         tensor(2.)
@@ -232,9 +215,9 @@ class World:
         """
         if self.world_size == 1 and not self.is_launched:
             return x
-        from ddpshim.job import whole_batch
+        from ddpshim.job import all_gather
 
-        return whole_batch.all_gather(self, x)
+        return all_gather.all_gather(self, x)
 
     def count(self, name: str, by: int = 0) -> int:
         """Add `by` to the counter `name`; returns its sum over all ranks so far. Local: does not wait.
@@ -291,8 +274,6 @@ class World:
 
         An exception on the main rank is raised there as it is, and as WorldError everywhere else.
         """
-        if self._job.turns is not None:
-            self._job.turns.check_between("run_on_main")
         if self.world_size == 1:
             return function(*args, **kwargs)
         from ddpshim.job import collectives
@@ -315,6 +296,15 @@ def world() -> World:
             "only one. Call ddpshim.setup() first."
         )
     return World(device=single_device())
+
+
+def world_of_shares() -> World:
+    """Return the World whose ranks hold shares of batches: that of one process, where each holds whole batches. Local.
+
+    So what an adapter does for ranks does nothing after `setup(batch="global")`.
+    """
+    here, job = world(), current()
+    return World(device=here.device, options=here.options, _job=job) if job.holds_whole_batches else here
 
 
 def on_cleanup(callback: Callable[[], None]) -> None:

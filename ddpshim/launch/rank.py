@@ -56,7 +56,9 @@ def main(argv: Sequence[str]) -> None:
 
 def _run(argv: Sequence[str]) -> None:
     patched = program.patched(argv)
-    with contextlib.ExitStack() as until, contextlib.nullcontext() if patched else program.distributed(argv) as start:
+    has_shares = patched is not None and not program.holds_whole_batches(patched)
+    joined = contextlib.nullcontext() if has_shares else program.distributed(patched or argv)
+    with contextlib.ExitStack() as until, joined as start:
         shared_pdb.share(until)
         if start is None:
             after_import("hydra.core.utils", _one_output_folder)

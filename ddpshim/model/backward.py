@@ -11,7 +11,6 @@ import torch
 
 from ddpshim.errors import SyncError
 from ddpshim.failures.failure import abort
-from ddpshim.job import shares
 from ddpshim.model import torch_private
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
@@ -101,12 +100,6 @@ def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., No
     def backward(*args: Any, **kwargs: Any) -> None:
         if not passes.depth:
             _check(passes)
-            sharing = current().part(shares.Sharing)
-            sharing.num_passes += 1
-            if sharing.is_uneven:
-                from ddpshim.model import weighing
-
-                args, kwargs = weighing.weighed(*args, **kwargs)
         else:
             with contextlib.suppress(RuntimeError):  # if the outer pass runs in another thread
                 passes.queue_end()  # for the outer pass: from now on, callbacks are queued for the inner one

@@ -97,21 +97,18 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, eps: float, group: Any, counts: Any) -> Any:
-        exchange.refuse_two_ways_on_one_gpu(x)
         num = x.shape[1]
         variance, mean = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
-        at_hand = shares.at_hand()
-        ctx.counts = at_hand is None or at_hand.num_counted > 0  # else its rows repeat another rank's
         own = [mean, variance]
         if counts is None:
-            own.append(mean.new_full((1,), float(x.numel() // num) if ctx.counts else 0.0))
-        table = exchange.table(torch.cat(own), group, "the statistics of a batch")
+            own.append(mean.new_full((1,), float(x.numel() // num)))
+        table = exchange.table(torch.cat(own), group)
         total, part_of_rank = _of_counts(table[:, -1]) if counts is None else _of_known(counts, x.dtype, x.device)
         if x.numel() <= num and total <= 1:  # in this order: the host waits for a GPU only if it has one value
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
-        means = table[:, :num]
-        mean = part_of_rank @ means
-        variance = part_of_rank @ (means - mean).square_().add_(table[:, num : 2 * num])
+        means, parts = table[:, :num], part_of_rank.unsqueeze(1)
+        mean = (parts * means).sum(0)  # no matrix product: autocast would round it
+        variance = (parts * (means - mean).square_().add_(table[:, num : 2 * num])).sum(0)
         ctx.save_for_backward(x, weight, mean, (variance + eps).rsqrt_())
         ctx.group, ctx.total, ctx.eps, ctx.has_bias = group, total, eps, bias is not None
         ctx.mark_non_differentiable(mean, variance, *([total] if counts is None else []))
@@ -126,11 +123,7 @@ class _Normalise(torch.autograd.Function):
             gradient, x, weight, None, None, mean, scale, True, ctx.eps, [False, True, True]
         )
         others = of_weight if weight is not None else None, of_bias if ctx.has_bias else None, None, None, None
-        sums = exchange.add_up(
-            torch.stack([of_bias, of_weight]), ctx.group, "the gradient of the statistics of a batch"
-        )
-        if not ctx.counts:
-            return torch.zeros_like(gradient), *others
+        sums = exchange.add_up(torch.stack([of_bias, of_weight]), ctx.group)
         level, along = sums.div_(-ctx.total).unbind()
         shape = [1, -1] + [1] * (x.dim() - 2)
         centred = (x - mean.view(shape)).mul_((along * scale).view(shape)).add_(gradient).add_(level.view(shape))

@@ -7,7 +7,7 @@ from typing import Any, Callable
 
 import torch
 
-from ddpshim.job import exchange, shares
+from ddpshim.job import exchange
 from ddpshim.model import guard
 
 
@@ -34,10 +34,8 @@ def _shared(closure: Callable[..., Any], owner: Any) -> Callable[..., Any]:
         loss = closure(*args, **kwargs)
         if not isinstance(loss, (float, torch.Tensor)) or (isinstance(loss, torch.Tensor) and loss.numel() != 1):
             return loss
-        share = shares.at_hand()
-        weight = 1.0 if share is None else share.weight  # W may not divide the batch
-        own = torch.as_tensor(loss, dtype=torch.float64).detach().to(owner.device) * weight
-        mean = exchange.add_up(own, owner.process_group, "the loss of a closure") / owner.process_group.size()
+        own = torch.as_tensor(loss, dtype=torch.float64).detach().to(owner.device)
+        mean = exchange.add_up(own, owner.process_group) / owner.process_group.size()
         return mean.to(loss.dtype).to(loss.device) if isinstance(loss, torch.Tensor) else mean.item()
 
     return shared

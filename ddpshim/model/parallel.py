@@ -69,7 +69,7 @@ def wrap_parallel(
             cannot share the module: it is scripted, lazy, on the meta device, or distributed already.
     """
     here = world or current_or_new_world()
-    is_alone = here.world_size == 1 and here.options.exact is None
+    is_alone = here.world_size == 1
     if isinstance(module, Transparent):
         if is_alone:
             return module
@@ -173,7 +173,8 @@ class DataParallelModule(BareModule):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self.__dict__["_spread"] = DataParallel(module)
+        mine = self.__dict__
+        mine["_spread"] = DataParallel(module)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         return self._spread(*args, **kwargs)

@@ -412,7 +412,7 @@ def _names_of_owned(module: nn.Module) -> list[str]:
 
 def average(tensor: torch.Tensor) -> torch.Tensor:
     """Return the mean of `tensor` over all ranks, without gradient (collective; not while a backward pass runs)."""
-    return exchange.add_up(tensor, dist.group.WORLD, "a mean over all samples") / exchange.size(world())
+    return exchange.add_up(tensor, dist.group.WORLD) / world().world_size
 
 
 class _Hosts:

@@ -1,4 +1,4 @@
-"""Wraps a network for several ranks, or for the virtual ranks of the option `exact`; see `wrap_parallel`."""
+"""Wraps a network for several ranks; see `wrap_parallel`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpshim.errors import SyncError
 from ddpshim.job.world import World
 from ddpshim.model import guard, torch_private
 from ddpshim.model.broadcasting import broadcast_state
@@ -37,12 +36,13 @@ def wrap(
 ) -> Any:
     """Return `module` in the wrapper that reduces its gradients; the arguments are those of `wrap_parallel`
     (collective)."""
-    if here.options.exact is not None:
-        own_way = comm_hook is not None or process_group is not None or not sync_batchnorm
-        return _wrap_exactly(module, here, own_way)
     check_device(module, here)
     if process_group is None:
         check_same_structure(module, here)
+    if here.options.exact is not None:  # the program holds whole batches: `ddpshim.rows.pieces` adds up gradients
+        broadcast_state(module)
+        guard.watch(module)
+        return BareModule(module)
     if bucket_cap_mb is None:
         bucket_cap_mb = best_bucket_cap_mb(module, dist.get_backend(process_group))
     if sync_batchnorm and _has_batchnorm(module):
@@ -79,29 +79,6 @@ def wrap(
         gradient_as_bucket_view=gradient_as_bucket_view and not current().holds_whole_batches,
         **({} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}),
     )
-
-
-def _wrap_exactly(module: nn.Module, here: World, has_own_way: bool) -> Any:
-    """Return `module` in a wrapper; virtual ranks add up its gradients (collective)."""
-    if has_own_way:
-        raise SyncError(
-            f"wrap_parallel with a comm_hook, a process_group or sync_batchnorm=False, and exact="
-            f"{here.options.exact}: gradients and statistics are summed in one order over all virtual ranks, so none "
-            "of these would be used. Leave them out, or leave the option out."
-        )
-    check_device(module, here)
-    if here.world_size > 1:
-        check_same_structure(module, here)
-    broadcast_state(module)
-    if current().holds_whole_batches:  # `ddpshim.rows.pieces` adds up the gradients
-        guard.watch(module)
-    else:
-        from ddpshim.model import batchnorm, exact
-
-        if _has_batchnorm(module):
-            batchnorm.sync()
-        exact.reduce(module)
-    return BareModule(module)
 
 
 def _share_losses() -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 if TYPE_CHECKING:
     from ddpshim.failures.failure import Watched
-    from ddpshim.job.virtual_rank_scheduler import Turns
     from ddpshim.job.world import World
     from ddpshim.process.progress import Progress
 
@@ -36,7 +35,6 @@ class Job:
             and gradients that no backward pass reduced, are then equal on all ranks.
         watched: set by `failure.arm`.
         before_end, at_end: callbacks that `end` calls, each stack in reverse order.
-        turns: those of this process's virtual ranks, during a step (option exact).
     """
 
     def __init__(self) -> None:
@@ -49,7 +47,6 @@ class Job:
         self.has_networks = self.has_own_batches = self.is_split = self.holds_whole_batches = False
         self.watched: Optional[Watched] = None
         self.before_end, self.at_end = contextlib.ExitStack(), contextlib.ExitStack()
-        self.turns: Optional[Turns] = None
         self._numbers: dict[str, int] = {}
         self._parts: dict[type, Any] = {}
 

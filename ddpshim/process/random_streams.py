@@ -157,11 +157,6 @@ def is_same_state(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def restore_changed_states(now: dict[str, Any], states: dict[str, Any], device: torch.device) -> None:
-    """Restore `states` except those that are the same object in `now`. Local."""
-    restore_rank_states({name: state for name, state in states.items() if now.get(name) is not state}, device)
-
-
 def restore_rank_states(states: dict[str, Any], device: torch.device) -> None:
     """Restore what `rank_states` returned, as far as this process has such generators. Local."""
     restore_global_states(states)

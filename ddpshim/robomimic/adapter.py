@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 from ddpshim.errors import DdpShimError
+from ddpshim.options import SECTION
+from ddpshim.reading import read_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,12 +36,7 @@ def problems(module: str, arguments: Sequence[str]) -> Iterator[str]:
     """A config that does not exist, and torchvision, without which robomimic's networks cannot be imported."""
     if module != "robomimic.scripts.train":
         return
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    parser.add_argument("--config")
-    try:
-        config = parser.parse_known_args(arguments)[0].config
-    except argparse.ArgumentError:  # --config without a value: the trainer prints its usage
-        config = None
+    config = _config_of(arguments)
     if config is not None and not os.path.exists(config):
         yield (
             f"--config {config} does not exist (in {os.getcwd()}): no rank could read it. Correct the path; `python "
@@ -47,6 +45,25 @@ def problems(module: str, arguments: Sequence[str]) -> Iterator[str]:
     if importlib.util.find_spec("robomimic") and not importlib.util.find_spec("torchvision"):
         needed = f"pip install --no-deps {TORCHVISION}" if TORCHVISION else OTHER_TORCHVISION
         yield f"torchvision is not installed, which robomimic imports: no rank could start. Install it: {needed}"
+
+
+def batch_size(arguments: Sequence[str]) -> Optional[int]:
+    """From the config file; None if it has a section of options, which a program with whole batches would not read."""
+    try:
+        config = json.loads(read_bytes(_config_of(arguments) or ""))
+        return None if SECTION in config else int(config["train"]["batch_size"])
+    except (OSError, ValueError, TypeError, KeyError):  # no config, or one without it: the trainer's own default
+        return None
+
+
+def _config_of(arguments: Sequence[str]) -> Optional[str]:
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--config")
+    try:
+        found: Optional[str] = parser.parse_known_args(arguments)[0].config
+    except argparse.ArgumentError:  # --config without a value: the trainer prints its usage
+        return None
+    return found
 
 
 def state_of_files() -> str:

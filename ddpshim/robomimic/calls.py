@@ -25,9 +25,9 @@ from ddpshim.errors import OptionsError
 from ddpshim.evaluation import intervals
 from ddpshim.failures import preemption
 from ddpshim.failures.failure import abort
-from ddpshim.job import exchange
-from ddpshim.job.group import cleanup, setup, world
+from ddpshim.job.group import cleanup, setup
 from ddpshim.job.noise import split_random_streams
+from ddpshim.job.world import world, world_of_shares
 from ddpshim.model import guard
 from ddpshim.model.broadcasting import broadcast_state
 from ddpshim.model.parallel import wrap_parallel
@@ -40,7 +40,7 @@ from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.observed import outside_steps
 from ddpshim.process.rank_log import has_log
 from ddpshim.process.replaced import replaced
-from ddpshim.robomimic import experiment_folder, reads, rollout, virtual_ranks
+from ddpshim.robomimic import experiment_folder, reads, rollout
 from ddpshim.robomimic.algo import AlgoState, algos, flat, trained_together
 from ddpshim.robomimic.datasets import advise_on_cache
 from ddpshim.robomimic.experiment_folder import get_exp_dir as get_exp_dir
@@ -103,10 +103,17 @@ def start(config: Any, device: torch.device) -> torch.device:
             "precision=fp16 for robomimic: fp16 needs a loss scaler, which robomimic's optimizer code does not "
             "support; small gradients would become 0. Use bf16, which needs none."
         )
-    here = setup(device=None if device.type == "cuda" else device, options=options)
+    if not current().holds_whole_batches:
+        setup(device=None if device.type == "cuda" else device, options=options)
+    elif section:
+        raise OptionsError(
+            f"the section {SECTION} of the config, where the program holds whole batches: it joined the job before it "
+            "read its config, and these options would do nothing. Set them as variables, DDPSHIM_NAME."
+        )
+    here = world_of_shares()
+    session().begin(config, "robomimic", config.train.seed, first_epoch=1)
     if not here.is_launched:
         return device
-    session().begin(config, "robomimic", config.train.seed, first_epoch=1)
     if here.is_main:
         # Before ranks load their data, which may exhaust the memory.
         advise_on_cache(config, here.local_world_size)
@@ -116,7 +123,8 @@ def start(config: Any, device: torch.device) -> torch.device:
 def finish() -> None:
     """Mark the training as finished when the main rank has saved its files, and leave the job (collective)."""
     session().end()
-    cleanup()
+    if not current().holds_whole_batches:  # else who has joined the job leaves it
+        cleanup()
 
 
 def failed(error: BaseException) -> None:
@@ -127,22 +135,22 @@ def failed(error: BaseException) -> None:
 
 def device_or(default: T) -> Union[torch.device, T]:
     """Return this rank's device, or `default` without a launcher. Local."""
-    return world().device if world().is_launched else default
+    return world_of_shares().device if world_of_shares().is_launched else default
 
 
 def is_main() -> bool:
     """Whether this process prints, writes and decides. True without a launcher."""
-    return world().is_main
+    return world_of_shares().is_main
 
 
 def main_decides(choice: bool) -> bool:
     """Return the main rank's `choice` on every rank, since the ranks' clocks differ (collective)."""
-    return world().broadcast(choice)
+    return world_of_shares().broadcast(choice)
 
 
 def main_only(make: Callable[..., Any]) -> Callable[..., Any]:
     """Return `make` on the main rank; on others an object that accepts the same calls and does nothing. Local."""
-    if not world().is_main:
+    if not world_of_shares().is_main:
         return Nothing()
 
     def remembering(*args: Any, **kwargs: Any) -> Any:
@@ -155,14 +163,14 @@ def main_only(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def main_computes(compute: Callable[..., T], otherwise: T) -> Callable[..., T]:
     """Return `compute` on the main rank; on others a function that returns `otherwise`. Local."""
-    return compute if world().is_main else lambda *args, **kwargs: otherwise
+    return compute if world_of_shares().is_main else lambda *args, **kwargs: otherwise
 
 
 def has_checkpoint(resume: bool, *paths: str) -> bool:
     """Return upstream's `resume`, but False for a run that stopped before its first checkpoint (collective)."""
     if not (resume and session().goes_on):
         return resume
-    return world().run_on_main(lambda: any(os.path.exists(path) for path in paths))
+    return world_of_shares().run_on_main(lambda: any(os.path.exists(path) for path in paths))
 
 
 def resume(model: Any, start_epoch: int, *best_so_far: Any) -> tuple[Any, ...]:
@@ -176,7 +184,7 @@ def mean_over_ranks(statistic: torch.Tensor) -> torch.Tensor:
 
     Without gradient; for equal shards, as `loader` makes them. In one process returns `statistic` itself.
     """
-    return average(statistic) if exchange.size(world()) > 1 else statistic
+    return average(statistic) if world_of_shares().world_size > 1 else statistic
 
 
 def prepare(model: Any) -> Any:
@@ -186,11 +194,10 @@ def prepare(model: Any) -> Any:
     Networks that train together share one reducer; target networks and the EMA get the main rank's weights. The last
     step is `split_random_streams`.
     """
-    here = world()
+    here = world_of_shares()
     if not here.is_launched:
         return model
-    if here.options.exact is None:  # with exact, the number of threads must not depend on the number of ranks
-        torch.set_num_threads(max(1, min(torch.get_num_threads(), machine.num_cores() // here.local_world_size)))
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), machine.num_cores() // here.local_world_size)))
     for algo in algos(model):
         _scale_learning_rates(algo, scale_lr(1.0, here.options.lr_rule))
         for net in trained_together(algo):
@@ -204,7 +211,7 @@ def prepare(model: Any) -> Any:
 
 def same_on_all_ranks(nets: nn.Module) -> nn.Module:
     """Return `nets` with the main rank's weights, so that a copy made next (an EMA) is equal too (collective)."""
-    if world().world_size > 1:
+    if world_of_shares().world_size > 1:
         broadcast_state(nets)
     return nets
 
@@ -224,20 +231,20 @@ def run_epoch(
     training, state, validates = session(), _run().state, options.get("validate", False)
     batches, left = training.begin_epoch(data_loader, epoch, num_steps, validates=validates, best_so_far=best_so_far)
     trains = training.progress is not None and not validates
-    if world().is_launched:
+    if world_of_shares().is_launched:
         _restore_counters(model, epoch, len(data_loader) if num_steps is None else num_steps)
     if trains and state is not None:
         state.release()
     with contextlib.ExitStack() as meanwhile:
-        if world().options.exact is not None:
-            meanwhile.enter_context(virtual_ranks.playing(model, training.note_step))
-        else:
-            meanwhile.enter_context(world().autocast())
-            if world().is_launched:
-                # Not for a user's own algorithm, which may first compute something else on the CPU.
-                if model.device.type == "cuda" and type(model).__module__.startswith("robomimic.algo."):
-                    batches = OnDevice(batches, model.device, but=_COMPUTED_ON_CPU)
-                meanwhile.enter_context(_noting(model, training))
+        meanwhile.enter_context(world_of_shares().autocast())
+        if world_of_shares().is_launched:
+            # Not for a user's own algorithm, which may first compute something else on the CPU.
+            if model.device.type == "cuda" and type(model).__module__.startswith("robomimic.algo."):
+                batches = OnDevice(batches, model.device, but=_COMPUTED_ON_CPU)
+            meanwhile.enter_context(_noting(model, training))
+        elif training.progress is not None:
+            log_info = model.log_info
+            meanwhile.enter_context(replaced(model, "log_info", lambda info: training.note_step(log_info(info))))
         ran = TrainUtils.run_epoch(model=model, data_loader=batches, epoch=epoch, num_steps=left, **options)
     log = training.end_epoch(ran[0] if isinstance(ran, tuple) else ran)  # DROID's returns its iterator as well
     if trains and state is not None:
@@ -297,7 +304,7 @@ def save_model(*, ckpt_path: str, **options: Any) -> None:
     """
     import robomimic.utils.train_utils as TrainUtils
 
-    here = world()
+    here = world_of_shares()
     if not here.is_launched:
         TrainUtils.save_model(ckpt_path=ckpt_path, **options)
     elif here.is_main:
@@ -311,7 +318,7 @@ def save_model(*, ckpt_path: str, **options: Any) -> None:
 
 def copyfile(source: str, path: str) -> None:
     """Copy a file on the main rank only; launched, `path` is never incomplete, and appears only after `source`."""
-    if world().is_launched:
+    if world_of_shares().is_launched:
         checkpoint.copy_in_background(source, path)
     else:
         shutil.copyfile(source, path)

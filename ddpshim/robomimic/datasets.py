@@ -19,7 +19,7 @@ from ddpshim.data import advice, node_memory
 from ddpshim.data.loader import make_loader
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
-from ddpshim.job.group import world
+from ddpshim.job.world import world_of_shares
 from ddpshim.process import machine
 from ddpshim.process.replaced import replaced
 from ddpshim.robomimic import batches, node_cache
@@ -43,7 +43,7 @@ def _advise_on_copies(config: Any, num_ranks: int) -> None:
     files = [_loaded(path, config) for path in paths]
     num_bytes, has_images = sum(size for size, _ in files), any(images for _, images in files)
     num_workers, available = int(config.train.num_data_workers), machine.memory().available_bytes
-    is_off = options_of(world()).node_memory == "off"
+    is_off = options_of(world_of_shares()).node_memory == "off"
     advice.give(advice.on_cache(num_bytes, has_images, num_ranks, num_workers, available, is_off))
 
 
@@ -82,7 +82,7 @@ def load_data_for_training(config: Any, obs_keys: Any, **options: Any) -> tuple[
     import robomimic.utils.dataset as Datasets
     import robomimic.utils.train_utils as TrainUtils
 
-    here = world()
+    here = world_of_shares()
     load = functools.partial(TrainUtils.load_data_for_training, config, **options)
     if not here.is_launched:
         return load(obs_keys=obs_keys)  # type: ignore[no-any-return]
@@ -101,7 +101,7 @@ def load_data_for_training(config: Any, obs_keys: Any, **options: Any) -> tuple[
 
 def _load_once_a_node(load: Callable[..., Any], obs_keys: Any, kind: Any, config: Any) -> tuple[Any, Any]:
     """Return the datasets of `load`, with one cache per node, or upstream's own if they might differ (collective)."""
-    here, keys = world(), list(obs_keys)
+    here, keys = world_of_shares(), list(obs_keys)
     if not _is_shared(config):
         return load(obs_keys=obs_keys)  # type: ignore[no-any-return]
     with node_cache.without_cache(kind) as waiting:
@@ -121,7 +121,7 @@ def _load_once_a_node(load: Callable[..., Any], obs_keys: Any, kind: Any, config
 
 def _is_shared(config: Any) -> bool:
     """Whether ranks of a node share one cache: launched, with a cache, and neither disabled nor unsupported. Local."""
-    here = world()
+    here = world_of_shares()
     wanted = config.train.hdf5_cache_mode is not None and options_of(here).node_memory != "off"
     return wanted and here.is_launched and node_memory.is_supported()
 
@@ -131,7 +131,7 @@ def _on_main(dataset: Any, compute: Callable[[Any], Any]) -> Any:
 
     Calls inside `compute` are local: a dataset of datasets calls each of its parts, thousands in DROID's.
     """
-    return compute(dataset) if _asking else world().run_on_main(_asked, dataset, compute)
+    return compute(dataset) if _asking else world_of_shares().run_on_main(_asked, dataset, compute)
 
 
 _asking: list[Any] = []  # on the main rank, the dataset whose `compute` is running
@@ -155,7 +155,7 @@ def loader(**options: Any) -> DataLoader[Any]:
     upstream, in one process, fails with an empty StopIteration, or silently skips validation.
     """
     dataset, batch_size, stays = options["dataset"], options["batch_size"], options.get("persistent_workers", False)
-    here = world()
+    here = world_of_shares()
     if here.is_launched:
         is_plain = options.get("worker_init_fn") is None and options.get("collate_fn") in (None, default_collate)
         can_stay = bool(options.get("num_workers")) and is_plain and batches.is_known(dataset)
@@ -168,8 +168,11 @@ def loader(**options: Any) -> DataLoader[Any]:
         return made
     except DataError as error:
         if len(dataset) >= batch_size:
-            if batch_size < here.world_size:
-                raise DataError(f"{error} The batch size is train.batch_size in the config.") from None
+            if batch_size % here.world_size:
+                raise DataError(
+                    f"{error} The batch size is train.batch_size in the config. `python -m ddpshim run` trains the "
+                    "release, without patches on disk, with any."
+                ) from None
             raise
         num_ranks = here.world_size
         largest = len(dataset) // num_ranks * num_ranks

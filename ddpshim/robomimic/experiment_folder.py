@@ -12,7 +12,7 @@ from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint import last_save
 from ddpshim.checkpoint.progress_folder import find_progress, leave_if_finished, link
 from ddpshim.errors import LaunchError
-from ddpshim.job.group import world
+from ddpshim.job.world import world, world_of_shares
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 from ddpshim.trainers.session import FOLDER, session, wants_to_go_on
@@ -28,7 +28,7 @@ def get_exp_dir(config: Any, **options: Any) -> Any:
 
     Raises LaunchError if upstream asks about an existing directory while standard input is closed.
     """
-    here = world()
+    here = world_of_shares()
     newest = here.run_on_main(_newest_start, config, options.get("resume", False))
     if newest is not None and not options.get("resume"):
         leave_if_finished(newest / FOLDER)

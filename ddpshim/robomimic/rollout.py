@@ -27,8 +27,7 @@ import torch
 from ddpshim.errors import RolloutError
 from ddpshim.evaluation import environments
 from ddpshim.evaluation.dealing import Deal, plays_rollouts
-from ddpshim.job.group import world
-from ddpshim.job.world import World
+from ddpshim.job.world import World, world_of_shares
 from ddpshim.process import messages
 from ddpshim.process.random_streams import shared_random_streams
 from ddpshim.process.replaced import replaced
@@ -44,7 +43,7 @@ def deal_episodes(make: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
     upstream gives the i-th environment the same seed on every rank, and later its generators cannot be reached, in
     another process. Local; without a launcher returns `make`.
     """
-    here = world()
+    here = world_of_shares()
     if not here.is_launched:
         return list(make)
     rank, num_ranks = (here.rank, here.world_size) if _on_all_ranks() else (0, 1)
@@ -100,7 +99,7 @@ def rollout_with_stats(
     """
     import robomimic.utils.train_utils as TrainUtils
 
-    here = world()
+    here = world_of_shares()
     if not here.is_launched:
         return TrainUtils.rollout_with_stats(policy=policy, envs=envs, **options)  # type: ignore[no-any-return]
     plays = plays_rollouts()  # first: robocasa makes its environments during this call
@@ -348,4 +347,4 @@ def _seed_of_environment(seed: int, name: str, episode: int) -> int:
 
 
 def _on_all_ranks() -> bool:
-    return world().options.rollouts == "all"
+    return world_of_shares().options.rollouts == "all"

@@ -13,8 +13,6 @@ from ddpshim.rows.loader import Fetched
 class InWorkers(SampleStreams):
     """The dataset, with the draws that it makes in one process."""
 
-    remedy = ""
-
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], num_workers: int) -> None:
         here = blocks.ranks()
         super().__init__(dataset, collate, 0, (here.rank, here.size), num_workers)

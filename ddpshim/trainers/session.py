@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional, TypeVar
 
@@ -23,10 +23,9 @@ from ddpshim.checkpoint.progress_folder import find_progress, leave_if_finished
 from ddpshim.checkpoint.resume import Resumable, Stateful
 from ddpshim.data.numbered import Enterable
 from ddpshim.failures import preemption
-from ddpshim.job import shares
-from ddpshim.job.exchange import in_order_of_numbers
 from ddpshim.job.group import on_cleanup, setup, world
 from ddpshim.job.noise import draws_alike
+from ddpshim.job.world import world_of_shares
 from ddpshim.model import equal_steps
 from ddpshim.observe.recording import Recorder
 from ddpshim.process import events
@@ -77,8 +76,7 @@ class Session:
         self._loggers: list[Any] = []
         self._metrics, self._validation = _Metrics({}), _Metrics({})
         self._epoch = _Epoch(0, "training", None, None)
-        self._noted: tuple[Mapping[str, Any], ...] = ()  # metrics of the last step that are not read yet
-        self._share: Optional[shares.Share] = None  # this rank's share of their batch
+        self._noted: Optional[Mapping[str, Any]] = None  # metrics of the last step that are not read yet
 
     def begin(self, config: Mapping[str, Any], package: str, seed: int, first_epoch: int = 0) -> None:
         """Compare the config and the code between ranks, then seed this one (collective, once, before networks).
@@ -92,13 +90,13 @@ class Session:
         Raises WorldError, on all ranks, if a rank's config value or code file differs from the main rank's.
         """
         self.first_epoch = first_epoch
-        if world().is_launched:
+        if world_of_shares().is_launched:
             check_same_experiment(config, package)
             setup(seed=seed)
 
     def open(self, folder: checkpoint.PathLike, logs: Optional[checkpoint.PathLike] = None) -> None:
         """Keep records and progress in the existing `folder`, and links to the ranks' logs in `logs` (collective)."""
-        here = world()
+        here = world_of_shares()
         self._folder = Path(folder, FOLDER)
         if here.is_launched and here.options.record:
             self.recorder = Recorder(folder)
@@ -193,7 +191,7 @@ class Session:
             if isinstance(loader, Enterable):
                 loader.set_epoch((epoch - self.first_epoch) * math.ceil(num_steps / len(loader)))
             here.barrier()
-        self._epoch, self._noted = _Epoch(epoch, phase, num_steps, getattr(loader, "batch_size", None)), ()
+        self._epoch, self._noted = _Epoch(epoch, phase, num_steps, getattr(loader, "batch_size", None)), None
         if validates:
             self._validation = _Metrics({})
         else:
@@ -213,33 +211,29 @@ class Session:
             batches, num_steps = _Batches(loader, lambda: training.steps(loader, number, total)), total - start
         return batches, num_steps
 
-    def note_step(self, metrics: M, *of_others: Mapping[str, Any]) -> M:
+    def note_step(self, metrics: M) -> M:
         """Record the metrics of a step, and return them. Local.
 
         A mapping other than a dict is read only at the next step, or when needed: its numbers may still be in
         transfer from a GPU.
-
-        Args:
-            of_others: metrics of the further virtual ranks of this process, in their order (option exact).
         """
         self._look_at_noted()
-        self._noted, self._share = (metrics, *of_others), shares.at_hand()
+        self._noted = metrics
         if isinstance(metrics, dict):
             self._look_at_noted()
         return metrics
 
     def _look_at_noted(self) -> None:
-        noted, self._noted = self._noted, ()
-        if noted:
-            trains = self._epoch.phase == "training"
-            (self._metrics if trains else self._validation).take(*noted, share=self._share)
+        noted, self._noted = self._noted, None
+        if noted is not None:
+            (self._metrics if self._epoch.phase == "training" else self._validation).take(noted)
 
     def end_epoch(self, log: dict[str, float]) -> dict[str, float]:
         """Return the metrics of the epoch in `log`, averaged over ranks (collective).
 
         Raises SyncError if ranks made different numbers of steps.
         """
-        here, epoch, own = world(), self._epoch, log
+        here, epoch, own = world_of_shares(), self._epoch, log
         trains = epoch.phase == "training"
         self._look_at_noted()
         if self.recorder is not None:
@@ -248,13 +242,13 @@ class Session:
             if self.progress is not None and epoch.num_steps is not None:
                 self.progress.end_epoch(epoch.num_steps)
             equal_steps.check_equal_steps(f"epoch {epoch.number}")
-        is_exact, metrics = here.options.exact is not None, self._metrics if trains else self._validation
+        metrics = self._metrics if trains else self._validation
         if here.world_size > 1:
             log = {key: float(value) for key, value in here.mean(log).items()}
             whole = metrics.of_whole_batches(epoch.batch_size)
             log.update({key: _mean(values) for key, values in whole.items() if key in log})
-        if is_exact or metrics.before or (metrics.are_weighed and here.world_size > 1):
-            log = {**log, **{key: float(value) for key, (value, _) in metrics.joined(epoch.batch_size).items()}}
+        if metrics.before:
+            log = {**log, **{key: _mean(values) for key, values in metrics.joined(epoch.batch_size).items()}}
         if self.recorder is not None:
             self.recorder.write_epoch(epoch.number, epoch.phase, own, None if log is own else log)
         return log
@@ -326,34 +320,17 @@ def _interruptible(loader: Any, training: Resumable) -> Iterator[Any]:
         yield batch
 
 
-_SMALLEST = 1 << 1074
-
-
 class _Metrics:
-    """The metrics of an epoch's steps, including those before an interruption."""
+    """The metrics of an epoch's steps; `before`: those of the global batches before an interruption."""
 
-    def __init__(self, before: Mapping[str, tuple[Any, int]]) -> None:
-        self.before = before  # from an earlier start: (mean over steps and ranks, number of steps)
-        self._now: list[dict[str, list[float]]] = []  # of each virtual rank of this process; of its rank without any
-        self._counts: dict[str, list[int]] = {}  # number of this rank's rows in each step
-        self._weights: dict[str, list[float]] = {}  # weight of this rank's mean in each step
-        self.are_weighed = False  # True once the ranks did not divide a batch
+    def __init__(self, before: Mapping[str, list[float]]) -> None:
+        self.before = before
+        self._now: dict[str, list[float]] = {}  # of this rank's rows
 
-    def take(self, *of_each: Mapping[str, Any], share: Optional[shares.Share] = None) -> None:
-        """Record the metrics of one step, on a `share` of a batch. Local."""
-        self._now = self._now or [{} for _ in of_each]
-        if share is not None:
-            self.are_weighed |= bool(share.totals)
-            for key in of_each[0]:
-                self._counts.setdefault(key, []).append(share.num_counted)
-                self._weights.setdefault(key, []).append(share.weight)
-        for now, metrics in zip(self._now, of_each):
-            for key, value in metrics.items():
-                now.setdefault(key, []).append(float(value))
-
-    def _of_all(self, keys: Sequence[str]) -> list[dict[str, list[float]]]:
-        """Return the values of all ranks, or virtual ranks, in the order of their numbers (collective)."""
-        return in_order_of_numbers(world().gather([{key: own[key] for key in keys} for own in self._now]))
+    def take(self, metrics: Mapping[str, Any]) -> None:
+        """Record the metrics of one step. Local."""
+        for key, value in metrics.items():
+            self._now.setdefault(key, []).append(float(value))
 
     def of_whole_batches(self, num_rows: Optional[int]) -> dict[str, list[float]]:
         """Return each step's maxima, minima and deviations of the global batch: metrics named ...max, min, std.
@@ -361,73 +338,44 @@ class _Metrics:
         Collective. A deviation is computed from the ranks' deviations (unbiased, as torch.std) and from the metric with
         "mean" in place of "std" in its name; assumes one number per sample. `num_rows`: batch size of this process.
         """
-        own = self._now[0] if self._now else {}
-        is_alone = world().world_size * len(self._now) <= 1
-        asked = [key for key in own if key.endswith(("max", "min", "std")) and not is_alone]
+        here, own = world_of_shares(), self._now
+        asked = [key for key in own if key.endswith(("max", "min", "std")) and here.world_size > 1]
         asked += [key[:-3] + "mean" for key in asked if key.endswith("std") and key[:-3] + "mean" in own]
         if not asked:
             return {}
-        of_ranks = self._of_all(asked)
-        num_rows = num_rows and num_rows // len(self._now)
-        counts = world().gather(self._counts) if self.are_weighed else None
+        of_ranks = here.gather({key: own[key] for key in asked})
         out = {}
         for key in asked:
             steps = [*zip(*(own[key] for own in of_ranks))]
             if key.endswith(("max", "min")):
                 out[key] = [max(step) if key.endswith("max") else min(step) for step in steps]
             elif key.endswith("std") and num_rows and num_rows > 1 and key[:-3] + "mean" in of_ranks[0]:
-                means = [*zip(*(own[key[:-3] + "mean"] for own in of_ranks))]
-                if counts is None:
-                    of_steps = [[num_rows] * len(of_ranks)] * len(steps)
-                else:
-                    of_steps = [[*of_step] for of_step in zip(*(of_rank[key] for of_rank in counts))]
-                out[key] = [_deviation(*of_step) for of_step in zip(steps, means, of_steps)]
+                means = zip(*(own[key[:-3] + "mean"] for own in of_ranks))
+                out[key] = [_deviation(step, mean, num_rows) for step, mean in zip(steps, means)]
         return out
 
-    def joined(self, num_rows: Optional[int]) -> dict[str, tuple[Any, int]]:
-        """Return (mean, number of steps so far) of each metric of the global batch (collective).
+    def joined(self, num_rows: Optional[int]) -> dict[str, list[float]]:
+        """Return each metric of the global batch in all steps so far (collective)."""
+        here, now = world_of_shares(), dict(self._now)
+        if here.world_size > 1:
+            now = {key: [*map(_mean, zip(*of_ranks))] for key, of_ranks in _by_key(here.gather(now)).items()}
+            now.update(self.of_whole_batches(num_rows))
+        return {**self.before, **{key: [*self.before.get(key, ()), *values] for key, values in now.items()}}
 
-        With the option exact, a mean is a fraction without rounding: it depends neither on the number of ranks nor on
-        where the epoch was interrupted.
-        """
-        own = self._now[0] if self._now else {}
-        whole: Mapping[str, Any] = self.of_whole_batches(num_rows)
-        if world().options.exact is not None:
-            of_all = self._of_all(list(own))
-            every = {key: [value for each in of_all for value in each[key]] for key in own}
-            now: dict[str, Any] = {key: _exact_mean(values) for key, values in {**every, **whole}.items()}
-        else:
-            now = world().mean({key: self._weighed_mean(key, values) for key, values in own.items()})
-            now.update((key, _mean(values)) for key, values in whole.items())
-        out = dict(self.before)
-        for key, of_now in now.items():
-            (before, num_before), num_now = self.before.get(key, (0, 0)), len(own[key])
-            out[key] = ((before * num_before + of_now * num_now) / (num_before + num_now), num_before + num_now)
-        return out
 
-    def _weighed_mean(self, key: str, values: Sequence[float]) -> float:
-        if not self.are_weighed:
-            return _mean(values)
-        return _mean([value * weight if weight else 0.0 for value, weight in zip(values, self._weights[key])])
+def _by_key(of_ranks: Sequence[Mapping[str, list[float]]]) -> dict[str, list[list[float]]]:
+    return {key: [own[key] for own in of_ranks] for key in of_ranks[0]}
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Return the mean; the sum is rounded only once."""
-    return math.fsum(values) / len(values)
+    """Return the mean, by numpy if the trainer has it, which then computes its own means so."""
+    numpy = sys.modules.get("numpy")
+    return math.fsum(values) / len(values) if numpy is None else float(numpy.mean(values))
 
 
-def _exact_mean(values: Sequence[float]) -> Any:
-    """Return the mean as a fraction; as a float if a value is not finite."""
-    if not all(map(math.isfinite, values)):
-        return sum(values) / len(values)
-    ratios = map(float.as_integer_ratio, values)  # denominators are powers of two; the largest is that of 5e-324
-    return Fraction(sum(number * (_SMALLEST // power) for number, power in ratios), _SMALLEST * len(values))
-
-
-def _deviation(deviations: Sequence[float], means: Sequence[float], counts: Sequence[int]) -> float:
-    """Return the standard deviation of all numbers, from the deviation, mean and size of each group."""
-    total = sum(counts)
-    mean = math.fsum(mean * num for mean, num in zip(means, counts)) / total
-    inside = math.fsum(deviation**2 * (num - 1) for deviation, num in zip(deviations, counts) if num > 1)
-    between = math.fsum((of_group - mean) ** 2 * num for of_group, num in zip(means, counts))
-    return math.sqrt((inside + between) / (total - 1))
+def _deviation(deviations: Sequence[float], means: Sequence[float], num: int) -> float:
+    """Return the standard deviation of all numbers, from the deviation and mean of each group of `num`."""
+    mean = math.fsum(means) / len(means)
+    inside = math.fsum(deviation**2 * (num - 1) for deviation in deviations)
+    between = math.fsum((of_group - mean) ** 2 * num for of_group in means)
+    return math.sqrt((inside + between) / (num * len(means) - 1))

@@ -35,7 +35,7 @@ SAID = {
         "each step the same samples on 1, 2 and 4 ranks; by hand all epochs are alike",
         "  sqrt: 1 ranks 0.0010, 2 ranks 0.0014, 4 ranks 0.0020",
         "DataError: Global batch 3 is smaller than 4 ranks",
-        "9 samples, drop_last=False: rank 0 sees ",
+        "10 samples, drop_last=False: rank 0 sees ",
     ],
     "3_communication.py": [
         "where the time of each rank's steps went",

@@ -135,13 +135,13 @@ def test_a_trainer_with_dataparallel(tmp_path: Path) -> None:
     assert _losses(_run(alone, tmp_path)) == before
     assert len(before) == len(_losses(_run(two_ranks, tmp_path))) == 6
     _run(found, tmp_path)
-    _where_ranks_divide_nothing(tmp_path, source)
+    _on_three_ranks(tmp_path, source)
     (tmp_path / "by_hand.py").write_text((ROOT / "examples" / "migration" / "by_hand.py").read_text())
     _a_migration_by_hand(tmp_path, steps)
 
 
-def _where_ranks_divide_nothing(folder: Path, migrated: str) -> None:
-    """On three ranks: batches of 32, and at last one of 2 samples, of which a rank has none."""
+def _on_three_ranks(folder: Path, migrated: str) -> None:
+    """Batches of 30, and at last one of 3 samples."""
     found = []
     for name, text, run in (
         ("before", (ROOT / "examples" / "migration" / "trainer.py").read_text(), "python trainer.py"),
@@ -150,7 +150,7 @@ def _where_ranks_divide_nothing(folder: Path, migrated: str) -> None:
     ):
         inside = folder / name
         inside.mkdir()
-        for old, new in (("batch_size=100", "batch_size=32"), ("range(2000, 2400)", "range(2000, 2290)")):
+        for old, new in (("batch_size=100", "batch_size=30"), ("range(2000, 2400)", "range(2000, 2123)")):
             assert old in text
             text = text.replace(old, new)
         (inside / "trainer.py").write_text(text)

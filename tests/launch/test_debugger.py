@@ -51,16 +51,16 @@ world = ddpshim.setup(seed=0)
 
 class Items(torch.utils.data.Dataset):
     def __len__(self):
-        return 20
+        return 24
     def __getitem__(self, index):
-        if "data" in sys.argv and world.rank == 0 and index > 9:
+        if "data" in sys.argv and world.rank == 0 and index > 11:
             breakpoint()
         return torch.tensor([float(index)])
 
 net = ddpshim.wrap_parallel(nn.Linear(1, 1))
 optimizer = torch.optim.SGD(net.parameters(), lr=0.0001)
 scale = 1.0
-for step, x in enumerate(ddpshim.make_loader(Items(), batch_size=10)):
+for step, x in enumerate(ddpshim.make_loader(Items(), batch_size=12)):
     loss = net(x).square().mean() * scale
     optimizer.zero_grad()
     loss.backward()
@@ -182,7 +182,7 @@ def test_an_unedited_program_is_one_program_in_the_debugger(tmp_path: Path) -> N
 def test_each_rank_of_an_edited_trainer_does_what_is_typed(tmp_path: Path) -> None:
     with terminal(tmp_path, EDITED, "all", "main") as screen:
         assert "-> if world.is_main" in screen.until("(Pdb) ")
-        assert screen.answer("p world.rank, world.sum(len(x)), world.sum(x.sum().item())") == "(0, 10, 45.0)\n"
+        assert screen.answer("p world.rank, world.sum(len(x)), world.sum(x.sum().item())") == "(0, 12, 66.0)\n"
         said = screen.answer("n")  # into the branch of the main rank
         assert '-> print("main")' in said
         assert f"ranks 1, 2 did not come to {_line('print(')} yet, and do nothing of what you type here before" in said
@@ -194,7 +194,7 @@ def test_each_rank_of_an_edited_trainer_does_what_is_typed(tmp_path: Path) -> No
         assert "scale 6.0 on 0" in screen.end("c")
         assert screen.exit_code() == 0
         for rank in (1, 2):
-            assert f"(Pdb) ({rank}, 10, 45.0)\n" in screen.log(rank)
+            assert f"(Pdb) ({rank}, 12, 66.0)\n" in screen.log(rank)
             assert f"scale 3.0 on {rank}" in screen.log(rank)
 
 

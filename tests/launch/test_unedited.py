@@ -493,7 +493,6 @@ def test_the_main_rank_plays_rollouts_and_the_others_get_what_it_found(tmp_path:
     [
         ("NOISE", "per_rank", "draws its data splits and evaluations on each rank"),
         ("PER_RANK_BATCH", "yes", "per_rank_batch=True: the program holds whole batches"),
-        ("DATA_DRAWS", "by_sample", "data_draws=by_sample: the program holds whole batches"),
     ],
 )
 def test_options_of_shares_are_refused(option: str, value: str, said: str, tmp_path: Path) -> None:

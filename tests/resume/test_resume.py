@@ -209,17 +209,19 @@ def _accumulates(folder: str, kind: str, stop: int = -1) -> tuple[float, Any, st
     """Train with a step after three batches, some of which are of the epoch before; stop in batch `stop`."""
     here, resume._LOOK_EVERY_S, said = ddpshim.world(), 0.0, io.StringIO()
     resume._MOST_BATCHES_OF_A_STEP = 2 if kind == "late" else 64
-    if kind == "whole batches":
+    holds_whole = kind in ("whole batches", "exact")
+    if holds_whole:
         ddpshim.cleanup()
-        here = ddpshim.setup(batch="global", seed=1, device="cpu")
+        options = ddpshim.Options.read(exact=6 if kind == "exact" else None)
+        here = ddpshim.setup(batch="global", seed=1, device="cpu", options=options)
     torch.manual_seed(3)
     net: Any = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double()
-    data, b = TensorDataset(DATA.tensors[0][: 6 * B - 13]), 6 if kind == "exact" else 7
-    if kind == "whole batches":
+    data, b = TensorDataset(DATA.tensors[0][: 6 * B - 18]), 6
+    if holds_whole:
         loader: Any = DataLoader(data, b, shuffle=True)
     else:
         net = ddpshim.wrap_parallel(net)
-        loader = ddpshim.make_loader(data, batch_size=b, shuffle=True, drop_last=kind == "exact")
+        loader = ddpshim.make_loader(data, batch_size=b, shuffle=True)
 
     def learn(net: Any, optimizer: Any, x: torch.Tensor, is_late: bool, is_last: bool) -> None:
         if is_late:
@@ -232,7 +234,6 @@ def _accumulates(folder: str, kind: str, stop: int = -1) -> tuple[float, Any, st
             optimizer.zero_grad()
 
     optimizer, code = torch.optim.Adam(net.parameters(), lr=0.01), None
-    learn = ddpshim.virtual_step(learn, net, optimizer)
     training = Resumable(folder, {"net": net, "optimizer": optimizer})
     with contextlib.redirect_stderr(said):
         training.restore()
@@ -243,7 +244,7 @@ def _accumulates(folder: str, kind: str, stop: int = -1) -> tuple[float, Any, st
                     if so_far == stop and here.rank == 0:
                         os.kill(os.getpid(), signal.SIGTERM)
                     is_late = kind == "late" and so_far > 0 and so_far % 3 == 0
-                    learn(x, is_late, kind != "late" and (i + 1) % 3 == 0)
+                    learn(net, optimizer, x, is_late, kind != "late" and (i + 1) % 3 == 0)
             training.finish()
         except SystemExit as exit:
             code = exit.code
@@ -269,13 +270,12 @@ NEVER = "no batch of the last 2 ended with a step of an optimizer: gradients are
 def test_gradients_that_are_not_used_yet_are_not_lost(
     tmp_path: Path, kind: str, stop: int, text: str, place: str
 ) -> None:
-    exact = {"DDPSHIM_EXACT": "6"} if kind == "exact" else {}
-    (expected, *_), _ = run_ranks(_accumulates, 2, str(tmp_path / "whole"), kind, environ=exact)
-    (before, code, said), _ = run_ranks(_accumulates, 2, str(tmp_path / "left"), kind, stop, environ=exact)
+    (expected, *_), _ = run_ranks(_accumulates, 2, str(tmp_path / "whole"), kind)
+    (before, code, said), _ = run_ranks(_accumulates, 2, str(tmp_path / "left"), kind, stop)
     assert (code, last_save.place(tmp_path / "left")) == (EXIT_REQUEUE, place)
     assert text in said
-    for after, *_ in run_ranks(_accumulates, 3, str(tmp_path / "left"), kind, environ=exact):
-        assert after == (expected if exact else pytest.approx(expected, rel=1e-13)) != pytest.approx(before)
+    for after, *_ in run_ranks(_accumulates, 3, str(tmp_path / "left"), kind):
+        assert after == (expected if kind == "exact" else pytest.approx(expected, rel=1e-13)) != pytest.approx(before)
 
 
 @pytest.mark.unit
@@ -340,7 +340,6 @@ LOADERS: dict[str, Callable[[], dict[str, Any]]] = {
     "sampler": lambda: {"dataset": NUMBERS, "batch_size": B, "sampler": RandomSampler(NUMBERS)},
     "batch sampler": lambda: {"dataset": NUMBERS, "batch_sampler": BatchSampler(RandomSampler(NUMBERS), B, True)},
     "drawn at once": lambda: {"dataset": NUMBERS, "batch_sampler": _AtOnce()},
-    "stream": lambda: {"dataset": _Stream(), "batch_size": B},
 }
 
 
@@ -369,7 +368,7 @@ def test_a_pass_entered_in_the_middle_has_the_batches_that_are_left() -> None:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("kind", ["shuffled", "drawn at once", "stream"])
+@pytest.mark.parametrize("kind", ["shuffled", "drawn at once"])
 def test_workers_enter_in_the_middle_as_well(kind: str, persistent: bool) -> None:
     alone = World(launcher="torchrun", seed=0)
     assert _enters(kind, world=alone, num_workers=2, persistent_workers=persistent) == [N // B, True, True, True]
@@ -390,7 +389,7 @@ def _joined(samples: list[float]) -> torch.Tensor:
 
 DRAWS = _Draws(range(N))
 OF_ROWS: dict[str, Callable[[], dict[str, Any]]] = {
-    **{kind: LOADERS[kind] for kind in LOADERS if kind != "stream"},
+    **LOADERS,
     "in its own order": lambda: {
         "dataset": NUMBERS,
         "batch_size": B,

@@ -221,6 +221,25 @@ def test_a_fork_is_patched_or_distributed_as_any_program_is(tmp_path: Path) -> N
     assert len(patched) == 1
 
 
+@pytest.mark.launch
+@pytest.mark.robomimic
+def test_with_a_batch_that_ranks_do_not_divide_they_hold_it_whole(tmp_path: Path) -> None:
+    tree = copy_release(RELEASE, tmp_path, "plain")
+    config = make_run_config(tree, RELEASE, "bc_vae", tmp_path, 3, 2, train__batch_size=25)
+    found = []
+    for name, launcher in (("one", []), ("two", ["-m", "ddpshim", "run", "--nproc=2"])):
+        _rename(config, name)
+        command = [*launcher, "-m", "robomimic.scripts.train", "--config", str(config)]
+        code, said = start_afresh(command, environment(tree), tmp_path, START_DEADLINE_S)
+        assert code == 0, said[-3000:]
+        assert said.count("finished run successfully") == 1
+        found.append(_losses(said))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert len(found[0]) == 2
+    assert "2 ranks do not divide the batch of 25: each holds the whole batch and computes its rows" in said
+    assert not [*tmp_path.glob("out/two/*/ddpshim")], "shares have records"
+
+
 def _losses(said: str) -> list[float]:
     return [float(number) for number in re.findall(r'"Loss": (\S+?),', said)]
 

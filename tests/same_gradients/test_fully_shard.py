@@ -59,11 +59,11 @@ class Policy(nn.Module):
         return (self.last(x) - y).square().mean()
 
 
-def _make(shard: Shard, drop_last: bool = False) -> tuple[Any, torch.optim.Optimizer, Any]:
+def _make(shard: Shard) -> tuple[Any, torch.optim.Optimizer, Any]:
     policy = ddpshim.wrap_parallel(Policy(), shard=shard)
     generator = torch.Generator().manual_seed(3)
     data = TensorDataset(torch.randn(NUM, 6, generator=generator), torch.randn(NUM, 3, generator=generator))
-    loader = ddpshim.make_loader(data, batch_size=GLOBAL_BATCH, shuffle=True, drop_last=drop_last)
+    loader = ddpshim.make_loader(data, batch_size=GLOBAL_BATCH, shuffle=True)
     return policy, torch.optim.AdamW(policy.parameters(), lr=0.01), loader
 
 
@@ -115,7 +115,7 @@ def test_ranks_that_hold_a_part_train_what_one_process_does(tmp_path: Path) -> N
 
 
 def _accumulate(shard: Shard) -> Any:
-    policy, optimizer, loader = _make(shard, drop_last=True)  # equally many parts on all ranks
+    policy, optimizer, loader = _make(shard)
     policy.eval()
     for x, y in loader:
         optimizer.zero_grad()

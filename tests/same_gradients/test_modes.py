@@ -23,8 +23,11 @@ def test_every_two_values_meet_that_can() -> None:
     assert len(ROWS) <= 70
 
 
+ROUNDS = {**PLAINEST, "door": "global", "net": "batchnorm", "precision": "bf16"}  # autocast is on in its messages
+
+
 @pytest.mark.launch
-@pytest.mark.parametrize("row", [*ROWS[:4], STAYS], ids=modes.words_of)
+@pytest.mark.parametrize("row", [*ROWS[:4], STAYS, ROUNDS], ids=modes.words_of)
 def test_ranks_equal_one_process_in_modes_that_meet(row: modes.Row, tmp_path: Path) -> None:
     outcome = modes.judge(row, tmp_path)
     assert outcome.kind not in modes.FAULTS, f"{modes.words_of(row)}: {outcome}"

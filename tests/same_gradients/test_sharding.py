@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddpshim import DataError, World, make_loader, shard_iterable
-from tests.same_samples.test_loader import make_loaders, side_by_side
+from tests.same_samples.test_loader import Numbers, make_loaders, side_by_side
 
 
 def worlds(num_ranks):
@@ -34,6 +34,12 @@ def test_each_item_of_a_whole_round_goes_to_one_rank_and_worker(num_ranks, num_r
     items = [[int(item) for item in read(share, num_workers)] for share in shares]
     assert {len(of_rank) for of_rank in items} == {num_read // num_ranks}
     assert len({item for of_rank in items for item in of_rank}) == num_read
+
+
+@pytest.mark.ranks
+def test_a_dataset_that_shards_by_worker_is_not_split_twice():
+    items = [sorted(map(int, read(shard_iterable(Numbers(12), world=world), 2))) for world in worlds(2)]
+    assert items == [[*range(0, 12, 2)], [*range(1, 12, 2)]]
 
 
 def test_what_is_left_over_is_dropped_or_filled_up():
@@ -104,5 +110,5 @@ def test_what_cannot_be_shared_is_refused(make, says):
 
 def test_a_share_is_not_split_again():
     world = side_by_side(2)[0]
-    with pytest.raises(DataError, match="already this rank's share; split over 2 ranks again"):
+    with pytest.raises(DataError, match=r"ShardedIterable is a stream.*pass already_sharded=True"):
         make_loader(shard_iterable(range(8), world=world), batch_size=2, world=world)

@@ -308,7 +308,7 @@ def test_a_launched_training_shares_where_it_can(
 
     say.say_once.cache_clear()
     here = World(launcher="torchrun", options=RobomimicOptions(node_memory=place))
-    monkeypatch.setattr(datasets, "world", lambda: here)
+    monkeypatch.setattr(datasets, "world_of_shares", lambda: here)
     path = _write_demos(tmp_path / "demos.hdf5")
     kind = type(_make(path, "low_dim"))
     train = _Mapping(hdf5_cache_mode="all", data=str(path), dataset_keys=["actions"], num_data_workers=0)

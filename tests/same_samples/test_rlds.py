@@ -151,7 +151,7 @@ OPTIONS = {
 
 
 def mix(monkeypatch, world, num_datasets=2, **options):
-    monkeypatch.setattr(rlds, "world", lambda: world)
+    monkeypatch.setattr(rlds, "world_of_shares", lambda: world)
     kwargs = [{"name": f"droid_{i}", "data_dir": "/data"} for i in range(num_datasets)]
     weights = [1 / num_datasets] * num_datasets
     return rlds.make_interleaved_dataset(kwargs, weights, train=True, **{**OPTIONS, **options})
@@ -180,7 +180,7 @@ def test_a_rank_gets_its_part_of_everything(monkeypatch, octo):
 
 def test_statistics_are_of_everything_and_the_data_of_a_share(monkeypatch, octo):
     rank = Rank(rank=1, world_size=2, local_world_size=2, launcher="torchrun", seed=1)
-    monkeypatch.setattr(rlds, "world", lambda: rank)
+    monkeypatch.setattr(rlds, "world_of_shares", lambda: rank)
     rlds.make_dataset_from_rlds("droid", "/data", train=True)
     assert octo.splits == ["all", "train[:95%]", "1 of 2 of train[:95%]"]
 
@@ -201,7 +201,7 @@ def test_only_a_mixture_has_a_length():
 
 def test_the_end_of_a_mixture_is_an_error(monkeypatch):
     rank = Rank(rank=1, world_size=2, launcher="torchrun", seed=1)
-    monkeypatch.setattr(rlds, "world", lambda: rank)
+    monkeypatch.setattr(rlds, "world_of_shares", lambda: rank)
     loader = rlds.loader(Stream([1.0, 2.0]), batch_size=2, num_workers=0)
     batches = iter(loader)
     assert [next(batches).tolist(), next(batches).tolist()] == [[1.0], [2.0]]

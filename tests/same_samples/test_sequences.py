@@ -305,7 +305,7 @@ def test_a_batch_that_is_too_large_for_its_place_is_sent() -> None:
 def test_what_robomimics_loaders_are_made_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(datasets, "make_loader", lambda **options: made.append(options))
-    monkeypatch.setattr(datasets, "world", lambda: HERE)
+    monkeypatch.setattr(datasets, "world_of_shares", lambda: HERE)
     known, unknown = demos.make(folder, None), demos.make(folder, None, _subclass(get_item=lambda self, index: {}))
     for dataset, options in (
         (known, {"num_workers": 2}),
@@ -318,10 +318,10 @@ def test_what_robomimics_loaders_are_made_with(folder: Path, monkeypatch: pytest
         datasets.loader(dataset=dataset, batch_size=4, **options)
     assert [options["persistent_workers"] for options in made] == [True, False, False, True, False, False]
     assert not any(options["pin_memory"] for options in made)
-    monkeypatch.setattr(datasets, "world", lambda: replace(HERE, device=torch.device("cuda", 0)))
+    monkeypatch.setattr(datasets, "world_of_shares", lambda: replace(HERE, device=torch.device("cuda", 0)))
     datasets.loader(dataset=known, batch_size=4)
     assert made[-1]["pin_memory"] is True
-    monkeypatch.setattr(datasets, "world", lambda: replace(HERE, world_size=2))
+    monkeypatch.setattr(datasets, "world_of_shares", lambda: replace(HERE, world_size=2))
     monkeypatch.setattr(datasets, "make_loader", lambda batch_size, **options: divide(batch_size, 2))
     with pytest.raises(DataError, match=r"Global batch 1 is smaller .* The batch size is train.batch_size in the conf"):
         datasets.loader(dataset=known, batch_size=1)

@@ -58,54 +58,6 @@ def test_the_end_is_verified_where_the_program_draws_after_its_last_step(made: P
     assert "verified: steps 60 to 64 have the hashes of the certificate, on 4 ranks" in said
 
 
-_SHARES = """
-import random
-
-import torch
-from torch import nn
-from torch.utils.data import Dataset
-
-import ddpshim
-
-
-class Data(Dataset):
-    def __len__(self):
-        return 24
-
-    def __getitem__(self, i):
-        x = i / 24 + random.random() * torch.ones(4)
-        return x, x.sin().sum(0, keepdim=True)
-
-
-ddpshim.setup()
-loader = ddpshim.make_loader(Data(), batch_size=8, num_workers=2)
-net = ddpshim.wrap_parallel(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-largest = ddpshim.whole_batch(lambda out, y: (out - y).abs().max())
-
-
-def train(net, optimizer, x, y):
-    optimizer.zero_grad()
-    largest(net(x), y).backward()
-    optimizer.step()
-
-
-step = ddpshim.virtual_step(train, net, optimizer)
-for x, y in loader:
-    step(x, y)
-ddpshim.cleanup()
-"""
-
-
-@pytest.mark.launch
-def test_shares_of_a_program_without_a_seed(made: Path, tmp_path: Path) -> None:
-    """Virtual ranks wait for each other inside their backward passes, and each one's loss counts."""
-    (tmp_path / "train.py").write_text(_SHARES)
-    certificates.ddpshim(tmp_path, "run", "--certify-every", "3", "--certify", "r.json", "--nproc", "2", "train.py")
-    said = certificates.ddpshim(tmp_path, "check", "--certificate", "r.json", "--nproc", "1")
-    assert "verified: steps 0 to 3 have the hashes of the certificate, on 1 rank" in said
-
-
 @pytest.mark.launch
 @pytest.mark.parametrize(
     "name",

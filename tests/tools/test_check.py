@@ -131,19 +131,6 @@ def test_names_what_gradients_are(tmp_path: Path, of_ranks: list[float], what: s
 
 
 @pytest.mark.unit
-def test_losses_are_weighed_by_rows(tmp_path: Path) -> None:
-    """Two rows and one, and a rank that repeats a row: neither its loss nor its sample counts."""
-    for run, loss, samples, weight in (
-        *(("one", 5.0, "abc", 1.0), ("perturbed", 5.0, "abc", 1.0)),
-        *(("rank_0", 6.0, "ac", 2.0), ("rank_1", 3.0, "b", 1.0), ("rank_2", 6.0, "a", 0.0)),
-    ):
-        _write(tmp_path, run, loss=loss, samples=samples, weight=weight)
-    assert judging.judge(tmp_path, 3).is_same
-    _write(tmp_path, "rank_1", loss=3.0, samples="b", weight=2.0)
-    assert _parting(tmp_path, 3).found.startswith("5 in one process, 4.5 as the mean of the ranks'")
-
-
-@pytest.mark.unit
 @pytest.mark.parametrize(("perturbed", "is_same"), [(1.0, False), (1.003, True)])
 def test_tells_rounding_by_the_perturbed_run(tmp_path: Path, perturbed: float, is_same: bool) -> None:
     """A loss that is off by 1% after a step is a mistake, and rounding where rounding errors made it 0.3%."""

@@ -90,7 +90,6 @@ class Recorder:
         self._rank = 0
         self._latest = 0  # a hash of this rank's rows of the last batch, unless a backward pass followed
         self._steps = [_Step()]  # since the last mark, and the next
-        self._has_numbers = False  # an edited program's ranks read those of their own rows
         self._stepped: list[Any] = []  # optimizers, since the last mark, in the order of their first steps
         self._names = weakref.WeakKeyDictionary[Any, list[str]]()  # optimizer -> of its parameters
         self._document: dict[str, Any] = {}
@@ -127,7 +126,7 @@ class Recorder:
 
         from ddpshim.rows.gradients import plain
 
-        # Not a pass inside another one of this thread (a checkpoint's). Virtual ranks may all be in a pass.
+        # Not a pass inside another one of this thread (a checkpoint's).
         if os.getpid() == self._process and torch._C._current_graph_task_id() < 0:
             roots = [tensors] if hasattr(tensors, "numel") else list(tensors)
             step = self._steps[-1]
@@ -164,7 +163,7 @@ class Recorder:
         saves = current().part(Saves)
         saves.also.append(self._keep)
         saves.before.append(self._mark_save)  # a later start begins at a mark
-        self._rank, self._has_numbers = here.rank, current().holds_whole_batches
+        self._rank = here.rank
         if not self.is_repeating and self._rank == 0:
             if saves.restored is not None:
                 self._continue(saves.restored)
@@ -173,7 +172,7 @@ class Recorder:
                     f"{document.folder_of(self._path)} holds checkpoints of another start, and this one resumes from "
                     "none: its certificate would name them as its own. Move the folder and the certificate away."
                 )
-        self._num_steps = self._marked = here._gather(self._first, "the steps of a certificate")[0]
+        self._num_steps = self._marked = here.gather(self._first)[0]
         current().before_end.callback(self._mark_end)
 
     def _continue(self, restored: Path) -> None:
@@ -206,24 +205,19 @@ class Recorder:
         from ddpshim.job.group import world
         from ddpshim.process.random_streams import digest, rank_states
 
-        here, is_alone = world(), current().holds_whole_batches  # ranks then have the same losses, and one's are enough
-        own = [[float(loss) for loss in step.losses] for step in self._steps]
-        own_samples = [step.samples for step in self._steps]
-        numbers = [f"{step.numbers:08x}" for step in self._steps if self._has_numbers]
+        here, steps, self._steps = world(), self._steps, []
         self._marked = self._num_steps or 0
-        of_ranks = here._gather((own_samples, own), "a certificate's mark")  # also within a step of virtual ranks
-        self._steps = []
+        of_ranks = here.gather([step.samples for step in steps])
         if not here.is_main:
             return
-        chosen = [of_ranks[0][1]] if is_alone else [losses for _, losses in of_ranks]
-        num = 1 if is_alone else here.options.exact or 1
-        losses = [_sum([loss for of_rank in step for loss in of_rank]) / num for step in zip(*chosen)]
+        losses = [_sum([float(loss) for loss in step.losses]) for step in steps]  # all ranks have the same
+        numbers = [f"{step.numbers:08x}" for step in steps]
         if not self._environment:
             self._environment = facts.environment(here.device)  # in this thread: threads of torch are counted by thread
             self._reads.look()
         cuda = rank_states(here.device)["cuda"]
         generators = digest() + ("" if cuda is None else hashlib.sha256(bytes(cuda.tolist())).hexdigest()[:32])
-        samples = [f"{sum(step) % _ALL:08x}" for step in zip(*(samples for samples, _ in of_ranks))]
+        samples = [f"{sum(step) % _ALL:08x}" for step in zip(*of_ranks)]
         mark: dict[str, Any] = {"step": self._num_steps, "samples": samples, "losses": losses, "numbers": numbers}
         mark["generators"] = "" if is_between else generators
         moments = [_state_of(optimizer) for optimizer in self._stepped]
@@ -342,7 +336,7 @@ class Recorder:
         except CertificateError as error:
             say(str(error))
             return
-        if is_complete and self._has_numbers:
+        if is_complete:
             self._document["numbers_at_end"] = f"{self._steps[-1].numbers:08x}"
         if not self.is_repeating:
             self._reads.look()

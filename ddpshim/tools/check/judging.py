@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import mul
 from pathlib import Path
 from typing import Any, Optional
 
@@ -194,8 +193,7 @@ def _losses(one: Run, ranks: Sequence[Run], rounding: _Rounding, step: int) -> O
             theirs = [own[i]["losses"][j] for own in spread if j < len(own[i]["losses"])]
             if len(theirs) != len(ranks):
                 return None
-            weights = [own[i].get("weight", 1.0) for own in spread]
-            mean, scale = math.fsum(map(mul, weights, theirs)) / math.fsum(weights), max(abs(value), 1e-12)
+            mean, scale = math.fsum(theirs) / len(theirs), max(abs(value), 1e-12)
             near = by_rounding[i]["losses"][j] if i < len(by_rounding) else value
             if not rounding.allows(("loss", i, j), abs(mean - value) / scale, abs(near - value) / scale, _LOSS):
                 shown = ", ".join(f"{v:.8g}" for v in theirs)

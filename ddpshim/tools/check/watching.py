@@ -193,7 +193,6 @@ class RankRecorder:
         if os.getpid() != self._process:
             return
         self._see_state()
-        from ddpshim.job import shares
         from ddpshim.tools.check.sketches import eps_of, of_graph
 
         roots = [tensors] if hasattr(tensors, "numel") else list(tensors)
@@ -205,9 +204,7 @@ class RankRecorder:
             self._write("begun", tensors=dict(zip(tensors, _sketches(list(tensors.values())))))
         dtype = str(of_graph(roots)).partition(".")[2]
         self._eps = max(self._eps, eps_of(dtype))
-        share = shares.at_hand()  # ddpshim weighs gradients by rows of the batch
-        weight = 1.0 if share is None else share.weight
-        self._write("loss", number=self._num_backward, losses=losses, weight=weight, dtype=dtype, place=users_line())
+        self._write("loss", number=self._num_backward, losses=losses, dtype=dtype, place=users_line())
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._stepping is not None or os.getpid() != self._process:

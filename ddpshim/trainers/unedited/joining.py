@@ -94,7 +94,12 @@ def see_one_gpu(local_rank: int) -> None:
 def _set_up(seed: Optional[int] = None, **given: Any) -> World:
     """Call `setup`; a program without a seed gets one, as ranks must be equal: weights, data splits (collective)."""
     see_one_gpu(int(os.environ.get("LOCAL_RANK", 0)))
-    here = setup(seed=seed, **given)
+    current().holds_whole_batches = True
+    try:
+        here = setup(seed=seed, **given)
+    except BaseException:
+        current().holds_whole_batches = False
+        raise
     if seed is None:
         here = setup(seed=here.broadcast(int(os.environ.get(variables.SEED) or secrets.randbits(62))))
     if not draws_alike():
@@ -102,7 +107,7 @@ def _set_up(seed: Optional[int] = None, **given: Any) -> World:
             f"noise={here.options.noise}: a program that every rank runs whole draws its data splits and evaluations "
             "on each rank, and these would differ. Leave the option out."
         )
-    for name in ("per_rank_batch", "lr_rule", "data_draws"):
+    for name in ("per_rank_batch", "lr_rule"):
         if name in here.options.changed():
             raise OptionsError(
                 f"{name}={getattr(here.options, name)}: the program holds whole batches and draws what one process "
@@ -114,7 +119,6 @@ def _set_up(seed: Optional[int] = None, **given: Any) -> World:
 @contextlib.contextmanager
 def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None]:
     """Within this block the ranks run one program. It is left alone if it distributes itself, if `start` is given."""
-    current().holds_whole_batches = True
     steps, rollouts, counts = current().part(Steps), Rollouts(here), current().part(Counts)
     locks = Locks()
 

@@ -17,6 +17,7 @@ from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.say import say
 from ddpshim.trainers.unedited.sources import Sources
 from ddpshim.trainers.unedited.start import Start
+from ddpshim.variables import PREFIX
 
 
 def patched(argv: Sequence[str]) -> Optional[Sequence[str]]:
@@ -31,7 +32,32 @@ def patched(argv: Sequence[str]) -> Optional[Sequence[str]]:
     from ddpshim.trainers.patching import in_memory
 
     module, rest = (argv[1], argv[2:]) if is_module else (in_memory.module_of(argv[0]), argv[1:])
-    return ["-m", module, *rest] if module is not None and in_memory.patch_program(module) else None
+    if module is None or (_is_exact() and adapters.function(module.partition(".")[0], "batch_size") is None):
+        return None  # the set's calls may not know programs that hold whole batches
+    return ["-m", module, *rest] if in_memory.patch_program(module) else None
+
+
+def holds_whole_batches(argv: Sequence[str]) -> bool:
+    """Whether the patched program `argv` ("-m", module, ...) must hold whole batches: its ranks get no equal shares.
+
+    So it is with the option `exact`, and if the ranks do not divide the batch. Local.
+    """
+    if _is_exact():
+        return True
+    asked = adapters.function(argv[1].partition(".")[0], "batch_size")
+    size, num_ranks = None if asked is None else asked(argv[2:]), read_launch_env(os.environ).world_size
+    if size is None or size % num_ranks == 0 or os.environ.get(f"{PREFIX}PER_RANK_BATCH"):
+        return False
+    if read_launch_env(os.environ).rank == 0:
+        say(
+            f"{num_ranks} ranks do not divide the batch of {size}: each holds the whole batch and computes its rows. A "
+            "number of ranks that divides it is faster for small networks"
+        )
+    return True
+
+
+def _is_exact() -> bool:
+    return os.environ.get(f"{PREFIX}EXACT", "none").strip().lower() not in ("", "none", "null")
 
 
 @contextlib.contextmanager
