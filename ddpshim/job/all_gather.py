@@ -39,9 +39,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, number: int, num: int, among: Any) -> torch.Tensor:
         ctx.number, ctx.num, ctx.group = number, num, among
-        return (
-            exchange.table(x, among).transpose(0, 1).reshape(-1, *x.shape[1:]).clone()
-        )  # no view: it may be changed in place
+        rows = exchange.table(x, among).transpose(0, 1).reshape(-1, *x.shape[1:])
+        return rows.clone()  # no view: it may be changed in place
 
     @staticmethod
     @once_differentiable

@@ -119,12 +119,6 @@ def end_batch(of: Optional[object] = None) -> None:
         sharing.under_way.pop(of, None)
 
 
-def is_shared() -> bool:
-    """Return whether a draw now gives this rank's rows of one process's draw. Local."""
-    sharing = current().part(Sharing)
-    return sharing.is_on and sharing.share is not None
-
-
 def at_hand() -> Optional[Share]:
     """Return this rank's share of the current batch; None between batches. Local."""
     return current().part(Sharing).share
