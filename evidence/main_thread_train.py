@@ -1,12 +1,14 @@
 """Trains tiny networks through one door, and writes what each part of a step takes of the main thread; main_thread.py.
 
 `python evidence/main_thread_train.py DOOR NETWORKS NUM_STEPS OUT`. OUT: for each network {"ms": milliseconds of CPU of
-the main thread by part, "waits": blocking messages of one step by place, "loss": the last loss}.
+the main thread by part, "wall_ms": a step's time, "waits": blocking messages of one step by place, "loss": the last
+loss}. On a GPU the networks have the widths with which people train them, and a thread that waits for it sleeps.
 """
 
 from __future__ import annotations
 
 import copy
+import ctypes
 import importlib
 import json
 import sys
@@ -25,7 +27,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from evidence import one_process_programs as programs
 
-BATCH_SIZE, NUM_BATCHES, WARM_UP = 8, 50, 30
+DEVICE = programs.DEVICE
+IS_WIDE = DEVICE.type == "cuda"
+BATCH_SIZE, NUM_BATCHES, WARM_UP = (32 if IS_WIDE else 8), 50, 30
 PARTS = ("load", "noise", "forward", "loss", "zero", "backward", "optimizer", "ema", "read")
 
 
@@ -71,10 +75,12 @@ def _make(name: str) -> tuple[nn.Module, list[Tensor]]:
     """Return a network and the data of NUM_BATCHES batches: observations, then actions."""
     num = BATCH_SIZE * NUM_BATCHES
     if name == "unet":
-        programs.WIDTHS = (16, 32, 64)  # type: ignore[assignment]
+        programs.WIDTHS = (64, 128, 256) if IS_WIDE else (16, 32, 64)
         return programs.UNet(), [torch.randn(num, 20), torch.randn(num, 16, 7)]
     if name == "act":
-        return programs.ACT(24), [torch.randn(num, 14), torch.rand(num, 2, 3, 32, 32), torch.randn(num, 20, 7)]
+        width, pixels = (192, 96) if IS_WIDE else (24, 32)
+        images = torch.rand(num, 2, 3, pixels, pixels)
+        return programs.ACT(width), [torch.randn(num, 14), images, torch.randn(num, 20, 7)]
     if name == "resnet":
         begin = (nn.Conv2d(3, 8, 7, 4, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
         end = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 7))
@@ -83,18 +89,23 @@ def _make(name: str) -> tuple[nn.Module, list[Tensor]]:
             torch.randn(num, 7),
         ]
     if name == "bc":
-        return Policy("ActorNetwork", mlp_layer_dims=[64, 64]), [torch.randn(num, 20), torch.randn(num, 7)]
+        return Policy("ActorNetwork", mlp_layer_dims=[1024, 1024] if IS_WIDE else [64, 64]), [
+            torch.randn(num, 20),
+            torch.randn(num, 7),
+        ]
     sequences = [torch.randn(num, 10, 20), torch.randn(num, 10, 7)]
     if name == "bc_rnn_gmm":
         return Mixture(
             "RNNGMMActorNetwork",
-            mlp_layer_dims=[64],
-            rnn_hidden_dim=32,
+            mlp_layer_dims=[] if IS_WIDE else [64],
+            rnn_hidden_dim=400 if IS_WIDE else 32,
             rnn_num_layers=2,
             rnn_kwargs={"bidirectional": False},
         ), sequences
-    sizes = {"transformer_embed_dim": 32, "transformer_num_layers": 4, "transformer_num_heads": 4}
-    return Policy("TransformerActorNetwork", transformer_context_length=10, **sizes), sequences
+    width, num_layers, num_heads = (512, 6, 8) if IS_WIDE else (32, 4, 4)
+    sizes = {"embed_dim": width, "num_layers": num_layers, "num_heads": num_heads, "context_length": 10}
+    options = {f"transformer_{name}": size for name, size in sizes.items()}
+    return Policy("TransformerActorNetwork", **options), sequences
 
 
 NETWORKS = ("bc", "bc_rnn_gmm", "bc_transformer", "unet", "act", "resnet")
@@ -109,9 +120,10 @@ class Trainer:
 
     def __init__(self, door: str, name: str, net: nn.Module, tensors: list[Tensor]) -> None:
         self.name = name
+        if name == "act" and not IS_WIDE:  # its places are for 2 images of 3 x 96 x 96
+            net.places = nn.Parameter(0.02 * torch.randn(10, 1, 24))
+        net = net.to(DEVICE)
         self.ema, data = copy.deepcopy(net), TensorDataset(*tensors)
-        if name == "act":  # its places for 2 images of 3 x 96 x 96
-            net.places, self.ema.places = (nn.Parameter(0.02 * torch.randn(10, 1, 24)) for _ in range(2))
         self.parts: Callable[..., Any] = net
         loader: Any = DataLoader(data, BATCH_SIZE, shuffle=True)
         if door in ("ddp", "accelerate"):
@@ -143,7 +155,7 @@ class Trainer:
         """Compute the noise and the forward pass; return what computes the loss."""
         actions, net = batch[-1], self.net
         if self.name == "unet":
-            noise, timestep = torch.randn_like(actions), torch.randint(0, 100, (len(actions),))
+            noise, timestep = torch.randn_like(actions), torch.randint(0, 100, (len(actions),), device=DEVICE)
             kept = 1 - timestep[:, None, None] / 100
             noisy = kept * actions + (1 - kept) * noise
             self._mark("noise")
@@ -162,7 +174,7 @@ class Trainer:
 
     def step(self) -> float:
         self._last = time.thread_time()
-        batch = next(self.batches)
+        batch = [part.to(DEVICE) for part in next(self.batches)]
         self._mark("load")
         compute = self._forward(batch)
         self._mark("forward")
@@ -181,6 +193,12 @@ class Trainer:
         found = loss.item()
         self._mark("read")
         return found
+
+
+def backward_s() -> float:
+    """Return the CPU seconds of the threads in which a backward pass runs on a GPU, while the main thread waits."""
+    threads = [thread for thread in Path("/proc/self/task").iterdir() if "autograd" in (thread / "comm").read_text()]
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
 def waits(step: Callable[[], Any]) -> dict[str, int]:
@@ -205,10 +223,15 @@ def waits(step: Callable[[], Any]) -> dict[str, int]:
 
 def main(door: str, names: str, num_steps: int, out: str) -> None:
     torch.set_num_threads(1)
+    if IS_WIDE:
+        torch.cuda.set_device(0)  # ranks share it
+        mapped = Path("/proc/self/maps").read_text().splitlines()
+        sleep = 4  # cudaDeviceScheduleBlockingSync: waiting is no CPU time
+        ctypes.CDLL(next(line.split()[-1] for line in mapped if "libcudart" in line)).cudaSetDeviceFlags(sleep)
     if door in ("shares", "global"):
         importlib.import_module("ddpshim").setup(seed=0, **({"batch": "global"} if door == "global" else {}))
     elif door in ("ddp", "accelerate"):
-        dist.init_process_group("gloo")
+        dist.init_process_group("nccl" if IS_WIDE else "gloo")
     torch.manual_seed(0)
     made = {name: _make(name) for name in names.split(",")}  # before a training draws
     found = {}
@@ -217,11 +240,14 @@ def main(door: str, names: str, num_steps: int, out: str) -> None:
         for _ in range(WARM_UP):
             trainer.step()
         trainer.spent.clear()
+        began, of_backward = time.perf_counter(), backward_s()
         for _ in range(num_steps):
             loss = trainer.step()
+        trainer.spent["backward"] += backward_s() - of_backward
         ms = {part: 1000 * trainer.spent[part] / num_steps for part in PARTS}
         found[name] = {
             "ms": ms,
+            "wall_ms": 1000 * (time.perf_counter() - began) / num_steps,
             "loss": loss,
             "waits": waits(trainer.step),
         }

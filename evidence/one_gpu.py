@@ -1,8 +1,8 @@
 """Compares programs in one process with several ranks that share one GPU: `python -m evidence.one_gpu`.
 
-The ranks communicate through gloo, because nccl refuses to share. So this tests kernels, draws, dtypes and memory of a
-GPU, but neither nccl nor speed. The programs are those of tests/one_process. `--exact` compares bits on 1, 2 and 4
-ranks instead. It takes three minutes on 16 cores.
+The ranks communicate through gloo (or DDPSHIM_BACKEND), because nccl refuses to share before 2.30. So this tests
+kernels, draws, dtypes and memory of a GPU, but not speed. The programs are those of tests/one_process. `--exact`
+compares bits on 1, 2 and 4 ranks instead. It takes three minutes on 16 cores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ON_GPU = {"gpus": (), "idioms": ("--device", "cuda"), "hostile": ("--device", "c
 
 def run(name: str, arm: str, options: Iterable[str], num_ranks: int, exact: Optional[int], folder: Path) -> Any:
     """Run all programs of a file on `num_ranks` ranks (0: in one process), and return their results."""
-    environ = {**os.environ, "DDPSHIM_ROWS": "all", "DDPSHIM_BACKEND": "gloo"}
+    environ = {"DDPSHIM_BACKEND": "gloo", **os.environ, "DDPSHIM_ROWS": "all"}
     environ |= {"OMP_NUM_THREADS": "1", "NVIDIA_TF32_OVERRIDE": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     if exact is not None:

@@ -314,12 +314,13 @@ def _check_gpus(job: Launch) -> None:
     if not job.nproc.isdecimal() or not 0 < num_gpus < int(job.nproc):
         return
     # `check` and `exact` ask whether ranks compute the same, not how fast.
-    is_wanted = os.environ.get("DDPSHIM_EXACT") or os.environ.get("DDPSHIM_BACKEND") == "gloo" or job.proof is not None
+    is_wanted = os.environ.get("DDPSHIM_EXACT") or os.environ.get("DDPSHIM_BACKEND") or job.proof is not None
     if not is_wanted:
         raise LaunchError(
             f"--nproc={job.nproc}, but torch sees {num_gpus} GPU{'s' * (num_gpus > 1)}: ranks would share one, which "
             f"is slower than fewer ranks. Use --nproc={num_gpus}, or CUDA_VISIBLE_DEVICES= (empty) to train on the "
-            "CPU; DDPSHIM_BACKEND=gloo shares GPUs, to try a program on several ranks."
+            "CPU; DDPSHIM_BACKEND=gloo shares GPUs, to try a program on several ranks (nccl shares from 2.30 on, with "
+            "NCCL_MULTI_RANK_GPU_ENABLE=1)."
         )
     # Each rank takes its place in this list, modulo its length.
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus))))

@@ -707,7 +707,7 @@ def test_ranks_and_gpus(monkeypatch: pytest.MonkeyPatch, nproc: str, num_gpus: i
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("wanted", ["DDPSHIM_BACKEND=gloo", "DDPSHIM_EXACT=4", "check"])
+@pytest.mark.parametrize("wanted", ["DDPSHIM_BACKEND=gloo", "DDPSHIM_BACKEND=nccl", "DDPSHIM_EXACT=4", "check"])
 def test_ranks_that_share_gpus_on_purpose(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
