@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ddpshim.job.world import World as World
     from ddpshim.launch.spawning import spawn as spawn
     from ddpshim.model.accumulation import accumulate as accumulate
-    from ddpshim.model.equal_steps import check_equal_steps as check_equal_steps
+    from ddpshim.model.guard import check_equal_steps as check_equal_steps
     from ddpshim.model.guard import watch as watch
     from ddpshim.model.keys import unwrap as unwrap
     from ddpshim.model.parallel import wrap_parallel as wrap_parallel
@@ -65,7 +65,7 @@ _HOMES = {
     "spawn": "launch.spawning",
     "split_random_streams": "job.noise",
     "world": "job.group",
-    "check_equal_steps": "model.equal_steps",
+    "check_equal_steps": "model.guard",
     "deal": "data.tasks",
     "make_loader": "data.loader",
     "scale_lr": "data.learning_rate",

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 
 from ddpshim import version
 from ddpshim.arguments import Parser, natural, nproc, port, positive, seconds, steps
-from ddpshim.errors import DdpShimError, LaunchError
+from ddpshim.errors import DdpShimError, LaunchError, ReportError
+from ddpshim.near_names import nearest
 from ddpshim.process.say import say
-from ddpshim.tools import example, pages
+from ddpshim.tools import example
 from ddpshim.trainers.patching import command
 
 if TYPE_CHECKING:
@@ -40,20 +41,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         with contextlib.suppress(AttributeError, OSError):  # a test's stream, or one that cannot seek
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     parser = _parser()
-    for argument in argv:
-        try:
-            if b"\0" in os.fsencode(argument):
-                parser.error(f"{argument!r:.60} contains a NUL byte, which is not allowed in an argument")
-        except UnicodeEncodeError as error:
-            parser.error(f"{argument!r:.60} is not valid text ({error.reason})")
     try:
         arguments = parser.parse_args(argv)
         if getattr(arguments, "program", None) == "-m" and arguments.arguments:  # argparse's result after "--"
             arguments.is_module, (arguments.program, *arguments.arguments) = True, arguments.arguments
-        if getattr(arguments, "needs_torch", False):
-            _refuse_missing_torch()
         if getattr(arguments, "starts_ranks", False):
-            _refuse_this_system()
+            _refuse_without_torch_or_fork()
         code: int = arguments.run(arguments)
     except KeyboardInterrupt:
         say("interrupted")
@@ -77,8 +70,8 @@ def script() -> int:
     return main()
 
 
-def _refuse_missing_torch() -> None:
-    """Raise LaunchError if torch is missing or too old, without importing it, which takes seconds."""
+def _refuse_without_torch_or_fork() -> None:
+    """Raise LaunchError if torch is missing or too old, or on Windows. It imports no torch, which takes seconds."""
     if importlib.util.find_spec("torch") is None:
         raise LaunchError(
             f"torch is not installed for {sys.executable}, so no rank can start. Run ddpshim from the environment "
@@ -88,10 +81,6 @@ def _refuse_missing_torch() -> None:
         version.check_torch()
     except ImportError as error:
         raise LaunchError(str(error)) from None
-
-
-def _refuse_this_system() -> None:
-    """Raise LaunchError if processes cannot be forked: on Windows."""
     if not hasattr(os, "fork"):
         raise LaunchError(
             f"this is {sys.platform}, where a process cannot be forked; nothing was started, as ranks need that. Use "
@@ -120,8 +109,32 @@ def _parser() -> argparse.ArgumentParser:
     _add_selftest(commands)
     _add_slurm(commands)
     example.add(commands)
-    pages.add(commands)
+    _add_docs(commands)
     return parser
+
+
+def _add_docs(commands: Commands) -> None:
+    text = "print a page of the documentation, or list the pages"
+    docs = commands.add_parser("docs", help=text, description=text)
+    docs.add_argument("page", nargs="?", metavar="PAGE", help="a name from the list, e.g. launch (default: the list)")
+    docs.set_defaults(run=_docs)
+
+
+def pages() -> dict[str, Path]:
+    """Return page name -> file, from the wheel's `ddpshim/docs` or this checkout's `docs`."""
+    package = Path(__file__).parent
+    folder = next(f for f in (package / "docs", package.parent / "docs") if (f / "launch.md").is_file())
+    found = [*folder.glob("*.md"), *folder.parent.glob("MIGRATION.md")]
+    return {file.stem: file for file in sorted(found, key=lambda file: file.stem.lower())}
+
+
+def _docs(arguments: argparse.Namespace) -> int:
+    known, name = pages(), arguments.page
+    if name is not None and name not in known:
+        say(f"there is no page {name!r}{nearest(name, [*known]) or '.'} Nothing was printed.")
+        return 2
+    print("\n".join([*known, ""]) if name is None else known[name].read_text(encoding="utf-8"), end="")
+    return 0
 
 
 def _add_report(commands: Commands) -> None:
@@ -130,7 +143,7 @@ def _add_report(commands: Commands) -> None:
         help="build a page about a run: loss, success, time, how it ended; or compare the numbers of any two runs",
         description="With one folder, build a one-page report from the records of a run, as HTML that needs no "
         "network, and print its path. With two, of any trainers, print in how many digits their numbers agree, and "
-        "whether they are the same experiment: records, TensorBoard events, CSV, JSON lines or robomimic's logs "
+        "whether they are the same experiment: records, TensorBoard events, CSV or JSON lines "
         "(`python -m ddpshim docs check`). Exit code: 0 written, or the same experiment; 1 another experiment; 2 "
         "nothing to report or to compare.",
     )
@@ -158,11 +171,16 @@ def _report(arguments: argparse.Namespace) -> int:
         text += f"{first} and {other}: {verdict}\n\n{report.as_markdown(digits.table(found))}"
         code = max(code, int(verdict.startswith("another")))
     if not others:
-        run = report.load(first)
-        if arguments.markdown:
-            text = report.markdown(run)
-        else:
-            text, out = report.html(run), out or run.folder / "report.html"
+        try:
+            run = report.load(first)
+            text = report.markdown(run) if arguments.markdown else report.html(run)
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise ReportError(
+                f"the records of {first} hold values that ddpshim does not write ({error!r}); there is nothing to "
+                "report. Get the files again from where the run wrote them."
+            ) from None
+        if not arguments.markdown:
+            out = out or run.folder / "report.html"
     if out is None:
         print(text, end="")
     else:
@@ -174,54 +192,25 @@ def _report(arguments: argparse.Namespace) -> int:
 def _add_selftest(commands: Commands) -> None:
     text = "start ranks, and check that they can communicate and train as one process does"
     selftest = commands.add_parser("selftest", help=text, description=text)
-    selftest.add_argument(*_NPROC, type=positive, metavar="N", help="ranks on this node (default: its GPUs, or 2)")
-    selftest.add_argument(
-        "--nnodes", type=positive, default=1, metavar="N", help="number of nodes; run the same command on each (1)"
-    )
-    selftest.add_argument(
-        "--node-rank", type=natural, metavar="R", help="this node's number, from 0 (default: from srun)"
-    )
-    selftest.add_argument("--master-addr", metavar="A", help="the address of node 0 (default: from srun)")
-    selftest.add_argument(
-        "--master-port", type=port, metavar="P", help="a free port on node 0 (default: any; with several nodes 29500)"
-    )
+    selftest.add_argument(*_NPROC, type=positive, metavar="N", help="ranks (default: the number of GPUs, or 2)")
     text = "time limit for each of its jobs, in seconds (120)"
     selftest.add_argument("--timeout", type=seconds, default=120.0, metavar="S", dest="timeout_s", help=text)
     selftest.add_argument("--gpu", action="store_true", help="refuse a machine whose GPUs torch does not see")
-    text = "write the results as JSON, without names of machines: send it with a bug report"
-    selftest.add_argument("--write", type=Path, metavar="FILE", help=text)
-    selftest.add_argument("--json", action="store_true", help="print JSON; progress goes to stderr")
-    report = selftest.add_argument_group("for a bug report, instead of a test")
-    text = "print what torch.utils.collect_env says, ddpshim's versions, the launch and the machine, without names"
-    report.add_argument("--env", action=_Instead, const=_describe, help=text)
-    selftest.set_defaults(run=_selftest, needs_torch=True, starts_ranks=True)
-
-
-class _Instead(argparse.Action):
-    """Runs `const` in place of the command; it needs no torch and starts no ranks."""
-
-    def __init__(self, option_strings: list[str], dest: str, const: Any, help: str) -> None:
-        super().__init__(option_strings, dest, nargs=0, const=const, default=argparse.SUPPRESS, help=help)
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any) -> None:
-        namespace.run, namespace.needs_torch, namespace.starts_ranks = self.const, False, False
-
-
-def _describe(arguments: argparse.Namespace) -> int:
-    from ddpshim.tools.selftest.environment import describe, for_bug_report
-
-    print(json.dumps(describe(), indent=2) if arguments.json else for_bug_report())
-    return 0
+    text = "test nothing, and print what a bug report needs: what torch says of this environment, and three lines"
+    selftest.add_argument("--env", dest="starts_ranks", action="store_false", help=text)
+    selftest.set_defaults(run=_selftest, starts_ranks=True)
 
 
 def _selftest(arguments: argparse.Namespace) -> int:
-    from ddpshim.tools.selftest.command import Plan, selftest
+    if not arguments.starts_ranks:  # --env
+        from ddpshim.tools.selftest.environment import for_bug_report
 
-    plan = Plan(**{field.name: getattr(arguments, field.name) for field in fields(Plan)})
-    with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
-        is_good = selftest(plan, arguments.write)
-    said = f"selftest {'passed' if is_good else 'failed'}"
-    print(json.dumps({"is_good": is_good}) if arguments.json else said, flush=True)
+        print(for_bug_report())
+        return 0
+    from ddpshim.tools.selftest.command import selftest
+
+    is_good = selftest(arguments.nproc, arguments.gpu, arguments.timeout_s)
+    print(f"selftest {'passed' if is_good else 'failed'}")
     return 0 if is_good else 1
 
 
@@ -247,7 +236,7 @@ def _add_check(commands: Commands) -> None:
     check.add_argument("--json", action="store_true", help="for programs")
     _add_program(check, nargs="?")
     run = functools.partial(_check, check.error)
-    check.set_defaults(run=run, default_nproc=2, needs_torch=True, starts_ranks=True)
+    check.set_defaults(run=run, default_nproc=2, starts_ranks=True)
 
 
 def _check(error: Callable[[str], Any], arguments: argparse.Namespace) -> int:
@@ -311,11 +300,6 @@ def _add_run(commands: Commands) -> None:
     run.add_argument("--node-rank", type=natural, metavar="N", help="this node's number, from 0")
     run.add_argument("--master-addr", metavar="HOST", help="the address of node 0")
     run.add_argument("--master-port", type=port, metavar="PORT", help="a free port on node 0 (29500)")
-    text = "instead of the last three: where the nodes meet; they number themselves"
-    run.add_argument("--rdzv-endpoint", metavar="HOST[:PORT]", help=text)
-    run.add_argument("--rdzv-backend", default="c10d", metavar="NAME", help="torchrun's rendezvous backend (c10d)")
-    run.add_argument("--rdzv-id", default="ddpshim", metavar="NAME", help="name of this job at that endpoint (ddpshim)")
-    run.add_argument("--standalone", action="store_true", help="one node; the default without --nnodes")
     run.add_argument(
         "--max-restarts", type=natural, default=0, metavar="N", help="restart all ranks up to N times if one fails (0)"
     )
@@ -326,22 +310,15 @@ def _add_run(commands: Commands) -> None:
     )
     text = "seconds that ranks have to stop after SIGTERM or Ctrl-C (60)"
     run.add_argument("--grace", type=natural, default=60, metavar="S", dest="grace_s", help=text)
-    text = "check the command and print what would be started, but start nothing"
-    run.add_argument("--dry-run", action="store_true", help=text)
     text = "write a certificate, with which others can check the run (`python -m ddpshim docs check`)"
     run.add_argument("--certify", type=Path, metavar="FILE", help=text)
     text = "with --certify: optimizer steps between two hashes of the weights (100)"
     run.add_argument("--certify-every", type=positive, default=100, metavar="K", help=text)
     _add_program(run)
-    run.set_defaults(run=_run, default_nproc="auto", needs_torch=True, starts_ranks=True)
+    run.set_defaults(run=_run, default_nproc="auto", starts_ranks=True)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if arguments.dry_run:
-        from ddpshim.launch import runner
-
-        print(runner.dry_run(_launch(arguments)))
-        return 0
     if arguments.certify is not None:
         from ddpshim.tools.certificate.commands import certify
 
@@ -368,8 +345,6 @@ def _launch(arguments: argparse.Namespace) -> Launch:
 
 
 def _add_slurm(commands: Commands) -> None:
-    from ddpshim.launch.slurm import Settings
-
     slurm = commands.add_parser(
         "slurm",
         help="print an sbatch script for a trainer",
@@ -378,17 +353,16 @@ def _add_slurm(commands: Commands) -> None:
         "the trainer does not exist on this machine, that is only a warning: the job may run elsewhere.",
         usage="%(prog)s [options] -- (script.py | -m package.module) [arguments]",
     )
-    for field in fields(Settings):
-        if "help" in field.metadata:
-            default = "" if field.default in (None, "") else f" ({field.default})"
-            slurm.add_argument(
-                f"--{field.name.replace('_', '-')}",
-                *field.metadata["also"],
-                default=field.default,
-                metavar=field.metadata["metavar"],
-                help=(field.metadata["help"] + default).replace("%", "%%"),
-            )
-    slurm.add_argument("--dry-run", action="store_true", help="changes nothing: slurm only ever prints the script")
+    slurm.add_argument("--nodes", "--nnodes", type=positive, default=1, metavar="N", help="nodes (1)")
+    text = "GPUs of each node, 0 for the CPU (1)"
+    slurm.add_argument("--gpus-per-node", type=natural, default=1, metavar="N", help=text)
+    text = "ranks on each node (one for each GPU)"
+    slurm.add_argument("--nproc-per-node", "--nproc", type=positive, metavar="N", help=text)
+    text = "cores for each rank: 1, and 1 for each of its data workers"
+    slurm.add_argument("--cpus-per-rank", type=positive, metavar="N", help=text)
+    slurm.add_argument("--time", metavar="TIME", help="time limit as sbatch takes it: 2-12, 12:00:00, 30")
+    text = "torchrun: `run` starts the ranks of a node; srun: each rank is a task, of a program that imports ddpshim"
+    slurm.add_argument("--launcher", choices=("srun", "torchrun"), default="torchrun", help=f"{text} (torchrun)")
     _add_program(slurm)
     slurm.set_defaults(run=_slurm)
 
@@ -397,8 +371,7 @@ def _slurm(arguments: argparse.Namespace) -> int:
     from ddpshim.launch.runner import problems_of_program
     from ddpshim.launch.slurm import Settings, batch_script
 
-    settings = {name: value for name, value in vars(arguments).items() if name in Settings.__dataclass_fields__}
-    print(batch_script(Settings(**settings)), end="")
+    print(batch_script(Settings(**{field.name: getattr(arguments, field.name) for field in fields(Settings)})), end="")
     sys.stdout.flush()
     for problem in problems_of_program(_launch(arguments)):
         say(

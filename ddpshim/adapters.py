@@ -84,9 +84,3 @@ class Adapter(Protocol):
 
     def state_of_files(self) -> str:
         """Return, in a few words for a bug report, whether the installed package is patched."""
-
-    def logged(self, folder: Path) -> list[dict[str, Any]]:
-        """Return the epochs and evaluations of a run in one process, from the log in `folder`; [] without one.
-
-        They are records (`ddpshim.observe.records`) of the kinds epoch and rollout, with the time 0.
-        """

@@ -9,27 +9,17 @@ from collections.abc import Iterator
 from ddpshim import variables
 from ddpshim.variables import PREFIX
 
-# Names that module files (`module load`) give to a package's folders and version, as in DDPSHIM_ROOT.
-_OF_MODULE_FILES = (
-    *("ROOT", "HOME", "DIR", "BASE", "PREFIX", "PATH", "VERSION", "BIN"),
-    *("LIB", "LIBDIR", "INC", "INCLUDE", "SHARE", "MAN", "DOC", "SRC"),
-)
-
 
 def unknown(variable: str, options: list[str]) -> Iterator[str]:
     """Yield the problem if an unknown variable resembles an option; otherwise only warn. Local."""
-    own = variable[len(PREFIX) :]
-    if own in _OF_MODULE_FILES or variable.startswith(variables.MODULE_PREFIX):
-        return
     known = [name.upper() for name in options] + [name[len(PREFIX) :] for name in variables.OF_USERS]
     # Compared without the common prefix, which would make all names similar.
-    near = difflib.get_close_matches(own, known, n=1, cutoff=0.7)
+    near = difflib.get_close_matches(variable[len(PREFIX) :], known, n=1, cutoff=0.7)
     if near:
         yield f"variable {variable}: no such option; did you mean {PREFIX}{near[0]}?"
     else:
         warnings.warn(
-            f"{variable} is not an option and is ignored. `python -m ddpshim docs options` lists all options. To use "
-            f"a variable of your own without this warning, call it {variables.MODULE_PREFIX}{own}.",
+            f"{variable} is not an option and is ignored. `python -m ddpshim docs options` lists all options.",
             stacklevel=3,
         )
 

@@ -143,18 +143,13 @@ class Options:
         "bf16, fp16: autocast around robomimic's epochs, in the training forward of what `wrap_parallel` returns, "
         "and in `World.autocast()`; fp16 also needs `World.grad_scaler()`, and is refused for robomimic",
     )
-    max_memory_per_gpu_gb: Optional[float] = option(
-        None,
-        or_none(_positive()),
-        "limit on torch's memory on a rank's GPU, in GB (2**30); the rest is left to simulators and other programs",
-    )
     checkpoint_every_n_steps: Optional[int] = option(None, or_none(whole(1)), "save training progress every N steps")
     checkpoint_every_s: Optional[float] = option(600.0, or_none(_positive()), "save training progress every N seconds")
     keep_checkpoints: int = option(2, whole(1), "number of progress files to keep")
     background_save: bool = option(
         True,
         _flag(),
-        "write checkpoints of 32 MB or more in a separate process; ranks wait until they are copied in memory",
+        "write checkpoints of 32 MB or more in a thread; ranks wait until they are copied in memory",
     )
     resume: str = option(
         "auto",
@@ -214,7 +209,7 @@ class Options:
         Raises:
             OptionsError: unknown keys, variables or arguments (with the nearest name) and values that are not allowed,
                 all in one message. A DDPSHIM_* variable that resembles no option only causes a warning, since it may
-                belong to another program. DDPSHIM_MODULE_* is ignored.
+                belong to another program.
         """
         environ = os.environ if environ is None else environ
         names = cls.names()

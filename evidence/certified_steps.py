@@ -14,7 +14,7 @@ import torch
 from evidence.one_process_programs import PROGRAMS
 
 EVERY, NUM_STEPS = 100, 200
-SEEN = ("_see_batch", "_see_loss", "_see_number", "_after_step")
+SEEN = ("_see_loss", "_after_step")
 SPENT = {"recorder": 0.0, "thread": 0.0}
 
 

@@ -102,7 +102,7 @@ def guards_own_ms() -> dict[str, float]:
     occasions = {
         "guards' own code in a step": in_a_step,
         "one comparison of weights and Adam's state, of 1000 steps": compare,
-        "a hash of them, at the end of an epoch": guard.hash_of_all,
+        "a hash of them, at the end of an epoch": guard._hash_of_all,
     }
     found = {}
     for what, function in occasions.items():

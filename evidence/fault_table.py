@@ -204,17 +204,6 @@ FAULTS = [
         settings=ONE_WORKER,
     ),
     Fault(
-        "stop",
-        "stops responding (SIGSTOP)",
-        "model, 5th step, rank 1",
-        "the others name it after half a minute and later end the job; the launcher kills the stopped rank after 30 s",
-        "stop@model:1:5",
-        0,
-        1,
-        120,
-        says=r"rank 1: gave no answer: its process \d+ is stopped",
-    ),
-    Fault(
         "missing-1",
         "a rank never starts",
         "rank 1 of 2, started by hand",

@@ -108,7 +108,7 @@ def switch_guards(are_on: bool) -> None:
 
 def checksum(net: nn.Module) -> str:
     """Return a checksum of the bits of all weights."""
-    return str([checksums.checksum(p, torch.device("cpu"))[0].item() for p in net.parameters()])
+    return str([checksums.numbers_of(p)[0] for p in net.parameters()])
 
 
 class _Arm:

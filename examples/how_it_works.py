@@ -7,7 +7,7 @@ Nothing here imports ddpshim. Four rules make a step on W ranks the step of one 
 
 1. Global order. Every rank draws the same batches of indices, from one seed.
 2. Whole draws. Every rank draws the noise of the whole batch, so that all generators stay in one state.
-3. Own rows. Rank r computes on rows r, r + W, r + 2W, ... of the batch, and of its noise.
+3. Own rows. Rank r of W computes on the r-th of W parts of the batch, and of its noise.
 4. Mean of gradients. Ranks have equally many rows, so the mean over ranks of their means is the batch's mean.
 
 The losses of one and of three ranks differ by rounding only, because three ranks add up three parts of a sum.
@@ -87,8 +87,10 @@ def train(rank, world_size):
     losses = []
     for epoch in range(NUM_EPOCHS):
         for batch in batches:
-            rows = batch[rank::world_size]  # rule 3
-            noise = 0.1 * torch.randn(len(batch), 8)[rank::world_size]  # rule 2
+            num = len(batch) // world_size
+            own = slice(rank * num, (rank + 1) * num)
+            rows = batch[own]  # rule 3
+            noise = 0.1 * torch.randn(len(batch), 8)[own]  # rule 2
             row_losses = losses_of(policy, obs[rows] + noise, action[rows])
 
             optimizer.zero_grad()

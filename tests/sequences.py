@@ -127,7 +127,7 @@ def kinds() -> dict[str, dict[str, Any]]:
 
 def fetch(dataset: Any, indices: list[int]) -> Any:
     samples = dataset.__getitems__(indices) if hasattr(dataset, "__getitems__") else [dataset[i] for i in indices]
-    return batches.Collate()(samples)
+    return batches.collate(samples)
 
 
 def is_same_batch(dataset: Any, other: Any) -> bool:

@@ -11,21 +11,17 @@ if TYPE_CHECKING:
     from ddpshim.checkpoint.files import find_damage as find_damage
     from ddpshim.checkpoint.files import find_latest as find_latest
     from ddpshim.checkpoint.files import flush as flush
-    from ddpshim.checkpoint.files import get_ready as get_ready
     from ddpshim.checkpoint.files import keep_newest as keep_newest
     from ddpshim.checkpoint.files import save as save
     from ddpshim.checkpoint.files import save_in_background as save_in_background
     from ddpshim.checkpoint.files import written as written
-    from ddpshim.checkpoint.progress_folder import link_latest as link_latest
 
 __all__ = [
     "copy",
     "find_damage",
     "find_latest",
     "flush",
-    "get_ready",
     "keep_newest",
-    "link_latest",
     "save",
     "save_in_background",
     "written",
@@ -34,4 +30,4 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # On demand: files.py imports torch, which takes seconds.
-    return lazy.load(__name__, {**dict.fromkeys(__all__, "files"), "link_latest": "progress_folder"}, name, globals())
+    return lazy.load(__name__, dict.fromkeys(__all__, "files"), name, globals())

@@ -14,7 +14,6 @@ import glob
 import os
 import secrets
 import shutil
-import sys
 import threading
 import time
 import warnings
@@ -35,15 +34,16 @@ from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 
 if TYPE_CHECKING:
-    from ddpshim.checkpoint.background import Background, Buffer, Snapshot
+    from ddpshim.checkpoint.background import Background, Copy
 
 PathLike = Union[str, "os.PathLike[str]"]
 _PARTIAL = ".partial"
 _LEAST_BYTES = 32 << 20  # smaller files are written directly, which is faster
 _FAILING_DEADLINE_S = 5.0
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
-_OF_TORCHS_WRITER = ("PytorchStreamWriter", "inline_container", "Parent directory")  # in its RuntimeErrors
 _DISK_ERRORS |= {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
+# In the RuntimeErrors of torch's writer.
+_OF_TORCHS_WRITER = ("PytorchStreamWriter", "inline_container", "Parent directory", "iostream error")
 
 
 def save(obj: Any, path: PathLike) -> None:
@@ -62,9 +62,9 @@ def save(obj: Any, path: PathLike) -> None:
 def save_in_background(obj: Any, path: PathLike) -> None:
     """Save `obj` as it is now to the file `path`; the main rank waits only until it is copied in memory. Local.
 
-    A separate process writes the same file as :func:`save`. One file is written at a time: the next call waits for it,
-    and so do `flush`, functions of this module that use files, `cleanup` and the end of the program. The file is
-    completed even if the program is killed. If `obj` is small or memory is short, this calls `save`.
+    A thread writes the same file as :func:`save`. One file is written at a time: the next call waits for it, and so do
+    `flush`, functions of this module that use files, `cleanup` and the end of the program. If the program is killed
+    before that, the old file is unchanged. If `obj` is small or memory is short, this calls `save`.
 
     Raises:
         CheckpointError: on the main rank, the previous file could not be written, or it is clear that this one cannot.
@@ -77,45 +77,29 @@ def save_in_background(obj: Any, path: PathLike) -> None:
     if not _is_for_the_background(num_bytes, path):
         save(obj, path)
         return
-    from ddpshim.checkpoint.background import take
-
+    writer = _started()
     try:
-        background = _writer.start()
-        taken = take(obj, _writer.buffer, num_bytes)
+        writer.copy.take(obj)
     except Exception as error:
         save(obj, path)  # raises if `obj` itself cannot be saved
         warnings.warn(
-            f"{os.fspath(path)} was written while training waited, because its content could not be copied into "
-            f"shared memory ({type(error).__name__}: {error}). DDPSHIM_BACKGROUND_SAVE=no avoids the attempt.",
+            f"{os.fspath(path)} was written while training waited, because its content could not be copied "
+            f"in memory ({type(error).__name__}: {error}). DDPSHIM_BACKGROUND_SAVE=no avoids the attempt.",
             stacklevel=2,
         )
         return
     final = os.path.abspath(path)
-    background.do(functools.partial(_write_snapshot, taken, final, num_bytes), final)
+    writer.do(functools.partial(_write, writer.copy, final, num_bytes), final)
     events.note("checkpoint", path=final, bytes=num_bytes, seconds=time.perf_counter() - start, in_background=True)
 
 
-def get_ready(obj: Any) -> None:
-    """Make the first :func:`save_in_background` of `obj`, or a similar object, as fast as later ones. Local; main rank.
-
-    Starts the process, and allocates memory for the copy meanwhile. Does nothing if `obj` is small or memory is short.
-    """
-    num_bytes = _num_bytes(obj)
-    if world().is_main and num_bytes >= _LEAST_BYTES and _writer.can_take(num_bytes):
-        from ddpshim.checkpoint.background import size_of_copy
-
-        _writer.start()
-        _writer.buffer.grow_soon(size_of_copy(num_bytes))
-
-
 def afterwards(function: Callable[..., Any], *args: Any) -> None:
-    """Call `function(*args)` after all background saves, in their process; if none is pending, now and here. Local.
+    """Call `function(*args)` after all background saves, in their thread; if none is pending, now and here. Local.
 
-    `function` and its arguments must be picklable. It is not called if a save failed.
+    It is not called if a save failed.
     """
-    if _writer.is_busy():
-        what = f"{getattr(function, '__name__', function)}{args}"
-        _writer.start().do(functools.partial(function, *args), what)
+    if (writer := _busy()) is not None:
+        writer.do(functools.partial(function, *args), f"{getattr(function, '__name__', function)}{args}")
     else:
         function(*args)
 
@@ -126,27 +110,19 @@ def flush() -> None:
     Raises:
         CheckpointError: a file could not be written; the old one is unchanged.
     """
-    with outside_steps():
-        _writer.wait()
+    if (writer := _busy()) is not None:
+        with outside_steps():
+            writer.wait()
 
 
 def copy(source: PathLike, path: PathLike) -> None:
     """Copy the file `source` to `path`, in the way of :func:`save`. Local.
 
+    If background saves are pending, their thread copies after them, and this does not wait.
+
     Raises:
         FileNotFoundError: on the main rank, `source` does not exist.
-        CheckpointError: on the main rank, as for `save`.
-    """
-    if world().is_main:
-        flush()
-        _copy(source, path)
-
-
-def copy_in_background(source: PathLike, path: PathLike) -> None:
-    """As :func:`copy`, but does not wait for pending background saves: their process copies after them. Local.
-
-    Raises:
-        FileNotFoundError, CheckpointError: as `copy`; in the background, CheckpointError from a later call.
+        CheckpointError: on the main rank, as for `save`; from the thread, a later call raises it.
     """
     if world().is_main:
         afterwards(_copy, os.path.abspath(source), os.path.abspath(path))
@@ -272,81 +248,44 @@ def find_damage(path: PathLike) -> Optional[str]:
     return None if any(name.endswith("data.pkl") for name in names) else "it is not one of torch's files"
 
 
-class _Writer:
-    """The background process, started for the first file, and the memory it shares with this one."""
+_writer: Optional[Background] = None
 
-    background: Optional[Background] = None
-    buffer: Buffer
 
-    @property
-    def here(self) -> Optional[Background]:
-        """The background process, if this process started it; None in a fork of this process."""
-        return self.background if self.background is not None and self.background.is_here else None
+def _started() -> Background:
+    """Return the thread that writes; start it if there is none."""
+    global _writer
+    if _writer is None or not _writer.is_here:
+        from ddpshim.checkpoint.background import Background
 
-    def start(self) -> Background:
-        """Return the background process; start it if there is none."""
-        if self.here is not None:
-            if not self.here.has_ended or self.here.is_busy:
-                return self.here
-            self.end()
-        from ddpshim.checkpoint.background import Background, Buffer
-
-        self.buffer = Buffer()
-        self.background = Background(__name__, [self.buffer.descriptor])
+        _writer = Background()
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
         if current().world is not None:
             on_cleanup(_at_cleanup)
-        return self.background
-
-    def can_take(self, num_bytes: int) -> bool:
-        """Whether there is memory for `num_bytes`, and a background process is possible."""
-        if not hasattr(os, "memfd_create") or not sys.executable:
-            return False
-        if self.here is not None and self.here.did_not_start:
-            return False
-        from ddpshim.process import machine
-
-        more = num_bytes - (0 if self.here is None else self.buffer.num_bytes)
-        return 2 * more <= (machine.memory().available_bytes or 0)
-
-    def is_busy(self) -> bool:
-        """Whether saves are pending, or one failed and this was not raised yet."""
-        return self.here is not None and self.here.is_busy
-
-    def wait(self, timeout_s: Optional[float] = None) -> None:
-        """Wait for pending saves; raises CheckpointError if one failed."""
-        if self.here is not None and self.here.is_busy:
-            from ddpshim.checkpoint.background import JobFailed
-
-            try:
-                self.here.wait(timeout_s)
-            except JobFailed as error:
-                raise CheckpointError(str(error)) from None
-
-    def end(self) -> None:
-        """Close the connection to the process, which finishes its jobs."""
-        if self.here is not None:
-            self.here.end()
-            self.buffer.close()
-            self.background = None
+    return _writer
 
 
-_writer = _Writer()
+def _busy() -> Optional[Background]:
+    """Return the thread if saves are pending, or one failed and this was not raised yet; else None."""
+    return _writer if _writer is not None and _writer.is_here and _writer.is_busy else None
 
 
 def _is_for_the_background(num_bytes: int, path: PathLike) -> bool:
     """Whether to save in the background: not if `save` is faster, or would raise an expected error earlier."""
+    if num_bytes < _LEAST_BYTES:
+        return False
+    from ddpshim.process import machine
+
     folder = os.path.dirname(os.path.realpath(path))
+    more = num_bytes - (_writer.copy.num_bytes if _writer is not None and _writer.is_here else 0)
     return (
-        num_bytes >= _LEAST_BYTES
-        and _writer.can_take(num_bytes)
+        2 * more <= (machine.memory().available_bytes or 0)
         and os.access(folder, os.W_OK)
         and shutil.disk_usage(folder).free > num_bytes
     )
 
 
-def _write_snapshot(taken: Snapshot, path: str, num_bytes: int) -> None:
+def _write(taken: Copy, path: str, num_bytes: int) -> None:
     with written(path, num_bytes) as partial:
         taken.write(str(partial))
 
@@ -375,16 +314,18 @@ def _saving_in_background(name: str, path: str) -> Iterator[list[str]]:
 
 
 def _at_cleanup() -> None:
-    """Wait for pending saves; at most 5 s if this rank fails, because the process finishes them anyway."""
+    """Wait for pending saves; at most 5 s if this rank fails, because its launcher then ends it."""
+    global _writer
     failing = failure.on_the_way_out()
     try:
-        _writer.wait(_FAILING_DEADLINE_S if failing else None)
+        if (writer := _busy()) is not None:
+            writer.wait(_FAILING_DEADLINE_S if failing else None)
     except CheckpointError as error:
         if not failing:
             raise
         say(str(error), directly=True)
     finally:
-        _writer.end()
+        _writer = None
 
 
 def _at_exit() -> None:

@@ -13,7 +13,7 @@ from ddpshim.checkpoint import files
 from ddpshim.checkpoint.last_save import PATTERN
 from ddpshim.job.group import cleanup, world
 from ddpshim.process.launch_env import JOB_NAMES, read_counts
-from ddpshim.process.say import say, say_once
+from ddpshim.process.say import say
 
 
 def keep_newest(written: Path, num_kept: int) -> None:
@@ -22,7 +22,6 @@ def keep_newest(written: Path, num_kept: int) -> None:
     later = [path for path in there if path > written]  # of an abandoned run: not to be resumed
     for path in later + there[len(later) + num_kept :]:
         path.unlink()
-    link(written, "latest.pth")
 
 
 THE_BEGINNING = "the beginning"  # for variables.RESUME_FROM
@@ -99,23 +98,3 @@ def find_progress(folder: files.PathLike) -> Optional[Path]:
         text = f"{path} is damaged ({damage}) and was renamed to {aside.name}; the previous one is used, if any"
         say(text, directly=True)
     return None
-
-
-def link_latest(path: files.PathLike, name: str = "latest.pth") -> None:
-    """Point the link `name`, in the folder of `path`, to `path` once that is on disk. Local.
-
-    The main rank links. Opening the link gives the previous or the new file, never a partial one. If the disk has no
-    links, this is printed once.
-    """
-    if world().is_main:
-        files.afterwards(link, Path(path), name)
-
-
-def link(path: Path, name: str) -> None:
-    """Create the link. Local; also runs in the background process."""
-    made = path.with_name(f".{name}.{os.getpid()}")
-    try:
-        os.symlink(path.name, made)
-        os.replace(made, path.with_name(name))
-    except OSError as error:
-        say_once(f"{path.with_name(name)} could not be linked to {path.name} ({error}); find_latest finds the newest")

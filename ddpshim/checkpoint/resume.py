@@ -16,7 +16,7 @@ import torch
 
 from ddpshim import variables
 from ddpshim.checkpoint import files as checkpoint
-from ddpshim.checkpoint import last_save, plain_files
+from ddpshim.checkpoint import plain_files
 from ddpshim.checkpoint.progress_folder import find_progress, keep_newest, leave_if_finished, mark_finished
 from ddpshim.data.numbered import Enterable, own_generators
 from ddpshim.errors import CheckpointError, DataError, SyncError
@@ -24,7 +24,7 @@ from ddpshim.failures import preemption
 from ddpshim.job.group import cleanup, on_cleanup, world
 from ddpshim.job.noise import draws_alike
 from ddpshim.job.running import Running
-from ddpshim.model import equal_steps, guard, sharding
+from ddpshim.model import guard, sharding
 from ddpshim.process import events
 from ddpshim.process.devices import computes_on
 from ddpshim.process.job import current
@@ -96,7 +96,7 @@ class Resumable:
     another number of ranks; on the same number, each rank's random streams continue as well. Gradients are
     saved, too; while a program accumulates them over batches, ranks wait for the step of its optimizer.
 
-    A loop without epochs uses `iterations()`. The link `latest.pth` in the folder points to the newest file.
+    A loop without epochs uses `iterations()`.
 
     A run that is interrupted between the last step of an epoch and the next epoch repeats the code in between: call
     `look` there before schedulers step and `values` change, not after.
@@ -147,7 +147,6 @@ class Resumable:
         self.values: dict[str, Any] = {}
         self._objects = objects
         self._before_save, self._before_exit = before_save, before_exit
-        self._is_ready = False  # whether `get_ready` was called
         self._restored: Optional[dict[str, Any]] = None  # a file's content, until all of it is in place
         self._facts: dict[str, Any] = {}
         self._computes_on = None if chosen.exact is None else computes_on(self._world.device)
@@ -171,8 +170,6 @@ class Resumable:
             preemption.listen()
             on_cleanup(preemption.leave)
             observe(current().at_end, backward=lambda _: self._note(True), after_step=lambda *_: self._note(False))
-            if self._world.is_main:
-                last_save.note(self.folder)
 
     def restore(self, later_than: tuple[int, int] = (-1, 0)) -> bool:
         """Restore the newest file if it is beyond `later_than` (epoch, step); return whether it was (collective).
@@ -269,9 +266,6 @@ class Resumable:
                 batch = next(batches)
             self._num_unsaved += 1
             yield batch
-            if self._in_background and not self._is_ready and not sharding.is_used():
-                self._is_ready = True  # after a step optimizers have their state
-                checkpoint.get_ready({name: stateful.state_dict() for name, stateful in self._objects.items()})
         if total % len(loader) == 0:
             next(batches, None)  # as a `for` loop does: torch's sampler may draw once more at the end
         self.end_epoch(total)
@@ -377,7 +371,7 @@ class Resumable:
             self._wanted = self._wanted or ""
             return
         checkpoint.flush()
-        equal_steps.check_equal_steps("the step before a save")
+        guard.check_equal_steps("the step before a save")
         saves = current().part(Saves)
         for call in saves.before:
             call()
@@ -446,7 +440,6 @@ class Resumable:
         """
         preemption.unlisten(is_complete=True)
         if self._world.is_main and not current().part(Saves).is_off:
-            last_save.forget()
             checkpoint.flush()
             shutil.rmtree(self.folder, ignore_errors=True)
             if self._world.is_launched:

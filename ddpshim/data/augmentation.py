@@ -13,12 +13,11 @@ from typing import Any, Callable, Optional
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from ddpshim.data.numbered import Numbered, fetched, has_drawn, joins_samples, name_of
+from ddpshim.data.numbered import LATE_DRAW, Numbered, fetched, has_drawn, joins_samples, name_of
 from ddpshim.errors import DataError
 from ddpshim.process.job import current
-from ddpshim.process.random_streams import global_states, restore_global_states, seed_globals
+from ddpshim.process.random_streams import global_states, restore_global_states
 from ddpshim.process.say import say, say_once
-from ddpshim.process.seeds import derive_seed
 
 _UNKNOWN, _DRAWS, _DRAWS_NOTHING = range(3)
 _MOST_AGAIN = 2**20  # samples that a worker would fetch again after a late first draw
@@ -42,24 +41,16 @@ class _Said(dict[str, torch.Tensor]):
 
 
 class SampleStreams(Dataset[Any]):
-    """`dataset` with the random streams of one process, or with one stream for each sample.
+    """`dataset` with the random streams of one process.
 
     In one process a worker, or the training process, fetches whole batches. So each rank fetches the first batch whole.
     If fetching or collating it draws from the global generators of Python, numpy or torch, the rank continues with
     whole batches; if not, with its rows alone. A worker that first draws later fetches all its batches again, whole.
-
-    A sample's stream is seeded by `seed`, the epoch, and the sample's place in it. It depends neither on the worker
-    that fetches the sample nor on the number of ranks. Row j of rank r of W is row j * W + r of the step.
-
-    Attributes:
-        is_as_in_one_process: whether the next passes have the random streams of one process.
     """
 
-    def __init__(
-        self, dataset: Any, collate: Callable[[Any], Any], seed: int, share: tuple[int, int], num_workers: int
-    ):
-        self.dataset, self.is_as_in_one_process = dataset, False
-        self._collate, self._seed = collate, seed
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], share: tuple[int, int], num_workers: int) -> None:
+        """`share`: (rank, number of ranks)."""
+        self.dataset, self._collate = dataset, collate
         self._rank, self._world_size = share
         self._joins, self._name = joins_samples(dataset), name_of(dataset)
         # Each worker's state, for its successor in the next pass.
@@ -77,13 +68,7 @@ class SampleStreams(Dataset[Any]):
                     "would load its rows only"
                 )
         self._began: Optional[dict[str, Any]] = None  # the generators' states before this worker's first batch
-        self._is_late = False
         self._past: Optional[list[Sequence[Any]]] = []  # the batches since then; None if they are too many
-
-    @property
-    def draws_with_the_training(self) -> bool:
-        """Whether the next batch, if this process fetches it, draws from the streams of the training."""
-        return self.is_as_in_one_process and (self._world_size == 1 or self._state() != _DRAWS_NOTHING)
 
     def __getitem__(self, index: Any) -> Any:
         return self.dataset[index]
@@ -91,8 +76,6 @@ class SampleStreams(Dataset[Any]):
     def __getitems__(self, indices: list[Any]) -> Any:
         if not isinstance(indices, Numbered):
             return fetched(self.dataset, indices)
-        if not self.is_as_in_one_process or not indices.whole:
-            return self._by_place(indices)
         if self._world_size == 1:
             if self._began is None:
                 self._began = global_states()
@@ -112,7 +95,7 @@ class SampleStreams(Dataset[Any]):
             if not has_drawn(before):
                 self._remember(indices.whole)
                 return samples
-            return self._after_a_late_draw(indices, before)
+            return self._after_a_late_draw(indices)
         whole = fetched(self.dataset, indices.whole)
         if state == _UNKNOWN and has_drawn(before):
             self._continue_with_whole_batches("draws random numbers for a sample")
@@ -135,7 +118,7 @@ class SampleStreams(Dataset[Any]):
                 ) from None
         before = global_states()
         batch = self._collate([*samples] if isinstance(samples, _Fetched) else samples)
-        if not self.is_as_in_one_process or self._world_size == 1:
+        if self._world_size == 1:
             return batch
         draws = has_drawn(before)
         if not isinstance(samples, _Fetched):
@@ -164,41 +147,12 @@ class SampleStreams(Dataset[Any]):
             self._set_state(_DRAWS_NOTHING)
         return batch
 
-    def _by_place(self, indices: Numbered) -> Any:
-        """Fetch this rank's samples; if any of them draws, with streams seeded by place."""
-        place = derive_seed(self._seed, "sample", indices.epoch, indices.step)
-        if self._joins:
-            seed_globals(place % 2**63)
-        before, is_known = global_states(), self._state() == _DRAWS and not self._joins
-        samples: Any = [] if is_known else fetched(self.dataset, indices) if not self._joins else self._whole(indices)
-        if not is_known and not has_drawn(before):
-            return samples
-        self._set_state(_DRAWS)
-        self._print_once(
-            "draws random numbers for a sample: here they depend on the seed, the epoch and the sample's place in it, "
-            "on any number of ranks and workers; in a process without a launcher they do not",
-            is_seen_by_all=not self._is_late,
-        )
-        if self._joins:
-            return samples
-        samples = []
-        for row, index in enumerate(indices):
-            seed_globals((place + row * self._world_size + self._rank) % 2**63)
-            samples.append(self.dataset[index])
-        return samples
-
-    def _whole(self, indices: Numbered) -> _Fetched:
-        return _Fetched(fetched(self.dataset, indices.whole), indices)
-
-    def _after_a_late_draw(self, indices: Numbered, before: dict[str, Any]) -> Any:
+    def _after_a_late_draw(self, indices: Numbered) -> Any:
         if get_worker_info() is None or self._past is None:
-            self.is_as_in_one_process, self._is_late = False, True
-            self._set_state(_UNKNOWN)
-            restore_global_states(before)
-            return self._by_place(indices)
+            raise DataError(LATE_DRAW.format(self._name))
         self._continue_with_whole_batches("draws random numbers for a sample, first in the middle of a pass", False)
         self._fetch_again(self._past)
-        return self._whole(indices)
+        return _Fetched(fetched(self.dataset, indices.whole), indices)
 
     def _fetch_again(self, batches: list[Sequence[Any]]) -> None:
         """Make the draws that this worker would have made so far if it had fetched whole batches."""

@@ -59,7 +59,7 @@ def make_loader(
     are drawn for the batch of all ranks, and each rank takes its rows (option noise). If a map-style dataset draws
     random numbers for samples, each rank fetches whole batches, with the draws of one process.
 
-    10 samples, 2 ranks, unshuffled: rank 0 sees 0 2 4 6 8, rank 1 sees 1 3 5 7 9.
+    10 samples in batches of 4, 2 ranks, unshuffled: rank 0 sees 0 1, then 4 5; rank 1 sees 2 3, then 6 7.
 
     Args:
         dataset: map-style; or iterable, if it gives this rank's share (`already_sharded`).
@@ -118,7 +118,7 @@ def make_loader(
         seed = generator.initial_seed() if generator is not None else here.seed or 0
     from ddpshim.data import loader_builder
 
-    return loader_builder.make(
+    parts = loader_builder.Parts(
         here,
         dataset,
         batch_size,
@@ -131,5 +131,5 @@ def make_loader(
         already_sharded,
         generator,
         options,
-        says_dropped=is_default,
     )
+    return loader_builder.make(parts, says_dropped=is_default)

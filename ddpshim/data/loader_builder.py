@@ -6,7 +6,7 @@ Where an adapter has a fetcher, whole batches are fetched.
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Optional, Protocol, Union
+from typing import TYPE_CHECKING, Any, Callable, Optional, Protocol, Union
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
@@ -301,23 +301,13 @@ def _first_unlike(of_ranks: list[dict[str, int]]) -> Optional[tuple[str, int]]:
     return None
 
 
-class Collate(Protocol):
-    """A `collate_fn` that also accepts a whole batch from a fetcher's dataset."""
-
-    def __call__(self, samples: Any) -> Any:
-        """Return the batch, as torch's default collate makes it."""
-
-    def expect(self, dataset: Any, batch_size: int, num_workers: int, prefetch_factor: Optional[int]) -> None:
-        """Allocate memory for the batches of persistent workers. Local; this method is optional."""
-
-
 class Fetcher(Protocol):
     """Gives whole batches of one dataset, with the values, types and order of keys of torch's collate."""
 
     def attach(self) -> Optional[str]:
         """Make torch's loaders fetch the dataset by the batch; return the reason if that is impossible. Local."""
 
-    def collate(self) -> Collate:
+    def collate(self) -> Callable[[Any], Any]:
         """Return the loader's `collate_fn`; it also accepts samples that were fetched one by one."""
 
 
@@ -325,56 +315,22 @@ class _Said(set[tuple[int, int]]):
     """The pairs (global batch size, number of ranks) that were printed in a job."""
 
 
-def make(
-    here: World,
-    dataset: Any,
-    batch_size: Optional[int],
-    shuffle: bool,
-    sampler: Optional[Iterable[Any]],
-    batch_sampler: Optional[Iterable[list[Any]]],
-    drop_last: bool,
-    seed: int,
-    per_rank_batch: bool,
-    already_sharded: bool,
-    generator: Optional[torch.Generator],
-    options: dict[str, Any],
-    says_dropped: bool,
-) -> ShardedLoader:
-    """Return the loader of this rank's share (collective).
-
-    Args:
-        options: other arguments of torch's DataLoader.
-        says_dropped: whether to say how many samples `drop_last` leaves out.
-    """
-    parts = Parts(
-        here,
-        dataset,
-        batch_size,
-        shuffle,
-        sampler,
-        batch_sampler,
-        drop_last,
-        seed,
-        per_rank_batch,
-        already_sharded,
-        generator,
-        options,
-    )
-    collate: Optional[Collate] = None
-    makes_batches = batch_size is not None or batch_sampler is not None
+def make(parts: Parts, says_dropped: bool) -> ShardedLoader:
+    """Return the loader of this rank's share (collective). `says_dropped`: say how many samples `drop_last` omits."""
+    here, dataset, options = parts.world, parts.dataset, parts.options
+    collate: Optional[Callable[[Any], Any]] = None
+    makes_batches = parts.batch_size is not None or parts.batch_sampler is not None
     if makes_batches and options["collate_fn"] in (None, default_collate):
         options["collate_fn"] = collate = _fetch_batches(here, dataset)
     loader = make_alike(parts)
     loader.fetches_whole_batches = collate is not None
-    if already_sharded:
+    if parts.already_sharded:
         use_own_batches()
     elif here.world_size > 1 and draws_alike():
         noise.share()
-    if collate is not None and hasattr(collate, "expect") and options["persistent_workers"] and loader.batch_size:
-        collate.expect(dataset, loader.batch_size, options["num_workers"], options["prefetch_factor"])
     _announce(here, loader.global_batch_size)
-    if says_dropped and drop_last and not already_sharded:
-        _say_dropped(here, loader, dataset if sampler is None else sampler)
+    if says_dropped and parts.drop_last and not parts.already_sharded:
+        _say_dropped(here, loader, dataset if parts.sampler is None else parts.sampler)
     return loader
 
 
@@ -389,7 +345,7 @@ def _say_dropped(world: World, loader: ShardedLoader, samples: Any) -> None:
         )
 
 
-def _fetch_batches(world: World, dataset: Any) -> "Optional[Collate]":
+def _fetch_batches(world: World, dataset: Any) -> Optional[Callable[[Any], Any]]:
     """Make a dataset that an adapter knows give whole batches, if it can; return its collate_fn, else None."""
     fetcher = adapters.fetcher_of(dataset)
     if fetcher is None:

@@ -6,7 +6,6 @@ or receive its descriptor. The kernel frees it when the last of these processes 
 
 from __future__ import annotations
 
-import errno
 import math
 import mmap
 import os
@@ -43,7 +42,6 @@ def shared_arrays(
     fill: Callable[[SharedArrays, int, int], None],
     *,
     directory: Optional[str] = None,
-    budget_bytes: Optional[float] = None,
     world: Optional[World] = None,
 ) -> SharedArrays:
     """Return arrays shared by all processes of this node, filled once (collective; the same with one process).
@@ -56,7 +54,6 @@ def shared_arrays(
         fill: called on each rank as `fill(arrays, part, num_parts)`, where `num_parts` is the number of ranks on its
             node; it writes its part. Bytes that no rank writes are zero.
         directory: for a file with the arrays, if memory has no room for them.
-        budget_bytes: limit on memory; default the available memory, within the limit of a container.
 
     Raises:
         DataError: there is no room, the specs differ between ranks, or the system is not Linux; on every rank.
@@ -83,7 +80,7 @@ def shared_arrays(
 
     def make() -> tuple[int, int]:
         nonlocal arrays
-        arrays = SharedArrays(_make(num_bytes, directory, budget_bytes), specs)
+        arrays = SharedArrays(_make(num_bytes, directory), specs)
         return os.getpid(), arrays.descriptor
 
     def see() -> None:
@@ -122,31 +119,6 @@ class SharedArrays(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._arrays)
-
-    def write(self, name: str, start: int, data: Any) -> None:
-        """Write the bytes of `data`, any contiguous buffer, into an array from its byte `start` on. Local.
-
-        Takes half the time of copying into the tensor, because that first maps and clears its pages.
-        """
-        left, at = memoryview(data).cast("B"), self._offsets[name] + start
-        while left:
-            written = os.pwrite(self.descriptor, left, at)
-            left, at = left[written:], at + written
-
-    def copy(self, name: str, start: int, source: int, offset: int, num_bytes: int) -> None:
-        """Like `write`, from byte `offset` of the open file `source`; the bytes never leave the kernel."""
-        os.lseek(self.descriptor, self._offsets[name] + start, os.SEEK_SET)
-        while num_bytes:
-            try:
-                copied = os.sendfile(self.descriptor, source, offset, num_bytes)
-            except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.ENOSYS):
-                    raise
-                # A network file system may not support sendfile.
-                copied = os.write(self.descriptor, os.pread(source, min(num_bytes, 1 << 24), offset))
-            if not copied:
-                raise OSError(f"a file is too short: it ends at byte {offset}, with {num_bytes} bytes missing")
-            offset, num_bytes = offset + copied, num_bytes - copied
 
     def __reduce__(self) -> Any:
         # multiprocessing's own way to send a descriptor, which spawn, forkserver and its queues support.
@@ -211,12 +183,12 @@ class _Place(NamedTuple):
     open: Callable[[], int]
 
 
-def _make(num_bytes: int, directory: Optional[str], budget_bytes: Optional[float]) -> int:
+def _make(num_bytes: int, directory: Optional[str]) -> int:
     """Return the descriptor of a file of this size in the first place that has room for it. Local.
 
     Raises DataError if none has.
     """
-    places = list(_places(directory, budget_bytes))
+    places = list(_places(directory))
     for place in places:
         if num_bytes <= place.left_bytes:
             descriptor = place.open()
@@ -233,18 +205,16 @@ def _make(num_bytes: int, directory: Optional[str], budget_bytes: Optional[float
     way_out = "Make room" if directory else "Name a directory on a local disk, for a file (the option node_memory)"
     raise DataError(
         f"one copy of the data for this node takes {size(num_bytes)}, and {left}; the kernel would kill a rank that "
-        f"loads it. {way_out}, raise the budget if there is one, or load less (robomimic: "
+        f"loads it. {way_out}, or load less (robomimic: "
         "train.hdf5_cache_mode='low_dim', or null)."
     )
 
 
-def _places(directory: Optional[str], budget_bytes: Optional[float]) -> Iterator[_Place]:
+def _places(directory: Optional[str]) -> Iterator[_Place]:
     memory, limits = machine.memory(), [(math.inf, "left")]
     within = "" if memory.limit_bytes is None else f", with its limit of {size(memory.limit_bytes)} for a container"
     if memory.available_bytes is not None:
         limits.append((memory.available_bytes, f"available{within}"))
-    if budget_bytes is not None:
-        limits.append((budget_bytes, "of budget"))
     # memfd_create needs no /dev/shm (64 MB in a Docker container). Python of conda-forge may lack it.
     if hasattr(os, "memfd_create"):
         yield _Place("memory", *min(limits), lambda: os.memfd_create("ddpshim"))

@@ -11,6 +11,10 @@ from torch.utils.data import BatchSampler, ConcatDataset, RandomSampler, StackDa
 
 from ddpshim.process.random_streams import global_states, is_same_state
 
+LATE_DRAW = (
+    "a sample of {} draws random numbers, and those of earlier batches did not. Other ranks do not draw them, so they "
+    "would train with other noise. Draw for each sample, or set num_workers above 0"
+)
 _NUM_AT_ONCE = 2**15  # indices of a permutation that become Python's ints
 
 

@@ -1,6 +1,5 @@
 """Defines `ShardedLoader`, a DataLoader over one rank's share whose passes can start at any step."""
 
-import contextlib
 import functools
 import threading
 from typing import TYPE_CHECKING, Any, Callable, Optional, Union, cast
@@ -9,11 +8,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddpshim.data.augmentation import SampleStreams
-from ddpshim.data.numbered import Enterable
+from ddpshim.data.numbered import Enterable, joins_samples
 from ddpshim.job import shares
 from ddpshim.job.noise import draws_alike
 from ddpshim.process.job import current
-from ddpshim.process.random_streams import PrivateRandom
 from ddpshim.process.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -98,13 +96,11 @@ class ShardedLoader(DataLoader[Any], Enterable):
             if is_drawn and (draws_alike() or self.rank == 0):  # the seed of workers, which torch's loader draws
                 torch.empty((), dtype=torch.int64).random_()
         self.has_begun = True
-        scope: list[Union[int, str]] = ["rank", self.rank, epoch, *([start] if start else [])]
-        streams = None
-        if not isinstance(self.dataset, IterableDataset) and not self.fetches_whole_batches:
-            streams = self._draws()
-        if streams is not None and streams.is_as_in_one_process:
+        streams = None if self.fetches_whole_batches else self._draws()
+        if streams is not None and draws_alike():
             self._of_workers.set_state(source.workers_begun_with)
         else:
+            scope: list[Union[int, str]] = ["rank", self.rank, epoch, *([start] if start else [])]
             self._of_workers.manual_seed(derive_seed(self._seed, "workers", *scope))
         shown = {name: self.__dict__[name] for name in ("dataset", "collate_fn")}
         if streams is not None:  # torch's iterator reads these two
@@ -117,24 +113,19 @@ class ShardedLoader(DataLoader[Any], Enterable):
             from ddpshim.data import workers
 
             workers.dismiss_in_the_end(batches)
-        own = None
-        if self.num_workers == 0 and streams is not None:
-            own = _Own(streams, derive_seed(self._seed, "here", *scope))
         num_samples = source.num_samples() if hasattr(source, "num_samples") else None
         first = shares.Position(self.number, epoch, start, num_samples)
-        return _Pass(batches, draw, next_size, own, self.deals_shares, first, self.called, num_ahead)
+        return _Pass(batches, draw, next_size, self.deals_shares, first, self.called, num_ahead)
 
-    def _draws(self) -> SampleStreams:
-        """Return the dataset with the random streams that it has in the pass that begins."""
-        is_first = self._streams is None
+    def _draws(self) -> Optional[SampleStreams]:
+        """Return the dataset with the draws of one process; None if each rank draws for its own rows."""
+        is_stream = isinstance(self.dataset, IterableDataset)
+        if is_stream or not self.deals_shares or not (draws_alike() or joins_samples(self.dataset)):
+            return None
         if self._streams is None:
-            seed, share = derive_seed(self._seed, "samples"), (self.rank, self.world_size)
-            self._streams = SampleStreams(self.dataset, self.collate_fn, seed, share, self.num_workers)
-        as_ever = self.deals_shares and draws_alike()
-        has_seed = getattr(self._source, "workers_begun_with", None) is not None
-        streams = self._streams
-        streams.is_as_in_one_process = as_ever and has_seed and (is_first or streams.is_as_in_one_process)
-        return streams
+            share = self.rank, self.world_size
+            self._streams = SampleStreams(self.dataset, self.collate_fn, share, self.num_workers)
+        return self._streams
 
     def __len__(self) -> int:
         return self._source.num_steps()
@@ -148,13 +139,12 @@ class _Pass:
         batches: Any,
         draw: Optional[Callable[[], None]],
         next_size: Callable[[], Any],
-        own: "Optional[_Own]",
         deals_shares: bool,
         first: shares.Position,
         called: str,
         num_ahead: int,
     ) -> None:
-        self._batches, self._draw, self._next_size, self._own = batches, draw, next_size, own
+        self._batches, self._draw, self._next_size = batches, draw, next_size
         self._deals_shares = deals_shares
         self._next, self.called = first, called
         self._num_ahead = num_ahead  # batches fetched and dropped, so that each worker continues with its own
@@ -172,8 +162,7 @@ class _Pass:
         for _ in range(self._num_ahead):
             next(self._batches), self._next_size()
         self._num_ahead = 0
-        with contextlib.nullcontext() if self._own is None else self._own.swapped_in():
-            batch = next(self._batches)
+        batch = next(self._batches)
         num_rows = self._next_size()
         current().progress.batch = (self._next.epoch, self._next.step)
         # A thread that fetches ahead may be at different batches on different ranks.
@@ -189,15 +178,3 @@ class _Pass:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
-
-
-class _Own:
-    """The random streams of a dataset without workers, if it does not draw from those of the training."""
-
-    def __init__(self, streams: SampleStreams, seed: int) -> None:
-        self._streams, self._private = streams, PrivateRandom(seed)
-
-    def swapped_in(self) -> Any:
-        """Return a context in which the next batch draws from them. Local."""
-        is_shared = self._streams.draws_with_the_training
-        return contextlib.nullcontext() if is_shared else self._private.swapped_in()

@@ -38,7 +38,7 @@ class _Drawn:
 
 
 class TorchsBatches(Sampler[Any]):
-    """This rank's share of each batch of `plain`: every W-th index, from the r-th on.
+    """This rank's share of each batch of `plain`: n of its n * W indices, from r * n on.
 
     torch's loader asks its sampler for an iterator, draws the seed of its workers, and with workers asks again, all in
     `iter()` (`begin`). torch's sampler draws its order at the first batch, or in `iter()` too if there are workers
@@ -216,7 +216,8 @@ class TorchsBatches(Sampler[Any]):
                 f"A batch of the batch_sampler has {len(batch)} indices, which {here.world_size} ranks do not divide: "
                 'their means would weigh samples differently. Use sizes that they divide, or setup(batch="global").'
             )
-        return range(here.rank, len(batch), here.world_size)
+        num = len(batch) // here.world_size
+        return range(here.rank * num, (here.rank + 1) * num)
 
 
 def _compact(batch: Any) -> Any:

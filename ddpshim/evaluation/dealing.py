@@ -17,8 +17,6 @@ from ddpshim.job.world import World, world_of_shares
 from ddpshim.process.job import current
 from ddpshim.process.say import described
 
-IsDecided = Callable[[int, int], bool]
-
 
 def plays_rollouts() -> bool:
     """Whether this rank plays episodes, and so needs environments; call it before they are made. Local.
@@ -76,8 +74,6 @@ class Deal:
     Args:
         is_fixed: rank r of W plays turns r, r + W, r + 2W and so on, however long they take.
         plays: whether this rank takes any.
-        is_decided: called with the number of successes in the first n turns, and n; returns whether the other turns are
-            unnecessary.
 
     Attributes:
         name: prefix of its counters.
@@ -90,12 +86,9 @@ class Deal:
         *,
         is_fixed: bool = False,
         plays: bool = True,
-        is_decided: Optional[IsDecided] = None,
     ) -> None:
         self.name = f"rollouts/{current().next_number('rollouts')}"
-        self._here, self._num_turns, self._is_fixed = here, num_turns, is_fixed
-        self._plays, self._is_decided = plays, is_decided
-        self._num_seen = self._num_successes = 0  # in the first turns, up to the first that is not done
+        self._here, self._num_turns, self._is_fixed, self._plays = here, num_turns, is_fixed, plays
 
     def play(
         self,
@@ -105,7 +98,6 @@ class Deal:
         is_told_to_end: Callable[[], bool] = lambda: False,
         ends_at_failure: bool = True,
         played: Callable[[int], None] = lambda so_far: None,
-        is_success: Callable[[Any], bool] = bool,
     ) -> Callable[[], Dealt]:
         """Play this rank's turns, and return a function that gathers the results of all ranks (collective). Local.
 
@@ -118,7 +110,6 @@ class Deal:
             is_told_to_end: called before each turn.
             ends_at_failure: False: other ranks continue after a failure.
             played: called with the number of turns that all ranks have played so far.
-            is_success: called with a result, if there is `is_decided`.
         """
         results: dict[int, Any] = {}
         own: Optional[BaseException] = None
@@ -137,8 +128,6 @@ class Deal:
                     "incomplete. See that rank's traceback."
                 )
                 break
-            if self._is_decided is not None:
-                self._count(f"success/{turn}", 1 + is_success(results[turn]))
             played(self._count("played", 1))
 
         def gathered() -> Dealt:
@@ -158,18 +147,10 @@ class Deal:
         while self._plays:
             if not self._is_fixed:
                 turn = self._count("dealt", 1) - 1
-            if turn >= self._num_turns or self._is_over():
+            if turn >= self._num_turns:
                 return
             yield turn
             turn += here.world_size
-
-    def _is_over(self) -> bool:
-        """Whether the first turns, up to the first that is not done, decide the evaluation."""
-        while self._is_decided is not None and (seen := self._count(f"success/{self._num_seen}")):
-            self._num_seen, self._num_successes = self._num_seen + 1, self._num_successes + seen - 1
-            if self._is_decided(self._num_successes, self._num_seen):
-                return True
-        return False
 
     def _count(self, what: str, by: int = 0) -> int:
         return self._here.count(f"{self.name}/{what}", by)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from typing import Any, Callable, Optional
 
 import torch
 
 from ddpshim.errors import RolloutError
 from ddpshim.evaluation import environments, episodes, intervals
-from ddpshim.evaluation.dealing import Deal, Dealt, plays_rollouts
+from ddpshim.evaluation.dealing import Deal, plays_rollouts
 from ddpshim.evaluation.episodes import Episode, IsSuccess, Rules, networks_of
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.world import World
@@ -30,17 +29,14 @@ class Evaluation:
     """The result of an evaluation; equal on all ranks, and for every number of ranks.
 
     Attributes:
-        episodes: those that count, in order. After an early stop, those up to the one that decided.
+        episodes: in order.
         confidence: the confidence of `interval`.
-        interval: that of the success rate, by Clopper and Pearson; if the evaluation could stop early, a wider one
-            that holds for all checks together (`at_any_time` of ddpshim/evaluation/intervals.py).
-        is_above: whether the interval is above the threshold; None if it contains the threshold, or there is none.
+        interval: that of the success rate, by Clopper and Pearson.
     """
 
     episodes: tuple[Episode, ...]
     confidence: float
     interval: tuple[float, float]
-    is_above: Optional[bool] = None
 
     @property
     def num_successes(self) -> int:
@@ -75,8 +71,6 @@ def evaluate(
     is_success: Optional[IsSuccess] = None,
     ends_at_success: bool = True,
     confidence: float = 0.95,
-    threshold: Optional[float] = None,
-    width: Optional[float] = None,
 ) -> Evaluation:
     """Return how often a policy succeeds; episodes are distributed over all ranks (collective). One process plays all.
 
@@ -101,36 +95,46 @@ def evaluate(
             (1, ...) on its device, and returns an action (1, ...). Networks that it is, holds or calls are in
             evaluation mode meanwhile, without gradients and on one thread. Its method `reset` or `start_episode`, if
             any, is called before each episode.
-        num_episodes: the maximum number.
+        num_episodes: how many.
         horizon: the maximum number of steps of an episode; default: the environment ends it.
         seed: default: that of `setup`, or else 0.
         is_success: called after each step as `is_success(env, info)`; default: what the environment's method
             `is_success` returns (robomimic), else info["success"] or info["is_success"].
         ends_at_success: whether an episode ends with the step in which the task is done.
         confidence: the confidence of the interval.
-        threshold: stop as soon as the whole interval is above or below this rate.
-        width: stop as soon as the interval is at most this wide.
 
     Raises:
         RolloutError: an episode failed (on all ranks, naming episode and rank); an argument is invalid; or ranks have
             different weights or arguments.
     """
-    call = _checked(
-        make_env, policy, num_episodes, horizon, seed, is_success, ends_at_success, confidence, threshold, width
-    )
+    here, start = world(), time.perf_counter()
+    rules = Rules((here.seed or 0) if seed is None else seed, horizon, ends_at_success, is_success)
+    _check(here, policy, rules, num_episodes, confidence)
     player = current().part(_Player)
+
+    def play(number: int) -> tuple[Any, Any]:
+        return player.play(make_env, policy, rules, number)
+
     with outside_steps():
-        dealt = call.deal().play(functools.partial(player.play, call.order), _what, is_success=_succeeded)()
-    return call.evaluation(dealt)
-
-
-@dataclass(frozen=True)
-class _Order:
-    """What to play: an environment, a policy, and the rules."""
-
-    make_env: Callable[[], Any]
-    policy: Any
-    rules: Rules
+        dealt = Deal(here, num_episodes, plays=plays_rollouts()).play(play, lambda number: f"episode {number}")()
+    dealt.raise_failure(here.rank)
+    played = [dealt.results[number] for number in range(num_episodes)]
+    environments.name_unseeded("the environment", [environments.Shown(*shown) for _, shown in played], here)
+    kept = tuple(Episode(*episode) for episode, _ in played)
+    interval = intervals.exact(sum(episode.success for episode in kept), num_episodes, confidence)
+    found = Evaluation(kept, confidence, interval)
+    batch = current().progress.batch
+    events.note(
+        "rollout",
+        epoch=None if batch is None else batch[0],
+        environment=getattr(make_env, "__name__", type(make_env).__name__),
+        episodes=num_episodes,
+        metrics={"Success_Rate": found.success_rate, "Return": found.mean_reward},
+        interval=interval,
+        returns=[episode.reward for episode in kept],
+        seconds=time.perf_counter() - start,
+    )
+    return found
 
 
 class _Player:
@@ -141,14 +145,14 @@ class _Player:
         self._env: Any = None
         on_cleanup(self._close)
 
-    def play(self, order: _Order, number: int) -> tuple[Any, Any]:
+    def play(self, make_env: Callable[[], Any], policy: Any, rules: Rules, number: int) -> tuple[Any, Any]:
         """Play an episode; return the fields of its `Episode` and `Shown`. Local."""
-        if self._make_env is not order.make_env:
+        if self._make_env is not make_env:
             self._close()
-            with shared_random_streams(order.rules.seed):
-                self._env = order.make_env()
-            self._make_env = order.make_env
-        played = episodes.play(self._env, order.policy, order.rules, number, number < _NUM_CHECKED)
+            with shared_random_streams(rules.seed):
+                self._env = make_env()
+            self._make_env = make_env
+        played = episodes.play(self._env, policy, rules, number, number < _NUM_CHECKED)
         return astuple(played[0]), astuple(played[1])
 
     def _close(self) -> None:
@@ -158,88 +162,17 @@ class _Player:
             env.close()
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The checked arguments of an evaluation, equal on all ranks."""
-
-    here: World
-    order: _Order
-    num_episodes: int
-    confidence: float
-    threshold: Optional[float]
-    width: Optional[float]
-    begun: float = field(default_factory=time.perf_counter)
-
-    @property
-    def may_stop(self) -> bool:
-        return self.threshold is not None or self.width is not None
-
-    def deal(self) -> Deal:
-        is_decided = self.is_decided if self.may_stop else None
-        return Deal(self.here, self.num_episodes, plays=plays_rollouts(), is_decided=is_decided)
-
-    def is_decided(self, successes: int, num_episodes: int) -> bool:
-        low, high = intervals.at_any_time(successes, num_episodes, self.confidence)
-        is_narrow = self.width is not None and high - low <= self.width
-        return is_narrow or (self.threshold is not None and not low <= self.threshold <= high)
-
-    def evaluation(self, dealt: Dealt) -> Evaluation:
-        """Return the result, up to the episode that decided: ranks may have played more."""
-        dealt.raise_failure(self.here.rank)
-        kept: list[Episode] = []
-        shown: list[environments.Shown] = []
-        num_successes = 0
-        for number in range(self.num_episodes):
-            episode, of_env = dealt.results[number]
-            kept.append(Episode(*episode))
-            shown.append(environments.Shown(*of_env))
-            num_successes += kept[-1].success
-            if self.may_stop and self.is_decided(num_successes, len(kept)):
-                break
-        environments.name_unseeded("the environment", shown, self.here)
-        method = intervals.at_any_time if self.may_stop else intervals.exact
-        low, high = method(num_successes, len(kept), self.confidence)
-        is_above = None if self.threshold is None or low <= self.threshold <= high else low > self.threshold
-        found = Evaluation(tuple(kept), self.confidence, (low, high), is_above)
-        batch, make_env = current().progress.batch, self.order.make_env
-        events.note(
-            "rollout",
-            epoch=None if batch is None else batch[0],
-            environment=getattr(make_env, "__name__", type(make_env).__name__),
-            episodes=len(kept),
-            metrics={"Success_Rate": found.success_rate, "Return": found.mean_reward},
-            interval=found.interval,
-            returns=[episode.reward for episode in found.episodes],
-            seconds=time.perf_counter() - self.begun,
-        )
-        return found
-
-
-def _checked(
-    make_env: Callable[[], Any],
-    policy: Any,
-    num_episodes: int,
-    horizon: Optional[int],
-    seed: Optional[int],
-    is_success: Optional[IsSuccess],
-    ends_at_success: bool,
-    confidence: float,
-    threshold: Optional[float],
-    width: Optional[float],
-) -> _Call:
-    """Return the call (collective). Raises RolloutError if an argument is invalid, or differs between ranks."""
-    here = world()
-    rates = {"confidence": confidence, "threshold": threshold, "width": width}
-    odd = [f"{name}={rate}" for name, rate in rates.items() if rate is not None and not 0 < rate < 1]
-    numbers = {"num_episodes": num_episodes, "horizon": horizon}
+def _check(here: World, policy: Any, rules: Rules, num_episodes: int, confidence: float) -> None:
+    """Raise RolloutError if an argument is invalid, or differs between ranks (collective)."""
+    odd = [] if 0 < confidence < 1 else [f"confidence={confidence}"]
+    numbers = {"num_episodes": num_episodes, "horizon": rules.horizon}
     odd += [f"{name}={number}" for name, number in numbers.items() if number is not None and number < 1]
     if odd:
         raise RolloutError(
-            f"evaluate() with {', '.join(odd)}: the policy could not be evaluated. Give rates between 0 and 1, and "
-            "at least one episode of one step."
+            f"evaluate() with {', '.join(odd)}: the policy could not be evaluated. Give a confidence between 0 and "
+            "1, and at least one episode of one step."
         )
-    rules = Rules((here.seed or 0) if seed is None else seed, horizon, ends_at_success, is_success)
-    facts = {**numbers, **rates, "seed": rules.seed, "ends_at_success": ends_at_success}
+    facts = {**numbers, "confidence": confidence, "seed": rules.seed, "ends_at_success": rules.ends_at_success}
     everyones = here.gather({**facts, "the weights of the policy": _bits(policy)})
     apart = [name for name in everyones[0] if any(facts[name] != everyones[0][name] for facts in everyones)]
     if apart:
@@ -248,18 +181,9 @@ def _checked(
             f"ranks evaluate with different {'; '.join(found)}; the result would depend on the number of ranks. "
             "Give all ranks the same, such as an average of weights that every rank keeps."
         )
-    return _Call(here, _Order(make_env, policy, rules), num_episodes, confidence, threshold, width)
 
 
 def _bits(policy: Any) -> list[int]:
     """Return a checksum of each network of the policy."""
     rows = [list(network.state_dict().items()) for network in networks_of(policy)]
     return bits_of_rows(rows, torch.device("cpu")).tolist() if rows else []
-
-
-def _what(number: int) -> str:
-    return f"episode {number}"
-
-
-def _succeeded(played: Any) -> bool:
-    return Episode(*played[0]).success

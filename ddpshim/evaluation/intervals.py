@@ -1,8 +1,4 @@
-"""Computes confidence intervals of a success rate, or of a mean, over episodes.
-
-A 95% interval that is checked after every episode, until it gives the wanted answer, is wrong far more often than in 5%
-of cases. So there are two: `exact` for a number of episodes fixed in advance, `at_any_time` for repeated checks.
-"""
+"""Computes confidence intervals of a success rate, or of a mean, over episodes."""
 
 from __future__ import annotations
 
@@ -16,12 +12,19 @@ _NUM_PIECES = 400  # for Simpson's rule, which needs an even number
 
 
 def exact(successes: int, episodes: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Return the Clopper-Pearson interval, for a number of episodes that did not depend on their outcomes. Local.
+    """Return the Clopper-Pearson interval. Local.
+
+    The number of episodes must not depend on their outcomes: an interval that is checked after every episode, until it
+    gives the wanted answer, is wrong far more often than in 5% of cases.
 
     >>> [round(end, 4) for end in exact(18, 20)]
     [0.683, 0.9877]
     """
-    _check(successes, episodes, confidence)
+    if not (0 <= successes <= episodes and 0 < confidence < 1):
+        raise ValueError(
+            f"{successes} successes in {episodes} episodes at a confidence of {confidence}: there is no such "
+            "interval. Give a confidence between 0 and 1, and no more successes than episodes."
+        )
 
     def at_least(rate: float, k: int) -> float:
         return math.fsum(math.exp(chance(rate, i)) for i in range(k, episodes + 1))
@@ -36,34 +39,6 @@ def exact(successes: int, episodes: int, confidence: float = 0.95) -> tuple[floa
     tail = (1 - confidence) / 2
     lower = 0.0 if successes == 0 else rate_at(successes, tail)
     upper = 1.0 if successes == episodes else rate_at(successes + 1, 1 - tail)
-    return lower, upper
-
-
-def at_any_time(successes: int, episodes: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Return an interval that may be checked after every episode: `confidence` holds for all checks together. Local.
-
-    A rate r is excluded once the likelihood of a uniform mixture over all rates ("beta-binomial") is at least
-    1 / (1 - confidence) times that of r. By Ville's inequality this happens to the true rate with a probability of at
-    most 1 - confidence, however many checks there are (Robbins, "Statistical methods related to the law of the iterated
-    logarithm", 1970). The interval is wider than that of `exact`.
-
-    >>> [round(end, 4) for end in at_any_time(18, 20)]
-    [0.5897, 0.9963]
-    """
-    _check(successes, episodes, confidence)
-    failures = episodes - successes
-    mixture = math.lgamma(successes + 1) + math.lgamma(failures + 1) - math.lgamma(episodes + 2)
-    least = mixture + math.log(1 - confidence)  # rates with a log likelihood above this are in
-
-    def is_in(rate: float) -> bool:
-        likelihood = (successes * math.log(rate) if successes else 0.0) + (
-            failures * math.log1p(-rate) if failures else 0.0
-        )
-        return likelihood > least
-
-    best = successes / episodes if episodes else 0.5
-    lower = 0.0 if successes == 0 else _crossing(0.0, best, is_in)
-    upper = 1.0 if failures == 0 else _crossing(best, 1.0, lambda rate: not is_in(rate))
     return lower, upper
 
 
@@ -94,11 +69,3 @@ def _crossing(low: float, high: float, is_above: Callable[[float], bool]) -> flo
         middle = (low + high) / 2
         low, high = (low, middle) if is_above(middle) else (middle, high)
     return low
-
-
-def _check(successes: int, episodes: int, confidence: float) -> None:
-    if not (0 <= successes <= episodes and 0 < confidence < 1):
-        raise ValueError(
-            f"{successes} successes in {episodes} episodes at a confidence of {confidence}: there is no such "
-            "interval. Give a confidence between 0 and 1, and no more successes than episodes."
-        )

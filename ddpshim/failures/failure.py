@@ -35,7 +35,6 @@ _EXIT_HANDLERS_DEADLINE_S = 5.0
 _STORE_DEADLINE_S = 5.0
 _LAUNCHER_DEADLINE_S = 5.0
 _OTHER_THREAD_DEADLINE_S = 60.0
-_TIMEOUTS_APART_S = 3.0
 _LONGEST = 300  # characters of an error in the line of a rank that did not fail first
 
 
@@ -44,7 +43,6 @@ class Watched:
     """This rank and the store in which ranks report failures; exists from `arm` on, longer than the process group."""
 
     rank: int
-    world_size: int
     store: Any
     previous_hook: Any  # sys.excepthook before `arm`
     is_told_to_end: bool = False  # a SIGTERM has arrived
@@ -52,11 +50,11 @@ class Watched:
     ending: threading.Lock = field(default_factory=threading.Lock)  # held by the thread that ends this rank
 
 
-def arm(rank: int, store: Any, world_size: int = 1) -> None:
+def arm(rank: int, store: Any) -> None:
     """Make an uncaught exception end the job from now on. `store`: the job's own key-value store. Local."""
     job = current()
     previous = job.watched.previous_hook if job.watched is not None else sys.excepthook
-    job.watched, sys.excepthook = Watched(rank, world_size, store, previous), _excepthook
+    job.watched, sys.excepthook = Watched(rank, store, previous), _excepthook
 
 
 def disarm(job: Job) -> None:
@@ -180,9 +178,8 @@ def _report(error: BaseException, exit_code: int, me: int, watched: Optional[Wat
             error = caused
             failure_notes.write(error, exit_code, knows_cause=True)
     if first == me and is_late(error):
-        silent = [] if watched is None else _silent_ranks(watched)
-        who = ranks_called(silent) if silent else "no rank in particular"
-        where = "" if watched is None or watched.watch is None else watched.watch.describe_others()
+        named, where = ([], "") if watched is None or watched.watch is None else watched.watch.describe_others()
+        who = ranks_called(named) if named else "another rank"
         said = f"{who} did not answer rank {me} within the timeout{where and f'. Where each rank is:{chr(10)}{where}'}"
         say(said, directly=True)
         if me:  # `run` shows the output of rank 0 only
@@ -256,16 +253,6 @@ def _why(rank: int) -> str:
     """Return where `rank` failed, in parentheses, for the line of another rank; "" if unknown."""
     told = _ask_store(lambda store: store.get(f"why/{rank}").decode() if is_there(store, f"why/{rank}") else None)
     return f" ({told})" if told else ""
-
-
-def _silent_ranks(watched: Watched) -> list[int]:
-    """Return the ranks that do not fail within 3 s: ranks that wait together time out at about the same time."""
-    others = [rank for rank in range(watched.world_size) if rank != watched.rank]
-    end = time.monotonic() + _TIMEOUTS_APART_S
-    while others and time.monotonic() < end:
-        others = [rank for rank in others if not is_there(watched.store, f"failed/{rank}")]
-        time.sleep(0.1)
-    return others
 
 
 def _ask_store(ask: Callable[[Any], T]) -> Optional[T]:

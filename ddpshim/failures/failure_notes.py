@@ -61,32 +61,22 @@ def write(error: BaseException, exit_code: int, *, knows_cause: bool = False, mo
 LOST, LATE = "lost", "late"
 
 
-class Sign(NamedTuple):
-    """A text in an error, whether it means that a rank is gone or late, and where the text comes from."""
-
-    text: str
-    meaning: str
-    library: str
-    source: str
-
-
-SIGNS = (
-    Sign("Connection closed by peer", LOST, "gloo", "gloo/transport/tcp/pair.cc"),
-    Sign("onnection reset by peer", LOST, "gloo", "gloo/transport/tcp/pair.cc: the system's text for ECONNRESET"),
-    Sign("Broken pipe", LOST, "gloo", "gloo/transport/tcp/pair.cc: the system's text for EPIPE"),
-    Sign("remote process exited or there was a network error", LOST, "nccl", "nccl src/init.cc: ncclGetErrorString"),
-    Sign("a remote process exiting prematurely", LOST, "nccl", "torch/csrc/distributed/c10d/NCCLUtils.cpp"),
-    Sign("Timed out waiting", LATE, "gloo", "gloo/transport/tcp/unbound_buffer.cc"),
-    Sign("Application timeout caused pair closure", LATE, "gloo", "gloo/transport/tcp/unbound_buffer.cc"),
-    Sign(
-        "Watchdog caught collective operation timeout", LATE, "nccl", "torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp"
-    ),
-)
+# What a text in an error means of another rank, and where the text comes from.
+SIGNS = {
+    "Connection closed by peer": LOST,  # gloo/transport/tcp/pair.cc
+    "onnection reset by peer": LOST,  # the same: the system's text for ECONNRESET
+    "Broken pipe": LOST,  # the same: the system's text for EPIPE
+    "remote process exited or there was a network error": LOST,  # nccl src/init.cc: ncclGetErrorString
+    "a remote process exiting prematurely": LOST,  # torch/csrc/distributed/c10d/NCCLUtils.cpp
+    "Timed out waiting": LATE,  # gloo/transport/tcp/unbound_buffer.cc
+    "Application timeout caused pair closure": LATE,  # the same
+    "Watchdog caught collective operation timeout": LATE,  # torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp
+}
 
 
 def meaning_of(text: str) -> Optional[str]:
     """Return the meaning, LOST or LATE, of the first of `SIGNS` that `text` contains; else None. Local."""
-    return next((sign.meaning for sign in SIGNS if sign.text in text), None)
+    return next((meaning for sign, meaning in SIGNS.items() if sign in text), None)
 
 
 def lost_a_peer(error: Optional[BaseException]) -> bool:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import os
-import socket
 import threading
 import time
-from collections import deque
+import traceback
 from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from types import FrameType
@@ -22,20 +20,17 @@ from typing import Any, NamedTuple, Optional
 from ddpshim.errors import SyncError
 from ddpshim.failures import failure
 from ddpshim.process.job import Job, current
-from ddpshim.process.progress import Frame, Place, frames_of, place_of
+from ddpshim.process.progress import Place, frames_of, place_of
 from ddpshim.process.say import count, say
 
 _LOOK_EVERY_S = 1.0
 _ANSWER_S = 5.0
-_AGAIN_S = 10.0  # ranks are asked twice, with this pause, before the job is ended
 _STORE_S = 10.0
 _GPU_AFTER_S = 10.0  # the GPU is not queried during steps: that breaks the capture of a graph
 _MOST_PRINT = 8  # in larger worlds only the main rank and the named ranks print
 _RANKS_PER_S = 128  # how many ranks look for questions in the store each second
 FLOOR_S = 30.0  # a rank may always wait so long, and three times its longest wait at that line
 _FACTOR = 3.0
-_NUM_REMEMBERED = 64  # waits that are kept for each line of the program
-_NOTEWORTHY_S = 1.0
 _LATE_S = 5.0  # a longer time between two looks means that the process itself was stopped
 NCCL_GRACE_S = 60.0  # nccl's watchdog waits so much longer than this one
 
@@ -44,23 +39,18 @@ class Standing(NamedTuple):
     """A rank's state, as it reports it; see `progress.Place` and `progress.Progress`.
 
     Attributes:
-        num_passes: backward passes so far; None if another rank of its node reports for it.
+        num_passes: backward passes so far.
         still_s: seconds without progress.
-        cpu_s: core seconds that it and its child processes have used; None if the system does not say.
-        thread_s: the same for the training thread alone.
         has_left: whether it has left the job, or its program has ended.
     """
 
-    num_passes: Optional[int]
+    num_passes: int
     batch: Optional[Sequence[int]]
     waits_in: Optional[str]
     section: Optional[str]
-    is_declared: bool
     site: str
     lines: list[str]
     still_s: float = 0.0
-    cpu_s: Optional[float] = None
-    thread_s: Optional[float] = None
     has_left: bool = False
 
 
@@ -69,8 +59,8 @@ class Verdict(NamedTuple):
 
     Attributes:
         named: the missing ranks, if any.
-        said: which rank waits for which, and where each rank is.
-        error: why the job must end; empty if it need not.
+        said: which rank waits for which, and where each rank is; empty with an error.
+        error: why the job must end, with the same; empty if it need not.
     """
 
     named: list[int]
@@ -86,7 +76,7 @@ class Waits:
 
     def __init__(self, timeout_s: float) -> None:
         self._most_s = timeout_s / 2
-        self._seen: dict[str, deque[float]] = {}
+        self._longest_s: dict[str, float] = {}  # by line
         self._state: Hashable = None
         self._site: Optional[str] = None
         self._since = self._last_look = 0.0
@@ -104,8 +94,8 @@ class Waits:
             self._since += now - self._last_look
         self._last_look = now
         if state != self._state:
-            if self._site is not None and self.waited_s >= _NOTEWORTHY_S:
-                self._seen.setdefault(self._site, deque(maxlen=_NUM_REMEMBERED)).append(self.waited_s)
+            if self._site is not None:
+                self._longest_s[self._site] = max(self._longest_s.get(self._site, 0.0), self.waited_s)
             self._state, self._site, self._since, self._factor = state, site, now, 1.0
         return site is not None and self.waited_s > self.deadline_s(site)
 
@@ -119,8 +109,7 @@ class Waits:
 
     def deadline_s(self, site: str) -> float:
         """Return how many seconds this rank may wait at that line before it asks the others. Local."""
-        longest = max(self._seen.get(site, ()), default=0.0)
-        return min(max(FLOOR_S, _FACTOR * longest), self._most_s) * self._factor
+        return min(max(FLOOR_S, _FACTOR * self._longest_s.get(site, 0.0)), self._most_s) * self._factor
 
     def postpone(self) -> None:
         """Do not report again before the wait is twice as long. Local."""
@@ -152,7 +141,6 @@ class Watch:
         self._is_on_gpu = False  # whether the rank's GPU waits
         self._cpu_s = 0.0  # of the watched thread
         self._counted: Any = None
-        self._store.set(f"process/{rank}", json.dumps([_node(), os.getpid()]))
         self._every_s = max(_LOOK_EVERY_S, world_size / _RANKS_PER_S)
         self._ended.clear()
         self._thread = threading.Thread(target=self._run, name="ddpshim-watch", daemon=True)
@@ -172,10 +160,11 @@ class Watch:
         with contextlib.suppress(RuntimeError, ValueError):
             self._store.set(f"left/{self._rank}", json.dumps(standing))
 
-    def describe_others(self) -> str:
-        """Return where the other ranks are, as far as they answer; for a rank that fails. Local."""
+    def describe_others(self) -> tuple[list[int], str]:
+        """Return which other ranks neither wait nor fail, or give no answer, and where each is; for a rank that fails.
+        Local."""
         if self._thread is None:
-            return ""
+            return [], ""
         self._ended.set()
         if self._thread is not threading.current_thread():
             self._thread.join(_STORE_S)
@@ -184,11 +173,14 @@ class Watch:
 
         try:
             asked = self._ask()
-            theirs = self._answers(asked, [rank for rank in self._ranks if rank != self._rank])
+            theirs = self._answers(asked)
             self._store.set(f"verdict/{asked}", json.dumps(Verdict([], "")))
+            away = [rank for rank, their in theirs.items() if their is None or their.waits_in is None]
+            # Ranks that waited together time out together.
+            named = [rank for rank in away if not failure.is_there(self._job.store, f"failed/{rank}")]
         except (RuntimeError, ValueError):  # the process that serves the store has ended
-            return ""
-        return describe(theirs, [rank for rank, their in theirs.items() if their is None or their.waits_in is None])
+            return [], ""
+        return named, describe(theirs, named)
 
     def describe_left(self) -> str:
         """Return which ranks have left the job, and after what; empty if none has. Local."""
@@ -212,7 +204,7 @@ class Watch:
             self._end_in_vain()
         if failure.is_there(self._store, f"asked/{self._round + 1}"):
             self._round += 1
-            self._store.set(f"stands/{self._round}/{self._rank}", json.dumps(self._answer()))
+            self._store.set(f"stands/{self._round}/{self._rank}", json.dumps(self._standing()))
             self._hear()
         elif is_late and self._ask() == self._round:
             self._find_out()
@@ -235,7 +227,7 @@ class Watch:
             self._counted = counted
             return self._waits.look(now, counted, None)
         frames = frames_of(self._watched)
-        place, cpu_s = self._place(frames), _cpu_seconds_of(self._watched) or 0.0
+        place, cpu_s = self._place(frames), _cpu_seconds_of(self._watched)
         if not (place.waits_in or "").startswith(("backward pass", "World.")) and cpu_s > self._cpu_s + 0.02:
             self._cpu_s = cpu_s  # successive calls of torch's own collectives may have the same stack
         code = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
@@ -244,19 +236,13 @@ class Watch:
 
     def _place(self, frames: list[FrameType]) -> Place:
         progress = self._job.progress
-        stack = [Frame(f.f_code.co_filename, f.f_lineno or 0, f.f_code.co_name) for f in frames]
+        stack = traceback.StackSummary.extract(((frame, frame.f_lineno) for frame in frames), lookup_lines=False)
         self._is_on_gpu = self._waits.waited_s > _GPU_AFTER_S and progress.waits_on_gpu()
         return place_of(stack, progress, self._is_on_gpu)
 
     def _standing(self) -> Standing:
         progress, place = self._job.progress, self._place(frames_of(self._watched))
         return Standing(progress.num_passes, progress.batch, *place, still_s=self._waits.waited_s)
-
-    def _answer(self) -> Standing:
-        from ddpshim.process import machine  # few jobs need it
-
-        cpu_s, thread_s = machine.cpu_seconds(os.getpid()), _cpu_seconds_of(self._watched)
-        return self._standing()._replace(cpu_s=cpu_s, thread_s=thread_s)
 
     def _ask(self) -> int:
         """Ask all ranks to answer, unless another rank does so at the same moment; return the number of the round."""
@@ -270,60 +256,29 @@ class Watch:
         key = f"left/{rank}"
         return Standing(*json.loads(self._store.get(key))) if failure.is_there(self._store, key) else None
 
-    def _answers(self, asked: int, ranks: list[int]) -> dict[int, Optional[Standing]]:
-        """Return the state of each of `ranks`; None for one that does not answer in time."""
-        states: dict[int, Optional[Standing]] = {rank: self._left(rank) for rank in ranks}
+    def _answers(self, asked: int) -> dict[int, Optional[Standing]]:
+        """Return the state of each other rank; None for one that does not answer in time."""
+        states = {rank: self._left(rank) for rank in self._ranks if rank != self._rank}
         end = time.monotonic() + _ANSWER_S + self._every_s
-        while (silent := [rank for rank in ranks if states[rank] is None]) and time.monotonic() < end:
+        while (silent := [rank for rank in states if states[rank] is None]) and time.monotonic() < end:
             for rank in silent:
                 if failure.is_there(self._store, f"stands/{asked}/{rank}"):
                     states[rank] = Standing(*json.loads(self._store.get(f"stands/{asked}/{rank}")))
-            self._pause(0.1)
-        return {rank: self._seen_from_here(rank) if theirs is None else theirs for rank, theirs in states.items()}
+            self._pause()
+        return states
 
-    def _seen_from_here(self, rank: int) -> Optional[Standing]:
-        """Return what the system reports of a rank that gives no answer; None if it is on another node."""
-        from ddpshim.process import machine
-
-        key = f"process/{rank}"
-        node, process = json.loads(self._store.get(key)) if failure.is_there(self._store, key) else (None, 0)
-        if node is None or node != _node():
-            return None
-        does = {"T": "is stopped (by SIGSTOP)", "t": "is stopped (by a debugger)", None: "is gone"}
-        why = does.get(machine.state_of(process), "holds the GIL, or waits for the job's store")
-        cpu_s = machine.cpu_seconds(process) or 0.0
-        return Standing(None, None, None, None, False, f"its process {process} {why}", [], cpu_s=cpu_s)
-
-    def _pause(self, seconds: float) -> bool:
-        """Wait for `seconds`, and return whether the rank has then waited too long."""
-        end, is_late = time.monotonic() + seconds, False
-        while not self._ended.is_set() and (left := end - time.monotonic()) > 0:
-            self._ended.wait(min(left, _LOOK_EVERY_S))
-            is_late = self._see()
-        return not self._ended.is_set() and is_late
-
-    def _all(self) -> dict[int, Optional[Standing]]:
-        others = self._answers(self._round, [rank for rank in self._ranks if rank != self._rank])
-        return dict(sorted({**others, self._rank: self._answer()}.items()))
+    def _pause(self) -> None:
+        self._ended.wait(0.1)
+        self._see()
 
     def _find_out(self) -> None:
-        """Read all ranks' answers, ask them again after 10 s, and send the verdicts to all."""
+        """Read all ranks' answers, and send the verdict to all."""
         from ddpshim.failures.hangs import judge
 
-        first, begun = self._all(), time.monotonic()
-        self._tell(judge(first, self._rank) if self._see() else None)
-        if not self._pause(_AGAIN_S) or self._ask() != self._round:
-            return
-        second = self._all()
-        verdict = judge(second, self._rank, first, time.monotonic() - begun) if self._see() else None
-        self._tell(verdict and verdict._replace(said=""), is_last=True)
-
-    def _tell(self, verdict: Optional[Verdict], is_last: bool = False) -> None:
-        verdict = verdict or Verdict([], "")
-        self._store.set(f"verdict/{self._round}", json.dumps(verdict))
-        self._take(verdict)
-        if is_last:
-            self._waits.postpone()
+        everyones = {**self._answers(self._round), self._rank: self._standing()}
+        verdict = judge(dict(sorted(everyones.items())), self._rank) if self._see() else None
+        self._store.set(f"verdict/{self._round}", json.dumps(verdict or Verdict([], "")))
+        self._take(verdict or Verdict([], ""))
 
     def _hear(self) -> None:
         """Wait for the verdict of the rank that asked, and act on it."""
@@ -331,18 +286,18 @@ class Watch:
         while not failure.is_there(self._store, key):
             if time.monotonic() > end or self._ended.is_set():
                 return
-            self._pause(0.1)
+            self._pause()
         self._take(Verdict(*json.loads(self._store.get(key))))
-        self._waits.postpone()
 
     def _take(self, verdict: Verdict) -> None:
         is_named = self._rank in verdict.named
         if verdict.said and (is_named or self._rank == 0 or len(self._ranks) <= _MOST_PRINT):
             say(verdict.said, directly=True)
         if verdict.error:
-            self._end_job(verdict, is_named)
+            self._end_job(verdict)
+        self._waits.postpone()
 
-    def _end_job(self, verdict: Verdict, is_named: bool) -> None:
+    def _end_job(self, verdict: Verdict) -> None:
         self._ended.set()
         error, named = SyncError(verdict.error), verdict.named[0]
         if self._rank != named:
@@ -363,18 +318,8 @@ def begin(job: Job, rank: int, world_size: int, timeout_s: float, gets_no_errors
     job.at_end.callback(watch.end)
 
 
-def _node() -> Optional[str]:
-    """Return the host and the PID namespace of this process; None if the system does not say."""
-    try:
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return None
-
-
-def _cpu_seconds_of(thread: int) -> Optional[float]:
-    """Return the CPU seconds that a thread of this process has used; None if the system does not say."""
-    if not hasattr(time, "pthread_getcpuclockid"):
-        return None
-    with contextlib.suppress(OSError):
+def _cpu_seconds_of(thread: int) -> float:
+    """Return the CPU seconds that a thread of this process has used; 0 if the system does not say."""
+    with contextlib.suppress(AttributeError, OSError):
         return time.clock_gettime(time.pthread_getcpuclockid(thread))
-    return None
+    return 0.0

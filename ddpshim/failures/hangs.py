@@ -10,26 +10,25 @@ from ddpshim.process.remedies import remedy
 from ddpshim.process.say import count, ranks_called
 
 _DECLARED_S = 600.0  # work that one rank is known to do alone is not reported before
+_DEADLOCK_S = 10.0  # ranks that wait in different places for so long will wait forever
 _MOVES_S = 3.0  # a rank that made progress within this time is working
-_IDLE_SHARE = 0.02  # of a core: a process that uses less, with its children, does nothing
-_ASLEEP_S = 0.0005  # core seconds: a thread that wakes up now and then uses more
 OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
 
 
 Standings = Mapping[int, Optional[Standing]]  # by rank; None: it gave no answer
 
 
-def judge(now: Standings, asker: int, before: Optional[Standings] = None, window_s: float = 0.0) -> Optional[Verdict]:
+def judge(now: Standings, asker: int) -> Optional[Verdict]:
     """Return which ranks are missing if rank `asker` has waited too long; None if nothing is wrong. Local.
 
-    With `before`, the ranks' states `window_s` earlier, it also decides whether to end the job: if waiting is useless,
-    because all ranks wait in different places or have left, or if the missing ranks do nothing at all.
+    It ends the job where waiting is useless: all ranks have waited for ten seconds, in different places, or the missing
+    ranks have left.
     """
     mine = now[asker]
     if mine is None or mine.waits_in is None:
         return None
     away = [rank for rank, theirs in now.items() if theirs is None or theirs.has_left or theirs.waits_in is None]
-    on_work = any(theirs is not None and theirs.is_declared and not theirs.has_left for theirs in now.values())
+    on_work = any(theirs is not None and theirs.section and not theirs.has_left for theirs in now.values())
     if on_work and mine.still_s < _DECLARED_S:
         return None
     elsewhere = [] if away else _apart(now)
@@ -39,38 +38,14 @@ def judge(now: Standings, asker: int, before: Optional[Standings] = None, window
         said = f"{waited}, and so have all others: none is missing; their messages differ, or their network fails"
         return Verdict([], f"{said}. Where each rank is:\n{describe(now, [])}")
     said = f"{waited}, while others wait elsewhere" if elsewhere else f"{waited} for {ranks_called(named)}"
-    where = describe(now, named)
-    verdict = Verdict(named, f"{said}. Where each rank is:\n{where}")
-    if before is None:
-        return verdict
-    patient = mine.waits_in.startswith("World.")  # one rank may work alone for side_timeout_s
-    if not all(_never_arrives(rank, now, before, window_s, patient, bool(elsewhere)) for rank in named):
-        return verdict
-    have_left = [rank for rank in named if (theirs := now[rank]) is not None and theirs.has_left]
-    if have_left:
-        why = f"; {ranks_called(have_left)} left the job"
-    else:
-        why = "" if elsewhere else f"; {ranks_called(named)} did nothing for {window_s:.0f} s"
-    return verdict._replace(
-        error=f"{said}{why}: ranks would hang until a timeout. {remedy('same passes')} ({OPT_OUT}). Where each "
-        f"rank is:\n{where}"
-    )
-
-
-def _never_arrives(
-    rank: int, now: Standings, before: Standings, window_s: float, patient: bool, is_deadlock: bool
-) -> bool:
-    first, last = before.get(rank), now[rank]
-    if first is None or last is None:
-        return False
-    same = (first.num_passes, first.waits_in, first.lines) == (last.num_passes, last.waits_in, last.lines)
-    if last.has_left or (is_deadlock and same):
-        return True
-    if patient or last.section is not None or first.cpu_s is None or last.cpu_s is None:
-        return False
-    if last.num_passes is not None:  # it answers: a loop with short sleeps between its rounds is not idle
-        same = same and first.thread_s is not None is not last.thread_s and last.thread_s - first.thread_s < _ASLEEP_S
-    return same and last.cpu_s - first.cpu_s < max(0.05, _IDLE_SHARE * window_s)
+    where = f"Where each rank is:\n{describe(now, named)}"
+    have_left = all((theirs := now[rank]) is not None and theirs.has_left for rank in named)
+    is_deadlock = bool(elsewhere) and all(theirs and theirs.still_s >= _DEADLOCK_S for theirs in now.values())
+    if not (have_left or is_deadlock):
+        return Verdict(named, f"{said}. {where}")
+    why = f"; {ranks_called(named)} left the job" if have_left else ""
+    error = f"{said}{why}: ranks would hang until a timeout. {remedy('same passes')} ({OPT_OUT}). {where}"
+    return Verdict(named, "", error)
 
 
 def _apart(now: Standings) -> list[int]:
@@ -101,9 +76,8 @@ def describe(standings: Standings, named: Sequence[int]) -> str:
 
 
 def _where(theirs: Optional[Standing]) -> str:
-    if theirs is None or theirs.num_passes is None:
-        why = theirs.site if theirs else "its process is stopped or gone, or holds the GIL"
-        return f"gave no answer: {why}"
+    if theirs is None:
+        return "gave no answer: its process is stopped or gone, or holds the GIL"
     made = count(theirs.num_passes, "backward pass", "es")
     if theirs.batch is not None:
         made += f", batch {theirs.batch[1]} of epoch {theirs.batch[0]}"

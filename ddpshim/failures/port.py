@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 import socket
 import time
@@ -49,41 +47,21 @@ def check_name(env: LaunchEnv) -> None:
         ) from error
 
 
-def _is_this_machine(host: str) -> bool:
-    """Return whether a socket can be bound to ``host``; False for a name that does not resolve."""
-    with contextlib.suppress(OSError, UnicodeError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-                return True
-    return False
-
-
 def check_port(env: LaunchEnv) -> None:
     """Check that rank 0 can serve ``master_port``, if it must. Local: briefly binds a socket on rank 0.
 
     Raises LaunchError if this process must serve the port and it is in use, or privileged.
     """
-    if env.rank != 0 or env.world_size == 1 or env.agent_store:
+    if env.rank != 0 or env.world_size == 1 or env.agent_store or env.master_port is None:
         return
-    if env.master_addr is None or env.master_port is None or not _is_this_machine(env.master_addr):
-        return
-    # torch listens on all interfaces, in IPv6 where it can and else in IPv4.
-    for family, any_address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
-        try:
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                if family == socket.AF_INET6:
-                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                # As torch does: a port in TIME_WAIT is free. On Windows the option would share a taken port.
-                if os.name == "posix":
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                # Never listen: a rank that connected already would be cut off.
-                probe.bind((any_address, env.master_port))
-        except OSError as error:
-            # Any other error means that this machine lacks the family; torch then takes the other one.
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                raise LaunchError(
-                    f"MASTER_PORT={env.master_port} of MASTER_ADDR={env.master_addr!r} cannot be served "
-                    f"({error.strerror}): ranks would fail, or connect to another program and hang. Set MASTER_PORT "
-                    "to a free port (torchrun: --master-port, or --standalone)."
-                ) from error
+    try:
+        with socket.socket() as probe:
+            # As torch does: a port in TIME_WAIT is free. Never listen: a rank that connected already would be cut off.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", env.master_port))
+    except OSError as error:
+        raise LaunchError(
+            f"MASTER_PORT={env.master_port} of MASTER_ADDR={env.master_addr!r} cannot be served ({error.strerror}): "
+            "ranks would fail, or connect to another program and hang. Set MASTER_PORT to a free port (torchrun: "
+            "--master-port, or --standalone)."
+        ) from error

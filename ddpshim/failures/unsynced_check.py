@@ -8,11 +8,16 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import os
+import sys
 from typing import Any, Optional
 
+from ddpshim import variables
+from ddpshim.errors import LaunchError, SyncError
 from ddpshim.process.job import current
 from ddpshim.process.observed import observe
 
+_OTHERS = ("horovod", "mpi4py", "deepspeed", "colossalai", "torch_xla")  # a program may distribute itself with these
 _MOST_PASSES = 32  # backward passes that are checked for weights that change by hand
 _MOST_NODES, _MOST_WEIGHTS, _MOST_NUMBERS = 1000, 8, 64
 
@@ -61,9 +66,7 @@ def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     has_closure = len(args) > 1 or kwargs.get("closure") is not None
     if not has_closure and not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
         return
-    from ddpshim.failures.separate_models import refuse
-
-    refuse(f"{type(optimizer).__name__}.step()", answer)
+    _refuse(f"{type(optimizer).__name__}.step()", answer)
 
 
 def _check_by_hand(tensors: Any) -> None:
@@ -73,9 +76,7 @@ def _check_by_hand(tensors: Any) -> None:
     if not answer.is_settled and not job.has_networks and answer.num_passes < _MOST_PASSES:
         answer.num_passes += 1
         if any(not before.equal(_first_numbers(weights)) for weights, before in answer.weights):
-            from ddpshim.failures.separate_models import refuse
-
-            refuse("weights changed between two backward passes without an optimizer", answer)
+            _refuse("weights changed between two backward passes without an optimizer", answer)
         answer.weights = [(weights, _first_numbers(weights).clone()) for weights in _weights_of(tensors)]
 
 
@@ -110,3 +111,49 @@ def num_collectives() -> Optional[int]:
         return int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
     except (AttributeError, RuntimeError, ValueError):
         return None
+
+
+def _refuse(found: str, answer: Answer) -> None:
+    """Raise SyncError about `found` if this is one of several processes that train separate models. Local."""
+    size = _num_alone(answer)
+    if size <= 1:
+        answer.is_settled = True
+        return
+    is_set_up = current().world is not None
+    nothing = "no network was wrapped by wrap_parallel" if is_set_up else "nothing has distributed this program"
+    wrapping = "its networks with wrap_parallel and its loaders with make_loader (`python -m ddpshim docs MIGRATION`)"
+    unedited = f"`{variables.UNEDITED}=on python -m ddpshim run --nproc {size}`"
+    to_do = (
+        f"Wrap {wrapping}."
+        if is_set_up
+        else f"Start a one-process trainer, unedited, by {unedited}; or wrap {wrapping}."
+    )
+    raise SyncError(
+        f"{found}: {nothing}. {size} processes would train {size} separate models, into the same files. {to_do} If "
+        "each process is meant to train its own model (a sweep), DDPSHIM_GUARD=0 turns this check off."
+    )
+
+
+def _num_alone(answer: Answer) -> int:
+    """Return how many processes train separate models; 1 if they do not, or if the user wants that."""
+    job = current()
+    if job.world is not None:
+        before, now = answer.num_collectives, num_collectives()
+        is_shared = not job.world.options.guard or before is None or now is None or now > before
+        return 1 if is_shared else job.world.world_size
+    if job.left is not None or _distributes_itself():
+        return 1
+    from ddpshim.options import Options  # here: a program that distributes itself needs neither
+    from ddpshim.process.launch_env import read_launch_env
+
+    try:
+        size = read_launch_env(os.environ).world_size
+    except LaunchError:
+        return 1  # `setup` reports it, if the program calls it
+    return size if size > 1 and Options.read().guard else 1
+
+
+def _distributes_itself() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    has_group = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return has_group or any(name in sys.modules for name in _OTHERS)

@@ -39,11 +39,10 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, number: int, num: int, among: Any) -> torch.Tensor:
         ctx.number, ctx.num, ctx.group = number, num, among
-        rows = exchange.table(x, among).transpose(0, 1).reshape(-1, *x.shape[1:])
-        return rows.clone()  # no view: it may be changed in place
+        return exchange.table(x, among).flatten(0, 1).clone()  # no view: it may be changed in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         total = exchange.add_up(gradient.contiguous(), ctx.group)
-        return total[ctx.number :: ctx.num], None, None, None
+        return total.chunk(ctx.num)[ctx.number], None, None, None

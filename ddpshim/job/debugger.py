@@ -23,10 +23,10 @@ from ddpshim.job.collectives import comes
 from ddpshim.process import messages
 from ddpshim.process.job import current
 from ddpshim.process.launch_env import read_launch_env
-from ddpshim.process.rank_log import has_log
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import ranks_called, say
 from ddpshim.process.users_line import is_torchs_or_ours, short, shown
+from ddpshim.variables import RANK_LOGS
 
 _COMES_S = 3.0  # then the main rank says who has not come
 # What the main rank sends besides lines, which end in a newline.
@@ -182,7 +182,7 @@ def changed(made: pdb.Pdb, given: dict[str, Any]) -> dict[str, Any]:
     made.__class__ = Debugger
     assert isinstance(made, Debugger)
     made.lines = _Lines()
-    is_shown = has_log() or _is_main()
+    is_shown = RANK_LOGS in os.environ or _is_main()
     out = sys.stdout if is_shown else open(os.devnull, "w")  # noqa: SIM115
     # After `c`, pdb would let Ctrl-C stop the program in it: `run` sends it to end all ranks.
     return {**given, "stdin": made.lines, "stdout": out, "nosigint": True}

@@ -26,12 +26,6 @@ def current_or_new_world() -> World:
 
 def setup(
     *,
-    rank: Optional[int] = None,
-    world_size: Optional[int] = None,
-    local_rank: Optional[int] = None,
-    local_world_size: Optional[int] = None,
-    master_addr: Optional[str] = None,
-    master_port: Optional[int] = None,
     backend: Optional[str] = None,
     device: Union[str, torch.device, None] = None,
     timeout_s: Optional[float] = None,
@@ -40,15 +34,13 @@ def setup(
     options: Optional[Options] = None,
     batch: str = "local",
 ) -> World:
-    """Return the World of this process; joins the job that the launcher's variables (or arguments) describe.
+    """Return the World of this process; joins the job that the launcher's variables describe.
 
     Collective under a launcher; in a plain `python train.py` it starts nothing. Reads the environment once and never
     changes it. Uses an existing process group if the program made one. Calling it again
     returns the same World.
 
     Args:
-        rank, world_size, local_rank, local_world_size, master_addr, master_port: this process's place in the job,
-            instead of the launcher's variables; `rank` and `world_size` only together.
         backend: torch's name; default nccl if each rank has its own GPU, else gloo.
         device: this rank's device; default its own GPU, else the CPU. "cuda" selects the rank's GPU.
         timeout_s: how long a rank waits for peers in the rendezvous and in a training collective.
@@ -67,9 +59,7 @@ def setup(
         WorldError: called again with arguments that contradict the first call.
     """
     given = {name: value for name, value in locals().items() if name != "batch"}
-    place = {name: given[name] for name in ("rank", "world_size", "local_rank", "local_world_size")}
-    master = {name: given[name] for name in ("master_addr", "master_port")}
-    asked: dict[str, Any] = {**place, "backend": backend, "device": device, "seed": seed, "options": options}
+    asked: dict[str, Any] = {"backend": backend, "device": device, "seed": seed, "options": options}
     job = current()
     if batch not in ("local", "global"):
         raise OptionsError(f"setup(batch={batch!r}): what the program holds is unclear. Use local or global.")
@@ -82,13 +72,13 @@ def setup(
         from ddpshim.job.second_setup import reuse
 
         return reuse(job, job.world, asked)
-    if batch == "global" and (has_group() or read_launch_env(os.environ, **place, **master).is_launched):
+    if batch == "global" and (has_group() or read_launch_env(os.environ).is_launched):
         return cast(World, lazy.DOORS[batch](**given))
     settle_rounding()
     options = Options.read() if options is None else options
     timeout_s = options.timeout_s if timeout_s is None else timeout_s
     side_timeout_s = options.side_timeout_s if side_timeout_s is None else side_timeout_s
-    env = None if has_group() else read_launch_env(os.environ, **place, **master)
+    env = None if has_group() else read_launch_env(os.environ)
     if env is not None and not env.is_launched:
         if env.in_allocation:  # it could be taken for a rank
             from ddpshim.process.say import say
@@ -99,10 +89,6 @@ def setup(
         from ddpshim.job import process_group
 
         made = process_group.join(job, env, options, asked, timeout_s, side_timeout_s)
-    if options.max_memory_per_gpu_gb is not None:
-        from ddpshim.process.devices import limit_memory
-
-        limit_memory(made.device, options.max_memory_per_gpu_gb)
     if options.exact is not None:
         from ddpshim.job.precision import compute_alike
 

@@ -1,9 +1,9 @@
 """Gives each rank its rows of the random numbers that one process would draw for the whole batch.
 
 All ranks keep their generators in the state that one process's would have. While a batch is trained on, a draw whose
-shape contains the rank's batch size is made for the global batch, and the rank takes its rows, in the order in which
-`make_loader` deals samples: row j of rank r of W is row j * W + r. Any other draw is made as it is. JAX calls random
-numbers with this property partitionable; torch's DTensor has it in its own random operations.
+shape contains the rank's batch size is made for the global batch, and the rank takes its rows. Any other draw is made
+as it is. JAX calls random numbers with this property partitionable; torch's DTensor has it in its own random
+operations.
 
 If batches are not shares of one process's, each rank gets random streams of its own.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 from collections.abc import Iterator
 from typing import Any, Callable
@@ -21,7 +22,9 @@ from typing import Any, Callable
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import RandomSampler, SequentialSampler
 
+from ddpshim.errors import DataError
 from ddpshim.job.group import world
 from ddpshim.job.shares import Sharing
 from ddpshim.process.job import current
@@ -66,20 +69,40 @@ def share() -> None:
     job.at_end.enter_context(names_replaced(sharing))
 
 
-def begin_training(network: str) -> None:
-    """In the first backward pass, give ranks their own noise if their batch is not a share of one process's. Local."""
+def begin_training(network: str, losses: Any) -> None:
+    """In the first backward pass, give ranks their own noise if their batch is not a share of one process's.
+
+    Collective then. Raises DataError if all ranks train on the same batch of a DataLoader that each reads whole.
+    """
     sharing = current().part(Sharing)
     if sharing.share is not None or current().holds_whole_batches or not draws_alike():
         return
-    here = current().world
+    here = world()
     use_own_batches()
-    if here is not None and here.is_main:
+    given = [losses] if isinstance(losses, torch.Tensor) else losses or ()
+    seen = [loss.detach().flatten()[:16].tolist() for loss in given]
+    of_ranks = here.gather(seen if _reads_whole_data() else None)
+    if here.world_size > 1 and of_ranks[0] and all(theirs == of_ranks[0] for theirs in of_ranks):
+        raise DataError(
+            f"all ranks train {network} on the same batch (loss {of_ranks[0][0]}): each reads its DataLoader whole, so "
+            'ranks would only repeat one process. Use ddpshim.make_loader, or setup(batch="global")'
+        )
+    if here.is_main:
         say(
             f"{network} is trained on batches that are not the current batch of make_loader: if every rank reads the "
             f"whole data set, the global batch is {here.world_size} times as large, at the same learning rate. Use "
             "make_loader, unless ranks get different data on purpose. From now on each rank draws its own noise, which "
             "differs from one process (option noise)"
         )
+
+
+def _reads_whole_data() -> bool:
+    """Whether a pass over a map-style data set is under way that is no rank's share. Local."""
+    from torch.utils.data import dataloader
+
+    passes = [one for one in gc.get_objects() if issubclass(type(one), dataloader._BaseDataLoaderIter)]
+    samplers = (getattr(one._index_sampler, "sampler", None) for one in passes)
+    return any(type(sampler) in (RandomSampler, SequentialSampler) for sampler in samplers)
 
 
 @contextlib.contextmanager

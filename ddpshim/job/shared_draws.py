@@ -156,12 +156,12 @@ def recurrent(sharing: Sharing, original: Callable[..., Any], self: nn.RNNBase, 
         _name(sharing, "drops units between RNN layers, for packed or different rows", "equal on all ranks")
         return original(self, input, hidden)
     states = () if hidden is None else hidden if isinstance(hidden, tuple) else (hidden,)
-    wide = tuple(at_hand.among_others(state, (1, 1)) for state in states)
+    wide = tuple(at_hand.among_others(state, 1) for state in states)
     output, after = original(
-        self, at_hand.among_others(input, (place, 1)), wide if isinstance(hidden, tuple) else (*wide, None)[0]
+        self, at_hand.among_others(input, place), wide if isinstance(hidden, tuple) else (*wide, None)[0]
     )
-    rows = functools.partial(at_hand.rows, where=(1, 1))
-    return at_hand.rows(output, (place, 1)), tuple(map(rows, after)) if isinstance(after, tuple) else rows(after)
+    rows = functools.partial(at_hand.rows, dimension=1)
+    return at_hand.rows(output, place), tuple(map(rows, after)) if isinstance(after, tuple) else rows(after)
 
 
 def attention(
@@ -257,12 +257,12 @@ def _draws(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> bo
     return True
 
 
-def _template(at_hand: Share, like: torch.Tensor, where: tuple[int, int]) -> torch.Tensor:
+def _template(at_hand: Share, like: torch.Tensor, where: int) -> torch.Tensor:
     """Return ones for the global batch in the memory layout of `like`: torch draws in the order of memory."""
     whole = at_hand.whole(like.shape, where)
     strides = like.stride()
     others = [stride for stride, size in zip(strides[1:], like.shape[1:]) if size > 1]
-    if where[0] == 0 and like.shape[0] == 1 < whole[0] and strides[0] in others:  # (1, L, E) or (L, 1, E) transposed
+    if where == 0 and like.shape[0] == 1 < whole[0] and strides[0] in others:  # (1, L, E) or (L, 1, E) transposed
         raise SyncError(
             f"{users_line()} draws for one row on a rank, whose strides {strides} do not show the memory layout of the "
             'whole batch: its draws would differ from one process. Use setup(batch="global"), or fewer ranks.'

@@ -1,6 +1,6 @@
 """Records which rows of the current batch are this rank's.
 
-`make_loader` deals out the batches of one process: row j of rank r of W is row j * W + r of the global batch.
+`make_loader` deals out the batches of one process: rank r's n rows are those from row r * n on of the global batch.
 """
 
 from __future__ import annotations
@@ -28,41 +28,37 @@ class Share(NamedTuple):
         """The numbers of rows that a batch on this rank may have."""
         return (self.num_rows, *self.others)
 
+    def own(self, num: int) -> Any:
+        """Return the index of this rank's entries among `num` of the global batch."""
+        each = num // self.world_size
+        return slice(self.rank * each, (self.rank + 1) * each)
+
     def num_samples(self, num_rows: int) -> Optional[int]:
         """Return to how many samples `num_rows` rows belong, with one or several rows each; None if to no batch."""
         if num_rows in self.sizes:
             return num_rows
         return next((size for size in self.sizes if num_rows and num_rows % size == 0), None)
 
-    def dimension(self, shape: Sequence[int]) -> Optional[tuple[int, int]]:
-        """Return (dimension of the batch in `shape`, its entries per sample); None if no dimension is the batch."""
+    def dimension(self, shape: Sequence[int]) -> Optional[int]:
+        """Return the dimension of the batch in `shape`; None if no dimension is the batch."""
         if tuple(shape[:2]) in self.sequence_first and shape[1] in self.sizes:
-            return 1, 1
-        num_samples = self.num_samples(shape[0]) if len(shape) else None
-        if num_samples is not None:
-            return 0, shape[0] // num_samples
-        return next(((number, 1) for number, size in enumerate(shape) if size in self.sizes), None)
+            return 1
+        if len(shape) and self.num_samples(shape[0]) is not None:
+            return 0
+        return next((number for number, size in enumerate(shape) if size in self.sizes), None)
 
-    def whole(self, shape: Sequence[int], where: tuple[int, int]) -> list[int]:
-        """Return `shape` for the global batch; `where` is the result of `dimension`."""
-        return [size * self.world_size if i == where[0] else size for i, size in enumerate(shape)]
+    def whole(self, shape: Sequence[int], dimension: int) -> list[int]:
+        """Return `shape` for the global batch."""
+        return [size * self.world_size if i == dimension else size for i, size in enumerate(shape)]
 
-    def rows(self, drawn: Any, where: tuple[int, int]) -> Any:
+    def rows(self, drawn: Any, dimension: int) -> Any:
         """Return this rank's rows of `drawn`, a tensor or array for the global batch."""
-        (dimension, num_each), own = where, slice(self.rank, None, self.world_size)
-        if num_each == 1:
-            return drawn[(slice(None),) * dimension + (own,)]
-        each = drawn.reshape((-1, num_each, *drawn.shape[1:]))[own]
-        return each.reshape((-1, *drawn.shape[1:]))
+        return drawn[(slice(None),) * dimension + (self.own(drawn.shape[dimension]),)]
 
-    def among_others(self, own: torch.Tensor, where: tuple[int, int]) -> torch.Tensor:
+    def among_others(self, own: torch.Tensor, dimension: int) -> torch.Tensor:
         """Return `own` in its rows of the global batch, and ones elsewhere, which are valid in every distribution."""
-        whole = own.new_ones(self.whole(own.shape, where))
-        (dimension, num_each), rows = where, slice(self.rank, None, self.world_size)
-        if num_each == 1:
-            whole[(slice(None),) * dimension + (rows,)] = own
-        else:
-            whole.view(-1, num_each, *own.shape[1:])[rows] = own.reshape(-1, num_each, *own.shape[1:])
+        whole = own.new_ones(self.whole(own.shape, dimension))
+        whole[(slice(None),) * dimension + (self.own(whole.shape[dimension]),)] = own
         return whole
 
 

@@ -205,10 +205,10 @@ class World:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks, in the order of one process's batch (collective). Differentiable.
 
-        Row j of rank r of W is row j * W + r, as `make_loader` deals samples. For losses that compare samples (InfoNCE)
-        or normalise over the batch: compute them on the gathered rows, on every rank. Each row's gradient is summed
-        over the ranks and returned to the row's rank; as DDP then takes the mean over ranks, gradients equal those of
-        one process. Raises DataError, on all ranks, if they have different numbers of rows.
+        For losses that compare samples (InfoNCE) or normalise over the batch: compute them on the gathered rows, on
+        every rank. Each row's gradient is summed over the ranks and returned to the row's rank; as DDP then takes the
+        mean over ranks, gradients equal those of one process. Raises DataError, on all ranks, if they have different
+        numbers of rows.
 
         Args:
             x: (B, ...), of the same shape on every rank. With one process it is returned as it is.

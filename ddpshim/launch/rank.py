@@ -21,11 +21,9 @@ from ddpshim import variables
 from ddpshim.failures import failure_notes, unsynced_check
 from ddpshim.job import shared_pdb
 from ddpshim.process.after_import import after_import
-from ddpshim.process.rank_log import redirect_output
 from ddpshim.process.say import say
 from ddpshim.trainers.unedited import program
 
-_CLOCK = "ddpshim.trainers.unedited.clock"
 BEGAN = "began"  # a file in RUN_DIR that is made when `run` begins
 
 
@@ -36,7 +34,8 @@ def main(argv: Sequence[str]) -> None:
         # torch 2.1 leaves ranks in the terminal's group: Ctrl-C would reach them directly and through `run`.
         os.setsid()
     sys.modules["ddpshim.launch.rank"] = sys.modules["__main__"]  # for `import ddpshim.auto`
-    redirect_output()
+    if variables.RANK_LOGS in os.environ:
+        _redirect_output(os.environ[variables.RANK_LOGS])
     # Nothing of the program has been imported yet.
     proof, certificate = os.environ.get(variables.CHECK), os.environ.get(variables.CERTIFY)
     if certificate:
@@ -52,6 +51,15 @@ def main(argv: Sequence[str]) -> None:
     else:
         unsynced_check.watch()
         _run(argv)
+
+
+def _redirect_output(folder: str) -> None:
+    """Redirect file descriptors 1 and 2 to this rank's log: output of libraries, workers and a crashing interpreter."""
+    rank = os.environ.get("RANK") or os.environ[variables.RANK]
+    file = os.open(os.path.join(folder, f"rank_{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
 
 
 def _run(argv: Sequence[str]) -> None:
@@ -93,8 +101,6 @@ def _run_program(argv: Sequence[str], start: Optional[program.Start] = None) -> 
         raise
     except (Exception, KeyboardInterrupt) as error:
         error.__traceback__ = _without_our_frames(error.__traceback__)
-        if isinstance(error, EOFError):  # input() without a terminal: the program's own line is what failed
-            _hide_clock(error.__traceback__)
         if start is not None and isinstance(error, Exception):
             for act in start.at_failure:
                 act(error)
@@ -122,14 +128,6 @@ def _without_our_frames(trace: Optional[TracebackType]) -> Optional[TracebackTyp
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
     return trace
-
-
-def _hide_clock(trace: Optional[TracebackType]) -> None:
-    """End a traceback before the frames of the stand-in for `input`."""
-    while trace is not None and trace.tb_next is not None:
-        if trace.tb_next.tb_frame.f_globals.get("__name__") == _CLOCK:
-            trace.tb_next = None
-        trace = trace.tb_next
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import shlex
-import shutil
 import signal
 import sys
 import tempfile
@@ -28,21 +27,18 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ddpshim import adapters, variables
-from ddpshim.checkpoint import last_save
 from ddpshim.errors import LaunchError, OptionsError
 from ddpshim.failures.port import check_port, why_unknown
 from ddpshim.launch import alone, first_failure, signals
 from ddpshim.launch.rank import BEGAN
 from ddpshim.observe.records import FOLDER
 from ddpshim.process.launch_env import EXIT_REQUEUE, LaunchEnv, read_launch_env
-from ddpshim.process.say import ranks_called, say
+from ddpshim.process.say import say
 from ddpshim.robomimic.options import RobomimicOptions
 from ddpshim.trainers.unedited.program import module_file
 from ddpshim.variables import PREFIX
 
-_NUM_LOGS = 50  # runs whose logs are kept in a folder
 _NUM_LINES_SEARCHED = 500  # at the end of rank 0's log, for its traceback
-_LEAST_FREE = 1 << 16  # bytes of a disk; with less it counts as full
 
 
 @dataclass(frozen=True)
@@ -57,10 +53,6 @@ class Launch:
     node_rank: Optional[int] = None
     master_addr: Optional[str] = None
     master_port: Optional[int] = None
-    rdzv_endpoint: Optional[str] = None  # instead of the last three
-    rdzv_backend: str = "c10d"
-    rdzv_id: str = "ddpshim"
-    standalone: bool = False
     max_restarts: int = 0
     log_dir: Optional[str] = None
     has_logs: bool = True
@@ -88,7 +80,6 @@ def run(job: Launch) -> int:
         # Sets of strings must have the same order in all ranks: a script may number its classes by it.
         if os.environ.get("PYTHONHASHSEED", "random") == "random":
             os.environ["PYTHONHASHSEED"] = "0"
-        os.environ.update(_options_of_python())
         os.environ.pop(variables.CHECK, None)
         if job.proof is not None:
             os.environ[variables.CHECK] = job.proof
@@ -116,19 +107,12 @@ def run(job: Launch) -> int:
         elif any(code in (-signum, 128 + signum, -signal.SIGKILL) for signum in received):  # requested (-9: too slow)
             where = "" if log_dir is None else f"; their logs are in {log_dir}"
             name = signal.Signals(-code if code < 0 else code - 128).name
+            lost = "" if name in ("SIGTERM", "SIGUSR1") else f"{name} saves nothing; SIGTERM (`kill`) saves and stops. "
             say(f"stopped by {name}{where}")
-            _report_last_save(run_dir, name)
+            say(f"{lost}A program that saves its progress resumes from its last save by: {_resuming_command()}")
         else:
-            tracebacks = {rank: note.traceback for rank, note in notes.items()}
-            _report(first, code, log_dir, tracebacks, job.proof is None)
+            _report(first, code, log_dir, notes[first].traceback if first in notes else "", job.proof is None)
         return 128 - code if code < 0 else code
-
-
-def _options_of_python() -> dict[str, str]:
-    """Return variables that pass this Python's options to the ranks: `python -O -W error -m ddpshim run train.py` must
-    run the program as `python -O -W error train.py` does."""
-    optimize = {"PYTHONOPTIMIZE": str(sys.flags.optimize)} if sys.flags.optimize else {}
-    return {**optimize, **({"PYTHONWARNINGS": ",".join(sys.warnoptions)} if sys.warnoptions else {})}
 
 
 def _run_ranks(job: Launch, run_dir: str, program: Sequence[str]) -> tuple[Mapping[int, Any], list[int]]:
@@ -210,8 +194,6 @@ def problems_of_program(job: Launch) -> Iterator[str]:
 
 def _problems_of_nodes(job: Launch) -> Iterator[str]:
     nnodes, node_rank = job.nnodes or 1, job.node_rank or 0
-    if job.standalone and nnodes > 1:
-        yield f"--standalone with --nnodes={nnodes}: each node would start its own job. Leave one of them out."
     if nnodes == 1:
         given = {"--master-addr": job.master_addr, "--master-port": job.master_port, "--node-rank": job.node_rank}
         alone = [f"{name}={value}" for name, value in given.items() if value]
@@ -229,7 +211,7 @@ def _problems_of_nodes(job: Launch) -> Iterator[str]:
     missing = [
         name for name, value in (("--node-rank", job.node_rank), ("--master-addr", job.master_addr)) if value is None
     ]
-    if missing and job.rdzv_endpoint is None:
+    if missing:
         yield (
             f"--nnodes={nnodes} without {' and '.join(missing)}: the nodes would not find each other. Give every "
             "node the address of node 0, and its own number, from 0."
@@ -244,7 +226,7 @@ def _problems_of_nodes(job: Launch) -> Iterator[str]:
         elif node_rank == 0:
             try:
                 # Check the port that rank 0 would serve, for the messages of `check_port`.
-                check_port(LaunchEnv("explicit", 0, 0, 2, 1, 0, job.master_addr, job.master_port, False, ""))
+                check_port(LaunchEnv("torchrun", 0, 0, 2, 1, 0, job.master_addr, job.master_port, False, ""))
             except LaunchError as taken:
                 yield str(taken)
 
@@ -252,7 +234,7 @@ def _problems_of_nodes(job: Launch) -> Iterator[str]:
 def nodes_of_scheduler(job: Launch, environ: Mapping[str, str]) -> Launch:
     """Return `job` with its node number, if srun or mpirun started one `run` on each of several nodes. Local."""
     if job.nnodes is not None or any(name in environ for name in ("RANK", "WORLD_SIZE")):
-        needs_port = (job.nnodes or 1) > 1 and job.master_port is None and job.rdzv_endpoint is None
+        needs_port = (job.nnodes or 1) > 1 and job.master_port is None
         return replace(job, master_port=29500) if needs_port else job  # torchrun's default; all nodes must agree
     env = read_launch_env(environ)
     if env.world_size == 1:
@@ -272,11 +254,9 @@ def nodes_of_scheduler(job: Launch, environ: Mapping[str, str]) -> Launch:
 
 
 def make_log_dir(job: Launch) -> Path:
-    """Make the folder for the ranks' output, which git ignores; return it. Old ones that `run` named are removed."""
+    """Make the folder for the ranks' output, which git ignores; return it."""
     log_dir = Path(job.log_dir or f"ddpshim-logs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
     try:
-        if job.log_dir is None:
-            _prune(log_dir.parent)
         is_new = job.log_dir is None and not log_dir.parent.exists()
         log_dir.mkdir(parents=True, exist_ok=True)
         if is_new:
@@ -288,18 +268,6 @@ def make_log_dir(job: Launch) -> Path:
             f"{log_dir} cannot be written ({error}): the ranks' output would be lost. Give another folder with "
             "--log-dir, or use --no-logs."
         ) from error
-
-
-def _prune(folder: Path) -> None:
-    """Delete all but the newest log folders that `run` has named in `folder`, except those of runs that still run."""
-    names = sorted(path.name for path in folder.glob("*") if re.fullmatch(r"[0-9]{8}-[0-9]{6}-[0-9]+", path.name))
-    for name in names[: 1 - _NUM_LOGS]:
-        try:
-            os.kill(int(name.rpartition("-")[2]), 0)
-        except ProcessLookupError:
-            shutil.rmtree(folder / name, ignore_errors=True)
-        except OSError:  # another user's
-            continue
 
 
 def _check_gpus(job: Launch) -> None:
@@ -330,9 +298,6 @@ def torchrun_arguments(job: Launch, run_dir: str) -> list[str]:
     if (job.nnodes or 1) == 1:
         # The kernel chooses a free port. The address is given because the host's own name may not resolve.
         meet = ["--standalone", "--local-addr=127.0.0.1"]
-    elif job.rdzv_endpoint is not None:
-        meet = [f"--nnodes={job.nnodes}", f"--rdzv-endpoint={job.rdzv_endpoint}"]
-        meet += [f"--rdzv-backend={job.rdzv_backend}", f"--rdzv-id={job.rdzv_id}"]
     else:
         meet = [f"--nnodes={job.nnodes}", f"--node-rank={job.node_rank}"]
         meet += [f"--master-addr={job.master_addr}", f"--master-port={job.master_port}"]
@@ -379,18 +344,6 @@ def _resuming_command() -> str:
     return " ".join([*assigned, shlex.join(["python", "-m", "ddpshim", *sys.argv[1:]])])
 
 
-def _report_last_save(run_dir: str, name: str) -> None:
-    """Print what a program that saves its progress has saved when the signal `name` ended it."""
-    folder = last_save.noted(run_dir)
-    if folder is None:
-        return say("holds no progress of this program, which resumes from what it has saved itself")
-    signal_name = "Ctrl-C" if name == "SIGINT" else name
-    saves = name in ("SIGTERM", "SIGUSR1")  # then ranks were too slow, and said so
-    lost = "" if saves else f"{signal_name} saves nothing; SIGTERM (`kill -TERM PID_OF_RUN`) saves and stops. "
-    place = last_save.place(folder)
-    say(f"{lost}To resume at {place}: {_resuming_command()}" if place else f"{lost}{folder} holds no saved step")
-
-
 def _error_in(traceback: str) -> str:
     """Return the error of a traceback: its type, and the first line of its message that is not empty."""
     # The last of these: torch raises a data worker's error anew, with its traceback as the message.
@@ -401,54 +354,29 @@ def _error_in(traceback: str) -> str:
     return f"{error} {message[0]}" if message and re.fullmatch(r"[\w.]+:", error) else error
 
 
-def _report(rank: int, code: int, log_dir: Optional[Path], tracebacks: Mapping[int, str], is_shown: bool) -> None:
+def _report(rank: int, code: int, log_dir: Optional[Path], traceback: str, is_shown: bool) -> None:
     """Print which rank failed first, and last its traceback, or else the end of its log; no traceback twice.
 
     `is_shown`: whether rank 0's output is on the screen.
     """
     said = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     said += " (out of memory? see dmesg)" * (code in (-signal.SIGKILL, 128 + signal.SIGKILL))
-    traceback = tracebacks.get(rank, "")
     if rank or not traceback:
         print(file=sys.stderr)  # a progress bar may have left its line unfinished
     if log_dir is None:
         say(f"rank {rank} failed first: it {said}")
         return
-    if is_full := log_dir.exists() and shutil.disk_usage(log_dir).free < _LEAST_FREE:
-        say(f"the disk of {log_dir} is full: what ranks print is lost. Make room, or give --log-dir elsewhere")
     log, error = log_dir / f"rank_{rank}.log", _error_in(traceback)
-    alike = sorted(other for other in tracebacks if is_shown and traceback and tracebacks[other] == traceback)
     # Rank 0 may have noted a traceback that it did not print: another rank was first, or the launcher ended it.
-    is_printed = traceback.rstrip() in first_failure.end_of(log_dir / "rank_0.log", _NUM_LINES_SEARCHED)
+    end = first_failure.end_of(log_dir / "rank_0.log", _NUM_LINES_SEARCHED)
     is_sentence = not traceback.startswith("Traceback (")  # of who quit the debugger, which rank 0 has printed
-    if 0 in alike[:-1] and is_printed:
-        say(f"{ranks_called(alike)} failed with the same error: {error} (above, and in {log_dir}/rank_N.log)")
-    elif traceback and (rank > 0 or not is_shown or is_full or not (is_printed or is_sentence)):
+    if traceback and is_shown and (traceback.rstrip() in end or (rank == 0 and is_sentence)):
+        if rank > 0:  # the same error as rank 0's; rank 0's own is the last thing on the screen already
+            say(f"rank {rank} failed first: {error} (above, and in {log})")
+    elif traceback:
         say(f"rank {rank} failed first: {error} (it {said}; its log is {log}):")
         print(traceback.rstrip(), file=sys.stderr, flush=True)
-    elif not traceback:  # else it is the last thing on the screen already
+    else:
         if rank > 0 or not is_shown:
             say(f"{log} ends:\n{first_failure.end_of(log)}")
         say(f"rank {rank} failed first: it {said} (above, and in {log})")
-
-
-def dry_run(job: Launch) -> str:
-    """Return the command that each node would run, and its options. Local.
-
-    Raises LaunchError and OptionsError as the run would.
-    """
-    job = nodes_of_scheduler(job, os.environ)
-    check(job, os.environ)
-    options = RobomimicOptions.read()
-    program = [*(["-m"] if job.is_module else []), job.program, *job.arguments]
-    command = ["python", "-m", "torch.distributed.run", *torchrun_arguments(job, "DIR"), *program]
-    given = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIX) and value}
-    logs = f"{job.log_dir or 'ddpshim-logs/TIME-PID'}/rank_N.log"
-    lines = [
-        f"command on {f'node {job.node_rank} of {job.nnodes}' if (job.nnodes or 1) > 1 else 'this machine'}:",
-        f"  {shlex.join(command)}",
-        f"options: {options}",
-        *(f"  {name}={shlex.quote(value)}" for name, value in given.items()),
-        f"output of each rank: {logs if job.has_logs else 'the screen'}",
-    ]
-    return "\n".join(lines)

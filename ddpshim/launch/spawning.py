@@ -161,7 +161,7 @@ def collect(
                     failures[rank] = failure
                     end = min(end, time.monotonic() + _OTHERS_S)
         if pending and not failures and notes:
-            _await_stacks(pending, notes)
+            time.sleep(_OTHERS_S)  # each rank writes its stack at its own deadline, which began a little later
     except KeyboardInterrupt:
         _interrupt(processes)
         raise
@@ -327,17 +327,6 @@ def _last_words(rank: int, logs: Optional[Path]) -> str:
 
 def _stack_file(rank: int, folder: str) -> Path:
     return Path(folder, f"stack.{rank}")
-
-
-def _await_stacks(ranks: list[int], folder: str) -> None:
-    """Wait until each rank has written its stack: its own deadline began a little later."""
-    end, before = time.monotonic() + _OTHERS_S, [0]
-    while time.monotonic() < end:
-        time.sleep(_LOOK_EVERY_S / 2)
-        sizes = [file.stat().st_size if (file := _stack_file(rank, folder)).exists() else 0 for rank in ranks]
-        if all(sizes) and sizes == before:
-            return
-        before = sizes
 
 
 def _stack(rank: int, folder: str) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable
+import re
+import sys
 from typing import Any, Callable, Optional
 
 import torch
 
 from ddpshim.errors import SyncError
 from ddpshim.failures.failure import abort
-from ddpshim.model import torch_private
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import described
@@ -22,6 +22,7 @@ class Passes:
 
     def __init__(self) -> None:
         self.depth = 0  # more than 1 with reentrant checkpoints, whose passes are nested
+        self.losses: Any = None  # of the outermost pass that is under way
         self.at_outer_end: list[Callable[[], None]] = []
         self.after: list[Callable[[], None]] = []  # called after each outermost pass
         self.once_after: list[Callable[[], None]] = []  # called after the outermost pass that is under way
@@ -33,7 +34,7 @@ class Passes:
     def queue_end(self) -> None:
         """Make the engine call `end` when the current pass of this thread ends, if it will not already."""
         if not self.has_outer_end:
-            torch_private.at_end_of_pass(self.end)
+            at_end_of_pass(self.end)
             self.has_outer_end = True
 
     def end(self) -> None:
@@ -71,15 +72,10 @@ def check_step(optimizer: Any) -> None:
         )
 
 
-def check_unchanged(parameters: Iterable[torch.Tensor], versions: Iterable[int], names: Iterable[str]) -> None:
-    """Raise SyncError if a parameter changed since it had its version, before the backward pass. Local."""
-    for parameter, version, name in zip(parameters, versions, names):
-        if parameter._version != version:
-            raise SyncError(
-                f"parameter '{name}' was changed inside a backward pass (a hook that steps?), before its gradient "
-                "was reduced; ranks would train different models. Change weights after loss.backward() "
-                "(DDPSHIM_GUARD=0 turns this check off)."
-            )
+def at_end_of_pass(call: Callable[[], None]) -> None:
+    """Make the engine run `call` when the current backward pass has computed all gradients. Local."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
 
 
 def at_outer_end(call: Callable[[], None]) -> bool:
@@ -100,6 +96,7 @@ def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., No
     def backward(*args: Any, **kwargs: Any) -> None:
         if not passes.depth:
             _check(passes)
+            passes.losses = args[0] if args else kwargs.get("tensors")
         else:
             with contextlib.suppress(RuntimeError):  # if the outer pass runs in another thread
                 passes.queue_end()  # for the outer pass: from now on, callbacks are queued for the inner one
@@ -113,6 +110,8 @@ def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., No
             raise
         finally:
             passes.depth -= 1
+            if not passes.depth:
+                passes.losses = None
         for call in () if passes.depth else passes.after:
             call()
         while passes.once_after and not passes.depth:
@@ -134,10 +133,8 @@ def _check(passes: Passes) -> None:
             abort(refusal)
         passes.has_refused = True
         raise refusal
-    if torch_private.compiles_backward():
-        from ddpshim.model.failed_pass import refuse_compiled
-
-        refuse_compiled(None)
+    if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False):
+        raise _compiled()
 
 
 def _explain(passes: Passes, error: Exception) -> None:
@@ -145,6 +142,30 @@ def _explain(passes: Passes, error: Exception) -> None:
     network = passes.unfinished()
     if network is not None or isinstance(error, SyncError):
         passes.left = f"that of {network or 'a network'} ended with {described(error)}"
-    from ddpshim.model.failed_pass import explain
+    text = str(error)
+    if "ready twice" in text:
+        found = re.search(r"with name (\S+) has", text)
+        which = f"parameter '{found[1]}' of {network}" if found else f"a parameter of {network}"
+        raise SyncError(
+            f"{which} got a second gradient in one backward pass, after the first was sent to the other ranks: its "
+            "layer is used in two parts of the network that are checkpointed with use_reentrant=True, or in one and "
+            "outside it. Half of its gradient would be lost. Use torch.utils.checkpoint.checkpoint(..., "
+            "use_reentrant=False)."
+        ) from error
+    if "ompiled autograd" in text:
+        raise _compiled() from error
+    if "does not require grad and does not have a grad_fn" in text:
+        raise SyncError(
+            "backward() of a loss that depends on no parameter: it was computed under torch.inference_mode() or "
+            "torch.no_grad(), from detached tensors, or only by frozen networks. This rank has no gradients, and "
+            "the others would wait for them. Compute the loss of a training step outside these blocks; "
+            "inference_mode is for evaluation."
+        ) from error
 
-    explain(network, error)
+
+def _compiled() -> SyncError:
+    return SyncError(
+        "a backward pass under compiled autograd, which runs gradient hooks at tracing and not when gradients are "
+        "computed; ranks would train different models. Leave torch._dynamo.config.compiled_autograd off "
+        "(torch.compile of the network may stay), even if torch suggests optimize_ddp='python_reducer'."
+    )

@@ -21,24 +21,14 @@ from ddpshim.process.replaced import replaced
 _WIDE = (torch.float32, torch.float64)
 
 
-class _Synced:
-    """The group of ranks over which BatchNorm computes statistics in a job; None before `sync`."""
-
-    def __init__(self) -> None:
-        self.group: Any = None
-
-
-def sync(process_group: Any = None) -> None:
-    """Compute BatchNorm's statistics over the ranks of `process_group` (default all) until `cleanup()` (collective).
+def sync() -> None:
+    """Compute BatchNorm's statistics over all ranks until `cleanup()` (collective).
 
     A forward in training mode on a rank's share of a batch is then collective too.
     """
-    job = current()
-    synced = job.part(_Synced)
-    if synced.group is not None:
-        return
-    synced.group = process_group if process_group is not None else exchange.group()
-    job.at_end.enter_context(replaced(functional, "batch_norm", _stand_in(functional.batch_norm)))
+    if current().next_number("synced batchnorm") == 0:
+        exchange.group()  # made now, on all ranks
+        current().at_end.enter_context(replaced(functional, "batch_norm", _stand_in(functional.batch_norm)))
 
 
 def _stand_in(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,8 +45,7 @@ def _stand_in(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if not training or not shares.has_share():
             return original(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        group = current().part(_Synced).group
-        return over_ranks(input, running_mean, running_var, weight, bias, momentum, eps, group)
+        return over_ranks(input, running_mean, running_var, weight, bias, momentum, eps, exchange.group())
 
     return batch_norm
 
@@ -103,7 +92,11 @@ class _Normalise(torch.autograd.Function):
         if counts is None:
             own.append(mean.new_full((1,), float(x.numel() // num)))
         table = exchange.table(torch.cat(own), group)
-        total, part_of_rank = _of_counts(table[:, -1]) if counts is None else _of_known(counts, x.dtype, x.device)
+        if counts is None:
+            total: Any = table[:, -1].sum()
+            part_of_rank = table[:, -1] / total
+        else:
+            total, part_of_rank = _of_known(counts, x.dtype, x.device)
         if x.numel() <= num and total <= 1:  # in this order: the host waits for a GPU only if it has one value
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
         means, parts = table[:, :num], part_of_rank.unsqueeze(1)
@@ -130,13 +123,8 @@ class _Normalise(torch.autograd.Function):
         return centred.mul_((scale if weight is None else scale * weight).view(shape)), *others
 
 
-def _of_counts(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of the ranks' numbers of values, and each rank's part of it."""
-    total = counts.sum()
-    return total, counts / total
-
-
 @functools.lru_cache(maxsize=256)
 def _of_known(counts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[int, torch.Tensor]:
+    """Return the sum of the ranks' numbers of values, and each rank's part of it."""
     total = sum(counts)
     return total, torch.tensor([count / total for count in counts], dtype=dtype, device=device)

@@ -10,21 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpshim.model import torch_private
-
 _BUCKET_BYTES = 250 * 1024 * 1024
 
 
 class Buffers:
     """A module's buffers, and the message per device that copies the main rank's to all ranks."""
 
-    def __init__(self, module: nn.Module, group: Any) -> None:
+    def __init__(self, module: nn.Module) -> None:
         # Their places and not the tensors, because a module may replace a tensor.
         self.homes = [(child, name) for child in module.modules() for name in child._buffers]
         self._places = [home._buffers for home, _ in self.homes]
         self._names = [name for _, name in self.homes]
-        self._group, self._main = group, dist.get_process_group_ranks(group)[0]
-        self._is_main = dist.get_rank() == self._main
+        self._is_main = dist.get_rank() == 0
         self._laid_out: list[Optional[torch.Tensor]] = []
         self._messages: list[tuple[torch.Tensor, list[torch.Tensor], list[int]]] = []
         self._sent: list[Any] = []
@@ -37,8 +34,8 @@ class Buffers:
         for message, views, numbers in self._messages:
             buffers: list[Any] = [now[i] for i in numbers]
             if self._is_main:
-                torch_private.copy_all(views, buffers)
-            work = dist.broadcast(message, self._main, self._group, async_op=True)
+                copy_all(views, buffers)
+            work = dist.broadcast(message, 0, async_op=True)
             self._sent.append((work, views, buffers))
 
     def finish(self) -> None:
@@ -47,7 +44,7 @@ class Buffers:
             work.wait()
             if not self._is_main:
                 # .data: otherwise a second backward pass over the same forward would refuse it as an in-place change.
-                torch_private.copy_all([b.data for b in buffers], views)
+                copy_all([b.data for b in buffers], views)
         self._sent.clear()
 
     def _lay_out(self, now: list[Optional[torch.Tensor]]) -> None:
@@ -69,15 +66,22 @@ class Buffers:
         self._laid_out = now
 
 
-def broadcast_state(module: nn.Module, process_group: Any = None) -> None:
+def copy_all(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy each of `values` into its target, in one call if this torch has it. Local."""
+    if hasattr(torch, "_foreach_copy_"):
+        torch._foreach_copy_(list(targets), list(values))
+    else:
+        for target, value in zip(targets, values):
+            target.copy_(value)
+
+
+def broadcast_state(module: nn.Module) -> None:
     """Copy the main rank's parameters and buffers to all ranks, frozen ones included (collective)."""
-    broadcast([tensor.detach() for tensor in (*module.parameters(), *module.buffers())], process_group)
+    broadcast([tensor.detach() for tensor in (*module.parameters(), *module.buffers())])
 
 
-def broadcast(tensors: Sequence[torch.Tensor], process_group: Any = None) -> None:
+def broadcast(tensors: Sequence[torch.Tensor]) -> None:
     """Copy the main rank's `tensors` to all ranks, in few messages (collective)."""
-    group: Any = process_group if process_group is not None else dist.group.WORLD
-    main = dist.get_process_group_ranks(group)[0]
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -87,7 +91,7 @@ def broadcast(tensors: Sequence[torch.Tensor], process_group: Any = None) -> Non
             num = max(1, sum(end <= _BUCKET_BYTES for end in ends))
             same, left = left[:num], left[num:]
             message = torch.cat([tensor.reshape(-1) for tensor in same])
-            dist.broadcast(message.view(torch.uint8), main, group)  # bytes, because gloo does not support bool
+            dist.broadcast(message.view(torch.uint8), 0)  # bytes, because gloo does not support bool
             for tensor, values in zip(same, message.split([tensor.numel() for tensor in same])):
                 if not torch.equal(tensor, values.view(tensor.shape)):  # else a graph that holds it stays valid
                     tensor.copy_(values.view(tensor.shape))

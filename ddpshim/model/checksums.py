@@ -15,7 +15,7 @@ _SMALL = 1024  # numbers
 Named = Sequence[tuple[str, Optional[torch.Tensor]]]
 
 
-def sent(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+def _sent(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
     """Return `numbers` as int64 on `device`; the host does not wait for the copy. Local."""
     signed = [(number + _ALL_BITS // 2) % _ALL_BITS - _ALL_BITS // 2 for number in numbers]
     return _to(torch.tensor(signed, dtype=torch.int64, device="cpu"), device)
@@ -43,11 +43,11 @@ def bits_of_rows(rows: Sequence[Union[int, Named]], device: torch.device) -> tor
                 parts.setdefault(kind, []).append((integers, weight, number))
             weight = weight * 31 % _ALL_BITS
         constants.append(total)
-    bits = sent(constants, device)
+    bits = _sent(constants, device)
     for (*_, is_small), part in parts.items():
         vectors, weights, numbers = zip(*part)
         sums = _sums_of(vectors) if is_small else torch.stack([vector.sum(dtype=torch.int64) for vector in vectors])
-        bits.index_add_(0, sent(numbers, device), _to(sums, device) * sent(weights, device))
+        bits.index_add_(0, _sent(numbers, device), _to(sums, device) * _sent(weights, device))
     return bits
 
 
@@ -73,15 +73,6 @@ def _sums_of(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
     return until.diff(prepend=until.new_zeros(1))
 
 
-def numbers_of(row: Union[int, Named]) -> list[int]:
-    """Return two ints: a checksum that decides whether rows are equal, and the sum that messages show. Local."""
-    if isinstance(row, int):
-        return [row, 0]
-    cpu = torch.device("cpu")
-    numbers = checksum(row[0][1], cpu) if len(row) == 1 and not row[0][0] else _checksum_of_all(row, cpu)
-    return [int(number) for number in numbers]
-
-
 def _kind_of(tensor: Optional[torch.Tensor]) -> int:
     """Return a number that depends on dtype and shape; 0 for None."""
     if tensor is None:
@@ -89,27 +80,18 @@ def _kind_of(tensor: Optional[torch.Tensor]) -> int:
     return (zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode()) + 1) << 24
 
 
-def checksum(tensor: Optional[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Return two int64: a sum over bits, dtype and shape; and the bits of the float64 sum. Zeros for None."""
-    if tensor is None:
-        return [torch.zeros((), dtype=torch.int64, device=device)] * 2
+def numbers_of(tensor: torch.Tensor) -> list[int]:
+    """Return three ints: a checksum of bits and kind, the bits of the float64 sum that messages show, the kind. Local.
+
+    Unlike in `bits_of_rows` all NaNs are equal.
+    """
     t, kind = tensor.detach(), _kind_of(tensor)
     if t.layout != torch.strided or t.is_meta or t.is_quantized:
-        return [torch.tensor(kind, device=device), torch.zeros((), dtype=torch.int64, device=device)]
+        return [kind, 0, kind]
     if t.is_complex():
         t = torch.view_as_real(t)
     if t.is_floating_point() and t.element_size() > 1:
-        t = torch.nan_to_num(t)  # all NaNs count as equal, with any payload
-    bits = t.view(_INTEGERS[t.element_size()]).sum(dtype=torch.int64) + kind
-    shown = t.to(torch.float64) if t.element_size() == 1 else t
-    return [bits.to(device), shown.sum(dtype=torch.float64).view(torch.int64).to(device)]
-
-
-def _checksum_of_all(tensors: Named, device: torch.device) -> list[torch.Tensor]:
-    """Return the same two numbers for several named tensors together."""
-    bits, shown = checksum(None, device)
-    for name, tensor in tensors:
-        one, total = checksum(tensor, device)
-        bits = bits * 31 + one + zlib.crc32(name.encode())
-        shown = (shown.view(torch.float64) + total.view(torch.float64)).view(torch.int64)
-    return [bits, shown]
+        t = torch.nan_to_num(t)
+    bits = t.view(_INTEGERS[t.element_size()]).sum(dtype=torch.int64)
+    total = (t.to(torch.float64) if t.element_size() == 1 else t).sum(dtype=torch.float64)
+    return [int(bits) + kind, int(total.view(torch.int64)), kind]

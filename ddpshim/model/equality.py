@@ -1,7 +1,7 @@
 """Compares across ranks what must be equal (weights, buffers, optimizers, untrained networks, random streams).
 
-Checksums are sent while training continues and read at the next step. Where a checksum does not tell what differs (the
-settings of an optimizer), ranks exchange the values through the job's store.
+Checksums are sent while training continues and read at the next step. Only if they differ do ranks exchange, through
+the job's store, what tells the difference (`ddpshim.model.difference`).
 
 A few numbers in each reduction of gradients (`Agreement`) show requests of ranks, and whether all are at one step. They
 are zeros and ones, because a sum of zeros is zero in any dtype and with any rounding. A rank sends each bit and its
@@ -10,13 +10,14 @@ opposite; if the sums of both are above zero, ranks disagree. They need no messa
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import mul
-from typing import Any, Callable, NamedTuple, Optional, Union
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
@@ -26,9 +27,9 @@ from ddpshim.errors import SyncError
 from ddpshim.job import shares
 from ddpshim.job.group import world
 from ddpshim.job.noise import draws_alike
-from ddpshim.model.checksums import Named, bits_of_rows, sent
+from ddpshim.model.checksums import bits_of_rows
 from ddpshim.process import events
-from ddpshim.process.devices import computes_on
+from ddpshim.process.devices import is_capturing
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import digest
 from ddpshim.process.say import count, say
@@ -37,8 +38,7 @@ OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
 _SYNCED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)  # their statistics are of all ranks
 
 Optimizers = Sequence[torch.optim.Optimizer]
-Row = tuple[str, Union[int, Named]]  # a name, and the number or the tensors to compare
-Companions = Mapping[str, Named]
+Tensors = dict[str, torch.Tensor]  # by what messages call them
 _NUM_BITS = 16
 _BITS = [[float(byte >> i & 1) for i in range(8)] for byte in range(256)]
 NUM_SENT = 2 + 2 * _NUM_BITS
@@ -52,203 +52,162 @@ def is_milestone(number: int) -> bool:
 
 
 class Equality:
-    """The comparison across the ranks of one wrapper's group.
+    """The comparison of one wrapped network, with its optimizers and the untrained networks.
 
     `start` sends checksums while training continues, and `finish` reads those of all ranks. So no rank waits, and ranks
     that reach several wrappers in different orders do not block each other.
 
     Attributes:
-        is_on: whether all ranks have this comparison on.
-        covers_all: whether the group has all ranks of the job.
         num_mended: how often weights that differed by rounding were replaced by the main rank's.
-        sent: the comparison in progress: (work, names of rows that must differ, names of rows that must be equal, own
-            checksums and those of each rank, num_reductions).
+        sent: the comparison in progress: (work, names of random streams, this rank's numbers and those of each rank,
+            num_reductions).
     """
 
     def __init__(
         self,
         module: nn.Module,
-        buffer_homes: list[tuple[nn.Module, str]],
-        group: Any,
+        with_buffers: bool,
         device: torch.device,
-        is_on: bool,
         optimizers: Callable[[], Optimizers],
-        companions: Callable[[], Companions],
+        companions: Callable[[], Tensors],
     ) -> None:
-        """Prepare to compare `module` and its buffers at `buffer_homes` (collective).
-
-        Checksums are sent from `device`. All ranks must have equally many tensors; torch's DDP has checked that.
+        """Prepare to compare `module`, with its buffers if ranks share them. Local.
 
         Args:
+            device: from which checksums are sent.
             optimizers: returns the optimizers that step the module.
             companions: returns the tensors of networks that are not reduced but must be equal.
         """
-        self.module, self._group, self.device = module, group, device
-        self.optimizers, self.companions = optimizers, companions
-        self.buffers = [(home, name) for home, name in buffer_homes if home._buffers.get(name) is not None]
+        self.module, self._with_buffers, self._device = module, with_buffers, device
+        self._optimizers, self.companions = optimizers, companions
+        modules = module.modules() if with_buffers else ()
         # Buffers that only the main rank's broadcast makes equal.
-        self._unsynced = [(home, name) for home, name in self.buffers if not isinstance(home, _SYNCED)]
-        self._names = [name for name, _ in module.named_parameters()]
-        self.ranks: list[int] = dist.get_process_group_ranks(group)
-        self.sent: Any = None
-        self._before_broadcast: Optional[torch.Tensor] = None
+        self._unsynced = [(m, name) for m in modules if not isinstance(m, _SYNCED) for name in m._buffers]
+        self._own_buffers: Optional[torch.Tensor] = None
         self._has_named_buffer = False
-        self._private = PrivateGenerators()
+        self._generators: dict[str, int] = {}  # hashes of their states at the last look
+        self._used_generators: list[str] = []
+        self._has_named_generator = False
         self.num_mended = 0
-        # All ranks must agree: if one skipped a later collective, the others would hang.
-        device_kind = zlib.crc32(repr(computes_on(world().device)).encode())
-        vote = torch.tensor([int(is_on), device_kind, -device_kind], device=device)
-        dist.all_reduce(vote, dist.ReduceOp.MIN, group=group)
-        agreed, lowest, highest = vote.tolist()
-        self.is_on = bool(agreed) and len(self.ranks) > 1
-        self._rounds_alike = lowest == -highest
-        self.covers_all = len(self.ranks) == world().world_size
+        self.sent: Any = None
+
+    def tensors(self) -> Tensors:
+        """Return the tensors that must be equal: of the module, and of its optimizers' state. Local."""
+        found: Tensors = {f"parameter '{name}'": p for name, p in self.module.named_parameters()}
+        if self._with_buffers:
+            # No row tensor: it is each rank's own.
+            buffers = [pair for pair in self.module.named_buffers() if type(pair[1]) is torch.Tensor]
+            found.update((f"buffer '{name}'", buffer) for name, buffer in buffers)
+        return {**found, **_state_of(self._optimizers(), self.module)}
+
+    def settings(self) -> dict[str, str]:
+        """Return learning rates, weight decays and all other settings of parameter groups, by name. Local."""
+        return {
+            f"{key} of group {number} of {type(optimizer).__name__} {i}": repr(_plain(value))
+            for i, optimizer in enumerate(self._optimizers())
+            for number, group in enumerate(optimizer.param_groups)
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
 
     def look_at_own_buffers(self) -> None:
         """Record checksums of this rank's own buffers, before the main rank's replace them. Local."""
-        own = (home._buffers.get(name) for home, name in self._unsynced)
-        self._before_broadcast = bits_of_rows([[("", buffer)] for buffer in own], self.device)
+        buffers = [home._buffers.get(name) for home, name in self._unsynced]
+        rows = [[("", buffer if type(buffer) is torch.Tensor else None)] for buffer in buffers]
+        self._own_buffers = bits_of_rows(rows, self._device)
 
     def start(self, num_reductions: int) -> None:
         """Send this rank's checksums (collective, does not wait)."""
-        differing, equal = list(self._differing_rows()), list(self.equal_rows())
-        before, self._before_broadcast = self._before_broadcast, None
-        if before is None:
-            before = sent([0] * len(self._unsynced), self.device)
-        drawn = sent([self._private.states_if_used(self.module)], self.device)
-        mine = torch.cat([bits_of_rows([row for _, row in (*differing, *equal)], self.device), before, drawn])
-        everyones = [torch.empty_like(mine) for _ in self.ranks]
-        work = dist.all_gather(everyones, mine, group=self._group, async_op=True)
-        names = [[name for name, _ in rows] for rows in (differing, equal)]
-        self.sent = (work, *names, [mine, *everyones], num_reductions)
+        seeds = {} if draws_alike() else _own_seeds(self._device)
+        mine = bits_of_rows(
+            [
+                [*self.tensors().items(), *self.companions().items()],
+                zlib.crc32(repr(self.settings()).encode()),
+                int(digest(), 16) if draws_alike() else 0,
+                self._look_at_generators(),
+                *seeds.values(),
+            ],
+            self._device,
+        )
+        if self._own_buffers is not None:  # in the first comparison, on every rank
+            mine, self._own_buffers = torch.cat([mine, self._own_buffers]), None
+        everyones = [torch.empty_like(mine) for _ in range(world().world_size)]
+        work = dist.all_gather(everyones, mine, async_op=True)
+        self.sent = (work, [*seeds], [mine, *everyones], num_reductions)  # a GPU may still read `mine`
 
     def finish(self) -> None:
         """Wait for the checksums that `start` sent; raise SyncError on all ranks if they show an error."""
-        if self.sent is None:
+        if self.sent is None or is_capturing(self._device):
             return
-        (work, differing, equal, (_, *everyones), num_reductions), self.sent = self.sent, None
+        (work, seeds, (_, *everyones), num_reductions), self.sent = self.sent, None
         work.wait()
-        kind = type(self.module).__name__
-        compared = {
-            "check": "weights",
-            "network": kind,
-            "reductions": num_reductions,
-            "tensors": len(differing) + len(equal),
-        }
+        facts = {"check": "weights", "network": type(self.module).__name__, "reductions": num_reductions}
         try:
-            self._compare(differing, equal, torch.stack(everyones).tolist(), num_reductions)
+            self._compare(seeds, torch.stack(everyones).t().tolist(), num_reductions)
         except SyncError as error:
-            events.note("guard", passed=False, said=str(error), **compared)
+            events.note("guard", passed=False, said=str(error), **facts)
             raise
-        events.note("guard", passed=True, **compared)
+        events.note("guard", passed=True, **facts)
 
-    def _compare(self, differing: list[str], equal: list[str], table: list[list[int]], number: int) -> None:
-        """Raise SyncError if rows differ that must be equal, or the reverse. `table` has one list per rank."""
-        names = differing + equal
-        self._refuse_equal(differing, table)
-        odd = [i for i in range(len(differing), len(names)) if len({rows[i] for rows in table}) > 1]
-        if not odd:
-            self._name_shares(table, len(names))
-            self._private.name_if_alike([rows[-1] for rows in table], self.ranks[0] == dist.get_rank())
+    def _compare(self, seeds: list[str], numbers: list[list[int]], num_reductions: int) -> None:
+        """Raise SyncError if `numbers`, of which each has a value for each rank, differ where they must not."""
+        (tensors, settings, streams, drawn), others = numbers[:4], numbers[4:]
+        for name, of_ranks in zip(seeds, others):
+            _refuse_equal_streams(name, of_ranks)
+        if len({*streams}) > 1:
+            from ddpshim.model import difference
+
+            difference.take_streams(num_reductions)
+        if len({*tensors}) > 1 or len({*settings}) > 1:
+            from ddpshim.model import difference
+
+            difference.mend_or_refuse(self, num_reductions)
             return
-        from ddpshim.model import difference
+        if world().is_main:
+            self._name_own_buffers(others[len(seeds) :])
+            self._name_generators(drawn)
 
-        if STREAMS in [names[i] for i in odd]:
-            difference.take_streams(number)
-        facts = difference.look_closer(self, names, [i for i in odd if names[i] != STREAMS])
-        if facts and (self._rounds_alike or not difference.mend(self, number)):
-            raise SyncError(difference.said_of(self, facts, number))
-
-    def _refuse_equal(self, names: Sequence[str], table: list[list[int]]) -> None:
-        for i, name in enumerate(names):
-            by_seed: dict[int, list[int]] = {}
-            for rank, rows in zip(self.ranks, table):
-                by_seed.setdefault(rows[i], []).append(rank)
-            for seed, ranks in by_seed.items():
-                if len(ranks) > 1:
-                    raise SyncError(
-                        f"ranks {ranks} draw from the same random stream ({name} is {seed}); they use the same "
-                        "noise and dropout, as if there were fewer samples. Seed before wrap_parallel, with "
-                        "ddpshim.setup(seed=), or afterwards with a different seed on each rank. If equal noise is "
-                        f"intended, draw it inside ddpshim.shared_random_streams(seed) ({OPT_OUT})."
-                    )
-
-    def _name_shares(self, table: list[list[int]], start: int) -> None:
+    def _name_own_buffers(self, numbers: list[list[int]]) -> None:
         """Print once if each rank updated a buffer from its own share of the samples."""
-        for i, (home, name) in enumerate(self._unsynced, start):
-            seen = {rows[i] for rows in table}
-            if len(seen) > 1 and 0 not in seen and not self._has_named_buffer and self.ranks[0] == dist.get_rank():
+        for (home, name), of_ranks in zip(self._unsynced, numbers):
+            if len({*of_ranks}) > 1 and not self._has_named_buffer:
                 self._has_named_buffer = True
                 from ddpshim.process.remedies import remedy
 
                 say(f"buffer '{name}' of a {type(home).__name__} {remedy('buffer')}")
 
-    def rows(self) -> Iterator[Row]:
-        """Yield the rows of the module and of its optimizers' state, which must be equal. Local."""
-        yield from self._rows_of_module()
-        yield from ((title, [("", tensor)]) for title, tensor in state_of(self.optimizers(), self.module))
+    def _look_at_generators(self) -> int:
+        """Return a hash of the states of private generators that were used since the last call; 0 if none was. Local.
 
-    def settings(self) -> dict[str, str]:
-        """Return the settings of the optimizers' parameter groups, by name. Local."""
-        return settings_of(self.optimizers())
+        They are attributes of the network or of the main file. If one draws equally on all ranks, different samples get
+        the same noise, because ddpshim divides only the draws of torch's functions and numpy's global ones. This may be
+        intended (an equal decision), so it is only reported.
+        """
+        now = {name: zlib.crc32(_state(generator)) for name, generator in _generators_in(self.module)}
+        used = [name for name, state in now.items() if self._generators.get(name, state) != state]
+        self._generators, self._used_generators = now, used
+        return zlib.crc32(repr([(name, now[name]) for name in used]).encode()) if used else 0
 
-    def _differing_rows(self) -> Iterator[Row]:
-        """Yield the rows that must differ, if each rank has its own random streams."""
-        if draws_alike():
-            return
-        seeds = {"torch.initial_seed()": torch.initial_seed()}
-        if self.device.type == "cuda":
-            seeds["torch.cuda.initial_seed()"] = torch.cuda.initial_seed()
-        seeds["the state of random"], seeds["the state of numpy.random"] = states_of_others()
-        for name, seed in seeds.items():
-            yield name, (seed + 2**63) % 2**64 - 2**63  # as an int64
-
-    def equal_rows(self) -> Iterator[Row]:
-        """Yield the rows that must be equal."""
-        yield from self._rows_of_module()
-        yield from self.companions().items()
-        if draws_alike() and self.covers_all:
-            yield STREAMS, int(digest(), 16) % 2**62
-        yield SETTINGS, zlib.crc32(repr(settings_of(self.optimizers())).encode())
-        yield STATE, state_of(self.optimizers(), self.module)
-
-    def _rows_of_module(self) -> Iterator[Row]:
-        now = dict(self.module.named_parameters())
-        for name in self._names:
-            yield f"parameter '{name}'", [("", now.pop(name, None))]
-        for number, (home, name) in enumerate(self.buffers):
-            yield f"buffer '{name}' of a {type(home).__name__} (number {number})", [("", home._buffers.get(name))]
-        # One row for all of these, because their number may differ between ranks.
-        first = next(iter(now), None)
-        added = "the parameters added after wrap_parallel" + ("" if first is None else f" (here first: '{first}')")
-        yield added, list(now.items())
+    def _name_generators(self, of_ranks: list[int]) -> None:
+        """Print once if two ranks have the same states."""
+        is_alike = len({*of_ranks}) < len(of_ranks) and of_ranks[0] != 0
+        # Where every rank runs the whole program, they should.
+        if is_alike and not self._has_named_generator and not current().holds_whole_batches:
+            self._has_named_generator = True
+            say(
+                f"{', '.join(self._used_generators)} draws the same numbers on all ranks, so different samples get the "
+                "same noise, unlike in one process. Draw with torch's functions or numpy.random's, or seed it with "
+                "ddpshim.world().rank. If it is meant to decide something equally on all ranks, ignore this line"
+            )
 
 
-STREAMS = "the random streams"
-SETTINGS = "the settings of the optimizers"
-STATE = "the state of the optimizers"
-
-
-def settings_of(optimizers: Optimizers) -> dict[str, str]:
-    """Return learning rates, weight decays and all other settings of parameter groups, by name. Local."""
-    return {
-        f"{key} of group {number} of {_called(optimizer, i)}": repr(_plain(value))
-        for i, optimizer in enumerate(optimizers)
-        for number, group in enumerate(optimizer.param_groups)
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
-
-
-def state_of(optimizers: Optimizers, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors of the optimizers' state, by name. Local."""
+def _state_of(optimizers: Optimizers, module: nn.Module) -> Tensors:
     names = {id(p): name for name, p in module.named_parameters()}
-    found: list[tuple[str, torch.Tensor]] = []
+    found: Tensors = {}
     for i, optimizer in enumerate(optimizers):
-        called = _called(optimizer, i)
         for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             title = f"of '{names[id(p)]}'" if id(p) in names else f"of parameter {number}"
-            found += _tensors_in(optimizer.state.get(p, {}), f"{title} in {called}")
+            found.update(_tensors_in(optimizer.state.get(p, {}), f"{title} in {type(optimizer).__name__} {i}"))
     return found
 
 
@@ -265,10 +224,6 @@ def _tensors_in(value: Any, title: str) -> Iterable[tuple[str, torch.Tensor]]:
         yield title, torch.tensor(float(value), dtype=torch.float64, device="cpu")
 
 
-def _called(optimizer: torch.optim.Optimizer, number: int) -> str:
-    return f"{type(optimizer).__name__} {number}"
-
-
 def _plain(value: Any) -> Any:
     """Return a setting without its device, and without addresses of objects, which differ between ranks."""
     if isinstance(value, torch.Tensor):
@@ -278,48 +233,33 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
 
 
-def states_of_others() -> list[int]:
-    """Return hashes of Python's and numpy's global generators; without numpy this rank's number. Local."""
+def _own_seeds(device: torch.device) -> dict[str, int]:
+    """Return numbers that differ between ranks if each rank has its own random streams, by name."""
+    seeds = {"torch.initial_seed()": torch.initial_seed()}
+    if device.type == "cuda":
+        seeds["torch.cuda.initial_seed()"] = torch.cuda.initial_seed()
+    seeds["the state of random"] = zlib.crc32(repr(random.getstate()).encode())
     numpy, of_numpy = sys.modules.get("numpy"), dist.get_rank()
     if numpy is not None:
         _, key, *others = numpy.random.get_state()
         of_numpy = zlib.crc32(key.tobytes() + repr(others).encode())
-    return [zlib.crc32(repr(random.getstate()).encode()), of_numpy]
+    seeds["the state of numpy.random"] = of_numpy
+    return seeds
 
 
-class PrivateGenerators:
-    """The generators in a network's or the main file's attributes that were used since the last look.
-
-    If one draws equally on all ranks, different samples get the same noise, because ddpshim divides only the draws of
-    torch's functions and numpy's global ones. This may be intended (an equal decision), so it is only reported.
-    """
-
-    def __init__(self) -> None:
-        self._before: dict[str, int] = {}
-        self._used: list[str] = []
-        self._is_named = False
-
-    def states_if_used(self, module: nn.Module) -> int:
-        """Return a hash of the states that have changed since the last call; 0 if none has. Local."""
-        now = {name: zlib.crc32(repr(_state(generator)).encode()) for name, generator in _found(module)}
-        self._used = [name for name, state in now.items() if self._before.get(name, state) != state]
-        self._before = now
-        return zlib.crc32(repr([(name, now[name]) for name in self._used]).encode()) if self._used else 0
-
-    def name_if_alike(self, of_ranks: list[int], is_main: bool) -> None:
-        """Print once, on the main rank, if two ranks have the same states. Local."""
-        is_alike = len(set(of_ranks)) < len(of_ranks) and of_ranks[0] != 0
-        # Where every rank runs the whole program, they should.
-        if is_alike and not self._is_named and is_main and not current().holds_whole_batches:
-            self._is_named = True
-            say(
-                f"{', '.join(self._used)} draws the same numbers on all ranks, so different samples get the same "
-                "noise, unlike in one process. Draw with torch's functions or numpy.random's, or seed it with "
-                "ddpshim.world().rank. If it is meant to decide something equally on all ranks, ignore this line"
+def _refuse_equal_streams(name: str, seeds: list[int]) -> None:
+    for seed in seeds:
+        ranks = [rank for rank, other in enumerate(seeds) if other == seed]
+        if len(ranks) > 1:
+            raise SyncError(
+                f"ranks {ranks} draw from the same random stream ({name} is {seed}); they use the same noise and "
+                "dropout, as if there were fewer samples. Seed before wrap_parallel, with ddpshim.setup(seed=), or "
+                "afterwards with a different seed on each rank. If equal noise is intended, draw it inside "
+                f"ddpshim.shared_random_streams(seed) ({OPT_OUT})."
             )
 
 
-def _found(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _generators_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
     numpy = sys.modules.get("numpy")
     kinds: tuple[Any, ...] = (random.Random, *(() if draws_alike() else (torch.Generator,)))
     if numpy is not None:
@@ -327,29 +267,15 @@ def _found(module: nn.Module) -> Iterator[tuple[str, Any]]:
     holders = [(f"a {type(child).__name__}", vars(child)) for child in module.modules()]
     for holder, held in (*holders, ("the program", vars(sys.modules["__main__"]))):
         for name, value in list(held.items()):
-            if isinstance(value, kinds):
+            if isinstance(value, kinds) and not isinstance(value, random.SystemRandom):  # which has no state
                 yield f"the generator '{name}' of {holder}", value
 
 
-def _state(generator: Any) -> Any:
-    """Return the state that determines its next draws, in a form that `repr` shows in full."""
+def _state(generator: Any) -> bytes:
+    """Return the state that determines its next draws."""
     if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().tolist()
-    if hasattr(generator, "bit_generator"):
-        state = generator.bit_generator.state
-        return [[key, value.tolist() if hasattr(value, "tolist") else value] for key, value in _flat(state)]
-    _, key, *others = generator.get_state()
-    return [key.tolist(), others]
-
-
-def _flat(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in state.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}/")
-        else:
-            yield f"{prefix}{key}", value
+        return repr(generator.getstate()).encode()
+    return bytes(generator.get_state().tolist()) if isinstance(generator, torch.Generator) else pickle.dumps(generator)
 
 
 class _Sent(NamedTuple):
@@ -360,9 +286,12 @@ class _Sent(NamedTuple):
     rates: Sequence[float]
 
     def __str__(self) -> str:
-        batches = (f"step {at.step} of epoch {at.epoch} of {called}{_of_samples(at)}" for at, called in self.where)
         from ddpshim.process.remedies import remedy
 
+        batches = []
+        for at, called in self.where:
+            num_samples = "" if at.num_samples is None else f" over {at.num_samples} samples"
+            batches.append(f"step {at.step} of epoch {at.epoch} of {called}{num_samples}")
         said = ", ".join(batches) or remedy("a batch")
         if self.num_steps is not None:
             said += f", after {count(self.num_steps, 'optimizer step')}"
@@ -376,20 +305,15 @@ class Agreement:
         leave_out: whether a rank left a parameter out in the last pass that was read.
     """
 
-    def __init__(self, network: str, device: torch.device, number: int = 0) -> None:
-        """`number` identifies the network in its process group, so that crossed messages of two networks are found."""
+    def __init__(self, network: str, number: int, device: torch.device) -> None:
+        """`number` identifies the network in the job, so that crossed messages of two networks are found."""
         self._network, self._number, self._is_on_cpu = network, number, device.type == "cpu"
         self._sent_for = _Sent([], None, ())
         self._pending: deque[tuple[Any, torch.Tensor, _Sent]] = deque()
         self.leave_out = False
 
     def fill(
-        self,
-        entries: torch.Tensor,
-        asks: bool = False,
-        num_steps: Optional[int] = None,
-        rates: Sequence[float] = (),
-        leaves_out: bool = False,
+        self, entries: torch.Tensor, asks: bool, num_steps: int, rates: Sequence[float], leaves_out: bool = False
     ) -> None:
         """Write this rank's numbers into the last `NUM_SENT` of `entries`, which are on the CPU. Local."""
         where = shares.positions()
@@ -435,7 +359,3 @@ class Agreement:
                 f"{where}. {remedy('same steps')} ({OPT_OUT})."
             )
         return asks > 0
-
-
-def _of_samples(at: shares.Position) -> str:
-    return "" if at.num_samples is None else f" over {at.num_samples} samples"

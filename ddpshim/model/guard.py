@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_, is_not, itemgetter
-from typing import Any, Callable, Optional, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, TypeVar, Union
 
 import torch
 from torch import nn
@@ -22,33 +22,22 @@ from ddpshim.errors import SyncError
 from ddpshim.failures import failure
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.model import backward
-from ddpshim.model.checksums import bits_of_rows, numbers_of
-from ddpshim.model.equality import OPT_OUT, Equality
+from ddpshim.model.checksums import bits_of_rows
+from ddpshim.model.equality import OPT_OUT, Tensors
+from ddpshim.process import events
 from ddpshim.process.job import current
 from ddpshim.process.observed import observe
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 
-_END_DEADLINE_S = 120.0
-STEPS_DEADLINE_S = 120.0  # after a common step ranks are only seconds apart
-_MOST_WAYS_TO_WRITE = 16  # each triggers a comparison; if every step differs, only milestones do
+if TYPE_CHECKING:
+    from ddpshim.model.reducer import DistributedModule
+    from ddpshim.model.sharding import ShardedModule
+
+    Reduced = Union[DistributedModule, ShardedModule]
+
+DEADLINE_S = 120.0  # for all ranks to come to the end of an epoch or of the job
 REDUCED = "_ddpshim_reduced"  # set on the gradients of the first step after a reduction, and on those of a file
-
-
-class Reduced(Protocol):
-    """The interface of a wrapper that reduces gradients, as the checks need it."""
-
-    module: nn.Module
-    has_unreduced_gradients: bool
-    num_reductions: int
-    _num_steps: int
-    _rates: list[float]
-    _equality: Equality
-
-    @property
-    def is_armed(self) -> bool: ...
-
-    def check_equality(self) -> None: ...
 
 
 class Watched:
@@ -58,10 +47,11 @@ class Watched:
         # Which wrapper reduces a parameter's gradient, by the parameter's id: tensors compare by element, and a
         # wrapper keeps its parameters alive until it disowns them.
         self.owners: dict[int, Reduced] = {}
-        self.num_changes = 1  # of `owners`, so far
         self.companions: list[nn.Module] = []  # not trained, but must be equal
         self.num_asked = 0  # how often this rank requested a comparison of weights
-        self.steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps] = weakref.WeakKeyDictionary()
+        # The wrappers that an optimizer's last step changed, by id, with their num_reductions.
+        self.steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple[Reduced, int]]]
+        self.steps = weakref.WeakKeyDictionary()
         self.hooks = contextlib.ExitStack()  # removes the hooks of optimizers
         self.sees_optimizers = False
         self.is_alone = False  # a rank missed a meeting
@@ -76,59 +66,15 @@ def _watched() -> Watched:
     return current().part(Watched)
 
 
-class _Steps:
-    """A record of an optimizer's last step, for the checks of its next one."""
-
-    def __init__(self) -> None:
-        self.at: dict[int, tuple[Reduced, int]] = {}  # wrappers stepped, by id, with their num_reductions
-        self.owner: Optional[Reduced] = None  # the wrapper of all its parameters, if one reduces them all
-        self._params: list[Any] = []
-        self._num_changes = 0
-        self._versions: dict[int, int] = {}  # sum of the gradients' versions, by their number
-        self._writes: set[int] = set()  # by how much that sum grew from step to step, so far
-
-    def is_known(self, params: list[Any]) -> bool:
-        """Whether its parameters and their wrappers are those of the previous step; records them if not."""
-        watched = _watched()
-        same = self._num_changes == watched.num_changes and len(params) == len(self._params)
-        if same and all(map(is_, params, self._params)):
-            return True
-        self._params, self._num_changes = params, watched.num_changes
-        owners = list(map(watched.owners.get, map(id, params)))
-        self.owner = owners[0] if owners and all(map(is_, owners, repeat(owners[0]))) else None
-        return False
-
-    def look_at_writes(self, gradients: Iterable[torch.Tensor]) -> None:
-        """Request a comparison if gradients were written in place a new number of times. Local."""
-        versions = list(map(attrgetter("_version"), gradients))
-        # They are views of buckets. A step that leaves some out changes the sum, but writes in no other way: so one sum
-        # is kept for each number of gradients.
-        now, num = sum(versions), len(versions)
-        written, self._versions[num] = now - self._versions.get(num, 0), now
-        if written not in self._writes and len(self._writes) < _MOST_WAYS_TO_WRITE:
-            self._writes.add(written)
-            if len(self._writes) > 2:  # the first two steps are compared anyway, and show what is usual
-                ask()
-
-
 def own(wrapper: Reduced, parameters: Iterable[torch.Tensor]) -> None:
     """Record that `wrapper` reduces the gradients of `parameters`. Local."""
-    watched = _watched()
-    watched.num_changes += 1
-    watched.owners.update((id(p), wrapper) for p in parameters)
+    _watched().owners.update((id(p), wrapper) for p in parameters)
 
 
 def disown(parameters: Iterable[torch.Tensor]) -> None:
     """Forget which wrappers reduce the gradients of `parameters`. Local."""
-    watched = _watched()
-    watched.num_changes += 1
     for p in parameters:
-        watched.owners.pop(id(p), None)
-
-
-def owner_of(parameter: torch.Tensor) -> Optional[Reduced]:
-    """Return the wrapper that reduces this parameter's gradient, or None. Local."""
-    return _watched().owners.get(id(parameter))
+        _watched().owners.pop(id(p), None)
 
 
 def is_owned(parameter: torch.Tensor) -> bool:
@@ -145,12 +91,6 @@ def watch_optimizers() -> None:
         watched.hooks.enter_context(replaced(torch, "save", _asking(torch.save)))
         on_cleanup(watched.unwatch_optimizers)
         compare_in_the_end()
-
-
-def compare_in_the_end() -> None:
-    """Make `cleanup()` compare the ranks before it ends anything. Local."""
-    if current().next_number("comparison in the end") == 0:
-        current().before_end.callback(_compare_in_the_end)
 
 
 N = TypeVar("N", bound=nn.Module)
@@ -182,83 +122,112 @@ def num_asked() -> int:
 
 def optimizers_of(wrapper: Reduced) -> list[torch.optim.Optimizer]:
     """Return optimizers that stepped `wrapper` first, the oldest first; none that shards its state. Local."""
-    found = [optimizer for optimizer, steps in _watched().steps.items() if next(iter(steps.at), None) == id(wrapper)]
+    found = [optimizer for optimizer, steps in _watched().steps.items() if next(iter(steps), None) == id(wrapper)]
     shards = [optimizer for optimizer in found if type(optimizer).__module__.startswith("torch.distributed.optim")]
     apart = [*map(id, shards), *(id(getattr(optimizer, "optim", None)) for optimizer in shards)]  # inside ZeRO's
     return [optimizer for optimizer in found if id(optimizer) not in apart]
 
 
-def companions() -> dict[str, list[tuple[str, Optional[torch.Tensor]]]]:
-    """Return the tensors of each network given to `watch`, except those that a wrapper reduces, by title. Local."""
+def companions() -> Tensors:
+    """Return the tensors of the networks given to `watch`, except those that a wrapper reduces. Local."""
     return {
-        f"network {number} of those that are not trained ({type(module).__name__})": [
-            *((name, p) for name, p in module.named_parameters() if not is_owned(p)),
-            *module.named_buffers(),
-        ]
+        f"{kind} '{name}' of network {number} of those that are not trained ({type(module).__name__})": tensor
         for number, module in enumerate(_watched().companions)
+        for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers()))
+        for name, tensor in tensors
+        if not is_owned(tensor)
     }
 
 
-def refuse_unequal(hashes: list[int], what: str) -> None:
-    """Raise SyncError on all ranks if these hashes, one per rank, differ."""
-    if len(set(hashes)) > 1:
-        from ddpshim.model.difference import first_difference
-        from ddpshim.process.remedies import remedy
+def check_equal_steps(what: str = "the epoch") -> None:
+    """Raise SyncError if ranks made different numbers of backward passes, or hold different weights (collective).
 
-        facts = {name: numbers_of(row) for name, row in _rows().items()}
-        found = first_difference(world().gather_with_deadline("facts", {**_settings(), **facts}, STEPS_DEADLINE_S))
-        if found is None:  # only NaNs with different bits
-            return
-        raise SyncError(
-            f"at the end of {what} ranks hold different weights: {found}. They have trained different models, and "
-            f"only the main rank's is saved. {remedy('same state')} ({OPT_OUT})."
-        )
+    Call it at the end of an epoch, or before a save. `ddpshim.watch` lists what is compared. A rank that is still in a
+    step would wait until the group's timeout for gradients that no rank will send; if it does not call this within
+    120 s, the others raise. Does nothing with one process or without guards.
 
-
-def hash_of_all() -> int:
-    """Return a hash of everything that must be equal on all ranks of the job."""
-    rows = _rows()
-    bits = bits_of_rows(list(rows.values()), torch.device("cpu"))
-    return zlib.crc32(repr([_settings(), [*rows], bits.tolist()]).encode())
-
-
-def _rows() -> dict[str, Any]:
-    """Return the tensors that must be equal on all ranks of the job, by name."""
-    of_networks = (
-        (f"{name} of network {number} ({type(equality.module).__name__})", row)
-        for number, equality in enumerate(_compared())
-        for name, row in equality.rows()
+    Args:
+        what: the name of what has ended, for the error.
+    """
+    here = world()
+    if here.world_size == 1 or not here.options.guard:
+        return
+    mine = num_reductions()
+    of_ranks = here.gather_with_deadline("steps", [mine, _hash_of_all()], DEADLINE_S)
+    counts = ", ".join(f"{number} on rank {rank}" for rank, (number, _) in of_ranks.items())
+    cure = (
+        "Give every rank the same number of batches (make_loader does), and skip no step on one rank alone "
+        f"({OPT_OUT})."
     )
-    return {**dict(of_networks), **companions()}
+    missing = [rank for rank in range(here.world_size) if rank not in of_ranks]
+    is_good = not missing and len({number for number, _ in of_ranks.values()}) == 1
+    said = "" if is_good else f"{what}: {counts}"
+    events.note("guard", check="steps", passed=is_good, said=said, reductions=mine)
+    if missing:
+        _watched().is_alone = True
+        raise SyncError(
+            f"ranks {missing} did not reach the end of {what} within {DEADLINE_S:g} s of rank {here.rank}; they "
+            f"wait in another step for gradients that no rank will send. Backward passes so far: {counts}. {cure}"
+        )
+    if not is_good:
+        raise SyncError(
+            f"ranks made different numbers of backward passes by the end of {what}: {counts}; gradients of "
+            f"different steps were averaged with each other. {cure}"
+        )
+    _refuse_unequal([checksum for _, checksum in of_ranks.values()], what)
 
 
-def _settings() -> dict[str, str]:
-    return {
-        f"{name} of network {number} ({type(equality.module).__name__})": value
-        for number, equality in enumerate(_compared())
-        for name, value in equality.settings().items()
-    }
-
-
-def _compared() -> list[Equality]:
-    every = [wrapped._equality for wrapped in _wrappers()]
-    return [equality for equality in every if equality.covers_all and equality.is_on]
+def compare_in_the_end() -> None:
+    """Make `cleanup()` compare the ranks before it ends anything. Local."""
+    if current().next_number("comparison in the end") == 0:
+        current().before_end.callback(_compare_in_the_end)
 
 
 def _compare_in_the_end() -> None:
     """Raise SyncError if ranks that leave the job together hold different weights."""
     here, wrappers = world(), _wrappers()
-    if here.world_size == 1 or not here.options.guard or (wrappers and not any(w._equality.is_on for w in wrappers)):
+    are_sharded = bool(wrappers) and all(wrapped._equality is None for wrapped in wrappers)
+    if here.world_size == 1 or not here.options.guard or are_sharded:
         return
     if failure.on_the_way_out() or _watched().is_alone:
         here.gather_with_deadline("the end", None, 0.0)  # so that no rank waits for this one
         return
-    of_ranks = here.gather_with_deadline("the end", hash_of_all(), _END_DEADLINE_S)
+    of_ranks = here.gather_with_deadline("the end", _hash_of_all(), DEADLINE_S)
     missing = [rank for rank in range(here.world_size) if rank not in of_ranks]
     if missing and here.is_main:
         say(f"ranks {missing} did not reach cleanup(): the last weights were not compared")
     if not missing and None not in of_ranks.values():
-        refuse_unequal(list(of_ranks.values()), "the job")
+        _refuse_unequal(list(of_ranks.values()), "the job")
+
+
+def _refuse_unequal(hashes: list[int], what: str) -> None:
+    """Raise SyncError on all ranks if these hashes, one per rank, differ."""
+    if len(set(hashes)) > 1:
+        from ddpshim.model.difference import described, facts_of_ranks
+        from ddpshim.process.remedies import remedy
+
+        found = described(facts_of_ranks(*_everything()))
+        if found is not None:  # not only NaNs with different bits
+            raise SyncError(
+                f"at the end of {what} ranks hold different weights or settings: {found}. They have trained "
+                f"different models, and only the main rank's is saved. {remedy('same state')} ({OPT_OUT})."
+            )
+
+
+def _hash_of_all() -> int:
+    settings, tensors = _everything()
+    bits = bits_of_rows([[*tensors.items()]], torch.device("cpu"))
+    return zlib.crc32(repr([settings, bits.tolist()]).encode())
+
+
+def _everything() -> tuple[dict[str, str], Tensors]:
+    """Return the settings and the tensors that must be equal on all ranks of the job, by name."""
+    settings, tensors = dict[str, str](), Tensors()
+    for number, equality in enumerate(w._equality for w in _wrappers() if w._equality is not None):
+        of = f"of network {number} ({type(equality.module).__name__})"
+        settings.update((f"{name} {of}", value) for name, value in equality.settings().items())
+        tensors.update((f"{name} {of}", tensor) for name, tensor in equality.tensors().items())
+    return settings, {**tensors, **companions()}
 
 
 def num_reductions() -> int:
@@ -288,46 +257,34 @@ def _check_closure(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise SyncError before a step on gradients that were not reduced over the ranks."""
     # Loops over all parameters run in C: policies have hundreds of parameters, and this runs in every step.
-    params = list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
+    params: list[Any] = list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
     gradients: list[Any] = list(map(attrgetter("grad"), params))
+    have_gradients = list(map(is_not, gradients, repeat(None)))
+    params, gradients = list(compress(params, have_gradients)), list(compress(gradients, have_gradients))
+    owners = list(map(_watched().owners.get, map(id, params)))
+    wrappers: Any = dict(zip(map(id, owners), owners)).values()
+    may_be_alone = current().holds_whole_batches
+    if None in wrappers and not may_be_alone:
+        raise _alone(optimizer, params[owners.index(None)])
     rates = [rate for group in optimizer.param_groups if isinstance(rate := group.get("lr"), (int, float))]
-    stepped = _watched().steps
-    before = stepped.get(optimizer)
-    if before is None:
-        before = stepped[optimizer] = _Steps()
-    for wrapped, mine in _by_owner(optimizer, before, params, gradients):
+    last = _watched().steps.setdefault(optimizer, {})
+    for wrapped in [wrapped for wrapped in wrappers if wrapped is not None]:
+        mine = list(compress(gradients, map(is_, owners, repeat(wrapped))))
         _check_reduced(optimizer, wrapped, mine)
-        key, now = id(wrapped), wrapped.num_reductions
-        last = before.at.get(key)
-        if last is None or last[0] is not wrapped or last[1] != now:
-            before.at[key] = (wrapped, now)
+        now = wrapped.num_reductions
+        if last.get(id(wrapped)) != (wrapped, now):
+            last[id(wrapped)] = wrapped, now
             wrapped._num_steps += 1
             wrapped._rates = rates
-            before.look_at_writes(mine)
             deque(map(setattr, mine, repeat(REDUCED), repeat(True)), maxlen=0)
         # Nothing was reduced since this optimizer's last step: the same gradients may be used again, others may not.
-        elif not all(map(hasattr, mine, repeat(REDUCED))) and not current().holds_whole_batches:
+        elif not all(map(hasattr, mine, repeat(REDUCED))) and not may_be_alone:
             raise SyncError(
                 f"{type(optimizer).__name__}.step(): gradients of {type(wrapped.module).__name__} were replaced "
                 f"since the last step without a backward pass (after {now} of them; torch.autograd.grad, or .grad "
                 "set by hand); they were not reduced, so ranks would train different models. Call loss.backward(). "
                 f"If they were computed from reduced gradients, write them in place: p.grad.copy_(...) ({OPT_OUT})."
             )
-
-
-def _by_owner(
-    optimizer: torch.optim.Optimizer, before: _Steps, params: list[Any], gradients: list[Any]
-) -> list[tuple[Reduced, Iterable[torch.Tensor]]]:
-    """Return each wrapper that reduces some of the `gradients` (None is skipped), with those that it reduces."""
-    if before.is_known(params) and before.owner is not None and all(map(is_not, gradients, repeat(None))):
-        return [(before.owner, gradients)]
-    present = list(map(is_not, gradients, repeat(None)))
-    params, gradients = list(compress(params, present)), list(compress(gradients, present))
-    owners = list(map(_watched().owners.get, map(id, params)))
-    for p in () if current().holds_whole_batches else compress(params, map(is_, owners, repeat(None))):
-        raise _alone(optimizer, p)
-    distinct: Any = [owner for owner in dict(zip(map(id, owners), owners)).values() if owner is not None]
-    return [(wrapped, list(compress(gradients, map(is_, owners, repeat(wrapped))))) for wrapped in distinct]
 
 
 def _check_reduced(optimizer: torch.optim.Optimizer, wrapped: Reduced, mine: Iterable[torch.Tensor]) -> None:
@@ -348,24 +305,20 @@ def _check_reduced(optimizer: torch.optim.Optimizer, wrapped: Reduced, mine: Ite
             f"{step}: the gradients of {name} never went through a backward pass (torch.autograd.grad, or .grad "
             f"set by hand); ranks would train different models. Call loss.backward() ({OPT_OUT})."
         )
-    wrapped.check_equality()
+    if wrapped._equality is not None:
+        wrapped._equality.finish()
 
 
 def _alone(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> SyncError:
     """Return the error for a gradient that no wrapper reduces."""
     groups = enumerate(group["params"] for group in optimizer.param_groups)
     number, position = next((i, j) for i, ps in groups for j, p in enumerate(ps) if p is parameter)
+    named = ((w.module, name) for w in _wrappers() for name, p in w.module.named_parameters() if p is parameter)
+    module, name = next(named, (None, ""))
+    shape = f"shape {tuple(parameter.shape)}, in no wrapped module"
+    which = shape if module is None else f"'{name}' of {type(module).__name__}"
     return SyncError(
-        f"{type(optimizer).__name__}.step(): parameter {position} of group {number} ({_describe(parameter)}) has a "
-        "gradient that is this rank's alone; ranks would train different models. Give the module that holds it to "
-        f"wrap_parallel before training, and again if it was unfrozen or added after the wrap ({OPT_OUT})."
+        f"{type(optimizer).__name__}.step(): parameter {position} of group {number} ({which}) has a gradient that is "
+        "this rank's alone; ranks would train different models. Give the module that holds it to wrap_parallel before "
+        f"training, and again if it was unfrozen or added after the wrap ({OPT_OUT})."
     )
-
-
-def _describe(parameter: torch.Tensor) -> str:
-    """Return the parameter's name if a wrapped module has it, else its shape."""
-    for wrapped in _wrappers():
-        for name, other in wrapped.module.named_parameters():
-            if other is parameter:
-                return f"'{name}' of {type(wrapped.module).__name__}"
-    return f"shape {tuple(parameter.shape)}, in no wrapped module"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -13,21 +13,15 @@ from ddpshim.model.wrapper import Transparent
 _PREFIXES = ("module", "_orig_mod")  # which DataParallel, DDP and torch.compile put before their child's keys
 
 
-def portable_keys(state_dict: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Return `state_dict` with the keys that `module` has, whichever wrapper wrote it. Local.
+def new_keys(keys: Iterable[str], module: nn.Module) -> dict[str, str]:
+    """Return for each key of a state_dict the one that `module` has for it, whichever wrapper wrote it. Local.
 
     Whole path segments are compared, never substrings, and a key that the module has is not changed, so a child named
     `module` keeps its name. Unknown keys are kept, so that torch reports them.
 
-    >>> list(portable_keys({"module.weight": 0, "module.bias": 0}, nn.Linear(1, 1)))
-    ['weight', 'bias']
+    >>> new_keys(["module.weight", "module.bias"], nn.Linear(1, 1))
+    {'module.weight': 'weight', 'module.bias': 'bias'}
     """
-    new = new_keys(state_dict, module)
-    return {new[key]: value for key, value in state_dict.items()}
-
-
-def new_keys(keys: Iterable[str], module: nn.Module) -> dict[str, str]:
-    """Return for each key the one that `module` has for it, or the key itself. Local."""
     keys, own = list(keys), module.state_dict()
     if all(key in own for key in keys):
         return {key: key for key in keys}

@@ -11,8 +11,6 @@ from torch.nn.parallel import DataParallel
 
 from ddpshim.errors import SyncError
 from ddpshim.job.group import current_or_new_world
-from ddpshim.job.group import world as current_world
-from ddpshim.job.world import World
 from ddpshim.model.wrapper import BareModule, Transparent
 from ddpshim.process.job import current
 
@@ -24,17 +22,15 @@ _OTHERS = ("FullyShardedDataParallel", "FSDP", "FSDPModule", "ReplicateModule", 
 def wrap_parallel(
     module: M,
     *,
-    find_unused_parameters: bool = True,
-    static_graph: bool = False,
     gradient_as_bucket_view: bool = True,
     bucket_cap_mb: Optional[float] = None,
     broadcast_buffers: bool = True,
+    find_unused_parameters: bool = True,
+    static_graph: bool = False,
     sync_batchnorm: bool = True,
     comm_hook: Any = None,
     comm_hook_state: Any = None,
-    process_group: Any = None,
     shard: Union[bool, Sequence[str]] = False,
-    world: Optional[World] = None,
 ) -> M:
     """Return `module` in a wrapper for parallel training: DDP on several ranks, else DataParallel, else a plain one.
 
@@ -42,33 +38,30 @@ def wrap_parallel(
     would, each also gets its own random streams (`ddpshim.split_random_streams`). DataParallel is used without a
     launcher, if the process sees several GPUs and the module is on one. The result has `.module`; attributes, methods
     and indexing reach the module; `state_dict` keys are the bare module's. The module itself is not changed and may be
-    used beside the wrapper: its gradients are reduced too. With the
-    option `precision`, forward in training mode runs under autocast.
+    used beside the wrapper: its gradients are reduced too. Each backward pass may leave out other parameters: they keep
+    their gradient (None stays None unless another rank used them). With the option `precision`, forward in training
+    mode runs under autocast.
 
     Args:
         module: on this rank's device (`World.device`), with the same parameters on every rank.
-        find_unused_parameters: True (default): parameters that a backward pass leaves out keep their gradient
-            (None stays None unless another rank used them). False: an error names a parameter that is left out.
-        static_graph: a promise that every backward pass uses the same parameters; breaking it is an
-            error. (torch's own static_graph does not synchronise methods that return torch.distributions.)
         gradient_as_bucket_view: gradients are views of the communication buckets (default); saves one copy of them.
         bucket_cap_mb: size of a bucket; default `best_bucket_cap_mb`.
         broadcast_buffers: copy the main rank's buffers to all ranks after each synchronised backward pass (default).
+        find_unused_parameters, static_graph: as in DDP, and without effect: each backward pass may use other
+            parameters, at no cost.
         sync_batchnorm: BatchNorm layers normalise over the batch of all ranks, as in one process (default). Their
             forward in training mode is then collective. Applies to all networks of the process.
         comm_hook: for `DistributedDataParallel.register_comm_hook`, with `comm_hook_state`.
-        process_group: the ranks that share gradients; default all.
         shard: True: each rank holds a part of the parameters, gradients and optimizer state, through torch's
             `fully_shard` (torch 2.6 or later; for networks that do not fit). Build optimizers afterwards; every forward
             pass and `state_dict()` is collective (`python -m ddpshim docs launch`). Or names of methods that train
             beside forward: ["compute_loss"].
-        world: default the one that `setup()` returned.
 
     Raises:
         SyncError: parameters are not on this rank's device, or differ between ranks in name, shape or dtype; ranks
-            cannot share the module: it is scripted, lazy, on the meta device, or distributed already.
+            cannot share the module: it is scripted, or distributed already.
     """
-    here = world or current_or_new_world()
+    here = current_or_new_world()
     is_alone = here.world_size == 1
     if isinstance(module, Transparent):
         if is_alone:
@@ -84,7 +77,7 @@ def wrap_parallel(
     if shard:
         from ddpshim.model.sharding import check_shard
 
-        refused = {"exact": here.options.exact, "comm_hook": comm_hook, "process_group": process_group}
+        refused = {"exact": here.options.exact, "comm_hook": comm_hook}
         check_shard([name for name, value in refused.items() if value is not None])
     if is_alone:
         several = not here.is_launched and torch.cuda.is_available() and torch.cuda.device_count() > 1
@@ -96,19 +89,16 @@ def wrap_parallel(
         wrapped = wrapping.wrap(
             module,
             here,
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
+            shard=shard,
+            sync_batchnorm=sync_batchnorm,
+            broadcast_buffers=broadcast_buffers,
             gradient_as_bucket_view=gradient_as_bucket_view,
             bucket_cap_mb=bucket_cap_mb,
-            broadcast_buffers=broadcast_buffers,
-            sync_batchnorm=sync_batchnorm,
             comm_hook=comm_hook,
             comm_hook_state=comm_hook_state,
-            process_group=process_group,
-            shard=shard,
         )
     current().has_networks = True
-    if current_world().is_launched:
+    if here.is_launched:
         from ddpshim.job.noise import split_random_streams
 
         split_random_streams()
@@ -122,11 +112,6 @@ def _check_kind(module: nn.Module, is_alone: bool) -> None:
 
     If `is_alone`, nothing will be reduced, and only modules that cannot be wrapped at all are refused.
     """
-    if torch.is_inference_mode_enabled() and not is_alone:
-        raise SyncError(
-            "wrap_parallel under torch.inference_mode(): no gradient of the network would reach the other ranks. Call "
-            "it outside of that block."
-        )
     if not isinstance(module, nn.Module):
         raise SyncError(
             f"wrap_parallel got a {type(module).__name__}, which is not an nn.Module and has no parameters to "
@@ -148,10 +133,6 @@ def _check_kind(module: nn.Module, is_alone: bool) -> None:
                 "parts of different parameters mixed. Give wrap_parallel the bare module, and leave the other "
                 "wrapper out (fully_shard, replicate, FSDP, DistributedDataParallel)."
             )
-    if not is_alone:
-        from ddpshim.model.unsupported import check_tensors
-
-        check_tensors(module)
 
 
 def _other_way(module: nn.Module) -> Optional[str]:

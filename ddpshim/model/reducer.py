@@ -15,30 +15,56 @@ as in one process.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import weakref
 from collections.abc import Sequence
+from operator import is_
 from typing import Any, Callable, Optional
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import PackedSequence
 
 from ddpshim.errors import SyncError
 from ddpshim.job import exchange, noise
 from ddpshim.job.exchange import new_group
 from ddpshim.job.group import on_cleanup, world
-from ddpshim.model import backward, guard, send_order, torch_private, unsupported
+from ddpshim.model import backward, guard
 from ddpshim.model.broadcasting import Buffers, broadcast_state
 from ddpshim.model.equality import NUM_SENT, Agreement, Equality, is_milestone
+from ddpshim.model.send_order import Order
 from ddpshim.model.wrapper import Transparent
 from ddpshim.process import devices
 from ddpshim.process.job import current
 
-_OF_TORCH = {"process_group", "reducer", "_reducer", "logger"}
-_HOLD_THE_GROUP = _OF_TORCH | {"_buffers_to_send", "_equality", "_order", "_unused"}
+_OF_TORCH = ("process_group", "reducer", "_reducer", "logger")
+_HOLD_THE_GROUP = {*_OF_TORCH, "_buffers_to_send", "_equality", "_order", "_unused"}
+# Private names of torch: without one of them, gradients would not be reduced.
+NEEDED = {
+    dist.Reducer: (
+        *("prepare_for_backward", "_autograd_hook", "_remove_autograd_hooks", "_rebuild_buckets"),
+        "_check_reducer_finalized",
+    ),
+    DistributedDataParallel: (
+        *("_build_params_for_reducer", "_build_debug_param_to_name_mapping"),
+        "_set_params_and_buffers_to_ignore_for_model",
+    ),
+}
+
+
+def refuse_unknown_torch() -> None:
+    """Raise SyncError if this torch lacks private names that activating its reducer needs. Local."""
+    missing = [f"{of.__name__}.{name}" for of, names in NEEDED.items() for name in names if not hasattr(of, name)]
+    if missing:
+        raise SyncError(
+            f"torch {torch.__version__} has no {', '.join(missing)}, by which a backward pass activates DDP's reducer: "
+            "gradients would not be reduced. Use a torch that it was tested with (python -m ddpshim docs limits)."
+        )
 
 
 class Wrapped(weakref.WeakSet["DistributedModule"]):
@@ -67,11 +93,6 @@ class Wrapped(weakref.WeakSet["DistributedModule"]):
     def unfinished(self) -> Optional[str]:
         """Return a network whose gradients are being sent, in a running or an aborted backward pass; else None."""
         return next((type(w.module).__name__ for w in self if w.is_armed or w._is_completing), None)
-
-
-def is_first() -> bool:
-    """Whether no network is wrapped yet in this job. Local."""
-    return not current().part(Wrapped)
 
 
 class _Pass:
@@ -104,20 +125,10 @@ class DistributedModule(Transparent, DistributedDataParallel):
     """DDP whose reducer is activated by the backward pass. Made by `wrap_parallel`."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        *,
-        strict: bool,
-        same_every_time: bool,
-        sync_buffers: bool,
-        is_guarded: bool,
-        comm_hook: Any,
-        comm_hook_state: Any,
-        process_group: Any,
-        **ddp_options: Any,
+        self, module: nn.Module, *, broadcast_buffers: bool, comm_hook: Any, comm_hook_state: Any, **ddp_options: Any
     ) -> None:
-        torch_private.refuse_unknown_torch()
-        self._begin(module, process_group, ddp_options)
+        refuse_unknown_torch()
+        self._begin(module, ddp_options)
         if getattr(comm_hook, "__module__", "").endswith("powerSGD_hook"):
             raise SyncError(
                 "PowerSGD sends several messages per bucket, which would be mixed up with the one about unused "
@@ -131,14 +142,10 @@ class DistributedModule(Transparent, DistributedDataParallel):
         self._show(module)
         reduced: list[nn.Parameter] = self._reduced
         mine["_names"] = {id(p): name for name, p in module.named_parameters()}
-        mine["_strict"], mine["_same_every_time"] = strict, same_every_time
-        buffers = Buffers(module, process_group) if sync_buffers else None
-        homes = [] if buffers is None else buffers.homes
-        mine["_buffers_to_send"] = buffers if homes else None
-        mine["_usual"] = None  # with static_graph: the parameters that the first backward pass left out
-        mine["_unused"] = Unused(len(reduced), self._device, process_group)
-        needs = unsupported.needs_default_stream(self._device, dist.get_backend(process_group))
-        mine["_needs_default_stream"] = needs
+        buffers = Buffers(module) if broadcast_buffers else None
+        mine["_buffers_to_send"] = buffers if buffers is not None and buffers.homes else None
+        mine["_unused"] = Unused(len(reduced), self._device)
+        mine["_needs_default_stream"] = needs_default_stream(self._device, dist.get_backend())
         # torch.compile then splits graphs where buckets end. It refuses buckets smaller than DDP's first one.
         mine["_splits_graphs"] = hasattr(module, "_orig_mod") and self.bucket_bytes_cap >= 1024 * 1024
         mine["_keeps_graph"], mine["_with_graph"] = False, []  # in a backward pass with create_graph: the gradients
@@ -147,45 +154,48 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["_seen"] = []  # the parameters that got a gradient in this pass
         mine["_pass"], mine["_sends_at_once"] = _Pass(self._arm), False
         mine["_is_completing"] = False  # between `_finish` and the end of `_complete`
-        mine["_versions"] = []  # of the parameters at the start of the first pass
         mine["has_unreduced_gradients"] = False  # a backward pass ran under no_sync()
         mine["num_reductions"] = mine["_num_passes"] = 0  # passes reduced, passes begun
-        mine["_number"] = current().next_number("networks")
         mine["_num_steps"], mine["_rates"] = 0, []  # optimizer steps; the last learning rates
         mine["_num_answered"] = guard.num_asked()  # comparisons that this rank has requested
         mine["_at_steps"] = None  # `_num_steps` at the last comparison of weights
-        optimizers = functools.partial(guard.optimizers_of, self)
-        device = reduced[0].device
-        mine["_equality"] = Equality(module, homes, process_group, device, is_guarded, optimizers, guard.companions)
         mine["_accumulators"] = [_accumulator(p) for p in reduced]
         # Builtins. Strong references: a caller who drops the wrapper and uses the module must stay synchronised.
         hooks = functools.partial(getattr, self._pass, "is_begun"), self._seen.append
         mine["_handles"] = [p.register_post_accumulate_grad_hook(hook) for p in reduced for hook in hooks]
-        broadcast_state(module, process_group)
+        broadcast_state(module)
         guard.own(self, reduced)
-        mine["_order"] = send_order.of(process_group)
-        place = mine["_place"] = self._order.add(self)
-        mine["_agreement"] = Agreement(type(module).__name__, device, place) if self._equality.is_on else None
-        if is_first():
-            on_cleanup(current().part(Wrapped).unwrap_all)
-            backward.watch(current().part(Wrapped).unfinished)
-        current().part(Wrapped).add(self)
+        mine["_order"] = current().part(Order)
+        mine["_number"] = self._order.add(self)
+        mine["_equality"] = mine["_agreement"] = None
+        if world().options.guard:
+            device, optimizers = reduced[0].device, functools.partial(guard.optimizers_of, self)
+            mine["_equality"] = Equality(module, broadcast_buffers, device, optimizers, guard.companions)
+            mine["_agreement"] = Agreement(type(module).__name__, self._number, device)
+        wrapped = current().part(Wrapped)
+        if not wrapped:
+            on_cleanup(wrapped.unwrap_all)
+            backward.watch(wrapped.unfinished)
+        wrapped.add(self)
 
-    def _begin(self, module: nn.Module, process_group: Any, ddp_options: dict[str, Any]) -> None:
+    def _begin(self, module: nn.Module, ddp_options: dict[str, Any]) -> None:
         """Run the constructor of torch's DDP, which makes its reducer."""
-        signature = inspect.signature(DistributedDataParallel.__init__).parameters
         # torch 2.13 renames the option. False: forward sends no buffers (`Buffers` does, after backward).
-        buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature else "broadcast_buffers"
-        # `broadcast_state` sends the weights, and writes only what differs.
-        options: dict[str, Any] = {**ddp_options, buffers: False}
-        undo = contextlib.ExitStack()
-        undo.callback(torch_private.ignore_in_wrapper(module, _names_of_owned(module)))
-        if "init_sync" in signature:
-            options["init_sync"] = False
-        else:
-            undo.enter_context(torch_private.nothing_sent_at_first())
-        with undo:
-            DistributedDataParallel.__init__(self, module, process_group=process_group, **options)
+        names = inspect.signature(DistributedDataParallel.__init__).parameters
+        options = {
+            **ddp_options,
+            "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False,
+        }
+        if "init_sync" in names:  # from torch 2.2 on
+            options["init_sync"] = False  # `broadcast_state` sends the weights, and writes only what differs
+        if ignored := _names_of_owned(module):
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
+        try:
+            # Named, because the default is the group that existed when torch's module was imported.
+            DistributedDataParallel.__init__(self, module, process_group=dist.group.WORLD, **options)
+        finally:
+            if ignored:
+                del module._ddp_params_and_buffers_to_ignore
 
     def _build_params_for_reducer(self) -> Any:
         """Return the parameters for torch's reducer, which reverses them: the additional one is first, so sent last."""
@@ -213,11 +223,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._device.type != "cpu":
-            from ddpshim.model import inputs
-
-            # As by DataParallel.
-            args, kwargs = inputs.moved(args, self._device), inputs.moved(kwargs, self._device)
+        if self._device.type != "cpu":  # as by DataParallel
+            args, kwargs = moved(args, self._device), moved(kwargs, self._device)
         with self._inside_ddp_forward() if self._splits_graphs else contextlib.nullcontext():
             return Transparent.forward(self, *args, **kwargs)
 
@@ -228,7 +235,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         self._handles.clear()
         guard.disown(self._reduced)
         self._reducer._remove_autograd_hooks()
-        self._order.remove(self._place)
+        self._order.remove(self._number)
         for name in _HOLD_THE_GROUP & self.__dict__.keys():  # cleanup() ends the group's threads
             del self.__dict__[name]
 
@@ -256,11 +263,9 @@ class DistributedModule(Transparent, DistributedDataParallel):
                 'derivatives would differ between ranks. Use setup(batch="global"); a penalty on gradients of inputs '
                 "only needs torch.autograd.grad(..., create_graph=True), then backward()."
             )
-        mine["_sends_at_once"] = self._order.join(self._place) and not self._keeps_graph
+        mine["_sends_at_once"] = self._order.join(self._number) and not self._keeps_graph
         if not self.num_reductions:
-            noise.begin_training(type(self.module).__name__)
-            if self._equality.is_on:
-                mine["_versions"] = [p._version for p in self._reduced]
+            noise.begin_training(type(self.module).__name__, current().part(backward.Passes).losses)
         if self._sends_at_once:
             self._reducer.prepare_for_backward([])
         mine["_num_passes"] += 1
@@ -271,18 +276,13 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine = self.__dict__
         self._pass.end()
         if self._needs_default_stream:
-            unsupported.check_stream(self._device)
+            check_stream(self._device)
         current().progress.is_reducing = True
         mine["_is_completing"] = True
         reduced, missed = self._reduced, []
         if len(self._seen) != len(reduced):
             seen = set(map(id, self._seen))
             missed = [i for i, p in enumerate(reduced) if id(p) not in seen]
-        if self._strict or self._same_every_time:
-            self._refuse_missed(missed)
-        if self._versions:
-            backward.check_unchanged(reduced, self._versions, [self._names[id(p)] for p in reduced])
-            self._versions.clear()
         mine["_missed"], ready = missed, missed
         if self._keeps_graph:  # torch's reducer writes in place: only into values, as a mean changes no graph (`Mean`)
             mine["_with_graph"] = [(p, p.grad) for p in reduced if p.grad is not None]
@@ -302,14 +302,12 @@ class DistributedModule(Transparent, DistributedDataParallel):
         self._reducer._autograd_hook(0)
         mine["has_unreduced_gradients"] = False
         mine["num_reductions"] += 1
-        if self._same_every_time and self._usual is None:
-            mine["_usual"] = set(missed)
         if self._buffers_to_send is not None:
-            if self.num_reductions == 1 and self._equality.is_on:
+            if self.num_reductions == 1 and self._equality is not None:
                 self._equality.look_at_own_buffers()
             self._buffers_to_send.start()  # after the last bucket on every rank: one order of messages
         # Runs after the reducer's own last callback, which is already queued.
-        torch_private.at_end_of_pass(self._complete)
+        backward.at_end_of_pass(self._complete)
 
     def _tell_others(self, unused: list[int]) -> None:
         """Write into the additional gradient that `unused` parameters have no gradient on this rank."""
@@ -375,25 +373,46 @@ class DistributedModule(Transparent, DistributedDataParallel):
             "models. Convert it before."
         ) from error
 
-    def _refuse_missed(self, missed: list[int]) -> None:
-        names = [self._names[id(self._reduced[i])] for i in missed if self._reduced[i].requires_grad]
-        if self._strict and names:
-            raise SyncError(
-                f"parameters {names[:5]}{' and more' if len(names) > 5 else ''} got no gradient in this backward "
-                "pass (find_unused_parameters=False); torch would fail in the next step without naming them. Use "
-                "find_unused_parameters=True, or freeze them."
-            )
-        if self._same_every_time and self._usual is not None and set(missed) != self._usual:
-            odd = [self._names[id(self._reduced[i])] for i in self._usual.symmetric_difference(missed)]
-            raise SyncError(
-                f"static_graph=True, but {odd[:5]} changed between used and unused; torch would stop reducing "
-                "gradients. Leave static_graph out."
-            )
 
-    def check_equality(self) -> None:
-        """Raise SyncError if the last comparison found a difference between ranks."""
-        if not devices.is_capturing(self._device):
-            self._equality.finish()
+def needs_default_stream(device: torch.device, backend: str) -> bool:
+    """Whether reduced gradients on `device` are only safe to use on its default stream. Local.
+
+    gloo copies them back on its own streams, and torch's reducer waits for a future that is bound to no stream, so only
+    the default stream waits for the copies. Fixed in torch 2.11 (https://github.com/pytorch/pytorch/pull/170812).
+    """
+    return device.type == "cuda" and backend == "gloo" and Version(torch.__version__).release < (2, 11)
+
+
+def check_stream(device: torch.device) -> None:
+    """Raise SyncError if a backward pass ends on a stream other than the default one of `device`. Local."""
+    if torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
+        raise SyncError(
+            f"a backward pass on a CUDA stream of its own, through gloo, with torch {torch.__version__}: gradients "
+            "would be read before they are copied back from the other ranks, and ranks would train different models. "
+            "Upgrade to torch 2.11, give each rank a GPU of its own (then it is nccl), or call backward() outside of "
+            "torch.cuda.stream(...)."
+        )
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Return `value` with all tensors on `device`; the same object if they already are. Local.
+
+    Covers nested tuples, lists and dicts. A tensor that is already on the device is not copied, because the network may
+    write into it. Others are moved in stream order, and gradients flow back through the move.
+    """
+    if isinstance(value, (torch.Tensor, PackedSequence)):
+        there = value.data.device  # a PackedSequence itself has no `device`
+        return value if there == device else value.to(device, non_blocking=True)  # type: ignore[arg-type]
+    if isinstance(value, (tuple, list)):
+        items = [moved(item, device) for item in value]
+        if all(map(is_, items, value)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        filled = copy.copy(value)  # a defaultdict's constructor takes no items
+        filled.update((key, moved(item, device)) for key, item in value.items())
+        return value if all(map(is_, filled.values(), value.values())) else filled
+    return value
 
 
 def _accumulator(parameter: torch.Tensor) -> Any:
@@ -416,10 +435,10 @@ def average(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Hosts:
-    """The group for messages between the hosts of a job, made with the first network on a GPU."""
+    """The group for messages between the hosts of a job, made with the first network on a GPU (collective)."""
 
     def __init__(self) -> None:
-        self.group: Any = None
+        self.group = new_group("gloo")
 
 
 class Unused:
@@ -432,14 +451,13 @@ class Unused:
         hosts_tell: whether hosts send each other what their ranks used; set in the same pass on all ranks.
     """
 
-    def __init__(self, num: int, device: torch.device, group: Any) -> None:
-        """For `num` parameters on `device`, with gradients reduced over `group` (collective)."""
+    def __init__(self, num: int, device: torch.device) -> None:
+        """For `num` parameters on `device` (collective)."""
         self._num, self._device, self._hosts, self.hosts_tell = num, device, None, False
         self._told: Any = None  # the message between hosts: (work, 1 for each parameter that a rank used)
         self._own: Sequence[int] = ()
-        if device.type != "cpu" and group is dist.group.WORLD:
-            hosts = current().part(_Hosts)
-            hosts.group = self._hosts = hosts.group or new_group("gloo")
+        if device.type != "cpu":
+            self._hosts = current().part(_Hosts).group
 
     def tell(self, row: torch.Tensor, own: Sequence[int]) -> None:
         """Write 1 into `row` for each parameter, and 0 for those in `own`, unused here (collective, does not wait)."""
@@ -457,14 +475,6 @@ class Unused:
         if self._told is not None:
             (work, used), self._told = self._told, None
             work.wait()
-        elif not self._own:
-            return []
-        elif devices.is_capturing(self._device):
-            raise SyncError(
-                f"{len(self._own)} parameters without gradient during CUDA graph capture, in a process group other "
-                "than the default: whether another rank used them is unknown. Freeze them, or capture with the "
-                "default process group."
-            )
         else:
             used = row
         are_used = used.tolist() if self._own else []

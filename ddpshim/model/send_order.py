@@ -1,9 +1,9 @@
-"""Sends the gradients of networks that share a process group in one order on all ranks.
+"""Sends the gradients of several networks in one order on all ranks.
 
-A group matches the messages of ranks by the order in which each rank sends them. If two networks share a backward
-pass and one rank leaves a branch out, their gradients are complete in another order there. So the networks of a pass
-have an order, the same on all ranks: a network sends as soon as those before it have sent all but their last buckets,
-or when the pass ends. The last buckets are sent at the end of the pass, in the same order.
+The process group matches the messages of ranks by the order in which each rank sends them. If two networks share a
+backward pass and one rank leaves a branch out, their gradients are complete in another order there. So the networks of
+a pass have an order, the same on all ranks: a network sends as soon as those before it have sent all but their last
+buckets, or when the pass ends. The last buckets are sent at the end of the pass, in the same order.
 
 The networks of a pass are predicted from previous passes, which were the same on all ranks. Their order is the one in
 which the main rank reached them the first time.
@@ -11,58 +11,32 @@ which the main rank reached them the first time.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ddpshim.model import backward, torch_private
-from ddpshim.model.equality import Equality
-from ddpshim.process.job import current
+from ddpshim.model import backward
+
+if TYPE_CHECKING:
+    from ddpshim.model.reducer import DistributedModule
 
 _NUM_REMEMBERED = 3  # passes that predict the next one: a step of an actor and its critics has so many kinds
 
 Numbers = tuple[int, ...]
 
 
-class Network(Protocol):
-    """The interface of a wrapper, as `Order` needs it."""
-
-    _equality: Equality
-    _device: torch.device
-
-    @property
-    def has_sent(self) -> bool: ...
-
-    def check_equality(self) -> None: ...
-
-    def _finish(self) -> None: ...
-
-    def _send_last(self) -> None: ...
-
-
-class Orders:
-    """The order of each process group in a job."""
+class Order:
+    """The order of a job's networks in each backward pass: `job.current().part(Order)`."""
 
     def __init__(self) -> None:
-        self._of_groups: dict[Any, Order] = {}
-
-    def of(self, group: Any) -> Order:
-        return self._of_groups.setdefault(group, Order(group))
-
-
-class Order:
-    """The order of the networks that share a group, in each backward pass."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
         self._networks: list[Any] = []  # in the order of wrapping; None for a detached one
         self._met: list[int] = []  # the networks of this pass, in the order in which this rank reached them
         self._passes: tuple[Numbers, ...] = ()  # the networks of the last passes
         self._after: dict[tuple[Numbers, ...], Numbers] = {}  # the order of the pass after these passes
         self._of_all: dict[Numbers, Numbers] = {}  # for the networks of a pass, their order
 
-    def add(self, network: Network) -> int:
+    def add(self, network: DistributedModule) -> int:
         """Add `network` and return its number. Local; every rank must add networks in the same order."""
         self._networks.append(network)
         return len(self._networks) - 1
@@ -79,8 +53,8 @@ class Order:
         if backward.at_outer_end(self._end):
             self._met.clear()
             for network in self._networks:
-                if network is not None and network._equality.sent is not None:
-                    network.check_equality()
+                if network is not None and network._equality is not None and network._equality.sent is not None:
+                    network._equality.finish()
         self._met.append(number)
         expected = self._expected()
         if number not in expected:
@@ -103,15 +77,10 @@ class Order:
         if took_part in self._of_all or len(took_part) == 1:
             self._after[before] = self._of_all.get(took_part, took_part)
         else:
-            torch_private.at_end_of_pass(lambda: self._learn(before, took_part))
+            backward.at_end_of_pass(lambda: self._learn(before, took_part))
 
     def _learn(self, before: tuple[Numbers, ...], took_part: Numbers) -> None:
         """Use the main rank's order for these networks, which share a pass for the first time (collective)."""
         met = torch.tensor(self._met, device=self._networks[took_part[0]]._device)
-        dist.broadcast(met, dist.get_process_group_ranks(self._group)[0], group=self._group)
+        dist.broadcast(met, 0)
         self._of_all[took_part] = self._after[before] = tuple(met.tolist())
-
-
-def of(group: Any) -> Order:
-    """Return the `Order` of the networks that share `group`. Local."""
-    return current().part(Orders).of(group)

@@ -11,7 +11,6 @@ import functools
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any, Callable
 
 import torch
@@ -47,12 +46,6 @@ class ShardedModule(BareModule):
 
     def __init__(self, module: nn.Module, methods: Sequence[str], sync_buffers: bool) -> None:
         fsdp = _fsdp()
-        for name in methods:
-            if not callable(getattr(type(module), name, None)):
-                raise SyncError(
-                    f"wrap_parallel(shard={list(methods)!r}): {type(module).__name__} has no method {name!r}. Name the "
-                    "methods that train beside forward."
-                )
         broadcast_state(module)
         name_of_class = type(module).__name__  # fully_shard replaces the class
         before = dict(module.named_parameters())
@@ -68,14 +61,13 @@ class ShardedModule(BareModule):
         mine["_parts"] = dict(module.named_parameters())
         mine["has_unreduced_gradients"], mine["is_armed"], mine["num_reductions"] = False, False, 0
         mine["_num_steps"], mine["_rates"] = 0, []
-        mine["_equality"] = SimpleNamespace(is_on=False, covers_all=False)  # each rank holds different weights
+        mine["_equality"] = None  # each rank holds different weights
         mine["_has_run"], mine["_syncs"], mine["_sent"] = False, True, None
-        mine["_buffers_to_send"] = Buffers(module, dist.group.WORLD) if sync_buffers and [*module.buffers()] else None
+        mine["_buffers_to_send"] = Buffers(module) if sync_buffers and [*module.buffers()] else None
         module.register_forward_pre_hook(lambda *_: self._note_run())
         for name in methods:
             fsdp.register_fsdp_forward_method(module, name)
-            method = _after(self._note_run, getattr(module, name))
-            setattr(module, name, method)
+            setattr(module, name, _after(self._note_run, getattr(module, name)))
         module.register_state_dict_post_hook(_put_together)
         module.register_load_state_dict_pre_hook(_divide)
         guard.own(self, [p for p in self._parts.values() if p.requires_grad])
@@ -100,20 +92,11 @@ class ShardedModule(BareModule):
             self.__dict__["_syncs"] = before
             self.module.set_requires_gradient_sync(before)  # type: ignore[operator]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        raise SyncError(
-            f"a copy of a {self._name} that is sharded (shard=True) was requested, which torch cannot make. Copy "
-            "the network before wrap_parallel, and give the copy to wrap_parallel(copy, shard=True) as well."
-        )
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise SyncError(
             f"a {self._name} that is sharded (shard=True) was pickled, but this rank holds only a part of it. Save "
             "its state_dict(), called on every rank."
         )
-
-    def check_equality(self) -> None:
-        """Do nothing, because ranks hold different parts."""
 
     def _note_run(self) -> None:
         if torch.is_grad_enabled():
@@ -138,7 +121,7 @@ class ShardedModule(BareModule):
                     'wrap_parallel(policy, shard=["compute_loss"]).'
                 )
         if not self.num_reductions:
-            noise.begin_training(self._name)
+            noise.begin_training(self._name, current().part(backward.Passes).losses)
         mine["num_reductions"] += 1
         if self._buffers_to_send is not None:
             self._buffers_to_send.start()
@@ -257,8 +240,9 @@ def _watch_optimizers(sharding: _Sharding) -> None:
     save, load = torch.optim.Optimizer.state_dict, torch.optim.Optimizer.load_state_dict
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        owners = current().part(guard.Watched).owners
         for network in sharding.networks:
-            if network.has_unreduced_gradients and any(guard.owner_of(p) is network for p in parameters(optimizer)):
+            if network.has_unreduced_gradients and any(owners.get(id(p)) is network for p in parameters(optimizer)):
                 raise SyncError(
                     f"{type(optimizer).__name__}.step() after a backward pass of {network._name} under no_sync() or "
                     "accumulate(is_last=False): its gradients are not reduced yet, so the step would do nothing. "

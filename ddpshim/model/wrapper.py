@@ -123,9 +123,10 @@ class Transparent:
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a state_dict with the keys of the bare module, of DataParallel, of DDP or of torch.compile."""
-        from ddpshim.model.keys import portable_keys
+        from ddpshim.model.keys import new_keys
 
-        return self.module.load_state_dict(portable_keys(state_dict, self.module), *args, **kwargs)
+        new = new_keys(state_dict, self.module)
+        return self.module.load_state_dict({new[key]: x for key, x in state_dict.items()}, *args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         # Called when a parent module loads: keys below `prefix` belong to this module, in the caller's own dict.
@@ -159,7 +160,7 @@ class Transparent:
             return True
 
     def __dir__(self) -> Iterable[str]:
-        return sorted(set(super().__dir__()) | set(dir(self.module)))
+        return sorted({*super().__dir__(), *dir(self.module)})
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.module!r})"

@@ -1,121 +1,178 @@
-"""Wraps a network for several ranks; see `wrap_parallel`."""
+"""Wraps a network for several ranks, and refuses one that they would not share; see `wrap_parallel`."""
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Sequence
-from typing import Any, Optional, Union
+from typing import Any, Union
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ddpshim.errors import SyncError
 from ddpshim.job.world import World
-from ddpshim.model import guard, torch_private
+from ddpshim.model import guard
 from ddpshim.model.broadcasting import broadcast_state
-from ddpshim.model.reducer import DistributedModule
-from ddpshim.model.unsupported import check_device, check_same_structure, watch_wrapping
-from ddpshim.model.wrapper import BareModule
+from ddpshim.model.reducer import DistributedModule, average
+from ddpshim.model.wrapper import BareModule, Transparent
 from ddpshim.process.job import current
 from ddpshim.process.observed import observe
+from ddpshim.process.replaced import replaced
+
+_BUCKET_CAP_MB = 25.0  # the default of torch's DDP
 
 
-def wrap(
-    module: nn.Module,
-    here: World,
-    *,
-    find_unused_parameters: bool,
-    static_graph: bool,
-    gradient_as_bucket_view: bool,
-    bucket_cap_mb: Optional[float],
-    broadcast_buffers: bool,
-    sync_batchnorm: bool,
-    comm_hook: Any,
-    comm_hook_state: Any,
-    process_group: Any,
-    shard: Union[bool, Sequence[str]],
-) -> Any:
+def wrap(module: nn.Module, here: World, *, shard: Union[bool, Sequence[str]], sync_batchnorm: bool, **ddp: Any) -> Any:
     """Return `module` in the wrapper that reduces its gradients; the arguments are those of `wrap_parallel`
     (collective)."""
-    check_device(module, here)
-    if process_group is None:
-        check_same_structure(module, here)
+    _check_tensors(module, here)
+    _check_same_structure(module, here)
     if here.options.exact is not None:  # the program holds whole batches: `ddpshim.rows.pieces` adds up gradients
-        broadcast_state(module)
-        guard.watch(module)
-        return BareModule(module)
-    if bucket_cap_mb is None:
-        bucket_cap_mb = best_bucket_cap_mb(module, dist.get_backend(process_group))
-    if sync_batchnorm and _has_batchnorm(module):
+        return _without_reduction(module)
+    if current().next_number("wrapped networks") == 0:
+        observe(current().at_end, before_step=_share_loss)
+        _refuse_ddp_around_wrapped()
+        if here.options.guard:
+            guard.watch_optimizers()
+    if sync_batchnorm and any(isinstance(child, nn.modules.batchnorm._BatchNorm) for child in module.modules()):
         from ddpshim.model import batchnorm
 
-        batchnorm.sync(process_group)
-    if here.options.guard:
-        guard.watch_optimizers()
-    _share_losses()
-    watch_wrapping()
+        batchnorm.sync()
     if shard:
         from ddpshim.model.sharding import ShardedModule
 
-        return ShardedModule(
-            module,
-            methods=[] if shard is True else [shard] if isinstance(shard, str) else [*shard],
-            sync_buffers=broadcast_buffers,
-        )
+        methods = [] if shard is True else [shard] if isinstance(shard, str) else [*shard]
+        return ShardedModule(module, methods, ddp["broadcast_buffers"])
     if has_nothing_to_reduce(module):
-        broadcast_state(module, process_group)
-        if process_group is None:
-            guard.watch(module)
-        return BareModule(module)
-    return DistributedModule(
-        module,
-        strict=not find_unused_parameters,
-        same_every_time=static_graph,
-        sync_buffers=broadcast_buffers,
-        is_guarded=here.options.guard,
-        comm_hook=comm_hook,
-        comm_hook_state=comm_hook_state,
-        process_group=process_group if process_group is not None else dist.group.WORLD,
-        # A program for one process may keep gradients over the next backward pass.
-        gradient_as_bucket_view=gradient_as_bucket_view and not current().holds_whole_batches,
-        **({} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}),
-    )
-
-
-def _share_losses() -> None:
-    """Make closures of optimizer steps (LBFGS) return the mean of the ranks' losses, until `cleanup()`. Local."""
-    if current().next_number("shared losses of closures") == 0:
-        observe(current().at_end, before_step=_share_loss)
-
-
-def _share_loss(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    if len(args) < 2 and kwargs.get("closure") is None:
-        return None
-    from ddpshim.model import closures
-
-    return closures.share(optimizer, args, kwargs)
-
-
-def best_bucket_cap_mb(module: nn.Module, backend: str) -> Optional[float]:
-    """Return the bucket size that hides most of the communication behind backward; None for torch's 25 MB. Local.
-
-    gloo: a sixteenth of the model, between 1 and 25 MB. A message has little overhead, and ranks wait for the last
-    bucket after backward: with 20M parameters, 25 MB is a third of all.
-    """
-    if backend != "gloo":
-        return None
-    return min(max(_num_bytes(module) / 16 / 2**20, 1.0), torch_private.BUCKET_CAP_MB)
-
-
-def _num_bytes(module: nn.Module) -> int:
-    """Return the bytes of the gradients of `module`."""
-    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-
-
-def _has_batchnorm(module: nn.Module) -> bool:
-    """Whether a layer of `module` normalises over the batch. Local."""
-    return any(isinstance(child, nn.modules.batchnorm._BatchNorm) for child in module.modules())
+        return _without_reduction(module)
+    if ddp["bucket_cap_mb"] is None:
+        ddp["bucket_cap_mb"] = best_bucket_cap_mb(module, dist.get_backend())
+    if current().holds_whole_batches:  # a program for one process may keep gradients over the next backward pass
+        ddp["gradient_as_bucket_view"] = False
+    return DistributedModule(module, **ddp)
 
 
 def has_nothing_to_reduce(module: nn.Module) -> bool:
     """Whether every parameter of `module` is frozen, or is reduced by another wrapper. Local."""
     return all(not p.requires_grad or guard.is_owned(p) for p in module.parameters())
+
+
+def _without_reduction(module: nn.Module) -> BareModule:
+    """Return `module` with the main rank's weights, and compare them from now on (collective)."""
+    broadcast_state(module)
+    guard.watch(module)
+    return BareModule(module)
+
+
+def best_bucket_cap_mb(module: nn.Module, backend: str) -> float:
+    """Return the bucket size that hides most of the communication behind backward: torch's 25 MB, but with gloo. Local.
+
+    gloo: a sixteenth of the model, between 1 and 25 MB. A message has little overhead, and ranks wait for the last
+    bucket after backward: with 20M parameters, 25 MB is a third of all.
+    """
+    if backend != "gloo":
+        return _BUCKET_CAP_MB
+    num_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    return min(max(num_bytes / 16 / 2**20, 1.0), _BUCKET_CAP_MB)
+
+
+def _share_loss(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """Return the arguments of an optimizer's step (LBFGS) with a closure that returns the mean of the ranks' losses.
+
+    Local; the closure is then collective. A line search on a rank's own loss would stop at a different point on each
+    rank. None, so that nothing changes, without a closure or if no wrapper reduces a parameter of the optimizer.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return None
+    device = next((p.device for group in optimizer.param_groups for p in group["params"] if guard.is_owned(p)), None)
+    if device is None:
+        return None
+
+    @functools.wraps(closure)
+    def shared(*args: Any, **kwargs: Any) -> Any:
+        loss = closure(*args, **kwargs)
+        if not isinstance(loss, (float, torch.Tensor)) or (isinstance(loss, torch.Tensor) and loss.numel() != 1):
+            return loss
+        mean = average(torch.as_tensor(loss, dtype=torch.float64).detach().to(device))
+        return mean.to(loss.dtype).to(loss.device) if isinstance(loss, torch.Tensor) else mean.item()
+
+    return ((args[0], shared, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": shared})
+
+
+def _refuse_ddp_around_wrapped() -> None:
+    """Refuse torch's DDP around a network that is reduced already, until `cleanup()`. Local."""
+    original = DistributedDataParallel.__init__
+
+    @functools.wraps(original)
+    def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        module = args[0] if args else kwargs["module"]
+        reduced = (name for name, p in module.named_parameters() if guard.is_owned(p))
+        if not isinstance(self, Transparent) and (name := next(reduced, None)) is not None:
+            raise SyncError(
+                f"{type(self).__name__} around a {type(module).__name__} whose '{name}' wrap_parallel reduces already: "
+                "two reducers would write into one gradient, and ranks would train different models. Use what "
+                "wrap_parallel gave back as it is, which is a DistributedDataParallel, or leave wrap_parallel out."
+            )
+        original(self, *args, **kwargs)
+
+    current().at_end.enter_context(replaced(DistributedDataParallel, "__init__", init))
+
+
+def _check_tensors(module: nn.Module, here: World) -> None:
+    """Refuse tensors that cannot be compared or reduced, or are on another rank's GPU. Local."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__):
+            raise SyncError(
+                f"'{name}' of {type(module).__name__} is a DTensor, of which each rank may hold a different part "
+                "(fully_shard, tensor parallelism); wrap_parallel would mix gradients of different parts. Give it the "
+                "network before that."
+            )
+    for name, p in module.named_parameters():
+        if p.is_cuda and here.device.type == "cuda" and p.device != here.device:
+            raise SyncError(
+                f"parameter '{name}' is on {p.device}, but rank {here.rank} computes on {here.device}; ranks would "
+                f"share a GPU, and hang. {_remedy('gpu')}."
+            )
+        if not p.is_cuda and here.backend == "nccl":
+            raise SyncError(
+                f"parameter '{name}' is on {p.device}, and nccl only reduces GPU memory. Call "
+                f".to({_remedy('device')}) before {_remedy('wrap')}."
+            )
+
+
+def _check_same_structure(module: nn.Module, here: World) -> None:
+    """Refuse modules whose tensors differ between ranks; warn if weights had different values (collective)."""
+    mine: dict[str, Any]
+    mine = {name: (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()}
+    # A buffer that one rank lacks would end the process without an error, in torch's broadcast.
+    mine.update((f"buffer {name}", (tuple(b.shape), str(b.dtype))) for name, b in module.named_buffers())
+    with torch.no_grad():
+        sums = {name: float(p.detach().abs().double().nansum()) for name, p in module.named_parameters()}
+    everyone = here.gather((mine, sums))
+    mains, sums_of_main = everyone[0]
+    for rank, (theirs, _) in enumerate(everyone):
+        odd = [name for name in {**mains, **theirs} if mains.get(name) != theirs.get(name)]
+        if odd:
+            raise SyncError(
+                f"ranks 0 and {rank} wrap different {type(module).__name__}s: '{odd[0]}' is "
+                f"{mains.get(odd[0], 'missing')} and {theirs.get(odd[0], 'missing')}; gradients of "
+                f"different parameters would be averaged. {_remedy('same state')}."
+            )
+    differing = [name for name, total in sums_of_main.items() if any(total != sums[name] for _, sums in everyone)]
+    if differing and here.is_main:
+        warnings.warn(
+            f"weights differed between ranks before training (first: '{differing[0]}'); all ranks now have the "
+            "main rank's. Copies made earlier (an EMA, a target network) still differ: "
+            f"{_remedy('same weights')}.",
+            stacklevel=4,
+        )
+
+
+def _remedy(name: str) -> str:
+    from ddpshim.process.remedies import remedy  # only an error needs it
+
+    return remedy(name)

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, Optional
 
 from ddpshim.errors import ReportError
 from ddpshim.observe import records
-from ddpshim.observe.report import Curve, Rows, find, imported, logged
+from ddpshim.observe.report import Curve, Rows, find, imported
 
 Curves = dict[str, Curve]  # by name
 
 # Words in the names of numbers that differ between two runs of the same experiment; and of results of episodes, which
 # rounding can turn from a failure into a success.
-_SPEED = "time|seconds|sec|duration|elapsed|eta|speed|fps|sps|throughput|memory|mem|gpu|cpu|wall|timestamp"
+_SPEED = "time|timing|seconds|sec|duration|elapsed|eta|speed|fps|sps|throughput|memory|mem|ram|gpu|cpu|wall|timestamp"
 _EPISODES = "success|return|returns|reward|rewards|episode|rollout"
 _STEPS = ("step", "steps", "global_step", "iteration", "iter", "timesteps", "total_timesteps", "epoch")
 _START = 1e-4  # relative difference that rounding does not exceed at the first number
@@ -39,18 +39,17 @@ class Agreement(NamedTuple):
 def compare(a: Path, b: Path) -> tuple[list[Agreement], str]:
     """Return the quantities that both runs logged, and a verdict. Local. Raises ReportError if they share none.
 
-    Of several kinds of logs the first counts that both have: records of ddpshim or robomimic's log, then TensorBoard.
+    Of several kinds of logs the first counts that both have: records of ddpshim, then TensorBoard.
     """
-    both: list[Curves] = [{}, {}]
-    for kind in (*_KINDS, ""):  # at last any kinds
-        of_kind = [_read(place, kind) for place in (a, b)] if kind else both
-        pairs = ((name, of_kind[0][name], of_kind[1][other]) for name, other in _matched(*of_kind))
-        found = [agreement(name, one, two) for name, one, two in pairs if one.keys() & two.keys()]
+    has: list[set[str]] = [set(), set()]
+    for kind in _KINDS:
+        one, two = _read(a, kind), _read(b, kind)
+        found = [agreement(name, one[name], two[name]) for name in one if one[name].keys() & two.get(name, {}).keys()]
         if found:
             return found, _verdict(found)
-        both = [{**new, **old} for new, old in zip(of_kind, both)]
-    has = (f"{place} has {', '.join([*curves][:5]) or 'no numbers'}" for place, curves in zip((a, b), both))
-    raise ReportError(f"nothing in common: {'; '.join(has)}. Log the same quantities at the same steps.")
+        has = [names | {*curves} for names, curves in zip(has, (one, two))]
+    shown = (f"{place} has {', '.join(sorted(names)[:5]) or 'no numbers'}" for place, names in zip((a, b), has))
+    raise ReportError(f"nothing in common: {'; '.join(shown)}. Log the same quantities at the same steps.")
 
 
 def table(found: list[Agreement]) -> Rows:
@@ -99,18 +98,7 @@ def _decimals(value: float) -> int:
     return 99 if "e" in text or not math.isfinite(value) else len(text.partition(".")[2].rstrip("0"))
 
 
-def _matched(one: Curves, two: Curves) -> Iterator[tuple[str, str]]:
-    """Yield pairs of equal names; then of names whose last part, in lower case, only one on each side has."""
-    yield from ((name, name) for name in one if name in two)
-    rest = [[name for name in here if name not in there] for here, there in ((one, two), (two, one))]
-    ends = [[name.lower().rpartition("/")[2] for name in names] for names in rest]
-    for name, end in zip(rest[0], ends[0]):
-        if ends[0].count(end) == ends[1].count(end) == 1:
-            yield name, rest[1][ends[1].index(end)]
-
-
 def _shown(digits: float) -> str:
-    """ "6", "all"."""
     return "all" if math.isinf(digits) else f"{digits:.0f}"
 
 
@@ -122,7 +110,7 @@ def _has(words: str, name: str) -> bool:
 def _read(place: Path, kind: str) -> Curves:
     if kind == "log":
         place.stat()  # raises OSError if it does not exist
-        run = find(place) or logged(place)
+        run = find(place)
         return {} if run is None else run.curves
     pattern, reader = _KINDS[kind]
     files = [place] if place.is_file() else sorted(place.rglob("*"))

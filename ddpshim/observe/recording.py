@@ -23,8 +23,6 @@ from ddpshim.process.observed import StepClock, observe
 from ddpshim.process.say import say
 from ddpshim.version import __version__
 
-_LEAST_S, _LEAST_STEPS, _LEAST_WAIT = 60.0, 100, 0.15  # other trainings need no advice
-
 
 @contextlib.contextmanager
 def record(folder: records.PathLike) -> Iterator[Recorder]:
@@ -80,11 +78,9 @@ class Recorder:
         self._counted: records.Record = {}
         start = here.run_on_main(time.time)
         if here.options.record and records.begin(folder, here.rank, start=start, **_facts(here)):
-            self._times = times = current().part(StepTimes)
+            self._times = current().part(StepTimes)
             # The last chance to record how the run ended: with the exception that is propagating, if any.
             on_cleanup(lambda: _note_failure(sys.exc_info()[1]))
-            if here.is_main:
-                on_cleanup(lambda: _say_hint(times.read()))
 
     def epoch(
         self, epoch: int, *, loss: Optional[float] = None, valid: Optional[float] = None, **metrics: float
@@ -182,18 +178,6 @@ class StepTimes:
         if self._part is not None:
             self._seconds[self._part] += now - self._since
         self._part, self._since = part, now
-
-
-def _say_hint(counted: records.Record) -> None:
-    """Print a line about waiting for data, if this took much of a training that lasted and did not fail. Local."""
-    steps, total, wait = counted["steps"], sum(counted["seconds"].values()), counted["seconds"]["data_wait"]
-    is_long = steps >= _LEAST_STEPS and total >= _LEAST_S
-    if is_long and wait > _LEAST_WAIT * total and sys.exc_info()[1] is None:
-        say(
-            f"of a step of {1000 * total / steps:.4g} ms, the main rank waited {1000 * wait / steps:.3g} ms for data. "
-            "Store samples decoded and small, keep them in memory or, if cores are idle and the dataset is not "
-            "iterable, raise num_workers (robomimic: train.num_data_workers)."
-        )
 
 
 def _memory(device: torch.device) -> dict[str, int]:

@@ -23,15 +23,6 @@ from ddpshim.reading import read_bytes
 FOLDER = "ddpshim"
 PARTS = ("data_wait", "compute", "optimizer")  # of the time of a step
 _NAME = re.compile(r"rank_(0|[1-9][0-9]{0,8})\.jsonl")
-_COUNT = range(10**12)
-
-# The fields that a report computes with, by kind: a whole number in a range, a number, or a list or mapping of numbers.
-_FIELDS: dict[str, dict[str, Any]] = {
-    "start": {"start": float, "world_size": range(1, 1 << 16)},
-    "epoch": {"epoch": _COUNT, "steps": _COUNT, "own": {}, "mean": {}, "seconds": {}, "memory": {}},
-    "checkpoint": {"seconds": float},
-    "rollout": {"epoch": _COUNT, "episodes": _COUNT, "metrics": {}, "interval": []},
-}
 
 PathLike = Union[str, os.PathLike[str]]
 Record = dict[str, Any]
@@ -102,27 +93,9 @@ def _record(line: str) -> Optional[Record]:
     """Return the record in a line; None if it is torn, or of another program."""
     with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(line)
-        return found if _is_sound(found) else None
+        if isinstance(found, dict) and "kind" in found and "time" in found:
+            return found
     return None
-
-
-def _is_sound(record: Any) -> bool:
-    """Whether `record` has a kind, a time and, of an epoch, its number, and fields that a report can compute with."""
-    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
-        return False
-    kind, moment = record["kind"], record.get("time", -1)
-    fields = {name: shape for name, shape in _FIELDS.get(kind, {}).items() if record.get(name) is not None}
-    is_told = _fits(moment, float) and 0 <= moment < 1e11 and (kind != "epoch" or "epoch" in fields)
-    return is_told and all(_fits(record[name], shape) for name, shape in fields.items())
-
-
-def _fits(value: Any, shape: Any) -> bool:
-    if isinstance(shape, range):
-        return type(value) is int and value in shape
-    if shape is float:  # a loss may be infinite, or not a number
-        return type(value) is float or (type(value) is int and abs(value) < 1e18)
-    values = value.values() if isinstance(value, dict) else value
-    return type(value) is type(shape) and all(_fits(each, float) for each in values)
 
 
 def main_loss(metrics: Mapping[str, Any]) -> Optional[str]:

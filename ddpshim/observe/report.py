@@ -14,7 +14,6 @@ from html import escape
 from pathlib import Path
 from typing import Any, Optional
 
-from ddpshim import adapters
 from ddpshim.errors import ReportError
 from ddpshim.observe import records
 from ddpshim.observe.records import PARTS, Record, main_loss
@@ -131,14 +130,6 @@ def find(folder: Path) -> Optional[Run]:
                 current = starts.setdefault(record.get("start") or 0, {}).setdefault(rank, [])
             current.append(record)
     return Run(found[0], [starts[number] for number in sorted(starts)], num_torn) if starts else None
-
-
-def logged(folder: Path) -> Optional[Run]:
-    """Return the run of one process in `folder`, from its trainer's own log that an adapter reads; None without."""
-    readers = [adapters.function(package, "logged") for package in adapters.packages()]
-    places = sorted({file.parent for depth in ("", "*/", "*/*/") for file in folder.glob(f"{depth}config.json")})
-    found = [(place, numbers) for place in places for read in readers if read and (numbers := read(place))]
-    return Run(found[0][0], [{0: found[0][1]}]) if len(found) == 1 else None
 
 
 def _means(passes: Mapping[int, Record]) -> dict[str, float]:

@@ -92,23 +92,6 @@ def bind_device(rank: int, local_rank: int, device: Union[str, torch.device, Non
     return torch.device("cuda", index)
 
 
-def limit_memory(device: torch.device, most_gb: float) -> None:
-    """Limit torch to `most_gb` (2**30 bytes) of this rank's GPU memory. Local.
-
-    Raises LaunchError if the GPU has less. On the CPU it prints that nothing is limited.
-    """
-    if device.type != "cuda":
-        say(f"max_memory_per_gpu_gb={most_gb:g} has no effect on {device.type}: torch limits the memory of GPUs only")
-        return
-    has_gb = torch.cuda.get_device_properties(device).total_memory / 2**30
-    if most_gb > has_gb:
-        raise LaunchError(
-            f"max_memory_per_gpu_gb={most_gb:g}, but {device} has {has_gb:.1f} GB: nothing would be limited, and "
-            "you probably expected a different GPU. Give at most what it has."
-        )
-    torch.cuda.set_per_process_memory_fraction(most_gb / has_gb, device)
-
-
 def is_capturing(device: torch.device) -> bool:
     """Return whether a CUDA graph is being captured on `device`, so that nothing may be read from it. Local."""
     # A torch built without CUDA has the function too, but it raises.

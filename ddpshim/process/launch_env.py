@@ -28,8 +28,7 @@ class Names(NamedTuple):
 
 
 TORCHRUN = Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-ARGUMENTS = (*TORCHRUN, "MASTER_ADDR", "MASTER_PORT")
-PLACE = (*ARGUMENTS, "GROUP_RANK")  # torchrun's variables for a process's place in its job
+PLACE = (*TORCHRUN, "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")  # torchrun's variables for a process's place in its job
 _SIGNS = {
     "torchrun": TORCHRUN[:3],
     "mpi": tuple(f"{of}_{what}" for of in ("OMPI_COMM_WORLD", "MV2_COMM_WORLD", "PMI") for what in ("RANK", "SIZE")),
@@ -49,7 +48,7 @@ class LaunchEnv:
     is a single process although a scheduler's variables are set, so ``reason`` should be printed.
     """
 
-    launcher: str  # "explicit" | "torchrun" | "openmpi" | "pmi" | "submitit" | "slurm" | "none"
+    launcher: str  # "torchrun" | "openmpi" | "pmi" | "submitit" | "slurm" | "none"
     rank: int
     local_rank: int
     world_size: int
@@ -63,48 +62,31 @@ class LaunchEnv:
 
     @property
     def is_launched(self) -> bool:
-        """Whether a launcher, or the caller's arguments, made this process a rank of a job (even of a single rank)."""
+        """Whether a launcher made this process a rank of a job (even of a single rank)."""
         return self.launcher != "none"
 
 
-def read_launch_env(
-    environ: Mapping[str, str],
-    *,
-    rank: Optional[int] = None,
-    world_size: Optional[int] = None,
-    local_rank: Optional[int] = None,
-    local_world_size: Optional[int] = None,
-    master_addr: Optional[str] = None,
-    master_port: Optional[int] = None,
-) -> LaunchEnv:
+def read_launch_env(environ: Mapping[str, str]) -> LaunchEnv:
     """Return this process's place in the job. Local: reads ``environ`` only, opens no socket, writes nothing.
 
-    The first that applies decides: the arguments (``rank`` and ``world_size`` together); DDPSHIM_LAUNCHER =
-    torchrun, slurm, mpi, submitit or none; torchrun's variables; Open MPI's; PMI's (MPICH, Intel MPI, MVAPICH);
-    those of submitit's local executor; a SLURM step of several tasks. Else it is a single process, also inside a
-    SLURM allocation: SLURM_JOB_ID and SLURM_NTASKS=4 without a step give rank 0 of 1, and ``reason`` says why.
+    The first that applies decides: DDPSHIM_LAUNCHER = torchrun, slurm, mpi, submitit or none; torchrun's variables;
+    Open MPI's; PMI's (MPICH, Intel MPI, MVAPICH); those of submitit's local executor; a SLURM step of several tasks.
+    Else it is a single process, also inside a SLURM allocation: SLURM_JOB_ID and SLURM_NTASKS=4 without a step give
+    rank 0 of 1, and ``reason`` says why.
 
     Raises LaunchError if variables are missing, are not numbers or contradict each other.
     """
-    arguments = (rank, world_size, local_rank, local_world_size, master_addr, master_port)
-    given = {name: str(value) for name, value in zip(ARGUMENTS, arguments) if value is not None}
-    if given:
-        from ddpshim.process import launch_variables
-
-        return launch_variables.read_explicit(environ, given)
     forced = f"{LAUNCHER}={environ[LAUNCHER]!r}" if environ.get(LAUNCHER) else ""
     seen = (launcher for launcher, names in _SIGNS.items() if any(name in environ for name in names))
     launcher = environ.get(LAUNCHER) or next(seen, "none")
-    if launcher == "torchrun":
+    if launcher in ("torchrun", "mpi", "submitit", "slurm"):
         from ddpshim.process.launch_variables import Variables, read_torchrun
 
         variables = Variables(environ)
-        return read_torchrun(variables, launcher, variables.shown(LAUNCHER, *TORCHRUN))
-    if launcher in ("mpi", "submitit", "slurm"):
+        if launcher == "torchrun":
+            return read_torchrun(variables)
         from ddpshim.process import schedulers
-        from ddpshim.process.launch_variables import Variables
 
-        variables = Variables(environ)
         if launcher == "mpi":
             return schedulers.read_mpi(variables, forced)
         if launcher == "submitit":

@@ -1,40 +1,37 @@
-"""Reads a rank's place in its job from the caller's arguments, or from torchrun's variables."""
+"""Reads a rank's place in its job from torchrun's variables."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NoReturn, Optional
 
 from ddpshim.errors import LaunchError
-from ddpshim.process.launch_env import ARGUMENTS, HANG, TORCHRUN, LaunchEnv, Names
+from ddpshim.process.launch_env import HANG, TORCHRUN, LaunchEnv, Names
+from ddpshim.variables import LAUNCHER
 
 
 @dataclass(frozen=True)
 class Variables:
-    """The variables found, and the names that messages use for the caller's arguments."""
+    """The variables found."""
 
     values: Mapping[str, str]
-    labels: Mapping[str, str] = field(default_factory=dict)
-
-    def label(self, name: str) -> str:
-        return self.labels.get(name, name)
 
     def shown(self, *names: str) -> str:
-        return ", ".join(f"{self.label(name)}={self.values[name]!r}" for name in names if name in self.values)
+        return ", ".join(f"{name}={self.values[name]!r}" for name in names if name in self.values)
 
     def text(self, name: str) -> Optional[str]:
         value = self.values.get(name)
         if value is not None and not value.strip():
-            raise LaunchError(f"{self.shown(name)} is empty: {HANG}. Set {self.label(name)} or unset it.")
+            raise LaunchError(f"{self.shown(name)} is empty: {HANG}. Set {name} or unset it.")
         return value
 
     def number(self, name: str) -> Optional[int]:
         value = self.values.get(name)
         if value is not None and not re.fullmatch(r"\s*[0-9]{1,18}\s*", value):
             raise LaunchError(
-                f"{self.shown(name)} is not a whole number of at least 0: {HANG}. Correct {self.label(name)}, or let "
+                f"{self.shown(name)} is not a whole number of at least 0: {HANG}. Correct {name}, or let "
                 "torchrun, mpirun or srun set it."
             )
         return None if value is None else int(value)
@@ -43,16 +40,16 @@ class Variables:
         port = self.number("MASTER_PORT")
         if port is not None and not 1 <= port <= 65535:
             raise LaunchError(
-                f"{self.shown('MASTER_PORT')} is not a port: ranks could not meet. Set {self.label('MASTER_PORT')} "
+                f"{self.shown('MASTER_PORT')} is not a port: ranks could not meet. Set MASTER_PORT "
                 "to a free port from 1 to 65535."
             )
         return self.text("MASTER_ADDR"), port
 
     def missing(self, names: Sequence[str], found: str) -> NoReturn:
-        wanted = " and ".join(self.label(name) for name in names)
+        wanted = " and ".join(names)
         raise LaunchError(
             f"{found} found, but {wanted} not set: this process would train alone, or {HANG}. Start the job with "
-            f"torchrun, or {'pass' if self.labels else 'export'} {wanted}; for one process unset what was found, or "
+            f"torchrun, or export {wanted}; for one process unset what was found, or "
             "export DDPSHIM_LAUNCHER=none (torchrun, slurm or mpi force that launcher)."
         )
 
@@ -69,35 +66,15 @@ class Variables:
 
     def check_below(self, rank: int, rank_name: str, size: int, size_name: str) -> None:
         if rank >= size:
-            names = self.label(rank_name), self.label(size_name)
             raise LaunchError(
-                f"{names[0]}={rank} is not below {names[1]}={size}: {HANG}. "
-                f"Correct {names[0]} or {names[1]}, or let torchrun, mpirun or srun set both."
+                f"{rank_name}={rank} is not below {size_name}={size}: {HANG}. "
+                f"Correct {rank_name} or {size_name}, or let torchrun, mpirun or srun set both."
             )
 
 
-def read_explicit(environ: Mapping[str, str], given: Mapping[str, str]) -> LaunchEnv:
-    labels = {name: name.lower() for name in ARGUMENTS}
-    found = f"arguments {Variables(given, labels).shown(*given)}"
-    overridden = [name for name in given if environ.get(name, given[name]) != given[name]]
-    if overridden:
-        found += f" (not {Variables(environ).shown(*overridden)})"
-    # A world of one needs no address, and must not use that of the job in which it runs.
-    inherited = [] if given.get("WORLD_SIZE") == "1" else ["MASTER_ADDR", "MASTER_PORT"]
-    # LOCAL_RANK and the like belong to the rank that they were set for: use them only if the arguments repeat
-    # RANK and WORLD_SIZE. With another rank they would select another process's GPU.
-    if all(environ.get(name) == given.get(name, "") for name in ("RANK", "WORLD_SIZE")):
-        inherited += ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
-    # torchrun's agent serves the store at its own address only; at any other, rank 0 must serve it.
-    master = {name: given[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in given}
-    if master == {name: environ.get(name) for name in master}:
-        inherited += ["TORCHELASTIC_USE_AGENT_STORE"]
-    values = {name: environ[name] for name in inherited if name in environ}
-    labels = {name: name.lower() for name in ARGUMENTS if name in given or name not in values}
-    return read_torchrun(Variables({**values, **given}, labels), "explicit", found)
-
-
-def read_torchrun(variables: Variables, launcher: str, found: str) -> LaunchEnv:
+def read_torchrun(variables: Variables) -> LaunchEnv:
+    """Return the place of a rank of torchrun, or of one that was started by hand with torchrun's variables. Local."""
+    found = variables.shown(LAUNCHER, *TORCHRUN)
     rank, world_size = variables.rank_and_world_size(TORCHRUN, found)
     master = variables.master()
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in variables.values]
@@ -108,7 +85,7 @@ def read_torchrun(variables: Variables, launcher: str, found: str) -> LaunchEnv:
     if stated is not None:
         (node_rank,) = variables.need([stated], found)
     agent_store = not missing and variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return LaunchEnv(launcher, rank, local_rank, world_size, size, node_rank, *master, agent_store, found)
+    return LaunchEnv("torchrun", rank, local_rank, world_size, size, node_rank, *master, agent_store, found)
 
 
 def read_local(variables: Variables, names: Names, rank: int, world_size: int, found: str) -> tuple[int, int, int]:

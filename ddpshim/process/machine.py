@@ -69,29 +69,6 @@ def resident_bytes() -> tuple[Optional[int], Optional[int]]:
     return int(now[1]) * resource.getpagesize() if len(now) > 1 else None, most
 
 
-def cpu_seconds(process: int, root: Path = _ROOT) -> Optional[float]:
-    """Return the CPU seconds that a process and its descendants have used; None if the system does not say."""
-    used, children = dict[int, int](), dict[int, list[int]]()
-    for file in (root / "proc").glob("[0-9]*/stat"):
-        fields = (_read(file) or "").rpartition(")")[2].split()
-        if len(fields) > 14:
-            pid = int(file.parent.name)
-            used[pid] = int(fields[11]) + int(fields[12])
-            children.setdefault(int(fields[1]), []).append(pid)
-    if process not in used:
-        return None
-    family = [process]
-    for pid in family:
-        family += children.get(pid, [])
-    return sum(used[pid] for pid in family) / os.sysconf("SC_CLK_TCK")
-
-
-def state_of(process: int, root: Path = _ROOT) -> Optional[str]:
-    """Return the system's letter for a process's state: R runs, S sleeps, T is stopped; None without such a process."""
-    fields = (_read(root / f"proc/{process}/stat") or "").rpartition(")")[2].split()
-    return fields[0] if fields and fields[0] not in "ZX" else None
-
-
 def memory(root: Path = _ROOT) -> Memory:
     """Return the machine's memory, and how much of it this process can use."""
     stated = re.findall(r"^(MemTotal|MemAvailable):\s*(\d+) kB", _read(root / "proc/meminfo") or "", re.MULTILINE)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 import sys
+import traceback
+from traceback import FrameSummary
 from types import FrameType
 from typing import Any, NamedTuple, Optional
 
@@ -18,30 +19,26 @@ _AROUND = (
 )
 _MOST_FRAMES = 10
 
-# Work that a rank does alone: (file, function, name, is_declared), found in its stack. It never ends a job. Declared
-# work is not even reported for ten minutes: the program declared it, or a trainer that we know lets one rank do it.
+# Work that one rank may do alone for any time: (file, function, name), found in its stack. A wait for it is not
+# reported for ten minutes.
 _SECTIONS = (
-    ("ddpshim/job/world.py", "run_on_main", "World.run_on_main", True),
-    ("ddpshim/checkpoint/", "", "a save", True),
-    ("ddpshim/evaluation/", "", "a rollout", True),
-    ("ddpshim/robomimic/rollout.py", "", "a rollout", True),
-    ("robomimic/utils/train_utils.py", "rollout_with_stats", "a rollout", True),
-    ("robomimic/utils/train_utils.py", "save_model", "a save", True),
-    ("ddpshim/data/node_memory.py", "", "reading a dataset", True),
-    ("ddpshim/robomimic/node_cache.py", "", "reading a dataset", True),
-    ("ddpshim/robomimic/datasets.py", "", "reading a dataset", True),
-    ("robomimic/utils/dataset.py", "load_dataset_in_memory", "reading a dataset", True),
-    ("torch/serialization.py", "", "torch.save or torch.load", False),
-    ("torch/utils/data/dataloader.py", "", "a data loader", False),
-    ("torch/_dynamo/", "", "torch.compile", False),
-    ("torch/_inductor/", "", "torch.compile", False),
-    ("python/subprocess.py", "", "another program", False),
-    ("python/socket.py", "", "the network", False),
-    ("python/ssl.py", "", "the network", False),
-    ("python/bdb.py", "", "a debugger", True),
+    ("ddpshim/job/world.py", "run_on_main", "World.run_on_main"),
+    ("ddpshim/checkpoint/", "", "a save"),
+    ("ddpshim/evaluation/", "", "a rollout"),
+    ("ddpshim/robomimic/rollout.py", "", "a rollout"),
+    ("robomimic/utils/train_utils.py", "rollout_with_stats", "a rollout"),
+    ("robomimic/utils/train_utils.py", "save_model", "a save"),
+    ("ddpshim/data/node_memory.py", "", "reading a dataset"),
+    ("ddpshim/robomimic/node_cache.py", "", "reading a dataset"),
+    ("ddpshim/robomimic/datasets.py", "", "reading a dataset"),
+    ("robomimic/utils/dataset.py", "load_dataset_in_memory", "reading a dataset"),
+    ("python/bdb.py", "", "a debugger"),
 )
-# Functions of ddpshim that wait for other ranks without a collective of torch.
+# Functions of ddpshim that wait for other ranks outside of torch.distributed's own functions.
 _WAITS = {
+    ("ddpshim/process/messages.py", "pairs"): "a message to all ranks",
+    ("ddpshim/job/exchange.py", "table"): "a gather of tensors",
+    ("ddpshim/rows/blocks.py", "gather_alike"): "a gather of rows",
     ("ddpshim/job/world.py", "gather_with_deadline"): "World.gather_with_deadline",
     ("ddpshim/job/world.py", "answers_of_main"): "the order of a loader",
     ("ddpshim/job/collectives.py", "result"): "a check between two steps",
@@ -83,28 +80,18 @@ class Progress:
         return False
 
 
-class Frame(NamedTuple):
-    """One frame of a stack."""
-
-    file: str
-    line: int
-    function: str
-
-
 class Place(NamedTuple):
     """A thread's current activity.
 
     Attributes:
         waits_in: the collective in which it waits for other ranks; None if it works itself.
-        section: the work that it does, if known.
-        is_declared: whether that work may take arbitrarily long.
+        section: the work that it does, if that may take arbitrarily long.
         site: the innermost line of the user's program.
         lines: its stack, as in a traceback.
     """
 
     waits_in: Optional[str]
     section: Optional[str]
-    is_declared: bool
     site: str
     lines: list[str]
 
@@ -118,24 +105,24 @@ def frames_of(thread: int) -> list[FrameType]:
     return frames[::-1]
 
 
-def place_of(stack: list[Frame], progress: Progress, waits_on_gpu: bool = False) -> Place:
+def place_of(stack: list[FrameSummary], progress: Progress, waits_on_gpu: bool = False) -> Place:
     """Return the activity of a thread with this stack, outermost frame first. Local."""
-    stack = [frame for frame in stack if not short(frame.file).startswith(_AROUND)]
-    files = [(short(frame.file), frame.function) for frame in stack]
-    own = [frame for frame in stack if not is_torchs_or_ours(frame.file)]
-    innermost = ([frame for frame in own if is_users(frame.file)] or own or stack or [Frame("", 0, "")])[-1]
+    stack = [frame for frame in stack if not short(frame.filename).startswith(_AROUND)]
+    files = [(short(frame.filename), frame.name) for frame in stack]
+    own = [frame for frame in stack if not is_torchs_or_ours(frame.filename)]
+    innermost = ([frame for frame in own if is_users(frame.filename)] or own or stack or [FrameSummary("", 0, "")])[-1]
     if waits_on_gpu:
         waits_in: Optional[str] = f"backward pass {progress.num_passes}"
     elif progress.is_reducing and any(file.startswith("torch/autograd/") for file, _ in files):
         waits_in = f"backward pass {progress.num_passes + 1}"
     else:
         waits_in = _collective(files, progress)
-    found = [] if waits_in else [s for s in _SECTIONS for at in files if s[0] in at[0] and s[1] in ("", at[1])]
-    section = found[0][2] if found else None
-    site = shown(innermost.file, innermost.line) if stack else "at the end of its program"
+    found = (s[2] for s in _SECTIONS for at in files if s[0] in at[0] and s[1] in ("", at[1]))
+    section = None if waits_in else next(found, None)
+    site = shown(innermost.filename, innermost.lineno) if stack else "at the end of its program"
     if waits_in is not None and own:
         stack = stack[: stack.index(own[-1]) + 1]  # without torch's frames
-    return Place(waits_in, section, any(s[3] for s in found), site, _lines(stack[-_MOST_FRAMES:]))
+    return Place(waits_in, section, site, "".join(traceback.format_list(stack[-_MOST_FRAMES:])).splitlines())
 
 
 def _collective(files: list[tuple[str, str]], progress: Progress) -> Optional[str]:
@@ -151,12 +138,3 @@ def _collective(files: list[tuple[str, str]], progress: Progress) -> Optional[st
         elif not file.startswith(("torch/", "ddpshim/", "python/")):
             break
     return waits_in
-
-
-def _lines(stack: list[Frame]) -> list[str]:
-    lines = []
-    for file, line, function in stack:
-        lines.append(f'  File "{file}", line {line}, in {function}')
-        code = linecache.getline(file, line).strip()
-        lines += [f"    {code}"] if code else []
-    return lines

@@ -15,8 +15,6 @@ from ddpshim.options import SECTION
 from ddpshim.reading import read_bytes
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ddpshim.data.loader_builder import Fetcher
 
 _ITS_NEWEST_PYTHON = (3, 11)
@@ -83,10 +81,3 @@ def state_of_files() -> str:
     if found.state == "not applied":
         return f"files as released ({found.patch_set.name}); a launched training is patched in memory"
     return f"{found.state} ({found.patch_set.name}{', the nearest' if found.state == 'unknown' else ''})"
-
-
-def logged(folder: Path) -> list[dict[str, Any]]:
-    """From logs/log.txt."""
-    from ddpshim.robomimic.logged import logged
-
-    return logged(folder)

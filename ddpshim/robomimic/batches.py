@@ -2,27 +2,24 @@
 
 Values, types and the order of keys equal those of the dataset's `__getitem__` and torch's default collate, bit for
 bit: the dataset's code must be known here, and a few samples are compared before batches are fetched this way.
-Otherwise they are fetched sample by sample, as without ddpshim. A data worker sends its batch to its rank in one piece,
-through shared memory that is reused.
+Otherwise they are fetched sample by sample, as without ddpshim. A data worker sends its batch to its rank in one piece.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import sys
-import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 from torch.utils.data import default_collate, get_worker_info
 
-from ddpshim.robomimic import known
-from ddpshim.robomimic.windows import Arrays, Plan, Several, Unproven, Windows, filled
+from ddpshim.robomimic import known, node_cache
+from ddpshim.robomimic.windows import Plan, Several, Unproven, Windows
 
-_MAX_BYTES = 1 << 23  # beyond this size, sending a batch takes no longer than copying it
+_MAX_BYTES = 1 << 20  # beyond this size, a file and a connection take no longer than copying a batch through a pipe
 _ALIGNMENT = 64
 
 
@@ -42,37 +39,32 @@ def is_known(dataset: Any) -> bool:
 
 
 def plan(dataset: Any) -> Plan:
-    """Return how to fetch batches of `dataset`; reads the layout of its file, but no data. Local.
+    """Return how to fetch batches of `dataset`, whose cached data become flat arrays. Local.
 
-    Raises Unproven if these batches are not known to equal the dataset's own samples.
+    Raises Unproven or Unlike if these batches are not known to equal the dataset's own samples.
     """
     releases = _releases(dataset)
-    if not hasattr(dataset, "datasets"):
-        return Windows(dataset, releases[0].normalizes_obs)
-    parts = enumerate(zip(dataset.datasets, releases))
-    return Several(dataset, [Windows(part, release.normalizes_obs, f"{n}:") for n, (part, release) in parts])
+    parts = getattr(dataset, "datasets", [dataset])
+    for part in parts:
+        node_cache.flatten(part)
+    windows = [Windows(part, release.normalizes_obs) for part, release in zip(parts, releases)]
+    return Several(dataset, windows) if hasattr(dataset, "datasets") else windows[0]
 
 
-def attach(dataset: Any, planned: Optional[Plan] = None, arrays: Optional[Arrays] = None) -> Optional[str]:
-    """Make torch's loaders fetch whole batches of `dataset` (:class:`Collate`). Local. Return the reason if they can't.
+def attach(dataset: Any) -> Optional[str]:
+    """Make torch's loaders fetch whole batches of `dataset` (`collate`). Local. Return the reason if they can't.
 
-    The dataset's own caches become views of `arrays`, and its copies of the data are released.
-
-    Args:
-        planned: the result of :func:`plan`.
-        arrays: arrays that `planned.fill` has already filled, for example in shared memory.
+    Data that the dataset caches are flat arrays from then on.
     """
     if isinstance(vars(dataset).get("__getitems__"), _Fetch):
         return None
     try:
-        planned = plan(dataset) if planned is None else planned
-        planned.read_from(filled(planned) if arrays is None else arrays)
+        planned = plan(dataset)
         planned.compare()
-    except Unproven as reason:
+    except (Unproven, node_cache.Unlike) as reason:
         return str(reason)
     except Exception as error:  # an unfamiliar file, which the dataset itself may be able to read
         return f"{type(error).__name__}: {error}"
-    planned.take_over()
     dataset.__getitems__ = _Fetch(planned)
     return None
 
@@ -86,35 +78,17 @@ class Fetcher(NamedTuple):
         """Make torch's loaders fetch whole batches of the dataset. Local. Return the reason if they can't."""
         return attach(self.dataset)
 
-    def collate(self) -> Collate:
+    def collate(self) -> Callable[[Any], Any]:
         """Return the collate function for the loader."""
-        return Collate()
+        return collate
 
 
-class Collate:
-    """Collates as torch does by default; for an attached dataset, without making single samples first. Local."""
-
-    def __init__(self) -> None:
-        self._mailbox: Optional[Mailbox] = None
-        self._num_batches = 0
-
-    def expect(self, dataset: Any, batch_size: int, num_workers: int, prefetch_factor: Optional[int]) -> None:
-        """Allocate shared memory for the batches of persistent workers, which run only one pass at a time. Local."""
-        fetch = vars(dataset).get("__getitems__")
-        if isinstance(fetch, _Fetch):
-            num_bytes = _num_bytes(fetch([0] * batch_size).collated())
-            if num_bytes <= _MAX_BYTES:
-                ahead = 2 if prefetch_factor is None else prefetch_factor
-                self._mailbox = Mailbox(num_workers, ahead, num_bytes)
-
-    def __call__(self, samples: Any) -> Any:
-        if not isinstance(samples, _Samples):
-            return default_collate(samples)
-        batch, worker = samples.collated(), get_worker_info()
-        if worker is None:
-            return batch
-        self._num_batches += 1
-        return Packed(batch, self._mailbox, worker.id, self._num_batches)
+def collate(samples: Any) -> Any:
+    """Collate as torch does by default; for an attached dataset, without making single samples first. Local."""
+    if not isinstance(samples, _Samples):
+        return default_collate(samples)
+    batch = samples.collated()
+    return batch if get_worker_info() is None else Packed(batch)
 
 
 class _Fetch(NamedTuple):
@@ -176,73 +150,33 @@ def _digest(dataset: Any, names: Sequence[str]) -> str:
     return known.digest(*functions)
 
 
-class Mailbox:
-    """Shared memory for the batches of workers. Each worker writes to its own places in turn.
-
-    A worker has as many places as torch lets it work ahead. torch takes batches in order, and gives a worker new work
-    only after taking the batch that is so far back; so a place is overwritten only after its batch was taken.
-    """
-
-    def __init__(self, num_workers: int, num_places: int, most_bytes: int) -> None:
-        self.places = torch.empty(
-            (num_workers, num_places, most_bytes), dtype=torch.uint8, device="cpu"
-        ).share_memory_()
-        self.name = next(_names)
-        _mailboxes[self.name] = self
-
-
-_mailboxes: weakref.WeakValueDictionary[int, Mailbox] = weakref.WeakValueDictionary()
-_names = itertools.count()
-
-
 class Packed(dict[str, Any]):
     """A batch that a worker sends in one piece.
 
     torch needs a file and a connection for each tensor, which takes longer than copying a batch of low-dim data.
     """
 
-    def __init__(self, batch: dict[str, Any], mailbox: Optional[Mailbox], worker: int, number: int) -> None:
-        super().__init__(batch)
-        self._mailbox, self._worker, self._number = mailbox, worker, number
-
     def __reduce__(self) -> Any:
-        layout, size = [], 0
+        layout, end = [], 0
         leaves = list(_leaves(self, ()))
         for path, tensor in leaves:
-            layout.append((path, size, tensor.dtype, tuple(tensor.shape)))
-            size += _aligned(tensor)
-        if self._mailbox is None or size > self._mailbox.places.shape[-1]:
-            sent: Any = torch.empty(size, dtype=torch.uint8, device="cpu")
-            buffer = sent
-        else:
-            place = self._worker, self._number % self._mailbox.places.shape[1]
-            buffer, sent = self._mailbox.places[place], (self._mailbox.name, *place, size)
+            layout.append((path, end, tensor.dtype, tuple(tensor.shape)))
+            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        buffer = torch.empty(end, dtype=torch.uint8, device="cpu")
         for (_, tensor), (_, start, _, _) in zip(leaves, layout):
             buffer[start : start + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
-        return _unpacked, (sent, layout)
+        return _unpacked, (buffer if end > _MAX_BYTES else bytearray(buffer.numpy()), layout)
 
 
 def _unpacked(sent: Any, layout: list[tuple[tuple[str, ...], int, torch.dtype, tuple[int, ...]]]) -> dict[str, Any]:
-    """Return the batch, from the bytes that were sent or from its place in a mailbox."""
-    if not isinstance(sent, torch.Tensor):
-        name, worker, place, size = sent
-        sent = _mailboxes[name].places[worker, place, :size].clone()
+    buffer = sent if isinstance(sent, torch.Tensor) else torch.frombuffer(sent, dtype=torch.uint8)
     batch: dict[str, Any] = {}
     for (*groups, name), start, dtype, shape in layout:
         into = batch
         for group in groups:
             into = into.setdefault(group, {})
-        into[name] = sent[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        into[name] = buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
     return batch
-
-
-def _aligned(tensor: torch.Tensor) -> int:
-    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _num_bytes(batch: Any) -> int:
-    """Return the number of bytes of `batch` in a mailbox."""
-    return sum(_aligned(tensor) for _, tensor in _leaves(batch, ()))
 
 
 def _leaves(tree: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:

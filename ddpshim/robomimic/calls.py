@@ -27,6 +27,7 @@ from ddpshim.failures import preemption
 from ddpshim.failures.failure import abort
 from ddpshim.job.group import cleanup, setup
 from ddpshim.job.noise import split_random_streams
+from ddpshim.job.stand_in import StandIn
 from ddpshim.job.world import world, world_of_shares
 from ddpshim.model import guard
 from ddpshim.model.broadcasting import broadcast_state
@@ -38,14 +39,13 @@ from ddpshim.process import events, machine
 from ddpshim.process.job import current
 from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.observed import outside_steps
-from ddpshim.process.rank_log import has_log
 from ddpshim.process.replaced import replaced
-from ddpshim.robomimic import experiment_folder, reads, rollout
+from ddpshim.robomimic import reads, rollout
 from ddpshim.robomimic.algo import AlgoState, algos, flat, trained_together
-from ddpshim.robomimic.datasets import advise_on_cache
 from ddpshim.robomimic.experiment_folder import get_exp_dir as get_exp_dir
-from ddpshim.robomimic.options import RobomimicOptions, options_of
+from ddpshim.robomimic.options import RobomimicOptions
 from ddpshim.trainers.session import Session, session
+from ddpshim.variables import RANK_LOGS
 
 T = TypeVar("T")
 _COMPUTED_ON_CPU = ("rewards", "dones")  # upstream discounts rewards before it moves a batch to the GPU
@@ -68,7 +68,7 @@ def quiet() -> None:
     Under `python -m ddpshim run` they go to the rank's own log instead. Errors still reach standard error. From here
     on a config file may have a `ddpshim` section. Raises LaunchError if the launcher's variables are impossible.
     """
-    if read_launch_env(os.environ).rank > 0 and not has_log():
+    if read_launch_env(os.environ).rank > 0 and RANK_LOGS not in os.environ:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
         warnings.simplefilter("ignore")
     _keep_the_section()
@@ -112,12 +112,7 @@ def start(config: Any, device: torch.device) -> torch.device:
         )
     here = world_of_shares()
     session().begin(config, "robomimic", config.train.seed, first_epoch=1)
-    if not here.is_launched:
-        return device
-    if here.is_main:
-        # Before ranks load their data, which may exhaust the memory.
-        advise_on_cache(config, here.local_world_size)
-    return here.device
+    return here.device if here.is_launched else device
 
 
 def finish() -> None:
@@ -151,7 +146,7 @@ def main_decides(choice: bool) -> bool:
 def main_only(make: Callable[..., Any]) -> Callable[..., Any]:
     """Return `make` on the main rank; on others an object that accepts the same calls and does nothing. Local."""
     if not world_of_shares().is_main:
-        return Nothing()
+        return StandIn()
 
     def remembering(*args: Any, **kwargs: Any) -> Any:
         made = make(*args, **kwargs)
@@ -312,14 +307,12 @@ def save_model(*, ckpt_path: str, **options: Any) -> None:
         noted = contextlib.nullcontext() if in_background else checkpoint.noted(ckpt_path)
         with noted, checkpoint.written(ckpt_path, in_background=in_background) as partial:
             TrainUtils.save_model(ckpt_path=partial, **options)
-    if here.is_main and (num_kept := options_of(here).keep_models) is not None:
-        experiment_folder.keep_newest(ckpt_path, num_kept, options.get("config"))
 
 
 def copyfile(source: str, path: str) -> None:
     """Copy a file on the main rank only; launched, `path` is never incomplete, and appears only after `source`."""
     if world_of_shares().is_launched:
-        checkpoint.copy_in_background(source, path)
+        checkpoint.copy(source, path)
     else:
         shutil.copyfile(source, path)
 
@@ -351,21 +344,3 @@ def _restore_counters(model: Any, epoch: int, num_steps: int) -> None:
             algo.actor_update_counter = num_epochs * num_steps
         if getattr(algo, "_num_batch_steps", None) == 0:  # cql's; it begins with behavioural cloning
             algo._num_batch_steps = (epoch - 1) * num_steps
-
-
-class Nothing:
-    """Accepts every call and attribute, and does nothing: a logger or a file on a rank that must not write."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Nothing:
-        return self
-
-    def __getattr__(self, name: str) -> Nothing:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __enter__(self) -> Nothing:
-        return self
-
-    def __exit__(self, *args: Any) -> None:
-        return None

@@ -7,69 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from typing import Any, Callable
 
-from torch.utils.data import (
-    DataLoader,
-    default_collate,
-)
+from torch.utils.data import DataLoader, default_collate
 
 from ddpshim.data import advice, node_memory
 from ddpshim.data.loader import make_loader
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
 from ddpshim.job.world import world_of_shares
-from ddpshim.process import machine
 from ddpshim.process.replaced import replaced
 from ddpshim.robomimic import batches, node_cache
 from ddpshim.robomimic.options import options_of
-
-
-def advise_on_cache(config: Any, num_ranks: int) -> None:
-    """Warn if the dataset's copies in `num_ranks` processes would not fit into this node's memory. Local.
-
-    Does nothing if ranks share one copy, whose size is checked when it is made.
-    """
-    if not _is_shared(config):
-        _advise_on_copies(config, num_ranks)
-
-
-def _advise_on_copies(config: Any, num_ranks: int) -> None:
-    if config.train.hdf5_cache_mode != "all":
-        return
-    data = config.train.data  # a path, from 0.5.0 on a list of mappings
-    paths = [os.path.expanduser(d["path"]) for d in data] if isinstance(data, (list, tuple)) else [str(data)]
-    files = [_loaded(path, config) for path in paths]
-    num_bytes, has_images = sum(size for size, _ in files), any(images for _, images in files)
-    num_workers, available = int(config.train.num_data_workers), machine.memory().available_bytes
-    is_off = options_of(world_of_shares()).node_memory == "off"
-    advice.give(advice.on_cache(num_bytes, has_images, num_ranks, num_workers, available, is_off))
-
-
-def _loaded(path: str, config: Any) -> tuple[float, bool]:
-    """Return (bytes on disk, whether some are images) of what robomimic loads, estimated from the first demo."""
-    import h5py
-
-    loaded = {"": set(config.train.dataset_keys), "obs": set(config.all_obs_keys)}
-    if config.train.get("hdf5_load_next_obs", True):
-        loaded["next_obs"] = loaded["obs"]
-    sizes, dims = {True: 0, False: 0}, [0]
-
-    def look(name: str, item: Any) -> None:
-        if isinstance(item, h5py.Dataset):
-            group, _, key = name.rpartition("/")
-            is_loaded = key in loaded.get(group, ())
-            sizes[is_loaded] += item.id.get_storage_size()
-            dims.append(item.ndim if is_loaded else 0)
-
-    if not h5py.is_hdf5(path):  # upstream itself reports a wrong path
-        return 0.0, False
-    with h5py.File(path, "r") as file:
-        for demo in list(file.get("data", {}).values())[:1]:
-            demo.visititems(look)
-    share = sizes[True] / max(1, sum(sizes.values()))
-    return share * os.path.getsize(path), max(dims) >= 4  # (T, height, width, channels)
 
 
 def load_data_for_training(config: Any, obs_keys: Any, **options: Any) -> tuple[Any, Any]:
@@ -110,12 +59,11 @@ def _load_once_a_node(load: Callable[..., Any], obs_keys: Any, kind: Any, config
     problem = node_cache.share(waiting, here, directory=None if place == "auto" else place)
     if problem is None:
         for dataset in filter(None, datasets):  # before the loader, which would allocate its own arrays
-            batches.attach(dataset, arrays=node_cache.Flat(dataset))
+            batches.attach(dataset)
         node_cache.trim(waiting)
         return datasets  # type: ignore[no-any-return]
     if here.is_main:
         advice.give(f"{problem}: each rank loads its own copy, as upstream does")
-        _advise_on_copies(config, here.local_world_size)
     return load(obs_keys=keys)  # type: ignore[no-any-return]
 
 

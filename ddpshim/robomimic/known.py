@@ -36,8 +36,6 @@ SAMPLE_METHODS = (
     "get_dataset_for_ep",
     "load_dataset_in_memory",
 )
-# The digest of SequenceDataset.load_dataset_in_memory in all of them: it stores observations as they are in the file.
-LOAD_DIGEST = "b7c6d06066c3440f"
 BACKPROP_DIGEST = "33cd2d929a81b581"  # of TorchUtils.backprop_for_loss in 0.3.0, 0.4.0, 0.5.0, and master at d309eae
 META_METHODS = ("__len__", "__getitem__")
 META_DIGEST = "0dc43ea475119bc0"  # of META_METHODS in all releases that have a MetaDataset, except DROID

@@ -1,6 +1,7 @@
-"""Keeps one copy per node of the data that robomimic's datasets cache in memory (`hdf5_cache_mode`).
+"""Keeps the data that robomimic's datasets cache (`hdf5_cache_mode`) in flat arrays, one copy per node.
 
-Upstream's dataset code is unchanged: it reads from a mapping with the interface of its own cache.
+In each array all demonstrations lie one after the other. Upstream's dataset code is unchanged: it reads from a mapping
+with the interface of its own cache.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import functools
 import io
 import itertools
 import math
-import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Callable, Optional
@@ -21,18 +21,19 @@ from ddpshim.data.node_memory import SharedArrays, shared_arrays
 from ddpshim.errors import DataError
 from ddpshim.job.world import World
 from ddpshim.process.replaced import replaced
-from ddpshim.robomimic import known
+
+Load = Callable[[str], dict[str, Any]]  # from a demonstration's name to its arrays, by path
 
 
-class _Unlike(DataError):
+class Unlike(DataError):
     """A demonstration's arrays differ from the first one's in name, type or shape, so they cannot share one array."""
 
 
 class Waiting:
-    """Datasets that were made without their cache, each with its loader and its layout."""
+    """Datasets that were made without their cache, each with a function that loads a demonstration, and its layout."""
 
     def __init__(self) -> None:
-        self.datasets: list[tuple[Any, _Loader, _Shape]] = []
+        self.datasets: list[tuple[Any, Load, _Shape]] = []
         self.problem: Optional[str] = None  # why they cannot share
 
 
@@ -47,10 +48,10 @@ def without_cache(kind: Any) -> Iterator[Waiting]:
     def load_later(dataset: Any, **options: Any) -> Any:
         if dataset.hdf5_cache_mode is None:  # a fork of robomimic loads the data as a trial, and discards it
             return load(dataset, **options)
-        loader = _Loader(load, dataset, options)
+        one = functools.partial(_loaded, load, dataset, options)
         try:
-            waiting.datasets.append((dataset, loader, _Shape(dataset, loader)))
-        except _Unlike as unlike:
+            waiting.datasets.append((dataset, one, _Shape(dataset, one)))
+        except Unlike as unlike:
             waiting.problem = str(unlike)
         # With "all", upstream would now make a list of all windows.
         modes[id(dataset)], dataset.hdf5_cache_mode = dataset.hdf5_cache_mode, "low_dim"
@@ -68,39 +69,11 @@ def without_cache(kind: Any) -> Iterator[Waiting]:
         yield waiting
 
 
-class _Loader:
-    """Loads demonstrations as the dataset would have loaded them."""
-
-    def __init__(self, load: Callable[..., Any], dataset: Any, options: dict[str, Any]) -> None:
-        self._load, self._dataset, self._options = load, dataset, options
-        self._is_known = hasattr(load, "__code__") and known.digest(load) == known.LOAD_DIGEST
-
-    def loaded(self, name: str, **options: Any) -> dict[tuple[str, ...], Any]:
-        """Return the arrays that upstream would cache of one demonstration, by path, as its own function loads them."""
-        asked = {**self._options, "demo_list": [name], "hdf5_file": self._dataset.hdf5_file, **options}
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints for each call
-            return _leaves(self._load(self._dataset, **asked)[name])
-
-    def found(self, name: str) -> dict[tuple[str, ...], Any]:
-        """Return the same; if upstream's code is known, observations are datasets of the file that are not read yet."""
-        if not self._is_known:
-            return self.loaded(name)
-        demo, keys = self._dataset.hdf5_file[f"data/{name}"], self._options["obs_keys"]
-        groups = ("obs", "next_obs") if self._options["load_next_obs"] else ("obs",)
-        return {
-            **self.loaded(name, obs_keys=()),
-            **{(group, key): demo[f"{group}/{key}"] for group in groups for key in keys},
-        }
-
-
-def _put(arrays: SharedArrays, name: str, start: int, data: Any, file: int) -> None:
-    """Write `data`, an array or a dataset of the open `file`, into the array `name` from byte `start` on."""
-    plain = data.dtype.kind in "iuf" and hasattr(data, "id") and not data.external and not data.is_virtual
-    offset = data.id.get_offset() if plain and data.chunks is None and not data.file.userblock_size else None
-    if offset is not None:
-        arrays.copy(name, start, file, offset, data.size * data.dtype.itemsize)
-    elif data.size:
-        arrays.write(name, start, data[()].reshape(-1))
+def _loaded(load: Callable[..., Any], dataset: Any, options: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the arrays that upstream would cache of one demonstration, by path, as its own function loads them."""
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints for each call
+        found = load(dataset, **{**options, "demo_list": [name], "hdf5_file": dataset.hdf5_file})
+    return _leaves(found[name])
 
 
 def share(waiting: Waiting, here: World, *, directory: Optional[str] = None) -> Optional[str]:
@@ -118,19 +91,13 @@ def share(waiting: Waiting, here: World, *, directory: Optional[str] = None) -> 
 
     def fill(arrays: SharedArrays, part: int, num_parts: int) -> None:
         nonlocal problem
-        for n, (dataset, loader, shape) in enumerate(waiting.datasets):
-            file = os.open(dataset.hdf5_path, os.O_RDONLY)
+        for n, (dataset, one, shape) in enumerate(waiting.datasets):
             try:
-                for index in range(part, len(shape.names), num_parts):
-                    found = loader.found(shape.names[index])
-                    shape.check(index, found)
-                    for path, data in found.items():
-                        _put(arrays, f"{n}/{'/'.join(path)}", shape.starts[index] * _row_bytes(data), data, file)
-            except _Unlike as unlike:
+                shape.fill({name: arrays[f"{n}/{name}"] for name in shape.specs}, one, part, num_parts)
+            except Unlike as unlike:
                 problem = str(unlike)
                 return
             finally:
-                os.close(file)
                 dataset.close_and_delete_hdf5_handle()
 
     arrays = shared_arrays(specs, fill, directory=directory, world=here)
@@ -138,54 +105,94 @@ def share(waiting: Waiting, here: World, *, directory: Optional[str] = None) -> 
     if problem is not None:
         return problem
     for n, (dataset, _, shape) in enumerate(waiting.datasets):
-        dataset.hdf5_cache = Demos(arrays, n, shape)
-        if dataset.hdf5_cache_mode == "all":
-            dataset.getitem_cache = _Items(dataset)
+        _give(dataset, Demos(arrays, f"{n}/", shape))
     return None
+
+
+def flatten(dataset: Any) -> None:
+    """Give a dataset that caches its data flat arrays in this process instead, if it has none. Local.
+
+    Raises Unlike if its demonstrations differ.
+    """
+    if dataset.hdf5_cache_mode is None or isinstance(dataset.hdf5_cache, Demos):
+        return
+    options = {"obs_keys": dataset.obs_keys_in_memory}
+    options.update({name: getattr(dataset, name) for name in ("dataset_keys", "load_next_obs")})
+    with left_as_found(dataset):
+        one = functools.partial(_loaded, type(dataset).load_dataset_in_memory, dataset, options)
+        shape = _Shape(dataset, one)
+        arrays = {name: torch.empty(*size, dtype=dtype, device="cpu") for name, (size, dtype) in shape.specs.items()}
+        shape.fill(arrays, one)
+    _give(dataset, Demos(arrays, "", shape))
+
+
+@contextlib.contextmanager
+def left_as_found(dataset: Any) -> Iterator[None]:
+    """Close the file that `dataset` opens in this block: workers must not inherit it. Local."""
+    was_open = dataset._hdf5_file is not None
+    try:
+        yield
+    finally:
+        if not was_open:
+            dataset.close_and_delete_hdf5_handle()
+
+
+def _give(dataset: Any, cache: Demos) -> None:
+    dataset.hdf5_cache = cache
+    if dataset.hdf5_cache_mode == "all":
+        dataset.getitem_cache = _Items(dataset)
 
 
 class _Shape:
     """The layout of a dataset: its demonstrations, and the arrays that each of them has. Local: reads the first one."""
 
-    def __init__(self, dataset: Any, loader: _Loader) -> None:
+    def __init__(self, dataset: Any, one: Load) -> None:
         self.path = dataset.hdf5_path
         self.names: list[str] = list(dataset.demos)
         lengths = (int(dataset._demo_id_to_demo_length[name]) for name in self.names)
         self.starts = [0, *itertools.accumulate(lengths)]
-        first = loader.loaded(self.names[0])
+        first = one(self.names[0])
         self.kinds = {path: (array.dtype.str, tuple(array.shape[1:])) for path, array in first.items()}
         for path, array in first.items():
             if array.dtype.hasobject:
-                raise _Unlike(f"{self.path} holds objects in {'/'.join(path)}, which no array of bytes can")
+                raise Unlike(f"{self.path} holds objects in {path}, which no array of bytes can")
         # As bytes, since older torch versions lack some of numpy's types.
         self.specs: dict[str, tuple[Sequence[int], torch.dtype]] = {
-            "/".join(path): ((self.starts[-1] * _row_bytes(array),), torch.uint8) for path, array in first.items()
+            path: ((self.starts[-1] * _row_bytes(array),), torch.uint8) for path, array in first.items()
         }
         self.check(0, first)
 
-    def check(self, index: int, found: Mapping[tuple[str, ...], Any]) -> None:
-        """Raise _Unlike if a demonstration's arrays, by path, differ from the first one's in name, type or shape."""
+    def fill(self, arrays: Mapping[str, torch.Tensor], one: Load, part: int = 0, num_parts: int = 1) -> None:
+        """Write each `num_parts`-th demonstration into the arrays."""
+        for index in range(part, len(self.names), num_parts):
+            found = one(self.names[index])
+            self.check(index, found)
+            for path, data in found.items():
+                start, end = (row * _row_bytes(data) for row in self.starts[index : index + 2])
+                arrays[path].numpy()[start:end] = data.reshape(-1).view("u1")
+
+    def check(self, index: int, found: Mapping[str, Any]) -> None:
+        """Raise Unlike if a demonstration's arrays, by path, differ from the first one's in name, type or shape."""
         for path in set(found) ^ set(self.kinds):
-            raise _Unlike(f"{self.path}: only one of {self.names[0]} and {self.names[index]} has {'/'.join(path)}")
+            raise Unlike(f"{self.path}: only one of {self.names[0]} and {self.names[index]} has {path}")
         length = self.starts[index + 1] - self.starts[index]
         for path, array in found.items():
             dtype, rest = self.kinds[path]
             if array.dtype.str != dtype or array.shape != (length, *rest):
-                raise _Unlike(
-                    f"{self.path}: {'/'.join(path)} of {self.names[index]} is {array.dtype.str}{list(array.shape)}, "
+                raise Unlike(
+                    f"{self.path}: {path} of {self.names[index]} is {array.dtype.str}{list(array.shape)}, "
                     f"not {dtype}{[length, *rest]} as after {self.names[0]} and the number of its samples"
                 )
 
 
-def _leaves(tree: Mapping[Any, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+def _leaves(tree: Mapping[str, Any], group: str = "") -> dict[str, Any]:
     """Return the arrays in nested mappings, by path, without a demonstration's attributes, which nothing reads."""
-    found: dict[tuple[str, ...], Any] = {}
+    found: dict[str, Any] = {}
     for key, value in tree.items():
-        inner = (*path, key)
-        if isinstance(value, Mapping):
-            found.update({} if key == "attrs" else _leaves(value, inner))
-        else:
-            found[inner] = value
+        if not isinstance(value, Mapping):
+            found[group + key] = value
+        elif key != "attrs":
+            found.update(_leaves(value, f"{group}{key}/"))
     return found
 
 
@@ -194,23 +201,28 @@ def _row_bytes(array: Any) -> int:
 
 
 class Demos(Mapping[str, Any]):
-    """A `SequenceDataset.hdf5_cache` whose arrays are read-only views of the node's copy.
+    """A `SequenceDataset.hdf5_cache` whose arrays are read-only views of flat ones.
 
-    `cache[demo]["obs"][key]` is (T, ...), and so is `cache[demo][key]`.
+    `cache[demo]["obs"][key]` is (T, ...), and so is `cache[demo][key]`. Passing it to another process copies no data
+    that is shared.
+
+    Attributes:
+        flat: (T of all demonstrations, ...), by path, such as `obs/eef`.
     """
 
-    def __init__(self, arrays: SharedArrays, number: int, shape: _Shape) -> None:
-        self._arrays, self._number, self._shape = arrays, number, shape
+    def __init__(self, arrays: Mapping[str, torch.Tensor], prefix: str, shape: _Shape) -> None:
+        self._arrays, self._prefix, self._shape = arrays, prefix, shape
         self._place = {name: index for index, name in enumerate(shape.names)}
-        self.flat: dict[tuple[str, ...], Any] = {}  # (T of all demonstrations, ...) by path
+        self.flat: dict[str, Any] = {}
         self._tree: dict[str, Any] = {}
         for path, (dtype, rest) in shape.kinds.items():
-            flat = arrays[f"{number}/{'/'.join(path)}"].numpy().view(dtype).reshape((shape.starts[-1], *rest))
+            flat = arrays[prefix + path].numpy().view(dtype).reshape((shape.starts[-1], *rest))
             flat.flags.writeable = False  # a write would be seen by all ranks
             self.flat[path], branch = flat, self._tree
-            for key in path[:-1]:
-                branch = branch.setdefault(key, {})
-            branch[path[-1]] = flat
+            *groups, name = path.split("/")
+            for group in groups:
+                branch = branch.setdefault(group, {})
+            branch[name] = flat
 
     def __getitem__(self, name: str) -> _Demo:
         index = self._place[name]
@@ -223,7 +235,7 @@ class Demos(Mapping[str, Any]):
         return len(self._place)
 
     def __reduce__(self) -> Any:
-        return Demos, (self._arrays, self._number, self._shape)
+        return Demos, (self._arrays, self._prefix, self._shape)
 
 
 class _Demo(Mapping[str, Any]):
@@ -243,26 +255,6 @@ class _Demo(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._tree)
-
-
-class Flat(dict[str, Any]):
-    """The arrays of a dataset's cache by name, such as `obs/eef`; in a dataset of datasets, `1:obs/eef`.
-
-    Passing it to another process copies no data.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        is_several = hasattr(dataset, "datasets")
-        parts = enumerate(dataset.datasets) if is_several else [("", dataset)]
-        self.__setstate__({f"{name}:" if is_several else "": part.hdf5_cache for name, part in parts})
-
-    def __setstate__(self, caches: dict[str, Demos]) -> None:
-        self._caches = caches
-        named = ((prefix, path, flat) for prefix, cache in caches.items() for path, flat in cache.flat.items())
-        self.update({prefix + "/".join(path): flat for prefix, path, flat in named})
-
-    def __reduce__(self) -> Any:
-        return Flat.__new__, (Flat,), self._caches
 
 
 def trim(waiting: Waiting) -> None:

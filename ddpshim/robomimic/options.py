@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
-from ddpshim.options import Kind, Options, option, or_none, whole
+from ddpshim.options import Kind, Options, option
 
 if TYPE_CHECKING:
     from ddpshim.job.world import World
@@ -26,12 +26,6 @@ def _path_or(*words: str) -> Kind:
 class RobomimicOptions(Options):
     """All options of a run of robomimic."""
 
-    keep_models: Optional[int] = option(
-        None,
-        or_none(whole(1)),
-        "robomimic: keep the newest N of `models/model_epoch_N.pth`, and always those of best results and of "
-        "`experiment.save.epochs`; latest.pth links to the last; none: keep all",
-    )
     node_memory: str = option(
         "auto",
         _path_or("auto", "off"),

@@ -1,8 +1,7 @@
 """Cuts the windows of a whole batch out of the demonstrations of robomimic's sequence datasets, with one index per key.
 
-Data that a dataset caches is in flat arrays, all demonstrations one after the other. `specs` lists the arrays, so that
-they can be allocated in shared memory. Data that it reads from the file (`hdf5_cache_mode` null, and images with
-"low_dim") is still read from there, through a memory map, and not loaded.
+Data that a dataset caches is in flat arrays (`node_cache`). Data that it reads from the file (`hdf5_cache_mode` null,
+and images with "low_dim") is still read from there, through a memory map, and not loaded.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ import functools
 import os
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Callable, Optional, Union
 
 import torch
 from torch.utils.data import default_collate
 
-Specs = dict[str, tuple[tuple[int, ...], Any]]  # (shape, numpy dtype) of each flat array
-Arrays = Mapping[str, Any]  # numpy arrays of these shapes and dtypes
+from ddpshim.robomimic.node_cache import left_as_found
 
 _NUM_COMPARED_DEMOS = 3
 
@@ -32,10 +30,7 @@ class Unproven(Exception):
 class Windows:
     """The windows of one SequenceDataset: rows of its demonstrations, padded by repeating the first and the last."""
 
-    arrays: Arrays  # the flat arrays, set by `read_from`
-
-    def __init__(self, dataset: Any, normalizes_obs: bool, prefix: str = "") -> None:
-        """`prefix` is put before the names of its arrays."""
+    def __init__(self, dataset: Any, normalizes_obs: bool) -> None:
         import numpy as np
 
         self.dataset = dataset
@@ -50,14 +45,15 @@ class Windows:
         self._window = np.arange(-self._before, dataset.seq_length)
         self._goal = self._lengths - 1 - (0 if dataset.pad_seq_length else dataset.seq_length - 1)
         self._refuse_strange_tables()
-        self._prefix = prefix
-        self.specs: Specs = {}
-        self.held: dict[str, str] = {}  # the name of the array of each key that is cached
         self.mapped: dict[str, _Region] = {}
-        with _left_as_found(dataset), _finder(dataset) as find:
+        flat = {} if dataset.hdf5_cache is None else dataset.hdf5_cache.flat
+        with left_as_found(dataset):
             self._stats = _stats(dataset)
             for key in self._keys():
-                self._place(key, [find(demo, key) for demo in demos])
+                if key in flat:
+                    _refuse_strange_type(key, flat[key].dtype, flat[key].shape[1:])
+                else:
+                    self._map(key, [dataset.hdf5_file[f"data/{demo}"].get(key) for demo in demos])
         if dataset.hdf5_cache_mode == "all":  # its samples were cached with these statistics
             self._stats = copy.deepcopy(self._stats)
         self._languages = _languages(dataset)
@@ -80,43 +76,18 @@ class Windows:
         if (last > self._lengths).any() or not (ends > self._starts).all():
             raise Unproven("a demonstration is shorter than what is stacked of it")
 
-    def _place(self, key: str, found: list[Any]) -> None:
-        """Record the array that will contain the data of `key`, or their place in the file."""
-        import numpy as np
-
-        of, group = self.dataset, key.rpartition("/")[0]
-        in_memory = of.hdf5_cache_mode is not None and (not group or key[len(group) + 1 :] in of.obs_keys_in_memory)
-        if any(data is None for data in found) and (group or not in_memory):
+    def _map(self, key: str, found: list[Any]) -> None:
+        """Record the place in the file of the data of `key`."""
+        if any(data is None for data in found):
             raise Unproven(f"there are demonstrations without {key}")
-        kinds = {(data.shape[1:], data.dtype.str) if data is not None else ((1,), "<f4") for data in found}
-        if in_memory and not group:
-            kinds = {(shape, "<f4") for shape, _ in kinds}  # whatever type the file has
+        kinds = {(data.shape[1:], data.dtype) for data in found}
         if len(kinds) > 1:
             raise Unproven(f"{key} differs in shape or type from demonstration to demonstration")
-        ((shape, dtype),) = kinds
-        if any(data is not None and len(data) < length for data, length in zip(found, self._lengths)):
+        if any(len(data) < length for data, length in zip(found, self._lengths)):
             raise Unproven(f"{key} is shorter than its demonstration")
-        kind = np.dtype(dtype)
-        if kind.kind not in "biuf" or not kind.isnative or 0 in shape:
-            raise Unproven(f"{key} holds {kind} of shape {shape}")
-        if in_memory:
-            self.held[key] = self._prefix + key
-            self.specs[self.held[key]] = (int(self._lengths.sum()), *shape), kind
-        else:
-            self.mapped[key] = _Region(of.hdf5_path, key, found)
-
-    def fill(self, arrays: Arrays) -> None:
-        """Copy the data into `arrays`, from the dataset's cache or from the file. Local."""
-        of = self.dataset
-        with _finder(of) as find:
-            for key, name in self.held.items():
-                for demo, row, length in zip(of.demos, self.first_rows, self._lengths):
-                    data = find(demo, key)
-                    arrays[name][row : row + length] = 0 if data is None else data[:length]
-
-    def read_from(self, arrays: Arrays) -> None:
-        """Use `arrays`, which `fill` has filled, for cached data. Local."""
-        self.arrays = arrays
+        ((shape, dtype),) = kinds
+        _refuse_strange_type(key, dtype, shape)
+        self.mapped[key] = _Region(self.dataset.hdf5_path, key, found)
 
     def batch(self, indices: Sequence[int]) -> Optional[dict[str, Any]]:
         """Return the collated samples at `indices`; None if only the dataset itself can make them. Local."""
@@ -180,18 +151,6 @@ class Windows:
         indices = sorted({*edges, *(draw.randrange(len(self.dataset)) for _ in some)})
         _compare(self, indices)
 
-    def take_over(self) -> None:
-        """Make the dataset's own caches views of the arrays given to `read_from`. Local."""
-        of = self.dataset
-        if of.hdf5_cache_mode == "all":
-            of.getitem_cache = _Items(self, len(of))
-        elif isinstance(of.hdf5_cache, dict):  # else its arrays are views already
-            for key, array_name in self.held.items():
-                array, (group, _, name) = self.arrays[array_name], key.rpartition("/")
-                for demo, row, length in zip(of.demos, self.first_rows, self._lengths):
-                    held = of.hdf5_cache[demo]
-                    (held[group] if group else held)[name] = array[row : row + length]
-
 
 class Several:
     """A MetaDataset: its datasets one after the other. Its methods are those of `Windows`."""
@@ -203,15 +162,6 @@ class Several:
         self._bins = np.asarray(dataset._ds_ind_bins)
         if list(self._bins) != [0, *np.cumsum([len(part.dataset) for part in parts])]:
             raise Unproven("its samples do not lie dataset by dataset")
-        self.specs: Specs = {name: spec for part in parts for name, spec in part.specs.items()}
-
-    def fill(self, arrays: Arrays) -> None:
-        for part in self._parts:
-            part.fill(arrays)
-
-    def read_from(self, arrays: Arrays) -> None:
-        for part in self._parts:
-            part.read_from(arrays)
 
     def batch(self, indices: Sequence[int]) -> Optional[dict[str, Any]]:
         import numpy as np
@@ -239,21 +189,8 @@ class Several:
         edges = {int(edge) for start, end in zip(self._bins, self._bins[1:]) for edge in (start, end - 1)}
         _compare(self, sorted(edges, key=lambda index: -index))
 
-    def take_over(self) -> None:
-        for part in self._parts:
-            part.take_over()
-
 
 Plan = Union[Windows, Several]
-
-
-def filled(plan: Plan) -> Arrays:
-    """Return the arrays of `plan`, filled, in this process's memory. Local."""
-    import numpy as np
-
-    arrays = {key: np.empty(shape, dtype) for key, (shape, dtype) in plan.specs.items()}
-    plan.fill(arrays)
-    return arrays
 
 
 class _Rows:
@@ -269,7 +206,7 @@ class _Rows:
         windows = self._windows
         if key in windows.mapped:
             return windows.mapped[key].take(self._demo, self.time)
-        return windows.arrays[windows.held[key]].take(self._rows, axis=0)
+        return windows.dataset.hdf5_cache.flat[key].take(self._rows, axis=0)
 
 
 class _Region:
@@ -302,45 +239,9 @@ def _rows_of(file: tuple[str, int, int, int], row_bytes: int) -> Any:
     return np.ndarray((len(held) - row_bytes + 1,), row, buffer=held, strides=(1,))
 
 
-@contextlib.contextmanager
-def _finder(dataset: Any) -> Iterator[Callable[[str, str], Any]]:
-    """Yield a function that finds the data of a demonstration: in the dataset's cache, else in its file."""
-    file: Any = None
-
-    def find(demo: str, key: str) -> Any:
-        nonlocal file
-        group, _, name = key.rpartition("/")
-        if dataset.hdf5_cache is not None:
-            held = dataset.hdf5_cache[demo]
-            cached = (held.get(group, {}) if group else held).get(name)
-            if cached is not None:
-                return cached
-        if file is None:
-            import h5py
-
-            # Not the dataset's own handle: workers must not inherit one.
-            file = opened.enter_context(h5py.File(dataset.hdf5_path, "r", swmr=dataset.hdf5_use_swmr, libver="latest"))
-        return file[f"data/{demo}"].get(key)
-
-    with contextlib.ExitStack() as opened:
-        yield find
-
-
-class _Items(Sequence[Any]):
-    """The samples of a dataset that caches all of them, made from its arrays on access."""
-
-    def __init__(self, windows: Windows, num_samples: int) -> None:
-        self._windows, self._num_samples = windows, num_samples
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def __getitem__(self, at: Any) -> Any:
-        batch = self._windows.batch([range(self._num_samples)[at]])
-        assert batch is not None
-        # Undo the collation.
-        first = _each(lambda value: value[0].numpy(), batch)
-        return {**first, "index": int(first["index"])} if "index" in first else first
+def _refuse_strange_type(key: str, dtype: Any, shape: Sequence[int]) -> None:
+    if dtype.kind not in "biuf" or not dtype.isnative or 0 in shape:
+        raise Unproven(f"{key} holds {dtype} of shape {shape}")
 
 
 def _positions(indices: Sequence[int], num_samples: int) -> Any:
@@ -390,22 +291,11 @@ def _languages(dataset: Any) -> Optional[tuple[str, Any]]:
     return name, np.stack([np.tile(of_demo[demo], (1, 1))[0] for demo in dataset.demos])
 
 
-@contextlib.contextmanager
-def _left_as_found(dataset: Any) -> Iterator[None]:
-    """Close the file that `dataset` opens in this block: workers must not inherit it."""
-    was_open = dataset._hdf5_file is not None
-    try:
-        yield
-    finally:
-        if not was_open:
-            dataset.close_and_delete_hdf5_handle()
-
-
 def _compare(plan: Plan, indices: list[int]) -> None:
     dataset = plan.dataset
     with contextlib.ExitStack() as stack:
         for part in getattr(dataset, "datasets", [dataset]):
-            stack.enter_context(_left_as_found(part))
+            stack.enter_context(left_as_found(part))
         try:
             expected = default_collate([dataset[index] for index in indices])
         except Exception as error:

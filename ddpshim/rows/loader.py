@@ -20,6 +20,7 @@ from torch.utils import data as torch_data
 
 from ddpshim import adapters
 from ddpshim.data.numbered import (
+    LATE_DRAW,
     Enterable,
     Numbered,
     fetched,
@@ -31,7 +32,7 @@ from ddpshim.data.numbered import (
 )
 from ddpshim.errors import DataError
 from ddpshim.job.group import world
-from ddpshim.model import equal_steps, guard
+from ddpshim.model import guard
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import digest, global_states, restore_global_states
 from ddpshim.process.say import say_once
@@ -168,7 +169,7 @@ def _batches(loader: DataLoader[Any], batches: Any) -> Iterator[Any]:
     finally:
         batches = None  # ends an abandoned pass now, on every rank: Python up to 3.10 keeps this frame
     if guard.num_reductions() != num_passes:
-        equal_steps.check_equal_steps(f"a pass over the DataLoader of {loader.place}")
+        guard.check_equal_steps(f"a pass over the DataLoader of {loader.place}")
 
 
 class _RowsLoader(torch_data.DataLoader[Any]):
@@ -316,11 +317,7 @@ class _News:
             if any(tag != told[0][1] for _, tag in told):
                 self._refuse(batch)
             if any(drew for drew, _ in told) and not waits:
-                raise DataError(
-                    f"{self._place}: a sample of {self._name} draws random numbers, and those of earlier batches did "
-                    "not. Other ranks do not draw them, so they would train with other noise. Draw for each sample, "
-                    "or set num_workers above 0"
-                )
+                raise DataError(f"{self._place}: {LATE_DRAW.format(self._name)}")
             return any(drew for drew, _ in told)
 
         place = f"takes a batch of the DataLoader of {self._place}"

@@ -15,8 +15,7 @@ class InWorkers(SampleStreams):
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], num_workers: int) -> None:
         here = blocks.ranks()
-        super().__init__(dataset, collate, 0, (here.rank, here.size), num_workers)
-        self.is_as_in_one_process = True
+        super().__init__(dataset, collate, (here.rank, here.size), num_workers)
 
     def __getitems__(self, indices: Any) -> Any:
         return len(indices.whole), super().__getitems__(indices)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpshim.errors import TargetError
-from ddpshim.robomimic.adapter import OTHER_TORCHVISION, TORCHVISION
 
 if TYPE_CHECKING:
     from ddpshim.arguments import Commands
@@ -58,7 +57,7 @@ def write(folder: Path) -> str:
     return "\n".join(
         [
             f"wrote {_from_here(config)}, a config for robomimic, and {DATA}, 200 demonstrations of its task Lift.",
-            *_missing(),
+            *([] if find_spec("robomimic") else ["Install robomimic first: python -m ddpshim docs start"]),
             "Train on 2 ranks, then in one process, and compare the two:",
             f"  python -m ddpshim run --nproc 2 {train}",
             f"  python {train} --name plain",
@@ -70,18 +69,3 @@ def write(folder: Path) -> str:
 
 def _from_here(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def _missing() -> list[str]:
-    """Return lines that say how to install the missing packages; [] if robomimic and torchvision are installed."""
-    robomimic, torchvision = (find_spec(name) is None for name in ("robomimic", "torchvision"))
-    if not robomimic and not torchvision:
-        return []
-    by_name = ["robomimic==0.3.0"] * robomimic
-    lines = ["robomimic is not complete here. Without the renderer that it would compile, and beside your torch:"]
-    lines += ["  pip install 'ddpshim[robomimic]'"] * robomimic
-    if torchvision and TORCHVISION:
-        by_name.append(TORCHVISION)
-    elif torchvision:
-        lines.append(f"  {OTHER_TORCHVISION}")
-    return lines + [f"  pip install --no-deps {' '.join(by_name)}"] * bool(by_name)

@@ -7,6 +7,7 @@ writes records, and saves progress from which a later start resumes.
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import os
 import sys
@@ -22,19 +23,18 @@ from ddpshim.checkpoint import plain_files
 from ddpshim.checkpoint.progress_folder import find_progress, leave_if_finished
 from ddpshim.checkpoint.resume import Resumable, Stateful
 from ddpshim.data.numbered import Enterable
+from ddpshim.errors import WorldError
 from ddpshim.failures import preemption
 from ddpshim.job.group import on_cleanup, setup, world
 from ddpshim.job.noise import draws_alike
 from ddpshim.job.world import world_of_shares
-from ddpshim.model import equal_steps
+from ddpshim.model import guard
 from ddpshim.observe.recording import Recorder
 from ddpshim.process import events
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import rank_states
-from ddpshim.process.rank_log import link_log
 from ddpshim.process.say import say, say_once
 from ddpshim.process.seeds import derive_seed, seed_everything
-from ddpshim.trainers.same_experiment import check_same_experiment
 
 M = TypeVar("M", bound=Mapping[str, Any])
 
@@ -74,7 +74,7 @@ class Session:
         self.recorder: Optional[Recorder] = None
         self._folder: Optional[Path] = None  # folder of the progress
         self._loggers: list[Any] = []
-        self._metrics, self._validation = _Metrics({}), _Metrics({})
+        self._metrics, self._validation = _Metrics({}), _Metrics({})  # a save in validation keeps the training's
         self._epoch = _Epoch(0, "training", None, None)
         self._noted: Optional[Mapping[str, Any]] = None  # metrics of the last step that are not read yet
 
@@ -91,17 +91,16 @@ class Session:
         """
         self.first_epoch = first_epoch
         if world_of_shares().is_launched:
-            check_same_experiment(config, package)
+            _check_same_experiment(config, package)
             setup(seed=seed)
 
-    def open(self, folder: checkpoint.PathLike, logs: Optional[checkpoint.PathLike] = None) -> None:
-        """Keep records and progress in the existing `folder`, and links to the ranks' logs in `logs` (collective)."""
+    def open(self, folder: checkpoint.PathLike) -> None:
+        """Keep records and progress in the existing `folder` (collective)."""
         here = world_of_shares()
         self._folder = Path(folder, FOLDER)
         if here.is_launched and here.options.record:
             self.recorder = Recorder(folder)
             on_cleanup(self.recorder.stop_counting)  # if an epoch raises
-        link_log(os.fspath(logs or folder))
 
     def look_for_progress(self, folder: checkpoint.PathLike) -> bool:
         """Whether this start resumes from the progress of an earlier one in `folder` (collective).
@@ -156,11 +155,6 @@ class Session:
             plain_files.restore_streams(found.get("streams"), here.device, path)
         elif here.is_main:
             say(f"epoch {epoch} draws different random numbers than the resumed run did: {path} is not of that epoch")
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """Values saved with the progress; the trainer may add some. Empty if no progress is saved."""
-        return {} if self.progress is None else self.progress.values
 
     def begin_epoch(
         self,
@@ -226,23 +220,24 @@ class Session:
     def _look_at_noted(self) -> None:
         noted, self._noted = self._noted, None
         if noted is not None:
-            (self._metrics if self._epoch.phase == "training" else self._validation).take(noted)
+            self._of_this_pass().take(noted)
+
+    def _of_this_pass(self) -> _Metrics:
+        return self._metrics if self._epoch.phase == "training" else self._validation
 
     def end_epoch(self, log: dict[str, float]) -> dict[str, float]:
         """Return the metrics of the epoch in `log`, averaged over ranks (collective).
 
         Raises SyncError if ranks made different numbers of steps.
         """
-        here, epoch, own = world_of_shares(), self._epoch, log
-        trains = epoch.phase == "training"
+        here, epoch, own, metrics = world_of_shares(), self._epoch, log, self._of_this_pass()
         self._look_at_noted()
         if self.recorder is not None:
             self.recorder.stop_counting()
-        if trains:
+        if epoch.phase == "training":
             if self.progress is not None and epoch.num_steps is not None:
                 self.progress.end_epoch(epoch.num_steps)
-            equal_steps.check_equal_steps(f"epoch {epoch.number}")
-        metrics = self._metrics if trains else self._validation
+            guard.check_equal_steps(f"epoch {epoch.number}")
         if here.world_size > 1:
             log = {key: float(value) for key, value in here.mean(log).items()}
             whole = metrics.of_whole_batches(epoch.batch_size)
@@ -264,7 +259,8 @@ class Session:
 
     def _join_metrics(self) -> None:
         self._look_at_noted()
-        self.values["metrics"] = self._metrics.joined(self._epoch.batch_size)
+        if self.progress is not None:
+            self.progress.values["metrics"] = self._metrics.joined(self._epoch.batch_size)
 
     def _close_loggers(self) -> None:
         for logger in self._loggers:
@@ -358,13 +354,10 @@ class _Metrics:
         """Return each metric of the global batch in all steps so far (collective)."""
         here, now = world_of_shares(), dict(self._now)
         if here.world_size > 1:
-            now = {key: [*map(_mean, zip(*of_ranks))] for key, of_ranks in _by_key(here.gather(now)).items()}
+            of_ranks = here.gather(now)
+            now = {key: [*map(_mean, zip(*(own[key] for own in of_ranks)))] for key in now}
             now.update(self.of_whole_batches(num_rows))
         return {**self.before, **{key: [*self.before.get(key, ()), *values] for key, values in now.items()}}
-
-
-def _by_key(of_ranks: Sequence[Mapping[str, list[float]]]) -> dict[str, list[list[float]]]:
-    return {key: [own[key] for own in of_ranks] for key in of_ranks[0]}
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -379,3 +372,48 @@ def _deviation(deviations: Sequence[float], means: Sequence[float], num: int) ->
     inside = math.fsum(deviation**2 * (num - 1) for deviation in deviations)
     between = math.fsum((of_group - mean) ** 2 * num for of_group in means)
     return math.sqrt((inside + between) / (num * len(means) - 1))
+
+
+def _check_same_experiment(config: Mapping[str, Any], package: str) -> None:
+    """Raise WorldError, on all ranks, if a value of `config` or a code file of a rank differs from the main rank's.
+
+    Collective. The code files are the imported files of `package` and of ddpshim.
+    """
+    here, settings, code = world(), _flattened(config), _code(package)
+    mains, mains_code = here.broadcast((settings, code))
+    # Only files that both ranks have imported: a rank may import fewer.
+    pairs = [(name, mains.get(name, "absent"), settings.get(name, "absent")) for name in {**mains, **settings}]
+    pairs += [(name, mains_code[name], code[name]) for name in code if name in mains_code]
+    everyones = here.gather([pair for pair in pairs if pair[1] != pair[2]])
+    for rank, found in enumerate(everyones):
+        if found:
+            odd = ", ".join(f"{name} is {main} on rank 0 and {own} on rank {rank}" for name, main, own in found[:3])
+            more = f", and {len(found) - 3} more differ" if len(found) > 3 else ""
+            raise WorldError(
+                f"{odd}{more}; ranks would train different experiments, or hang. Give every rank the same config "
+                "file and the same installation."
+            )
+
+
+def _flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return the values of nested mappings as text, by dotted name."""
+    flattened = {}
+    for key, value in config.items():
+        is_section = isinstance(value, Mapping) and value
+        flattened.update(_flattened(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": repr(value)})
+    return flattened
+
+
+def _code(package: str) -> dict[str, str]:
+    """Return {file name: digest} of the imported files of `package` and ddpshim, and the version of torch."""
+    roots = [Path(sys.modules[name].__path__[0]).resolve() for name in (package, "ddpshim")]
+    imported = {str(getattr(module, "__file__", None)) for module in list(sys.modules.values())}
+    # Filtered by name first: resolving all imported files, thousands, would take half a second at every start.
+    files = {Path(path).resolve() for path in imported if package in path or "ddpshim" in path}
+    digests = {
+        str(file.relative_to(root.parent)): hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+        for root in roots
+        for file in sorted(files)
+        if root in file.parents and file.suffix == ".py"
+    }
+    return {**digests, "the version of torch": torch.__version__}

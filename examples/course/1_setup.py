@@ -192,8 +192,8 @@ torch.manual_seed(1)
 torch.nn.Linear(4, 4), torch.randn(24)  # the earlier draws of one process
 torch.empty((), dtype=torch.int64).random_()  # a DataLoader draws this number when its iteration begins
 whole = torch.randn(96)
-assert all(torch.equal(noise, whole[rank::4]) for rank, noise in enumerate(after))
-print("weights equal on all ranks; noise for a batch: rank r of 4 has numbers r, r + 4, ... of what one process draws")
+assert all(torch.equal(noise, whole[24 * rank : 24 * (rank + 1)]) for rank, noise in enumerate(after))
+print("weights equal on all ranks; noise for a batch: rank r of 4 has the r-th quarter of what one process draws")
 
 
 # %%

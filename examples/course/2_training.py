@@ -175,9 +175,9 @@ assert "gradient that is this rank's alone" in failed.error
 # %% [markdown]
 # ## Which rank sees which sample
 #
-# Each epoch has one order, the one that torch's sampler draws in one process, and rank r takes every W-th sample of it.
-# So step t uses the same samples on one, two or four ranks. Torch's DistributedSampler has a different order for each
-# number of ranks, and repeats it in every epoch unless you call `set_epoch`.
+# Each epoch has one order, the one that torch's sampler draws in one process, and rank r takes the r-th part of each
+# batch. So step t uses the same samples on one, two or four ranks. Torch's DistributedSampler has a different order for
+# each number of ranks, and repeats it in every epoch unless you call `set_epoch`.
 
 
 # %%

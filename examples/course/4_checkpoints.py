@@ -110,7 +110,7 @@ assert newest.name == "epoch_1.pth"
 # ## Saving while training continues
 #
 # A diffusion policy with its EMA and optimizer has a gigabyte; by hand all GPUs wait for the disk. With
-# `save_in_background` they wait only for a copy in memory, and another process writes the file. (Files below 32 MB are
+# `save_in_background` they wait only for a copy in memory, and a thread writes the file. (Files below 32 MB are
 # written directly. The robomimic patches save in this way.)
 
 
@@ -118,7 +118,6 @@ assert newest.name == "epoch_1.pth"
 def save_twice():
     world = ddpshim.setup(seed=1)
     content = {"weights": torch.randn(9_000_000)}
-    checkpoint.get_ready(content)
     for name, save in (("at once", checkpoint.save), ("in the background", checkpoint.save_in_background)):
         started = time.perf_counter()
         save(content, FOLDER / name / "large.pth")

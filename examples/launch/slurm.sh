@@ -22,13 +22,11 @@ read -r -a train <<<"$TRAIN"
 [[ ${train[0]} == -m || -f ${train[0]} ]] || { echo "TRAIN: no file '${train[0]}' in $PWD" >&2; exit 2; }
 script=$JOB_NAME.sbatch
 options=("--nodes=$NODES" "--gpus-per-node=$GPUS_PER_NODE" "--cpus-per-rank=$CPUS_PER_RANK" "--time=$TIME"
-    "--job-name=$JOB_NAME" "--launcher=$LAUNCHER")
-[[ -z $PARTITION ]] || options+=("--partition=$PARTITION")
+    "--launcher=$LAUNCHER")
 
-# It checks the settings, all at once.
 text=$("$PYTHON" -m ddpshim slurm "${options[@]}" -- "${train[@]}")
 printf '%s\n' "$text" | tee "$script"
 echo "written to $PWD/$script"
 [[ ${DRY_RUN:-0} == 0 ]] || exit 0
 command -v sbatch >/dev/null || { echo "no sbatch here: run this on a login node of the cluster" >&2; exit 2; }
-exec sbatch "$script"
+exec sbatch --job-name="$JOB_NAME" ${PARTITION:+--partition="$PARTITION"} "$script"

@@ -193,10 +193,8 @@ def main() -> None:
             show(f"to iteration {iteration + 1}: success {mean:.1%}", {task: f"{r:.0%}" for task, r in rates.items()})
             world.run_on_main(write_results, args, training.values["curve"], running.results())
         if (iteration + 1) % args.save_every == 0:
-            saved = args.out / f"policy_{iteration + 1:06d}.pth"
-            checkpoint.save(policy.state_dict(), saved)
+            checkpoint.save(policy.state_dict(), args.out / f"policy_{iteration + 1:06d}.pth")
             checkpoint.keep_newest(args.out, "policy_*.pth", 3)
-            checkpoint.link_latest(saved)
     training.finish()
     total = sum(p.detach().double().abs().sum().item() for p in policy.parameters())
     show(f"sum of |weights| {total:.10f} on {world.world_size} ranks")

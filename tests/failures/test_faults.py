@@ -43,15 +43,8 @@ def test_the_page_has_a_row_for_each_fault() -> None:
     assert "\n".join(HEAD) in page
 
 
-def test_who_did_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
-    store.set("failed/2", "1")  # it waited in vain as well
-    monkeypatch.setattr(failure, "_TIMEOUTS_APART_S", 0.2)
-    assert failure._silent_ranks(failure.Watched(0, 4, store, None)) == [1, 3]
-
-
 def test_a_line_about_another_ranks_failure_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(current(), "watched", failure.Watched(0, 2, dist.HashStore(), None))
+    monkeypatch.setattr(current(), "watched", failure.Watched(0, dist.HashStore(), None))
     failure._claim(SyncError("made by a thread, and never raised"))
     assert failure._why(0) == " (SyncError)"
     assert failure._short(ValueError("one\ntwo")) == "ValueError: one"

@@ -8,20 +8,21 @@ import re
 import threading
 import time
 from pathlib import Path
+from traceback import FrameSummary
 from typing import Any, Optional
 
 import pytest
 import torch
 
 import ddpshim
-from ddpshim.failures import failure, hang_detector
+from ddpshim.failures import failure, hang_detector, hangs
 from ddpshim.failures.failure_notes import is_late
 from ddpshim.failures.hang_detector import Standing, Waits
 from ddpshim.failures.hangs import describe, judge
 from ddpshim.model import guard
-from ddpshim.process import machine, progress
+from ddpshim.process import progress
 from ddpshim.process.job import Job, current
-from ddpshim.process.progress import Frame, Progress, place_of
+from ddpshim.process.progress import Progress, place_of
 from tests.ranks import run_ranks
 
 TIMEOUT_S = 1800.0
@@ -71,46 +72,31 @@ def test_a_process_that_was_stopped_takes_that_time_for_nobodys() -> None:
     assert waits.waited_s == 3
 
 
-def _at(waits_in: Optional[str], cpu_s: Optional[float] = 1.0, **more: Any) -> Standing:
-    lines = [f"  in {waits_in}"]
-    return Standing(5, (0, 5), waits_in, None, False, "train.py:40", lines, 31, cpu_s, 0.5)._replace(**more)
+def _at(waits_in: Optional[str], **more: Any) -> Standing:
+    return Standing(5, (0, 5), waits_in, None, "train.py:40", [f"  in {waits_in}"], 31)._replace(**more)
 
 
 PASS, WORLD = "backward pass 6", "World.barrier (collective 5 of World's)"
 HERE = _at(PASS)
-CASES: list[tuple[str, Standing, Optional[Standing], Optional[Standing], Optional[list[int]], bool]] = [
-    ("sleeps", HERE, _at(None), _at(None), [1], True),
-    ("computes", HERE, _at(None), _at(None, 9.0), [1], False),
-    ("paces itself by sleeps", HERE, _at(None), _at(None, thread_s=0.501), [1], False),
-    ("has a child that computes", HERE, _at(None), _at(None, 1.5), [1], False),
-    ("moved", HERE, _at(None), _at(None, lines=["elsewhere"]), [1], False),
-    ("the system tells no seconds", HERE, _at(None, None), _at(None, None), [1], False),
-    ("waits for data", HERE, _at(None, section="a data loader"), _at(None, section="a data loader"), [1], False),
-    ("sleeps, and others are patient", _at(WORLD), _at(None), _at(None), [1], False),
-    ("is on declared work", HERE, _at(None, is_declared=True), _at(None, is_declared=True), None, False),
-    ("is on it for long", HERE._replace(still_s=700), *2 * [_at(None, is_declared=True, section="a save")], [1], False),
-    ("waits elsewhere", HERE, _at(WORLD, num_passes=4), _at(WORLD, num_passes=4), [1], True),
-    ("has left, and others are patient", _at(WORLD), _at(None), _at(None, has_left=True), [1], True),
-    ("waits as well", HERE, HERE, HERE, [], False),
-    ("gives no answer", HERE, None, None, [1], False),
-    ("is stopped", HERE, _at(None, num_passes=None), _at(None, num_passes=None), [1], True),
+CASES: list[tuple[str, Standing, Optional[Standing], Optional[list[int]], bool]] = [
+    ("works or sleeps", HERE, _at(None), [1], False),
+    ("is on work for itself", HERE, _at(None, section="a save"), None, False),
+    ("is on it for long", HERE._replace(still_s=700), _at(None, section="a save"), [1], False),
+    ("waits elsewhere", HERE, _at(WORLD, num_passes=4), [1], True),
+    ("waits elsewhere, since a moment ago", HERE, _at(WORLD, num_passes=4, still_s=4), [1], False),
+    ("has left", _at(WORLD), _at(None, has_left=True), [1], True),
+    ("waits as well", HERE, HERE, [], False),
+    ("gives no answer", HERE, None, [1], False),
 ]
 
 
-@pytest.mark.parametrize(("what", "mine", "first", "second", "named", "ends"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(("what", "mine", "theirs", "named", "ends"), CASES, ids=[case[0] for case in CASES])
 def test_who_is_named_and_whether_the_job_ends(
-    what: str,
-    mine: Standing,
-    first: Optional[Standing],
-    second: Optional[Standing],
-    named: Optional[list[int]],
-    ends: bool,
+    what: str, mine: Standing, theirs: Optional[Standing], named: Optional[list[int]], ends: bool
 ) -> None:
-    said = judge({0: mine, 1: first}, 0)
-    again = judge({0: mine, 1: second}, 0, {0: mine, 1: first}, 10.0)
-    assert (said and said.named) == (again and again.named) == named
-    assert said is None or not said.error
-    assert bool(again and again.error) == ends
+    found = judge({0: mine, 1: theirs}, 0)
+    assert (found and found.named) == named
+    assert found is None or bool(found.error) == ends != bool(found.said)
 
 
 def test_what_is_said_of_many_ranks() -> None:
@@ -129,10 +115,13 @@ def test_what_is_said_of_many_ranks() -> None:
     assert "rank 1: 1 backward pass, batch 5 of epoch 0; has left the job (train.py:40)" in gone
 
 
-BACKWARD = Frame(str(TORCH / "autograd" / "graph.py"), 9, "_engine_run_backward")
-TRAIN, GATHER = Frame("/home/me/torch/train.py", 40, "main"), Frame(str(OURS / "job" / "world.py"), 7, "gather")
-C10D = Frame(str(TORCH / "distributed" / "distributed_c10d.py"), 3, "all_gather_object")
-MAINS = Frame(str(OURS / "job" / "world.py"), 8, "run_on_main")
+BACKWARD = FrameSummary(str(TORCH / "autograd" / "graph.py"), 9, "_engine_run_backward")
+TRAIN, GATHER = (
+    FrameSummary("/home/me/torch/train.py", 40, "main"),
+    FrameSummary(str(OURS / "job" / "world.py"), 7, "gather"),
+)
+C10D = FrameSummary(str(TORCH / "distributed" / "distributed_c10d.py"), 3, "all_gather_object")
+MAINS = FrameSummary(str(OURS / "job" / "world.py"), 8, "run_on_main")
 
 
 @pytest.mark.parametrize(
@@ -143,58 +132,79 @@ MAINS = Frame(str(OURS / "job" / "world.py"), 8, "run_on_main")
         ([TRAIN, C10D], "torch.distributed.all_gather_object", None),
         ([TRAIN, MAINS, GATHER, C10D], "World.run_on_main (collective 0 of World's)", None),
         ([TRAIN, MAINS, TRAIN], None, "World.run_on_main"),
-        ([TRAIN, Frame(str(OURS / "model" / "equality.py"), 5, "finish")], "the comparison of weights", None),
-        ([TRAIN, Frame(str(TORCH / "utils" / "data" / "dataloader.py"), 5, "__next__")], None, "a data loader"),
-        ([TRAIN, Frame(os.__file__.replace("os.py", "subprocess.py"), 5, "wait")], None, "another program"),
+        ([TRAIN, FrameSummary(str(OURS / "model" / "equality.py"), 5, "finish")], "the comparison of weights", None),
+        ([TRAIN, FrameSummary(str(OURS / "process" / "messages.py"), 5, "pairs")], "a message to all ranks", None),
+        ([TRAIN, FrameSummary(str(OURS / "checkpoint" / "files.py"), 5, "wait")], None, "a save"),
     ],
 )
-def test_what_a_stack_says(stack: list[Frame], waits_in: Optional[str], section: Optional[str]) -> None:
+def test_what_a_stack_says(stack: list[FrameSummary], waits_in: Optional[str], section: Optional[str]) -> None:
     done = Progress()
     done.num_passes, done.is_reducing = 5, True
-    place = place_of([Frame("<frozen runpy>", 1, "run"), *stack], done)
+    place = place_of([FrameSummary("<frozen runpy>", 1, "run"), *stack], done)
     assert (place.waits_in, place.section) == (waits_in, section)
-    assert place.site == f"{TRAIN.file}:40"
-    assert place.is_declared == (section == "World.run_on_main")
+    assert place.site == f"{TRAIN.filename}:40"
     assert place_of([TRAIN], done, waits_on_gpu=True).waits_in == "backward pass 5"
 
 
-def test_seconds_of_a_process_and_of_those_below_it(tmp_path: Path) -> None:
-    for pid, parent, seconds in ((7, 1, 3), (8, 7, 4), (9, 8, 5), (10, 1, 100)):
-        (tmp_path / "proc" / str(pid)).mkdir(parents=True)
-        ticks = seconds * os.sysconf("SC_CLK_TCK")
-        (tmp_path / "proc" / str(pid) / "stat").write_text(f"{pid} (a) b) T {parent} {'0 ' * 9}{ticks} 0 0 0 0")
-    assert (machine.cpu_seconds(7, tmp_path), machine.cpu_seconds(11, tmp_path)) == (12, None)
-    assert (machine.state_of(7, tmp_path), machine.state_of(11, tmp_path)) == ("T", None)
+def test_each_function_that_waits_exists() -> None:
+    for file, function in progress._WAITS:
+        assert f"def {function}(" in (OURS.parent / file).read_text(), (file, function)
 
 
-def _stay_away() -> tuple[list[str], list[str]]:
-    """What is said, and why the job would end, where rank 1 sleeps while rank 0 waits for its gradients."""
-    here, said, errors, over = ddpshim.world(), list[str](), list[str](), threading.Event()
+def _stay_away() -> list[str]:
+    """What is said where rank 1 sleeps while rank 0 waits for its gradients."""
+    here, said, is_said = ddpshim.world(), list[str](), threading.Event()
 
-    def abort(error: BaseException) -> None:
-        errors.append(str(error))
-        over.set()
+    def say(text: str, directly: bool) -> None:
+        said.append(text)
+        is_said.set()
 
-    failure.abort, hang_detector.say = abort, lambda text, directly: said.append(text)  # type: ignore[assignment]
-    hang_detector.FLOOR_S, hang_detector._AGAIN_S, hang_detector._LOOK_EVERY_S = 0.2, 0.2, 0.05
+    hang_detector.say = say  # type: ignore[assignment]
+    hang_detector.FLOOR_S, hang_detector._LOOK_EVERY_S = 0.2, 0.05
     current().part(hang_detector.Watch)._every_s = 0.05
     net = ddpshim.wrap_parallel(torch.nn.Linear(2, 1))
     net(torch.ones(1, 2)).sum().backward()
     if here.rank == 1:
-        over.wait(20)
+        is_said.wait(20)
     net(torch.ones(1, 2)).sum().backward()
-    assert over.wait(20)
-    return said, errors
+    assert is_said.wait(20)
+    return said
 
 
 @pytest.mark.ranks
 def test_a_rank_that_stays_away_is_named_on_all_ranks_with_its_stack() -> None:
-    for said, errors in run_ranks(_stay_away, 2):
+    for said in run_ranks(_stay_away, 2):
         assert "in backward pass 2 (tests/failures/test_hangs.py" in said[0]
         assert " for rank 1. Where each rank is:" in said[0]
-        assert "over.wait(20)" in said[0]
-        assert len(errors) == 1
-        assert "rank 1 did nothing for" in errors[0]
+        assert "is_said.wait(20)" in said[0]
+
+
+def _wait_apart(folder: Path) -> None:
+    def abort(error: BaseException) -> None:
+        (folder / f"rank_{ddpshim.world().rank}").write_text(str(error))
+        while len([*folder.iterdir()]) < 2:
+            time.sleep(0.01)
+        os._exit(1)
+
+    failure.abort = abort  # type: ignore[assignment]
+    hang_detector.FLOOR_S, hang_detector._LOOK_EVERY_S, hangs._DEADLOCK_S = 0.2, 0.05, 0.1
+    hang_detector._ANSWER_S = 1.0
+    current().part(hang_detector.Watch)._every_s = 0.05
+    net = ddpshim.wrap_parallel(torch.nn.Linear(2, 1))
+    net(torch.ones(1, 2)).sum().backward()
+    if ddpshim.world().rank == 1:
+        ddpshim.world().barrier()
+    net(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.ranks
+def test_ranks_that_wait_in_different_places_end_the_job(tmp_path: Path) -> None:
+    with pytest.raises(ddpshim.RankError):
+        run_ranks(_wait_apart, 2, tmp_path)
+    for rank in range(2):
+        said = (tmp_path / f"rank_{rank}").read_text()
+        assert "while others wait elsewhere: ranks would hang until a timeout. " in said
+        assert "waits in World.barrier (collective " in said
 
 
 def _leave_early() -> Optional[str]:
@@ -203,7 +213,7 @@ def _leave_early() -> Optional[str]:
     here, watched = ddpshim.world(), current().watched
     assert watched is not None
     if here.rank == 1:
-        guard._END_DEADLINE_S = 0.1  # else it waits for rank 0, to compare the last weights
+        guard.DEADLINE_S = 0.1  # else it waits for rank 0, to compare the last weights
         return None
     while not (left := watched.watch.describe_left()):
         time.sleep(0.01)
@@ -254,7 +264,7 @@ def test_where_nccl_gives_no_error_a_rank_that_waits_in_vain_ends(
 def test_a_watch_that_was_not_begun_says_nothing() -> None:
     idle = Job().part(hang_detector.Watch)
     idle.end()
-    assert (idle.describe_left(), idle.describe_others()) == ("", "")
+    assert (idle.describe_left(), idle.describe_others()) == ("", ([], ""))
     assert progress.frames_of(0) == []
 
 

@@ -73,6 +73,12 @@ def _train(folder: Path) -> tuple[list[float], list[float]]:
     return losses, torch.cat([p.detach().flatten() for p in (*net.parameters(), *second.parameters())]).tolist()
 
 
+def _place(rank: int, port: int) -> dict[str, str]:
+    """A launcher's variables for two ranks on this machine."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in place.items()}}
+
+
 def _rank_has_jobs(port: int) -> list[Any]:
     """What each of the jobs gave and left, in groups of ddpshim's own, or with no port in the launcher's."""
     rank, found = dist.get_rank(), []
@@ -80,7 +86,7 @@ def _rank_has_jobs(port: int) -> list[Any]:
     ddpshim.cleanup()
     if port:
         dist.destroy_process_group()
-        asked.update(rank=rank, world_size=2, master_addr="127.0.0.1", master_port=port)
+        os.environ.update(_place(rank, port))
     for _ in range(NUM_JOBS):
         here = ddpshim.setup(**asked)
         with tempfile.TemporaryDirectory() as folder:
@@ -112,8 +118,8 @@ def _rank_is_asked_to_leave(folder: Path, port: int, name: str) -> list[Any]:
     ddpshim.cleanup()
     dist.destroy_process_group()
     for job in range(3):
-        asked: dict[str, Any] = {"rank": rank, "world_size": 2, "master_addr": "127.0.0.1", "master_port": port}
-        here = ddpshim.setup(device="cpu", **asked)
+        os.environ.update(_place(rank, port))
+        here = ddpshim.setup(device="cpu")
         progress = ddpshim.Resumable(folder / str(job), {})
         loader = ddpshim.make_loader(TensorDataset(torch.zeros(400)), 2)
         if job == 0:

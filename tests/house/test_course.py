@@ -26,7 +26,7 @@ SAID = {
         "rank 0 of 1, no launcher, no process group",
         "mean 0.625",
         "by hand 4 folders, with run_on_main 1",
-        "noise for a batch: rank r of 4 has numbers r, r + 4, ... of what one process draws",
+        "noise for a batch: rank r of 4 has the r-th quarter of what one process draws",
         "rank 1 | ValueError: demonstration 17 has no actions",
     ],
     "2_training.py": [

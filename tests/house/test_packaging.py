@@ -160,10 +160,11 @@ def test_the_command_does_what_the_module_does_in_any_folder(installed: Path, tm
         return ran.stdout
 
     assert run("ddpshim", "docs", "MIGRATION") == (ROOT / "MIGRATION.md").read_text()
-    assert run("ddpshim", "docs", "--path", "launch") == f"{installed / 'ddpshim' / 'docs' / 'launch.md'}\n"
-    listed = run("ddpshim", "patch", "list")
-    assert listed == run(sys.executable, "-m", "ddpshim", "patch", "list")
-    assert "robomimic/0.3.0" in listed
+    (tmp_path / "tree" / "robomimic").mkdir(parents=True)
+    status = ["patch", "status", "--target", "tree", "--set", "robomimic/0.3.0"]
+    found = run("ddpshim", *status)
+    assert found == run(sys.executable, "-m", "ddpshim", *status)
+    assert found.startswith("robomimic/0.3.0 in ")
     assert run("ddpshim", "--help").startswith("usage: ddpshim ")
     # A module of the folder that one is in, which a command does not find by itself.
     said = run("ddpshim", "run", "--nproc", "2", "--no-logs", "-m", "trainer").splitlines()

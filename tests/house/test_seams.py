@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from packaging.version import Version
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -29,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import ddpshim
 from ddpshim.errors import SyncError
-from ddpshim.model import torch_private
+from ddpshim.model import broadcasting, reducer
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 from ddpshim.rows import gradients
@@ -74,18 +73,22 @@ SEAMS = [
     Seam("_autograd_hook _check_reducer_finalized", "model/reducer.py", EVERY_WAY, REDUCER),
     Seam("_rebuild_buckets", "model/reducer.py", f"{PARALLEL}buckets_leave_in_the_order", REDUCER),
     Seam("_remove_autograd_hooks", "model/reducer.py", "test_a_torch_without_a_private_name", REDUCER),
-    Seam("_C _distributed_c10d", "model/torch_private.py", EVERY_WAY, "torch/distributed/__init__.py"),
-    Seam("_set_params_and_buffers_to_ignore_for_model", "model/torch_private.py", TWICE, WRAPPER),
-    Seam("_ddp_params_and_buffers_to_ignore", "model/torch_private.py", TWICE, WRAPPER),
-    Seam("_sync_module_states", "model/torch_private.py", "test_the_wrapper_sends_nothing", WRAPPER),
+    Seam("_set_params_and_buffers_to_ignore_for_model", "model/reducer.py", TWICE, WRAPPER),
+    Seam("_ddp_params_and_buffers_to_ignore", "model/reducer.py", TWICE, WRAPPER),
     Seam("_build_params_for_reducer _build_debug_param_to_name_mapping", "model/reducer.py", STRICT, WRAPPER),
     Seam("_inside_ddp_forward", "model/reducer.py", "test_graphs_are_split_inside_of_ddps_forward", WRAPPER),
-    Seam("_execution_engine", "model/torch_private.py", EVERY_WAY, "torch/autograd/graph.py"),
-    Seam("_foreach_copy_", "model/torch_private.py", "test_copies_in_one_call", "torch/optim/_multi_tensor"),
+    Seam("_execution_engine", "model/backward.py", EVERY_WAY, "torch/autograd/graph.py"),
+    Seam("_foreach_copy_", "model/broadcasting.py", "test_copies_in_one_call", "torch/optim/_multi_tensor"),
     Seam("_foreach_norm", "robomimic/reads.py", READS, "torch/nn/utils/clip_grad.py"),
     Seam("_BatchNorm", "model/wrapping.py", f"{PARALLEL}batchnorm_", "torch/nn/modules/batchnorm.py"),
     Seam("_get_default_store", "job/process_group.py", "house/test_trust.py::test_what_somebody_wrote_to", C10D),
     Seam("_BaseDataLoaderIter", "process/observed.py", "test_every_loader_goes_through_one_next", LOADER),
+    Seam(
+        "_BaseDataLoaderIter _index_sampler",
+        "job/noise.py",
+        "same_noise/test_noise.py::test_ranks_that_all_train_on",
+        LOADER,
+    ),
     Seam(
         "_workers _worker_pids_set _remove_worker_pids",
         "data/workers.py",
@@ -111,7 +114,7 @@ SEAMS = [
     Seam("_current_graph_task_id", "rows/tensor.py", SEEN, "torch/csrc/autograd"),
     Seam("_current_level", "rows/calls.py", SEEN, "torch/autograd/forward_ad.py"),
     Seam("_compiled_call_impl", "rows/calls.py", "test_a_module_compiled_in_place", MODULE),
-    Seam("_is_torch_function_mode_enabled", "rows/calls.py", SEEN, "torch/overrides.py"),
+    Seam("_C _is_torch_function_mode_enabled", "rows/calls.py", SEEN, "torch/overrides.py"),
     Seam("_debug_get_cache_entry_list _dynamo", "rows/capture.py", CHANGED, "torch/_dynamo/eval_frame.py"),
     Seam("_is_in_optimized_module", "rows/capture.py", CHANGED, "torch/_dynamo/variables/torch.py"),
     Seam("_global_ _subclasses", "rows/capture.py", CHANGED, "torch/nn/modules/module.py"),
@@ -248,18 +251,6 @@ def test_an_open_progress_bar_is_known_until_it_is_closed(capsys: pytest.Capture
     assert capsys.readouterr().err == "\nddpshim: with a bar\nddpshim: without\n"
 
 
-def _send_nothing() -> float:
-    network = nn.Linear(1, 1)
-    nn.init.constant_(network.weight, dist.get_rank())
-    with torch_private.nothing_sent_at_first():
-        DistributedDataParallel(network)
-    return network.weight.item()
-
-
-def test_the_wrapper_sends_nothing_when_it_is_told() -> None:
-    assert run_ranks(_send_nothing, 2) == [0.0, 1.0]
-
-
 class _Compiled(nn.Linear):
     """As torch.compile returns a network, which asks when it is called where graphs are to be split."""
 
@@ -289,7 +280,7 @@ def test_graphs_are_split_inside_of_ddps_forward() -> None:
 def test_copies_in_one_call_are_those_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         targets = [torch.zeros(2), torch.zeros(1, 3, dtype=torch.float64)]
-        torch_private.copy_all(targets, [torch.ones(2), torch.full((1, 3), 2.0)])
+        broadcasting.copy_all(targets, [torch.ones(2), torch.full((1, 3), 2.0)])
         assert [t.tolist() for t in targets] == [[1, 1], [[2, 2, 2]]]
         monkeypatch.delattr(torch, "_foreach_copy_", raising=False)
 
@@ -354,10 +345,10 @@ def test_exit_handlers_can_be_run_by_hand() -> None:
 
 @pytest.mark.unit
 def test_a_torch_without_a_private_name_of_its_reducer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch_private.refuse_unknown_torch()
-    monkeypatch.setattr(torch_private, "REDUCER", (*torch_private.REDUCER, "_gone"))
+    reducer.refuse_unknown_torch()
+    monkeypatch.setitem(reducer.NEEDED, torch.distributed.Reducer, ("_autograd_hook", "_gone"))
     with pytest.raises(SyncError, match=r"has no Reducer\._gone, by which a backward pass activates DDP's reducer"):
-        torch_private.refuse_unknown_torch()
+        reducer.refuse_unknown_torch()
 
 
 @pytest.mark.unit

@@ -120,14 +120,6 @@ def test_settings_are_checked(tmp_path: Path, name: str, settings: dict[str, str
     assert ran.stdout == ""
 
 
-def test_slurms_settings_are_checked_by_the_command(tmp_path: Path) -> None:
-    ran = start("slurm.sh", tmp_path, DRY_RUN="1", TIME="soon", NODES="0")
-    assert ran.returncode == 2
-    assert "--nodes='0' is not a whole number of at least 1" in ran.stderr
-    assert "--time='soon' is not a time limit" in ran.stderr
-    assert not (tmp_path / "train.sbatch").exists()
-
-
 def test_one_node_trains(tmp_path: Path) -> None:
     ran = start("one_node.sh", tmp_path, NPROC="2", TRAIN=f"{SCRIPT} {tmp_path}", GLOO_SOCKET_IFNAME="lo")
     assert ran.returncode == 0, ran.stderr

@@ -119,11 +119,9 @@ def test_what_many_claim_at_once_one_gets(version: str, monkeypatch: pytest.Monk
     ("first", "second", "said"),
     [
         ({"backend": "gloo", "seed": 3}, {"backend": "gloo", "seed": 3}, None),  # of a launched run
-        ({}, {"world_size": 2}, "setup(world_size='2'), but there is a world with world_size='1' already"),
-        ({}, {"rank": 1}, "setup(rank='1'), but there is a world with rank='0' already"),
         ({"seed": 1}, {"seed": 2}, "setup(seed='2'), but there is a world with seed='1' already"),
         ({"device": "cpu"}, {"device": "cuda:1"}, "setup(device='cuda:1'), but there is a world with device='cpu'"),
-        ({}, {"seed": 1, "rank": 1}, "setup(rank='1')"),
+        ({"device": "cpu"}, {"seed": 1, "device": "meta"}, "setup(device='meta')"),
     ],
 )
 def test_a_second_setup(first: dict[str, Any], second: dict[str, Any], said: Optional[str]) -> None:
@@ -145,20 +143,29 @@ def test_seed_is_given_late_but_not_after_the_split() -> None:
         setup(seed=6)
 
 
-def test_explicit_world_of_one_is_launched_and_left(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that a launcher started as the only rank of a job."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_world_of_one_is_launched_and_left(capfd: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
-        here = setup(rank=0, world_size=1, device="cpu")
-        assert (here.is_launched, here.launcher, here.backend) == (True, "explicit", "gloo")
+        here = setup(device="cpu")
+        assert (here.is_launched, here.launcher, here.backend) == (True, "torchrun", "gloo")
         tensor = torch.ones(2)
         dist.all_reduce(tensor)
         assert dist.is_initialized()
         cleanup()
         assert not dist.is_initialized()
-    assert capfd.readouterr().err == "ddpshim: world of 1 (explicit, 1 node x 1), gloo on cpu\n" * 2
+    assert capfd.readouterr().err == "ddpshim: world of 1 (torchrun, 1 node x 1), gloo on cpu\n" * 2
 
 
-def test_cleanup_leaves_a_group_that_replaced_ours(tmp_path: Path) -> None:
-    setup(rank=0, world_size=1, device="cpu")
+@pytest.mark.usefixtures("launched")
+def test_cleanup_leaves_a_group_that_replaced_ours() -> None:
+    setup(device="cpu")
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -167,15 +174,12 @@ def test_cleanup_leaves_a_group_that_replaced_ours(tmp_path: Path) -> None:
         assert setup(device="cpu").launcher == "adopted"
         cleanup()
         assert dist.is_initialized()
-        with pytest.raises(WorldError, match=r"world_size='2'"):
-            setup(world_size=2)
     finally:
         dist.destroy_process_group()
 
 
-def test_world_before_setup_and_after_cleanup(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
+@pytest.mark.usefixtures("launched")
+def test_world_before_setup_and_after_cleanup() -> None:
     with pytest.raises(WorldError, match=r"Call ddpshim\.setup\(\) first"):
         ddpshim.world()
     here = setup(device="cpu")
@@ -239,16 +243,21 @@ def test_device_is_bound_before_all_else(
     for name in ("init", "_lazy_init", "current_device", "get_device_properties", "manual_seed_all"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: seen.append(name))
     monkeypatch.setattr(rendezvous, "meet", stop)
+    place = {"RANK": 2, "WORLD_SIZE": 4, "LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 4, "MASTER_ADDR": "h", "MASTER_PORT": 9}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
     with pytest.raises(_Stop):
-        setup(rank=2, world_size=4, local_rank=2, local_world_size=4, master_addr="h", master_port=9, device=device)
+        setup(device=device)
     assert seen == [bound, "rendezvous"]
 
 
 @pytest.mark.parametrize("asked", [{"device": "cuda"}, {"backend": "nccl"}])
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name, value in _by_hand(1, 9).items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError, match="rank 1"):
-        setup(rank=1, world_size=2, master_addr="127.0.0.1", master_port=9, **asked)
+        setup(**asked)
 
 
 # --- numbers, on ranks that adopt a group
@@ -541,30 +550,28 @@ def test_two_processes_of(launcher: str, environ: Callable[[int, int], dict[str,
     assert log == f"ddpshim: world of 2 ({launcher}, 1 node x 2), gloo on cpu\n" * 9
 
 
-def _patient(port: int) -> tuple[str, float]:
-    rank = int(os.environ["PART"])
-    asked: dict[str, Any] = {"rank": rank, "world_size": 2, "master_addr": "127.0.0.1", "master_port": port}
-    setup(**asked, device="cpu", timeout_s=50).barrier()  # imports may take one of them longer than the timeout below
+def _patient() -> float:
+    setup(device="cpu", timeout_s=50).barrier()  # imports may take one of them longer than the timeout below
     cleanup()
-    here = setup(**asked, device="cpu", timeout_s=5, side_timeout_s=50)
+    here = setup(device="cpu", timeout_s=5, side_timeout_s=50)
     started = time.monotonic()
     here.broadcast(None)  # rank 1 waits when rank 0 has looked at the clock
-    if rank == 1:
+    if here.rank == 1:
         threading.Event().wait(6)
     here.barrier()
     waited = time.monotonic() - started
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
-    assert (here.sum(rank), tensor.item()) == (1, 2)
+    assert (here.sum(here.rank), tensor.item()) == (1, 2)
     cleanup()
-    return here.launcher, waited
+    return waited
 
 
 @pytest.mark.ranks
 def test_side_work_outlasts_the_timeout_of_training(tmp_path: Path) -> None:
-    found, _ = run_environs(_patient, [{"PART": "0"}, {"PART": "1"}], tmp_path, free_port())
-    assert [launcher for launcher, _ in found] == ["explicit", "explicit"]
-    assert found[0][1] > 5.5
+    port = free_port()
+    found, _ = run_environs(_patient, [_by_hand(rank, port) for rank in range(2)], tmp_path)
+    assert found[0] > 5.5
 
 
 def _ranks_on_gpus() -> tuple[str, Optional[str]]:
@@ -658,7 +665,7 @@ def _abort_while_the_launcher_ends_this_rank(folder: str) -> None:
         return "1"
 
     failure.claim = claim
-    failure.arm(0, dist.HashStore(), world_size=2)
+    failure.arm(0, dist.HashStore())
     records.begin(folder, 0)
     ddpshim.abort(RuntimeError("closed by peer"))
 

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ import ddpshim
 from ddpshim.data import advice
 from ddpshim.data.advice import Share
 from ddpshim.process import machine, say
-from ddpshim.robomimic import datasets
 from tests.ranks import run_ranks
 
 GB = 10**9
@@ -107,75 +105,11 @@ def test_advice_on_workers_counts_what_ranks_share() -> None:
     assert advice.on_workers(_shares(4, 0, range(2))) is None
 
 
-def test_advice_on_the_cache() -> None:
-    assert advice.on_cache(GB, False, 4, 0, 200 * GB) is None
-    line = advice.on_cache(GB, False, 4, 2, 180 * GB)
-    assert line is not None
-    assert "1.0 GB of data about 48 times as large in each of 4 ranks: 192.0 GB, where 180.0 GB are" in line
-    assert "low_dim" in line
-    assert "about 28 times" in str(advice.on_cache(GB, False, 4, 0, 100 * GB))
-    assert "about 17 times" in str(advice.on_cache(GB, True, 4, 8, 60 * GB))
-    assert advice.on_cache(GB, True, 4, 8, None) is None
-    assert "Use train.hdf5" in line
-    assert "Do not set node_memory=off, or use train.hdf5" in str(advice.on_cache(GB, False, 4, 2, GB, True))
-
-
 def test_advice_is_said_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     say.say_once.cache_clear()
     for line in ("one", "one", None, "two"):
         advice.give(line)
     assert capsys.readouterr().err == "ddpshim: one\nddpshim: two\n"
-
-
-class _Train(dict):  # type: ignore[type-arg]
-    """robomimic's Config is a mapping with attributes."""
-
-    __getattr__ = dict.__getitem__
-
-
-def _config(path: Any, obs_keys: list[str], **train: Any) -> Any:
-    values = dict(hdf5_cache_mode="all", data=path, num_data_workers=0, dataset_keys=["actions"], **train)
-    return SimpleNamespace(train=_Train(values), all_obs_keys=obs_keys)
-
-
-@pytest.fixture
-def demos(tmp_path: Path) -> Path:
-    h5py, numpy = pytest.importorskip("h5py"), pytest.importorskip("numpy")
-    path = tmp_path / "demos.hdf5"
-    with h5py.File(path, "w") as file:
-        demo = file.create_group("data/demo_0")
-        demo["actions"] = numpy.zeros((100, 10))  # 8 kB
-        demo["states"] = numpy.zeros((100, 90))  # 72 kB, which robomimic does not load
-        for group in ("obs", "next_obs"):
-            demo[f"{group}/eef"] = numpy.zeros((100, 20))  # 16 kB
-            demo[f"{group}/image"] = numpy.zeros((100, 10, 10, 3), dtype=numpy.uint8)  # 30 kB
-    return path
-
-
-def test_what_robomimic_loads_of_a_file(demos: Path) -> None:
-    size = demos.stat().st_size
-    loaded, has_images = datasets._loaded(str(demos), _config(str(demos), ["eef"]))
-    assert loaded == pytest.approx(size * 40 / 172)
-    assert not has_images
-    loaded, has_images = datasets._loaded(str(demos), _config(str(demos), ["eef", "image"], hdf5_load_next_obs=False))
-    assert loaded == pytest.approx(size * 54 / 172)
-    assert has_images
-    assert datasets._loaded("/nonexistent", _config(str(demos), [])) == (0.0, False)
-
-
-@pytest.mark.parametrize("as_list", [False, True])
-def test_robomimic_is_advised_before_it_loads(
-    demos: Path, as_list: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    say.say_once.cache_clear()
-    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(10**7, 10**6, None))
-    config = _config([{"path": str(demos)}] if as_list else str(demos), ["eef"])
-    datasets.advise_on_cache(config, 4)  # 4 x 28 x about 44 kB
-    assert "in each of 4 ranks" in capsys.readouterr().err
-    config.train["hdf5_cache_mode"] = "low_dim"
-    say.say_once.cache_clear()
-    datasets.advise_on_cache(config, 4)
-    assert capsys.readouterr().err == ""
 
 
 def _what_a_loader_says() -> str:

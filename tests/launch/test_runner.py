@@ -27,13 +27,11 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessHandler
 
 import ddpshim.__main__ as command_line
 from ddpshim import variables
-from ddpshim.checkpoint import last_save
 from ddpshim.errors import LaunchError, WorldError
 from ddpshim.failures import failure, failure_notes
 from ddpshim.launch import alone, first_failure, runner
 from ddpshim.launch.runner import Launch
 from ddpshim.observe import records
-from ddpshim.process import rank_log
 from ddpshim.process.launch_env import EXIT_REQUEUE, read_launch_env
 from ddpshim.robomimic.options import RobomimicOptions
 from ddpshim.trainers.unedited.joining import see_one_gpu
@@ -210,24 +208,6 @@ def test_every_rank_has_a_log_and_rank_0_the_screen(tmp_path: Path) -> None:
     assert (tmp_path / "ddpshim-logs" / ".gitignore").read_text() == "*\n"
 
 
-def test_old_logs_are_deleted_and_nothing_else(tmp_path: Path) -> None:
-    dead = _pid_of_nobody()
-    old = [f"20260101-{number:06}-{dead}" for number in range(60)]
-    for name in (f"20250101-000000-{os.getpid()}", "mine", *old):
-        (tmp_path / name).mkdir()
-    runner._prune(tmp_path)
-    left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == [f"20250101-000000-{os.getpid()}", *old[11:], "mine"]  # 49, and that of the run which begins now
-
-
-def _pid_of_nobody() -> int:
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
-    return child
-
-
 def test_the_end_of_a_run_says_where_its_report_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -249,19 +229,6 @@ def test_the_end_of_a_run_says_where_its_report_is(
     )
 
 
-def test_nodes_may_number_themselves() -> None:
-    job = Launch("train.py", nproc="4", nnodes=2, rdzv_endpoint="gpu1:29400")
-    assert [*runner._problems_of_nodes(job)] == []
-    assert runner.torchrun_arguments(runner.nodes_of_scheduler(job, {}), "DIR")[:4] == [
-        "--nnodes=2",
-        "--rdzv-endpoint=gpu1:29400",
-        "--rdzv-backend=c10d",
-        "--rdzv-id=ddpshim",
-    ]
-    (problem,) = runner._problems_of_nodes(Launch("train.py", nnodes=2, rdzv_endpoint="a", standalone=True))
-    assert "--standalone" in problem
-
-
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_first_failing_ranks_traceback_is_the_last_thing_on_the_screen(tmp_path: Path, number: int) -> None:
     with Running(tmp_path, "raise", str(number)) as job:
@@ -279,22 +246,22 @@ def test_the_first_failing_ranks_traceback_is_the_last_thing_on_the_screen(tmp_p
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("first", [0, 1])
-def test_an_error_that_ranks_share_is_shown_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], first: int
-) -> None:
+def test_an_error_that_ranks_share_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shared = 'Traceback (most recent call last):\n  File "train.py", line 1, in <module>\nValueError: no file\n'
-    log, notes = tmp_path / "rank_0.log", {2: "another", 1: shared, 0: shared}
+    log = tmp_path / "rank_0.log"
     log.write_text(f"epoch 1\nddpshim: rank 0 failed:\n{shared}")
-    runner._report(first, 1, tmp_path, notes, is_shown=True)
-    said = "ddpshim: ranks 0, 1 failed with the same error: ValueError: no file"
-    assert capsys.readouterr().err.lstrip() == f"{said} (above, and in {tmp_path}/rank_N.log)\n"
+    for first, said in ((0, ""), (1, f"ddpshim: rank 1 failed first: ValueError: no file (above, and in {tmp_path}")):
+        runner._report(first, 1, tmp_path, shared, is_shown=True)
+        printed = capsys.readouterr().err.strip()
+        assert printed.startswith(said)
+        assert "Traceback" not in printed
     log.write_text("epoch 1\n")  # ended before it printed the error
-    runner._report(1, 1, tmp_path, notes, is_shown=True)
-    assert capsys.readouterr().err.endswith(shared)
+    for first in (0, 1):
+        runner._report(first, 1, tmp_path, shared, is_shown=True)
+        assert capsys.readouterr().err.endswith(shared)
     log.write_text(shared)
-    runner._report(1, 1, tmp_path, {1: shared, 0: "another"}, is_shown=True)
-    assert capsys.readouterr().err.endswith(shared)
+    runner._report(1, 1, tmp_path, shared.replace("no file", "another"), is_shown=True)
+    assert capsys.readouterr().err.endswith("ValueError: another\n")
 
 
 @pytest.mark.unit
@@ -306,19 +273,6 @@ def test_an_error_has_its_type_and_the_first_line_of_its_message() -> None:
             named = runner._error_in(traceback.format_exc())
         text = message.strip().partition("\n")[0]
         assert named == (f"RuntimeError: {text}" if text else "RuntimeError")
-
-
-@pytest.mark.unit
-def test_a_full_disk_is_named_and_hides_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "rank_0.log").write_text("epoch 1\nepo")
-    found = "Traceback (most recent call last):\nOSError: [Errno 28] No space left on device\n"
-    monkeypatch.setattr(runner.shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
-    runner._report(0, 1, tmp_path, {0: found}, is_shown=True)
-    full, *_ = said = capsys.readouterr().err.splitlines(keepends=True)
-    assert full.startswith(f"ddpshim: the disk of {tmp_path} is full: what ranks print is lost.")
-    assert "".join(said).endswith(found)
 
 
 def test_who_lost_a_peer_is_not_blamed_and_who_has_a_reason_is(tmp_path: Path) -> None:
@@ -413,36 +367,15 @@ def test_a_signal_reaches_the_ranks_once_and_their_exit_code_comes_back(tmp_path
     assert job.screen.endswith(f"(exit code 75). To resume, unless a scheduler requeues this job: {again}")
 
 
-NO_PROGRESS = "ddpshim: holds no progress of this program, which resumes from what it has saved itself\n"
-
-
 @pytest.mark.unit
-def test_the_end_of_a_run_says_what_is_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(variables.RUN_DIR, str(tmp_path))
+def test_the_command_that_resumes_has_the_options_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["ddpshim", "run", "train.py", "--name", "a b"])
     for name in RobomimicOptions.names():
         monkeypatch.delenv(f"DDPSHIM_{name.upper()}", raising=False)
     for name, value in {"DDPSHIM_RUN_ID": "9", "DDPSHIM_RESUME": "auto", "DDPSHIM_NODE_MEMORY": "our disk"}.items():
         monkeypatch.setenv(name, value)
-
-    def said(signal_name: str) -> str:
-        runner._report_last_save(str(tmp_path), signal_name)
-        return capsys.readouterr().err
-
-    assert said("SIGINT") == NO_PROGRESS
-    resume = Path(tmp_path, "resume")
-    resume.mkdir()
-    last_save.note(resume)
-    lost = "ddpshim: Ctrl-C saves nothing; SIGTERM (`kill -TERM PID_OF_RUN`) saves and stops. "
-    assert said("SIGINT") == f"{lost}{resume} holds no saved step\n"
-    Path(resume, "epoch_000003_step_000000015.pth").touch()
-    again = "DDPSHIM_NODE_MEMORY='our disk' DDPSHIM_RESUME=always python -m ddpshim run train.py --name 'a b'\n"
-    assert said("SIGINT") == f"{lost}To resume at epoch 3, step 15: {again}"
-    assert said("SIGTERM") == f"ddpshim: To resume at epoch 3, step 15: {again}"
-    last_save.forget()
-    assert said("SIGINT") == NO_PROGRESS
+    again = "DDPSHIM_NODE_MEMORY='our disk' DDPSHIM_RESUME=always python -m ddpshim run train.py --name 'a b'"
+    assert runner._resuming_command() == again
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGUSR1", 138)])
@@ -472,7 +405,13 @@ def test_ctrl_c(tmp_path: Path, last: int) -> None:
     assert "failed" not in job.screen
     assert "rank.py" not in job.screen
     (log_dir,) = (tmp_path / "ddpshim-logs").glob("2*")
-    assert job.screen.endswith(f"ddpshim: stopped by SIGINT; their logs are in {log_dir}\n{NO_PROGRESS}")
+    stopped, how_to_resume = job.screen.splitlines()[-2:]
+    assert stopped == f"ddpshim: stopped by SIGINT; their logs are in {log_dir}"
+    again = f"DDPSHIM_RESUME=always python -m ddpshim run --nproc=2 train.py linger {last}"
+    assert how_to_resume == (
+        "ddpshim: SIGINT saves nothing; SIGTERM (`kill`) saves and stops. A program that saves its progress resumes "
+        f"from its last save by: {again}"
+    )
 
 
 def test_ranks_that_do_not_end_are_killed_when_their_time_is_over(tmp_path: Path) -> None:
@@ -489,7 +428,9 @@ def test_ranks_that_do_not_end_are_killed_when_their_time_is_over(tmp_path: Path
 
 def test_a_rank_that_is_alone_is_started_without_torch(tmp_path: Path) -> None:
     """Its agent takes seconds to import; the rank finds the same variables."""
-    (tmp_path / "train.py").write_text("import json, os, sys\nprint(json.dumps(dict(os.environ)))\nsys.exit(5)\n")
+    (tmp_path / "train.py").write_text(
+        "import json, os, sys\nprint(os.environ['RANK'] and json.dumps(dict(os.environ)))\nsys.exit(5)\n"
+    )
     (tmp_path / "run.py").write_text(
         "import sys\nfrom ddpshim.launch import runner\n"
         "code = runner.run(runner.Launch('train.py', nproc='1', has_logs=False))\n"
@@ -584,18 +525,6 @@ NODES = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": 29400}
 
 
 @pytest.mark.unit
-def test_what_python_was_told_holds_for_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for optimize, warns, expected in (
-        (0, [], {}),
-        (2, [], {"PYTHONOPTIMIZE": "2"}),
-        (0, ["error", "ignore::UserWarning"], {"PYTHONWARNINGS": "error,ignore::UserWarning"}),
-    ):
-        python = SimpleNamespace(flags=SimpleNamespace(optimize=optimize), warnoptions=warns)
-        monkeypatch.setattr(runner, "sys", python)
-        assert runner._options_of_python() == expected
-
-
-@pytest.mark.unit
 @pytest.mark.parametrize(
     "job",
     [
@@ -650,13 +579,12 @@ def test_check_names_all_that_is_wrong(here: Path) -> None:
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("options", [[], ["--dry-run"]])
 def test_a_misspelt_option_is_refused_before_any_rank_starts(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(runner, "_run_ranks", lambda *_: pytest.fail("ranks were started"))
     monkeypatch.setenv("DDPSHIM_PRECISIN", "bf16")
-    assert command_line.main(["run", "--nproc", "2", *options, "train.py"]) == 2
+    assert command_line.main(["run", "--nproc", "2", "train.py"]) == 2
     assert capsys.readouterr().err == (
         "ddpshim: 1 option is wrong:\n  - variable DDPSHIM_PRECISIN: no such option; did you mean DDPSHIM_PRECISION?\n"
         "Nothing was started, since the run would not be the one you meant. `python -m ddpshim docs options` lists all "
@@ -746,36 +674,6 @@ def test_one_run_on_each_node_of_srun_needs_no_options() -> None:
     crowded = {**STEP, "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_LOCALID": "1"}
     with pytest.raises(LaunchError, match="2 tasks on this node, and each would start all ranks of the node"):
         runner.nodes_of_scheduler(Launch("train.py"), crowded)
-
-
-@pytest.mark.unit
-def test_a_log_gets_a_second_name_in_the_experiments_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank_log.link_log(str(tmp_path / "without"))
-    assert not (tmp_path / "without").exists()
-    monkeypatch.setenv("RANK", "1")
-    logs = tmp_path / "experiment" / "logs"
-    for job in ("first", "second"):  # the second resumes the first one's experiment
-        (tmp_path / job).mkdir()
-        (tmp_path / job / "rank_1.log").write_text(job)
-        monkeypatch.setenv(variables.RANK_LOGS, str(tmp_path / job))
-        rank_log.link_log(str(logs))
-        rank_log.link_log(str(logs))
-    with (tmp_path / "second" / "rank_1.log").open("a") as file:
-        file.write(" goes on")
-    assert {p.name: p.read_text() for p in logs.iterdir()} == {"rank_1.log": "first", "rank_1.2.log": "second goes on"}
-
-
-@pytest.mark.unit
-def test_a_log_on_another_disk_is_a_symbolic_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(source: object, target: object) -> None:
-        raise OSError(18, "Invalid cross-device link")
-
-    monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv(variables.RANK_LOGS, str(tmp_path))
-    (tmp_path / "rank_0.log").write_text("said")
-    rank_log.link_log(str(tmp_path / "logs"))
-    assert (tmp_path / "logs" / "rank_0.log").readlink() == tmp_path / "rank_0.log"
 
 
 @pytest.mark.unit

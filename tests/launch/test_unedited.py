@@ -27,7 +27,7 @@ from torch import nn
 from ddpshim import variables
 from ddpshim.process import machine
 from ddpshim.process.after_import import after_import
-from ddpshim.trainers.unedited import c_libraries, gpus, joining, networks, program
+from ddpshim.trainers.unedited import c_libraries, joining, networks, program
 from ddpshim.trainers.unedited.joining import explain_taken
 from tests.preloaded import DEADLINE_PASSED, as_torchrun_says, environment, preloaded, start_afresh
 
@@ -714,7 +714,7 @@ def test_a_program_gets_a_ranks_share_of_the_cores_for_its_threads(monkeypatch: 
 def test_a_program_sees_as_many_gpus_as_there_are_ranks_and_torch_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    with gpus.shown(4):
+    with joining._gpus_shown(4):
         assert torch.cuda.device_count() == 4
         assert eval("count()", {"count": torch.cuda.device_count, "__name__": "torch.cuda.random"}) == 1
         os.environ["CUDA_VISIBLE_DEVICES"] = "0"

@@ -10,10 +10,8 @@ import re
 import resource
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Callable, Optional
 
 import pytest
@@ -22,9 +20,6 @@ from torch import nn
 
 import ddpshim
 from ddpshim import checkpoint
-from ddpshim.model.keys import portable_keys
-from ddpshim.robomimic import calls
-from ddpshim.robomimic.options import RobomimicOptions
 from evidence import equivalence
 from evidence.equivalence import VALIDATION, batches, copy_release, largest_difference, make_config, make_data, source
 from tests import ranks
@@ -240,9 +235,9 @@ def test_code_with_and_without_ddpshim_loads_what_anyone_wrote(tmp_path: Path) -
         if writer == "ddpshim":
             bare.load_state_dict(state)  # as it is: DataParallel code reaches the network by `.module`
         else:
-            net.load_state_dict(portable_keys(state, net))
+            ddpshim.wrap_parallel(net).load_state_dict(state)
         assert all(tensor.eq(1).all() for tensor in bare.state_dict().values())
-        net.load_state_dict(portable_keys(state, net))
+        ddpshim.wrap_parallel(net).load_state_dict(state)
 
 
 STEPS, BATCH = 5, 100
@@ -421,36 +416,3 @@ def test_the_release_and_the_patched_release_start_from_each_others_files(traini
         expected = torch.load(start, weights_only=False)["model"]["nets"]
         assert list(loaded) == list(expected)
         assert largest_difference(loaded, expected) == 0
-
-
-@pytest.mark.parametrize("num_kept", [None, 2])
-def test_of_robomimics_checkpoints_the_newest_are_kept_and_the_best(
-    num_kept: Optional[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def save_model(*, ckpt_path: str, config: Any) -> None:
-        torch.save({}, ckpt_path)
-
-    upstream = SimpleNamespace(save_model=save_model)
-    for name in ("robomimic", "robomimic.utils", "robomimic.utils.train_utils"):
-        monkeypatch.setitem(sys.modules, name, upstream)
-    monkeypatch.setattr(upstream, "utils", upstream, raising=False)
-    monkeypatch.setattr(upstream, "train_utils", upstream, raising=False)
-    config = SimpleNamespace(experiment=SimpleNamespace(save=SimpleNamespace(epochs=[1])))
-    best = ["model_epoch_3_best_validation_0.5.pth", "model_epoch_4_Lift_success_1.0.pth"]
-    others = ["model_epoch_90.pth", "last.pth"]  # of an earlier run that came further, and of no epoch
-    names = [*others, *(f"model_epoch_{epoch}.pth" for epoch in (1, 2, 9, 10)), *best, "model_epoch_11.pth"]
-    ddpshim.setup(options=RobomimicOptions(keep_models=num_kept), device="cpu")
-    try:
-        for name in names[:2]:
-            torch.save({}, tmp_path / name)
-        for name in names[2:]:
-            calls.save_model(ckpt_path=str(tmp_path / name), config=config)
-    finally:
-        ddpshim.cleanup()
-    there = {path.name for path in tmp_path.iterdir()}
-    if num_kept is None:
-        assert there == {*names}
-    else:
-        gone = {"model_epoch_2.pth", "model_epoch_9.pth"}
-        assert there == {*names, "latest.pth"} - gone
-        assert (tmp_path / "latest.pth").resolve() == tmp_path / "model_epoch_11.pth"

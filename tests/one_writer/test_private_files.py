@@ -177,6 +177,7 @@ def removed_and_moved() -> Any:
     with pytest.raises(IsADirectoryError):
         os.unlink("run_1")
     Path("log.txt").write_text("anew")
+    seen.append(os.listdir("old/inner"))
     shutil.rmtree("old/inner")
     os.mkdir("old/inner")  # empty now
     Path("part").write_text("whole")
@@ -229,6 +230,11 @@ def checkpoints() -> Any:
             os.remove(f"models/{epoch - 1}.pt")
         seen.append(sorted(os.listdir("models")))
     shutil.copyfile("models/latest.pt", "best.pt")
+    torch.save({}, "over.pt")
+    Path("over.pt").write_text("no checkpoint any more")
+    os.replace("over.pt", "moved.pt")
+    torch.save({"moved": 1}, "moved.pt")
+    seen.append(torch.load("moved.pt"))
     with open(b"caf\xe9", "wb") as no_utf_8:
         torch.save({}, no_utf_8)
     with Path("models/2.pt").open("rb") as file:

@@ -36,5 +36,5 @@ def test_shares_together_are_the_batches_of_one_process(options: tuple[str, ...]
     trained(tmp_path / "one", *options, "--epochs", "1")
     trained(tmp_path / "ranks", *options, "--epochs", "1", door="shares", ranks=ranks)
     shares = [[step["samples"] for step in steps_of(tmp_path / "ranks", str(rank))] for rank in range(ranks)]
-    together = [[batch[n % ranks][n // ranks] for n in range(len(batch) * len(batch[0]))] for batch in zip(*shares)]
+    together = [[sample for share in batch for sample in share] for batch in zip(*shares)]
     assert together == [step["samples"] for step in steps_of(tmp_path / "one")]

@@ -19,7 +19,6 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import ddpshim
-from ddpshim import variables
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint import last_save, resume
 from ddpshim.checkpoint.progress_folder import find_progress
@@ -124,9 +123,9 @@ def test_a_finished_training_that_is_started_again_leaves(
     def start(environ: dict[str, str]) -> Resumable:
         for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
             monkeypatch.delenv(name, raising=False)
-        for name, value in environ.items():
+        for name, value in {**environ, "RANK": "0", "WORLD_SIZE": "1"}.items():
             monkeypatch.setenv(name, value)
-        ddpshim.setup(rank=0, world_size=1, device="cpu")
+        ddpshim.setup(device="cpu")
         return Resumable(tmp_path / "resume", {})
 
     try:
@@ -141,28 +140,6 @@ def test_a_finished_training_that_is_started_again_leaves(
             assert current().world is None
         else:
             assert not training.restore()
-    finally:
-        preemption.unlisten()
-        ddpshim.cleanup()
-
-
-@pytest.mark.unit
-def test_run_learns_where_a_training_saves_until_it_is_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(variables.RUN_DIR, str(tmp_path))
-    Resumable(tmp_path / "alone", {}).finish()  # without a launcher, where SIGTERM saves nothing
-    assert last_save.noted(str(tmp_path)) is None
-    try:
-        ddpshim.setup(rank=0, world_size=1, device="cpu")
-        training = Resumable(tmp_path / "resume", {})
-        assert (last_save.noted(str(tmp_path)), last_save.place(training.folder)) == (training.folder, "")
-        training.epoch, training.step = 2, 7
-        training.save()
-        checkpoint.flush()
-        assert last_save.place(training.folder) == "epoch 2, step 7"
-        training.finish()
-        assert last_save.noted(str(tmp_path)) is None
     finally:
         preemption.unlisten()
         ddpshim.cleanup()
@@ -302,7 +279,7 @@ def _rank_saves(folder: str) -> list[str]:
         training.save()
     preemption.unlisten()
     ddpshim.world().barrier()
-    return sorted(set(os.listdir(folder)) - {"latest.pth"})
+    return sorted(os.listdir(folder))
 
 
 def test_the_newest_files_are_kept_and_no_later_ones_of_a_run_that_was_given_up(tmp_path: Path) -> None:

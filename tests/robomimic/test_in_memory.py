@@ -109,7 +109,7 @@ def test_another_program_gets_the_files_as_they_are(load: Load) -> None:
 
 @pytest.mark.unit
 def test_moved_lines_are_patched_where_they_stand_once(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
-    assert load({"areas/disc.py": "# a fork of our own\n" + FILES["areas/disc.py"].replace("\n", "\r\n")})
+    assert load({"areas/disc.py": "# a fork of our own\n" + FILES["areas/disc.py"]})
     assert importlib.import_module("areas.disc").area(1) == TWO_PI
     said = capsys.readouterr().err
     assert re.fullmatch(
@@ -173,10 +173,10 @@ def test_every_hunk_of_a_set_stands_once_in_its_release(patch_set: patchset.Patc
     for name, hashes in patch_set.files.items():
         content = (tree / name).read_bytes()
         assert patchset.sha256(content) == hashes.original
-        moved, num_hunks, odd = patchset.transform_moved(patch_set.patches, name, content)
+        moved, odd = patchset.transform_moved(patch_set.patches, name, content)
         assert (patchset.sha256(moved), odd) == (hashes.patched, [])
         assert patchset.transform(patch_set.patches, name, moved, "original") == content, "it is reverted"
-        assert num_hunks > 0
+        assert moved != content
     found, lacking = in_memory.fit(tree / "robomimic", [patch_set])
     texts = {name: found.sources[name[: -len(".py")].replace("/", ".")] for name in patch_set.files}
     assert {name: patchset.sha256(text) for name, text in texts.items()} == {

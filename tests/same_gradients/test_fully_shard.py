@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import pickle
 from functools import partial
@@ -174,16 +173,8 @@ def _saved_by_one(x: torch.Tensor) -> None:
     raise SyncError("did not call state_dict()")  # what the main rank says
 
 
-def _copied(x: torch.Tensor) -> None:
-    copy.deepcopy(_make(True)[0])
-
-
 def _pickled(x: torch.Tensor) -> None:
     pickle.dump(_make(True)[0], io.BytesIO())
-
-
-def _no_such_method(x: torch.Tensor) -> None:
-    ddpshim.wrap_parallel(Policy(), shard=["compute_lose"])
 
 
 def _with_a_hook(x: torch.Tensor) -> None:
@@ -196,9 +187,7 @@ REFUSED: dict[Callable[[torch.Tensor], None], str] = {
     _distribution: "the gradient of 'layer.weight' of Gaussian was not reduced over the ranks",
     _used_differently: "ranks left out different parameters of Policy in a backward pass (2 on rank 0, 2 on rank 1)",
     _saved_by_one: "did not call state_dict()",
-    _copied: "a copy of a Policy that is sharded",
     _pickled: "a Policy that is sharded (shard=True) was pickled",
-    _no_such_method: "Policy has no method 'compute_lose'",
     _with_a_hook: "wrap_parallel(shard=...) with comm_hook",
 }
 

@@ -1,10 +1,8 @@
-"""What a process has to obey or to say: precision, a limit to the memory of GPUs, a dry run."""
+"""What a process has to obey or to say: precision."""
 
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +10,9 @@ import torch
 from torch import nn
 
 import ddpshim
-import ddpshim.__main__ as command_line
 from ddpshim import Options
-from ddpshim.errors import LaunchError, OptionsError
+from ddpshim.errors import OptionsError
 from ddpshim.job import precision
-from ddpshim.process.devices import limit_memory
 from ddpshim.process.job import Job
 
 
@@ -115,33 +111,3 @@ def test_a_precision_that_nobody_computes_in_is_refused(name: str) -> None:
     finally:
         ddpshim.cleanup()
     assert step(contextlib.nullcontext) == torch.float32, "of a job that is over"
-
-
-def test_the_memory_of_a_gpu_is_limited(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    limits: list[Any] = []
-    gpu = torch.device("cuda", 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: limits.append(given))
-    limit_memory(gpu, 20.0)
-    assert limits == [(0.25, gpu)]
-    with pytest.raises(LaunchError, match=r"max_memory_per_gpu_gb=81, but cuda:1 has 80\.0 GB"):
-        limit_memory(gpu, 81.0)
-    limit_memory(torch.device("cpu"), 1.0)
-    assert "has no effect on cpu" in capsys.readouterr().err
-
-
-def test_a_dry_run_says_what_it_would_start(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("DDPSHIM_TIMEOUT_S", "60")
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text("raise SystemExit(9)")
-    nodes = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", "29123"]
-    assert command_line.main(["run", "--dry-run", *nodes, "--nproc", "4", "train.py", "--lr", "1 2"]) == 0
-    said = capsys.readouterr().out
-    assert "command on node 0 of 2:\n  python -m torch.distributed.run --nnodes=2 --node-rank=0" in said
-    assert "--nproc-per-node=4" in said
-    assert "-m ddpshim.launch.rank train.py --lr '1 2'\noptions: timeout_s=60.0\n  DDPSHIM_TIMEOUT_S=60\n" in said
-    assert [path.name for path in tmp_path.iterdir()] == ["train.py"], "nothing was started"

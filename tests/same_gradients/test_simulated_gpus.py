@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._device import DeviceContext
 
 import ddpshim
-from ddpshim.checkpoint import background
+from ddpshim.checkpoint.background import Copy
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 from ddpshim.rows import calls
@@ -280,19 +280,15 @@ def test_no_host_waits_in_a_usual_step(kind: str, counted: Any) -> None:
 
 
 def _rank_saves(folder: str) -> tuple[list[bool], list[int]]:
-    state, buffer, pinned, empty = (
-        nn.Linear(64, 64).to("cuda").state_dict(),
-        background.Buffer(),
-        list[int](),
-        torch.empty,
-    )
+    state, copy, pinned, empty = nn.Linear(64, 64).to("cuda").state_dict(), Copy(), list[int](), torch.empty
 
     def noted(size: Any, *args: Any, **options: Any) -> torch.Tensor:
         pinned.extend([size] if options.get("pin_memory") else [])
         return empty(size, *args, **options)
 
     with replaced(torch, "empty", noted):
-        background.take(state, buffer, 20_000).write(f"{folder}/ours.pth")
+        copy.take(state)
+    copy.write(f"{folder}/ours.pth")
     torch.save(state, f"{folder}/torchs.pth")
     ours, torchs = torch.load(f"{folder}/ours.pth"), torch.load(f"{folder}/torchs.pth")
     batch = {"pinned": torch.ones(2).pin_memory(), "others": (torch.ones(1), ["text"])}

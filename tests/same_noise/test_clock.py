@@ -11,7 +11,6 @@ import random
 import secrets
 import threading
 import time
-import traceback
 import uuid
 from datetime import date
 from datetime import datetime as imported_before
@@ -25,7 +24,6 @@ import torch.distributed as dist
 import ddpshim
 from ddpshim.errors import WorldError
 from ddpshim.job.world import World
-from ddpshim.launch.rank import _hide_clock
 from ddpshim.options import Options
 from ddpshim.process.job import Job
 from ddpshim.trainers.unedited import clock
@@ -60,17 +58,6 @@ def asked() -> list[Any]:
         ]
         found.append(input("go on? "))
     return found
-
-
-def test_input_without_a_terminal_shows_the_programs_line_alone() -> None:
-    refuse = mock.patch.object(builtins, "input", side_effect=EOFError("EOF when reading a line"))
-    with refuse, Clock(worlds()[0], lambda: False).installed(), pytest.raises(EOFError) as raised:
-        input("name? ")
-    own = traceback.extract_tb(raised.value.__traceback__)
-    assert any(frame.filename == clock.__file__ for frame in own)
-    _hide_clock(raised.value.__traceback__)
-    (line,) = traceback.extract_tb(raised.value.__traceback__)
-    assert (line.filename, line.line) == (__file__, 'input("name? ")')
 
 
 def test_each_rank_is_told_what_the_main_rank_was() -> None:

@@ -7,6 +7,7 @@ import functools
 import io
 import multiprocessing
 import random
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Callable, Optional
@@ -34,7 +35,7 @@ from ddpshim.job import noise, shared_draws, shares
 from ddpshim.options import Options
 from ddpshim.process.seeds import seed_everything
 from ddpshim.trainers.session import _Metrics
-from tests.ranks import errors_of, run_ranks
+from tests.ranks import errors_of, own_rows, run_ranks
 
 pytestmark = pytest.mark.ranks
 SEED, NUM_SAMPLES, BATCH = 3, 103, 24
@@ -52,10 +53,10 @@ def _join(**options: Any) -> Any:
 @pytest.mark.unit
 def test_one_row_on_a_rank_whose_place_in_memory_is_unknown_is_refused() -> None:
     share = shares.Share(rank=1, world_size=2, num_rows=1)
-    assert shared_draws._template(share, torch.ones(1, 3, 4), (0, 1)).stride() == (12, 4, 1)
-    assert shared_draws._template(share, torch.ones(3, 1, 4), (1, 1)).stride() == (8, 4, 1)
+    assert shared_draws._template(share, torch.ones(1, 3, 4), 0).stride() == (12, 4, 1)
+    assert shared_draws._template(share, torch.ones(3, 1, 4), 1).stride() == (8, 4, 1)
     with pytest.raises(SyncError, match=r'setup\(batch="global"\)'):
-        shared_draws._template(share, torch.ones(3, 1, 4).transpose(0, 1), (0, 1))
+        shared_draws._template(share, torch.ones(3, 1, 4).transpose(0, 1), 0)
 
 
 def _draws(num_rows: int, mine: slice) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -139,8 +140,9 @@ def _recur(kind: Any, x: torch.Tensor) -> torch.Tensor:
 def _rank_draws(num_rows: int) -> Any:
     here = _join()
     noise.share()
-    shares.begin_batch(num_rows // here.world_size)
-    drawn = _draws(num_rows // here.world_size, slice(here.rank, None, here.world_size))
+    num = num_rows // here.world_size
+    shares.begin_batch(num)
+    drawn = _draws(num, slice(here.rank * num, (here.rank + 1) * num))
     shares.end_batch()
     torch.manual_seed(1)
     return drawn, torch.randn(num_rows // here.world_size)
@@ -151,7 +153,7 @@ def test_each_rank_draws_its_rows_of_what_one_process_draws(world_size: int) -> 
     plain = _draws(24, slice(None))
     for rank, (drawn, between_batches) in enumerate(run_ranks(_rank_draws, world_size, 24)):
         for name, (whole, state) in plain.items():
-            own = whole if name == "what no batch is in" else whole[rank::world_size]
+            own = whole if name == "what no batch is in" else own_rows(whole, rank, world_size)
             assert torch.equal(drawn[name][0], own), name
             assert torch.equal(drawn[name][1], state), name
         torch.manual_seed(1)
@@ -161,16 +163,16 @@ def test_each_rank_draws_its_rows_of_what_one_process_draws(world_size: int) -> 
 def test_where_the_batch_stands_in_a_shape() -> None:
     share = shares.Share(rank=1, world_size=2, num_rows=4)
     for shape, where in {
-        (4, 7): (0, 1),
-        (12, 4): (0, 3),  # three rows for each sample
-        (7, 4): (1, 1),
+        (4, 7): 0,
+        (12, 4): 0,  # three rows for each sample
+        (7, 4): 1,
         (): None,
         (3, 5): None,
     }.items():
         assert share.dimension(shape) == where
     samples = torch.arange(8).repeat_interleave(3)[:, None].expand(-1, 2)
-    assert share.rows(samples, (0, 3))[:, 0].tolist() == [1, 1, 1, 3, 3, 3, 5, 5, 5, 7, 7, 7]
-    assert share.rows(samples.t()[:, :8], (1, 1)).shape == (2, 4)
+    assert share.rows(samples, 0)[:, 0].tolist() == [4, 4, 4, 5, 5, 5, 6, 6, 6, 7, 7, 7]
+    assert share.rows(samples.t()[:, :8], 1).shape == (2, 4)
 
 
 # Whole trainings, in float64: what is left is rounding.
@@ -367,7 +369,7 @@ def _rank_trains(kinds: list[str], draws_between: bool = False) -> list[Any]:
 def _check_equal(plain: Any, ranks: Sequence[Any], kind: str) -> None:
     weights, samples, state, losses = plain
     for rank, (own_weights, own_samples, own_state, _) in enumerate(ranks):
-        assert own_samples == [batch[rank :: len(ranks)] for batch in samples], kind
+        assert own_samples == [own_rows(batch, rank, len(ranks)) for batch in samples], kind
         assert torch.equal(own_state, state), kind
         assert torch.allclose(own_weights, weights, rtol=0, atol=1e-11), kind
         assert torch.equal(own_weights, ranks[0][0]), kind
@@ -417,7 +419,7 @@ def test_a_sampler_of_the_user_draws_alike_on_the_ranks() -> None:
     kind = "of the user"
     ((one,),), ranks = (run_ranks(_rank_trains, size, [kind]) for size in (1, 2))
     _check_equal(one, [own for (own,) in ranks], kind)
-    steps = [[i for pair in zip(*shares) for i in pair] for shares in zip(*(own[1] for (own,) in ranks))]
+    steps = [[i for share in shares for i in share] for shares in zip(*(own[1] for (own,) in ranks))]
     assert steps[0] == _plain(kind)[1][0]
     assert {len(step) for step in steps} == {BATCH}
 
@@ -425,7 +427,7 @@ def test_a_sampler_of_the_user_draws_alike_on_the_ranks() -> None:
 def test_what_the_main_rank_alone_drew_counts_from_the_next_pass_on() -> None:
     _, samples, _, _ = _in_one_process(_train, "shuffled", lambda: torch.randn(5))
     for rank, ((_, own, _, _),) in enumerate(run_ranks(_rank_trains, 2, ["shuffled"], True)):
-        assert own == [batch[rank::2] for batch in samples]
+        assert own == [own_rows(batch, rank, 2) for batch in samples]
 
 
 # Going on after an interruption.
@@ -469,9 +471,9 @@ def test_left_in_an_epoch_it_goes_on_with_the_order_and_the_noise_on_other_ranks
     weights, samples, state, _ = _plain(kind)
     before = run_ranks(_rank_goes_on, 2, tmp_path, until, kind)
     after = run_ranks(_rank_goes_on, 3, tmp_path, None, kind)
-    assert before == [[batch[rank::2] for batch in samples[:until]] for rank in range(2)]
+    assert before == [[own_rows(batch, rank, 2) for batch in samples[:until]] for rank in range(2)]
     for rank, (own_weights, own, own_state) in enumerate(after):
-        assert own == [batch[rank::3] for batch in samples[until:]]
+        assert own == [own_rows(batch, rank, 3) for batch in samples[until:]]
         assert torch.allclose(own_weights, weights, rtol=0, atol=1e-11)
         assert torch.equal(own_state, state)
 
@@ -510,6 +512,35 @@ def test_ranks_that_train_on_batches_of_their_own_draw_their_own_noise_and_say_s
     assert said.count("Linear is trained on batches that are not the current batch of make_loader") == 1
     assert "if every rank reads the whole data set, the global batch is 2 times as large" in said
     assert nothing == ""
+
+
+def _rank_reads_everything(shuffle: bool, num_workers: int, own: bool) -> None:
+    here = _join()
+    net = ddpshim.wrap_parallel(nn.Linear(6, 1))
+    data = TensorDataset(torch.randn(12, 6) + (here.rank if own else 0))
+    for (x,) in DataLoader(data, 4, shuffle=shuffle, num_workers=num_workers):
+        net(x).sum().backward()
+
+
+@pytest.mark.parametrize(("shuffle", "num_workers"), [(True, 0), (False, 0), (True, 2)])
+def test_ranks_that_all_train_on_the_same_batches_are_refused(shuffle: bool, num_workers: int) -> None:
+    for own in (False, True):
+        cases = [functools.partial(_rank_reads_everything, shuffle, num_workers, own)]
+        for said in run_ranks(errors_of, 3, cases):
+            assert bool(said[0]) != own
+            assert own or re.search(r"all ranks train Linear on the same batch \(loss .*make_loader", said[0])
+
+
+def _rank_draws_late() -> None:
+    _join()
+    for _ in ddpshim.make_loader(_Augmented(later=True), BATCH):
+        pass
+
+
+def test_a_first_draw_in_the_middle_of_a_pass_without_workers_is_refused() -> None:
+    said = [of_rank for (of_rank,) in run_ranks(errors_of, 2, [_rank_draws_late])]
+    assert said[1] == ""  # sample 57 is rank 0's
+    assert re.search(r"a sample of _Augmented draws random numbers, .* set num_workers above 0", said[0])
 
 
 OWN_NOISE = ["shard_iterable", "already_sharded", "per_rank"]

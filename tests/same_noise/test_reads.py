@@ -19,9 +19,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 import ddpshim
 from ddpshim.errors import WorldError
 from ddpshim.job.world import World
-from ddpshim.process.job import current
 from ddpshim.rows import blocks
-from ddpshim.trainers.unedited.reads import Numbers, equal_reads
+from ddpshim.trainers.unedited.reads import equal_reads
 from tests.one_process.parts import below
 from tests.ranks import run_ranks
 
@@ -68,7 +67,7 @@ def _reads() -> dict[str, Any]:
     here, is_alone = ddpshim.world(), []
     loss = torch.tensor(_OWN[here.rank], requires_grad=True) * 1
     before = {name: vars(torch.Tensor).get(name) for name in ("item", "__float__", "__format__", "numpy", "__bool__")}
-    with equal_reads(here, lambda: bool(is_alone), lambda: False):
+    with equal_reads(here, lambda: bool(is_alone)):
         out = {name: read(loss) for name, read in _READS.items()}
         out["of a class of its own"] = torch.tensor(_OWN[here.rank]).as_subclass(_Own).item()
         nan = torch.tensor(struct.unpack("<i", struct.pack("<i", 0x7FC00001))[0], dtype=torch.int32).view(torch.float32)
@@ -118,7 +117,7 @@ def test_numbers_are_those_of_the_main_rank() -> None:
 def _later() -> list[float]:
     """What is read at one line: from the 13th number on, ranks have different ones. What is asserted is not told."""
     here = ddpshim.world()
-    with equal_reads(here, lambda: False, lambda: False):
+    with equal_reads(here, lambda: False):
         if here.is_main:
             below(torch.zeros(()), 1)
         found = []
@@ -154,7 +153,7 @@ def _part(kind: str) -> None:
 
 
 def _error_of(kind: str) -> str:
-    with equal_reads(ddpshim.world(), lambda: False, lambda: False), pytest.raises(WorldError) as raised:
+    with equal_reads(ddpshim.world(), lambda: False), pytest.raises(WorldError) as raised:
         _part(kind)
     return str(raised.value)
 
@@ -169,23 +168,5 @@ def test_ranks_that_read_at_different_lines_stop(kind: str) -> None:
 
 def test_one_process_reads_as_ever() -> None:
     before = vars(torch.Tensor).get("item")
-    with equal_reads(World(), lambda: False, lambda: False):
+    with equal_reads(World(), lambda: False):
         assert vars(torch.Tensor).get("item") is before
-
-
-def _heard() -> list[int]:
-    here, heard, own = ddpshim.world(), list[int](), list[float]()
-    number, is_playing = torch.tensor(_OWN[here.rank], dtype=torch.float64), list[int]()
-    current().part(Numbers).listener = heard.append
-    with equal_reads(here, lambda: False, lambda: bool(is_playing)):
-        number.item()
-        is_playing.append(1)
-        own += [number.item()] if here.is_main else []
-    assert own in ([], [_OWN[0]])
-    return heard
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_numbers_are_heard_where_they_count(num_ranks: int) -> None:
-    (bits,) = struct.unpack("<q", struct.pack("<d", _OWN[0]))
-    assert run_ranks(_heard, num_ranks) == [[bits, bits], [bits]][:num_ranks]

@@ -25,7 +25,7 @@ from ddpshim.errors import DataError
 from ddpshim.job.world import World
 from ddpshim.options import Options
 from ddpshim.process import job as jobs
-from tests.ranks import run_ranks
+from tests.ranks import own_rows, run_ranks
 
 
 class Side:
@@ -68,7 +68,7 @@ def make_loaders(world_size, make_dataset, *args, world_seed=0, make=None, **kwa
 
 
 def epoch_of(loaders, limit=None):
-    """The global batches of one pass, put together from all ranks: position p is rank p % W's."""
+    """The global batches of one pass, put together from all ranks."""
     passes = []
     for one in loaders:
         steps = []
@@ -78,11 +78,10 @@ def epoch_of(loaders, limit=None):
             steps.append(batch.tolist())
         passes.append(steps)
     assert len({len(steps) for steps in passes}) == 1
-    width = len(loaders)
     together = []
     for shares in zip(*passes):
         assert len({len(share) for share in shares}) == 1
-        together.append([shares[p % width][p // width] for p in range(len(shares[0]) * width)])
+        together.append([sample for share in shares for sample in share])
     return together
 
 
@@ -244,7 +243,7 @@ def test_the_seed_comes_from_argument_generator_world():
 def test_with_drop_last_false_ranks_share_the_rows_that_are_left():
     for world_size in (1, 2, 4):
         loaders = make_loaders(world_size, lambda: torch.arange(20), 8, drop_last=False)
-        rows = [[16, 17, 18, 19][r::world_size] for r in range(world_size)]
+        rows = [own_rows([16, 17, 18, 19], r, world_size) for r in range(world_size)]
         assert [list(one)[-1].tolist() for one in loaders] == rows
         assert [len(one) for one in loaders] == [3] * world_size
 
@@ -294,7 +293,7 @@ def test_dicts_are_collated_and_batched_fetches_are_used():
             return [{"obs": torch.full((3,), float(i)), "index": i} for i in indices]
 
     _, batch = [next(iter(loader)) for loader in make_loaders(2, Windows, 8)]
-    assert batch["index"].tolist() == [1, 3, 5, 7]
+    assert batch["index"].tolist() == [4, 5, 6, 7]
     assert batch["obs"].shape == (4, 3)
 
 

@@ -188,29 +188,24 @@ def test_a_dataset_that_changes_is_fetched_as_it_is(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("cache_mode", ["all", "low_dim", None])
-def test_the_data_are_held_once_in_arrays_that_are_handed_in(folder: Path, cache_mode: Any) -> None:
+def test_the_data_are_held_once_in_flat_arrays(folder: Path, cache_mode: Any) -> None:
     dataset, other = (demos.make(folder, cache_mode, obs_keys=(*demos.LOW_DIM, demos.IMAGE)) for _ in range(2))
-    plan = sequences.plan(dataset)
-    if cache_mode is None:
-        assert plan.specs == {}
-    else:
-        num_rows = sum(demos.LENGTHS)
-        assert plan.specs["obs/object"] == ((num_rows, 10), np.dtype("f8"))
-        assert plan.specs["missing"] == ((num_rows, 1), np.dtype("f4"))
-        assert ("obs/agentview_image" in plan.specs) == (cache_mode == "all")
-    arrays = {key: np.full(shape, 7, dtype) for key, (shape, dtype) in plan.specs.items()}
-    plan.fill(arrays)
-    assert sequences.attach(dataset, plan, arrays) is None
+    assert sequences.attach(dataset) is None
     assert sequences.attach(dataset) is None, "a second loader on it"
-    if cache_mode == "low_dim":
+    if cache_mode is None:
+        assert dataset.hdf5_cache is None
+    else:
+        flat, num_rows = dataset.hdf5_cache.flat, sum(demos.LENGTHS)
+        assert (flat["obs/object"].shape, flat["obs/object"].dtype) == ((num_rows, 10), np.dtype("f8"))
+        assert (flat["missing"].shape, flat["missing"].dtype) == ((num_rows, 1), np.dtype("f4"))
+        assert ("obs/agentview_image" in flat) == (cache_mode == "all")
         for demo, held in dataset.hdf5_cache.items():
-            assert np.shares_memory(held["next_obs"]["object"], arrays["next_obs/object"]), demo
-            assert np.shares_memory(held["actions"], arrays["actions"]), demo
+            assert np.shares_memory(held["next_obs"]["object"], flat["next_obs/object"]), demo
+            assert np.shares_memory(held["actions"], flat["actions"]), demo
     assert demos.is_same_batch(dataset, other)
     one_by_one = default_collate([dataset[index] for index in range(len(other))])
     assert windows._is_same(one_by_one, default_collate([other[index] for index in range(len(other))]))
     if cache_mode == "all":
-        assert isinstance(dataset.getitem_cache, windows._Items)
         assert len(dataset.getitem_cache) == len(other)
         assert list(dataset[-1]) == list(other[-1])
         with pytest.raises(IndexError):
@@ -247,7 +242,6 @@ def test_passes_that_are_abandoned_leave_nothing_to_the_next(folder: Path, cache
     *expected, after = _passes(reference, [*lengths, 8])
     assert _is_same_passes(_passes(_loader(folder, cache_mode), lengths), expected)
     loader = _loader(folder, cache_mode, num_workers=2, persistent_workers=True, prefetch_factor=3)
-    assert loader.collate_fn._mailbox.places.shape[:2] == (2, 3)
     assert _is_same_passes(_passes(loader, lengths), expected)
     workers = loader._iterator._workers
     assert all(worker.is_alive() for worker in workers)
@@ -280,7 +274,6 @@ def test_ranks_with_row_tensors_fetch_their_rows_by_the_batch(folder: Path, num_
 
 def test_two_passes_at_once(folder: Path) -> None:
     loader, reference = _loader(folder, "low_dim", num_workers=1), _loader(folder, "low_dim")
-    assert loader.collate_fn._mailbox is None, "workers of two passes would write to the same places"
     expected = _passes(reference, [8, 8])
     first, second = iter(loader), iter(loader)
     found = list(zip(*((next(first), next(second)) for _ in range(8))))
@@ -288,18 +281,16 @@ def test_two_passes_at_once(folder: Path) -> None:
 
 
 @pytest.mark.unit
-def test_a_batch_that_is_too_large_for_its_place_is_sent() -> None:
+@pytest.mark.parametrize("is_large", [True, False])
+def test_a_batch_is_sent_in_one_piece(is_large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequences, "_MAX_BYTES", 64 if is_large else 4096)
     batch = {"a": torch.arange(100), "b": {"c": torch.tensor([True, False]), "d": torch.zeros(2, 0)}}
-    for num_bytes in (64, 4096):
-        places = sequences.Mailbox(2, 2, num_bytes)
-        places.places.zero_()
-        packed = sequences.Packed(batch, places, worker=1, number=3)
-        made, (sent, layout) = packed.__reduce__()
-        assert isinstance(sent, torch.Tensor) == (num_bytes == 64)
-        assert windows._is_same(made(sent, layout), batch)
-        assert type(made(sent, layout)) is dict
-        assert places.places[0].sum() == 0
-        assert not places.places[1, 0].any()
+    made, (sent, layout) = sequences.Packed(batch).__reduce__()
+    assert isinstance(sent, torch.Tensor) == is_large
+    found = made(sent, layout)
+    assert windows._is_same(found, batch)
+    assert type(found) is dict
+    found["a"] += 1  # a trainer may write to its batch
 
 
 def test_what_robomimics_loaders_are_made_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

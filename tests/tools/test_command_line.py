@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import itertools
 import json
 import re
 import subprocess
@@ -16,15 +15,12 @@ import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import ddpshim
 import ddpshim.__main__ as command_line
-from ddpshim.tools import pages
-from ddpshim.tools.check import running
 from tests import without_posix
 from tests.preloaded_commands import python
 
@@ -43,12 +39,11 @@ def _parsers(parser: argparse.ArgumentParser, above: Command = ()) -> Iterator[t
 
 PARSERS = dict(_parsers(command_line._parser()))
 COMMANDS = [command for command, parser in PARSERS.items() if parser.get_default("run") is not None]
-NEED_TORCH = [command for command in COMMANDS if PARSERS[command].get_default("needs_torch")]
+NEED_TORCH = [command for command in COMMANDS if PARSERS[command].get_default("starts_ranks")]
 
 # How each is called in a folder with `train.py`, a robomimic that no patch set fits, and the records of a run. Targets
 # are paths: a name would be the package that is installed beside these tests, which `apply` would change.
 SAMPLES: dict[Command, list[str]] = {
-    ("patch", "list"): [],
     ("patch", "status"): ["--target", "installed/robomimic"],
     ("patch", "check"): ["--target", "installed/robomimic"],
     ("patch", "apply"): ["--target", "installed/robomimic"],
@@ -78,7 +73,6 @@ MISSING: dict[tuple[Command, str], tuple[list[str], int]] = {
     (("run",), "log_dir"): (["--log-dir", "train.py/absent", "train.py"], 2),
     (("slurm",), "program"): (["absent.py"], 0),  # a warning: the job may find it
     (("check",), "program"): (["absent.py"], 2),
-    (("selftest",), "write"): (["--write", "train.py/absent"], 2),
     (("example",), "out"): (["--out", "train.py/absent"], 2),
     (("report",), "folder"): (["absent"], 2),
     (("report",), "out"): (["run", "--markdown", "--out", "train.py/absent"], 2),
@@ -145,8 +139,9 @@ def test_ranks_behind_the_program(wrong: str, here: Path, capsys: pytest.Capture
     assert _call(wrong.split()) == 2
     said = capsys.readouterr().err
     assert "stands after train.py, so it is the program's own argument, and says nothing about ranks" in said
-    for number in ("auto", "3"):
-        assert _call(["run", "--dry-run", "--nproc", number, "train.py", "--nproc", "4"]) == 0
+    given = command_line._parser().parse_args(["run", "--nproc", "3", "train.py", "--nproc", "4"])
+    job = command_line._launch(given)
+    assert (job.nproc, job.arguments) == ("3", ("--nproc", "4"))
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=_id)
@@ -264,50 +259,22 @@ def test_files_that_cannot_be_written(here: Path, capsys: pytest.CaptureFixture[
     assert [path.name for path in here.rglob("*.partial")] == []
 
 
-@pytest.mark.parametrize("command", ["run", "slurm"])
-def test_a_dry_run_says_what_it_would_do_and_writes_nothing(
-    command: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = {file: file.read_bytes() for file in here.rglob("*") if file.is_file()}
-    assert _call([command, "--dry-run", "--nproc", "3", "--", "train.py", "--lr", "1"]) == 0
-    said = capsys.readouterr()
-    assert re.search(r"--nproc(-per-node)?=3 .*train.py --lr 1( |\n)", said.out)
-    assert said.err == ""
-    assert {file: file.read_bytes() for file in here.rglob("*") if file.is_file()} == before
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_terminal_is_shown_how_far_a_long_command_is(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seconds = itertools.count(step=1.5)
-    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    with running.progress_line() as show:
-        show("check: 0 of 20 steps")  # not shown: in the first two seconds
-        show("check: 3 of 20 steps")
-    shown = "\r\033[Kcheck: 3 of 20 steps\r\033[K"
-    assert capsys.readouterr().err == (shown if is_terminal else "")
-
-
 def test_pages_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert _call(["docs"]) == 0
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    listed = capsys.readouterr().out.splitlines()
     assert {"MIGRATION", "check", "other_codebases", "run", "same_experiment", "start"} <= {*listed}
     for name in listed:
         assert _call(["docs", name]) == 0, name
         assert capsys.readouterr().out.startswith("# ")
     assert _call(["docs", "lanch"]) == 2
     assert "did you mean launch?" in capsys.readouterr().err
-    assert _call(["docs", "--path", "docs/Launch.md"]) == 0
-    assert capsys.readouterr().out == f"{ROOT / 'docs' / 'launch.md'}\n"
 
 
 def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(arguments: argparse.Namespace) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pages, "_docs", interrupted)
+    monkeypatch.setattr(command_line, "_docs", interrupted)
     assert _call(["docs"]) == 130
     assert capsys.readouterr() == ("", "ddpshim: interrupted\n")
 
@@ -377,7 +344,7 @@ def test_what_needs_no_torch_is_the_same_without(
 def test_a_bug_report_and_a_page_without_torch_and_plotly(without_torch: dict[str, Any]) -> None:
     code, out, err, _ = without_torch["selftest --env"]
     assert (code, err) == (0, "")
-    assert "torch unknown: ModuleNotFoundError" in out
+    assert "unknown: ModuleNotFoundError" in out
     code, out, err, _ = without_torch["report run"]
     assert (code, out) == (0, "run/report.html\n")
     assert "plotly is not installed, so the page has no charts; pip install plotly adds them" in err

@@ -21,7 +21,6 @@ from ddpshim.observe.report import load
 from ddpshim.options import Options
 from ddpshim.process.job import current
 from ddpshim.robomimic.options import RobomimicOptions, options_of
-from ddpshim.tools.pages import text_of
 from evidence.equivalence import (
     Run,
     batches,
@@ -48,10 +47,10 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_argument_wins_over_its_variable_that_over_the_section_that_over_the_default() -> None:
-    section = {"timeout_s": 10, "side_timeout_s": 20, "max_memory_per_gpu_gb": 30}
+    section = {"timeout_s": 10, "side_timeout_s": 20, "checkpoint_every_s": 30}
     environ = {"DDPSHIM_TIMEOUT_S": "11", "DDPSHIM_SIDE_TIMEOUT_S": "21"}
     read = Options.read(section, environ, timeout_s=12)
-    assert (read.timeout_s, read.side_timeout_s, read.max_memory_per_gpu_gb, read.keep_checkpoints) == (12, 21, 30, 2)
+    assert (read.timeout_s, read.side_timeout_s, read.checkpoint_every_s, read.keep_checkpoints) == (12, 21, 30, 2)
     assert Options.read({}, {}, timeout_s=None) == Options()
     assert Options.read({"guard": "maybe"}, {"DDPSHIM_GUARD": "0"}).guard is False, "it is not looked at"
     assert Options.read({}, {"DDPSHIM_TIMEOUT_S": "", "DDPSHIM_NONSENSE": " "}) == Options(), "empty is not set"
@@ -63,9 +62,9 @@ ALLOWED: list[tuple[str, Any, Any]] = [
     ("timeout_s", "1.5", 1.5),
     ("timeout_s", 600, 600.0),
     ("keep_checkpoints", "4", 4),
-    ("max_memory_per_gpu_gb", "none", None),
-    ("max_memory_per_gpu_gb", "null", None),
-    ("max_memory_per_gpu_gb", "12.5", 12.5),
+    ("checkpoint_every_s", "none", None),
+    ("checkpoint_every_s", "null", None),
+    ("checkpoint_every_s", "12.5", 12.5),
     ("backend", "NCCL", "nccl"),
     ("backend", None, None),
     ("precision", "bf16", "bf16"),
@@ -138,17 +137,14 @@ def test_all_that_is_wrong_is_told_in_one_message() -> None:
     assert last.startswith("Nothing was started")
 
 
-OF_MODULE_FILES = ["ROOT", "HOME", "VERSION", "LIB", "MODULE_TIMEOUT_S", "MODULE_GUARD"]
-
-
-@pytest.mark.parametrize("variable", ["LAUNCHER", "UPSTREAM", "FAULT", *OF_MODULE_FILES])
+@pytest.mark.parametrize("variable", ["LAUNCHER", "UPSTREAM", "FAULT"])
 def test_variables_that_are_no_options_are_left_alone(variable: str) -> None:
     assert Options.read({}, {f"DDPSHIM_{variable}": "x"}) == Options()
 
 
 @pytest.mark.parametrize("variable", ["QUEUE", "CLUSTER_NAME", "FOO", "INSTALL_DIR", "STATIC_GRAPH"])
 def test_a_variable_like_no_option_is_warned_of(variable: str) -> None:
-    with pytest.warns(UserWarning, match=f"^DDPSHIM_{variable} is not an option.*, call it DDPSHIM_MODULE_{variable}"):
+    with pytest.warns(UserWarning, match=f"^DDPSHIM_{variable} is not an option and is ignored"):
         assert Options.read({}, {f"DDPSHIM_{variable}": "x"}) == Options()
 
 
@@ -156,7 +152,7 @@ def test_a_variable_like_no_option_is_warned_of(variable: str) -> None:
     ("variable", "meant"),
     [
         *(("TIMEOUT", "TIMEOUT_S"), ("TIMEOUT_SECONDS", "TIMEOUT_S")),
-        *(("RECORD_DIR", "RECORD"), ("KEEP_MODEL", "KEEP_MODELS"), ("LAUCHER", "LAUNCHER")),
+        *(("RECORD_DIR", "RECORD"), ("NODE_MEMORYS", "NODE_MEMORY"), ("LAUCHER", "LAUNCHER")),
         ("NUM_CHECKPOINTS", "KEEP_CHECK"),
     ],
 )
@@ -168,22 +164,22 @@ def test_a_variable_like_an_option_is_an_error_that_names_it(variable: str, mean
 
 
 def test_robomimics_own_options_are_read_for_robomimic_only() -> None:
-    environ = {"DDPSHIM_KEEP_MODELS": "3", "DDPSHIM_NODE_MEMORY": "off"}
+    environ = {"DDPSHIM_NODE_MEMORY": "off"}
     assert Options.read({}, environ) == Options(), "known, and not looked at"
-    assert RobomimicOptions.read({}, environ).changed() == {"keep_models": 3, "node_memory": "off"}
+    assert RobomimicOptions.read({}, environ).changed() == {"node_memory": "off"}
     assert {f"DDPSHIM_{name.upper()}" for name in {*RobomimicOptions.names()} - {*Options.names()}} == {*environ}
-    with pytest.raises(OptionsError, match="section ddpshim: no option 'keep_models'"):
-        Options.read({"keep_models": 3}, {})
+    with pytest.raises(OptionsError, match="section ddpshim: no option 'node_memory'"):
+        Options.read({"node_memory": "off"}, {})
 
 
 def test_a_program_that_calls_setup_itself_has_robomimics_own_from_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     here = ddpshim.World(options=Options(guard=False))
     assert options_of(here) == here.options
-    monkeypatch.setenv("DDPSHIM_KEEP_MODELS", "3")
+    monkeypatch.setenv("DDPSHIM_NODE_MEMORY", "off")
     own = options_of(here)
-    assert (own.guard, own.node_memory, own.keep_models) == (False, "auto", 3)
+    assert (own.guard, own.node_memory) == (False, "off")
     assert own != here.options
-    kept = RobomimicOptions(keep_models=4)
+    kept = RobomimicOptions(node_memory="here")
     assert options_of(ddpshim.World(options=kept)) is kept
 
 
@@ -294,7 +290,8 @@ def test_a_batch_that_does_not_split_is_refused() -> None:
 
 def test_the_page_has_the_table() -> None:
     assert options.PAGE.read_text() == options.page(), "run python -m tests.options"
-    assert all(f"\n| `{name}` | `DDPSHIM_{name.upper()}` |" in text_of("options") for name in RobomimicOptions.names())
+    page = (ROOT / "docs" / "options.md").read_text()
+    assert all(f"\n| `{name}` | `DDPSHIM_{name.upper()}` |" in page for name in RobomimicOptions.names())
     assert len(RobomimicOptions.names()) <= 25
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import ddpshim
-from ddpshim.observe import recording
 from ddpshim.observe.recording import StepTimes
 from ddpshim.process import machine, observed
 from ddpshim.process.job import current
-from tests.ranks import run_ranks
 
 
 @pytest.fixture
@@ -110,36 +104,6 @@ def test_a_loader_that_reads_another_waits_once(clock: Any) -> None:
     for _ in DataLoader(Outer()):
         clock.now += 0.5
     assert times.read() == {"steps": 3, "seconds": {"data_wait": 3.0, "compute": 1.5, "optimizer": 0.0}}
-
-
-@pytest.mark.parametrize(
-    ("steps", "wait", "compute", "is_told"),
-    [(100, 10, 51, True), (100, 9, 52, False), (99, 10, 51, False), (100, 9.8, 50, False)],
-)
-def test_one_line_where_data_is_waited_for(
-    steps: int, wait: float, compute: float, is_told: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recording._say_hint({"steps": steps, "seconds": {"data_wait": wait, "compute": compute, "optimizer": 0.0}})
-    said = "ddpshim: of a step of 610 ms, the main rank waited 100 ms for data. Store samples decoded and small"
-    assert capsys.readouterr().err.startswith(said) is is_told
-
-
-def _hinted(folder: str) -> list[str]:
-    recording._LEAST_S, recording._LEAST_STEPS = 0.0, 4
-    clock, said = SimpleNamespace(now=0.0), io.StringIO()
-    observed.time = SimpleNamespace(perf_counter=lambda: clock.now)  # type: ignore[assignment]
-    with contextlib.redirect_stderr(said):
-        with ddpshim.record(folder):
-            for _ in DataLoader(_Samples(clock, 1.0)):
-                clock.now += 1
-        assert said.getvalue() == ""
-        ddpshim.cleanup()
-    return re.findall("waited .* ms for data", said.getvalue())
-
-
-@pytest.mark.ranks
-def test_the_line_is_said_once_by_the_main_rank_at_the_end(tmp_path: Path) -> None:
-    assert run_ranks(_hinted, 2, str(tmp_path)) == [["waited 1e+03 ms for data"], []]
 
 
 def test_the_profile_of_one_process(clock: Any, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -13,9 +12,8 @@ import pytest
 import torch
 
 from ddpshim.__main__ import main
-from ddpshim.errors import LaunchError
 from ddpshim.tools.selftest import command
-from ddpshim.tools.selftest.command import PROVES, Plan, compared, selftest
+from ddpshim.tools.selftest.command import PROVES, compared, selftest
 from tests import simulated_gpus
 from tests.preloaded_commands import python
 
@@ -31,53 +29,48 @@ def test_every_check(device: str, tmp_path: Path) -> None:
     gpus = simulated_gpus.environment(SIMULATED_GPUS_GENERATOR="gpu") if device != "cpu" else {}
     options = ["--gpu"] if gpus else []
     environ = {**os.environ, "PYTHONPATH": str(ROOT), **gpus}
-    command = ["-m", "ddpshim", "selftest", "--nproc", "3", "--json", "--write", "made.json", *options]
+    command = ["-m", "ddpshim", "selftest", "--nproc", "3", *options]
     said = python(*command, environ=environ, deadline_s=300, cwd=tmp_path, stdin=subprocess.DEVNULL)
-    assert said == '{"is_good": true}\n'
-    made = json.loads((tmp_path / "made.json").read_text())
-    checks = {check["name"]: check for check in made["checks"]}
-    assert list(checks) == list(PROVES)
-    assert all(check["is_good"] for check in checks.values())
-    assert made["is_complete"] is True
-    assert made["versions"]["torch"] == str(torch.__version__)
-    assert checks["start"]["detail"].startswith("gloo on cuda:0 (Simulated GPU)" if gpus else "gloo on cpu (CPU)")
-    assert re.match(r"latency \S+ ms, bus bandwidth \S+ GB/s at 4 MB", checks["all-reduce"]["detail"])
-    for name in ("dropout", "BatchNorm", "data workers"):
-        found = re.findall(r"differ by (\S+)", checks[name]["detail"])
-        assert len(found) == 2
-        assert all(float(number) < 1e-12 for number in found)
-    assert str(tmp_path) not in json.dumps(made)
-    assert [path.name for path in tmp_path.iterdir()] == ["made.json"]
+    first, *lines, last = said.splitlines()
+    shown = "2 GPUs, shared: gloo in place of nccl" if gpus else "CPU"
+    assert (first, last) == (f"ddpshim selftest: 3 ranks, {shown}", "selftest passed")
+    assert [line.split()[0] for line in lines if " s  " in line] == [name.split()[0] for name in PROVES]
+    assert lines[1].strip().startswith("gloo on cuda:0 (Simulated GPU)" if gpus else "gloo on cpu (CPU)")
+    found = re.findall(r"differ by (\S+)", said)
+    assert len(found) == 6
+    assert all(float(number) < 1e-12 for number in found)
+    assert not [*tmp_path.iterdir()]
 
 
 def _one_process(result: str) -> str:
     return f"import json, pathlib, sys\npath = pathlib.Path(sys.argv[1])\npath.write_text(json.dumps({result}))\n"
 
 
-OTHER = '{n: {"losses": [1.0 + ("ranks" in path.name)]} for n in ("dropout", "BatchNorm", "data workers")}'
+OTHER = '{n: {"losses": [1.0 + ("several" in path.name)]} for n in ("dropout", "BatchNorm", "data workers")}'
+DIES = "import sys\nif not sys.argv[1:]:\n    {}\n"
 
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("replaced", "program", "last", "said"),
     [
-        ("machine", "raise SystemExit('no network')", "start", "no network"),
+        ("ranks", "raise SystemExit('no network')", "start", "no network"),
         ("trainings", "raise SystemExit('no numbers')", "one process", "no numbers"),
         ("trainings", _one_process(OTHER), "dropout", "losses differ by 1e+00 of the largest, at most 1e-09 expected"),
-        ("rank_that_dies", "raise SystemExit(3)", "killed rank", "exit code 3, where 137 says"),
-        ("rank_that_dies", "while True: pass", "killed rank", "not finished within"),
+        ("ranks", DIES.format("raise SystemExit(3)"), "killed rank", "exit code 3, where 137 says"),
+        ("ranks", DIES.format("while True: pass"), "killed rank", "not finished within"),
     ],
-    ids=["machine", "one process", "another experiment", "no kill", "no end"],
+    ids=["no start", "one process", "another experiment", "no kill", "no end"],
 )
 def test_a_fault_is_named_and_ends_the_test(
     replaced: str, program: str, last: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quick = {"machine": "pass", "trainings": _one_process(OTHER.replace('("ranks" in path.name)', "0"))}
+    quick = {"ranks": "pass", "trainings": _one_process(OTHER.replace('("several" in path.name)', "0"))}
     for name, text in {**quick, replaced: program}.items():
         (tmp_path / f"{name}.py").write_text(text)
         monkeypatch.setattr(command, name, SimpleNamespace(__file__=str(tmp_path / f"{name}.py")))
     lines: list[str] = []
-    assert not selftest(Plan(nproc=2, timeout_s=20.0 if "while" in program else 120.0), say=lines.append)
+    assert not selftest(2, timeout_s=20.0 if "while" in program else 120.0, say=lines.append)
     assert lines[-1].split("FAILED")[0].strip() == last
     assert said in lines[-1]
 
@@ -92,14 +85,9 @@ def test_what_is_the_same(weights: list[float], is_good: bool) -> None:
     assert ("Report this" in result.detail) is (not is_good and len(weights) == 2)
 
 
-def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(LaunchError, match=r"cannot be written .*Name a file"):
-        selftest(Plan(), tmp_path / "absent" / "made.json")
+def test_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["selftest", "--nproc", "1"]) == 2
+    assert "one rank has nobody to add with" in capsys.readouterr().err
     if not torch.cuda.is_available():
         assert main(["selftest", "--gpu"]) == 2
         assert "sees no GPU, so there is nothing to test" in capsys.readouterr().err
-
-
-def test_a_report_has_no_folders() -> None:
-    text = 'File "/home/me/lab/train.py", line 3: ~/secret/data.hdf5, 3/4 of 1/2 GB/s'
-    assert command._without_folders(text) == 'File "train.py", line 3: data.hdf5, 3/4 of 1/2 GB/s'

@@ -39,12 +39,12 @@ class Verdict:
 def set_up(folder: Path, file: Path, every: int, seed: int, **repetition: Any) -> None:
     """Write what `recording` reads, and set the variables for the ranks.
 
-    `repetition`: first, the step of its checkpoint; marks, their steps; between, the steps of those made when a file
-    was saved, or at the end; last, where it stops (0: at the end).
+    `repetition`: first, the step of its checkpoint; marks, their steps; last, of its marks; ends, whether the program
+    goes on from there to its end.
     """
     path = folder / "certificate.json"
     chosen = {"file": str(file), "every": every, "seed": seed}
-    chosen |= {"first": 0, "marks": [], "between": [], "last": None, **repetition}
+    chosen |= {"first": 0, "marks": [], "last": None, "ends": True, **repetition}
     path.write_text(json.dumps(chosen))
     os.environ.update({variables.CERTIFY: str(path), variables.SEED: str(seed)})
 
@@ -62,11 +62,6 @@ def certify(path: Path, every: int, job: Launch) -> int:
         raise CertificateError(
             f"{path} certifies a run that has ended; it would have been overwritten, and nothing was started. Name "
             "another file, or move it away with its folder of checkpoints."
-        )
-    if found is None and document.folder_of(path).exists():
-        raise CertificateError(
-            f"{document.folder_of(path)} holds checkpoints of another certificate; this one would name them as its "
-            "own, and nothing was started. Move the folder away, or name another file."
         )
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise CertificateError(f"{path.parent} is not a folder that can be written to; nothing was started. Make it.")
@@ -116,14 +111,6 @@ def verify(path: Path, job: Optional[Launch], steps: Optional[tuple[int, int]], 
     with tempfile.TemporaryDirectory(prefix="ddpshim-check-") as name:
         again = _again(found, program, Path(name), saved.get(start), start, last, num_ranks)
     parting = _parting(found, again, first, last, is_exact=not of_machine)
-    if parting is None and not of_machine and (odd_numbers := _other_numbers(found, again, first, last)):
-        if start or found["starts"]:
-            say(
-                f"{odd_numbers}; a resumed program may have added them up from before its checkpoint: "
-                f"only --steps 0:{last} of a run that was not interrupted compares them"
-            )
-        else:
-            parting = odd_numbers
     if parting is not None and not odd:
         parting += ". Code, data and arguments are those of the certificate"
     differences = tuple(filter(None, (parting, *odd)))
@@ -159,8 +146,6 @@ def _stretch(marks: list[dict[str, Any]], steps: Optional[tuple[int, int]]) -> t
 
 def _other_facts(found: dict[str, Any], program: list[str]) -> Iterator[str]:
     """Yield which arguments, code and data are other than in the certificate, each with its kind first."""
-    import torch
-
     if program != found["program"]:
         yield f"arguments: {' '.join(program)} here, and {' '.join(found['program'])} in the certificate"
     own = found["facts"]
@@ -171,14 +156,10 @@ def _other_facts(found: dict[str, Any], program: list[str]) -> Iterator[str]:
                 yield f"{kind}: {name} is in the certificate, and not here"
             elif facts.sha256_of(file) != sha256:
                 yield f"{kind}: {name} is not the file of the certificate (its sha256 differs)"
-    for name, about in own["packages"].items():
-        here = facts.package(name)
-        # Another torch is named by `_other_machine`.
-        if here != about and not (name == "torch" and own["environment"].get("torch") != str(torch.__version__)):
-            versions = (
-                f"{here['version']} here, {about['version']} in the certificate" if here else "not installed here"
-            )
-            yield f"code: the package {name} differs in its Python files ({versions})"
+    for name, there in own["packages"].items():
+        here = facts.version(name)
+        if here != there and name != "torch":  # which `_other_machine` names
+            yield f"code: the package {name} is {here or 'not installed'} here, and {there} in the certificate"
 
 
 def _other_machine(there: dict[str, Any]) -> Iterator[str]:
@@ -196,9 +177,8 @@ def _again(
 ) -> dict[str, Any]:
     """Run the program until step `last`, and return its certificate."""
     file = folder / "again.json"
-    marks = {mark["step"]: bool(mark["generators"]) for mark in found["marks"]}
-    at, between = ([step for step in marks if marks[step] is is_at] for is_at in (True, False))
-    ends = found["is_complete"] and last == [*marks][-1]
+    marks = [mark["step"] for mark in found["marks"]]
+    ends = found["is_complete"] and last == marks[-1]
     is_module = program[0] == "-m"
     name, *arguments = program[is_module:]
     job = Launch(name, tuple(arguments), is_module=is_module, nproc=str(num), proof=str(folder))
@@ -213,8 +193,9 @@ def _again(
             os.environ[name] = chosen[name]
     os.environ[_EXACT] = str(found["exact"])
     os.environ[variables.RESUME_FROM] = THE_BEGINNING if saved is None else str(saved.resolve())
-    when = {"first": start, "marks": at, "between": between, "last": 0 if ends else last}
-    set_up(folder, file, found["every"], found["seed"], **when)
+    # The last mark of a program that ended may have been made where it saved or ended, not after its step.
+    at = marks[:-1] if ends and last % found["every"] else marks
+    set_up(folder, file, found["every"], found["seed"], first=start, marks=at, last=last, ends=ends)
     try:
         code = run(job)
     finally:
@@ -239,49 +220,15 @@ def _parting(found: dict[str, Any], again: dict[str, Any], first: int, last: int
         if own is None:
             return f"steps: the program ended here before step {step}"
         num = min(len(mark["losses"]), len(own["losses"]))  # less if it started between two marks
-        columns = (mark["samples"], own["samples"], mark["losses"], own["losses"])
-        for at, (one, other, loss, here) in zip(range(step - num + 1, step + 1), zip(*(c[-num:] for c in columns))):
-            if one != other and is_exact:
-                return f"samples: differ first in step {at}, where the loss is {here!r}, certified {loss!r}"
+        for at, loss, here in zip(range(step - num + 1, step + 1), mark["losses"][-num:], own["losses"][-num:]):
             # As text, NaN is equal to itself.
             if repr(loss) != repr(here) and (is_exact or not math.isclose(loss, here, rel_tol=_CLOSE)):
                 return f"loss: differs first in step {at}: {here!r}, certified {loss!r}"
-        if not is_exact:
-            continue
-        one, other = (_hashes(of["tensors"], mark_of["weights"]) for of, mark_of in ((found, mark), (again, own)))
-        odd = [name for name in {**one, **other} if one.get(name) != other.get(name)]
-        if odd:
-            return f"weights: {odd[0]} differs after step {step}, and {len(odd) - 1} other tensors; its losses agree"
-        for name in ("generators", "optimizer"):
-            if mark[name] != own[name] and mark[name]:
-                return f"{name}: differs first between steps {step - num} and {step}; losses and weights agree"
+        if is_exact and mark["weights"] != own["weights"]:
+            return f"weights: differ first between steps {step - num} and {step}; losses agree"
     if found["is_complete"] and last == [*theirs][-1] and not (again["is_complete"] and last == [*ours][-1]):
         return f"steps: the program did not end here after step {last}"
     return None
-
-
-def _other_numbers(found: dict[str, Any], again: dict[str, Any], first: int, last: int) -> Optional[str]:
-    """Return where the numbers that the program read differ first; None if nowhere. After a start some are unknown."""
-    theirs, ours = _numbers(found), _numbers(again)
-    starts = {again["first"], *found["starts"]} - {0}
-    for step in range(first + 1, last + 1):
-        if step - 1 not in starts and theirs.get(step) != ours.get(step):
-            return f"numbers: what the program read or printed between steps {step - 1} and {step} differs"
-    if again["is_complete"] and found["is_complete"] and found["numbers_at_end"] != again["numbers_at_end"]:
-        return "numbers: what the program read or printed after its last step differs"
-    return None
-
-
-def _numbers(document: dict[str, Any]) -> dict[int, str]:
-    """Return step -> the hash of the numbers read before it."""
-    marks = document["marks"]
-    return {mark["step"] - back: made for mark in marks for back, made in enumerate(reversed(mark["numbers"]))}
-
-
-def _hashes(names: list[str], weights: str) -> dict[str, str]:
-    """Return name -> hash of each tensor that may have changed."""
-    hashes = (weights[i : i + document.WIDTH] for i in range(0, len(weights), document.WIDTH))
-    return {name: made for name, made in zip(names, hashes) if made != document.UNCHANGED}
 
 
 def as_json(verdict: Verdict) -> dict[str, Any]:

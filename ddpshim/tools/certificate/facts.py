@@ -6,12 +6,12 @@ import contextlib
 import hashlib
 import os
 import platform
-import re
 import sys
 import sysconfig
 import tempfile
+from importlib import metadata
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from ddpshim.variables import PREFIX, ROWS, UNEDITED
 
@@ -56,53 +56,27 @@ def _stdlib() -> tuple[str, ...]:
     return tuple(os.path.realpath(paths[name]) + "/" for name in ("stdlib", "platstdlib"))
 
 
-def code_and_packages(here: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the files of the program, started in `here`, with their hashes, and the packages with version and hash."""
-    own: dict[str, str] = {}
-    packages = set[str]()
-    ours = os.path.realpath(Path(__file__).parents[2]) + "/"
-    stdlib = _stdlib()
-    for module in [*sys.modules.values()]:
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not os.path.isfile(file):
-            continue
-        real = os.path.realpath(file)
-        inside = next((real.partition(folder)[2] for folder in _PACKAGES if folder in real), None)
-        if real.startswith(ours):
-            packages.add("ddpshim")
-        elif inside is not None:
-            # By its folder: what a package brings along under another's name can be imported only after it.
-            packages.add(re.split(r"[/.]", inside)[0])
-        elif real.endswith(".py") and not real.startswith(stdlib):
-            own[named(Path(real), here)] = sha256_of(Path(real))
-    found = {name: package(name) for name in sorted(packages) if not name.startswith("_")}
-    return dict(sorted(own.items())), {name: about for name, about in found.items() if about is not None}
+def code(here: Path) -> dict[str, str]:
+    """Return the files of the program, started in `here`, with their hashes."""
+    files = (getattr(module, "__file__", None) for module in [*sys.modules.values()])
+    real = {os.path.realpath(file) for file in files if isinstance(file, str) and file.endswith(".py")}
+    others = (os.path.realpath(Path(__file__).parents[2]) + "/", *_stdlib())
+    own = [file for file in real if not (file.startswith(others) or any(folder in file for folder in _PACKAGES))]
+    return {named(Path(file), here): sha256_of(Path(file)) for file in sorted(own) if os.path.isfile(file)}
 
 
-def package(name: str) -> Optional[dict[str, str]]:
-    """Return the version and the hash of the Python files of an importable package; None if there is none."""
-    import importlib.metadata
-    import importlib.util
+def packages() -> dict[str, str]:
+    """Return the versions of the packages that are loaded under the name by which they are installed."""
+    names = sorted({name.partition(".")[0] for name in [*sys.modules]})
+    return {name: found for name in names if (found := version(name))}
 
-    if "." in name:  # its parent would be imported
-        return None
+
+def version(package: str) -> str:
+    """Return the version of an installed package; "" if nothing of its name is."""
     try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return None
-    if spec is None or (spec.origin is None and not spec.submodule_search_locations):
-        return None
-    made, folders = hashlib.sha256(), [Path(folder) for folder in spec.submodule_search_locations or ()]
-    files = [(path, folder) for folder in folders for path in sorted(folder.rglob("*.py"))]
-    if not folders and (one := Path(spec.origin or "")).suffix == ".py":
-        files = [(one, one.parent)]
-    for path, folder in files:
-        made.update(os.path.relpath(path, folder).encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
-    try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        version = ""
-    return {"version": version, "sha256": made.hexdigest()}
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 class Reads:
@@ -126,18 +100,13 @@ class Reads:
                 self._paths[os.path.abspath(os.fsdecode(path))] = None
 
     def look(self) -> None:
-        """Add the files that are open or mapped now. Linux only; elsewhere nothing is added."""
+        """Add the files that are open now. Linux only; elsewhere nothing is added."""
         processes = [str(self._process)]
-        with contextlib.suppress(OSError), open(f"/proc/{processes[0]}/task/{processes[0]}/children") as children:
-            processes += children.read().split()
-        for process in processes:
-            folder = f"/proc/{process}/fd"
-            with contextlib.suppress(OSError):  # it has ended
-                for number in os.listdir(folder):
-                    with contextlib.suppress(OSError):  # it is closed
-                        self._paths[os.readlink(f"{folder}/{number}")] = None
-                with open(f"/proc/{process}/maps") as maps:
-                    self._paths.update((line.split(maxsplit=5)[5].rstrip("\n"), None) for line in maps if "/" in line)
+        with contextlib.suppress(OSError):
+            processes += Path(f"/proc/{self._process}/task/{self._process}/children").read_text().split()
+        for opened in (file for process in processes for file in Path(f"/proc/{process}/fd").glob("*")):
+            with contextlib.suppress(OSError):  # it is closed
+                self._paths[os.readlink(opened)] = None
 
     def hashes(self) -> dict[str, str]:
         """Return the files with their hashes, without code, temporary files, and files of the run itself."""
@@ -164,19 +133,12 @@ class Reads:
 
 
 def environment(device: Any) -> dict[str, Any]:
-    """Return what decides the last bit beside code and data: hardware, versions, flags, variables."""
-    import torch
-
+    """Return what decides the last bit beside code and data: hardware, versions, variables."""
     from ddpshim.process.devices import computes_on
 
-    backends = torch.backends
     return {
         **computes_on(device),
         "python": platform.python_version(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "cudnn.deterministic": backends.cudnn.deterministic,
-        "cudnn.benchmark": backends.cudnn.benchmark,
-        "tf32": [backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32],
         "variables": {name: os.environ[name] for name in sorted(names_of_variables()) if name in os.environ},
     }
 

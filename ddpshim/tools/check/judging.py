@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Optional
 
-from ddpshim.tools.check.records import Parting, Run, lengths_of_passes, notes_on_ends, numbers_of_steps, wrong_in_all
+from ddpshim.tools.check.records import Parting, Run, lengths_of_passes, numbers_of_steps, wrong_in_all
 from ddpshim.tools.check.sketches import SINGLE, difference, distance, eps_of, ratio
 from ddpshim.tools.check.watching import ONE, PERTURBED
 
@@ -33,15 +33,15 @@ class Proof:
     """The result of a proof.
 
     Attributes:
-        largest_difference: the largest absolute difference at the end, over all weights, averages and buffers, between
-            rank 0 and the one process; None if `is_same` is False.
+        difference: between the trained weights of rank 0 and the one process, after the last step that both made,
+            relative to their norm; None if `is_same` is False.
         of_rounding: the same between the perturbed run and the one process.
     """
 
     is_same: bool
     num_steps: int
     num_ranks: int
-    largest_difference: Optional[float] = None
+    difference: Optional[float] = None
     of_rounding: Optional[float] = None
     parting: Optional[Parting] = None
     notes: Sequence[str] = field(default_factory=list)
@@ -59,17 +59,15 @@ def judge(folder: Path, num_ranks: int) -> Proof:
     ranks = [Run(folder, f"rank_{rank}") for rank in range(num_ranks)]
     num_steps = min(run.num_steps for run in (one, *ranks))
     rounding = _Rounding(one, perturbed)
-    notes = [*_each_note(one, ranks, rounding), *notes_on_ends(one, perturbed, ranks)]
+    notes = [*_each_note(one, ranks, rounding)]
     wrong = [*wrong_in_all(one, ranks[0])]
     parting = _unseeded(one, perturbed) or _first_parting(one, ranks, rounding)
-    parting = parting or _end(one, ranks[0], rounding) or _equal_noise(ranks)
+    parting = parting or _equal_noise(ranks)
     notes += _note_on_noise(ranks, parting)
     if parting is not None or not num_steps:
         return Proof(False, num_steps, num_ranks, parting=parting, notes=notes, wrong=wrong)
-    is_at_end = perturbed.num_steps == one.num_steps, ranks[0].num_steps == one.num_steps
-    of_rounding = _largest_difference(folder, PERTURBED) if is_at_end[0] else None
-    largest = _largest_difference(folder, "rank_0") if is_at_end[1] else None
-    return Proof(True, num_steps, num_ranks, largest, of_rounding, notes=notes, wrong=wrong)
+    apart, of_rounding = _difference_of_weights(one, ranks[0]), _difference_of_weights(one, perturbed)
+    return Proof(True, num_steps, num_ranks, apart, of_rounding, notes=notes, wrong=wrong)
 
 
 def _unseeded(one: Run, perturbed: Run) -> Optional[Parting]:
@@ -85,17 +83,7 @@ def _unseeded(one: Run, perturbed: Run) -> Optional[Parting]:
 
 
 def _first_parting(one: Run, ranks: Sequence[Run], rounding: _Rounding) -> Optional[Parting]:
-    looks: list[Callable[[Run, Sequence[Run], _Rounding, int], Optional[Parting]]] = [
-        _samples,
-        lengths_of_passes,
-        _start,
-        _losses,
-        _gradients,
-        _rates,
-        _weights,
-        _networks,
-        numbers_of_steps,
-    ]
+    looks = (_samples, lengths_of_passes, _start, _losses, _gradients, _rates, _weights, _networks, numbers_of_steps)
     for step in range(max(1, *(run.num_steps for run in (one, *ranks)))):  # ranks may have failed in the first one
         for look in looks:
             parting = look(one, ranks, rounding, step)
@@ -119,9 +107,6 @@ class _Rounding:
         told = of_perturbed if of_perturbed is not None and math.isfinite(of_perturbed) else 0.0
         seen = self._largest[key] = max(self._largest.get(key, 0.0), told)
         return of_ranks <= max(least, _TIMES_EPS[least] * self.eps, _TIMES_PERTURBED * seen)
-
-    def of(self, kind: str, step: int) -> list[dict[str, Any]]:
-        return self.perturbed.of(kind, step)
 
 
 def _samples(one: Run, ranks: Sequence[Run], rounding: _Rounding, step: int) -> Optional[Parting]:
@@ -178,7 +163,7 @@ def _start(one: Run, ranks: Sequence[Run], rounding: _Rounding, step: int) -> Op
 
 def _losses(one: Run, ranks: Sequence[Run], rounding: _Rounding, step: int) -> Optional[Parting]:
     alone, spread = one.of("loss", step), [run.of("loss", step) for run in ranks]
-    by_rounding = rounding.of("loss", step)
+    by_rounding = rounding.perturbed.of("loss", step)
     for i, record in enumerate(alone):
         if any(len(own) != len(alone) for own in spread) or not all(record["losses"]):
             return None
@@ -250,7 +235,6 @@ def _gradients(one: Run, ranks: Sequence[Run], rounding: _Rounding, step: int) -
 def _why_gradients(
     record: dict[str, Any], every: Sequence[Any], odd: Sequence[int], found: str, near: float
 ) -> tuple[str, str]:
-    num = len(every)
     apart = [i for i in odd if any(difference(every[0][i], own[i]) > 1e-6 for own in every[1:])]
     if apart:
         return (
@@ -262,15 +246,11 @@ def _why_gradients(
     if factors and all(left < near for _, left in factors):
         low, high = min(c for c, _ in factors), max(c for c, _ in factors)
         if high - low < near * abs(high):
-            known = {
-                float(num): "added up, not averaged",
-                1 / num: "averaged twice, or the loss is divided by ranks too",
-            }
-            why = next(
-                (text for c, text in known.items() if abs(high - c) < max(1e-2, near) * c),
-                "clipped or scaled differently",
+            return (
+                f"{found}; they are {high:.4g} times those of one process",
+                "gradients are added up, not averaged; averaged twice, as the loss is divided by ranks too; clipped or "
+                "scaled differently",
             )
-            return f"{found}; they are {high:.4g} times those of one process", f"gradients are {why}"
     return (
         found,
         "losses are the same, and gradients equal on all ranks: they are clipped or changed before the reduction, a "
@@ -294,7 +274,7 @@ def _weights(one: Run, ranks: Sequence[Run], rounding: _Rounding, step: int) -> 
     for record in one.of("step", step + 1):
         number = record["optimizer"]
         start = next((r["weights"] for r in one.records if r["kind"] == "start" and r["optimizer"] == number), None)
-        near = next((r for r in rounding.of("step", step + 1) if r["optimizer"] == number), record)
+        near = next((r for r in rounding.perturbed.of("step", step + 1) if r["optimizer"] == number), record)
         for run in ranks:
             theirs = _same(run, "step", step + 1, number)
             if theirs is None or start is None:
@@ -311,24 +291,22 @@ def _weights(one: Run, ranks: Sequence[Run], rounding: _Rounding, step: int) -> 
                 meaning = "gradients are the same: the optimizer has other settings or another state, or weights are "
                 meaning += "changed beside it on some ranks"
                 return Parting(step + 1, "weights", _named(names, odd), theirs["place"], found, meaning)
-            for key, a in record["moments"].items():
-                b = theirs["moments"].get(key)
-                apart, of_near = _moved(a, a, b), _moved(a, a, near["moments"].get(key))
-                if not rounding.allows(("moments", number, key), apart, of_near, _WEIGHT):
-                    index, _, name = key.partition(".")
-                    found = f"{name} of the optimizer differs (by {apart:.1e})"
-                    meaning = "the optimizer's state is not that of one process: loaded on one rank, or reset"
-                    return Parting(step + 1, "optimizer", names[int(index)], theirs["place"], found, meaning)
     return None
 
 
 def _networks(one: Run, ranks: Sequence[Run], rounding: _Rounding, step: int) -> Optional[Parting]:
     record = next(iter(one.of("state", step + 1)), None)
     theirs = next(iter(ranks[0].of("state", step + 1)), None)
-    near = next(iter(rounding.of("state", step + 1)), record)
+    near = next(iter(rounding.perturbed.of("state", step + 1)), record)
     if record is None or theirs is None or near is None:
         return None
-    odd = _apart_beside(one, record, theirs, near, rounding)
+    begun: dict[str, Any] = next((r["tensors"] for r in one.records if r["kind"] == "state"), {})
+
+    def parts(name: str, a: Any, b: Any) -> bool:
+        start, c = begun.get(name, a), near["tensors"].get(name, a)
+        return not rounding.allows(("state", name), _moved(start, a, b), _moved(start, a, c), _WEIGHT)
+
+    odd = _differing(record["tensors"], theirs["tensors"], parts)
     if not odd:
         return None
     meaning = "a copy of the trained weights is not updated correctly on the ranks: an average or a target that holds "
@@ -338,40 +316,6 @@ def _networks(one: Run, ranks: Sequence[Run], rounding: _Rounding, step: int) ->
     found = f"{len(odd)} tensors other than the trained weights differ after the step, "
     found += "by more than 1% of the distance they moved"
     return Parting(step + 1, "networks", _shown(odd), _place(ranks[0], step), found, meaning)
-
-
-def _apart_beside(one: Run, mine: Any, theirs: Any, near: Any, rounding: _Rounding) -> list[str]:
-    """Return the names of the networks' other tensors that differ by more than rounding."""
-    begun: dict[str, Any] = next((r["tensors"] for r in one.records if r["kind"] == "state"), {})
-
-    def parts(name: str, a: Any, b: Any) -> bool:
-        start, c = begun.get(name, a), near["tensors"].get(name, a)
-        return not rounding.allows(("state", name), _moved(start, a, b), _moved(start, a, c), _WEIGHT)
-
-    return _differing(mine["tensors"], theirs["tensors"], parts)
-
-
-def _end(one: Run, main_rank: Run, rounding: _Rounding) -> Optional[Parting]:
-    """Compare what the program does with weights after the last step. Other ranks than the main one may do less."""
-    alone, theirs = (next((r for r in run.records if r["kind"] == "end"), None) for run in (one, main_rank))
-    if alone is None or theirs is None or alone["t"] != theirs["t"]:
-        return None
-    near = next(iter(rounding.of("end", alone["t"])), alone)
-    starts = {str(r["optimizer"]): r["weights"] for r in one.records if r["kind"] == "start"}
-    odd = _shown(_apart_beside(one, alone, theirs, near, rounding))
-    for number, mine in alone["weights"].items():
-        others = theirs["weights"].get(number, ()), near["weights"].get(number, mine)
-        apart = [
-            i
-            for i, (begun, a, b, c) in enumerate(zip(starts[number], mine, *others))
-            if not rounding.allows(("weights", int(number), i), _moved(begun, a, b), _moved(begun, a, c), _WEIGHT)
-        ]
-        odd = _named(one.names[int(number)], apart) or odd
-    if not odd:
-        return None
-    found = "they were the same after this step, and differ when the program ends"
-    meaning = "the main rank changes them after the last step: it loads another checkpoint, or puts an average in place"
-    return Parting(alone["t"], "weights", odd, _place(main_rank, alone["t"] - 1), found, meaning)
 
 
 def _differing(mine: Mapping[str, Any], theirs: Mapping[str, Any], parts: Callable[[str, Any, Any], bool]) -> list[str]:
@@ -439,6 +383,8 @@ def _each_note(one: Run, ranks: Sequence[Run], rounding: _Rounding) -> Iterator[
         yield "ranks draw their own noise; for the comparison each was given its rows of the one process's noise"
     if one.num_steps and not any(r["kind"] == "batch" for r in one.records):
         yield "no batch came from a DataLoader: samples were not compared, and ranks' noise was not replaced"
+    if one.error and not any(run.error for run in ranks):
+        yield f"the program failed in one process, after its last step, and not on the ranks: {one.error}"
 
 
 def _note_on_noise(ranks: Sequence[Run], parting: Optional[Parting]) -> Iterator[str]:
@@ -450,12 +396,9 @@ def _note_on_noise(ranks: Sequence[Run], parting: Optional[Parting]) -> Iterator
         )
 
 
-def _largest_difference(folder: Path, run: str) -> Optional[float]:
-    import torch
-
-    paths = [folder / f"{run}.pt" for run in (ONE, run)]
-    if not all(path.exists() for path in paths):
-        return None
-    mine, theirs = (torch.load(path, weights_only=True) for path in paths)
-    common = [key for key in mine if key in theirs and mine[key].shape == theirs[key].shape and mine[key].numel()]
-    return max((float((mine[key].double() - theirs[key].double()).abs().max()) for key in common), default=None)
+def _difference_of_weights(one: Run, other: Run) -> float:
+    step = min(one.num_steps, other.num_steps)
+    both = ((mine, _same(other, "step", step, mine["optimizer"])) for mine in one.of("step", step))
+    pairs = [pair for mine, theirs in both if theirs for pair in zip(mine["weights"], theirs["weights"])]
+    apart, size = math.hypot(*(distance(a, b) for a, b in pairs)), math.hypot(*(a[0] for a, _ in pairs))
+    return apart / size if size else apart

@@ -22,13 +22,13 @@ from typing import Any, Optional
 
 from ddpshim.process.say import count
 from ddpshim.trainers.unedited.c_libraries import CLibraries
-from ddpshim.trainers.unedited.unmanaged_paths import TEMPORARY, WRITES, LeftAlone
+from ddpshim.trainers.unedited.unmanaged_paths import LeftAlone
+from ddpshim.trainers.unedited.write_audit import may_write
 
 RECORDS = "paths.jsonl"
 _MADE, _EXISTED, _MOVED = "made", "existed", "moved"
 # Audit events that change the path in this argument, and the argument with the descriptor of its folder.
-_REMOVING = {"os.remove": (0, 1), "os.rmdir": (0, 1), "os.truncate": (0, None)}
-_MAKING = {"os.mkdir": (0, 2), "os.symlink": (1, 2), "os.link": (1, 3)}
+_CHANGING = {"os.remove": (0, 1), "os.rmdir": (0, 1), "os.mkdir": (0, 2), "os.symlink": (1, 2), "os.link": (1, 3)}
 
 
 class Recorder:
@@ -62,8 +62,7 @@ class Recorder:
     def _see_event(self, event: str, args: Any) -> None:
         if event == "open":
             path, _, flags = args
-            is_temporary = TEMPORARY and isinstance(flags, int) and flags & TEMPORARY == TEMPORARY
-            if isinstance(flags, int) and flags & WRITES and not is_temporary:
+            if isinstance(flags, int) and may_write(flags):
                 self._see_writing(path)
         elif event == "os.rename":
             source, to = self._path(args[0], args[2]), self._path(args[1], args[3])
@@ -72,18 +71,15 @@ class Recorder:
                 self._write(_MADE, to)
             elif source and to:
                 self._write(_MOVED, source, to)
-        elif event in _REMOVING:
-            path, folder = _REMOVING[event]
-            self._write_if_exists(self._path(args[path], -1 if folder is None else args[folder]))
-        elif event in _MAKING:
-            path, folder = _MAKING[event]
-            found = self._path(args[path], args[folder] if len(args) > folder else -1)
-            if found and not _exists(found):
-                self._write(_MADE, found)
+        elif event == "os.truncate":
+            self._see_writing(args[0])
+        elif event in _CHANGING:
+            path, folder = _CHANGING[event]
+            self._see_writing(args[path], folder=args[folder] if len(args) > folder else -1)
 
-    def _see_writing(self, path: Any, keeps: bool = False, is_new: bool = False) -> Any:
-        """Record that `path` is about to be written, and return it."""
-        found = self._path(path)
+    def _see_writing(self, path: Any, keeps: bool = False, is_new: bool = False, folder: int = -1) -> Any:
+        """Record that `path` is about to be changed, and return it."""
+        found = self._path(path, folder)
         if found and not self._write_if_exists(found):
             self._write(_MADE, found)
         return path
@@ -192,7 +188,7 @@ def _found(folder: Path) -> tuple[list[str], list[str], dict[str, str]]:
 
 def _tops(paths: Sequence[str]) -> list[str]:
     """Return those of the paths that exist and are in none of the others."""
-    existing = {path: None for path in paths if _exists(path)}
+    existing = {path: None for path in paths if _state(path) is not None}
     return sorted(path for path in existing if not _is_in(path, existing))
 
 
@@ -205,10 +201,6 @@ def _is_in(path: str, made: dict[str, Any]) -> bool:
 def _real(path: str) -> str:
     folder, name = os.path.split(path.rstrip("/"))
     return os.path.join(os.path.realpath(folder), name)
-
-
-def _exists(path: str) -> bool:
-    return _state(path) is not None
 
 
 def _state(path: str) -> Any:

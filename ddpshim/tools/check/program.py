@@ -6,6 +6,7 @@ Draws nothing and changes nothing.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import multiprocessing
 import os
 import runpy
@@ -16,8 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Optional
 
-_MAX_PARTS = 1024  # approximate limit on the entries of a sample that are hashed
-
 
 def samples_of(batch: Any) -> tuple[int, Optional[list[str]]]:
     """Return the number of samples in a batch and a hash of each; (0, None) if the batch holds no tensors.
@@ -26,25 +25,17 @@ def samples_of(batch: Any) -> tuple[int, Optional[list[str]]]:
     """
     import torch
 
-    with torch.no_grad():
-        strided = (t for t in _tensors(batch) if t.dim() and t.layout == torch.strided)
-        tensors = [t.detach() for t in strided if not (t.is_nested or t.is_quantized or t.is_meta)]
-        if not tensors or not len(tensors[0]):
-            return 0, None
-        size = len(tensors[0])
-        names = torch.zeros(size, dtype=torch.int64, device="cpu")  # even if the program sets a default device
-        for i, t in enumerate(t for t in tensors if len(t) == size):
-            rows = t.flatten(1) if t.dim() > 1 else t[:, None]
-            rows = rows[:, :: max(1, rows.shape[1] // _MAX_PARTS)]
-            if rows.is_complex():
-                rows = torch.view_as_real(rows.resolve_conj()).flatten(1)
-            if rows.is_floating_point():
-                rows = rows.double().view(torch.int64)
-            bits = rows.to("cpu", torch.int64)
-            # Scrambled odd weights, one per position: the same entries at other positions get another hash.
-            weights = torch.arange(i + 1, i + 1 + bits.shape[1], device="cpu") * 0x5851F42D4C957F2D + (2 * i + 1)
-            names += ((bits ^ (bits >> 31)) * (weights | 1)).sum(1)
-        return size, [f"{name & 0xFFFFFFFFFFFF:x}" for name in names.tolist()]
+    strided = (t.detach() for t in _tensors(batch) if t.dim() and t.layout == torch.strided)
+    tensors = [t for t in strided if not (t.is_nested or t.is_quantized or t.is_meta)]
+    if not tensors or not len(tensors[0]):
+        return 0, None
+    made = [hashlib.blake2b(digest_size=6) for _ in range(len(tensors[0]))]
+    for t in tensors:
+        if len(t) == len(made) and t.numel():
+            rows = t.resolve_conj().resolve_neg().cpu().reshape(len(t), -1).contiguous().view(torch.uint8).numpy()
+            for sample, row in zip(made, rows):
+                sample.update(row)
+    return len(made), [sample.hexdigest() for sample in made]
 
 
 def _tensors(batch: Any) -> Iterator[Any]:
@@ -80,22 +71,17 @@ class Parameters:
 
         from ddpshim.process.live_modules import live_modules
 
-        modules = live_modules()
         mine = {id(p) for p in params}
-        named: list[tuple[str, Any]] = []
+        names: dict[int, str] = {}  # the longest one: that in the outermost module
         self.groups: list[Any] = []  # keeps the process groups alive until the program has ended
-        for module in modules:
+        for module in live_modules():
             if isinstance(module, DistributedDataParallel):
                 self.groups.append(module.process_group)
-            else:
-                named += [(name, p) for name, p in module.named_parameters() if id(p) in mine]
-        names = _outermost(named)
+                continue
+            for name, p in module.named_parameters():
+                if id(p) in mine and len(name) >= len(names.get(id(p), "")):
+                    names[id(p)] = name
         self.names = [names.get(id(p), "") for p in params]
-
-
-def _outermost(named: Sequence[tuple[str, Any]]) -> dict[int, str]:
-    """Return id -> the tensor's longest name, which is its name in the outermost module."""
-    return {id(tensor): name for name, tensor in sorted(named, key=lambda item: len(item[0]))}
 
 
 def main() -> None:

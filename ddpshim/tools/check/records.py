@@ -79,14 +79,10 @@ def lengths_of_passes(one: Run, ranks: Sequence[Run], rounding: Any, step: int) 
     num_samples = alone[0].get("num_samples")
     if fewest < length and num_samples and (length - 1) * size < num_samples <= length * size:
         found += f": ranks read {fewest * size} of {num_samples} samples"
-    if most == length - 1:
-        meaning = "ranks leave out the last batch, which is not full: drop_last=False keeps it (with ranks the default "
-        meaning += "of make_loader is True)"
-    elif fewest == length + 1:
-        meaning = "the one process leaves out the last batch, which is not full: give the ranks drop_last=True as well"
-    else:
-        meaning = "the loaders have other data, or another sampler or drop_last"
-    meaning += "; len(loader), and a learning rate that is planned with it, differ too"
+    meaning = "the loaders have other data, or another sampler or drop_last (with ranks the default of make_loader is "
+    meaning += (
+        "True: drop_last=False keeps the last batch); len(loader), and a learning rate planned with it, differ too"
+    )
     return Parting(step + 1, "samples", "", spread[0][0]["place"], found, meaning)
 
 
@@ -117,17 +113,6 @@ def numbers_of_steps(one: Run, ranks: Sequence[Run], rounding: Any, step: int) -
     last = next((record for run in missing for record in run.of("step", run.num_steps)), None)
     place = next((record["place"] for record in (last, *steps) if record is not None), "")
     return Parting(step + 1, "steps", "", place, found, meaning)
-
-
-def notes_on_ends(one: Run, perturbed: Run, ranks: Sequence[Run]) -> Iterator[str]:
-    """Yield what a reader should know of runs that ended early."""
-    if one.error and not any(run.error for run in ranks):
-        yield f"the program failed in one process, after its last step, and not on the ranks: {one.error}"
-    if perturbed.num_steps != one.num_steps:
-        yield (
-            f"a rounding error alone changes the number of steps in one process ({one.num_steps}, with it "
-            f"{perturbed.num_steps})"
-        )
 
 
 def wrong_in_all(one: Run, main_rank: Run) -> Iterator[Parting]:

@@ -8,8 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Optional
@@ -23,8 +22,6 @@ from ddpshim.tools.check import new_files, watching
 from ddpshim.tools.check.judging import Proof, judge
 from ddpshim.tools.check.sketches import TIMES
 from ddpshim.tools.check.watching import ONE, PERTURBED, Settings
-
-_NUM_LINES_SHOWN = 12
 
 
 def check(job: Launch, settings: Settings, alone: Optional[Launch] = None) -> Proof:
@@ -42,7 +39,6 @@ def check(job: Launch, settings: Settings, alone: Optional[Launch] = None) -> Pr
         say(f"3 runs of {settings.steps} steps; their output goes to {logs}, and files that they make are removed")
         try:
             _run_alone(alone, folder, logs, settings)
-            new_files.remove(folder)  # the ranks must not find checkpoints of the one process
             ranks = replace(job, proof=name, nproc=str(settings.num_ranks), log_dir=str(logs))
             return _judged(ranks, folder, settings)
         finally:
@@ -70,67 +66,48 @@ def _judged(job: Launch, folder: Path, settings: Settings) -> Proof:
 
 def _run_alone(job: Launch, folder: Path, logs: Path, settings: Settings) -> None:
     """Run it twice without a launcher's variables; if it makes no step, run it twice as the only rank of a job."""
-    said = ""
     ways: tuple[tuple[str, Callable[[], dict[str, str]]], ...] = (
         ("", dict),
         (" as a single rank of a job", alone.variables_of_one),
     )
     for how, environ in ways:
-        end = time.monotonic() + settings.timeout_s
-        say(f"run 1: one process{how}")
-        processes = {ONE: _start(job, folder, logs, ONE, environ())}
-        try:
-            # Many trainers name their output folder by the second: the second run must not start in the first's folder.
-            while processes[ONE].poll() is None and not _num_steps(folder, ONE) and time.monotonic() < end:
-                time.sleep(0.05)
-            say(f"run 2: one process{how}, with {TIMES} rounding errors added to each gradient")
-            processes[PERTURBED] = _start(job, folder, logs, PERTURBED, environ())
-            for name, process in processes.items():
-                _wait(process, end, folder, name, settings.steps)
-        except subprocess.TimeoutExpired:
-            raise LaunchError(
-                f"the run in one process made {_num_steps(folder, name)} steps in {settings.timeout_s:g} s: there "
-                "is nothing to compare. Give --timeout more seconds, or --steps fewer steps."
-            ) from None
-        finally:
-            for process in processes.values():
-                process.kill()
-                process.wait()
-        if _num_steps(folder, ONE) and _num_steps(folder, PERTURBED):
+        for number, name in enumerate((ONE, PERTURBED), 1):
+            changed = f", with {TIMES} rounding errors added to each gradient" if name == PERTURBED else ""
+            say(f"run {number}: one process{how}{changed}")
+            _run_one(job, folder, logs, name, environ(), settings.timeout_s)
+            new_files.remove(folder)  # the next run must not find the checkpoints of this one
+            if not _num_steps(folder, name):
+                break
+        else:
             return
-        said = (logs / f"{ONE}.log").read_text(errors="replace").strip()
-        say(f"made no step: {(said.splitlines() or [''])[-1]}")
-        for name in processes:
+        said = first_failure.end_of(logs / f"{name}.log")
+        say(f"made no step: {said.rpartition(chr(10))[2]}")
+        for name in (ONE, PERTURBED):
             (folder / f"{name}.jsonl").unlink(missing_ok=True)
     raise LaunchError(
         "in one process the trainer made no step, neither plainly nor as a single rank: there is nothing to "
-        "compare. It ended with:\n" + "\n".join(said.splitlines()[-_NUM_LINES_SHOWN:])
+        f"compare. It ended with:\n{said}"
     )
 
 
-def _wait(process: subprocess.Popen[bytes], end: float, folder: Path, name: str, num_steps: int) -> None:
-    with progress_line() as show:
-        while True:
-            show(f"check: {_num_steps(folder, name)} of {num_steps} steps in one process")
-            try:
-                process.wait(min(0.5, max(0.1, end - time.monotonic())))
-                return
-            except subprocess.TimeoutExpired:
-                if time.monotonic() >= end:
-                    raise
-
-
-def _start(job: Launch, folder: Path, logs: Path, name: str, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _run_one(job: Launch, folder: Path, logs: Path, name: str, environ: Mapping[str, str], timeout_s: float) -> None:
     argv = [*(["-m"] if job.is_module else []), job.program, *job.arguments]
     kept = {key: value for key, value in os.environ.items() if key not in PLACE}
-    with (logs / f"{name}.log").open("wb") as out:
-        return subprocess.Popen(
+    with (logs / f"{name}.log").open("wb") as out, contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run(
             [sys.executable, "-m", "ddpshim.tools.check.program", str(folder), name, *argv],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
             env={**kept, "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", "1"), **environ},
+            timeout=timeout_s,
+            check=False,
         )
+        return
+    raise LaunchError(
+        f"the run in one process made {_num_steps(folder, name)} steps in {timeout_s:g} s: there is nothing to "
+        "compare. Give --timeout more seconds, or --steps fewer steps."
+    )
 
 
 def _num_steps(folder: Path, name: str) -> int:
@@ -148,11 +125,10 @@ def as_text(proof: Proof) -> str:
     if proof.is_same:
         lines.append("the same experiment: yes")
         after = f"{count(proof.num_steps, 'step')} on {count(proof.num_ranks, 'rank')}"
-        if proof.largest_difference is not None:
-            after += f"; then weights differ from those of one process by at most {proof.largest_difference:.0e}"
-        lines.append(f"  {after}")
-        if proof.of_rounding is not None:
-            scale = f"{TIMES} rounding errors in each gradient of one process change its weights by up to"
+        if proof.difference is not None and proof.of_rounding is not None:
+            after += f"; then weights differ from those of one process by {proof.difference:.0e} of their size"
+            lines.append(f"  {after}")
+            scale = f"{TIMES} rounding errors in each gradient of one process change its weights by"
             lines.append(f"  for scale: {scale} {proof.of_rounding:.0e}")
         lines.append(
             "  not compared: numbers that the program prints, logs or saves beside its networks; steps after these"
@@ -165,21 +141,3 @@ def as_text(proof: Proof) -> str:
         lines.append(f"  {found}: {parting.what}{where}, {parting.place or 'outside your code'}")
         lines += [f"  found:   {parting.found}", f"  usually: {parting.meaning}"]
     return "\n".join(lines)
-
-
-@contextlib.contextmanager
-def progress_line() -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows progress on a terminal's stderr: after two seconds, erased at the end. Local."""
-    due, is_shown = time.monotonic() + 2.0, False
-
-    def show(text: str) -> None:
-        nonlocal due, is_shown
-        if sys.stderr.isatty() and time.monotonic() >= due:
-            due, is_shown = time.monotonic() + 0.2, True
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
-    try:
-        yield show
-    finally:
-        if is_shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)

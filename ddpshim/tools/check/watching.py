@@ -18,14 +18,26 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
+import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from ddpshim.checkpoint import plain_files
+from ddpshim.job import noise
+from ddpshim.job.shares import Share, Sharing
+from ddpshim.process.job import current
 from ddpshim.process.live_modules import live_modules
 from ddpshim.process.observed import observe
+from ddpshim.process.random_streams import rank_states, restore_rank_states
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 from ddpshim.process.users_line import users_line
+from ddpshim.tools.check.new_files import Recorder
 from ddpshim.tools.check.program import Parameters, end_with_peers, samples_of
+from ddpshim.tools.check.sketches import add_rounding, eps_of, of_graph, sketch
+from ddpshim.trainers.unedited.private_files import switch_loggers_off
 
 SETTINGS = "settings.json"
 ONE, PERTURBED = "one", "perturbed"  # names of the runs in one process; the ranks' runs are "rank_0", "rank_1", ...
@@ -44,9 +56,6 @@ class Settings:
 @contextlib.contextmanager
 def watched(folder: str, run: Optional[str] = None) -> Iterator[None]:
     """Within this block, record the program in `folder` under the name `run` (default "rank_N"). Local."""
-    from ddpshim.tools.check.new_files import Recorder
-    from ddpshim.trainers.unedited.private_files import switch_loggers_off
-
     rank = int(os.environ.get("RANK", 0))
     switch_loggers_off()
     Recorder(Path(folder)).install()
@@ -59,6 +68,25 @@ def watched(folder: str, run: Optional[str] = None) -> Iterator[None]:
         raise
     finally:
         watcher.end()
+
+
+class Placed(Share):
+    """A share whose samples have known places in the one process's batch, of whose noise a rank gets its rows."""
+
+    places: list[int]  # of its rows
+    num_whole: int  # samples of the one process's batch
+    told: Callable[[], None]  # called at each draw
+
+    def own(self, num: int) -> list[int]:
+        each = num // self.num_whole
+        return [place * each + i for place in self.places for i in range(each)]
+
+    def whole(self, shape: Sequence[int], dimension: int) -> list[int]:
+        return [size // self.num_rows * self.num_whole if i == dimension else size for i, size in enumerate(shape)]
+
+    def rows(self, drawn: Any, dimension: int) -> Any:
+        self.told()
+        return super().rows(drawn, dimension)
 
 
 class RankRecorder:
@@ -78,13 +106,11 @@ class RankRecorder:
         self._stepping: Any = None
         self._is_due = self._has_drawn = self._has_unseen_state = False
         self._undo = contextlib.ExitStack()
-        self._imposed: Any = None
+        self._sharing = Sharing()  # of the noise that is imposed
         self._of_one: Optional[dict[int, list[dict[str, Any]]]] = None  # step -> batches of the one process
 
     def install(self) -> None:
         """Start recording."""
-        from torch.utils.data import DataLoader
-
         self._undo.enter_context(replaced(builtins, "input", lambda prompt="": "n"))  # no user can answer
         begin = DataLoader.__iter__
 
@@ -114,7 +140,6 @@ class RankRecorder:
         """Write the last records and stop recording."""
         if os.getpid() == self._process:
             self._see_state(is_last=True)
-            self._save()
             self._mark_over()
         self._undo.close()
 
@@ -134,17 +159,14 @@ class RankRecorder:
             return
         self._num_batches += 1
         size, samples = samples_of(batch)
-        own = _states()
+        own = rank_states(_device())
         is_own = self._run.startswith("rank") and not _ranks_share_draws()
         of_pass = self._passes.get(batches) or {"sampler": "", "pass_number": 0}
         is_whole = is_of_all_ranks(batch, size)
         about = {"size": size, "samples": samples, "whole": is_whole, **of_pass, "place": users_line()}
-        self._write("batch", number=self._num_batches, streams=_digest(own) if is_own else None, **about)
+        streams = zlib.crc32(own["torch"].numpy().tobytes()) if is_own else None
+        self._write("batch", number=self._num_batches, streams=streams, **about)
         if self._run == ONE:
-            import torch
-
-            from ddpshim.checkpoint import plain_files
-
             path = self._folder / f"states_{self._num_batches}.pt"
             torch.save(plain_files.content(own, path, is_trusted=False), path)
         elif is_own:
@@ -152,24 +174,22 @@ class RankRecorder:
 
     def _impose(self, samples: list[str]) -> None:
         """Impose the noise that the one process drew for these samples, if one of its batches of this step had them."""
-        from ddpshim.tools.check.noise import Imposed
-
         if self._of_one is None:
             self._of_one = {}
             for record in read(self._folder, ONE):
                 if record["kind"] == "batch":
                     self._of_one.setdefault(record["t"], []).append(record)
-            self._imposed = Imposed(self._rank, self._settings.num_ranks, self._see_draw)
-            self._undo.callback(self._imposed.close)
+            self._undo.enter_context(noise.names_replaced(self._sharing))
+        self._sharing.share = None
         for theirs in self._of_one.get(self._num_steps, ()):
             places = _places(samples, theirs["samples"] or [], self._rank, self._settings.num_ranks)
             if places is not None:
-                from ddpshim.checkpoint import plain_files
-
-                _restore(plain_files.read(self._folder / f"states_{theirs['number']}.pt", is_trusted=False))
-                self._imposed.begin_batch(places, len(theirs["samples"]))
+                states = plain_files.read(self._folder / f"states_{theirs['number']}.pt", is_trusted=False)
+                restore_rank_states(states, _device())
+                placed = Placed(self._rank, self._settings.num_ranks, len(places))
+                placed.places, placed.num_whole, placed.told = places, len(theirs["samples"]), self._see_draw
+                self._sharing.share = placed
                 return
-        self._imposed.begin_batch(None, 0)
         self._write("own noise")
 
     def _see_end_of_batch(self, batches: Any) -> None:
@@ -179,8 +199,8 @@ class RankRecorder:
 
     def _end_batch(self) -> None:
         """Stop imposing noise: the next draws are the loader's and its sampler's, not for samples of a batch."""
-        if self._imposed is not None and os.getpid() == self._process:
-            self._imposed.begin_batch(None, 0)
+        if os.getpid() == self._process:
+            self._sharing.share = None
 
     def _see_draw(self) -> None:
         if not self._has_drawn:
@@ -193,8 +213,6 @@ class RankRecorder:
         if os.getpid() != self._process:
             return
         self._see_state()
-        from ddpshim.tools.check.sketches import eps_of, of_graph
-
         roots = [tensors] if hasattr(tensors, "numel") else list(tensors)
         losses = [float(root.detach()) for root in roots if root.numel() == 1]
         self._num_backward += 1
@@ -219,8 +237,6 @@ class RankRecorder:
             self._write("optimizer", optimizer=known[0], names=shown, type=type(optimizer).__name__)
             self._write("start", optimizer=known[0], weights=_sketches(params))
         if self._run == PERTURBED:
-            from ddpshim.tools.check.sketches import add_rounding
-
             add_rounding([p.grad for p in params if p.grad is not None], self._num_steps, self._eps)
         self._write(
             "gradients",
@@ -238,14 +254,8 @@ class RankRecorder:
         number, count = self._optimizers[optimizer]
         self._optimizers[optimizer][1] = count + 1
         params = self._held[number]
-        moments = {}
-        for i, p in enumerate(params):
-            for name, value in optimizer.state.get(p, {}).items():
-                if hasattr(value, "numel") and value.numel() == p.numel():
-                    moments[f"{i}.{name}"] = value
-        of_moments = dict(zip(moments, _sketches(list(moments.values()))))
         self._num_steps += 1
-        self._write("step", optimizer=number, weights=_sketches(params), moments=of_moments, place=users_line())
+        self._write("step", optimizer=number, weights=_sketches(params), place=users_line())
         self._has_unseen_state = True
         if count + 1 >= self._settings.steps:
             self._is_due = True
@@ -259,23 +269,8 @@ class RankRecorder:
         if self._is_due and not is_last:
             self._stop()
 
-    def _save(self) -> None:
-        import torch
-
-        of_trained = {number: _sketches(params) for number, params in self._held.items()}
-        beside = dict(_beside(self._held))
-        self._write("end", weights=of_trained, tensors=dict(zip(beside, _sketches(list(beside.values())))))
-        if self._rank:
-            return
-        trained = {f"{number}.{i}": p for number, params in self._held.items() for i, p in enumerate(params)}
-        every = {**trained, **beside}
-        torch.save(
-            {name: tensor.detach().cpu().clone() for name, tensor in every.items()}, self._folder / f"{self._run}.pt"
-        )
-
     def _stop(self) -> None:
         """End this process once its peers have finished their steps, so that the program does not continue."""
-        self._save()
         self._mark_over()
         is_rank = self._run.startswith("rank")
         end_with_peers(self._folder, self._settings.num_ranks if is_rank else 0, self._settings.timeout_s)
@@ -325,8 +320,6 @@ def _about_pass(loader: Any, number: int) -> dict[str, Any]:
 
 
 def _sketches(tensors: Sequence[Any]) -> list[Any]:
-    from ddpshim.tools.check.sketches import sketch
-
     return [sketch(tensor) for tensor in tensors]
 
 
@@ -341,11 +334,9 @@ def _beside(held: Mapping[int, list[Any]]) -> Iterator[tuple[str, Any]]:
     The names are "Class~hash#number.name"; the hash is over the names and shapes of the network's tensors. Networks
     with equal hashes are only numbered, and two runs may number them differently.
     """
-    from torch.nn.parallel import DataParallel, DistributedDataParallel
-
     modules = live_modules()
-    wrappers = [m for m in modules if isinstance(m, (DataParallel, DistributedDataParallel)) or _is_ours(m)]
-    hidden = set(map(id, wrappers))
+    wrappers = (DataParallel, DistributedDataParallel)
+    hidden = {id(m) for m in modules if isinstance(m, wrappers) or type(m).__module__.startswith("ddpshim.")}
     inner = {id(child) for m in modules if id(m) not in hidden for child in vars(m)["_modules"].values()}
     trained = {id(p) for params in held.values() for p in params}
     counts: dict[Any, int] = {}
@@ -363,28 +354,18 @@ def _beside(held: Mapping[int, list[Any]]) -> Iterator[tuple[str, Any]]:
             yield f"{which}.{_plain(name)}", tensor
 
 
-def _is_ours(module: Any) -> bool:
-    return type(module).__module__.startswith("ddpshim.")
-
-
 def _ranks_share_draws() -> bool:
     """Whether ddpshim gives ranks one process's draws: then no noise is imposed, and this is tested."""
-    shares: Any = sys.modules.get("ddpshim.job.shares")
-    if shares is None:
-        return False
-    from ddpshim.process.job import current
-
-    return current().world is not None and (current().holds_whole_batches or bool(current().part(shares.Sharing).is_on))
+    return current().world is not None and (current().holds_whole_batches or current().part(Sharing).is_on)
 
 
 def is_of_all_ranks(batch: Any, size: int) -> bool:
     """Whether every rank gets this whole batch, of `size` samples here, and not its rows of it."""
-    loader: Any = sys.modules.get("ddpshim.rows.loader")
-    if loader is None:
+    if not current().holds_whole_batches:
         return False
-    from ddpshim.process.job import current
+    from ddpshim.rows.loader import Fetched
 
-    return current().holds_whole_batches and not (isinstance(batch, loader.Fetched) and batch.num_rows != size)
+    return not (isinstance(batch, Fetched) and batch.num_rows != size)
 
 
 def _places(own: list[str], every: list[str], rank: int, num_ranks: int) -> Optional[list[int]]:
@@ -409,23 +390,6 @@ def _places(own: list[str], every: list[str], rank: int, num_ranks: int) -> Opti
     return out or None
 
 
-def _states() -> dict[str, Any]:
-    import torch
-
-    from ddpshim.process.random_streams import rank_states
-
-    on_gpu = torch.cuda.is_initialized()
-    return rank_states(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
-
-
-def _restore(states: dict[str, Any]) -> None:
-    import torch
-
-    from ddpshim.process.random_streams import restore_rank_states
-
-    on_gpu = torch.cuda.is_initialized()
-    restore_rank_states(states, torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
-
-
-def _digest(states: dict[str, Any]) -> int:
-    return zlib.crc32(states["torch"].numpy().tobytes())
+def _device() -> torch.device:
+    is_on_gpu = torch.cuda.is_initialized()
+    return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import getpass
+import contextlib
+import importlib
 import os
 import platform
 import re
@@ -18,48 +18,33 @@ from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.say import size
 from ddpshim.version import __version__
 
-_PACKAGES = ("robomimic", "robosuite", "mujoco", "diffusers", "numpy", "h5py")
-
-
-def describe() -> dict[str, Any]:
-    """Return versions, patches, GPUs, launch and machine, as JSON types. Local; imports torch, but starts no group.
-
-    The value of what cannot be determined is the reason.
-    """
-    versions = {"ddpshim": __version__, "Python": platform.python_version(), "torch": _found(_torch)}
-    installed = {package: _found(functools.partial(metadata.version, package)) for package in _PACKAGES}
-    versions.update({name: found for name, found in installed.items() if not found.startswith("unknown: Package")})
-    return {
-        "versions": versions,
-        "patches": _patch_states(),
-        "GPUs": _found(_gpus),
-        "launch": without_names(_found(_launch)),
-        "machine": _found(_machine),
-    }
+_PACKAGES = ("robomimic", "robosuite", "mujoco", "diffusers", "h5py")
 
 
 def for_bug_report() -> str:
-    """Return what torch says about this environment, and three lines. Local; starts pip and other programs."""
-    here = describe()
-    try:
-        from torch.utils import collect_env
+    """Return what torch says about this environment, and three lines, without names. Local; starts pip and others.
 
-        torchs = without_names(_found(collect_env.get_pretty_env_info))
-    except (ImportError, OSError):
-        torchs = ""
-    versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
-    patches = "".join(f"; {name} patch: {state}" for name, state in here["patches"].items())
+    In place of what cannot be determined it has the reason.
+    """
+    versions = {"ddpshim": __version__, "Python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    patches = "".join(f"; {name} patch: {state}" for name, state in _patch_states().items())
     options = " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if re.match("DDPSHIM_|NCCL_|OMP_NUM_T", k))
-    lines = [f"{versions}{patches}", f"launch: {here['launch']}; {without_names(options) or 'no variables'}"]
-    return "\n".join([*([torchs, ""] if torchs else []), *lines, f"machine: {here['machine']}; GPUs: {here['GPUs']}"])
+    lines = [
+        _found(lambda: importlib.import_module("torch.utils.collect_env").get_pretty_env_info()),
+        "",
+        ", ".join(f"{name} {version}" for name, version in versions.items()) + patches,
+        f"launch: {_found(_launch)}; {options or 'no variables'}",
+        f"machine: {_found(_machine)}",
+    ]
+    return without_names("\n".join(lines))
 
 
 def without_names(text: str) -> str:
     """Return `text` without the names of this machine, the main rank's and the user, and without passwords. Local."""
-    try:
-        user = getpass.getuser()
-    except (ImportError, KeyError, OSError):  # a container may run under a user id without a name
-        user = ""
+    user = os.environ.get("LOGNAME", os.environ.get("USER", ""))
     host, master = socket.gethostname(), os.environ.get("MASTER_ADDR", "")
     hidden = {os.path.expanduser("~"): "<home>", user: "<user>", **dict.fromkeys((host, host.split(".")[0]), "<host>")}
     hidden.update({master: "<host>"} if not re.fullmatch(r"localhost|127(\.\d+){3}|::1", master) else {})
@@ -79,24 +64,10 @@ def _found(section: Callable[[], Any]) -> Any:
         return f"unknown: {type(error).__name__}: {error}"
 
 
-def _torch() -> str:
-    import torch
-
-    return str(torch.__version__)
-
-
 def _patch_states() -> dict[str, str]:
     """Return, for each codebase whose adapter has patches, whether the installed files are patched."""
     asked = {package: adapters.function(package, "state_of_files") for package in adapters.packages()}
     return {package: _found(state) for package, state in asked.items() if state is not None}
-
-
-def _gpus() -> str:
-    import torch
-
-    if not torch.cuda.is_available():
-        return "torch sees none"
-    return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
 
 
 def _launch() -> str:
@@ -111,4 +82,4 @@ def _launch() -> str:
 def _machine() -> str:
     memory = machine.memory()
     of = "unknown memory" if memory.available_bytes is None else f"{size(memory.available_bytes)} of memory free"
-    return f"{platform.system()} {platform.release()}, {machine.num_cores()} cores usable of {os.cpu_count()}, {of}"
+    return f"{machine.num_cores()} cores usable of {os.cpu_count()}, {of}"

@@ -5,24 +5,21 @@ Only content hashes decide what is written. A version string is printed, and bre
 
 from __future__ import annotations
 
-import importlib.metadata
+import contextlib
 import importlib.util
-import json
 import os
 import re
+import shutil
 import sys
-import time
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 from ddpshim.errors import PatchError, TargetError
-from ddpshim.reading import read_bytes
-from ddpshim.trainers.patching.patchset import Hashes, PatchSet, load_sets, read, sha256, transform
-from ddpshim.trainers.patching.replacing import drop_bytecode, locked, replace, stage, temporary
+from ddpshim.trainers.patching.patchset import PatchSet, load_sets, read, sha256, transform
 
-JOURNAL = ".ddpshim-journal.json"
 _WORDS = {"original": "not applied", "patched": "applied"}
 
 
@@ -34,7 +31,6 @@ class FileStatus:
     path: Path
     state: str
     sha256: str
-    crlf: bool = False
     content: bytes = b""
 
 
@@ -45,7 +41,6 @@ class Status:
     patch_set: PatchSet
     directory: Path
     files: tuple[FileStatus, ...]
-    journal: Optional[dict[str, Any]]
 
     @property
     def state(self) -> str:
@@ -84,23 +79,20 @@ def status(target: str = "robomimic", set_name: Optional[str] = None, patches_ro
         )
     looks = [look_at(patch_set, directory) for patch_set in chosen]
     fitting = [look for look in looks if look.state != "unknown"]
-    journal_name = (looks[0].journal or {}).get("set")
     if not fitting:
         stated = _stated_version(directory)
-        return max(looks, key=lambda s: (s.num_known, s.patch_set.name == journal_name, s.patch_set.version == stated))
-    recorded = [look for look in fitting if look.patch_set.name == journal_name]
-    if not recorded and any(look.patch_set.files != fitting[0].patch_set.files for look in fitting):
+        return max(looks, key=lambda look: (look.num_known, look.patch_set.version == stated))
+    if any(look.patch_set.files != fitting[0].patch_set.files for look in fitting):
         names = ", ".join(look.patch_set.name for look in fitting)
         raise PatchError(f"{directory} matches several different sets ({names}). Choose one with --set.")
-    return (recorded or fitting)[0]
+    return fitting[0]
 
 
 def check(target: str = "robomimic", set_name: Optional[str] = None, patches_root: Optional[Path] = None) -> Outcome:
     """Return what `apply` would change: does everything except writing. Raises as `apply` does."""
     look = status(target, set_name, patches_root)
-    changes = _plan(look, "patched", patches_root)
-    if changes:
-        _require_writable(look, changes)
+    changes = _plan(look, "patched")
+    _require_writable(changes)
     return Outcome(look, tuple(file.name for file, _ in changes))
 
 
@@ -108,8 +100,9 @@ def apply(target: str = "robomimic", set_name: Optional[str] = None, patches_roo
     """Patch the package, all files or none; `changed` is empty if it already was patched. Completes a partial apply.
 
     Files are replaced through a temporary file, never written in place: package managers hard-link
-    installed files to a cache that other environments share. Safe if a second process does the same.
-    Raises PatchError, with nothing changed, if a file is unknown or cannot be replaced.
+    installed files to a cache that other environments share. Safe if a second process does the same: each file has
+    its previous content or all of the new one. Raises PatchError, with nothing changed, if a file is unknown or cannot
+    be replaced.
     """
     return _turn("patched", target, set_name, patches_root)
 
@@ -124,49 +117,34 @@ Changes = list[tuple[FileStatus, bytes]]
 
 def _turn(wanted: str, target: str, set_name: Optional[str], patches_root: Optional[Path]) -> Outcome:
     look = status(target, set_name, patches_root)
-    changes = _plan(look, wanted, patches_root)
-    if not changes and _journal_settled(look, wanted):
-        return Outcome(look, ())
-    _require_writable(look, changes)
-    with locked(look.directory):
-        # Again: another process may have worked on the files while this one waited for the lock.
-        look = status(target, set_name, patches_root)
-        changes = _plan(look, wanted, patches_root)
-        files = {
-            file.name: {
-                "before": sha256(turned(look.patch_set, file, "original")),
-                "after": sha256(turned(look.patch_set, file, "patched")),
-            }
-            for file in look.files
-        }
-        _write(look, changes, _record(look, "applying" if wanted == "patched" else "reverting", files))
-        after = look_at(look.patch_set, look.directory)
-        wrong = [file.name for file in after.files if file.state != wanted]
-        if wrong:
-            raise PatchError(
-                f"After writing, {', '.join(wrong)} in {look.directory} is not the {wanted} content; another "
-                "program writes there. Stop it, then run `python -m ddpshim patch status`."
-            )
-        _close_journal(after, wanted)
-    return Outcome(look_at(look.patch_set, look.directory), tuple(file.name for file, _ in changes))
+    changes = _plan(look, wanted)
+    _require_writable(changes)
+    _write(look.directory, changes)
+    after = look_at(look.patch_set, look.directory)
+    wrong = [file.name for file in after.files if file.state != wanted]
+    if wrong:
+        raise PatchError(
+            f"After writing, {', '.join(wrong)} in {look.directory} is not the {wanted} content; another "
+            "program writes there. Stop it, then run `python -m ddpshim patch status`."
+        )
+    return Outcome(after, tuple(file.name for file, _ in changes))
 
 
-def _plan(look: Status, wanted: str, patches_root: Optional[Path]) -> Changes:
+def _plan(look: Status, wanted: str) -> Changes:
     """Return the new content of every file not in the wanted state, each verified against the manifest."""
     if look.state == "unknown":
-        raise PatchError(_refusal(look, load_sets(patches_root)))
+        raise PatchError(_refusal(look))
     return [(file, turned(look.patch_set, file, wanted)) for file in look.files if file.state != wanted]
 
 
 def turned(patch_set: PatchSet, file: FileStatus, wanted: str) -> bytes:
-    """Return the content of `file` in the wanted state, with the file's line endings. Local.
+    """Return the content of `file` in the wanted state. Local.
 
     Raises PatchError if the result does not have the manifest's hash.
     """
     if file.state == wanted:
         return file.content
-    content = file.content.replace(b"\r\n", b"\n") if file.crlf else file.content
-    content = transform(patch_set.patches, file.name, content, wanted)
+    content = transform(patch_set.patches, file.name, file.content, wanted)
     found, expected = sha256(content), getattr(patch_set.files[file.name], wanted)
     if found != expected:
         raise PatchError(
@@ -174,7 +152,7 @@ def turned(patch_set: PatchSet, file: FileStatus, wanted: str) -> bytes:
             "set is damaged, and nothing was changed. Reinstall ddpshim, or rebuild the manifest if you edited a "
             "diff."
         )
-    return content.replace(b"\n", b"\r\n") if file.crlf else content
+    return content
 
 
 def look_at(patch_set: PatchSet, directory: Path) -> Status:
@@ -189,20 +167,13 @@ def look_at(patch_set: PatchSet, directory: Path) -> Status:
             continue
         content = read(path)
         found = sha256(content)
-        state, crlf = _state(hashes, found), False
-        unix = content.replace(b"\r\n", b"\n")
-        if state == "unknown" and unix != content and unix.replace(b"\n", b"\r\n") == content:
-            state, crlf = _state(hashes, sha256(unix)), True
-        files.append(FileStatus(name, path, state, found, crlf, content))
-    return Status(patch_set, directory, tuple(files), _read_journal(directory))
+        state = {hashes.original: "original", hashes.patched: "patched"}.get(found, "unknown")
+        files.append(FileStatus(name, path, state, found, content))
+    return Status(patch_set, directory, tuple(files))
 
 
-def _state(hashes: Hashes, found: str) -> str:
-    return {hashes.original: "original", hashes.patched: "patched"}.get(found, "unknown")
-
-
-def _refusal(look: Status, sets: Sequence[PatchSet]) -> str:
-    """Return the message for a package that no set fits: every file with both hashes, and what to do."""
+def _refusal(look: Status) -> str:
+    """Return the message for a package that no set fits: every file with its hashes, and what to do."""
     patch_set, stated = look.patch_set, _stated_version(look.directory)
     lines = [
         f"{look.directory} is not a release that ddpshim knows; patching it would mix releases or overwrite "
@@ -211,25 +182,12 @@ def _refusal(look: Status, sets: Sequence[PatchSet]) -> str:
     ]
     for file in look.files:
         expected = patch_set.files[file.name]
-        owners = [
-            f"{_state(other.files[file.name], file.sha256)} in {other.name}"
-            for other in sets
-            if file.name in other.files and _state(other.files[file.name], file.sha256) != "unknown"
-        ]
-        known = file.state if file.state in _WORDS else ", ".join(owners) or file.state
         lines += [
-            f"  {file.name}: {known}",
+            f"  {file.name}: {file.state}",
             f"    found     {file.sha256}",
             f"    expected  {expected.original} (original in {patch_set.name})",
             f"           or {expected.patched} (patched in {patch_set.name})",
         ]
-    journal = look.journal or {}
-    recorded = [entry.get("after") for entry in journal.get("files", {}).values()]
-    if any(file.state == "unknown" and file.sha256 in recorded for file in look.files):
-        lines.append(
-            f"The journal says that ddpshim {journal.get('ddpshim')} applied its own {journal.get('set')}: "
-            "revert with that version first."
-        )
     commit = re.search(r"\b[0-9a-f]{7,40}\b", patch_set.base)
     fresh = (
         f"`git checkout {commit.group()} -- {patch_set.package}` in the checkout"
@@ -237,67 +195,66 @@ def _refusal(look: Status, sets: Sequence[PatchSet]) -> str:
         else f"`pip install --force-reinstall --no-deps {patch_set.codebase}=={patch_set.version}`"
     )
     lines.append(
-        "In a fork, merge the set by `git merge-file` (`python -m ddpshim docs MIGRATION`, section 2). Otherwise undo "
-        f"your edits, or get the release again with {fresh}, and retry. If you changed nothing, open an issue at "
-        "ddpshim with the hashes above."
+        "In a fork, merge the set by `git merge-file` (`python -m ddpshim docs MIGRATION`, section 2). If another "
+        f"version of ddpshim has patched it, revert with that version. Otherwise undo your edits, or get the release "
+        f"again with {fresh}, and retry. If you changed nothing, open an issue at ddpshim with the hashes above."
     )
     return "\n".join(lines)
 
 
-def _record(look: Status, state: str, files: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the journal's content; `files`: hashes before and after."""
-    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return {"set": look.patch_set.name, "state": state, "ddpshim": _own_version(), "time": when, "files": files}
-
-
-def _write(look: Status, changes: Changes, record: Mapping[str, Any]) -> None:
-    """Write the journal and then every file; on an error, restore all of them."""
-    journal = look.directory / JOURNAL
-    before: dict[Path, Optional[bytes]] = {file.path: file.content for file, _ in changes}
-    before[journal] = read(journal) if journal.exists() else None
-    after = {journal: _as_json(record), **{file.path: new for file, new in changes}}
+def _write(directory: Path, changes: Changes) -> None:
+    """Replace every file; on an error, restore all of them."""
     try:
-        for file in look.files:  # remains of a killed run
-            temporary(file.path).unlink(missing_ok=True)
-        for path, content in after.items():
-            stage(path, content)
-        for path in after:
-            os.replace(temporary(path), path)
-        for file in look.files:
-            drop_bytecode(look.directory / file.name.split("/", 1)[1], file.path)
+        _replace(changes)
     except BaseException as error:
-        _put_back(look.directory, before, error)
+        try:
+            _replace([(file, file.content) for file, _ in changes if file.path.read_bytes() != file.content])
+        except OSError as another:
+            raise PatchError(
+                f"Replacing files in {directory} failed ({error}), and so did restoring them ({another}); the package "
+                "is partly patched and may not run. Fix the cause, then `python -m ddpshim patch apply` or `revert` "
+                "completes it."
+            ) from error
         if isinstance(error, OSError):
             raise PatchError(
-                f"Could not replace files in {look.directory}: {error}. A half-patched package would not run, so "
+                f"Could not replace files in {directory}: {error}. A half-patched package would not run, so "
                 "all files were restored. Fix the cause (permissions, disk space) and retry."
             ) from error
         raise
 
 
-def _put_back(directory: Path, before: dict[Path, Optional[bytes]], cause: BaseException) -> None:
+def _replace(changes: Changes) -> None:
+    """Write all new contents beside the files, then rename them into place."""
+    staged: list[str] = []
     try:
-        for path, content in before.items():
-            temporary(path).unlink(missing_ok=True)
-            if content is None:
-                path.unlink(missing_ok=True)
-            elif path.read_bytes() != content:
-                replace(path, content)
-    except OSError as error:
-        raise PatchError(
-            f"Replacing files in {directory} failed ({cause}), and so did restoring them ({error}); the package is "
-            "partly patched and may not run. Fix the cause, then `python -m ddpshim patch apply` or `revert` "
-            "completes it."
-        ) from cause
+        for file, content in changes:
+            staged.append(_stage(file.path, content))
+        for (file, _), temporary in zip(changes, staged):
+            os.replace(temporary, file.path)
+    finally:
+        for temporary in staged:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
 
 
-def _as_json(record: Mapping[str, Any]) -> bytes:
-    return (json.dumps(record, indent=2) + "\n").encode()
+def _stage(path: Path, content: bytes) -> str:
+    """Write `content` to a new synced file beside the file `path`, with its mode; return its path."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".ddpshim-tmp")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        shutil.copymode(path, temporary)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return temporary
 
 
-def _require_writable(look: Status, changes: Changes) -> None:
+def _require_writable(changes: Changes) -> None:
     # Replacing a file needs its folder's permission, not the file's: a read-only file stays one.
-    for folder in sorted({look.directory, *(file.path.parent for file, _ in changes)}):
+    for folder in sorted({file.path.parent for file, _ in changes}):
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PatchError(
                 f"{folder} is not writable for this user; nothing was changed. Use your own environment, or run as "
@@ -331,44 +288,6 @@ def _find_package(target: str, packages: Sequence[str]) -> tuple[str, Path]:
         f"{target!r} is neither a package that ddpshim has patches for ({', '.join(packages)}) nor a folder "
         f"that is or contains one ({path}); there is nothing to patch. Correct --target."
     )
-
-
-def _read_journal(directory: Path) -> Optional[dict[str, Any]]:
-    """Return the journal of the last apply; None if it is absent or damaged, which is no error: only hashes decide."""
-    try:
-        record = json.loads(read_bytes(directory / JOURNAL))
-    except (OSError, ValueError, RecursionError):
-        return None
-    entries = record.get("files") if isinstance(record, dict) else None
-    sound = isinstance(entries, dict) and all(isinstance(entry, dict) for entry in entries.values())
-    return record if sound else None
-
-
-def _journal_settled(look: Status, wanted: str) -> bool:
-    if wanted == "original":
-        return not (look.directory / JOURNAL).exists()
-    return look.journal is None or look.journal.get("state") == "applied"
-
-
-def _close_journal(look: Status, wanted: str) -> None:
-    path = look.directory / JOURNAL
-    try:
-        if wanted == "original":
-            path.unlink()
-        else:
-            replace(path, _as_json({**(look.journal or {}), "state": "applied"}))
-    except OSError as error:
-        raise PatchError(
-            f"All files in {look.directory} are {wanted}, but {path} could not be updated: {error}. Fix that and "
-            "run the same command again; only the journal is left to write."
-        ) from error
-
-
-def _own_version() -> str:
-    try:
-        return importlib.metadata.version("ddpshim")
-    except importlib.metadata.PackageNotFoundError:
-        return "from a checkout"
 
 
 def _stated_version(directory: Path) -> Optional[str]:

@@ -141,8 +141,7 @@ def _patched(patch_set: PatchSet, files: Sequence[FileStatus]) -> tuple[Patched,
         elif file.state == "original":
             sources[_module_of(file.name)] = turned(patch_set, file, "patched")
         elif file.state == "unknown":
-            as_unix = file.content.replace(b"\r\n", b"\n")  # hunks have LF; Python reads both
-            content, _, odd = transform_moved(patch_set.patches, file.name, as_unix)
+            content, odd = transform_moved(patch_set.patches, file.name, file.content)
             sources[_module_of(file.name)] = content
             moved.append(file.name)
             lacking += [f"{file.name}, {problem}" for problem in odd]

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, Optional
 from ddpshim import adapters
 from ddpshim.errors import PatchError, TargetError
 from ddpshim.reading import read_bytes
-from ddpshim.trainers.patching.unidiff import FileDiff, apply_diff, apply_moved, parse_diff
+from ddpshim.trainers.patching.unidiff import FileDiff, apply_diff, apply_where_found, parse_diff
 
 
 class Hashes(NamedTuple):
-    """sha256 of one file, with LF line endings unless upstream itself has CRLF."""
+    """sha256 of one file."""
 
     original: str
     patched: str
@@ -66,25 +66,13 @@ def load_sets(patches_root: Optional[Path] = None) -> tuple[PatchSet, ...]:
     return tuple(_load_set(folder) for folder in folders)
 
 
-def build_manifest(
-    patch_dir: Path, source_root: Path, base: str, borrowed: Optional[Sequence[Path]] = None
-) -> dict[str, Any]:
+def build_manifest(patch_dir: Path, source_root: Path, base: str, borrowed: Sequence[Path] = ()) -> dict[str, Any]:
     """Write and return ``manifest.json`` for the diffs in `patch_dir`, from an unpatched tree. For maintainers.
 
     `source_root` contains the package folder. `base` is free text that names the commit or release. `borrowed`: patches
-    of another set that also fit this release, at other lines; default: those that the manifest already names. Raises
-    PatchError if a diff does not fit the tree, or a file cannot be read or written.
+    of another set that also fit this release, at other lines. Raises PatchError if a diff does not fit the tree, or a
+    file cannot be read or written.
     """
-    where = patch_dir / "manifest.json"
-    if borrowed is None:
-        try:
-            listed = json.loads(read(where)).get("patches", []) if os.path.lexists(where) and not where.is_dir() else []
-            borrowed = [patch_dir / name for name in listed if "/" in name]
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise PatchError(
-                f"{where} is not a manifest ({error!r:.200}); its list of borrowed patches "
-                "would be lost. Remove it, and name them with --borrow."
-            ) from error
     patches = _read_patches(patch_dir, [os.path.relpath(path, patch_dir).replace(os.sep, "/") for path in borrowed])
     if not patches:
         no_folder = "" if patch_dir.is_dir() else ", which is not a folder"
@@ -101,7 +89,9 @@ def build_manifest(
         "patches": [*patches],
         "files": {name: hashes._asdict() for name, hashes in files.items()},
     }
+    where = patch_dir / "manifest.json"
     try:
+        where.unlink(missing_ok=True)  # a pipe would wait for a reader
         where.write_text(json.dumps(manifest, indent=2) + "\n")
     except OSError as error:
         raise TargetError(
@@ -118,20 +108,17 @@ def transform(patches: Mapping[str, tuple[FileDiff, ...]], name: str, content: b
     return content
 
 
-def transform_moved(
-    patches: Mapping[str, tuple[FileDiff, ...]], name: str, content: bytes
-) -> tuple[bytes, int, list[str]]:
-    """Return (content, number of hunks, a line for each hunk that was not applied). Local.
+def transform_moved(patches: Mapping[str, tuple[FileDiff, ...]], name: str, content: bytes) -> tuple[bytes, list[str]]:
+    """Return the content with each hunk applied whose lines occur exactly once in the file `name`, and other hunks.
 
-    Applies each hunk whose lines occur exactly once in the file `name` (`unidiff.apply_moved`).
+    Local. The other hunks are a line each, that says why.
     """
-    num_hunks, odd = 0, []
+    odd = []
     for patch, diffs in patches.items():
         for diff in (diff for diff in diffs if diff.path == name):
-            content, problems = apply_moved(diff, content)
-            num_hunks += len(diff.hunks)
+            content, problems = apply_where_found(diff, content)
             odd += [f"{patch}, {problem}" for problem in problems]
-    return content, num_hunks, odd
+    return content, odd
 
 
 def _load_set(folder: Path) -> PatchSet:

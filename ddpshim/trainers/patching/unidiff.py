@@ -7,8 +7,9 @@ moves a hunk to another place where it fits, the second can exit 0 without chang
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from ddpshim.errors import PatchError
 
@@ -22,7 +23,6 @@ class Hunk(NamedTuple):
     old: tuple[bytes, ...]
     new_at: int
     new: tuple[bytes, ...]
-    num_same: int  # context lines, in both `old` and `new`
 
 
 @dataclass(frozen=True)
@@ -40,181 +40,132 @@ class FileDiff:
 def apply_diff(diff: FileDiff, content: bytes, *, reverse: bool = False) -> bytes:
     """Return the content after `diff`, or before it with `reverse`. Local.
 
-    Raises PatchError if a line is not exactly where the diff says, or if a line without a newline would be
-    followed by another.
+    Raises PatchError if a line is not exactly where the diff says.
     """
-    if not diff.is_at_home:
-        moved, odd = apply_moved(diff, content, reverse=reverse)
-        if odd:
-            raise PatchError(
-                f"{diff.path}, {odd[0]}; the hunk would change the wrong code. Nothing was changed; use the content "
-                "that the manifest was made from."
-            )
-        return moved
-    lines = _split(content)
-    result: list[bytes] = []
-    position = 0
-    for hunk in diff.hunks:
-        at, old, new = (hunk.new_at, hunk.new, hunk.old) if reverse else (hunk.old_at, hunk.old, hunk.new)
-        for index, want in enumerate(old, at):
-            found = lines[index] if index < len(lines) else b"<end of file>"
-            if found != want:
-                raise PatchError(
-                    f"{diff.path} line {index + 1} is {_show(found)}, the diff expects {_show(want)}; the hunk "
-                    "would change the wrong code. Nothing was changed; use the content that the diff was made from."
-                )
-        if at > len(lines):
-            raise PatchError(
-                f"{diff.path} has {len(lines)} lines, a hunk inserts after line {at}; the place does not "
-                "exist. Nothing was changed; use the content that the diff was made from."
-            )
-        result += lines[position:at] + list(new)
-        position = at + len(old)
-    result += lines[position:]
-    if any(not line.endswith(b"\n") for line in result[:-1]):
+    changed, odd = apply_where_found(diff, content, reverse=reverse, is_moved=not diff.is_at_home)
+    if odd:
         raise PatchError(
-            f"{diff.path}: the diff leaves a line without a newline before the end of the file, which would "
-            "join two lines. Make the diff again with `diff -u` from the two files."
+            f"{diff.path}, {odd[0]}; the hunk would change the wrong code. Nothing was changed; use the content that "
+            "the diff was made from."
         )
-    return b"".join(result)
+    return changed
 
 
-def apply_moved(diff: FileDiff, content: bytes, *, reverse: bool = False) -> tuple[bytes, list[str]]:
-    """Apply each hunk whose old lines occur exactly once, at any place; with `reverse`, take it back. Local.
+def apply_where_found(
+    diff: FileDiff, content: bytes, *, reverse: bool = False, is_moved: bool = True
+) -> tuple[bytes, list[str]]:
+    """Apply the hunks whose old lines are found; with `reverse`, take them back. Local.
 
-    Returns the content, and a line for each hunk that was not applied.
+    `is_moved`: they are found if they occur exactly once, at any place; else only at the diff's own place. Returns the
+    content, and a line for each hunk that was not applied.
     """
     lines, odd = _split(content), []
     for hunk in diff.hunks:
-        old, new = (hunk.new, hunk.old) if reverse else (hunk.old, hunk.new)
-        size = len(old)
-        places = [at for at in range(len(lines) - size + 1) if tuple(lines[at : at + size]) == old] if size else []
-        if len(places) == 1:
-            lines[places[0] : places[0] + size] = new
-        elif not size:
+        # Earlier hunks have moved these lines already, so they begin where they will be in the result.
+        at, old, new = (hunk.old_at, hunk.new, hunk.old) if reverse else (hunk.new_at, hunk.old, hunk.new)
+        if is_moved and not old:
             odd.append(f"line {hunk.old_at}: has no unchanged line to find it by; place it by hand")
-        else:
-            first = next(line for line in [*old, b""] if line.strip() or not line)
-            where = f"at lines {', '.join(str(at + 1) for at in places)}" if places else "nowhere"
-            odd.append(f"line {hunk.old_at + 1}: {_show(first.strip())} and the lines after it occur {where}")
+            continue
+        asked = range(len(lines) - len(old) + 1) if is_moved else [at][: at <= len(lines)]
+        places = [place for place in asked if tuple(lines[place : place + len(old)]) == old]
+        if len(places) != 1:
+            first = next((line.strip() for line in old if line.strip()), b"")
+            where = f"at lines {', '.join(str(place + 1) for place in places)}" if places else "nowhere"
+            where = where if is_moved else f"not there, in a file of {len(lines)} lines"
+            odd.append(f"line {hunk.old_at + 1}: {_show(first)} and the lines after it occur {where}")
+            continue
+        lines[places[0] : places[0] + len(old)] = new
+    if any(not line.endswith(b"\n") for line in lines[:-1]):
+        odd.append("a line without a newline is followed by another, which would join the two")
     return b"".join(lines), odd
 
 
 def parse_diff(text: bytes, name: str) -> tuple[FileDiff, ...]:
     """Return the file diffs of one patch file in order; free text (a DEP-3 header) may precede the first.
 
-    A patch file in which every line ends in CRLF (a checkout with ``core.autocrlf``) is read as if it had LF.
     `name` is for messages. Raises PatchError with the line number if the text is not a well-formed diff
     of existing files: wrong counts, hunks out of order, a path that leaves the tree, a rename or mode change.
     """
-    if b"\n" in text and text.count(b"\r\n") == text.count(b"\n"):
-        text = text.replace(b"\r\n", b"\n")
-    return _Parser(_split(text), name).files()
-
-
-class _Parser:
-    """A cursor over the lines of one patch file."""
-
-    def __init__(self, lines: list[bytes], name: str) -> None:
-        self.lines = lines
-        self.name = name
-        self.at = 0
-
-    def files(self) -> tuple[FileDiff, ...]:
-        found: list[FileDiff] = []
-        git_header = False
-        while self.at < len(self.lines):
-            line = self.peek()
-            if line.startswith(b"--- ") and self.peek(1).startswith(b"+++ "):
-                found.append(self.file())
-                git_header = False
-            elif line.startswith(b"diff "):
-                git_header = True
-                self.at += 1
-            elif line.startswith(b"index ") or not (found or git_header or line.startswith(b"@@")):
-                self.at += 1
+    lines, at, is_in_git_header = _split(text), 0, False
+    found: list[tuple[str, list[Hunk]]] = []
+    try:
+        while at < len(lines):
+            line, following = lines[at], b"".join(lines[at + 1 : at + 2])
+            if line.startswith(b"--- ") and following.startswith(b"+++ "):
+                found.append((_path(line, following), []))
+                is_in_git_header = False
+                at += 2
+                if not b"".join(lines[at : at + 1]).startswith(b"@@"):
+                    raise ValueError(f"no hunk for {found[-1][0]}")
+            elif line.startswith(b"@@") and found and not is_in_git_header:
+                hunk, size = _hunk(lines[at:], found[-1][1])
+                found[-1][1].append(hunk)
+                at += size
+            elif line.startswith((b"diff ", b"index ")) or not (found or is_in_git_header or line.startswith(b"@@")):
+                is_in_git_header |= line.startswith(b"diff ")
+                at += 1
             else:
-                self.fail(
-                    f"{_show(line)} is neither a hunk, a file header nor inside a hunk's counts (renames, "
-                    "mode changes, new and deleted files are not for patch sets)"
+                raise ValueError(
+                    f"{_show(line)} is neither a hunk, a file header nor inside a hunk's counts (renames, mode "
+                    "changes, new and deleted files are not for patch sets)"
                 )
         if not found:
-            self.fail("no `--- a/…` and `+++ b/…` pair found")
-        return tuple(found)
-
-    def file(self) -> FileDiff:
-        old_path, new_path = self.path(b"a/"), self.path(b"b/")
-        if old_path != new_path:
-            self.fail(f"the two names differ: {old_path} and {new_path}")
-        hunks: list[Hunk] = []
-        while self.peek().startswith(b"@@"):
-            hunk = self.hunk()
-            # Positions in the new file follow from the old ones. Without this check, a revert, which uses the new
-            # ones, could look at other lines than apply wrote.
-            new_at = hunk.old_at + sum(len(before.new) - len(before.old) for before in hunks)
-            if hunk.new_at != new_at:
-                self.fail(
-                    f"the hunk starts at new line index {hunk.new_at}, but the hunks before it put it at {new_at}"
-                )
-            if hunks and hunk.old_at < hunks[-1].old_at + len(hunks[-1].old):
-                self.fail("the hunk overlaps the one before it, or is out of order")
-            hunks.append(hunk)
-        if not hunks:
-            self.fail(f"no hunk for {old_path}")
-        return FileDiff(old_path, tuple(hunks))
-
-    def hunk(self) -> Hunk:
-        match = _HUNK.match(self.peek())
-        if match is None:
-            self.fail(f"{_show(self.peek())} is not `@@ -start,count +start,count @@`")
-        old_start, num_old, new_start, num_new = (int(g) if g is not None else 1 for g in match.groups())
-        if (num_old and not old_start) or (num_new and not new_start):
-            self.fail("line numbers start at 1")
-        self.at += 1
-        old: list[bytes] = []
-        new: list[bytes] = []
-        num_same = 0
-        while (len(old), len(new)) != (num_old, num_new):
-            line = self.peek()
-            tag, body = line[:1], line[1:]
-            # A body without newline means that the patch file was cut off, not a "\\ No newline" line.
-            is_line = tag in (b" ", b"-", b"+") and body.endswith(b"\n")
-            if not is_line or len(old) > num_old or len(new) > num_new:
-                self.fail(f"the hunk counts {num_old},{num_new} lines but has {len(old)},{len(new)}")
-            self.at += 1
-            if self.peek().startswith(b"\\"):
-                self.at += 1
-                body = body[: -len(b"\n")]
-            if tag != b"+":
-                old.append(body)
-            if tag != b"-":
-                new.append(body)
-            num_same += tag == b" "
-        if num_same == len(old) == len(new):
-            self.fail("the hunk changes nothing")
-        # With a count of 0, the header names the line *before* the gap, otherwise the first line itself.
-        old_at = old_start - 1 if num_old else old_start
-        new_at = new_start - 1 if num_new else new_start
-        return Hunk(old_at, tuple(old), new_at, tuple(new), num_same)
-
-    def path(self, prefix: bytes) -> str:
-        raw = self.peek()[len(b"--- ") :].split(b"\t")[0].strip()
-        path = raw[len(prefix) :].decode(errors="replace")
-        parts = path.split("/")
-        inside = len(parts) > 1 and all(part.strip(".") for part in parts) and "\\" not in path
-        if not raw.startswith(prefix) or not inside:
-            self.fail(f"{_show(raw)} is not {prefix.decode()}PACKAGE/FILE inside the tree")
-        self.at += 1
-        return path
-
-    def peek(self, ahead: int = 0) -> bytes:
-        return self.lines[self.at + ahead] if self.at + ahead < len(self.lines) else b""
-
-    def fail(self, reason: str) -> NoReturn:
+            raise ValueError("no `--- a/…` and `+++ b/…` pair found")
+    except ValueError as error:
         raise PatchError(
-            f"{self.name} line {self.at + 1}: {reason}; applying it would be a guess. Make the patch "
-            "again with `diff -u` from the two files."
-        )
+            f"{name} line {at + 1}: {error}; applying it would be a guess. Make the patch again with `diff -u` from "
+            "the two files."
+        ) from None
+    return tuple(FileDiff(path, tuple(hunks)) for path, hunks in found)
+
+
+def _path(old: bytes, new: bytes) -> str:
+    """Return the path in the two lines before the hunks of a file. Raises ValueError if it is not one in the tree."""
+    names = [line[len(b"--- ") :].split(b"\t")[0].strip() for line in (old, new)]
+    path = names[0][len(b"a/") :].decode(errors="replace")
+    parts = path.split("/")
+    if not (names[0].startswith(b"a/") and len(parts) > 1 and all(part.strip(".") for part in parts)) or "\\" in path:
+        raise ValueError(f"{_show(names[0])} is not a/PACKAGE/FILE inside the tree")
+    if names[1] != b"b/" + names[0][len(b"a/") :]:
+        raise ValueError(f"the two names differ: {_show(names[0])} and {_show(names[1])}")
+    return path
+
+
+def _hunk(lines: Sequence[bytes], before: Sequence[Hunk]) -> tuple[Hunk, int]:
+    """Return the hunk at the beginning of `lines`, and its number of lines; `before`: those before it in its file."""
+    match = _HUNK.match(lines[0])
+    if match is None:
+        raise ValueError(f"{_show(lines[0])} is not `@@ -start,count +start,count @@`")
+    old_start, num_old, new_start, num_new = (int(g) if g is not None else 1 for g in match.groups())
+    if (num_old and not old_start) or (num_new and not new_start):
+        raise ValueError("line numbers start at 1")
+    old: list[bytes] = []
+    new: list[bytes] = []
+    size = 1
+    while (len(old), len(new)) != (num_old, num_new):
+        tag, body = lines[size][:1] if size < len(lines) else b"", b"".join(lines[size : size + 1])[1:]
+        # A body without newline means that the patch file was cut off, not a "\\ No newline" line.
+        is_line = tag in (b" ", b"-", b"+") and body.endswith(b"\n")
+        if not is_line or len(old) > num_old or len(new) > num_new:
+            raise ValueError(f"the hunk counts {num_old},{num_new} lines but has {len(old)},{len(new)}")
+        size += 1
+        if b"".join(lines[size : size + 1]).startswith(b"\\"):
+            size += 1
+            body = body[: -len(b"\n")]
+        if tag != b"+":
+            old.append(body)
+        if tag != b"-":
+            new.append(body)
+    if old == new:
+        raise ValueError("the hunk changes nothing")
+    # With a count of 0, the header names the line *before* the gap, otherwise the first line itself.
+    old_at = old_start - 1 if num_old else old_start
+    new_at = old_at + sum(len(hunk.new) - len(hunk.old) for hunk in before)
+    if new_at != (new_start - 1 if num_new else new_start):
+        raise ValueError(f"the hunk starts at new line {new_start}, but the hunks before it put it at {new_at + 1}")
+    if before and old_at < before[-1].old_at + len(before[-1].old):
+        raise ValueError("the hunk overlaps the one before it, or is out of order")
+    return Hunk(old_at, tuple(old), new_at, tuple(new)), size
 
 
 def _split(content: bytes) -> list[bytes]:

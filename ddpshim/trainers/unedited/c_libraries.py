@@ -20,14 +20,14 @@ _HDF5_WRITES, _HDF5_MADE_NEW = 1 | 2 | 4, 2  # h5f.ACC_RDWR, ACC_TRUNC, ACC_EXCL
 # Functions that read, and functions that write a new file: (module, name in it, position and keyword of the path).
 _READING = (
     *(("cv2", "imread", 0, "filename"), ("cv2", "VideoCapture", 0, "filename")),
-    *(("imageio_ffmpeg", "read_frames", 0, "path"), ("safetensors", "safe_open", 0, "filename")),
-    *(("h5py", "h5f.is_hdf5", 0, "name"), ("torch.jit", "load", 0, "f"), ("pyarrow", "memory_map", 0, "path")),
-    *(("pyarrow", "input_stream", 0, "source"), ("pyarrow.parquet", "ParquetFile.__init__", 1, "source")),
+    *(("safetensors", "safe_open", 0, "filename"), ("h5py", "h5f.is_hdf5", 0, "name"), ("torch.jit", "load", 0, "f")),
+    *(("pyarrow", "memory_map", 0, "path"), ("pyarrow", "input_stream", 0, "source")),
+    *(("pyarrow.parquet", "ParquetFile.__init__", 1, "source"), ("imageio_ffmpeg", "read_frames", 0, "path")),
 )
 _WRITING = (
     *(("cv2", "imwrite", 0, "filename"), ("cv2", "VideoWriter", 0, "filename")),
-    *(("imageio_ffmpeg", "write_frames", 0, "path"), ("safetensors", "serialize_file", 1, "filename")),
-    *(("torch.jit", "save", 1, "f"), ("pyarrow.parquet", "ParquetWriter.__init__", 1, "where")),
+    *(("safetensors", "serialize_file", 1, "filename"), ("torch.jit", "save", 1, "f")),
+    *(("pyarrow.parquet", "ParquetWriter.__init__", 1, "where"), ("imageio_ffmpeg", "write_frames", 0, "path")),
     ("torch.profiler", "profile.export_chrome_trace", 1, "path"),
 )
 
@@ -48,7 +48,8 @@ class CLibraries:
         for places, redirect in ((_READING, self._reads), (_WRITING, self._writes)):
             for module, name, position, keyword in places:
                 made.append((module, name, functools.partial(_redirected, redirect, position, keyword)))
-        made += [("h5py", "h5f.open", self._h5_open), ("h5py", "h5f.create", self._h5_create)]
+        for name, creates in (("h5f.open", False), ("h5f.create", True)):
+            made.append(("h5py", name, functools.partial(self._h5, creates=creates)))
         made += [("lmdb", "open", self._lmdb_open), ("av", "open", self._av_open)]
         made += [("sqlite3.dbapi2", "connect", self._sqlite_connect), ("subprocess", "Popen.__init__", self._popen)]
         held: dict[int, Any] = {}  # functions that other modules may already have imported
@@ -69,16 +70,12 @@ class CLibraries:
         if hasattr(owner, last):
             self._undo.enter_context(replaced(owner, last, make(getattr(owner, last))))
 
-    def _h5_open(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def stand_in(name: Any, flags: int = 1, *args: Any, **kwargs: Any) -> Any:
-            place = self._writes(name, keeps=True) if flags & _HDF5_WRITES else self._reads(name)
-            return real(os.fsencode(place), flags, *args, **kwargs)
-
-        return stand_in
-
-    def _h5_create(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def stand_in(name: Any, flags: int = 2, *args: Any, **kwargs: Any) -> Any:
-            place = self._writes(name, is_new=not flags & _HDF5_MADE_NEW)
+    def _h5(self, real: Callable[..., Any], creates: bool) -> Callable[..., Any]:
+        def stand_in(name: Any, flags: int = 2 if creates else 1, *args: Any, **kwargs: Any) -> Any:
+            if creates:
+                place = self._writes(name, is_new=not flags & _HDF5_MADE_NEW)
+            else:
+                place = self._writes(name, keeps=True) if flags & _HDF5_WRITES else self._reads(name)
             return real(os.fsencode(place), flags, *args, **kwargs)
 
         return stand_in

@@ -30,14 +30,10 @@ class Commands:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Within this block, the program's calls use the stand-ins."""
-        made: dict[Any, Any] = {subprocess.run: self._stand_in(_run, self._completed), os.system: self._system}
+        # subprocess's other functions call these two, on behalf of their callers.
+        made: dict[Any, Any] = {subprocess.run: self._stand_in(_run, self._completed)}
         made[subprocess.call] = self._stand_in(subprocess.call, self._code)
-        made[subprocess.check_call] = self._stand_in(subprocess.check_call, self._checked_code)
-        made[subprocess.check_output] = self._stand_in(subprocess.check_output, self._output)
-        made[subprocess.getstatusoutput] = self._stand_in(subprocess.getstatusoutput, self._status)
-        made[subprocess.getoutput] = self._stand_in(
-            subprocess.getoutput, lambda *given, **options: self._status(*given, **options)[1]
-        )
+        made[os.system] = self._stand_in(_system, self._system)
         made[os.popen] = self._stand_in(_popen, self._stream)
         with in_place({id(real): stand_in for real, stand_in in made.items()}):
             yield
@@ -55,9 +51,8 @@ class Commands:
         self._files.see_what_is_shared()
         return result
 
-    def _system(self, command: Any) -> int:
-        line = self._clock.line_of_program(sys._getframe(1))
-        return _system(command) if line is None else self._handed_out(line, lambda: _system(command))
+    def _system(self, line: str, command: Any) -> int:
+        return self._handed_out(line, lambda: _system(command))  # type: ignore[no-any-return]
 
     def _completed(self, line: str, *args: Any, check: bool = False, **kwargs: Any) -> Any:
         """subprocess.run. If the output goes to an open file, each rank writes it to its own file."""
@@ -81,17 +76,6 @@ class Commands:
 
     def _code(self, line: str, *args: Any, **kwargs: Any) -> int:
         return self._completed(line, *args, **kwargs).returncode  # type: ignore[no-any-return]
-
-    def _checked_code(self, line: str, *args: Any, **kwargs: Any) -> int:
-        return self._code(line, *args, check=True, **kwargs)
-
-    def _output(self, line: str, *args: Any, **kwargs: Any) -> Any:
-        return self._completed(line, *args, stdout=subprocess.PIPE, check=True, **kwargs).stdout
-
-    def _status(self, line: str, command: Any, **kwargs: Any) -> tuple[int, str]:
-        to: Any = {"shell": True, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        done = self._completed(line, command, **to, **kwargs)
-        return done.returncode, done.stdout.removesuffix("\n")
 
     def _stream(self, line: str, command: str, mode: str = "r", buffering: int = -1) -> Any:
         if mode != "r":

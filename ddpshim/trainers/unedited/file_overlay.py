@@ -17,6 +17,7 @@ from typing import Optional
 from ddpshim.errors import SyncError
 from ddpshim.trainers.unedited.main_file_log import Before, MainsChanges, Saves
 from ddpshim.trainers.unedited.unmanaged_paths import PRIVATE
+from ddpshim.trainers.unedited.write_audit import is_special
 from ddpshim.variables import RUN_DIR
 
 _MOST_LINKS = 40
@@ -56,14 +57,8 @@ class View:
 
     def locate(self, path: str, follows: bool = True) -> tuple[str, str]:
         """Return `find(path)` and the `place` of that path."""
-        for _ in range(_MOST_LINKS):
-            path = self._in_its_folder(path)
-            place = self.place(path)
-            target = _target_at(place) if follows else None
-            if target is None:
-                return path, place
-            path = os.path.join(os.path.dirname(path), target)
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+        path = self.find(path, follows)
+        return path, self.place(path)
 
     def place(self, path: str) -> str:
         """Return where to read the file at `path`; a path where nothing exists if this rank sees nothing there."""
@@ -99,7 +94,7 @@ class View:
         own = self.top + path
         self._make_folder_of(path)  # first, because it may take in news
         place = None if path in self._saves else self.place(path)
-        if place is not None and _is_special(place):
+        if place is not None and is_special(place):
             return place
         if is_new and (place is None or _exists(place)):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
@@ -357,15 +352,6 @@ def _is_folder(path: str) -> bool:
         return stat.S_ISDIR(posix.lstat(path).st_mode)
     except OSError:
         return False
-
-
-def _is_special(path: str) -> bool:
-    """Whether it is a pipe, a socket or a device."""
-    try:
-        mode = posix.lstat(path).st_mode
-    except OSError:
-        return False
-    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode))
 
 
 def _target_at(path: str) -> Optional[str]:

@@ -1,8 +1,13 @@
-"""Restarts each rank without ddpshim's changes if a program turns out to distribute itself."""
+"""Restarts each rank without ddpshim's changes if a program turns out to distribute itself.
+
+One that uses Hugging Face's accelerate does not, unless it divides its model (DeepSpeed, FSDP, Megatron, tensor
+parallelism): accelerate sees one process on each rank, so the batch size is that of the program's loader.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -14,13 +19,20 @@ import torch.distributed as dist
 from ddpshim import variables
 from ddpshim.errors import SyncError
 from ddpshim.job.group import cleanup, world
+from ddpshim.process.after_import import after_import
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say_on_main
 from ddpshim.process.users_line import users_line
-from ddpshim.trainers.unedited.start import Start, start_again
+from ddpshim.trainers.unedited.program import Start, start_again
 
 _LAST_ANSWER_S = 0.2  # time for other ranks to read the last answer of the store, which the main rank hosts
+_LAUNCHERS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_"),
+    *("PMI_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_"),
+)
+_STRATEGIES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG", "TP")
+_PLUGINS = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
 
 
 @contextlib.contextmanager
@@ -46,7 +58,44 @@ def noticed(start: Start, take_back: Callable[[], None]) -> Iterator[None]:
         until.enter_context(replaced(dist, "is_initialized", is_shown))
         for name in ("setup", "wrap_parallel", "make_loader"):
             put(sys.modules["ddpshim"], name, f"it calls ddpshim.{name}")
+        until.callback(after_import("accelerate", lambda: _show_accelerate_one_process(start, take_back, until)))
         yield
+
+
+@contextlib.contextmanager
+def in_one_process() -> Iterator[None]:
+    """Within this block, no launcher is found in the environment. Local."""
+    hidden = {name: value for name, value in os.environ.items() if name.startswith(_LAUNCHERS)}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def _show_accelerate_one_process(start: Start, take_back: Callable[[], None], until: contextlib.ExitStack) -> None:
+    """Make accelerate behave on each rank as in one process, until `until` ends."""
+    state = sys.modules["accelerate.state"].PartialState
+    accelerator = sys.modules["accelerate.accelerator"].Accelerator
+    make, begin = accelerator.__init__, state.__init__
+
+    @functools.wraps(make)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        switches = [f"ACCELERATE_USE_{name}" for name in _STRATEGIES]
+        asked = [name for name in switches if os.environ.get(name, "false").lower() in ("1", "true")]
+        asked += [name for name in _PLUGINS if kwargs.get(name) is not None]
+        if asked:
+            leave_alone(start, f"accelerate divides its model ({', '.join(asked)})", take_back)
+        make(self, *args, **kwargs)
+
+    @functools.wraps(begin)
+    def begun(self: Any, *args: Any, **kwargs: Any) -> None:
+        with in_one_process():
+            begin(self, *args, **kwargs)
+
+    until.enter_context(replaced(accelerator, "__init__", made))
+    until.enter_context(replaced(state, "__init__", begun))
 
 
 def _stand_in(

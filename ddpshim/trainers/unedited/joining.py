@@ -12,6 +12,7 @@ import errno
 import functools
 import os
 import secrets
+import sys
 import threading
 import time
 import traceback
@@ -30,18 +31,22 @@ from ddpshim.job.world import World
 from ddpshim.process.job import Job, current
 from ddpshim.process.observed import observe
 from ddpshim.process.replaced import noted, replaced
+from ddpshim.process.say import say_on_main
+from ddpshim.process.users_line import users_line
 from ddpshim.rows import calls
 from ddpshim.rows.loader import DataLoader
 from ddpshim.rows.tensor import Counts
-from ddpshim.trainers.unedited import accelerators, hand_back
+from ddpshim.trainers.unedited import hand_back
 from ddpshim.trainers.unedited.clock import Clock
 from ddpshim.trainers.unedited.commands import Commands
-from ddpshim.trainers.unedited.locks import Locks
 from ddpshim.trainers.unedited.networks import Steps, say_what_was_divided
 from ddpshim.trainers.unedited.private_files import PrivateFiles
+from ddpshim.trainers.unedited.program import Start
 from ddpshim.trainers.unedited.reads import equal_reads
 from ddpshim.trainers.unedited.rollouts import Rollouts
-from ddpshim.trainers.unedited.start import Start
+from ddpshim.trainers.unedited.unmanaged_paths import Locks
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @contextlib.contextmanager
@@ -85,10 +90,10 @@ def _say_goodbye() -> None:
 
 def see_one_gpu(local_rank: int) -> None:
     """Make one GPU visible to this process, so that "cuda:0" is this rank's. Call before CUDA starts. Local."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get(_VISIBLE)
     if visible is None or visible.strip():
         gpus = visible.split(",") if visible else [str(local_rank)]
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[local_rank % len(gpus)].strip()
+        os.environ[_VISIBLE] = gpus[local_rank % len(gpus)].strip()
 
 
 def _set_up(seed: Optional[int] = None, **given: Any) -> World:
@@ -147,9 +152,6 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
 
         if start is not None:
             undo.enter_context(hand_back.noticed(start, take_back))
-            undo.enter_context(
-                accelerators.shown_one_process(lambda found: hand_back.leave_alone(start, found, take_back))
-            )
             start.at_failure.append(explain_taken)
             start.at_failure.append(lambda error: hand_back.leave_alone_if_it_joins(start, error, take_back))
         if here.world_size > 1:
@@ -163,16 +165,40 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
             observe(undo, backward=steps.begin_pass, before_step=steps.note_step)
         if here.world_size > 1 or here.options.exact is not None:
             undo.enter_context(locks.installed())
-            undo.enter_context(equal_reads(here, is_local, lambda: rollouts.is_playing))
+            undo.enter_context(equal_reads(here, lambda: is_local() or rollouts.is_playing))
             undo.enter_context(calls.installed())
         if here.options.exact is not None:
             from ddpshim.rows import pieces
 
             undo.enter_context(pieces.installed())
         if here.device.type == "cuda":
-            from ddpshim.trainers.unedited import gpus
+            undo.enter_context(_gpus_shown(here.local_world_size))
+        yield
 
-            undo.enter_context(gpus.shown(here.local_world_size))
+
+@contextlib.contextmanager
+def _gpus_shown(num_gpus: int) -> Iterator[None]:
+    """Within this block, `device_count()` is `num_gpus` for the program, but not for torch. Local.
+
+    Many programs wrap their network only if there are several. Changes of CUDA_VISIBLE_DEVICES are ignored.
+    """
+    count, kind = torch.cuda.device_count, type(os.environ)
+    set_one = kind.__setitem__
+
+    def device_count() -> int:
+        asks = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+        return count() if asks in ("torch", "ddpshim") else num_gpus
+
+    def set_item(self: Any, name: Any, value: Any) -> None:
+        if self is not os.environ or name != _VISIBLE or value == self.get(_VISIBLE):
+            set_one(self, name, value)
+        else:
+            say_on_main(
+                f"{users_line()}: {_VISIBLE}={value} was ignored: each rank has its own GPU. To choose "
+                f"GPUs, set {_VISIBLE} for `ddpshim run`"
+            )
+
+    with replaced(torch.cuda, "device_count", device_count), replaced(kind, "__setitem__", set_item):
         yield
 
 
@@ -180,7 +206,7 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
 def _one_process_shown() -> Iterator[None]:
     """Within this block the program finds no variables of a launcher. Local."""
     rank = os.environ.get("RANK", "0")
-    with accelerators.in_one_process():
+    with hand_back.in_one_process():
         os.environ[variables.RANK] = rank
         try:
             yield

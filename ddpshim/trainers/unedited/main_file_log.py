@@ -7,7 +7,6 @@ rank is ahead, and `exists`, `glob` and `listdir` give the same answers.
 
 from __future__ import annotations
 
-import _io
 import contextlib
 import os
 import posix
@@ -24,11 +23,10 @@ from typing import Any, Callable, Optional
 from ddpshim.errors import SyncError
 from ddpshim.job.world import World
 from ddpshim.process import messages
-from ddpshim.trainers.unedited.unmanaged_paths import TEMPORARY, WRITES, LeftAlone
+from ddpshim.trainers.unedited.unmanaged_paths import LeftAlone
 
 _MOST_BYTES = 64 << 10  # larger files are sent without content: other ranks know only that they existed
 _SLACK_S = 60.0  # the clock of a file server may be behind by this
-_CHANGING = ("mkdir", "rmdir", "unlink", "remove", "mkfifo", "mknod", "truncate")
 _TICK_S = 0.05
 _THREADS_S = 10.0  # a save in a thread may end this much later than one that began after it
 
@@ -176,74 +174,50 @@ def _before(path: str) -> Before:
     return Before(path, "file", content, info.st_size, info.st_mtime_ns, mode)
 
 
-def stand_ins(changes: MainsChanges, saves: Saves, left: LeftAlone) -> dict[int, Any]:
-    """Return functions that call `changes.tell` and then the real function, by the id of the real function."""
+class MainsWrites:
+    """On the main rank: reports files to the other ranks before the program writes them. Local."""
 
-    def tell(path: Any, follows: bool, frame: Optional[FrameType], with_all: bool = False) -> Optional[str]:
-        if isinstance(path, int):
-            return None
-        path = os.path.abspath(os.fsdecode(path))
-        if left.takes_note(path, frame) or left.has(path) or left.is_asked_by(frame):
-            return None
-        folder, name = os.path.split(path)
-        path = os.path.realpath(path) if follows else os.path.join(os.path.realpath(folder), name)
-        (changes.tell_all if with_all else changes.tell)(path)
-        return str(path)
+    def __init__(self, changes: MainsChanges, saves: Saves, left: LeftAlone) -> None:
+        self._changes, self._saves, self._left = changes, saves, left
 
-    def changing(name: str) -> Callable[..., Any]:
-        real, follows = getattr(posix, name), name == "truncate"
+    def see(self, path: str, event: str, frame: FrameType) -> None:
+        """Report what an audit event announces to write (`write_audit.watched`)."""
+        if self._left.takes_note(path, frame) or self._left.has(path) or self._left.is_asked_by(frame):
+            return
+        found = _real(path, follows=event in ("open", "os.truncate", "sqlite3.connect"))
+        self._changes.tell(found)
+        if event not in ("os.rename", "os.link"):
+            self._saves.forget(found)
 
-        def stand_in(path: Any, *args: Any, dir_fd: Optional[int] = None, **kwargs: Any) -> Any:
-            found = tell(path if dir_fd is None else _in_descriptor(path, dir_fd), follows, sys._getframe(1))
-            result = real(path, *args, **({} if dir_fd is None else {"dir_fd": dir_fd}), **kwargs)
-            if found is not None and not follows:
-                saves.forget(found)
-            return result
+    def place_to_write(self, path: Any, keeps: bool = False, is_new: bool = False) -> Any:
+        """Report that a library in C is about to write to `path`, and return it."""
+        self.see(os.path.abspath(os.fsdecode(path)), "open", sys._getframe(1))
+        return path
 
-        return stand_in
+    def stand_ins(self) -> dict[int, Any]:
+        """Return functions that report a move when it is done, by the id of the function that each replaces."""
+        return {id(real): self._moving(real) for real in (posix.rename, posix.replace, posix.link)}
 
-    def moving(name: str) -> Callable[..., Any]:
-        real, keeps_source = getattr(posix, name), name == "link"
+    def _moving(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        keeps_source = real is posix.link
 
-        def stand_in(src: Any, dst: Any, **kwargs: Any) -> Any:
-            to = tell(dst, False, sys._getframe(1))
-            source = tell(src, False, sys._getframe(1), with_all=True) if not keeps_source else os.path.realpath(src)
+        def stand_in(src: Any, dst: Any, **kwargs: Any) -> None:
+            given = [os.path.abspath(os.fsdecode(path)) for path in (src, dst)]
+            source, to = _real(given[0], keeps_source), _real(given[1], follows=False)
+            is_asked = self._left.is_asked_by(sys._getframe(1))
+            if not (keeps_source or is_asked or self._left.has(given[0])):
+                self._changes.tell_all(source)
             real(src, dst, **kwargs)
-            if source is not None and to is not None:
-                saves.move(source, to, keeps_source)
+            if not (is_asked or any(map(self._left.has, given))):
+                self._saves.move(source, to, keeps_source)
 
         return stand_in
 
-    def symlink(src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
-        tell(dst, False, sys._getframe(1))
-        posix.symlink(src, dst, *args, **kwargs)
 
-    def open_file(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if any(letter in mode for letter in "wax+"):
-            path = tell(file, True, sys._getframe(1))
-            if path is not None:
-                saves.forget(path)
-        return _io.open(file, mode, *args, **kwargs)
-
-    def open_descriptor(path: Any, flags: int, mode: int = 0o777, *, dir_fd: Optional[int] = None) -> int:
-        if flags & WRITES and (not TEMPORARY or flags & TEMPORARY != TEMPORARY):
-            given = path if dir_fd is None else _in_descriptor(path, dir_fd)
-            found = tell(given, not flags & os.O_NOFOLLOW, sys._getframe(1))
-            if found is not None:
-                saves.forget(found)
-        return posix.open(path, flags, mode, dir_fd=dir_fd)
-
-    return {
-        **{id(getattr(posix, name)): changing(name) for name in _CHANGING if hasattr(posix, name)},
-        **{id(getattr(posix, name)): moving(name) for name in ("rename", "replace", "link")},
-        id(posix.symlink): symlink,
-        id(_io.open): open_file,
-        id(posix.open): open_descriptor,
-    }
-
-
-def _in_descriptor(path: Any, folder: int) -> str:
-    return os.path.join(posix.readlink(f"/proc/self/fd/{folder}"), os.fsdecode(path))
+def _real(path: str, follows: bool) -> str:
+    """Return an absolute path without links; `follows`: also resolve its last part."""
+    folder, name = os.path.split(path)
+    return os.path.realpath(path) if follows else os.path.join(os.path.realpath(folder), name)
 
 
 class Saves:

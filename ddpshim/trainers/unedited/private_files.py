@@ -25,12 +25,12 @@ from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 from ddpshim.rows.gradients import plain
 from ddpshim.rows.tensor import Counts, on_whole
-from ddpshim.trainers.unedited import main_file_log
 from ddpshim.trainers.unedited.c_libraries import CLibraries
 from ddpshim.trainers.unedited.holders import in_place
-from ddpshim.trainers.unedited.main_file_log import MainsChanges, Saves
+from ddpshim.trainers.unedited.main_file_log import MainsChanges, MainsWrites, Saves
 from ddpshim.trainers.unedited.stand_ins import Files
 from ddpshim.trainers.unedited.unmanaged_paths import LeftAlone
+from ddpshim.trainers.unedited.write_audit import watched
 
 if TYPE_CHECKING:
     from ddpshim.trainers.unedited.file_overlay import View
@@ -63,18 +63,17 @@ class PrivateFiles:
     def installed(self) -> Iterator[None]:
         """Within this block, the program's calls use the stand-ins; afterwards private files are removed."""
         with contextlib.ExitStack() as undo:
-            libraries = CLibraries(lambda path: path, self._tell)
             if self._world.is_main:
                 after_import("wandb", functools.partial(_share_wandb, True))
-                stand_ins = main_file_log.stand_ins(self._changes, self._saves, self._left)
+                writes = MainsWrites(self._changes, self._saves, self._left)
+                libraries, stand_ins = CLibraries(lambda path: path, writes.place_to_write), writes.stand_ins()
+                undo.enter_context(watched(writes.see))
             else:
                 from ddpshim.trainers.unedited.file_overlay import View
-                from ddpshim.trainers.unedited.write_audit import refused
 
                 self._view = View(self._changes, self._saves)
                 self._files = Files(self._view, self._left)
-                libraries = CLibraries(self._files.place_to_read, self._files.place_to_write)
-                stand_ins = self._files.stand_ins()
+                libraries, stand_ins = self._files.libraries(), self._files.stand_ins()
                 undo.callback(self._view.remove_all)
                 atexit.register(self._view.remove_all)  # a rank that fails ends without leaving this block
                 undo.callback(atexit.unregister, self._view.remove_all)
@@ -83,7 +82,7 @@ class PrivateFiles:
                 # a copy with another inode.
                 undo.enter_context(replaced(shutil, "_use_fd_functions", False))
                 undo.enter_context(inherited(self._files))
-                undo.enter_context(refused(self._files.is_private))
+                undo.enter_context(watched(self._files.refuse))
                 switch_loggers_off()
             stand_ins |= {id(self._save): self.save, id(self._load): self.load}
             undo.callback(libraries.install())
@@ -150,14 +149,6 @@ class PrivateFiles:
             f = self._files.place_to_read(f)
         return self._load(f, *args, **kwargs)
 
-    def _tell(self, path: Any, keeps: bool = False, is_new: bool = False) -> Any:
-        """Report to the other ranks that the main rank writes to `path` through a C library; return `path`."""
-        found = os.path.realpath(os.path.abspath(os.fsdecode(path)))
-        if not self._left.has(found):
-            self._changes.tell(found)
-            self._saves.forget(found)
-        return path
-
     def _path_of(self, f: Any) -> Optional[str]:
         """Return the path of the checkpoint that all ranks save to `f`; None if each rank saves its own file."""
         if os.getpid() != self._process or self._is_reading():
@@ -216,7 +207,7 @@ class _Passed:
     def __setstate__(self, files: Files) -> None:
         self.__init__(files)  # type: ignore[misc]
         self.until.enter_context(in_place(files.stand_ins()))
-        self.until.callback(CLibraries(files.place_to_read, files.place_to_write).install())
+        self.until.callback(files.libraries().install())
 
 
 @contextlib.contextmanager

@@ -7,8 +7,11 @@ import importlib
 import importlib.machinery
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
-from typing import Optional
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Callable, NoReturn, Optional
 
 from ddpshim import adapters, variables
 from ddpshim.errors import LaunchError, OptionsError
@@ -16,8 +19,20 @@ from ddpshim.process.after_import import after_import
 from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.say import say
 from ddpshim.trainers.unedited.sources import Sources
-from ddpshim.trainers.unedited.start import Start
 from ddpshim.variables import PREFIX
+
+
+@dataclass(frozen=True)
+class Start:
+    """How this rank was started, so that it can be restarted."""
+
+    argv: Sequence[str]
+    joins: bool = False  # whether its file calls a function that makes a process group
+    at_failure: list[Callable[[Exception], None]] = field(default_factory=list)  # called if the program fails
+    folder: str = field(default_factory=os.getcwd)
+    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    time: float = field(default_factory=time.time)
+    process: int = field(default_factory=os.getpid)
 
 
 def patched(argv: Sequence[str]) -> Optional[Sequence[str]]:
@@ -46,7 +61,7 @@ def holds_whole_batches(argv: Sequence[str]) -> bool:
         return True
     asked = adapters.function(argv[1].partition(".")[0], "batch_size")
     size, num_ranks = None if asked is None else asked(argv[2:]), read_launch_env(os.environ).world_size
-    if size is None or size % num_ranks == 0 or os.environ.get(f"{PREFIX}PER_RANK_BATCH"):
+    if size is None or size % num_ranks == 0 or _option("PER_RANK_BATCH") in ("true", "yes", "on", "1"):
         return False
     if read_launch_env(os.environ).rank == 0:
         say(
@@ -57,15 +72,19 @@ def holds_whole_batches(argv: Sequence[str]) -> bool:
 
 
 def _is_exact() -> bool:
-    return os.environ.get(f"{PREFIX}EXACT", "none").strip().lower() not in ("", "none", "null")
+    return _option("EXACT") not in ("", "none", "null")
+
+
+def _option(name: str) -> str:
+    return os.environ.get(f"{PREFIX}{name}", "").strip().lower()
 
 
 @contextlib.contextmanager
 def distributed(argv: Sequence[str]) -> Iterator[Optional[Start]]:
     """Within this block, the program `argv` is distributed, unless it distributes itself; yields None if it is not.
 
-    If so, collective: the job is joined when the program imports torch, or at once if its files import it, or write
-    before.
+    If so, collective: the job is joined at once, so that files are written once; when the program imports torch, if its
+    files import isaacgym, which refuses to be imported after torch, or if they never import torch and ask for a rank.
     """
     if not is_launched() or _wanted() == "off":
         yield None
@@ -91,12 +110,9 @@ def distributed(argv: Sequence[str]) -> Iterator[Optional[Start]]:
                 until.enter_context(joined(start))
 
         after_import("torch", begin)
-        if sources.imports_torch or os.environ.pop(variables.TORCH_FIRST, ""):
+        asks_for_rank = sources.asks_for_rank and "torch" not in sources.packages
+        if not asks_for_rank and "isaacgym" not in sources.packages:
             importlib.import_module("torch")
-        elif not sources.asks_for_rank:  # one that does may write on one rank
-            from ddpshim.trainers.unedited.write_audit import begin_before_writing
-
-            begin_before_writing(start)
         yield start
 
 
@@ -130,3 +146,11 @@ def module_file(name: str) -> Optional[str]:
             spec = None if inside is None else importlib.machinery.PathFinder.find_spec(part, inside)
         return None if spec is None else spec.origin
     return None
+
+
+def start_again(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
+    """Replace this process by a rank that runs the program `argv`, with the options of this Python. Local."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    options = ["-u", *["-O"] * sys.flags.optimize, *(f"-W{option}" for option in sys.warnoptions)]
+    os.execve(sys.executable, [sys.executable, *options, "-m", "ddpshim.launch.rank", *argv], environ)

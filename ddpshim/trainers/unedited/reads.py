@@ -27,7 +27,6 @@ from torch import nn
 
 from ddpshim.job.collectives import CROSSED_DEADLINE_S
 from ddpshim.job.world import World
-from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 from ddpshim.rows import blocks
 
@@ -44,31 +43,23 @@ _TORCHS_ON_BEHALF = (
 )
 
 
-class Numbers:
-    """`listener`, if there is one, gets the bits of each number that the program reads in a job."""
-
-    def __init__(self) -> None:
-        self.listener: Optional[Callable[[int], None]] = None
-
-
 @contextlib.contextmanager
-def equal_reads(here: World, is_local: Callable[[], bool], is_playing: Callable[[], bool]) -> Iterator[None]:
+def equal_reads(here: World, is_local: Callable[[], bool]) -> Iterator[None]:
     """Within this block, the program reads the main rank's number from a tensor. Each such read is collective.
 
     Only reads by the program's lines in the thread that entered count, not those of torch, or of a library for itself.
 
     Args:
-        is_local: whether each rank now does something of its own: it fetches a sample.
-        is_playing: whether the main rank plays a rollout alone.
+        is_local: whether this rank now does something of its own: it fetches a sample, or plays a rollout alone.
 
     Raises:
         WorldError: ranks read at different lines, or one reads while another is in a collective of `World`.
     """
-    if here.world_size == 1 and current().part(Numbers).listener is None:
+    if here.world_size == 1:
         yield
         return
     decorators: Any = importlib.import_module("torch._dynamo.decorators")
-    reads = _Reads(here, is_local, is_playing)
+    reads = _Reads(here, is_local)
     with contextlib.ExitStack() as stack:
         for name in _NUMBERS:
             original = getattr(torch.Tensor, name)
@@ -82,15 +73,14 @@ def equal_reads(here: World, is_local: Callable[[], bool], is_playing: Callable[
 class _Reads:
     """The reads of a program in one job."""
 
-    def __init__(self, here: World, is_local: Callable[[], bool], is_playing: Callable[[], bool]) -> None:
-        self._here, self._is_local, self._is_playing = here, is_local, is_playing
+    def __init__(self, here: World, is_local: Callable[[], bool]) -> None:
+        self._here, self._is_local = here, is_local
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._item: Callable[[torch.Tensor], Any] = torch.Tensor.item
         self._num_reads, self._fetches_all = 0, False
         self._lines: dict[tuple[CodeType, int, torch.dtype], list[int]] = {}  # hash and number of reads by line
         # Functions that read for their own purposes, by id: codes of different functions may be equal.
         self._of_others: dict[int, CodeType] = {}
-        self._listener = current().part(Numbers).listener
 
     def read(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the stand-in for a method that reads a tensor."""
@@ -114,7 +104,7 @@ class _Reads:
     def _line(self, tensor: torch.Tensor, caller: Optional[FrameType]) -> Optional[FrameType]:
         """Return the program's frame that reads `tensor`; None if the number stays this rank's own. Local.
 
-        So does the one of an `assert`, which ends the rank, and with it the job.
+        So does the one of an `assert`, which ends the rank, and with it the job. (A replay of a capture tells nothing.)
         """
         is_number = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.numel() == 1
         if not is_number or tensor.dim() or tensor.is_complex() or tensor.is_meta:
@@ -125,14 +115,10 @@ class _Reads:
         return None if line is None or self._is_local() or _asserts(line.f_code, line.f_lasti) else line
 
     def _of_main(self, tensor: torch.Tensor, line: FrameType) -> torch.Tensor:
-        """Return `tensor`, if the main rank has the same number, else one with its number (collective, unless it plays
-        alone)."""
+        """Return `tensor`, if the main rank has the same number, else one with its number (collective)."""
         value = self._item(tensor.detach())
         bits = struct.unpack("<q", struct.pack("<d", value))[0] if tensor.is_floating_point() else int(value)
-        is_alone = self._here.world_size == 1 or self._is_playing()
-        of_main = bits if is_alone else self._bits_of_main(bits, tensor, line)
-        if self._listener is not None:
-            self._listener(of_main)
+        of_main = self._bits_of_main(bits, tensor, line)
         if of_main == bits:
             return tensor
         number = struct.unpack("<d", struct.pack("<q", of_main))[0] if tensor.is_floating_point() else of_main
@@ -158,7 +144,7 @@ class _Reads:
             self._fetches_all = self._fetches_all or any(theirs != told[0][0] for theirs, _ in told)
             return int(told[0][0])
 
-        fetches = known[1] <= _NUM_FETCHED or self._fetches_all or self._listener is not None
+        fetches = known[1] <= _NUM_FETCHED or self._fetches_all
         found = blocks.tell((bits, tag), of_main, fetches, place)
         return bits if found is None else int(found)
 

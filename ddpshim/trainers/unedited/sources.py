@@ -9,8 +9,8 @@ import ast
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence, Set
+from importlib.machinery import PathFinder
 from typing import Optional
 
 _MOST_FILES = 2000
@@ -23,31 +23,22 @@ _JOINS = {"init_process_group", "init_device_mesh"}
 _OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"}
 
 
-@dataclass
-class Source:
-    """The imports and names of one file."""
-
-    path: str
-    imports: list[tuple[str, int]] = field(default_factory=list)  # (name of a module, line)
-    names: set[str] = field(default_factory=set)  # functions, attributes and texts that it uses
-    joins: Optional[str] = None  # a function that makes a process group, called under no condition
-
-
 class Sources:
-    """The files of a program.
+    """What the files of a program say: its own, and the local modules that they import.
 
     Attributes:
         own_way: how the program distributes itself, with file and line; None if it does not seem to.
         by_ddpshim: whether it does so through ddpshim.
         joins: whether its own file calls a function that makes a process group, perhaps only under a launcher.
-        imports_torch, asks_for_rank: whether an import statement imports torch; whether it names a rank's variable.
+        packages: what they import, by the first part of the name.
+        asks_for_rank: whether one names a variable of a rank.
     """
 
     def __init__(self, program: Optional[str]) -> None:
         """`program`: its file; None if there is no file to read."""
         self.own_way: Optional[str] = None
-        self.by_ddpshim = False
-        self.joins = self.imports_torch = self.asks_for_rank = False
+        self.by_ddpshim = self.joins = self.asks_for_rank = False
+        self.packages = set[str]()
         if program is None or not program.endswith(".py"):
             return
         roots = [os.path.dirname(os.path.abspath(program)), *(path or os.getcwd() for path in sys.path)]
@@ -59,40 +50,30 @@ class Sources:
             if path in seen:
                 continue
             seen.add(path)
-            source = read(path)
-            if source is not None:
-                self.own_way = _by_ddpshim(source)
+            tree = _parsed(path)
+            if tree is not None:
+                imports, names = [*_imports(path, tree)], {*_names(tree)}
+                self.own_way = _first_of({"ddpshim"}, path, imports)
                 self.by_ddpshim = self.own_way is not None
                 if len(seen) == 1:  # the program
-                    self.own_way = self.own_way or _by_others(source)
-                    self.joins = not _JOINS.isdisjoint(source.names)
-                self.asks_for_rank |= not _OF_RANKS.isdisjoint(source.names)
-                for name, _ in source.imports:
-                    top = name.partition(".")[0]
-                    self.imports_torch |= top == "torch"
-                    if top not in sys.builtin_module_names:
+                    self.own_way = self.own_way or _first_of(_DISTRIBUTORS, path, imports) or _joins(path, tree)
+                    self.joins = not _JOINS.isdisjoint(names)
+                self.asks_for_rank |= not _OF_RANKS.isdisjoint(names)
+                self.packages |= {name.partition(".")[0] for name, _ in imports}
+                for name, _ in imports:
+                    if name.partition(".")[0] not in sys.builtin_module_names:
                         pending += self._files_of(name)
 
     def _files_of(self, name: str) -> Iterator[str]:
-        """Return the files that `import name` executes, without installed packages."""
-        for root in self._roots:
-            found = [*_files_below(root, name.split("."))]
-            if found:
-                yield from found
+        """Yield the files that `import name` executes, without installed packages."""
+        folders = self._roots
+        for part in name.split("."):
+            spec = PathFinder.find_spec(part, folders)
+            if spec is not None and str(spec.origin).endswith(".py"):
+                yield str(spec.origin)
+            if spec is None or not spec.submodule_search_locations:
                 return
-
-
-def _files_below(root: str, parts: Sequence[str]) -> Iterator[str]:
-    folder = root
-    for part in parts:
-        folder = os.path.join(folder, part)
-        if os.path.isfile(f"{folder}.py"):
-            yield f"{folder}.py"
-            return
-        if not os.path.isdir(folder):
-            return
-        if os.path.isfile(os.path.join(folder, "__init__.py")):
-            yield os.path.join(folder, "__init__.py")
+            folders = [*spec.submodule_search_locations]
 
 
 def _is_installed(folder: str) -> bool:
@@ -102,28 +83,51 @@ def _is_installed(folder: str) -> bool:
     return inside or not {"site-packages", "dist-packages"}.isdisjoint(folder.split(os.sep)) or folder.endswith(".zip")
 
 
-def read(path: str) -> Optional[Source]:
-    """Return the imports and names of a file; None if it is not Python. Local."""
+def _parsed(path: str) -> Optional[ast.Module]:
+    """Return the syntax of a file; None if it is not Python."""
     try:
         with open(path, "rb") as file:
-            tree = ast.parse(file.read())
+            return ast.parse(file.read())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    source = Source(path)
-    conditional = {inside for node in ast.walk(tree) if _depends(node) for inside in ast.walk(node)}
+
+
+def _imports(path: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Yield the modules that a file imports, and the lines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            source.imports += [(alias.name, node.lineno) for alias in node.names]
+            yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             module = _absolute(path, node)
-            source.names.update(alias.name for alias in node.names)
-            source.imports += [(f"{module}.{alias.name}".strip("."), node.lineno) for alias in node.names]
+            yield from ((f"{module}.{alias.name}".strip("."), node.lineno) for alias in node.names)
+
+
+def _names(tree: ast.Module) -> Iterator[str]:
+    """Yield the functions, attributes and texts that a file uses."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, (ast.Attribute, ast.Constant)):
-            source.names.add(node.attr if isinstance(node, ast.Attribute) else str(node.value))
-        elif isinstance(node, ast.Call) and node not in conditional:
+            yield node.attr if isinstance(node, ast.Attribute) else str(node.value)
+
+
+def _joins(path: str, tree: ast.Module) -> Optional[str]:
+    """Say which function a file calls, under no condition, that makes a process group; None if there is none."""
+    conditional = {inside for node in ast.walk(tree) if _depends(node) for inside in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and node not in conditional:
             name = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
-            source.joins = name if name in _JOINS else source.joins
-    return source
+            if name in _JOINS:
+                return f"{os.path.basename(path)} calls {name}"
+    return None
+
+
+def _first_of(packages: Set[str], path: str, imports: Sequence[tuple[str, int]]) -> Optional[str]:
+    """Say where a file first imports one of `packages`; None if it does not."""
+    for name, line in imports:
+        if name.partition(".")[0] in packages and name != "ddpshim.auto":
+            return f"{os.path.basename(path)}:{line} imports {name.partition('.')[0]}"
+    return None
 
 
 def _depends(node: ast.AST) -> bool:
@@ -144,21 +148,3 @@ def _absolute(path: str, node: ast.ImportFrom) -> str:
         parts.insert(0, name)
     above = parts[: len(parts) - node.level + 1]
     return ".".join([*above, *([node.module] if node.module else [])])
-
-
-def _by_ddpshim(source: Source) -> Optional[str]:
-    where = os.path.basename(source.path)
-    for name, line in source.imports:
-        top = name.partition(".")[0]
-        if top == "ddpshim" and name != "ddpshim.auto":
-            return f"{where}:{line} imports ddpshim"
-    return None
-
-
-def _by_others(source: Source) -> Optional[str]:
-    where = os.path.basename(source.path)
-    for name, line in source.imports:
-        top = name.partition(".")[0]
-        if top in _DISTRIBUTORS:
-            return f"{where}:{line} imports {top}"
-    return None if source.joins is None else f"{where} calls {source.joins}"

@@ -8,18 +8,22 @@ import os
 import posix
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType, FunctionType, MethodType
 from typing import Any, Callable, Optional, TypeVar
 
+from ddpshim import variables
+from ddpshim.errors import SyncError
+from ddpshim.process.users_line import users_line
+from ddpshim.trainers.unedited.c_libraries import CLibraries
 from ddpshim.trainers.unedited.file_overlay import View, copy_file
-from ddpshim.trainers.unedited.unmanaged_paths import TEMPORARY, WRITES, LeftAlone
+from ddpshim.trainers.unedited.unmanaged_paths import LeftAlone
+from ddpshim.trainers.unedited.write_audit import may_write
 
 T = TypeVar("T")
 
-_READING = ("stat", "access", "statvfs", "listxattr", "getxattr", "pathconf")
-_ATTRIBUTES = ("truncate", "chmod", "chown", "lchown", "utime", "setxattr", "removexattr")
-_MAKING = ("mkdir", "mkfifo", "mknod")
+_READING = ("stat", "lstat", "access", "statvfs", "listxattr", "getxattr", "pathconf")
+_CHANGING = ("truncate", "chmod", "chown", "lchown", "utime", "setxattr", "removexattr")
 _DELETED = " (deleted)"  # Linux appends this in /proc to the path of a removed file
 
 
@@ -32,10 +36,11 @@ class Files:
     def stand_ins(self) -> dict[int, Any]:
         """Return the stand-ins by the id of the function that each replaces."""
         made = {name: getattr(self, name) for name in ("readlink", "listdir", "scandir", "chdir", "getcwd", "getcwdb")}
-        made |= {name: getattr(self, name) for name in ("open", "lstat", "symlink", "link")}
+        made |= {name: getattr(self, name) for name in ("open", "symlink", "link")}
         made |= {"rename": self.rename, "replace": self.rename}
         made |= {name: self._removing(getattr(posix, name)) for name in ("unlink", "remove", "rmdir")}
-        for names, kind in ((_READING, self._reading), (_ATTRIBUTES, self._changing), (_MAKING, self._making)):
+        made["mkdir"] = self._changing(posix.mkdir, is_new=True)
+        for names, kind in ((_READING, self._reading), (_CHANGING, self._changing)):
             made |= {name: kind(getattr(posix, name)) for name in names if hasattr(posix, name)}
         return {**{id(getattr(posix, name)): made[name] for name in made}, id(_io.open): self.open_file}
 
@@ -54,13 +59,23 @@ class Files:
             self._view.place_with_content(found)  # raises if it is not known, and so cannot be kept
         return self._view.place_to_write(found, keeps, is_new)
 
-    def is_private(self, path: str, frame: Optional[FrameType]) -> bool:
-        """Whether the caller of `frame` may write to `path` directly: no other rank sees it, or it is left alone."""
+    def libraries(self) -> CLibraries:
+        """Return what redirects files that libraries open in C."""
+        return CLibraries(self.place_to_read, self.place_to_write)
+
+    def refuse(self, path: str, event: str, frame: FrameType) -> None:
+        """Raise SyncError if the caller in `frame` writes to a path that other ranks see, past these stand-ins."""
         path = os.path.normpath(path)
         # A function of Python that opens the file is asked itself; `path` may be a folder that only this rank has.
-        opener = frame.f_locals["opener"] if frame and frame.f_code is Files.open_file.__code__ else None
+        opener = frame.f_locals["opener"] if frame.f_code is Files.open_file.__code__ else None
         is_asked = isinstance(getattr(opener, "func", opener), (FunctionType, MethodType))
-        return is_asked or path.startswith(self._view.top) or self._left.has(path) or self._left.is_asked_by(frame)
+        is_private = path.startswith(self._view.top) or self._left.has(path) or self._left.is_asked_by(frame)
+        if not (is_asked or is_private):
+            raise SyncError(
+                f"{users_line()} writes to {path} ({event}) through a function that ddpshim cannot intercept, on a "
+                "rank that is not main; all ranks would write there and corrupt the file. Use open or sqlite3.connect, "
+                f"or call os functions as os.NAME (os.mkdir), or write only if os.environ['{variables.RANK}'] is '0'."
+            )
 
     # Reading
 
@@ -69,16 +84,10 @@ class Files:
             found = self._path(path, dir_fd)
             if found is None:
                 return real(path, *args, **_at(dir_fd), **kwargs)
-            follows = kwargs.get("follow_symlinks", True)
+            follows = kwargs.get("follow_symlinks", real is not posix.lstat)
             return self._do(lambda: real(self._view.locate(found, follows)[1], *args, **kwargs), path)
 
         return stand_in
-
-    def lstat(self, path: Any, *, dir_fd: Optional[int] = None) -> os.stat_result:
-        found = self._path(path, dir_fd)
-        if found is None:
-            return posix.lstat(path, dir_fd=dir_fd)
-        return self._do(lambda: posix.lstat(self._view.locate(found, follows=False)[1]), path)
 
     def readlink(self, path: Any, *, dir_fd: Optional[int] = None) -> Any:
         found = self._path(path, dir_fd)
@@ -116,7 +125,7 @@ class Files:
                 with posix.scandir(path) as entries:  # before `has_own`, which then knows what main has removed by now
                     listed = [*entries]
                 if not self._view.has_own(folder):
-                    return Listing(iter(listed))
+                    return Listing(listed)
             given = os.fspath(path)
             encoded = os.fsencode if isinstance(given, bytes) else str
             names = [encoded(name) for name in self._view.names(folder)]
@@ -169,8 +178,8 @@ class Files:
         return self._do(opened, file)
 
     def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: Optional[int] = None) -> int:
-        writes = flags & WRITES and (not TEMPORARY or flags & TEMPORARY != TEMPORARY)
-        found = self._path(path, dir_fd, is_written=bool(writes))
+        writes = may_write(flags)
+        found = self._path(path, dir_fd, is_written=writes)
         if found is None:
             return posix.open(path, flags, mode, dir_fd=dir_fd)
         follows = not flags & os.O_NOFOLLOW
@@ -184,29 +193,19 @@ class Files:
 
         return self._do(opened, path)
 
-    def _making(self, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _changing(self, real: Callable[..., Any], is_new: bool = False) -> Callable[..., Any]:
+        """Return the stand-in for a function that makes a folder (`is_new`), or changes a file."""
+        may_follow = not is_new and real is not getattr(posix, "lchown", None)
+
         def stand_in(path: Any, *args: Any, dir_fd: Optional[int] = None, **kwargs: Any) -> Any:
             found = self._path(path, dir_fd, is_written=True)
             if found is None:
                 return real(path, *args, **_at(dir_fd), **kwargs)
-
-            def make() -> Any:
-                new = self._view.find(found, follows=False)
-                return real(self._view.place_to_write(new, keeps=False, is_new=True), *args, **kwargs)
-
-            return self._do(make, path)
-
-        return stand_in
-
-    def _changing(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def stand_in(path: Any, *args: Any, dir_fd: Optional[int] = None, **kwargs: Any) -> Any:
-            found = self._path(path, dir_fd, is_written=True)
-            if found is None:
-                return real(path, *args, **_at(dir_fd), **kwargs)
-            follows = kwargs.get("follow_symlinks", True) and real is not getattr(posix, "lchown", None)
+            follows = may_follow and kwargs.get("follow_symlinks", True)
 
             def change() -> Any:
-                return real(self._view.place_to_write(self._view.find(found, follows), keeps=True), *args, **kwargs)
+                place = self._view.place_to_write(self._view.find(found, follows), keeps=not is_new, is_new=is_new)
+                return real(place, *args, **kwargs)
 
             return self._do(change, path)
 
@@ -354,8 +353,8 @@ class Entry:
 class Listing:
     """Stands in for the iterator that os.scandir returns."""
 
-    def __init__(self, entries: Iterator[Any]) -> None:
-        self._entries = entries
+    def __init__(self, entries: Iterable[Any]) -> None:
+        self._entries = iter(entries)
 
     def __iter__(self) -> Iterator[Any]:
         return self._entries
