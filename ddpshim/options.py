@@ -16,6 +16,7 @@ from ddpshim.errors import OptionsError
 from ddpshim.variables import PREFIX
 
 SECTION = "ddpshim"
+FLAGS = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
 _Own = TypeVar("_Own", bound="Options")
 _LONGEST_SHOWN = 200  # characters of a value that is not allowed
 
@@ -28,10 +29,8 @@ class Kind(NamedTuple):
 
 
 def _flag() -> Kind:
-    words = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
-
     def parse(raw: Any) -> bool:
-        value = words.get(raw.strip().lower()) if isinstance(raw, str) else raw
+        value = FLAGS.get(raw.strip().lower()) if isinstance(raw, str) else raw
         if not isinstance(value, bool):
             raise ValueError
         return value

@@ -17,6 +17,7 @@ from ddpshim.data.dataset_fingerprint import length
 from ddpshim.data.numbered import EpochCounter, Numbered, layers, own_generators, without_lists
 from ddpshim.errors import DataError
 from ddpshim.job.noise import draws_alike
+from ddpshim.job.shares import Share
 from ddpshim.job.world import World
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import digest, rank_states, restore_rank_states
@@ -216,8 +217,9 @@ class TorchsBatches(Sampler[Any]):
                 f"A batch of the batch_sampler has {len(batch)} indices, which {here.world_size} ranks do not divide: "
                 'their means would weigh samples differently. Use sizes that they divide, or setup(batch="global").'
             )
-        num = len(batch) // here.world_size
-        return range(here.rank * num, (here.rank + 1) * num)
+        num = len(batch)
+        rows: Sequence[int] = range(num)[Share(here.rank, here.world_size, num // here.world_size).own(num)]
+        return rows
 
 
 def _compact(batch: Any) -> Any:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     Reduced = Union[DistributedModule, ShardedModule]
 
-DEADLINE_S = 120.0  # for all ranks to come to the end of an epoch or of the job
+DEADLINE_S = 120.0  # how long a rank that has ended its epoch, or the job, waits for the others
 REDUCED = "_ddpshim_reduced"  # set on the gradients of the first step after a reduction, and on those of a file
 
 

@@ -163,11 +163,6 @@ def check_shard(others: Sequence[str]) -> None:
         )
 
 
-def is_used() -> bool:
-    """Whether a network of this job is sharded, so that `state_dict()` is collective. Local."""
-    return bool(current().part(_Sharding).networks)
-
-
 def _fsdp() -> Any:
     import torch.distributed.fsdp as fsdp
 

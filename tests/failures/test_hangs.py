@@ -117,7 +117,7 @@ def test_what_is_said_of_many_ranks() -> None:
 
 BACKWARD = FrameSummary(str(TORCH / "autograd" / "graph.py"), 9, "_engine_run_backward")
 TRAIN, GATHER = (
-    FrameSummary("/home/me/torch/train.py", 40, "main"),
+    FrameSummary(os.path.join(os.sep, "project", "torch", "train.py"), 40, "main"),
     FrameSummary(str(OURS / "job" / "world.py"), 7, "gather"),
 )
 C10D = FrameSummary(str(TORCH / "distributed" / "distributed_c10d.py"), 3, "all_gather_object")

@@ -330,8 +330,8 @@ def test_the_readme_is_short_and_runs_what_the_example_writes(
 
 # Lines of ddpshim in a process at its end, and in all files. They only fall: the goals are 1,700, 5,500, 12,000 and
 # 26,000.
-CEILINGS = {"plain": 1770, "launched": 8085, "run": 14239}
-PACKAGE_CEILING = 30462
+CEILINGS = {"plain": 1769, "launched": 8085, "run": 14239}
+PACKAGE_CEILING = 30459
 OF_A_LAUNCHED_TRAINER = {
     *("adapters", "errors", "lazy", "options", "variables", "version", "process", "failures", "job", "model", "data"),
 }

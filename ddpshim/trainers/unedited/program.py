@@ -15,6 +15,7 @@ from typing import Callable, NoReturn, Optional
 
 from ddpshim import adapters, variables
 from ddpshim.errors import LaunchError, OptionsError
+from ddpshim.options import FLAGS
 from ddpshim.process.after_import import after_import
 from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.say import say
@@ -61,7 +62,7 @@ def holds_whole_batches(argv: Sequence[str]) -> bool:
         return True
     asked = adapters.function(argv[1].partition(".")[0], "batch_size")
     size, num_ranks = None if asked is None else asked(argv[2:]), read_launch_env(os.environ).world_size
-    if size is None or size % num_ranks == 0 or _option("PER_RANK_BATCH") in ("true", "yes", "on", "1"):
+    if size is None or size % num_ranks == 0 or FLAGS.get(_option("PER_RANK_BATCH")):
         return False
     if read_launch_env(os.environ).rank == 0:
         say(
