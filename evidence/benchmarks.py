@@ -1,6 +1,6 @@
-"""Runs the programs that measure, each in its own process; writes their results beside the targets, and pictures.
+"""Runs the programs that measure, each in its own process; writes their results beside the targets.
 
-    python -m evidence.benchmarks [--quick] [--only step,costs] [--out build/benchmarks]
+    python -m evidence.benchmarks [--quick] [--only checkpoint,costs] [--out build/benchmarks]
 
 With `--only`, the files keep their results of the other programs. Exit code 1 if a target does not hold or one fails.
 """
@@ -28,18 +28,14 @@ from evidence.results import Result
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = {True: 300, False: 1800}  # of one program, by `quick`
-# The programs, each a module here with `run(quick)`, and the question that its picture answers.
+# The programs, each a module here with `run(quick)`, and the question that it answers.
 QUESTIONS = {
-    "step": "How long does a step take?",
     "whole_run": "How long does the whole run take?",
     "one_process": "How much faster are two ranks?",
     "main_thread": "What does a step take of the main thread?",
-    "node_memory": "How much memory does the data take?",
     "checkpoint": "How long does a save stop the training?",
-    "rollouts": "How long do rollouts take?",
     "costs": "What do guards, records, exact bits and certificates cost?",
 }
-_NOT_OTHERS = ("size of the policy", "the data", "one rank")  # units ("x the data") that compare with no other program
 
 
 def measure(name: str, quick: bool) -> list[Result]:
@@ -83,19 +79,16 @@ def results_of(run: dict[str, Any]) -> list[Result]:
 
 
 def page(runs: dict[str, Any]) -> str:
-    """Return the Markdown of all runs: each question, with its picture and table."""
+    """Return the Markdown of all runs: each question, with its table."""
     lines = [
         "# Benchmarks",
         "",
         "`python -m evidence.benchmarks --out evidence` writes this page. A unit `x something` means a ratio; both",
-        "were measured alternately in one run. **Bold**: the target is missed. In the pictures ddpshim is 1, and",
-        "shorter bars are better.",
+        "were measured alternately in one run. **Bold**: the target is missed.",
         "",
     ]
     for name in (name for name in QUESTIONS if name in runs):
         lines += [f"## {QUESTIONS[name]}", ""]
-        if compared(results_of(runs[name])):
-            lines += [f"![{QUESTIONS[name]}](pictures/{name}.png)", ""]
         where = ", ".join(f"{key} {value}" for key, value in runs[name]["machine"].items())
         command = f"`python -m evidence.{name}{' --quick' if runs[name]['quick'] else ''}`"
         lines += [f"{command}, {where}", "", table(results_of(runs[name]))]
@@ -103,9 +96,9 @@ def page(runs: dict[str, Any]) -> str:
 
 
 def table(results: Iterable[Result]) -> str:
-    """Return a line for each thing that was measured, in bold what misses its target, with the notes below."""
+    """Return a line for each thing that was measured, with its notes; in bold what misses its target."""
     measured: dict[str, list[str]] = {}
-    notes: dict[str, None] = {}
+    notes: dict[str, dict[str, None]] = {}
     for r in results:
         value = f"{_short(r.value)} {r.unit}".strip()
         more = [f"{_short(r.quartiles[0])} to {_short(r.quartiles[1])}"] if r.quartiles else []
@@ -113,37 +106,13 @@ def table(results: Iterable[Result]) -> str:
         more += [f"≥ {_short(r.at_least)}"] if r.at_least is not None else []
         text = f"**{value}**" if r.holds is False else value
         measured.setdefault(r.what, []).append(f"{text} ({', '.join(more)})" if more else text)
-        if r.note:
-            notes[f"- {r.what}: {r.note}"] = None
-    rows = ((what, "; ".join(texts)) for what, texts in measured.items())
-    lines = pages.table(("what", "measured (quartiles, target)"), rows, prints=False)
-    return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
+        notes.setdefault(r.what, {}).update({r.note: None} if r.note else {})
+    rows = ((what, "; ".join(texts), "; ".join(notes[what])) for what, texts in measured.items())
+    return "\n".join(pages.table(("what", "measured (quartiles, target)", "notes"), rows, prints=False)) + "\n"
 
 
 def _short(number: float) -> str:
     return f"{number:.0f}" if abs(number) >= 1000 else f"{number:.3g}"
-
-
-def compared(results: Iterable[Result]) -> dict[str, dict[str, float]]:
-    """Return, for each thing that was measured, what others take of it, by name, if ddpshim takes 1.
-
-    A result with a lower bound (`at_least`) is a rate: twice the rate is half the time.
-    """
-    found: dict[str, dict[str, float]] = {}
-    for result in results:
-        is_other = result.unit.startswith("x ") and result.unit[2:] not in _NOT_OTHERS
-        if is_other and 0 < result.value < float("inf"):
-            takes = result.value if result.at_least is not None else 1 / result.value
-            found.setdefault(result.what, {})[result.unit[2:]] = takes
-    return found
-
-
-def draw_all(runs: dict[str, Any], folder: Path) -> None:
-    """Draw a picture for each question that has results of others."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in (name for name in QUESTIONS if name in runs):
-        if found := compared(results_of(runs[name])):
-            pages.draw(QUESTIONS[name], found, folder / f"{name}.png")
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -166,7 +135,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         print(table(results), flush=True)
     file.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
     file.with_suffix(".md").write_text(page(runs), encoding="utf-8")
-    draw_all(runs, args.out / "pictures")
     aimed = [result for run in runs.values() for result in results_of(run) if result.holds is not None]
     print(f"{sum(bool(result.holds) for result in aimed)} of {len(aimed)} targets hold; {file.with_suffix('.md')}")
     return int(not all(result.holds for result in aimed))

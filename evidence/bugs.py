@@ -1,6 +1,6 @@
 """Public silent bugs of distributed training, each as a small program, and which tool finds which bug.
 
-Run it: python -m evidence.bugs [--write evidence/bugs.md] [--only WORDS] [--show WORDS]
+Run it: python -m evidence.bugs [--write evidence/bugs.md] [--only WORDS]
 
 evidence/planted contains them: a name, the addresses of the reports, the right findings, and the text for the trainer's
 places. "- " begins a line of the bug, "+ " a line of its clean twin. `check` looks at both, on two ranks; programs
@@ -260,18 +260,10 @@ START = "<!-- what follows is written by python -m evidence.bugs --write evidenc
 def main(argv: Optional[Sequence[str]] = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m evidence.bugs", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="bugs whose names have one of these words, by commas")
-    parser.add_argument("--show", action="store_true", help="print the programs, and run nothing")
     parser.add_argument("--write", type=Path, help="the page whose tables to replace; what is not run stays")
     parser.add_argument("--jobs", type=int, default=2)
     chosen = parser.parse_args(argv)
     bugs = [bug for bug in BUGS if any(word in bug.name for word in chosen.only.split(","))]
-    if chosen.show:
-        for bug in bugs:
-            for trainer in bug.trainers:
-                for is_clean in (False, True):
-                    print(f"# {bug.name}: {trainer}, {'clean' if is_clean else 'the bug'}")
-                    print(bug.program(trainer, is_clean))
-        return 0
     preloaded()  # started once, before threads need it
     results = []
     with ThreadPoolExecutor(chosen.jobs) as pool:

@@ -11,16 +11,16 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddpshim.tools.certificate import document
-from ddpshim.tools.certificate.facts import sha256_of
+from ddpshim.tools import document
+from ddpshim.tools.document import sha256_of
 from evidence import pages
+from evidence.results import ran
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = Path(__file__).with_name("certificates.md")
@@ -28,9 +28,6 @@ START = "<!-- what follows is written by python -m evidence.certificates --write
 PROGRAMS = Path(__file__).with_name("certified")
 EVERY, EXACT, DEADLINE_S = 10, 4, 300
 NUM_HONEST = 50
-PYTHON = sys.executable
-# What a repetition says of a forged field whose hashes were made anew.
-WHERE = {"losses": "loss: "}
 
 
 class Tamper(NamedTuple):
@@ -62,33 +59,18 @@ def make(folder: Path) -> None:
 
 def ddpshim(folder: Path, *arguments: str, code: int = 0, **environ: str) -> str:
     """Run a command of ddpshim in `folder`, and return its output. Raises RuntimeError if it ends otherwise."""
-    given = {**os.environ, "PYTHONPATH": f"{folder / 'site'}{os.pathsep}{ROOT}", "DDPSHIM_EXACT": str(EXACT)}
-    ran = subprocess.run(
-        [PYTHON, "-m", "ddpshim", *arguments],
-        cwd=folder,
-        env={**given, "OMP_NUM_THREADS": "1", **environ},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    if ran.returncode != code:
-        raise RuntimeError(f"{' '.join(arguments)} ended with {ran.returncode}, not {code}: {ran.stdout}{ran.stderr}")
-    return ran.stdout + ran.stderr
+    given = {"PYTHONPATH": f"{folder / 'site'}{os.pathsep}{ROOT}", "DDPSHIM_EXACT": str(EXACT), **environ}
+    return ran(["-m", "ddpshim", *arguments], folder, DEADLINE_S, given, code)
 
 
 def edited(change: Callable[[dict[str, Any]], Any], is_sealed: bool, name: str = "run.json") -> Callable[[Path], None]:
-    """Return a change of a certificate, with all its hashes made anew if `is_sealed`."""
+    """Return a change of a certificate, with its seal made anew if `is_sealed`."""
 
     def edit(folder: Path) -> None:
         path = folder / name
         found = json.loads(path.read_text())
         change(found)
         if is_sealed:
-            before = document.begin(found)
-            for mark in found["marks"]:
-                mark["chain"] = before = document.chained(before, mark)
             document.write(found, path)
         else:
             path.write_text(json.dumps(found))
@@ -124,28 +106,31 @@ def sample(key: str) -> Callable[[Path], None]:
     return change
 
 
-def flipped(folder: Path) -> None:
-    path = max((folder / "resumed.checkpoints").iterdir())
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(bytes(content))
+def damaged(damage: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """Return a change of the newest checkpoint's bytes."""
+
+    def change(folder: Path) -> None:
+        path = max((folder / "resumed.checkpoints").iterdir())
+        path.write_bytes(damage(path.read_bytes()))
+
+    return change
 
 
-def cut_short(folder: Path) -> None:
-    path = max((folder / "resumed.checkpoints").iterdir())
-    path.write_bytes(path.read_bytes()[:-100])
+def flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
 def forged_checkpoint(folder: Path) -> None:
     """Another run's checkpoint, with its hash in a certificate that is sealed anew."""
     import torch
 
-    from ddpshim.checkpoint import plain_files
+    from ddpshim.checkpoint import progress_folder
 
     path = max((folder / "resumed.checkpoints").iterdir())
-    content = plain_files.read(path, is_trusted=False)
+    content = progress_folder.read_plain(path, is_trusted=False)
     content["objects"]["net"]["0.weight"][0, 0] += 1e-3
-    torch.save(plain_files.content(content, path, is_trusted=False), path)
+    torch.save(progress_folder.plain_content(content, path, is_trusted=False), path)
     edited(lambda found: found["checkpoints"][-1].update(sha256=sha256_of(path)), True, "resumed.json")(folder)
 
 
@@ -156,21 +141,11 @@ def one_in(mark: int, field: str, place: int) -> Callable[[dict[str, Any]], None
         value = found["marks"][mark][field]
         if field == "losses":
             value[place] = float(value[place]) + 2.0**-24
-        elif isinstance(value, list):
-            value[place] = f"{int(value[place], 16) ^ 1:08x}"
         else:
             digit = "0" if value[place] != "0" else "1"
             found["marks"][mark][field] = value[:place] + digit + value[place + 1 :]
 
     return change
-
-
-def dropped(found: dict[str, Any]) -> None:
-    del found["marks"][2]
-
-
-def swapped(found: dict[str, Any]) -> None:
-    found["marks"][1], found["marks"][2] = found["marks"][2], found["marks"][1]
 
 
 def hidden(name: str, old: str, new: str) -> Callable[[Path], None]:
@@ -185,7 +160,7 @@ def hidden(name: str, old: str, new: str) -> Callable[[Path], None]:
 
 
 def tampers() -> Iterator[Tamper]:
-    """Yield the planted changes: of the file, of the file with its hashes made anew, of code, data and arguments."""
+    """Yield the planted changes: of the file, of the file with its seal made anew, of code, data and arguments."""
     was_edited = "was edited after it was written"
     facts: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
         ("seed", lambda f: f.update(seed=1)),
@@ -200,24 +175,18 @@ def tampers() -> Iterator[Tamper]:
     ]
     for name, change in facts:
         yield Tamper(f"edited: {name}", edited(change, False), was_edited)
-    of_a_mark = {"losses": 3, "weights": 5}
-    for field, place in of_a_mark.items():
-        yield Tamper(f"edited: {field}", edited(one_in(3, field, place), False), "the mark of step 40")
+    for field, place in (("losses", 3), ("weights", 5)):
+        yield Tamper(f"edited: {field}", edited(one_in(3, field, place), False), was_edited)
+    dropped, swapped = (lambda f: f["marks"].pop(2)), (lambda f: f["marks"].insert(1, f["marks"].pop(2)))
     yield Tamper("edited: a missing step", edited(dropped, False), "steps are missing")
     yield Tamper("edited: marks exchanged", edited(swapped, False), "steps are missing")
     yield Tamper("edited: a mark's step", edited(lambda f: f["marks"][1].update(step=21), False), "steps are missing")
-    yield Tamper("edited: the chain", edited(one_in(2, "chain", 0), False), "the mark of step 30")
-    yield Tamper(
-        "edited: the checkpoint",
-        edited(lambda f: f["checkpoints"].clear(), False, "resumed.json"),
-        was_edited,
-        (),
-        "resumed.json",
-    )
+    yield Tamper("edited: the seal", edited(lambda f: f.update(seal="0" * 64), False), was_edited)
+    cleared = edited(lambda f: f["checkpoints"].clear(), False, "resumed.json")
+    yield Tamper("edited: the checkpoint", cleared, was_edited, (), "resumed.json")
     yield Tamper("forged: a missing step", edited(dropped, True), "steps are missing")
-    for mark, field, place in (*((1, "losses", 4), (1, "weights", 3), (1, "weights", 40)),):
-        where = WHERE.get(field, f"{field}: ")
-        change = edited(one_in(mark, field, place), True)
+    for field, place, where in (("losses", 4, "loss: "), ("weights", 3, "weights: "), ("weights", 40, "weights: ")):
+        change = edited(one_in(1, field, place), True)
         yield Tamper(f"forged: {field} [{place}]", change, where, ("--steps", "10:20"))
     forged_seed = edited(lambda f: f["program"].extend(["--seed", "4"]), True)
     yield Tamper("forged: the seed", forged_seed, "loss: ", ("--steps", "0:10"))
@@ -233,29 +202,18 @@ def tampers() -> Iterator[Tamper]:
     for name, file, old, new in of_code:
         yield Tamper(f"code: {name}", replaced(file, old, new), f"code: {file}", ("--steps", "0:10"))
     for name, file, old, new in of_code[:3]:
-        yield Tamper(
-            f"code, and its hash: {name}", hidden(file, old, new), "those of the certificate", ("--steps", "0:20")
-        )
+        change = hidden(file, old, new)
+        yield Tamper(f"code, and its hash: {name}", change, "those of the certificate", ("--steps", "0:20"))
     library = replaced("site/library.py", "1.0", "1.5")
     yield Tamper("a library's line", library, "library", ("--steps", "0:10"))
     for key in ("x", "y", "order", "fewer"):
         yield Tamper(f"data: {key}", sample(key), "data: data.npz", ("--steps", "0:20"))
     yield Tamper("data: gone", lambda folder: (folder / "data.npz").unlink(), "data: data.npz is in the certificate")
     for words in (("--lr", "0.011"), ("--seed", "4"), ("--batch", "12")):
-        text = "arguments: "
-        yield Tamper(f"arguments: {words[0]}", lambda _: None, text, ("--steps", "0:10", "train.py", *words))
-    yield Tamper(
-        "checkpoint: a bit",
-        flipped,
-        "checkpoint: ",
-        certificate="resumed.json",
-    )
-    yield Tamper(
-        "checkpoint: a part",
-        cut_short,
-        "checkpoint: ",
-        certificate="resumed.json",
-    )
+        arguments = ("--steps", "0:10", "train.py", *words)
+        yield Tamper(f"arguments: {words[0]}", lambda _: None, "arguments: ", arguments)
+    for name, damage in (("a bit", flipped), ("a part", lambda content: content[:-100])):
+        yield Tamper(f"checkpoint: {name}", damaged(damage), "checkpoint: ", certificate="resumed.json")
     yield Tamper("checkpoint: one weight, forged", forged_checkpoint, "loss: ", ("--steps", "60:70"), "resumed.json")
 
 
@@ -263,10 +221,8 @@ def tried(tamper: Tamper, made: Path) -> str:
     """Return what `check` said of a tampered copy of `made`, as long as it names the cause; else raise RuntimeError."""
     with copied(made) as folder:
         tamper.change(folder)
-        words = [*tamper.arguments]
-        at = words.index("train.py") if "train.py" in words else len(words)
         code = 2 if tamper.name.startswith(("edited", "checkpoint: a", "forged: a missing", "data: gone")) else 1
-        said = ddpshim(folder, "check", "--certificate", tamper.certificate, *words[:at], *words[at:], code=code)
+        said = ddpshim(folder, "check", "--certificate", tamper.certificate, *tamper.arguments, code=code)
     if tamper.cause not in said:
         raise RuntimeError(f"{tamper.name}: {tamper.cause!r} is not in what was said: {said}")
     lines = [line.strip() for line in said.splitlines() if tamper.cause in line]

@@ -21,7 +21,7 @@ SPENT = {"recorder": 0.0, "thread": 0.0}
 def time_recorder() -> None:
     """Count the time inside the recorder from now on; called once its module is imported."""
     # Not imported here: this would be an edited program.
-    Recorder = sys.modules["ddpshim.tools.certificate.recording"].Recorder
+    Recorder = sys.modules["ddpshim.tools.certifying"].Certifier
 
     def timed(method: Any, clock: Any, key: str) -> Any:
         @functools.wraps(method)

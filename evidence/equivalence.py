@@ -23,7 +23,7 @@ from typing import Any, Optional
 import numpy as np
 import torch
 
-from ddpshim.trainers.patching import files as patching
+from ddpshim.trainers import patching
 from evidence import pages
 from evidence.compare import largest_difference
 from evidence.variants import IMAGE_KEY, IMAGE_SIZE, VARIANTS, WHY, is_shipped

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -81,24 +80,19 @@ def main() -> None:
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--steps", type=int, default=25, help="gradient steps an epoch")
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="of the config, by dotted key")
-    parser.add_argument("--folder", type=Path, help="keep the runs here")
     args = parser.parse_args()
     ranks = [int(n) for n in args.ranks.split(",")]
     variants = [name for name in VARIANTS if is_shipped(name, args.release)]
     variants = variants if args.algo == "all" else args.algo.split(",")
-    settings = {key.replace(".", "__"): json.loads(value) for key, value in (each.split("=", 1) for each in args.set)}
-    rows = []
+    same, others = [], []
     with tempfile.TemporaryDirectory() as temporary:
-        folder = (args.folder or Path(temporary)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = Path(temporary).resolve()
         for variant in variants:
-            given = args.exact, ranks, folder, args.steps, args.epochs
-            found = train(args.release, variant, *given, **settings)
+            found = train(args.release, variant, args.exact, ranks, folder, args.steps, args.epochs)
             is_same = len(set(found)) == 1 and not found[0].startswith("failed")
-            rows.append((variant, *found, "yes" if is_same else "**no**"))
-    columns = ("algorithm", *(f"{n} of {args.exact}" for n in ranks), "one hash")
-    pages.finish(pages.table(columns, rows, prints=False), None, "")
+            (same if is_same else others).append(variant)
+    lines = [f"One hash ({len(same)} of {len(variants)}): {', '.join(same)}."]
+    pages.finish([*lines, *(f"- **{variant}: not one hash**" for variant in others)], None, "")
 
 
 if __name__ == "__main__":

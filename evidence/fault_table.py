@@ -1,6 +1,6 @@
 """Injects faults into the real patched trainer, and checks each job until its last process ends.
 
-Run it: python -m evidence.fault_table [--write evidence/faults.md] [--only NAME,...]
+Run it: python -m evidence.fault_table [--write] [--only NAME,...]
 
 Two ranks train bc on the CPU under `python -m ddpshim run`, unless a fault needs another way. A row is right if the job
 ended in time with the expected exit code, named the rank that failed first, printed its error once, and left neither
@@ -52,12 +52,9 @@ SHORT = {"DDPSHIM_TIMEOUT_S": "10"}
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, and its expected outcome."""
+    """A fault, and its expected outcome. Its row of the page says in words what it is, and what happens."""
 
     name: str
-    what: str
-    where: str
-    happens: str
     fault: str  # for tests.faults
     rank: Optional[int] = None  # the rank that must be named first; None: no rank failed, or all failed alike
     exit_code: int = 1
@@ -82,276 +79,105 @@ class Outcome:
     logs: str  # of the ranks
     left: list[str]  # files and shared memory that should not exist
     checkpoints: list[str]
-    folder: Path
 
 
-def _exception(place: str, rank: int, where: str, **more: Any) -> Fault:
-    settings = {"happens": "the job ends with the exception's traceback", "fault": "raise@{place}:{rank}:{call}"}
-    settings |= {"name": "exception-{place}-{rank}", "once": r"^\S*ValueError: {place} on purpose", **more}
+def _exception(place: str, rank: int, **more: Any) -> Fault:
+    settings = {"name": "exception-{place}-{rank}", "fault": "raise@{place}:{rank}:{call}"}
+    settings |= {"once": r"^\S*ValueError: {place} on purpose", **more}
     call = settings.pop("call", 1)
     for key in ("name", "fault", "once"):
         settings[key] = settings[key].format(place=place, rank=rank, call=call)
     settings["name"] = settings["name"].replace(" ", "-")
-    return Fault(what="exception", where=f"{where}, rank {rank}", rank=rank, **settings)
+    return Fault(rank=rank, **settings)
 
 
-SAMPLE = r"^ValueError: sample \d+ is broken"
+SAMPLE, TOY = r"^ValueError: sample \d+ is broken", "^ValueError: the toy broke on purpose"
 ONE_WORKER = {"train__num_data_workers": 1}
-EXCEPTIONS: list[tuple[str, str, Sequence[int], dict[str, Any]]] = [  # place, where, ranks, what is special
-    ("before setup", "before setup", (0, 1), {}),
-    ("setup", "setup (the networks are built)", (0, 1), {}),
-    ("model", "model, first step", (0, 1), {}),
-    ("model", "model, 15th step", (1,), {"call": 15, "name": "exception-model-1-later", "checkpoints": 1}),
-    ("dataset", "dataset, 3rd batch", (0, 1), {"call": 110, "once": SAMPLE}),
-    (
-        "worker",
-        "dataset in a worker process",
-        (0, 1),
-        {"fault": "raise@dataset:{rank}:60", "settings": ONE_WORKER, "once": SAMPLE},
-    ),
-    (
-        "rollout",
-        "rollout, 2nd episode",
-        (0, 1),
-        {
-            "fault": "toy_env:{rank}:2",
-            "settings": ROLLOUTS,
-            "once": "^ValueError: the toy broke on purpose",
-            "happens": "the others finish their episode, then the job ends with the exception's traceback",
-        },
-    ),
-    ("validation", "validation", (0, 1), {"settings": VALIDATION}),
-    (
-        "bare assert",
-        "model, 5th step",
-        (1,),
-        {
-            "fault": "assert@model:1:5",
-            "once": "^AssertionError$",
-            "says": r"rank 0 stops because rank 1 failed first .*AssertionError in \S*faults.py, line \d+, in _act:",
-            "happens": "the same; the other rank also names file and line",
-        },
-    ),
-    ("logger", "logger", (0,), {}),
-    ("save", "save", (0,), {"checkpoints": 0}),
-    ("teardown", "teardown", (0, 1), {"checkpoints": 2}),
+ASSERTED = r"rank 0 stops because rank 1 failed first .*AssertionError in \S*faults.py, line \d+, in _act:"
+WORLD_SIZES = "LaunchError: .*WORLD_SIZE=3.*WORLD_SIZE=2|LaunchError: .*WORLD_SIZE=2.*WORLD_SIZE=3"
+EXISTS = r"^ddpshim.errors.LaunchError: an experiment of this name exists.*, or remove that directory"
+FINISHED = r"the training is already finished \(see .*/resume.finished\); stopping with exit code 0"
+FULL = r"^ddpshim.errors.CheckpointError: .* could not be written"
+SAVED = rf"{{}} on rank 0: epoch .* is saved in .*; stopping with exit code {EXIT_REQUEUE}"
+AGAIN = {"SLURM_RESTART_COUNT": "1", "SLURM_JOB_ID": "7"}
+EXCEPTIONS: list[tuple[str, Sequence[int], dict[str, Any]]] = [  # place, ranks, what is special
+    ("before setup", (0, 1), {}),
+    ("setup", (0, 1), {}),
+    ("model", (0, 1), {}),
+    ("model", (1,), {"call": 15, "name": "exception-model-1-later", "checkpoints": 1}),
+    ("dataset", (0, 1), {"call": 110, "once": SAMPLE}),
+    ("worker", (0, 1), {"fault": "raise@dataset:{rank}:60", "settings": ONE_WORKER, "once": SAMPLE}),
+    ("rollout", (0, 1), {"fault": "toy_env:{rank}:2", "settings": ROLLOUTS, "once": TOY}),
+    ("validation", (0, 1), {"settings": VALIDATION}),
+    ("bare assert", (1,), {"fault": "assert@model:1:5", "once": "^AssertionError$", "says": ASSERTED}),
+    ("logger", (0,), {}),
+    ("save", (0,), {"checkpoints": 0}),
+    ("teardown", (0, 1), {"checkpoints": 2}),
 ]
 FAULTS = [
-    *(_exception(place, rank, where, **more) for place, where, ranks, more in EXCEPTIONS for rank in ranks),
+    *(_exception(place, rank, **more) for place, ranks, more in EXCEPTIONS for rank in ranks),
+    *(Fault(f"exit-{rank}", f"exit@model:{rank}:5", rank, 3, 25) for rank in (0, 1)),  # Python leaves in its own time
+    *(Fault(f"interrupt-{rank}", f"interrupt@model:{rank}:5", rank, 130, once="^KeyboardInterrupt") for rank in (0, 1)),
     *(
-        Fault(
-            f"exit-{rank}",
-            "`sys.exit(3)`",
-            f"model, 5th step, rank {rank}",
-            "the job ends with that exit code",
-            f"exit@model:{rank}:5",
-            rank,
-            3,
-            25,  # Python leaves in its own time
-        )
-        for rank in (0, 1)
-    ),
-    *(
-        Fault(
-            f"interrupt-{rank}",
-            "KeyboardInterrupt",
-            f"model, 5th step, rank {rank}",
-            "the job ends as after Ctrl-C, with the traceback",
-            f"interrupt@model:{rank}:5",
-            rank,
-            130,
-            once="^KeyboardInterrupt",
-        )
-        for rank in (0, 1)
-    ),
-    *(
-        Fault(
-            name.lower(),
-            name,
-            "to rank 0, which waits in a collective for rank 1",
-            "at the next common check the ranks save and exit, to be started again",
-            f"{name}@model:1:105",
-            None,
-            EXIT_REQUEUE,
-            says=f"{name} on rank 0: epoch .* is saved in .*; stopping with exit code {EXIT_REQUEUE}",
-            steps=1000,
-        )
+        Fault(name.lower(), f"{name}@model:1:105", None, EXIT_REQUEUE, says=SAVED.format(name), steps=1000)
         for name in ("SIGTERM", "SIGUSR1")
     ),
     *(
         Fault(
-            f"kill-{rank}",
-            "SIGKILL",
-            f"model, 5th step, rank {rank}",
-            "the launcher names the rank and the signal, and ends the others",
-            f"kill@model:{rank}:5",
-            rank,
-            137,
-            25,
-            says=f"rank {rank} failed first: it was ended by SIGKILL",
+            f"kill-{rank}", f"kill@model:{rank}:5", rank, 137, 25, f"rank {rank} failed first: it was ended by SIGKILL"
         )
         for rank in (0, 1)
     ),
+    Fault("kill-with-worker", "kill@model:1:5", 1, 137, 25, settings=ONE_WORKER),
     Fault(
-        "kill-with-worker",
-        "SIGKILL",
-        "model, 5th step, rank 1, with data workers",
-        "the same; its data workers end with it",
-        "kill@model:1:5",
-        1,
-        137,
-        25,
-        settings=ONE_WORKER,
-    ),
-    Fault(
-        "missing-1",
-        "a rank never starts",
-        "rank 1 of 2, started by hand",
-        "the others wait for DDPSHIM_TIMEOUT_S (here 10 s), then name the missing rank",
-        "none:1:0",
+        *("missing-1", "none:1:0", None, 1, 60),
+        says=r"LaunchError: 1 of 2 ranks joined within 10 s; rank 1 is missing",
         way="missing 1",
         environ=SHORT,
-        limit_s=60,
-        says=r"LaunchError: 1 of 2 ranks joined within 10 s; rank 1 is missing",
     ),
     Fault(
-        "missing-0",
-        "a rank never starts",
-        "rank 0 of 2, started by hand",
-        "the same; the error says that nothing listens at the address",
-        "none:1:0",
+        *("missing-0", "none:1:0", None, 1, 60),
+        says=r"LaunchError: nobody answers at MASTER_ADDR='127.0.0.1', MASTER_PORT=",
         way="missing 0",
         environ=SHORT,
-        limit_s=60,
-        says=r"LaunchError: nobody answers at MASTER_ADDR='127.0.0.1', MASTER_PORT=",
     ),
     Fault(
-        "unknown-host",
-        "a rank does not know the host",
-        "MASTER_ADDR, rank 1 of 2, started by hand",
-        "an error at once; torch alone would retry for half an hour",
-        "none:1:0",
-        way="unknown host",
-        limit_s=40,
+        *("unknown-host", "none:1:0", None, 1, 40),
         says=r"LaunchError: MASTER_ADDR='no-such-host.invalid' does not resolve on this machine",
+        way="unknown host",
         checkpoints=0,
     ),
+    Fault("disk-full", "full@save:0:2", 0, once=FULL, settings={"algo__actor_layer_dims": [1024, 1024]}, checkpoints=1),
     Fault(
-        "disk-full",
-        "disk full",
-        "save, rank 0 (writes beyond 1 MiB of a file fail)",
-        "the job ends with the error; the partial file is removed, earlier files remain",
-        "full@save:0:2",
-        0,
-        once=r"^ddpshim.errors.CheckpointError: .* could not be written",
-        settings={"algo__actor_layer_dims": [1024, 1024]},
-        checkpoints=1,
-    ),
-    Fault(
-        "read-only",
-        "read-only output directory",
-        "rank 0",
-        "the job ends in setup with the error",
-        "none:0:0",
-        0,
+        *("read-only", "none:0:0", 0, 1, 60),
         once=r"^(PermissionError|OSError): .*Errno",
         settings={"train__output_dir": UNWRITABLE},
-        limit_s=60,
         checkpoints=0,
     ),
     Fault(
-        "port-busy",
-        "port busy",
-        "node 0 of 2",
-        "refused before anything starts",
-        "none:0:0",
-        way="busy port of run",
-        exit_code=2,
-        limit_s=60,
-        once="LaunchError|cannot be served",
+        *("port-busy", "none:0:0", None, 2, 60),
         says="cannot be served",
+        once="LaunchError|cannot be served",
+        way="busy port of run",
         checkpoints=0,
     ),
-    Fault(
-        "world-size",
-        "wrong world size on one node",
-        "rank 1 says 3, rank 0 says 2; started by hand",
-        "every rank names both",
-        "none:0:0",
-        way="world sizes",
-        says="LaunchError: .*WORLD_SIZE=3.*WORLD_SIZE=2|LaunchError: .*WORLD_SIZE=2.*WORLD_SIZE=3",
-        environ=SHORT,
-        limit_s=60,
-        checkpoints=0,
-    ),
+    Fault("world-size", "none:0:0", None, 1, 60, says=WORLD_SIZES, way="world sizes", environ=SHORT, checkpoints=0),
     Fault(
         "other-config",
-        "different config",
-        "rank 1",
-        "every rank names the key and both values",
         "config@before setup:1:1",
         says="WorldError: .*train.batch_size is 100 on rank 0 and 50 on rank 1",
         checkpoints=0,
     ),
+    Fault("other-code", "code:1:0", limit_s=60, says=r"WorldError: .*robomimic/algo/bc\.py", checkpoints=0),
+    Fault("existing", "none:0:0", 0, 1, 60, once=EXISTS, way="twice", checkpoints=2),
+    Fault("requeued", "none:0:0", None, 0, 60, says=FINISHED, way="twice", environ=AGAIN, checkpoints=2),
     Fault(
-        "other-code",
-        "different code",
-        "rank 1",
-        "every rank names the file",
-        "code:1:0",
-        says=r"WorldError: .*robomimic/algo/bc\.py",
-        limit_s=60,
-        checkpoints=0,
-    ),
-    Fault(
-        "existing",
-        "stdin closed, the experiment exists",
-        "setup",
-        "the job ends with upstream's question and the possible answers; the experiment remains",
-        "none:0:0",
-        0,
-        way="twice",
-        once=r"^ddpshim.errors.LaunchError: an experiment of this name exists.*, or remove that directory",
-        limit_s=60,
-        checkpoints=2,
-    ),
-    Fault(
-        "requeued",
-        "a finished run is started again",
-        "by a scheduler (SLURM's requeue)",
-        "it does not train, prints one line, and exits with 0",
-        "none:0:0",
-        exit_code=0,
-        way="twice",
-        says=r"the training is already finished \(see .*/resume.finished\); stopping with exit code 0",
-        environ={"SLURM_RESTART_COUNT": "1", "SLURM_JOB_ID": "7"},
-        limit_s=60,
-        checkpoints=2,
-    ),
-    Fault(
-        "clock",
-        "clock of rank 1 is 3 h ahead",
-        "throughout",
-        "nothing: the main rank's clock decides",
-        "clock:1:0",
-        exit_code=0,
+        *("clock", "clock:1:0", None, 0, 60),
         says="finished run successfully",
         settings={"experiment__save__every_n_seconds": 3600},
-        limit_s=60,
         checkpoints=2,
     ),
-    Fault(
-        "several-jobs",
-        "two jobs on one machine",
-        "at the same time",
-        "nothing: both train",
-        "none:0:0",
-        exit_code=0,
-        way="two jobs",
-        says="finished run successfully",
-        limit_s=90,
-        checkpoints=4,
-    ),
+    Fault("several-jobs", "none:0:0", None, 0, 90, says="finished run successfully", way="two jobs", checkpoints=4),
 ]
 
 
@@ -507,7 +333,6 @@ def inject(fault: Fault, folder: Path, work: Path, forked: bool = False) -> Outc
         logs,
         left,
         [p.name for p in checkpoints],
-        folder,
     )
 
 
@@ -565,37 +390,33 @@ def complaints(fault: Fault, outcome: Outcome) -> list[str]:
     return said + [f"leaves {name}" for name in outcome.left]
 
 
-COLUMNS = ("fault", "where", "what happens", "exit code", "seconds (limit)", "named first", "left on disk")
-HEAD = pages.table(COLUMNS, [], prints=False)
-START = "<!-- table -->"
+COLUMNS = ("name", "fault", "where", "what happens", "exit code", "seconds (limit)", "named first", "left on disk")
+PAGE, START = Path(__file__).with_name("faults.md"), "<!-- table -->"
 
 
-def row(fault: Fault, outcome: Outcome) -> str:
-    """Return a line of Markdown, with any differences from the expected outcome."""
+def rows_of(page: str) -> dict[str, list[str]]:
+    """Return the cells of the page's rows by the name of the fault; the first four are written by hand."""
+    lines = (line.strip("| ").split(" | ") for line in page.partition(START)[2].splitlines() if line.startswith("| "))
+    return {cells[0]: cells for cells in lines if cells[0] != COLUMNS[0]}
+
+
+def row(fault: Fault, outcome: Outcome, words: Sequence[str]) -> list[str]:
+    """Return the cells of a row, with any differences from the expected outcome."""
     odd = "; ".join(complaints(fault, outcome))
-    cells = [
-        fault.what,
-        fault.where,
-        fault.happens + (f" **but: {odd}**" if odd else ""),
+    return [
+        *words[:3],
+        words[3].partition(" **but: ")[0] + (f" **but: {odd}**" if odd else "").replace("|", "\\|"),
         str(outcome.exit_code),
         f"{outcome.seconds:.1f} ({fault.limit_s:g})",
-        "" if outcome.named is None else f"rank {outcome.named}",
+        "–" if outcome.named is None else f"rank {outcome.named}",
         ", ".join(outcome.checkpoints) or "no checkpoint",
     ]
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def renewed(page: str, lines: Mapping[str, str]) -> list[str]:
-    """Return the table of `page` with these rows, by the fault's name; other faults keep their rows."""
-    found = {tuple(line.split(" | ")[:2]): line for line in page.partition(START)[2].splitlines()}
-    own = {fault.name: found.get((f"| {fault.what}", fault.where)) for fault in FAULTS}
-    return [*HEAD, *(line for line in {**own, **lines}.values() if line is not None)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="names, or their beginnings")
-    parser.add_argument("--write", type=Path, help="a page; rows of faults that are not injected stay")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}; rows of other faults stay")
     parser.add_argument("--jobs", type=int, default=1, help="how many at the same time")
     parser.add_argument("--folder", type=Path, help="keep the jobs' output here")
     args = parser.parse_args()
@@ -606,7 +427,7 @@ def main() -> None:
         folder = (args.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         prepare(folder)
-        lines: dict[str, str] = {}
+        rows = rows_of(PAGE.read_text())
         with ThreadPoolExecutor(args.jobs) as pool:
             injected = {pool.submit(inject, fault, folder / fault.name, folder): fault for fault in chosen}
             for done in as_completed(injected):
@@ -615,11 +436,12 @@ def main() -> None:
                 is_as_it_should_be = is_as_it_should_be and not odd
                 said = "; ".join(odd) or "as it should be"
                 print(f"{fault.name:28} {outcome.exit_code!s:>4} {outcome.seconds:5.1f} s  {said}", flush=True)
-                lines[fault.name] = row(fault, outcome)
+                rows[fault.name] = row(fault, outcome, rows[fault.name])
                 if args.write:
-                    pages.fill(args.write, START, "\n".join(renewed(args.write.read_text(), lines)) + "\n")
+                    lines = pages.table(COLUMNS, (rows[fault.name] for fault in FAULTS), prints=False)
+                    pages.fill(PAGE, START, "\n" + "\n".join(lines) + "\n")
     if not args.write:
-        print("\n".join(renewed("", lines)))
+        print("\n".join(pages.table(COLUMNS, (rows[fault.name] for fault in chosen), prints=False)))
     if not is_as_it_should_be:
         raise SystemExit(1)
 

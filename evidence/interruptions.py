@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -26,6 +27,7 @@ import torch
 
 from evidence import equivalence
 from evidence.compare import largest_difference
+from evidence.equivalence import Run
 from examples.recorded_train import record_samples
 from tests import observed, trainer
 from tests.preloaded import as_torchrun_says, preloaded
@@ -121,18 +123,17 @@ def steps_that_count(folder: Path) -> dict[tuple[int, int], list[int]]:
     return {key: sorted(starts[max(starts)]) for key, starts in by_start.items()}
 
 
-def metrics(folder: Path) -> dict[int, dict[str, float]]:
+def metrics(folder: Path) -> dict[str, dict[str, float]]:
     """Return the metrics printed for each training epoch, without times; for an epoch printed twice, the last."""
-    parts = (folder / "output.txt").read_text().split("\nTrain Epoch ")[1:]
-    said = {int(part.split("\n")[0]): json.JSONDecoder().raw_decode(part[part.index("{") :])[0] for part in parts}
+    log = (folder / "output.txt").read_text()
+    said = dict(zip(re.findall(r"^Train Epoch (\d+)$", log, re.MULTILINE), Run([], folder, log, 0).metrics()))
     return {epoch: {k: v for k, v in log.items() if "Time" not in k} for epoch, log in said.items()}
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return all tensors in the last checkpoint that the trainer wrote."""
-    newest = max(folder.glob("out/*/*/models/*.pth"), key=lambda path: path.stat().st_mtime)
-    model = torch.load(newest, weights_only=False)["model"]
-    return {name: value for name, value in observed.flat(model).items() if isinstance(value, torch.Tensor)}
+    held = observed.flat(Run([], folder, "", 0).checkpoint["model"])
+    return {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
 
 
 def interrupt(

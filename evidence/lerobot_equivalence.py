@@ -15,8 +15,6 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,9 +23,9 @@ from unittest import mock
 
 from evidence import pages
 from evidence.compare import largest_difference, logs_differ, names_differ, shown
+from evidence.results import ran
 
 ROOT = Path(__file__).parent.parent
-HOW_TO_GET = "LeRobot is not installed; requirements/lerobot.txt says how to get it"
 START = (
     "<!-- what follows is written by python -m evidence.lerobot_equivalence --write evidence/other_codebases.md -->\n"
 )
@@ -81,11 +79,6 @@ POLICIES = {
         "--policy.max_action_dim=4"
     ),
 }
-
-
-def is_there() -> bool:
-    """Whether LeRobot is installed."""
-    return importlib.util.find_spec("lerobot") is not None
 
 
 def make_data(folder: Path) -> None:
@@ -171,17 +164,11 @@ class Run(NamedTuple):
 @functools.cache
 def start(folder: Path, name: str, before: tuple[str, ...], *arguments: str) -> Run:
     """Run `python BEFORE ARGUMENTS` in `folder`, once; its files go to `folder`/`name`."""
-    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    environ = {**environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, *before, *arguments, f"--output_dir={name}"]
-    both: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    ran = subprocess.run(command, cwd=folder, env=environ, timeout=DEADLINE_S, check=False, **both)
-    if ran.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {ran.returncode}:\n{ran.stdout[-6000:]}")
-    lines = re.findall(r"(?:step:\d+ smpl|step \d+: eval_loss).*", ran.stdout)
+    said = ran([*before, *arguments, f"--output_dir={name}"], folder, DEADLINE_S, {"HF_HUB_OFFLINE": "1"})
+    lines = re.findall(r"(?:step:\d+ smpl|step \d+: eval_loss).*", said)
     return Run(
         folder / name,
-        ran.stdout,
+        said,
         [re.sub(r" (?:updt_s|data_s|prep_s|step_s|smp/s|mem_gb):\S+", "", line) for line in lines],
     )
 
@@ -309,8 +296,8 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="WORDS", help="only rows with these words in their name")
     parser.add_argument("--commit", default="", help="of LeRobot's repository, if this is no release")
     args = parser.parse_args()
-    if not is_there():
-        parser.exit(1, f"{HOW_TO_GET}\n")
+    if importlib.util.find_spec("lerobot") is None:
+        parser.exit(1, "LeRobot is not installed; requirements/lerobot.txt says how to get it\n")
     import torch
     from lerobot import __version__
 

@@ -114,7 +114,7 @@ NETWORKS = ("bc", "bc_rnn_gmm", "bc_transformer", "unet", "act", "resnet")
 class Trainer:
     """A network, wrapped as by `door`, and the parts of its training step.
 
-    Doors: plain (one process, or a program that `run` starts), ddp (torch's), accelerate, shares, global. With ddp,
+    Doors: plain (one process, or a program that `run` starts), ddp (torch's), accelerate, shares. With ddp,
     accelerate and shares each rank has its own statistics of BatchNorm: torch's SyncBatchNorm needs a GPU.
     """
 
@@ -131,11 +131,10 @@ class Trainer:
             loader = DataLoader(data, size, sampler=DistributedSampler(data)) if door == "ddp" else loader
         if door == "ddp":
             self.net: Any = nn.parallel.DistributedDataParallel(net)
-        elif door in ("shares", "global"):
+        elif door == "shares":
             ddpshim = importlib.import_module("ddpshim")  # by name: `run` would leave a program alone that imports it
-            shares: Any = {"sync_batchnorm": False} if door == "shares" else {}  # as in torch's, on CPUs
-            self.net = ddpshim.wrap_parallel(net, **shares)
-            loader = ddpshim.make_loader(data, batch_size=BATCH_SIZE, shuffle=True) if door == "shares" else loader
+            self.net = ddpshim.wrap_parallel(net, sync_batchnorm=False)  # as in torch's, on CPUs
+            loader = ddpshim.make_loader(data, batch_size=BATCH_SIZE, shuffle=True)
         else:
             self.net = net
         self.optimizer: Any = torch.optim.AdamW(self.net.parameters(), lr=1e-4)
@@ -228,8 +227,8 @@ def main(door: str, names: str, num_steps: int, out: str) -> None:
         mapped = Path("/proc/self/maps").read_text().splitlines()
         sleep = 4  # cudaDeviceScheduleBlockingSync: waiting is no CPU time
         ctypes.CDLL(next(line.split()[-1] for line in mapped if "libcudart" in line)).cudaSetDeviceFlags(sleep)
-    if door in ("shares", "global"):
-        importlib.import_module("ddpshim").setup(seed=0, **({"batch": "global"} if door == "global" else {}))
+    if door == "shares":
+        importlib.import_module("ddpshim").setup(seed=0)
     elif door in ("ddp", "accelerate"):
         dist.init_process_group("nccl" if IS_WIDE else "gloo")
     torch.manual_seed(0)

@@ -234,11 +234,9 @@ def _holds(where: str, row: Row) -> bool:
 
 def main() -> None:
     parser = pages.parser(__doc__)
-    parser.set_defaults(ranks="2,3")
     parser.add_argument("--only", help="rows, by commas: 3,17; or the values of one: door=shares,net=lstm")
     parser.add_argument("--seed", type=int, default=0, help="of the rows")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--keep", type=Path, help="a new folder for what the runs leave")
     chosen = parser.parse_args()
     if chosen.only and "=" in chosen.only:
         plainest = {name: values[0] for name, values in FACTORS.items()}
@@ -251,7 +249,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(chosen.jobs) as pool:
 
         def run(number: int) -> tuple[int, Outcome]:
-            folder = (chosen.keep or Path(made)) / str(number)
+            folder = Path(made, str(number))
             folder.mkdir(parents=True)
             return number, judge(rows[number], folder)
 

@@ -83,10 +83,10 @@ def _load(config: Any) -> Any:
 
 
 def _fetch_sample_by_sample() -> None:
-    from ddpshim.data import loader_builder
+    from ddpshim import adapters
     from ddpshim.robomimic import datasets
 
-    loader_builder._fetch_batches = lambda *_: None
+    adapters.fetcher_of = lambda dataset: None
     datasets.batches.attach = lambda *_, **__: None  # type: ignore[assignment,misc]
 
 

@@ -88,11 +88,9 @@ def main() -> None:
     parser.add_argument("--only", type=lambda names: names.split(","), default=list(ON_GPU), help="files of programs")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--nproc", type=int, default=3, help="ranks")
-    parser.add_argument("--keep", type=Path, help="a folder for the results of all runs")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as own:
-        folder = (given.keep or Path(own)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = Path(own).resolve()
         found = bits(given.only, folder) if given.exact else rounding(given.only, given.nproc, folder)
         what = "exact=4 on 1, 2, 4 ranks" if given.exact else f"{given.nproc} ranks"
         print("\n".join(pages.table(("programs", "what", "equal", "others"), rows(what, found), prints=False)))

@@ -12,8 +12,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,10 +21,10 @@ import torch
 
 from evidence import pages
 from evidence.compare import largest_difference, shown
+from evidence.results import ran
 
 ROOT = Path(__file__).parent.parent
 TREE = "openpi-15a9616"
-HOW_TO_GET = f"no openpi: put its tree at commit 15a9616 into $DDPSHIM_UPSTREAM/{TREE}"
 START = (
     "<!-- what follows is written by python -m evidence.openpi_equivalence --write evidence/other_codebases.md -->\n"
 )
@@ -212,16 +210,12 @@ def copy_tree(folder: Path) -> None:
     shutil.copy(of_upstream / "src" / "openpi" / "training" / "data_loader.py", folder / "openpi" / "training")
 
 
-def start(folder: Path, name: str, before: list[str], *flags: str) -> tuple[list[str], str]:
-    """Run `python BEFORE train_pytorch.py NAME`; return its log's lines without times, and its whole output."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "DDPSHIM_ROWS": "all"}
-    environ["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    both: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    command = [sys.executable, *before, "train_pytorch.py", name, *flags]
-    ran = subprocess.run(command, cwd=folder, env=environ, timeout=DEADLINE_S, check=False, **both)
-    if ran.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {ran.returncode}:\n{ran.stdout[-6000:]}")
-    return re.findall(r"step=\d+ loss=\S+ lr=\S+ grad_norm=\S+", ran.stdout), ran.stdout
+def start(folder: Path, name: str, before: list[str], *flags: str) -> list[str]:
+    """Run `python BEFORE train_pytorch.py NAME`; return its log's lines without times."""
+    path = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    variables = {"DDPSHIM_ROWS": "all", "PYTHONPATH": path}
+    said = ran([*before, "train_pytorch.py", name, *flags], folder, DEADLINE_S, variables)
+    return re.findall(r"step=\d+ loss=\S+ lr=\S+ grad_norm=\S+", said)
 
 
 def under_run(num_ranks: int) -> list[str]:
@@ -250,7 +244,7 @@ def rows(folder: Path, ranks: list[int]) -> Iterator[list[str]]:
     ) -> tuple[list[str], list[str], tuple[dict[str, torch.Tensor], ...]]:
         """Return the lines of the log, those of W&B, and the weights and moments."""
         (folder / "wandb.jsonl").unlink(missing_ok=True)
-        log, _ = start(folder, name, before, *flags)
+        log = start(folder, name, before, *flags)
         sent = [json.loads(line) for line in (folder / "wandb.jsonl").read_text().splitlines()]
         losses = [f"{line['step']} {line['loss']:.5f}" for line in sent if "loss" in line]
         return log, losses, weights(folder, name)
@@ -279,13 +273,12 @@ def rows(folder: Path, ranks: list[int]) -> Iterator[list[str]]:
 
 def main() -> None:
     parser = pages.parser(__doc__)
-    parser.add_argument("--folder", type=Path, help="keep the runs here")
     args = parser.parse_args()
     if tree() is None:
-        parser.exit(1, f"{HOW_TO_GET}\n")
+        parser.exit(1, f"no openpi: put its tree at commit 15a9616 into $DDPSHIM_UPSTREAM/{TREE}\n")
     columns = ["run", "moved by training", "weights", "optimizer", "log", "W&B"]
     with tempfile.TemporaryDirectory() as temporary:
-        folder = (args.folder or Path(temporary)).resolve()
+        folder = Path(temporary).resolve()
         lines = pages.table(columns, rows(folder, [int(n) for n in args.ranks.split(",")]))
     made = f"torch {torch.__version__}, gloo on CPU, {STEPS} steps of 8 samples."
     pages.finish([*lines, "", made], args.write, START, END)

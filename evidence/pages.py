@@ -1,4 +1,4 @@
-"""Writes the pages of this folder: their tables, the part of a page that a program made, and the pictures."""
+"""Writes the pages of this folder: their tables, and the part of a page that a program made."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Optional
-
-_OURS, _OTHERS = "tab:blue", "0.7"
 
 
 def fill(page: Path, start: str, text: str, end: str = "") -> None:
@@ -43,10 +41,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], prints: bool = 
 
 def table_of(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
     """Return a table of mappings; `columns` has their keys, and the heads."""
-    return "\n".join(table([*columns.values()], ([_cell(row.get(key)) for key in columns] for row in rows), False))
+    return "\n".join(table([*columns.values()], ([cell(row.get(key)) for key in columns] for row in rows), False))
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """Return a value as a cell of a table; **no** for False."""
     if isinstance(value, bool):
         return "yes" if value else "**no**"
     if isinstance(value, float):
@@ -61,39 +60,3 @@ def finish(lines: Sequence[str], page: Optional[Path], start: str, end: str = ""
     if page:
         fill(page, start, text, end)
     sys.exit("**" in text)
-
-
-def draw(question: str, found: dict[str, dict[str, float]], file: Path) -> None:
-    """Draw bars: for each thing that was measured, ddpshim's of length 1 and others by name."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    rows: list[tuple[str, float, str]] = []  # label, length, colour; an empty label is a gap
-    places: list[tuple[float, str]] = []
-    for what, others in found.items():
-        what = what.replace("s a second", "s, the time for as many")  # rates: see `benchmarks.compared`
-        places.append((len(rows), what))
-        rows += [("", 0.0, _OURS), ("ddpshim", 1.0, _OURS), *((name, takes, _OTHERS) for name, takes in others.items())]
-    lengths = [length for _, length, _ in rows]
-    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.2 * len(rows)), layout="constrained")
-    axes.barh(range(len(rows)), lengths, color=[colour for *_, colour in rows], height=0.8)
-    most, least = max(lengths), min(length for length in lengths if length)
-    is_log = most > 8
-    for place, (label, length, _) in enumerate(rows):
-        if label:
-            axes.text(length, place, f" {label}  {length:.3g}", va="center", fontsize=7)
-    for place, what in places:
-        axes.text(0, place, what, va="center", fontsize=8, weight="bold", transform=axes.get_yaxis_transform())
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_yticks([])
-    if is_log:
-        axes.set_xscale("log")
-    axes.set_xlim((least / 3) if is_log else 0, most * (4 if is_log else 1.35))
-    axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_xlabel("what others take where ddpshim takes 1: time for the same, or memory")
-    axes.set_title(question)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    figure.savefig(file, dpi=110)
-    plt.close(figure)

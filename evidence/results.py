@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Optional
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT, PYTHON = Path(__file__).resolve().parent.parent, sys.executable
 
 
 @dataclass(frozen=True)
@@ -51,18 +51,27 @@ class Result:
         return below and (self.at_least is None or self.value >= self.at_least)
 
 
+def ran(arguments: Sequence[str], folder: Path, deadline_s: float, variables: Mapping[str, str], code: int = 0) -> str:
+    """Run `python arguments...` in `folder`, with one thread, and return its output.
+
+    Raises RuntimeError if it ends with another exit code than `code`.
+    """
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    ours = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
+    both: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    environ = {**os.environ, **ours, **variables}
+    command = [PYTHON, *arguments]
+    ended = subprocess.run(command, cwd=folder, env=environ, text=True, timeout=deadline_s, check=False, **both)
+    if ended.returncode != code:
+        raise RuntimeError(f"{' '.join(command)} ended with {ended.returncode}, not {code}:\n{ended.stdout[-6000:]}")
+    return ended.stdout
+
+
 def measured(arguments: Sequence[str], variables: Mapping[str, str], deadline_s: float) -> dict[str, Any]:
-    """Run `python arguments… FILE` in a new folder, with one thread; return what it wrote into FILE as JSON."""
+    """Run `python arguments... FILE` in a new folder, with one thread; return what it wrote into FILE as JSON."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")
-        ours = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
-        environ = {**os.environ, **ours, **variables}
-        command = [sys.executable, *arguments, str(out)]
-        ran = subprocess.run(
-            command, cwd=folder, env=environ, capture_output=True, text=True, timeout=deadline_s, check=False
-        )
-        if ran.returncode:
-            raise RuntimeError(f"{' '.join(arguments)}: {ran.stdout[-2000:]}{ran.stderr[-4000:]}")
+        ran([*arguments, str(out)], Path(folder), deadline_s, variables)
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 

@@ -8,10 +8,7 @@ It needs the environment of requirements/lerobot.txt.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +16,7 @@ from pathlib import Path
 from evidence import pages
 from evidence.compare import TIMES_ROUNDING, largest_difference, logs_differ, names_differ, shown
 from evidence.lerobot_equivalence import read
+from evidence.results import ran
 
 ROOT = Path(__file__).parent.parent
 COMMAND = "python -m evidence.transformers_equivalence --write evidence/other_codebases.md"
@@ -30,16 +28,11 @@ STEPS, LEFT_AT = 9, 4
 
 def start(folder: Path, name: str, num_ranks: int = 0, nudge: bool = False, *, resumes: bool = False) -> Path:
     """Train in `folder`/`name`, on ranks or in one process; return that folder."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "DDPSHIM_ROWS": "all", "PYTHONPATH": str(ROOT)}
-    if nudge:
-        environ["NUDGED"] = "1"
+    variables = {"DDPSHIM_ROWS": "all", **({"NUDGED": "1"} if nudge else {})}
     launched = ["-m", "ddpshim", "run", f"--nproc={num_ranks}", "--log-dir=logs"] if num_ranks else []
     program = [str(ROOT / "evidence" / "transformers_train.py"), name]
     checkpoint = [f"{name}/checkpoint-{LEFT_AT}"] if resumes else []
-    command = [sys.executable, *launched, *program, *checkpoint]
-    ran = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=240, check=False)
-    if ran.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {ran.returncode}:\n{ran.stdout}{ran.stderr[-6000:]}")
+    ran([*launched, *program, *checkpoint], folder, 240, variables)
     return folder / name
 
 

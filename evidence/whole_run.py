@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -29,20 +28,15 @@ from typing import Any
 import torch
 
 from evidence.compare import nested_difference
-from evidence.equivalence import DATA, source
+from evidence.equivalence import DATA, make_config, source
 from evidence.results import Result, alternate, median_and_quartiles, ratio
 
 ROOT = Path(__file__).resolve().parent.parent
 RELEASE = "0.3.0"
 DEADLINE_S = 240
-_RNN = {"algo.actor_layer_dims": [], "algo.rnn.enabled": True, "algo.gmm.enabled": True, "train.seq_length": 10}
-_TRANSFORMER = {
-    "algo.actor_layer_dims": [],
-    "algo.transformer.enabled": True,
-    "algo.transformer.embed_dim": 128,
-    "algo.gmm.enabled": True,
-    "train.frame_stack": 10,
-}
+_RNN = {"algo__rnn__horizon": 10, "algo__rnn__hidden_dim": 400, "train__seq_length": 10}
+_SIZES = {"context_length": 10, "embed_dim": 128, "num_layers": 6, "num_heads": 8}
+_TRANSFORMER = {**{f"algo__transformer__{name}": size for name, size in _SIZES.items()}, "train__frame_stack": 10}
 
 
 @dataclass(frozen=True)
@@ -50,16 +44,21 @@ class Config:
     """The config to train; `steps` make an epoch of about half a second."""
 
     what: str
+    variant: str
     settings: dict[str, Any]
     steps: int
     epochs: int = 12
 
 
 CONFIGS = {
-    "bc": Config("bc 256-256, batch 100", {"algo.actor_layer_dims": [256, 256]}, 300),
-    "bc_large": Config("bc 1024-1024, batch 1000", {"train.batch_size": 1000}, 30),
-    "bc_rnn_gmm": Config("bc_rnn_gmm, LSTM 2 x 400, batch 100", _RNN, 15),
-    "bc_transformer_gmm": Config("bc_transformer_gmm, 6 layers of 128, batch 100", _TRANSFORMER, 4, epochs=32),
+    "bc": Config("bc 256-256, batch 100", "bc", {"algo__actor_layer_dims": [256, 256]}, 300),
+    "bc_large": Config(
+        *("bc 1024-1024, batch 1000", "bc", {"algo__actor_layer_dims": [1024, 1024], "train__batch_size": 1000}, 30)
+    ),
+    "bc_rnn_gmm": Config("bc_rnn_gmm, LSTM 2 x 400, batch 100", "bc_rnn_gmm", _RNN, 15),
+    "bc_transformer_gmm": Config(
+        "bc_transformer_gmm, 6 layers of 128, batch 100", "bc_transformer_gmm", _TRANSFORMER, 4, epochs=32
+    ),
 }
 
 
@@ -133,31 +132,8 @@ def _commands(config: Path, nproc: str = "1") -> dict[str, list[str]]:
 
 def config_file(chosen: Config, folder: Path, epochs: int, steps: int) -> Path:
     """Write the config file, made from the release's own template, and return its path."""
-    config = json.loads((tree() / "robomimic" / "exps" / "templates" / "bc.json").read_text())
-    settings = {
-        "experiment.name": "whole",
-        "experiment.rollout.enabled": False,
-        "experiment.epoch_every_n_steps": steps,
-        "experiment.save.every_n_epochs": epochs,
-        "train.data": str(DATA),
-        "train.output_dir": str(folder / "out"),
-        "train.num_epochs": epochs,
-        "train.cuda": False,
-        "observation.modalities.obs.low_dim": [
-            *("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos", "object"),
-        ],
-        **chosen.settings,
-    }
-    for dotted, value in settings.items():
-        *path, last = dotted.split(".")
-        section = config
-        for part in path:
-            section = section[part]
-        section[last] = value
     folder.mkdir(parents=True, exist_ok=True)
-    made = folder / "config.json"
-    made.write_text(json.dumps(config))
-    return made
+    return make_config(tree(), chosen.variant, DATA, folder, steps, epochs, **chosen.settings)
 
 
 def _difference(one: Path, other: Path) -> str:

@@ -241,19 +241,11 @@ def lines_of(table: list[Row]) -> list[str]:
     sources: dict[tuple[str, str], list[Trainer]] = {}
     for trainer in (each[0].trainer for each in of_trainer.values()):
         sources.setdefault(trainer.source, []).append(trainer)
-    of_source = (
-        (owner, commit[:12], *(", ".join(dict.fromkeys(words)) for words in (_names(own), _stubs(own))))
-        for (owner, commit), own in sources.items()
-    )
+    of_source = []
+    for (owner, commit), own in sources.items():
+        stubs = dict.fromkeys(stub for trainer in own for stub in trainer.stubs)
+        of_source.append((owner, commit[:12], ", ".join(trainer.name for trainer in own), ", ".join(stubs)))
     return [*lines, "", *pages.table(("source", "commit", "trainers", "stand-ins"), of_source, prints=False)]
-
-
-def _names(trainers: list[Trainer]) -> list[str]:
-    return [trainer.name for trainer in trainers]
-
-
-def _stubs(trainers: list[Trainer]) -> list[str]:
-    return [stub for trainer in trainers for stub in trainer.stubs]
 
 
 def _cells(of: list[Row]) -> tuple[str, ...]:
@@ -261,15 +253,12 @@ def _cells(of: list[Row]) -> tuple[str, ...]:
     shown = []
     for key in ("weights", "EMA", "optimizer", "losses"):
         values = [value for row in of if (value := row.differences.get(key)) is not None]
-        shown.append(f"{_short(max(values))} ({_short(of[0].rounding.get(key) or 0.0)})" if values else "")
+        rounding = of[0].rounding.get(key) or 0.0
+        shown.append(f"{pages.cell(max(values))} ({pages.cell(rounding)})" if values else "")
     ranks, seconds = ", ".join(str(row.num_ranks) for row in of), max(row.seconds[1] for row in of)
     least = min((int(row.on_rows) for row in of if row.on_rows), default=None)
     on_rows = "" if least is None else f"{least}%"
     return of[0].trainer.name, ranks, on_rows, ", ".join(dict.fromkeys(results)), *shown, f"{seconds:.0f}"
-
-
-def _short(value: float) -> str:
-    return f"{value:.0e}" if value else "0"
 
 
 def main() -> int:

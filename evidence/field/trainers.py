@@ -289,23 +289,6 @@ TRAINERS = [
         stubs=("gym", "wandb", "seed"),
         path=(WANDB_STUB, GYM_STUB, "transformers-4.5.1"),
     ),
-    Trainer(
-        "dt_atari",
-        DECISION_TRANSFORMER,
-        "run_dt_atari.py --context_length 4 --epochs 2 --num_steps 60 --num_buffers 5 "
-        "--trajectories_per_buffer 1 --batch_size 16",
-        data.nothing,
-        folder="atari",
-        environment={
-            "FIELD_ONE_GPU": "mingpt.trainer_atari",
-            "FIELD_INSTEAD": "atari_py:field_atari,fixed_replay_buffer:field_atari",
-            "FIELD_EMPTY": "blosc",
-        },
-        needs=("cv2",),
-        stubs=("Atari", "CUDA"),
-        losses=r"train loss",
-        path=("atari",),
-    ),
     corl("td3_bc"),
     corl("iql"),
     corl("cql"),

@@ -2,7 +2,6 @@
 
 With FIELD_NUDGED=1, the weights are one unit in the last place larger after the first step.
 With FIELD_CUDA=cpu, the device "cuda" is the CPU: some trainers support no other.
-With FIELD_ONE_GPU=MODULE, the module sees one GPU, and its device is the CPU.
 With FIELD_OLDER=1, numpy, Python and torch have names that are no longer there: some trainers pin older versions.
 With FIELD_SEED=MODULE, the generators get a seed after the import of the module: some trainers set none.
 With FIELD_FLOAT64=1, new tensors are of float64, to see whether a difference is rounding.
@@ -21,7 +20,6 @@ import itertools
 import os
 import random
 import sys
-import types
 
 # Saved before they are replaced: the observed program must not notice this file's own writes.
 _OPEN, _WRITE, _CLOSE = os.open, os.write, os.close
@@ -75,21 +73,6 @@ def _on_cpu(value):
     if isinstance(value, dict):
         return {name: _on_cpu(inner) for name, inner in value.items()}
     return "cpu" if str(value).startswith("cuda") else value
-
-
-class _OneGPU(types.ModuleType):
-    """Implements torch for a module that sees a GPU; everything is on the CPU."""
-
-    cuda = types.SimpleNamespace(is_available=lambda: True, current_device=lambda: "cpu")
-
-    def __getattr__(self, name):
-        import torch
-
-        return (lambda device: torch.device("cpu")) if name == "device" else getattr(torch, name)
-
-
-def _sees_one_gpu(module):
-    module.torch = _OneGPU("torch")
 
 
 def _older_numpy(module):
@@ -188,7 +171,7 @@ def _listed(variable):
 
 sys.meta_path.insert(0, _Instead(dict(pair.split(":") for pair in _listed("FIELD_INSTEAD"))))
 sys.meta_path.insert(0, _Empty(_listed("FIELD_EMPTY")))
-ACTIONS = [(name, _sees_one_gpu) for name in _listed("FIELD_ONE_GPU")]
+ACTIONS = []
 if "FIELD_PROBE" in os.environ:
     ACTIONS.append(("torch.optim.optimizer", _watch_optimizers))
 if os.environ.get("FIELD_CUDA") == "cpu":
