@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
-
-if sys.version_info < (3, 9):  # pip checks this, but a source tree on PYTHONPATH has not been through pip
-    raise ImportError(
-        f"ddpshim needs Python 3.9 or newer, and this is {sys.version.split()[0]}. Make an environment with a newer "
-        "Python: python3.12 -m venv env."
-    )
 
 from ddpshim import lazy, version
 from ddpshim.errors import (
@@ -30,12 +23,11 @@ from ddpshim.version import __version__ as __version__
 if TYPE_CHECKING:
     from ddpshim.checkpoint.resume import Resumable as Resumable
     from ddpshim.data.iterable import shard_iterable as shard_iterable
-    from ddpshim.data.learning_rate import scale_lr as scale_lr
     from ddpshim.data.loader import make_loader as make_loader
+    from ddpshim.data.loader_builder import scale_lr as scale_lr
     from ddpshim.data.node_memory import shared_arrays as shared_arrays
-    from ddpshim.data.tasks import deal as deal
-    from ddpshim.data.tfdata import shard_tfdata as shard_tfdata
     from ddpshim.data.transfer import on_device as on_device
+    from ddpshim.evaluation.dealing import deal as deal
     from ddpshim.evaluation.evaluating import evaluate as evaluate
     from ddpshim.failures.failure import abort as abort
     from ddpshim.job.group import cleanup as cleanup
@@ -55,33 +47,29 @@ if TYPE_CHECKING:
     from ddpshim.process.random_streams import shared_random_streams as shared_random_streams
 
 # Loaded on first use: `patch` must not wait for torch, whose import takes seconds.
-_HOMES = {
-    "Options": "options",
-    "World": "job.world",
-    "abort": "failures.failure",
-    "accumulate": "model.accumulation",
-    "cleanup": "job.group",
-    "setup": "job.group",
-    "spawn": "launch.spawning",
-    "split_random_streams": "job.noise",
-    "world": "job.group",
-    "check_equal_steps": "model.guard",
-    "deal": "data.tasks",
-    "make_loader": "data.loader",
-    "scale_lr": "data.learning_rate",
-    "profile": "observe.recording",
-    "wrap_parallel": "model.parallel",
-    "Resumable": "checkpoint.resume",
-    "evaluate": "evaluation.evaluating",
-    "on_device": "data.transfer",
-    "record": "observe.recording",
-    "shard_iterable": "data.iterable",
-    "shared_arrays": "data.node_memory",
-    "shared_random_streams": "process.random_streams",
-    "shard_tfdata": "data.tfdata",
-    "unwrap": "model.keys",
-    "watch": "model.guard",
+_NAMES = {
+    "checkpoint.resume": ("Resumable",),
+    "data.iterable": ("shard_iterable",),
+    "data.loader": ("make_loader",),
+    "data.loader_builder": ("scale_lr",),
+    "data.node_memory": ("shared_arrays",),
+    "data.transfer": ("on_device",),
+    "evaluation.dealing": ("deal",),
+    "evaluation.evaluating": ("evaluate",),
+    "failures.failure": ("abort",),
+    "job.group": ("cleanup", "setup", "world"),
+    "job.noise": ("split_random_streams",),
+    "job.world": ("World",),
+    "launch.spawning": ("spawn",),
+    "model.accumulation": ("accumulate",),
+    "model.guard": ("check_equal_steps", "watch"),
+    "model.keys": ("unwrap",),
+    "model.parallel": ("wrap_parallel",),
+    "observe.recording": ("profile", "record"),
+    "options": ("Options",),
+    "process.random_streams": ("shared_random_streams",),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = [
     "CheckpointError",

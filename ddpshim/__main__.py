@@ -11,20 +11,22 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
 from ddpshim import version
-from ddpshim.arguments import Parser, natural, nproc, port, positive, seconds, steps
+from ddpshim.arguments import Parser, natural, nproc, port, positive, steps
 from ddpshim.errors import DdpShimError, LaunchError, ReportError
-from ddpshim.near_names import nearest
+from ddpshim.lazy import nearest
 from ddpshim.process.say import say
 from ddpshim.tools import example
-from ddpshim.trainers.patching import command
+from ddpshim.trainers import patching
 
 if TYPE_CHECKING:
     from ddpshim.arguments import Commands
@@ -104,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_run(commands)
     _add_check(commands)
-    command.add(commands)
+    patching.add(commands)
     _add_report(commands)
     _add_selftest(commands)
     _add_slurm(commands)
@@ -114,9 +116,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_docs(commands: Commands) -> None:
-    text = "print a page of the documentation, or list the pages"
+    text = "print a page of the documentation, or the headings nearest to some words, or list the pages"
     docs = commands.add_parser("docs", help=text, description=text)
-    docs.add_argument("page", nargs="?", metavar="PAGE", help="a name from the list, e.g. launch (default: the list)")
+    text = "a name from the list, e.g. launch (default: the list), or what you look for, e.g. slow"
+    docs.add_argument("words", nargs="*", metavar="WORDS", help=text)
     docs.set_defaults(run=_docs)
 
 
@@ -128,13 +131,53 @@ def pages() -> dict[str, Path]:
     return {file.stem: file for file in sorted(found, key=lambda file: file.stem.lower())}
 
 
+# What people look for: a word of the heading that has the answer. Short words say nothing.
+_OF_HEADINGS = {"slow": "faster", "slower": "faster", "speed": "faster", "speedup": "faster", "stuck": "hang"}
+_OF_HEADINGS |= {"deadlock": "hang", "timeout": "hang", "pdb": "debugger", "fsdp": "sharding"}
+_UNSAID = {"a", "and", "does", "how", "i", "in", "is", "it", "my", "not", "of", "on", "the", "to", "what", "why"}
+
+
 def _docs(arguments: argparse.Namespace) -> int:
-    known, name = pages(), arguments.page
-    if name is not None and name not in known:
-        say(f"there is no page {name!r}{nearest(name, [*known]) or '.'} Nothing was printed.")
-        return 2
-    print("\n".join([*known, ""]) if name is None else known[name].read_text(encoding="utf-8"), end="")
+    known, words = pages(), arguments.words
+    if not words:
+        print(*known, sep="\n")
+    elif " ".join(words) in known:
+        print(known[words[0]].read_text(encoding="utf-8"), end="")
+    else:
+        found = _headings(known, [word.lower() for word in words])
+        if not found:
+            near = nearest(words[0], [*known]) or "."
+            say(f"no page has {' '.join(words)!r}{near} Nothing was printed. Give other words, or none for the list.")
+            return 2
+        for page, heading, text in found:
+            print(f"{page}: {heading}\n    {text}")
+        print(f"\nThe whole page: python -m ddpshim docs {found[0][0]}")
     return 0
+
+
+def _headings(known: dict[str, Path], words: list[str]) -> list[tuple[str, str, str]]:
+    """Return (page, heading, beginning of the text) of the three headings that say most of `words`. Local."""
+    stems = [re.escape(_OF_HEADINGS.get(word, word)[:5].rstrip("s")) for word in words if word not in _UNSAID]
+    patterns = [re.compile(rf"(?<![a-z]){stem}", re.IGNORECASE) for stem in stems]
+    # The first cell of a table's row, and the bold beginning of a paragraph, are nearly headings.
+    begins = r"^(?:\| |(?:- )?\*\*)([^|*]*[^a-z|*])??"
+    of_rows = [re.compile(f"{begins}{stem}.*", re.IGNORECASE | re.MULTILINE) for stem in stems]
+    found = []
+    for page, file in known.items():
+        text = re.sub(r"(?ms)^```.*?^```\n", "", file.read_text(encoding="utf-8"))
+        parts = re.split(r"(?m)^#+ (.+)\n+", text)
+        for heading, body in zip(parts[1::2], parts[2::2]):
+            if not all(pattern.search(f"{heading} {body}") for pattern in patterns):
+                continue
+            by_word = ([*of_row.finditer(body)] for of_row in of_rows)
+            rows = [min(of_word, key=lambda row: len(row[1] or "")) for of_word in by_word if of_word]
+            num_in_heading = sum(pattern.search(heading) is not None for pattern in patterns)
+            num_in_body = sum(min(4, len(pattern.findall(body))) for pattern in patterns)
+            of_page = 9 * bool(rows) if heading == "Glossary" else -4 * (page in ("decisions", "from_other_guides"))
+            points = 9 * num_in_heading + 5 * len(rows) + num_in_body + of_page
+            shown = rows[0][0] if rows and not num_in_heading else body
+            found.append((points, page, heading, textwrap.shorten(shown, 300, placeholder=" ...")))
+    return [one[1:] for one in sorted(found, key=lambda one: -one[0])[:3]] if patterns else []
 
 
 def _add_report(commands: Commands) -> None:
@@ -194,7 +237,7 @@ def _add_selftest(commands: Commands) -> None:
     selftest = commands.add_parser("selftest", help=text, description=text)
     selftest.add_argument(*_NPROC, type=positive, metavar="N", help="ranks (default: the number of GPUs, or 2)")
     text = "time limit for each of its jobs, in seconds (120)"
-    selftest.add_argument("--timeout", type=seconds, default=120.0, metavar="S", dest="timeout_s", help=text)
+    selftest.add_argument("--timeout", type=positive, default=120, metavar="S", dest="timeout_s", help=text)
     selftest.add_argument("--gpu", action="store_true", help="refuse a machine whose GPUs torch does not see")
     text = "test nothing, and print what a bug report needs: what torch says of this environment, and three lines"
     selftest.add_argument("--env", dest="starts_ranks", action="store_false", help=text)
@@ -203,11 +246,11 @@ def _add_selftest(commands: Commands) -> None:
 
 def _selftest(arguments: argparse.Namespace) -> int:
     if not arguments.starts_ranks:  # --env
-        from ddpshim.tools.selftest.environment import for_bug_report
+        from ddpshim.tools.selftest import for_bug_report
 
         print(for_bug_report())
         return 0
-    from ddpshim.tools.selftest.command import selftest
+    from ddpshim.tools.selftest import selftest
 
     is_good = selftest(arguments.nproc, arguments.gpu, arguments.timeout_s)
     print(f"selftest {'passed' if is_good else 'failed'}")
@@ -240,8 +283,8 @@ def _add_check(commands: Commands) -> None:
 
 
 def _check(error: Callable[[str], Any], arguments: argparse.Namespace) -> int:
-    from ddpshim.tools.check.running import as_json, as_text, check
-    from ddpshim.tools.check.watching import Settings
+    from ddpshim.tools.check import as_text, check
+    from ddpshim.tools.watching import ProofSettings
 
     if arguments.certificate is not None:
         return _check_certificate(error, arguments)
@@ -264,21 +307,26 @@ def _check(error: Callable[[str], Any], arguments: argparse.Namespace) -> int:
             )
             return 2
         alone = replace(job, program=str(program), arguments=tuple(map(str, rest)), is_module=bool(is_module))
-    proof = check(job, Settings(arguments.steps or 20, arguments.nproc, arguments.timeout), alone)
-    print(json.dumps(as_json(proof), indent=2) if arguments.json else as_text(proof))
+    proof = check(job, ProofSettings(arguments.steps or 20, arguments.nproc, arguments.timeout), alone)
+    print(_as_json(proof) if arguments.json else as_text(proof))
     return 2 if proof.is_unknown else int(not proof.is_same or bool(proof.wrong))
 
 
 def _check_certificate(error: Callable[[str], Any], arguments: argparse.Namespace) -> int:
-    from ddpshim.tools.certificate.commands import as_json, as_text, verify
+    from ddpshim.tools.certificate import as_text, verify
 
     if isinstance(arguments.steps, int):
         error("argument --steps: with --certificate give the first and the last one, as A:B")
     num_ranks = arguments.nproc or 1
     job = _launch(arguments) if arguments.program else None
     verdict = verify(arguments.certificate, job, arguments.steps, num_ranks)
-    print(json.dumps(as_json(verdict), indent=2) if arguments.json else as_text(verdict, num_ranks))
+    print(_as_json(verdict) if arguments.json else as_text(verdict, num_ranks))
     return 0 if verdict.is_verified else 1
+
+
+def _as_json(answer: Any) -> str:
+    """Return what `--json` prints; `schema` changes with every change that a program reading it could notice."""
+    return json.dumps({"schema": 1, **asdict(answer)}, indent=2)
 
 
 def _add_run(commands: Commands) -> None:
@@ -320,7 +368,7 @@ def _add_run(commands: Commands) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.certify is not None:
-        from ddpshim.tools.certificate.commands import certify
+        from ddpshim.tools.certificate import certify
 
         return certify(arguments.certify, arguments.certify_every, _launch(arguments))
     from ddpshim.launch.runner import run
@@ -369,11 +417,11 @@ def _add_slurm(commands: Commands) -> None:
 
 def _slurm(arguments: argparse.Namespace) -> int:
     from ddpshim.launch.runner import problems_of_program
-    from ddpshim.launch.slurm import Settings, batch_script
+    from ddpshim.launch.slurm import batch_script
 
-    print(batch_script(Settings(**{field.name: getattr(arguments, field.name) for field in fields(Settings)})), end="")
-    sys.stdout.flush()
-    for problem in problems_of_program(_launch(arguments)):
+    job, names = _launch(arguments), ("nodes", "gpus_per_node", "nproc_per_node", "cpus_per_rank", "time", "launcher")
+    print(batch_script(job.command, **{name: getattr(arguments, name) for name in names}), end="", flush=True)
+    for problem in problems_of_program(job):
         say(
             f"{problem} (The script was printed anyway: the job may run on another machine. A relative path is "
             "relative to the folder in which you call sbatch.)"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
 
-from ddpshim.near_names import nearest
+from ddpshim.lazy import nearest
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction["Parser"]
@@ -70,14 +70,6 @@ def nproc(text: str) -> str:
         return str(positive(text))
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{error}, nor gpu, cpu or auto") from None
-
-
-def seconds(text: str) -> float:
-    """A number of seconds below 1e7."""
-    # float() accepts "nan" and digits of other scripts.
-    if not re.fullmatch(r"[0-9]*\.?[0-9]+(e[0-9])?", text) or float(text) >= 1e7:
-        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a number of seconds below 1e7")
-    return float(text)
 
 
 def steps(text: str) -> Union[int, tuple[int, int]]:

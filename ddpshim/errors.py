@@ -1,27 +1,11 @@
 """Defines the errors that ddpshim raises, one class for each part of a migration.
 
-::
-
-    DdpShimError (RuntimeError)
-    ├── LaunchError   the launch environment is partial, garbled or impossible
-    ├── RankError     a rank of `ddpshim.spawn` failed
-    ├── OptionsError  (also ValueError) options that are unknown, not allowed, or differ between ranks
-    ├── WorldError    the process group: contradicting setup, a collective that cannot be served
-    ├── SyncError     gradients, parameters or noise would differ from one process
-    ├── DataError     (also ValueError) batches, samplers or datasets that cannot be split over ranks
-    ├── RolloutError  an episode of an evaluation failed
-    ├── CheckpointError  (also OSError) a checkpoint could not be written or read, or none would be kept
-    ├── CertificateError  a certificate is damaged, or cannot be made or checked
-    ├── ReportError   a run left no records, or two runs share no numbers
-    └── PatchError    a patch set does not fit its target
-        └── TargetError  the target does not exist
-
 Every message has three parts: what was found, what it would have caused, what to do.
 """
 
 
 class DdpShimError(RuntimeError):
-    """Base class of all errors that ddpshim raises.
+    """Base class of all errors that ddpshim raises; a RuntimeError.
 
     Attributes:
         exit_code: the exit code of a command that fails with this error. 1: the answer is no; 2: nothing was done.

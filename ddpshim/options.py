@@ -5,20 +5,22 @@ Imports no torch: `python -m ddpshim docs options` answers at once.
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Callable, NamedTuple, Optional, TypeVar
 
 from ddpshim import variables
 from ddpshim.errors import OptionsError
+from ddpshim.lazy import nearest
 from ddpshim.variables import PREFIX
 
 SECTION = "ddpshim"
 FLAGS = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
 _Own = TypeVar("_Own", bound="Options")
-_LONGEST_SHOWN = 200  # characters of a value that is not allowed
 
 
 class Kind(NamedTuple):
@@ -28,46 +30,42 @@ class Kind(NamedTuple):
     parse: Callable[[Any], Any]
 
 
-def _flag() -> Kind:
-    def parse(raw: Any) -> bool:
-        value = FLAGS.get(raw.strip().lower()) if isinstance(raw, str) else raw
-        if not isinstance(value, bool):
-            raise ValueError
-        return value
-
-    return Kind("true or false (yes/no, on/off, 1/0)", parse)
-
-
-def _ascii(text: str) -> str:
-    """Return `text`; refuse digits of other scripts, and 1_0, which int() would read as ten."""
-    if not text.isascii() or "_" in text:
+def _flag(raw: Any) -> bool:
+    value = FLAGS.get(raw.strip().lower()) if isinstance(raw, str) else raw
+    if not isinstance(value, bool):
         raise ValueError
-    return text
+    return value
 
 
-def whole(least: int) -> Kind:
-    def parse(raw: Any) -> int:
-        value = int(_ascii(raw)) if isinstance(raw, str) else raw
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError
-        return value
-
-    return Kind(f"a whole number of at least {least}", parse)
-
-
-def _positive() -> Kind:
-    def parse(raw: Any) -> float:
-        if isinstance(raw, bool) or not isinstance(raw, (str, int, float)):
-            raise ValueError
-        value = float(_ascii(raw) if isinstance(raw, str) else raw)
-        if not 0 < value < math.inf:
-            raise ValueError
-        return value
-
-    return Kind("a number above 0", parse)
+def _number(raw: Any, kind: type) -> Any:
+    """Return a number; refuse True, digits of other scripts, and 1_0, which int() would read as ten."""
+    if isinstance(raw, str) and raw.isascii() and "_" not in raw:
+        return kind(raw)
+    if isinstance(raw, bool) or not isinstance(raw, (int, float)):
+        raise ValueError
+    return raw
 
 
-def _choice(*names: str) -> Kind:
+def _whole(raw: Any) -> int:
+    value = _number(raw, int)
+    if not isinstance(value, int) or value < 1:
+        raise ValueError
+    return value
+
+
+def _positive(raw: Any) -> float:
+    value = float(_number(raw, float))
+    if not 0 < value < math.inf:
+        raise ValueError
+    return value
+
+
+_FLAG = Kind("true or false (yes/no, on/off, 1/0)", _flag)
+_WHOLE = Kind("a whole number of at least 1", _whole)
+_POSITIVE = Kind("a number above 0", _positive)
+
+
+def choice(*names: str) -> Kind:
     def parse(raw: Any) -> str:
         value = raw.strip().lower() if isinstance(raw, str) else raw
         if value not in names:
@@ -77,7 +75,7 @@ def _choice(*names: str) -> Kind:
     return Kind(", ".join(names[:-1]) + f" or {names[-1]}", parse)
 
 
-def or_none(kind: Kind) -> Kind:
+def _or_none(kind: Kind) -> Kind:
     def parse(raw: Any) -> Any:
         is_none = raw is None or (isinstance(raw, str) and raw.strip().lower() in ("none", "null"))
         return None if is_none else kind.parse(raw)
@@ -93,84 +91,82 @@ def option(default: Any, kind: Kind, effect: str) -> Any:
 class Options:
     """All options of a run. `setup()` reads them once and keeps them as `World.options`.
 
-    All ranks must have the same options. Arguments of `setup`, `make_loader` and `scale_lr` override them.
-
-    Raises:
-        OptionsError: values that are not allowed, all in one message.
+    All ranks must have the same options. Arguments of `setup`, `make_loader` and `scale_lr` override them. Raises
+    OptionsError for values that are not allowed, all in one message.
     """
 
     backend: Optional[str] = option(
         None,
-        or_none(_choice("nccl", "gloo", "mpi", "ucc")),
+        _or_none(choice("nccl", "gloo", "mpi", "ucc")),
         "what carries gradients; none: nccl if each rank has its own GPU, else gloo",
     )
-    timeout_s: float = option(1800.0, _positive(), "how long a rank waits for other ranks in a training collective")
+    timeout_s: float = option(1800.0, _POSITIVE, "how long a rank waits for other ranks in a training collective")
     side_timeout_s: float = option(
-        86400.0, _positive(), "how long ranks wait while one rank works alone (saves, rollouts)"
+        86400.0, _POSITIVE, "how long ranks wait while one rank works alone (saves, rollouts)"
     )
     trust_peers: bool = option(
         True,
-        _flag(),
+        _FLAG,
         "false: ranks do not unpickle objects that other ranks send (`World.gather`, `broadcast`, `run_on_main`)",
     )
-    per_rank_batch: bool = option(False, _flag(), "batch sizes are per rank, not global")
+    per_rank_batch: bool = option(False, _FLAG, "batch sizes are per rank, not global")
     noise: str = option(
         "one_process",
-        _choice("one_process", "per_rank"),
+        choice("one_process", "per_rank"),
         "one_process: each rank gets its rows of the noise of one process; per_rank: it has its own random streams",
     )
     exact: Optional[int] = option(
         None,
-        or_none(whole(1)),
+        _or_none(_WHOLE),
         "number of pieces of a batch: any number of ranks that divides it trains the same weights, to the last bit; "
         "for programs that hold whole batches",
     )
     capture: str = option(
         "auto",
-        _choice("auto", "force", "off"),
+        choice("auto", "force", "off"),
         "under `run`: replay networks without Python, once that pays; force: from the second call on",
     )
     lr_rule: str = option(
         "none",
-        _choice("linear", "sqrt", "none"),
+        choice("linear", "sqrt", "none"),
         "with per_rank_batch: multiply learning rates by the number of ranks, by its square root, or not at all "
         "(robomimic: every optimizer; elsewhere: the default of `scale_lr`)",
     )
     precision: str = option(
         "float32",
-        _choice("float32", "bf16", "fp16"),
-        "bf16, fp16: autocast around robomimic's epochs, in the training forward of what `wrap_parallel` returns, "
-        "and in `World.autocast()`; fp16 also needs `World.grad_scaler()`, and is refused for robomimic",
+        choice("float32", "bf16"),
+        "bf16: autocast around robomimic's epochs, in the training forward of what `wrap_parallel` returns, and in "
+        "`World.autocast()`; for float16 a program has torch's own autocast and GradScaler",
     )
-    checkpoint_every_n_steps: Optional[int] = option(None, or_none(whole(1)), "save training progress every N steps")
-    checkpoint_every_s: Optional[float] = option(600.0, or_none(_positive()), "save training progress every N seconds")
-    keep_checkpoints: int = option(2, whole(1), "number of progress files to keep")
+    checkpoint_every_n_steps: Optional[int] = option(None, _or_none(_WHOLE), "save training progress every N steps")
+    checkpoint_every_s: Optional[float] = option(600.0, _or_none(_POSITIVE), "save training progress every N seconds")
+    keep_checkpoints: int = option(2, _WHOLE, "number of progress files to keep")
     background_save: bool = option(
         True,
-        _flag(),
+        _FLAG,
         "write checkpoints of 32 MB or more in a thread; ranks wait until they are copied in memory",
     )
     resume: str = option(
         "auto",
-        _choice("auto", "always", "never"),
+        choice("auto", "always", "never"),
         "resume from saved progress: if torchrun or a scheduler has started this job before (auto), always, or "
         "never (then signals also end a training at once)",
     )
     trust_progress: bool = option(
         False,
-        _flag(),
+        _FLAG,
         "true: progress files may contain pickled objects; then anyone who can write to their folder can run code "
         "in the job",
     )
-    rollouts: str = option("all", _choice("all", "main"), "robomimic: which ranks play the episodes of an evaluation")
+    rollouts: str = option("all", choice("all", "main"), "robomimic: which ranks play the episodes of an evaluation")
     guard: bool = option(
         True,
-        _flag(),
+        _FLAG,
         "compare weights and random streams, check optimizer steps, name ranks that are missing in a collective",
     )
     record: bool = option(
         True,
-        _flag(),
+        _FLAG,
         "robomimic, and `ddpshim.record`: each rank writes records for `python -m ddpshim report`, in the folder "
         "ddpshim beside config.json",
     )
@@ -201,14 +197,13 @@ class Options:
         >>> Options.read({"timeout_s": 60, "guard": True}, {"DDPSHIM_GUARD": "no"}).guard
         False
 
+        Raises OptionsError for unknown keys, variables or arguments (with the nearest name) and values that are not
+        allowed, all in one message. A DDPSHIM_* variable that resembles no option only causes a warning, since it may
+        belong to another program.
+
         Args:
             config_section: the `ddpshim` section of the trainer's own config.
             environ: used instead of os.environ.
-
-        Raises:
-            OptionsError: unknown keys, variables or arguments (with the nearest name) and values that are not allowed,
-                all in one message. A DDPSHIM_* variable that resembles no option only causes a warning, since it may
-                belong to another program.
         """
         environ = os.environ if environ is None else environ
         names = cls.names()
@@ -220,8 +215,6 @@ class Options:
                 if key in names:
                     found[key] = (f"{source}, {key}" if source != "argument" else source, value)
                 else:
-                    from ddpshim.near_names import nearest
-
                     problems.append(f"{source}: no option {key!r}{nearest(str(key), names)}")
 
         if isinstance(config_section, Mapping):
@@ -234,9 +227,7 @@ class Options:
                 if name in names:
                     found[name] = (f"variable {key}", text)
                 elif key not in variables.ALL:
-                    from ddpshim.near_names import unknown
-
-                    problems.extend(unknown(key, names))
+                    problems += _unknown(key, names)
         take("argument", {k: v for k, v in arguments.items() if v is not None})
         return cls(**_parse(cls, found, problems))
 
@@ -265,7 +256,7 @@ def _parse(kind: type[Options], found: Mapping[str, tuple[str, Any]], problems: 
                 values[f.name] = f.metadata["kind"].parse(raw)
             except (TypeError, ValueError, OverflowError):
                 source = f"argument {f.name}" if source == "argument" else source
-                problems.append(f"{source}: {_short(raw)}; allowed: {f.metadata['kind'].allowed}")
+                problems.append(f"{source}: {raw!r:.200}; allowed: {f.metadata['kind'].allowed}")
     if values.get("lr_rule", "none") != "none" and not values.get("per_rank_batch", False):
         problems.append(
             f"{found['lr_rule'][0]}: lr_rule={values['lr_rule']} without per_rank_batch: the global batch is "
@@ -281,6 +272,13 @@ def _parse(kind: type[Options], found: Mapping[str, tuple[str, Any]], problems: 
     return values
 
 
-def _short(raw: Any) -> str:
-    text = repr(raw)
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
+def _unknown(variable: str, options: list[str]) -> list[str]:
+    """Return the problem if an unknown variable resembles an option; otherwise only warn. Local."""
+    known = [name.upper() for name in options] + [name[len(PREFIX) :] for name in variables.OF_USERS]
+    # Compared without the common prefix, which would make all names similar.
+    near = difflib.get_close_matches(variable[len(PREFIX) :], known, n=1, cutoff=0.7)
+    if near:
+        return [f"variable {variable}: no such option; did you mean {PREFIX}{near[0]}?"]
+    text = f"{variable} is not an option and is ignored. `python -m ddpshim docs options` lists all options."
+    warnings.warn(text, stacklevel=3)
+    return []

@@ -145,21 +145,18 @@ def _compared(expected: Mapping[str, Any], found: Mapping[str, Any], tolerance: 
     for name in dict.fromkeys([*expected, *found]):
         if name not in found or name not in expected:
             yield f"{name}: only {'on the rank' if name in found else 'in one process'}"
-        else:
-            line = _difference(expected[name], found[name], tolerance)
-            if line:
-                yield f"{name}: {line}"
-
-
-def _tensor(value: Any) -> torch.Tensor:
-    return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
+        elif line := _difference(expected[name], found[name], tolerance):
+            yield f"{name}: {line}"
 
 
 def _difference(expected: Any, found: Any, tolerance: float) -> str:
     """Return how two values differ; an empty string if they do not."""
     if not all(isinstance(value, (torch.Tensor, float)) for value in (expected, found)):
         return "" if type(expected) is type(found) and expected == found else f"{expected!r} became {found!r}"
-    one, other = (_tensor(v) for v in (expected, found))
+    one, other = (
+        value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
+        for value in (expected, found)
+    )
     for what, before, after in (("shape", tuple(one.shape), tuple(other.shape)), ("type", one.dtype, other.dtype)):
         if before != after:
             return f"{what} {before} became {after}"
@@ -169,9 +166,8 @@ def _difference(expected: Any, found: Any, tolerance: float) -> str:
     apart, size = (one.to(wide) - other.to(wide)).abs(), one.to(wide).abs().max().item()
     if apart.isnan().any():  # the difference of two infinities is NaN, too
         return f"{int(apart.isnan().sum())} of {apart.numel()} are no finite numbers, in one process or here"
-    limit = tolerance * max(size, _LEAST_SCALE) if one.is_floating_point() or one.is_complex() else 0.0
     largest = apart.max().item()
-    if largest <= limit:
+    if largest <= (tolerance * max(size, _LEAST_SCALE) if one.is_floating_point() or one.is_complex() else 0.0):
         return ""
     at = (apart == largest).nonzero()[0].tolist()
     values = f"{one[tuple(at)].item():.6g} became {other[tuple(at)].item():.6g}"

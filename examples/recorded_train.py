@@ -65,7 +65,7 @@ def port_by_hand(arguments: list[str]) -> list[str]:
 def main() -> None:
     way, folder, *arguments = sys.argv[1:]
     if way == "ddpshim":
-        from ddpshim.trainers.patching.in_memory import patch_program
+        from ddpshim.trainers.patching_in_memory import patch_program
 
         patch_program("robomimic.scripts.train")
     elif way == "by_hand":

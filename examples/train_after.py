@@ -1,8 +1,11 @@
-"""The trainer of train_before.py, distributed: `python -m ddpshim run --nproc 2 train_after.py`, or python alone."""
+"""The trainer of train_before.py, distributed: `python -m ddpshim run --nproc 2 train_after.py`, or python alone.
+
+Three lines differ. The program holds the whole batch, as before; each rank computes its rows of it.
+"""
 
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import ddpshim
 
@@ -17,25 +20,22 @@ class Policy(nn.Module):
 
 
 def main():
-    world = ddpshim.setup(seed=1)
+    ddpshim.setup(batch="global")
+    torch.manual_seed(1)
     obs = torch.randn(2000, 8)
     dataset = TensorDataset(obs, torch.stack([obs.sum(1), obs.prod(1)], 1))
-    device = world.device
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy = ddpshim.wrap_parallel(Policy().to(device))
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-3)
-    loader = ddpshim.make_loader(dataset, batch_size=100, shuffle=True, drop_last=False)
+    loader = DataLoader(dataset, batch_size=100, shuffle=True)
     for epoch in range(5):
         for x, y in loader:
             loss = -policy.forward_train(x.to(device)).log_prob(y.to(device)).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        loss = world.mean_over(loss * len(x), len(x)).item()
-        if world.is_main:
-            print(f"epoch {epoch}: loss {loss:.4f}")
-    if world.is_main:
-        torch.save(policy.state_dict(), "policy.pth")
-    ddpshim.cleanup()
+        print(f"epoch {epoch}: loss {loss.item():.4f}")
+    torch.save(policy.state_dict(), "policy.pth")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A typical policy trainer for one GPU or DataParallel. train_after.py is the distributed version."""
+"""A typical policy trainer for one GPU or DataParallel. train_after.py is the same for several ranks: three lines."""
 
 import torch
 from torch import nn

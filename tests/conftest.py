@@ -58,7 +58,7 @@ TIERS = {
     **dict.fromkeys(
         ("examples", "examples_launch", "import_cost", "launch_matrix", "once_more", "packaging", "unedited"), "launch"
     ),
-    **dict.fromkeys(("rlds", "robocasa", "robomimic", "rollout", "runner", "tfdata"), "launch"),
+    **dict.fromkeys(("rlds", "robocasa", "robomimic", "rollout", "runner"), "launch"),
 }
 
 # What is printed, pages and types: they seldom fail, and take as long as what users feel. `bootstrap.py test --daily`

@@ -28,7 +28,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from ddpshim.trainers.patching import files as patching
+from ddpshim.trainers import patching
 from evidence.equivalence import DATA, ROOT, Run
 from tests import trainer
 from tests.preloaded import start_afresh

@@ -170,24 +170,11 @@ def _break_model(kind: str, on_this_rank: bool) -> None:
 
     def broken(model: Any) -> Any:
         net = model.nets["policy" if "policy" in model.nets else "actor"]
-        first = next(net.parameters())
-        if kind == "unfrozen":
-            first.requires_grad_(False)
         model = prepare(model)
-        if kind == "unfrozen":
-            first.requires_grad_(True)
-        elif kind == "weights" and on_this_rank:
-            first.data.mul_(1.5)  # as a checkpoint loaded on one rank only
+        if kind == "weights" and on_this_rank:
+            next(net.parameters()).data.mul_(1.5)  # as a checkpoint loaded on one rank only
         elif kind == "target" and on_this_rank:
             next(model.nets["actor_target"].parameters()).data.mul_(1.5)
-        elif kind == "noise":
-            train_on_batch = model.train_on_batch
-
-            def reseeding(*args: Any, **kwargs: Any) -> Any:
-                torch.manual_seed(0)
-                return train_on_batch(*args, **kwargs)
-
-            model.train_on_batch = reseeding
         return model
 
     def by_hand(net: Any, optim: Any, loss: Any, **options: Any) -> float:
@@ -199,32 +186,6 @@ def _break_model(kind: str, on_this_rank: bool) -> None:
     adapter.prepare = broken
     if kind == "by_hand":
         TorchUtils.backprop_for_loss = by_hand
-
-
-def _break_sync() -> None:
-    import ddpshim.robomimic.calls as adapter
-    from ddpshim.model.reducer import Wrapped
-    from ddpshim.process.job import current
-
-    prepare = adapter.prepare
-
-    def broken(model: Any) -> Any:
-        model = prepare(model)
-        for wrapped in current().part(Wrapped):
-            wrapped.require_backward_grad_sync = False
-        return model
-
-    adapter.prepare = broken
-
-
-def _break_split() -> None:
-    """Give every rank the main rank's shard: no rank sees the rest of each global batch."""
-    from ddpshim.data.torchs_order import TorchsBatches
-
-    def broken(self: TorchsBatches, batch: list[int]) -> range:
-        return range(0, len(batch), self._world.world_size)
-
-    TorchsBatches._rows = broken  # type: ignore[method-assign]
 
 
 def install() -> None:
@@ -241,11 +202,7 @@ def install() -> None:
         _use_toy_env()
         if RANK_LOGS not in os.environ:
             _let_the_peer_speak()
-    elif kind == "no_sync":
-        _break_sync()
-    elif kind == "same_data":
-        _break_split()
-    elif kind in ("weights", "target", "noise", "unfrozen", "by_hand"):
+    elif kind in ("weights", "target", "by_hand"):
         _break_model(kind, is_here)
     elif is_here:
         if kind == "save":

@@ -1,6 +1,6 @@
 """Lists the files of ddpshim that small trainers load, and their lines: `python -m tests.loaded`.
 
-Three processes: examples/train_after.py without a launcher; the same as one of two launched ranks; and a rank of
+Three processes: examples/train_shares.py without a launcher; the same as one of two launched ranks; and a rank of
 `python -m ddpshim run`, whose program has no line of ddpshim.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.preloaded_commands import python
 
 ROOT = Path(__file__).resolve().parent.parent
-AFTER = ROOT / "examples" / "train_after.py"
+AFTER = ROOT / "examples" / "train_shares.py"
 UNEDITED = ROOT / "examples" / "any_trainer" / "train_dataparallel.py"
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -5,8 +5,8 @@ Started by evidence/equivalence.py:
 - `python -m tests.observed FOLDER PRECISION [trainer arguments]` is one process of a training;
 - `python -m tests.observed --load FILE` loads checkpoints in a process that cannot import ddpshim.
 
-OBSERVED_START names a checkpoint to start from, DDPSHIM_FAULT a fault (see tests/faults.py). With OBSERVED_CLOCK the
-clock counts calls and samples instead of seconds.
+DDPSHIM_FAULT names a fault (see tests/faults.py). With OBSERVED_CLOCK the clock counts calls and samples instead of
+seconds.
 """
 
 from __future__ import annotations
@@ -69,8 +69,6 @@ def _write_down_networks(out: dict[str, Any], is_plain: bool) -> None:
         return model
 
     def observed_prepare(model: Any) -> Any:
-        if "OBSERVED_START" in os.environ:
-            model.deserialize(torch.load(os.environ["OBSERVED_START"], weights_only=False)["model"])
         return note(prepare(model))
 
     def observed_end() -> None:

@@ -6,7 +6,7 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
-from ddpshim.robomimic.options import RobomimicOptions
+from ddpshim.robomimic.datasets import RobomimicOptions
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 

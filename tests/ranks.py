@@ -29,7 +29,7 @@ from tests.preloaded_commands import SOCKET, commands, patience
 # pytest, and modules of the library that tests and programs import: 0.2 s of CPU in each process without a preload. Not
 # modules that run with `python -m`, such as ddpshim.launch.rank, nor ddpshim.auto, whose import has effects.
 OURS = (
-    *("pytest", "torch.utils.serialization", "ddpshim.launch.runner", "ddpshim.launch.alone", "ddpshim.model.parallel"),
+    *("pytest", "torch.utils.serialization", "ddpshim.launch.runner", "ddpshim.model.parallel"),
     *("ddpshim.data.loader", "ddpshim.checkpoint.resume", "ddpshim.observe.recording", "ddpshim.evaluation.evaluating"),
     *("ddpshim.trainers.unedited.joining", "ddpshim.data.torchs_order"),
     "ddpshim.robomimic.calls",

@@ -35,9 +35,8 @@ CHAPTERS = {
         "watch",
         "shard_iterable",
         "data.iterable.ShardedIterable",
-        "shard_tfdata",
         "deal",
-        "data.tasks.Tasks",
+        "evaluation.dealing.Tasks",
         "shared_arrays",
         "data.node_memory.SharedArrays",
     ),
@@ -56,7 +55,7 @@ CHAPTERS = {
         "evaluate",
         "evaluation.evaluating.Evaluation",
         "evaluation.episodes.Episode",
-        "evaluation.intervals.exact",
+        "evaluation.evaluating.exact_interval",
     ),
     "Profile and records": ("profile", "record", "observe.recording.Recorder"),
     "Tests of a trainer": ("testing.on_ranks", "testing.assert_same_training"),
@@ -133,7 +132,7 @@ def _default(parameter: Any) -> str:
 
 
 def _is_option(parameter: Any) -> bool:
-    return isinstance(parameter.default, griffe.ExprCall) and str(parameter.default.function) == "_option"
+    return isinstance(parameter.default, griffe.ExprCall) and str(parameter.default.function) == "option"
 
 
 def _text(thing: Any) -> Iterator[str]:

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from ddpshim.process.job import current
 from ddpshim.rows.gradients import plain
-from ddpshim.rows.tensor import Counts, Rows, divided
+from ddpshim.rows.tensor import Rows, divided
 
 Cut = Callable[[torch.Tensor], Optional[int]]
 
@@ -192,31 +191,3 @@ def _gradients(leaves: Any, wanted: Any, leaves_of_rows: Any, found: Any) -> Opt
     rounding = max(rounding_of(x.dtype) for x in outputs)
     different = difference(list(first), plain(list(second)), rounding)
     return different and f"gradient: {different}"
-
-
-def num_on_rows() -> int:
-    return int(current().part(Counts).on_rows)
-
-
-def variants(value: Any, num_ranks: int) -> list[tuple[int, int]]:
-    """Return (size, place from the last dimension) of all dimensions in tensors of `value` that can be divided."""
-    sizes: dict[tuple[int, int], None] = {}
-    for x in flat(value):
-        if is_dense(x):
-            sizes.update(((n, x.dim() - dim), None) for dim, n in enumerate(x.shape) if n >= num_ranks)
-    return [*sizes]
-
-
-def cutting(size: int, place: int, only_first: bool) -> Cut:
-    """Return the `cut` of all tensors, or of the first one, that have this size at this place."""
-    num_found = 0
-
-    def cut(x: torch.Tensor) -> Optional[int]:
-        nonlocal num_found
-        dim = x.dim() - place
-        if dim < 0 or x.shape[dim] != size or (only_first and num_found):
-            return None
-        num_found += 1
-        return dim
-
-    return cut

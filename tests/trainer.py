@@ -20,9 +20,9 @@ def way_of(tree: Path) -> str:
 def activate() -> None:
     """Patch robomimic in memory if the tree is unedited, as `run` does; call it before robomimic is imported."""
     if UNEDITED in os.environ:
-        from ddpshim.trainers.patching import in_memory  # not at the top: forks may count loaded modules
+        from ddpshim.trainers import patching_in_memory  # not at the top: forks may count loaded modules
 
-        assert in_memory.set_in_memory("robomimic") or in_memory.patch_program(TRAINER)
+        assert patching_in_memory.set_in_memory("robomimic") or patching_in_memory.patch_program(TRAINER)
     if os.environ.get(UNEDITED) == "rows" and "RANK" in os.environ:  # none in the process from which ranks are forked
         import ddpshim
 

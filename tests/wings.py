@@ -24,7 +24,6 @@ OPEN = [
     "arguments",
     "errors",
     "lazy",
-    "near_names",
     "options",
     "reading",
     "variables",

@@ -174,7 +174,7 @@ def written(path: PathLike, num_bytes: Optional[int] = None, in_background: bool
         for left in glob.glob(os.path.join(glob.escape(folder), f".{glob.escape(name)}.*{_PARTIAL}")):
             os.unlink(left)
         with _saving_in_background(partial, final) if in_background else contextlib.nullcontext() as saved:
-            yield _Name(partial, final)
+            yield _PrintsAs(partial, final)
         if saved:
             return
         _flush(partial, os.O_RDWR)
@@ -338,12 +338,12 @@ def _at_exit() -> None:
         say(str(error), directly=True)  # `abort` calls this in a thread
 
 
-class _Name(str):
+class _PrintsAs(str):
     """A file's name that prints as another."""
 
     _shown: str
 
-    def __new__(cls, name: str, shown: str) -> _Name:
+    def __new__(cls, name: str, shown: str) -> _PrintsAs:
         made = super().__new__(cls, name)
         made._shown = shown
         return made

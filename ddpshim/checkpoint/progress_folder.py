@@ -1,30 +1,49 @@
-"""Manages the folder of a `Resumable`: keeps its newest files, and marks the training as finished."""
+"""Manages the folder of a `Resumable`: its files, of which it keeps the newest, and the mark of a finished training.
+
+The files hold plain values and tensors only, so that reading them cannot run code. Objects that need pickle are
+refused, unless the option `trust_progress` allows them.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
+
+import torch
 
 from ddpshim import variables
 from ddpshim.checkpoint import files
-from ddpshim.checkpoint.last_save import PATTERN
+from ddpshim.errors import CheckpointError
 from ddpshim.job.group import cleanup, world
+from ddpshim.process import messages
 from ddpshim.process.launch_env import JOB_NAMES, read_counts
+from ddpshim.process.random_streams import restore_rank_states
 from ddpshim.process.say import say
+
+PATTERN = "epoch_*_step_*.pth"
+_NAME = re.compile(r"epoch_(\d+)_step_(\d+)\.pth")
+THE_BEGINNING = "the beginning"  # for variables.RESUME_FROM
+_OUTLINE, _TENSORS = "outline", "tensors"
+_ALLOW = "DDPSHIM_TRUST_PROGRESS=yes allows it, and whoever can write to that folder then runs code in the job"
+
+
+def last_save(folder: files.PathLike) -> str:
+    """Return "epoch 3, step 15", the newest saved step in `folder`; "" without one. Local; reads names only."""
+    found = [match for path in Path(folder).glob(PATTERN) if (match := _NAME.fullmatch(path.name))]
+    newest = max(((int(match[1]), int(match[2])) for match in found), default=None)
+    return "" if newest is None else f"epoch {newest[0]}, step {newest[1]}"
 
 
 def keep_newest(written: Path, num_kept: int) -> None:
     """Remove all progress beside `written` except the newest; by name, as another node's clock may be behind."""
-    there = sorted((p for p in written.parent.glob(PATTERN) if p.suffix == ".pth"), reverse=True)
+    there = sorted(written.parent.glob(PATTERN), reverse=True)
     later = [path for path in there if path > written]  # of an abandoned run: not to be resumed
     for path in later + there[len(later) + num_kept :]:
         path.unlink()
-
-
-THE_BEGINNING = "the beginning"  # for variables.RESUME_FROM
 
 
 def _mark(folder: files.PathLike) -> Path:
@@ -35,21 +54,18 @@ def mark_finished(folder: Path) -> None:
     mark = _mark(folder)
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.write_text(json.dumps(_job_names(os.environ)))
+        # SLURM's and torchrun's names of this job, which a restart keeps
+        mark.write_text(json.dumps({name: os.environ.get(name, "") for name in JOB_NAMES}))
     except OSError as error:
         say(f"{mark} could not be written ({error}): a later start would not know that the training is finished")
 
 
-def _job_names(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return SLURM's and torchrun's names of this job, by variable; a restart keeps them."""
-    return {name: environ.get(name, "") for name in JOB_NAMES}
-
-
-def _is_start_of(names: Mapping[str, str], environ: Mapping[str, str]) -> bool:
+def _is_start_of(names: Mapping[str, str]) -> bool:
     """Return False if this is a restart of a job with another name, else True, also if that is unknown."""
-    counts = read_counts(environ)
+    counts = read_counts(os.environ)
     name = next((name for name in JOB_NAMES if counts[name]), "")
-    return names.get(name, "") in ("", environ.get(name, "")) or not environ.get(name)
+    now = os.environ.get(name, "")
+    return not now or names.get(name, "") in ("", now)
 
 
 def leave_if_finished(folder: files.PathLike) -> None:
@@ -73,14 +89,11 @@ def leave_if_finished(folder: files.PathLike) -> None:
 
 def _finished_mark(folder: files.PathLike) -> Optional[Path]:
     mark, here = _mark(folder), world()
-    choice = here.options.resume
-    if (
-        not mark.is_file()
-        or not here.is_launched
-        or not (choice == "always" or (choice == "auto" and here.is_restarted))
-    ):
+    if not mark.is_file() or not here.is_launched:
         return None
-    return mark if choice == "always" or _is_start_of(json.loads(mark.read_text()), os.environ) else None
+    if here.options.resume == "auto":
+        return mark if here.is_restarted and _is_start_of(json.loads(mark.read_text())) else None
+    return mark if here.options.resume == "always" else None
 
 
 def find_progress(folder: files.PathLike) -> Optional[Path]:
@@ -98,3 +111,51 @@ def find_progress(folder: files.PathLike) -> Optional[Path]:
         text = f"{path} is damaged ({damage}) and was renamed to {aside.name}; the previous one is used, if any"
         say(text, directly=True)
     return None
+
+
+def plain_content(value: Any, path: files.PathLike, is_trusted: bool) -> dict[str, Any]:
+    """Return `value` in the form for `torch.save` to `path`. Local; tensors are not copied.
+
+    Raises CheckpointError if a part of it needs pickle and `is_trusted` is False.
+    """
+    try:
+        outline, tensors = messages.take_apart(value, is_trusted)
+    except messages.NotPlain as error:
+        raise CheckpointError(
+            f"{path} would hold an object: {error}; reading it could run code that someone put into the file. Keep "
+            f"numbers, text, tensors and arrays. {_ALLOW}."
+        ) from None
+    return {_OUTLINE: outline, _TENSORS: tensors}
+
+
+def read_plain(path: files.PathLike, is_trusted: bool) -> Any:
+    """Return the value whose `plain_content` was written to `path`, with tensors on the CPU. Local.
+
+    Raises CheckpointError if the file cannot be read or has another format, or needs pickle and is not trusted.
+    """
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        return messages.put_together(found[_OUTLINE], found[_TENSORS], is_trusted)
+    except messages.NotPlain as error:
+        raise CheckpointError(f"{path} was not read: {error}, and it is not trusted. {_ALLOW}.") from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}); the training would start over. Make it readable."
+        ) from error
+    except Exception as error:  # files of other origin make torch raise errors of any type
+        said = (str(error).splitlines() or [""])[0][:160]
+        raise CheckpointError(
+            f"{path} was not written by this ddpshim ({type(error).__name__}: {said}), and was not used. Remove it, "
+            "or use another folder."
+        ) from error
+
+
+def restore_streams(states: Any, device: torch.device, path: files.PathLike) -> None:
+    """Restore random states that were read from `path`. Local. Raises CheckpointError if they are invalid."""
+    try:
+        restore_rank_states(states, device)
+    except Exception as error:  # generators raise different types for an invalid state
+        raise CheckpointError(
+            f"{path} holds no states of random generators ({type(error).__name__}: {str(error)[:160]}); the noise "
+            "would differ. Remove it."
+        ) from error

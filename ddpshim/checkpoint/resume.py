@@ -16,9 +16,16 @@ import torch
 
 from ddpshim import variables
 from ddpshim.checkpoint import files as checkpoint
-from ddpshim.checkpoint import plain_files
-from ddpshim.checkpoint.progress_folder import find_progress, keep_newest, leave_if_finished, mark_finished
-from ddpshim.data.numbered import Enterable, own_generators
+from ddpshim.checkpoint.progress_folder import (
+    find_progress,
+    keep_newest,
+    leave_if_finished,
+    mark_finished,
+    plain_content,
+    read_plain,
+    restore_streams,
+)
+from ddpshim.data.numbered import Enterable, order_of, own_generators
 from ddpshim.errors import CheckpointError, DataError, SyncError
 from ddpshim.failures import preemption
 from ddpshim.job.group import cleanup, on_cleanup, world
@@ -60,7 +67,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> Any: ...
 
 
-class Saves:
+class ProgressFiles:
     """What a certificate needs of this job's files of progress.
 
     Attributes:
@@ -307,7 +314,8 @@ class Resumable:
         self._accumulates = accumulates
 
     def _look(self, deadline_s: float, may_wait: bool = False) -> None:
-        if self._num_unsaved >= (self._every_n_steps or math.inf) or current().part(Saves).is_off:
+        is_off = current().part(ProgressFiles).is_off
+        if self._num_unsaved >= (self._every_n_steps or math.inf) or is_off:
             self._wanted = self._wanted or ""
         here, now = self._num_boundaries, time.monotonic()
         self._num_boundaries += 1
@@ -318,8 +326,6 @@ class Resumable:
             wanted = max(1, min(wanted, 2 * self._interval, _MAX_STEPS_BETWEEN_LOOKS))
             is_due = self._every_s is not None and now - self._last_save > self._every_s and self._wanted is None
             signal = 1 + preemption.SIGNALS.index(asked) if (asked := preemption.asked()) is not None else 0
-            if signal:
-                preemption.heard()
             gathering = self._world.begin_gather([signal, self._world.is_main and is_due, wanted])
             self._last_look, self._gathering = (here, now), gathering
         if self._gathering is not None and here >= self._last_look[0] + self._delay:
@@ -327,7 +333,7 @@ class Resumable:
         if self._wanted is None:
             return
         # A program that counts the batches of its loop begins to accumulate anew when it is resumed.
-        waits = may_wait and 0 < self._num_accumulated <= _MOST_BATCHES_OF_A_STEP and not current().part(Saves).is_off
+        waits = may_wait and 0 < self._num_accumulated <= _MOST_BATCHES_OF_A_STEP and not is_off
         own = waits or _holds_own_gradients()
         if any(self._world.gather_with_deadline("accumulation", own, deadline_s).values()):
             if self._wanted:
@@ -372,7 +378,7 @@ class Resumable:
             return
         checkpoint.flush()
         guard.check_equal_steps("the step before a save")
-        saves = current().part(Saves)
+        saves = current().part(ProgressFiles)
         for call in saves.before:
             call()
         self._last_save, self._num_unsaved, self._wanted = time.monotonic(), 0, None
@@ -383,7 +389,7 @@ class Resumable:
         for stateful in self._objects.values():
             if isinstance(stateful, Running):
                 stateful.collect()
-        order = self._loader.order_state() if isinstance(self._loader, Enterable) else _order_of(self._loader)
+        order = self._loader.order_state() if isinstance(self._loader, Enterable) else order_of(self._loader)
         states = self._world.gather((self._streams or rank_states(self._world.device), order))
         of_objects = self._objects.items()
         objects = {name: stateful.state_dict() for name, stateful in of_objects}  # collective if sharded
@@ -407,14 +413,13 @@ class Resumable:
             left.unlink()  # from a process that was killed while writing
         written = self.folder / f"epoch_{self.epoch:06d}_step_{self.step:09d}.pth"
         save = checkpoint.save_in_background if self._in_background else checkpoint.save
-        save(plain_files.content(content, written, self._world.options.trust_progress), written)
+        save(plain_content(content, written, self._world.options.trust_progress), written)
         for also in saves.also:
             checkpoint.afterwards(*also(written))
         checkpoint.afterwards(keep_newest, written, self._num_kept)
 
     def leave(self, reason: str) -> NoReturn:
         """Save, and exit with code 75, on all ranks (collective)."""
-        preemption.heard()
         self.save()
         checkpoint.flush()
         self._world.barrier()  # a launcher that sees one rank end kills those that are still writing
@@ -439,7 +444,7 @@ class Resumable:
         With a launcher, a file beside the folder tells later starts that the training is finished.
         """
         preemption.unlisten(is_complete=True)
-        if self._world.is_main and not current().part(Saves).is_off:
+        if self._world.is_main and not current().part(ProgressFiles).is_off:
             checkpoint.flush()
             shutil.rmtree(self.folder, ignore_errors=True)
             if self._world.is_launched:
@@ -449,7 +454,7 @@ class Resumable:
         path = find_progress(self.folder)
         if path is None:
             return None
-        found: dict[str, Any] = plain_files.read(path, self._world.options.trust_progress)
+        found: dict[str, Any] = read_plain(path, self._world.options.trust_progress)
         there: Any = found if isinstance(found, dict) else {}
         odd = [name for name, kinds in _PARTS.items() if not isinstance(there.get(name, ...), kinds)]
         odd += [] if odd or found["random"] else ["random"]
@@ -466,7 +471,7 @@ class Resumable:
             )
         if (found["epoch"], found["step"]) <= later_than:
             return None
-        current().part(Saves).restored = path
+        current().part(ProgressFiles).restored = path
         return found
 
     def _enter(self, start: int, facts: dict[str, Any], can_enter: bool) -> None:
@@ -488,19 +493,11 @@ class Resumable:
         states, here = found["random"], self._world
         self._order = found["order"][here.rank if len(states) == here.world_size else 0]
         if draws_alike():
-            plain_files.restore_streams(states[0], here.device, self.folder)
+            restore_streams(states[0], here.device, self.folder)
         elif len(states) == here.world_size:
-            plain_files.restore_streams(states[here.rank], here.device, self.folder)
+            restore_streams(states[here.rank], here.device, self.folder)
         else:
             seed_everything(derive_seed(here.seed or 0, "rank", here.rank, "resumed", self.epoch, start))
-
-
-def _order_of(loader: Any) -> dict[str, Any]:
-    """Return what one of torch's loaders keeps from pass to pass. Local."""
-    return {
-        "generators": [generator.get_state() for generator in own_generators(loader)],
-        "workers stay": getattr(loader, "_iterator", None) is not None,
-    }
 
 
 def _begun(loader: Any) -> Iterator[Any]:
@@ -514,4 +511,4 @@ def _begun(loader: Any) -> Iterator[Any]:
 
 def _holds_own_gradients() -> bool:
     """Whether this rank holds gradients that no pass has reduced yet (no_sync). Local."""
-    return any(wrapped.has_unreduced_gradients for wrapped in current().part(guard.Watched).owners.values())
+    return any(wrapped.has_unreduced_gradients for wrapped in current().part(guard.GuardState).owners.values())

@@ -19,9 +19,6 @@ from ddpshim.process.job import current
 from ddpshim.process.random_streams import global_states, restore_global_states
 from ddpshim.process.say import say, say_once
 
-_UNKNOWN, _DRAWS, _DRAWS_NOTHING = range(3)
-_MOST_AGAIN = 2**20  # samples that a worker would fetch again after a late first draw
-
 
 class _Fetched(list[Any]):
     """A rank's samples of a batch, with the samples of all ranks.
@@ -43,9 +40,9 @@ class _Said(dict[str, torch.Tensor]):
 class SampleStreams(Dataset[Any]):
     """`dataset` with the random streams of one process.
 
-    In one process a worker, or the training process, fetches whole batches. So each rank fetches the first batch whole.
-    If fetching or collating it draws from the global generators of Python, numpy or torch, the rank continues with
-    whole batches; if not, with its rows alone. A worker that first draws later fetches all its batches again, whole.
+    In one process a worker, or the training process, fetches whole batches. So each rank fetches the first batch of a
+    pass whole. If fetching or collating it draws from the global generators of Python, numpy or torch, the rank
+    continues with whole batches; if not, with its rows alone. A first draw for a later batch is refused.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], share: tuple[int, int], num_workers: int) -> None:
@@ -53,22 +50,19 @@ class SampleStreams(Dataset[Any]):
         self.dataset, self._collate = dataset, collate
         self._rank, self._world_size = share
         self._joins, self._name = joins_samples(dataset), name_of(dataset)
-        # Each worker's state, for its successor in the next pass.
-        self._known = torch.zeros(max(1, num_workers), dtype=torch.int8, device="cpu")
+        # Whether it draws, or joins samples, in this pass; None until the first batch is collated.
+        self._draws: Optional[bool] = self._joins or None
+        self._last_step = -1
         self._said = current().part(_Said).setdefault(self._name, torch.zeros(2, dtype=torch.int8, device="cpu"))
         if num_workers:
-            with contextlib.suppress(RuntimeError, OSError):  # without shared memory each worker finds it out again
-                self._known.share_memory_(), self._said.share_memory_()
-        if self._joins:
-            self._known.fill_(_DRAWS)
-            if self._rank == 0 < self._world_size - 1:
-                say_once(
-                    f"the __getitems__ of {self._name} may combine the samples of a batch: each rank loads every whole "
-                    "batch and keeps its rows, which makes loading as slow as in one process. Without it each rank "
-                    "would load its rows only"
-                )
-        self._began: Optional[dict[str, Any]] = None  # the generators' states before this worker's first batch
-        self._past: Optional[list[Sequence[Any]]] = []  # the batches since then; None if they are too many
+            with contextlib.suppress(RuntimeError, OSError):  # without shared memory each worker prints its lines
+                self._said.share_memory_()
+        if self._joins and self._rank == 0 < self._world_size - 1:
+            say_once(
+                f"the __getitems__ of {self._name} may combine the samples of a batch: each rank loads every whole "
+                "batch and keeps its rows, which makes loading as slow as in one process. Without it each rank "
+                "would load its rows only"
+            )
 
     def __getitem__(self, index: Any) -> Any:
         return self.dataset[index]
@@ -76,35 +70,32 @@ class SampleStreams(Dataset[Any]):
     def __getitems__(self, indices: list[Any]) -> Any:
         if not isinstance(indices, Numbered):
             return fetched(self.dataset, indices)
-        if self._world_size == 1:
-            if self._began is None:
-                self._began = global_states()
-                if indices.before:  # this pass began in its middle
-                    self._collate(fetched(self.dataset, indices))
-                    if has_drawn(self._began):
-                        self._fetch_again([*indices.before])
-            return fetched(self.dataset, indices)
+        if indices.step <= self._last_step:  # another pass
+            self._draws = self._joins or None
+        self._last_step = indices.step
+        if indices.before:
+            self._draw_for_batches_before(indices)
         before = global_states()
-        state = self._state()
-        if self._began is None:
-            self._began, self._past = before, [*indices.before]
-            if state == _DRAWS:
-                self._fetch_again(self._past)
-        if state == _DRAWS_NOTHING:
+        if self._draws is False:
             samples = fetched(self.dataset, indices)
-            if not has_drawn(before):
-                self._remember(indices.whole)
-                return samples
-            return self._after_a_late_draw(indices)
+            if has_drawn(before):
+                raise DataError(LATE_DRAW.format(self._name))
+            return samples
         whole = fetched(self.dataset, indices.whole)
-        if state == _UNKNOWN and has_drawn(before):
+        if self._world_size == 1:
+            return whole
+        if self._draws is None and has_drawn(before):
             self._continue_with_whole_batches("draws random numbers for a sample")
-            if self._past:
-                self._fetch_again(self._past)
-                whole = fetched(self.dataset, indices.whole)
-        elif state == _UNKNOWN:
-            self._remember(indices.whole)
         return _Fetched(whole, indices)
+
+    def _draw_for_batches_before(self, indices: Numbered) -> None:
+        """Make the draws of this worker for the batches before `indices`, if it draws for these."""
+        before = global_states()
+        self._collate(fetched(self.dataset, indices.whole))
+        if has_drawn(before):
+            restore_global_states(before)
+            for batch in indices.before:
+                self._collate(fetched(self.dataset, batch))
 
     def collated(self, samples: Any) -> Any:
         """Collate samples with the loader's collate_fn; if that draws, collate the whole batch and take own rows."""
@@ -129,9 +120,6 @@ class SampleStreams(Dataset[Any]):
                     is_seen_by_all=False,
                 )
             return batch
-        if draws and self._state() == _UNKNOWN and self._past is not None and len(self._past) > 1:
-            self._fetch_again(self._past[:-1])
-            samples.whole, before = fetched(self.dataset, self._past[-1]), global_states()
         if draws:
             restore_global_states(before)
             try:
@@ -141,45 +129,18 @@ class SampleStreams(Dataset[Any]):
                     f"{_name(self._collate)} draws random numbers for a batch that cannot be divided: one process "
                     "would draw different ones"
                 )
-        if self._state() == _UNKNOWN and draws:
-            self._continue_with_whole_batches(f"is collated by {_name(self._collate)}, which draws random numbers")
-        elif self._state() == _UNKNOWN:
-            self._set_state(_DRAWS_NOTHING)
+            if self._draws is None:
+                self._continue_with_whole_batches(f"is collated by {_name(self._collate)}, which draws random numbers")
+        elif self._draws is None:
+            self._draws = False
         return batch
 
-    def _after_a_late_draw(self, indices: Numbered) -> Any:
-        if get_worker_info() is None or self._past is None:
-            raise DataError(LATE_DRAW.format(self._name))
-        self._continue_with_whole_batches("draws random numbers for a sample, first in the middle of a pass", False)
-        self._fetch_again(self._past)
-        return _Fetched(fetched(self.dataset, indices.whole), indices)
-
-    def _fetch_again(self, batches: list[Sequence[Any]]) -> None:
-        """Make the draws that this worker would have made so far if it had fetched whole batches."""
-        assert self._began is not None
-        restore_global_states(self._began)
-        for batch in batches:
-            self._collate(fetched(self.dataset, batch))
-
-    def _state(self) -> int:
-        return int(self._known[_worker()].item())
-
-    def _set_state(self, state: int) -> None:
-        self._known[_worker()] = state
-
-    def _remember(self, batch: list[Any]) -> None:
-        if self._past is not None and get_worker_info() is not None:
-            self._past.append(batch)
-            if len(self._past) * len(batch) > _MOST_AGAIN:
-                self._past = None
-
-    def _continue_with_whole_batches(self, what: str, is_seen_by_all: bool = True) -> None:
-        self._set_state(_DRAWS)
+    def _continue_with_whole_batches(self, what: str) -> None:
+        self._draws = True
         self._print_once(
             f"{what}: to draw what one process draws, each rank loads every whole batch and keeps its rows, which "
             "makes loading as slow as in one process",
-            is_seen_by_all,
-            0,
+            kind=0,
         )
 
     def _print_once(self, what: str, is_seen_by_all: bool = True, kind: int = 1) -> None:
@@ -207,11 +168,6 @@ def _rows_of(batch: Any, num_rows: int, rows: Sequence[int]) -> Any:
         parts = [_rows_of(part, num_rows, rows) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     raise _Indivisible
-
-
-def _worker() -> int:
-    info = get_worker_info()
-    return 0 if info is None else info.id
 
 
 def _name(function: Any) -> str:

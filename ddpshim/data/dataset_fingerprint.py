@@ -7,12 +7,12 @@ are restored afterwards.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
-import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
@@ -53,22 +53,21 @@ def facts_of(dataset: Any) -> dict[str, int]:
     return found
 
 
-def probe(dataset: Any, num_reads: int = 1) -> dict[str, int]:
+def probe(dataset: Any) -> dict[str, Optional[int]]:
     """Return hashes of the first, a middle and the last item, by name. Local; random streams are restored.
 
-    For an item that cannot be read, its error is hashed: training will raise it.
-
-    Args:
-        num_reads: how often each item is read; the last read counts. An item that differs between reads has entropy of
-            its own.
+    For an item that cannot be read, its error is hashed: training will raise it. None: two reads of the item differ, so
+    it has entropy of its own.
     """
     num = None if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") else length(dataset)
-    found: dict[str, int] = {}
+    found: dict[str, Optional[int]] = {}
     for index in dict.fromkeys((0, (num or 0) // 2, (num or 1) - 1)) if num else ():
+        reads = []
         with _generators_kept(dataset):
-            for _ in range(num_reads):
+            for _ in range(2):
                 with PrivateRandom(index).swapped_in():
-                    found[f"item {index} of the dataset"] = _hash_of_item(dataset, index)
+                    reads.append(_hash_of_item(dataset, index))
+        found[f"item {index} of the dataset"] = reads[0] if reads[0] == reads[1] else None
     return found
 
 
@@ -81,34 +80,24 @@ def _hash_of_item(dataset: Any, index: int) -> int:
 
 def hash_of(value: Any) -> int:
     """Return a hash of the numbers and the text in `value`, or of the class of another object. Local."""
-    if isinstance(value, torch.Tensor):
-        return _hash_of_tensor(value)
     if isinstance(value, Mapping):
         return zlib.crc32(repr([(str(key), hash_of(inner)) for key, inner in value.items()]).encode())
     if isinstance(value, (list, tuple)):
         return zlib.crc32(repr([len(value), *map(hash_of, _some(value))]).encode())
     if isinstance(value, (str, bytes, int, float, bool, complex, type(None))):
         return zlib.crc32(repr(value).encode())
-    if hasattr(value, "dtype") and hasattr(value, "shape") and hasattr(value, "reshape"):  # numpy's
-        flat = value.reshape(-1)
-        some = flat[:: max(1, len(flat) // _MOST_ENTRIES)]
-        content = repr(some.tolist()).encode() if value.dtype.hasobject else some.tobytes()
-        return zlib.crc32(content, zlib.crc32(f"{value.dtype} {tuple(value.shape)}".encode()))
+    if hasattr(value, "dtype") and hasattr(value, "shape") and hasattr(value, "reshape"):  # torch's, numpy's
+        kind = zlib.crc32(f"{value.dtype} {tuple(value.shape)}".encode())
+        if isinstance(value, torch.Tensor) and (value.layout != torch.strided or value.is_meta or value.is_quantized):
+            return kind
+        return zlib.crc32(repr(_some(value.reshape(-1)).tolist()).encode(), kind)
     if callable(getattr(value, "tobytes", None)):  # an image
         return zlib.crc32(value.tobytes())
     return zlib.crc32(type(value).__name__.encode())
 
 
-def _hash_of_tensor(value: torch.Tensor) -> int:
-    kind = zlib.crc32(f"{value.dtype} {tuple(value.shape)}".encode())
-    if value.layout != torch.strided or value.is_meta or value.is_quantized:
-        return kind
-    flat = value.detach().reshape(-1)
-    some = flat[:: max(1, len(flat) // _MOST_ENTRIES)].cpu()
-    return zlib.crc32(repr(some.tolist()).encode(), kind)
-
-
-def _some(values: Sequence[Any]) -> Sequence[Any]:
+def _some(values: Any) -> Any:
+    """Return about `_MOST_ENTRIES` of the entries of a list or an array."""
     return values[:: max(1, len(values) // _MOST_ENTRIES)]
 
 
@@ -158,21 +147,16 @@ def _without_folder(held: Any) -> Any:
 @contextlib.contextmanager
 def _generators_kept(dataset: Any) -> Iterator[None]:
     """Within this block the dataset's own generators may draw; afterwards their states are restored."""
-    numpy = sys.modules.get("numpy")
-    kept: list[tuple[Any, Any]] = []
+    kept: list[tuple[Callable[[Any], None], Any]] = []
     holder: Optional[Any] = dataset
     while holder is not None:
         for held in list(getattr(holder, "__dict__", {}).values()):
-            if isinstance(held, torch.Generator):
-                kept.append((held.set_state, held.get_state()))
-            elif isinstance(held, random.Random):
+            if isinstance(held, random.Random):
                 kept.append((held.setstate, held.getstate()))
-            elif numpy is not None and isinstance(held, numpy.random.RandomState):
+            elif isinstance(held, torch.Generator) or type(held).__module__ == "numpy.random.mtrand":
                 kept.append((held.set_state, held.get_state()))
-            elif numpy is not None and isinstance(held, numpy.random.Generator):
-                kept.append(
-                    (lambda state, of=held: setattr(of.bit_generator, "state", state), held.bit_generator.state)
-                )
+            elif type(held).__module__ == "numpy.random._generator":
+                kept.append((functools.partial(setattr, held.bit_generator, "state"), held.bit_generator.state))
         holder = getattr(holder, "dataset", None)
     try:
         yield

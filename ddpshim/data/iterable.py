@@ -10,6 +10,7 @@ from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
 
 from ddpshim.data.dataset_fingerprint import length
 from ddpshim.data.numbered import EpochCounter
+from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
 from ddpshim.job.group import current_or_new_world
 from ddpshim.job.noise import use_own_batches
@@ -19,10 +20,9 @@ from ddpshim.process.seeds import derive_seed
 
 if TYPE_CHECKING:
     from ddpshim.data.loader_builder import Parts
-    from ddpshim.data.sharded_loader import ShardedLoader
 
 
-def loader_over(parts: "Parts") -> "ShardedLoader":
+def loader_over(parts: "Parts") -> ShardedLoader:
     """Return a loader over the stream `parts.dataset`, which is this rank's share. Local."""
     kind = type(parts.dataset).__name__
     if parts.num_shares > 1:
@@ -40,10 +40,10 @@ def loader_over(parts: "Parts") -> "ShardedLoader":
     # torch shards an IterDataPipe itself, if it is not wrapped.
     dataset = parts.dataset if isinstance(parts.dataset, IterDataPipe) else stream
     of_all = num_each and num_each * parts.world.world_size
-    return parts.loader(dataset, stream, of_all, {}, batch_size=num_each, drop_last=parts.drop_last)
+    return ShardedLoader(parts, dataset, stream, of_all, {}, batch_size=num_each, drop_last=parts.drop_last)
 
 
-class _Epoch:
+class _EpochOfWorkers:
     """The epoch that the next iterators read, in this process and in its data workers."""
 
     def __init__(self, workers_stay: bool) -> None:
@@ -72,7 +72,7 @@ class OwnStream(IterableDataset[Any]):
         """`num_each`: items in a batch; None if each is one."""
         self.dataset, self.epochs = dataset, EpochCounter()
         self._num_each, self._drops = num_each or 1, drop_last
-        self._epoch = _Epoch(workers_stay)
+        self._epoch = _EpochOfWorkers(workers_stay)
 
     def begin(self, epoch: int) -> None:
         """Make the next iterators, in this process and in workers, read `epoch`. Local.
@@ -106,24 +106,19 @@ class OwnStream(IterableDataset[Any]):
 
 
 def shard_iterable(
-    dataset: Iterable[Any],
-    decode: Optional[Callable[[Any], Any]] = None,
-    drop_last: bool = True,
-    *,
-    seed: Optional[int] = None,
-    world: Optional[World] = None,
+    dataset: Iterable[Any], decode: Optional[Callable[[Any], Any]] = None, *, world: Optional[World] = None
 ) -> "ShardedIterable":
     """Return an IterableDataset with this rank's and data worker's share of `dataset`, for torch's own DataLoader.
 
     Item i goes to rank i % W, and worker w of n gets every n-th of the rank's items. W items are a round, which is
-    given out only when all of it is read: so ranks get equally many items, and take equally many steps with equal
-    batch sizes and workers. Every rank and worker iterates over the whole `dataset`; `decode` is called on its share
-    alone. So let `dataset` give cheap items (paths, records), and do expensive work in `decode`.
+    given out only when all of it is read, so that ranks take equally many steps: the items of an incomplete last round
+    are dropped. Every rank and worker iterates over the whole `dataset`; `decode` is called on its share alone. So let
+    `dataset` give cheap items (paths, records), and do expensive work in `decode`.
 
     Local, except that it calls `ddpshim.setup()` if necessary. With one process it divides over workers only. `dataset`
-    must give the same items for the same (seed, epoch): draws from the global generators do, entropy of its own does
-    not. Each pass in this process begins a new epoch; with workers, call `set_epoch` before each pass, as for torch's
-    DistributedSampler. For :func:`make_loader`, add `already_sharded=True`.
+    must give the same items for the same epoch: draws from the global generators do, which are seeded equally on all
+    ranks; entropy of its own does not. Each pass in this process begins a new epoch; with workers, call `set_epoch`
+    before each pass, as for torch's DistributedSampler. For :func:`make_loader`, add `already_sharded=True`.
 
     >>> from torch.utils.data import DataLoader
     >>> ranks = [World(rank=rank, world_size=2) for rank in range(2)]
@@ -135,12 +130,9 @@ def shard_iterable(
         dataset: any object that can be iterated repeatedly; its `set_epoch`, if it has one, is called.
             `get_worker_info()` is None in it, so that it does not shard a second time.
         decode: makes a sample from an item. It draws from its process's own random streams.
-        drop_last: True: an incomplete round is dropped. False: it is filled up from its own start (those items count
-            twice).
-        seed: for draws of `dataset` from the global generators, equal on all ranks; default the world's.
 
     Raises:
-        DataError: `dataset` cannot be read twice, is a share already, is not iterable, or has fewer items than ranks.
+        DataError: `dataset` cannot be read twice, is a share already, or has fewer items than ranks.
     """
     here = current_or_new_world() if world is None else world
     kind = type(dataset).__name__
@@ -154,11 +146,6 @@ def shard_iterable(
             f"{kind} is an iterator, which can be read only once; the second epoch would be empty. Give "
             "shard_iterable an object whose __iter__ starts again."
         )
-    if not isinstance(dataset, Iterable):
-        raise DataError(
-            f"{kind} has no __iter__; a dataset that is read by index would lose its order here. Give it to "
-            "ddpshim.make_loader."
-        )
     num_items = length(dataset)
     if num_items is not None and num_items < here.world_size:
         raise DataError(
@@ -167,7 +154,7 @@ def shard_iterable(
         )
     if world is None:
         use_own_batches()
-    return ShardedIterable(dataset, here, drop_last, (here.seed or 0) if seed is None else seed, decode)
+    return ShardedIterable(dataset, here, decode)
 
 
 class ShardedIterable(IterableDataset[Any]):
@@ -176,19 +163,11 @@ class ShardedIterable(IterableDataset[Any]):
     `len()` is the number of items of this rank, equal on every rank.
     """
 
-    def __init__(
-        self,
-        dataset: Iterable[Any],
-        here: World,
-        drop_last: bool,
-        seed: int,
-        decode: Optional[Callable[[Any], Any]] = None,
-    ) -> None:
+    def __init__(self, dataset: Iterable[Any], here: World, decode: Optional[Callable[[Any], Any]]) -> None:
         self.dataset, self.epochs = dataset, EpochCounter()
-        self._rank, self._world_size, self._drops, self._seed = here.rank, here.world_size, drop_last, seed
-        self._decode = decode
+        self._rank, self._world_size, self._seed, self._decode = here.rank, here.world_size, here.seed or 0, decode
         # torch's loader does not tell whether its workers are persistent, so they always read epochs as if they were.
-        self._epoch = _Epoch(workers_stay=True)
+        self._epoch = _EpochOfWorkers(workers_stay=True)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass use `epoch`, here and in workers, and later ones here the following epochs. Local.
@@ -205,8 +184,7 @@ class ShardedIterable(IterableDataset[Any]):
         return share if self._decode is None else map(self._decode, share)
 
     def __len__(self) -> int:
-        rounding = 0 if self._drops else self._world_size - 1
-        return (len(self.dataset) + rounding) // self._world_size  # type: ignore[arg-type]
+        return len(self.dataset) // self._world_size  # type: ignore[arg-type]
 
     def _share(self, epoch: int) -> Iterator[Any]:
         worker = get_worker_info()
@@ -218,13 +196,10 @@ class ShardedIterable(IterableDataset[Any]):
             with private.swapped_in(), _worker_info_hidden():
                 items = iter(self.dataset) if items is None else items
                 of_all = [*islice(items, self._world_size)]
-            is_whole = len(of_all) == self._world_size
-            if not of_all or (self._drops and not is_whole):
+            if len(of_all) < self._world_size:
                 return
             if place % num_workers == number:
-                yield of_all[self._rank % len(of_all)]  # an incomplete round is filled up from its own start
-            if not is_whole:
-                return
+                yield of_all[self._rank]
 
 
 @contextlib.contextmanager

@@ -42,7 +42,6 @@ def make_loader(
     persistent_workers: bool = False,
     pin_memory_device: str = "",
     per_rank_batch: Optional[bool] = None,
-    seed: Optional[int] = None,
     already_sharded: bool = False,
     world: Optional[World] = None,
     **newer: "Unpack[_Newer]",
@@ -69,8 +68,7 @@ def make_loader(
         drop_last: default False without a launcher, as in torch; True launched, and a line reports samples left out.
             False is refused if the ranks do not divide the last batch.
         collate_fn: if not given, robomimic's sequence datasets are fetched by the batch, with the same values.
-        generator: torch's sampler draws from it, as in torch. Its `initial_seed()` is the default of `seed`.
-        seed: of the draws of a stream, and of data workers. Default: the world's.
+        generator: torch's sampler draws from it, as in torch.
         per_rank_batch: `batch_size` is per rank; see :func:`scale_lr`. Default: the world's option.
         already_sharded: `dataset` holds, and `sampler` draws, only this rank's share; only the batch size is divided,
             and each rank draws its order from its own random streams. An iterable dataset must then give equally many
@@ -114,8 +112,6 @@ def make_loader(
             generator=generator,
             **options,
         )
-    if seed is None:
-        seed = generator.initial_seed() if generator is not None else here.seed or 0
     from ddpshim.data import loader_builder
 
     parts = loader_builder.Parts(
@@ -126,7 +122,6 @@ def make_loader(
         sampler,
         batch_sampler,
         drop_last,
-        seed,
         here.options.per_rank_batch if per_rank_batch is None else per_rank_batch,
         already_sharded,
         generator,

@@ -4,9 +4,11 @@ Where an adapter has a fetcher, whole batches are fetched.
 """
 
 import hashlib
-from collections.abc import Iterable
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable, Optional, Protocol, Union
+from typing import Any, Callable, Optional, Protocol
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
@@ -15,18 +17,13 @@ from ddpshim import adapters
 from ddpshim.data.dataset_fingerprint import facts_of, length, probe, refuse_unlike
 from ddpshim.data.numbered import EpochCounter, layers
 from ddpshim.data.sharded_loader import ShardedLoader
+from ddpshim.data.torchs_order import TorchsBatches
 from ddpshim.errors import DataError
 from ddpshim.job import noise
+from ddpshim.job.group import world as current_world
 from ddpshim.job.noise import draws_alike, use_own_batches
 from ddpshim.job.world import World
-from ddpshim.process.job import current
-from ddpshim.process.say import count, say, say_once
-from ddpshim.process.seeds import derive_seed
-from ddpshim.process.users_line import users_line
-
-if TYPE_CHECKING:
-    from ddpshim.data.iterable import OwnStream
-    from ddpshim.data.torchs_order import TorchsBatches
+from ddpshim.process.say import count, say_once
 
 
 @dataclass
@@ -40,7 +37,6 @@ class Parts:
     sampler: Optional[Iterable[Any]]
     batch_sampler: Optional[Iterable[list[Any]]]
     drop_last: bool
-    seed: int
     per_rank_batch: bool
     already_sharded: bool
     generator: Optional[torch.Generator]
@@ -50,13 +46,6 @@ class Parts:
         # already_sharded: nothing is split, as in a world of one rank, but each rank has its own draws.
         self.sharers = World() if self.already_sharded else self.world
         self.num_shares = self.sharers.world_size
-        self.own_seed = derive_seed(self.seed, "share", self.world.rank) if self.already_sharded else self.seed
-
-    def state_of_the_generator(self) -> Optional[str]:
-        """Return a hash of the state from which torch's sampler draws, if the caller gave a generator."""
-        if self.generator is None or self.already_sharded:
-            return None
-        return hashlib.blake2b(bytes(self.generator.get_state().tolist()), digest_size=8).hexdigest()
 
     def make(self) -> ShardedLoader:
         """Return the loader. Raises DataError for arguments that do not split. Local."""
@@ -79,7 +68,7 @@ class Parts:
     def _over_torchs_batches(self) -> ShardedLoader:
         for given in (self.sampler, self.batch_sampler):
             if given is not None:
-                self.refuse_shards(given)
+                self._refuse_shards(given)
         batch_size = self.batch_size
         if self.batch_sampler is None:
             if self.sampler is not None:
@@ -105,20 +94,16 @@ class Parts:
         )
         if self.batch_sampler is not None and len(plain) == 0:
             raise DataError("The batch_sampler has length 0; a pass would have no step. Give it at least one batch.")
-        from ddpshim.data.torchs_order import TorchsBatches
-
         batches = TorchsBatches(plain, self.sharers, EpochCounter(), self.options["num_workers"])
-        declared = getattr(plain.batch_sampler, "batch_size", None)
-        whole = declared if isinstance(declared, int) else None
-        per_rank = None if whole is None else whole // self.num_shares
-        if whole is not None and self.already_sharded:
-            whole *= self.world.world_size
-        shown: dict[str, Any] = {} if plain.batch_sampler is None else {"sampler": batches}
-        if self.batch_sampler is None and plain.batch_sampler is not None:
-            shown.update(batch_size=per_rank, drop_last=self.drop_last)
         if plain.batch_sampler is None:
-            return self.loader(self.dataset, batches, None, shown, batch_size=None, sampler=batches)
-        return self.loader(self.dataset, batches, whole, shown, batch_sampler=batches)
+            return ShardedLoader(self, self.dataset, batches, None, {}, batch_size=None, sampler=batches)
+        whole, of_all = getattr(plain.batch_sampler, "batch_size", None), None
+        shown: dict[str, Any] = {"sampler": batches}
+        if isinstance(whole, int):
+            of_all = whole * self.world.world_size // self.num_shares
+        if self.batch_sampler is None and whole is not None:
+            shown.update(batch_size=whole // self.num_shares, drop_last=self.drop_last)
+        return ShardedLoader(self, self.dataset, batches, of_all, shown, batch_sampler=batches)
 
     def _refuse_uneven_end(self, num_samples: int, num_left: int) -> None:
         if num_left % self.num_shares:
@@ -138,26 +123,9 @@ class Parts:
                     "this rank's batches with already_sharded=True."
                 )
             return None
-        num_ranks, num_whole = self.world.world_size, self.batch_size
-        if self.per_rank_batch:
-            num_whole *= num_ranks
-        else:
-            divide(num_whole, num_ranks)
-        return num_whole * self.num_shares // num_ranks
-
-    def loader(
-        self,
-        dataset: Any,
-        source: "Union[OwnStream, TorchsBatches]",
-        global_batch_size: Optional[int],
-        shown: dict[str, Any],
-        **batching: Any,
-    ) -> ShardedLoader:
-        made = ShardedLoader(dataset, source, global_batch_size, self.own_seed, shown, **batching, **self.options)
-        made.deals_shares = not self.already_sharded and self.world is current().world
-        made.rank, made.world_size = self.sharers.rank, self.num_shares
-        made.number, made.called = current().next_number("loader"), f"the loader of {users_line()}"
-        return made
+        num_ranks = self.world.world_size
+        of_rank = self.batch_size if self.per_rank_batch else divide(self.batch_size, num_ranks)
+        return of_rank * self.num_shares
 
     def refuse_too_small(self, sized: Any, name: str) -> None:
         num_samples, what = length(sized), f"The {name} ({type(sized).__name__})"
@@ -183,7 +151,7 @@ class Parts:
                 f"have no step. Use at most {largest * self.num_shares} ({largest} for each rank), or drop_last=False."
             )
 
-    def refuse_shards(self, sampler: Any) -> None:
+    def _refuse_shards(self, sampler: Any) -> None:
         for layer in layers(sampler):
             num_replicas = getattr(layer, "num_replicas", None)
             is_shard = isinstance(num_replicas, int) and num_replicas > 1 and hasattr(layer, "rank")
@@ -193,6 +161,20 @@ class Parts:
                     f"make_loader would split it again over {self.num_shares} rank(s): most samples would never be "
                     "seen. Leave it out, and pass shuffle= instead."
                 )
+
+    def facts(self, loader: ShardedLoader) -> dict[str, Any]:
+        """Return what must be equal on all ranks, by name."""
+        state = None  # of the generator from which torch's sampler draws
+        if self.generator is not None and not self.already_sharded:
+            state = hashlib.blake2b(bytes(self.generator.get_state().tolist()), digest_size=8).hexdigest()
+        return {
+            "number of samples": None if self.already_sharded else length(self.dataset),
+            "number of steps": length(loader),
+            "global batch": loader.global_batch_size,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+            "state of the generator": state,
+        }
 
 
 def divide(batch_size: int, world_size: int) -> int:
@@ -225,80 +207,65 @@ def make_alike(parts: Parts) -> ShardedLoader:
     facts: dict[str, Any] = {}
     try:
         loader = parts.make()
-        facts = {
-            "number of samples": None if parts.already_sharded else length(parts.dataset),
-            "number of steps": length(loader),
-            "global batch": loader.global_batch_size,
-            "seed": parts.seed,
-            "shuffle": parts.shuffle,
-            "drop_last": parts.drop_last,
-            "state of the generator": parts.state_of_the_generator(),
-        }
+        facts = parts.facts(loader)
     except Exception as error:
         # Raised below, because the other ranks wait in the same gather.
         problem = error
-    said = None if problem is None else f"{type(problem).__name__}: {problem}"
-    share = None  # of the machine, for advice on workers
-    if parts.options["num_workers"]:
-        from ddpshim.data import advice
-
-        share = advice.own_share(parts.options["num_workers"])
+    num_workers = parts.options["num_workers"]
     is_compared = parts.world.world_size > 1 and parts.world.options.guard and not parts.already_sharded
+    said = None if problem is None else f"{type(problem).__name__}: {problem}"
     held = facts_of(parts.dataset) if is_compared else {}
     # With workers this process reads no item, because they would inherit the files that it opens.
-    items = probe(parts.dataset) if is_compared and not parts.options["num_workers"] and problem is None else {}
-    reports = parts.world.gather((said, facts, share, held, items))
+    items = probe(parts.dataset) if is_compared and not num_workers and problem is None else {}
+    failures, all_facts, *hashes = zip(*parts.world.gather((said, facts, held, items)))
     if problem is not None:
         raise problem
     assert loader is not None
-    for rank, (failure, *_) in enumerate(reports):
+    for rank, failure in enumerate(failures):
         if failure is not None:
             raise DataError(
                 f"Rank {rank} could not make its loader ({failure}); this rank would hang. See the traceback of "
                 f"rank {rank}."
             )
-    refuse_unlike(
-        [other for _, other, *_ in reports], "Call make_loader with equal arguments and datasets on every rank."
-    )
-    _refuse_other_data(parts, [report[3] for report in reports], [report[4] for report in reports])
-    shares = [report[2] for report in reports if report[2] is not None]
-    if parts.world.is_main and shares:
-        from ddpshim.data import advice
-
-        advice.give(advice.on_workers(shares))
+    refuse_unlike(all_facts, "Call make_loader with equal arguments and datasets on every rank.")
+    _refuse_other_data(*hashes)
+    if parts.world.is_main and num_workers:
+        _advise_on_workers(parts.world, num_workers)
     return loader
 
 
-def _refuse_other_data(parts: Parts, held: list[dict[str, int]], items: list[dict[str, int]]) -> None:
-    """Raise DataError on all ranks if an index means a different sample on one of them (collective)."""
-    odd = _first_unlike(held)
-    if odd is None and _first_unlike(items) is not None:
-        # An item with entropy of its own differs at each read; such items are not compared.
-        again = probe(parts.dataset, num_reads=2)
-        are_steady = parts.world.gather([name for name, item in items[parts.world.rank].items() if again[name] == item])
-        odd = _first_unlike(
-            [
-                {name: item for name, item in own.items() if all(name in steady for steady in are_steady)}
-                for own in items
-            ]
-        )
-    if odd is not None:
-        name, rank = odd
-        raise DataError(
-            f"Ranks 0 and {rank} hold different data ({name}); an index means a different sample on each, so some "
-            "would be trained on twice and others never. Seed the split, sort the result of os.listdir or glob, and "
-            "load the same files on every rank; pass already_sharded=True if each rank holds its own share. "
-            "DDPSHIM_GUARD=0 turns this check off."
-        )
+def _refuse_other_data(*of_ranks: Sequence[Mapping[str, Optional[int]]]) -> None:
+    """Raise DataError if an index means a different sample on a rank than on rank 0. Local, equal on all ranks."""
+    for hashes in of_ranks:
+        for name, expected in hashes[0].items():
+            found = [own.get(name) for own in hashes]
+            odd = next((rank for rank, value in enumerate(found) if value != expected), None)
+            if odd is not None and None not in found:
+                raise DataError(
+                    f"Ranks 0 and {odd} hold different data ({name}); an index means a different sample on each, so "
+                    "some would be trained on twice and others never. Seed the split, sort the result of os.listdir "
+                    "or glob, and load the same files on every rank; pass already_sharded=True if each rank holds its "
+                    "own share. DDPSHIM_GUARD=0 turns this check off."
+                )
 
 
-def _first_unlike(of_ranks: list[dict[str, int]]) -> Optional[tuple[str, int]]:
-    """Return a name whose value on some rank differs from rank 0's, and that rank; None if there is none."""
-    for rank, facts in enumerate(of_ranks):
-        for name in of_ranks[0]:
-            if name in facts and facts[name] != of_ranks[0][name]:
-                return name, rank
-    return None
+def _advise_on_workers(here: World, num_workers: int) -> None:
+    """Print a line if this node has fewer cores than ranks and data workers. Local: for the main rank.
+
+    4 ranks with 8 workers each, on 16 cores, are 36 processes; with 3 workers, 16.
+    """
+    from ddpshim.process import machine
+
+    num_cores = machine.num_cores()
+    # Where the process may use some of the machine's cores only, a launcher may have bound each rank to its own.
+    num_ranks = here.local_world_size if len(machine.cores()) == os.cpu_count() else 1
+    num_processes = num_ranks * (1 + num_workers)
+    if num_processes > num_cores:
+        say_once(
+            f"{count(num_ranks, 'rank')} x {count(num_workers, 'worker')} on {count(num_cores, 'core')}: "
+            f"{num_processes} processes compete for cores and slow each other down; use "
+            f"num_workers={max(0, num_cores // num_ranks - 1)} (robomimic: train.num_data_workers)"
+        )
 
 
 class Fetcher(Protocol):
@@ -311,56 +278,69 @@ class Fetcher(Protocol):
         """Return the loader's `collate_fn`; it also accepts samples that were fetched one by one."""
 
 
-class _Said(set[tuple[int, int]]):
-    """The pairs (global batch size, number of ranks) that were printed in a job."""
-
-
 def make(parts: Parts, says_dropped: bool) -> ShardedLoader:
     """Return the loader of this rank's share (collective). `says_dropped`: say how many samples `drop_last` omits."""
-    here, dataset, options = parts.world, parts.dataset, parts.options
-    collate: Optional[Callable[[Any], Any]] = None
+    here, options = parts.world, parts.options
     makes_batches = parts.batch_size is not None or parts.batch_sampler is not None
+    fetcher = None
     if makes_batches and options["collate_fn"] in (None, default_collate):
-        options["collate_fn"] = collate = _fetch_batches(here, dataset)
+        fetcher = adapters.fetcher_of(parts.dataset)
+    if fetcher is not None:
+        reason = fetcher.attach()
+        if reason is not None and here.is_main:
+            name = type(parts.dataset).__name__
+            say_once(f"{name} is read sample by sample, many times slower than by the batch: {reason}")
+        options["collate_fn"] = fetcher.collate()
     loader = make_alike(parts)
-    loader.fetches_whole_batches = collate is not None
+    loader.fetches_whole_batches = fetcher is not None
     if parts.already_sharded:
         use_own_batches()
     elif here.world_size > 1 and draws_alike():
         noise.share()
-    _announce(here, loader.global_batch_size)
-    if says_dropped and parts.drop_last and not parts.already_sharded:
-        _say_dropped(here, loader, dataset if parts.sampler is None else parts.sampler)
+    if here.is_main and loader.global_batch_size is not None:
+        size, num_ranks = loader.global_batch_size, here.world_size
+        say_once(f"global batch {size} = {count(num_ranks, 'rank')} x {size // num_ranks}")
+        if says_dropped and parts.drop_last and not parts.already_sharded:
+            _say_dropped(loader.called, loader.global_batch_size, parts)
     return loader
 
 
-def _say_dropped(world: World, loader: ShardedLoader, samples: Any) -> None:
-    num_samples = length(samples)
-    dropped = (num_samples or 0) % (loader.global_batch_size or 1)
-    if dropped and world.is_main:
+def _say_dropped(called: str, global_batch_size: int, parts: Parts) -> None:
+    num_samples = length(parts.dataset if parts.sampler is None else parts.sampler) or 0
+    dropped = num_samples % global_batch_size
+    if dropped:
         say_once(
-            f"{loader.called} drops {dropped} of {num_samples} samples in each epoch, the incomplete last batch: "
+            f"{called} drops {dropped} of {num_samples} samples in each epoch, the incomplete last batch: "
             "drop_last defaults to True on ranks, and to False in a plain `python train.py`. drop_last=False trains on "
             "all of them, as one process does"
         )
 
 
-def _fetch_batches(world: World, dataset: Any) -> Optional[Callable[[Any], Any]]:
-    """Make a dataset that an adapter knows give whole batches, if it can; return its collate_fn, else None."""
-    fetcher = adapters.fetcher_of(dataset)
-    if fetcher is None:
-        return None
-    reason = fetcher.attach()
-    if reason is not None and world.is_main:
-        from ddpshim.data import advice
+def scale_lr(lr: float, rule: Optional[str] = None, world_size: Optional[int] = None) -> float:
+    """Return the learning rate for training with `per_rank_batch=True`.
 
-        advice.give(f"{type(dataset).__name__} is read sample by sample, many times slower than by the batch: {reason}")
-    return fetcher.collate()
+    W ranks then train on batches W times as large, in 1/W of the steps. "linear" multiplies by W (SGD: Goyal et al.
+    2017, with a warm-up), "sqrt" by the square root of W (Adam and similar), "none" does not change it. With a global
+    batch, the default of :func:`make_loader`, batches and steps do not change: use "none". Local; with one process
+    every rule returns `lr`.
 
+    >>> scale_lr(1e-4, "linear", world_size=4)
+    0.0004
+    >>> scale_lr(1e-4, "sqrt", world_size=4)
+    0.0002
 
-def _announce(world: World, global_batch_size: Optional[int]) -> None:
-    said = current().part(_Said)
-    if world.is_main and global_batch_size is not None and (global_batch_size, world.world_size) not in said:
-        said.add((global_batch_size, world.world_size))
-        ranks = count(world.world_size, "rank")
-        say(f"global batch {global_batch_size} = {ranks} x {global_batch_size // world.world_size}")
+    Args:
+        rule: default the world's option `lr_rule` if its `per_rank_batch` is on, else linear.
+        world_size: W; default the current world's.
+
+    Raises:
+        DataError: the rule is unknown.
+    """
+    if rule is None:
+        options = current_world().options
+        rule = options.lr_rule if options.per_rank_batch else "linear"
+    size = current_world().world_size if world_size is None else world_size
+    factors = {"linear": float(size), "sqrt": math.sqrt(size), "none": 1.0}
+    if rule not in factors:
+        raise DataError(f"rule={rule!r} is not a learning-rate rule. Use linear, sqrt or none.")
+    return lr * factors[rule]

@@ -1,4 +1,4 @@
-"""Keeps one copy of an array per node, in memory or on disk, for all its ranks and data workers.
+"""Keeps one copy of an array per node, in memory, for all its ranks and data workers.
 
 The arrays are in a file without a name. The ranks of a node open it through the rank that made it, and workers inherit
 or receive its descriptor. The kernel frees it when the last of these processes ends, even in a crash.
@@ -15,7 +15,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import reduction
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, Optional
 
 import torch
 
@@ -41,7 +41,6 @@ def shared_arrays(
     specs: Mapping[str, Spec],
     fill: Callable[[SharedArrays, int, int], None],
     *,
-    directory: Optional[str] = None,
     world: Optional[World] = None,
 ) -> SharedArrays:
     """Return arrays shared by all processes of this node, filled once (collective; the same with one process).
@@ -53,7 +52,6 @@ def shared_arrays(
         specs: (shape, dtype) by name; the same on every rank.
         fill: called on each rank as `fill(arrays, part, num_parts)`, where `num_parts` is the number of ranks on its
             node; it writes its part. Bytes that no rank writes are zero.
-        directory: for a file with the arrays, if memory has no room for them.
 
     Raises:
         DataError: there is no room, the specs differ between ranks, or the system is not Linux; on every rank.
@@ -80,7 +78,7 @@ def shared_arrays(
 
     def make() -> tuple[int, int]:
         nonlocal arrays
-        arrays = SharedArrays(_make(num_bytes, directory), specs)
+        arrays = SharedArrays(_make(num_bytes), specs)
         return os.getpid(), arrays.descriptor
 
     def see() -> None:
@@ -174,59 +172,24 @@ def _on_each(here: World, function: Callable[..., Any], *args: Any) -> list[Any]
     return [value for value, _ in everyones]
 
 
-class _Place(NamedTuple):
-    """A place for arrays: its free bytes, words for these bytes, and a function that opens a nameless file there."""
-
-    name: str
-    left_bytes: float
-    left: str
-    open: Callable[[], int]
-
-
-def _make(num_bytes: int, directory: Optional[str]) -> int:
-    """Return the descriptor of a file of this size in the first place that has room for it. Local.
-
-    Raises DataError if none has.
-    """
-    places = list(_places(directory))
-    for place in places:
-        if num_bytes <= place.left_bytes:
-            descriptor = place.open()
-            try:
-                if place.name == "memory":  # its pages are allocated when they are filled
-                    os.ftruncate(descriptor, num_bytes)
-                else:  # a full disk raises here; found later, at a write to a page, it would be a bus error
-                    os.posix_fallocate(descriptor, 0, num_bytes)
-            except BaseException:
-                os.close(descriptor)
-                raise
-            return descriptor
-    left = ", ".join(f"{place.name} has {size(place.left_bytes)} {place.left}" for place in places)
-    way_out = "Make room" if directory else "Name a directory on a local disk, for a file (the option node_memory)"
-    raise DataError(
-        f"one copy of the data for this node takes {size(num_bytes)}, and {left}; the kernel would kill a rank that "
-        f"loads it. {way_out}, or load less (robomimic: "
-        "train.hdf5_cache_mode='low_dim', or null)."
-    )
-
-
-def _places(directory: Optional[str]) -> Iterator[_Place]:
-    memory, limits = machine.memory(), [(math.inf, "left")]
-    within = "" if memory.limit_bytes is None else f", with its limit of {size(memory.limit_bytes)} for a container"
-    if memory.available_bytes is not None:
-        limits.append((memory.available_bytes, f"available{within}"))
+def _make(num_bytes: int) -> int:
+    """Return the descriptor of a nameless file of this size in memory. Local. Raises DataError if there is no room."""
+    memory, has_memfd = machine.memory(), hasattr(os, "memfd_create")
+    left = math.inf if memory.available_bytes is None else memory.available_bytes
+    if not has_memfd:
+        left = min(left, shutil.disk_usage(_SHARED_MEMORY).free)
+    if num_bytes > left:
+        of = "" if memory.limit_bytes is None else f", with its limit of {size(memory.limit_bytes)} for a container"
+        raise DataError(
+            f"one copy of the data for this node takes {size(num_bytes)}, and memory has {size(left)} available{of}; "
+            "the kernel would kill a rank that loads it. Make room, or load less (robomimic: "
+            "train.hdf5_cache_mode='low_dim', or null)."
+        )
     # memfd_create needs no /dev/shm (64 MB in a Docker container). Python of conda-forge may lack it.
-    if hasattr(os, "memfd_create"):
-        yield _Place("memory", *min(limits), lambda: os.memfd_create("ddpshim"))
-    elif os.path.isdir(_SHARED_MEMORY):
-        limits.append((shutil.disk_usage(_SHARED_MEMORY).free, "left"))
-        yield _Place(_SHARED_MEMORY, *min(limits), lambda: _nameless(_SHARED_MEMORY))
-    if directory is not None:
-        folder = os.path.expanduser(directory)
-        os.makedirs(folder, exist_ok=True)
-        yield _Place(folder, shutil.disk_usage(folder).free, "left", lambda: _nameless(folder))
-
-
-def _nameless(directory: str) -> int:
-    with tempfile.TemporaryFile(dir=directory) as file:
-        return os.dup(file.fileno())
+    if has_memfd:
+        descriptor = os.memfd_create("ddpshim")
+    else:
+        with tempfile.TemporaryFile(dir=_SHARED_MEMORY) as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, num_bytes)  # pages are allocated when they are filled
+    return descriptor

@@ -12,14 +12,14 @@ from torch.utils.data import BatchSampler, ConcatDataset, RandomSampler, StackDa
 from ddpshim.process.random_streams import global_states, is_same_state
 
 LATE_DRAW = (
-    "a sample of {} draws random numbers, and those of earlier batches did not. Other ranks do not draw them, so they "
-    "would train with other noise. Draw for each sample, or set num_workers above 0"
+    "a sample of {} draws random numbers, and those of earlier batches in this pass did not. Other ranks do not draw "
+    "them, so they would train with other noise. Draw for each sample"
 )
 _NUM_AT_ONCE = 2**15  # indices of a permutation that become Python's ints
 
 
 class Numbered(list[Any]):
-    """A rank's indices of one step, with the numbers of epoch and step; they are also sent to data workers.
+    """A rank's indices of one step, with its number in the pass; both are also sent to data workers.
 
     Attributes:
         whole: the indices of all ranks; empty if they are not known.
@@ -27,9 +27,9 @@ class Numbered(list[Any]):
         before: batches that the same worker fetched earlier in the pass, before the pass was interrupted.
     """
 
-    def __init__(self, indices: Iterable[Any], epoch: int, step: int) -> None:
+    def __init__(self, indices: Iterable[Any], step: int) -> None:
         super().__init__(indices)
-        self.epoch, self.step = epoch, step
+        self.step = step
         self.whole: list[Any] = []
         self.rows: Sequence[int] = ()
         self.before: list[Sequence[Any]] = []
@@ -117,6 +117,14 @@ def own_generators(loader: Any) -> list[torch.Generator]:
     owners = [loader, *layers(getattr(loader, "sampler", None)), *layers(getattr(loader, "batch_sampler", None))]
     found = [getattr(owner, "generator", None) for owner in owners]
     return [*dict.fromkeys(generator for generator in found if isinstance(generator, torch.Generator))]
+
+
+def order_of(loader: Any) -> dict[str, Any]:
+    """Return what one of torch's loaders keeps from pass to pass. Local."""
+    return {
+        "generators": [generator.get_state() for generator in own_generators(loader)],
+        "workers stay": getattr(loader, "_iterator", None) is not None,
+    }
 
 
 def layers(sampler: Any) -> Iterator[Any]:

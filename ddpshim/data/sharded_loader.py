@@ -1,22 +1,31 @@
 """Defines `ShardedLoader`, a DataLoader over one rank's share whose passes can start at any step."""
 
 import functools
+import os
 import threading
-from typing import TYPE_CHECKING, Any, Callable, Optional, Union, cast
+import weakref
+from multiprocessing.util import Finalize
+from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddpshim.data.augmentation import SampleStreams
-from ddpshim.data.numbered import Enterable, joins_samples
+from ddpshim.data.augmentation import SampleStreams, show_dataset_to_worker
+from ddpshim.data.numbered import Enterable, joins_samples, order_of
+from ddpshim.data.torchs_order import TorchsBatches, restore_states, states_of
 from ddpshim.job import shares
 from ddpshim.job.noise import draws_alike
 from ddpshim.process.job import current
+from ddpshim.process.random_streams import rank_states, restore_rank_states
 from ddpshim.process.seeds import derive_seed
+from ddpshim.process.users_line import users_line
 
 if TYPE_CHECKING:
     from ddpshim.data.iterable import OwnStream
-    from ddpshim.data.torchs_order import TorchsBatches
+    from ddpshim.data.loader_builder import Parts
+    from ddpshim.data.torchs_order import OrderOfPass
+
+_with_workers: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's iterators with running workers
 
 
 class ShardedLoader(DataLoader[Any], Enterable):
@@ -28,34 +37,32 @@ class ShardedLoader(DataLoader[Any], Enterable):
 
     def __init__(
         self,
+        parts: "Parts",
         dataset: Any,
         source: "Union[OwnStream, TorchsBatches]",
         global_batch_size: Optional[int],
-        seed: int,
         shown: dict[str, Any],
-        **options: Any,
+        **batching: Any,
     ) -> None:
-        if options.get("num_workers"):
-            from ddpshim.data import workers
-
-            options["worker_init_fn"] = functools.partial(workers.start, options.get("worker_init_fn"))
-        # torch draws the seed of the workers from this generator, and without it from the global one.
-        self._of_workers = torch.Generator()
-        super().__init__(dataset, generator=self._of_workers, **options)
+        options = {**parts.options, **batching}
+        if options["num_workers"]:
+            options["worker_init_fn"] = functools.partial(_start_worker, options["worker_init_fn"])
+        super().__init__(dataset, generator=parts.generator, **options)
         self.global_batch_size = global_batch_size
-        self._source = source
-        self._seed = seed
-        self.rank, self.world_size = 0, 1  # among the ranks that share the order
-        self.deals_shares = False  # whether batches are shares of one process's
-        self.number, self.called = 0, "a loader"  # its number in the job, its name in messages
-        self.fetches_whole_batches = False  # if so, it draws nothing for a sample
+        self._source, self._world = source, parts.sharers
+        self._seed, self._rank = parts.world.seed or 0, parts.world.rank
+        # Whether batches are shares of one process's; if so, the dataset that draws for them.
+        self.deals_shares = not parts.already_sharded and parts.world is current().world
         self._streams: Optional[SampleStreams] = None
+        self._number, self.called = current().next_number("loader"), f"the loader of {users_line()}"
+        self.fetches_whole_batches = False  # if so, it draws nothing for a sample
         self.restarts_workers = not self.persistent_workers  # at each start torch draws a seed
-        self.has_begun = False  # a pass, so that persistent workers have their seed
+        self._begins_with: Optional[dict[str, Any]] = None  # the random streams for the next pass
+        self._has_seed = False  # if they are given: whether the pass draws no seed, because the run's workers stayed
+        self._begun_with: Optional[dict[str, Any]] = None  # those of this one
         # Attributes that users read. torch forbids setting them once its batch sampler exists, so this bypasses it;
         # `shown` has the values that describe this loader's batches.
-        for name, value in shown.items():
-            object.__setattr__(self, name, value)
+        self.__dict__.update(shown)
 
     @property
     def epoch(self) -> int:
@@ -66,64 +73,68 @@ class ShardedLoader(DataLoader[Any], Enterable):
         self._source.epochs.set(epoch, start_step)
 
     def order_state(self) -> Optional[dict[str, Any]]:
-        source: Any = self._source
-        if not hasattr(source, "begun_with"):
+        if not isinstance(self._source, TorchsBatches):
             return None
-        generators = source.generator_states()
-        return {"begun with": source.begun_with, "generators": generators, "workers": source.workers_begun_with}
+        latest, begun_with = self._source.latest, self._begun_with
+        if begun_with is not None and latest is not None and latest.draws_with is not None:
+            begun_with = {**begun_with, "order": (latest.opened_with, latest.draws_with)}
+        return {**order_of(self), "workers stay": self._workers_stay(), "begun with": begun_with}
 
     def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
-        source: Any = self._source
-        if state is not None and hasattr(source, "begins_with"):
-            source.begins_with = state["begun with"] if is_inside else None
-            source.workers_begun_with = state["workers"]
-            self.has_begun = state["begun with"] is not None
-            source.restore_generators(state["generators"])
+        if state is not None:
+            self._begins_with = state["begun with"] if is_inside else {"generators": state["generators"]}
+            self._has_seed = state["begun with"]["has seed"] if is_inside else state["workers stay"]
+
+    def _workers_stay(self) -> bool:
+        return self._iterator is not None and not self.restarts_workers
 
     def __iter__(self) -> Any:
-        epoch = self._source.epochs.advance()
-        start, source = self._source.epochs.start_step, cast(Any, self._source)
-        draw, next_size, num_ahead = None, lambda: self.batch_size, 0
-        if hasattr(source, "draw"):
-            source.begin(epoch, draws_seed=self.restarts_workers or not self.has_begun)
-            draw, next_size = functools.partial(source.draw, source.drawn), source.drawn.sizes.popleft
-            num_ahead = source.drawn.num_ahead
-            if self.num_workers:
-                draw = draw()
-        else:
-            source.begin(epoch)
-            is_drawn = not start and (self.restarts_workers or not self.has_begun)
-            if is_drawn and (draws_alike() or self.rank == 0):  # the seed of workers, which torch's loader draws
-                torch.empty((), dtype=torch.int64).random_()
-        self.has_begun = True
-        streams = None if self.fetches_whole_batches else self._draws()
-        if streams is not None and draws_alike():
-            self._of_workers.set_state(source.workers_begun_with)
-        else:
-            scope: list[Union[int, str]] = ["rank", self.rank, epoch, *([start] if start else [])]
-            self._of_workers.manual_seed(derive_seed(self._seed, "workers", *scope))
-        shown = {name: self.__dict__[name] for name in ("dataset", "collate_fn")}
-        if streams is not None:  # torch's iterator reads these two
+        epoch, source, here = self._source.epochs.advance(), self._source, self._world
+        start, streams = source.epochs.start_step, self._draws()
+        now, (states, self._begins_with) = rank_states(here.device), (self._begins_with, None)
+        if states is not None:
+            restore_states(self, here, states)
+        has_seed = self._workers_stay() if states is None else self._has_seed
+        self._begun_with = {**states_of(self, here), "has seed": has_seed}
+        # torch's iterator reads these three. Its generator only gives the seed of the workers.
+        shown = {name: self.__dict__[name] for name in ("dataset", "collate_fn", "generator")}
+        if streams is not None:
             self.__dict__.update(dataset=streams, collate_fn=streams.collated)
+        if has_seed or not draws_alike():
+            rank = 0 if draws_alike() else self._rank
+            self.generator = torch.Generator().manual_seed(derive_seed(self._seed, "workers", rank, epoch))
+        if not has_seed and (self.generator is not shown["generator"] or self._iterator is not None):
+            torch.empty((), dtype=torch.int64).random_(generator=shown["generator"])  # as torch would
         try:
-            batches = super().__iter__()
+            if isinstance(source, TorchsBatches):
+                source.opens_with = None if states is None else states.get("order")
+                batches = super().__iter__()
+                order, num_samples = source.latest, source.num_samples()
+                assert order is not None
+            else:
+                source.begin(epoch)
+                batches, order, num_samples = super().__iter__(), None, None
         finally:
             self.__dict__.update(shown)
         if self.num_workers:
-            from ddpshim.data import workers
-
-            workers.dismiss_in_the_end(batches)
-        num_samples = source.num_samples() if hasattr(source, "num_samples") else None
-        first = shares.Position(self.number, epoch, start, num_samples)
-        return _Pass(batches, draw, next_size, self.deals_shares, first, self.called, num_ahead)
+            _with_workers.add(batches)
+            _dismiss_workers_with(os.getpid())
+        if states is not None and start:
+            if order is not None:
+                order.draw()
+            restore_rank_states(now, here.device)
+        first = shares.Position(self._number, epoch, start, num_samples)
+        return _PassOfShares(self, batches, order, first)
 
     def _draws(self) -> Optional[SampleStreams]:
         """Return the dataset with the draws of one process; None if each rank draws for its own rows."""
         is_stream = isinstance(self.dataset, IterableDataset)
-        if is_stream or not self.deals_shares or not (draws_alike() or joins_samples(self.dataset)):
+        if is_stream or self.fetches_whole_batches or not self.deals_shares:
+            return None
+        if not draws_alike() and not joins_samples(self.dataset):
             return None
         if self._streams is None:
-            share = self.rank, self.world_size
+            share = self._world.rank, self._world.world_size
             self._streams = SampleStreams(self.dataset, self.collate_fn, share, self.num_workers)
         return self._streams
 
@@ -131,39 +142,28 @@ class ShardedLoader(DataLoader[Any], Enterable):
         return self._source.num_steps()
 
 
-class _Pass:
-    """The batches of a pass. Each is fetched with the dataset's random streams, and becomes the current batch."""
+class _PassOfShares:
+    """The batches of a pass. Each becomes the current batch when it is given."""
 
     def __init__(
-        self,
-        batches: Any,
-        draw: Optional[Callable[[], None]],
-        next_size: Callable[[], Any],
-        deals_shares: bool,
-        first: shares.Position,
-        called: str,
-        num_ahead: int,
+        self, loader: ShardedLoader, batches: Any, order: "Optional[OrderOfPass]", first: shares.Position
     ) -> None:
-        self._batches, self._draw, self._next_size = batches, draw, next_size
-        self._deals_shares = deals_shares
-        self._next, self.called = first, called
-        self._num_ahead = num_ahead  # batches fetched and dropped, so that each worker continues with its own
+        self._batches, self._order, self._batch_size = batches, order, loader.batch_size
+        self._next, self.called, self._deals_shares = first, loader.called, loader.deals_shares
+        # Batches that are fetched and dropped, so that each worker continues with its own.
+        self._num_ahead = 0 if order is None else order.num_ahead
         self.position: Optional[shares.Position] = None  # of the current batch, if it may be trained on
 
-    def __iter__(self) -> "_Pass":
+    def __iter__(self) -> "_PassOfShares":
         return self
 
     def __next__(self) -> Any:
         if self._deals_shares:
             shares.end_batch(self)
-        if self._draw is not None:
-            draw, self._draw = self._draw, None
-            draw()
         for _ in range(self._num_ahead):
-            next(self._batches), self._next_size()
+            self._fetch()
         self._num_ahead = 0
-        batch = next(self._batches)
-        num_rows = self._next_size()
+        batch, num_rows = self._fetch()
         current().progress.batch = (self._next.epoch, self._next.step)
         # A thread that fetches ahead may be at different batches on different ranks.
         feeds = torch.is_grad_enabled() and threading.current_thread() is threading.main_thread()
@@ -173,8 +173,42 @@ class _Pass:
             shares.begin_batch(num_rows, self)
         return batch
 
+    def _fetch(self) -> tuple[Any, Optional[int]]:
+        """Return the next batch, and its number of rows on this rank."""
+        batch = next(self._batches)
+        return batch, self._batch_size if self._order is None else self._order.sizes.popleft()
+
     def __len__(self) -> int:
         return len(self._batches)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
+
+
+def _start_worker(start: Optional[Callable[[int], None]], worker: int) -> None:
+    """Initialise a worker, with the user's `start`."""
+    from ddpshim.failures import preemption
+
+    preemption.ignore_in_worker()
+    shares.end_batch()  # inherited from an abandoned pass: the worker draws nothing for it
+    show_dataset_to_worker()
+    if start is not None:
+        start(worker)
+
+
+@functools.lru_cache(maxsize=1)
+def _dismiss_workers_with(process: int) -> None:
+    """End the remaining workers when this process ends."""
+    Finalize(None, _dismiss_workers, exitpriority=0)
+
+
+def _dismiss_workers() -> None:
+    # Python would send them a signal that they ignore, and wait forever. torch's own way no longer works by then.
+    for batches in list(_with_workers):
+        if getattr(batches, "_worker_pids_set", False):
+            from torch.utils.data._utils import signal_handling
+
+            signal_handling._remove_worker_pids(id(batches))  # else torch reports their end as a failure
+            batches._worker_pids_set = False
+        for worker in getattr(batches, "_workers", ()):
+            worker.kill()

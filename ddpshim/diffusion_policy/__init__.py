@@ -1,4 +1,4 @@
-"""Implements the adapter for diffusion_policy and DP3 (`ddpshim.adapters.Adapter`).
+"""Implements the adapter for diffusion_policy and DP3 (`ddpshim.adapters`).
 
 Their workspaces are distributed like any other one-process program (docs/run.md), except for their rollouts.
 """

@@ -14,11 +14,11 @@ from typing import Any, Callable, Optional
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from ddpshim.data.dataset_fingerprint import refuse_unlike
 from ddpshim.data.loader import make_loader
 from ddpshim.data.loader_builder import divide
-from ddpshim.data.tfdata import divided, share_of_split
 from ddpshim.errors import DataError
-from ddpshim.job.world import world_of_shares
+from ddpshim.job.world import World, world_of_shares
 from ddpshim.process.replaced import replaced
 from ddpshim.process.seeds import derive_seed
 
@@ -125,16 +125,16 @@ def _make_shares(octo_data: Any, dataset_kwargs_list: Any, sample_weights: Any, 
     from dlimp import DLataset
 
     here, share = world_of_shares(), {**options}
-    share["shuffle_buffer_size"] = divided(options["shuffle_buffer_size"], here.world_size)
+    share["shuffle_buffer_size"] = _divided(options["shuffle_buffer_size"], here.world_size)
     if options.get("batch_size") is not None:
         share["batch_size"] = divide(options["batch_size"], here.world_size)
     for name in ("traj_transform_threads", "traj_read_threads"):
         if options.get(name) is not None:
             # octo requires at least one for each dataset
-            share[name] = max(len(dataset_kwargs_list), divided(options[name], here.local_world_size))
+            share[name] = max(len(dataset_kwargs_list), _divided(options[name], here.local_world_size))
     frames = dict(options.get("frame_transform_kwargs", {}))
     if frames.get("num_parallel_calls", tf.data.AUTOTUNE) != tf.data.AUTOTUNE:
-        frames["num_parallel_calls"] = divided(frames["num_parallel_calls"], here.local_world_size)
+        frames["num_parallel_calls"] = _divided(frames["num_parallel_calls"], here.local_world_size)
     share["frame_transform_kwargs"] = frames
 
     tf.random.set_seed(derive_seed(here.broadcast(secrets.randbits(63)), "tf.data", here.rank))
@@ -144,7 +144,7 @@ def _make_shares(octo_data: Any, dataset_kwargs_list: Any, sample_weights: Any, 
     with make_share, replaced(DLataset, "sample_from_datasets", mix):
         made = octo_data.make_interleaved_dataset(dataset_kwargs_list, sample_weights, **share)
     budget = tf.data.Options()
-    budget.autotune.ram_budget = divided(made.options().autotune.ram_budget, here.local_world_size)
+    budget.autotune.ram_budget = _divided(made.options().autotune.ram_budget, here.local_world_size)
     dataset = made.with_options(budget)
     dataset.dataset_statistics, dataset.sample_weights = made.dataset_statistics, made.sample_weights
     return dataset
@@ -163,9 +163,33 @@ def _share_maker(octo_data: Any) -> Callable[..., Any]:
             return make(name, data_dir, **options)
 
     def read_share(builder: Any, split: Any, **reading: Any) -> Any:
-        return read(builder, split=share_of_split(builder, split, here), **reading)
+        return read(builder, split=_share_of_split(builder, split, here), **reading)
 
     return make_share
+
+
+def _divided(total: int, num_ranks: int) -> int:
+    """Return one rank's part of a buffer or of threads that all ranks share, rounded up, so at least 1."""
+    return max(1, -(-total // num_ranks))
+
+
+def _share_of_split(builder: Any, split: Any, here: World) -> Any:
+    """Return this rank's contiguous share of `split`, as a split of the same builder (collective).
+
+    Raises:
+        DataError: fewer examples than ranks, or a different number of examples on another rank.
+    """
+    import tensorflow_datasets as tfds
+
+    num_examples = builder.info.splits[split].num_examples
+    facts = {"data": builder.info.full_name, "split": str(split), "number of examples": num_examples}
+    refuse_unlike(here.gather(facts), "Give every rank the same split of the same data.")
+    if num_examples < here.world_size:
+        raise DataError(
+            f"Split {split} of {builder.info.full_name} has {num_examples} examples for {here.world_size} ranks; "
+            f"some ranks would have nothing to train on. Use at most {num_examples} ranks, or leave this dataset out."
+        )
+    return tfds.even_splits(split, n=here.world_size, drop_remainder=False)[here.rank]
 
 
 def _num_frames(dataset: Any, dataset_kwargs_list: Sequence[dict[str, Any]], train: bool) -> Optional[float]:

@@ -30,40 +30,27 @@ _LEFT_OUT = ("numpy", "mujoco", "xml", "threading", "logging", "multiprocessing"
 
 @dataclass
 class Shown:
-    """What an episode shows about the randomness of its environment.
+    """What the start of an episode shows about the randomness of its environment.
 
     Attributes:
         start: a digest of the numbers in the first observation; None if there are none.
-        outcome: a digest of the episode's results; None if a GPU may have rounded them.
-        start_is_known, outcome_is_known: whether the environment took a seed, or drew from a generator that ddpshim
-            seeds.
+        is_known: whether the environment took a seed, or drew from a generator that ddpshim seeds.
         is_repeatable: False if one seed gave two different starts.
     """
 
     start: Optional[int] = None
-    outcome: Optional[str] = None
-    start_is_known: bool = True
-    outcome_is_known: bool = True
+    is_known: bool = True
     is_repeatable: bool = True
-
-    def take(self, result: Mapping[str, Any]) -> None:
-        """Store a digest of the episode's results. Local."""
-        if not torch.cuda.is_initialized():
-            self.outcome = ", ".join(f"{key} {float(value):.4g}" for key, value in sorted(result.items()))
-
-
-def differ_without_reason(episodes: Iterable[Shown]) -> bool:
-    """Whether episodes differ without a draw from a seeded generator, so because of an unseeded one. Local."""
-    kept = list(episodes)
-    starts = {one.start for one in kept if not one.start_is_known}
-    outcomes = {(one.start, one.outcome) for one in kept if not one.outcome_is_known and one.outcome is not None}
-    from_one_start = len(outcomes) > len({start for start, _ in outcomes})
-    return len(starts) > 1 or from_one_start or not all(one.is_repeatable for one in kept)
 
 
 def name_unseeded(name: str, episodes: Iterable[Shown], here: World) -> None:
-    """Print once, on the main rank, if the episodes of all ranks differ because of an unseeded generator. Local."""
-    if differ_without_reason(episodes) and here.is_main:
+    """Print once, on the main rank, if episodes of all ranks start differently because of an unseeded generator. Local.
+
+    So it is if they differ without a draw from a seeded generator.
+    """
+    kept = list(episodes)
+    starts = {one.start for one in kept if not one.is_known}
+    if here.is_main and (len(starts) > 1 or not all(one.is_repeatable for one in kept)):
         say_once(
             f"{name} draws from an unseeded generator, or remembers earlier episodes: its statistics depend on the "
             f"number of ranks, here {here.world_size}. Make its reset take a seed, or give it a method seed(n), or "
@@ -103,7 +90,7 @@ def seeded(env: Any, seed: int, is_checked: bool = False) -> Iterator[Shown]:
             if is_first:
                 is_first.clear()
                 has_drawn, shown.start = _states(generators) != before, _digest(observation)
-                shown.start_is_known = takes_seed or has_drawn
+                shown.is_known = takes_seed or has_drawn
                 if is_checked and takes_seed and not has_drawn:
                     give_seed()
                     observation = reset_once(*args, **kwargs)
@@ -112,7 +99,6 @@ def seeded(env: Any, seed: int, is_checked: bool = False) -> Iterator[Shown]:
 
         stack.enter_context(replaced(env, "reset", watched))
         yield shown
-        shown.outcome_is_known = takes_seed or _states(generators) != before
 
 
 class _SeededReset:

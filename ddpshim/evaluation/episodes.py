@@ -80,7 +80,6 @@ def play(env: Any, policy: Any, rules: Rules, number: int, is_checked: bool) -> 
     start = time.perf_counter()
     with shared_random_streams(seed), acting(policy) as act, environments.seeded(env, seed, is_checked) as shown:
         success, rewards = _play(env, act, rules)
-    shown.take({"success": success, "reward": sum(rewards)})
     return Episode(number, seed, success, sum(rewards), len(rewards), time.perf_counter() - start), shown
 
 

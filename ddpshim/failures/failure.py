@@ -31,9 +31,7 @@ from ddpshim.process.say import place, ranks_called, say
 
 T = TypeVar("T")
 
-_EXIT_HANDLERS_DEADLINE_S = 5.0
-_STORE_DEADLINE_S = 5.0
-_LAUNCHER_DEADLINE_S = 5.0
+_EXIT_HANDLERS_DEADLINE_S = _STORE_DEADLINE_S = _LAUNCHER_DEADLINE_S = 5.0
 _OTHER_THREAD_DEADLINE_S = 60.0
 _LONGEST = 300  # characters of an error in the line of a rank that did not fail first
 
@@ -160,32 +158,23 @@ def _report(error: BaseException, exit_code: int, me: int, watched: Optional[Wat
         # torch's handler raises when a data worker ends, and a launcher may end the workers together with this rank.
         if hasattr(signal, "SIGCHLD"):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    _ask_store(lambda store: store.set(f"failed/{me}", "1"))
     failure_notes.write(error, exit_code)
     first = note(error)
     with contextlib.suppress(ValueError):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if sigterms:
             os.kill(os.getpid(), signal.SIGTERM)
-    stream = sys.__stderr__ or sys.stderr
     if first == me and lost_a_peer(error):
         # The peer was killed and could not report it. A launcher sees that, blames it and ends this rank in seconds.
         say(f"rank {me} lost a peer ({type(error).__name__})", directly=True)
         if watched is not None and watched.is_told_to_end:
             os._exit(exit_code)
         time.sleep(_LAUNCHER_DEADLINE_S)
-        if (caused := _with_who_left(error)) is not error:
-            error = caused
-            failure_notes.write(error, exit_code, knows_cause=True)
-    if first == me and is_late(error):
-        named, where = ([], "") if watched is None or watched.watch is None else watched.watch.describe_others()
-        who = ranks_called(named) if named else "another rank"
-        said = f"{who} did not answer rank {me} within the timeout{where and f'. Where each rank is:{chr(10)}{where}'}"
-        say(said, directly=True)
-        if me:  # `run` shows the output of rank 0 only
-            failure_notes.write(error, exit_code, knows_cause=True, more=f"\n{said}\n")
     if first == me:
-        lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        if (explained := _explained(error)) is not error:
+            error = explained
+            failure_notes.write(error, exit_code, knows_cause=True)
+        lines = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
         what = "was interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         say(f"rank {me} ({socket.gethostname()}) {what}:\n{lines}", directly=True)
         if isinstance(error, Exception):
@@ -200,7 +189,7 @@ def _report(error: BaseException, exit_code: int, me: int, watched: Optional[Wat
     handlers = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
     handlers.start()
     handlers.join(_EXIT_HANDLERS_DEADLINE_S)
-    for out in (sys.stdout, sys.stderr, stream):
+    for out in filter(None, (sys.stdout, sys.stderr, sys.__stderr__)):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             out.flush()
     if first == me:
@@ -213,18 +202,23 @@ def _short(error: BaseException) -> str:
     return said if len(said) <= _LONGEST else said[: _LONGEST + 1].rpartition(" ")[0] + " ..."
 
 
-def _with_who_left(error: BaseException) -> BaseException:
-    """Return `error`, or a SyncError in its place if a rank is missing because its program has ended normally."""
+def _explained(error: BaseException) -> BaseException:
+    """Return `error`; if it waited for a rank that has left the job, or that did not come, a SyncError that says so."""
     watched = current().watched
-    left = "" if watched is None or watched.watch is None else watched.watch.describe_left()
-    if watched is None or not left:
+    if watched is None or watched.watch is None:
         return error
-    from ddpshim.process.remedies import remedy
+    me = watched.rank
+    if lost_a_peer(error) and (left := watched.watch.describe_left()):
+        from ddpshim.process.remedies import remedy
 
-    return SyncError(
-        f"rank {watched.rank} waits for a rank that has already left the job, and would hang:\n{left}\n"
-        f"{remedy('same end')}."
-    ).with_traceback(error.__traceback__)
+        why = "waits for a rank that has already left the job, and would hang"
+        text = f"rank {me} {why}:\n{left}\n{remedy('same end')}."
+    elif is_late(error) and (verdict := watched.watch.await_verdict()).text:
+        who = ranks_called(verdict.named) if verdict.named else "another rank"
+        text = f"{who} did not answer rank {me} within the timeout ({_short(error)}): {verdict.text}"
+    else:
+        return error
+    return SyncError(text).with_traceback(error.__traceback__)
 
 
 def _claim(error: BaseException) -> int:
@@ -257,14 +251,11 @@ def _why(rank: int) -> str:
 
 def _ask_store(ask: Callable[[Any], T]) -> Optional[T]:
     """Return `ask(store)`; None without a store, or if the process that serves it has ended."""
-    watched = current().watched
-    if watched is None:
-        return None
-    try:
-        watched.store.set_timeout(timedelta(seconds=_STORE_DEADLINE_S))
-        return ask(watched.store)
-    except (RuntimeError, ValueError):
-        return None
+    if (watched := current().watched) is not None:
+        with contextlib.suppress(RuntimeError, ValueError):
+            watched.store.set_timeout(timedelta(seconds=_STORE_DEADLINE_S))
+            return ask(watched.store)
+    return None
 
 
 def _record_for_torchrun(error: Exception) -> None:

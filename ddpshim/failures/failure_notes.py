@@ -1,6 +1,6 @@
-"""Records how a rank failed, for `run`, and knows the texts with which gloo and nccl report that a rank is gone.
+"""Records how a rank failed, for `run` and `spawn`, and knows gloo's and nccl's texts for a rank that is gone.
 
-Each rank writes one file, once, when an exception leaves the program or is given to `ddpshim.abort`.
+Each rank writes one note, once, when an exception leaves the program or is given to `ddpshim.abort`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ class Note(NamedTuple):
     traceback: str
 
 
-def write(error: BaseException, exit_code: int, *, knows_cause: bool = False, more: str = "") -> None:
-    """Write this rank's note, with `more` below the traceback, if `run` started it. Local.
+def write(error: BaseException, exit_code: int, *, knows_cause: bool = False) -> None:
+    """Write this rank's note, if `run` or `spawn` started it. Local.
 
-    Only with `knows_cause` it replaces an earlier note, whose moment it keeps.
-
-    Raises nothing if it cannot be written: the rank must end anyway, and `run` then uses its exit code.
+    Only with `knows_cause` it replaces an earlier note, whose moment it keeps. Raises nothing if it cannot be written:
+    the rank must end anyway, and its exit code is used.
     """
     folder = os.environ.get(variables.RUN_DIR)
     rank = os.environ.get("RANK", os.environ.get(variables.RANK))
@@ -52,15 +51,13 @@ def write(error: BaseException, exit_code: int, *, knows_cause: bool = False, mo
     # earlier, and then the agent ends this one, perhaps while it writes. So the note appears only when complete.
     try:
         moment = Note(*json.loads(note.read_text())).moment if note.exists() else time.time()
-        partial.write_text(json.dumps(Note(moment, exit_code, lost, "".join(lines) + more)))
+        partial.write_text(json.dumps(Note(moment, exit_code, lost, "".join(lines))))
         partial.replace(note)
     except OSError as cause:
-        say(f"{note} cannot be written ({cause}); `run` will not know why rank {rank} failed", directly=True)
+        say(f"{note} cannot be written ({cause}); nobody will know why rank {rank} failed", directly=True)
 
 
 LOST, LATE = "lost", "late"
-
-
 # What a text in an error means of another rank, and where the text comes from.
 SIGNS = {
     "Connection closed by peer": LOST,  # gloo/transport/tcp/pair.cc

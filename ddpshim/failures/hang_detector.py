@@ -1,7 +1,8 @@
 """Reports where each rank is when one waits in a collective for too long, with a thread in each rank.
 
-The thread checks once a second, which costs steps nothing. If its rank waits too long (`Waits`), it asks the
-others through the job's store. Each thread answers for its rank, even if the rank sleeps or reads from a terminal.
+The thread checks once a second, which costs steps nothing. If its rank waits too long (`Waits`), it asks the others
+through the job's store, and judges by their answers which rank is missing. Each thread answers for its rank, even if
+the rank sleeps or reads from a terminal.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ import json
 import threading
 import time
 import traceback
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import Any, NamedTuple, Optional
 
 from ddpshim.errors import SyncError
 from ddpshim.failures import failure
-from ddpshim.process.job import Job, current
-from ddpshim.process.progress import Place, frames_of, place_of
-from ddpshim.process.say import count, say
+from ddpshim.process.job import Job
+from ddpshim.process.say import count, ranks_called, say
+from ddpshim.process.users_line import Place, frames_of, place_of
 
 _LOOK_EVERY_S = 1.0
 _ANSWER_S = 5.0
@@ -33,6 +34,10 @@ FLOOR_S = 30.0  # a rank may always wait so long, and three times its longest wa
 _FACTOR = 3.0
 _LATE_S = 5.0  # a longer time between two looks means that the process itself was stopped
 NCCL_GRACE_S = 60.0  # nccl's watchdog waits so much longer than this one
+_DECLARED_S = 600.0  # work that one rank is known to do alone is not reported before
+_DEADLOCK_S = 10.0  # ranks that wait in different places for so long will wait forever
+_MOVES_S = 3.0  # a rank that made progress within this time is working
+OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
 
 
 class Standing(NamedTuple):
@@ -59,13 +64,13 @@ class Verdict(NamedTuple):
 
     Attributes:
         named: the missing ranks, if any.
-        said: which rank waits for which, and where each rank is; empty with an error.
-        error: why the job must end, with the same; empty if it need not.
+        text: which rank waits for which, and where each rank is; empty if nothing is wrong.
+        ends_job: whether waiting is useless.
     """
 
-    named: list[int]
-    said: str
-    error: str = ""
+    named: Sequence[int] = ()
+    text: str = ""
+    ends_job: bool = False
 
 
 class Waits:
@@ -117,78 +122,58 @@ class Waits:
 
 
 class Watch:
-    """The thread, and what it has seen of its rank."""
+    """The thread, and what it has seen of its rank.
 
-    def __init__(self) -> None:
-        self._thread: Optional[threading.Thread] = None
-        self._ended = threading.Event()
+    Args:
+        gets_no_errors: as under nccl, where a rank whose GPU waits for a dead rank gets no error, but is killed later,
+            and blamed.
 
-    def begin(self, rank: int, world_size: int, store: Any, timeout_s: float, gets_no_errors: bool = False) -> None:
-        """Watch the calling thread until `end`. Local.
+    Attributes:
+        thread: watches the thread that made this object, from its start until `end`.
+        verdict: the last one, until the rank makes progress.
+    """
 
-        `gets_no_errors`: as under nccl, where a rank whose GPU waits for a dead rank gets no error, but is killed
-        later, and blamed.
-        """
+    def __init__(self, job: Job, rank: int, world_size: int, timeout_s: float, gets_no_errors: bool) -> None:
         import torch.distributed as dist
 
+        store = job.store
         if hasattr(store, "clone"):  # newer torch: a separate connection, which the rank's own waits do not block
             store = store.clone()
             store.set_timeout(timedelta(seconds=_STORE_S))
+        self.verdict = Verdict()
         self._rank, self._ranks, self._store = rank, range(world_size), dist.PrefixStore("watch", store)
-        self._job, self._watched = current(), threading.get_ident()
+        self._job, self._watched = job, threading.get_ident()
         self._waits, self._round = Waits(timeout_s), 0
         self._timeout_s, self._gets_no_errors = timeout_s, gets_no_errors
+        self._asks_now = False  # although it no longer waits
         self._is_on_gpu = False  # whether the rank's GPU waits
         self._cpu_s = 0.0  # of the watched thread
         self._counted: Any = None
+        self._waiting: Optional[Standing] = None  # when it waited last, since it made progress
         self._every_s = max(_LOOK_EVERY_S, world_size / _RANKS_PER_S)
-        self._ended.clear()
-        self._thread = threading.Thread(target=self._run, name="ddpshim-watch", daemon=True)
-        self._thread.start()
-        # If Python ends a thread in the middle of a call to the store, the process crashes.
-        atexit.register(self.end)
+        self._ended = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="ddpshim-watch", daemon=True)
 
     def end(self) -> None:
         """Stop watching, and report that this rank has left. Local; idempotent."""
-        thread, self._thread = self._thread, None
         atexit.unregister(self.end)
-        if thread is None or self._ended.is_set():
+        if self._ended.is_set():
             return
         self._ended.set()
-        thread.join(_STORE_S)
-        standing = self._standing()._replace(has_left=True)
+        self.thread.join(_STORE_S)
         with contextlib.suppress(RuntimeError, ValueError):
-            self._store.set(f"left/{self._rank}", json.dumps(standing))
+            self._store.set(f"left/{self._rank}", json.dumps(self._standing()._replace(has_left=True)))
 
-    def describe_others(self) -> tuple[list[int], str]:
-        """Return which other ranks neither wait nor fail, or give no answer, and where each is; for a rank that fails.
-        Local."""
-        if self._thread is None:
-            return [], ""
-        self._ended.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(_STORE_S)
-        self._ended.clear()
-        from ddpshim.failures.hangs import describe
-
-        try:
-            asked = self._ask()
-            theirs = self._answers(asked)
-            self._store.set(f"verdict/{asked}", json.dumps(Verdict([], "")))
-            away = [rank for rank, their in theirs.items() if their is None or their.waits_in is None]
-            # Ranks that waited together time out together.
-            named = [rank for rank in away if not failure.is_there(self._job.store, f"failed/{rank}")]
-        except (RuntimeError, ValueError):  # the process that serves the store has ended
-            return [], ""
-        return named, describe(theirs, named)
+    def await_verdict(self) -> Verdict:
+        """Return the last verdict, for a rank whose wait torch has ended; without one, ask the others. Local."""
+        self._asks_now, end = not self.verdict.text, time.monotonic() + _ANSWER_S + 3 * self._every_s
+        while not self.verdict.text and self.thread.is_alive() and time.monotonic() < end:
+            time.sleep(0.1)
+        return self.verdict
 
     def describe_left(self) -> str:
         """Return which ranks have left the job, and after what; empty if none has. Local."""
-        if self._thread is None:
-            return ""
-        from ddpshim.failures.hangs import describe
-
-        left = {rank: their for rank in self._ranks if (their := self._left(rank)) is not None}
+        left = {rank: their for rank in self._ranks if (their := self._stored(f"left/{rank}")) is not None}
         mine = f"  rank {self._rank}: {count(self._job.progress.num_passes, 'backward pass', 'es')} so far"
         return f"{mine}\n{describe(left, list(left))}" if left else ""
 
@@ -199,15 +184,28 @@ class Watch:
                 self._look()
 
     def _look(self) -> None:
-        is_late = self._see()
+        """Look at the rank; ask the others if it has waited too long, and answer a rank that asks."""
+        is_late, question, me = self._see() or self._asks_now, f"asked/{self._round + 1}", str(self._rank)
         if self._gets_no_errors and self._is_on_gpu and self._waits.is_waiting:
             self._end_in_vain()
-        if failure.is_there(self._store, f"asked/{self._round + 1}"):
-            self._round += 1
-            self._store.set(f"stands/{self._round}/{self._rank}", json.dumps(self._standing()))
-            self._hear()
-        elif is_late and self._ask() == self._round:
-            self._find_out()
+        asks = is_late and failure.claim(self._store, question, me) == me
+        if not asks and not failure.is_there(self._store, question):
+            return
+        self._round += 1
+        if asks:
+            standings = {**self._answers(), self._rank: self._standing()}
+            still_waits = self._see() or self._job.is_failing()  # torch may have ended its wait
+            verdict = judge(dict(sorted(standings.items())), self._rank) if still_waits else Verdict()
+            self._store.set(f"verdict/{self._round}", json.dumps(verdict))
+            self._take(verdict)
+            return
+        self._store.set(f"stands/{self._round}/{self._rank}", json.dumps(self._standing()))
+        key, end = f"verdict/{self._round}", time.monotonic() + 2 * _ANSWER_S + self._every_s
+        while not failure.is_there(self._store, key):
+            if time.monotonic() > end or self._ended.is_set():
+                return
+            self._pause()
+        self._take(Verdict(*json.loads(self._store.get(key))))
 
     def _end_in_vain(self) -> None:
         """End this rank if it waits for one that has failed, or has waited for `timeout_s`."""
@@ -224,7 +222,7 @@ class Watch:
         progress, now = self._job.progress, time.monotonic()
         counted = (progress.num_passes, progress.num_collectives, progress.batch, progress.is_reducing)
         if counted != self._counted:  # it makes progress: no need to read its stack
-            self._counted = counted
+            self._counted, self._waiting, self.verdict = counted, None, Verdict()
             return self._waits.look(now, counted, None)
         frames = frames_of(self._watched)
         place, cpu_s = self._place(frames), _cpu_seconds_of(self._watched)
@@ -232,7 +230,10 @@ class Watch:
             self._cpu_s = cpu_s  # successive calls of torch's own collectives may have the same stack
         code = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
         state = (counted, code, self._cpu_s if place.waits_in is not None else 0.0)
-        return self._waits.look(now, state, place.site if place.waits_in is not None else None)
+        is_late = self._waits.look(now, state, place.site if place.waits_in is not None else None)
+        if place.waits_in is not None and not self._job.is_failing():
+            self._waiting = self._standing(place)
+        return is_late
 
     def _place(self, frames: list[FrameType]) -> Place:
         progress = self._job.progress
@@ -240,30 +241,21 @@ class Watch:
         self._is_on_gpu = self._waits.waited_s > _GPU_AFTER_S and progress.waits_on_gpu()
         return place_of(stack, progress, self._is_on_gpu)
 
-    def _standing(self) -> Standing:
-        progress, place = self._job.progress, self._place(frames_of(self._watched))
+    def _standing(self, place: Optional[Place] = None) -> Standing:
+        if self._job.is_failing() and self._waiting is not None:  # torch ended its wait: what counts is where it waited
+            return self._waiting
+        progress, place = self._job.progress, place or self._place(frames_of(self._watched))
         return Standing(progress.num_passes, progress.batch, *place, still_s=self._waits.waited_s)
 
-    def _ask(self) -> int:
-        """Ask all ranks to answer, unless another rank does so at the same moment; return the number of the round."""
-        key = f"asked/{self._round + 1}"
-        if failure.claim(self._store, key, str(self._rank)) == str(self._rank):
-            self._round += 1
-            return self._round
-        return self._round + 1
-
-    def _left(self, rank: int) -> Optional[Standing]:
-        key = f"left/{rank}"
+    def _stored(self, key: str) -> Optional[Standing]:
         return Standing(*json.loads(self._store.get(key))) if failure.is_there(self._store, key) else None
 
-    def _answers(self, asked: int) -> dict[int, Optional[Standing]]:
+    def _answers(self) -> dict[int, Optional[Standing]]:
         """Return the state of each other rank; None for one that does not answer in time."""
-        states = {rank: self._left(rank) for rank in self._ranks if rank != self._rank}
+        states = {rank: self._stored(f"left/{rank}") for rank in self._ranks if rank != self._rank}
         end = time.monotonic() + _ANSWER_S + self._every_s
         while (silent := [rank for rank in states if states[rank] is None]) and time.monotonic() < end:
-            for rank in silent:
-                if failure.is_there(self._store, f"stands/{asked}/{rank}"):
-                    states[rank] = Standing(*json.loads(self._store.get(f"stands/{asked}/{rank}")))
+            states.update({rank: self._stored(f"stands/{self._round}/{rank}") for rank in silent})
             self._pause()
         return states
 
@@ -271,51 +263,98 @@ class Watch:
         self._ended.wait(0.1)
         self._see()
 
-    def _find_out(self) -> None:
-        """Read all ranks' answers, and send the verdict to all."""
-        from ddpshim.failures.hangs import judge
-
-        everyones = {**self._answers(self._round), self._rank: self._standing()}
-        verdict = judge(dict(sorted(everyones.items())), self._rank) if self._see() else None
-        self._store.set(f"verdict/{self._round}", json.dumps(verdict or Verdict([], "")))
-        self._take(verdict or Verdict([], ""))
-
-    def _hear(self) -> None:
-        """Wait for the verdict of the rank that asked, and act on it."""
-        key, end = f"verdict/{self._round}", time.monotonic() + 2 * _ANSWER_S + self._every_s
-        while not failure.is_there(self._store, key):
-            if time.monotonic() > end or self._ended.is_set():
-                return
-            self._pause()
-        self._take(Verdict(*json.loads(self._store.get(key))))
-
     def _take(self, verdict: Verdict) -> None:
-        is_named = self._rank in verdict.named
-        if verdict.said and (is_named or self._rank == 0 or len(self._ranks) <= _MOST_PRINT):
-            say(verdict.said, directly=True)
-        if verdict.error:
-            self._end_job(verdict)
+        self.verdict = verdict
+        if verdict.ends_job:
+            self._ended.set()
+            failure.abort(SyncError(verdict.text))
+        is_shown = self._rank in (0, *verdict.named) or len(self._ranks) <= _MOST_PRINT
+        if verdict.text and is_shown:
+            say(verdict.text, directly=True)
         self._waits.postpone()
-
-    def _end_job(self, verdict: Verdict) -> None:
-        self._ended.set()
-        error, named = SyncError(verdict.error), verdict.named[0]
-        if self._rank != named:
-            end = time.monotonic() + _ANSWER_S
-            while not (has_failed := failure.is_there(self._job.store, f"failed/{named}")) and time.monotonic() < end:
-                time.sleep(0.05)
-            if has_failed:
-                failure.caused_by(named, error)
-        failure.abort(error)
 
 
 def begin(job: Job, rank: int, world_size: int, timeout_s: float, gets_no_errors: bool = False) -> None:
     """Watch this rank until the end of its job. Local."""
-    watch = job.part(Watch)
-    watch.begin(rank, world_size, job.store, timeout_s, gets_no_errors)
+    watch = Watch(job, rank, world_size, timeout_s, gets_no_errors)
     if job.watched is not None:
         job.watched.watch = watch
     job.at_end.callback(watch.end)
+    atexit.register(watch.end)  # if Python ends a thread in the middle of a call to the store, the process crashes
+    watch.thread.start()
+
+
+Standings = Mapping[int, Optional[Standing]]  # by rank; None: it gave no answer
+
+
+def judge(standings: Standings, asker: int) -> Verdict:
+    """Return which ranks are missing if rank `asker` has waited too long. Local.
+
+    It ends the job where waiting is useless: all ranks have waited for ten seconds, in different places, or the missing
+    ranks have left.
+    """
+    mine, others = standings[asker], [theirs for theirs in standings.values() if theirs is not None]
+    if mine is None or mine.waits_in is None:
+        return Verdict()
+    if any(theirs.section and not theirs.has_left for theirs in others) and mine.still_s < _DECLARED_S:
+        return Verdict()
+    away = [rank for rank, theirs in standings.items() if theirs is None or theirs.has_left or theirs.waits_in is None]
+    named = away or _apart(standings)
+    waited = f"rank {asker} has waited {mine.still_s:.0f} s in {mine.waits_in} ({mine.site})"
+    where = f"Where each rank is:\n{describe(standings, named)}"
+    if not named:
+        none = "and so have all others: none is missing; their messages differ, or their network fails"
+        return Verdict([], f"{waited}, {none}. {where}")
+    said = f"{waited} for {ranks_called(named)}" if away else f"{waited}, while others wait elsewhere"
+    have_left = all((theirs := standings[rank]) is not None and theirs.has_left for rank in named)
+    is_deadlock = not away and all(theirs.still_s >= _DEADLOCK_S for theirs in others)
+    if not (have_left or is_deadlock):
+        return Verdict(named, f"{said}. {where}")
+    from ddpshim.process.remedies import remedy
+
+    why = f"; {ranks_called(named)} left the job" if have_left else ""
+    to_do = f"{remedy('same passes')} ({OPT_OUT})"
+    return Verdict(named, f"{said}{why}: ranks would hang until a timeout. {to_do}. {where}", ends_job=True)
+
+
+def _apart(standings: Standings) -> list[int]:
+    """Return the ranks that wait in another collective than most; in a tie, those with fewer backward passes."""
+    by_place: dict[Optional[str], list[int]] = {}
+    for rank, theirs in standings.items():
+        by_place.setdefault(theirs and theirs.waits_in, []).append(rank)
+
+    def order(ranks: list[int]) -> tuple[int, int]:
+        first = standings[ranks[0]]
+        return len(ranks), (first and first.num_passes) or 0
+
+    most = max(by_place.values(), key=order)
+    return [rank for rank in standings if rank not in most]
+
+
+def describe(standings: Standings, named: Sequence[int]) -> str:
+    """Return a line for each rank (one line for ranks in the same place), and the stacks of the named ranks. Local."""
+    lines, ranks_at = [], dict[str, list[int]]()
+    for rank, theirs in standings.items():
+        if rank not in named:
+            ranks_at.setdefault(_where(theirs), []).append(rank)
+    lines += [f"  {ranks_called(ranks)}: {where}" for where, ranks in ranks_at.items()]
+    for rank in named:
+        theirs = standings[rank]
+        lines += [f"  rank {rank}: {_where(theirs)}", *(f"    {line}" for line in (theirs.lines if theirs else []))]
+    return "\n".join(lines)
+
+
+def _where(theirs: Optional[Standing]) -> str:
+    if theirs is None:
+        return "gave no answer: its process is stopped or gone, or holds the GIL"
+    made = count(theirs.num_passes, "backward pass", "es")
+    if theirs.batch is not None:
+        made += f", batch {theirs.batch[1]} of epoch {theirs.batch[0]}"
+    if theirs.has_left:
+        return f"{made}; has left the job ({theirs.site})"
+    does = f"waits in {theirs.waits_in}" if theirs.waits_in else f"is in {theirs.section or 'its own code'}"
+    since = f"for {theirs.still_s:.0f} s" if theirs.still_s > _MOVES_S else "and moves"
+    return f"{made}; {does} ({theirs.site}), {since}"
 
 
 def _cpu_seconds_of(thread: int) -> float:

@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 import torch.distributed as dist
 
-from ddpshim.failures.port import stay_on_this_machine
+from ddpshim.failures.rendezvous import stay_on_this_machine
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 

@@ -1,20 +1,22 @@
-"""Connects the ranks of a job to one store, in which each registers."""
+"""Checks the address of the job's store, and connects the ranks to it, in which each registers."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 import time
 from datetime import timedelta
 from typing import Any, Optional
 
-import torch.distributed as dist
-
 from ddpshim.errors import LaunchError
 from ddpshim.failures import failure
 from ddpshim.process.launch_env import LaunchEnv
 from ddpshim.process.say import ranks_called
+
+_NAME_SERVER_S = 5.0  # for a name server that does not answer at once
+_LOOPBACK = "lo"  # Linux's name
 
 
 class _State:
@@ -27,12 +29,63 @@ class _State:
 _state = _State()
 
 
+def stay_on_this_machine() -> None:
+    """Make the gloo groups of this process's children listen on loopback, unless GLOO_SOCKET_IFNAME is set. Local."""
+    if _LOOPBACK in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+
+
+def check_address(env: LaunchEnv) -> None:
+    """Raise LaunchError if ``master_addr`` does not resolve here, or if rank 0 cannot serve ``master_port``.
+
+    Local: briefly binds a socket on rank 0, if this process must serve the port.
+    """
+    error = None if env.master_addr is None else _why_unknown(env.master_addr)
+    if error is not None:
+        raise LaunchError(
+            f"MASTER_ADDR={env.master_addr!r} does not resolve on this machine, {socket.gethostname()} ({error}): "
+            f"rank {env.rank} could not reach the others. Use a name or IP address of rank 0's machine that resolves "
+            "on all nodes."
+        ) from error
+    if env.rank != 0 or env.world_size == 1 or env.agent_store or env.master_port is None:
+        return
+    try:
+        with socket.socket() as probe:
+            # As torch does: a port in TIME_WAIT is free. Never listen: a rank that connected already would be cut off.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", env.master_port))
+    except OSError as taken:
+        raise LaunchError(
+            f"MASTER_PORT={env.master_port} of MASTER_ADDR={env.master_addr!r} cannot be served ({taken.strerror}): "
+            "ranks would fail, or connect to another program and hang. Set MASTER_PORT to a free port (torchrun: "
+            "--master-port, or --standalone)."
+        ) from taken
+
+
+def _why_unknown(host: str) -> Optional[Exception]:
+    """Return the error for a host name that this machine cannot resolve; None if it can. Local.
+
+    torch would retry until its timeout, half an hour.
+    """
+    end = time.monotonic() + _NAME_SERVER_S
+    while True:
+        try:
+            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            return None
+        except (OSError, UnicodeError) as error:  # the latter: a part of the name is empty or too long
+            if getattr(error, "errno", None) != socket.EAI_AGAIN or time.monotonic() > end:
+                return error
+        time.sleep(0.5)
+
+
 def meet(env: LaunchEnv, prefix: str, timeout_s: float) -> Any:
     """Return a store that all ranks of the job have joined, under `prefix` (collective).
 
     Raises LaunchError if the address is unknown or does not answer, ranks are missing, or ranks have different world
     sizes.
     """
+    import torch.distributed as dist  # in functions: `run` checks addresses without torch
+
     store = dist.PrefixStore(prefix, _root_store(env, timedelta(seconds=timeout_s)))
     _call_the_roll(store, env, timeout_s)
     return store
@@ -40,14 +93,13 @@ def meet(env: LaunchEnv, prefix: str, timeout_s: float) -> Any:
 
 def _root_store(env: LaunchEnv, timeout: timedelta) -> Any:
     """Return the store through which the ranks of this job find each other; the same one again after `cleanup`."""
+    import torch.distributed as dist
+
     if env.world_size == 1 and not env.agent_store:
         return dist.HashStore()  # a single rank needs no port
     address = (env.master_addr, env.master_port, env.rank, env.world_size)
     if _state.address != address:
-        from ddpshim.failures.port import check_name, check_port  # a world of one has no port
-
-        check_name(env)
-        check_port(env)
+        check_address(env)
         where = str(env.master_addr), int(env.master_port or 0)
         serves = env.rank == 0 and not env.agent_store
         try:
@@ -81,13 +133,15 @@ def _of_this_start(store: Any, env: LaunchEnv, timeout: timedelta) -> Any:
     """
     if not env.agent_store:
         return store
+    from torch.distributed import PrefixStore
+
     mine, end = secrets.token_hex(8), time.monotonic() + timeout.total_seconds()
     if env.rank > 0:
         store.set(f"ddpshim/hello/{env.rank}", mine)
         store.wait([f"ddpshim/answer/{mine}"], timeout)
         prefix = store.get(f"ddpshim/answer/{mine}").decode(errors="replace")
         store.set(f"ddpshim/heard/{prefix}/{mine}", "")
-        return dist.PrefixStore(prefix, store)
+        return PrefixStore(prefix, store)
     for rank in range(1, env.world_size):
         is_heard = False
         while not is_heard:
@@ -99,7 +153,7 @@ def _of_this_start(store: Any, env: LaunchEnv, timeout: timedelta) -> Any:
             with contextlib.suppress(RuntimeError, ValueError) if patience else contextlib.nullcontext():
                 store.wait([f"ddpshim/heard/{mine}/{theirs}"], timedelta(seconds=max(0.01, patience)))
                 is_heard = True
-    return dist.PrefixStore(mine, store)
+    return PrefixStore(mine, store)
 
 
 def _call_the_roll(store: Any, env: LaunchEnv, timeout_s: float) -> None:

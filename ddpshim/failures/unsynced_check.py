@@ -39,29 +39,19 @@ def watch() -> None:
 
     until = contextlib.ExitStack()
     atexit.register(until.close)
-    after_import("torch", lambda: _register(until))
-
-
-def leave_to_others() -> None:
-    """Check no step in this job: another part of ddpshim does. Local."""
-    current().part(Answer).is_settled = True
+    after_import("torch", lambda: observe(until, backward=_check_by_hand, before_step=_check_step))
 
 
 def begin() -> None:
     """Check every step in this job, which begins now; later collectives are the program's own. Local."""
     current().part(Answer).num_collectives = num_collectives()
-    _register(current().at_end)
-
-
-def _register(until: contextlib.ExitStack) -> None:
-    observe(until, backward=_check_by_hand, before_step=_check_step)
+    observe(current().at_end, backward=_check_by_hand, before_step=_check_step)
 
 
 def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Raise SyncError if this is one of several ranks, and nothing has distributed what it trains."""
-    job = current()
-    answer = job.part(Answer)
-    if answer.is_settled or job.has_networks:  # wrap_parallel was called: see model/guard.py
+    answer = current().part(Answer)
+    if answer.is_settled or current().has_networks:  # wrap_parallel was called: see model/guard.py
         return
     has_closure = len(args) > 1 or kwargs.get("closure") is not None
     if not has_closure and not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
@@ -71,9 +61,8 @@ def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 def _check_by_hand(tensors: Any) -> None:
     """Raise SyncError if this is one of several ranks, and its weights were changed by hand since the last pass."""
-    job = current()
-    answer = job.part(Answer)
-    if not answer.is_settled and not job.has_networks and answer.num_passes < _MOST_PASSES:
+    answer = current().part(Answer)
+    if not answer.is_settled and not current().has_networks and answer.num_passes < _MOST_PASSES:
         answer.num_passes += 1
         if any(not before.equal(_first_numbers(weights)) for weights, before in answer.weights):
             _refuse("weights changed between two backward passes without an optimizer", answer)
@@ -119,15 +108,12 @@ def _refuse(found: str, answer: Answer) -> None:
     if size <= 1:
         answer.is_settled = True
         return
-    is_set_up = current().world is not None
-    nothing = "no network was wrapped by wrap_parallel" if is_set_up else "nothing has distributed this program"
-    wrapping = "its networks with wrap_parallel and its loaders with make_loader (`python -m ddpshim docs MIGRATION`)"
-    unedited = f"`{variables.UNEDITED}=on python -m ddpshim run --nproc {size}`"
-    to_do = (
-        f"Wrap {wrapping}."
-        if is_set_up
-        else f"Start a one-process trainer, unedited, by {unedited}; or wrap {wrapping}."
-    )
+    nothing, to_do = "no network was wrapped by wrap_parallel", "Wrap"
+    if current().world is None:
+        unedited = f"`{variables.UNEDITED}=on python -m ddpshim run --nproc {size}`"
+        nothing = "nothing has distributed this program"
+        to_do = f"Start a one-process trainer, unedited, by {unedited}; or wrap"
+    to_do += " its networks with wrap_parallel and its loaders with make_loader (`python -m ddpshim docs MIGRATION`)."
     raise SyncError(
         f"{found}: {nothing}. {size} processes would train {size} separate models, into the same files. {to_do} If "
         "each process is meant to train its own model (a sweep), DDPSHIM_GUARD=0 turns this check off."

@@ -1,29 +1,161 @@
-"""Implements the collectives of `World` for several ranks: Python values over a CPU group, or over the job's store."""
+"""Defines `WorldOfRanks`, the World of several ranks: its collectives, over a CPU group or over the job's store."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+import zlib
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
+from typing import Any, Callable, Optional, cast
 
 import torch
 import torch.distributed as dist
 
-from ddpshim.errors import WorldError
+from ddpshim.errors import DataError, WorldError
 from ddpshim.failures import failure
+from ddpshim.job import exchange, shares
+from ddpshim.job.world import N, T, World, as_divisor
 from ddpshim.process import messages
 from ddpshim.process.say import described
 from ddpshim.process.users_line import users_line
 
-if TYPE_CHECKING:
-    from ddpshim.job.world import World
-
-T = TypeVar("T")
-
 CROSSED_DEADLINE_S = 10.0
+FIRST_PAUSE_S = 5e-5  # a program may look at the clock several times a step, and then other ranks wait here
 _NUM_KEPT = 4  # values of `answers_of_main` that stay in the store for each name; no rank is further behind
+
+
+class WorldOfRanks(World):
+    """A World of several ranks; `World` documents its methods."""
+
+    def only_main(self, obj: T) -> T:
+        return obj if self.is_main else cast(T, StandIn())
+
+    def barrier(self) -> None:
+        self._gather(None, "barrier")
+
+    def gather(self, value: T) -> list[T]:
+        return self._gather(value, "gather")
+
+    def _gather(self, value: Any, what: str) -> list[Any]:
+        group, trusts = peers(self), self.options.trust_peers
+        own = messages.tensor_of(messages.packed(value, trusts))
+        lengths = self._lengths(own.numel(), group, what)
+        longest = max(lengths)
+        everyones = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(self.world_size)]
+        dist.all_gather(everyones, torch.cat((own, own.new_zeros(longest - own.numel()))), group=group)
+        of_ranks = (messages.bytes_of(message[:length]) for message, length in zip(everyones, lengths))
+        return [messages.unpacked(message, sender, trusts) for sender, message in enumerate(of_ranks)]
+
+    def broadcast(self, value: T, src: int = 0) -> T:
+        super().broadcast(value, src)  # refuses a rank that does not exist
+        return self._broadcast(value, src, f"broadcast from rank {src}")
+
+    def _broadcast(self, value: T, src: int, what: str) -> T:
+        group, trusts, is_mine = peers(self), self.options.trust_peers, self.rank == src
+        message = messages.tensor_of(messages.packed(value, trusts) if is_mine else b"")
+        length = self._lengths(message.numel(), group, what)[src]
+        message = message if is_mine else torch.empty(length, dtype=torch.uint8, device="cpu")
+        dist.broadcast(message, src, group=group)
+        return value if is_mine else cast(T, messages.unpacked(messages.bytes_of(message), src, trusts))
+
+    def _lengths(self, own: int, group: Any, what: str) -> list[int]:
+        """Return the lengths of all ranks' messages. Raises WorldError on all ranks if their `what` differ."""
+        place = zlib.crc32(what.encode(errors="backslashreplace"))
+        lengths, places = zip(*exchange.pairs((own, place), self.world_size, group))
+        if len(set(places)) > 1:
+            from ddpshim.process.remedies import remedy
+
+            where = self.gather_with_deadline("crossed", f"{what} at {users_line()}", CROSSED_DEADLINE_S)
+            there = "; ".join(f"rank {rank} in {place}" for rank, place in where.items())
+            raise WorldError(
+                f"ranks met in different collectives: {there}. Their values would be confused. {remedy('same calls')}."
+            )
+        return list(lengths)
+
+    def mean_over(self, total: N, count: Any) -> N:
+        if not isinstance(total, torch.Tensor):
+            of_all = self.sum({"total": float(total), "count": float(count)})
+            return cast(N, of_all["total"] / of_all["count"])
+        counted = as_divisor(count, total)
+        own = torch.stack(torch.broadcast_tensors(total.detach().to(counted.dtype), counted))
+        total_of_all, over_all = exchange.add_up(own, exchange.group())
+        mean = total * self.world_size / over_all  # the ranks' gradients are averaged
+        with torch.no_grad():  # the gradient stays that of this rank's part
+            return cast(N, mean.copy_(total_of_all / over_all))
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        if shares.at_hand() is None:  # else they are shares of one batch, so all ranks have equally many rows
+            counted = torch.tensor([x.shape[0]], device=x.device)
+            counts = exchange.table(counted, exchange.group()).flatten().tolist()
+            if len(set(counts)) > 1:  # gloo would end the process
+                told = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
+                raise DataError(
+                    f"all_gather of different numbers of rows ({told}): they do not form one batch. Gather the rows of "
+                    "a batch inside the loop, while it is at hand; or sum over each rank's rows (World.mean_over)."
+                )
+        gathered: torch.Tensor = exchange.RowsOfRanks.apply(x, self.rank, exchange.group())  # type: ignore[no-untyped-call]
+        return gathered
+
+    def begin_gather(self, numbers: list[int]) -> Callable[[float], list[list[int]]]:
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        everyones = [torch.empty_like(mine) for _ in range(self.world_size)]
+        work = dist.all_gather(everyones, mine, group=peers(self), async_op=True)
+
+        def result(deadline_s: float) -> list[list[int]]:
+            work.wait(timedelta(seconds=deadline_s))
+            return [numbers.tolist() for numbers in everyones]
+
+        return result
+
+    def gather_with_deadline(self, name: str, value: T, deadline_s: float) -> dict[int, T]:
+        job = self._job
+        key = f"meet/{name}/{job.next_number(f'meet/{name}')}"
+        job.store.set(f"{key}/{self.rank}", messages.packed(value))
+        end, received = time.monotonic() + deadline_s, {self.rank: value}
+        for rank in range(self.world_size if deadline_s > 0 else 0):
+            if rank != self.rank and comes(job.store, rank, f"{key}/{rank}", end):
+                received[rank] = messages.unpacked(job.store.get(f"{key}/{rank}"), rank)
+        return dict(sorted(received.items()))
+
+    def answers_of_main(self, name: str, value: T) -> T:
+        number, store = self._job.next_number(f"answers_of_main/{name}"), self._job.store
+        key = f"answers_of_main/{name}/{number}"
+        if self.is_main:
+            store.set(key, messages.packed(value))
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can delete keys
+                store.delete_key(f"answers_of_main/{name}/{number - _NUM_KEPT}")
+            return value
+        timeout_s = self.options.side_timeout_s
+        if not main_sets(self, key, time.monotonic() + timeout_s):
+            raise WorldError(
+                f"rank {self.rank} made call {number + 1} of {name}, but the main rank did not within {timeout_s:g} "
+                "s, or has left; they would continue with different values. Let every rank make the same calls."
+            )
+        return cast(T, messages.unpacked(store.get(key), 0))
+
+    def run_on_main(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        name = getattr(function, "__qualname__", type(function).__name__)
+        what = f"run_on_main({name})"
+        error: Optional[BaseException] = None
+        result: Any = None
+        if self.is_main:
+            try:
+                result = function(*args, **kwargs)
+                messages.packed(result, self.options.trust_peers)
+            except BaseException as raised:
+                error = raised
+        message = self._broadcast(None if error is None else described(error), 0, what)
+        if error is not None:
+            raise error
+        if message is not None:
+            raise failure.caused_by(
+                0,
+                WorldError(
+                    f"{name} failed on the main rank ({message}); rank {self.rank} would continue without its "
+                    "result. See the main rank's traceback."
+                ),
+            )
+        return cast(T, self._broadcast(result, 0, what))
 
 
 def peers(here: World) -> Any:
@@ -35,66 +167,6 @@ def peers(here: World) -> Any:
         )
     here._job.progress.num_collectives += 1
     return here._job.control
-
-
-def gather(here: World, value: T, what: str) -> list[T]:
-    """See `World.gather`; `what` describes the collective (collective)."""
-    group = peers(here)
-    with _told_apart(here, what):
-        return messages.gather(value, here.world_size, group, here.options.trust_peers, what)
-
-
-def broadcast(here: World, value: T, src: int, what: str) -> T:
-    """See `World.broadcast`; `what` describes the collective (collective)."""
-    group, trusts = peers(here), here.options.trust_peers
-    with _told_apart(here, what):
-        received: T = messages.broadcast(value, src, here.rank, here.world_size, group, trusts, what)
-        return received
-
-
-@contextlib.contextmanager
-def _told_apart(here: World, what: str) -> Iterator[None]:
-    """Raise WorldError if ranks are in different collectives; `what` describes this rank's."""
-    try:
-        yield
-    except messages.Crossed:
-        where = here.gather_with_deadline("crossed", f"{what} at {users_line()}", CROSSED_DEADLINE_S)
-        there = "; ".join(f"rank {rank} in {place}" for rank, place in where.items())
-        from ddpshim.process.remedies import remedy
-
-        raise WorldError(
-            f"ranks met in different collectives: {there}. Their values would be confused. {remedy('same calls')}."
-        ) from None
-
-
-def begin_gather(here: World, numbers: list[int]) -> Callable[[float], list[list[int]]]:
-    """See `World.begin_gather` (collective)."""
-    mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    everyones = [torch.empty_like(mine) for _ in range(here.world_size)]
-    work = dist.all_gather(everyones, mine, group=peers(here), async_op=True)
-
-    def result(deadline_s: float) -> list[list[int]]:
-        work.wait(timedelta(seconds=deadline_s))
-        return [numbers.tolist() for numbers in everyones]
-
-    return result
-
-
-def gather_with_deadline(here: World, name: str, value: T, deadline_s: float) -> dict[int, T]:
-    """See `World.gather_with_deadline` (collective)."""
-    job = here._job
-    name = f"{name}/{job.next_number(f'meet/{name}')}"
-    own = messages.to_store(value)
-    job.store.set(f"meet/{name}/{here.rank}", own)
-    end, received = time.monotonic() + deadline_s, {here.rank: own.encode()}
-    for rank in set(range(here.world_size if deadline_s > 0 else 0)) - {here.rank}:
-        key = f"meet/{name}/{rank}"
-        if comes(job.store, rank, key, end):
-            received[rank] = job.store.get(key)
-    return {rank: messages.from_store(received[rank], f"meet/{name}/{rank}") for rank in sorted(received)}
-
-
-FIRST_PAUSE_S = 5e-5  # a program may look at the clock several times a step, and then other ranks wait here
 
 
 def comes(store: Any, rank: int, key: str, end: float) -> bool:
@@ -124,46 +196,34 @@ def main_sets(here: World, key: str, end: float) -> bool:
     return True
 
 
-def answers_of_main(here: World, name: str, value: T) -> T:
-    """See `World.answers_of_main`."""
-    number, store = here._job.next_number(f"answers_of_main/{name}"), here._job.store
-    key = f"answers_of_main/{name}/{number}"
-    if here.is_main:
-        store.set(key, messages.packed(value, False))
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can delete keys
-            store.delete_key(f"answers_of_main/{name}/{number - _NUM_KEPT}")
-        return value
-    timeout_s = here.options.side_timeout_s
-    if not main_sets(here, key, time.monotonic() + timeout_s):
-        raise WorldError(
-            f"rank {here.rank} made call {number + 1} of {name}, but the main rank did not within {timeout_s:g} "
-            "s, or has left; they would continue with different values. Let every rank make the same calls."
-        )
-    received: T = messages.unpacked(store.get(key), False, 0)
-    return received
+class StandIn:
+    """The object that `World.only_main` returns on ranks other than the main rank.
 
+    Attributes, items and calls return it again; it is empty and false, and as a context manager it lets exceptions
+    through. It is not a number, text or path: computing with it, or opening it, raises TypeError.
+    """
 
-def run_on_main(here: World, call: Callable[[], T], name: str) -> T:
-    """See `World.run_on_main`; `call` is the function with its arguments, `name` its name (collective)."""
-    what = f"run_on_main({name})"
-    error: Optional[BaseException] = None
-    result: Any = None
-    if here.is_main:
-        try:
-            result = call()
-            messages.packed(result, here.options.trust_peers)
-        except BaseException as raised:
-            error = raised
-    message = broadcast(here, None if error is None else described(error), 0, what)
-    if error is not None:
-        raise error
-    if message is not None:
-        raise failure.caused_by(
-            0,
-            WorldError(
-                f"{name} failed on the main rank ({message}); rank {here.rank} would continue without its "
-                "result. See the main rank's traceback."
-            ),
-        )
-    result = broadcast(here, result, 0, what)
-    return result  # type: ignore[no-any-return]
+    def __getattr__(self, name: str) -> StandIn:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)  # copy, pickle, numpy and others look up protocol methods
+        return self
+
+    def _itself(self, *args: Any, **kwargs: Any) -> StandIn:
+        return self
+
+    def _nothing(self, *args: Any) -> None: ...
+
+    def __next__(self) -> Any:
+        raise StopIteration
+
+    def __len__(self) -> int:
+        return 0
+
+    def __contains__(self, item: Any) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return "<stand-in for an object of the main rank>"
+
+    __call__ = __enter__ = __getitem__ = __iter__ = _itself
+    __setattr__ = __delattr__ = __setitem__ = __delitem__ = __exit__ = _nothing

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from types import FrameType
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from ddpshim.failures import failure_notes
 from ddpshim.job.collectives import comes
@@ -41,6 +41,14 @@ class _Stops:
     follows = False
 
 
+class _Message(NamedTuple):
+    """What the main rank sends: its number, the line of the program at which that rank is, and what it does there."""
+
+    number: int
+    place: str
+    what: str
+
+
 class _Lines(io.TextIOBase):
     """The lines typed at the main rank's terminal: on every rank, or `alone` on the main rank."""
 
@@ -48,9 +56,8 @@ class _Lines(io.TextIOBase):
         """Meet the other ranks at that `line` of `frame`; return whether this rank stops there (collective)."""
         job, self._terminal = current(), sys.stdin or io.StringIO()
         world = job.world or job.left
-        self._rank = read_launch_env(os.environ).rank if world is None else world.rank
+        self._rank, size = _rank(), 1 if world is None else world.world_size
         self._place = shown(frame.f_code.co_filename, line)
-        size = 1 if world is None else world.world_size
         why = ""
         if job.world is None:
             why = "outside of ddpshim.setup() and cleanup()"
@@ -78,14 +85,13 @@ class _Lines(io.TextIOBase):
         """On another rank: wait until the main rank stops at the same line; return whether this rank stops too."""
         stops = current().part(_Stops)
         while (received := self._receive()) is not None:
-            number, place, what = received
-            if what == _QUITS:
+            if received.what == _QUITS:
                 raise SystemExit(1)
-            if what == _STOPS and place == self._place:
-                current().store.set(f"debugger/{number}/{self._rank}", "here")
+            if received.what == _STOPS and received.place == self._place:
+                current().store.set(f"debugger/{received.number}/{self._rank}", "here")
                 stops.follows = True
                 return True
-            if what == _GOES_ON and stops.follows:  # it went on from a line that this rank does not run
+            if received.what == _GOES_ON and stops.follows:  # it went on from a line that this rank does not run
                 stops.follows = False
                 return False
         return False
@@ -97,7 +103,7 @@ class _Lines(io.TextIOBase):
             self._send(line)
             return line
         received = self._receive()
-        return "" if received is None else received[2]
+        return "" if received is None else received.what
 
     def go_on(self) -> None:
         """Tell the other ranks that this rank goes on, and does not stop at the next line."""
@@ -117,7 +123,7 @@ class _Lines(io.TextIOBase):
             failure_notes.write(bdb.BdbQuit(said), 1)  # before the other ranks' notes: `run` has nothing to add
             self._send(_QUITS)
         else:
-            while not self._alone and (received := self._receive()) is not None and received[2] != _QUITS:
+            while not self._alone and (received := self._receive()) is not None and received.what != _QUITS:
                 continue
         raise SystemExit(1)
 
@@ -125,16 +131,25 @@ class _Lines(io.TextIOBase):
         if self._alone or self._rank > 0:
             return -1
         number = current().next_number("debugger")
-        current().store.set(f"debugger/{number}", messages.packed([self._place, what], False))
+        current().store.set(f"debugger/{number}", messages.packed([self._place, what]))
         return number
 
-    def _receive(self) -> Optional[tuple[int, str, str]]:
-        """Return the main rank's next message: its number, the line there, and what; None if that rank has left."""
+    def _receive(self) -> Optional[_Message]:
+        """Return the main rank's next message; None if that rank has left."""
         number, store = current().next_number("debugger"), current().store
         if not comes(store, 0, f"debugger/{number}", math.inf):
             return None
-        place, what = messages.unpacked(store.get(f"debugger/{number}"), False, 0)
-        return number, place, what
+        return _Message(number, *messages.unpacked(store.get(f"debugger/{number}"), 0))
+
+
+def changed(made: pdb.Pdb, given: dict[str, Any]) -> dict[str, Any]:
+    """Make `made`, which is about to be initialised, a `Debugger`; return the arguments for that. Local."""
+    made.__class__ = Debugger
+    made.lines = lines = _Lines()  # type: ignore[attr-defined]
+    is_shown = RANK_LOGS in os.environ or _rank() == 0
+    out = sys.stdout if is_shown else open(os.devnull, "w")  # noqa: SIM115
+    # After `c`, pdb would let Ctrl-C stop the program in it: `run` sends it to end all ranks.
+    return {**given, "stdin": lines, "stdout": out, "nosigint": True}
 
 
 class Debugger(pdb.Pdb):
@@ -177,20 +192,9 @@ class Debugger(pdb.Pdb):
     do_q = do_exit = do_quit
 
 
-def changed(made: pdb.Pdb, given: dict[str, Any]) -> dict[str, Any]:
-    """Make `made`, which is about to be initialised, a `Debugger`; return the arguments for that. Local."""
-    made.__class__ = Debugger
-    assert isinstance(made, Debugger)
-    made.lines = _Lines()
-    is_shown = RANK_LOGS in os.environ or _is_main()
-    out = sys.stdout if is_shown else open(os.devnull, "w")  # noqa: SIM115
-    # After `c`, pdb would let Ctrl-C stop the program in it: `run` sends it to end all ranks.
-    return {**given, "stdin": made.lines, "stdout": out, "nosigint": True}
-
-
-def _is_main() -> bool:
+def _rank() -> int:
     world = current().world or current().left
-    return (read_launch_env(os.environ).rank if world is None else world.rank) == 0
+    return read_launch_env(os.environ).rank if world is None else world.rank
 
 
 def _files(frame: Optional[FrameType]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Gathers, sums and averages tensors over all ranks."""
+"""Gathers and sums tensors over all ranks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,32 @@ from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
-from ddpshim.job.world import World, as_divisor
 from ddpshim.process.job import current
-from ddpshim.process.messages import begin_gather
+
+
+def begin_gather(everyones: list[torch.Tensor], own: torch.Tensor, group: Any) -> Any:
+    """Begin to gather `own`, and return the work (collective). It is `dist.all_gather` without its checks, which take
+    as long.
+
+    `own` and all `everyones` are contiguous, and of one shape, type and device.
+    """
+    if own.is_complex():
+        everyones, own = [torch.view_as_real(x) for x in everyones], torch.view_as_real(own)
+    ranks: Any = group or dist.group.WORLD
+    return ranks.allgather([everyones], [own])
+
+
+def pairs(own: tuple[int, int], size: int, group: Any) -> list[tuple[int, int]]:
+    """Return two int64 of each of `size` ranks; the second identifies the collective in which a rank is (collective).
+
+    Every message of World's collectives begins with such a pair, so that ranks in different ones detect it.
+    """
+    everyones = torch.empty((size, 2), dtype=torch.int64, device="cpu")
+    mine = torch.tensor(own, dtype=torch.int64, device="cpu")
+    begin_gather([*everyones.unbind()], mine, group).wait()
+    return [tuple(theirs) for theirs in everyones.tolist()]
 
 
 def table(own: torch.Tensor, group: Any) -> torch.Tensor:
@@ -29,6 +51,21 @@ def add_up(own: torch.Tensor, group: Any) -> torch.Tensor:
     return total
 
 
+class RowsOfRanks(torch.autograd.Function):
+    """Gathers the rows of all ranks; their gradients are summed over the ranks, and return to the rows' ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rank: int, group: Any) -> torch.Tensor:
+        ctx.rank, ctx.group = rank, group
+        return table(x, group).flatten(0, 1).clone()  # no view: it may be changed in place
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        total = add_up(gradient.contiguous(), ctx.group)
+        return total.chunk(dist.get_world_size(ctx.group))[ctx.rank], None, None
+
+
 def new_group(backend: Optional[str] = None) -> Any:
     """Return another process group of all ranks, with the first one's timeout and default backend (collective)."""
     timeout = current().timeout
@@ -46,18 +83,3 @@ class _Group:
 def group() -> Any:
     """Return the group for messages within forward and backward passes (the first call is collective)."""
     return current().part(_Group).made
-
-
-def mean_over(here: World, total: Any, count: Any) -> Any:
-    """See `World.mean_over`."""
-    if not isinstance(total, torch.Tensor):
-        of_all = here.sum({"total": float(total), "count": float(count)})
-        return of_all["total"] / of_all["count"]
-    counted = as_divisor(count, total)
-    if here.world_size == 1:
-        return total / counted
-    own = torch.stack(torch.broadcast_tensors(total.detach().to(counted.dtype), counted))
-    total_of_all, over_all = add_up(own, group())
-    mean: torch.Tensor = total * here.world_size / over_all  # the ranks' gradients are averaged
-    with torch.no_grad():  # the gradient stays that of this rank's part
-        return mean.copy_(total_of_all / over_all)

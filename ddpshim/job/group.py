@@ -15,8 +15,9 @@ from ddpshim import lazy
 from ddpshim.errors import OptionsError, WorldError
 from ddpshim.job.world import World, has_group, on_cleanup, single_device, world  # noqa: F401
 from ddpshim.options import Options
-from ddpshim.process.job import current, leave
+from ddpshim.process.job import Job, current, leave
 from ddpshim.process.launch_env import read_launch_env, read_num_restarts
+from ddpshim.process.seeds import seed_everything
 
 
 def current_or_new_world() -> World:
@@ -69,9 +70,7 @@ def setup(
                 'setup(batch="global") after setup(): what was built since holds this rank\'s share of a batch. Give '
                 "batch to the first call."
             )
-        from ddpshim.job.second_setup import reuse
-
-        return reuse(job, job.world, asked)
+        return _reuse(job, job.world, asked)
     if batch == "global" and (has_group() or read_launch_env(os.environ).is_launched):
         return cast(World, lazy.DOORS[batch](**given))
     settle_rounding()
@@ -88,23 +87,55 @@ def setup(
     else:
         from ddpshim.job import process_group
 
-        made = process_group.join(job, env, options, asked, timeout_s, side_timeout_s)
+        backend = backend or options.backend
+        made = process_group.join(job, env, options, backend, device, timeout_s, side_timeout_s)
+        if env is None:
+            _check_same(made, {**asked, "backend": backend})
     if options.exact is not None:
         from ddpshim.job.precision import compute_alike
 
         compute_alike(made, options.exact)
     job.world, job.left = replace(made, seed=seed, num_restarts=read_num_restarts(os.environ)), None
     if seed is not None:
-        from ddpshim.process.seeds import seed_everything
-
         seed_everything(seed)
     if options.precision != "float32":
         from ddpshim.job.precision import check_first_step
 
-        check_first_step(options, job)
+        check_first_step(options.precision, job)
     if made.is_launched:
         process_group.begin(job, job.world, timeout_s, cleanup)
     return job.world
+
+
+def _reuse(job: Job, made: World, asked: dict[str, Any]) -> World:
+    """Return the existing World, with `seed` if it had none. Raises WorldError if the arguments contradict it."""
+    seed = asked["seed"]
+    is_new = seed is not None and made.seed is None
+    if is_new and job.is_split:
+        raise WorldError(
+            f"setup(seed={seed}) after the ranks got their own random streams: networks were built without that "
+            "seed, and every rank would now draw the same noise. Give the seed to the first setup()."
+        )
+    _check_same(made, asked)
+    if is_new:
+        made = job.world = replace(made, seed=seed)
+        seed_everything(seed)
+    return made
+
+
+def _check_same(made: World, asked: dict[str, Any]) -> None:
+    """Raise WorldError if arguments of `setup` contradict the existing world."""
+    for name, value in asked.items():
+        existing = getattr(made, name)
+        if name == "device" and value is not None:
+            value = torch.device(value)
+            existing = existing if value.index is not None else torch.device(existing.type)
+        if None not in (value, existing) and value != existing:
+            raise WorldError(
+                f"setup({name}={str(value)!r}), but there is a world with {name}={str(existing)!r} already: one part "
+                "of the program would rely on the one, another part on the other. Call setup once, or cleanup() "
+                "before the second call."
+            )
 
 
 def settle_rounding() -> None:

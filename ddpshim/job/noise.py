@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import sys
 from collections.abc import Iterator
 from typing import Any, Callable
@@ -28,35 +27,46 @@ from ddpshim.errors import DataError
 from ddpshim.job.group import world
 from ddpshim.job.shares import Sharing
 from ddpshim.process.job import current
+from ddpshim.process.observed import live_objects
 from ddpshim.process.random_streams import seed_own_streams
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 from ddpshim.process.seeds import derive_seed
 
 BERNOULLI_ = torch.Tensor.bernoulli_
-_FACTORIES = ("rand", "randn")
-_LIKE = ("rand_like", "randn_like", "randint_like")
+_OF_ONE_NUMBER = ("poisson", "choice", "exponential", "rayleigh", "geometric")
+_OF_TWO = ("uniform", "normal", "randint", "binomial", "beta", "gamma", "laplace", "gumbel", "lognormal")
 _IN_PLACE = ("normal_", "uniform_", "exponential_", "random_", "geometric_", "cauchy_", "log_normal_", "bernoulli_")
-# Their draws depend on more than a shape: they are computed for the global batch, with ones as the other ranks' rows.
-_WHOLE: dict[Any, tuple[str, ...]] = {
-    functional: (
-        *("alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d"),
-        "scaled_dot_product_attention",
-    ),
-    torch: ("bernoulli", "multinomial"),
-    torch.Tensor: ("bernoulli", "multinomial"),
-}
-_BY_VALUE: dict[Any, tuple[str, ...]] = {  # the values determine how many numbers they draw
-    torch: ("poisson", "binomial"),
-    torch.distributions.Gamma: ("rsample",),
-    torch.distributions.Dirichlet: ("rsample",),
-    functional: ("rrelu",),
-}
-_NUMPYS = {  # the position of numpy's argument `size`
-    **dict.fromkeys(("random", "random_sample", "standard_normal", "standard_exponential"), 0),
-    **dict.fromkeys(("exponential", "poisson", "choice", "rayleigh", "geometric"), 1),
-    **dict.fromkeys(("uniform", "normal", "randint", "binomial", "beta", "gamma", "laplace", "gumbel", "lognormal"), 2),
-}
+_OF_LAYERS = ("alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
+# Which functions draw: (owner, names, the function of `shared_draws` that replaces them, more arguments for it).
+_TORCHS: tuple[tuple[Any, tuple[str, ...], str, tuple[Any, ...]], ...] = (
+    (torch, ("rand", "randn"), "of_sizes", ()),
+    (torch, ("randint",), "sized", (None,)),
+    (torch, ("normal",), "normal", ()),
+    (torch, ("rand_like", "randn_like", "randint_like"), "like", ()),
+    (torch.Tensor, _IN_PLACE, "in_place", ()),
+    (torch, ("dropout",), "dropout", ()),
+    (functional, ("dropout",), "dropout", ()),
+    *((kind, ("forward",), "recurrent", ()) for kind in (nn.LSTM, nn.GRU, nn.RNN)),
+    (nn.MultiheadAttention, ("forward",), "attention", ()),
+    (torch, ("randperm",), "permutation", ()),
+    # Their draws depend on more than a shape: they are computed for the global batch, with ones as the others' rows.
+    (functional, (*_OF_LAYERS, "scaled_dot_product_attention"), "of_the_whole", ()),
+    (torch, ("bernoulli", "multinomial"), "of_the_whole", ()),
+    (torch.Tensor, ("bernoulli", "multinomial"), "of_the_whole", ()),
+    # The values determine how many numbers they draw.
+    (torch, ("poisson",), "by_value", ("torch.poisson",)),
+    (torch, ("binomial",), "by_value", ("torch.binomial",)),
+    (torch.distributions.Gamma, ("rsample",), "by_value", ("Gamma.rsample",)),
+    (torch.distributions.Dirichlet, ("rsample",), "by_value", ("Dirichlet.rsample",)),
+    (functional, ("rrelu",), "by_value", ("functional.rrelu",)),
+)
+_NUMPYS: tuple[tuple[tuple[str, ...], str, tuple[Any, ...]], ...] = (  # of numpy.random
+    (("rand", "randn"), "of_sizes", ()),
+    (("random", "random_sample", "standard_normal", "standard_exponential"), "sized", (0,)),
+    (_OF_ONE_NUMBER, "sized", (1,)),
+    (_OF_TWO, "sized", (2,)),
+)
 
 
 def share() -> None:
@@ -100,46 +110,21 @@ def _reads_whole_data() -> bool:
     """Whether a pass over a map-style data set is under way that is no rank's share. Local."""
     from torch.utils.data import dataloader
 
-    passes = [one for one in gc.get_objects() if issubclass(type(one), dataloader._BaseDataLoaderIter)]
+    passes = live_objects(dataloader._BaseDataLoaderIter)
     samplers = (getattr(one._index_sampler, "sampler", None) for one in passes)
     return any(type(sampler) in (RandomSampler, SequentialSampler) for sampler in samplers)
 
 
 @contextlib.contextmanager
 def names_replaced(sharing: Sharing) -> Iterator[None]:
+    numpy = sys.modules.get("numpy")
+    numpys = () if numpy is None else ((numpy.random, *kind) for kind in _NUMPYS)
     with contextlib.ExitStack() as stack:
-
-        def put(owner: Any, name: str, kind: str, *more: Any) -> None:
-            original = getattr(owner, name, None)
-            if original is not None:
-                stack.enter_context(replaced(owner, name, _stand_in(sharing, original, kind, more)))
-
-        for name in _FACTORIES:
-            put(torch, name, "factory")
-        put(torch, "randint", "randint")
-        put(torch, "normal", "normal")
-        for name in _LIKE:
-            put(torch, name, "like")
-        for name in _IN_PLACE:
-            put(torch.Tensor, name, "in_place")
-        for owner in (torch, functional):
-            put(owner, "dropout", "dropout")
-        for kind in (nn.LSTM, nn.GRU, nn.RNN):
-            put(kind, "forward", "recurrent")
-        put(nn.MultiheadAttention, "forward", "attention")
-        for owner, names in _BY_VALUE.items():
+        for owner, names, kind, more in (*_TORCHS, *numpys):
             for name in names:
-                put(owner, name, "by_value", f"{owner.__name__.split('.')[-1]}.{name}")
-        put(torch, "randperm", "permutation")
-        for owner, names in _WHOLE.items():
-            for name in names:
-                put(owner, name, "of_the_whole")
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            for name, position in _NUMPYS.items():
-                put(numpy.random, name, "sized", position)
-            for name in ("rand", "randn"):
-                put(numpy.random, name, "of_dimensions")
+                original = getattr(owner, name, None)
+                if original is not None:
+                    stack.enter_context(replaced(owner, name, _stand_in(sharing, original, kind, more)))
         yield
 
 
@@ -152,7 +137,7 @@ def _stand_in(sharing: Sharing, original: Callable[..., Any], kind: str, more: t
             return original(*arguments, **options)
         from ddpshim.job import shared_draws
 
-        return getattr(shared_draws, kind)(sharing, original, *more, *arguments, **options)
+        return getattr(shared_draws, kind)(sharing, sharing.share, original, *more, *arguments, **options)
 
     return draw
 

@@ -1,6 +1,6 @@
-"""Sets how a rank computes: autocast and a GradScaler for the option `precision`, equal kernels for `exact`.
+"""Sets how a rank computes: autocast for the option `precision`, equal kernels for `exact`.
 
-With `precision` it raises an error if the program trains without them; with `exact` a rank's results do not depend on
+With `precision` it raises an error if the program trains without it; with `exact` a rank's results do not depend on
 the number of ranks.
 """
 
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddpshim.errors import LaunchError, OptionsError
-from ddpshim.options import Options
 from ddpshim.process.devices import computes_on
 from ddpshim.process.job import Job, current
 from ddpshim.process.observed import observe
@@ -21,9 +20,6 @@ from ddpshim.process.observed import observe
 if TYPE_CHECKING:
     from ddpshim.job.world import World
 
-_GradScaler: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
-_FIRST_SCALE = 2.0**16  # torch's own
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _ALLOWED = (":4096:8", ":16:8")  # cuBLAS then adds in a fixed order, as NVIDIA's and torch's pages say
 
@@ -68,61 +64,22 @@ def compute_alike(here: World, exact: int) -> None:
 
 
 class _Entered:
-    """Whether the program has used autocast (`is_so`) and a GradScaler (`is_scaled`)."""
+    """Whether the program has used autocast."""
 
-    def __init__(self) -> None:
-        self.is_so = self.is_scaled = False
+    is_so = False
 
 
-def autocast(options: Options, device: torch.device, job: Job) -> Any:
+def autocast(here: World) -> Any:
     """See `World.autocast`."""
     if torch.is_grad_enabled():  # an evaluation before the training does not count
-        job.part(_Entered).is_so = True
-    if options.precision == "float32":
+        here._job.part(_Entered).is_so = True
+    if here.options.precision == "float32":
         return contextlib.nullcontext()
-    return torch.autocast(device.type, _DTYPES[options.precision], cache_enabled=False)
+    return torch.autocast(here.device.type, torch.bfloat16, cache_enabled=False)
 
 
-class _Scaler(_GradScaler):  # type: ignore[misc]
-    """A GradScaler for means over one of `num_ranks` shares: each sample's gradient is `num_ranks` times as large.
-
-    So its scale is 1 / `num_ranks` of one process's, and gradients overflow at the same size as there. Files hold the
-    scale of one process.
-    """
-
-    def __init__(self, num_ranks: int, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options, init_scale=_FIRST_SCALE / num_ranks)
-        self._num_ranks = num_ranks
-
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        return {**state, "scale": state["scale"] * self._num_ranks} if state else state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(
-            {**state_dict, "scale": state_dict["scale"] / self._num_ranks} if state_dict else state_dict
-        )
-
-
-def grad_scaler(options: Options, device: torch.device, job: Job, num_ranks: int) -> Any:
-    """See `World.grad_scaler`."""
-    job.part(_Entered).is_scaled = True
-    is_on = options.precision == "fp16"
-    if hasattr(torch.amp, "GradScaler"):
-        return _Scaler(num_ranks, device.type, enabled=is_on)
-    if is_on and device.type != "cuda":
-        raise OptionsError(
-            f"precision=fp16 on {device.type} with torch {torch.__version__}, which scales losses only on GPUs: "
-            "small gradients would become 0. Upgrade to torch 2.3, or use bf16."
-        )
-    return _Scaler(num_ranks, enabled=is_on)
-
-
-def check_first_step(options: Options, job: Job) -> None:
-    """Make the first optimizer step raise OptionsError if the precision was not used before. Local."""
-    if options.precision == "float32":
-        return
-
+def check_first_step(precision: str, job: Job) -> None:
+    """Make an optimizer step raise OptionsError if the precision was not used before. Local."""
     entered = job.part(_Entered)
 
     def check(*_: Any) -> None:
@@ -130,10 +87,8 @@ def check_first_step(options: Options, job: Job) -> None:
 
         if not entered.is_so:
             raise OptionsError(
-                f"precision={options.precision}, but this step was computed without it: the run would be no faster, "
+                f"precision={precision}, but this step was computed without it: the run would be no faster, "
                 f"and its records would name the wrong precision. {remedy('autocast')}."
             )
-        if options.precision == "fp16" and not entered.is_scaled:
-            raise OptionsError(f"precision=fp16, but no loss was scaled: small gradients become 0. {remedy('scaler')}.")
 
     observe(job.at_end, before_step=check)

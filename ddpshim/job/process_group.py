@@ -13,7 +13,6 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Callable, Optional, Union
@@ -25,9 +24,9 @@ from packaging.version import Version
 from ddpshim.errors import LaunchError, OptionsError
 from ddpshim.failures import failure, hang_detector, rendezvous, unsynced_check
 from ddpshim.job import shared_pdb
+from ddpshim.job.collectives import WorldOfRanks
 from ddpshim.job.world import World, has_group
 from ddpshim.options import Options
-from ddpshim.process import messages
 from ddpshim.process.devices import agree_on_backend, backend_of, bind_device
 from ddpshim.process.job import Job, current
 from ddpshim.process.job import leave as leave_job
@@ -46,13 +45,13 @@ _MMAP_ABOVE_BYTES = 32 * 2**20  # older releases of glibc accept no more
 _MOST_KEPT_BYTES = 512 * 2**20
 
 
-def keep_freed_memory(environ: Mapping[str, str]) -> bool:
+def keep_freed_memory() -> bool:
     """Make malloc keep up to 512 MB of freed memory; returns whether it does. Local.
 
     Otherwise glibc returns each step's tensors to the system, and the next step gets them back page by page: 7,000 page
     faults in a step of an LSTM on the CPU. Does nothing if the user has set malloc's variables, or with another malloc.
     """
-    if "GLIBC_TUNABLES" in environ or any(name.startswith("MALLOC_") for name in environ):
+    if "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ):
         return False
     if "CS_GNU_LIBC_VERSION" not in getattr(os, "confstr_names", ()):
         return False
@@ -64,27 +63,20 @@ def join(
     job: Job,
     env: Optional[LaunchEnv],
     options: Options,
-    asked: dict[str, Any],
+    backend: Optional[str],
+    device: Union[str, torch.device, None],
     timeout_s: float,
     side_timeout_s: float,
 ) -> World:
     """Return the World of a launched process, in a new group; in the program's own if `env` is None (collective).
 
-    Args:
-        asked: the arguments of `setup`.
-
     Raises what `setup` raises.
     """
-    backend, device = asked["backend"] or options.backend, asked["device"]
     if env is None:
-        from ddpshim.job.second_setup import check_same
-
-        made = replace(_adopt(job, device, side_timeout_s), options=options)
-        check_same(made, {**asked, "backend": backend})
+        made = _adopt(job, options, device, side_timeout_s)
     else:
-        made = _make(job, env, backend, device, timeout_s, side_timeout_s, is_watched=options.guard)
-        made = replace(made, options=options)
-    keep_freed_memory(os.environ)
+        made = _make(job, env, options, backend, device, timeout_s, side_timeout_s)
+    keep_freed_memory()
     _check_same_options(made)
     return made
 
@@ -101,8 +93,10 @@ def begin(job: Job, made: World, timeout_s: float, cleanup: Callable[[], None]) 
             hang_detector.begin(job, made.rank, made.world_size, timeout_s, gets_no_errors=made.backend == "nccl")
     if made.is_main:
         nodes, odd = divmod(made.world_size, made.local_world_size)
-        spread = "unequal nodes" if odd else f"{count(nodes, 'node')} x {made.local_world_size}"
-        say(f"world of {made.world_size} ({made.launcher}, {spread}), {made.backend} on {made.device.type}")
+        several = "several machines, not equally many on each" if odd else f"{nodes} machines"
+        where = "this machine" if made.world_size == made.local_world_size else several
+        device = "GPU" if made.device.type == "cuda" else made.device.type.upper()
+        say(f"{count(made.world_size, 'rank')} on {where}, {device} ({made.launcher}, {made.backend})")
         if made.options.changed():
             say(f"options {made.options}")
 
@@ -174,11 +168,11 @@ def _check_same_options(made: World) -> None:
 def _make(
     job: Job,
     env: LaunchEnv,
+    options: Options,
     backend: Optional[str],
     device: Union[str, torch.device, None],
     timeout_s: float,
     side_timeout_s: float,
-    is_watched: bool,
 ) -> World:
     """Bind the device, join the store, agree on a backend, and create the two groups (collective)."""
     bound = bind_device(env.rank, env.local_rank, device)
@@ -194,25 +188,25 @@ def _make(
         backend = agree_on_backend(store, env.rank, env.world_size, bound)
     # The default arguments of this module keep the group that exists at its import (by torch's DDP): import it before.
     importlib.import_module("torch.distributed.nn.functional")
-    if backend == "nccl" and is_watched:
+    if backend == "nccl" and options.guard:
         # torch's watchdog kills the process without naming the missing rank: `watch` must end the job earlier.
         timeout_s += hang_detector.NCCL_GRACE_S
     # With device_id, nccl creates its communicator now: if that cannot work (two ranks on one GPU, no connection),
     # `setup` fails and not the first collective. Other groups are split from this communicator, which saves memory.
     takes_device = "device_id" in inspect.signature(dist.init_process_group).parameters  # torch 2.3 and later
-    options: dict[str, Any] = {"device_id": bound} if backend == "nccl" and takes_device else {}
+    of_device: dict[str, Any] = {"device_id": bound} if backend == "nccl" and takes_device else {}
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("group", store),
         rank=env.rank,
         world_size=env.world_size,
         timeout=timedelta(seconds=timeout_s),
-        **options,
+        **of_device,
     )
     job.group, job.timeout, job.store = dist.group.WORLD, timedelta(seconds=timeout_s), store
     if env.world_size > 1:  # a single rank needs none, and a thread of gloo would wake up 100 times a second
         job.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=side_timeout_s))
-    return World(
+    return _world_of(env.world_size)(
         rank=env.rank,
         local_rank=env.local_rank,
         world_size=env.world_size,
@@ -221,29 +215,29 @@ def _make(
         device=bound,
         backend=backend,
         launcher=env.launcher,
+        options=options,
         _job=job,
     )
 
 
-def _adopt(job: Job, device: Union[str, torch.device, None], side_timeout_s: float) -> World:
+def _adopt(job: Job, options: Options, device: Union[str, torch.device, None], side_timeout_s: float) -> World:
     """Return a World for the process group that the user made; only the control group is ddpshim's (collective)."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size, backend = dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
     job.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=side_timeout_s))
-    hosts = messages.gather(socket.gethostname(), size, job.control, False, "setup")
+    job.store = dist.PrefixStore(f"ddpshim/{next(_worlds)}", dist.distributed_c10d._get_default_store())
+    made = _world_of(size)(rank=rank, world_size=size, backend=backend, launcher="adopted", options=options, _job=job)
+    hosts = made.gather(socket.gethostname())
     local = [other for other in range(size) if hosts[other] == hosts[rank]]
-    first_seen = list(dict.fromkeys(hosts))
-    backend = str(dist.get_backend())
     if device is None and torch.cuda.is_available() and (backend == "nccl" or torch.cuda.is_initialized()):
         device = torch.device("cuda", torch.cuda.current_device())  # the program has chosen it
-    job.store = dist.PrefixStore(f"ddpshim/{next(_worlds)}", dist.distributed_c10d._get_default_store())
-    return World(
-        rank=rank,
+    return replace(
+        made,
         local_rank=local.index(rank),
-        world_size=size,
         local_world_size=len(local),
-        node_rank=first_seen.index(hosts[rank]),
+        node_rank=[*dict.fromkeys(hosts)].index(hosts[rank]),
         device=bind_device(rank, local.index(rank), device),
-        backend=backend,
-        launcher="adopted",
-        _job=job,
     )
+
+
+def _world_of(size: int) -> type[World]:
+    return WorldOfRanks if size > 1 else World

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Optional
@@ -15,12 +16,17 @@ if TYPE_CHECKING:
     from ddpshim.job.world import World
 
 
-def to_cpu(value: Any) -> Any:
+def over_ranks(here: World, value: Any, mean: bool) -> Any:
+    """Return the sum or mean of `value` over the ranks; see `World.sum` (collective)."""
+    return reduce(here.gather(_on_cpu(value)), mean, like=value)
+
+
+def _on_cpu(value: Any) -> Any:
     """Return `value` with its tensors, including those in a mapping, on the CPU and detached. Local."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, Mapping):
-        return {key: to_cpu(item) for key, item in value.items()}
+        return {key: _on_cpu(item) for key, item in value.items()}
     return value
 
 
@@ -49,12 +55,10 @@ def reduce(values: list[Any], mean: bool, like: Any) -> Any:
             if mean:
                 total = total.double() / len(values)
             return total.to(like.device, like.dtype if like.is_floating_point() else total.dtype)
-    if all(isinstance(v, Integral) for v in values):
-        added = sum(int(v) for v in values)
-        return added / len(values) if mean else added
     if all(isinstance(v, Real) for v in values):
-        added_float = _sum_of_floats([float(v) for v in values])
-        return added_float / len(values) if mean else added_float
+        are_whole = all(isinstance(v, Integral) for v in values)
+        added = sum(map(int, values)) if are_whole else _sum_of_floats([float(v) for v in values])
+        return added / len(values) if mean else added
     raise WorldError(
         f"cannot add values of type {sorted({type(v).__name__ for v in values})} over ranks; the result would be "
         "meaningless. Pass numbers, tensors or mappings of these, or use gather()."
@@ -108,11 +112,12 @@ class Running:
 
     def count(self, name: str, by: int = 1) -> None:
         """Add `by` to a counter. Local."""
-        self._new["counts"][name] = self._new["counts"].get(name, 0) + by
+        self._new["counts"][name] += by
 
     def episode(self, task: Any, is_success: bool) -> None:
         """Add an episode of `task` (text or a number). Local."""
-        _merge_episodes(self._new["episodes"], task, [1, int(bool(is_success))])
+        self._new["episodes"][task] += 1
+        self._new["successes"][task] += int(bool(is_success))
 
     def step(self) -> Optional[dict[str, Any]]:
         """Count a step; every `every_n_steps`-th calls `merge` and returns its result (collective)."""
@@ -171,16 +176,14 @@ class Running:
 
 
 def _empty() -> dict[str, Any]:
-    return {"moments": {}, "counts": {}, "episodes": {}}
+    return {"moments": {}, "counts": Counter(), "episodes": Counter(), "successes": Counter()}
 
 
 def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
     for name, moments in new["moments"].items():
         _merge_moments(into["moments"], name, moments)
-    for name, by in new["counts"].items():
-        into["counts"][name] = into["counts"].get(name, 0) + by
-    for task, played in new["episodes"].items():
-        _merge_episodes(into["episodes"], task, played)
+    for kind in ("counts", "episodes", "successes"):
+        into[kind].update(new[kind])
 
 
 def _merge_moments(into: dict[str, Any], name: str, new: Mapping[str, Any]) -> None:
@@ -202,24 +205,20 @@ def _merge_moments(into: dict[str, Any], name: str, new: Mapping[str, Any]) -> N
     }
 
 
-def _merge_episodes(into: dict[Any, Any], task: Any, played: Any) -> None:
-    num, successes = into.get(task, (0, 0))
-    into[task] = [num + played[0], successes + played[1]]
-
-
 def _plain(value: torch.Tensor) -> Any:
     return value.item() if value.dim() == 0 else value
 
 
 def _results(of: Mapping[str, Any]) -> dict[str, Any]:
-    moments, episodes = of["moments"], of["episodes"]
+    moments = sorted(of["moments"].items())
+    rates = {}
+    for task, num in sorted(of["episodes"].items(), key=lambda item: str(item[0])):
+        successes = of["successes"][task]
+        rates[str(task)] = {"success_rate": successes / num, "num_successes": successes, "num_episodes": num}
     return {
-        "means": {name: moments[name]["mean"].tolist() for name in sorted(moments)},
-        "deviations": {name: (m["squares"] / m["num"]).sqrt().tolist() for name, m in sorted(moments.items())},
-        "num_entries": {name: moments[name]["num"] for name in sorted(moments)},
-        "counts": {name: of["counts"][name] for name in sorted(of["counts"])},
-        "success_rates": {
-            str(task): {"success_rate": successes / num, "num_successes": successes, "num_episodes": num}
-            for task, (num, successes) in sorted(episodes.items(), key=lambda item: str(item[0]))
-        },
+        "means": {name: found["mean"].tolist() for name, found in moments},
+        "deviations": {name: (found["squares"] / found["num"]).sqrt().tolist() for name, found in moments},
+        "num_entries": {name: found["num"] for name, found in moments},
+        "counts": dict(sorted(of["counts"].items())),
+        "success_rates": rates,
     }

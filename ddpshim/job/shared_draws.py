@@ -1,6 +1,7 @@
 """Draws random numbers for the global batch, and takes a rank's rows of them: what `noise` puts in torch's place.
 
-Each function takes `sharing`, whose share is this rank's, the `original` function of torch or numpy, and its arguments.
+Each function takes `sharing`, its `share` (this rank's rows of the current batch), the `original` function of torch or
+numpy, and its arguments.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import functools
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 import torch
 from torch import nn
@@ -24,229 +25,191 @@ from ddpshim.process.seeds import derive_seed
 from ddpshim.process.users_line import users_line
 
 LARGE = 512  # a draw of at least so many numbers is reported if none of its dimensions is the batch
+Original = Callable[..., Any]
 
 
-def factory(sharing: Sharing, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    if sharing.share is None or "out" in options:
+def of_sizes(sharing: Sharing, share: Share, original: Original, *arguments: Any, **options: Any) -> Any:
+    """Draw as torch.rand(2, 3), torch.rand((2, 3)) and numpy.random.rand(2, 3) do."""
+    size = options.get("size", arguments)
+    shape = tuple(size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size)
+    if not shape or "out" in options:
         return original(*arguments, **options)
-    shape = _size_of(arguments, options)
-    where = sharing.share.dimension(shape)
-    if where is None:
-        return _alone(sharing, shape, lambda: original(*arguments, **options))
     options.pop("size", None)
-    return sharing.share.rows(original(sharing.share.whole(shape, where), **options), where).clone()
+    return _rows_of(sharing, share, shape, lambda where: original(*share.whole(shape, where), **options))
 
 
-def randint(sharing: Sharing, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    place = next((i for i, given in enumerate(arguments) if not isinstance(given, (int, float))), None)
-    if sharing.share is None or "out" in options or (place is None and "size" not in options):
+def sized(
+    sharing: Sharing, share: Share, original: Original, position: Optional[int], *arguments: Any, **options: Any
+) -> Any:
+    """Draw as a function with an argument `size` at this position; None: it is the first that is no number."""
+    if position is None:
+        position = next((i for i, given in enumerate(arguments) if not isinstance(given, (int, float))), sys.maxsize)
+    size = arguments[position] if position < len(arguments) else options.get("size")
+    if size is None or "out" in options:
         return original(*arguments, **options)
-    shape = tuple(options["size"] if place is None else arguments[place])
-    where = sharing.share.dimension(shape)
-    if where is None:
-        return _alone(sharing, shape, lambda: original(*arguments, **options))
-    whole = sharing.share.whole(shape, where)
-    if place is None:
-        options["size"] = whole
-    else:
-        arguments = (*arguments[:place], whole, *arguments[place + 1 :])
-    return sharing.share.rows(original(*arguments, **options), where).clone()
+    shape = tuple(size) if isinstance(size, (tuple, list)) else (int(size),)
+
+    def draw(where: Optional[int]) -> Any:
+        taken = tuple(share.whole(shape, where))
+        if position < len(arguments):
+            return original(*arguments[:position], taken, *arguments[position + 1 :], **options)
+        return original(*arguments, **{**options, "size": taken})
+
+    return _rows_of(sharing, share, shape, draw)
 
 
 def normal(
-    sharing: Sharing, original: Callable[..., Any], mean: Any, std: Any = 1.0, size: Any = None, **options: Any
+    sharing: Sharing, share: Share, original: Original, mean: Any, std: Any = 1.0, *size: Any, **options: Any
 ) -> Any:
-    if sharing.share is None or "out" in options:
-        sized = {} if size is None else {"size": size}
-        return original(mean, std, **sized, **options)
-    if size is None:
-        given = mean if isinstance(mean, torch.Tensor) else std
-        of_both = [part.shape for part in (mean, std) if isinstance(part, torch.Tensor)]
-        size = torch.broadcast_shapes(*of_both)
-        options = {"dtype": given.dtype, "device": given.device, **options}
-    where = sharing.share.dimension(tuple(size))
-    if where is None:
-        widened = torch.zeros(size, **{key: given for key, given in options.items() if key != "generator"}) + mean
-        return _alone(sharing, tuple(size), lambda: original(widened, std))
-    generator = {key: options.pop(key) for key in ("generator",) if key in options}
-    unit = original(0.0, 1.0, sharing.share.whole(size, where), **generator, **options)
-    with torch.no_grad():  # as torch computes it: times the deviation, then plus the mean
-        return sharing.share.rows(unit, where).mul(std).add(mean)
+    """Draw as torch.normal does, for tensors, or for numbers and a size."""
+    of_both = [given for given in (mean, std) if isinstance(given, torch.Tensor)]
+    if not of_both or "out" in options:
+        return sized(sharing, share, original, 2, mean, std, *size, **options)
+    shape = torch.broadcast_shapes(*(given.shape for given in of_both))
+    wide = (given.expand(shape) if isinstance(given, torch.Tensor) else given for given in (mean, std))
+    return of_the_whole(sharing, share, original, *wide, **options)
 
 
-def like(sharing: Sharing, original: Callable[..., Any], like: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-    if sharing.share is None:
-        return original(like, *arguments, **options)
-    where = sharing.share.dimension(like.shape)
-    if where is None:
-        return _alone(sharing, like.shape, lambda: original(like, *arguments, **options))
-    whole = original(_template(sharing.share, like, where), *arguments, **options)
-    return sharing.share.rows(whole, where).clone()
+def like(
+    sharing: Sharing, share: Share, original: Original, like: torch.Tensor, *arguments: Any, **options: Any
+) -> Any:
+    def draw(where: Optional[int]) -> Any:
+        return original(like if where is None else _template(share, like, where), *arguments, **options)
+
+    return _rows_of(sharing, share, like.shape, draw)
 
 
 def in_place(
-    sharing: Sharing, original: Callable[..., Any], self: torch.Tensor, *arguments: Any, **options: Any
-) -> torch.Tensor:
-    if sharing.share is None or isinstance(self, nn.Parameter):
-        return original(self, *arguments, **options)  # type: ignore[no-any-return]
-    where = sharing.share.dimension(self.shape)
+    sharing: Sharing, share: Share, original: Original, self: torch.Tensor, *arguments: Any, **options: Any
+) -> Any:
+    where = share.dimension(self.shape)
+    if isinstance(self, nn.Parameter):
+        return original(self, *arguments, **options)
     if where is None:
-        return _alone(sharing, self.shape, lambda: original(self, *arguments, **options))  # type: ignore[no-any-return]
+        return _alone(sharing, share, self.shape, lambda: original(self, *arguments, **options))
     arguments = tuple(
-        sharing.share.among_others(given.expand(self.shape), where) if isinstance(given, torch.Tensor) else given
+        share.among_others(given.expand(self.shape), where) if isinstance(given, torch.Tensor) else given
         for given in arguments
     )
-    whole = original(_template(sharing.share, self, where), *arguments, **options)
+    whole = original(_template(share, self, where), *arguments, **options)
     with torch.no_grad():
-        return self.copy_(sharing.share.rows(whole, where))
+        return self.copy_(share.rows(whole, where))
 
 
 def dropout(
     sharing: Sharing,
-    original: Callable[..., Any],
+    share: Share,
+    original: Original,
     input: torch.Tensor,
     p: float = 0.5,
     training: bool = True,
     *inplace: Any,
     **more: Any,
 ) -> Any:
-    if "train" in more:  # torch.dropout's name of the argument
-        training = more.pop("train")
-    if sharing.share is None or not training or not 0 < p < 1:
+    training = more.pop("train", training)  # torch.dropout's name of the argument
+    where = share.dimension(input.shape)
+    if where is None or not training or not 0 < p < 1:
+        if training and 0 < p < 1:
+            _name_alike(sharing, share, input.shape)
         return original(input, p, training, *inplace, **more)
-    where = sharing.share.dimension(input.shape)
-    if where is None:
-        _name_alike(sharing, input.shape)
-        return original(input, p, training, *inplace, **more)
-    whole = _template(sharing.share, input, where)
+    whole = _template(share, input, where)
     if input.device.type == "cpu":  # as torch computes it there, but scaling the rank's own rows only
-        kept = sharing.share.rows(BERNOULLI_(whole, 1 - p), where) / (1 - p)
+        kept = share.rows(BERNOULLI_(whole, 1 - p), where) / (1 - p)
     else:
-        kept = sharing.share.rows(original(whole, p, True), where)
+        kept = share.rows(original(whole, p, True), where)
     return input.mul_(kept) if any((*inplace, more.get("inplace"))) else input * kept
 
 
-def of_the_whole(sharing: Sharing, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    at_hand = sharing.share
+def of_the_whole(sharing: Sharing, share: Share, original: Original, *arguments: Any, **options: Any) -> Any:
     tensors = [given for given in (*arguments, *options.values()) if isinstance(given, torch.Tensor)]
-    if at_hand is None or not tensors or not _draws(original.__name__, arguments, options):
+    if not tensors or not _draws(original.__name__, arguments, options):
         return original(*arguments, **options)
-    where = at_hand.dimension(tensors[0].shape)
+    where, num_dimensions = share.dimension(tensors[0].shape), tensors[0].dim()
     if where is None:
-        _name_alike(sharing, tensors[0].shape)
+        _name_alike(sharing, share, tensors[0].shape)
         return original(*arguments, **options)
-
-    num_dimensions = tensors[0].dim()
 
     def widen(given: Any) -> Any:
         is_one = isinstance(given, torch.Tensor) and given.dim() == num_dimensions
-        has_it = is_one and at_hand.dimension(given.shape) == where
-        return at_hand.among_others(given, where) if has_it else given
+        has_it = is_one and share.dimension(given.shape) == where
+        return share.among_others(given, where) if has_it else given
 
     whole = original(*map(widen, arguments), **{key: widen(given) for key, given in options.items()})
-    return at_hand.rows(whole, where)
+    return share.rows(whole, where)
 
 
-def recurrent(sharing: Sharing, original: Callable[..., Any], self: nn.RNNBase, input: Any, hidden: Any = None) -> Any:
-    at_hand = sharing.share
-    if at_hand is None or not (self.dropout and self.training and self.num_layers > 1):
+def recurrent(
+    sharing: Sharing, share: Share, original: Original, self: nn.RNNBase, input: Any, hidden: Any = None
+) -> Any:
+    if not (self.dropout and self.training and self.num_layers > 1):
         return original(self, input, hidden)
     place = 0 if self.batch_first else 1
-    if not isinstance(input, torch.Tensor) or input.dim() != 3 or input.shape[place] not in at_hand.sizes:
-        _name(sharing, "drops units between RNN layers, for packed or different rows", "equal on all ranks")
+    if not isinstance(input, torch.Tensor) or input.dim() != 3 or input.shape[place] not in share.sizes:
+        _name(sharing, share, "drops units between RNN layers, for packed or different rows", "equal on all ranks")
         return original(self, input, hidden)
     states = () if hidden is None else hidden if isinstance(hidden, tuple) else (hidden,)
-    wide = tuple(at_hand.among_others(state, 1) for state in states)
+    wide = tuple(share.among_others(state, 1) for state in states)
     output, after = original(
-        self, at_hand.among_others(input, place), wide if isinstance(hidden, tuple) else (*wide, None)[0]
+        self, share.among_others(input, place), wide if isinstance(hidden, tuple) else (*wide, None)[0]
     )
-    rows = functools.partial(at_hand.rows, dimension=1)
-    return at_hand.rows(output, place), tuple(map(rows, after)) if isinstance(after, tuple) else rows(after)
+    rows = functools.partial(share.rows, dimension=1)
+    return share.rows(output, place), tuple(map(rows, after)) if isinstance(after, tuple) else rows(after)
 
 
 def attention(
     sharing: Sharing,
-    original: Callable[..., Any],
+    share: Share,
+    original: Original,
     self: nn.MultiheadAttention,
     query: Any,
     *arguments: Any,
     **options: Any,
 ) -> Any:
     """Call `original`, which draws nothing itself, and record shapes with the batch in dimension 1, of any length."""
-    at_hand = sharing.share
-    is_known = at_hand is not None and isinstance(query, torch.Tensor) and query.dim() == 3
-    if at_hand is None or not is_known or self.batch_first or query.shape[1] not in at_hand.sizes:
+    is_known = isinstance(query, torch.Tensor) and query.dim() == 3 and not self.batch_first
+    if not is_known or query.shape[1] not in share.sizes:
         return original(self, query, *arguments, **options)
     sharing.sequence_first.add(tuple(query.shape[:2]))
-    sharing.share = at_hand._replace(sequence_first=())  # inside, the batch is the first dimension
+    sharing.share = share._replace(sequence_first=())  # inside, the batch is the first dimension
     try:
         return original(self, query, *arguments, **options)
     finally:
-        sharing.share = at_hand
+        sharing.share = share
 
 
-def by_value(sharing: Sharing, original: Callable[..., Any], called: str, *arguments: Any, **options: Any) -> Any:
-    here = current().world
-    if sharing.share is None or here is None or not _draws(called.split(".")[-1], arguments, options):
+def by_value(sharing: Sharing, share: Share, original: Original, called: str, *arguments: Any, **options: Any) -> Any:
+    name = called.split(".")[-1]
+    if not _draws(name, arguments, options):
         return original(*arguments, **options)
-    sample_shape = _sample_shape(arguments, options) if called.endswith("rsample") else ()
-    where = sharing.share.dimension(sample_shape)
+    shape = options.get("sample_shape", arguments[1] if len(arguments) > 1 else ()) if name == "rsample" else ()
+    where = share.dimension(shape)
     if where is not None:  # one distribution for all samples: each sample's draw equals one process's
-        return sharing.share.rows(original(arguments[0], sharing.share.whole(sample_shape, where)), where)
-    _name(sharing, f"draws by {called}, as many numbers as its values need", "each rank's own")
+        return share.rows(original(arguments[0], share.whole(shape, where)), where)
+    _name(sharing, share, f"draws by {called}, as many numbers as its values need", "each rank's own")
     seed = int(torch.randint(2**62, (), device="cpu"))
-    with shared_random_streams(derive_seed(seed, here.rank)):
+    with shared_random_streams(derive_seed(seed, share.rank)):
         return original(*arguments, **options)
 
 
-def permutation(sharing: Sharing, original: Callable[..., Any], n: int, *arguments: Any, **options: Any) -> Any:
+def permutation(sharing: Sharing, share: Share, original: Original, n: int, *arguments: Any, **options: Any) -> Any:
     asks = str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0]
-    if sharing.share is not None and n == sharing.share.num_rows and asks != "torchvision":  # ColorJitter
-        _name(
-            sharing,
-            "permutes the batch: on several ranks only samples of the same rank are mixed",
-            "equal on all ranks",
-        )
+    if n == share.num_rows and asks != "torchvision":  # ColorJitter
+        mixed = "permutes the batch: on several ranks only samples of the same rank are mixed"
+        _name(sharing, share, mixed, "equal on all ranks")
     return original(n, *arguments, **options)
 
 
-def sized(sharing: Sharing, original: Callable[..., Any], position: int, *arguments: Any, **options: Any) -> Any:
-    size = options.get("size", arguments[position] if len(arguments) > position else None)
-    if sharing.share is None or size is None:
-        return original(*arguments, **options)
-    shape = tuple(size) if isinstance(size, (tuple, list)) else (int(size),)
-    where = sharing.share.dimension(shape)
+def _rows_of(sharing: Sharing, share: Share, shape: Sequence[int], draw: Callable[[Optional[int]], Any]) -> Any:
+    """Return this rank's rows of a draw, whose argument is the dimension of the batch; None draws `shape` alone."""
+    where = share.dimension(shape)
     if where is None:
-        _name_alike(sharing, shape)
-        return original(*arguments, **options)
-    options["size"] = tuple(sharing.share.whole(shape, where))
-    return sharing.share.rows(original(*arguments[:position], **options), where)
-
-
-def of_dimensions(sharing: Sharing, original: Callable[..., Any], *shape: int) -> Any:
-    where = None if sharing.share is None or not shape else sharing.share.dimension(shape)
-    if sharing.share is None or where is None:
-        _name_alike(sharing, shape)
-        return original(*shape)
-    return sharing.share.rows(original(*sharing.share.whole(shape, where)), where)
-
-
-def _size_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[int, ...]:
-    """Return the size from the arguments of torch.rand."""
-    if "size" in options:
-        return tuple(options["size"])
-    if len(arguments) == 1 and not isinstance(arguments[0], int):
-        return tuple(arguments[0])
-    return tuple(arguments)
-
-
-def _sample_shape(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[int, ...]:
-    given = options.get("sample_shape", arguments[1] if len(arguments) > 1 else ())
-    return tuple(given)
+        return _alone(sharing, share, shape, lambda: draw(None))
+    drawn = share.rows(draw(where), where)
+    return drawn.clone() if isinstance(drawn, torch.Tensor) else drawn
 
 
 def _draws(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Return whether this call of a function of `_WHOLE` or `_BY_VALUE` draws at all."""
+    """Return whether this call of a function of `of_the_whole` or `by_value` draws at all."""
     if name == "scaled_dot_product_attention":
         return bool(options.get("dropout_p", arguments[4] if len(arguments) > 4 else 0.0))
     if "dropout" in name:
@@ -257,9 +220,9 @@ def _draws(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> bo
     return True
 
 
-def _template(at_hand: Share, like: torch.Tensor, where: int) -> torch.Tensor:
+def _template(share: Share, like: torch.Tensor, where: int) -> torch.Tensor:
     """Return ones for the global batch in the memory layout of `like`: torch draws in the order of memory."""
-    whole = at_hand.whole(like.shape, where)
+    whole = share.whole(like.shape, where)
     strides = like.stride()
     others = [stride for stride, size in zip(strides[1:], like.shape[1:]) if size > 1]
     if where == 0 and like.shape[0] == 1 < whole[0] and strides[0] in others:  # (1, L, E) or (L, 1, E) transposed
@@ -273,41 +236,38 @@ def _template(at_hand: Share, like: torch.Tensor, where: int) -> torch.Tensor:
     return made.permute(sorted(range(like.dim()), key=order.__getitem__)).expand(whole)
 
 
-def _alone(sharing: Sharing, shape: Sequence[int], draw: Callable[[], Any]) -> Any:
-    """Return a draw without the batch in its shape: equal on all ranks if it is small, else this rank's own, and
-    reported once.
+def _alone(sharing: Sharing, share: Share, shape: Sequence[int], draw: Callable[[], Any]) -> Any:
+    """Return a draw without the batch in its shape: equal on all ranks if it is small or numpy's, else this rank's own,
+    and reported once.
 
     It always draws from the shared generators, so that they keep the state of one process's.
     """
     drawn = draw()
-    if math.prod(shape) < LARGE:
-        _name_alike(sharing, shape)
+    if math.prod(shape) < LARGE or not isinstance(drawn, torch.Tensor):
+        _name_alike(sharing, share, shape)
         return drawn
-    assert sharing.share is not None
-    sizes, num_rows = " x ".join(map(str, shape)), sharing.share.num_rows
-    _name(sharing, f"draws {sizes} numbers, but no dimension is the batch ({num_rows})", "each rank's own")
-    with shared_random_streams(derive_seed(sharing.share.rank, str(drawn.reshape(-1)[:4].tolist()))):
+    sizes = " x ".join(map(str, shape))
+    _name(sharing, share, f"draws {sizes} numbers, but no dimension is the batch ({share.num_rows})", "each rank's own")
+    with shared_random_streams(derive_seed(share.rank, str(drawn.reshape(-1)[:4].tolist()))):
         return draw()
 
 
-def _name_alike(sharing: Sharing, shape: Sequence[int]) -> None:
+def _name_alike(sharing: Sharing, share: Share, shape: Sequence[int]) -> None:
     """Report a draw that is equal on all ranks and may differ from one process's."""
-    at_hand = sharing.share
+    if math.prod(shape) < LARGE:
+        _report_small_draw(sharing, share)
+        return
     sizes = " x ".join(map(str, shape))
-    if at_hand is not None and math.prod(shape) >= LARGE:
-        what = f"draws for {sizes} numbers, but no dimension is the batch ({at_hand.num_rows})"
-        _name(sharing, what, "equal on all ranks")
-    else:
-        _report_small_draw(sharing)
+    what = f"draws for {sizes} numbers, but no dimension is the batch ({share.num_rows})"
+    _name(sharing, share, what, "equal on all ranks")
 
 
-def _name(sharing: Sharing, what: str, whose: str) -> None:
-    """Report once the line of code of a draw that one process would make differently."""
+def _name(sharing: Sharing, share: Share, what: str, whose: str) -> None:
+    """Report once, on rank 0, the line of code of a draw that one process would make differently."""
     line = users_line()
-    if line not in sharing.named:
-        sharing.named.add(line)
-        if sharing.share is not None and sharing.share.rank == 0:
-            say(f"{line} {what}; these draws are {whose}, and one process would draw differently (option noise)")
+    if line not in sharing.named and share.rank == 0:
+        say(f"{line} {what}; these draws are {whose}, and one process would draw differently (option noise)")
+    sharing.named.add(line)
 
 
 class _Counts:
@@ -320,13 +280,13 @@ class _Counts:
         self.are_read = False
 
 
-def _report_small_draw(sharing: Sharing) -> None:
+def _report_small_draw(sharing: Sharing, share: Share) -> None:
     """Count a draw; on the second batch, report lines that drew as often as this rank had rows. Rank 0 only; local."""
     counts = current().part(_Counts)
-    if counts.are_read or sharing.share is None or sharing.share.rank:
+    if counts.are_read or share.rank:
         return
     if counts.batch in (None, sharing.last):
-        counts.batch, counts.num_rows = sharing.last, sharing.share.num_rows
+        counts.batch, counts.num_rows = sharing.last, share.num_rows
         line = users_line()
         counts.of_line[line] = counts.of_line.get(line, 0) + 1
         return

@@ -47,8 +47,8 @@ class Share(NamedTuple):
             return 0
         return next((number for number, size in enumerate(shape) if size in self.sizes), None)
 
-    def whole(self, shape: Sequence[int], dimension: int) -> list[int]:
-        """Return `shape` for the global batch."""
+    def whole(self, shape: Sequence[int], dimension: Optional[int]) -> list[int]:
+        """Return `shape` for the global batch; unchanged if no dimension is the batch."""
         return [size * self.world_size if i == dimension else size for i, size in enumerate(shape)]
 
     def rows(self, drawn: Any, dimension: int) -> Any:

@@ -1,10 +1,13 @@
-"""Defines `World`: this process's place in its job, frozen, with collectives for Python values; and the current one."""
+"""Defines `World`: this process's place in its job, frozen, with what its collectives do in one process.
+
+`collectives.WorldOfRanks` is that of several ranks.
+"""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, Union, cast
+from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, Union
 
 import torch
 import torch.distributed as dist
@@ -87,18 +90,7 @@ class World:
         """
         from ddpshim.job import precision
 
-        return precision.autocast(self.options, self.device, self._job)
-
-    def grad_scaler(self) -> Any:
-        """Return torch's GradScaler for the precision of `options`: enabled with fp16, else it changes nothing. Local.
-
-        Gradients are scaled as in one process, and all ranks skip a step if one has an inf. (This may be a different
-        step than in one process: a sum over a share can overflow where the sum over the batch cancels.) To resume,
-        pass it to `Resumable` with the other objects.
-        """
-        from ddpshim.job import precision
-
-        return precision.grad_scaler(self.options, self.device, self._job, self.world_size)
+        return precision.autocast(self)
 
     def only_main(self, obj: T) -> T:
         """Return `obj` on the main rank; on the others a stand-in that accepts every call and does nothing. Local.
@@ -111,9 +103,7 @@ class World:
         If the program branches on a value, broadcast the main rank's, else ranks diverge: `path =
         world.broadcast(top_k.get_ckpt_path(metrics))`.
         """
-        from ddpshim.job.stand_in import StandIn
-
-        return obj if self.is_main else cast(T, StandIn())
+        return obj
 
     def running(self, every_n_steps: int = 1) -> Running:
         """Return statistics and counts that are merged over the ranks every n steps; see `Running`. Local."""
@@ -123,8 +113,6 @@ class World:
 
     def barrier(self) -> None:
         """Wait until every rank has called it, for up to `side_timeout_s` (collective)."""
-        if self.world_size > 1:
-            self._gather(None, "barrier")
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, in rank order, on every rank (collective).
@@ -132,14 +120,7 @@ class World:
         Numbers, text, bytes, tensors, arrays, and tuples, lists, sets and mappings of them are sent as they are; other
         objects are pickled, unless the option `trust_peers` is off.
         """
-        return self._gather(value, "gather")
-
-    def _gather(self, value: T, what: str) -> list[T]:
-        if self.world_size == 1:
-            return [value]
-        from ddpshim.job import collectives
-
-        return collectives.gather(self, value, what)
+        return [value]
 
     def broadcast(self, value: T, src: int = 0) -> T:
         """Return the value of rank `src`, on every rank (collective). Other ranks' arguments are ignored.
@@ -151,11 +132,7 @@ class World:
                 f"broadcast from src={src} in a world of {self.world_size}; every rank would wait for a sender that "
                 f"does not exist. Use a rank from 0 to {self.world_size - 1}."
             )
-        if self.world_size == 1:
-            return value
-        from ddpshim.job import collectives
-
-        return collectives.broadcast(self, value, src, f"broadcast from rank {src}")
+        return value
 
     def sum(self, value: Any) -> Any:
         """Return the sum over ranks of a number, a tensor, or a mapping of these (collective).
@@ -163,9 +140,9 @@ class World:
         Integers add exactly, floats with one rounding (math.fsum), tensors in float64 or int64. Raises WorldError if
         ranks hold different keys or shapes, or something that cannot be added.
         """
-        from ddpshim.job.running import reduce, to_cpu
+        from ddpshim.job.running import over_ranks
 
-        return reduce(self.gather(to_cpu(value)), mean=False, like=value)
+        return over_ranks(self, value, mean=False)
 
     def mean(self, value: Any) -> Any:
         """Return the mean over ranks (collective); see `sum`. A mean of integers is a float.
@@ -173,9 +150,9 @@ class World:
         Every rank counts once: with 2 entries on one rank and 1 on another, the one weighs as much as the two. For the
         mean over entries, use `mean_over`, or sum both totals and counts (`sum`, `running`).
         """
-        from ddpshim.job.running import reduce, to_cpu
+        from ddpshim.job.running import over_ranks
 
-        return reduce(self.gather(to_cpu(value)), mean=True, like=value)
+        return over_ranks(self, value, mean=True)
 
     def mean_over(self, total: N, count: Any) -> N:
         """Return the mean over the entries of all ranks; `total` is the sum over this rank's (collective).
@@ -194,13 +171,9 @@ class World:
                 in `sum`.
             count: the number of this rank's entries, or the sum of their weights; a number or a tensor.
         """
-        if self.world_size == 1 and not self.is_launched:
-            alone: Any = total
-            is_tensor = isinstance(total, torch.Tensor)
-            return cast(N, alone / as_divisor(count, alone) if is_tensor else float(alone) / float(count))
-        from ddpshim.job import exchange
-
-        return cast(N, exchange.mean_over(self, total, count))
+        if isinstance(total, torch.Tensor):
+            return total / as_divisor(count, total)
+        return float(total) / float(count)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks, in the order of one process's batch (collective). Differentiable.
@@ -213,11 +186,7 @@ class World:
         Args:
             x: (B, ...), of the same shape on every rank. With one process it is returned as it is.
         """
-        if self.world_size == 1 and not self.is_launched:
-            return x
-        from ddpshim.job import all_gather
-
-        return all_gather.all_gather(self, x)
+        return x
 
     def count(self, name: str, by: int = 0) -> int:
         """Add `by` to the counter `name`; returns its sum over all ranks so far. Local: does not wait.
@@ -235,25 +204,17 @@ class World:
 
         The function takes a timeout in seconds and raises RuntimeError after it.
         """
-        if self.world_size == 1:
-            return lambda deadline_s: [numbers]
-        from ddpshim.job import collectives
-
-        return collectives.begin_gather(self, numbers)
+        return lambda deadline_s: [numbers]
 
     def gather_with_deadline(self, name: str, value: T, deadline_s: float) -> dict[int, T]:
         """Return the values of the ranks that call this within the deadline, by rank. Never hangs (collective).
 
         With a deadline of 0 a rank stores its value and does not wait. Ranks that have left the job are not waited for.
-        Values must be JSON, since any process that reaches the job's store can write there.
 
-        Raises WorldError if the store holds something else.
+        Raises WorldError if a value needs pickle, since any process that reaches the job's store can write there, or if
+        the store holds something else.
         """
-        if self.world_size == 1:
-            return {0: value}
-        from ddpshim.job import collectives
-
-        return collectives.gather_with_deadline(self, name, value, deadline_s)
+        return {0: value}
 
     def answers_of_main(self, name: str, value: T) -> T:
         """Return, in each rank's n-th call with this `name`, the main rank's value of its n-th call. The main rank does
@@ -263,23 +224,14 @@ class World:
 
         Raises WorldError if the main rank does not make its n-th call within `side_timeout_s`.
         """
-        if self.world_size == 1:
-            return value
-        from ddpshim.job import collectives
-
-        return collectives.answers_of_main(self, name, value)
+        return value
 
     def run_on_main(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run `function` on the main rank only; every rank gets its result (collective).
 
         An exception on the main rank is raised there as it is, and as WorldError everywhere else.
         """
-        if self.world_size == 1:
-            return function(*args, **kwargs)
-        from ddpshim.job import collectives
-
-        name = getattr(function, "__qualname__", type(function).__name__)
-        return collectives.run_on_main(self, lambda: function(*args, **kwargs), name)
+        return function(*args, **kwargs)
 
 
 def world() -> World:

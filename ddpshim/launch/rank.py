@@ -39,12 +39,12 @@ def main(argv: Sequence[str]) -> None:
     # Nothing of the program has been imported yet.
     proof, certificate = os.environ.get(variables.CHECK), os.environ.get(variables.CERTIFY)
     if certificate:
-        from ddpshim.tools.certificate.recording import recorded
+        from ddpshim.tools.certifying import recorded
 
         with recorded(certificate, argv):
             _run(argv)
     elif proof:
-        from ddpshim.tools.check import watching
+        from ddpshim.tools import watching
 
         with watching.watched(proof):
             _run(argv)

@@ -1,7 +1,7 @@
 """Implements `python -m ddpshim run`: torchrun with checks before the start, a log for each rank, the first failure
 last.
 
-torchrun's agent runs in this process, and starts and watches the ranks (for a single rank: `alone`). Exit code: 0 if
+torchrun's agent runs in this process, and starts and watches the ranks (a single rank needs none). Exit code: 0 if
 every rank succeeded; the code of the first rank to fail, or 128 + N if signal N ended it; 2 if a check failed.
 """
 
@@ -20,7 +20,7 @@ import threading
 import time
 import tokenize
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,13 +28,13 @@ from typing import Any, Optional
 
 from ddpshim import adapters, variables
 from ddpshim.errors import LaunchError, OptionsError
-from ddpshim.failures.port import check_port, why_unknown
-from ddpshim.launch import alone, first_failure, signals
+from ddpshim.failures.rendezvous import check_address
+from ddpshim.launch import ranks_of_run
 from ddpshim.launch.rank import BEGAN
 from ddpshim.observe.records import FOLDER
+from ddpshim.options import Options
 from ddpshim.process.launch_env import EXIT_REQUEUE, LaunchEnv, read_launch_env
-from ddpshim.process.say import say
-from ddpshim.robomimic.options import RobomimicOptions
+from ddpshim.process.say import copy_to_screen, say
 from ddpshim.trainers.unedited.program import module_file
 from ddpshim.variables import PREFIX
 
@@ -57,7 +57,17 @@ class Launch:
     log_dir: Optional[str] = None
     has_logs: bool = True
     grace_s: float = 60.0
-    proof: Optional[str] = None  # a folder for the ranks' records, see ddpshim.tools.check.watching
+    proof: Optional[str] = None  # a folder for the ranks' records, see ddpshim.tools.watching
+
+    @property
+    def command(self) -> list[str]:
+        """The program and its arguments, as after `python`."""
+        return [*(["-m"] if self.is_module else []), self.program, *self.arguments]
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one rank, which needs no agent."""
+        return self.nproc == "1" and (self.nnodes or 1) == 1 and not self.max_restarts
 
 
 def run(job: Launch) -> int:
@@ -71,8 +81,7 @@ def run(job: Launch) -> int:
     log_dir = make_log_dir(job) if job.has_logs else None
     if os.environ.get("DDPSHIM_EXACT"):  # virtual ranks may share GPUs, which must add in a fixed order
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    is_alone = job.nproc == "1" and (job.nnodes or 1) == 1 and not job.max_restarts
-    if not is_alone:
+    if not job.is_alone:
         _check_gpus(job)
     with tempfile.TemporaryDirectory(prefix="ddpshim-run-") as run_dir:
         os.environ[variables.RUN_DIR] = run_dir
@@ -90,17 +99,15 @@ def run(job: Launch) -> int:
                 say(f"each rank's output goes to {log_dir}/rank_N.log")
             if not job.node_rank and job.proof is None:
                 screen = _shown_on_screen(log_dir / "rank_0.log")
-        # Not through torchrun's parser, which rejects the program's own `--nproc` or `--log` as ambiguous.
-        program = [*(["-m"] if job.is_module else []), job.program, *job.arguments]
         with screen:
-            failures, received = alone.run(program, job.grace_s) if is_alone else _run_ranks(job, run_dir, program)
+            failures, received = _run_ranks(job, run_dir)
         records = Path(run_dir, FOLDER)
         if not failures:
             if records.exists() and job.proof is None:
                 say(f"build a report of this run: python -m ddpshim report {shlex.quote(records.read_text())}")
             return 0
-        notes = first_failure.read(run_dir)
-        first, code = first_failure.first(failures, notes, log_dir)
+        notes = ranks_of_run.read(run_dir)
+        first, code = ranks_of_run.first(failures, notes, log_dir)
         if code == EXIT_REQUEUE:  # no failure
             again = "To resume, unless a scheduler requeues this job"
             say(f"the ranks saved their progress and stopped (exit code {code}). {again}: {_resuming_command()}")
@@ -109,24 +116,30 @@ def run(job: Launch) -> int:
             name = signal.Signals(-code if code < 0 else code - 128).name
             lost = "" if name in ("SIGTERM", "SIGUSR1") else f"{name} saves nothing; SIGTERM (`kill`) saves and stops. "
             say(f"stopped by {name}{where}")
-            say(f"{lost}A program that saves its progress resumes from its last save by: {_resuming_command()}")
+            say(
+                f"{lost}ddpshim saved nothing now: a program that resumes by itself goes on from its own last save, "
+                f"one with ddpshim.Resumable by: {_resuming_command()}"
+            )
         else:
             _report(first, code, log_dir, notes[first].traceback if first in notes else "", job.proof is None)
         return 128 - code if code < 0 else code
 
 
-def _run_ranks(job: Launch, run_dir: str, program: Sequence[str]) -> tuple[Mapping[int, Any], list[int]]:
-    """Run the ranks under torch's agent; return how they failed, by rank, and the signals received."""
+def _run_ranks(job: Launch, run_dir: str) -> tuple[Mapping[int, Any], list[int]]:
+    """Run the ranks, several under torch's agent; return how they failed, by rank, and the signals received."""
+    if job.is_alone:
+        return ranks_of_run.run_alone(job.command, job.grace_s)
     from torch.distributed import run as torchrun  # takes seconds, so after the checks that do not need it
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from ddpshim.failures.listening import narrowed
 
     logging.disable(logging.ERROR)  # the agent's own reports: they would come after the traceback
-    with signals.passed_on_by_agent(job.grace_s) as received, narrowed((job.nnodes or 1) == 1):
+    with ranks_of_run.passed_on_by_agent(job.grace_s) as received, narrowed((job.nnodes or 1) == 1):
         try:
             options = torchrun.parse_args(torchrun_arguments(job, run_dir))
-            options.training_script_args = [*program]
+            # Not through torchrun's parser, which rejects the program's own `--nproc` or `--log` as ambiguous.
+            options.training_script_args = job.command
             torchrun.run(options)
         except ChildFailedError as error:
             return error.failures, received
@@ -159,7 +172,7 @@ def _problems_of_environment(environ: Mapping[str, str]) -> Iterator[str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the ranks print them
-            RobomimicOptions.read(environ=environ)
+            Options.read(environ=environ)
     except OptionsError as error:
         yield str(error)
 
@@ -167,7 +180,13 @@ def _problems_of_environment(environ: Mapping[str, str]) -> Iterator[str]:
 def problems_of_program(job: Launch) -> Iterator[str]:
     """Yield the reasons why the program of `job` cannot run, a line each. Local; reads files, imports nothing."""
     source = module_file(job.program) if job.is_module else job.program
-    if source is None:
+    if not job.is_module and re.fullmatch(r"python[\d.]*", os.path.basename(job.program)):
+        scripts = [word for word in job.arguments if word.endswith(".py")]
+        yield (
+            f"{job.program} is not a script: each rank would read it as one. `run` starts Python itself: leave "
+            f"{job.program} out, as in `python -m ddpshim run {scripts[0] if scripts else 'train.py'}`."
+        )
+    elif source is None:
         yield (
             f"-m {job.program}: no such module, or a package without __main__.py: no rank could start it. Check the "
             "spelling, install it, or set PYTHONPATH."
@@ -217,18 +236,11 @@ def _problems_of_nodes(job: Launch) -> Iterator[str]:
             "node the address of node 0, and its own number, from 0."
         )
     if job.master_addr is not None:
-        error = why_unknown(job.master_addr)
-        if error is not None:
-            yield (
-                f"--master-addr={job.master_addr} does not resolve ({error}): this node would never reach node 0. "
-                "Give a name or an IP address that this node knows."
-            )
-        elif node_rank == 0:
-            try:
-                # Check the port that rank 0 would serve, for the messages of `check_port`.
-                check_port(LaunchEnv("torchrun", 0, 0, 2, 1, 0, job.master_addr, job.master_port, False, ""))
-            except LaunchError as taken:
-                yield str(taken)
+        where = job.master_addr, job.master_port
+        try:
+            check_address(LaunchEnv("torchrun", node_rank, 0, nnodes, 1, node_rank, *where, False, ""))
+        except LaunchError as error:
+            yield str(error)
 
 
 def nodes_of_scheduler(job: Launch, environ: Mapping[str, str]) -> Launch:
@@ -307,7 +319,7 @@ def torchrun_arguments(job: Launch, run_dir: str) -> list[str]:
 
 @contextlib.contextmanager
 def _shown_on_screen(log: Path) -> Iterator[None]:
-    """Within the block, copy what is appended to `log` to stdout, byte for byte, so that progress bars still move."""
+    """Within the block, copy what is appended to `log` to stdout."""
     start = log.stat().st_size if log.exists() else 0
     ended = threading.Event()
 
@@ -321,8 +333,7 @@ def _shown_on_screen(log: Path) -> Iterator[None]:
             while True:
                 is_last = ended.is_set()  # before reading, so that no later text is lost
                 for chunk in iter(lambda: file.read(1 << 16), b""):
-                    sys.stdout.buffer.write(chunk)
-                sys.stdout.buffer.flush()
+                    copy_to_screen(chunk)
                 if is_last:
                     return
                 ended.wait(0.05)
@@ -338,7 +349,7 @@ def _shown_on_screen(log: Path) -> Iterator[None]:
 
 def _resuming_command() -> str:
     """Return the command of this `run`, with the options in variables, that resumes in every case."""
-    named = {*variables.OF_USERS, *(f"{PREFIX}{name.upper()}" for name in RobomimicOptions.names())}
+    named = {*variables.OF_USERS, *(f"{PREFIX}{name.upper()}" for name in Options.names())}
     given = {**{name: os.environ[name] for name in sorted(named & {*os.environ})}, "DDPSHIM_RESUME": "always"}
     assigned = [f"{name}={shlex.quote(value)}" for name, value in given.items()]
     return " ".join([*assigned, shlex.join(["python", "-m", "ddpshim", *sys.argv[1:]])])
@@ -361,22 +372,22 @@ def _report(rank: int, code: int, log_dir: Optional[Path], traceback: str, is_sh
     """
     said = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     said += " (out of memory? see dmesg)" * (code in (-signal.SIGKILL, 128 + signal.SIGKILL))
-    if rank or not traceback:
-        print(file=sys.stderr)  # a progress bar may have left its line unfinished
+    error = _error_in(traceback)
     if log_dir is None:
-        say(f"rank {rank} failed first: it {said}")
+        say(f"rank {rank} failed first: {error} (it {said})" if error else f"rank {rank} failed first: it {said}")
         return
-    log, error = log_dir / f"rank_{rank}.log", _error_in(traceback)
+    log = log_dir / f"rank_{rank}.log"
     # Rank 0 may have noted a traceback that it did not print: another rank was first, or the launcher ended it.
-    end = first_failure.end_of(log_dir / "rank_0.log", _NUM_LINES_SEARCHED)
+    end = ranks_of_run.end_of(log_dir / "rank_0.log", _NUM_LINES_SEARCHED)
     is_sentence = not traceback.startswith("Traceback (")  # of who quit the debugger, which rank 0 has printed
     if traceback and is_shown and (traceback.rstrip() in end or (rank == 0 and is_sentence)):
-        if rank > 0:  # the same error as rank 0's; rank 0's own is the last thing on the screen already
+        # The same error as rank 0's; or its own, the last thing on the screen unless a data worker has spoken since.
+        if rank > 0 or not (is_sentence or end.endswith(traceback.rstrip())):
             say(f"rank {rank} failed first: {error} (above, and in {log})")
     elif traceback:
         say(f"rank {rank} failed first: {error} (it {said}; its log is {log}):")
         print(traceback.rstrip(), file=sys.stderr, flush=True)
     else:
-        if rank > 0 or not is_shown:
-            say(f"{log} ends:\n{first_failure.end_of(log)}")
-        say(f"rank {rank} failed first: it {said} (above, and in {log})")
+        if (rank > 0 or not is_shown) and (end := ranks_of_run.end_of(log)):
+            say(f"{log} ends:\n{end}")
+        say(f"rank {rank} failed first: it {said} (its log is {log})")

@@ -3,53 +3,51 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Optional
 
 from ddpshim.errors import LaunchError
 from ddpshim.process.launch_env import EXIT_REQUEUE
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What to run, and on what. None: one rank for each GPU, or the site's default."""
-
-    program: str
-    arguments: tuple[str, ...] = ()
-    is_module: bool = False
-    nodes: int = 1
-    gpus_per_node: int = 1
-    nproc_per_node: Optional[int] = None
-    cpus_per_rank: Optional[int] = None
-    time: Optional[str] = None  # as sbatch takes it
-    launcher: str = "torchrun"  # or srun, for programs that import ddpshim or are patched by it
-
-
-def batch_script(settings: Settings) -> str:
-    """Return the text of an sbatch script. Local.
+def batch_script(
+    program: Sequence[str],
+    *,
+    nodes: int = 1,
+    gpus_per_node: int = 1,
+    nproc_per_node: Optional[int] = None,
+    cpus_per_rank: Optional[int] = None,
+    time: Optional[str] = None,
+    launcher: str = "torchrun",
+) -> str:
+    """Return the text of an sbatch script. Local. None: one rank for each GPU, or the site's default.
 
     The ranks, not the batch shell, get SIGUSR1 two minutes before the limit and SIGTERM at preemption; if they exit
     with 75 the job is requeued. Raises LaunchError if no rank would be started.
+
+    Args:
+        program: a file or -m and a module, with its arguments.
+        time: the limit, as sbatch takes it.
+        launcher: torchrun; or srun, for programs that import ddpshim or are patched by it.
     """
-    ranks = settings.nproc_per_node or settings.gpus_per_node
+    ranks = nproc_per_node or gpus_per_node
     if not ranks:
         raise LaunchError(
             "--gpus-per-node=0 without --nproc-per-node: no rank would be started. Give the number of ranks per node."
         )
-    by_torchrun = settings.launcher == "torchrun"
+    by_torchrun = launcher == "torchrun"
     tasks = 1 if by_torchrun else ranks
-    cores = settings.cpus_per_rank and settings.cpus_per_rank * ranks // tasks
+    cores = cpus_per_rank and cpus_per_rank * ranks // tasks
     directives = {
-        "nodes": settings.nodes,
+        "nodes": nodes,
         "ntasks-per-node": tasks,
-        "gpus-per-node": settings.gpus_per_node or None,
+        "gpus-per-node": gpus_per_node or None,
         "cpus-per-task": cores,
-        "time": settings.time,
+        "time": time,
     }
     # srun takes the cores of a task from its own option only (SLURM 22.05 and later).
     srun = ["srun", "--kill-on-bad-exit=0", "--wait=60", *([f"--cpus-per-task={cores}"] if cores else [])]
     run, rank = ["python", "-m", "ddpshim", "run", f"--nproc={ranks}"], ["python", "-u", "-m", "ddpshim.launch.rank"]
-    program = [*(["-m"] if settings.is_module else []), settings.program, *settings.arguments]
     return _TEMPLATE.format(
         directives="".join(f"#SBATCH --{name}={value}\n" for name, value in directives.items() if value is not None),
         command=shlex.join([*srun, *(run if by_torchrun else rank), *program]),

@@ -18,7 +18,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, Optional
 
 import torch
 import torch.distributed as dist
@@ -26,28 +26,22 @@ import torch.distributed as dist
 from ddpshim import variables
 from ddpshim.errors import LaunchError, RankError
 from ddpshim.failures import listening, unsynced_check
-from ddpshim.failures.failure_notes import lost_a_peer
-from ddpshim.failures.port import stay_on_this_machine
+from ddpshim.failures.failure_notes import Note, lost_a_peer
+from ddpshim.failures.rendezvous import stay_on_this_machine
 from ddpshim.job import group
-from ddpshim.launch import first_failure
+from ddpshim.launch import ranks_of_run
 from ddpshim.process.job import begin_next
 from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.say import ranks_called, say_once
 
+_PORT = "port"  # a file that is written when the ranks' store listens
+_LOOK_FOR_PORT_EVERY_S = 0.005
 _LOOK_EVERY_S = 0.5
 _OTHERS_S = 3.0  # for ranks to report that they fail too, and to end after their result
 _STOPPING_S = 30.0
 _STORE_S = 1800.0
 # Variables that a launcher of another job may have set in this process.
 _OF_LAUNCHERS = (variables.LAUNCHER, variables.RANK_LOGS, "TORCHELASTIC_RUN_ID")
-
-
-class _Failure(NamedTuple):
-    """How a rank failed; the smallest one failed first."""
-
-    lost_a_peer: bool  # its error only says that another rank is gone
-    moment: float
-    text: str
 
 
 def spawn(
@@ -84,18 +78,18 @@ def spawn(
         private = meanwhile.enter_context(tempfile.TemporaryDirectory(prefix="ddpshim-spawn-"))
         logs = Path(log_dir or private)
         logs.mkdir(parents=True, exist_ok=True)
-        port_writers = []
+
+        def enter(rank: int, out: Connection) -> None:
+            _become_rank(rank, nproc, private, logs, deadline_s)
+            report(out, lambda: _result(function, args, Path(private, _PORT)))
+            if dist.is_initialized():  # the function made this group
+                dist.destroy_process_group()
 
         def start(rank: int, out: Connection) -> BaseProcess:
-            port_reader, port_writer = context.Pipe(duplex=False)
-            meanwhile.callback(port_writer.close)
-            port_writers.append(port_writer)
-            entering = (function, args, rank, nproc, port_reader, out, private, logs, deadline_s)
-            process = context.Process(target=_enter, args=entering)
+            process = context.Process(target=enter, args=(rank, out))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # about other threads, which are not forked
                 process.start()
-            port_reader.close()
             return process  # type: ignore[no-any-return]
 
         def started() -> None:
@@ -103,9 +97,9 @@ def spawn(
             timeout = timedelta(seconds=_STORE_S)
             store = listening.stores(is_one_node=True)("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
             meanwhile.callback(lambda: store)  # keeps it until the ranks have ended
-            for port_writer in port_writers:
-                with contextlib.suppress(BrokenPipeError):
-                    port_writer.send(store.port)
+            partial = Path(private, "partial")
+            partial.write_text(str(store.port))
+            partial.rename(Path(private, _PORT))
 
         results = collect(start, nproc, deadline_s=deadline_s, started=started, notes=private, logs=logs)
     return results if every_rank else results[0]
@@ -134,7 +128,7 @@ def collect(
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     results: dict[int, Any] = {}
-    failures: dict[int, _Failure] = {}
+    failures: dict[int, Note] = {}
     try:
         for rank in range(num_ranks):
             receive, send = multiprocessing.Pipe(duplex=False)
@@ -174,8 +168,10 @@ def collect(
         for pipe in pipes:
             pipe.close()
     if failures:
-        rank = min(failures, key=failures.__getitem__)
-        raise RankError(f"rank {rank} of {num_ranks} failed first:\n{failures[rank].text}{_last_words(rank, logs)}")
+        rank, _ = ranks_of_run.first({}, failures)
+        printed = "" if logs is None else ranks_of_run.end_of(logs / f"rank_{rank}.log")
+        last_words = f"\nThe last lines that it printed:\n{printed}" if printed else ""
+        raise RankError(f"rank {rank} of {num_ranks} failed first:\n{failures[rank].traceback}{last_words}")
     if pending:
         stacks = "".join(_stack(rank, notes) for rank in pending)
         late = f"{ranks_called(pending)} of {num_ranks} still ran after {deadline_s:g} s"
@@ -199,7 +195,7 @@ def report(out: Connection, call: Callable[[], Any]) -> None:
         while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         text = "".join(traceback.format_exception(type(error), error, trace))
-        out.send((_Failure(lost_a_peer(error), time.time(), text), None))
+        out.send((Note(time.time(), 1, lost_a_peer(error), text), None))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -227,18 +223,8 @@ def _check(nproc: int) -> None:
         )
 
 
-def _enter(
-    function: Callable[..., Any],
-    args: Any,
-    rank: int,
-    nproc: int,
-    port_reader: Connection,
-    out: Connection,
-    private: str,
-    logs: Path,
-    deadline_s: Optional[float],
-) -> None:
-    """Run as a rank of `spawn`."""
+def _become_rank(rank: int, nproc: int, private: str, logs: Path, deadline_s: Optional[float]) -> None:
+    """Make this process, which was just forked, a rank of `spawn`."""
     os.setsid()  # Ctrl-C reaches the ranks once, through their parent
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -246,7 +232,8 @@ def _enter(
     if rank > 0:
         _print_into(logs / f"rank_{rank}.log")
     if deadline_s is not None:
-        faulthandler.dump_traceback_later(deadline_s, file=open(_stack_file(rank, private), "w"))  # noqa: SIM115
+        stack = open(os.path.join(private, f"stack.{rank}"), "w")  # noqa: SIM115 - for as long as the process lives
+        faulthandler.dump_traceback_later(deadline_s, file=stack)
     begin_next()  # the parent may have called `setup` for itself
     unsynced_check.watch()
     # OpenMP's threads are not forked, and this process would wait for them forever.
@@ -260,21 +247,21 @@ def _enter(
     os.environ.update({name: str(number) for name, number in numbers.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", variables.RUN_DIR: private})
 
-    def call() -> Any:
-        os.environ["MASTER_PORT"] = str(port_reader.recv())
-        try:
-            return function(*args)
-        except SystemExit as error:
-            if error.code:
-                raise
-            return None
-        finally:
-            group.cleanup()
-            faulthandler.cancel_dump_traceback_later()
 
-    report(out, call)
-    if dist.is_initialized():  # the function made this group
-        dist.destroy_process_group()
+def _result(function: Callable[..., Any], args: tuple[Any, ...], port: Path) -> Any:
+    """Return `function(*args)`, called when the ranks' store listens; None if it exits with code 0."""
+    while not port.exists():
+        time.sleep(_LOOK_FOR_PORT_EVERY_S)
+    os.environ["MASTER_PORT"] = port.read_text()
+    try:
+        return function(*args)
+    except SystemExit as error:
+        if error.code:
+            raise
+        return None
+    finally:
+        group.cleanup()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _end_with_parent() -> None:
@@ -300,14 +287,14 @@ def _leave_one_thread(num_threads: int) -> None:
         )
 
 
-def _unreported(rank: int, process: BaseProcess, notes: str) -> _Failure:
+def _unreported(rank: int, process: BaseProcess, notes: str) -> Note:
     process.join(_OTHERS_S)
-    note = first_failure.read(notes).get(rank) if notes else None
+    note = ranks_of_run.read(notes).get(rank) if notes else None
     if note is not None and note.traceback:
-        return _Failure(note.lost_a_peer, note.moment, note.traceback)
+        return note
     code = process.exitcode
     how = "closed its pipe" if code is None else f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-    return _Failure(False, time.time(), f"the process ended without an error message ({how})")
+    return Note(time.time(), 1, False, f"the process ended without an error message ({how})")
 
 
 def _interrupt(processes: list[BaseProcess]) -> None:
@@ -320,18 +307,9 @@ def _interrupt(processes: list[BaseProcess]) -> None:
         process.join(max(0.0, end - time.monotonic()))
 
 
-def _last_words(rank: int, logs: Optional[Path]) -> str:
-    printed = "" if logs is None else first_failure.end_of(logs / f"rank_{rank}.log")
-    return f"\nThe last lines that it printed:\n{printed}" if printed else ""
-
-
-def _stack_file(rank: int, folder: str) -> Path:
-    return Path(folder, f"stack.{rank}")
-
-
 def _stack(rank: int, folder: str) -> str:
     """Return where `rank` was at its deadline, innermost line first."""
-    file = _stack_file(rank, folder)
+    file = Path(folder, f"stack.{rank}")
     text = file.read_text() if folder and file.exists() else ""
     main = text.rpartition("hread ")[2].partition("\n")[2].partition(f'  File "{__file__}')[0].rstrip()
     return f"\nrank {rank}, innermost call first:\n{main}" if main else ""

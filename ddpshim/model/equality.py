@@ -3,9 +3,9 @@
 Checksums are sent while training continues and read at the next step. Only if they differ do ranks exchange, through
 the job's store, what tells the difference (`ddpshim.model.difference`).
 
-A few numbers in each reduction of gradients (`Agreement`) show requests of ranks, and whether all are at one step. They
-are zeros and ones, because a sum of zeros is zero in any dtype and with any rounding. A rank sends each bit and its
-opposite; if the sums of both are above zero, ranks disagree. They need no message of their own.
+A few numbers in each reduction of gradients (`StepAgreement`) show requests of ranks, and whether all are at one step.
+They are zeros and ones, because a sum of zeros is zero in any dtype and with any rounding. A rank sends each bit and
+its opposite; if the sums of both are above zero, ranks disagree. They need no message of their own.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ class _Sent(NamedTuple):
         return said + (f" (the last at learning rate {', '.join(map(str, self.rates))})" if self.rates else "")
 
 
-class Agreement:
+class StepAgreement:
     """The numbers that one wrapper adds to its reductions.
 
     Attributes:

@@ -40,8 +40,8 @@ DEADLINE_S = 120.0  # how long a rank that has ended its epoch, or the job, wait
 REDUCED = "_ddpshim_reduced"  # set on the gradients of the first step after a reduction, and on those of a file
 
 
-class Watched:
-    """The state of the checks in a job: `job.current().part(Watched)`."""
+class GuardState:
+    """The state of the checks in a job: `job.current().part(GuardState)`."""
 
     def __init__(self) -> None:
         # Which wrapper reduces a parameter's gradient, by the parameter's id: tensors compare by element, and a
@@ -62,8 +62,8 @@ class Watched:
         self.steps.clear()
 
 
-def _watched() -> Watched:
-    return current().part(Watched)
+def _watched() -> GuardState:
+    return current().part(GuardState)
 
 
 def own(wrapper: Reduced, parameters: Iterable[torch.Tensor]) -> None:
@@ -289,7 +289,12 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 def _check_reduced(optimizer: torch.optim.Optimizer, wrapped: Reduced, mine: Iterable[torch.Tensor]) -> None:
     step, name = f"{type(optimizer).__name__}.step()", type(wrapped.module).__name__
-    backward.check_step(optimizer)
+    if current().part(backward.Passes).depth:
+        raise SyncError(
+            f"{step} inside a backward pass (an optimizer in backward, or a hook that steps): gradients are not "
+            "reduced until the pass ends, so ranks would train different models. Step after loss.backward(), with one "
+            f"optimizer for all parameters ({OPT_OUT})."
+        )
     if wrapped.is_armed:
         raise SyncError(
             f"{step}: a backward pass of {name} never finished (an exception inside it was caught?); other ranks "

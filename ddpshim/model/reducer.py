@@ -36,8 +36,7 @@ from ddpshim.job.exchange import new_group
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.model import backward, guard
 from ddpshim.model.broadcasting import Buffers, broadcast_state
-from ddpshim.model.equality import NUM_SENT, Agreement, Equality, is_milestone
-from ddpshim.model.send_order import Order
+from ddpshim.model.equality import NUM_SENT, Equality, StepAgreement, is_milestone
 from ddpshim.model.wrapper import Transparent
 from ddpshim.process import devices
 from ddpshim.process.job import current
@@ -95,7 +94,7 @@ class Wrapped(weakref.WeakSet["DistributedModule"]):
         return next((type(w.module).__name__ for w in self if w.is_armed or w._is_completing), None)
 
 
-class _Pass:
+class _FirstGradient:
     """Has the attribute `is_begun` during a backward pass; the first access begins the pass.
 
     So a hook that is `getattr` runs Python code only at the first gradient of a pass.
@@ -152,7 +151,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["_missed"] = []  # indices of parameters without a gradient, in the pass that ends
         mine["_captured"] = []  # memory that CUDA graphs copy from
         mine["_seen"] = []  # the parameters that got a gradient in this pass
-        mine["_pass"], mine["_sends_at_once"] = _Pass(self._arm), False
+        mine["_pass"], mine["_sends_at_once"] = _FirstGradient(self._arm), False
         mine["_is_completing"] = False  # between `_finish` and the end of `_complete`
         mine["has_unreduced_gradients"] = False  # a backward pass ran under no_sync()
         mine["num_reductions"] = mine["_num_passes"] = 0  # passes reduced, passes begun
@@ -165,13 +164,13 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["_handles"] = [p.register_post_accumulate_grad_hook(hook) for p in reduced for hook in hooks]
         broadcast_state(module)
         guard.own(self, reduced)
-        mine["_order"] = current().part(Order)
+        mine["_order"] = current().part(backward.Order)
         mine["_number"] = self._order.add(self)
         mine["_equality"] = mine["_agreement"] = None
         if world().options.guard:
             device, optimizers = reduced[0].device, functools.partial(guard.optimizers_of, self)
             mine["_equality"] = Equality(module, broadcast_buffers, device, optimizers, guard.companions)
-            mine["_agreement"] = Agreement(type(module).__name__, self._number, device)
+            mine["_agreement"] = StepAgreement(type(module).__name__, self._number, device)
         wrapped = current().part(Wrapped)
         if not wrapped:
             on_cleanup(wrapped.unwrap_all)

@@ -235,7 +235,7 @@ def _watch_optimizers(sharding: _Sharding) -> None:
     save, load = torch.optim.Optimizer.state_dict, torch.optim.Optimizer.load_state_dict
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        owners = current().part(guard.Watched).owners
+        owners = current().part(guard.GuardState).owners
         for network in sharding.networks:
             if network.has_unreduced_gradients and any(owners.get(id(p)) is network for p in parameters(optimizer)):
                 raise SyncError(

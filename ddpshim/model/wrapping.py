@@ -146,23 +146,23 @@ def _check_tensors(module: nn.Module, here: World) -> None:
 
 def _check_same_structure(module: nn.Module, here: World) -> None:
     """Refuse modules whose tensors differ between ranks; warn if weights had different values (collective)."""
-    mine: dict[str, Any]
-    mine = {name: (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()}
+    mine = {
+        f"parameter '{name}'": f"{tuple(p.shape)}, {p.dtype}, {'trained' if p.requires_grad else 'frozen'}"
+        for name, p in module.named_parameters()
+    }
     # A buffer that one rank lacks would end the process without an error, in torch's broadcast.
-    mine.update((f"buffer {name}", (tuple(b.shape), str(b.dtype))) for name, b in module.named_buffers())
+    mine.update((f"buffer '{name}'", f"{tuple(b.shape)}, {b.dtype}") for name, b in module.named_buffers())
     with torch.no_grad():
         sums = {name: float(p.detach().abs().double().nansum()) for name, p in module.named_parameters()}
-    everyone = here.gather((mine, sums))
-    mains, sums_of_main = everyone[0]
-    for rank, (theirs, _) in enumerate(everyone):
-        odd = [name for name in {**mains, **theirs} if mains.get(name) != theirs.get(name)]
-        if odd:
-            raise SyncError(
-                f"ranks 0 and {rank} wrap different {type(module).__name__}s: '{odd[0]}' is "
-                f"{mains.get(odd[0], 'missing')} and {theirs.get(odd[0], 'missing')}; gradients of "
-                f"different parameters would be averaged. {_remedy('same state')}."
-            )
-    differing = [name for name, total in sums_of_main.items() if any(total != sums[name] for _, sums in everyone)]
+    of_ranks, sums_of_ranks = zip(*here.gather((mine, sums)))
+    if any(theirs != of_ranks[0] for theirs in of_ranks):
+        from ddpshim.model.difference import described
+
+        raise SyncError(
+            f"ranks wrap different {type(module).__name__}s: {described(dict(enumerate(of_ranks)))}; gradients of "
+            f"different parameters would be averaged. {_remedy('same state')}."
+        )
+    differing = [name for name in sums if len({theirs[name] for theirs in sums_of_ranks}) > 1]
     if differing and here.is_main:
         warnings.warn(
             f"weights differed between ranks before training (first: '{differing[0]}'); all ranks now have the "

@@ -28,7 +28,7 @@ _START = 1e-4  # relative difference that rounding does not exceed at the first 
 _GROWTH = 1e3  # by which it does not grow from one number to the next
 
 
-class Agreement(NamedTuple):
+class SharedDigits(NamedTuple):
     """A quantity of two runs: digits that agree, by step; `since`: the first step that rounding does not explain."""
 
     name: str
@@ -36,7 +36,7 @@ class Agreement(NamedTuple):
     since: Optional[float]
 
 
-def compare(a: Path, b: Path) -> tuple[list[Agreement], str]:
+def compare(a: Path, b: Path) -> tuple[list[SharedDigits], str]:
     """Return the quantities that both runs logged, and a verdict. Local. Raises ReportError if they share none.
 
     Of several kinds of logs the first counts that both have: records of ddpshim, then TensorBoard.
@@ -52,7 +52,7 @@ def compare(a: Path, b: Path) -> tuple[list[Agreement], str]:
     raise ReportError(f"nothing in common: {'; '.join(shown)}. Log the same quantities at the same steps.")
 
 
-def table(found: list[Agreement]) -> Rows:
+def table(found: list[SharedDigits]) -> Rows:
     """Return a row for each quantity: digits that agree at the first, the middle and the last common step. Local."""
     rows = [["quantity", "points", "first", "middle", "last", "differs from"]]
     for name, digits, since in found:
@@ -62,7 +62,7 @@ def table(found: list[Agreement]) -> Rows:
     return rows
 
 
-def _verdict(found: list[Agreement]) -> str:
+def _verdict(found: list[SharedDigits]) -> str:
     judged = [each for each in found if not _has(_SPEED, each.name)] or found
     judged = [each for each in judged if not _has(_EPISODES, each.name)] or judged
     since, name = min(((each.since, each.name) for each in judged if each.since is not None), default=(None, ""))
@@ -72,7 +72,7 @@ def _verdict(found: list[Agreement]) -> str:
     return f"the same experiment up to rounding ({_shown(fewest)} digits)"
 
 
-def agreement(name: str, one: Curve, two: Curve) -> Agreement:
+def agreement(name: str, one: Curve, two: Curve) -> SharedDigits:
     """Compare two curves at their common steps. Local.
 
     Training amplifies rounding, but not at once: a difference is another experiment's if it is large at the first step,
@@ -90,7 +90,7 @@ def agreement(name: str, one: Curve, two: Curve) -> Agreement:
         if apart and not (abs(a - b) < 1.01 * printed <= 1.01e-3 * min(1.0, scale)):
             since = at if since is None and apart > max(_START, _GROWTH * grown) else since
             grown = max(grown, apart)
-    return Agreement(name, digits, since)
+    return SharedDigits(name, digits, since)
 
 
 def _decimals(value: float) -> int:

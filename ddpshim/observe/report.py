@@ -148,7 +148,7 @@ def verdict(run: Run) -> str:
     """Return a sentence on how the run ended. Local."""
     ends = {rank: found[-1] for rank, found in run.starts[-1].items() if found[-1]["kind"] == "end"}
     silent = [rank for rank in range(run.world_size) if rank not in ends]
-    failed = {rank: end for rank, end in ends.items() if end.get("how") in ("failed", "stopped")}
+    failed = {rank: end for rank, end in ends.items() if end.get("how") == "failed"}
     left = [end for end in ends.values() if end.get("how") == "left"]
     if failed:
         own = [rank for rank, end in failed.items() if end.get("first") in (None, rank) and not end.get("lost_a_peer")]

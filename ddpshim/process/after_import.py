@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.abc
-import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
@@ -36,7 +35,6 @@ class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, name: str) -> None:
         self.name = name
         self.calls: list[Callable[[], None]] = []
-        self._is_looking = False
 
     def forget(self, call: Callable[[], None]) -> None:
         if call in self.calls:
@@ -47,13 +45,11 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
     ) -> Optional[ModuleSpec]:
-        if name != self.name or self._is_looking:
+        if name != self.name:
             return None
-        self._is_looking = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._is_looking = False
+        others = [finder for finder in sys.meta_path if finder is not self]
+        found = (finder.find_spec(name, path, target) for finder in others if hasattr(finder, "find_spec"))
+        spec = next(filter(None, found), None)
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
             execute = loader.exec_module

@@ -34,9 +34,8 @@ def choose_backend(gpus: list[Optional[str]]) -> tuple[str, Optional[str]]:
 
 def agree_on_backend(store: Any, rank: int, world_size: int, device: torch.device) -> str:
     """Return the backend that all ranks choose, after they exchange their GPUs through the store (collective)."""
-    store.set(f"gpu/{rank}", messages.to_store(_gpu_identity(device)))
-    keys = [f"gpu/{other}" for other in range(world_size)]
-    gpus = [messages.from_store(store.get(key), key, lambda gpu: gpu is None or isinstance(gpu, str)) for key in keys]
+    store.set(f"gpu/{rank}", messages.packed(_gpu_identity(device)))
+    gpus = [messages.unpacked(store.get(f"gpu/{other}"), other) for other in range(world_size)]
     backend, reason = choose_backend(gpus)
     if reason is not None and rank == 0:
         say(f"{reason}: gloo instead of nccl")

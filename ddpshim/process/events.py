@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional, Protocol
+from typing import Any
+
+_records: Any = None
 
 
-class Records(Protocol):
-    """The recorder of a run: `ddpshim.observe.records`, once recording has begun."""
-
-    def note(self, kind: str, **values: Any) -> None: ...
-
-    def end(self, how: str, **values: Any) -> None: ...
-
-
-_records: Optional[Records] = None
-
-
-def record_to(records: Optional[Records]) -> None:
-    """Pass `note` and `end` to `records` from now on; None stops recording. Local."""
+def record_to(records: Any) -> None:
+    """Pass `note` and `end` to `records` (`ddpshim.observe.records`) from now on; None stops recording. Local."""
     global _records
     _records = records
 

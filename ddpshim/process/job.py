@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Optional, TypeVar
 if TYPE_CHECKING:
     from ddpshim.failures.failure import Watched
     from ddpshim.job.world import World
-    from ddpshim.process.progress import Progress
+    from ddpshim.process.users_line import Progress
 
 P = TypeVar("P")
 
@@ -53,7 +53,7 @@ class Job:
     @functools.cached_property
     def progress(self) -> Progress:
         """What this rank has done so far."""
-        from ddpshim.process.progress import Progress
+        from ddpshim.process.users_line import Progress
 
         return Progress()
 

@@ -28,6 +28,7 @@ class Names(NamedTuple):
 
 
 TORCHRUN = Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+SLURM = Names("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 PLACE = (*TORCHRUN, "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")  # torchrun's variables for a process's place in its job
 _SIGNS = {
     "torchrun": TORCHRUN[:3],
@@ -79,26 +80,21 @@ def read_launch_env(environ: Mapping[str, str]) -> LaunchEnv:
     forced = f"{LAUNCHER}={environ[LAUNCHER]!r}" if environ.get(LAUNCHER) else ""
     seen = (launcher for launcher, names in _SIGNS.items() if any(name in environ for name in names))
     launcher = environ.get(LAUNCHER) or next(seen, "none")
-    if launcher in ("torchrun", "mpi", "submitit", "slurm"):
-        from ddpshim.process.launch_variables import Variables, read_torchrun
-
-        variables = Variables(environ)
-        if launcher == "torchrun":
-            return read_torchrun(variables)
-        from ddpshim.process import schedulers
-
-        if launcher == "mpi":
-            return schedulers.read_mpi(variables, forced)
-        if launcher == "submitit":
-            return schedulers.read_submitit(variables, forced)
-        return schedulers.read_slurm(variables, launcher, forced)
     if launcher == "none":
-        reason = f"{forced or 'no launcher variable was seen'}, so this is a single process"
-        return LaunchEnv("none", 0, 0, 1, 1, 0, None, None, False, reason)
-    raise LaunchError(
-        f"{forced} is not a launcher: this process would have to guess its rank, and {HANG}. Set DDPSHIM_LAUNCHER "
-        "to torchrun, slurm, mpi, submitit or none, or unset it."
-    )
+        return alone(f"{forced or 'no launcher variable was seen'}, so this is a single process")
+    if launcher not in _SIGNS:
+        raise LaunchError(
+            f"{forced} is not a launcher: this process would have to guess its rank, and {HANG}. Set DDPSHIM_LAUNCHER "
+            "to torchrun, slurm, mpi, submitit or none, or unset it."
+        )
+    from ddpshim.process import launchers
+
+    return launchers.read(launcher, environ, forced)
+
+
+def alone(reason: str, in_allocation: bool = False) -> LaunchEnv:
+    """Return the place of a single process."""
+    return LaunchEnv("none", 0, 0, 1, 1, 0, None, None, False, reason, in_allocation)
 
 
 def read_num_restarts(environ: Mapping[str, str]) -> int:

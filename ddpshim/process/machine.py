@@ -16,7 +16,7 @@ from typing import NamedTuple, Optional
 _ROOT = Path("/")
 
 
-class Memory(NamedTuple):
+class MainMemory(NamedTuple):
     """Bytes of main memory; `limit_bytes` is the limit of this process's containers, if below `total_bytes`."""
 
     total_bytes: Optional[int]
@@ -31,10 +31,10 @@ def cores() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
-def core_quota(root: Path = _ROOT) -> Optional[float]:
+def core_quota() -> Optional[float]:
     """Return a container's limit of CPU time for all its processes together, in cores; None without a limit."""
     quotas = []
-    for folder in _cgroups(root, "cpu"):
+    for folder in _cgroups("cpu"):
         of_v2 = (_read(folder / "cpu.max") or "").split()
         of_v1 = (_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us"))
         quota, period = map(_number, of_v2 if len(of_v2) == 2 else of_v1)  # v2 says "max", v1 -1, for no quota
@@ -59,7 +59,7 @@ def num_cores() -> int:
 
 def resident_bytes() -> tuple[Optional[int], Optional[int]]:
     """Return this process's resident memory now, and its peak, in bytes."""
-    now = (_read(Path("/proc/self/statm")) or "").split()
+    now = (_read(_ROOT / "proc/self/statm") or "").split()
     try:
         import resource
     except ImportError:  # not POSIX
@@ -69,15 +69,15 @@ def resident_bytes() -> tuple[Optional[int], Optional[int]]:
     return int(now[1]) * resource.getpagesize() if len(now) > 1 else None, most
 
 
-def memory(root: Path = _ROOT) -> Memory:
+def memory() -> MainMemory:
     """Return the machine's memory, and how much of it this process can use."""
-    stated = re.findall(r"^(MemTotal|MemAvailable):\s*(\d+) kB", _read(root / "proc/meminfo") or "", re.MULTILINE)
+    stated = re.findall(r"^(MemTotal|MemAvailable):\s*(\d+) kB", _read(_ROOT / "proc/meminfo") or "", re.MULTILINE)
     sizes = {name: int(number) * 1024 for name, number in stated}
     total, available, limit = sizes.get("MemTotal"), sizes.get("MemAvailable"), None
-    if total is None and root == _ROOT:
+    if total is None:
         with contextlib.suppress(AttributeError, ValueError, OSError):  # macOS has the total, Windows nothing
             total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for folder in _cgroups(root, "memory"):
+    for folder in _cgroups("memory"):
         most = _number(_read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes"))
         if most is None or (total is not None and most >= total):
             continue
@@ -87,17 +87,17 @@ def memory(root: Path = _ROOT) -> Memory:
         left = max(0, most - used + (int(cached[1]) if cached else 0))
         limit = most if limit is None else min(limit, most)
         available = left if available is None else min(available, left)
-    return Memory(total, available, limit)
+    return MainMemory(total, available, limit)
 
 
-def _cgroups(root: Path, controller: str) -> Iterator[Path]:
+def _cgroups(controller: str) -> Iterator[Path]:
     """Yield the folders of this process's control group and of its parents, v1 and v2; they may not exist.
 
     In a container the group is often mounted at the top, while the path that the system gives is valid outside only:
     hence all folders up to the mount.
     """
-    base = root / "sys/fs/cgroup"
-    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+    base = _ROOT / "sys/fs/cgroup"
+    for line in (_read(_ROOT / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue

@@ -1,9 +1,11 @@
-"""Tells parts of this package what the program does in a step: it gets a batch, starts a backward pass, steps."""
+"""Tells parts of this package what the program does in a step, and which modules and loaders it holds."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any, Callable, Optional
@@ -12,6 +14,7 @@ from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 
 Call = Callable[..., Any]
+_MOST_S = 1.0  # longer than a search through a few million objects
 
 
 def observe(
@@ -42,37 +45,26 @@ def observe(
     if after_step is not None:
         until.callback(optimizer.register_optimizer_step_post_hook(after_step).remove)
     if backward is not None:
-        until.enter_context(replaced(torch.autograd, "backward", _first(backward, torch.autograd.backward)))
-    for changed, call in ((_first, before_batch), (_then, batch), (_in, around_batch)):
-        if call is not None:
-            batches_of_any = torch.utils.data.dataloader._BaseDataLoaderIter
-            until.enter_context(replaced(batches_of_any, "__next__", changed(call, batches_of_any.__next__)))
+        until.enter_context(replaced(torch.autograd, "backward", _called(torch.autograd.backward, before=backward)))
+    if before_batch or batch or around_batch:
+        batches = torch.utils.data.dataloader._BaseDataLoaderIter
+        called = _called(batches.__next__, before_batch, batch, around_batch or contextlib.nullcontext)
+        until.enter_context(replaced(batches, "__next__", called))
 
 
-def _first(call: Call, original: Call) -> Call:
+def _called(
+    original: Call, before: Optional[Call] = None, after: Optional[Call] = None, context: Call = contextlib.nullcontext
+) -> Call:
     @functools.wraps(original)
-    def called(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        call(tensors)
-        return original(tensors, *args, **kwargs)
-
-    return called
-
-
-def _then(call: Call, original: Call) -> Call:
-    @functools.wraps(original)
-    def called(batches: Any) -> Any:
-        batch = original(batches)
-        call(batches, batch)
-        return batch
-
-    return called
-
-
-def _in(context: Call, original: Call) -> Call:
-    @functools.wraps(original)
-    def called(batches: Any) -> Any:
-        with context(batches):
-            return original(batches)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        subject = args[0] if args else kwargs["tensors"]
+        with context(subject):
+            if before is not None:
+                before(subject)
+            result = original(*args, **kwargs)
+            if after is not None:
+                after(subject, result)
+            return result
 
     return called
 
@@ -105,3 +97,25 @@ class StepClock:
 def outside_steps() -> contextlib.AbstractContextManager[None]:
     """Return a context whose time counts to no step. Local."""
     return current().part(StepClock).stopped()
+
+
+def live_objects(kind: type) -> list[Any]:
+    """Return all objects of class `kind` in this process. Local.
+
+    A tuple that another thread is building (torch's pinning thread, say) may be among all objects, and that thread gets
+    a SystemError if it goes on while a list of them exists (bpo-15108). So no thread may run in between.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_MOST_S)
+    try:
+        time.sleep(2 * before)  # threads that wait for their turn wait by the old interval until then
+        return [o for o in gc.get_objects() if issubclass(type(o), kind)]
+    finally:
+        sys.setswitchinterval(before)
+
+
+def live_modules() -> list[Any]:
+    """Return every torch.nn.Module whose __init__ has run. Local."""
+    from torch import nn
+
+    return [module for module in live_objects(nn.Module) if "_modules" in module.__dict__]

@@ -6,7 +6,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Iterator
-from typing import Any, Optional, cast
+from typing import Any, Optional
 
 import torch
 
@@ -90,11 +90,8 @@ def global_states() -> dict[str, Any]:
 class _Numpys:
     """The state of numpy's global generator; the last one is returned again while nothing was drawn."""
 
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        self._bits, self._state = b"", cast(Any, ())
+    bits = b""
+    last: Any = ()
 
     def state(self, random: Any) -> Any:
         generator: Any = random.get_bit_generator() if hasattr(random, "get_bit_generator") else None
@@ -102,9 +99,9 @@ class _Numpys:
         if type(generator) is random.MT19937:
             bits = ctypes.string_at(generator.ctypes.state_address, 625 * 4)  # its numbers, and the place in them
         # A normal number that is kept for the next draw is not in them.
-        if not bits or bits != self._bits or self._state[3]:
-            self._bits, self._state = bits, random.get_state()
-        return self._state
+        if not bits or bits != self.bits or self.last[3]:
+            self.bits, self.last = bits, random.get_state()
+        return self.last
 
 
 _numpys = _Numpys()
@@ -137,7 +134,7 @@ def restore_global_states(states: dict[str, Any]) -> None:
         torch.default_generator.set_state(states["torch"])
     if "numpy" in states and "numpy" in sys.modules:
         sys.modules["numpy"].random.set_state(states["numpy"])
-        _numpys.forget()
+        _numpys.bits = b""
 
 
 def rank_states(device: torch.device) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from ddpshim.process.job import current
 
 _SAME = (
     "Every rank runs the whole program, so a decision in it differed between ranks: by a file, a variable or a "
-    "generator that ddpshim does not see (`python -m ddpshim docs run`)"
+    "generator that ddpshim does not see, or by the rank: `loss.item()` belongs before `if world.is_main`, not into it "
+    "(`python -m ddpshim docs run`)"
 )
 
 # By name: the text for an edited trainer, and for a program that is unedited, or has setup(batch="global").
@@ -52,11 +53,6 @@ REMEDIES = {
         "compute it in `with ddpshim.world().autocast():`. Leave the option out if the program has its own autocast",
         "A network uses it in its forward in training mode, not in other methods. Leave the option out, and compute "
         "the loss under torch.autocast",
-    ),
-    "scaler": (
-        "Use `scaler = ddpshim.world().grad_scaler()`, call scaler.scale(loss).backward(), scaler.step(optimizer) and "
-        "scaler.update(), or use bf16, which needs none",
-        "Use bf16, which needs no scaled loss",
     ),
 }
 

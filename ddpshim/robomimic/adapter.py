@@ -1,4 +1,4 @@
-"""Implements the adapter for robomimic (`ddpshim.adapters.Adapter`)."""
+"""Implements the adapter for robomimic (`ddpshim.adapters`)."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def _config_of(arguments: Sequence[str]) -> Optional[str]:
 
 def state_of_files() -> str:
     """Return the state of robomimic's modules in this process, else of its installed files, if there are any."""
-    from ddpshim.trainers.patching.files import status
-    from ddpshim.trainers.patching.in_memory import set_in_memory
+    from ddpshim.trainers.patching import status
+    from ddpshim.trainers.patching_in_memory import set_in_memory
 
     in_memory = set_in_memory("robomimic")
     if in_memory is not None:

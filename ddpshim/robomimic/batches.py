@@ -2,25 +2,20 @@
 
 Values, types and the order of keys equal those of the dataset's `__getitem__` and torch's default collate, bit for
 bit: the dataset's code must be known here, and a few samples are compared before batches are fetched this way.
-Otherwise they are fetched sample by sample, as without ddpshim. A data worker sends its batch to its rank in one piece.
+Otherwise they are fetched sample by sample, as without ddpshim.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Callable, NamedTuple, Optional
 
-import torch
-from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data import default_collate
 
 from ddpshim.robomimic import known, node_cache
 from ddpshim.robomimic.windows import Plan, Several, Unproven, Windows
-
-_MAX_BYTES = 1 << 20  # beyond this size, a file and a connection take no longer than copying a batch through a pipe
-_ALIGNMENT = 64
 
 
 def concerns(dataset: Any) -> bool:
@@ -33,7 +28,7 @@ def concerns(dataset: Any) -> bool:
 def is_known(dataset: Any) -> bool:
     """Whether the code of `dataset` is known; known code draws no random numbers. Local."""
     with contextlib.suppress(Unproven):
-        _releases(dataset)
+        _normalizing(dataset)
         return True
     return False
 
@@ -43,11 +38,10 @@ def plan(dataset: Any) -> Plan:
 
     Raises Unproven or Unlike if these batches are not known to equal the dataset's own samples.
     """
-    releases = _releases(dataset)
-    parts = getattr(dataset, "datasets", [dataset])
+    parts, normalizing = getattr(dataset, "datasets", [dataset]), _normalizing(dataset)
     for part in parts:
         node_cache.flatten(part)
-    windows = [Windows(part, release.normalizes_obs) for part, release in zip(parts, releases)]
+    windows = [Windows(part, normalizes) for part, normalizes in zip(parts, normalizing)]
     return Several(dataset, windows) if hasattr(dataset, "datasets") else windows[0]
 
 
@@ -85,10 +79,7 @@ class Fetcher(NamedTuple):
 
 def collate(samples: Any) -> Any:
     """Collate as torch does by default; for an attached dataset, without making single samples first. Local."""
-    if not isinstance(samples, _Samples):
-        return default_collate(samples)
-    batch = samples.collated()
-    return batch if get_worker_info() is None else Packed(batch)
+    return samples.collated() if isinstance(samples, _Samples) else default_collate(samples)
 
 
 class _Fetch(NamedTuple):
@@ -123,23 +114,23 @@ class _Samples(Sequence[Any]):
         return self._all()[at]
 
 
-def _releases(dataset: Any) -> list[known.Release]:
-    """Return the release whose code each SequenceDataset in `dataset` runs; raise Unproven if one is unknown."""
+def _normalizing(dataset: Any) -> list[bool]:
+    """Return, of each SequenceDataset in `dataset`, whether it normalises; raise Unproven if its code is unknown."""
     if not concerns(dataset):
         raise Unproven(f"{type(dataset).__name__} is no dataset of robomimic's")
-    parts, releases = [dataset], []
+    parts, normalizing = [dataset], []
     if hasattr(dataset, "datasets"):
         if _digest(dataset, known.META_METHODS) != known.META_DIGEST:
             raise Unproven(f"the code of {type(dataset).__name__} is not one that is known here")
         parts = dataset.datasets
     for part in parts:
-        release = known.release_of(_digest(part, known.SAMPLE_METHODS))
-        if release is None:
+        normalizes = known.RELEASES.get(_digest(part, known.SAMPLE_METHODS))
+        if normalizes is None:
             raise Unproven(f"the code of {type(part).__name__} is not one that is known here")
         if getattr(part, "shuffled_obs_key_groups", ()):
             raise Unproven(f"{type(part).__name__} swaps observations at random")
-        releases.append(release)
-    return releases
+        normalizing.append(normalizes)
+    return normalizing
 
 
 def _digest(dataset: Any, names: Sequence[str]) -> str:
@@ -148,40 +139,3 @@ def _digest(dataset: Any, names: Sequence[str]) -> str:
     if any(name in vars(dataset) or not hasattr(function, "__code__") for name, function in zip(names, functions)):
         return ""
     return known.digest(*functions)
-
-
-class Packed(dict[str, Any]):
-    """A batch that a worker sends in one piece.
-
-    torch needs a file and a connection for each tensor, which takes longer than copying a batch of low-dim data.
-    """
-
-    def __reduce__(self) -> Any:
-        layout, end = [], 0
-        leaves = list(_leaves(self, ()))
-        for path, tensor in leaves:
-            layout.append((path, end, tensor.dtype, tuple(tensor.shape)))
-            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        buffer = torch.empty(end, dtype=torch.uint8, device="cpu")
-        for (_, tensor), (_, start, _, _) in zip(leaves, layout):
-            buffer[start : start + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
-        return _unpacked, (buffer if end > _MAX_BYTES else bytearray(buffer.numpy()), layout)
-
-
-def _unpacked(sent: Any, layout: list[tuple[tuple[str, ...], int, torch.dtype, tuple[int, ...]]]) -> dict[str, Any]:
-    buffer = sent if isinstance(sent, torch.Tensor) else torch.frombuffer(sent, dtype=torch.uint8)
-    batch: dict[str, Any] = {}
-    for (*groups, name), start, dtype, shape in layout:
-        into = batch
-        for group in groups:
-            into = into.setdefault(group, {})
-        into[name] = buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-    return batch
-
-
-def _leaves(tree: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, (*path, key))
-        else:
-            yield (*path, key), value

@@ -7,27 +7,30 @@ functions only.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Callable, Optional, TypeVar, Union
 
 import torch
 from torch import nn
 
 from ddpshim.checkpoint import files as checkpoint
-from ddpshim.data.learning_rate import scale_lr
+from ddpshim.checkpoint.progress_folder import find_progress, last_save, leave_if_finished
+from ddpshim.data.loader_builder import scale_lr
 from ddpshim.data.transfer import OnDevice
-from ddpshim.errors import OptionsError
-from ddpshim.evaluation import intervals
+from ddpshim.errors import LaunchError, OptionsError
+from ddpshim.evaluation.evaluating import exact_interval
 from ddpshim.failures import preemption
 from ddpshim.failures.failure import abort
+from ddpshim.job.collectives import StandIn
 from ddpshim.job.group import cleanup, setup
 from ddpshim.job.noise import split_random_streams
-from ddpshim.job.stand_in import StandIn
 from ddpshim.job.world import world, world_of_shares
 from ddpshim.model import guard
 from ddpshim.model.broadcasting import broadcast_state
@@ -40,11 +43,11 @@ from ddpshim.process.job import current
 from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.observed import outside_steps
 from ddpshim.process.replaced import replaced
-from ddpshim.robomimic import reads, rollout
-from ddpshim.robomimic.algo import AlgoState, algos, flat, trained_together
-from ddpshim.robomimic.experiment_folder import get_exp_dir as get_exp_dir
-from ddpshim.robomimic.options import RobomimicOptions
-from ddpshim.trainers.session import Session, session
+from ddpshim.process.say import say
+from ddpshim.robomimic import rollout
+from ddpshim.robomimic.algo import AlgoState, algos, flat, norms_read_at_once, read_later, trained_together
+from ddpshim.robomimic.datasets import RobomimicOptions
+from ddpshim.trainers.session import FOLDER, session, wants_to_go_on
 from ddpshim.variables import RANK_LOGS
 
 T = TypeVar("T")
@@ -98,11 +101,6 @@ def start(config: Any, device: torch.device) -> torch.device:
     """
     section, _run().section = _run().section, None
     options = RobomimicOptions.read(section)
-    if options.precision == "fp16":
-        raise OptionsError(
-            "precision=fp16 for robomimic: fp16 needs a loss scaler, which robomimic's optimizer code does not "
-            "support; small gradients would become 0. Use bf16, which needs none."
-        )
     if not current().holds_whole_batches:
         setup(device=None if device.type == "cuda" else device, options=options)
     elif section:
@@ -113,6 +111,25 @@ def start(config: Any, device: torch.device) -> torch.device:
     here = world_of_shares()
     session().begin(config, "robomimic", config.train.seed, first_epoch=1)
     return here.device if here.is_launched else device
+
+
+def get_exp_dir(config: Any, **options: Any) -> Any:
+    """Return the experiment's directories; only the main rank asks about, removes and makes them (collective).
+
+    If a launcher or scheduler has started this job before (or with the option resume=always, or upstream's `--resume`),
+    they are those of the last start that saved its progress, and the user is not asked; if that start has finished,
+    this one ends with exit code 0. Before upstream asks whether to overwrite, a line says which unfinished progress
+    that deletes. The first directory gets links to the ranks' logs, if `ddpshim run` keeps them.
+
+    Raises LaunchError if upstream asks about an existing directory while standard input is closed.
+    """
+    here = world_of_shares()
+    newest = here.run_on_main(_newest_start, config, options.get("resume", False))
+    if newest is not None and not options.get("resume"):
+        leave_if_finished(newest / FOLDER)
+    directories, session().goes_on = here.run_on_main(_get_exp_dir, config, options, newest)
+    session().open(Path(directories[0]).parent)  # where config.json will be
+    return directories
 
 
 def finish() -> None:
@@ -224,39 +241,28 @@ def run_epoch(
     import robomimic.utils.train_utils as TrainUtils
 
     training, state, validates = session(), _run().state, options.get("validate", False)
+    is_launched, is_on_gpu, log_info = world_of_shares().is_launched, model.device.type == "cuda", model.log_info
     batches, left = training.begin_epoch(data_loader, epoch, num_steps, validates=validates, best_so_far=best_so_far)
     trains = training.progress is not None and not validates
-    if world_of_shares().is_launched:
+    if is_launched:
         _restore_counters(model, epoch, len(data_loader) if num_steps is None else num_steps)
     if trains and state is not None:
         state.release()
     with contextlib.ExitStack() as meanwhile:
         meanwhile.enter_context(world_of_shares().autocast())
-        if world_of_shares().is_launched:
+        if is_launched:
+            meanwhile.enter_context(norms_read_at_once())
             # Not for a user's own algorithm, which may first compute something else on the CPU.
-            if model.device.type == "cuda" and type(model).__module__.startswith("robomimic.algo."):
+            if is_on_gpu and type(model).__module__.startswith("robomimic.algo."):
                 batches = OnDevice(batches, model.device, but=_COMPUTED_ON_CPU)
-            meanwhile.enter_context(_noting(model, training))
-        elif training.progress is not None:
-            log_info = model.log_info
-            meanwhile.enter_context(replaced(model, "log_info", lambda info: training.note_step(log_info(info))))
+        if is_launched or training.progress is not None:
+            log = functools.partial(read_later, log_info) if is_launched and is_on_gpu else log_info
+            meanwhile.enter_context(replaced(model, "log_info", lambda info: training.note_step(log(info))))
         ran = TrainUtils.run_epoch(model=model, data_loader=batches, epoch=epoch, num_steps=left, **options)
-    log = training.end_epoch(ran[0] if isinstance(ran, tuple) else ran)  # DROID's returns its iterator as well
+    logged = training.end_epoch(ran[0] if isinstance(ran, tuple) else ran)  # DROID's returns its iterator as well
     if trains and state is not None:
         state.hold()
-    return log
-
-
-@contextlib.contextmanager
-def _noting(model: Any, training: Session) -> Iterator[None]:
-    """In this block record the logs of `model` in `training`; no step waits for a GPU only to log a number."""
-    log_info, waits = model.log_info, model.device.type == "cuda"
-
-    def noted(info: Any) -> Any:
-        return training.note_step(reads.later(log_info, info) if waits else log_info(info))
-
-    with replaced(model, "log_info", noted), reads.all_at_once():
-        yield
+    return logged
 
 
 def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Optional[Mapping[str, str]]]:
@@ -288,7 +294,7 @@ def _interval(rate: Optional[float], episodes: Optional[int]) -> Optional[tuple[
     if not episodes or rate is None or not 0 <= rate <= 1:
         return None
     number = round(rate * episodes)
-    return intervals.exact(number, episodes) if abs(number - rate * episodes) < 1e-6 * episodes else None
+    return exact_interval(number, episodes) if abs(number - rate * episodes) < 1e-6 * episodes else None
 
 
 def save_model(*, ckpt_path: str, **options: Any) -> None:
@@ -344,3 +350,66 @@ def _restore_counters(model: Any, epoch: int, num_steps: int) -> None:
             algo.actor_update_counter = num_epochs * num_steps
         if getattr(algo, "_num_batch_steps", None) == 0:  # cql's; it begins with behavioural cloning
             algo._num_batch_steps = (epoch - 1) * num_steps
+
+
+def _starts(config: Any) -> list[Path]:
+    """Return the folders of all starts under this name, the newest last."""
+    import robomimic
+
+    output = Path(robomimic.__path__[0], os.path.expanduser(config.train.output_dir), config.experiment.name)
+    return sorted(logs.parent for logs in output.glob("*/logs"))
+
+
+def _newest_start(config: Any, is_asked: bool) -> Optional[Path]:
+    """Return the folder of the last start if this one may resume it. Older ones are never resumed."""
+    return next(reversed(_starts(config)), None) if wants_to_go_on(is_asked) else None
+
+
+def _get_exp_dir(config: Any, options: dict[str, Any], newest: Optional[Path]) -> tuple[Any, bool]:
+    """Return the directories, and whether they contain progress."""
+    import robomimic.utils.train_utils as TrainUtils
+
+    here = world()
+    if newest is not None and find_progress(newest / FOLDER) is not None:
+        in_some = ["vis"] if (newest / "vis").is_dir() else []  # robocasa and DROID have it
+        folders = [str(newest / name) for name in ("logs", "models", "videos", *in_some)]
+        if not config.experiment.save.enabled:
+            folders[1] = None  # type: ignore[call-overload]
+        return (*folders, str(newest)) if "resume" in options else tuple(folders), True
+    if not here.is_launched:
+        return TrainUtils.get_exp_dir(config, **options), False
+    # After a restart an existing directory is this job's own, from a start that saved nothing: keep it without asking.
+    is_own = here.is_restarted and wants_to_go_on() and not options.get("resume")
+    about = "" if is_own or options.get("resume") else _about(_starts(config))
+    if about:
+        say(about)
+
+    def ask(prompt: str) -> str:
+        try:
+            return input(prompt)
+        except (EOFError, OSError, RuntimeError) as error:  # RuntimeError: there is no standard input at all
+            raise LaunchError(
+                f"an experiment of this name exists, and robomimic asks: {' '.join(prompt.split())} Standard input is "
+                f"closed ({type(error).__name__}), so nothing was started. {about and about + ' '}To train from the "
+                "beginning, use another experiment.name, or remove that directory."
+            ) from error
+
+    with replaced(TrainUtils, "input", (lambda prompt: "n") if is_own else ask):
+        return TrainUtils.get_exp_dir(config, **options), False
+
+
+def _about(starts: list[Path]) -> str:
+    """Return which progress of earlier `starts` would be lost, or that there is none although it was asked for."""
+    chosen = world().options
+    unfinished = next((start for start in reversed(starts) if last_save(start / FOLDER)), None)
+    if unfinished is not None:
+        later = " and ".join(str(start) for start in starts if start > unfinished)
+        return (
+            f"{unfinished} holds unfinished progress ({last_save(unfinished / FOLDER)}); overwriting deletes it. "
+            f"To resume it, {f'remove the later {later}, and ' if later else ''}start again with DDPSHIM_RESUME=always."
+        )
+    if starts and chosen.resume == "always":
+        names = ("checkpoint_every_s", "checkpoint_every_n_steps")
+        every = " and ".join(f"{name}={value:g}" for name in names if (value := getattr(chosen, name)) is not None)
+        return f"resume=always, but {starts[-1]} holds no saved step: a run saves at SIGTERM, and by {every}."
+    return ""

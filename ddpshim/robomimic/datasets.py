@@ -1,4 +1,4 @@
-"""Loads robomimic's datasets on all ranks, with statistics that one rank computed.
+"""Loads robomimic's datasets on all ranks, with statistics that one rank computed; defines robomimic's own option.
 
 robomimic and h5py are imported inside the functions only.
 """
@@ -7,18 +7,38 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from dataclasses import dataclass
 from typing import Any, Callable
 
 from torch.utils.data import DataLoader, default_collate
 
-from ddpshim.data import advice, node_memory
+from ddpshim.data import node_memory
 from ddpshim.data.loader import make_loader
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
-from ddpshim.job.world import world_of_shares
+from ddpshim.job.world import World, world_of_shares
+from ddpshim.options import Options, choice, option
 from ddpshim.process.replaced import replaced
+from ddpshim.process.say import say_once
 from ddpshim.robomimic import batches, node_cache
-from ddpshim.robomimic.options import options_of
+
+
+@dataclass(frozen=True, eq=False)
+class RobomimicOptions(Options):
+    """All options of a run of robomimic; its config's section and variables also set the others."""
+
+    node_memory: str = option(
+        "auto",
+        choice("auto", "off"),
+        "robomimic: the data cached by `hdf5_cache_mode` is one copy per node, shared by its ranks and workers; off: "
+        "one copy per rank",
+    )
+
+
+def options_of(here: World) -> RobomimicOptions:
+    """Return the options of a run; if the program itself called `setup`, robomimic's own are read from variables."""
+    options = here.options
+    return options if isinstance(options, RobomimicOptions) else RobomimicOptions.read(**vars(options))
 
 
 def load_data_for_training(config: Any, obs_keys: Any, **options: Any) -> tuple[Any, Any]:
@@ -26,7 +46,7 @@ def load_data_for_training(config: Any, obs_keys: Any, **options: Any) -> tuple[
 
     Statistics for normalising observations and actions need a pass over the file: one rank computes them for all.
 
-    Raises DataError if the node has no room for the cache; see the option `node_memory`.
+    Raises DataError if the node has no room for the cache.
     """
     import robomimic.utils.dataset as Datasets
     import robomimic.utils.train_utils as TrainUtils
@@ -55,15 +75,13 @@ def _load_once_a_node(load: Callable[..., Any], obs_keys: Any, kind: Any, config
         return load(obs_keys=obs_keys)  # type: ignore[no-any-return]
     with node_cache.without_cache(kind) as waiting:
         datasets = load(obs_keys=obs_keys)
-    place = options_of(here).node_memory
-    problem = node_cache.share(waiting, here, directory=None if place == "auto" else place)
+    problem = node_cache.share(waiting, here)
     if problem is None:
         for dataset in filter(None, datasets):  # before the loader, which would allocate its own arrays
             batches.attach(dataset)
-        node_cache.trim(waiting)
         return datasets  # type: ignore[no-any-return]
     if here.is_main:
-        advice.give(f"{problem}: each rank loads its own copy, as upstream does")
+        say_once(f"{problem}: each rank loads its own copy, as upstream does")
     return load(obs_keys=keys)  # type: ignore[no-any-return]
 
 
@@ -104,24 +122,7 @@ def loader(**options: Any) -> DataLoader[Any]:
     """
     dataset, batch_size, stays = options["dataset"], options["batch_size"], options.get("persistent_workers", False)
     here = world_of_shares()
-    if here.is_launched:
-        is_plain = options.get("worker_init_fn") is None and options.get("collate_fn") in (None, default_collate)
-        can_stay = bool(options.get("num_workers")) and is_plain and batches.is_known(dataset)
-        options["persistent_workers"] = options.get("persistent_workers") or can_stay
-        options["pin_memory"] = options.get("pin_memory") or here.device.type == "cuda"
-    try:
-        made = make_loader(**options)
-        if isinstance(made, ShardedLoader):
-            made.restarts_workers = not stays
-        return made
-    except DataError as error:
-        if len(dataset) >= batch_size:
-            if batch_size % here.world_size:
-                raise DataError(
-                    f"{error} The batch size is train.batch_size in the config. `python -m ddpshim run` trains the "
-                    "release, without patches on disk, with any."
-                ) from None
-            raise
+    if here.is_launched and options.get("drop_last") and len(dataset) < batch_size:
         num_ranks = here.world_size
         largest = len(dataset) // num_ranks * num_ranks
         lower = f"lower train.batch_size to {largest}, " if largest else ""
@@ -130,7 +131,24 @@ def loader(**options: Any) -> DataLoader[Any]:
             f"all {num_ranks} ranks together, for training and validation). robomimic drops incomplete batches, so an "
             f"epoch would have no step. Name a filter key with more demonstrations, {lower}or, if this is the "
             "validation set, set experiment.validate to false."
+        )
+    if here.is_launched:
+        is_plain = options.get("worker_init_fn") is None and options.get("collate_fn") in (None, default_collate)
+        can_stay = bool(options.get("num_workers")) and is_plain and batches.is_known(dataset)
+        options["persistent_workers"] = options.get("persistent_workers") or can_stay
+        options["pin_memory"] = options.get("pin_memory") or here.device.type == "cuda"
+    try:
+        made = make_loader(**options)
+    except DataError as error:
+        if batch_size % here.world_size == 0:
+            raise
+        raise DataError(
+            f"{error} The batch size is train.batch_size in the config. `python -m ddpshim run` trains the release, "
+            "without patches on disk, with any."
         ) from None
+    if isinstance(made, ShardedLoader):
+        made.restarts_workers = not stays
+    return made
 
 
 def _source(dataset: Any) -> str:

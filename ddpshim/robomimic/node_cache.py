@@ -11,7 +11,6 @@ import functools
 import io
 import itertools
 import math
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Callable, Optional
 
@@ -76,7 +75,7 @@ def _loaded(load: Callable[..., Any], dataset: Any, options: dict[str, Any], nam
     return _leaves(found[name])
 
 
-def share(waiting: Waiting, here: World, *, directory: Optional[str] = None) -> Optional[str]:
+def share(waiting: Waiting, here: World) -> Optional[str]:
     """Give the waiting datasets one cache per node; else return why it would differ from upstream's (collective).
 
     Raises:
@@ -100,7 +99,7 @@ def share(waiting: Waiting, here: World, *, directory: Optional[str] = None) -> 
             finally:
                 dataset.close_and_delete_hdf5_handle()
 
-    arrays = shared_arrays(specs, fill, directory=directory, world=here)
+    arrays = shared_arrays(specs, fill, world=here)
     problem = next(filter(None, here.gather(problem)), None)
     if problem is not None:
         return problem
@@ -255,32 +254,6 @@ class _Demo(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._tree)
-
-
-def trim(waiting: Waiting) -> None:
-    """Replace the datasets' tables, which have an entry for each sample, by computed ones. Local."""
-    for dataset, _, _ in waiting.datasets:
-        dataset._index_to_demo_id = _DemoOfIndex(dataset)
-
-
-class _DemoOfIndex(Mapping[int, str]):
-    """A `SequenceDataset._index_to_demo_id` that is computed: a table takes 100 bytes per index in every process."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._names = list(dataset.demos)
-        self._starts = [dataset._demo_id_to_start_indices[name] for name in self._names]
-        self._length = int(dataset.total_num_sequences)
-
-    def __getitem__(self, index: int) -> str:
-        if not 0 <= index < self._length:
-            raise KeyError(index)
-        return str(self._names[bisect_right(self._starts, index) - 1])
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self._length))
-
-    def __len__(self) -> int:
-        return self._length
 
 
 class _Items(Sequence[Any]):

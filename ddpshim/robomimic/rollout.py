@@ -268,7 +268,6 @@ class _Evaluation:
                 terminate_on_success=self.terminate_on_success,
             )
         if shown is not None:
-            shown.take(result)
             self._shown.append(shown)
         if not _is_vector(env):
             return [{**result, "time": time.time() - start}], frames
@@ -280,16 +279,21 @@ class _Evaluation:
         suffix = "" if self.epoch is None else f"_epoch_{self.epoch}"
         path = self.video_path or os.path.join(self.video_dir or "", f"{name}{suffix}.mp4")  # as upstream names it
         failed: list[Exception] = []
+
+        def raise_failure() -> None:
+            if failed:
+                raise failed[0]
+
         for turn in range(num_turns):
             src, packed = turn % self.here.world_size, frames.pop(turn, b"")
             if src != 0:  # the main rank has its own
                 packed = self.here.broadcast(packed, src=src)
             if self.here.is_main and not failed:
                 try:
-                    self._append(name, path, _unpack(packed))
+                    self._append(name, path, messages.loads(zlib.decompress(packed)) if packed else [])
                 except Exception as error:  # raised later: other ranks still send frames
                     failed.append(error)
-        self.here.run_on_main(_write_video, failed)
+        self.here.run_on_main(raise_failure)  # on all ranks
 
     def _append(self, name: str, path: str, frames: list[Any]) -> None:
         """Append frames to the video, which is opened at its first frame, as ffmpeg makes no empty file."""
@@ -315,16 +319,6 @@ class _Evaluation:
 def _pack(frames: list[Any]) -> bytes:
     """Compress frames, because a rank keeps them until all episodes of the environment are played."""
     return zlib.compress(messages.dumps(frames), 1)
-
-
-def _unpack(packed: bytes) -> list[Any]:
-    return messages.loads(zlib.decompress(packed)) if packed else []
-
-
-def _write_video(failed: list[Exception]) -> None:
-    """Raise the main rank's error from writing a video; `run_on_main` raises it on all ranks."""
-    if failed:
-        raise failed[0]
 
 
 def _mean(episodes: list[dict[str, float]]) -> dict[str, Any]:

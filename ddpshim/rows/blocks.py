@@ -20,10 +20,9 @@ import torch.distributed as dist
 
 from ddpshim.errors import WorldError
 from ddpshim.job.collectives import peers
-from ddpshim.job.exchange import group
+from ddpshim.job.exchange import begin_gather, group, pairs
 from ddpshim.job.group import world
 from ddpshim.process.job import current
-from ddpshim.process.messages import begin_gather, pairs
 
 _SENT_AS_THEY_ARE = (torch.float32, torch.float64, torch.int64)  # others as bytes: backends lack some
 _MOST_NEWS = 256  # between two messages
@@ -147,12 +146,6 @@ def _part_of(num_rows: int, num_pieces: int) -> Optional[Part]:
     return Part(1, cuts) if num_rows // num_pieces >= LEAST_ROWS else None
 
 
-def num_own(part: Part) -> int:
-    """Return the number of this rank's rows (of one `outer`). Local."""
-    first, end = part.bounds(*ranks())
-    return end - first
-
-
 def own(whole: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
     """Return this rank's block of `whole`; a view if `part.outer` is 1. Local."""
     start, end = part.bounds(*ranks())
@@ -263,7 +256,7 @@ def differ(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(added_up(torch.tensor([not torch.equal(one, other)], dtype=torch.int32, device=one.device)).item())
 
 
-class Gather(torch.autograd.Function):
+class GatherBlocks(torch.autograd.Function):
     """Blocks -> the whole, whose gradient is equal on all ranks (collective)."""
 
     @staticmethod
@@ -276,21 +269,6 @@ class Gather(torch.autograd.Function):
         return Scatter.apply(gradient, ctx.dim, ctx.part) * factor(), None, None  # type: ignore[no-untyped-call]
 
 
-class Total(torch.autograd.Function):
-    """Blocks -> the sum or the mean of the whole, whose gradient is equal on all ranks (collective)."""
-
-    @staticmethod
-    def forward(ctx: Any, block: torch.Tensor, dim: int, part: Part, is_mean: bool) -> torch.Tensor:
-        whole = gather(block, dim, part)
-        ctx.dim, ctx.part, ctx.shape, ctx.divisor = dim, part, whole.shape, whole.numel() if is_mean else 1
-        return whole.mean() if is_mean else whole.sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        whole = (gradient / ctx.divisor).expand(ctx.shape)
-        return Scatter.apply(whole, ctx.dim, ctx.part) * factor(), None, None, None  # type: ignore[no-untyped-call]
-
-
 class Scatter(torch.autograd.Function):
     """The whole -> blocks (its backward pass is collective)."""
 
@@ -301,7 +279,7 @@ class Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return Gather.apply(gradient, ctx.dim, ctx.part) / factor(), None, None  # type: ignore[no-untyped-call]
+        return GatherBlocks.apply(gradient, ctx.dim, ctx.part) / factor(), None, None  # type: ignore[no-untyped-call]
 
 
 class Mean(torch.autograd.Function):

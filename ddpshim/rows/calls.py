@@ -27,7 +27,7 @@ from ddpshim.process.replaced import replaced
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks, dimensions, gradients, layers  # noqa: F401 (they register their rules)
 from ddpshim.rows.rules import T
-from ddpshim.rows.tensor import Counts, Recorder, Rows, divided, is_plain, leaves, mapped, on_whole, write_back
+from ddpshim.rows.tensor import Capturing, Counts, Rows, divided, is_plain, leaves, mapped, on_whole, write_back
 
 # By DDPSHIM_ROWS: the multiplications of a call that is divided. A smaller one takes less time than to divide it.
 _LEAST_WORK = {"auto": 1 << 20, "all": 0, "off": math.inf}
@@ -52,7 +52,7 @@ class Known:
     Attributes:
         num_operations: how many of its calls' operations were computed.
         others: what a network inside does that a graph would compute otherwise; "" if there is nothing.
-        regions: `capture.Region` by what makes calls alike.
+        regions: `capture.CapturedCalls` by what makes calls alike.
         refused: why no call of it is captured, so that its children's may be; "" if one is, or may be.
     """
 
@@ -334,7 +334,7 @@ def _bodies_of(original: Callable[..., bool]) -> Callable[..., bool]:
         given = args[0] if len(args) == 1 and type(args[0]) in (tuple, list) else args
         kinds = {type(x) for x in given if isinstance(x, T)}
         is_other = not kinds <= {Rows, T, nn.Parameter}
-        return is_other or (torch._C._is_torch_function_mode_enabled() and current().part(Recorder).tape is None)
+        return is_other or (torch._C._is_torch_function_mode_enabled() and current().part(Capturing).tape is None)
 
     return has_function
 

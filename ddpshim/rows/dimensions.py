@@ -19,23 +19,23 @@ from ddpshim.rows.rules import (
     getters,
     made,
     meeting,
+    met,
+    of_rows,
     place_of,
+    row_wise,
     rule,
     whole_if_mixed,
 )
 from ddpshim.rows.tensor import Counts, Rows
 
-# Names, place of the argument with the dimensions, its name, and what is taken if it is not given.
 _REMOVING = """
 sum mean nansum nanmean prod amax amin logsumexp std var median nanmedian mode argmax argmin aminmax any all max min
 std_mean var_mean count_nonzero
 """
-_KEEPING = "softmax log_softmax cumsum cumprod cummax cummin logcumsumexp"
 # All of their results keep the dimensions before the last two.
 _OF_MATRICES = """
 triu tril det inv inverse logdet slogdet cholesky qr svd svdvals eigh eigvalsh matrix_exp matrix_power
 """
-_OF_TWO = "cosine_similarity cross vecdot"
 
 
 def dims_of(value: Any, num: int) -> set[int]:
@@ -48,58 +48,78 @@ def dims_of(value: Any, num: int) -> set[int]:
     return {dim % num for dim in given}
 
 
-def _over(position: int, keeps: bool, name: str = "dim", default: Any = None) -> Rule:
-    """Return the rule of functions that compute over dimensions, which they keep (softmax) or remove (sum)."""
+def _has_tensors(others: Any, kwargs: Any) -> bool:
+    return any(isinstance(value, T) for value in (*others, *kwargs.values()))
 
-    @whole_if_mixed
-    def over(func: Any, args: Any, kwargs: Any) -> Any:
-        rows = args[0] if args else None
-        others = (*args[1:], *kwargs.values())
-        if type(rows) is not Rows or any(isinstance(value, T) for value in others):
+
+def _elsewhere(position: int, name: str = "dim", default: Any = None) -> Any:
+    """Return whether functions compute over other dimensions, given at `position` after the first argument. Local."""
+
+    def is_elsewhere(rows: Rows, others: Any, kwargs: Any) -> bool:
+        given = argument(others, kwargs, position, name, default)
+        if (position, name) == (0, "dims") and len(others) > 1 and all(type(one) is int for one in others):
+            given = others  # x.flip(0, 1)
+        return rows.dimension not in dims_of(given, rows.dim())
+
+    return is_elsewhere
+
+
+row_wise("softmax log_softmax cumsum cumprod cummax cummin logcumsumexp fftshift ifftshift", where=_elsewhere(0))
+row_wise("sort argsort", torch._C._nn.glu, where=_elsewhere(0, default=-1))
+row_wise("topk fft ifft rfft irfft hfft ihfft", where=_elsewhere(1, default=-1))
+row_wise("diff", where=lambda *given: not _has_tensors(*given[1:]) and _elsewhere(1, default=-1)(*given))
+row_wise("fft2 ifft2 rfft2 irfft2", where=_elsewhere(1, default=(-2, -1)))
+row_wise("fftn ifftn rfftn irfftn", where=_elsewhere(1))
+row_wise("flip", where=_elsewhere(0, "dims"))
+row_wise("roll", where=_elsewhere(1, "dims"))
+row_wise("narrow index_select", where=_elsewhere(0), moves=True)
+row_wise(T.unfold, where=_elsewhere(0, "dimension"), moves=True)
+row_wise(
+    "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split", where=_elsewhere(1, default=0), moves=True
+)
+row_wise(_OF_MATRICES, where=lambda rows, *_: rows.dim() - rows.dimension > 2)
+row_wise("view_as_complex", where=lambda rows, *_: rows.dimension < rows.dim() - 1, moves=True)
+row_wise("view_as_real", moves=True)
+
+
+def _is_number_of_classes(_: Rows, others: Any, kwargs: Any) -> bool:
+    num = argument(others, kwargs, 0, "num_classes")  # else the largest class of all rows
+    return isinstance(num, int) and num > 0
+
+
+row_wise("one_hot", where=_is_number_of_classes, moves=True)
+
+
+def _removing(position: int, default: Any = None, takes_numbers: bool = True) -> Rule:
+    """Return the rule of functions over dimensions that they remove, or keep if they are asked to.
+
+    Args:
+        position: that of the dimensions, after the first argument; `default` if they are not given.
+        takes_numbers: whether all other arguments are dimensions if they are numbers: x.count_nonzero(0, 1).
+    """
+
+    @of_rows
+    def over(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
+        if _has_tensors(others, kwargs):
             return NotImplemented
-        given = argument(args, kwargs, position, name, default)
-        if position == 1 and len(args) > 2 and all(type(one) is int for one in args[1:]):
-            given = args[1:]  # x.flip(0, 1)
-        dims = dims_of(given, rows.dim())
+        is_listed = takes_numbers and len(others) > 1 and all(type(one) is int for one in others)
+        dims = dims_of(others if is_listed else argument(others, kwargs, position, "dim", default), rows.dim())
         if rows.dimension in dims:
             return NotImplemented
-        rows.memory.pull()
-        out = func(rows.block, *args[1:], **kwargs)
-        is_one = isinstance(out, T)
-        first = out if is_one else out[0]
-        is_kept = keeps or first.dim() == rows.dim()
-        dim = rows.dimension if is_kept else rows.dimension - sum(one < rows.dimension for one in dims)
-        return made(out, rows, dim) if is_one else type(out)([made(one, rows, dim) for one in out])
+        out = func(rows.block, *others, **kwargs)
+        is_kept = (out if isinstance(out, T) else next(iter(out), rows)).dim() == rows.dim()
+        return made(out, rows, rows.dimension - (0 if is_kept else sum(one < rows.dimension for one in dims)))
 
     return over
 
 
-rule(_REMOVING)(_over(1, False))
-rule(_KEEPING)(_over(1, True))
-rule("sort argsort")(_over(1, True, default=-1))
-rule("topk")(_over(2, True, default=-1))
-rule("norm vector_norm quantile nanquantile")(_over(2, False))
-rule("diff fft ifft rfft irfft hfft ihfft")(_over(2, True, default=-1))
-rule("fft2 ifft2 rfft2 irfft2")(_over(2, True, default=(-2, -1)))
-rule("fftn ifftn rfftn irfftn")(_over(2, True))
-rule("flip")(_over(1, True, "dims"))
-rule("fftshift ifftshift")(_over(1, True))
-rule(torch._C._nn.glu)(_over(1, True, default=-1))
-rule("roll")(_over(2, True, "dims"))
+_REDUCING = rule(_REMOVING)(_removing(0))
+rule("norm vector_norm quantile nanquantile")(_removing(1, takes_numbers=False))
+rule("select", moves=True)(_removing(0, takes_numbers=False))
+rule("unbind", moves=True)(_removing(0, default=0))
 
 
-@rule(_OF_MATRICES)
-@whole_if_mixed
-def _of_matrices(func: Any, args: Any, kwargs: Any) -> Any:
-    rows = args[0]
-    if type(rows) is not Rows or rows.dim() - rows.dimension <= 2:
-        return NotImplemented
-    rows.memory.pull()
-    out = func(rows.block, *args[1:], **kwargs)
-    return made(out, rows) if isinstance(out, T) else type(out)([made(one, rows) for one in out])
-
-
-@rule(_OF_TWO)
+@rule("cosine_similarity cross vecdot")
 @whole_if_mixed
 def _of_two(func: Any, args: Any, kwargs: Any) -> Any:
     """Two tensors that broadcast, over a dimension that remains if it is `cross`."""
@@ -110,44 +130,21 @@ def _of_two(func: Any, args: Any, kwargs: Any) -> Any:
     (dim,) = dims_of(argument(args, kwargs, 2, "dim", default), num)
     if dim == num - place:
         raise Mixed
-    named = {name: meeting(value, part, place) for name, value in kwargs.items()}
-    block = func(*(meeting(x, part, place) for x in args), **named)
-    of = one if type(one) is Rows else other
-    return made(block, of, num - place - (block.dim() < num and dim < num - place))
-
-
-@rule("pairwise_distance")
-@whole_if_mixed
-def _pairwise(func: Any, args: Any, kwargs: Any) -> Any:
-    part, place = place_of((*args, *kwargs.values()))
-    if place < 2 or len(args) < 2:
-        raise Mixed
-    block = func(*(meeting(x, part, place) for x in args), **kwargs)
-    num = max(x.dim() for x in args[:2])
-    return made(block, next(x for x in args if type(x) is Rows), num - place)
-
-
-@rule("view_as_complex view_as_real", moves=True)
-@whole_if_mixed
-def _complex(func: Any, args: Any, kwargs: Any) -> Any:
-    rows = args[0]
-    if type(rows) is not Rows or (func is torch.view_as_complex and rows.dimension == rows.dim() - 1):
-        return NotImplemented
-    rows.memory.pull()
-    return made(func(rows.block), rows)
+    block = met(func, args, kwargs, part, place)
+    return made(block, one if type(one) is Rows else other, num - place - (block.dim() < num and dim < num - place))
 
 
 @rule("max min")
 def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
     is_of_two = isinstance(args[1] if len(args) > 1 else kwargs.get("other"), T)
-    return (elementwise if is_of_two else _over(1, False))(func, args, kwargs)
+    return (elementwise if is_of_two else _REDUCING)(func, args, kwargs)
 
 
 @rule("all any _is_all_true _is_any_true", moves=True)
 def _decision(func: Any, args: Any, kwargs: Any) -> Any:
     rows = args[0] if args else None
     if type(rows) is not Rows or len(args) > 1 or kwargs:
-        return _over(1, False)(func, args, kwargs)
+        return _REDUCING(func, args, kwargs)
     if not current().part(Counts).is_in_lock_step():
         return NotImplemented  # which says so
     rows.memory.pull()
@@ -185,58 +182,30 @@ def divided_shape(rows: Rows, shape: list[int]) -> tuple[list[int], int, Part]:
     if min(after - before for before, after in zip(cuts, cuts[1:])) < LEAST_ROWS:
         raise Mixed
     new = Part(above // end, cuts)
+    first, after_last = new.bounds(*blocks.ranks())
     inside = [*shape]
-    inside[dim] = new.outer * blocks.num_own(new)
+    inside[dim] = new.outer * (after_last - first)
     return inside, dim, new
 
 
-def _sizes(values: Any) -> list[int]:
-    given = values[0] if len(values) == 1 and isinstance(values[0], (list, tuple)) else values
-    if not all(isinstance(size, int) for size in given):
-        raise Mixed
-    return [*given]
+def _shape_after(func: Any, shape: Any, others: Any, kwargs: Any) -> list[int]:
+    """Return the shape that torch itself gives to a tensor of `shape` without values. Local."""
 
+    def empty(x: Any) -> Any:
+        return torch.empty(x.shape, device="meta") if isinstance(x, T) else x
 
-def _filled_in(shape: list[int], numel: int) -> list[int]:
-    """Return `shape` with its -1 replaced. Raises Mixed if torch would raise an error."""
-    unknown = [i for i, size in enumerate(shape) if size == -1]
-    rest = math.prod(size for size in shape if size != -1)
-    if len(unknown) > 1 or (unknown and (not rest or numel % rest)):
-        raise Mixed
-    return [numel // rest if size == -1 else size for size in shape]
+    named = {name: empty(x) for name, x in kwargs.items()}
+    return [*func(torch.empty(shape, device="meta"), *map(empty, others), **named).shape]
 
 
 @rule("view reshape view_as reshape_as flatten unflatten ravel", moves=True)
-@whole_if_mixed
-def _reshape(func: Any, args: Any, kwargs: Any) -> Any:
-    rows, name = args[0], func.__name__
-    if type(rows) is not Rows:
-        return NotImplemented
-    rows.memory.pull()
-    others = args[1:]
-    if name == "view" and len(others) == 1 and isinstance(others[0], torch.dtype):
-        return NotImplemented
-    if name in ("view_as", "reshape_as"):
-        shape = [*argument(args, kwargs, 1, "other").shape]
-    elif name in ("view", "reshape"):
-        shape = _filled_in(_sizes(others or (kwargs.get("shape", kwargs.get("size")),)), rows.numel())
-    elif name == "ravel":
-        shape = [rows.numel()]
-    elif name == "flatten":
-        first, last = (
-            argument(args, kwargs, i, key, default) % rows.dim()
-            for i, key, default in ((1, "start_dim", 0), (2, "end_dim", -1))
-        )
-        if set(kwargs) - {"start_dim", "end_dim"} or first > last:
-            raise Mixed
-        shape = [*rows.shape[:first], math.prod(rows.shape[first : last + 1]), *rows.shape[last + 1 :]]
-    else:
-        dim = argument(args, kwargs, 1, "dim")
-        if not isinstance(dim, int) or not -rows.dim() <= dim < rows.dim():
-            raise Mixed
-        sizes = _filled_in(_sizes(args[2:] or (kwargs.get("sizes"),)), rows.shape[dim])
-        shape = [*rows.shape[: dim % rows.dim()], *sizes, *rows.shape[dim % rows.dim() + 1 :]]
-    inside, dim, part = divided_shape(rows, shape)
+@of_rows
+def _reshape(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
+    name, given = func.__name__, (*others, *kwargs.values())
+    unknown = (torch.dtype,) if name in ("view_as", "reshape_as") else (torch.dtype, T)
+    if any(isinstance(x, unknown) for x in given):
+        return NotImplemented  # a view as another type, or sizes that are read
+    inside, dim, part = divided_shape(rows, _shape_after(func, rows.shape, others, kwargs))
     try:
         block = rows.block.view(inside) if name in ("view", "view_as") else rows.block.reshape(inside)
     except RuntimeError:  # a cut has gaps in memory that the whole does not have
@@ -249,42 +218,28 @@ def _reshape(func: Any, args: Any, kwargs: Any) -> Any:
     *getters("T mT H mH"),
     moves=True,
 )
-@whole_if_mixed
-def _moved(func: Any, args: Any, kwargs: Any) -> Any:
-    """Move dimensions: torch itself shows on a tensor without values where that of the rows goes."""
-    rows = args[0]
-    if type(rows) is not Rows:
-        return NotImplemented
-    rows.memory.pull()
+@of_rows
+def _moved(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     shape = [3 if dim == rows.dimension else 1 if size == 1 else 2 for dim, size in enumerate(rows.shape)]
-    with torch.no_grad():
-        moved = func(torch.empty(shape, device="meta"), *args[1:], **kwargs).shape
-    return made(func(rows.block, *args[1:], **kwargs), rows, moved.index(3))
+    dim = _shape_after(func, shape, others, kwargs).index(3)
+    return made(func(rows.block, *others, **kwargs), rows, dim)
 
 
 @rule("expand expand_as broadcast_to", moves=True)
-@whole_if_mixed
-def _expand(func: Any, args: Any, kwargs: Any) -> Any:
-    rows = args[0]
-    if type(rows) is not Rows or kwargs:
-        return NotImplemented
-    rows.memory.pull()
-    shape = [*args[1].shape] if func.__name__ == "expand_as" else _sizes(args[1:])
+@of_rows
+def _expand(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
+    shape = _shape_after(func, rows.shape, others, kwargs)
     dim = len(shape) - rows.dim() + rows.dimension
-    if dim < 0 or shape[dim] not in (-1, rows.part.size):
-        raise Mixed
     shape[dim] = rows.block.shape[rows.dimension]
     return made(rows.block.expand(shape), rows, dim)
 
 
 @rule("repeat tile")
-@whole_if_mixed
-def _repeat(func: Any, args: Any, kwargs: Any) -> Any:
-    rows = args[0]
-    if type(rows) is not Rows or kwargs:
+@of_rows
+def _repeat(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
+    times = [*(others[0] if isinstance(others[0], (list, tuple)) else others)] if others else []
+    if not times or not all(isinstance(one, int) for one in times):
         return NotImplemented
-    rows.memory.pull()
-    times = _sizes(args[1:])
     if func.__name__ == "tile":
         times = [1] * (rows.dim() - len(times)) + times
     dim = len(times) - rows.dim() + rows.dimension
@@ -294,17 +249,15 @@ def _repeat(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @rule("repeat_interleave")
-@whole_if_mixed
-def _repeat_each(func: Any, args: Any, kwargs: Any) -> Any:
-    rows, times = args[0], argument(args, kwargs, 1, "repeats")
-    if type(rows) is not Rows or not isinstance(times, int) or times < 1 or kwargs.get("output_size") is not None:
+@of_rows
+def _repeat_each(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
+    times, part = argument(others, kwargs, 0, "repeats"), rows.part
+    if not isinstance(times, int) or times < 1 or kwargs.get("output_size") is not None:
         return NotImplemented
-    (dim,) = dims_of(argument(args, kwargs, 2, "dim"), rows.dim())
-    rows.memory.pull()
-    part = rows.part
+    (dim,) = dims_of(argument(others, kwargs, 1, "dim"), rows.dim())
     if dim == rows.dimension:
         part = Part(part.outer, tuple(one * times for one in part.cuts))
-    return made(func(rows.block, *args[1:], **kwargs), rows, None, part)
+    return made(func(rows.block, *others, **kwargs), rows, None, part)
 
 
 @rule(torch._C._VariableFunctions.broadcast_tensors, moves=True)  # type: ignore[attr-defined]
@@ -316,30 +269,6 @@ def _broadcast(func: Any, args: Any, kwargs: Any) -> Any:
         return tuple(given)
     shape = torch.broadcast_shapes(*(value.shape for value in given))
     return tuple(value.expand(shape) for value in given)
-
-
-# Parts along other dimensions.
-def _parting(position: int, removes: bool = False, name: str = "dim", default: Any = None) -> Rule:
-    @whole_if_mixed
-    def parting(func: Any, args: Any, kwargs: Any) -> Any:
-        rows = args[0] if args else None
-        if type(rows) is not Rows or any(isinstance(value, Rows) for value in (*args[1:], *kwargs.values())):
-            return NotImplemented
-        (dim,) = dims_of(argument(args, kwargs, position, name, default), rows.dim())
-        if dim == rows.dimension:
-            return NotImplemented
-        rows.memory.pull()
-        out, after = func(rows.block, *args[1:], **kwargs), rows.dimension - (removes and dim < rows.dimension)
-        return made(out, rows, after) if isinstance(out, T) else type(out)([made(one, rows, after) for one in out])
-
-    return parting
-
-
-rule("narrow index_select", moves=True)(_parting(1))
-rule("select", moves=True)(_parting(1, True))
-rule("unbind", moves=True)(_parting(1, True, default=0))
-rule("chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split", moves=True)(_parting(2, default=0))
-rule(T.unfold, moves=True)(_parting(1, name="dimension"))
 
 
 @rule("cat concat concatenate stack", moves=True)
@@ -415,23 +344,16 @@ def _num_dims(one: Any) -> int:
 
 
 @rule(T.__getitem__, moves=True)
-@whole_if_mixed
-def _get(func: Any, args: Any, kwargs: Any) -> Any:
-    rows, index = args
-    if type(rows) is not Rows:
-        return NotImplemented
-    rows.memory.pull()
-    inside, dim = _index(rows, index)
+@of_rows
+def _get(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
+    inside, dim = _index(rows, *others)
     return made(rows.block[inside], rows, dim)
 
 
 @rule(T.__setitem__, moves=True)
-@whole_if_mixed
-def _set(func: Any, args: Any, kwargs: Any) -> Any:
-    rows, index, value = args
-    if type(rows) is not Rows:
-        return NotImplemented
-    rows.memory.pull()
+@of_rows
+def _set(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
+    index, value = others
     inside, dim = _index(rows, index)
     if isinstance(value, T):
         place = rows.block[inside].dim() - dim
@@ -454,41 +376,27 @@ def _has_all_rows(value: Any, rows: Rows) -> bool:
     return type(value) is not Rows or (value.dimension, value.part) == (rows.dimension, rows.part)
 
 
-@rule("gather scatter scatter_add scatter_reduce take_along_dim")
-@whole_if_mixed
-def _by_index(func: Any, args: Any, kwargs: Any) -> Any:
-    """Along another dimension, if all tensors have all rows."""
-    rows = args[0] if args else None
-    if type(rows) is not Rows or not all(_has_all_rows(value, rows) for value in (*args, *kwargs.values())):
-        return NotImplemented
-    (dim,) = dims_of(argument(args, kwargs, 2 if func.__name__ == "take_along_dim" else 1, "dim"), rows.dim())
-    part, place = place_of((*args, *kwargs.values()))
-    if dim == rows.dimension:
-        return NotImplemented
-    given = [meeting(value, part, place) for value in args]
-    return made(func(*given, **{name: meeting(value, part, place) for name, value in kwargs.items()}), rows)
+def _along(position: int) -> Rule:
+    """Return the rule of functions by an index along another dimension, if all tensors have all rows."""
+    is_elsewhere = _elsewhere(position)
+
+    @of_rows
+    def along(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
+        given = (*others, *kwargs.values())
+        if not is_elsewhere(rows, others, kwargs) or not all(_has_all_rows(value, rows) for value in given):
+            return NotImplemented
+        return made(met(func, (rows, *others), kwargs, *place_of((rows, *given))), rows)
+
+    return along
+
+
+_BY_INDEX = rule("gather scatter scatter_add scatter_reduce")(_along(0))
+rule("take_along_dim")(_along(1))
 
 
 @rule("scatter_ scatter_add_", moves=True)
-@whole_if_mixed
 def _by_index_in_place(func: Any, args: Any, kwargs: Any) -> Any:
-    rows = args[0]
-    if type(rows) is not Rows or not all(_has_all_rows(value, rows) for value in (*args, *kwargs.values())):
-        return NotImplemented
-    (dim,) = dims_of(argument(args, kwargs, 1, "dim"), rows.dim())
-    part, place = place_of((*args, *kwargs.values()))
-    if dim == rows.dimension:
-        return NotImplemented
-    func(*(meeting(x, part, place) for x in args), **{name: meeting(x, part, place) for name, x in kwargs.items()})
-    rows.memory.wrote()
-    return rows
-
-
-@rule("one_hot", moves=True)
-@whole_if_mixed
-def _one_hot(func: Any, args: Any, kwargs: Any) -> Any:
-    rows, num = args[0], argument(args, kwargs, 1, "num_classes", -1)
-    if type(rows) is not Rows or not isinstance(num, int) or num < 1:
-        return NotImplemented  # else the largest class of all rows
-    rows.memory.pull()
-    return made(func(rows.block, num), rows)
+    out = _BY_INDEX(func, args, kwargs)
+    if out is not NotImplemented:
+        out.memory.wrote()
+    return out

@@ -337,13 +337,3 @@ def installed() -> Iterator[None]:
         if hasattr(torch_checkpoint, "_NoopSaveInputs"):
             put(torch_checkpoint._NoopSaveInputs, "apply", staticmethod(_saved))
         yield
-
-
-def text_of(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the text of the whole, with the name of the operation that computed the rows."""
-    rows = args[0]
-    node, text = rows.block.grad_fn, on_whole(func, args, kwargs)
-    return text if node is None else text.replace("GatherBackward", type(node).__name__)
-
-
-rule(T.__repr__, T.__format__, moves=True)(text_of)

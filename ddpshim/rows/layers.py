@@ -10,7 +10,7 @@ import torch
 
 from ddpshim.job.exchange import group
 from ddpshim.process.job import current
-from ddpshim.rows.blocks import Part, State, ranks
+from ddpshim.rows.blocks import State, ranks
 from ddpshim.rows.rules import (
     Mixed,
     Rule,
@@ -18,17 +18,16 @@ from ddpshim.rows.rules import (
     argument,
     made,
     meeting,
+    met,
+    of_rows,
     place_of,
+    row_tensor,
+    row_wise,
     rule,
     used_by_rows,
     whole_if_mixed,
 )
-from ddpshim.rows.tensor import Counts, Recorder, Rows, total, whole
-
-
-def _row_tensor(block: torch.Tensor, part: Part, place: int) -> Rows:
-    current().part(Counts).on_rows += 1
-    return Rows(block, block.dim() - place, part)
+from ddpshim.rows.tensor import Capturing, Rows, whole
 
 
 @rule("matmul mm bmm mv __matmul__ __rmatmul__")
@@ -47,30 +46,19 @@ def _product(func: Any, args: Any, kwargs: Any) -> Any:
     if type(one) is Rows and type(other) is Rows:
         if place < 3:
             raise Mixed
-        return _row_tensor(func(one.block, other.block), part, place)
+        return row_tensor(func(one.block, other.block), place, part)
     if any(is_vector) and (type(one) is Rows) == is_vector[0] and (type(other) is Rows) == is_vector[1]:
         raise Mixed
     if place >= 3:
         block = func(meeting(one, part, place), meeting(other, part, place))
-        return _row_tensor(block, part, place - any(is_vector))
+        return row_tensor(block, place - any(is_vector), part)
     if place != (2 if type(one) is Rows else 1):
         raise Mixed  # the rows are added up
     block = func(
         one.block if type(one) is Rows else used_by_rows(one),
         other.block if type(other) is Rows else used_by_rows(other),
     )
-    return _row_tensor(block, part, place - (type(one) is Rows and is_vector[1]))
-
-
-@rule("linear")
-@whole_if_mixed
-def _linear(func: Any, args: Any, kwargs: Any) -> Any:
-    rows = argument(args, kwargs, 0, "input")
-    if type(rows) is not Rows or rows.dimension == rows.dim() - 1:
-        return NotImplemented
-    rows.memory.pull()
-    named = {name: used_by_rows(value) for name, value in kwargs.items() if name != "input"}
-    return made(func(rows.block, *map(used_by_rows, args[1:]), **named), rows)
+    return row_tensor(block, place - (type(one) is Rows and is_vector[1]), part)
 
 
 @rule("addmm baddbmm")
@@ -86,26 +74,15 @@ def _product_and_sum(func: Any, args: Any, kwargs: Any) -> Any:
     return made(block, args[1], 0)
 
 
-@rule("bilinear")
-@whole_if_mixed
-def _bilinear(func: Any, args: Any, kwargs: Any) -> Any:
-    part, place = place_of(args[:2])
-    if place < 2 or kwargs:
-        return NotImplemented
-    return _row_tensor(func(*(meeting(x, part, place) for x in args[:2]), *map(used_by_rows, args[2:])), part, place)
-
-
 @rule("cdist")
-@whole_if_mixed
-def _distances(func: Any, args: Any, kwargs: Any) -> Any:
+@of_rows
+def _distances(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     """(..., P, M) and (..., R, M), with the rows in P, or in a dimension before it."""
-    if type(args[0]) is not Rows:
-        return NotImplemented
-    part, place = place_of(args[:2])
-    if place < 2 or (place == 2 and isinstance(args[1], Rows)):
+    part, place = place_of((rows, others[0]))
+    if place < 2 or (place == 2 and isinstance(others[0], Rows)):
         raise Mixed
-    other = used_by_rows(args[1]) if place == 2 else meeting(args[1], part, place)
-    return _row_tensor(func(args[0].block, other, *args[2:], **kwargs), part, place)
+    other = used_by_rows(others[0]) if place == 2 else meeting(others[0], part, place)
+    return row_tensor(func(rows.block, other, *others[1:], **kwargs), place, part)
 
 
 @rule(torch._C._VariableFunctions.einsum)  # type: ignore[attr-defined]
@@ -138,57 +115,48 @@ def _einsum(func: Any, args: Any, kwargs: Any) -> Any:
         meeting(x, part, len(names) - names.index(letter)) if letter in names else used_by_rows(x)
         for names, x in zip(letters, given)
     ]
-    return _row_tensor(func(equation, inside), part, len(output) - output.index(letter))
+    return row_tensor(func(equation, inside), len(output) - output.index(letter), part)
 
 
-# The rows are in the first dimension; the numbers are those of all dimensions.
-_OF_FIRST = {
-    3: "conv1d conv_transpose1d max_pool1d max_pool1d_with_indices avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d "
+def _is_first_of(num_dims: int) -> Any:
+    return lambda rows, *_: rows.dimension == 0 and rows.dim() == num_dims
+
+
+def _is_before_sizes(position: int, name: str, per_dimension: int) -> Any:
+    """Return whether the rows are in a dimension before the last ones, to which an argument's numbers belong. Local."""
+
+    def is_before(rows: Rows, others: Any, kwargs: Any) -> bool:
+        return rows.dim() - rows.dimension > len(argument(others, kwargs, position, name)) // per_dimension
+
+    return is_before
+
+
+row_wise("linear", where=lambda rows, *_: rows.dimension < rows.dim() - 1)
+row_wise("prelu", where=lambda rows, *_: rows.dimension != 1)  # which is that of the weights
+row_wise("bucketize")
+row_wise(torch._C._nn.pad, where=_is_before_sizes(0, "pad", 2))
+row_wise("layer_norm rms_norm", where=_is_before_sizes(0, "normalized_shape", 1))
+row_wise("group_norm", where=lambda rows, *_: rows.dimension == 0)
+row_wise(
+    "instance_norm",  # without statistics that it changes
+    where=lambda rows, others, kwargs: not (rows.dimension or kwargs or any(isinstance(x, T) for x in others[2:4])),
+)
+row_wise(
+    "conv1d conv_transpose1d max_pool1d max_pool1d_with_indices avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d "
     "upsample_nearest1d upsample_linear1d _upsample_nearest_exact1d reflection_pad1d replication_pad1d col2im",
-    4: "conv2d conv_transpose2d max_pool2d max_pool2d_with_indices avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d "
+    where=_is_first_of(3),
+)
+row_wise(
+    "conv2d conv_transpose2d max_pool2d max_pool2d_with_indices avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d "
     "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_nearest_exact2d _upsample_bilinear2d_aa "
     "_upsample_bicubic2d_aa pixel_shuffle pixel_unshuffle channel_shuffle im2col reflection_pad2d replication_pad2d",
-    5: "conv3d conv_transpose3d max_pool3d max_pool3d_with_indices avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d "
+    where=_is_first_of(4),
+)
+row_wise(
+    "conv3d conv_transpose3d max_pool3d max_pool3d_with_indices avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d "
     "upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact3d",
-}
-
-
-def _of_first(num_dims: int) -> Rule:
-    @whole_if_mixed
-    def first(func: Any, args: Any, kwargs: Any) -> Any:
-        rows = args[0] if args else None
-        if type(rows) is not Rows or rows.dimension or rows.dim() != num_dims:
-            return NotImplemented
-        rows.memory.pull()
-        out = func(rows.block, *map(used_by_rows, args[1:]), **{name: used_by_rows(x) for name, x in kwargs.items()})
-        return made(out, rows) if isinstance(out, T) else type(out)([made(one, rows) for one in out])
-
-    return first
-
-
-for _num, _names in _OF_FIRST.items():
-    rule(_names)(_of_first(_num))
-
-
-@rule("prelu")
-@whole_if_mixed
-def _prelu(func: Any, args: Any, kwargs: Any) -> Any:
-    rows = args[0]
-    if type(rows) is not Rows or rows.dimension == 1 or kwargs:
-        return NotImplemented  # dimension 1 is that of the weights
-    rows.memory.pull()
-    return made(func(rows.block, *map(used_by_rows, args[1:])), rows)
-
-
-@rule("bucketize")
-@whole_if_mixed
-def _bucketize(func: Any, args: Any, kwargs: Any) -> Any:
-    rows = args[0]
-    if type(rows) is not Rows:
-        return NotImplemented
-    rows.memory.pull()
-    named = {name: used_by_rows(value) for name, value in kwargs.items()}
-    return made(func(rows.block, *map(used_by_rows, args[1:]), **named), rows)
+    where=_is_first_of(5),
+)
 
 
 @rule("grid_sampler grid_sampler_2d grid_sampler_3d")
@@ -197,49 +165,16 @@ def _sampled(func: Any, args: Any, kwargs: Any) -> Any:
     part, place = place_of(args)
     if place != args[0].dim() or any(x.shape[0] != part.size for x in args[:2]):
         raise Mixed
-    return _row_tensor(func(*(meeting(x, part, place) for x in args[:2]), *args[2:], **kwargs), part, place)
-
-
-@rule(torch._C._nn.pad)
-@whole_if_mixed
-def _pad(func: Any, args: Any, kwargs: Any) -> Any:
-    rows, widths = args[0], argument(args, kwargs, 1, "pad")
-    if type(rows) is not Rows or rows.dim() - rows.dimension <= len(widths) // 2:
-        return NotImplemented
-    rows.memory.pull()
-    return made(func(rows.block, *args[1:], **kwargs), rows)
-
-
-@rule("layer_norm rms_norm")
-@whole_if_mixed
-def _normalised(func: Any, args: Any, kwargs: Any) -> Any:
-    rows, shape = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "normalized_shape")
-    if type(rows) is not Rows or len(args) < 2 or rows.dim() - rows.dimension <= len(shape):
-        return NotImplemented
-    rows.memory.pull()
-    named = {name: used_by_rows(value) for name, value in kwargs.items()}
-    return made(func(rows.block, shape, *map(used_by_rows, args[2:]), **named), rows)
-
-
-@rule("group_norm instance_norm")
-@whole_if_mixed
-def _normalised_in_groups(func: Any, args: Any, kwargs: Any) -> Any:
-    rows = args[0] if args else None
-    keeps_statistics = func is torch.instance_norm and any(isinstance(value, T) for value in args[3:5])
-    if type(rows) is not Rows or rows.dimension or keeps_statistics or kwargs:
-        return NotImplemented
-    rows.memory.pull()
-    return made(func(rows.block, *map(used_by_rows, args[1:])), rows)
+    return row_tensor(met(func, args, kwargs, part, place), place, part)
 
 
 @rule(torch.batch_norm)
-@whole_if_mixed
-def _batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
+@of_rows
+def _batch_norm(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     """In training: over the rows of all ranks (collective, and once differentiable)."""
-    if len(args) < 8 or type(args[0]) is not Rows or args[0].dimension:
+    if len(others) < 7 or rows.dimension:
         return NotImplemented
-    rows, weight, bias, running_mean, running_var, trains, momentum, eps = args[:8]
-    rows.memory.pull()
+    weight, bias, running_mean, running_var, trains, momentum, eps = others[:7]
     if trains:
         from ddpshim.model import batchnorm
 
@@ -247,8 +182,8 @@ def _batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
         counts = tuple(each * (end - start) for start, end in (part.bounds(rank, size) for rank in range(size)))
         of_layer = running_mean, running_var, used_by_rows(weight), used_by_rows(bias), momentum, eps
         with_state = (rows.block, *of_layer, group(), counts)
-        return made(current().part(Recorder).call(batchnorm.over_ranks, *with_state), rows)
-    return made(func(rows.block, *map(used_by_rows, args[1:])), rows)
+        return made(current().part(Capturing).call(batchnorm.over_ranks, *with_state), rows)
+    return made(func(rows.block, *map(used_by_rows, others)), rows)
 
 
 @rule(torch.embedding)
@@ -273,8 +208,7 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
     part, place = place_of((*args, *kwargs.values()))
     if place < 3:
         raise Mixed
-    named = {name: meeting(value, part, place) for name, value in kwargs.items()}
-    return _row_tensor(func(*(meeting(x, part, place) for x in args), **named), part, place)
+    return row_tensor(met(func, args, kwargs, part, place), place, part)
 
 
 def _attention_that_draws(
@@ -301,20 +235,20 @@ def _attention_that_draws(
 
 
 @rule("lstm gru rnn_tanh rnn_relu")
-@whole_if_mixed
-def _recurrent(func: Any, args: Any, kwargs: Any) -> Any:
-    """Args: input, states, parameters, has_biases, num_layers, dropout, train, bidirectional, batch_first."""
-    if len(args) != 9 or type(args[0]) is not Rows or isinstance(args[2], T) or (args[5] and args[6] and args[4] > 1):
+@of_rows
+def _recurrent(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
+    """Others: states, parameters, has_biases, num_layers, dropout, train, bidirectional, batch_first."""
+    if len(others) != 8 or isinstance(others[1], T) or (others[4] and others[5] and others[3] > 1):
         return NotImplemented
-    rows, states = args[0], args[1]
-    if rows.dim() != 3 or rows.dimension != (0 if args[8] else 1) or rows.part.outer > 1:
+    states, parameters, *options = others
+    if rows.dim() != 3 or rows.dimension != (0 if options[-1] else 1) or rows.part.outer > 1:
         raise Mixed
-    rows.memory.pull()
     every = states if isinstance(states, (list, tuple)) else [states]
     if any(type(state) is Rows and (state.dimension, state.part) != (1, rows.part) for state in every):
         raise Mixed
     inside = [meeting(state, rows.part, 2) for state in every]
-    out = func(rows.block, inside if isinstance(states, (list, tuple)) else inside[0], used_by_rows(args[2]), *args[3:])
+    given = inside if isinstance(states, (list, tuple)) else inside[0]
+    out = func(rows.block, given, used_by_rows(parameters), *options)
     return (made(out[0], rows), *(Rows(state, 1, rows.part) for state in out[1:]))
 
 
@@ -328,6 +262,12 @@ def _recurrent_cell(func: Any, args: Any, kwargs: Any) -> Any:
     return Rows(out, 0, part) if isinstance(out, T) else tuple(Rows(one, 0, part) for one in out)
 
 
+def _total(losses: Rows, kind: int, name: str) -> torch.Tensor:
+    """Return the mean (1) or the sum (2) of losses (collective)."""
+    of_all = whole(losses, name)
+    return of_all.mean() if kind == 1 else of_all.sum()
+
+
 def _elementwise_loss(position: int) -> Rule:
     """Return the rule of a loss whose argument `position` is the kind of reduction: 0 none, 1 mean, 2 sum."""
 
@@ -337,14 +277,12 @@ def _elementwise_loss(position: int) -> Rule:
         if kind not in (0, 1, 2) or (kind and current().part(State).is_in_piece):
             return NotImplemented
         part, place = place_of((*args, *kwargs.values()))
-        given = [meeting(value, part, place) for value in args]
-        named = {name: meeting(value, part, place) for name, value in kwargs.items()}
-        if len(given) > position:
-            given[position] = 0
+        if len(args) > position:
+            args = (*args[:position], 0, *args[position + 1 :])
         else:
-            named["reduction"] = 0
-        rows = _row_tensor(func(*given, **named), part, place)
-        return total(rows, kind == 1, func.__name__) if kind else rows
+            kwargs = {**kwargs, "reduction": 0}
+        rows = row_tensor(met(func, args, kwargs, part, place), place, part)
+        return _total(rows, kind, func.__name__) if kind else rows
 
     return loss
 
@@ -376,11 +314,11 @@ def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
                 raise Mixed
     inside = [meeting(x, rows.part, x.dim()) for x in (logits, target)]
     out = func(*inside, used_by_rows(args[2]), 0, *args[4:])
-    losses = _row_tensor(out, rows.part, out.dim())
+    losses = row_tensor(out, out.dim(), rows.part)
     if not kind:
         return losses
     has_classes = not target.is_floating_point()
-    out = total(losses, kind == 1 and not has_classes, func.__name__)
+    out = _total(losses, 2 if has_classes else kind, func.__name__)
     if kind == 2 or not has_classes:
         return out
     classes = whole(target) if type(target) is Rows else target

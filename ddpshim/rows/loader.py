@@ -1,8 +1,8 @@
 """A DataLoader that fetches this rank's rows of each batch only, and hands out row tensors.
 
 Order, batches, workers and random draws are torch's own, on every rank. Whole batches are fetched where rows alone
-could differ: a collate function or a `__getitems__` of the program, a dataset that draws random numbers, a batch too
-small to divide.
+could differ: a collate function or a `__getitems__` of the program, a dataset that draws random numbers (so each
+loader's first batch), a batch too small to divide.
 """
 
 from __future__ import annotations
@@ -19,14 +19,11 @@ import torch
 from torch.utils import data as torch_data
 
 from ddpshim import adapters
+from ddpshim.data.augmentation import SampleStreams, show_dataset_to_worker
 from ddpshim.data.numbered import (
-    LATE_DRAW,
     Enterable,
     Numbered,
-    fetched,
-    has_drawn,
-    joins_samples,
-    name_of,
+    order_of,
     own_generators,
     without_lists,
 )
@@ -51,7 +48,6 @@ _GENERATORS = ("Generator", "RandomState", "BitGenerator")  # of numpy, which ma
 class Fetched(NamedTuple):
     num_rows: int  # of all ranks
     rows: Any  # of this rank
-    is_told: bool  # whether ranks have told each other what they fetched
 
 
 class DataLoader(torch_data.DataLoader[T_co], Enterable):
@@ -61,7 +57,7 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.place = users_line()
-        self.news = _News(self.place, name_of(self.dataset))
+        self.news = _News(self.place)
         self._of_rows: Optional[_RowsLoader] = None
         self._is_divided: Optional[bool] = None
         self._first, self._has_seed = 0, False  # of the next pass: its first step, and whether it draws no seed
@@ -76,15 +72,12 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
         self._first = start_step
 
     def order_state(self) -> dict[str, Any]:
-        return {**self._own_states(), "workers stay": self._workers_stay(), "begun with": self._begun_with}
+        return {**order_of(self), "workers stay": self._workers_stay(), "begun with": self._begun_with}
 
     def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
         if state is not None:
             self._begins_with = state["begun with"] if is_inside else {"generators": state["generators"]}
             self._has_seed = state["begun with"]["has seed"] if is_inside else state["workers stay"]
-
-    def _own_states(self) -> dict[str, Any]:
-        return {"generators": [generator.get_state() for generator in own_generators(self)]}
 
     def _workers_stay(self) -> bool:
         return (self if self._of_rows is None else self._of_rows)._iterator is not None
@@ -97,7 +90,7 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
             for own, state in zip(own_generators(self), states["generators"]):
                 own.set_state(state)
         has_seed = self._has_seed or self._workers_stay()
-        self._begun_with = {**global_states(), **self._own_states(), "has seed": has_seed}
+        self._begun_with = {**global_states(), **order_of(self), "has seed": has_seed}
         try:
             if self._has_seed:
                 self.generator, self._has_seed = torch.Generator(), False
@@ -183,13 +176,10 @@ class _RowsLoader(torch_data.DataLoader[Any]):
         made.__class__ = cls
         fetcher = adapters.fetcher_of(loader.dataset)  # fetches robomimic's samples by the batch, many times faster
         collate: Any = loader.collate_fn if fetcher is None or fetcher.attach() is not None else fetcher.collate()
-        streams: Any = _InThisProcess(loader.dataset, collate, loader.news)
-        if loader.num_workers or joins_samples(loader.dataset):
-            from ddpshim.rows import workers
-
-            streams = workers.InWorkers(loader.dataset, collate, loader.num_workers)
-            vars(made)["worker_init_fn"] = workers.Init(loader.worker_init_fn)
+        streams = _Streams(loader.dataset, collate, loader.num_workers)
         vars(made).update(dataset=streams, collate_fn=streams.collated_rows, _iterator=None, first=0)
+        if loader.num_workers:
+            vars(made)["worker_init_fn"] = _WorkerInit(loader.worker_init_fn)
         return cast(_RowsLoader, made)
 
     @property
@@ -216,54 +206,38 @@ class _OwnRows:
             part = blocks.part_of(len(indices))
             rows = range(len(indices)) if part is None else range(*part.bounds(*here))
             whole = [*indices]
-            numbered = Numbered([whole[row] for row in rows], 0, step)
+            numbered = Numbered([whole[row] for row in rows], step)
             numbered.whole, numbered.rows = whole, rows
             if step < first + self._num_workers:
                 numbered.before = before[step % self._num_workers :: self._num_workers]
             yield numbered
 
 
-class _InThisProcess(torch_data.Dataset[Any]):
-    """The dataset in the training's process, where all ranks' generators must stay in one state.
+class _Streams(SampleStreams):
+    """The dataset of a program that every rank runs whole, with the draws that it makes in one process."""
 
-    Once a rank's samples draw random numbers, all ranks fetch whole batches, from that batch on.
-    """
-
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any], news: _News) -> None:
-        self.dataset, self._collate, self._news = dataset, collate, news
-        self.draws = False
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.dataset[index]
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], num_workers: int) -> None:
+        here = blocks.ranks()
+        super().__init__(dataset, collate, (here.rank, here.size), num_workers)
 
     def __getitems__(self, indices: Any) -> Any:
-        return indices
+        return len(indices.whole), super().__getitems__(indices)
 
-    def collated_rows(self, indices: Any) -> Any:
-        """Fetch and collate this rank's rows (collective)."""
-        num_rows = len(indices.whole)
-        before = global_states()
-        if not self.draws:
-            batch = self._collate(fetched(self.dataset, indices))
-            if not self._news.tell(has_drawn(before), num_rows, batch):
-                return Fetched(num_rows, batch, True)
-            self.draws = True
-            restore_global_states(before)
-            if world().is_main:
-                say_once(
-                    f"{name_of(self.dataset)} draws random numbers for a sample: to draw what one process "
-                    "draws, each rank loads whole batches, which makes loading as slow as in one process. With "
-                    "num_workers > 0 loading is not in the training's way"
-                )
-        whole = self._collate(fetched(self.dataset, indices.whole))
-        return Fetched(num_rows, _rows_of(whole, indices.rows, num_rows), False)
+    def collated_rows(self, given: Any) -> Fetched:
+        num_rows, samples = given
+        return Fetched(num_rows, self.collated(samples))
 
 
-def _rows_of(batch: Any, rows: range, num_rows: int) -> Any:
-    """Return these rows of a batch that torch's default collate made."""
-    if len(rows) == num_rows:
-        return batch
-    return _walked(lambda x: x[rows.start : rows.stop], lambda texts: texts[rows.start : rows.stop], batch)
+class _WorkerInit:
+    """The program's worker_init_fn, in a worker that shows it the program's dataset."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __call__(self, worker: int) -> None:
+        show_dataset_to_worker()
+        if self._original is not None:
+            self._original(worker)
 
 
 def _walked(of_tensor: Any, of_texts: Any, batch: Any) -> Any:
@@ -287,41 +261,34 @@ def _walked(of_tensor: Any, of_texts: Any, batch: Any) -> Any:
 
 
 class _News:
-    """What ranks tell each other of each batch: whether its samples drew random numbers, and their shapes and types.
+    """What ranks tell each other of each batch: the shapes and types of its samples.
 
     Once a loader's batches are known, no rank waits: the news are read before the next message of the training.
     """
 
-    def __init__(self, place: str, name: str) -> None:
-        self._place, self._name = place, name
+    def __init__(self, place: str) -> None:
+        self._place = place
         self._num_waits = _NUM_WAITED
         self._known: tuple[Any, int] = (None, 0)  # kinds of a batch, and their hash
 
     def begin_pass(self) -> None:
         self._num_waits = max(1, self._num_waits)
 
-    def tell(self, has_drawn: bool, num_rows: int, batch: Any) -> bool:
-        """Return whether a rank's samples drew random numbers; False while it is unknown (collective).
-
-        Raises DataError, now or before the next message, if samples differ, or if some draw that did not before.
-        """
+    def tell(self, num_rows: int, batch: Any) -> None:
+        """Raise DataError, now or before the next message, if samples differ (collective)."""
         if world().world_size == 1:
-            return has_drawn
+            return
         kinds = num_rows, [kind for kind in _kinds(batch) if kind != "str"]
         if kinds != self._known[0]:
             self._known = kinds, zlib.crc32(repr(kinds).encode())
         waits = self._num_waits > 0
         self._num_waits -= waits
 
-        def judge(told: list[Any]) -> bool:
-            if any(tag != told[0][1] for _, tag in told):
+        def judge(told: list[Any]) -> None:
+            if any(one != told[0] for one in told):
                 self._refuse(batch)
-            if any(drew for drew, _ in told) and not waits:
-                raise DataError(f"{self._place}: {LATE_DRAW.format(self._name)}")
-            return any(drew for drew, _ in told)
 
-        place = f"takes a batch of the DataLoader of {self._place}"
-        return bool(blocks.tell((int(has_drawn), self._known[1]), judge, waits, place))
+        blocks.tell((num_rows, self._known[1]), judge, waits, f"takes a batch of the DataLoader of {self._place}")
 
     def _refuse(self, batch: Any) -> None:
         of_ranks = world().gather(repr(_kinds(batch)))
@@ -334,12 +301,11 @@ class _News:
 
 def _with_rows(fetched: Any, news: _News) -> Any:
     """Return the batch with row tensors (collective)."""
-    (num_rows, batch, is_told), here = fetched, world()
+    (num_rows, batch), here = fetched, world()
     part = blocks.part_of(num_rows)
     if part is None:
         return batch
-    if not is_told:
-        news.tell(False, num_rows, batch)
+    news.tell(num_rows, batch)
 
     def texts(own: Any) -> Any:
         return type(own)([one for theirs in here.gather(own) for one in theirs])

@@ -14,18 +14,18 @@ from typing import Any, Optional
 import torch
 from torch.nn import functional as F
 
-from ddpshim.model.guard import Watched
+from ddpshim.model.guard import GuardState
 from ddpshim.process.job import current
 from ddpshim.rows import blocks
 from ddpshim.rows.blocks import Part, same
-from ddpshim.rows.tensor import RULES, Counts, Recorder, Rows, cut, mapped, shares_memory
+from ddpshim.rows.tensor import RULES, Capturing, Counts, Rows, RowsMemory, cut, mapped, shares_memory
 
 T = torch.Tensor
 _NAMESPACES = (torch, T, torch._C._nn, torch._C._VariableFunctions, torch.special, torch.linalg, torch.fft, F)
 
 Rule = Callable[[Any, Any, Any], Any]
 
-# With broadcasting. Names ending with _ change their first argument; "data", "real" and "imag" are attributes.
+# With broadcasting.
 ELEMENTWISE = """
 abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan
 atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp
@@ -46,16 +46,13 @@ MOVES = """
 clone contiguous float double half bfloat16 int long short char byte bool cfloat cdouble detach cpu cuda
 zeros_like ones_like full_like conj resolve_conj resolve_neg
 """
-IN_PLACE = """
-abs_ acos_ acosh_ add_ addcdiv_ addcmul_ asin_ asinh_ atan_ atan2_ atanh_ bitwise_and_ bitwise_not_ bitwise_or_
-bitwise_xor_ ceil_ celu_ clamp_ clamp_max_ clamp_min_ clip_ copysign_ cos_ cosh_ digamma_ div_ divide_ elu_ eq_ erf_
-erfc_ erfinv_ exp_ exp2_ expm1_ fix_ float_power_ floor_ floor_divide_ fmod_ frac_ ge_ gt_ hardsigmoid_ hardswish_
-hardtanh_ heaviside_ hypot_ leaky_relu_ lerp_ lgamma_ log_ log10_ log1p_ log2_ logical_and_ logical_not_ logical_or_
-logical_xor_ logit_ lt_ le_ masked_fill_ mish_ mul_ multiply_ nan_to_num_ ne_ neg_ negative_ nextafter_ pow_
-reciprocal_ relu_ relu6_ remainder_ round_ rsqrt_ selu_ sgn_ sigmoid_ sign_ silu_ sin_ sinc_ sinh_ sqrt_ square_ sub_
-subtract_ tan_ tanh_ threshold_ true_divide_ trunc_ xlogy_ copy_ zero_ fill_ __iadd__ __isub__ __imul__ __idiv__
-__itruediv__ __iand__ __ior__ __ixor__ __ifloordiv__ __imod__ __ipow__ __ilshift__ __irshift__
-"""
+# Those that change their first argument, as far as torch has them: `add_`, `__iadd__`.
+IN_PLACE = " ".join(
+    (
+        *(f"__i{name[2:]}" if name.startswith("__") else f"{name}_" for name in ELEMENTWISE.split()),
+        *("copy_", "zero_", "fill_", "__irshift__"),
+    )
+)
 ABOUT = """
 size dim ndimension numel nelement element_size is_floating_point is_complex get_device __len__ __hash__ is_tensor
 is_signed
@@ -98,13 +95,20 @@ def rule(*given: Any, moves: bool = False) -> Callable[[Rule], Rule]:
     return add
 
 
-def made(block: torch.Tensor, of: Rows, dim: Optional[int] = None, part: Optional[Part] = None) -> Rows:
-    """Return a new row tensor of `block`, or `of` itself if the operation returned its block. Local."""
+def made(block: Any, of: Rows, dim: Optional[int] = None, part: Optional[Part] = None) -> Any:
+    """Return a new row tensor of `block`, or `of` itself if the operation returned it; of several, each. Local."""
+    if not isinstance(block, T):
+        return type(block)([made(one, of, dim, part) for one in block])
     if block is of.block:
         return of
-    current().part(Counts).on_rows += 1
     memory = of.memory if shares_memory(block, of.block) else None
-    return Rows(block, of.dimension if dim is None else dim, part or of.part, memory)
+    return row_tensor(block, block.dim() - (of.dimension if dim is None else dim), part or of.part, memory)
+
+
+def row_tensor(block: torch.Tensor, place: int, part: Part, memory: Optional[RowsMemory] = None) -> Rows:
+    """Return a new row tensor, whose rows are at `place` from the last dimension. Local."""
+    current().part(Counts).on_rows += 1
+    return Rows(block, block.dim() - place, part, memory)
 
 
 def place_of(values: Iterable[Any]) -> tuple[Part, int]:
@@ -155,12 +159,18 @@ def meeting(value: Any, part: Part, place: int) -> Any:
     return used_by_rows(value)
 
 
+def met(func: Any, args: Any, kwargs: Any, part: Part, place: int) -> Any:
+    """Return `func` of the parts of its arguments that meet blocks whose rows are at `place`. Raises Mixed."""
+    given = [meeting(value, part, place) for value in args]
+    return func(*given, **{name: meeting(value, part, place) for name, value in kwargs.items()} if kwargs else {})
+
+
 def is_reduced(tensor: Any) -> bool:
     """Whether a wrapper averages the gradient of `tensor`, a parameter or a view of one, when a pass ends. Local.
 
     In between it may be this rank's: a mean over ranks of what is computed linearly from it is the same then.
     """
-    owners = current().part(Watched).owners
+    owners = current().part(GuardState).owners
     return id(tensor) in owners or (isinstance(tensor, T) and tensor._is_view() and id(tensor._base) in owners)
 
 
@@ -174,7 +184,7 @@ def used_by_rows(value: Any) -> Any:
         if type(value) is not T and type(value) is not torch.nn.Parameter:
             raise Mixed
         if value.requires_grad and torch.is_grad_enabled() and not is_reduced(value):
-            return value if current().part(blocks.State).is_in_piece else current().part(Recorder).call(same, value)
+            return value if current().part(blocks.State).is_in_piece else current().part(Capturing).call(same, value)
         return value
     if type(value) is list or type(value) is tuple:
         return type(value)([used_by_rows(inner) for inner in value])
@@ -212,31 +222,54 @@ def whole_if_mixed(inner: Rule) -> Rule:
 _OF_NUMPY = {"axis": "dim", "keepdims": "keepdim"}  # torch takes these too
 
 
+def of_rows(inner: Callable[[Any, Rows, Any, Any], Any]) -> Rule:
+    """Return a rule for functions of a row tensor, which is their first argument: `inner` gets it apart. Local."""
+
+    @whole_if_mixed
+    def checked(func: Any, args: Any, kwargs: Any) -> Any:
+        if not args or type(args[0]) is not Rows:
+            return NotImplemented
+        args[0].memory.pull()
+        return inner(func, args[0], args[1:], kwargs)
+
+    return checked
+
+
+def row_wise(*given: Any, where: Callable[[Rows, Any, Any], bool] = lambda *_: True, moves: bool = False) -> None:
+    """Register functions that compute each row of their first argument by itself, from all other arguments. Local.
+
+    Args:
+        where: whether they do so for a row tensor, the other arguments, and those by name.
+    """
+
+    @of_rows
+    def computed(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
+        if not where(rows, others, kwargs):
+            return NotImplemented
+        named = {name: used_by_rows(value) for name, value in kwargs.items()}
+        return made(func(rows.block, *map(used_by_rows, others), **named), rows)
+
+    rule(*given, moves=moves)(computed)
+
+
 @whole_if_mixed
 def elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     part, place = place_of((*args, *kwargs.values()) if kwargs else args)
-    if len(args) == 1 and not kwargs:
-        block = func(args[0].block)
-    else:
-        given = [meeting(value, part, place) for value in args]
-        block = func(*given, **{name: meeting(value, part, place) for name, value in kwargs.items()})
+    block = func(args[0].block) if len(args) == 1 and not kwargs else met(func, args, kwargs, part, place)
     if block is NotImplemented:
         return NotImplemented  # Python asks the other operand: x == None
     if type(args[0]) is Rows:
         return made(block, args[0], block.dim() - place)
-    current().part(Counts).on_rows += 1
-    return Rows(block, block.dim() - place, part)
+    return row_tensor(block, place, part)
 
 
 rule(ELEMENTWISE)(elementwise)
 rule(MOVES, *getters("real imag data"), moves=True)(elementwise)
 
 
-@rule(torch.where, T.where, "polygamma")
-def _by_place(func: Any, args: Any, kwargs: Any) -> Any:
-    """Functions whose first argument is not `input`; `where` of one argument returns the places of True."""
-    num_args = 2 if func.__name__ == "polygamma" else 3
-    return elementwise(func, args, kwargs) if len(args) == num_args else NotImplemented
+@rule(torch.where, T.where)
+def _where(func: Any, args: Any, kwargs: Any) -> Any:
+    return elementwise(func, args, kwargs) if len(args) == 3 else NotImplemented  # of one: the places of True
 
 
 @rule("to type type_as", moves=True)
@@ -258,8 +291,7 @@ def in_place(func: Any, args: Any, kwargs: Any) -> Any:
     rows = args[0] if args else None
     if type(rows) is not Rows or place != rows.place[1]:
         return NotImplemented
-    given = [meeting(value, part, place) for value in args]
-    if func(*given, **{name: meeting(value, part, place) for name, value in kwargs.items()}) is NotImplemented:
+    if met(func, args, kwargs, part, place) is NotImplemented:
         return NotImplemented
     current().part(Counts).on_rows += 1
     rows.memory.wrote()
@@ -317,46 +349,31 @@ def _empty(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @rule("normal_ uniform_ random_ exponential_ log_normal_ cauchy_ geometric_ bernoulli_", moves=True)
-def _drawn_in_place(func: Any, args: Any, kwargs: Any) -> Any:
-    rows = args[0]
-    if type(rows) is not Rows or any(isinstance(value, T) for value in (*args[1:], *kwargs.values())):
+@of_rows
+def _drawn_in_place(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
+    if any(isinstance(value, T) for value in (*others, *kwargs.values())):
         return NotImplemented
     with torch.no_grad():
-        drawn = func(template(rows), *args[1:], **kwargs)
+        drawn = func(template(rows), *others, **kwargs)
     rows.block.copy_(blocks.own(drawn, rows.dimension, rows.part))
     rows.memory.wrote()
     return rows
 
 
-@rule(torch.dropout, torch.feature_dropout, moves=True)
-@whole_if_mixed
-def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
-    rows, p, trains = args[0], argument(args, kwargs, 1, "p"), argument(args, kwargs, 2, "train")
-    if type(rows) is not Rows or rows.block.is_complex():
+@rule(torch.dropout, torch.feature_dropout, torch.dropout_, moves=True)
+@of_rows
+def _dropout(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
+    p, trains = argument(others, kwargs, 0, "p"), argument(others, kwargs, 1, "train")
+    is_of_features = func is torch.feature_dropout and (rows.dimension or rows.part.outer > 1)
+    if rows.block.is_complex() or (trains and p and (is_of_features or not 0 < p < 1)):
         return NotImplemented
-    if not trains or p == 0:
-        return elementwise(func, args, kwargs)
-    if not 0 < p < 1 or (func is torch.feature_dropout and (rows.dimension or rows.part.outer > 1)):
-        return NotImplemented
-    rows.memory.pull()
-    return made(rows.block * _mask(func, rows, p), rows)
-
-
-@rule("rrelu")
-def _rrelu(func: Any, args: Any, kwargs: Any) -> Any:
-    return NotImplemented if argument(args, kwargs, 3, "training", False) else elementwise(func, args, kwargs)
-
-
-@rule(torch.dropout_, torch.feature_dropout_, moves=True)
-@whole_if_mixed
-def _dropout_in_place(func: Any, args: Any, kwargs: Any) -> Any:
-    rows, p, trains = args[0], argument(args, kwargs, 1, "p"), argument(args, kwargs, 2, "train")
-    if func is not torch.dropout_ or type(rows) is not Rows or rows.block.is_complex() or not 0 <= p < 1:
-        return NotImplemented
-    if trains and p:
-        rows.memory.pull()
-        rows.block.mul_(_mask(func, rows, p))
-        rows.memory.wrote()
+    if not trains or not p:
+        return made(func(rows.block, *others, **kwargs), rows)
+    mask = _mask(func, rows, p)
+    if func is not torch.dropout_:
+        return made(rows.block * mask, rows)
+    rows.block.mul_(mask)
+    rows.memory.wrote()
     return rows
 
 

@@ -23,21 +23,14 @@ from ddpshim.errors import SyncError
 from ddpshim.process.job import current
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
-from ddpshim.rows.blocks import Gather, Part, Scatter, Total
+from ddpshim.rows.blocks import GatherBlocks, Part, Scatter
 
 RULES: dict[Any, Callable[..., Any]] = {}  # by function of torch; a rule may return NotImplemented
 _T = torch.Tensor
 # They give away the address of a tensor's memory.
 _EXPOSING = {
-    "numpy",
-    "__array__",
-    "data_ptr",
-    "const_data_ptr",
-    "mutable_data_ptr",
-    "storage",
-    "untyped_storage",
-    "__dlpack__",
-    "share_memory_",
+    *("numpy", "__array__", "data_ptr", "const_data_ptr", "mutable_data_ptr", "storage", "untyped_storage"),
+    *("__dlpack__", "share_memory_"),
 }
 _UNCOUNTED = {"apply_", "map_", "map2_"}  # they write into the first argument, and its version stays
 _DETACHING = {"detach", "lift_fresh", "alias", "_to_copy"}
@@ -87,7 +80,7 @@ class Counts:
             self.is_alone = before
 
 
-class Recorder:
+class Capturing:
     """`tape` writes down the calls on blocks, if the call of a network is being captured."""
 
     def __init__(self) -> None:
@@ -149,7 +142,7 @@ class _Mirror:
         self.known: Any = self.whole.detach().clone() if self.is_exposed else self.whole._version
 
 
-class Memory:
+class RowsMemory:
     """What row tensors that share memory have in common.
 
     Attributes:
@@ -194,17 +187,17 @@ class Rows(torch.Tensor):
     part: Part
     place: tuple[Part, int]
     sizes: torch.Size
-    memory: Memory
+    memory: RowsMemory
     cached: Optional[tuple[Any, torch.Tensor, int]]
 
     @staticmethod
-    def __new__(cls, block: torch.Tensor, dimension: int, part: Part, memory: Optional[Memory] = None) -> Rows:
+    def __new__(cls, block: torch.Tensor, dimension: int, part: Part, memory: Optional[RowsMemory] = None) -> Rows:
         size = list(block.shape)
         size[dimension] = part.size
         made: Rows = _T._make_wrapper_subclass(cls, size, dtype=block.dtype, device=block.device)
         made.block, made.dimension, made.part = block, dimension, part
         made.place, made.sizes = (part, len(size) - dimension), torch.Size(size)
-        made.memory, made.cached = memory or Memory(), None
+        made.memory, made.cached = memory or RowsMemory(), None
         return made
 
     # Asked most, so without the way through __torch_function__.
@@ -301,7 +294,7 @@ def write_back(copies: list[Any]) -> None:
 def cut(whole: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
     """Return this rank's block of `whole`, as part of its graph (its backward pass is collective)."""
     if whole.requires_grad and torch.is_grad_enabled() and not current().part(blocks.State).is_in_piece:
-        made: torch.Tensor = current().part(Recorder).call(Scatter.apply, whole, dim, part)
+        made: torch.Tensor = current().part(Capturing).call(Scatter.apply, whole, dim, part)
         return made
     return blocks.own(whole, dim, part)
 
@@ -309,7 +302,7 @@ def cut(whole: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
 def gathered(block: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
     """Return the whole of the ranks' blocks, as part of their graph (collective)."""
     if block.requires_grad and torch.is_grad_enabled():
-        made: torch.Tensor = Gather.apply(block, dim, part)  # type: ignore[no-untyped-call]
+        made: torch.Tensor = GatherBlocks.apply(block, dim, part)  # type: ignore[no-untyped-call]
         return made
     return blocks.gather(block, dim, part)
 
@@ -354,13 +347,6 @@ def whole(rows: Rows, why: str = "") -> torch.Tensor:
     _note_gather(rows, why)
     made = gathered(rows.block, rows.dimension, rows.part)
     rows.cached = key, made, _version(made)
-    return made
-
-
-def total(rows: Rows, is_mean: bool, why: str) -> torch.Tensor:
-    """Return the sum or the mean of a row tensor that is used for nothing else (collective)."""
-    _note_gather(rows, why)
-    made: torch.Tensor = Total.apply(rows.block, rows.dimension, rows.part, is_mean)  # type: ignore[no-untyped-call]
     return made
 
 

@@ -19,12 +19,16 @@ import torch
 
 from ddpshim import variables
 from ddpshim.checkpoint import files as checkpoint
-from ddpshim.checkpoint import plain_files
-from ddpshim.checkpoint.progress_folder import find_progress, leave_if_finished
+from ddpshim.checkpoint.progress_folder import (
+    find_progress,
+    leave_if_finished,
+    plain_content,
+    read_plain,
+    restore_streams,
+)
 from ddpshim.checkpoint.resume import Resumable, Stateful
 from ddpshim.data.numbered import Enterable
 from ddpshim.errors import WorldError
-from ddpshim.failures import preemption
 from ddpshim.job.group import on_cleanup, setup, world
 from ddpshim.job.noise import draws_alike
 from ddpshim.job.world import world_of_shares
@@ -75,7 +79,7 @@ class Session:
         self._folder: Optional[Path] = None  # folder of the progress
         self._loggers: list[Any] = []
         self._metrics, self._validation = _Metrics({}), _Metrics({})  # a save in validation keeps the training's
-        self._epoch = _Epoch(0, "training", None, None)
+        self._epoch = _CurrentPass(0, "training", None, None)
         self._noted: Optional[Mapping[str, Any]] = None  # metrics of the last step that are not read yet
 
     def begin(self, config: Mapping[str, Any], package: str, seed: int, first_epoch: int = 0) -> None:
@@ -142,7 +146,7 @@ class Session:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 streams = {"epoch": epoch, "streams": rank_states(world().device)}
-                torch.save(plain_files.content(streams, partial, is_trusted=False), partial)
+                torch.save(plain_content(streams, partial, is_trusted=False), partial)
                 os.replace(partial, self._folder / STREAMS)
             except (OSError, RuntimeError) as error:  # RuntimeError: torch on a full disk. Training can continue
                 say_once(f"{partial} could not be written ({error}): a resumed run will draw different random numbers")
@@ -150,9 +154,9 @@ class Session:
     def _restore_streams(self, epoch: int) -> None:
         """Restore the random streams with which the earlier run began `epoch`; report if not saved (collective)."""
         here, path = world(), Path(self._folder or "", STREAMS)
-        found = here.run_on_main(lambda: plain_files.read(path, is_trusted=False) if path.is_file() else {})
+        found = here.run_on_main(lambda: read_plain(path, is_trusted=False) if path.is_file() else {})
         if isinstance(found, dict) and found.get("epoch") == epoch:
-            plain_files.restore_streams(found.get("streams"), here.device, path)
+            restore_streams(found.get("streams"), here.device, path)
         elif here.is_main:
             say(f"epoch {epoch} draws different random numbers than the resumed run did: {path} is not of that epoch")
 
@@ -185,7 +189,7 @@ class Session:
             if isinstance(loader, Enterable):
                 loader.set_epoch((epoch - self.first_epoch) * math.ceil(num_steps / len(loader)))
             here.barrier()
-        self._epoch, self._noted = _Epoch(epoch, phase, num_steps, getattr(loader, "batch_size", None)), None
+        self._epoch, self._noted = _CurrentPass(epoch, phase, num_steps, getattr(loader, "batch_size", None)), None
         if validates:
             self._validation = _Metrics({})
         else:
@@ -250,7 +254,6 @@ class Session:
 
     def end(self) -> None:
         """Wait until the main rank has saved, and record that training has finished (collective)."""
-        preemption.heard()  # the training now stops on its own: the last save may take as long as it needs
         checkpoint.flush()
         world().barrier()
         events.end("finished")
@@ -267,7 +270,7 @@ class Session:
             logger.close()
 
 
-class _Epoch(NamedTuple):
+class _CurrentPass(NamedTuple):
     """The current pass over data."""
 
     number: int  # as the trainer counts

@@ -27,15 +27,15 @@ import ddpshim
 # ## The whole idea in plain torch
 #
 # Read [how_it_works.py](../how_it_works.py) first. In 120 lines, without ddpshim, it trains an MLP on any number of
-# ranks with the numbers of one process: every rank draws the whole order and the whole noise, takes its own rows, and
-# the ranks average their gradients. The losses of one and of three ranks differ by rounding. A test trains the same
-# MLP with ddpshim: weights and losses equal those of this file to the last bit.
+# ranks with the numbers of one process: every rank runs the whole program, whose tensors are the whole batch, of which
+# a rank computes its rows; the ranks add up their gradients. The losses of one and of three ranks differ by rounding. A
+# test trains the same MLP with `ddpshim.setup(batch="global")`: weights and losses are equal to the last bit.
 
 # %%
 sys.path.append(str(Path(ranks.__file__).parent.parent))
 from how_it_works import main
 
-one, three = (run(main, num_ranks)[0] for num_ranks in (1, 3))
+(one, _), (three, _) = (run(main, num_ranks)[0] for num_ranks in (1, 3))
 assert max(abs(a - b) for a, b in zip(one, three)) < 1e-5
 
 # %% [markdown]

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 2. Training
 #
-# The batch is split: each rank computes the gradient of its share, the gradients are averaged over the ranks, and every
+# The batch is split: each rank computes the gradient of its rows, the gradients are added up over the ranks, and every
 # rank makes the same optimizer step. Done correctly, this *is* the training of one process, with the same curve. With a
 # small mistake it is a different training, without an error. This chapter shows both.
 #
@@ -27,16 +27,18 @@ TRAINING, HELD_OUT = demonstrations(64, seed=1), demonstrations(20, seed=2)
 # %% [markdown]
 # ## The trainer
 #
-# Three of its lines use ddpshim. The batch of 128 is the *global* batch: the learning rate, the number of steps and the
-# curve stay the same. It trains through `forward_train`, as robomimic does.
+# Three lines are ddpshim's: the import, `setup` and `wrap_parallel`. The program holds whole batches, as with
+# `nn.DataParallel`, and the network computes a rank's rows. So the loader, the learning rate, the number of steps and
+# the curve stay the same. It trains through `forward_train`, as robomimic does.
 
 
 # %%
 def train():
-    world = ddpshim.setup(seed=1)
-    policy = ddpshim.wrap_parallel(Policy().to(world.device))
+    ddpshim.setup(batch="global")
+    torch.manual_seed(1)
+    policy = ddpshim.wrap_parallel(Policy())
     optimizer = torch.optim.Adam(policy.parameters(), lr=2e-3)
-    loader = ddpshim.make_loader(TRAINING, batch_size=128, shuffle=True)
+    loader = DataLoader(TRAINING, batch_size=128, shuffle=True, drop_last=True)
     curve = []
     for _ in range(NUM_EPOCHS):
         for obs, action in loader:
@@ -69,6 +71,33 @@ for num_ranks, ranks in results.items():
 
 # %% [markdown]
 # The remaining difference is rounding: the sum of two halves is not bitwise the whole, and training amplifies this.
+#
+# ## The second way: shares
+#
+# With `setup()` and `make_loader` each rank holds its share of a batch, as with torch's own DDP. It is faster, because
+# nothing is gathered. The batch of 128 is still that of all ranks. But a loss, a metric or a decision of the program is
+# now about a rank's samples: you average those that you log or decide by. Here the loss needs no such line, because the
+# gradient of a mean over samples is the mean of the ranks' gradients.
+
+
+# %%
+def train_on_shares():
+    world = ddpshim.setup(seed=1)
+    policy = ddpshim.wrap_parallel(Policy().to(world.device))
+    optimizer = torch.optim.Adam(policy.parameters(), lr=2e-3)
+    loader = ddpshim.make_loader(TRAINING, batch_size=128, shuffle=True)
+    for _ in range(NUM_EPOCHS):
+        for obs, action in loader:
+            loss = -policy.forward_train(obs).log_prob(action).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return policy.state_dict()
+
+
+for state in run(train_on_shares, 4):
+    assert largest_difference(state, weights) < 1e-4
+print("on shares, 4 ranks: the weights of one process, up to rounding")
 
 # %% [markdown]
 # ## The same, with a mistake

@@ -233,9 +233,9 @@ draw("4_resumed", curve, width=9, height=4)
 # A policy that trains on noise depends on earlier draws. Resumed on the same number of ranks, the run has the same bits
 # as an uninterrupted one.
 #
-# Here the training is in bf16, and each step has a batch in two parts. In fp16 losses are scaled, and the scale changes
-# during training, so the file must contain it, like the optimizer. (With `precision="fp16"` the code is the same; with
-# bf16 the scaler does nothing.) A method other than `forward` computes its loss in `world.autocast()`.
+# Here the training is in bf16, and each step has a batch in two parts. A method other than `forward` computes its loss
+# in `world.autocast()`. (A trainer in float16 has torch's own autocast and GradScaler: the scale changes during
+# training, so the file must contain the scaler, like the optimizer.)
 
 
 # %%
@@ -243,9 +243,8 @@ def train_lean(folder, log, disturb=None):
     world = ddpshim.setup(seed=1, options=ddpshim.Options.read(precision="bf16"))
     policy = ddpshim.wrap_parallel(Policy())
     optimizer = torch.optim.Adam(policy.parameters(), lr=2e-3)
-    scaler = world.grad_scaler()
     loader = ddpshim.make_loader(demonstrations(64, seed=1), batch_size=128, shuffle=True)
-    training = ddpshim.Resumable(folder, {"policy": policy, "optimizer": optimizer, "scaler": scaler})
+    training = ddpshim.Resumable(folder, {"policy": policy, "optimizer": optimizer})
     training.restore()
     for epoch in range(training.epoch, 2):
         for batch in training.steps(loader, epoch):
@@ -257,10 +256,9 @@ def train_lean(folder, log, disturb=None):
                 with world.autocast():
                     obs = obs + 0.05 * torch.randn_like(obs)
                     loss = -policy.forward_train(obs).log_prob(action).mean() / 2
-                scaler.scale(loss).backward()
+                loss.backward()
                 total += loss.item()
-            scaler.step(optimizer)
-            scaler.update()
+            optimizer.step()
             mean = world.mean(total)
             if world.is_main:
                 with open(log, "a") as file:

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from ddpshim.errors import SyncError
 from ddpshim.failures import failure, failure_notes
 from ddpshim.process.job import current
+from evidence import pages
 from evidence.equivalence import source
-from evidence.fault_table import FAULTS, HEAD, RELEASE, Fault, complaints, inject
+from evidence.fault_table import COLUMNS, FAULTS, PAGE, RELEASE, Fault, complaints, inject, rows_of
 
 NAMES = ["exception-worker-1", "exit-1", "sigterm", "disk-full", "other-config", "world-size"]
 
@@ -36,11 +37,12 @@ def test_a_fault_ends_the_job_as_the_table_says(fault: Fault, work: Path) -> Non
 
 
 def test_the_page_has_a_row_for_each_fault() -> None:
-    page = (Path(__file__).parents[2] / "evidence" / "faults.md").read_text()
-    rows = [line.split(" | ")[:2] for line in page.splitlines() if line.startswith("| ")][1:]
-    assert rows == [[f"| {fault.what}", fault.where] for fault in FAULTS]
+    page = PAGE.read_text()
+    rows = rows_of(page)
+    assert [*rows] == [fault.name for fault in FAULTS]
+    assert {len(cells) for cells in rows.values()} == {len(COLUMNS)}
     assert "**but:" not in page
-    assert "\n".join(HEAD) in page
+    assert "\n".join(pages.table(COLUMNS, [], prints=False)) in page
 
 
 def test_a_line_about_another_ranks_failure_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,16 +13,16 @@ from typing import Any, Optional
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ddpshim
-from ddpshim.failures import failure, hang_detector, hangs
+from ddpshim.failures import failure, hang_detector
 from ddpshim.failures.failure_notes import is_late
-from ddpshim.failures.hang_detector import Standing, Waits
-from ddpshim.failures.hangs import describe, judge
+from ddpshim.failures.hang_detector import Standing, Verdict, Waits, Watch, describe, judge
 from ddpshim.model import guard
-from ddpshim.process import progress
+from ddpshim.process import users_line
 from ddpshim.process.job import Job, current
-from ddpshim.process.progress import Progress, place_of
+from ddpshim.process.users_line import Progress, place_of
 from tests.ranks import run_ranks
 
 TIMEOUT_S = 1800.0
@@ -63,13 +63,8 @@ def test_how_long_a_rank_may_wait() -> None:
     assert waits.deadline_s("b") == 60
     waits.look(42, "moved", "b")
     assert waits.deadline_s("b") == 30
-
-
-def test_a_process_that_was_stopped_takes_that_time_for_nobodys() -> None:
-    waits = Waits(TIMEOUT_S)
-    for now in (0, 1, 2, 3600, 3601):
-        assert not waits.look(now, "same", "a")
-    assert waits.waited_s == 3
+    assert not waits.look(3600, "moved", "b"), "it was stopped meanwhile, as its last look says"
+    assert waits.waited_s == 0
 
 
 def _at(waits_in: Optional[str], **more: Any) -> Standing:
@@ -95,16 +90,14 @@ def test_who_is_named_and_whether_the_job_ends(
     what: str, mine: Standing, theirs: Optional[Standing], named: Optional[list[int]], ends: bool
 ) -> None:
     found = judge({0: mine, 1: theirs}, 0)
-    assert (found and found.named) == named
-    assert found is None or bool(found.error) == ends != bool(found.said)
+    assert ([*found.named], found.ends_job) == (named or [], ends)
+    assert (found == Verdict()) == (named is None)
 
 
 def test_what_is_said_of_many_ranks() -> None:
     standings: dict[int, Optional[Standing]] = dict.fromkeys(range(4), HERE)
     standings[2] = _at(None, batch=None, still_s=0, lines=['  File "train.py", line 3, in f'])
-    said = judge(standings, 0)
-    assert said is not None
-    assert said.said.splitlines() == [
+    assert judge(standings, 0).text.splitlines() == [
         "rank 0 has waited 31 s in backward pass 6 (train.py:40) for rank 2. Where each rank is:",
         "  ranks 0, 1, 3: 5 backward passes, batch 5 of epoch 0; waits in backward pass 6 (train.py:40), for 31 s",
         "  rank 2: 5 backward passes; is in its own code (train.py:40), and moves",
@@ -118,10 +111,10 @@ def test_what_is_said_of_many_ranks() -> None:
 BACKWARD = FrameSummary(str(TORCH / "autograd" / "graph.py"), 9, "_engine_run_backward")
 TRAIN, GATHER = (
     FrameSummary(os.path.join(os.sep, "project", "torch", "train.py"), 40, "main"),
-    FrameSummary(str(OURS / "job" / "world.py"), 7, "gather"),
+    FrameSummary(str(OURS / "job" / "collectives.py"), 7, "gather"),
 )
 C10D = FrameSummary(str(TORCH / "distributed" / "distributed_c10d.py"), 3, "all_gather_object")
-MAINS = FrameSummary(str(OURS / "job" / "world.py"), 8, "run_on_main")
+MAINS = FrameSummary(str(OURS / "job" / "collectives.py"), 8, "run_on_main")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +126,7 @@ MAINS = FrameSummary(str(OURS / "job" / "world.py"), 8, "run_on_main")
         ([TRAIN, MAINS, GATHER, C10D], "World.run_on_main (collective 0 of World's)", None),
         ([TRAIN, MAINS, TRAIN], None, "World.run_on_main"),
         ([TRAIN, FrameSummary(str(OURS / "model" / "equality.py"), 5, "finish")], "the comparison of weights", None),
-        ([TRAIN, FrameSummary(str(OURS / "process" / "messages.py"), 5, "pairs")], "a message to all ranks", None),
+        ([TRAIN, FrameSummary(str(OURS / "job" / "exchange.py"), 5, "pairs")], "a message to all ranks", None),
         ([TRAIN, FrameSummary(str(OURS / "checkpoint" / "files.py"), 5, "wait")], None, "a save"),
     ],
 )
@@ -147,8 +140,15 @@ def test_what_a_stack_says(stack: list[FrameSummary], waits_in: Optional[str], s
 
 
 def test_each_function_that_waits_exists() -> None:
-    for file, function in progress._WAITS:
+    for file, function in users_line._WAITS:
         assert f"def {function}(" in (OURS.parent / file).read_text(), (file, function)
+
+
+def _watch() -> Watch:
+    watched = current().watched
+    assert watched is not None
+    assert isinstance(watched.watch, Watch)
+    return watched.watch
 
 
 def _stay_away() -> list[str]:
@@ -160,10 +160,10 @@ def _stay_away() -> list[str]:
         is_said.set()
 
     hang_detector.say = say  # type: ignore[assignment]
-    hang_detector.FLOOR_S, hang_detector._LOOK_EVERY_S = 0.2, 0.05
-    current().part(hang_detector.Watch)._every_s = 0.05
     net = ddpshim.wrap_parallel(torch.nn.Linear(2, 1))
     net(torch.ones(1, 2)).sum().backward()
+    hang_detector.FLOOR_S, hang_detector._LOOK_EVERY_S = 0.2, 0.05
+    _watch()._every_s = 0.05
     if here.rank == 1:
         is_said.wait(20)
     net(torch.ones(1, 2)).sum().backward()
@@ -187,9 +187,9 @@ def _wait_apart(folder: Path) -> None:
         os._exit(1)
 
     failure.abort = abort  # type: ignore[assignment]
-    hang_detector.FLOOR_S, hang_detector._LOOK_EVERY_S, hangs._DEADLOCK_S = 0.2, 0.05, 0.1
+    hang_detector.FLOOR_S, hang_detector._LOOK_EVERY_S, hang_detector._DEADLOCK_S = 0.2, 0.05, 0.1
     hang_detector._ANSWER_S = 1.0
-    current().part(hang_detector.Watch)._every_s = 0.05
+    _watch()._every_s = 0.05
     net = ddpshim.wrap_parallel(torch.nn.Linear(2, 1))
     net(torch.ones(1, 2)).sum().backward()
     if ddpshim.world().rank == 1:
@@ -210,14 +210,12 @@ def test_ranks_that_wait_in_different_places_end_the_job(tmp_path: Path) -> None
 def _leave_early() -> Optional[str]:
     net = ddpshim.wrap_parallel(torch.nn.Linear(2, 1))
     net(torch.ones(1, 2)).sum().backward()
-    here, watched = ddpshim.world(), current().watched
-    assert watched is not None
-    if here.rank == 1:
+    if ddpshim.world().rank == 1:
         guard.DEADLINE_S = 0.1  # else it waits for rank 0, to compare the last weights
         return None
-    while not (left := watched.watch.describe_left()):
+    while not (left := _watch().describe_left()):
         time.sleep(0.01)
-    lost = failure._with_who_left(RuntimeError("Connection closed by peer"))
+    lost = failure._explained(RuntimeError("Connection closed by peer"))
     assert isinstance(lost, ddpshim.errors.SyncError)
     assert left in str(lost)
     return left
@@ -245,12 +243,11 @@ def test_where_nccl_gives_no_error_a_rank_that_waits_in_vain_ends(
     ended: list[BaseException] = []
     monkeypatch.setattr(failure, "abort", ended.append)
     monkeypatch.setattr(failure, "first", lambda: failed)
-    monkeypatch.setattr(failure, "is_there", lambda store, key: False)
     for is_on_gpu, gets_no_errors, site in ((False, True, "a.py:3"), (True, False, "a.py:3"), (True, True, "a.py:3")):
-        watched = hang_detector.Watch()
-        watched._rank, watched._round, watched._store, watched._timeout_s = 0, 0, None, 100.0
-        watched._is_on_gpu, watched._gets_no_errors = is_on_gpu, gets_no_errors
-        watched._waits = hang_detector.Waits(100.0)
+        job = Job()
+        job.store = dist.HashStore()
+        watched = Watch(job, 0, 2, 100.0, gets_no_errors)
+        watched._is_on_gpu = is_on_gpu
         watched._waits.look(0.0, "state", site)
         watched._waits._last_look = watched._waits._since + waited_s
         monkeypatch.setattr(watched, "_see", lambda: False)
@@ -259,13 +256,6 @@ def test_where_nccl_gives_no_error_a_rank_that_waits_in_vain_ends(
     assert [f"{type(error).__name__}: {error}" for error in ended] == ([] if said is None else [said])
     if ended:
         assert (is_late(ended[0]), ended[0].__dict__.get("first_failure")) == (failed is None, failed)
-
-
-def test_a_watch_that_was_not_begun_says_nothing() -> None:
-    idle = Job().part(hang_detector.Watch)
-    idle.end()
-    assert (idle.describe_left(), idle.describe_others()) == ("", ([], ""))
-    assert progress.frames_of(0) == []
 
 
 def _train_apart(kind: str) -> Optional[str]:

@@ -23,7 +23,7 @@ import torch
 import ddpshim.__main__ as command_line
 from ddpshim import Options
 from ddpshim.errors import OptionsError
-from ddpshim.trainers.patching import files
+from ddpshim.trainers import patching
 from tests.tools.test_command_line import COMMANDS, MISSING, PARSERS, SAMPLES, Command, _call, fill
 
 pytestmark = pytest.mark.unit
@@ -71,7 +71,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
     fill(tmp_path)
     monkeypatch.chdir(tmp_path)
-    for module, name in ((command_line, "_parser"), (files, "load_sets")):  # they are the same for all calls
+    for module, name in ((command_line, "_parser"), (patching, "load_sets")):  # they are the same for all calls
         monkeypatch.setattr(module, name, functools.cache(getattr(module, name)))
     before = signal.signal(signal.SIGALRM, waited)
     signal.alarm(_WAITS_S)

@@ -96,21 +96,20 @@ def test_what_goes_without_its_dependencies_is_installed_last(machine: Machine) 
     assert demo == ["examples/same_experiment.py"]
 
 
-def test_a_second_run_asks_neither_pip_nor_the_environment(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_run_asks_neither_pip_nor_the_environment_and_install_asks_again(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine.run("install")
-    monkeypatch.setattr(machine.module, "asked", None)
-    monkeypatch.setattr(machine.module, "locked", None)
-    assert machine.run("demo", "--steps", "20") == [["examples/same_experiment.py", "--steps", "20"]]
-
-
-def test_install_asks_pip_again_and_what_failed_then_is_made_again(machine: Machine) -> None:
-    machine.run("install")
+    with monkeypatch.context() as unasked:
+        unasked.setattr(machine.module, "asked", None)
+        unasked.setattr(machine.module, "locked", None)
+        assert machine.run("demo", "--steps", "20") == [["examples/same_experiment.py", "--steps", "20"]]
     assert _pip(machine.run("install")) == [["--no-warn-conflicts", *RESOLVED], ["--no-deps", "-e", "."]]
     machine.fails_at = "--no-warn-conflicts"
     with pytest.raises(SystemExit):
         machine.run("install")
     machine.fails_at = ""
-    assert machine.run("demo")[0] == ["-m", "venv", str(machine.venv)]
+    assert machine.run("demo")[0] == ["-m", "venv", str(machine.venv)], "what failed is made again"
 
 
 def test_a_changed_file_and_a_torch_that_comes_or_goes_are_noticed(machine: Machine, tmp_path: Path) -> None:

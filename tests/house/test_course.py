@@ -21,7 +21,7 @@ SAID = {
         "**Finished: every rank completed the training.**",
     ],
     "1_setup.py": [
-        "rank 0 | weights ",
+        "rank 0 | losses ",
         "'LOCAL_RANK': '0', 'GROUP_RANK': '1', 'WORLD_SIZE': '4'}; device cpu, backend gloo",
         "rank 0 of 1, no launcher, no process group",
         "mean 0.625",
@@ -30,6 +30,7 @@ SAID = {
         "rank 1 | ValueError: demonstration 17 has no actions",
     ],
     "2_training.py": [
+        "on shares, 4 ranks: the weights of one process, up to rounding",
         "trained past DDP ",
         "SyncError: Adam.step(): parameter 0 of group 0 ('net.0.weight' of Policy) has a gradient that is this rank's",
         "each step the same samples on 1, 2 and 4 ranks; by hand all epochs are alike",

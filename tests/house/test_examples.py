@@ -15,7 +15,7 @@ from typing import Any, Callable
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import ddpshim
 from examples import how_it_works, resume, two_nodes
@@ -109,45 +109,50 @@ def test_without_a_launcher_it_runs_as_well(name: str, output: Callable[[str], s
 # What each of them proves
 
 
-def with_ddpshim() -> tuple[list[float], str]:
-    """The training of examples/how_it_works.py with the library: the loss of each step, and the hash of the weights."""
-    world = ddpshim.world()
-    dataset = TensorDataset(*how_it_works.make_data())
-    policy = ddpshim.wrap_parallel(how_it_works.make_policy())
+def with_ddpshim() -> tuple[list[float], Any]:
+    """The training of examples/how_it_works.py with the library: the loss of each step, and the policy."""
+    ddpshim.setup(batch="global", device="cpu")
+    obs, action, policy = how_it_works.make()
+    wrapped = ddpshim.wrap_parallel(policy)
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
-    loader = ddpshim.make_loader(dataset, batch_size=how_it_works.BATCH_SIZE, shuffle=True, drop_last=False)
     losses = []
     for _ in range(how_it_works.NUM_EPOCHS):
-        for obs, action in loader:
-            row_losses = how_it_works.losses_of(policy, obs + 0.1 * torch.randn(len(obs), 8), action)
+        for x, y in DataLoader(TensorDataset(obs, action), how_it_works.BATCH_SIZE, shuffle=True):
+            loss = (wrapped(x + 0.1 * torch.randn(len(x), 8)) - y).square().mean()
             optimizer.zero_grad()
-            row_losses.mean().backward()
+            loss.backward()
             optimizer.step()
-            losses.append(world.mean_over(row_losses.detach().sum(), len(obs)).item())
-    return losses, how_it_works.hash_of(policy)
+            losses.append(loss.item())
+    return losses, policy
 
 
-def both_ways() -> list[tuple[list[float], str]]:
-    rank, world_size = ddpshim.world().rank, ddpshim.world().world_size
-    with_it = with_ddpshim()
+def both_ways() -> list[tuple[list[float], list[bytes]]]:
     ddpshim.cleanup()
-    return [with_it, how_it_works.train(rank, world_size)]
+    ways = []
+    for way in (with_ddpshim, how_it_works.main):
+        losses, policy = way()
+        ddpshim.cleanup()
+        ways.append((losses, [parameter.detach().numpy().tobytes() for parameter in policy.parameters()]))
+    return ways
 
 
 def test_plain_torch_has_the_bits_of_the_library() -> None:
     by_size = []
     for num_ranks in (1, 2, 3):
         results = [way for rank in run_ranks(both_ways, num_ranks, seed=1) for way in rank]
-        assert len(results[0][0]) == 35
+        assert len(results[0][0]) == 30
         assert results == [results[0]] * 2 * num_ranks
         by_size.append(results[0])
     for losses, _ in by_size[1:]:
         assert losses == pytest.approx(by_size[0][0], rel=1e-5)
 
 
-def test_the_trainer_after_the_migration_has_the_losses_of_the_one_before(output: Callable[[str], str]) -> None:
-    after = [f"python -m ddpshim run --nproc {n} examples/train_after.py" for n in (1, 2)]
-    commands = ["python examples/train_before.py", "python examples/train_after.py", *after]
+@pytest.mark.parametrize("name", ["train_after", "train_shares"])
+def test_the_trainer_after_the_migration_has_the_losses_of_the_one_before(
+    name: str, output: Callable[[str], str]
+) -> None:
+    after = [f"python -m ddpshim run --nproc {n} examples/{name}.py" for n in (1, 2)]
+    commands = ["python examples/train_before.py", f"python examples/{name}.py", *after]
     before, plain, one, two = (numbers(output(command)) for command in commands)
     assert plain == before
     assert two == pytest.approx(one, abs=2e-4)

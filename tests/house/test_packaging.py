@@ -109,8 +109,8 @@ def test_metadata(built: Path) -> None:
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert {link.partition(":")[0] for link in re.findall(r"\]\(([^)]*)\)", shown)} <= {"https"}, "no file is there"
     assert "\npip install ddpshim " in shown
-    assert 'torchvision "ddpshim[robomimic]"' in shown
     assert "pip install . " not in shown
+    assert "git clone" not in shown
 
 
 @pytest.mark.parametrize(

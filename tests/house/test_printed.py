@@ -17,7 +17,7 @@ import ddpshim
 import ddpshim.__main__ as command_line
 from ddpshim import checkpoint, variables
 from ddpshim.job.world import World
-from ddpshim.robomimic.options import RobomimicOptions
+from ddpshim.robomimic.datasets import RobomimicOptions
 
 ROOT = Path(__file__).parents[2]
 VALUE = "\0"  # what a message puts in
@@ -113,7 +113,7 @@ def _faults(name: str, text: str) -> Iterator[str]:
     for start, rest in re.findall(rf"(?<![\w/.])({'|'.join(OBJECTS)})\.(\w+)(?=[(`])", text):
         if not hasattr(OBJECTS[start], rest) and f"{start}.{rest}" not in MODULES:
             yield f"{start}.{rest}"
-    known = {page.lower() for page in command_line.pages()}
+    known = {page.lower() for page in command_line.pages()} | {"words"}  # the name of the argument
     yield from (f"docs {page}" for page in re.findall(r"ddpshim docs (\w+)", text) if page.lower() not in known)
     for extras in re.findall(r"(?:ddpshim|\.)\[([a-z,]+)\]", text):
         yield from (f"[{one}]" for one in extras.split(",") if not (ROOT / "requirements" / f"{one}.txt").is_file())

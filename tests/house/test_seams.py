@@ -66,6 +66,8 @@ STREAM = "same_gradients/test_sharding.py::test_a_dataset_that_shards_by_worker_
 WRAPPER = "torch/nn/parallel/distributed.py, DistributedDataParallel.__init__ and _ddp_init_helper"
 REDUCER = "torch/csrc/distributed/c10d/reducer.cpp"
 LOADER = "torch/utils/data/dataloader.py"
+WORKERS = "test_workers_are_found_and_let_go"
+OWN_NOISE = "same_noise/test_noise.py::test_ranks_that_all_train_on"
 MODULE = "torch/nn/modules/module.py, Module.__init__"
 C10D = "torch/distributed/distributed_c10d.py"
 SEAMS = [
@@ -79,32 +81,22 @@ SEAMS = [
     Seam("_inside_ddp_forward", "model/reducer.py", "test_graphs_are_split_inside_of_ddps_forward", WRAPPER),
     Seam("_execution_engine", "model/backward.py", EVERY_WAY, "torch/autograd/graph.py"),
     Seam("_foreach_copy_", "model/broadcasting.py", "test_copies_in_one_call", "torch/optim/_multi_tensor"),
-    Seam("_foreach_norm", "robomimic/reads.py", READS, "torch/nn/utils/clip_grad.py"),
+    Seam("_foreach_norm", "robomimic/algo.py", READS, "torch/nn/utils/clip_grad.py"),
     Seam("_BatchNorm", "model/wrapping.py", f"{PARALLEL}batchnorm_", "torch/nn/modules/batchnorm.py"),
     Seam("_get_default_store", "job/process_group.py", "house/test_trust.py::test_what_somebody_wrote_to", C10D),
     Seam("_BaseDataLoaderIter", "process/observed.py", "test_every_loader_goes_through_one_next", LOADER),
-    Seam(
-        "_BaseDataLoaderIter _index_sampler",
-        "job/noise.py",
-        "same_noise/test_noise.py::test_ranks_that_all_train_on",
-        LOADER,
-    ),
-    Seam(
-        "_workers _worker_pids_set _remove_worker_pids",
-        "data/workers.py",
-        "test_workers_are_found_and_let_go",
-        LOADER,
-    ),
+    Seam("_BaseDataLoaderIter _index_sampler", "job/noise.py", OWN_NOISE, LOADER),
+    Seam("_workers _worker_pids_set _remove_worker_pids", "data/sharded_loader.py", WORKERS, LOADER),
     Seam("_iterator _index_sampler", "rows/loader.py", "test_workers_that_stay", LOADER),
-    Seam("torch.utils.data._utils", "data/workers.py", "test_workers_are_found_and_let_go", LOADER),
+    Seam("torch.utils.data._utils", "data/sharded_loader.py", WORKERS, LOADER),
     Seam("_worker_info _utils", "data/iterable.py", STREAM, "torch/utils/data/_utils/worker.py"),
     Seam("_save _open_zipfile_writer", "checkpoint/background.py", TO_THE_BYTE, "torch/serialization.py"),
-    Seam("_input_metadata", "tools/check/sketches.py", PRECISION, "torch/csrc/autograd"),
+    Seam("_input_metadata", "tools/sketches.py", PRECISION, "torch/csrc/autograd"),
     Seam("_orig_mod", "model/keys.py", "test_a_compiled_module_holds", "torch/_dynamo/eval_frame.py"),
     Seam("_parameters _buffers _modules _non_persistent_buffers_set", "model/wrapper.py", ONE_PROCESS, MODULE),
     Seam("_load_state_dict_post_hooks _apply", "model/wrapper.py", ONE_PROCESS, MODULE),
     Seam("_load_from_state_dict", "model/wrapper.py", f"{PARALLEL}keys_with_and_without_prefixes_load", MODULE),
-    Seam("_start", "launch/signals.py", "test_the_agent_starts_ranks_by", AGENT),
+    Seam("_start", "launch/ranks_of_run.py", "test_the_agent_starts_ranks_by", AGENT),
     Seam("_get_sequence_number_for_group", "failures/unsynced_check.py", SHARED, C10D),
     Seam("_make_wrapper_subclass _cdata", "rows/tensor.py", ROWS, "torch/_tensor.py"),
     Seam("_to_copy", "rows/tensor.py", ROWS, "torch/csrc/utils/tensor_new.cpp"),
@@ -118,31 +110,16 @@ SEAMS = [
     Seam("_debug_get_cache_entry_list _dynamo", "rows/capture.py", CHANGED, "torch/_dynamo/eval_frame.py"),
     Seam("_is_in_optimized_module", "rows/capture.py", CHANGED, "torch/_dynamo/variables/torch.py"),
     Seam("_global_ _subclasses", "rows/capture.py", CHANGED, "torch/nn/modules/module.py"),
-    Seam(
-        "_log_api_usage_once",
-        "rows/capture.py",
-        "same_gradients/test_capture.py::test_what_is",
-        "torch/csrc/Module.cpp",
-    ),
+    Seam("_log_api_usage_once", "rows/capture.py", CAPTURED, "torch/csrc/Module.cpp"),
     Seam("_assert_async", "rows/capture.py", CAPTURED, "torch/_dynamo/symbolic_convert.py"),
-    Seam(
-        "_sampler_iter",
-        "rows/loader.py",
-        "resume/test_resume.py::test_a_pass_over_row_tensors",
-        "torch/utils/data/dataloader.py",
-    ),
+    Seam("_sampler_iter", "rows/loader.py", "resume/test_resume.py::test_a_pass_over_row_tensors", LOADER),
     Seam("_get_current_dispatch_mode _python_dispatch", "rows/capture.py", CHANGED, "torch/utils/_python_dispatch.py"),
-    Seam("_set_grad_enabled", "rows/tape.py", CHANGED, "torch/autograd/grad_mode.py"),
+    Seam("_set_grad_enabled", "rows/capture.py", CHANGED, "torch/autograd/grad_mode.py"),
     Seam("_functorch", "trainers/unedited/networks.py", SEEN, "torch/_functorch/pyfunctorch.py"),
     Seam("_run_exitfuncs", "failures/failure.py", "test_exit_handlers_can_be_run", "Lib/atexit"),
     Seam("_inheriting", "auto.py", "launch/test_unedited.py::test_auto_starts_a_rank", "Lib/multiprocessing/spawn.py"),
-    Seam(
-        "_use_fd_functions",
-        "trainers/unedited/private_files.py",
-        "test_rmtree_compares_inodes",
-        "Lib/shutil.py, rmtree",
-    ),
-    Seam("_config", "tools/check/new_files.py", "tools/test_check.py::test_images_augmented", "Lib/multiprocessing"),
+    Seam("_use_fd_functions", "trainers/unedited/private_files.py", "test_rmtree_compares_inodes", "Lib/shutil.py"),
+    Seam("_config", "tools/new_files.py", "tools/test_check.py::test_images_augmented", "Lib/multiprocessing"),
     Seam("_instances", "process/say.py", "test_an_open_progress_bar", "tqdm/std.py, tqdm.__new__"),
     Seam("_option_string_actions", "arguments.py", "tools/test_command_line.py::test_torchruns_spellings", "argparse"),
 ]
@@ -152,7 +129,7 @@ PUBLIC = {"_version", "_getframe", "_current_frames", "_exit", "_fields", "_asdi
 OF_CODEBASES = {
     *("_check_epoch", "_num_batch_steps", "_demo_id_to_demo_length", "_demo_id_to_start_indices", "_ds_ind_bins"),
     *("_demo_id_to_demo_lang_emb", "_hdf5_file", "_index_to_demo_id", "_lang_emb", "_data", "_data_loader", "_inputs"),
-    *("_environment", "_torch_history", "_unwatch"),
+    *("_environment", "_torch_history", "_unwatch", "_watch"),
 }
 # Words in strings that are no names: of metrics and of files.
 NO_NAMES = {

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import ddpshim
 from ddpshim import Options
-from ddpshim.checkpoint import plain_files
+from ddpshim.checkpoint import progress_folder
 from ddpshim.checkpoint.resume import Resumable
 from ddpshim.errors import CheckpointError, WorldError
 from ddpshim.failures import listening
@@ -115,19 +115,19 @@ def test_objects_are_named_and_junk_is_no_value(tmp_path: Path) -> None:
         with pytest.raises(messages.Broken):
             messages.loads(message)
         with pytest.raises(WorldError, match="rank 3 sent bytes that are not a message of ddpshim"):
-            messages.unpacked(message, True, 3)
+            messages.unpacked(message, 3, trusts_peers=True)
     packed = messages.packed([_Bomb(tmp_path / "ran")], trusts_peers=True)
     with pytest.raises(WorldError, match="rank 1 sent an object: with trust_peers=no"):
-        messages.unpacked(packed, False, 1)
+        messages.unpacked(packed, 1)
     assert not (tmp_path / "ran").exists()
     with pytest.raises(WorldError, match=r"cannot be sent to other ranks \(\[0\] is a .*_Bomb\): with trust_peers=no"):
-        messages.packed([_Bomb(tmp_path)], trusts_peers=False)
+        messages.packed([_Bomb(tmp_path)])
 
 
 def _files(tmp_path: Path) -> dict[str, Any]:
     """What a file of progress may hold that none of ours does."""
     bomb = _Bomb(tmp_path / "ran")
-    outline, tensors = messages.take_apart({"epoch": bomb}, pickle.dumps)
+    outline, tensors = messages.take_apart({"epoch": bomb}, trusted=True)
     whole = {"epoch": 9, "step": 0, "world_size": 1, "values": {}, "random": [{}], "facts": {}, "order": None}
     return {
         "a pickle": bomb,
@@ -135,10 +135,10 @@ def _files(tmp_path: Path) -> dict[str, Any]:
         "what ddpshim pickled": {"outline": outline, "tensors": tensors},
         "another program's": {"model": {"w": torch.zeros(2)}, "epoch": 3},
         "no tensors": {"outline": '{"tensor": 0}', "tensors": 4},
-        "junk values": plain_files.content({"epoch": "3", "objects": []}, "", False),
-        "no random states": plain_files.content({**whole, "objects": {"net": {}}, "random": []}, "", False),
-        "no mapping": plain_files.content([1], "", False),
-        "no state of net": plain_files.content({**whole, "objects": {"other": {}}}, "", False),
+        "junk values": progress_folder.plain_content({"epoch": "3", "objects": []}, "", False),
+        "no random states": progress_folder.plain_content({**whole, "objects": {"net": {}}, "random": []}, "", False),
+        "no mapping": progress_folder.plain_content([1], "", False),
+        "no state of net": progress_folder.plain_content({**whole, "objects": {"other": {}}}, "", False),
     }
 
 
@@ -164,7 +164,7 @@ def test_a_file_of_progress_runs_nothing_and_is_refused_in_a_sentence(
                 session._restore_streams(3)
     assert not (tmp_path / "ran").exists()
     with pytest.raises(CheckpointError, match="holds no states of random generators"):
-        plain_files.restore_streams({"random": "x"}, torch.device("cpu"), "a.pth")
+        progress_folder.restore_streams({"random": "x"}, torch.device("cpu"), "a.pth")
 
 
 @pytest.mark.unit
@@ -197,7 +197,7 @@ def _ranks_meet_junk(folder: str) -> list[str]:
             try:
                 here.gather_with_deadline("junk", {"a": 1}, 5.0)
             except WorldError as error:
-                said.append(str(error).partition("which")[2])
+                said.append(str(error).partition("(")[0])
         here.barrier()
     # What ddpshim sends itself needs no pickle.
     assert here.gather({"rank": here.rank}) == [{"rank": 0}, {"rank": 1}]
@@ -221,7 +221,7 @@ def _ranks_meet_junk(folder: str) -> list[str]:
 @pytest.mark.ranks
 def test_what_somebody_wrote_to_the_store_is_junk_and_ddpshim_sends_no_pickle(tmp_path: Path) -> None:
     one, two = run_ranks(_ranks_meet_junk, 2, str(tmp_path), environ={"DDPSHIM_TRUST_PEERS": "no"})
-    assert [text.startswith(" no rank of this ddpshim wrote;") for text in one[:-1]] == [True] * 4
+    assert one[:-1] == ["rank 1 sent bytes that are not a message of ddpshim "] * 4
     assert all("it is a tests.house.test_trust._Bomb" in said[-1] for said in (one, two))
     assert not (tmp_path / "ran").exists()
 
@@ -231,12 +231,10 @@ def test_the_store_tells_gpus_and_failures_as_text(tmp_path: Path) -> None:
     for junk in (pickle.dumps(_Bomb(tmp_path / "ran")), b"[[]]", b"3"):
         store = dist.HashStore()
         store.set("gpu/1", junk)
-        with pytest.raises(WorldError, match="under gpu/1, which no rank of this ddpshim wrote"):
+        with pytest.raises(WorldError, match="rank 1 sent bytes that are not a message of ddpshim"):
             devices.agree_on_backend(store, 0, 2, torch.device("cpu"))
-    assert json.loads(store.get("gpu/0")) is None
+    assert messages.unpacked(store.get("gpu/0"), 0) is None
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(WorldError, match="cannot be sent through the job's store"):
-        messages.to_store({"a": {1}})
     assert [ddpshim.failures.failure._rank_in(claimed) for claimed in (b"3", "12", b"\xff", "", "²", "9" * 30)] == [
         3, 12, None, None, None, None]  # fmt: skip
 

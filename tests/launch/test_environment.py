@@ -11,9 +11,9 @@ import ddpshim
 from ddpshim.__main__ import main
 from ddpshim.process import machine
 from ddpshim.robomimic import adapter
-from ddpshim.tools.selftest import environment
-from ddpshim.tools.selftest.environment import for_bug_report, without_names
-from ddpshim.trainers.patching import files, in_memory
+from ddpshim.tools import selftest
+from ddpshim.tools.selftest import for_bug_report, without_names
+from ddpshim.trainers import patching, patching_in_memory
 
 
 def test_it_has_torchs_words_and_three_lines(
@@ -70,14 +70,16 @@ def test_what_cannot_be_found_out_ends_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_unedited_run_is_reported_as_patched_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     found = SimpleNamespace(state="not applied", patch_set=SimpleNamespace(name="robomimic/0.3.0"))
-    monkeypatch.setattr(files, "status", lambda package: found)
+    monkeypatch.setattr(patching, "status", lambda package: found)
     monkeypatch.setattr(adapter.importlib.util, "find_spec", lambda package: found)
     released = "files as released (robomimic/0.3.0); a launched training is patched in memory"
     assert adapter.state_of_files() == released
     for package, state in (("robomimic", "in memory: robomimic/0.3.0"), ("another", released)):
-        finder = in_memory.PatchedFiles(in_memory.Patched("robomimic/0.3.0", {f"{package}.algo": b""}, ()))
+        finder = patching_in_memory.PatchedFiles(
+            patching_in_memory.Patched("robomimic/0.3.0", {f"{package}.algo": b""}, ())
+        )
         with monkeypatch.context() as meanwhile:
             meanwhile.setattr("sys.meta_path", [finder, *__import__("sys").meta_path])
-            assert environment._patch_states()["robomimic"] == state
+            assert selftest._patch_states()["robomimic"] == state
     found.state = "applied"
     assert adapter.state_of_files() == "applied (robomimic/0.3.0)"

@@ -11,9 +11,9 @@ import pytest
 
 from ddpshim.errors import LaunchError
 from ddpshim.failures import rendezvous
-from ddpshim.failures.port import check_name, check_port
+from ddpshim.failures.rendezvous import check_address
 from ddpshim.process.launch_env import LaunchEnv, read_launch_env
-from ddpshim.process.schedulers import expand_nodelist
+from ddpshim.process.slurm_step import expand_nodelist
 from tests.ranks import free_port
 
 TORCHRUN = {
@@ -99,9 +99,7 @@ READ = {
     "torchrun": (TORCHRUN, f"torchrun: {OF_TORCHRUN}"),
     "torchrun without group": (without(TORCHRUN, "GROUP_RANK"), f"torchrun: {OF_TORCHRUN}"),
     "torchrun in mpirun": ({**OPENMPI, **TORCHRUN}, f"torchrun: {OF_TORCHRUN}"),
-    "torchrun in srun": ({**SLURM, **TORCHRUN}, f"torchrun: {OF_TORCHRUN}"),
     "hand-spawned": (HAND_SPAWNED, f"torchrun: {SECOND}localhost:29500"),
-    "hand-spawned ip": ({**HAND_SPAWNED, "MASTER_ADDR": "127.0.1.1"}, f"torchrun: {SECOND}127.0.1.1:29500"),
     "hand-spawned one node": (
         {**HAND_SPAWNED, "MASTER_ADDR": "gpu1", "LOCAL_WORLD_SIZE": "2"},
         f"torchrun: {SECOND}gpu1:29500",
@@ -113,7 +111,6 @@ READ = {
         {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "2", **AT_4000},
         "openmpi: rank 5, 2 here, of 8, 4 here, on node -1; at gpu1:4000",
     ),
-    "openmpi of one": ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, f"openmpi: {SINGLE}"),
     "submitit": ({**SUBMITIT, **AT_4000}, f"submitit: {SECOND}127.0.0.1:4000"),
     "submitit in an allocation": (
         {**SUBMITIT, "SLURM_JOB_ID": "42", "SLURM_NTASKS": "1"},
@@ -124,7 +121,6 @@ READ = {
         f"none: {SINGLE}",
     ),
     "mpich": ({**MPICH, **AT_4000}, f"pmi: {SECOND}127.0.0.1:4000"),
-    "mvapich": (MVAPICH, "pmi: rank 2, 0 here, of 4, 2 here, on node 1; at gpu1:4000"),
     "mvapich sets PMI too": (
         {**MVAPICH, "PMI_RANK": "2", "PMI_SIZE": "4"},
         "pmi: rank 2, 0 here, of 4, 2 here, on node 1; at gpu1:4000",
@@ -139,14 +135,12 @@ READ = {
     "srun, job's nodes": ({**without(SLURM, "SLURM_STEP_NODELIST"), **AT_4000}, f"slurm: {OF_SLURM}gpu001:4000"),
     "srun, address given": ({**SLURM, "MASTER_ADDR": "h", "MASTER_PORT": "4"}, f"slurm: {OF_SLURM}h:4"),
     "forced none": ({**TORCHRUN, "DDPSHIM_LAUNCHER": "none"}, f"none: {SINGLE}"),
-    "forced torchrun": ({**OPENMPI, **TORCHRUN, "DDPSHIM_LAUNCHER": "torchrun"}, f"torchrun: {OF_TORCHRUN}"),
     "forced mpi": ({**TORCHRUN, **MPICH, "DDPSHIM_LAUNCHER": "mpi"}, f"pmi: {SECOND}gpu1:29500"),
     "forced slurm": ({**SLURM, **TORCHRUN, "DDPSHIM_LAUNCHER": "slurm"}, f"slurm: {OF_SLURM}gpu1:29500"),
     "forced slurm in a pty": (
         {**SLURM, "SLURM_PTY_PORT": "1", **AT_4000, "DDPSHIM_LAUNCHER": "slurm"},
         f"slurm: {OF_SLURM}gpu008:4000",
     ),
-    "empty force": ({"DDPSHIM_LAUNCHER": ""}, f"none: {SINGLE}"),
 }
 
 
@@ -188,32 +182,22 @@ def test_alone_in_an_allocation(environ):
     assert place(env) == f"none: {SINGLE}"
     assert "SLURM" in env.reason
     assert "single process" in env.reason
-
-
-def test_last_unreserved_step_is_a_step():
-    assert read({**SLURM, "SLURM_STEP_ID": str(0xFFFFFFEF)}).launcher == "slurm"
+    assert read({**SLURM, "SLURM_STEP_ID": str(0xFFFFFFEF)}).launcher == "slurm", "the last id that is not reserved"
 
 
 # What each message has to hold: the variable, its value, and the cure.
 ERRORS = {
     "lone LOCAL_RANK": ({"LOCAL_RANK": "0"}, ["LOCAL_RANK='0'", "RANK and WORLD_SIZE not set", "torchrun"]),
     "lone RANK": ({"RANK": "0"}, ["RANK='0'", "WORLD_SIZE not set", "export WORLD_SIZE"]),
-    "lone WORLD_SIZE": ({"WORLD_SIZE": "1"}, ["WORLD_SIZE='1'", "RANK not set", "unset", "torchrun"]),
     "WORLD_SIZE in srun": ({**SLURM, "WORLD_SIZE": "7"}, ["WORLD_SIZE='7'", "RANK not set", "DDPSHIM_LAUNCHER"]),
     "rank = size": ({**TORCHRUN, "RANK": "4"}, ["RANK=4", "WORLD_SIZE=4", "Correct"]),
     "rank -1": ({**TORCHRUN, "RANK": "-1"}, ["RANK='-1'", "Correct RANK"]),
-    "rank empty": ({**TORCHRUN, "RANK": ""}, ["RANK=''", "Correct RANK"]),
-    "size abc": ({**TORCHRUN, "WORLD_SIZE": "abc"}, ["WORLD_SIZE='abc'", "Correct WORLD_SIZE"]),
     "size 0": ({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "0"}, ["WORLD_SIZE=0", "Correct"]),
     "local rank": ({**TORCHRUN, "LOCAL_RANK": "2"}, ["LOCAL_RANK=2", "LOCAL_WORLD_SIZE=2", "Correct"]),
     "local size": ({**TORCHRUN, "LOCAL_WORLD_SIZE": "5"}, ["LOCAL_WORLD_SIZE='5'", "WORLD_SIZE='4'", "Correct"]),
-    "group abc": ({**TORCHRUN, "GROUP_RANK": "abc"}, ["GROUP_RANK='abc'", "Correct GROUP_RANK"]),
     "no address": (without(TORCHRUN, "MASTER_ADDR"), ["WORLD_SIZE='4'", "MASTER_ADDR not set", "export MASTER_ADDR"]),
-    "address empty": ({**TORCHRUN, "MASTER_ADDR": " "}, ["MASTER_ADDR=' '", "Set MASTER_ADDR"]),
     "no port": (without(TORCHRUN, "MASTER_PORT"), ["WORLD_SIZE='4'", "MASTER_PORT not set", "export MASTER_PORT"]),
     "port 0": ({**TORCHRUN, "MASTER_PORT": "0"}, ["MASTER_PORT='0'", "Set MASTER_PORT"]),
-    "port 65536": ({**TORCHRUN, "MASTER_PORT": "65536"}, ["MASTER_PORT='65536'", "1 to 65535"]),
-    "port abc": ({**MPICH, "MASTER_PORT": "abc"}, ["MASTER_PORT='abc'", "Correct MASTER_PORT"]),
     "no local rank": (
         {**HAND_SPAWNED, "MASTER_ADDR": "gpu1"},
         ["RANK='1'", "LOCAL_RANK and LOCAL_WORLD_SIZE not set", "torchrun"],
@@ -230,10 +214,8 @@ ERRORS = {
         ["DDPSHIM_LAUNCHER='slurm'", "SLURM_PROCID", "export"],
     ),
     "lone OMPI rank": ({"OMPI_COMM_WORLD_RANK": "0"}, ["OMPI_COMM_WORLD_RANK='0'", "OMPI_COMM_WORLD_SIZE not set"]),
-    "OMPI rank": ({**OPENMPI, "OMPI_COMM_WORLD_RANK": "8"}, ["OMPI_COMM_WORLD_RANK=8", "OMPI_COMM_WORLD_SIZE=8"]),
     "OMPI address": (without(OPENMPI, "MASTER_ADDR"), ["OMPI_COMM_WORLD_SIZE='8'", "export MASTER_ADDR"]),
     "OMPI port": (without(OPENMPI, "PMIX_NAMESPACE"), ["OMPI_COMM_WORLD_SIZE='8'", "export MASTER_PORT"]),
-    "PMI port": (without(MPICH, "PMI_JOBID"), ["PMI_SIZE='2'", "export MASTER_PORT"]),
     "PMI local": (
         {**without(MPICH, "MPI_LOCALRANKID", "MPI_LOCALNRANKS")},
         ["PMI_RANK='1'", "MPI_LOCALRANKID", "export"],
@@ -247,7 +229,6 @@ ERRORS = {
     ),
     "SLURM node": ({**SLURM, "SLURM_NODEID": "4"}, ["SLURM_NODEID='4'", "srun"]),
     "SLURM nodes": ({**SLURM, "SLURM_STEP_NODELIST": "gpu["}, ["SLURM_STEP_NODELIST", "'gpu['", "export MASTER_ADDR"]),
-    "SLURM step abc": ({**SLURM, "SLURM_STEP_ID": "abc"}, ["SLURM_STEP_ID='abc'", "Correct SLURM_STEP_ID"]),
 }
 
 
@@ -338,18 +319,16 @@ def test_check_port_taken(taken, addr):
     assert_three_parts(str(caught.value), [f"MASTER_PORT={taken.master_port}", addr, "free port"])
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_a_port_that_is_free_or_not_ours(taken):
+    for change in (
         {"rank": 1, "local_rank": 1},
         {"agent_store": True},
         {"world_size": 1},
         {"master_addr": None, "master_port": None},
-    ],
-    ids=str,
-)
-def test_check_port_not_ours(taken, change):
-    check_port(dataclasses.replace(taken, **change))
+        {"master_port": free_port()},
+    ):
+        for _ in range(2):  # the first leaves nothing behind
+            check_address(dataclasses.replace(taken, **change))
 
 
 @pytest.mark.parametrize(
@@ -375,16 +354,10 @@ def test_a_name_that_does_not_resolve_is_said_at_once(errors, num_asked, said, m
     monkeypatch.setattr(time, "monotonic", lambda: 2.6 * len(asked))
     env = read({**HAND_SPAWNED, "MASTER_ADDR": "gpu1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
     if said is None:
-        check_name(env)
+        check_address(env)
     else:
         with pytest.raises(
             LaunchError, match=rf"MASTER_ADDR='gpu1' does not resolve .*{said}\): rank 1 could not reach"
         ):
             rendezvous.meet(env, "job", 1800)
     assert asked == ["gpu1"] * num_asked
-
-
-def test_check_port_free(taken):
-    env = dataclasses.replace(taken, master_port=free_port())
-    check_port(env)
-    check_port(env)  # the first left nothing behind

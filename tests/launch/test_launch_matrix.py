@@ -95,7 +95,7 @@ def test_plain(tmp_path: Path, one: dict[str, Any]) -> None:
 def test_torchrun_on_two_nodes(tmp_path: Path, one: dict[str, Any]) -> None:
     reports = agents(tmp_path, "torch.distributed.run", "--nproc_per_node=2", num_nodes=2)
     check(reports, one, 2, 2, "torchrun")
-    assert "world of 4 (torchrun, 2 nodes x 2), gloo on cpu" in (tmp_path / "output.txt").read_text()
+    assert "ddpshim: 4 ranks on 2 machines, CPU (torchrun, gloo)" in (tmp_path / "output.txt").read_text()
 
 
 def test_run_on_two_nodes(tmp_path: Path, one: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import types
 import pytest
 from torch import nn
 
-from ddpshim.process.live_modules import live_modules
+from ddpshim.process.observed import live_modules
 from ddpshim.process.replaced import noted, replaced
 
 

@@ -7,14 +7,18 @@ second.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import io
 import json
 import multiprocessing
 import os
+import pty
 import re
 import signal
-import socket
+import struct
 import subprocess
 import sys
+import termios
 import time
 import traceback
 from pathlib import Path
@@ -29,11 +33,12 @@ import ddpshim.__main__ as command_line
 from ddpshim import variables
 from ddpshim.errors import LaunchError, WorldError
 from ddpshim.failures import failure, failure_notes
-from ddpshim.launch import alone, first_failure, runner
+from ddpshim.launch import ranks_of_run, runner
 from ddpshim.launch.runner import Launch
 from ddpshim.observe import records
 from ddpshim.process.launch_env import EXIT_REQUEUE, read_launch_env
-from ddpshim.robomimic.options import RobomimicOptions
+from ddpshim.process.say import say
+from ddpshim.robomimic.datasets import RobomimicOptions
 from ddpshim.trainers.unedited.joining import see_one_gpu
 from tests import ranks
 from tests.preloaded import kill_all_in, working_in
@@ -211,7 +216,7 @@ def test_every_rank_has_a_log_and_rank_0_the_screen(tmp_path: Path) -> None:
 def test_the_end_of_a_run_says_where_its_report_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def train(job: Launch, run_dir: str, program: Any) -> Any:
+    def train(job: Launch, run_dir: str) -> Any:
         records.begin(tmp_path / "a run", 0)
         records.end("done")
         return {}, []
@@ -255,6 +260,9 @@ def test_an_error_that_ranks_share_is_shown_once(tmp_path: Path, capsys: pytest.
         printed = capsys.readouterr().err.strip()
         assert printed.startswith(said)
         assert "Traceback" not in printed
+    log.write_text(f"{shared}ddpshim: a line of a data worker\n")
+    runner._report(0, 1, tmp_path, shared, is_shown=True)
+    assert capsys.readouterr().err.startswith("ddpshim: rank 0 failed first: ValueError: no file (above, and in")
     log.write_text("epoch 1\n")  # ended before it printed the error
     for first in (0, 1):
         runner._report(first, 1, tmp_path, shared, is_shown=True)
@@ -262,6 +270,27 @@ def test_an_error_that_ranks_share_is_shown_once(tmp_path: Path, capsys: pytest.
     log.write_text(shared)
     runner._report(1, 1, tmp_path, shared.replace("no file", "another"), is_shown=True)
     assert capsys.readouterr().err.endswith("ValueError: another\n")
+    runner._report(1, 1, None, shared, is_shown=False)  # --no-logs: the traceback may stand above other ranks' output
+    assert capsys.readouterr().err == "ddpshim: rank 1 failed first: ValueError: no file (it ended with exit code 1)\n"
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        (-9, "was ended by SIGKILL (out of memory? see dmesg)"),
+        (137, "ended with exit code 137 (out of memory? see dmesg)"),
+        (-11, "was ended by SIGSEGV"),
+    ],
+)
+def test_who_left_no_error_is_named_last(
+    code: int, how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for said, before in ((f"rank {code}", f"ddpshim: {tmp_path}/rank_1.log ends:\nrank {code}\n"), ("", "")):
+        (tmp_path / "rank_1.log").write_text(said)
+        runner._report(1, code, tmp_path, "", is_shown=True)
+        last = f"ddpshim: rank 1 failed first: it {how} (its log is {tmp_path}/rank_1.log)\n"
+        assert capsys.readouterr().err == before + last
 
 
 @pytest.mark.unit
@@ -309,11 +338,13 @@ def test_who_failed_first(said: Any, seen: Any, first: tuple[int, int], tmp_path
         (tmp_path / f"rank_{number}.log").write_text(watchdog.format(number))
     own = {number: failure_notes.Note(*what, "") for number, what in said.items()}
     ends = {number: SimpleNamespace(timestamp=moment, exitcode=code) for number, (moment, code) in seen.items()}
-    assert first_failure.first(ends, own, tmp_path) == first
+    assert ranks_of_run.first(ends, own, tmp_path) == first
 
 
 @pytest.mark.unit
-def test_what_a_rank_says_of_its_end_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_rank_says_of_its_end_is_whole_or_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv(variables.RUN_DIR, str(tmp_path))
     monkeypatch.setenv("RANK", "1")
     lost = RuntimeError("Connection reset by peer")
@@ -321,34 +352,27 @@ def test_what_a_rank_says_of_its_end_is_whole_or_not_there(tmp_path: Path, monke
         ended.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             failure_notes.write(lost, 1)
-    assert first_failure.read(str(tmp_path)) == {}
+    assert ranks_of_run.read(str(tmp_path)) == {}
     failure_notes.write(lost, 1)
     failure_notes.write(ValueError("what came of it"), 3)
     said = "RuntimeError: Connection reset by peer\n"
-    assert first_failure.read(str(tmp_path)) == {1: (pytest.approx(time.time(), abs=60), 1, True, said)}
+    assert ranks_of_run.read(str(tmp_path)) == {1: (pytest.approx(time.time(), abs=60), 1, True, said)}
     failure_notes.write(ValueError("rank 0 left early"), 1, knows_cause=True)
-    assert first_failure.read(str(tmp_path))[1][2:] == (False, "ValueError: rank 0 left early\n")
-    first_failure.forget(str(tmp_path))
+    assert ranks_of_run.read(str(tmp_path))[1][2:] == (False, "ValueError: rank 0 left early\n")
+    ranks_of_run.forget(str(tmp_path))
     failure_notes.write(failure.caused_by(1, WorldError("its own")), 1)
-    assert not first_failure.read(str(tmp_path))[1].lost_a_peer
-    first_failure.forget(str(tmp_path))
+    assert not ranks_of_run.read(str(tmp_path))[1].lost_a_peer
+    ranks_of_run.forget(str(tmp_path))
     failure_notes.write(failure.caused_by(0, WorldError("call failed on the main rank (EOFError)")), 1)
     time.sleep(0.01)  # so that rank 0 is later
     monkeypatch.setenv("RANK", "0")
     failure_notes.write(EOFError("closed"), 3)
-    assert first_failure.first({}, first_failure.read(str(tmp_path))) == (0, 3), "the cause, not what it caused"
-    first_failure.forget(str(tmp_path))
-    assert first_failure.read(str(tmp_path)) == {}
-
-
-@pytest.mark.unit
-def test_a_note_that_cannot_be_written_keeps_no_rank_from_ending(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+    assert ranks_of_run.first({}, ranks_of_run.read(str(tmp_path))) == (0, 3), "the cause, not what it caused"
+    ranks_of_run.forget(str(tmp_path))
+    assert ranks_of_run.read(str(tmp_path)) == {}
     monkeypatch.setenv(variables.RUN_DIR, str(tmp_path / "removed"))
-    monkeypatch.setenv("RANK", "1")
-    failure_notes.write(ValueError("boom"), 1)
-    assert "failed.1 cannot be written" in capfd.readouterr().err
+    failure_notes.write(ValueError("boom"), 1)  # the rank must end even so
+    assert "failed.0 cannot be written" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
@@ -387,14 +411,6 @@ def test_a_signal_that_comes_while_the_ranks_are_started(tmp_path: Path, name: s
     assert f"ddpshim: stopped by {name}" in job.screen
 
 
-def test_ranks_that_a_signal_ended_are_not_started_again(tmp_path: Path) -> None:
-    with Running(tmp_path, "wait", options=("--max-restarts", "1")) as job:
-        job.wait_for("ready_0", "ready_1")
-        job.send(signal.SIGTERM)
-        assert job.exit_code() == 143
-    assert job.log(0).count("rank 0 of 2") == 1
-
-
 @pytest.mark.parametrize("last", [0, 1])
 def test_ctrl_c(tmp_path: Path, last: int) -> None:
     with Running(tmp_path, "linger", str(last)) as job:
@@ -409,8 +425,8 @@ def test_ctrl_c(tmp_path: Path, last: int) -> None:
     assert stopped == f"ddpshim: stopped by SIGINT; their logs are in {log_dir}"
     again = f"DDPSHIM_RESUME=always python -m ddpshim run --nproc=2 train.py linger {last}"
     assert how_to_resume == (
-        "ddpshim: SIGINT saves nothing; SIGTERM (`kill`) saves and stops. A program that saves its progress resumes "
-        f"from its last save by: {again}"
+        "ddpshim: SIGINT saves nothing; SIGTERM (`kill`) saves and stops. ddpshim saved nothing now: a program that "
+        f"resumes by itself goes on from its own last save, one with ddpshim.Resumable by: {again}"
     )
 
 
@@ -471,9 +487,9 @@ def test_a_signal_that_comes_while_a_rank_that_is_alone_is_started(
         os.kill(os.getpid(), signal.SIGTERM)
         return popen([sys.executable, "-c", "import time; time.sleep(60)"], **options)
 
-    monkeypatch.setattr(alone.subprocess, "Popen", signalled)
+    monkeypatch.setattr(ranks_of_run.subprocess, "Popen", signalled)
     before = signal.getsignal(signal.SIGTERM)
-    failures, received = alone.run(["train.py"], grace_s=60.0)
+    failures, received = ranks_of_run.run_alone(["train.py"], grace_s=60.0)
     assert (failures[0].exitcode, received) == (-signal.SIGTERM, [signal.SIGTERM])
     assert signal.getsignal(signal.SIGTERM) == before
     assert "SIGTERM, passed on to the ranks" in capfd.readouterr().err
@@ -524,25 +540,19 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 NODES = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": 29400}
 
 
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    "job",
-    [
-        Launch("train.py"),
-        Launch("main", is_module=True),
-        Launch("loud.train", is_module=True),  # packages above are found, not imported
-        Launch("loud.bare.train", is_module=True),
-        Launch("train.py", nnodes=1),
-        Launch("train.py", **NODES, node_rank=1),  # type: ignore[arg-type]
-    ],
-)
-def test_check_passes(here: Path, job: Launch) -> None:
-    runner.check(job, {"DDPSHIM_LAUNCHER": "torchrun"})
-
-
+PASS = [
+    Launch("train.py"),
+    Launch("main", is_module=True),
+    Launch("loud.train", is_module=True),  # packages above are found, not imported
+    Launch("loud.bare.train", is_module=True),
+    Launch("train.py", nnodes=1),
+    Launch("train.py", **NODES, node_rank=1),  # type: ignore[arg-type]
+]
 REFUSED = [
     (Launch("absent.py"), "absent.py does not exist (in "),
     (Launch("alone"), "alone is a folder"),
+    (Launch("python", ("-u", "a.py")), "python is not a script: each rank would read it as one. `run` starts Python "),
+    (Launch("/bin/python3.11", ("a.py", "b")), "/bin/python3.11 is not a script"),
     (Launch("broken.py"), "broken.py does not compile (invalid syntax (broken.py, line 1))"),
     (Launch("absent", is_module=True), "-m absent: no such module"),
     (Launch("main.absent", is_module=True), "-m main.absent: no such module"),
@@ -553,14 +563,17 @@ REFUSED = [
     (Launch("train.py", node_rank=1), "--node-rank=1 without --nnodes"),
     (
         Launch("train.py", nnodes=2, node_rank=1, master_addr="absent.invalid", master_port=1),
-        "--master-addr=absent.invalid does not resolve",
+        "MASTER_ADDR='absent.invalid' does not resolve",
     ),
 ]
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize(("job", "message"), REFUSED)
-def test_check_refuses(here: Path, job: Launch, message: str) -> None:
+@pytest.mark.parametrize(("job", "message"), [*REFUSED, *((job, "") for job in PASS)])
+def test_what_is_checked_before_ranks_start(here: Path, job: Launch, message: str) -> None:
+    if not message:
+        runner.check(job, {"DDPSHIM_LAUNCHER": "torchrun"})
+        return
     with pytest.raises(LaunchError) as caught:
         runner.check(job, {})
     assert str(caught.value).startswith(message)
@@ -593,17 +606,6 @@ def test_a_misspelt_option_is_refused_before_any_rank_starts(
 
 
 @pytest.mark.unit
-def test_node_0_needs_its_port_free(here: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        job = Launch("train.py", nnodes=2, node_rank=0, master_addr="localhost", master_port=port)
-        with pytest.raises(LaunchError, match=f"MASTER_PORT={port} of MASTER_ADDR='localhost' cannot be served"):
-            runner.check(job, {})
-
-
-@pytest.mark.unit
 def test_refused_is_exit_code_1_and_wrong_usage_2(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -617,33 +619,26 @@ def test_refused_is_exit_code_1_and_wrong_usage_2(
 
 @pytest.mark.unit
 @pytest.mark.parametrize(
-    ("nproc", "num_gpus", "message"),
+    ("nproc", "num_gpus", "wanted", "message"),
     [
-        ("gpu", 0, "--nproc=gpu, but torch sees no GPU"),
-        ("3", 2, "--nproc=3, but torch sees 2 GPUs"),
-        ("2", 2, None),
-        ("3", 0, None),
-        ("auto", 2, None),
+        ("gpu", 0, "", "--nproc=gpu, but torch sees no GPU"),
+        ("3", 2, "", "--nproc=3, but torch sees 2 GPUs"),
+        *((nproc, num_gpus, "", None) for nproc, num_gpus in (("2", 2), ("3", 0), ("auto", 2))),
+        *(("3", 2, on_purpose, None) for on_purpose in ("BACKEND=gloo", "BACKEND=nccl", "EXACT=4", "check")),
     ],
 )
-def test_ranks_and_gpus(monkeypatch: pytest.MonkeyPatch, nproc: str, num_gpus: int, message: Optional[str]) -> None:
+def test_ranks_and_gpus(
+    monkeypatch: pytest.MonkeyPatch, nproc: str, num_gpus: int, wanted: str, message: Optional[str]
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv(*f"DDPSHIM_{wanted}".split("=") if "=" in wanted else ("UNUSED", ""))
     with pytest.raises(LaunchError, match=message) if message else contextlib.nullcontext():
-        runner._check_gpus(Launch("train.py", nproc=nproc))
-        assert "CUDA_VISIBLE_DEVICES" not in os.environ
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize("wanted", ["DDPSHIM_BACKEND=gloo", "DDPSHIM_BACKEND=nccl", "DDPSHIM_EXACT=4", "check"])
-def test_ranks_that_share_gpus_on_purpose(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setenv(*wanted.split("=") if "=" in wanted else ("UNUSED", ""))
-    runner._check_gpus(Launch("train.py", nproc="3", proof="folder" if wanted == "check" else None))
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
-    see_one_gpu(2)
-    assert os.environ.pop("CUDA_VISIBLE_DEVICES") == "0"
+        runner._check_gpus(Launch("train.py", nproc=nproc, proof="folder" if wanted == "check" else None))
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == ("0,1" if wanted else None)
+    if wanted:
+        see_one_gpu(2)
+        assert os.environ.pop("CUDA_VISIBLE_DEVICES") == "0"
 
 
 @pytest.mark.unit
@@ -677,8 +672,33 @@ def test_one_run_on_each_node_of_srun_needs_no_options() -> None:
 
 
 @pytest.mark.unit
-def test_a_log_that_is_written_in_the_last_moment_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with runner._shown_on_screen(tmp_path / "rank_0.log"):
-        time.sleep(0.02)  # it has looked for the log, most probably, and looks again later
-        (tmp_path / "rank_0.log").write_text("saved\n")
-    assert capfd.readouterr().out == "saved\n"
+def test_a_log_that_is_written_in_the_last_moment_is_shown(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())  # as a pipe, it cannot be read
+    for log, begin in (("saved\n", ""), ("10%\r20%", "\n"), ("\n", "")):
+        with runner._shown_on_screen(tmp_path / "rank_0.log"):
+            time.sleep(0.02)  # it has looked for the log, most probably, and looks again later
+            (tmp_path / "rank_0.log").write_text(log)
+        assert capfd.readouterr().out == log
+        (tmp_path / "rank_0.log").unlink()
+        say("next")
+        say("last")
+        assert sys.stderr.getvalue() == f"{begin}ddpshim: next\nddpshim: last\n"  # type: ignore[attr-defined]
+        sys.stderr.truncate(0), sys.stderr.seek(0)
+
+
+@pytest.mark.unit
+def test_a_message_begins_a_new_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "log").open("w") as log:
+        monkeypatch.setattr(sys, "stderr", log)
+        say("first")
+        os.write(log.fileno(), b"\r 30%")  # as a progress bar of any library
+        say("below a bar")
+    assert (tmp_path / "log").read_bytes() == b"ddpshim: first\n\r 30%\nddpshim: below a bar\n"
+    screen, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 5, 10, 0, 0))
+    with os.fdopen(screen, "rb") as shown, os.fdopen(terminal, "w") as written:
+        monkeypatch.setattr(sys, "stderr", written)
+        say("in a terminal of 10 columns")
+        assert shown.readline() == b"          \rddpshim: in a terminal of 10 columns\r\n"

@@ -25,9 +25,11 @@ import torch
 from torch import nn
 
 from ddpshim import variables
+from ddpshim.job.world import World
 from ddpshim.process import machine
 from ddpshim.process.after_import import after_import
-from ddpshim.trainers.unedited import c_libraries, joining, networks, program
+from ddpshim.process.job import current
+from ddpshim.trainers.unedited import file_calls, joining, networks, program
 from ddpshim.trainers.unedited.joining import explain_taken
 from tests.preloaded import DEADLINE_PASSED, as_torchrun_says, environment, preloaded, start_afresh
 
@@ -431,6 +433,31 @@ def test_orders_draws_and_workers_are_those_of_the_plain_script_on_every_rank(tm
         r"\d+% of the operations on batches were divided among the ranks\. Whole batches were needed at train.py:\d"
     )
     assert [len(re.findall(divided, log)) for log in ranks.logs] == [1, 0]
+    digits = (
+        "in 6 to 8 digits at first and in fewer later, because rounding grows (python -m ddpshim docs same_experiment)"
+    )
+    assert [log.endswith(f"{digits}\n") for log in ranks.logs] == [True, False]
+    assert ranks.logs[0].count(digits) == 1
+
+
+HAS_NAN = """
+model = network()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step, (index, x, y) in enumerate(DataLoader(Items(), batch_size=8)):
+    optimizer.zero_grad()
+    (nn.functional.mse_loss(model(x), y.double()) * (float("nan") if step == 2 else 1)).backward()
+    optimizer.step()
+say("ended at", step)
+"""
+
+
+def test_a_loss_that_is_nan_is_said_once_and_the_training_goes_on(tmp_path: Path) -> None:
+    ranks = succeeded(run(tmp_path, HAS_NAN, 2))
+    assert [ranks.said(rank, "ended at") for rank in (0, 1)] == [[4], [4]]
+    line = HEAD.count("\n") + 1 + HAS_NAN[: HAS_NAN.index(".backward()")].count("\n")
+    said = f"ddpshim: the loss is NaN in backward pass 3 (train.py:{line}). The training goes on, as in one process\n"
+    assert ranks.logs[0].count(said) == 1
+    assert [log.count("NaN") for log in ranks.logs] == [1, 0]
 
 
 ROLLS_OUT = """
@@ -505,11 +532,6 @@ def test_options_of_shares_are_refused(option: str, value: str, said: str, tmp_p
 # What is refused, and what is said
 
 REFUSED = {
-    "own entropy": (
-        "x = torch.from_numpy(np.random.default_rng(os.getpid()).normal(size=(2, 4)))\n"
-        "train(network(), [(torch.tensor([0]), x, torch.ones(2, 1))])",
-        "SyncError: train.py:31: rank 0 computed the loss",
-    ),
     "own entropy in a second training": (
         "for generator in (np.random.default_rng(0), np.random.default_rng(os.getpid())):\n"
         "    xs = [torch.from_numpy(generator.normal(size=(2, 4))) for _ in range(6)]\n"
@@ -583,7 +605,8 @@ say("wandb", os.environ.get("WANDB_MODE"))
     assert two.said(0, "loaded") == two.said(1, "loaded") == [["0", 0], ["0", 1], ["0", 2]]
     assert (two.said(0, "memory"), two.said(1, "memory")) == (["0"], ["1"])
     assert (two.said(0, "wandb"), two.said(1, "wandb")) == ([None], ["disabled"])
-    of_main = {f"cache_{index}.pth" for batch in two.said(0, "trained on")[:5] for index in batch[:4]}
+    first, *others = two.said(0, "trained on")[:5]  # each rank fetches the first batch whole
+    of_main = {f"cache_{index}.pth" for batch in (first, *(batch[:4] for batch in others)) for index in batch}
     assert {file.name for file in two.folder.glob("*.pth")} == {*of_main, "last.pth"}, "others keep a dataset's files"
 
 
@@ -669,9 +692,10 @@ def test_the_command_with_spawned_workers_aliases_and_a_module(tmp_path: Path) -
 @pytest.mark.unit
 def test_a_command_that_the_program_does_not_wait_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(c_libraries, "say_on_main", said.append)
+    monkeypatch.setattr(file_calls, "say_on_main", said.append)
+    monkeypatch.setattr(current(), "world", World())
     started: list[Any] = []
-    popen = c_libraries.CLibraries(str, lambda path: f"own/{path}")._popen(lambda process, args: started.append(args))
+    popen = file_calls.CLibraries(str, lambda path: f"own/{path}")._popen(lambda process, args: started.append(args))
     popen(None, ["ffmpeg", "-i", "-", "video.mp4"])
     library = compile("popen(None, ['tar'])", os.path.join(os.path.dirname(os.__file__), "subprocess.py"), "exec")
     exec(library, {"popen": popen})

@@ -45,34 +45,32 @@ class Net(nn.Module):
 Change = Callable[[Net, int, torch.optim.Optimizer], Any]
 
 
-def program(
-    name: str, change: Change = lambda *_: None, extra: Any = None, call: Any = lambda net, x, step: net(x)
-) -> None:
-    def trained(log: Log) -> Trained:
-        net = Net(extra)
-        optimizer = torch.optim.AdamW(net.parameters(), 0.05)
-        batches = [batch for _ in range(3) for batch in loader(*data())]
-        for step, (x, y) in enumerate(batches):
-            change(net, step, optimizer)
-            loss = F.mse_loss(call(net, x, step), y)
-            optimizer.zero_grad()
-            if loss.requires_grad:
-                loss.backward()
-                optimizer.step()
-            log(loss.item())
-        log(torch.rand(2))
-        return [net]
-
-    PROGRAMS[name] = trained
+def trained(
+    log: Log, change: Change = lambda *_: None, extra: Any = None, call: Any = lambda net, x, step: net(x)
+) -> Trained:
+    net = Net(extra)
+    optimizer = torch.optim.AdamW(net.parameters(), 0.05)
+    batches = [batch for _ in range(3) for batch in loader(*data())]
+    for step, (x, y) in enumerate(batches):
+        change(net, step, optimizer)
+        loss = F.mse_loss(call(net, x, step), y)
+        optimizer.zero_grad()
+        if loss.requires_grad:
+            loss.backward()
+            optimizer.step()
+        log(loss.item())
+    log(torch.rand(2))
+    return [net]
 
 
-def at(*steps: int) -> Any:
-    """Return a decorator: the change happens before these steps only."""
+def program(name: str, *how: Any, **named: Any) -> None:
+    """Register the program that trains in this way; see `trained`."""
+    PROGRAMS[name] = lambda log: trained(log, *how, **named)
 
-    def decorate(change: Callable[[Net], Any]) -> None:
-        program(change.__name__, lambda net, step, _: change(net) if step in steps else None)
 
-    return decorate
+def at(name: str, *steps: int, change: Callable[[Net], Any]) -> None:
+    """Register a program in which the change happens before these steps only."""
+    program(name, lambda net, step, _: change(net) if step in steps else None)
 
 
 def sets(name: str, *values: Any) -> Change:
@@ -101,30 +99,21 @@ program("buffer_anew", lambda net, step, _: setattr(net, "shift", torch.full((8,
 program("another_function", sets("extra", None, lambda net, y: y.sin(), lambda net, y: y.cos() * 2))
 
 
-@at(5)
-def layer_replaced(net: Net) -> None:
-    net.second = nn.Linear(8, 8)
-    net.second.requires_grad_(False)
+at("layer_replaced", 5, change=lambda net: setattr(net, "second", nn.Linear(8, 8).requires_grad_(False)))
+at("layer_is_another_kind", 5, change=lambda net: setattr(net, "drop", nn.Softplus()))
+at("layer_wrapped", 3, 7, change=lambda net: setattr(net, "drop", nn.Sequential(net.drop, nn.Dropout(0.5))))
 
 
-@at(5)
-def layer_is_another_kind(net: Net) -> None:
-    net.drop = nn.Softplus()
-
-
-@at(3, 7)
-def layer_wrapped(net: Net) -> None:
-    net.drop = nn.Sequential(net.drop, nn.Dropout(0.5))
-
-
-@at(4)
-def forward_patched(net: Net) -> None:
+def _patch_forward(net: Net) -> None:
     net.second.forward = lambda y: 0.5 * F.linear(y, net.second.weight)
 
 
-@at(4)
-def class_patched(net: Net) -> None:
+def _patch_class(net: Net) -> None:
     net.__class__ = type("Net", (Net,), {"forward": lambda self, x: Net.forward(self, x) * 2})
+
+
+at("forward_patched", 4, change=_patch_forward)
+at("class_patched", 4, change=_patch_class)
 
 
 class _Doubled(nn.Softplus):
@@ -140,8 +129,7 @@ def methods_patched(log: Log) -> Trained:
         net.drop = net.drop if step else _Doubled()
         _Doubled.forward = _OF_DOUBLED if step % 6 < 3 else lambda self, x: x * 3
 
-    program("once", change)
-    return PROGRAMS.pop("once")(log)
+    return trained(log, change)
 
 
 def functions_patched(log: Log) -> Trained:
@@ -151,9 +139,8 @@ def functions_patched(log: Log) -> Trained:
         F.softsign = torch.sin if step % 4 < 2 else torch.cos
         torch.sin = sin if step < 6 else torch.tanh
 
-    program("once", change, lambda net, y: F.softsign(y) + torch.sin(y))
     try:
-        return PROGRAMS.pop("once")(log)
+        return trained(log, change, lambda net, y: F.softsign(y) + torch.sin(y))
     finally:
         torch.sin = sin
 
@@ -169,32 +156,20 @@ def code_replaced(log: Log) -> Trained:
         if step == 5:
             inner.__code__ = other.__code__
 
-    program("once", change, lambda net, y: inner(y))
-    return PROGRAMS.pop("once")(log)
+    return trained(log, change, lambda net, y: inner(y))
 
 
 for _each in (methods_patched, functions_patched, code_replaced):
     PROGRAMS.add(_each)
 
 
-@at(4)
-def hook_added(net: Net) -> None:
-    net.second.register_forward_hook(lambda module, given, out: out * 1.5)
-
-
-@at(4)
-def hook_before(net: Net) -> None:
-    net.second.register_forward_pre_hook(lambda module, given: (given[0] + 0.1,))
-
-
-@at(4)
-def hook_of_itself(net: Net) -> None:
-    net.register_forward_hook(lambda module, given, out: out * 1.5)
-
-
-@at(4)
-def hook_of_gradients(net: Net) -> None:
-    net.second.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
+at("hook_added", 4, change=lambda net: net.second.register_forward_hook(lambda module, given, out: out * 1.5))
+at("hook_before", 4, change=lambda net: net.second.register_forward_pre_hook(lambda module, given: (given[0] + 0.1,)))
+at("hook_of_itself", 4, change=lambda net: net.register_forward_hook(lambda module, given, out: out * 1.5))
+at(
+    *("hook_of_gradients", 4),
+    change=lambda net: net.second.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,)),
+)
 
 
 def hook_of_all(log: Log) -> Trained:
@@ -204,9 +179,8 @@ def hook_of_all(log: Log) -> Trained:
         if step == 4:
             handles.append(nn.modules.module.register_module_forward_hook(lambda module, given, out: out * 1.1))
 
-    program("once", change)
     try:
-        return PROGRAMS.pop("once")(log)
+        return trained(log, change)
     finally:
         for handle in handles:
             handle.remove()
@@ -215,34 +189,23 @@ def hook_of_all(log: Log) -> Trained:
 PROGRAMS.add(hook_of_all)
 
 
-@at(4, 8)
-def frozen(net: Net) -> None:
-    net.first.requires_grad_(not net.first.weight.requires_grad)
+at("frozen", 4, 8, change=lambda net: net.first.requires_grad_(not net.first.weight.requires_grad))
+at("all_frozen_but_the_last", 4, change=lambda net: net.requires_grad_(False).last.requires_grad_(True))
+at("weights_loaded", 5, change=lambda net: net.load_state_dict({k: x * 0.5 for k, x in net.state_dict().items()}))
 
 
-@at(4)
-def all_frozen_but_the_last(net: Net) -> None:
-    net.requires_grad_(False)
-    net.last.requires_grad_(True)
-
-
-@at(5)
-def weights_loaded(net: Net) -> None:
-    net.load_state_dict({name: x * 0.5 for name, x in net.state_dict().items()})
-
-
-@at(5)
-def weights_by_data(net: Net) -> None:
+def _set_data(net: Net) -> None:
     for p in net.parameters():
         p.data = p.data.clone() * 0.5
 
 
-@at(5)
-def weights_shared(net: Net) -> None:
+def _share_weights(net: Net) -> None:
     net.second.weight = net.second.weight.requires_grad_(True)
     net.first.bias = net.second.bias
 
 
+at("weights_by_data", 5, change=_set_data)
+at("weights_shared", 5, change=_share_weights)
 program(
     "another_type",
     extra=lambda net, y, mask: y * mask,
@@ -309,14 +272,13 @@ program("seeds_inside", extra=lambda net, y: (torch.manual_seed(5), y + torch.ra
 
 
 def _state(name: str, switch: Callable[[bool], Any], is_on: bool = True) -> None:
-    def trained(log: Log) -> Trained:
-        program("once", lambda net, step, _: switch(step % 4 < 2))
+    def switched(log: Log) -> Trained:
         try:
-            return PROGRAMS.pop("once")(log)
+            return trained(log, lambda net, step, _: switch(step % 4 < 2))
         finally:
             switch(is_on)
 
-    PROGRAMS[name] = trained
+    PROGRAMS[name] = switched
 
 
 _state("gradients_off", torch.set_grad_enabled)

@@ -6,6 +6,7 @@ batches of 16: the last has 2 rows.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any, Callable, Optional
 
@@ -36,11 +37,12 @@ def mlp(features: int = 6) -> nn.Sequential:
 def fit(
     log: Log,
     net: nn.Module,
-    batches: Any,
+    batches: Any = None,
     loss_of: Callable[[Any, Tensor, Tensor], Tensor] = lambda net, x, y: F.mse_loss(net(x), y),
     optimizer: Optional[Optimizer] = None,
 ) -> Trained:
     optimizer = SGD(net.parameters(), 0.05, momentum=0.9) if optimizer is None else optimizer
+    batches = batches or loader((6,), (1,))
     for _ in range(2):
         for x, y in batches:
             loss = loss_of(net, x.to(DEVICE), y.to(DEVICE))
@@ -51,20 +53,15 @@ def fit(
     return [net]
 
 
+def fitted(loss_of: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
+    """Register the program that trains an MLP by this loss."""
+    PROGRAMS[loss_of.__name__] = lambda log: fit(log, mlp(), loss_of=loss_of)
+
+
 def loss_in_bfloat16(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     with torch.autocast(DEVICE.type, torch.bfloat16, enabled=IS_ON_GPU):
         out = net(x)
     return F.mse_loss(out.float(), y)
-
-
-@program
-def plain(log: Log) -> Trained:
-    return fit(log, mlp(), loader((6,), (1,)))
-
-
-@program
-def data_parallel(log: Log) -> Trained:
-    return fit(log, nn.DataParallel(mlp()), loader((6,), (1,)))
 
 
 @program
@@ -99,11 +96,6 @@ def mixed_precision_with_a_scaler(log: Log) -> Trained:
         scaler.update()
         log(loss.item(), scaler.get_scale())
     return [net]
-
-
-@program
-def mixed_precision_bfloat16(log: Log) -> Trained:
-    return fit(log, mlp(), loader((6,), (1,)), loss_in_bfloat16)
 
 
 @program
@@ -152,46 +144,35 @@ class Recurrent(nn.Module):
         return self.head(self.rnn(x)[0][:, -1])  # type: ignore[no-any-return]
 
 
-@program
-def lstm_with_dropout(log: Log) -> Trained:
-    return fit(log, Recurrent(nn.LSTM).to(DEVICE), loader((7, 6), (1,)))
-
-
-@program
-def gru_with_dropout(log: Log) -> Trained:
-    return fit(log, Recurrent(nn.GRU).to(DEVICE), loader((7, 6), (1,)))
-
-
 class Attention(nn.Module):
-    def __init__(self, kernels: Any = None) -> None:
+    def __init__(self, kernel: str = "") -> None:
         super().__init__()
-        self.first, self.last, self.kernels = nn.Linear(6, 3 * 32), nn.Linear(32, 1), kernels
+        self.first, self.last, self.kernel = nn.Linear(6, 3 * 32), nn.Linear(32, 1), kernel
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (2, 16)).transpose(1, 2) for part in self.first(x).chunk(3, -1))
-        if self.kernels is not None and IS_ON_GPU:
-            with torch.nn.attention.sdpa_kernel(self.kernels):
-                out = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2)
-        else:
+        with contextlib.ExitStack() as chosen:
+            if self.kernel and IS_ON_GPU:
+                kernel = getattr(torch.nn.attention.SDPBackend, self.kernel)
+                chosen.enter_context(torch.nn.attention.sdpa_kernel([kernel]))
             out = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2)
         return self.last(out.transpose(1, 2).flatten(2).mean(1))  # type: ignore[no-any-return]
 
 
-@program
-def attention_with_dropout(log: Log) -> Trained:
-    return fit(log, Attention().to(DEVICE), loader((8, 6), (1,)))
-
-
-@program
-def attention_with_dropout_efficient(log: Log) -> Trained:
-    kernels = [torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION]
-    return fit(log, Attention(kernels).to(DEVICE), loader((8, 6), (1,)))
-
-
-@program
-def attention_with_dropout_flash(log: Log) -> Trained:
-    kernels = [torch.nn.attention.SDPBackend.FLASH_ATTENTION]
-    return fit(log, Attention(kernels).to(DEVICE), loader((8, 6), (1,)), loss_in_bfloat16)
+PROGRAMS.update(
+    plain=lambda log: fit(log, mlp()),
+    data_parallel=lambda log: fit(log, nn.DataParallel(mlp())),
+    mixed_precision_bfloat16=lambda log: fit(log, mlp(), loss_of=loss_in_bfloat16),
+    lstm_with_dropout=lambda log: fit(log, Recurrent(nn.LSTM).to(DEVICE), loader((7, 6), (1,))),
+    gru_with_dropout=lambda log: fit(log, Recurrent(nn.GRU).to(DEVICE), loader((7, 6), (1,))),
+    attention_with_dropout=lambda log: fit(log, Attention().to(DEVICE), loader((8, 6), (1,))),
+    attention_with_dropout_efficient=lambda log: fit(
+        log, Attention("EFFICIENT_ATTENTION").to(DEVICE), loader((8, 6), (1,))
+    ),
+    attention_with_dropout_flash=lambda log: fit(
+        log, Attention("FLASH_ATTENTION").to(DEVICE), loader((8, 6), (1,)), loss_in_bfloat16
+    ),
+)
 
 
 @program
@@ -208,29 +189,22 @@ def transformer(log: Log) -> Trained:
     return fit(log, Net().to(DEVICE), loader((8, 6), (1,)))
 
 
-@program
-def noise_of_all_kinds(log: Log) -> Trained:
-    def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        drawn = [torch.randn_like(x), torch.rand(x.shape, device=x.device), torch.empty_like(x).exponential_()]
-        drawn += [torch.bernoulli(torch.full_like(x, 0.3)), torch.normal(x, 0.1), torch.empty_like(x).cauchy_().tanh()]
-        drawn += [torch.poisson(x.abs()), torch.empty_like(x).log_normal_(0, 0.1), x[torch.randperm(len(x)).to(DEVICE)]]
-        drawn += [x[torch.randperm(len(x), device=x.device)], torch.multinomial(x.softmax(1), 6).float()]
-        drawn += [torch.distributions.Beta(x.abs() + 1, 2.0).rsample(), F.gumbel_softmax(x, hard=True)]
-        return F.mse_loss(net(sum(drawn) / len(drawn)), y)
-
-    return fit(log, mlp(), loader((6,), (1,)), loss)
+@fitted
+def noise_of_all_kinds(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    drawn = [torch.randn_like(x), torch.rand(x.shape, device=x.device), torch.empty_like(x).exponential_()]
+    drawn += [torch.bernoulli(torch.full_like(x, 0.3)), torch.normal(x, 0.1), torch.empty_like(x).cauchy_().tanh()]
+    drawn += [torch.poisson(x.abs()), torch.empty_like(x).log_normal_(0, 0.1), x[torch.randperm(len(x)).to(DEVICE)]]
+    drawn += [x[torch.randperm(len(x), device=x.device)], torch.multinomial(x.softmax(1), 6).float()]
+    drawn += [torch.distributions.Beta(x.abs() + 1, 2.0).rsample(), F.gumbel_softmax(x, hard=True)]
+    return F.mse_loss(net(sum(drawn) / len(drawn)), y)
 
 
-@program
-def large_draws(log: Log) -> Trained:
+@fitted
+def large_draws(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """More numbers than a GPU draws at once: its threads draw several, in a pattern of the whole tensor."""
-
-    def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        noise = torch.randn(len(x), 200_000, device=x.device)
-        kept = F.dropout(torch.ones(len(x), 200_000, device=x.device), 0.4)
-        return F.mse_loss(net(x + noise[:, :6] + noise[:, -6:] + kept[:, -6:]), y)
-
-    return fit(log, mlp(), loader((6,), (1,)), loss)
+    noise = torch.randn(len(x), 200_000, device=x.device)
+    kept = F.dropout(torch.ones(len(x), 200_000, device=x.device), 0.4)
+    return F.mse_loss(net(x + noise[:, :6] + noise[:, -6:] + kept[:, -6:]), y)
 
 
 @program
@@ -240,7 +214,7 @@ def generator_on_the_gpu(log: Log) -> Trained:
     def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(net(x + 0.1 * torch.randn(x.shape, generator=generator, device=x.device)), y)
 
-    return fit(log, mlp(), loader((6,), (1,)), loss)
+    return fit(log, mlp(), loss_of=loss)
 
 
 @program
@@ -248,7 +222,7 @@ def noise_before_and_after_on_the_host(log: Log) -> Trained:
     def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(net(x + 0.1 * torch.randn(x.shape).to(DEVICE)), y + 0.1 * torch.randn_like(y))
 
-    trained = fit(log, mlp(), loader((6,), (1,)), loss)
+    trained = fit(log, mlp(), loss_of=loss)
     log(torch.rand(2), torch.rand(2, device=DEVICE), torch.get_rng_state().sum())
     return trained
 
@@ -256,7 +230,7 @@ def noise_before_and_after_on_the_host(log: Log) -> Trained:
 @program
 def another_stream(log: Log) -> Trained:
     if not IS_ON_GPU:
-        return fit(log, mlp(), loader((6,), (1,)))
+        return fit(log, mlp())
     side = torch.cuda.Stream()
 
     def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -266,13 +240,13 @@ def another_stream(log: Log) -> Trained:
         torch.cuda.current_stream().wait_stream(side)
         return F.mse_loss(net(x), y)
 
-    return fit(log, mlp(), loader((6,), (1,)), loss)
+    return fit(log, mlp(), loss_of=loss)
 
 
 @program
 def graph_of_an_evaluation(log: Log) -> Trained:
     net = mlp()
-    trained = fit(log, net, loader((6,), (1,)))
+    trained = fit(log, net)
     if not IS_ON_GPU:
         return trained
     held = torch.randn(16, 6, device=DEVICE)
@@ -296,14 +270,14 @@ def graph_of_an_evaluation(log: Log) -> Trained:
 def compiled(log: Log) -> Trained:
     net = mlp()
     fast = torch.compile(net)
-    return fit(log, net, loader((6,), (1,)), lambda _, x, y: F.mse_loss(fast(x), y))
+    return fit(log, net, None, lambda _, x, y: F.mse_loss(fast(x), y))
 
 
 @program
 def compiled_in_place(log: Log) -> Trained:
     net = mlp()
     net.compile()
-    return fit(log, net, loader((6,), (1,)))
+    return fit(log, net)
 
 
 @program
@@ -312,7 +286,7 @@ def compiled_function(log: Log) -> Trained:
     def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(net(x + 0.1 * torch.randn_like(x)), y)
 
-    return fit(log, mlp(), loader((6,), (1,)), loss)
+    return fit(log, mlp(), loss_of=loss)
 
 
 @program
@@ -321,7 +295,7 @@ def compiled_after_an_evaluation(log: Log) -> Trained:
     optimizer, fast = AdamW(net.parameters(), 1e-3), torch.compile(net)
     with torch.no_grad():
         log(fast(torch.ones(16, 6, device=DEVICE)).sum())
-    return fit(log, net, loader((6,), (1,)), lambda _, x, y: F.mse_loss(fast(x), y), optimizer)
+    return fit(log, net, None, lambda _, x, y: F.mse_loss(fast(x), y), optimizer)
 
 
 @program
@@ -331,18 +305,15 @@ def compiled_in_one_piece(log: Log) -> Trained:
     torch._dynamo.utils.counters.clear()
     net = mlp()
     fast = torch.compile(net, backend="eager")
-    trained = fit(log, net, loader((6,), (1,)), lambda _, x, y: F.mse_loss(fast(x), y))
+    trained = fit(log, net, None, lambda _, x, y: F.mse_loss(fast(x), y))
     log(sum(torch._dynamo.utils.counters["graph_break"].values()))
     return trained
 
 
-@program
-def dropout_of_expanded_rows(log: Log) -> Trained:
-    def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        repeated = F.dropout(net[0](x)[:, None].expand(-1, 3, -1), 0.3)  # type: ignore[index]
-        return F.mse_loss(net[-1](repeated.mean(1)), y)  # type: ignore[index]
-
-    return fit(log, mlp(), loader((6,), (1,)), loss)
+@fitted
+def dropout_of_expanded_rows(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    repeated = F.dropout(net[0](x)[:, None].expand(-1, 3, -1), 0.3)  # type: ignore[index]
+    return F.mse_loss(net[-1](repeated.mean(1)), y)  # type: ignore[index]
 
 
 @program
@@ -355,7 +326,7 @@ def compiled_to_graphs(log: Log) -> Trained:
 
 @program
 def memory_asked_for(log: Log) -> Trained:
-    trained = fit(log, mlp(), loader((6,), (1,)))
+    trained = fit(log, mlp())
     if IS_ON_GPU:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -374,7 +345,7 @@ def average_of_weights_on_the_host(log: Log) -> Trained:
                 slow.lerp_(fast.cpu(), 0.1)
         return F.mse_loss(net(x), y)
 
-    return [*fit(log, net, loader((6,), (1,)), loss), average]
+    return [*fit(log, net, loss_of=loss), average]
 
 
 @program
@@ -388,7 +359,7 @@ def losses_kept_on_the_gpu(log: Log) -> Trained:
         total = total + each.detach().sum()
         return each.mean()
 
-    trained = fit(log, net, loader((6,), (1,)), loss)
+    trained = fit(log, net, loss_of=loss)
     log(total.item() / 50)
     return trained
 

@@ -6,6 +6,7 @@ and train as on one. 50 samples in batches of 16: the last has 2 rows, and neith
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Callable
 
@@ -17,11 +18,12 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.one_process.parts import classes, data, loader, mlp, train
+from tests.one_process.parts import by_loss, classes, data, loader, mlp, train
 from tests.one_process.runner import Log, Programs, Trained, main
 
 PROGRAMS = Programs()
 idiom = PROGRAMS.add
+trains = functools.partial(by_loss, PROGRAMS)
 
 
 def binary(n: int = 50, features: int = 6) -> tuple[Tensor, Tensor]:
@@ -61,100 +63,45 @@ def language_model(words: int = 10) -> nn.Sequential:
 # Masked means
 
 
+def trained_by_mean(mean_of: Callable[[Tensor, Tensor], Tensor], log: Log) -> Trained:
+    """Train by the loss `mean_of(errors (B, T), mask (B, T))`."""
+    net = mlp(3)
+
+    def loss_of(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        return mean_of((net(x) - y).square().squeeze(-1), mask)
+
+    return train(log, net, loss_of, loader(*sequences()))
+
+
 def masked(mean_of: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Register the program that trains by the loss `mean_of(errors (B, T), mask (B, T))`."""
-
-    def trained(log: Log) -> Trained:
-        net = mlp(3)
-
-        def loss_of(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-            return mean_of((net(x) - y).square().squeeze(-1), mask)
-
-        return train(log, net, loss_of, loader(*sequences()))
-
-    PROGRAMS[mean_of.__name__] = trained
+    PROGRAMS[mean_of.__name__] = functools.partial(trained_by_mean, mean_of)
 
 
-@masked
-def masked_over_sum(e: Tensor, m: Tensor) -> Tensor:
-    return (e * m).sum() / m.sum()
-
-
-@masked
-def masked_over_item(e: Tensor, m: Tensor) -> Tensor:
-    return (e * m).sum() / m.sum().item()
-
-
-@masked
-def masked_over_int(e: Tensor, m: Tensor) -> Tensor:
-    return torch.sum(e * m) / int(m.sum())
-
-
-@masked
-def masked_over_clamped(e: Tensor, m: Tensor) -> Tensor:
-    return (e * m).sum() / m.sum().clamp(min=1)
-
-
-@masked
-def masked_over_max_of_one(e: Tensor, m: Tensor) -> Tensor:
-    return (e * m).sum() / max(1, m.sum())
-
-
-@masked
-def masked_over_sum_and_epsilon(e: Tensor, m: Tensor) -> Tensor:
-    return torch.sum(e * m) / (torch.sum(m) + 1e-8)
-
-
-@masked
-def masked_over_len_of_nonzero(e: Tensor, m: Tensor) -> Tensor:
-    return (e * m).sum() / len(torch.nonzero(m))
-
-
-@masked
-def masked_over_count_nonzero(e: Tensor, m: Tensor) -> Tensor:
-    return (e * m).sum() / torch.count_nonzero(m)
-
-
-@masked
-def masked_over_numpy_sum(e: Tensor, m: Tensor) -> Tensor:
-    return (e * m).sum() / float(np.sum(m.numpy() > 0))
-
-
-@masked
-def masked_over_python_sum(e: Tensor, m: Tensor) -> Tensor:
-    return (e * m).sum() / sum(int(length) for length in m.sum(-1).tolist())
-
-
-@masked
-def masked_means_divided(e: Tensor, m: Tensor) -> Tensor:
-    return (e * m).mean() / m.mean()
-
-
-@masked
-def masked_by_boolean_index(e: Tensor, m: Tensor) -> Tensor:
-    return e[m.bool()].mean()
-
-
-@masked
-def masked_by_index_and_shape(e: Tensor, m: Tensor) -> Tensor:
-    valid = e[m > 0]
-    return valid.sum() / valid.shape[0]
-
-
-@masked
-def masked_select(e: Tensor, m: Tensor) -> Tensor:
-    return e.masked_select(m == 1).mean()
-
-
-@masked
-def masked_by_flat_nonzero(e: Tensor, m: Tensor) -> Tensor:
-    places = m.reshape(-1).nonzero(as_tuple=False).squeeze(1)
-    return e.reshape(-1).index_select(0, places).mean()
-
-
-@masked
-def masked_nanmean(e: Tensor, m: Tensor) -> Tensor:
-    return torch.where(m > 0, e, torch.nan).nanmean()
+MASKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "masked_over_sum": lambda e, m: torch.sum(e * m) / (m.sum().clamp(min=1) + 1e-8),
+    "masked_over_item": lambda e, m: (e * m).sum() / m.sum().item(),
+    "masked_over_max_of_one": lambda e, m: (e * m).sum() / max(1, m.sum()),
+    "masked_over_len_of_nonzero": lambda e, m: (e * m).sum() / len(torch.nonzero(m)),
+    "masked_over_count_nonzero": lambda e, m: (e * m).sum() / torch.count_nonzero(m),
+    "masked_over_numpy_sum": lambda e, m: (e * m).sum() / float(np.sum(m.numpy() > 0)),
+    "masked_over_python_sum": lambda e, m: (e * m).sum() / sum(int(length) for length in m.sum(-1).tolist()),
+    "masked_means_divided": lambda e, m: (e * m).mean() / m.mean(),
+    "masked_by_boolean_index": lambda e, m: e[m.bool()].mean() + e[m > 0].sum() / e[m > 0].shape[0],
+    "masked_select": lambda e, m: e.masked_select(m == 1).mean(),
+    "masked_by_flat_nonzero": lambda e, m: e.reshape(-1).index_select(0, m.reshape(-1).nonzero().squeeze(1)).mean(),
+    "masked_nanmean": lambda e, m: torch.where(m > 0, e, torch.nan).nanmean(),
+    "masked_fill": lambda e, m: e.masked_fill(~m.bool(), 0).sum().div(m.sum()),
+    "masked_dot_product": lambda e, m: e.view(-1) @ m.view(-1) / m.sum(),
+    "masked_einsum": lambda e, m: torch.einsum("bt,bt->", e, m) / torch.einsum("bt->", m),
+    "masked_per_sequence_then_mean": lambda e, m: ((e * m).sum(1) / m.sum(1)).mean(),
+    "masked_sum_per_sequence_over_batch": lambda e, m: (e * m).sum(dim=1).sum() / e.shape[0],
+    "masked_per_step_then_mean": lambda e, m: ((e * m).sum(0) / m.sum(0).clamp_min(1)).mean(),
+    # The batch is cut to its own longest sequence.
+    "masked_lengths_of_the_batch": lambda e, m: (e * m)[:, : int(m.sum(1).max())].mean(),
+    # Relative to numpy's mean, by its weights.
+    "masked_numpy_average": lambda e, m: (e * m / m.sum()).sum() / np.average(e.detach().numpy(), weights=m.numpy()),
+}
+PROGRAMS.update((name, functools.partial(trained_by_mean, mean_of)) for name, mean_of in MASKED.items())
 
 
 @masked
@@ -162,36 +109,6 @@ def masked_by_assignment(e: Tensor, m: Tensor) -> Tensor:
     e = e.clone()
     e[m == 0] = 0.0
     return e.sum() / (m != 0).sum()
-
-
-@masked
-def masked_fill(e: Tensor, m: Tensor) -> Tensor:
-    return e.masked_fill(~m.bool(), 0).sum().div(m.sum())
-
-
-@masked
-def masked_dot_product(e: Tensor, m: Tensor) -> Tensor:
-    return e.view(-1) @ m.view(-1) / m.sum()
-
-
-@masked
-def masked_einsum(e: Tensor, m: Tensor) -> Tensor:
-    return torch.einsum("bt,bt->", e, m) / torch.einsum("bt->", m)
-
-
-@masked
-def masked_per_sequence_then_mean(e: Tensor, m: Tensor) -> Tensor:
-    return ((e * m).sum(1) / m.sum(1)).mean()
-
-
-@masked
-def masked_sum_per_sequence_over_batch(e: Tensor, m: Tensor) -> Tensor:
-    return (e * m).sum(dim=1).sum() / e.shape[0]
-
-
-@masked
-def masked_per_step_then_mean(e: Tensor, m: Tensor) -> Tensor:
-    return ((e * m).sum(0) / m.sum(0).clamp_min(1)).mean()
 
 
 @masked
@@ -220,28 +137,12 @@ def masked_only_if_any(e: Tensor, m: Tensor) -> Tensor:
     return loss
 
 
-@masked
-def masked_numpy_average(e: Tensor, m: Tensor) -> Tensor:
-    """The loss is relative to numpy's mean, by its weights."""
-    return (e * (m / m.sum())).sum() / np.average(e.detach().numpy(), weights=m.numpy())
-
-
-@masked
-def masked_lengths_of_the_batch(e: Tensor, m: Tensor) -> Tensor:
-    """The batch is cut to its own longest sequence before the mean."""
-    longest = int(m.sum(1).max())
-    return (e * m)[:, :longest].mean()
-
-
 # Tokens, counts and labels that are ignored
 
 
-@idiom
-def ignore_index(log: Log) -> Trained:
-    net = language_model()
-    return train(
-        log, net, lambda x, y: F.cross_entropy(net(x).transpose(1, 2), y, ignore_index=-100), loader(*tokens())
-    )
+@trains(language_model, batches=lambda: loader(*tokens()))
+def ignore_index(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(net(x).transpose(1, 2), y, ignore_index=-100)
 
 
 @idiom
@@ -255,42 +156,27 @@ def ignore_index_of_padding(log: Log) -> Trained:
     return train(log, net, loss_of, loader(*tokens(padding=0)))
 
 
-@idiom
-def summed_over_valid_tokens(log: Log) -> Trained:
-    net = language_model()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(net(x).flatten(0, 1), y.flatten(), reduction="sum", ignore_index=-100)
-        return loss / (y != -100).sum()
-
-    return train(log, net, loss_of, loader(*tokens()))
+@trains(language_model, batches=lambda: loader(*tokens()))
+def summed_over_valid_tokens(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(net(x).flatten(0, 1), y.flatten(), reduction="sum", ignore_index=-100)
+    return loss / (y != -100).sum()
 
 
-@idiom
-def nll_of_gathered_words(log: Log) -> Trained:
-    net = language_model()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        valid = y.ne(-100)
-        words = net(x).log_softmax(-1).gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        return -(words * valid).sum() / valid.sum()
-
-    return train(log, net, loss_of, loader(*tokens()))
+@trains(language_model, batches=lambda: loader(*tokens()))
+def nll_of_gathered_words(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    valid = y.ne(-100)
+    words = net(x).log_softmax(-1).gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return -(words * valid).sum() / valid.sum()
 
 
-@idiom
-def masked_words_predicted(log: Log) -> Trained:
+@trains(language_model, batches=lambda: loader(*tokens()))
+def masked_words_predicted(net: Any, log: Log, x: Tensor, _: Tensor) -> Tensor:
     """A sixth of the words is drawn and hidden; the loss is over these alone."""
-    net = language_model()
-
-    def loss_of(x: Tensor, _: Tensor) -> Tensor:
-        hidden = torch.bernoulli(torch.full(x.shape, 0.15)).bool()
-        hidden[0, 0] = True
-        labels, inputs = x.masked_fill(~hidden, -100), x.masked_fill(hidden, 0)
-        log(hidden.sum().item())
-        return F.cross_entropy(net(inputs)[hidden], labels[hidden])
-
-    return train(log, net, loss_of, loader(*tokens()))
+    hidden = torch.bernoulli(torch.full(x.shape, 0.15)).bool()
+    hidden[0, 0] = True
+    labels, inputs = x.masked_fill(~hidden, -100), x.masked_fill(hidden, 0)
+    log(hidden.sum().item())
+    return F.cross_entropy(net(inputs)[hidden], labels[hidden])
 
 
 @idiom
@@ -365,30 +251,20 @@ def items_counted_before_accumulation(log: Log) -> Trained:
     return [net]
 
 
-@idiom
-def tokens_of_an_unpadded_batch(log: Log) -> Trained:
+@trains(lambda: mlp(3), batches=lambda: loader(*sequences()))
+def tokens_of_an_unpadded_batch(net: Any, log: Log, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
     """The valid rows are packed into one long list before the network sees them."""
-    net = mlp(3)
-
-    def loss_of(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-        valid = mask.flatten().bool()
-        return F.smooth_l1_loss(net(x.flatten(0, 1)[valid]), y.flatten(0, 1)[valid])
-
-    return train(log, net, loss_of, loader(*sequences()))
+    valid = mask.flatten().bool()
+    return F.smooth_l1_loss(net(x.flatten(0, 1)[valid]), y.flatten(0, 1)[valid])
 
 
-@idiom
-def actions_reshaped_and_selected(log: Log) -> Trained:
+@trains(lambda: nn.GRU(3, 1, batch_first=True), batches=lambda: loader(*sequences()))
+def actions_reshaped_and_selected(net: Any, log: Log, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
     """Actions (B, T, A) become rows (B * T, A), of which those under the attention mask count."""
-    net = nn.GRU(3, 1, batch_first=True)
-
-    def loss_of(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-        predicted = net(x)[0]
-        size = predicted.shape[2]
-        predicted = predicted.reshape(-1, size)[mask.reshape(-1) > 0]
-        return torch.mean((predicted - y.reshape(-1, size)[mask.reshape(-1) > 0]) ** 2)
-
-    return train(log, net, loss_of, loader(*sequences()))
+    predicted = net(x)[0]
+    size = predicted.shape[2]
+    predicted = predicted.reshape(-1, size)[mask.reshape(-1) > 0]
+    return torch.mean((predicted - y.reshape(-1, size)[mask.reshape(-1) > 0]) ** 2)
 
 
 @idiom
@@ -407,12 +283,9 @@ def summed_over_the_dataset(log: Log) -> Trained:
     return [net]
 
 
-@idiom
-def divided_by_rows(log: Log) -> Trained:
-    net = mlp()
-    return train(
-        log, net, lambda x, y: ((net(x) - y) ** 2).sum() / x.shape[0] + ((net(x) - y).abs()).sum() / len(x) / 9
-    )
+@trains()
+def divided_by_rows(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    return ((net(x) - y) ** 2).sum() / x.shape[0] + ((net(x) - y).abs()).sum() / len(x) / 9
 
 
 @idiom
@@ -442,32 +315,22 @@ def class_weights(log: Log) -> Trained:
     return train(log, net, lambda x, y: criterion(net(x), y), loader(*classes()))
 
 
-@idiom
-def weights_of_the_batch(log: Log) -> Trained:
+@trains(batches=lambda: loader(*binary()))
+def weights_of_the_batch(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
     """Positives count more, by their share of the batch."""
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        positives = y.sum()
-        weight = (len(y) - positives) / positives.clamp(min=1)
-        return F.binary_cross_entropy_with_logits(net(x).squeeze(-1), y, pos_weight=weight)
-
-    return train(log, net, loss_of, loader(*binary()))
+    positives = y.sum()
+    weight = (len(y) - positives) / positives.clamp(min=1)
+    return F.binary_cross_entropy_with_logits(net(x).squeeze(-1), y, pos_weight=weight)
 
 
-@idiom
-def importance_weights(log: Log) -> Trained:
+@trains()
+def importance_weights(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
     """As in prioritised replay: weights by rank of the error, relative to the largest of the batch."""
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        error = (net(x) - y).squeeze(-1)
-        weights = (1 + error.detach().abs().argsort().argsort()).to(error.dtype) ** -0.5
-        weights = weights / weights.max()
-        log((error.abs() + 1e-6).detach().numpy().max())
-        return (weights * error.square()).mean()
-
-    return train(log, net, loss_of)
+    error = (net(x) - y).squeeze(-1)
+    weights = (1 + error.detach().abs().argsort().argsort()).to(error.dtype) ** -0.5
+    weights = weights / weights.max()
+    log((error.abs() + 1e-6).detach().numpy().max())
+    return (weights * error.square()).mean()
 
 
 @idiom
@@ -482,32 +345,21 @@ def advantage_weighted(log: Log) -> Trained:
     return train(log, net, loss_of)
 
 
-@idiom
-def dice(log: Log) -> Trained:
-    net = convnet()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        p = net(x).sigmoid()
-        return 1 - (2 * (p * y).sum() + 1) / (p.sum() + y.sum() + 1)
-
-    return train(log, net, loss_of, loader(*masks()))
+@trains(convnet, batches=lambda: loader(*masks()))
+def dice(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    p = net(x).sigmoid()
+    return 1 - (2 * (p * y).sum() + 1) / (p.sum() + y.sum() + 1)
 
 
-@idiom
-def focal(log: Log) -> Trained:
-    net = mlp(out=4)
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        nll = F.cross_entropy(net(x), y, reduction="none")
-        return ((1 - torch.exp(-nll)) ** 2 * nll).sum() / (y > 0).sum().clamp(min=1)
-
-    return train(log, net, loss_of, loader(*classes()))
+@trains(lambda: mlp(out=4), batches=lambda: loader(*classes()))
+def focal(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    nll = F.cross_entropy(net(x), y, reduction="none")
+    return ((1 - torch.exp(-nll)) ** 2 * nll).sum() / (y > 0).sum().clamp(min=1)
 
 
-@idiom
-def root_of_the_mean(log: Log) -> Trained:
-    net = mlp()
-    return train(log, net, lambda x, y: torch.sqrt(F.mse_loss(net(x), y) + 1e-8) + (net(x) - y).norm() / len(x) ** 0.5)
+@trains()
+def root_of_the_mean(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    return torch.sqrt(F.mse_loss(net(x), y) + 1e-8) + (net(x) - y).norm() / len(x) ** 0.5
 
 
 @idiom
@@ -525,16 +377,11 @@ def expectile_and_quantile(log: Log) -> Trained:
 # Samples that meet each other
 
 
-@idiom
-def info_nce(log: Log) -> Trained:
-    net = mlp(out=4)
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        one = F.normalize(net(x + 0.1 * torch.randn_like(x)), dim=-1)
-        two = F.normalize(net(x + 0.1 * torch.randn_like(x)), dim=-1)
-        return F.cross_entropy(one @ two.T / 0.1, torch.arange(len(x)))
-
-    return train(log, net, loss_of)
+@trains(lambda: mlp(out=4))
+def info_nce(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    one = F.normalize(net(x + 0.1 * torch.randn_like(x)), dim=-1)
+    two = F.normalize(net(x + 0.1 * torch.randn_like(x)), dim=-1)
+    return F.cross_entropy(one @ two.T / 0.1, torch.arange(len(x)))
 
 
 @idiom
@@ -553,50 +400,35 @@ def contrast_of_two_encoders(log: Log) -> Trained:
     return train(log, net, loss_of)
 
 
-@idiom
-def supervised_contrast(log: Log) -> Trained:
-    net = mlp(out=4)
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        z = F.normalize(net(x), dim=1)
-        others = ~torch.eye(len(x), dtype=torch.bool)
-        logits = (z @ z.T / 0.5).masked_fill(~others, -1e9)
-        same = (y.unsqueeze(0) == y.unsqueeze(1)) & others
-        found = same.any(1)
-        log(int(found.sum()))
-        per_sample = (logits.log_softmax(1) * same).sum(1)[found] / same.sum(1)[found]
-        return -per_sample.sum() / found.sum().clamp(min=1)
-
-    return train(log, net, loss_of, loader(*classes()))
+@trains(lambda: mlp(out=4), batches=lambda: loader(*classes()))
+def supervised_contrast(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    z = F.normalize(net(x), dim=1)
+    others = ~torch.eye(len(x), dtype=torch.bool)
+    logits = (z @ z.T / 0.5).masked_fill(~others, -1e9)
+    same = (y.unsqueeze(0) == y.unsqueeze(1)) & others
+    found = same.any(1)
+    log(int(found.sum()))
+    per_sample = (logits.log_softmax(1) * same).sum(1)[found] / same.sum(1)[found]
+    return -per_sample.sum() / found.sum().clamp(min=1)
 
 
-@idiom
-def hardest_triplets(log: Log) -> Trained:
-    net = mlp(out=3)
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        distances = torch.cdist(net(x), net(x))
-        same = y[:, None] == y[None]
-        farthest = (distances * same).max(1)[0]
-        nearest = (distances + 1e3 * same).min(1)[0]
-        return F.relu(farthest - nearest + 0.3).mean()
-
-    return train(log, net, loss_of, loader(*classes()))
+@trains(lambda: mlp(out=3), batches=lambda: loader(*classes()))
+def hardest_triplets(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    distances = torch.cdist(net(x), net(x))
+    same = y[:, None] == y[None]
+    farthest = (distances * same).max(1)[0]
+    nearest = (distances + 1e3 * same).min(1)[0]
+    return F.relu(farthest - nearest + 0.3).mean()
 
 
-@idiom
-def cross_correlation(log: Log) -> Trained:
+@trains(lambda: mlp(out=4))
+def cross_correlation(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
     """As Barlow Twins and VICReg: features are normalised over the batch."""
-    net = mlp(out=4)
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        one, two = net(x + 0.1 * torch.randn_like(x)), net(x + 0.1 * torch.randn_like(x))
-        a, b = ((z - z.mean(0)) / (z.std(0) + 1e-4) for z in (one, two))
-        c = a.T @ b / len(x)
-        off = c.flatten()[:-1].view(3, 5)[:, 1:].pow(2).sum()
-        return (torch.diagonal(c) - 1).pow(2).sum() + 5e-3 * off + F.relu(1 - one.var(dim=0).sqrt()).mean()
-
-    return train(log, net, loss_of)
+    one, two = net(x + 0.1 * torch.randn_like(x)), net(x + 0.1 * torch.randn_like(x))
+    a, b = ((z - z.mean(0)) / (z.std(0) + 1e-4) for z in (one, two))
+    c = a.T @ b / len(x)
+    off = c.flatten()[:-1].view(3, 5)[:, 1:].pow(2).sum()
+    return (torch.diagonal(c) - 1).pow(2).sum() + 5e-3 * off + F.relu(1 - one.var(dim=0).sqrt()).mean()
 
 
 @idiom
@@ -613,28 +445,18 @@ def kernel_discrepancy(log: Log) -> Trained:
     return train(log, net, loss_of)
 
 
-@idiom
-def mixup(log: Log) -> Trained:
-    net = mlp(out=4)
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        share, order = np.random.beta(0.4, 0.4), torch.randperm(x.size(0))
-        out = net(share * x + (1 - share) * x[order])
-        return share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, y[order])
-
-    return train(log, net, loss_of, loader(*classes()))
+@trains(lambda: mlp(out=4), batches=lambda: loader(*classes()))
+def mixup(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    share, order = np.random.beta(0.4, 0.4), torch.randperm(x.size(0))
+    out = net(share * x + (1 - share) * x[order])
+    return share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, y[order])
 
 
-@idiom
-def gradient_penalty(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        inner = (x + torch.rand(len(x), 1) * torch.randn_like(x)).requires_grad_(True)
-        (slope,) = torch.autograd.grad(net(inner).sum(), inner, create_graph=True)
-        return net(x).mean() + 10 * (slope.norm(2, dim=1) - 1).pow(2).mean()
-
-    return train(log, net, loss_of)
+@trains()
+def gradient_penalty(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    inner = (x + torch.rand(len(x), 1) * torch.randn_like(x)).requires_grad_(True)
+    (slope,) = torch.autograd.grad(net(inner).sum(), inner, create_graph=True)
+    return net(x).mean() + 10 * (slope.norm(2, dim=1) - 1).pow(2).mean()
 
 
 @idiom

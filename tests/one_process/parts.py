@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, Callable, Optional
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.one_process.runner import Log, Trained
+from tests.one_process.runner import Log, Programs, Trained
 
 
 def data(features: int = 6, n: int = 50) -> tuple[Tensor, Tensor]:
@@ -61,3 +62,21 @@ def train(
     for loss in steps(SGD(net.parameters(), lr), loss_of, batches):
         log(loss.item())
     return [net]
+
+
+def by_loss(
+    programs: Programs,
+    make: Callable[[], Any] = mlp,
+    batches: Callable[[], Optional[Iterable[Any]]] = lambda: None,
+    lr: float = 0.1,
+) -> Callable[[Callable[..., Tensor]], None]:
+    """Return a decorator that registers the program which trains a network by `loss_of(net, log, *batch)`."""
+
+    def add(loss_of: Callable[..., Tensor]) -> None:
+        def program(log: Log) -> Trained:
+            net = make()
+            return train(log, net, functools.partial(loss_of, net, log), batches(), lr)
+
+        programs[loss_of.__name__] = program
+
+    return add

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import os
 import resource
 import threading
@@ -17,7 +16,7 @@ from torch import nn
 
 import ddpshim
 from ddpshim.checkpoint import files as checkpoint
-from ddpshim.checkpoint.background import Background, Copy
+from ddpshim.checkpoint.background import Copy
 from ddpshim.errors import CheckpointError, RankError
 from ddpshim.failures import failure
 from ddpshim.process import machine
@@ -70,29 +69,6 @@ def _stopped(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     monkeypatch.setattr(checkpoint, "_write", write_later)
     return go_on
-
-
-@pytest.mark.unit
-def test_jobs_are_done_in_order_and_not_after_one_that_failed(tmp_path: Path) -> None:
-    background, go_on = Background(), threading.Event()
-    background.do(go_on.wait, "wait")
-    background.do(functools.partial(os.mkdir, tmp_path / "a"), "make a")
-    background.do(functools.partial(os.mkdir, tmp_path / "a" / "b"), "make b")
-    background.wait(0.05)
-    assert background.is_busy
-    assert os.listdir(tmp_path) == []
-    go_on.set()
-    background.wait()
-    assert (tmp_path / "a" / "b").is_dir()
-    background.do(functools.partial(os.rmdir, tmp_path / "a"), "remove a")
-    background.do(functools.partial(os.mkdir, tmp_path / "c"), "make c")
-    background.do(functools.partial(os.mkdir, tmp_path / "d"), "make d")
-    with pytest.raises(CheckpointError, match=r"Directory not empty.* Left out because of it: make c, make d"):
-        background.wait()
-    assert not background.is_busy
-    background.do(functools.partial(os.mkdir, tmp_path / "e"), "make e")
-    background.wait()
-    assert sorted(os.listdir(tmp_path)) == ["a", "e"]
 
 
 @pytest.fixture
@@ -164,7 +140,7 @@ def test_what_torch_saves_in_a_block_goes_to_the_background(
     assert Path(path).read_text() == "no checkpoint of torch's"
 
 
-def test_small_files_and_impossible_places_are_seen_to_at_once(
+def test_small_files_impossible_places_and_a_lack_of_memory_are_seen_to_at_once(
     tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(CheckpointError, match="could not be written"):
@@ -175,18 +151,16 @@ def test_small_files_and_impossible_places_are_seen_to_at_once(
     go_on = _stopped(monkeypatch)
     monkeypatch.setattr(checkpoint, "_LEAST_BYTES", 1000)
     checkpoint.save_in_background(torch.zeros(10), tmp_path / "small.pth")
-    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(None, 5_000_000, None))
+    monkeypatch.setattr(machine, "memory", lambda: machine.MainMemory(None, 5_000_000, None))
     checkpoint.save_in_background(torch.zeros(1_000_000), tmp_path / "large.pth")
     assert sorted(os.listdir(tmp_path)) == ["large.pth", "small.pth"]
     go_on.set()
 
-
-def test_without_room_for_the_copy_it_is_saved_at_once(
-    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def no_memory(*args: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device (on purpose)")
 
+    monkeypatch.undo()
+    monkeypatch.setattr(checkpoint, "_LEAST_BYTES", 0)
     monkeypatch.setattr(torch, "empty", no_memory)
     with pytest.warns(UserWarning, match=r"a.pth was written while training waited, .*on purpose"):
         checkpoint.save_in_background(torch.ones(2), tmp_path / "a.pth")
@@ -196,10 +170,19 @@ def test_without_room_for_the_copy_it_is_saved_at_once(
 @pytest.fixture
 def full_disk(tmp_path: Path, small: None) -> Iterator[None]:
     checkpoint.save_whole(torch.save, "old", tmp_path / "a.pth")
+    checkpoint.save(torch.zeros(10_000), tmp_path / "big.pth")
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+
+
+def test_a_full_disk_is_named_and_leaves_the_old_file(tmp_path: Path, full_disk: None) -> None:
+    for write, source in ((checkpoint.save, torch.zeros(10_000)), (checkpoint.copy, tmp_path / "big.pth")):
+        with pytest.raises(CheckpointError, match=r"4\d,\d+ bytes needed, [\d,]+ bytes free"):
+            write(source, tmp_path / "a.pth")
+    assert torch.load(tmp_path / "a.pth") == "old"
+    assert sorted(os.listdir(tmp_path)) == ["a.pth", "big.pth"]
 
 
 def test_an_error_in_the_background_comes_with_the_next_call_once(
@@ -226,7 +209,7 @@ def test_an_error_in_the_background_comes_with_the_next_call_once(
     checkpoint._at_exit()
     assert "could not be written" in str(aborted[0])
     assert torch.load(path) == "old"
-    assert os.listdir(tmp_path) == ["a.pth"]
+    assert sorted(os.listdir(tmp_path)) == ["a.pth", "big.pth"]
 
 
 def _rank_saves(path: str) -> None:

@@ -12,7 +12,7 @@ from tests.promises.running import trained
 pytestmark = pytest.mark.launch
 SAID = {
     "raises": (1, "ArithmeticError: the loss is no number"),
-    "killed": (137, "SIGKILL"),
+    "killed": (137, "SIGKILL (out of memory? see dmesg)"),
     "exits": (3, "exit code 3"),
     "dataset": (1, "ValueError: sample 13 is broken"),
 }

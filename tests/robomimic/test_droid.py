@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from ddpshim import droid as adapter
 from ddpshim.data.loader import make_loader
-from ddpshim.droid import calls as adapter
 from ddpshim.model.parallel import wrap_parallel
 from ddpshim.process.random_streams import rank_states, restore_rank_states
 from evidence.equivalence import Run, largest_difference

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from traceback import FrameSummary
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,9 @@ from torch import nn
 import ddpshim
 from ddpshim.errors import RolloutError
 from ddpshim.evaluation import episodes
-from ddpshim.evaluation.evaluating import Evaluation
-from ddpshim.evaluation.intervals import exact
+from ddpshim.evaluation.evaluating import Evaluation, exact_interval
 from ddpshim.process import events
-from ddpshim.process.progress import Progress, place_of
+from ddpshim.process.users_line import Progress, place_of
 from tests.ranks import run_ranks
 
 
@@ -216,25 +216,16 @@ def test_what_would_be_wrong_is_refused(make_env: Any, policy: Any, more: dict[s
     assert text in str(refused.value)
 
 
-class _Notes:
-    def __init__(self) -> None:
-        self.noted: list[tuple[str, Any]] = []
-
-    def note(self, kind: str, **values: Any) -> None:
-        self.noted.append((kind, values))
-
-    def end(self, how: str, **values: Any) -> None: ...
-
-
 @pytest.mark.unit
 def test_an_evaluation_is_recorded_and_known_as_work_of_a_rank() -> None:
-    notes = _Notes()
-    events.record_to(notes)
+    noted: list[tuple[str, Any]] = []
+    records: Any = SimpleNamespace(note=lambda kind, **values: noted.append((kind, values)), end=print)
+    events.record_to(records)
     try:
         found = ddpshim.evaluate(Reach, Net(), 4)
     finally:
         events.record_to(None)
-    ((kind, values),) = notes.noted
+    ((kind, values),) = noted
     assert (kind, values["environment"], values["episodes"]) == ("rollout", "Reach", 4)
     assert values["metrics"] == {"Success_Rate": found.success_rate, "Return": found.mean_reward}
     assert values["interval"] == found.interval
@@ -259,5 +250,5 @@ def test_success_is_what_the_caller_says_or_info_has() -> None:
     [(0, 20, (0.0, 0.1684)), (10, 20, (0.2720, 0.7280)), (20, 20, (0.8316, 1.0)), (57, 60, (0.8608, 0.9896))],
 )
 def test_the_exact_interval(successes: int, num: int, expected: tuple[float, float]) -> None:
-    assert exact(successes, num) == pytest.approx(expected, abs=1e-4)
-    assert exact(1900, 2000) == pytest.approx((0.9395, 0.9591), abs=1e-4)
+    assert exact_interval(successes, num) == pytest.approx(expected, abs=1e-4)
+    assert exact_interval(1900, 2000) == pytest.approx((0.9395, 0.9591), abs=1e-4)

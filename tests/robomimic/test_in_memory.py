@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ddpshim import adapters
-from ddpshim.trainers.patching import in_memory, patchset
+from ddpshim.trainers import patch_sets, patching_in_memory
 from evidence.equivalence import copy_release, make_run_config, source
 from tests import droid
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh
@@ -52,7 +52,7 @@ def make_set(root: Path, before: dict[str, str], after: dict[str, str]) -> None:
     (root / "01-all.patch").write_text("Description: twice\n---\n" + "".join(line for diff in diffs for line in diff))
     pristine = root.parent / "pristine"
     write(pristine, before)
-    patchset.build_manifest(root, pristine, "1")
+    patch_sets.build_manifest(root, pristine, "1")
 
 
 @pytest.fixture
@@ -70,12 +70,13 @@ TWO_PI = pytest.approx(6.28319, abs=1e-5)
 def load(tmp_path: Path, sets: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
     """Installs the package with these texts, and has its tool patched; all is as before at the end."""
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    monkeypatch.setattr(adapters, "packages", lambda: {"areas": "none"})
+    monkeypatch.setattr(adapters, "packages", lambda: {"areas": "json"})
+    monkeypatch.setattr(patch_sets, "default_patches_root", lambda: sets)
 
     def install(files: dict[str, str], module: str = "areas.tool") -> bool:
         write(tmp_path / "tree", {**FILES, **files})
         monkeypatch.syspath_prepend(str(tmp_path / "tree"))
-        return in_memory.patch_program(module, sets)
+        return patching_in_memory.patch_program(module)
 
     yield install
     for name in [name for name in sys.modules if name.split(".")[0] == "areas"]:
@@ -95,7 +96,7 @@ def test_a_program_and_what_it_imports_are_patched_and_shown_as_they_run(load: L
     assert frames[1].filename == f"{tmp_path}/tree/areas/disc.py, patched by ddpshim"
     disc = importlib.import_module("areas.disc")
     assert (disc.area(1), disc.__file__) == (TWO_PI, f"{tmp_path}/tree/areas/disc.py")
-    assert in_memory.set_in_memory("areas") == "areas/1"
+    assert patching_in_memory.set_in_memory("areas") == "areas/1"
     assert {name: (tmp_path / "tree" / name).read_text() for name in FILES} == FILES
     assert not list(tmp_path.rglob("disc*.pyc")), "another program would run it"
 
@@ -104,7 +105,7 @@ def test_a_program_and_what_it_imports_are_patched_and_shown_as_they_run(load: L
 def test_another_program_gets_the_files_as_they_are(load: Load) -> None:
     assert not load({}, "areas.other")
     assert importlib.import_module("areas.disc").area(1) == PI
-    assert in_memory.set_in_memory("areas") is None
+    assert patching_in_memory.set_in_memory("areas") is None
 
 
 @pytest.mark.unit
@@ -153,9 +154,9 @@ def test_files_that_are_patched_on_disk_are_left(load: Load) -> None:
 @pytest.mark.unit
 def test_a_file_is_known_by_its_path(load: Load, tmp_path: Path) -> None:
     load({})
-    assert in_memory.module_of(str(tmp_path / "tree" / "areas" / "tool.py")) == "areas.tool"
-    assert in_memory.module_of(str(tmp_path / "areas" / "tool.py")) is None
-    assert in_memory.module_of(str(tmp_path / "tree" / "tool.py")) is None
+    assert patching_in_memory.module_of(str(tmp_path / "tree" / "areas" / "tool.py")) == "areas.tool"
+    assert patching_in_memory.module_of(str(tmp_path / "areas" / "tool.py")) is None
+    assert patching_in_memory.module_of(str(tmp_path / "tree" / "tool.py")) is None
 
 
 # The real trainer.
@@ -164,22 +165,22 @@ RELEASE = "0.3.0"
 
 
 @pytest.mark.robomimic
-@pytest.mark.parametrize("patch_set", patchset.load_sets(), ids=lambda patch_set: patch_set.name)
-def test_every_hunk_of_a_set_stands_once_in_its_release(patch_set: patchset.PatchSet) -> None:
+@pytest.mark.parametrize("patch_set", patch_sets.load_sets(), ids=lambda patch_set: patch_set.name)
+def test_every_hunk_of_a_set_stands_once_in_its_release(patch_set: patch_sets.PatchSet) -> None:
     """Or no fork of it could be patched. In memory it has the very text of the patched file."""
     tree = droid.source(patch_set.name) if "droid" in patch_set.codebase else source(patch_set.version)
     if tree is None:
         pytest.skip(f"DDPSHIM_UPSTREAM has no {patch_set.name} (see patches/README.md)")
     for name, hashes in patch_set.files.items():
         content = (tree / name).read_bytes()
-        assert patchset.sha256(content) == hashes.original
-        moved, odd = patchset.transform_moved(patch_set.patches, name, content)
-        assert (patchset.sha256(moved), odd) == (hashes.patched, [])
-        assert patchset.transform(patch_set.patches, name, moved, "original") == content, "it is reverted"
+        assert patch_sets.sha256(content) == hashes.original
+        moved, odd = patch_sets.transform_moved(patch_set.patches, name, content)
+        assert (patch_sets.sha256(moved), odd) == (hashes.patched, [])
+        assert patch_sets.transform(patch_set.patches, name, moved, "original") == content, "it is reverted"
         assert moved != content
-    found, lacking = in_memory.fit(tree / "robomimic", [patch_set])
+    found, lacking = patching_in_memory.fit(tree / "robomimic", [patch_set])
     texts = {name: found.sources[name[: -len(".py")].replace("/", ".")] for name in patch_set.files}
-    assert {name: patchset.sha256(text) for name, text in texts.items()} == {
+    assert {name: patch_sets.sha256(text) for name, text in texts.items()} == {
         name: hashes.patched for name, hashes in patch_set.files.items()
     }
     assert lacking == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -10,19 +9,17 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import pytest
 
 import ddpshim
 from ddpshim.__main__ import main
 from ddpshim.errors import PatchError
-from ddpshim.trainers.patching import files as patching
-from ddpshim.trainers.patching import patchset
-from ddpshim.trainers.patching.files import apply, check, revert, status
-from ddpshim.trainers.patching.patchset import build_manifest, load_sets
-from ddpshim.trainers.patching.unidiff import apply_diff, apply_where_found, parse_diff
-from tests.preloaded_commands import patience, python
+from ddpshim.trainers import patch_sets, patching
+from ddpshim.trainers.patch_sets import apply_diff, apply_where_found, build_manifest, load_sets, parse_diff, sha256
+from ddpshim.trainers.patching import apply, check, revert, status
+from tests.preloaded_commands import patience
 
 LIBRARY = Path(ddpshim.__file__).parent
 TRAIN = "import torch\n\n\ndef train(model):\n    model.fit()\n    return model\n"
@@ -126,17 +123,14 @@ def assert_holds(package: Path, files: dict[str, str]) -> None:
     assert {name: (package / name).read_bytes().decode() for name in files} == files
 
 
-def sha(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
 @pytest.fixture
-def toy(tmp_path: Path) -> Toy:
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toy:
     """Two releases; 2.0 shares common.py with 1.0. The target is a pristine 1.0."""
     patches = tmp_path / "patches"
     write_set(patches / "toybot" / "1.0", SET_A, write_package(tmp_path / "pristine", ORIGINAL))
     newer = write_package(tmp_path / "newer", {"train.py": NEWER, "common.py": COMMON})
     write_set(patches / "toybot" / "2.0", SET_B, newer, "commit 89abcdef0")
+    monkeypatch.setattr(patch_sets, "default_patches_root", lambda: patches)
     return Toy(patches, write_package(tmp_path / "site", ORIGINAL))
 
 
@@ -152,16 +146,16 @@ def fail_replace_of(monkeypatch: pytest.MonkeyPatch, name: str, error: BaseExcep
 
 
 def test_what_is_applied_needs_no_write_permission(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    apply(toy.target, None, toy.patches)
+    apply(toy.target)
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert apply(toy.target, None, toy.patches).changed == ()
-    assert check(toy.target, None, toy.patches).changed == ()
+    assert apply(toy.target).changed == ()
+    assert check(toy.target).changed == ()
 
 
 def test_a_set_is_chosen_only_if_all_its_files_match(toy: Toy) -> None:
     # common.py alone fits both sets, before and after patching; the package calls itself 1.0.
     write_package(toy.root, {"train.py": NEWER})
-    done = apply(toy.target, None, toy.patches)
+    done = apply(toy.target)
     assert done.status.patch_set.name == "toybot/2.0"
     assert_holds(toy.package, {"common.py": COMMON_PATCHED, "sub/loop.py": LOOP})
 
@@ -171,23 +165,23 @@ def test_several_different_fitting_sets_are_refused_until_named(toy: Toy) -> Non
     other["01.patch"] = "--- a/toybot/common.py" + other["01.patch"]
     write_set(toy.patches / "fork" / "1.0", other, toy.root)
     with pytest.raises(PatchError, match=r"several different sets \(fork/1.0, toybot/1.0\).*--set"):
-        apply(toy.target, None, toy.patches)
-    assert apply(toy.target, "toybot/1.0", toy.patches).status.patch_set.name == "toybot/1.0"
-    assert revert(toy.target, "toybot/1.0", toy.patches).status.patch_set.name == "toybot/1.0"
+        apply(toy.target)
+    assert apply(toy.target, "toybot/1.0").status.patch_set.name == "toybot/1.0"
+    assert revert(toy.target, "toybot/1.0").status.patch_set.name == "toybot/1.0"
     assert_holds(toy.package, ORIGINAL)
 
 
 def test_equal_sets_of_two_codebases_are_one(toy: Toy) -> None:
     write_set(toy.patches / "fork" / "1.0", SET_A, toy.root)
-    assert apply(toy.target, None, toy.patches).status.state == "applied"
+    assert apply(toy.target).status.state == "applied"
 
 
 def test_naming_a_set_does_not_weaken_the_match(toy: Toy) -> None:
     before = contents(toy.package)
     with pytest.raises(PatchError, match=r"train.py: unknown"):
-        apply(toy.target, "2.0", toy.patches)
+        apply(toy.target, "2.0")
     with pytest.raises(PatchError, match=r"no patch set '3\.0'.*toybot/1\.0, toybot/2\.0"):
-        apply(toy.target, "3.0", toy.patches)
+        apply(toy.target, "3.0")
     assert contents(toy.package) == before
 
 
@@ -198,13 +192,13 @@ def test_what_is_neither_as_released_nor_patched_is_refused(toy: Toy) -> None:
         before = contents(toy.package)
         for work in (apply, revert):
             with pytest.raises(PatchError, match=r"train\.py: unknown"):
-                work(toy.target, None, toy.patches)
+                work(toy.target)
         assert contents(toy.package) == before
         write_package(toy.root, ORIGINAL)
-        apply(toy.target, None, toy.patches)
+        apply(toy.target)
     train.unlink()
     with pytest.raises(PatchError, match=r"train\.py: missing"):
-        apply(toy.target, None, toy.patches)
+        apply(toy.target)
 
 
 def test_a_base_that_is_a_commit_names_the_checkout_as_next_step(toy: Toy) -> None:
@@ -212,23 +206,31 @@ def test_a_base_that_is_a_commit_names_the_checkout_as_next_step(toy: Toy) -> No
     (toy.package / "sub" / "loop.py").unlink()
     (toy.package / "__init__.py").write_text("__version__ = '2.0'\n")
     with pytest.raises(PatchError, match="git checkout 89abcdef0 -- toybot"):
-        apply(toy.target, None, toy.patches)
+        apply(toy.target)
 
 
-def test_a_package_patched_by_another_ddpshim_is_sent_to_that_one(toy: Toy, tmp_path: Path) -> None:
+def test_a_package_patched_by_another_ddpshim_is_sent_to_that_one(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     older = tmp_path / "older"
     write_set(older / "toybot" / "1.0", {"01.patch": SET_A["01-launch.patch"]}, toy.root)
-    apply(toy.target, None, older)
+    with monkeypatch.context() as other:
+        other.setattr(patch_sets, "default_patches_root", lambda: older)
+        apply(toy.target)
     with pytest.raises(PatchError, match=r"If another version of ddpshim has patched it, revert with that"):
-        apply(toy.target, None, toy.patches)
-    revert(toy.target, None, older)
+        apply(toy.target)
+    monkeypatch.setattr(patch_sets, "default_patches_root", lambda: older)
+    revert(toy.target)
     assert_holds(toy.package, ORIGINAL)
 
 
 def test_target_is_found_by_name_without_importing_it(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     (toy.package / "__init__.py").write_text("raise SystemError('imported')\n")
     monkeypatch.syspath_prepend(str(toy.root))
-    assert apply("toybot", None, toy.patches).status.directory == toy.package
+    monkeypatch.chdir(toy.root)
+    for target in (str(toy.package), "./toybot", "."):
+        assert status(target).directory == toy.package
+    assert apply("toybot").status.directory == toy.package
     assert "toybot" not in sys.modules
     assert_holds(toy.package, PATCHED)
 
@@ -248,25 +250,19 @@ def test_target_is_found_through_an_editable_finder(toy: Toy, monkeypatch: pytes
             return spec_from_file_location(name, renamed / "__init__.py", submodule_search_locations=[str(renamed)])
 
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
-    apply("toybot", None, toy.patches)
+    apply("toybot")
     assert_holds(renamed, PATCHED)
-
-
-def test_target_may_be_the_package_folder_or_its_parent(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(toy.root)
-    for target in (str(toy.package), "./toybot", "."):
-        assert status(target, None, toy.patches).directory == toy.package
 
 
 def test_targets_that_are_not_there_are_named(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PatchError, match=r"toybot is not installed for .*--target PATH"):
-        apply("toybot", None, toy.patches)
+        apply("toybot")
     with pytest.raises(PatchError, match=r"'nowhere' is neither a package .*\(toybot\) nor a folder"):
-        apply("nowhere", None, toy.patches)
+        apply("nowhere")
     (toy.package / "__init__.py").unlink()
     monkeypatch.syspath_prepend(str(toy.root))
     with pytest.raises(PatchError, match="no __init__"):
-        apply("toybot", None, toy.patches)
+        apply("toybot")
 
 
 def test_a_symlink_stays_one_and_its_target_is_replaced(toy: Toy, tmp_path: Path) -> None:
@@ -275,10 +271,10 @@ def test_a_symlink_stays_one_and_its_target_is_replaced(toy: Toy, tmp_path: Path
     (toy.package / "train.py").rename(real)
     os.link(real, tmp_path / "cache.py")
     (toy.package / "train.py").symlink_to(real)
-    apply(toy.target, None, toy.patches)
+    apply(toy.target)
     assert (toy.package / "train.py").is_symlink()
     assert (real.read_text(), (tmp_path / "cache.py").read_text()) == (TRAIN_PATCHED, TRAIN)
-    revert(toy.target, None, toy.patches)
+    revert(toy.target)
     assert (toy.package / "train.py").is_symlink()
     assert real.read_text() == TRAIN
 
@@ -287,15 +283,18 @@ def test_a_symlink_stays_one_and_its_target_is_replaced(toy: Toy, tmp_path: Path
 def test_mode_bits_stay(toy: Toy, mode: int) -> None:
     (toy.package / "train.py").chmod(mode)
     for work in (apply, revert):
-        work(toy.target, None, toy.patches)
+        work(toy.target)
         assert stat.S_IMODE((toy.package / "train.py").stat().st_mode) == mode
 
 
-def test_an_upstream_file_with_crlf_is_taken_as_it_is(toy: Toy, tmp_path: Path) -> None:
+def test_an_upstream_file_with_crlf_is_taken_as_it_is(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_package(toy.root, {"common.py": "a\r\nb\r\n"})
     diff = "--- a/toybot/common.py\n+++ b/toybot/common.py\n@@ -2 +2 @@\n-b\r\n+c\r\n"
     write_set(tmp_path / "crlf" / "toybot" / "1.0", {"01.patch": diff}, toy.root)
-    apply(toy.target, None, tmp_path / "crlf")
+    monkeypatch.setattr(patch_sets, "default_patches_root", lambda: tmp_path / "crlf")
+    apply(toy.target)
     assert (toy.package / "common.py").read_bytes() == b"a\r\nc\r\n"
 
 
@@ -304,25 +303,24 @@ def test_a_failing_replace_puts_everything_back(toy: Toy, monkeypatch: pytest.Mo
     before = contents(toy.package)
     fail_replace_of(monkeypatch, name, OSError(28, "No space left on device"))
     with pytest.raises(PatchError, match=r"No space left.*all files were restored"):
-        apply(toy.target, None, toy.patches)
+        apply(toy.target)
     assert contents(toy.package) == before
-    apply(toy.target, None, toy.patches)
+    apply(toy.target)
     after = contents(toy.package)
     fail_replace_of(monkeypatch, name, OSError(28, "No space left on device"))
     with pytest.raises(PatchError, match="all files were restored"):
-        revert(toy.target, None, toy.patches)
+        revert(toy.target)
+    assert contents(toy.package) == after
+    fail_replace_of(monkeypatch, name, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        revert(toy.target)
     assert contents(toy.package) == after
 
 
-def test_an_interrupt_puts_everything_back_and_stays_an_interrupt(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = contents(toy.package)
-    fail_replace_of(monkeypatch, "loop.py", KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        apply(toy.target, None, toy.patches)
-    assert contents(toy.package) == before
-
-
-def test_a_failure_to_put_back_can_be_completed(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("work", "files"), [(apply, PATCHED), (revert, ORIGINAL)])
+def test_a_failure_to_put_back_can_be_completed(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, work: Callable[[str], object], files: dict[str, str]
+) -> None:
     real, seen = os.replace, []
 
     def replace(source: Path, destination: Path) -> None:
@@ -334,33 +332,12 @@ def test_a_failure_to_put_back_can_be_completed(toy: Toy, monkeypatch: pytest.Mo
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", replace)
         with pytest.raises(PatchError, match=r"so did restoring them.*`revert` completes it"):
-            apply(toy.target, None, toy.patches)
-    assert status(toy.target, None, toy.patches).state == "partly applied"
-    revert(toy.target, None, toy.patches)
-    assert_holds(toy.package, ORIGINAL)
-    assert not list(toy.package.rglob(".*"))
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize(("work", "files"), [(apply, PATCHED), (revert, ORIGINAL)])
-def test_a_killed_apply_is_completed_both_ways(toy: Toy, work: object, files: dict[str, str]) -> None:
-    script = (
-        "import os, sys, pathlib; from ddpshim.trainers.patching import files as patching\n"
-        "real = os.replace\n"
-        "def replace(a, b):\n"
-        "    if b.name == 'loop.py': os._exit(9)\n"
-        "    real(a, b)\n"
-        "os.replace = replace\n"
-        "patching.apply(sys.argv[1], None, pathlib.Path(sys.argv[2]))\n"
-    )
-    python("-c", script, toy.target, str(toy.patches), code=9)
-    look = status(toy.target, None, toy.patches)
-    assert (look.state, [file.state for file in look.files]) == (
-        "partly applied",
-        ["patched", "original", "original"],
-    )
-    work(toy.target, None, toy.patches)  # type: ignore[operator]
+            apply(toy.target)
+    look = status(toy.target)
+    assert (look.state, [file.state for file in look.files]) == ("partly applied", ["patched", "original", "original"])
+    work(toy.target)
     assert_holds(toy.package, files)
+    assert not list(toy.package.rglob(".*"))
 
 
 def test_files_are_verified_from_disk(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +349,7 @@ def test_files_are_verified_from_disk(toy: Toy, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(patching, "_write", write)
     with pytest.raises(PatchError, match=r"After writing, toybot/train\.py .* not the patched content"):
-        apply(toy.target, None, toy.patches)
+        apply(toy.target)
 
 
 def test_a_read_only_folder_is_refused_before_anything(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,32 +358,18 @@ def test_a_read_only_folder_is_refused_before_anything(toy: Toy, monkeypatch: py
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "sub" and real(path, mode))
     for work in (apply, check):
         with pytest.raises(PatchError, match=r"sub is not writable.*nothing was changed"):
-            work(toy.target, None, toy.patches)
-    assert contents(toy.package) == before
-
-
-def test_a_denied_write_is_refused_before_anything(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = contents(toy.package)
-    real = os.open
-
-    def denied(path: Path, *rest: int) -> int:
-        if Path(path).name.startswith(".loop.py."):
-            raise PermissionError(13, "Permission denied", str(path))
-        return real(path, *rest)
-
-    monkeypatch.setattr(os, "open", denied)
-    with pytest.raises(PatchError, match="Permission denied"):
-        apply(toy.target, None, toy.patches)
+            work(toy.target)
     assert contents(toy.package) == before
 
 
 @pytest.mark.launch
 def test_many_processes_at_once_end_in_one_apply(toy: Toy) -> None:
     script = (
-        "import sys, pathlib; from ddpshim.trainers.patching.files import apply\n"
-        "print(apply(sys.argv[1], None, pathlib.Path(sys.argv[2])).status.state)"
+        "import sys, pathlib; from ddpshim.trainers import patch_sets, patching\n"
+        "patch_sets.default_patches_root = lambda: pathlib.Path(sys.argv[2])\n"
+        "print(patching.apply(sys.argv[1]).status.state)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(patching.__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(LIBRARY.parent)}
     command = [sys.executable, "-c", script, toy.target, str(toy.patches)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(4)]
     printed = [process.communicate(timeout=patience(120))[0].strip() for process in running]
@@ -435,17 +398,18 @@ def test_a_damaged_set_is_refused(toy: Toy) -> None:
     for manifest, text in damages:
         (folder / "manifest.json").write_text(json.dumps(manifest))
         with pytest.raises(PatchError, match=text):
-            apply(toy.target, None, toy.patches)
+            apply(toy.target)
     (folder / "manifest.json").unlink()
     with pytest.raises(PatchError, match="patch manifest"):
-        load_sets(toy.patches)
+        load_sets()
+    shutil.rmtree(toy.patches)
     with pytest.raises(PatchError, match="No patch set under"):
-        load_sets(toy.root)
+        load_sets()
     assert contents(toy.package) == before
 
 
 def test_a_manifest_needs_the_tree_its_diffs_were_made_from(toy: Toy, tmp_path: Path) -> None:
-    apply(toy.target, None, toy.patches)
+    apply(toy.target)
     with pytest.raises(PatchError, match=r"toybot/common\.py, line 1: 'shared = True' .* not there"):
         build_manifest(toy.patches / "toybot" / "1.0", toy.root, "x")
     with pytest.raises(PatchError, match="Could not read"):
@@ -463,12 +427,12 @@ def test_a_set_borrows_the_patches_of_another_release(toy: Toy, tmp_path: Path) 
     made = build_manifest(folder, root, "toybot 1.1", lent)
     assert made["patches"] == ["../1.0/01-launch.patch", "../1.0/02-fit.patch"]
     before = contents(root / "toybot")
-    done = apply(str(root), None, toy.patches)
+    done = apply(str(root))
     assert (done.status.patch_set.name, done.status.state) == ("toybot/1.1", "applied")
     assert_holds(root / "toybot", {name: f"# a new head\n\n{text}" for name, text in PATCHED.items()})
-    assert revert(str(root), None, toy.patches).status.state == "not applied"
+    assert revert(str(root)).status.state == "not applied"
     assert contents(root / "toybot") == before
-    apply(toy.target, None, toy.patches)
+    apply(toy.target)
     assert_holds(toy.package, PATCHED)
 
 
@@ -483,6 +447,7 @@ def test_lines_that_stand_twice_lend_no_patch(toy: Toy, tmp_path: Path) -> None:
 
 
 HEAD = b"--- a/p/f\n+++ b/p/f\n"
+OF_GIT = b"prose\ndiff --git a/p/f b/p/f\nindex 123..456 100644\n" + HEAD
 
 
 @pytest.mark.parametrize(
@@ -495,7 +460,7 @@ HEAD = b"--- a/p/f\n+++ b/p/f\n"
         (b"@@ -2,2 +1,0 @@\n-b\n-c\n", b"a\nb\nc\nd\n", b"a\nd\n"),
         (b"@@ -1 +0,0 @@\n-a\n", b"a\n", b""),
         (b"@@ -1,0 +2 @@\n+x\n@@ -3 +3,0 @@\n-c\n@@ -4 +4 @@\n-d\n+D\n", b"a\nb\nc\nd\n", b"a\nx\nb\nD\n"),
-        (b"@@ -1 +1 @@\n-a\n+a\n\\ No newline at end of file\n", b"a\n", b"a"),
+        (b"@@ -1 +1 @@ def f\n-a\n+a\n\\ No newline at end of file\n", b"a\n", b"a"),
         (b"@@ -1 +1 @@\n-a\n\\ No newline at end of file\n+a\n", b"a", b"a\n"),
         (b"@@ -1,2 +1,2 @@\n-a\n+A\n b\n\\ No newline at end of file\n", b"a\nb", b"A\nb"),
         (b"@@ -2 +2 @@\n---- x\n+++ y\n", b"a\n--- x\n", b"a\n++ y\n"),
@@ -503,9 +468,10 @@ HEAD = b"--- a/p/f\n+++ b/p/f\n"
     ],
 )
 def test_hunks_apply_and_reverse(diff: bytes, old: bytes, new: bytes) -> None:
-    (parsed,) = parse_diff(HEAD + diff, "test.patch")
-    assert apply_diff(parsed, old) == new
-    assert apply_diff(parsed, new, reverse=True) == old
+    for head in (HEAD, OF_GIT):
+        (parsed,) = parse_diff(head + diff, "test.patch")
+        assert apply_diff(parsed, old) == new
+        assert apply_diff(parsed, new, reverse=True) == old
 
 
 @pytest.mark.parametrize(
@@ -523,6 +489,10 @@ def test_an_insertion_beyond_the_end_or_after_a_cut_line_is_refused() -> None:
         apply_diff(diff, b"a\nb\n")
     with pytest.raises(PatchError, match="would join the two"):
         apply_diff(diff, b"a\nb\nc")
+    assert apply_where_found(diff, b"a\n") == (
+        b"a\n",
+        ["line 3: has no unchanged line to find it by; place it by hand"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -556,12 +526,6 @@ def test_malformed_diffs_are_refused(text: bytes, reason: str) -> None:
     assert str(caught.value).startswith("01.patch line ")
 
 
-def test_git_headers_are_read() -> None:
-    text = b"prose\ndiff --git a/p/f b/p/f\nindex 123..456 100644\n" + HEAD + b"@@ -1 +1 @@ def f\n-a\n+b\n"
-    (diff,) = parse_diff(text, "x")
-    assert apply_diff(diff, b"a\n") == b"b\n"
-
-
 @pytest.mark.launch
 @pytest.mark.skipif(shutil.which("patch") is None, reason="needs GNU patch")
 def test_the_manual_commands_of_the_readme_do_the_same(toy: Toy) -> None:
@@ -571,14 +535,11 @@ def test_the_manual_commands_of_the_readme_do_the_same(toy: Toy) -> None:
             command = ["patch", "-p1", "--fuzz=0", "--batch", *flags, "-i", str(path)]
             subprocess.run(command, cwd=toy.root, check=True, stdout=subprocess.DEVNULL)
         assert_holds(toy.package, files)
-        assert revert(toy.target, None, toy.patches).status.state == "not applied"
+        assert revert(toy.target).status.state == "not applied"
         write_package(toy.root, files)
 
 
-def test_commands_print_and_give_exit_codes(
-    toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(patchset, "default_patches_root", lambda: toy.patches)
+def test_commands_print_and_give_exit_codes(toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
     target = ["--target", toy.target]
 
     def run(*argv: str) -> tuple[int, str, str]:
@@ -589,9 +550,9 @@ def test_commands_print_and_give_exit_codes(
     assert run("status", *target) == (
         0,
         f"toybot/1.0 in {toy.package}: not applied\n"
-        f"  original  {sha(COMMON.encode())[:12]}  toybot/common.py\n"
-        f"  original  {sha(LOOP.encode())[:12]}  toybot/sub/loop.py\n"
-        f"  original  {sha(TRAIN.encode())[:12]}  toybot/train.py\n",
+        f"  original  {sha256(COMMON.encode())[:12]}  toybot/common.py\n"
+        f"  original  {sha256(LOOP.encode())[:12]}  toybot/sub/loop.py\n"
+        f"  original  {sha256(TRAIN.encode())[:12]}  toybot/train.py\n",
         "",
     )
     assert run("check", *target) == (0, f"toybot/1.0 in {toy.package}: would change 3 files\n", "")
@@ -604,28 +565,24 @@ def test_commands_print_and_give_exit_codes(
     assert (code, out.splitlines()[0]) == (0, "toybot/1.0: not applied, nothing to do")
 
     write_package(toy.root, {"train.py": "edited\n"})
+    edited = sha256(b"edited\n")
     for action in ("check", "apply", "revert"):
         code, out, err = run(action, *target)
         assert (code, out) == (1, "")
         assert err.startswith("ddpshim: ")
-        assert f"found     {sha(b'edited' + bytes([10]))}\n    expected  {sha(TRAIN.encode())} (original in" in err
-        assert f"or {sha(TRAIN_PATCHED.encode())} (patched in toybot/1.0)\n" in err
+        assert (
+            f"found     {sha256(b'edited' + bytes([10]))}\n    expected  {sha256(TRAIN.encode())} (original in" in err
+        )
+        assert f"or {sha256(TRAIN_PATCHED.encode())} (patched in toybot/1.0)\n" in err
     assert "toybot/1.0 (2 of 3 files match; the package calls itself 1.0)" in err
     assert "pip install --force-reinstall --no-deps toybot==1.0" in err
     code, out, err = run("status", *target)
     assert (code, err) == (0, "")
-    assert f"  unknown   {sha(b'edited' + bytes([10]))[:12]}  toybot/train.py" in out
+    assert f"  unknown   {edited[:12]}  toybot/train.py" in out
 
     folder = toy.patches / "toybot" / "1.0"
     (folder / "manifest.json").unlink()
     pristine = str(toy.root.parent / "pristine")
     code, out, _ = run("manifest", str(folder), "--source", pristine, "--base", "again")
     assert code == 0
-    assert load_sets(toy.patches)[0].base == "again"
-
-
-def test_a_hunk_without_lines_of_its_own_is_for_a_person() -> None:
-    (diff,) = parse_diff(b"--- a/bot/train.py\n+++ b/bot/train.py\n@@ -1,0 +2 @@\n+import ddpshim\n", "x.patch")
-    content, odd = apply_where_found(diff, b"import torch\n")
-    assert content == b"import torch\n"
-    assert odd == ["line 1: has no unchanged line to find it by; place it by hand"]
+    assert load_sets()[0].base == "again"

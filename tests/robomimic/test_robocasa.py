@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import zlib
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any, Optional
 
 import h5py
 import numpy as np
@@ -24,47 +23,17 @@ from evidence.equivalence import (
     train,
     train_all,
 )
-from tests.robomimic import require
+from tests.robomimic import Trainer, require, trainings
 from tests.robomimic.test_rollout import NUM_EPISODES, SETTINGS, _statistics
 
 pytestmark = [pytest.mark.robomimic, pytest.mark.upstream]
 RELEASE = "robocasa"
 TRAINER = "robomimic.scripts.train"
-Trainer = Callable[..., Run]
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
-    """Trains with the settings given and keeps the run for the tests that ask for the same one."""
-    require(RELEASE)
-    folder = tmp_path_factory.mktemp("robocasa")
-    done: dict[str, Run] = {}
-
-    def run(
-        variant: str,
-        num_ranks: Optional[int],
-        *,
-        patched: bool = True,
-        fault: str = "",
-        module: str = "tests.observed",
-        check: bool = True,
-        epochs: int = 2,
-        **settings: Any,
-    ) -> Run:
-        settings = {**settings, "epochs": epochs}
-        told = f"{patched}-{fault}-{sorted(settings.items())}"
-        name = f"{variant}-{num_ranks}-{zlib.crc32(told.encode())}"
-        if name not in done:
-            tree = copy_release(RELEASE, folder, "patched" if patched else "plain")
-            settings.setdefault("train__data", [{"path": str(make_data(folder, num_demos=50)), "lang": "lift it"}])
-            config = make_config(
-                tree, variant, folder, folder, settings.pop("steps", 5), settings.pop("epochs"), **settings
-            )
-            environ = {"DDPSHIM_FAULT": fault} if fault else {}
-            done[name] = train(tree, config, folder / name, num_ranks, "float32", environ, check, module)
-        return done[name]
-
-    return run
+def trainer(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Trainer:
+    return trainings(tmp_path_factory.mktemp("robocasa"), releases, RELEASE, 5)
 
 
 def test_without_a_launcher_it_is_the_unpatched_program(trainer: Trainer) -> None:
@@ -258,12 +227,12 @@ def test_a_folder_of_checkpoints_is_looked_at_by_the_main_rank(trainer: Trainer)
     assert largest_difference(first["networks"], second["networks"]) == 0
 
 
-def test_a_training_that_was_left_goes_on_in_its_directory(trainer: Trainer) -> None:
+def test_a_training_that_was_left_goes_on_in_its_directory(trainer: Trainer, releases: Path) -> None:
     whole = trainer("bc", 2)
     left = trainer("bc", 2, fault="SIGUSR1@model:1:3", module="tests.faults", check=False)
     assert "stopping with exit code 75" in left.log
     again = train(
-        copy_release(RELEASE, left.folder.parent),
+        copy_release(RELEASE, releases),
         left.folder / "config.json",
         left.folder,
         2,

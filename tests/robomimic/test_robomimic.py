@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import warnings
 from collections import UserDict
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from ddpshim.data.transfer import OnDevice
 from ddpshim.job.world import World
 from ddpshim.observe.report import load, verdict
 from ddpshim.options import Options
-from ddpshim.robomimic import experiment_folder, reads
+from ddpshim.robomimic import algo, calls
 from ddpshim.trainers.session import Session
 from evidence.equivalence import (
     VALIDATION,
@@ -26,52 +24,18 @@ from evidence.equivalence import (
     copy_release,
     fork,
     largest_difference,
-    make_config,
-    make_data,
     train,
 )
 from tests.ranks import run_ranks
-from tests.robomimic import require
+from tests.robomimic import Trainer, require, trainings
 
 pytestmark = pytest.mark.robomimic
 RELEASE = "0.3.0"
-Trainer = Callable[..., Run]
 
 
 @pytest.fixture(scope="session")
 def trainer(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Trainer:
-    """Trains a variant, as `equivalence.train` does, and keeps the run for the tests that ask for the same one."""
-    folder = tmp_path_factory.mktemp("robomimic")
-    numbers = itertools.count()
-
-    @functools.cache
-    def run(
-        variant: str,
-        num_ranks: Optional[int],
-        *,
-        release: str = RELEASE,
-        patched: bool = True,
-        precision: str = "float32",
-        steps: Optional[int] = 10,
-        epochs: int = 2,
-        module: str = "tests.observed",
-        fault: str = "",
-        check: bool = True,
-        forked: bool = True,
-        has_agent: bool = False,
-        **settings: Any,
-    ) -> Run:
-        tree = copy_release(release, releases, "patched" if patched else "plain")
-        data = make_data(folder, num_demos=50)
-        settings.setdefault("train__data", str(data) if release < "0.5" else [{"path": str(data)}])
-        config = make_config(tree, variant, data, folder, steps, epochs, **settings)
-        environ = {"DDPSHIM_FAULT": fault} if fault else {}
-        how: dict[str, Any] = {"environ": environ, "check": check, "module": module, "forked": forked}
-        here = folder / f"{variant}-{num_ranks}-{next(numbers)}"
-        return train(tree, config, here, num_ranks, precision, **how, has_agent=has_agent)
-
-    require(RELEASE)
-    return run
+    return trainings(tmp_path_factory.mktemp("robomimic"), releases, RELEASE, 10)
 
 
 def _transformer(device: str = "cpu") -> Any:
@@ -114,11 +78,11 @@ def _rank_counts_reads() -> None:
         batch = model.process_batch_for_training(batch)
         for number in range(3):
             torch.manual_seed(number)  # dropout
-            with reads.all_at_once() if is_ours else contextlib.nullcontext():
+            with algo.norms_read_at_once() if is_ours else contextlib.nullcontext():
                 reads_of.update(item=0, tolist=0)
                 info = model.train_on_batch(batch, epoch=1)
                 said.append(dict(reads_of))
-            logs.append(reads.later(model.log_info, info) if is_ours else model.log_info(info))
+            logs.append(algo.read_later(model.log_info, info) if is_ours else model.log_info(info))
             said.append(dict(reads_of))
             for group in model.optimizers["policy"].param_groups:
                 group["lr"] *= 0.5  # a number that is looked at a step later must not be another one
@@ -151,10 +115,10 @@ def _steps_on_a_gpu() -> tuple[list[str], list[str], list[float]]:
     model, batch = _transformer("cuda:0")
     pinned = {"obs": {"object": batch["obs"]["object"].pin_memory()}, "actions": batch["actions"].pin_memory()}
     logs: list[Any] = []
-    with recorded() as log, reads.all_at_once():
+    with recorded() as log, algo.norms_read_at_once():
         for sent in OnDevice([pinned] * 3, model.device):
             info = model.train_on_batch(model.process_batch_for_training(sent), epoch=1)
-            logs.append(reads.later(model.log_info, info))
+            logs.append(algo.read_later(model.log_info, info))
     return [str(event) for event in log.syncs], [event.what for event in log.races], [row["Loss"] for row in logs]
 
 
@@ -185,20 +149,18 @@ def test_metrics_that_come_a_step_later_are_all_in_the_mean() -> None:
     assert training._metrics.joined(None) == {"Loss": [1.0, 2.0, 6.0]}
 
 
-def _check_equal(one: Run, many: Run, tolerance: float) -> None:
+def _check_equal(one: Run, many: Run, tolerance: float, is_noisy: bool = False) -> None:
     start, alone = one.observed[0]["initial"], one.observed[0]["networks"]
     assert batches(many, 100) == batches(one, 100)
     for observed in many.observed:
         assert largest_difference(observed["initial"], start) == 0
         assert largest_difference(observed["networks"], alone) < tolerance
-    assert largest_difference(start, alone) > 100 * tolerance, "nothing was trained"
-    assert many.losses() == pytest.approx(one.losses(), rel=1e-5)
+    assert largest_difference(start, alone) > (1 if is_noisy else 100) * tolerance, "nothing was trained"
+    assert many.losses() == pytest.approx(one.losses(), rel=1e-4 if is_noisy else 1e-5)
     assert len(many.losses()) == 2
 
 
-@pytest.mark.parametrize(
-    ("variant", "ranks"), [("bc", 2), ("bc", 4), ("bc_gaussian", 2), ("bc_gmm", 2), ("bc_rnn_gmm", 2)]
-)
+@pytest.mark.parametrize(("variant", "ranks"), [("bc", 4), ("bc_gaussian", 2), ("bc_rnn_gmm", 2)])
 def test_ranks_on_shards_equal_one_process_on_the_batch(trainer: Trainer, variant: str, ranks: int) -> None:
     _check_equal(trainer(variant, 1), trainer(variant, ranks), 1e-6)
 
@@ -210,19 +172,10 @@ def test_a_whole_epoch_in_float64(trainer: Trainer) -> None:
     assert largest_difference(two.observed[0]["networks"], two.observed[1]["networks"]) == 0
 
 
-def _check_noisy(one: Run, two: Run) -> None:
-    first, second = two.observed
-    assert batches(two, 100) == batches(one, 100)
-    assert largest_difference(first["initial"], one.observed[0]["initial"]) == 0
-    assert largest_difference(first["initial"], second["initial"]) == 0
-    assert largest_difference(first["networks"], second["networks"]) == 0
-    assert largest_difference(first["networks"], first["initial"]) > 0
-    assert largest_difference(first["networks"], one.observed[0]["networks"]) < 1e-5
-    assert two.losses() == pytest.approx(one.losses(), rel=1e-4)
-
-
 def test_an_algorithm_with_noise_of_its_own(trainer: Trainer) -> None:
-    _check_noisy(trainer("td3_bc", 1), trainer("td3_bc", 2))
+    one, two = trainer("td3_bc", 1), trainer("td3_bc", 2)
+    _check_equal(one, two, 1e-5, is_noisy=True)
+    assert largest_difference(two.observed[0]["networks"], two.observed[1]["networks"]) == 0
 
 
 @pytest.mark.parametrize("variant", ["bc_gmm", "td3_bc"])
@@ -270,7 +223,7 @@ def test_one_experiment_is_written_by_the_main_rank(trainer: Trainer) -> None:
         "finished run successfully",
     ):
         assert two.log.count(text) == 1, text
-    assert two.log.count("ddpshim: world of 2 (torchrun, 1 node x 2), gloo on cpu") == 1
+    assert two.log.count("ddpshim: 2 ranks on this machine, CPU (torchrun, gloo)") == 1
     assert two.log.count("ddpshim: global batch 100 = 2 ranks x 50") == 1
     assert two.losses("Validation") == pytest.approx(one.losses("Validation"), rel=1e-5)
 
@@ -299,19 +252,13 @@ GUARDED = [
         "after 1 backward passes of ActorNetwork ranks hold different weights or settings: parameter 'nets.",
     ),
     ("target", "td3_bc", "of network 0 of those that are not trained (ModuleDict) sums to"),
-    ("noise", "bc", "ranks [0, 1] draw from the same random stream"),
-    ("unfrozen", "bc", "' of ActorNetwork) has a gradient that is this rank's alone"),
     ("skip", "bc", "ranks reduced gradients of different steps or networks in a backward pass of ActorNetwork"),
     ("by_hand", "bc", "the gradients of ActorNetwork never went through a backward pass"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "variant", "text"), GUARDED)
-def test_guards_speak_up_in_the_trainer(
-    trainer: Trainer, kind: str, variant: str, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if kind == "noise":
-        monkeypatch.setenv("DDPSHIM_NOISE", "per_rank")
+def test_guards_speak_up_in_the_trainer(trainer: Trainer, kind: str, variant: str, text: str) -> None:
     run = trainer(variant, 2, module="tests.faults", fault=f"{kind}:1:5", check=False)
     assert run.exit_code != 0
     assert "SyncError" in run.log
@@ -322,11 +269,11 @@ def test_guards_speak_up_in_the_trainer(
 def test_what_is_said_before_an_experiment_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starts = [tmp_path / "1", tmp_path / "2"]
     chosen = {"resume": "auto"}
-    monkeypatch.setattr(experiment_folder, "world", lambda: World(options=Options(**chosen)))
-    assert experiment_folder._about(starts) == "", "nothing would be lost"
+    monkeypatch.setattr(calls, "world", lambda: World(options=Options(**chosen)))
+    assert calls._about(starts) == "", "nothing would be lost"
     chosen.update(resume="always", checkpoint_every_n_steps=20)
-    assert experiment_folder._about([]) == ""
-    assert experiment_folder._about(starts) == (
+    assert calls._about([]) == ""
+    assert calls._about(starts) == (
         f"resume=always, but {starts[1]} holds no saved step: a run saves at SIGTERM, and by checkpoint_every_s=600 "
         "and checkpoint_every_n_steps=20."
     )
@@ -334,9 +281,9 @@ def test_what_is_said_before_an_experiment_is_overwritten(tmp_path: Path, monkey
     for name in ("epoch_000002_step_000000099.pth", "epoch_000003_step_000000015.pth", "epoch_000004_x.pth.damaged"):
         (starts[0] / "resume" / name).touch()
     held = f"{starts[0]} holds unfinished progress (epoch 3, step 15); overwriting deletes it. To resume it, "
-    assert experiment_folder._about(starts[:1]) == f"{held}start again with DDPSHIM_RESUME=always."
+    assert calls._about(starts[:1]) == f"{held}start again with DDPSHIM_RESUME=always."
     later = f"remove the later {starts[1]}, and "
-    assert experiment_folder._about(starts) == f"{held}{later}start again with DDPSHIM_RESUME=always."
+    assert calls._about(starts) == f"{held}{later}start again with DDPSHIM_RESUME=always."
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -385,7 +332,7 @@ def test_other_releases_train_the_same_experiment(trainer: Trainer, release: str
 def test_diffusion_policy_with_its_ema(trainer: Trainer, release: str) -> None:
     require(release)
     one, two = (trainer("diffusion_policy", n, release=release) for n in (1, 2))
-    _check_noisy(one, two)
+    _check_equal(one, two, 1e-5, is_noisy=True)
     moved = [k for k, v in two.observed[0]["networks"].items() if "ema." in k and v.dtype.is_floating_point]
     assert moved
     assert any(not torch.equal(two.observed[0]["networks"][k], two.observed[0]["initial"][k]) for k in moved)

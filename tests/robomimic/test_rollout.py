@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import json
 import os
 import random
@@ -18,9 +16,9 @@ import torch
 
 from ddpshim.evaluation import dealing, environments
 from ddpshim.robomimic import rollout
-from evidence.equivalence import Run, copy_release, make_config, make_data, train
+from evidence.equivalence import Run
 from tests.ranks import run_ranks
-from tests.robomimic import require
+from tests.robomimic import trainings
 
 RELEASE = "0.3.0"
 NUM_EPISODES = 5
@@ -40,27 +38,13 @@ needs_robomimic = pytest.mark.robomimic
 @pytest.fixture(scope="session")
 def evaluate(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Evaluator:
     """Trains for one step without learning, with rollouts, and keeps the run: weights are equal, to the last bit."""
-    require(RELEASE)
-    folder = tmp_path_factory.mktemp("rollouts")
-    numbers = itertools.count()
+    trained = trainings(tmp_path_factory.mktemp("rollouts"), releases, RELEASE, 1)
 
-    @functools.cache
-    def run(
-        num_ranks: int | None,
-        *,
-        fault: str = "toy_env::0",
-        which: str = "",
-        check: bool = True,
-        way: str = "patched",
-        **more: Any,
-    ) -> Run:
-        tree, data = copy_release(RELEASE, releases, way), make_data(folder, num_demos=50)
+    def run(num_ranks: int | None, *, fault: str = "toy_env::0", check: bool = True, **more: Any) -> Run:
         settings = {**SETTINGS, "experiment__keep_all_videos": True, **more}
-        config = make_config(tree, "bc_gmm", data, folder, 1, 2, **settings)
-        environ = {"DDPSHIM_FAULT": fault, **({"DDPSHIM_ROLLOUTS": which} if which else {})}
         # A job that is to fail has the launcher, whose words are looked at.
-        how: dict[str, Any] = {"environ": environ, "check": check, "module": "tests.faults", "forked": check}
-        return train(tree, config, folder / f"{num_ranks}-{next(numbers)}", num_ranks, **how)
+        how: dict[str, Any] = {"module": "tests.faults", "fault": fault, "check": check, "forked": check}
+        return trained("bc_gmm", num_ranks, **how, **settings)
 
     return run
 
@@ -150,8 +134,9 @@ def test_an_environment_that_fails_on_one_rank_ends_the_job(evaluate: Evaluator,
 
 
 @needs_robomimic
-def test_rollouts_on_the_main_rank_alone(evaluate: Evaluator) -> None:
-    run = evaluate(2, which="main", experiment__render_video=True, experiment__keep_all_videos=False)
+def test_rollouts_on_the_main_rank_alone(evaluate: Evaluator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPSHIM_ROLLOUTS", "main")
+    run = evaluate(2, experiment__render_video=True, experiment__keep_all_videos=False)
     assert len(_episodes(run, 0)) == 2 * NUM_EPISODES
     assert _written_down(run, 1) == []
     assert len(_statistics(run)) == 2
@@ -163,8 +148,7 @@ def test_rollouts_on_the_main_rank_alone(evaluate: Evaluator) -> None:
 def test_fewer_episodes_than_ranks(evaluate: Evaluator, num_episodes: int) -> None:
     run = evaluate(2, experiment__rollout__n=num_episodes, experiment__render_video=True)
     assert [len(_episodes(run, rank)) for rank in (0, 1)] == [2 * num_episodes, 0]
-    assert len(_statistics(run)) == 2 * num_episodes
-    assert len(_videos(run)) == 2 * num_episodes
+    assert len(_statistics(run)) == len(_videos(run)) == 2 * num_episodes
 
 
 @needs_robomimic
@@ -239,14 +223,6 @@ class _IgnoresItsSeed(_Hidden):
         return super().reset()
 
 
-class _HiddenOutcome(_Hidden):
-    """Starts alike always; only the outcome is random."""
-
-    def reset(self) -> dict[str, np.ndarray]:
-        super().reset()
-        return {"object": np.zeros(1)}
-
-
 class _Wrapper:
     def __init__(self, env: Any) -> None:
         self.env, self.name = env, env.name
@@ -265,7 +241,7 @@ SEEDED = [
     *(lambda: _Wrapper(_TakesSeedInReset()), lambda: _Wrapper(_HasSeed())),
 ]
 NAMED = [
-    *(_Hidden, _IgnoresItsSeed, _HiddenOutcome, lambda: _Wrapper(_Hidden())),
+    *(_Hidden, _IgnoresItsSeed, lambda: _Wrapper(_Hidden())),
     lambda: _Walk(lambda: np.random.default_rng().random()),  # a new one for each episode
 ]
 

@@ -154,7 +154,7 @@ def _do_what_is_alike() -> None:
     for _ in range(2):
         net(x).sum().backward()  # no batch of a loader: ranks are on their own
     optimizer.step()
-    assert not current().part(guard.Watched).companions
+    assert not current().part(guard.GuardState).companions
 
 
 WEIGHTS = "of Linear ranks hold different weights or settings: parameter 'weight'"

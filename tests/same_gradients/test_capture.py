@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import ddpshim
 from ddpshim.process.job import current
-from ddpshim.rows import calls, capture, tape
+from ddpshim.rows import calls, capture
 from ddpshim.rows.tensor import Counts, divided
 from tests.one_process.parts import below
 from tests.ranks import run_ranks
@@ -196,7 +196,7 @@ def _that_differs() -> Any:
     def wrong(one: Tensor, other: Tensor) -> bool:
         return False
 
-    with mock.patch.object(tape, "are_equal", wrong):
+    with mock.patch.object(capture, "are_equal", wrong):
         return _of_one(None, False)[0], *_of_one(None, True)
 
 

@@ -14,15 +14,7 @@ from evidence.equivalence import compare, deviations, source, write
 from evidence.variants import WHY
 
 RELEASE = "0.3.0"
-VARIANTS = [
-    "bc_vae",
-    "iql",
-    "cql",
-    "bcq",
-    "td3_bc",
-    "hbc",
-    "bc_transformer",
-]  # iql logs maxima and deviations of a batch
+VARIANTS = ["bc_vae", "iql", "cql", "bcq", "td3_bc", "hbc", "bc_transformer"]  # iql logs maxima of a batch
 
 
 @pytest.fixture(scope="module")
@@ -74,25 +66,16 @@ GOOD: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"networks": 1e-3},
-        {"ema": 1e-3},
-        {"loss": 1e-3},
-        {"between ranks": 1e-9},
-        {"start": 1e-9},
-        {"moved": 0.0},
-        {"same samples": False},
-        {"checkpoint keys": False},
-        {"same states": False},
-        {"moments": 1e-3},
-        {"unpatched loads it": "loads other weights"},
-        {"failed": "ValueError", "upstream": False},
-        {"algorithm": "td3_bc", "between ranks": 1e-3},
-        {"algorithm": "bc_image", "networks": 1e-3},
-    ],
-)
+WRONG: list[dict[str, Any]] = [
+    *({name: 1e-3} for name in ("networks", "ema", "loss", "moments")),
+    *({name: False} for name in ("same samples", "checkpoint keys", "same states")),
+    *({"between ranks": 1e-9}, {"start": 1e-9}, {"moved": 0.0}, {"unpatched loads it": "loads other weights"}),
+    *({"failed": "ValueError", "upstream": False}, {"algorithm": "td3_bc", "between ranks": 1e-3}),
+    {"algorithm": "bc_image", "networks": 1e-3},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_a_deviation_is_reported(wrong: dict[str, Any]) -> None:
     assert deviations([GOOD]) == []
     assert deviations([{**GOOD, **wrong}])[0].startswith("**unexplained** ")

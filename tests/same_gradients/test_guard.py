@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 import os
 import re
 from datetime import timedelta
 from functools import partial
 from typing import Any, Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -19,9 +21,8 @@ from torch import nn
 import ddpshim
 from ddpshim.errors import SyncError
 from ddpshim.failures import failure
-from ddpshim.failures.hang_detector import Watch
 from ddpshim.job.process_group import ENDS_THREADS
-from ddpshim.model import checksums, guard
+from ddpshim.model import backward, checksums, guard
 from ddpshim.process.job import current
 from tests.ranks import errors_of, free_port, run_ranks
 
@@ -441,7 +442,7 @@ def _rank_has_jobs(port: int, is_alone: bool) -> list[str]:
     for job in range(3):
         ddpshim.setup(device="cpu", timeout_s=50)
         if not ENDS_THREADS:  # it would end the rank that waits for one that has left
-            current().part(Watch).end()
+            current().watched.watch.end()  # type: ignore[union-attr]
         net = ddpshim.wrap_parallel(_net())
         _steps(net, torch.optim.SGD(net.parameters(), lr=0.1), 2)
         try:
@@ -480,7 +481,7 @@ def _rank_cleans_up() -> int:
     target = ddpshim.wrap_parallel(_net().requires_grad_(False))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     _steps(net, optimizer, 1)
-    watched = current().part(guard.Watched)
+    watched = current().part(guard.GuardState)
     assert watched.companions == [target.module]
     ddpshim.cleanup()
     with contextlib.suppress(SyncError):
@@ -491,3 +492,29 @@ def _rank_cleans_up() -> int:
 
 def test_cleanup_takes_the_guards_away() -> None:
     assert run_ranks(_rank_cleans_up, 2) == [0, 0]
+
+
+def _nan_on_rank_1() -> list[str]:
+    said: list[str] = []
+    net = ddpshim.wrap_parallel(_net())
+    with mock.patch.object(backward, "say", said.append):
+        for step in range(4):
+            loss = _loss(net) * (math.nan if step == 2 and ddpshim.world().rank == 1 else 1)
+            loss.backward()
+            with torch.no_grad():
+                for p in net.parameters():
+                    p -= 0.1 * p.grad  # type: ignore[operator]
+                    p.grad = None
+    return said
+
+
+@pytest.mark.ranks
+def test_the_first_rank_with_a_loss_that_is_nan_is_named_once() -> None:
+    of_main, of_other = run_ranks(_nan_on_rank_1, 2)
+    (said,) = of_main
+    assert re.fullmatch(
+        r"on rank 1, the loss is NaN in backward pass 3 \(\S+test_guard.py:\d+\)\. The training goes on, as in one "
+        "process",
+        said,
+    )
+    assert of_other == []

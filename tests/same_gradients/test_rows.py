@@ -61,36 +61,19 @@ Calls = Iterator[tuple[Any, Any, Any]]
 
 def broadcasting(n: int) -> Calls:
     for function in (torch.add, torch.maximum, torch.lt, T.__rsub__):
-        yield call(function, x(n, 4), x(n, 4))
-        yield call(function, x(n, 4), w(n, 4))
-        yield call(function, w(n, 4), x(n, 4))
-        yield call(function, x(n, 4), w(4))
-        yield call(function, x(n, 4), w(1, 4))
-        yield call(function, x(n, 4), w(n, 1))
-        yield call(function, x(n, 4), w())
-        yield call(function, x(n, n), w(n))  # as many columns as rows
-        yield call(function, x(n, n, rows=1), w(n))
-        yield call(function, x(n, n, rows=1), w(n, 1))
-        yield call(function, x(n, 4), w(3, n, 4))
-        yield call(function, w(n), x(3, n, rows=1))
-        yield call(function, x(n, 4), w(n, n, 4))
-        yield call(function, x(n, 1), w(n))  # (n, n)
-        yield call(function, x(n, n), x(n, n, rows=1))
-        yield call(function, x(n), x(n, n))
-        yield call(function, x(1, n, rows=1), x(n, 1, rows=0))
-        yield call(function, x(3, n, 2, rows=1), x(n, 2))
-        yield call(function, x(n, 4, dtype=torch.float32), w(n, 4))
-        yield call(function, x(n, 4, dtype=torch.int64), x(n, 4))
-        yield call(function, like(x(4, n), T.t, 0), x(n, 4))
-        yield call(function, like(x(n, 1), lambda t: t.expand(n, 4), 0), w(n, 4))
-        yield call(function, like(x(1, 4), lambda t: t.expand(n, 4), 0), w(n, 4))
+        pairs = [(x(n, 4), x(n, 4)), (x(n, 4), w(n, 4)), (w(n, 4), x(n, 4)), (x(n, 4), w(4)), (x(n, 4), w(1, 4))]
+        pairs += [(x(n, 4), w(n, 1)), (x(n, 4), w()), (x(n, 4), w(3, n, 4)), (w(n), x(3, n, rows=1))]
+        # As many columns as rows.
+        pairs += [(x(n, n), w(n)), (x(n, n, rows=1), w(n)), (x(n, n, rows=1), w(n, 1)), (x(n, 4), w(n, n, 4))]
+        pairs += [(x(n, 1), w(n)), (x(n, n), x(n, n, rows=1)), (x(n), x(n, n)), (x(1, n, rows=1), x(n, 1, rows=0))]
+        pairs += [(x(3, n, 2, rows=1), x(n, 2)), (x(n, 4, dtype=torch.float32), w(n, 4))]
+        pairs += [(x(n, 4, dtype=torch.int64), x(n, 4)), (like(x(4, n), T.t, 0), x(n, 4))]
+        pairs += [(like(x(size, columns), lambda t: t.expand(n, 4), 0), w(n, 4)) for size, columns in ((n, 1), (1, 4))]
+        yield from (call(function, *pair) for pair in pairs)
     for function in (T.add_, T.mul_, T.__isub__, T.copy_, T.clamp_min_):
-        yield call(function, x(n, 4), w(n, 4))
-        yield call(function, x(n, 4), x(n, 4))
-        yield call(function, x(n, n), w(n))
-        yield call(function, x(n, n), x(n, rows=0))
-        yield call(function, w(n, n), x(n, rows=0))
-        yield call(function, like(x(4, n), T.t, 0), w(n, 4))
+        pairs = [(x(n, 4), w(n, 4)), (x(n, 4), x(n, 4)), (x(n, n), w(n)), (x(n, n), x(n, rows=0))]
+        pairs += [(w(n, n), x(n, rows=0)), (like(x(4, n), T.t, 0), w(n, 4))]
+        yield from (call(function, *pair) for pair in pairs)
     yield call(torch.where, x(n, 4, dtype=torch.bool), x(n, 4), 0.0)
     yield call(torch.where, w(n, 1, dtype=torch.bool), x(n, 4), w(4))
     yield call(lambda c, a, b: torch.where(condition=c, input=a, other=b), x(n, 4, dtype=torch.bool), x(n, 4), x(n, 4))
@@ -128,16 +111,8 @@ def reductions(n: int) -> Calls:
     for function in (torch.sum, torch.mean, torch.amax, torch.var, torch.norm, torch.count_nonzero, torch.linalg.norm):
         for dims in ((1, 2), (0, 1), [-1], (0,)):
             yield call(function, x(n, 4, 3), dim=dims)
-    for function in (
-        F.softmax,
-        torch.log_softmax,
-        torch.cumsum,
-        torch.cummax,
-        torch.sort,
-        torch.argsort,
-        F.softmin,
-        F.glu,
-    ):
+    over = F.softmax, torch.log_softmax, torch.cumsum, torch.cummax, torch.sort, torch.argsort, F.softmin, F.glu
+    for function in over:
         for dim in (0, 1, -1):
             yield call(function, x(n + n % 2, 4), dim=dim)
             yield call(function, x(2, n + n % 2, 4, rows=1), dim=dim)
@@ -210,18 +185,8 @@ def reductions(n: int) -> Calls:
 
 
 def shapes(n: int) -> Calls:
-    for shape in (
-        (n * 3, 4),
-        (n, 12),
-        (-1,),
-        (n, 2, 6),
-        (3, -1),
-        (n, -1, 2),
-        (4, 3, n),
-        (2, -1),
-        (n, 1, 12),
-        (1, n, 12),
-    ):
+    targets = [(n * 3, 4), (n, 12), (-1,), (n, 2, 6), (3, -1), (n, -1, 2), (4, 3, n), (2, -1), (n, 1, 12), (1, n, 12)]
+    for shape in targets:
         yield call(T.reshape, x(n, 3, 4), shape)
         yield call(T.view, x(n, 3, 4), *shape)
         yield call(T.reshape, x(3, n, 4, rows=1), shape)
@@ -303,11 +268,7 @@ def indices(n: int) -> Calls:
             (slice(None), 0, torch.tensor([1, 0])),
             (0, slice(None), [1]),
         ),
-        *(
-            (slice(None), [0, 1], [1, 0]),
-            (slice(None), torch.tensor(1)),
-            (slice(None), slice(None), torch.tensor([1, 1])),
-        ),
+        *((slice(None), [0, 1], [1, 0]), (slice(None), torch.tensor(1)), (slice(None), slice(None), torch.tensor([1]))),
         *(
             (slice(None), 0, None, [1, 0]),
             (slice(None), torch.rand(3, 4) > 0.5),
@@ -371,27 +332,13 @@ def _set(t: Any, index: Any, value: Any) -> Any:
 
 def products(n: int) -> Calls:
     for product in (torch.matmul, T.__matmul__, T.__rmatmul__):
-        yield call(product, x(n, 4), w(4, 4))
-        yield call(product, x(n, 4), w(4))
-        yield call(product, w(4, 4), x(4, n, rows=1))
-        yield call(product, x(n, n), w(n, n))
-        yield call(product, x(n, n, rows=1), w(n, n))
-        yield call(product, w(n), x(n))
-        yield call(product, x(n), w(n))
-        yield call(product, x(n), w(n, n))
-        yield call(product, w(n, n), x(n))
-        yield call(product, x(n, 4), x(4, n, rows=1))
-        yield call(product, x(n, 4, 4), w(n, 4, 4))
-        yield call(product, x(n, 4, 4), w(4, 4))
-        yield call(product, x(n, 4, 4), x(n, 4, 4))
-        yield call(product, x(n, 4, 4), w(4))
-        yield call(product, w(4), x(n, 4, 4))
-        yield call(product, x(n, 4, 4), w(1, 4, 4))
-        yield call(product, x(n, 4, 4), w(3, 1, 4, 4))
-        yield call(product, x(n, 1, 4, 4), w(3, 4, 4))
-        yield call(product, w(4, 4), x(n, 4, 3))
-        yield call(product, x(4, n, 4, rows=1), w(4, 4))
-        yield call(product, w(4, 4), x(3, 4, n, rows=2))
+        pairs = [(x(n, 4), w(4, 4)), (x(n, 4), w(4)), (w(4, 4), x(4, n, rows=1)), (x(n, 4), x(4, n, rows=1))]
+        pairs += [(x(n, n), w(n, n)), (x(n, n, rows=1), w(n, n)), (x(n), w(n, n)), (w(n, n), x(n))]
+        pairs += [(w(n), x(n)), (x(n), w(n)), (x(n, 4, 4), w(n, 4, 4)), (x(n, 4, 4), w(4, 4))]
+        pairs += [(x(n, 4, 4), x(n, 4, 4)), (x(n, 4, 4), w(4)), (w(4), x(n, 4, 4)), (x(n, 4, 4), w(1, 4, 4))]
+        pairs += [(x(n, 4, 4), w(3, 1, 4, 4)), (x(n, 1, 4, 4), w(3, 4, 4)), (w(4, 4), x(n, 4, 3))]
+        pairs += [(x(4, n, 4, rows=1), w(4, 4)), (w(4, 4), x(3, 4, n, rows=2))]
+        yield from (call(product, *pair) for pair in pairs)
     yield call(torch.mv, x(n, 4), w(4))
     yield call(torch.bmm, x(n, 4, 4), mat2=w(n, 4, 4))
     yield call(F.linear, x(n, 4), w(5, 4), w(5))
@@ -408,16 +355,8 @@ def products(n: int) -> Calls:
     yield call(torch.cdist, x(n, 4), w(3, 6, 4))
     yield call(torch.cdist, x(n, 5, 4), w(n, 6, 4))
     yield call(lambda a, b: torch.cdist(x1=a, x2=b), x(n, 4), w(6, 4))
-    for equation in (
-        "bi,ij->bj",
-        "bi,ij->jb",
-        "bi,bi->b",
-        "bi,ij->j",
-        "ib,ij->bj",
-        "bi,bj->bij",
-        "bi,ij",
-        "...i,ij->...j",
-    ):
+    equations = ["bi,ij->bj", "bi,ij->jb", "bi,bi->b", "bi,ij->j", "ib,ij->bj", "bi,bj->bij", "bi,ij", "...i,ij->...j"]
+    for equation in equations:
         rows = int(equation.startswith("ib"))
         first = x(3, n, rows=1) if rows else x(n, 3)
         yield call(torch.einsum, equation, first, w(n, 3) if ",b" in equation else w(3, 3))
@@ -528,14 +467,8 @@ def in_layers(n: int) -> Calls:
     yield call(_recurrent(torch.nn.RNN, nonlinearity="relu"), x(n, 3, 4), True)
     yield call(_recurrent_cell(torch.nn.RNNCell, nonlinearity="relu"), x(n, 4))
     for reduction in ("none", "mean", "sum"):
-        for loss in (
-            F.mse_loss,
-            F.l1_loss,
-            F.smooth_l1_loss,
-            F.huber_loss,
-            F.kl_div,
-            F.binary_cross_entropy_with_logits,
-        ):
+        logits = F.binary_cross_entropy_with_logits
+        for loss in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, logits):
             yield call(loss, x(n, 4), w(n, 4), reduction=reduction)
             yield call(loss, x(n, 4), x(n, 4), reduction=reduction)
         yield call(F.cross_entropy, x(n, 5), classes(n), reduction=reduction)
@@ -629,13 +562,8 @@ def aliases(n: int) -> Calls:
         *(lambda t: t[1:3], lambda t: t[:, 1], lambda t: t.view(-1), lambda t: t.t(), lambda t: t[0], lambda t: t[::2]),
         *(lambda t: t.detach(), lambda t: t.unsqueeze(0), lambda t: t.narrow(0, 1, 2), lambda t: t.chunk(2)[1]),
         *(lambda t: t.view(-1)[3:5], lambda t: t[1:3][:, 1], lambda t: t.t()[1], lambda t: t.diagonal()),
-        *(
-            lambda t: t.contiguous(),
-            lambda t: t.reshape(-1),
-            lambda t: t.t().reshape(-1),
-            lambda t: t.to(D),
-            lambda t: t.data,
-        ),
+        *(lambda t: t.contiguous(), lambda t: t.reshape(-1), lambda t: t.t().reshape(-1), lambda t: t.to(D)),
+        lambda t: t.data,
         *(lambda t: t.unbind(1)[2], lambda t: t.expand(2, *t.shape)[1], lambda t: t.flatten(), lambda t: t.clone()),
         *(lambda t: t.as_strided((2, 2), (1, 2)), lambda t: t.unfold(1, 2, 1)[..., 0], lambda t: t.view(-1, 2).t()),
     ]
@@ -749,7 +677,7 @@ def test_rules_equal_the_whole_on_three_ranks() -> None:
 
 # Functions with a rule that no call here uses, and why.
 UNUSED = {
-    **dict.fromkeys(("backward", "retain_grad", "format"), "tested with gradients"),
+    **dict.fromkeys(("backward", "retain_grad"), "tested with gradients"),
     **dict.fromkeys(("hash", "is_tensor", "ndimension", "nelement"), "torch answers itself, or of no tensor"),
     "cuda": "needs a GPU",
 }

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
 from typing import Any, Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -16,10 +18,12 @@ from torch.utils._device import DeviceContext
 
 import ddpshim
 from ddpshim.checkpoint.background import Copy
+from ddpshim.model import backward
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 from ddpshim.rows import calls
 from ddpshim.rows.tensor import Counts
+from ddpshim.trainers.unedited.reads import equal_reads
 from evidence.equivalence import copy_release, make_run_config, source
 from tests import simulated_gpus
 from tests.preloaded import START_DEADLINE_S, environment, preloaded
@@ -279,6 +283,23 @@ def test_no_host_waits_in_a_usual_step(kind: str, counted: Any) -> None:
         assert races == []
 
 
+def _rank_reads_nan() -> list[str]:
+    here, said = ddpshim.world(), list[str]()
+    with mock.patch.object(backward, "say", said.append), equal_reads(here, lambda: False):
+        current().holds_whole_batches = True
+        for number in (1.0, float("nan"), float("nan")):
+            torch.tensor(number, device=here.device).item()
+    return said
+
+
+def test_nan_that_a_program_reads_from_a_gpu_is_said_once() -> None:
+    (said,), other = run_ranks(_rank_reads_nan, 2, on_gpus=True)
+    assert re.fullmatch(
+        r"the program reads NaN after 0 backward passes \(\S+:\d+\)\. The training goes on, as in one process", said
+    )
+    assert other == []
+
+
 def _rank_saves(folder: str) -> tuple[list[bool], list[int]]:
     state, copy, pinned, empty = nn.Linear(64, 64).to("cuda").state_dict(), Copy(), list[int](), torch.empty
 
@@ -441,7 +462,8 @@ def test_the_released_robomimic_on_two_gpus_has_the_losses_of_cpus(
         config = make_run_config(tree, "0.3.0", variant, folder, 5, 2, train__cuda=device == "cuda")
         command = ["ddpshim", "run", "--nproc=2", "-m", "robomimic.scripts.train", "--config", str(config)]
         said = _run_on_simulated(tree, folder, *command, SIMULATED_GPUS_LOG=str(folder / "log"))
-        assert f"world of 2 (torchrun, 1 node x 2), {'nccl on cuda' if device == 'cuda' else 'gloo on cpu'}" in said
+        where = "GPU (torchrun, nccl)" if device == "cuda" else "CPU (torchrun, gloo)"
+        assert f"ddpshim: 2 ranks on this machine, {where}" in said
         losses[device] = _losses(said)
     assert len(losses["cpu"]) == 2
     # Attention goes by the sums of torch's plain formula, which CPUs have in one kernel.

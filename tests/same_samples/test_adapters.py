@@ -18,7 +18,7 @@ from ddpshim.data.loader import make_loader
 from ddpshim.job.world import World
 from ddpshim.launch.runner import Launch, problems_of_program
 from ddpshim.robomimic import adapter as robomimic
-from ddpshim.tools.selftest import environment
+from ddpshim.tools import selftest
 
 
 class Squares(Dataset):  # type: ignore[type-arg]
@@ -67,7 +67,7 @@ def test_only_ours_without_entry_points() -> None:
 
 @pytest.mark.usefixtures("toybot")
 def test_a_third_partys_dataset_gives_whole_batches_and_its_files_are_known() -> None:
-    assert environment._patch_states()["toybot"] == "patched"
+    assert selftest._patch_states()["toybot"] == "patched"
     world = World(launcher="torchrun")
     (first, second) = make_loader(Squares(), batch_size=4, world=world)
     assert (first, second) == (("whole", [0, 1, 4, 9]), ("whole", [16, 25, 36, 49]))
@@ -77,7 +77,7 @@ def test_a_third_partys_dataset_gives_whole_batches_and_its_files_are_known() ->
 def test_an_adapter_need_not_offer_anything(toybot: types.ModuleType) -> None:
     del toybot.fetcher, toybot.state_of_files  # type: ignore[attr-defined]
     assert adapters.fetcher_of(Squares()) is None
-    assert "toybot" not in environment._patch_states()
+    assert "toybot" not in selftest._patch_states()
 
 
 def test_a_package_knows_why_its_trainer_cannot_start(

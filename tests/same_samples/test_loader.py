@@ -1,5 +1,6 @@
 """make_loader: W ranks side by side in one process, compared with a world of one."""
 
+import multiprocessing
 import random
 import re
 
@@ -17,21 +18,21 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from ddpshim.data.learning_rate import scale_lr
 from ddpshim.data.loader import make_loader
+from ddpshim.data.loader_builder import scale_lr
 from ddpshim.data.numbered import without_lists
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
 from ddpshim.job.world import World
 from ddpshim.options import Options
-from ddpshim.process import job as jobs
+from ddpshim.process import say
 from tests.ranks import own_rows, run_ranks
 
 
 class Side:
     """A rank that shares its process with the others: the main rank acts first, the others read its post."""
 
-    launcher, is_launched, options, device = "torchrun", True, Options(), torch.device("cpu")
+    launcher, is_launched, options, device, local_world_size = "torchrun", True, Options(), torch.device("cpu"), 1
 
     def __init__(self, rank, world_size, seed, post):
         self.rank, self.world_size, self.seed, self.is_main = rank, world_size, seed, rank == 0
@@ -85,38 +86,15 @@ def epoch_of(loaders, limit=None):
     return together
 
 
-def states():
-    return (
-        random.getstate(),
-        np.random.get_state()[1].tolist(),
-        np.random.get_state()[2],
-        torch.get_rng_state().tolist(),
-    )
-
-
 class Numbers(IterableDataset):
-    """0, 1, 2, ...; with noise, shuffled in a buffer that draws from all the global generators."""
+    """0, 1, 2, ..., of which each worker gives its share."""
 
-    def __init__(self, length, noisy=False, sized=False):
-        self.length, self.noisy, self.epochs = length, noisy, []
-        if sized:
-            self.__class__ = SizedNumbers
+    def __init__(self, length):
+        self.length = length
 
     def __iter__(self):
         info = get_worker_info()
-        numbers = range(self.length)
-        if info is not None:
-            numbers = range(info.id, self.length, info.num_workers)
-        if not self.noisy:
-            yield from numbers
-            return
-        buffer = []
-        for number in numbers:
-            buffer.append(number)
-            if len(buffer) == 5:
-                choice = random.randrange(5) + int(np.random.randint(5)) + int(torch.randint(5, ()))
-                yield buffer.pop(choice % 5)
-        yield from buffer
+        return iter(range(self.length) if info is None else range(info.id, self.length, info.num_workers))
 
 
 class SizedNumbers(Numbers):
@@ -126,9 +104,6 @@ class SizedNumbers(Numbers):
 
 def numbers():
     return torch.arange(96)
-
-
-# --- without a launcher -----------------------------------------------------------------------------------
 
 
 def test_without_a_launcher_arguments_go_where_torch_has_them():
@@ -152,9 +127,6 @@ def test_without_a_launcher_arguments_go_where_torch_has_them():
         make_loader(data, no_such_thing=1, world=UNLAUNCHED)
     with pytest.raises(TypeError, match="no_such_thing"):
         make_loader(data, no_such_thing=1, world=side_by_side(1)[0])
-
-
-# --- order ------------------------------------------------------------------------------------------------
 
 
 SOURCES = {
@@ -207,16 +179,6 @@ def test_a_permutation_is_torchs(size, num_samples, is_given):
     assert runs[0][0][0] != runs[0][0][2] or size == 1
 
 
-def test_set_epoch_is_honoured_by_every_name():
-    [loader] = make_loaders(1, numbers, 8, shuffle=True)
-    for epoch, named in enumerate((loader, loader.sampler, loader.batch_sampler), 5):
-        named.set_epoch(epoch)
-        assert loader.epoch == epoch
-    epoch_of([loader])
-    epoch_of([loader])
-    assert loader.epoch == 8
-
-
 def test_two_passes_side_by_side_are_two_of_torchs():
     seen = []
     for make in (lambda: make_loaders(1, numbers, 8, shuffle=True)[0], lambda: DataLoader(numbers(), 8, shuffle=True)):
@@ -227,19 +189,6 @@ def test_two_passes_side_by_side_are_two_of_torchs():
     assert all(a != b for a, b in seen[0])
 
 
-@pytest.mark.ranks
-def test_the_seed_comes_from_argument_generator_world():
-    def first(world_seed=None, **kwargs):
-        [loader] = make_loaders(1, Noise, 4, num_workers=1, world_seed=world_seed, already_sharded=True, **kwargs)
-        return noise_of(loader)
-
-    generator = torch.Generator().manual_seed(7)
-    by_seed = first(seed=7)
-    assert first(generator=generator) == by_seed == first(world_seed=7)
-    assert first(3, seed=7, generator=torch.Generator()) == by_seed
-    assert first() == first(world_seed=0) != by_seed
-
-
 def test_with_drop_last_false_ranks_share_the_rows_that_are_left():
     for world_size in (1, 2, 4):
         loaders = make_loaders(world_size, lambda: torch.arange(20), 8, drop_last=False)
@@ -248,10 +197,9 @@ def test_with_drop_last_false_ranks_share_the_rows_that_are_left():
         assert [len(one) for one in loaders] == [3] * world_size
 
 
-def test_a_batch_that_the_ranks_do_not_divide_names_the_other_door():
-    for world_size, left in ((2, 5), (4, 6)):
-        with pytest.raises(DataError, match=rf"leave {left} for the last batch, which .* setup\(batch=\"global\"\)"):
-            make_loaders(world_size, lambda num=16 + left: torch.arange(num), 8, drop_last=False)
+def test_a_batch_of_a_batch_sampler_that_ranks_do_not_divide_names_the_other_door():
+    with pytest.raises(DataError, match=r"The dataset .* has no __len__"):
+        make_loaders(2, object, 4)
     for loader in make_loaders(2, numbers, batch_sampler=[[0, 1], [2, 3, 4]]):
         with pytest.raises(DataError, match=r"has 3 indices, which 2 ranks do not divide.* setup\(batch=\"global\"\)"):
             list(loader)
@@ -276,34 +224,38 @@ def test_what_is_empty_is_empty_on_any_number_of_ranks():
 
 
 def test_a_loader_reads_as_torchs_does():
-    [_, loader] = make_loaders(2, numbers, 8, shuffle=True)
+    first, loader = make_loaders(2, numbers, 8, shuffle=True)
     assert isinstance(loader, ShardedLoader)
     assert (loader.batch_size, loader.global_batch_size, loader.drop_last) == (4, 8, True)
-    assert (len(loader), len(loader.batch_sampler)) == (12, 12)
     [_, per_rank] = make_loaders(2, numbers, 8, per_rank_batch=True)
     assert (per_rank.batch_size, per_rank.global_batch_size, len(per_rank)) == (8, 16, 6)
+    for epoch, named in enumerate((loader, loader.sampler, loader.batch_sampler), 5):
+        named.set_epoch(epoch)
+        assert (loader.epoch, len(named)) == (epoch, 12)
+    for one in (first, first, loader, loader):
+        list(one)
+    assert loader.epoch == 8
 
 
-def test_dicts_are_collated_and_batched_fetches_are_used():
-    class Windows:
-        def __len__(self):
-            return 16
+class Windows:
+    def __len__(self):
+        return 16
 
-        def __getitems__(self, indices):
-            return [{"obs": torch.full((3,), float(i)), "index": i} for i in indices]
+    def __getitems__(self, indices):
+        return [{"obs": torch.full((3,), float(i)), "index": i} for i in indices]
 
+
+@pytest.mark.ranks
+def test_dicts_are_collated_batched_fetches_are_used_and_ready_batches_are_given_as_they_are():
     _, batch = [next(iter(loader)) for loader in make_loaders(2, Windows, 8)]
     assert batch["index"].tolist() == [4, 5, 6, 7]
     assert batch["obs"].shape == (4, 3)
-
-
-def test_ready_batches_in_a_world_of_one():
     [loader] = make_loaders(1, lambda: [[0, 1], [2], [3, 4, 5]], None, shuffle=True, collate_fn=list)
     assert sorted(loader) == sorted(loader) == [[0, 1], [2], [3, 4, 5]]
     assert (len(loader), loader.global_batch_size) == (3, None)
-
-
-# --- workers ----------------------------------------------------------------------------------------------
+    assert sorted(make_loaders(1, lambda: Numbers(6), None, num_workers=2)[0]) == list(range(6))
+    [_, loader] = make_loaders(2, lambda: Numbers(6), None, already_sharded=True)
+    assert list(loader) == list(range(6))
 
 
 class Noise:
@@ -318,19 +270,21 @@ def noise_of(loader):
     return torch.cat(list(loader)).tolist()
 
 
+def _rank_draws_in_workers():
+    multiprocessing.current_process()._config["daemon"] = False  # a rank may have workers
+    generator = torch.Generator().manual_seed(1)
+    loader = make_loader(Noise(), 4, num_workers=2, multiprocessing_context="fork", generator=generator)
+    return [noise_of(loader) for _ in range(2)]
+
+
 @pytest.mark.ranks
-def test_workers_are_seeded_by_rank_worker_and_epoch():
-    loaders = make_loaders(2, Noise, 4, num_workers=2)
-    drawn = [noise_of(one) for one in loaders for _ in range(2)]
-    again = [noise_of(one) for one in make_loaders(2, Noise, 4, num_workers=2) for _ in range(2)]
+def test_with_noise_per_rank_workers_are_seeded_by_rank_worker_and_epoch():
+    drawn, again, other = (
+        run_ranks(_rank_draws_in_workers, 2, environ={"DDPSHIM_NOISE": "per_rank"}, seed=seed) for seed in (0, 0, 1)
+    )
     assert drawn == again
-    values = [value for run in drawn for row in run for value in row]
-    assert len(set(values)) == len(values)
-    other = noise_of(make_loaders(1, Noise, 4, num_workers=2, seed=1)[0])
-    assert not {value for row in other for value in row} & set(values)
-
-
-# --- iterable datasets ------------------------------------------------------------------------------------
+    values = [value for runs in (*drawn, *other) for run in runs for row in run for value in row]
+    assert len(set(values)) == len(values) == 2 * 2 * 2 * 4 * 3
 
 
 def test_a_stream_that_every_rank_would_read_whole_is_refused():
@@ -361,22 +315,12 @@ def test_a_stream_hears_of_its_epoch_also_in_workers_that_live_on(kwargs):
 
 def test_length_of_a_stream_counts_steps():
     shared = {"already_sharded": True}
-    [loader, _] = make_loaders(2, lambda: Numbers(15, sized=True), 8, **shared)
+    [loader, _] = make_loaders(2, lambda: SizedNumbers(15), 8, **shared)
     assert (len(loader), len(loader.dataset), loader.dataset.length) == (3, 15, 15)
-    assert len(make_loaders(2, lambda: Numbers(15, sized=True), 8, drop_last=False, **shared)[0]) == 4
+    assert len(make_loaders(2, lambda: SizedNumbers(15), 8, drop_last=False, **shared)[0]) == 4
     [unsized] = make_loaders(1, lambda: Numbers(30), 8)
     with pytest.raises(TypeError, match="has no len"):
         len(unsized)
-
-
-@pytest.mark.ranks
-def test_ready_batches_of_a_stream():
-    assert sorted(make_loaders(1, lambda: Numbers(6), None, num_workers=2)[0]) == list(range(6))
-    [_, loader] = make_loaders(2, lambda: Numbers(6), None, already_sharded=True)
-    assert list(loader) == list(range(6))
-
-
-# --- shares that are the user's ---------------------------------------------------------------------------
 
 
 def test_already_sharded_divides_only_the_batch():
@@ -392,39 +336,30 @@ def test_already_sharded_divides_only_the_batch():
     assert torch.cat(list(own)).tolist() == list(range(1, 24, 2))
 
 
-# --- errors -----------------------------------------------------------------------------------------------
+OTHER_DOOR = r".* setup\(batch=\"global\"\)"
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "world_size", "text"),
+    ("num_ranks", "num", "arguments", "text"),
     [
-        (10, 4, r"Global batch 10 does not split over 4 ranks \(2 left over\): .* Use 8 or 12, or setup\(batch="),
-        (3, 4, r"Global batch 3 is smaller than 4 ranks: some .* at least 4, or use at most 3 ranks \(--nproc 3\)\."),
-        (128, 2, r"Global batch 128 is larger than the 97 samples; .* Use at most 96 \(48 for each rank\)"),
+        (4, 97, {"batch_size": 10}, r"Global batch 10 does not split over 4 ranks \(2 left over\): .* Use 8 or 12"),
+        (4, 97, {"batch_size": 10}, OTHER_DOOR),
+        (4, 97, {"batch_size": 3}, r"Global batch 3 is smaller than 4 ranks: .* use at most 3 ranks \(--nproc 3\)\."),
+        (2, 97, {"batch_size": 128}, r"128 is larger than the 97 samples; .* Use at most 96 \(48 for each rank\)"),
+        (2, 21, {"batch_size": 8, "drop_last": False}, f"leave 5 for the last batch, which 2 ranks do not{OTHER_DOOR}"),
+        (4, 22, {"batch_size": 8, "drop_last": False}, f"leave 6 for the last batch, which 4 ranks do not{OTHER_DOOR}"),
+        (4, 3, {"batch_size": 4, "drop_last": False}, "has 3 samples for 4 ranks; some would train on none"),
+        (2, 0, {"batch_size": 4, "shuffle": True}, "is empty"),  # torch refuses it as well
+        (4, 97, {"batch_size": 4, "sampler": [1, 2, 3]}, r"sampler .* has 3 samples for 4 ranks"),
+        (2, 97, {"batch_size": 4, "sampler": iter([1])}, r"The sampler \(list_iterator\) has no __len__"),
+        (2, 97, {"batch_sampler": []}, "batch_sampler has length 0"),
+        (2, 97, {"batch_sampler": [[1, 2]], "per_rank_batch": True}, "per_rank_batch=True with a batch_sampler"),
+        (2, 97, {"batch_size": 4, "num_workers": 2, "in_order": False}, "in_order=False"),
     ],
 )
-def test_batches_that_do_not_split(batch_size, world_size, text):
+def test_what_does_not_split_is_refused(num_ranks, num, arguments, text):
     with pytest.raises(DataError, match=text):
-        make_loaders(world_size, lambda: torch.arange(97), batch_size)
-
-
-def test_datasets_that_do_not_split():
-    with pytest.raises(DataError, match="has 3 samples for 4 ranks; some would train on none"):
-        make_loaders(4, lambda: torch.arange(3), 4, drop_last=False)
-    with pytest.raises(DataError, match="is empty"):  # torch refuses it as well
-        make_loaders(2, lambda: torch.arange(0), 4, shuffle=True)
-    with pytest.raises(DataError, match=r"sampler .* has 3 samples for 4 ranks"):
-        make_loaders(4, numbers, 4, sampler=[1, 2, 3])
-    with pytest.raises(DataError, match=r"The sampler \(generator\) has no __len__"):
-        make_loaders(2, numbers, 4, sampler=(i for i in range(4)))
-    with pytest.raises(DataError, match=r"The dataset .* has no __len__"):
-        make_loaders(2, object, 4)
-    with pytest.raises(DataError, match="batch_sampler has length 0"):
-        make_loaders(2, numbers, batch_sampler=[])
-    with pytest.raises(DataError, match="per_rank_batch=True with a batch_sampler"):
-        make_loaders(2, numbers, batch_sampler=[[1, 2]], per_rank_batch=True)
-    with pytest.raises(DataError, match="in_order=False"):
-        make_loaders(2, numbers, 4, num_workers=2, in_order=False)
+        make_loaders(num_ranks, lambda: torch.arange(num), **arguments)
 
 
 def test_a_sampler_that_is_a_share_already_is_refused():
@@ -457,17 +392,17 @@ def test_ranks_that_would_step_apart_all_hear_of_it():
             return [value, (failure, {**facts, **self.other}, *more)]
 
     world = Disagreeing(0, 2, 0, [])
-    for other in ({"number of samples": 95}, {"seed": 3}, {"global batch": 16}):
+    for other in ({"number of samples": 95}, {"global batch": 16}):
         world.other = other
         with pytest.raises(DataError, match=f"Ranks disagree on the {next(iter(other))}: .* on rank 1"):
             make_loader(numbers(), 8, world=world)
-    world.gather = lambda value: [value, ("OSError: no such file", {}, None, {}, {})]
+    world.gather = lambda value: [value, ("OSError: no such file", {}, {}, {})]
     with pytest.raises(DataError, match=r"Rank 1 could not make its loader \(OSError: no such file\)"):
         make_loader(numbers(), 8, world=world)
 
 
-def test_the_global_batch_is_printed_once_by_the_main_rank(capsys, monkeypatch):
-    monkeypatch.setattr(jobs, "_current", jobs.Job())
+def test_the_global_batch_is_printed_once_by_the_main_rank(capsys):
+    say.say_once.cache_clear()
     for _ in range(2):
         make_loaders(2, numbers, 8)
     make_loaders(1, numbers, 8)
@@ -481,9 +416,6 @@ def test_learning_rate_rules():
     assert scale_lr(0.5) == 0.5
     with pytest.raises(DataError, match="rule='cubic' is not a learning-rate rule"):
         scale_lr(0.5, "cubic", 4)
-
-
-# --- two processes ----------------------------------------------------------------------------------------
 
 
 class FailsLater:

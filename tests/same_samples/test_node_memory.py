@@ -7,7 +7,6 @@ import copy
 import importlib
 import os
 import re
-import signal
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,11 +19,12 @@ from torch.utils.data import default_collate
 import ddpshim
 from ddpshim.data import node_memory
 from ddpshim.data.node_memory import shared_arrays
-from ddpshim.errors import DataError, RankError, WorldError
+from ddpshim.errors import DataError, WorldError
 from ddpshim.job.world import World
 from ddpshim.process import machine, say
-from ddpshim.robomimic import batches, datasets, node_cache
-from ddpshim.robomimic.options import RobomimicOptions
+from ddpshim.robomimic import batches, datasets, node_cache, windows
+from ddpshim.robomimic.datasets import RobomimicOptions
+from tests import sequences as demos
 from tests.ranks import _server, run_ranks
 
 MEGABYTES = 32
@@ -73,32 +73,10 @@ def test_ranks_share_one_copy() -> None:
     assert MEGABYTES * 1024 <= total <= MEGABYTES * 1024 * 1.02
 
 
-def _die_in(directory: str) -> None:
-    seen = []
-
-    def fill(arrays: Mapping[str, torch.Tensor], part: int, num_parts: int) -> None:
-        seen.extend(os.listdir(directory))
-        if part == 0:
-            Path(directory).with_suffix(".seen").write_text(repr(seen))
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    machine.memory = lambda *_: machine.Memory(1, 1, None)
-    shared_arrays(SPECS, fill, directory=directory)
-
-
-@pytest.mark.ranks
-def test_a_file_on_disk_has_no_name_and_is_gone_with_its_ranks(tmp_path: Path) -> None:
-    folder = tmp_path / "place"
-    with pytest.raises(RankError):
-        run_ranks(_die_in, 2, str(folder))
-    assert folder.with_suffix(".seen").read_text() == "[]"
-    assert list(folder.iterdir()) == []
-
-
 def _does_not_fit() -> tuple[str, str, str]:
     here = ddpshim.world()
     with pytest.MonkeyPatch.context() as short:
-        short.setattr(machine, "memory", lambda: machine.Memory(2 * 10**6, 2 * 10**6, None))
+        short.setattr(machine, "memory", lambda: machine.MainMemory(2 * 10**6, 2 * 10**6, None))
         with pytest.raises(DataError) as small:
             shared_arrays(SPECS, _fill)
     with pytest.raises(DataError) as unlike:
@@ -118,19 +96,11 @@ def test_no_room_unlike_specs_and_a_part_that_fails_are_told_on_all_ranks() -> N
     first, second = run_ranks(_does_not_fit, 2)
     assert second[0] == f"on rank 0: {first[0]}"
     assert "one copy of the data for this node takes 33.6 MB, and memory has 2.0 MB available;" in first[0]
-    assert "Name a directory on a local disk, for a file (the option node_memory), or load less" in first[0]
+    assert "Make room, or load less" in first[0]
     assert "of others on rank 1 ([('a', (4,), 'torch.float32'), ('a', (5,), 'torch.float32')])" in first[1]
     assert first[1] == second[1]
     assert first[2].startswith("WorldError: rank 1 could not make the arrays that a node shares (KeyError: 'demo_7' (")
     assert second[2] == "KeyError: 'demo_7'"
-
-
-def test_a_full_directory_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(10**9, 3 * 10**6, None))
-    monkeypatch.setattr(node_memory.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**6))
-    expected = rf"memory has 3.0 MB available, {tmp_path} has 1.0 MB left; .* Make room, or load"
-    with pytest.raises(DataError, match=expected):
-        shared_arrays(SPECS, _fill, directory=str(tmp_path), world=World())
 
 
 def test_a_python_without_memfd_uses_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,8 +115,6 @@ def test_a_python_without_memfd_uses_shared_memory(tmp_path: Path, monkeypatch: 
 
 # robomimic's datasets.
 
-OBS = {"eef": (3,), "image": (4, 4, 3), "scalar": ()}
-
 
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> None:
@@ -155,161 +123,111 @@ def imported() -> None:
         importlib.import_module("robomimic.utils.dataset")
 
 
-def _write_demos(path: Path, lengths: tuple[int, ...] = (5, 9, 2, 7)) -> Path:
-    h5py, numpy = pytest.importorskip("h5py"), pytest.importorskip("numpy")
-    random = numpy.random.default_rng(0)
-    with h5py.File(path, "w") as file:
-        for number, length in enumerate(lengths):
-            demo = file.create_group(f"data/demo_{number}")
-            demo.attrs["num_samples"] = length
-            demo["actions"] = random.normal(size=(length, 2))  # float64, as upstream's cache does not keep it
-            for group in ("obs", "next_obs"):
-                for key, shape in OBS.items():
-                    chunked = number % 2 and key == "eef"  # not in one piece in the file
-                    values = random.integers(0, 256, (length, *shape))
-                    values = values.astype("uint8") if key == "image" else values / 7
-                    demo.create_dataset(f"{group}/{key}", data=values, compression="gzip" if chunked else None)
-    return path
-
-
-def _make(path: Path, mode: str, **options: Any) -> Any:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
     pytest.importorskip("robomimic")
-    import robomimic.utils.obs_utils as ObsUtils
-    from robomimic.utils.dataset import SequenceDataset
-
-    ObsUtils.initialize_obs_utils_with_obs_specs({"obs": {"low_dim": ["eef", "scalar"], "rgb": ["image"]}})
-    settings = {"seq_length": 3, "frame_stack": 2, **options}
-    return SequenceDataset(
-        str(path), list(OBS), ("actions", "rewards"), hdf5_cache_mode=mode, hdf5_use_swmr=False, **settings
-    )
+    demos.begin()
+    return tmp_path
 
 
-def _assert_equal(found: Any, expected: Any) -> None:
-    import numpy
-
-    if isinstance(expected, dict):
-        assert list(found) == list(expected)
-        for key in expected:
-            _assert_equal(found[key], expected[key])
-    else:
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-        assert numpy.array_equal(found, expected)
+def _shared(folder: Path, mode: str, **settings: Any) -> tuple[Any, Any]:
+    """A dataset with upstream's cache, and one with the node's."""
+    upstream = demos.make(folder, mode, **settings)
+    with node_cache.without_cache(type(upstream)) as waiting:
+        shared = demos.make(folder, mode, **settings)
+    assert node_cache.share(waiting, World()) is None
+    return upstream, shared
 
 
 @pytest.mark.parametrize("mode", ["all", "low_dim"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"pad_frame_stack": False, "pad_seq_length": False, "seq_length": 1, "get_pad_mask": True},
-        {"goal_mode": "last", "load_next_obs": True},
-        {"load_next_obs": False},
-    ],
-)
-def test_a_dataset_reads_the_same(tmp_path: Path, mode: str, options: dict[str, Any]) -> None:
-    path = _write_demos(tmp_path / "demos.hdf5")
-    upstream = _make(path, mode, **options)
-    with node_cache.without_cache(type(upstream)) as waiting:
-        shared = _make(path, mode, **options)
-    assert node_cache.share(waiting, World()) is None
-    node_cache.trim(waiting)
+@pytest.mark.parametrize("kind", ["stacked sequences", "whole stacks", "goals", "no next_obs", "images"])
+def test_a_dataset_reads_the_same(folder: Path, mode: str, kind: str) -> None:
+    name = demos.make_file(folder / "zipped.hdf5", compression="gzip" if kind == "goals" else None).name
+    upstream, shared = _shared(folder, mode, file=name, **demos.KINDS[kind])
     assert (shared.hdf5_cache_mode, len(shared), str(shared)) == (mode, len(upstream), str(upstream))
     assert dict(shared._index_to_demo_id) == upstream._index_to_demo_id
-    for index in range(len(upstream)):
-        _assert_equal(shared[index], upstream[index])
+    assert demos.is_same_batch(shared, upstream)
     if mode == "low_dim":
         for ep in upstream.demos:
-            for key in ("obs/eef", "next_obs/scalar", "actions", "rewards")[:: 1 if upstream.load_next_obs else 2]:
-                _assert_equal(shared.get_dataset_for_ep(ep, key), upstream.get_dataset_for_ep(ep, key))
+            for key in ("obs/eef_pos", "next_obs/object", "actions", "rewards")[:: 1 if upstream.load_next_obs else 2]:
+                found, expected = (one.get_dataset_for_ep(ep, key) for one in (shared, upstream))
+                assert (found.dtype, found.tolist()) == (expected.dtype, expected.tolist())
     with pytest.raises(ValueError, match="read-only"):
         shared.get_dataset_for_ep("demo_0", "actions")[0] = 1
 
 
 def _read(dataset: Any, out: Any) -> None:
     maps = Path("/proc/self/maps").read_text()
-    out.send(({index: dataset[index] for index in (0, 8, len(dataset) - 1)}, "memfd:ddpshim" in maps))
+    out.send(([dataset[index] for index in INDICES], "memfd:ddpshim" in maps))
+
+
+INDICES = [7, 0, 20]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("mode", ["all", "low_dim"])
-def test_batches_and_spawned_workers_have_the_same_copy(tmp_path: Path, mode: str) -> None:
-    path = _write_demos(tmp_path / "demos.hdf5")
-    upstream = _make(path, mode)
-    with node_cache.without_cache(type(upstream)) as waiting:
-        shared = _make(path, mode)
-    assert node_cache.share(waiting, World()) is None
+def test_batches_and_spawned_workers_have_the_same_copy(folder: Path, mode: str) -> None:
+    upstream, shared = _shared(folder, mode, **demos.KINDS["images"])
+    expected = default_collate([upstream[index] for index in INDICES])
     assert batches.attach(shared) is None
-    node_cache.trim(waiting)
-    obs = [f"{group}/{key}" for group in ("next_obs", "obs") for key in OBS if key != "image" or mode == "all"]
-    assert sorted(shared.hdf5_cache.flat) == sorted(["actions", "rewards", *obs])
-    indices = [7, 0, len(upstream) - 1]
-    found = batches.collate(shared.__getitems__(indices))
-    _assert_equal(found, default_collate([upstream[index] for index in indices]))
+    keys = [*demos.LOW_DIM, *([demos.IMAGE] if mode == "all" else [])]
+    obs = [f"{group}/{key}" for group in ("next_obs", "obs") for key in keys]
+    assert {"actions", "rewards", *obs} <= {*shared.hdf5_cache.flat}
+    assert windows._is_same(demos.fetch(shared, INDICES), expected)
     receive, send = _server.Pipe(duplex=False)
     worker = _server.Process(target=_read, args=(shared, send), daemon=True)
     worker.start()
     try:
         assert receive.poll(60)
-        items, has_mapped = receive.recv()
+        samples, has_mapped = receive.recv()
         assert has_mapped
-        for index, item in items.items():
-            _assert_equal(item, upstream[index])
+        assert windows._is_same(default_collate(samples), expected)
     finally:
         worker.kill()
         worker.join()
 
 
-def test_demonstrations_that_are_not_alike_stay_upstreams(tmp_path: Path) -> None:
-    import h5py
-
-    path = _write_demos(tmp_path / "demos.hdf5")
-    with h5py.File(path, "r+") as file:
-        values = file["data/demo_2/obs/eef"][()].astype("float32")
-        del file["data/demo_2/obs/eef"]
-        file["data/demo_2/obs/eef"] = values
-    kind = type(_make(path, "low_dim"))
+def test_demonstrations_that_are_not_alike_stay_upstreams(folder: Path) -> None:
+    path = demos.make_file(folder / "odd.hdf5")
+    with demos.h5py.File(path, "r+") as file:
+        values = file["data/demo_2/obs/eef_pos"][()].astype("float32")
+        del file["data/demo_2/obs/eef_pos"]
+        file["data/demo_2/obs/eef_pos"] = values
+    kind = type(demos.make(folder, "low_dim", file=path.name))
     with node_cache.without_cache(kind) as waiting:
-        _make(path, "all")
+        demos.make(folder, "all", file=path.name)
     problem = node_cache.share(waiting, World())
     assert problem is not None
-    assert problem.startswith(f"{path}: obs/eef of demo_2 is <f4[2, 3], not <f8[2, 3] as after demo_0")
+    assert problem.startswith(f"{path}: obs/eef_pos of demo_2 is <f4[7, 3], not <f8[7, 3] as after demo_0")
 
 
 @pytest.mark.parametrize("place", ["auto", "off"])
 def test_a_launched_training_shares_where_it_can(
-    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import h5py
-
     say.say_once.cache_clear()
     here = World(launcher="torchrun", options=RobomimicOptions(node_memory=place))
     monkeypatch.setattr(datasets, "world_of_shares", lambda: here)
-    path = _write_demos(tmp_path / "demos.hdf5")
-    kind = type(_make(path, "low_dim"))
-    train = _Mapping(hdf5_cache_mode="all", data=str(path), dataset_keys=["actions"], num_data_workers=0)
-    config = SimpleNamespace(train=train, all_obs_keys=list(OBS))
+    path = demos.make_file(folder / "demos.hdf5")
+    config = SimpleNamespace(train=SimpleNamespace(hdf5_cache_mode="all"))
 
     def load(obs_keys: list[str]) -> tuple[Any, Any]:
         obs_keys.remove("lang")  # as upstream does, since 0.5.0
-        return _make(path, "all"), _make(path, "all", seq_length=1)
+        made = (demos.make(folder, "all", file=path.name, hdf5_use_swmr=False, seq_length=n) for n in (3, 1))
+        return tuple(made)  # type: ignore[return-value]
 
-    keys = [*OBS, "lang"]
+    keys = [*demos.LOW_DIM, "lang"]
+    kind = type(demos.make(folder, None, file=path.name))
     found = datasets._load_once_a_node(load, keys, kind, config)
-    assert keys == list(OBS)
+    assert keys == [*demos.LOW_DIM]
     assert [isinstance(dataset.hdf5_cache, node_cache.Demos) for dataset in found] == [place == "auto"] * 2
     assert [type(dataset.getitem_cache) is list for dataset in found] == [place == "off"] * 2
-    with h5py.File(path, "r+") as file:
+    with demos.h5py.File(path, "r+") as file:
         file["data/demo_1/obs/extra"] = 1  # not loaded
         del file["data/demo_3/actions"]
-        file["data/demo_3/actions"] = [[0.0] * 3] * 7
-    found = datasets._load_once_a_node(load, [*OBS, "lang"], kind, config)
+        file["data/demo_3/actions"] = [[0.0] * 3] * 9
+    found = datasets._load_once_a_node(load, [*demos.LOW_DIM, "lang"], kind, config)
     assert type(found[0].getitem_cache) is list
     said = capsys.readouterr().err
-    assert ("actions of demo_3 is <f4[7, 3], not <f4[7, 2]" in said) == (place == "auto")
+    assert ("actions of demo_3 is <f4[9, 3], not <f4[9, 7]" in said) == (place == "auto")
     assert ("each rank loads its own copy, as upstream does" in said) == (place == "auto")
-
-
-class _Mapping(dict):  # type: ignore[type-arg]
-    """robomimic's Config is a mapping with attributes."""
-
-    __getattr__ = dict.__getitem__

@@ -185,6 +185,16 @@ def test_statistics_are_of_everything_and_the_data_of_a_share(monkeypatch, octo)
     assert octo.splits == ["all", "train[:95%]", "1 of 2 of train[:95%]"]
 
 
+def test_a_split_that_differs_or_is_too_small_is_refused(monkeypatch, octo):
+    rank = Rank(rank=0, world_size=96, launcher="torchrun", seed=1)
+    monkeypatch.setattr(rlds, "world_of_shares", lambda: rank)
+    with pytest.raises(DataError, match=r"Split train\[:95%\] of droid/1.0.0 has 95 examples for 96 ranks"):
+        rlds.make_dataset_from_rlds("droid", "/data", train=True)
+    monkeypatch.setattr(Rank, "gather", lambda self, facts: [facts, {**facts, "number of examples": 50}])
+    with pytest.raises(DataError, match="Ranks disagree on the number of examples: 95 on rank 0, 50 on rank 1"):
+        rlds.make_dataset_from_rlds("droid", "/data", train=True)
+
+
 def test_without_a_launcher_octo_is_called_as_it_was(monkeypatch, octo):
     made = mix(monkeypatch, World())
     assert octo.mixtures == [{"train": True, **OPTIONS}]

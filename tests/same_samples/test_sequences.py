@@ -15,14 +15,14 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 import ddpshim
-from ddpshim.data import loader_builder
+from ddpshim import adapters
 from ddpshim.data.loader import make_loader
 from ddpshim.data.loader_builder import divide
 from ddpshim.errors import DataError
 from ddpshim.job.world import World
 from ddpshim.process import say
 from ddpshim.robomimic import batches as sequences
-from ddpshim.robomimic import datasets, windows
+from ddpshim.robomimic import datasets, node_cache, windows
 from tests import sequences as demos
 from tests.preloaded import environment
 from tests.preloaded_commands import python
@@ -236,7 +236,7 @@ def _is_same_passes(found: list[Any], expected: list[Any]) -> bool:
 def test_passes_that_are_abandoned_leave_nothing_to_the_next(folder: Path, cache_mode: Any) -> None:
     lengths = [3, 1, 8, 2, 8]
     with pytest.MonkeyPatch.context() as by_sample:
-        by_sample.setattr(loader_builder, "_fetch_batches", lambda *_: None)
+        by_sample.setattr(adapters, "fetcher_of", lambda dataset: None)
         reference = _loader(folder, cache_mode)
     assert reference.collate_fn is default_collate
     *expected, after = _passes(reference, [*lengths, 8])
@@ -259,7 +259,7 @@ def _rows(folder: str, num_workers: int) -> tuple[list[Any], bool]:
     how: Any = {"num_workers": num_workers, "multiprocessing_context": "fork"} if num_workers else {}
     torch.manual_seed(4)
     loader = DataLoader(dataset, 7, shuffle=True, **how)
-    found = [[(key, x.tolist()) for key, x in sequences._leaves(batch, ())] for _ in range(2) for batch in loader]
+    found = [[(key, x.tolist()) for key, x in node_cache._leaves(batch).items()] for _ in range(2) for batch in loader]
     return found, "__getitems__" in vars(dataset)
 
 
@@ -270,27 +270,6 @@ def test_ranks_with_row_tensors_fetch_their_rows_by_the_batch(folder: Path, num_
     for found, by_batch in run_ranks(_rows, num_ranks, str(folder), num_workers):
         assert found == expected
         assert by_batch
-
-
-def test_two_passes_at_once(folder: Path) -> None:
-    loader, reference = _loader(folder, "low_dim", num_workers=1), _loader(folder, "low_dim")
-    expected = _passes(reference, [8, 8])
-    first, second = iter(loader), iter(loader)
-    found = list(zip(*((next(first), next(second)) for _ in range(8))))
-    assert _is_same_passes([list(batches) for batches in found], expected)
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize("is_large", [True, False])
-def test_a_batch_is_sent_in_one_piece(is_large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequences, "_MAX_BYTES", 64 if is_large else 4096)
-    batch = {"a": torch.arange(100), "b": {"c": torch.tensor([True, False]), "d": torch.zeros(2, 0)}}
-    made, (sent, layout) = sequences.Packed(batch).__reduce__()
-    assert isinstance(sent, torch.Tensor) == is_large
-    found = made(sent, layout)
-    assert windows._is_same(found, batch)
-    assert type(found) is dict
-    found["a"] += 1  # a trainer may write to its batch
 
 
 def test_what_robomimics_loaders_are_made_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

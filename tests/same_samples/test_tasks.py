@@ -18,10 +18,10 @@ import torch
 
 import ddpshim
 from ddpshim.checkpoint.resume import Resumable
-from ddpshim.data.tasks import _holders
 from ddpshim.errors import DataError, RankError, WorldError
+from ddpshim.evaluation.dealing import _holders
+from ddpshim.job.collectives import StandIn
 from ddpshim.job.running import Running
-from ddpshim.job.stand_in import StandIn
 from ddpshim.job.world import World
 from tests.ranks import run_ranks
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from dataclasses import asdict
+import re
 from pathlib import Path
 from typing import Optional
 
 import pytest
 
-from evidence import benchmarks, to_success
+from evidence import benchmarks, image_bc, to_success
 from evidence.results import Result, alternate, median_and_quartiles, ratio
 
 
@@ -54,9 +54,8 @@ def test_the_table_has_targets_and_notes() -> None:
         Result("data", "low_dim", 8.0, "x", at_least=10.0, note="a profile"),
     ]
     lines = benchmarks.table([*rows, Result("step", "5M", 7.0, "ms")]).splitlines()
-    assert lines[2] == "| 5M | 0.931 x DDP (0.91 to 0.95, ≤ 1); 7 ms |"
-    assert lines[3] == "| low_dim | **8 x** (≥ 10) |"
-    assert lines[-1] == "- low_dim: a profile"
+    assert lines[2] == "| 5M | 0.931 x DDP (0.91 to 0.95, ≤ 1); 7 ms |  |"
+    assert lines[3] == "| low_dim | **8 x** (≥ 10) | a profile |"
 
 
 def test_every_benchmark_is_found_and_an_unknown_one_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,35 +73,14 @@ def test_a_benchmark_that_fails_is_a_target_that_does_not_hold(tmp_path: Path) -
     assert found.note == "FAILED: exit code 1"
 
 
-def test_a_picture_has_what_others_take_for_each_question(tmp_path: Path) -> None:
-    rows = [
-        Result("step", "5M", 0.5, "x raw DDP", at_most=1.0),
-        Result("step", "5M", 0.8, "x ignite"),
-        Result("step", "rate", 3.0, "x raw DDP", at_least=1.0),
-        Result("step", "memory", 4.0, "x size of the policy"),
-        Result("step", "failed", float("nan"), "x raw DDP"),
-        Result("step", "5M", 12.0, "ms"),
-    ]
-    assert benchmarks.compared(rows) == {"5M": {"raw DDP": 2.0, "ignite": 1.25}, "rate": {"raw DDP": 3.0}}
-    machine = {"machine": {"cores": 2}, "quick": False}
-    runs = {"step": {**machine, "results": [asdict(row) for row in rows]}, "costs": {**machine, "results": []}}
-    benchmarks.draw_all(runs, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["step.png"]
-    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
-    lines = benchmarks.page(runs).splitlines()
-    headings = [line for line in lines if line.startswith("## ") or line.startswith("![")]
-    asked, other = (benchmarks.QUESTIONS[name] for name in runs)
-    assert headings == [f"## {asked}", f"![{asked}](pictures/step.png)", f"## {other}"]
-
-
 def test_what_was_measured_before_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = {"costs": 1.0, "step": 2.0}
+    values = {"costs": 1.0, "whole_run": 2.0}
     monkeypatch.setattr(benchmarks, "measure", lambda name, quick: [Result(name, "w", values[name], "s", at_most=1.5)])
     assert benchmarks.main(["--only", "costs", "--out", str(tmp_path)]) == 0
-    assert benchmarks.main(["--only", "step", "--quick", "--out", str(tmp_path)]) == 1
+    assert benchmarks.main(["--only", "whole_run", "--quick", "--out", str(tmp_path)]) == 1
     runs = json.loads((tmp_path / "benchmarks.json").read_text())
     assert {name: (run["quick"], run["results"][0]["value"]) for name, run in runs.items()} == {
-        "step": (True, 2.0),
+        "whole_run": (True, 2.0),
         "costs": (False, 1.0),
     }
     page = (tmp_path / "benchmarks.md").read_text()
@@ -126,3 +104,13 @@ def test_the_first_checkpoint_that_succeeds_counts_and_the_page_says_how_surely(
     steps = ", ".join([str(4 * to_success.STEPS_AN_EPOCH)] * 3)
     assert lines[2] == f"| robomimic as released | 122 | 121, 122, 123 | {steps} | 135/150 | 84 to 94% |"
     assert lines[4] == "| ddpshim, 2 ranks | inf | inf, inf, inf | -, -, - | 0/0 | 0 to 100% |"
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("patch", image_bc.PACKAGES)
+def test_the_ports_of_the_trainer_apply_and_the_readme_counts_their_lines(patch: str, tmp_path: Path) -> None:
+    ported = image_bc.changed(patch, tmp_path).read_text()
+    compile(ported, patch, "exec")
+    assert f"import {'Accelerator' if patch == 'accelerate' else 'Fabric'}" in ported
+    readme = (image_bc.ROOT / "README.md").read_text()
+    assert re.search(rf"evidence/ports/{patch}\.patch\).*\| {image_bc.num_changed(patch)} \|", readme)

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,8 @@ from packaging.version import Version
 from ddpshim import variables
 from ddpshim.errors import LaunchError
 from ddpshim.launch.runner import Launch
-from ddpshim.tools.check import judging, new_files, running, sketches, watching
+from ddpshim.tools import check, judging, new_files, sketches, watching
+from ddpshim.trainers.unedited.file_calls import watched
 from evidence import bugs
 from tests.preloaded import environment, start_afresh
 from tests.preloaded_commands import patience
@@ -75,22 +75,21 @@ def _write(
     dtype: str = "float32",
     samples: str = "",
     num_batches: Optional[int] = None,
-    weight: float = 1.0,
 ) -> None:
     tensor = sketches.sketch(torch.tensor([1.0, 2.0]))
     lines: list[dict[str, object]] = []
     for t in range(num_steps):
         if samples:
             of_pass = {"sampler": "RandomSampler", "pass_number": 1, "num_batches": num_batches, "num_samples": 10}
-            batch = {"size": len(samples), "samples": list(samples), "streams": None, "place": "train.py:2"}
-            lines.append({"kind": "batch", "t": t, "number": t + 1, **batch, **of_pass})
-        of_loss = {"losses": [loss], "weight": weight, "dtype": dtype, "place": "train.py:3"}
-        lines.append({"kind": "loss", "t": t, "number": 1, **of_loss})
+            batch = {"size": len(samples), "samples": list(samples), "whole": False, "streams": None, "shuffles": None}
+            lines.append({"kind": "batch", "t": t, "number": t + 1, "place": "train.py:2", **batch, **of_pass})
+        of_loss = {"losses": [loss], "dtype": dtype, "place": "train.py:3"}
+        lines.append({"kind": "loss", "t": t, **of_loss})
         if t == 0:
-            lines.append({"kind": "optimizer", "t": t, "optimizer": 0, "names": ["w"], "type": "SGD"})
+            lines.append({"kind": "optimizer", "t": t, "optimizer": 0, "names": ["w"]})
             lines.append({"kind": "start", "t": t, "optimizer": 0, "weights": [tensor]})
         own = [sketches.sketch(torch.tensor([1.0, -3.0]) * gradient)]
-        about = {"optimizer": 0, "step": t, "place": "train.py:4"}
+        about = {"optimizer": 0, "place": "train.py:4"}
         lines.append({"kind": "gradients", "t": t, "gradients": own, "lr": [0.1], **about})
         lines.append({"kind": "step", "t": t + 1, "weights": [tensor], **about})
     (folder / f"{run}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -152,14 +151,14 @@ def test_says_where_noise_may_be_all_that_parts(tmp_path: Path) -> None:
 @pytest.mark.unit
 def test_shows_the_answer_on_a_line_of_its_own() -> None:
     proof = judging.Proof(True, 20, 2, 3e-8, 6e-5, notes=["noted"])
-    assert running.as_text(proof).splitlines() == [
+    assert check.as_text(proof).splitlines() == [
         "note: noted",
         "the same experiment: yes",
         "  20 steps on 2 ranks; then weights differ from those of one process by 3e-08 of their size",
         "  for scale: 20 rounding errors in each gradient of one process change its weights by 6e-05",
         "  not compared: numbers that the program prints, logs or saves beside its networks; steps after these",
     ]
-    assert running.as_text(judging.Proof(False, 0, 2)) == "the same experiment: no"
+    assert check.as_text(judging.Proof(False, 0, 2)) == "the same experiment: no"
 
 
 @pytest.mark.unit
@@ -300,7 +299,7 @@ def test_precision_of_a_backward_pass() -> None:
 def test_ranks_that_failed_are_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A guard may have ended them for what the first samples explain; without a difference there is nothing to say."""
 
-    def run_alone(job: Launch, folder: Path, logs: Path, settings: watching.Settings) -> None:
+    def run_alone(job: Launch, folder: Path, logs: Path, settings: watching.ProofSettings) -> None:
         for run in (watching.ONE, watching.PERTURBED):
             _write(folder, run, samples="abcd")
 
@@ -309,12 +308,12 @@ def test_ranks_that_failed_are_judged(tmp_path: Path, monkeypatch: pytest.Monkey
             _write(Path(job.proof or ""), f"rank_{rank}", samples=of_ranks[rank])
         return 1
 
-    monkeypatch.setattr(running.runner, "check", lambda job, environ: None)
-    monkeypatch.setattr(running, "_run_alone", run_alone)
-    monkeypatch.setattr(running, "run", run)
+    monkeypatch.setattr(check.runner, "check", lambda job, environ: None)
+    monkeypatch.setattr(check, "_run_alone", run_alone)
+    monkeypatch.setattr(check, "run", run)
     of_ranks = ["abcd", "abcd"]
     job = Launch("train.py", log_dir=str(tmp_path / "logs"))
-    proof = running.check(job, watching.Settings())
+    proof = check.check(job, watching.ProofSettings())
     assert proof.parting is not None
     assert "ddpshim.make_loader" in proof.parting.meaning
     assert (
@@ -323,7 +322,7 @@ def test_ranks_that_failed_are_judged(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     of_ranks = ["ab", "cd"]
     with pytest.raises(LaunchError, match=r"the ranks made \[1, 1\] steps and ended with exit code 1"):
-        running.check(job, watching.Settings())
+        check.check(job, watching.ProofSettings())
 
 
 @pytest.mark.unit
@@ -333,7 +332,7 @@ def test_a_program_without_a_seed_is_unknown(tmp_path: Path, perturbed: dict[str
     for run in ("one", "perturbed", "rank_0"):
         given = {"samples": "abcd", **(perturbed if run == "perturbed" else {})}
         _write(tmp_path, run, **given)  # type: ignore[arg-type]
-    said = running.as_text(judging.judge(tmp_path, 1)).splitlines()
+    said = check.as_text(judging.judge(tmp_path, 1)).splitlines()
     assert said[0] == "the same experiment: unknown"
     assert said[2] == f"  found:   two runs in one process differ in this already: {what}"
     assert "the program has no seed: call torch.manual_seed" in said[3]
@@ -447,20 +446,12 @@ def test_nothing_to_compare(tmp_path: Path) -> None:
     assert said.rstrip().endswith("no data")
 
 
-_RECORDERS: list[new_files.Recorder] = []
-
-
-def _hook(event: str, args: object) -> None:
-    if _RECORDERS:  # audit hooks cannot be removed
-        _RECORDERS[-1]._see_event(event, args)
-
-
 @pytest.mark.unit
 def test_removes_what_the_runs_made_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also nothing at all, if the runs changed what existed: a copy that they made may be the only one."""
     monkeypatch.chdir(tmp_path)
     records, runs = tmp_path / "records", tmp_path / "runs"
-    sys.addaudithook(_hook)
+    not_seen: list[str] = []
 
     def left(change: Callable[[], object], has_link: bool = False) -> tuple[list[str], list[str]]:
         """The files in `runs` after a proof whose runs do this to a folder with one file, and what it says."""
@@ -470,11 +461,9 @@ def test_removes_what_the_runs_made_and_nothing_else(tmp_path: Path, monkeypatch
         (runs / "old.txt").write_text("old")
         if has_link:
             os.symlink("old.txt", "runs/link")
-        _RECORDERS.append(new_files.Recorder(records))
-        try:
+        seen = new_files.NewFiles(records)._see
+        with watched(lambda path, *more: None if not_seen else seen(path, *more)):
             change()
-        finally:
-            _RECORDERS.clear()
         said = [sentence.replace(f"{tmp_path}/", "") for sentence in new_files.remove(records)]
         return sorted(str(path.relative_to(runs)) for path in runs.rglob("*")), said
 
@@ -504,9 +493,9 @@ def test_removes_what_the_runs_made_and_nothing_else(tmp_path: Path, monkeypatch
     def unseen() -> None:
         os.makedirs("runs/a/b")
         Path("runs/a/seen").touch()
-        recorder = _RECORDERS.pop()
+        not_seen.append("from here on")
         Path("runs/a/b/unseen").touch()
-        _RECORDERS.append(recorder)
+        not_seen.clear()
 
     found, said = left(unseen)
     assert found == ["a", "a/b", "a/b/unseen", "old.txt"]
@@ -517,16 +506,11 @@ def test_removes_what_the_runs_made_and_nothing_else(tmp_path: Path, monkeypatch
         Path("runs/new").touch()
         os.rename("runs/old.txt", "runs/older.txt")
 
-    def copied() -> None:
-        shutil.copy("runs/old.txt", "runs/older.txt")
-        os.remove("runs/old.txt")
-        Path("runs/new").touch()
-
     def rewritten() -> None:
         Path("runs/old.txt").write_text("new")
         Path("runs/new").touch()
 
-    for change in (moved, copied, rewritten, lambda: os.truncate("runs/old.txt", 1)):
+    for change in (moved, rewritten, lambda: os.truncate("runs/old.txt", 1)):
         found, said = left(change)
         assert found == ["old.txt"]
         assert said[0].startswith("restored 1 file that the trainer changed: ")

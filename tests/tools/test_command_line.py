@@ -184,14 +184,6 @@ def test_torchruns_spellings(command: Command) -> None:
             assert getattr(arguments, action.dest) not in (action.default, None)
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if "--json" in PARSERS[c]._option_string_actions], ids=_id)
-def test_json(command: Command, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if command not in NEED_TORCH:
-        _call([*command, *SAMPLES[command], "--json"])
-        out, err = capsys.readouterr()
-        assert json.loads(out) if out else err.startswith("ddpshim: ")
-
-
 @pytest.mark.parametrize("command", [command for command in PARSERS if command not in COMMANDS], ids=_id)
 def test_a_group_wants_a_command(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     assert _call([*command]) == 0
@@ -268,6 +260,33 @@ def test_pages_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> Non
         assert capsys.readouterr().out.startswith("# ")
     assert _call(["docs", "lanch"]) == 2
     assert "did you mean launch?" in capsys.readouterr().err
+    assert _call(["docs", "how", "is", "it"]) == 2
+    _check_message(capsys.readouterr().err, "no page has 'how is it'")
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("slow", "run: How much faster"),
+        ("why is it not faster", "run: How much faster"),
+        ("digits", "same_experiment: How many digits agree"),
+        ("resume", "launch: Preemption and resuming"),
+        ("resume under SLURM", "launch: Resume your own trainer, also under SLURM"),
+        ("hang", "launch: Hangs: a rank that does not come"),
+        ("stopped", "run: When it is stopped"),
+        ("gloo", "start: Glossary\n    | gloo, nccl |"),
+        ("rank", "start: Glossary\n    | rank |"),
+        ("EADDRINUSE", "MIGRATION: Messages, causes, cures\n    | `Address already in use`"),
+        ("unused parameters", "MIGRATION: What fails silently by hand\n    | `find_unused_parameters=True`"),
+    ],
+)
+def test_words_lead_to_the_heading_that_has_them(words: str, found: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _call(["docs", *words.split()]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(found)
+    assert len(said.splitlines()) <= 8
+    page = found.partition(":")[0]
+    assert said.endswith(f"The whole page: python -m ddpshim docs {page}\n")
 
 
 def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

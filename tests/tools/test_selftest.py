@@ -6,16 +6,16 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from ddpshim.__main__ import main
-from ddpshim.tools.selftest import command
-from ddpshim.tools.selftest.command import PROVES, compared, selftest
+from ddpshim.tools import selftest
+from ddpshim.tools.selftest import PROVES, compared
 from tests import simulated_gpus
-from tests.preloaded_commands import python
+from tests.preloaded_commands import patience, python
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,16 +63,16 @@ DIES = "import sys\nif not sys.argv[1:]:\n    {}\n"
     ids=["no start", "one process", "another experiment", "no kill", "no end"],
 )
 def test_a_fault_is_named_and_ends_the_test(
-    replaced: str, program: str, last: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    replaced: str, program: str, last: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     quick = {"ranks": "pass", "trainings": _one_process(OTHER.replace('("several" in path.name)', "0"))}
     for name, text in {**quick, replaced: program}.items():
         (tmp_path / f"{name}.py").write_text(text)
-        monkeypatch.setattr(command, name, SimpleNamespace(__file__=str(tmp_path / f"{name}.py")))
-    lines: list[str] = []
-    assert not selftest(2, timeout_s=20.0 if "while" in program else 120.0, say=lines.append)
-    assert lines[-1].split("FAILED")[0].strip() == last
-    assert said in lines[-1]
+        monkeypatch.setattr(selftest, f"_{name.upper()}", str(tmp_path / f"{name}.py"))
+    assert not selftest.selftest(2, timeout_s=patience(20.0 if "while" in program else 120.0))
+    before, _, after = capsys.readouterr().out.partition("FAILED")
+    assert before.splitlines()[-1].strip() == last
+    assert said in after
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ import tempfile
 from typing import Optional
 
 from ddpshim.errors import SyncError
-from ddpshim.trainers.unedited.main_file_log import Before, MainsChanges, Saves
+from ddpshim.trainers.unedited.file_calls import is_special
+from ddpshim.trainers.unedited.main_file_log import Before, MainsChanges, MainsSaves
 from ddpshim.trainers.unedited.unmanaged_paths import PRIVATE
-from ddpshim.trainers.unedited.write_audit import is_special
 from ddpshim.variables import RUN_DIR
 
 _MOST_LINKS = 40
@@ -27,14 +27,13 @@ _MOST_FOLDERS = 10_000  # folders whose path without links is cached
 class View:
     """The files as this rank sees them. Local, except that reading a file in `saves` waits for the main rank."""
 
-    def __init__(self, changes: MainsChanges, saves: Saves) -> None:
+    def __init__(self, changes: MainsChanges, saves: MainsSaves) -> None:
         self.top = os.path.realpath(tempfile.mkdtemp(prefix=PRIVATE, dir=os.environ.get(RUN_DIR)))
         self.folder = posix.getcwd()
         self._changes, self._saves = changes, saves
         # Both sets stand for their paths and everything below them.
         self._gone: set[str] = set()  # removed, or absent when the job began
         self._shown: set[str] = set()  # made by the main rank for all ranks
-        self._num_news = 0
         self._to_be_shown: list[str] = []
         self._unknown: set[str] = set()  # files that the main rank has changed and whose content is too large to send
         self._folders: dict[str, str] = {}
@@ -49,7 +48,7 @@ class View:
         """Return the program's `path` as an absolute path without links; `follows`: also resolve its last part."""
         for _ in range(_MOST_LINKS):
             path = self._in_its_folder(path)
-            target = self._target(path) if follows else None
+            target = None if not follows or path in self._saves else _target_at(self.place(path))
             if target is None:
                 return path
             path = os.path.join(os.path.dirname(path), target)
@@ -182,15 +181,9 @@ class View:
         posix.symlink(target, self.place_to_write(path, keeps=False, is_new=True))
         self._folders.clear()
 
-    def catch_up(self) -> bool:
-        """Take in the main rank's changes; return whether there were new ones."""
-        known = self._num_news
-        self._take_in_news()
-        return self._num_news > known
-
     def see_what_is_shared(self) -> None:
         """Show what the main rank has made for all ranks so far."""
-        self._take_in_news()
+        self.catch_up()
         for path in self._to_be_shown:
             self._gone.discard(path)
             self._shown.add(path)
@@ -222,9 +215,6 @@ class View:
         folder, name = os.path.split(path)
         return os.path.join(self._without_links(folder), name)
 
-    def _target(self, path: str) -> Optional[str]:
-        return None if path in self._saves else _target_at(self.place(path))
-
     def _is_hidden(self, path: str) -> bool:
         while self._gone and path != os.path.dirname(path):
             if path in self._gone or path in self._shown:
@@ -235,17 +225,19 @@ class View:
     def _look(self, path: str) -> None:
         """Take in the main rank's changes, if it may have changed the file at `path`."""
         if self._changes.may_have_changed(path):
-            self._take_in_news()
+            self.catch_up()
 
-    def _take_in_news(self) -> None:
-        for before in self._changes.news():
-            self._num_news += 1
+    def catch_up(self) -> bool:
+        """Take in the main rank's changes; return whether there were new ones."""
+        news = [*self._changes.news()]
+        for before in news:
             if before.kind == "shared":
                 self._to_be_shown.append(before.path)  # until `see_what_is_shared`
             elif before.kind == "nothing":
                 self._gone.add(before.path)  # also if this rank has made something there: it stays visible on top
             elif not (_exists(self.top + before.path) or self._is_hidden(before.path)):
                 self._restore(before)
+        return bool(news)
 
     def _restore(self, before: Before) -> None:
         """Recreate, for this rank, what was at a path before the main rank changed it."""

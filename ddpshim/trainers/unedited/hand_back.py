@@ -36,17 +36,14 @@ _PLUGINS = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_p
 
 
 @contextlib.contextmanager
-def noticed(start: Start, take_back: Callable[[], None]) -> Iterator[None]:
-    """Within this block, restart a program that creates a process group or calls ddpshim.
-
-    `take_back`: restores the replaced names and removes the files that the program has made.
-    """
+def noticed(start: Start) -> Iterator[None]:
+    """Within this block, restart a program that creates a process group or calls ddpshim."""
     is_initialized = dist.is_initialized
     with contextlib.ExitStack() as until:
 
         def put(owner: Any, name: str, found: str) -> None:
             if hasattr(owner, name):
-                until.enter_context(replaced(owner, name, _stand_in(start, getattr(owner, name), found, take_back)))
+                until.enter_context(replaced(owner, name, _stand_in(start, getattr(owner, name), found)))
 
         def is_shown() -> bool:
             """False for the program, which would otherwise divide work or writing among ranks by itself."""
@@ -58,7 +55,7 @@ def noticed(start: Start, take_back: Callable[[], None]) -> Iterator[None]:
         until.enter_context(replaced(dist, "is_initialized", is_shown))
         for name in ("setup", "wrap_parallel", "make_loader"):
             put(sys.modules["ddpshim"], name, f"it calls ddpshim.{name}")
-        until.callback(after_import("accelerate", lambda: _show_accelerate_one_process(start, take_back, until)))
+        until.callback(after_import("accelerate", lambda: _show_accelerate_one_process(start, until)))
         yield
 
 
@@ -74,7 +71,7 @@ def in_one_process() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-def _show_accelerate_one_process(start: Start, take_back: Callable[[], None], until: contextlib.ExitStack) -> None:
+def _show_accelerate_one_process(start: Start, until: contextlib.ExitStack) -> None:
     """Make accelerate behave on each rank as in one process, until `until` ends."""
     state = sys.modules["accelerate.state"].PartialState
     accelerator = sys.modules["accelerate.accelerator"].Accelerator
@@ -86,7 +83,7 @@ def _show_accelerate_one_process(start: Start, take_back: Callable[[], None], un
         asked = [name for name in switches if os.environ.get(name, "false").lower() in ("1", "true")]
         asked += [name for name in _PLUGINS if kwargs.get(name) is not None]
         if asked:
-            leave_alone(start, f"accelerate divides its model ({', '.join(asked)})", take_back)
+            leave_alone(start, f"accelerate divides its model ({', '.join(asked)})")
         make(self, *args, **kwargs)
 
     @functools.wraps(begin)
@@ -98,19 +95,17 @@ def _show_accelerate_one_process(start: Start, take_back: Callable[[], None], un
     until.enter_context(replaced(state, "__init__", begun))
 
 
-def _stand_in(
-    start: Start, original: Callable[..., Any], found: str, take_back: Callable[[], None]
-) -> Callable[..., Any]:
+def _stand_in(start: Start, original: Callable[..., Any], found: str) -> Callable[..., Any]:
     def instead(*args: Any, **kwargs: Any) -> Any:
         asks = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
         if asks == "ddpshim" or os.getpid() != start.process:
             return original(*args, **kwargs)
-        leave_alone(start, found, take_back)
+        leave_alone(start, found)
 
     return instead
 
 
-def leave_alone(start: Start, found: str, take_back: Callable[[], None], error: Optional[Exception] = None) -> NoReturn:
+def leave_alone(start: Start, found: str, error: Optional[Exception] = None) -> NoReturn:
     """Restart this rank without changes to the program (collective). Raises SyncError if networks were wrapped.
 
     `error`: with which the program ended, if it did.
@@ -128,7 +123,7 @@ def leave_alone(start: Start, found: str, take_back: Callable[[], None], error: 
     )
     here.barrier()
     is_served_here = here.is_main
-    take_back()
+    start.take_back()
     cleanup()
     if is_served_here:
         time.sleep(_LAST_ANSWER_S)
@@ -136,7 +131,7 @@ def leave_alone(start: Start, found: str, take_back: Callable[[], None], error: 
     start_again(start.argv, {**start.environ, variables.UNEDITED: "off"})
 
 
-def leave_alone_if_it_joins(start: Start, error: Exception, take_back: Callable[[], None]) -> None:
+def leave_alone_if_it_joins(start: Start, error: Exception) -> None:
     """Restart a program that failed before it made a network and can make a process group: it may need a launcher."""
     if start.joins and not current().has_networks:
-        leave_alone(start, f"{error!r} in one process, and it can make a process group", take_back, error)
+        leave_alone(start, f"{error!r} in one process, and it can make a process group", error)

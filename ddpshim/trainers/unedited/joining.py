@@ -37,8 +37,7 @@ from ddpshim.rows import calls
 from ddpshim.rows.loader import DataLoader
 from ddpshim.rows.tensor import Counts
 from ddpshim.trainers.unedited import hand_back
-from ddpshim.trainers.unedited.clock import Clock
-from ddpshim.trainers.unedited.commands import Commands
+from ddpshim.trainers.unedited.clock import Clock, Commands
 from ddpshim.trainers.unedited.networks import Steps, say_what_was_divided
 from ddpshim.trainers.unedited.private_files import PrivateFiles
 from ddpshim.trainers.unedited.program import Start
@@ -128,10 +127,7 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
     locks = Locks()
 
     def is_apart() -> bool:
-        return rollouts.is_playing or is_local()
-
-    def is_local() -> bool:
-        return is_reading() or locks.held() != ""
+        return rollouts.is_playing or is_reading() or locks.held() != ""
 
     def is_reading() -> bool:
         # Only in the main thread: a file that another thread saves meanwhile is a checkpoint, not a dataset's cache.
@@ -151,9 +147,9 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
                 files.remove_new()
 
         if start is not None:
-            undo.enter_context(hand_back.noticed(start, take_back))
-            start.at_failure.append(explain_taken)
-            start.at_failure.append(lambda error: hand_back.leave_alone_if_it_joins(start, error, take_back))
+            start.take_back = take_back
+            undo.enter_context(hand_back.noticed(start))
+            start.at_failure += [explain_taken, functools.partial(hand_back.leave_alone_if_it_joins, start)]
         if here.world_size > 1:
             since = time.time() if start is None else start.time
             counts.lock = locks.held
@@ -161,11 +157,11 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
             for part in (files, clock, Commands(clock, files)):
                 undo.enter_context(part.installed())
             undo.enter_context(rollouts.on_main(files.apart))
-            unsynced_check.leave_to_others()
+            current().part(unsynced_check.Answer).is_settled = True
             observe(undo, backward=steps.begin_pass, before_step=steps.note_step)
-        if here.world_size > 1 or here.options.exact is not None:
             undo.enter_context(locks.installed())
-            undo.enter_context(equal_reads(here, lambda: is_local() or rollouts.is_playing))
+            undo.enter_context(equal_reads(here, is_apart))
+        if here.world_size > 1 or here.options.exact is not None:
             undo.enter_context(calls.installed())
         if here.options.exact is not None:
             from ddpshim.rows import pieces

@@ -16,9 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 from ddpshim.errors import SyncError
 from ddpshim.job.world import World
@@ -31,8 +30,7 @@ _TICK_S = 0.05
 _THREADS_S = 10.0  # a save in a thread may end this much later than one that began after it
 
 
-@dataclass(frozen=True)
-class Before:
+class Before(NamedTuple):
     """The state of `path` before the main rank changed it: `kind` is "nothing", "folder", "link" or "file".
 
     The kind "shared" means that all ranks see the main rank's file at `path` from now on.
@@ -85,9 +83,8 @@ class MainsChanges:
             else:
                 before = _before(path)
                 self._sent[path] = before.kind
-            message = [before.path, before.kind, before.content, before.size, before.modified_ns, before.mode]
             number = self._world.count("files changed")
-            self._world._job.store.set(f"files changed/{number}", messages.packed(message, False))
+            self._world._job.store.set(f"files changed/{number}", messages.packed([*before]))
             self._world.count("files changed", 1)  # last: a rank that sees the new number reads the message
 
     def tell_all(self, path: str) -> None:
@@ -142,7 +139,7 @@ class MainsChanges:
         with self._lock:
             for number in range(self._num_read, self._world.count("files changed")):
                 self._num_read = number + 1
-                message: Any = messages.unpacked(self._world._job.store.get(f"files changed/{number}"), False, 0)
+                message: Any = messages.unpacked(self._world._job.store.get(f"files changed/{number}"), 0)
                 yield Before(*message)
 
     def _is_new(self, path: str) -> bool:
@@ -177,22 +174,17 @@ def _before(path: str) -> Before:
 class MainsWrites:
     """On the main rank: reports files to the other ranks before the program writes them. Local."""
 
-    def __init__(self, changes: MainsChanges, saves: Saves, left: LeftAlone) -> None:
+    def __init__(self, changes: MainsChanges, saves: MainsSaves, left: LeftAlone) -> None:
         self._changes, self._saves, self._left = changes, saves, left
 
-    def see(self, path: str, event: str, frame: FrameType) -> None:
-        """Report what an audit event announces to write (`write_audit.watched`)."""
+    def see(self, path: str, event: str, frame: FrameType, source: str) -> None:
+        """Report what an audit event announces to write (`file_calls.watched`)."""
         if self._left.takes_note(path, frame) or self._left.has(path) or self._left.is_asked_by(frame):
             return
         found = _real(path, follows=event in ("open", "os.truncate", "sqlite3.connect"))
         self._changes.tell(found)
         if event not in ("os.rename", "os.link"):
             self._saves.forget(found)
-
-    def place_to_write(self, path: Any, keeps: bool = False, is_new: bool = False) -> Any:
-        """Report that a library in C is about to write to `path`, and return it."""
-        self.see(os.path.abspath(os.fsdecode(path)), "open", sys._getframe(1))
-        return path
 
     def stand_ins(self) -> dict[int, Any]:
         """Return functions that report a move when it is done, by the id of the function that each replaces."""
@@ -220,7 +212,7 @@ def _real(path: str, follows: bool) -> str:
     return os.path.realpath(path) if follows else os.path.join(os.path.realpath(folder), name)
 
 
-class Saves:
+class MainsSaves:
     """The saved files by path, the same on all ranks, which make the same calls. Local; only `wait_for` waits."""
 
     def __init__(self, world: World) -> None:

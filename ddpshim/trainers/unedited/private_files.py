@@ -25,12 +25,10 @@ from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 from ddpshim.rows.gradients import plain
 from ddpshim.rows.tensor import Counts, on_whole
-from ddpshim.trainers.unedited.c_libraries import CLibraries
-from ddpshim.trainers.unedited.holders import in_place
-from ddpshim.trainers.unedited.main_file_log import MainsChanges, MainsWrites, Saves
+from ddpshim.trainers.unedited.file_calls import in_place, seen_by, watched
+from ddpshim.trainers.unedited.main_file_log import MainsChanges, MainsSaves, MainsWrites
 from ddpshim.trainers.unedited.stand_ins import Files
 from ddpshim.trainers.unedited.unmanaged_paths import LeftAlone
-from ddpshim.trainers.unedited.write_audit import watched
 
 if TYPE_CHECKING:
     from ddpshim.trainers.unedited.file_overlay import View
@@ -53,7 +51,7 @@ class PrivateFiles:
         self._world, self._is_reading = world, is_reading
         self._process = os.getpid()
         self._save, self._load = torch.save, torch.load
-        self._saves = Saves(world)
+        self._saves = MainsSaves(world)
         self._changes = MainsChanges(world, started)
         self._left = LeftAlone()
         self._files: Optional[Files] = None
@@ -66,7 +64,7 @@ class PrivateFiles:
             if self._world.is_main:
                 after_import("wandb", functools.partial(_share_wandb, True))
                 writes = MainsWrites(self._changes, self._saves, self._left)
-                libraries, stand_ins = CLibraries(lambda path: path, writes.place_to_write), writes.stand_ins()
+                libraries, stand_ins = seen_by(writes.see), writes.stand_ins()
                 undo.enter_context(watched(writes.see))
             else:
                 from ddpshim.trainers.unedited.file_overlay import View
@@ -85,7 +83,7 @@ class PrivateFiles:
                 undo.enter_context(watched(self._files.refuse))
                 switch_loggers_off()
             stand_ins |= {id(self._save): self.save, id(self._load): self.load}
-            undo.callback(libraries.install())
+            undo.enter_context(libraries.installed())
             undo.enter_context(in_place(stand_ins))
             yield
 
@@ -207,7 +205,7 @@ class _Passed:
     def __setstate__(self, files: Files) -> None:
         self.__init__(files)  # type: ignore[misc]
         self.until.enter_context(in_place(files.stand_ins()))
-        self.until.callback(files.libraries().install())
+        self.until.enter_context(files.libraries().installed())
 
 
 @contextlib.contextmanager

@@ -27,7 +27,10 @@ from torch import nn
 
 from ddpshim.job.collectives import CROSSED_DEADLINE_S
 from ddpshim.job.world import World
+from ddpshim.model.backward import say_nan
+from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
+from ddpshim.process.say import count
 from ddpshim.rows import blocks
 
 _ASSERTION = "LOAD_ASSERTION_ERROR"  # in Python 3.14: LOAD_COMMON_CONSTANT, so that it is a read like others
@@ -55,9 +58,6 @@ def equal_reads(here: World, is_local: Callable[[], bool]) -> Iterator[None]:
     Raises:
         WorldError: ranks read at different lines, or one reads while another is in a collective of `World`.
     """
-    if here.world_size == 1:
-        yield
-        return
     decorators: Any = importlib.import_module("torch._dynamo.decorators")
     reads = _Reads(here, is_local)
     with contextlib.ExitStack() as stack:
@@ -117,6 +117,8 @@ class _Reads:
     def _of_main(self, tensor: torch.Tensor, line: FrameType) -> torch.Tensor:
         """Return `tensor`, if the main rank has the same number, else one with its number (collective)."""
         value = self._item(tensor.detach())
+        if tensor.is_cuda and value != value:  # losses on a GPU are not read for this: the host would wait
+            say_nan(f"the program reads NaN after {count(current().progress.num_passes, 'backward pass', 'es')}")
         bits = struct.unpack("<q", struct.pack("<d", value))[0] if tensor.is_floating_point() else int(value)
         of_main = self._bits_of_main(bits, tensor, line)
         if of_main == bits:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _io
 import errno
+import functools
 import os
 import posix
 import stat
@@ -15,15 +16,15 @@ from typing import Any, Callable, Optional, TypeVar
 from ddpshim import variables
 from ddpshim.errors import SyncError
 from ddpshim.process.users_line import users_line
-from ddpshim.trainers.unedited.c_libraries import CLibraries
+from ddpshim.trainers.unedited.file_calls import CLibraries, may_write
 from ddpshim.trainers.unedited.file_overlay import View, copy_file
 from ddpshim.trainers.unedited.unmanaged_paths import LeftAlone
-from ddpshim.trainers.unedited.write_audit import may_write
 
 T = TypeVar("T")
 
 _READING = ("stat", "lstat", "access", "statvfs", "listxattr", "getxattr", "pathconf")
 _CHANGING = ("truncate", "chmod", "chown", "lchown", "utime", "setxattr", "removexattr")
+_OF_LINKS = ("lstat", "readlink", "lchown", "mkdir", "unlink", "remove", "rmdir")  # never follow the last part
 _DELETED = " (deleted)"  # Linux appends this in /proc to the path of a removed file
 
 
@@ -35,13 +36,14 @@ class Files:
 
     def stand_ins(self) -> dict[int, Any]:
         """Return the stand-ins by the id of the function that each replaces."""
-        made = {name: getattr(self, name) for name in ("readlink", "listdir", "scandir", "chdir", "getcwd", "getcwdb")}
-        made |= {name: getattr(self, name) for name in ("open", "symlink", "link")}
-        made |= {"rename": self.rename, "replace": self.rename}
-        made |= {name: self._removing(getattr(posix, name)) for name in ("unlink", "remove", "rmdir")}
-        made["mkdir"] = self._changing(posix.mkdir, is_new=True)
-        for names, kind in ((_READING, self._reading), (_CHANGING, self._changing)):
-            made |= {name: kind(getattr(posix, name)) for name in names if hasattr(posix, name)}
+        own = ("listdir", "scandir", "chdir", "getcwd", "getcwdb", "open", "symlink", "link", "rename")
+        made = {**{name: getattr(self, name) for name in own}, "replace": self.rename}
+        for names, act, is_written in (
+            ((*_READING, "readlink"), self._read, False),
+            ((*_CHANGING, "mkdir"), self._change, True),
+            (("unlink", "remove", "rmdir"), self._remove, True),
+        ):
+            made |= {name: self._stand_in(name, act, is_written) for name in names if hasattr(posix, name)}
         return {**{id(getattr(posix, name)): made[name] for name in made}, id(_io.open): self.open_file}
 
     def place_to_read(self, path: Any) -> Any:
@@ -63,7 +65,7 @@ class Files:
         """Return what redirects files that libraries open in C."""
         return CLibraries(self.place_to_read, self.place_to_write)
 
-    def refuse(self, path: str, event: str, frame: FrameType) -> None:
+    def refuse(self, path: str, event: str, frame: FrameType, source: str) -> None:
         """Raise SyncError if the caller in `frame` writes to a path that other ranks see, past these stand-ins."""
         path = os.path.normpath(path)
         # A function of Python that opens the file is asked itself; `path` may be a folder that only this rank has.
@@ -79,22 +81,29 @@ class Files:
 
     # Reading
 
-    def _reading(self, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _stand_in(self, name: str, act: Callable[..., Any], is_written: bool) -> Callable[..., Any]:
+        """Return the stand-in for a function that takes a path; `act`: what it does with a path of the view."""
+        real = getattr(posix, name)
+
         def stand_in(path: Any = ".", *args: Any, dir_fd: Optional[int] = None, **kwargs: Any) -> Any:
-            found = self._path(path, dir_fd)
+            found = self._path(path, dir_fd, is_written)
             if found is None:
                 return real(path, *args, **_at(dir_fd), **kwargs)
-            follows = kwargs.get("follow_symlinks", real is not posix.lstat)
-            return self._do(lambda: real(self._view.locate(found, follows)[1], *args, **kwargs), path)
+            follows = name not in _OF_LINKS and kwargs.get("follow_symlinks", True)
+            answer = self._do(lambda: act(real, found, follows, *args, **kwargs), path)
+            return os.fsencode(answer) if isinstance(answer, str) and isinstance(path, bytes) else answer
 
         return stand_in
 
-    def readlink(self, path: Any, *, dir_fd: Optional[int] = None) -> Any:
-        found = self._path(path, dir_fd)
-        if found is None:
-            return posix.readlink(path, dir_fd=dir_fd)
-        target = self._do(lambda: posix.readlink(self._view.locate(found, follows=False)[1]), path)
-        return os.fsencode(target) if isinstance(path, bytes) else target
+    def _read(self, real: Callable[..., Any], path: str, follows: bool, *args: Any, **kwargs: Any) -> Any:
+        return real(self._view.locate(path, follows)[1], *args, **kwargs)
+
+    def _change(self, real: Callable[..., Any], path: str, follows: bool, *args: Any, **kwargs: Any) -> Any:
+        is_new = real is posix.mkdir
+        return real(self._view.place_to_write(self._view.find(path, follows), not is_new, is_new), *args, **kwargs)
+
+    def _remove(self, real: Callable[..., Any], path: str, follows: bool) -> None:
+        self._view.remove(self._view.find(path, follows), is_folder=real is posix.rmdir)
 
     def listdir(self, path: Any = None) -> list[Any]:
         path = "." if path is None else path
@@ -157,25 +166,10 @@ class Files:
 
     def open_file(self, file: Any, mode: str = "r", *args: Any, opener: Any = None, **kwargs: Any) -> Any:
         """open"""
-        if getattr(opener, "__module__", None) == "pathlib":  # Python 3.9: it calls os.open
-            opener = None
-        writes = any(letter in mode for letter in "wax+")
-        found = self._path(file, is_written=writes) if opener is None else None
-        if found is None:
-            kwargs["opener"] = opener
-            return _io.open(file, mode, *args, **kwargs)
-
-        def opened() -> Any:
-            if writes:
-                is_kept = "a" in mode or "r" in mode
-                if "r" in mode:
-                    self._view.place_with_content(self._view.find(found))  # raises if it is not known
-                place = self._view.place_to_write(self._view.find(found), is_kept, is_new="x" in mode)
-            else:
-                place = self._view.place_with_content(self._view.locate(found)[0])
-            return _io.open(place, mode, *args, **kwargs)
-
-        return self._do(opened, file)
+        if opener is None or getattr(opener, "__module__", None) == "pathlib":  # Python 3.9: it calls os.open
+            opener = functools.partial(self.open, mode=0o666)
+        kwargs["opener"] = opener
+        return _io.open(file, mode, *args, **kwargs)
 
     def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: Optional[int] = None) -> int:
         writes = may_write(flags)
@@ -189,39 +183,11 @@ class Files:
                 return posix.open(self._view.place_with_content(self._view.locate(found, follows)[0]), flags, mode)
             is_new = flags & (os.O_CREAT | os.O_EXCL) == os.O_CREAT | os.O_EXCL
             is_kept = not flags & os.O_TRUNC or not flags & os.O_CREAT
+            if flags & os.O_RDWR and is_kept:
+                self._view.place_with_content(self._view.find(found, follows))  # raises if it is not known
             return posix.open(self._view.place_to_write(self._view.find(found, follows), is_kept, is_new), flags, mode)
 
         return self._do(opened, path)
-
-    def _changing(self, real: Callable[..., Any], is_new: bool = False) -> Callable[..., Any]:
-        """Return the stand-in for a function that makes a folder (`is_new`), or changes a file."""
-        may_follow = not is_new and real is not getattr(posix, "lchown", None)
-
-        def stand_in(path: Any, *args: Any, dir_fd: Optional[int] = None, **kwargs: Any) -> Any:
-            found = self._path(path, dir_fd, is_written=True)
-            if found is None:
-                return real(path, *args, **_at(dir_fd), **kwargs)
-            follows = may_follow and kwargs.get("follow_symlinks", True)
-
-            def change() -> Any:
-                place = self._view.place_to_write(self._view.find(found, follows), keeps=not is_new, is_new=is_new)
-                return real(place, *args, **kwargs)
-
-            return self._do(change, path)
-
-        return stand_in
-
-    def _removing(self, real: Callable[..., None]) -> Callable[..., None]:
-        is_folder = real is posix.rmdir
-
-        def stand_in(path: Any, *, dir_fd: Optional[int] = None) -> None:
-            found = self._path(path, dir_fd, is_written=True)
-            if found is None:
-                real(path, dir_fd=dir_fd)
-                return
-            self._do(lambda: self._view.remove(self._view.find(found, follows=False), is_folder), path)
-
-        return stand_in
 
     def rename(self, src: Any, dst: Any, *, src_dir_fd: Optional[int] = None, dst_dir_fd: Optional[int] = None) -> None:
         """os.rename, os.replace"""
@@ -231,12 +197,7 @@ class Files:
             posix.rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
             return
         if source is not None and to is not None:
-            paths = source, to
-
-            def move() -> None:
-                self._view.move(self._view.find(paths[0], follows=False), self._view.find(paths[1], follows=False))
-
-            self._do(move, src, dst)
+            self._move(src, dst, source, to, follows=False)
             return
 
         # Between this rank's files and those that are not redirected: these may be on different file systems.
@@ -257,12 +218,11 @@ class Files:
         if source is None or to is None:
             posix.link(src, dst, **kwargs)
             return
-        follows, paths = kwargs.get("follow_symlinks", True), (source, to)
+        self._move(src, dst, source, to, kwargs.get("follow_symlinks", True), keeps_source=True)
 
-        def link() -> None:
-            self._view.move(self._view.find(paths[0], follows), self._view.find(paths[1], False), keeps_source=True)
-
-        self._do(link, src, dst)
+    def _move(self, src: Any, dst: Any, source: str, to: str, follows: bool, keeps_source: bool = False) -> None:
+        view = self._view
+        self._do(lambda: view.move(view.find(source, follows), view.find(to, False), keeps_source), src, dst)
 
     def symlink(self, src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: Optional[int] = None) -> None:
         found = self._path(dst, dir_fd, is_written=True)
@@ -350,14 +310,11 @@ class Entry:
         return f"<DirEntry {self.name!r}>"
 
 
-class Listing:
+class Listing(Iterator[Any]):
     """Stands in for the iterator that os.scandir returns."""
 
     def __init__(self, entries: Iterable[Any]) -> None:
         self._entries = iter(entries)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._entries
 
     def __next__(self) -> Any:
         return next(self._entries)

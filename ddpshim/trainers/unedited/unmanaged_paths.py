@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, Callable, Optional
 
 from ddpshim import variables
-from ddpshim.trainers.unedited.holders import in_place
+from ddpshim.trainers.unedited.file_calls import in_place
 
 PRIVATE = "ddpshim-files-"  # the name of a rank's private folder begins with it
 # Files that these write are never redirected: they have one per process, or are safe with several processes.

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributions, nn
 
-from tests.one_process.hostile.parts import Net, change, changed, fit, images, program, sequences
-from tests.one_process.parts import data, loader, mlp, train
+from tests.one_process.hostile.parts import (
+    Net,
+    change,
+    changed,
+    computes,
+    fit,
+    images,
+    logged_change,
+    program,
+    sequences,
+    trains,
+)
+from tests.one_process.parts import data, loader, mlp
 from tests.one_process.runner import Log, Trained
 
 
@@ -19,28 +31,19 @@ def like_transposed(x: Tensor) -> Tensor:
     return x + 0.1 * torch.randn_like(x.t()).t() + 0.1 * torch.rand_like(x[:, ::2]).sum(1, True)
 
 
-@program
-def like_permuted(log: Log) -> Trained:
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        x = x.permute(1, 2, 0)
-        x = x + 0.3 * torch.randn_like(x) + 0.1 * torch.rand_like(x.contiguous())
-        return F.mse_loss(net((x * torch.empty_like(x).bernoulli_(0.5)).permute(2, 0, 1)), y)
-
-    net = nn.Linear(3, 1)
-    return train(log, net, loss_of, loader(*sequences()[:2]))
+@trains(lambda: nn.Linear(3, 1), batches=lambda: loader(*sequences()[:2]))
+def like_permuted(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    x = x.permute(1, 2, 0)
+    x = x + 0.3 * torch.randn_like(x) + 0.1 * torch.rand_like(x.contiguous())
+    return F.mse_loss(net((x * torch.empty_like(x).bernoulli_(0.5)).permute(2, 0, 1)), y)
 
 
-@program
-def like_channels_last(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        x = x.to(memory_format=torch.channels_last)
-        h = net.conv(x + 0.1 * torch.randn_like(x))
-        h = F.dropout(h.relu() + torch.zeros_like(h).normal_(), 0.5)
-        return net.head(
-            h.contiguous(memory_format=torch.channels_last).mean((2, 3)) + 0.1 * torch.rand_like(h)[..., 0, 0]
-        )
-
-    return fit(log, Net(forward, conv=nn.Conv2d(4, 8, 3), head=nn.Linear(8, 1)), loader(*images()))
+@computes(lambda: {"conv": nn.Conv2d(4, 8, 3), "head": nn.Linear(8, 1)}, batches=lambda: loader(*images()))
+def like_channels_last(net: Net, x: Tensor) -> Tensor:
+    x = x.to(memory_format=torch.channels_last)
+    h = net.conv(x + 0.1 * torch.randn_like(x))
+    h = F.dropout(h.relu() + torch.zeros_like(h).normal_(), 0.5)
+    return net.head(h.contiguous(memory_format=torch.channels_last).mean((2, 3)) + 0.1 * torch.rand_like(h)[..., 0, 0])
 
 
 @change
@@ -55,14 +58,11 @@ def dropout_of_views(x: Tensor) -> Tensor:
     return F.dropout(x.t(), 0.5).t() + F.dropout(x[::2], 0.3).sum(0) + F.dropout(x[:, :3].t(), 0.3).t().repeat(1, 2)
 
 
-@program
-def dropout_of_features(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        h = F.dropout2d(net.conv(x), 0.5) + F.feature_alpha_dropout(x, 0.3, training=net.training)
-        h = F.dropout1d(h.flatten(2), 0.2).unflatten(2, (4, 4)) + F.dropout3d(h[..., None], 0.2)[..., 0]
-        return net.head(F.alpha_dropout(F.rrelu(h.mean((2, 3)), training=True), 0.3, training=True))
-
-    return fit(log, Net(forward, conv=nn.Conv2d(4, 4, 1), head=nn.Linear(4, 1)), loader(*images()))
+@computes(lambda: {"conv": nn.Conv2d(4, 4, 1), "head": nn.Linear(4, 1)}, batches=lambda: loader(*images()))
+def dropout_of_features(net: Net, x: Tensor) -> Tensor:
+    h = F.dropout2d(net.conv(x), 0.5) + F.feature_alpha_dropout(x, 0.3, training=net.training)
+    h = F.dropout1d(h.flatten(2), 0.2).unflatten(2, (4, 4)) + F.dropout3d(h[..., None], 0.2)[..., 0]
+    return net.head(F.alpha_dropout(F.rrelu(h.mean((2, 3)), training=True), 0.3, training=True))
 
 
 @program
@@ -92,49 +92,38 @@ def normal_of_tensors(x: Tensor) -> Tensor:
     )
 
 
-@program
-def multinomial_of_rows(log: Log) -> Trained:
-    def change(x: Tensor) -> Tensor:
-        p = x.detach().softmax(1)
-        places = torch.multinomial(p, 2) + torch.multinomial(p, 2, replacement=True)
-        rows = p[:, 0].multinomial(len(x), replacement=True)
-        log(places, rows)
-        return x.gather(1, places % 6).repeat(1, 3) + x[rows]
-
-    return changed(log, change)
+@logged_change
+def multinomial_of_rows(log: Log, x: Tensor) -> Tensor:
+    p = x.detach().softmax(1)
+    places = torch.multinomial(p, 2) + torch.multinomial(p, 2, replacement=True)
+    rows = p[:, 0].multinomial(len(x), replacement=True)
+    log(places, rows)
+    return x.gather(1, places % 6).repeat(1, 3) + x[rows]
 
 
-@program
-def squashed_gaussian(log: Log) -> Trained:
-    net = mlp(out=4)
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        mean, scale = net(x).chunk(2, -1)
-        normal = distributions.Normal(mean, F.softplus(scale) + 0.1)
-        policy = distributions.Independent(
-            distributions.TransformedDistribution(normal, distributions.TanhTransform(cache_size=1)), 1
-        )
-        action = policy.rsample()
-        prior = distributions.Normal(torch.zeros(2), torch.ones(2))
-        log(normal.sample((2,)), policy.log_prob(action.detach()).mean())
-        return (action - y).square().mean() + 0.01 * distributions.kl_divergence(normal, prior).sum(-1).mean()
-
-    return train(log, net, loss_of)
+@trains(lambda: mlp(out=4))
+def squashed_gaussian(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    mean, scale = net(x).chunk(2, -1)
+    normal = distributions.Normal(mean, F.softplus(scale) + 0.1)
+    policy = distributions.Independent(
+        distributions.TransformedDistribution(normal, distributions.TanhTransform(cache_size=1)), 1
+    )
+    action = policy.rsample()
+    prior = distributions.Normal(torch.zeros(2), torch.ones(2))
+    log(normal.sample((2,)), policy.log_prob(action.detach()).mean())
+    return (action - y).square().mean() + 0.01 * distributions.kl_divergence(normal, prior).sum(-1).mean()
 
 
-@program
-def many_distributions(log: Log) -> Trained:
-    def change(x: Tensor) -> Tensor:
-        p = F.softplus(x) + 0.5
-        drawn = distributions.Beta(p[:, :1], p[:, 1:2]).rsample() + distributions.Gamma(p, 1.0).rsample()
-        drawn = drawn + distributions.Dirichlet(p).rsample() + distributions.Laplace(x, p).rsample()
-        eye = torch.eye(6).expand(len(x), 6, 6)
-        drawn = drawn + distributions.MultivariateNormal(x, eye * p[:, None]).rsample()
-        drawn = drawn + distributions.RelaxedOneHotCategorical(torch.tensor(1.0), logits=x).rsample()
-        log(distributions.Bernoulli(logits=x).sample(), distributions.OneHotCategorical(logits=x).sample())
-        return x + 0.1 * (drawn + distributions.StudentT(4.0, x, p).sample())
-
-    return changed(log, change)
+@logged_change
+def many_distributions(log: Log, x: Tensor) -> Tensor:
+    p = F.softplus(x) + 0.5
+    drawn = distributions.Beta(p[:, :1], p[:, 1:2]).rsample() + distributions.Gamma(p, 1.0).rsample()
+    drawn = drawn + distributions.Dirichlet(p).rsample() + distributions.Laplace(x, p).rsample()
+    eye = torch.eye(6).expand(len(x), 6, 6)
+    drawn = drawn + distributions.MultivariateNormal(x, eye * p[:, None]).rsample()
+    drawn = drawn + distributions.RelaxedOneHotCategorical(torch.tensor(1.0), logits=x).rsample()
+    log(distributions.Bernoulli(logits=x).sample(), distributions.OneHotCategorical(logits=x).sample())
+    return x + 0.1 * (drawn + distributions.StudentT(4.0, x, p).sample())
 
 
 @program
@@ -182,23 +171,18 @@ def own_generator(log: Log) -> Trained:
     return changed(log, change)
 
 
-@program
-def generator_state_read(log: Log) -> Trained:
-    net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 1))
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        state = torch.get_rng_state()
-        first = net(x)
-        log(torch.get_rng_state()[:64], torch.initial_seed())
-        torch.set_rng_state(state)
-        assert torch.equal(first, net(x))
-        with torch.random.fork_rng():
-            torch.manual_seed(len(x))
-            first = first + net(x + torch.randn_like(x))
-        log(torch.rand(2), random.random(), np.random.rand())
-        return F.mse_loss(first, y)
-
-    return train(log, net, loss_of)
+@trains(lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 1)))
+def generator_state_read(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    first = net(x)
+    log(torch.get_rng_state()[:64], torch.initial_seed())
+    torch.set_rng_state(state)
+    assert torch.equal(first, net(x))
+    with torch.random.fork_rng():
+        torch.manual_seed(len(x))
+        first = first + net(x + torch.randn_like(x))
+    log(torch.rand(2), random.random(), np.random.rand())
+    return F.mse_loss(first, y)
 
 
 @change
@@ -215,15 +199,10 @@ def draws_of_three_libraries(x: Tensor) -> Tensor:
     )
 
 
-@program
-def repeated_for_samples(log: Log) -> Trained:
-    net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 1))
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        stacked = net(x.repeat(3, 1)).view(3, -1, 1)
-        wide = net(x.expand(3, *x.shape))
-        each = net(x.repeat_interleave(2, 0)).view(len(x), 2, 1)
-        log(stacked.std(0).mean(), wide.var(0).mean(), each.mean(1)[0])
-        return (stacked.logsumexp(0) + wide.mean(0) + each.mean(1) - y).square().mean()
-
-    return train(log, net, loss_of)
+@trains(lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 1)))
+def repeated_for_samples(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    stacked = net(x.repeat(3, 1)).view(3, -1, 1)
+    wide = net(x.expand(3, *x.shape))
+    each = net(x.repeat_interleave(2, 0)).view(len(x), 2, 1)
+    log(stacked.std(0).mean(), wide.var(0).mean(), each.mean(1)[0])
+    return (stacked.logsumexp(0) + wide.mean(0) + each.mean(1) - y).square().mean()

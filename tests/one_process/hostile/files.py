@@ -20,7 +20,7 @@ from torch.nn.utils import rnn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
-from tests.one_process.hostile.parts import Net, fit, program, sequences
+from tests.one_process.hostile.parts import Net, fit, program, sequences, trains
 from tests.one_process.parts import classes, data, loader, mlp, train
 from tests.one_process.runner import Log, Trained
 
@@ -63,41 +63,31 @@ def packed_by_a_collate_function(log: Log) -> Trained:
     return fit(log, net, DataLoader(items, 16, shuffle=True, collate_fn=collate))
 
 
-@program
-def numpy_in_the_middle(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        out = net(x)
-        array = out.detach().numpy()
-        ranks = np.argsort(np.argsort(array[:, 0]))
-        weights = torch.from_numpy(np.exp(-ranks / len(ranks))).to(x.dtype)[:, None]
-        more = np.concatenate([x, y], 1).mean(0)
-        log(np.mean(x.numpy(), 0), np.asarray(x).shape, np.array(y).sum(), x.__array__().std(), more)
-        log(np.corrcoef(array[:, 0], y[:, 0]), np.maximum(x, 0).sum(), np.percentile(y, 50), np.stack([x, x]).shape)
-        log(np.dot(y[:, 0], y[:, 0]), np.ones(6) @ x[0].numpy())
-        return (weights * (out - y).square()).mean() + (torch.as_tensor(array) * out).mean()
-
-    return train(log, net, loss_of)
+@trains()
+def numpy_in_the_middle(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    out = net(x)
+    array = out.detach().numpy()
+    ranks = np.argsort(np.argsort(array[:, 0]))
+    weights = torch.from_numpy(np.exp(-ranks / len(ranks))).to(x.dtype)[:, None]
+    more = np.concatenate([x, y], 1).mean(0)
+    log(np.mean(x.numpy(), 0), np.asarray(x).shape, np.array(y).sum(), x.__array__().std(), more)
+    log(np.corrcoef(array[:, 0], y[:, 0]), np.maximum(x, 0).sum(), np.percentile(y, 50), np.stack([x, x]).shape)
+    log(np.dot(y[:, 0], y[:, 0]), np.ones(6) @ x[0].numpy())
+    return (weights * (out - y).square()).mean() + (torch.as_tensor(array) * out).mean()
 
 
-@program
-def python_builtins(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        out = net(x)
-        total, largest, least = sum(out), max(out), min(out)
-        ordered = sorted(y[:, 0], reverse=True)
-        log(total, largest, least, ordered[0], any(y > 1), all(y[:, 0] < 2), abs(y[0]), round(float(y[0]), 3))
-        log(f"{out.mean():.3f} {y[0].item():.2e} {len(x)}", "%.3f" % y.mean(), repr(y[0])[:6])  # noqa: UP031
-        log(int(out.sum() * 10), math.sqrt(x.square().mean()), pow(x[0, 1], 2), list(map(float, y))[:2])
-        log([tuple(r.shape) for r in out][:1], list(range(int(y.argmax()))), [0, 1, 2][(y[0] > 0).long()])
-        log(y[0, 0] in y, Counter((y[:, 0] > 0).tolist()).most_common())
-        loss = (total / len(x)).square().mean() + F.mse_loss(out, y)
-        return loss + (largest - least).sum() * 0.1 + math.exp(-y.std()) * out.std()
-
-    return train(log, net, loss_of)
+@trains()
+def python_builtins(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    out = net(x)
+    total, largest, least = sum(out), max(out), min(out)
+    ordered = sorted(y[:, 0], reverse=True)
+    log(total, largest, least, ordered[0], any(y > 1), all(y[:, 0] < 2), abs(y[0]), round(float(y[0]), 3))
+    log(f"{out.mean():.3f} {y[0].item():.2e} {len(x)}", "%.3f" % y.mean(), repr(y[0])[:6])  # noqa: UP031
+    log(int(out.sum() * 10), math.sqrt(x.square().mean()), pow(x[0, 1], 2), list(map(float, y))[:2])
+    log([tuple(r.shape) for r in out][:1], list(range(int(y.argmax()))), [0, 1, 2][(y[0] > 0).long()])
+    log(y[0, 0] in y, Counter((y[:, 0] > 0).tolist()).most_common())
+    loss = (total / len(x)).square().mean() + F.mse_loss(out, y)
+    return loss + (largest - least).sum() * 0.1 + math.exp(-y.std()) * out.std()
 
 
 @program
@@ -310,24 +300,19 @@ def loaders_side_by_side(log: Log) -> Trained:
     return [net]
 
 
-@program
-def constructed_from_rows(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        means = torch.tensor([x.mean(), y.mean().item(), float(y[0])])
-        rows = torch.tensor(np.array([r.numpy() for r in x]), dtype=x.dtype) + torch.tensor(x.tolist())
-        rows = rows + torch.as_tensor(x) + torch.asarray(x) + torch.stack([*x])
-        rows = rows + x.new_tensor(y.tolist()) + x.new_full(x.shape, 0.1) + x.new_zeros(len(x), 1)
-        x.label = "kept"
-        log(means, x.label, hasattr(x * 1, "label"), torch.DoubleTensor(y.tolist()).mean())
-        wide = torch.hstack([x, y]) + torch.column_stack([x, y[:, 0]]) + torch.vstack([x, x])[: len(x)].mean()
-        wide = wide.mean() + torch.dstack([x, x]).mean() + torch.concat((x, x), 0).mean()
-        corner = torch.block_diag(x, y)[: len(x), :6] + torch.kron(x[:1], y)[:, :6]
-        corner = corner + torch.meshgrid(y[:, 0], y[:2, 0], indexing="ij")[0][:, :1]
-        return F.mse_loss(net(rows * 0.2 + corner), y) + wide.square()
-
-    return train(log, net, loss_of)
+@trains()
+def constructed_from_rows(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    means = torch.tensor([x.mean(), y.mean().item(), float(y[0])])
+    rows = torch.tensor(np.array([r.numpy() for r in x]), dtype=x.dtype) + torch.tensor(x.tolist())
+    rows = rows + torch.as_tensor(x) + torch.asarray(x) + torch.stack([*x])
+    rows = rows + x.new_tensor(y.tolist()) + x.new_full(x.shape, 0.1) + x.new_zeros(len(x), 1)
+    x.label = "kept"
+    log(means, x.label, hasattr(x * 1, "label"), torch.DoubleTensor(y.tolist()).mean())
+    wide = torch.hstack([x, y]) + torch.column_stack([x, y[:, 0]]) + torch.vstack([x, x])[: len(x)].mean()
+    wide = wide.mean() + torch.dstack([x, x]).mean() + torch.concat((x, x), 0).mean()
+    corner = torch.block_diag(x, y)[: len(x), :6] + torch.kron(x[:1], y)[:, :6]
+    corner = corner + torch.meshgrid(y[:, 0], y[:2, 0], indexing="ij")[0][:, :1]
+    return F.mse_loss(net(rows * 0.2 + corner), y) + wide.square()
 
 
 @program

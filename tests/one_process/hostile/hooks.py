@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.one_process.hostile.parts import Net, change, fit, program
+from tests.one_process.hostile.parts import Net, change, computes, fit, program, trains
 from tests.one_process.parts import data, loader, mlp, train
 from tests.one_process.runner import Log, Trained
 
@@ -23,46 +23,32 @@ def block(features: int = 6) -> nn.Sequential:
     return nn.Sequential(nn.Linear(features, features), nn.Tanh(), nn.Dropout(0.3), nn.Linear(features, features))
 
 
-@program
-def checkpoint_reentrant(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        h = net.first(x)
-        h = checkpoint(net.middle, h, use_reentrant=True)
-        return net.last(h + checkpoint(lambda a, b: a * b.mean(0) + b, h, x, use_reentrant=True))
-
-    return fit(log, Net(forward, first=nn.Linear(6, 6), middle=block(), last=nn.Linear(6, 1)))
+@computes(lambda: {"first": nn.Linear(6, 6), "middle": block(), "last": nn.Linear(6, 1)})
+def checkpoint_reentrant(net: Net, x: Tensor) -> Tensor:
+    h = net.first(x)
+    h = checkpoint(net.middle, h, use_reentrant=True)
+    return net.last(h + checkpoint(lambda a, b: a * b.mean(0) + b, h, x, use_reentrant=True))
 
 
-@program
-def checkpoint_not_reentrant(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        h = checkpoint(net.middle, x, use_reentrant=False)
-        coupled = checkpoint(lambda a: a - F.dropout(a, 0.2).mean(0), h, use_reentrant=False)
-        return net.last(coupled + checkpoint(net.middle, h, use_reentrant=False, preserve_rng_state=False))
-
-    return fit(log, Net(forward, middle=block(), last=nn.Linear(6, 1)))
+@computes(lambda: {"middle": block(), "last": nn.Linear(6, 1)})
+def checkpoint_not_reentrant(net: Net, x: Tensor) -> Tensor:
+    h = checkpoint(net.middle, x, use_reentrant=False)
+    coupled = checkpoint(lambda a: a - F.dropout(a, 0.2).mean(0), h, use_reentrant=False)
+    return net.last(coupled + checkpoint(net.middle, h, use_reentrant=False, preserve_rng_state=False))
 
 
-@program
-def checkpoint_of_segments(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        x = checkpoint_sequential(net.blocks, 2, x.requires_grad_(), use_reentrant=True)
-        return net.last(checkpoint_sequential(net.blocks, 3, x, use_reentrant=False))
-
-    return fit(log, Net(forward, blocks=nn.Sequential(block(), block(), block()), last=nn.Linear(6, 1)))
+@computes(lambda: {"blocks": nn.Sequential(block(), block(), block()), "last": nn.Linear(6, 1)})
+def checkpoint_of_segments(net: Net, x: Tensor) -> Tensor:
+    x = checkpoint_sequential(net.blocks, 2, x.requires_grad_(), use_reentrant=True)
+    return net.last(checkpoint_sequential(net.blocks, 3, x, use_reentrant=False))
 
 
-@program
-def checkpoint_outside_a_network(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        x.requires_grad_()
-        loss = checkpoint(lambda a: F.mse_loss(net(a), y) + a.std(0).mean(), x, use_reentrant=True)
-        again = checkpoint(lambda a, scale: (net(a * scale) - y).abs().mean(), x, 0.5, use_reentrant=False)
-        return loss + again
-
-    return train(log, net, loss_of)
+@trains()
+def checkpoint_outside_a_network(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    x.requires_grad_()
+    loss = checkpoint(lambda a: F.mse_loss(net(a), y) + a.std(0).mean(), x, use_reentrant=True)
+    again = checkpoint(lambda a, scale: (net(a * scale) - y).abs().mean(), x, 0.5, use_reentrant=False)
+    return loss + again
 
 
 class Sign(torch.autograd.Function):
@@ -169,14 +155,10 @@ def function_that_couples(x: Tensor) -> Tensor:
     return Centred.apply(x) + Centred.apply(x.t()).t()
 
 
-@program
-def function_with_parameters(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        h = Affine.apply(x, net.one.weight, net.one.bias).tanh()
-        return Affine.apply(Affine.apply(h, net.scale[:, None] * net.one.weight[:, :6]), net.last.weight, net.last.bias)
-
-    net = Net(forward, one=nn.Linear(6, 6), last=nn.Linear(6, 1), scale=nn.Parameter(torch.ones(6)))
-    return fit(log, net)
+@computes(lambda: {"one": nn.Linear(6, 6), "last": nn.Linear(6, 1), "scale": nn.Parameter(torch.ones(6))})
+def function_with_parameters(net: Net, x: Tensor) -> Tensor:
+    h = Affine.apply(x, net.one.weight, net.one.bias).tanh()
+    return Affine.apply(Affine.apply(h, net.scale[:, None] * net.one.weight[:, :6]), net.last.weight, net.last.bias)
 
 
 @change
@@ -233,34 +215,26 @@ def function_that_differentiates(x: Tensor) -> Tensor:
     return Solved.apply(lambda h: (h * h).tanh() * 0.5, x) + Solved.apply(lambda h: h.softmax(0), x)
 
 
-@program
-def function_with_double_backward(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        x.requires_grad_()
-        out = net(Centred.apply(x) + SetUp.apply(x, x)[0])
-        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        return F.mse_loss(out, y) + (slope.norm(dim=1) - 1).square().mean()
-
-    return train(log, net, loss_of)
+@trains()
+def function_with_double_backward(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    x.requires_grad_()
+    out = net(Centred.apply(x) + SetUp.apply(x, x)[0])
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return F.mse_loss(out, y) + (slope.norm(dim=1) - 1).square().mean()
 
 
-@program
-def hooks_on_hidden_values(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        h = net.body(x).tanh()
-        h.register_hook(lambda g: g * 0.5)
-        k = net.middle(h)
-        k.register_hook(lambda g: g / (g.norm() + 1))
-        k.register_hook(lambda g: log(g.norm(), g.shape[0], g.abs().max()))
-        handle = k.register_hook(lambda g: g * 100)
-        handle.remove()
-        out = net.head(k)
-        out.register_hook(lambda g: g.clamp(-0.05, 0.05) - g.mean())
-        return out
-
-    return fit(log, Net(forward, body=nn.Linear(6, 6), middle=nn.Linear(6, 6), head=nn.Linear(6, 1)))
+@computes(lambda: {"body": nn.Linear(6, 6), "middle": nn.Linear(6, 6), "head": nn.Linear(6, 1)})
+def hooks_on_hidden_values(net: Net, x: Tensor) -> Tensor:
+    h = net.body(x).tanh()
+    h.register_hook(lambda g: g * 0.5)
+    k = net.middle(h)
+    k.register_hook(lambda g: g / (g.norm() + 1))
+    k.register_hook(lambda g: net.log(g.norm(), g.shape[0], g.abs().max()))
+    handle = k.register_hook(lambda g: g * 100)
+    handle.remove()
+    out = net.head(k)
+    out.register_hook(lambda g: g.clamp(-0.05, 0.05) - g.mean())
+    return out
 
 
 @program
@@ -403,70 +377,50 @@ def hooks_on_all_modules(log: Log) -> Trained:
     return out
 
 
-@program
-def saved_tensors_packed(log: Log) -> Trained:
-    net = mlp()
+@trains()
+def saved_tensors_packed(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    packed: list[int] = []
 
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        packed: list[int] = []
+    def pack(t: Tensor) -> np.ndarray:
+        packed.append(t.numel())
+        return t.detach().numpy().copy()
 
-        def pack(t: Tensor) -> np.ndarray:
-            packed.append(t.numel())
-            return t.detach().numpy().copy()
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, torch.from_numpy):
-            loss = F.mse_loss(net(x), y)
-        with torch.autograd.graph.save_on_cpu():
-            loss = loss + net(x.flip(0)).square().mean()
-        return loss
-
-    return train(log, net, loss_of)
+    with torch.autograd.graph.saved_tensors_hooks(pack, torch.from_numpy):
+        loss = F.mse_loss(net(x), y)
+    with torch.autograd.graph.save_on_cpu():
+        loss = loss + net(x.flip(0)).square().mean()
+    return loss
 
 
-@program
-def graph_inspected(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        out = net(x)
-        loss = F.mse_loss(out, y)
-        log(out.requires_grad, out.is_leaf, x.requires_grad, x.is_leaf, out.detach().requires_grad, y.grad_fn is None)
-        log(loss.grad_fn is not None, x.grad is None, out._version, out.is_contiguous(), out.stride())
-        assert type(x) is Tensor
-        return loss
-
-    return train(log, net, loss_of)
+@trains()
+def graph_inspected(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    out = net(x)
+    loss = F.mse_loss(out, y)
+    log(out.requires_grad, out.is_leaf, x.requires_grad, x.is_leaf, out.detach().requires_grad, y.grad_fn is None)
+    log(loss.grad_fn is not None, x.grad is None, out._version, out.is_contiguous(), out.stride())
+    assert type(x) is Tensor
+    return loss
 
 
-@program
-def modes_of_gradients(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        with torch.inference_mode():
-            best = net(x).argmax(0)
-            log(best, net(x).mean())
-        with torch.set_grad_enabled(False):
-            weights = torch.softmax(-(net(x) - y).square(), 0)
-        with torch.autograd.set_detect_anomaly(True, check_nan=False):
-            return (weights * (net(x) - y).square()).sum() + F.mse_loss(net(x[best]), y[best])
-
-    return train(log, net, loss_of)
+@trains()
+def modes_of_gradients(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    with torch.inference_mode():
+        best = net(x).argmax(0)
+        log(best, net(x).mean())
+    with torch.set_grad_enabled(False):
+        weights = torch.softmax(-(net(x) - y).square(), 0)
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        return (weights * (net(x) - y).square()).sum() + F.mse_loss(net(x[best]), y[best])
 
 
-@program
-def hooks_on_several_gradients(log: Log) -> Trained:
-    net = mlp(out=2)
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        h = net[1](net[0](x))
-        out = net[2](h)
-        torch.autograd.graph.register_multi_grad_hook((h, out), lambda grads: log(*[g.norm() for g in grads]))
-        out.grad_fn.register_hook(lambda to_inputs, of_outputs: log(of_outputs[0].sum()))
-        out.grad_fn.register_prehook(lambda of_outputs: (of_outputs[0] * 0.5,))
-        return F.mse_loss(out[:, :1], y) + out[:, 1].var()
-
-    return train(log, net, loss_of)
+@trains(lambda: mlp(out=2))
+def hooks_on_several_gradients(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    h = net[1](net[0](x))
+    out = net[2](h)
+    torch.autograd.graph.register_multi_grad_hook((h, out), lambda grads: log(*[g.norm() for g in grads]))
+    out.grad_fn.register_hook(lambda to_inputs, of_outputs: log(of_outputs[0].sum()))
+    out.grad_fn.register_prehook(lambda of_outputs: (of_outputs[0] * 0.5,))
+    return F.mse_loss(out[:, :1], y) + out[:, 1].var()
 
 
 @program
@@ -507,20 +461,15 @@ def modes_over_dispatch(log: Log) -> Trained:
     return train(log, net, loss_of)
 
 
-@program
-def operators_by_their_names(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        aten = torch.ops.aten
-        h = aten.mul(x, 2.0) + aten.roll.default(x, [1], [0]) + torch._C._nn.gelu(x)
-        h = h + torch._C._VariableFunctions.sub(x, x.mean(0))
-        out = aten.linear(aten.tanh(net[0](h)), net[2].weight, net[2].bias)
-        aten.add_.Tensor(out.detach(), 0.1)
-        log(aten.sum.dim_IntList(x, [0]), aten.sym_size.int(x, 0), aten.mean.default(out))
-        return aten.mse_loss(out, y) + torch._VF.chunk(out, 2)[0].mean()
-
-    return train(log, net, loss_of)
+@trains()
+def operators_by_their_names(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    aten = torch.ops.aten
+    h = aten.mul(x, 2.0) + aten.roll.default(x, [1], [0]) + torch._C._nn.gelu(x)
+    h = h + torch._C._VariableFunctions.sub(x, x.mean(0))
+    out = aten.linear(aten.tanh(net[0](h)), net[2].weight, net[2].bias)
+    aten.add_.Tensor(out.detach(), 0.1)
+    log(aten.sum.dim_IntList(x, [0]), aten.sym_size.int(x, 0), aten.mean.default(out))
+    return aten.mse_loss(out, y) + torch._VF.chunk(out, 2)[0].mean()
 
 
 def fresh_compiler(function: Callable[[Log], Trained]) -> Callable[[Log], Trained]:
@@ -667,51 +616,43 @@ def graph_module(log: Log) -> Trained:
     return fit(log, net, lr=0.001)
 
 
-@program
-def fixed_points(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            z = torch.zeros(len(x), 6)
-            steps = 0
-            while steps < 50:
-                new = torch.tanh(net.body(z) * 0.5 + x)
-                if (new - z).norm() / (z.norm() + 1e-3) < 1e-3:
-                    break
-                z, steps = new, steps + 1
-            log(steps)
-        z = torch.tanh(net.body(z) * 0.5 + x)
-        z0 = z.detach().requires_grad_()
-        f0 = torch.tanh(net.body(z0) * 0.5 + x)
+@computes(lambda: {"body": nn.Linear(6, 6), "head": nn.Linear(6, 1)})
+def fixed_points(net: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        z = torch.zeros(len(x), 6)
+        steps = 0
+        while steps < 50:
+            new = torch.tanh(net.body(z) * 0.5 + x)
+            if (new - z).norm() / (z.norm() + 1e-3) < 1e-3:
+                break
+            z, steps = new, steps + 1
+        net.log(steps)
+    z = torch.tanh(net.body(z) * 0.5 + x)
+    z0 = z.detach().requires_grad_()
+    f0 = torch.tanh(net.body(z0) * 0.5 + x)
 
-        def backward_hook(g: Tensor) -> Tensor:
-            total = g
-            for _ in range(5):
-                total = torch.autograd.grad(f0, z0, total, retain_graph=True)[0] + g
-            return total
+    def backward_hook(g: Tensor) -> Tensor:
+        total = g
+        for _ in range(5):
+            total = torch.autograd.grad(f0, z0, total, retain_graph=True)[0] + g
+        return total
 
-        if z.requires_grad:
-            z.register_hook(backward_hook)
-        return net.head(z)
-
-    return fit(log, Net(forward, body=nn.Linear(6, 6), head=nn.Linear(6, 1)))
+    if z.requires_grad:
+        z.register_hook(backward_hook)
+    return net.head(z)
 
 
-@program
-def contexts_of_torch(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        with torch.device("cpu"):
-            noise = torch.randn(len(x), 6) + torch.zeros_like(x)
-            h = x + noise
-        kind = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        wide = torch.ones(len(x), 1) * x.to(torch.float64).mean(0)
-        torch.set_default_dtype(kind)
-        with torch.autograd.profiler.record_function("step"), torch.backends.mkldnn.flags(enabled=False):
-            out = net(h + wide.to(kind))
-        with torch._C.DisableTorchFunctionSubclass():
-            out = out + x.mean(1, keepdim=True) - x.mean()
-        return F.mse_loss(out, y)
-
-    return train(log, net, loss_of)
+@trains()
+def contexts_of_torch(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    with torch.device("cpu"):
+        noise = torch.randn(len(x), 6) + torch.zeros_like(x)
+        h = x + noise
+    kind = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    wide = torch.ones(len(x), 1) * x.to(torch.float64).mean(0)
+    torch.set_default_dtype(kind)
+    with torch.autograd.profiler.record_function("step"), torch.backends.mkldnn.flags(enabled=False):
+        out = net(h + wide.to(kind))
+    with torch._C.DisableTorchFunctionSubclass():
+        out = out + x.mean(1, keepdim=True) - x.mean()
+    return F.mse_loss(out, y)

@@ -11,7 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from tests.one_process.hostile.parts import Net, changed, fit, images, program, sequences
+from tests.one_process.hostile.parts import (
+    Net,
+    computes,
+    fit,
+    images,
+    logged_change,
+    program,
+    sequences,
+    trains,
+)
 from tests.one_process.parts import classes, data, loader, mlp, steps, train
 from tests.one_process.runner import Log, Trained
 
@@ -143,41 +152,36 @@ def cross_entropies(log: Log) -> Trained:
     return train(log, net, loss_of, loader(*classes()), lr=0.05)
 
 
-@program
-def losses_of_all_kinds(log: Log) -> Trained:
-    net = mlp(out=3)
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        out, goal = net(x), y.repeat(1, 3)
-        p = out.sigmoid()
-        positive, sign = (goal > 0).to(p.dtype), goal.sign()
-        kinds = [
-            F.smooth_l1_loss(out, goal, beta=0.5),
-            F.huber_loss(out, goal, delta=0.3),
-            F.mse_loss(out, goal, reduction="sum") / out.numel(),
-            F.l1_loss(out, goal, reduction="none").mean(1).max(),
-            F.binary_cross_entropy(p, positive, weight=torch.rand(len(x), 1)),
-            F.binary_cross_entropy_with_logits(out, positive, pos_weight=torch.tensor([1.0, 2.0, 3.0])),
-            F.kl_div(out.log_softmax(1), p.detach()),
-            F.kl_div(out.log_softmax(1), p.detach(), reduction="batchmean"),
-            F.gaussian_nll_loss(out, goal, p),
-            F.poisson_nll_loss(out, goal.abs()),
-            F.soft_margin_loss(out, sign),
-            F.hinge_embedding_loss(out, sign),
-            F.multilabel_soft_margin_loss(out, positive),
-            F.multi_margin_loss(out, positive[:, 0].long()),
-            F.margin_ranking_loss(p, p.flip(0), sign),
-            F.cosine_embedding_loss(out, goal, sign[:, 0]),
-            F.cosine_similarity(out, goal).mean(),
-            F.cosine_similarity(out, goal, dim=0).sum(),
-            F.triplet_margin_with_distance_loss(out, goal, goal.roll(1, 0)),
-            torch.dist(out, goal),
-            torch.trapezoid(out).mean(),
-        ]
-        log(*kinds)
-        return sum(kinds) / len(kinds)
-
-    return train(log, net, loss_of)
+@trains(lambda: mlp(out=3))
+def losses_of_all_kinds(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    out, goal = net(x), y.repeat(1, 3)
+    p = out.sigmoid()
+    positive, sign = (goal > 0).to(p.dtype), goal.sign()
+    kinds = [
+        F.smooth_l1_loss(out, goal, beta=0.5),
+        F.huber_loss(out, goal, delta=0.3),
+        F.mse_loss(out, goal, reduction="sum") / out.numel(),
+        F.l1_loss(out, goal, reduction="none").mean(1).max(),
+        F.binary_cross_entropy(p, positive, weight=torch.rand(len(x), 1)),
+        F.binary_cross_entropy_with_logits(out, positive, pos_weight=torch.tensor([1.0, 2.0, 3.0])),
+        F.kl_div(out.log_softmax(1), p.detach()),
+        F.kl_div(out.log_softmax(1), p.detach(), reduction="batchmean"),
+        F.gaussian_nll_loss(out, goal, p),
+        F.poisson_nll_loss(out, goal.abs()),
+        F.soft_margin_loss(out, sign),
+        F.hinge_embedding_loss(out, sign),
+        F.multilabel_soft_margin_loss(out, positive),
+        F.multi_margin_loss(out, positive[:, 0].long()),
+        F.margin_ranking_loss(p, p.flip(0), sign),
+        F.cosine_embedding_loss(out, goal, sign[:, 0]),
+        F.cosine_similarity(out, goal).mean(),
+        F.cosine_similarity(out, goal, dim=0).sum(),
+        F.triplet_margin_with_distance_loss(out, goal, goal.roll(1, 0)),
+        torch.dist(out, goal),
+        torch.trapezoid(out).mean(),
+    ]
+    log(*kinds)
+    return sum(kinds) / len(kinds)
 
 
 @program
@@ -228,34 +232,30 @@ def sparse_gradients(log: Log) -> Trained:
     return [table, head]
 
 
-@program
-def attention_of_all_kinds(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        a, w = net.attention(x, x, x, key_padding_mask=x[..., 0] > 1.5, need_weights=True)
-        turned = x.transpose(0, 1)
-        b, _ = net.attention(turned[:, :, :], turned, turned)  # the batch as the length: another meaning
-        q = x.unflatten(-1, (2, 4)).transpose(1, 2)
-        c = F.scaled_dot_product_attention(q, q[:1].expand_as(q), q, attn_mask=w[:, None]).transpose(1, 2).flatten(2)
-        d = F.scaled_dot_product_attention(turned, turned, turned, is_causal=True)
-        return net.head(a + b.transpose(0, 1) + c + d.transpose(0, 1))
+@computes(
+    lambda: {"attention": nn.MultiheadAttention(8, 2, batch_first=True), "head": nn.Linear(8, 1)},
+    batches=lambda: loader(*sequences(features=8)[:2], size=10),
+)
+def attention_of_all_kinds(net: Net, x: Tensor) -> Tensor:
+    a, w = net.attention(x, x, x, key_padding_mask=x[..., 0] > 1.5, need_weights=True)
+    turned = x.transpose(0, 1)
+    b, _ = net.attention(turned[:, :, :], turned, turned)  # the batch as the length: another meaning
+    q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+    c = F.scaled_dot_product_attention(q, q[:1].expand_as(q), q, attn_mask=w[:, None]).transpose(1, 2).flatten(2)
+    d = F.scaled_dot_product_attention(turned, turned, turned, is_causal=True)
+    return net.head(a + b.transpose(0, 1) + c + d.transpose(0, 1))
 
-    net = Net(forward, attention=nn.MultiheadAttention(8, 2, batch_first=True), head=nn.Linear(8, 1))
-    return fit(log, net, loader(*sequences(features=8)[:2], size=10))
 
-
-@program
-def spectra_and_solvers(log: Log) -> Trained:
-    def change(x: Tensor) -> Tensor:
-        spectrum = torch.fft.rfft(x, dim=1)
-        a = torch.fft.irfft(spectrum * 0.5, n=6, dim=1) + torch.fft.fft(x, dim=0).real + torch.fft.fft2(x).imag * 0.1
-        gram = x.T @ x / len(x) + torch.eye(6)
-        b = torch.linalg.solve(gram, x.T).T + torch.linalg.cholesky(gram)[0] + x @ torch.linalg.inv(gram)
-        singular = torch.linalg.svdvals(x)
-        each = torch.linalg.solve(x[:, :, None] * x[:, None] + torch.eye(6), x[..., None])[..., 0]
-        log(singular, torch.linalg.det(gram), torch.linalg.matrix_norm(x), torch.logdet(gram))
-        return x + 0.1 * (a + b + each) + 0.01 * singular.sum()
-
-    return changed(log, change)
+@logged_change
+def spectra_and_solvers(log: Log, x: Tensor) -> Tensor:
+    spectrum = torch.fft.rfft(x, dim=1)
+    a = torch.fft.irfft(spectrum * 0.5, n=6, dim=1) + torch.fft.fft(x, dim=0).real + torch.fft.fft2(x).imag * 0.1
+    gram = x.T @ x / len(x) + torch.eye(6)
+    b = torch.linalg.solve(gram, x.T).T + torch.linalg.cholesky(gram)[0] + x @ torch.linalg.inv(gram)
+    singular = torch.linalg.svdvals(x)
+    each = torch.linalg.solve(x[:, :, None] * x[:, None] + torch.eye(6), x[..., None])[..., 0]
+    log(singular, torch.linalg.det(gram), torch.linalg.matrix_norm(x), torch.logdet(gram))
+    return x + 0.1 * (a + b + each) + 0.01 * singular.sum()
 
 
 @program
@@ -291,17 +291,12 @@ def mixed_kinds_of_numbers(log: Log) -> Trained:
     return train(log, net, loss_of, loader(x, torch.randint(9, (50, 1)), y))
 
 
-@program
-def autocast_to_bfloat16(log: Log) -> Trained:
-    net = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 1))
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = net(x)
-            log(out.dtype == torch.bfloat16, (x @ x.T).dtype == torch.bfloat16, (out + x[:, :1]).dtype == x.dtype)
-        return F.mse_loss(out.to(y.dtype), y)
-
-    return train(log, net, loss_of)
+@trains(lambda: nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 1)))
+def autocast_to_bfloat16(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = net(x)
+        log(out.dtype == torch.bfloat16, (x @ x.T).dtype == torch.bfloat16, (out + x[:, :1]).dtype == x.dtype)
+    return F.mse_loss(out.to(y.dtype), y)
 
 
 @program
@@ -332,30 +327,20 @@ def sparse_tensors(log: Log) -> Trained:
     return [net, w]
 
 
-@program
-def nested_tensors(log: Log) -> Trained:
-    net = nn.Linear(3, 1)
-
-    def loss_of(x: Tensor, y: Tensor, lengths: Tensor) -> Tensor:
-        nested = torch.nested.as_nested_tensor([row[:n] for row, n in zip(x, lengths)])
-        out = torch.nested.to_padded_tensor(net(nested), 0.0, (len(x), 5, 1))
-        mask = torch.arange(5) < lengths[:, None]
-        return ((out - y).square()[..., 0] * mask).sum() / mask.sum()
-
-    return train(log, net, loss_of, loader(*sequences()))
+@trains(lambda: nn.Linear(3, 1), batches=lambda: loader(*sequences()))
+def nested_tensors(net: Any, log: Log, x: Tensor, y: Tensor, lengths: Tensor) -> Tensor:
+    nested = torch.nested.as_nested_tensor([row[:n] for row, n in zip(x, lengths)])
+    out = torch.nested.to_padded_tensor(net(nested), 0.0, (len(x), 5, 1))
+    mask = torch.arange(5) < lengths[:, None]
+    return ((out - y).square()[..., 0] * mask).sum() / mask.sum()
 
 
-@program
-def tensors_without_data(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        shape = copy.deepcopy(net).to("meta")(x.to("meta")).shape
-        empty = torch.empty_like(x, device="meta")
-        log(shape, empty.shape, empty.is_meta, x.is_meta, x.device.type, x.layout == torch.strided, x.get_device())
-        return F.mse_loss(net(x), y) + net(torch.zeros(empty.shape)).mean()
-
-    return train(log, net, loss_of)
+@trains()
+def tensors_without_data(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    shape = copy.deepcopy(net).to("meta")(x.to("meta")).shape
+    empty = torch.empty_like(x, device="meta")
+    log(shape, empty.shape, empty.is_meta, x.is_meta, x.device.type, x.layout == torch.strided, x.get_device())
+    return F.mse_loss(net(x), y) + net(torch.zeros(empty.shape)).mean()
 
 
 class Named(Tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,25 +11,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
-from tests.one_process.hostile.parts import Net, change, changed, fit, program
+from tests.one_process.hostile.parts import Net, change, changed, fit, logged_change, program, trains
 from tests.one_process.parts import data, loader, mlp, train
 from tests.one_process.runner import Log, Trained
 
 
 @change
-def column_written(x: Tensor) -> Tensor:
+def parts_written(x: Tensor) -> Tensor:
     x[:, 0] = x[:, 1] * 2
     x[..., -1] += 1
-    return x
-
-
-@change
-def row_taken_and_written(x: Tensor) -> Tensor:
     row = x[1]
     row += 1
-    last = x.select(0, -1)
-    last.neg_()
+    x.select(0, -1).neg_()
     x[0, 2] = 5
+    x.narrow(0, len(x) // 2, 1).fill_(0.2)
+    x.narrow(1, 2, 2).fill_(0.3)
+    x.detach().tensor_split(2)[0].mul_(2)
     return x
 
 
@@ -40,22 +38,6 @@ def noise_added_in_place(x: Tensor) -> Tensor:
 
 
 @change
-def masked_fill_in_place(x: Tensor) -> Tensor:
-    x.masked_fill_(x.abs() > 1, 0.5)
-    x.masked_fill_(torch.rand(len(x), 1) < 0.3, -1)
-    x.masked_scatter_(x > 0.4, torch.arange(x.numel(), dtype=x.dtype) / 50)
-    return x
-
-
-@change
-def index_put_in_place(x: Tensor) -> Tensor:
-    rows, columns = torch.randint(len(x), (9,)), torch.randint(6, (9,))
-    x.index_put_((rows, columns), torch.rand(9, dtype=x.dtype), accumulate=True)
-    x[torch.arange(len(x)), x.argmax(1)] = 0
-    return x
-
-
-@change
 def scattered_in_place(x: Tensor) -> Tensor:
     x.scatter_(1, x.detach().argmin(1, keepdim=True), 0.3)
     x.scatter_add_(0, torch.randint(len(x), (3, 6)), torch.ones(3, 6))
@@ -64,11 +46,17 @@ def scattered_in_place(x: Tensor) -> Tensor:
 
 @change
 def rows_indexed_in_place(x: Tensor) -> Tensor:
+    rows, columns = torch.randint(len(x), (9,)), torch.randint(6, (9,))
+    x.index_put_((rows, columns), torch.rand(9, dtype=x.dtype), accumulate=True)
+    x[torch.arange(len(x)), x.argmax(1)] = 0
     two = torch.tensor([0, len(x) - 1])
     x.index_add_(0, two, torch.ones(2, 6), alpha=0.5)
     x.index_copy_(0, two, x[two.flip(0)].clone())
     x.index_fill_(0, two[:1], 0.1)
-    return x.index_fill_(1, torch.tensor([2]), 0.2)
+    x.index_fill_(1, torch.tensor([2]), 0.2)
+    x[[0, -1]] = x[[-1, 0]]
+    x[torch.randperm(len(x))] = x.clone() * 0.5
+    return x
 
 
 @program
@@ -125,27 +113,17 @@ def data_written(x: Tensor) -> Tensor:
     x.data[0] = 0
     x.data.mul_(0.5)
     x.data[:, 1].clamp_(0)
-    return x
-
-
-@change
-def data_replaced(x: Tensor) -> Tensor:
     h = x * 1
     h.data = h.data.flip(0) * 2
     return x + h
 
 
 @change
-def flat_view_written(x: Tensor) -> Tensor:
+def views_written(x: Tensor) -> Tensor:
     x.view(-1)[::7] = 0
     x.reshape(-1, 2)[3:].mul_(0.5)
     x.flatten().add_(0.1)
     x.unflatten(1, (2, 3))[:, 1] *= 2
-    return x
-
-
-@change
-def transposed_view_written(x: Tensor) -> Tensor:
     x.t()[1].add_(1)
     x.T[:, 0] = 0.3
     x.transpose(0, 1).mul_(0.5)
@@ -166,16 +144,11 @@ def expanded_base_written(x: Tensor) -> Tensor:
 
 @change
 def asarray_written(x: Tensor) -> Tensor:
+    torch.from_dlpack(x.detach())[1].mul_(2)
+    np.from_dlpack(x.detach().clone())
     np.asarray(x.detach())[0] = 0.5
     np.clip(x.detach(), -1, 1, out=x.detach().numpy())
     memoryview(x.detach().numpy())[0, 1] = 0.1
-    return x
-
-
-@change
-def dlpack_written(x: Tensor) -> Tensor:
-    torch.from_dlpack(x.detach())[1].mul_(2)
-    np.from_dlpack(x.detach().clone())
     return x
 
 
@@ -205,23 +178,10 @@ def chunks_written(x: Tensor) -> Tensor:
     with torch.no_grad():
         first, second = x.detach().chunk(2)
         first.sub_(second)
-    return x
-
-
-@change
-def unbound_rows_written(x: Tensor) -> Tensor:
     for row in x.detach().unbind():
         row.div_(row.norm())
     for i, part in enumerate(x.detach().split([1, len(x) - 1])):
         part.add_(i)
-    return x
-
-
-@change
-def narrow_filled(x: Tensor) -> Tensor:
-    x.narrow(0, len(x) // 2, 1).fill_(0.2)
-    x.narrow(1, 2, 2).fill_(0.3)
-    x.detach().tensor_split(2)[0].mul_(2)
     return x
 
 
@@ -231,13 +191,8 @@ def diagonals_written(x: Tensor) -> Tensor:
     likeness = x @ x.T
     likeness.fill_diagonal_(0)
     likeness.diagonal().add_(0.5)
-    return torch.tanh(likeness) @ x
-
-
-@change
-def strided_written(x: Tensor) -> Tensor:
     x.as_strided((2, 3), (6, 2)).add_(1)
-    return x + x.as_strided((len(x), 6), (0, 1))
+    return torch.tanh(likeness) @ x + x.as_strided((len(x), 6), (0, 1))
 
 
 @change
@@ -290,14 +245,10 @@ def integers_and_masks_in_place(log: Log) -> Trained:
 
 
 @change
-def rows_swapped(x: Tensor) -> Tensor:
-    x[[0, -1]] = x[[-1, 0]]
-    x[torch.randperm(len(x))] = x.clone() * 0.5
-    return x
-
-
-@change
 def masks_assigned(x: Tensor) -> Tensor:
+    x.masked_fill_(x.abs() > 2, 0.5)
+    x.masked_fill_(torch.rand(len(x), 1) < 0.3, -1)
+    x.masked_scatter_(x > 1.4, torch.arange(x.numel(), dtype=x.dtype) / 50)
     x[x > 1] = 1
     kept = x.sum(1) > 0
     x[kept] = x[kept].mean(0) + 0.1
@@ -306,31 +257,23 @@ def masks_assigned(x: Tensor) -> Tensor:
     return x
 
 
-@program
-def foreach_in_place(log: Log) -> Trained:
-    def change(x: Tensor) -> Tensor:
-        parts = [x.detach(), x.detach()[1:], torch.ones(len(x), 6)]
-        torch._foreach_mul_(parts, 0.5)
-        torch._foreach_add_(parts[:1], parts[2:])
-        log(*torch._foreach_norm(parts))
-        return x + 0.5
-
-    return changed(log, change)
+@logged_change
+def foreach_in_place(log: Log, x: Tensor) -> Tensor:
+    parts = [x.detach(), x.detach()[1:], torch.ones(len(x), 6)]
+    torch._foreach_mul_(parts, 0.5)
+    torch._foreach_add_(parts[:1], parts[2:])
+    log(*torch._foreach_norm(parts))
+    return x + 0.5
 
 
-@program
-def filled_with_draws(log: Log) -> Trained:
-    def change(x: Tensor) -> Tensor:
-        noise = (
-            torch.empty_like(x).normal_() + torch.zeros_like(x).uniform_(-1, 1) + x.new_empty(x.shape).exponential_()
-        )
-        x.detach()[:, 0].normal_()
-        x.detach()[1].uniform_()
-        x.detach()[:, 1].bernoulli_(0.5)
-        log(torch.ones_like(x).cauchy_(), torch.ones_like(x).geometric_(0.5), torch.ones_like(x).random_(9))
-        return x + 0.1 * noise.detach()
-
-    return changed(log, change)
+@logged_change
+def filled_with_draws(log: Log, x: Tensor) -> Tensor:
+    noise = torch.empty_like(x).normal_() + torch.zeros_like(x).uniform_(-1, 1) + x.new_empty(x.shape).exponential_()
+    x.detach()[:, 0].normal_()
+    x.detach()[1].uniform_()
+    x.detach()[:, 1].bernoulli_(0.5)
+    log(torch.ones_like(x).cauchy_(), torch.ones_like(x).geometric_(0.5), torch.ones_like(x).random_(9))
+    return x + 0.1 * noise.detach()
 
 
 @program
@@ -352,42 +295,32 @@ def added_to_plain_tensors(log: Log) -> Trained:
     return [*train(log, net, loss_of), sums, total, per_sample]
 
 
-@program
-def outputs_written(log: Log) -> Trained:
-    net = mlp(out=3)
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        out = net(x) * 1
-        out[:, 0] *= 2
-        out[2:4] = 0
-        out[torch.arange(len(x)) % 3 == 0] += y[torch.arange(len(x)) % 3 == 0]
-        out[:, 1:].mul_(x[:, :2])
-        out.view(-1)[::5].sub_(1)
-        return (out - y).square().mean()
-
-    return train(log, net, loss_of)
+@trains(lambda: mlp(out=3))
+def outputs_written(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    out = net(x) * 1
+    out[:, 0] *= 2
+    out[2:4] = 0
+    out[torch.arange(len(x)) % 3 == 0] += y[torch.arange(len(x)) % 3 == 0]
+    out[:, 1:].mul_(x[:, :2])
+    out.view(-1)[::5].sub_(1)
+    return (out - y).square().mean()
 
 
-@program
-def leaf_written(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        x.requires_grad_()
-        F.mse_loss(net(x), y).backward()
-        with torch.no_grad():
-            x[1:] -= x.grad[1:].sign() * 0.1
-            x.grad.zero_()
-            x.clamp_(-1, 1)
-        net.zero_grad()
-        loss = F.mse_loss(net(x), y)
-        loss.backward(retain_graph=True)
-        log(x.grad.norm(), x.grad[0])
-        x.grad = None
-        x.requires_grad = False
-        return loss
-
-    return train(log, net, loss_of)
+@trains()
+def leaf_written(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    x.requires_grad_()
+    F.mse_loss(net(x), y).backward()
+    with torch.no_grad():
+        x[1:] -= x.grad[1:].sign() * 0.1
+        x.grad.zero_()
+        x.clamp_(-1, 1)
+    net.zero_grad()
+    loss = F.mse_loss(net(x), y)
+    loss.backward(retain_graph=True)
+    log(x.grad.norm(), x.grad[0])
+    x.grad = None
+    x.requires_grad = False
+    return loss
 
 
 @program
@@ -421,19 +354,14 @@ def dataset_written(log: Log) -> Trained:
     return [net, inputs]
 
 
-@program
-def memory_looked_at(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        view, other = x.view(-1), x.clone()
-        log(x.data_ptr() == view.data_ptr(), x.data_ptr() == other.data_ptr(), x[1:].data_ptr() - x.data_ptr())
-        log(x.storage_offset(), x[2:].storage_offset(), x.untyped_storage().nbytes(), x.nbytes, y.element_size())
-        log(x.is_contiguous(), x.t().is_contiguous(), view._base is x, x.is_set_to(x), x.is_shared())
-        log(torch.from_dlpack(x).sum(), len(bytes(x.numpy().data)), len(x.numpy().tobytes()))
-        return F.mse_loss(net(x), y)
-
-    return train(log, net, loss_of)
+@trains()
+def memory_looked_at(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    view, other = x.view(-1), x.clone()
+    log(x.data_ptr() == view.data_ptr(), x.data_ptr() == other.data_ptr(), x[1:].data_ptr() - x.data_ptr())
+    log(x.storage_offset(), x[2:].storage_offset(), x.untyped_storage().nbytes(), x.nbytes, y.element_size())
+    log(x.is_contiguous(), x.t().is_contiguous(), view._base is x, x.is_set_to(x), x.is_shared())
+    log(torch.from_dlpack(x).sum(), len(bytes(x.numpy().data)), len(x.numpy().tobytes()))
+    return F.mse_loss(net(x), y)
 
 
 @program

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any, Callable, Optional
 
@@ -9,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.one_process.parts import train
+from tests.one_process.parts import by_loss, train
 from tests.one_process.runner import Log, Programs, Trained
 
 PROGRAMS = Programs()
 program = PROGRAMS.add
+trains = functools.partial(by_loss, PROGRAMS)
 
 
 class Net(nn.Module):
@@ -71,3 +73,24 @@ def change(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Register the program that trains with `function`."""
     PROGRAMS[function.__name__] = lambda log: changed(log, function)
     return function
+
+
+def logged_change(function: Callable[[Log, Tensor], Tensor]) -> None:
+    """Register the program that trains with `function`, which also gets the log."""
+    PROGRAMS[function.__name__] = lambda log: changed(log, functools.partial(function, log))
+
+
+def computes(
+    parts: Callable[[], dict[str, Any]],
+    batches: Callable[[], Optional[Iterable[Any]]] = lambda: None,
+    lr: float = 0.1,
+) -> Callable[[Callable[..., Any]], None]:
+    """Return a decorator that registers the program which fits a network of `parts`, whose forward is the function.
+
+    The network has the program's log as `net.log`.
+    """
+
+    def add(forward: Callable[..., Any]) -> None:
+        PROGRAMS[forward.__name__] = lambda log: fit(log, Net(forward, log=log, **parts()), batches(), lr)
+
+    return add

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from tests.one_process.hostile.parts import fit, program
-from tests.one_process.parts import data, loader, mlp, train
+from tests.one_process.hostile.parts import fit, program, trains
+from tests.one_process.parts import data, loader, mlp
 from tests.one_process.runner import Log, Trained
 
 
@@ -37,21 +37,16 @@ def batches_moved_by_a_thread(log: Log) -> Trained:
     return out
 
 
-@program
-def loss_in_a_thread(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        out, found = net(x), []
-        thread = threading.Thread(
-            target=lambda: found.extend([F.mse_loss(out, y), net(x.flip(0)).var(), out.detach().max().item()])
-        )
-        thread.start()
-        thread.join()
-        log(found[2])
-        return found[0] + found[1]
-
-    return train(log, net, loss_of)
+@trains()
+def loss_in_a_thread(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    out, found = net(x), []
+    thread = threading.Thread(
+        target=lambda: found.extend([F.mse_loss(out, y), net(x.flip(0)).var(), out.detach().max().item()])
+    )
+    thread.start()
+    thread.join()
+    log(found[2])
+    return found[0] + found[1]
 
 
 class Drawing(Dataset):

@@ -12,7 +12,7 @@ from torch.nn.utils import rnn
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
-from tests.one_process.hostile.parts import Net, change, fit, program, sequences
+from tests.one_process.hostile.parts import Net, change, computes, fit, program, sequences, trains
 from tests.one_process.parts import classes, data, loader, mlp, train
 from tests.one_process.runner import Log, Trained
 
@@ -165,44 +165,38 @@ def data_parallel_in_dimension_one(log: Log) -> Trained:
     return train(log, net, loss_of, loader(*sequences()[:2]))
 
 
-@program
-def dimensions_merged_and_separated(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        b, t = x.shape[:2]
-        h = net.body(x.view(b * t, -1)).view(b, t, -1)
-        h = h + net.body(x.flatten(0, 1)).reshape(-1, t, 6)
-        mixed = h.transpose(0, 1).reshape(b, t, 6)  # mixes samples
-        k = h.reshape(b * t // 5, 5, 6).sum(1, keepdim=True) + h.reshape(t, b, 6).mean(0)[:, None]
-        return net.head(h + 0.1 * mixed + 0.1 * k) + h.view(-1, 2).sum(1).view(b, t, 3).mean(-1, keepdim=True)
-
-    return fit(log, Net(forward, body=nn.Linear(3, 6), head=nn.Linear(6, 1)), loader(*sequences()[:2], size=10))
+@computes(lambda: {"body": nn.Linear(3, 6), "head": nn.Linear(6, 1)}, batches=lambda: loader(*sequences()[:2], size=10))
+def dimensions_merged_and_separated(net: Net, x: Tensor) -> Tensor:
+    b, t = x.shape[:2]
+    h = net.body(x.view(b * t, -1)).view(b, t, -1)
+    h = h + net.body(x.flatten(0, 1)).reshape(-1, t, 6)
+    mixed = h.transpose(0, 1).reshape(b, t, 6)  # mixes samples
+    k = h.reshape(b * t // 5, 5, 6).sum(1, keepdim=True) + h.reshape(t, b, 6).mean(0)[:, None]
+    return net.head(h + 0.1 * mixed + 0.1 * k) + h.view(-1, 2).sum(1).view(b, t, 3).mean(-1, keepdim=True)
 
 
-@program
-def batch_moved_around(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        a = x.permute(2, 0, 1).movedim(1, -1).swapaxes(0, 1)  # (T, 3, B)
-        h = net.body(a.transpose(0, 2).transpose(0, 1))  # (3, B, 3)
-        turned = torch.rot90(x, 1, (1, 2)).mT.flip(1)
-        return net.head(x + turned + h.movedim(1, 0).mean(1, keepdim=True) + a.T.mT.mT.diagonal(0, 1, 2)[:, None])
-
-    return fit(log, Net(forward, body=nn.Linear(5, 3), head=nn.Linear(3, 1)), loader(*sequences()[:2]))
+@computes(lambda: {"body": nn.Linear(5, 3), "head": nn.Linear(3, 1)}, batches=lambda: loader(*sequences()[:2]))
+def batch_moved_around(net: Net, x: Tensor) -> Tensor:
+    a = x.permute(2, 0, 1).movedim(1, -1).swapaxes(0, 1)  # (T, 3, B)
+    h = net.body(a.transpose(0, 2).transpose(0, 1))  # (3, B, 3)
+    turned = torch.rot90(x, 1, (1, 2)).mT.flip(1)
+    return net.head(x + turned + h.movedim(1, 0).mean(1, keepdim=True) + a.T.mT.mT.diagonal(0, 1, 2)[:, None])
 
 
-@program
-def einsum_of_all_kinds(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        e = torch.einsum
-        h = e("bti,ij->btj", x, net.w)
-        h = h + e("bti,bsi,bsj->btj", x, x, h) * 0.1
-        h = h + e("bti,cti->bc", x, x).softmax(-1).mean(1)[:, None, None] + e("...i->i", h)
-        h = h + e("tbi,ij->btj", x.transpose(0, 1), net.w) + e("bii->bi", x[:, :3])[:, None] + e("bti->", x) / 20
-        same = e("bti,bti->b", x, h)
-        h = h + same[:, None, None] + e("i,bti->bt", net.w[0], x)[..., None] + e(x, [0, 1, 2], net.w, [2, 3], [0, 1, 3])
-        h = h + torch.tensordot(x, x, dims=([0, 1], [0, 1]))[0]
-        return net.head(h.tanh() + torch.tensordot(x, net.w, dims=1))
-
-    return fit(log, Net(forward, w=nn.Parameter(torch.randn(3, 3) / 3), head=nn.Linear(3, 1)), loader(*sequences()[:2]))
+@computes(
+    lambda: {"w": nn.Parameter(torch.randn(3, 3) / 3), "head": nn.Linear(3, 1)},
+    batches=lambda: loader(*sequences()[:2]),
+)
+def einsum_of_all_kinds(net: Net, x: Tensor) -> Tensor:
+    e = torch.einsum
+    h = e("bti,ij->btj", x, net.w)
+    h = h + e("bti,bsi,bsj->btj", x, x, h) * 0.1
+    h = h + e("bti,cti->bc", x, x).softmax(-1).mean(1)[:, None, None] + e("...i->i", h)
+    h = h + e("tbi,ij->btj", x.transpose(0, 1), net.w) + e("bii->bi", x[:, :3])[:, None] + e("bti->", x) / 20
+    same = e("bti,bti->b", x, h)
+    h = h + same[:, None, None] + e("i,bti->bt", net.w[0], x)[..., None] + e(x, [0, 1, 2], net.w, [2, 3], [0, 1, 3])
+    h = h + torch.tensordot(x, x, dims=([0, 1], [0, 1]))[0]
+    return net.head(h.tanh() + torch.tensordot(x, net.w, dims=1))
 
 
 @program
@@ -224,24 +218,19 @@ def sizes_equal_by_chance(log: Log) -> Trained:
     return train(log, net, loss_of, loader(x, torch.randint(10, (50,)), size=10), lr=0.01)
 
 
-@program
-def broadcast_from_the_right(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        out, goal = net(x)[:, 0], y[:, 0]
-        square = (out - y).square()  # (B,) against (B, 1): the usual mistake
-        log(square.shape, square.mean())
-        weights = torch.linspace(0, 1, len(x))
-        table = torch.stack([out, goal])  # (2, B)
-        table = table * weights + table.mean(1, keepdim=True) + torch.tensor([[0.1], [0.2]])
-        each = x[:, None] - x[None]  # (B, B, 6)
-        mask = ~torch.eye(len(x), dtype=torch.bool)
-        near = each.square().sum(-1)[mask].view(len(x), len(x) - 1).min(1).values
-        loss = square.mean() + (table[0] - table[1]).square().mean()
-        return loss + (near * torch.clamp(out, max=9.0)).mean() + F.mse_loss(out, goal * weights)
-
-    return train(log, net, loss_of)
+@trains()
+def broadcast_from_the_right(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    out, goal = net(x)[:, 0], y[:, 0]
+    square = (out - y).square()  # (B,) against (B, 1): the usual mistake
+    log(square.shape, square.mean())
+    weights = torch.linspace(0, 1, len(x))
+    table = torch.stack([out, goal])  # (2, B)
+    table = table * weights + table.mean(1, keepdim=True) + torch.tensor([[0.1], [0.2]])
+    each = x[:, None] - x[None]  # (B, B, 6)
+    mask = ~torch.eye(len(x), dtype=torch.bool)
+    near = each.square().sum(-1)[mask].view(len(x), len(x) - 1).min(1).values
+    loss = square.mean() + (table[0] - table[1]).square().mean()
+    return loss + (near * torch.clamp(out, max=9.0)).mean() + F.mse_loss(out, goal * weights)
 
 
 @program
@@ -258,17 +247,12 @@ def batches_of_one(log: Log) -> Trained:
     return fit(log, net, loader(x, y, size=2), lr=0.02)
 
 
-@program
-def empty_batches(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        chosen = x[:, 0] > 2
-        few = net(x[chosen])
-        log(few.shape, few.sum(), net(x[:0]).shape, x[3:3].sum(0), len(x[len(x) :]), torch.cat([x[:0], x]).mean())
-        return F.mse_loss(net(x), y) + few.sum() * 0.1 + net(x[:0]).sum()
-
-    return train(log, net, loss_of)
+@trains()
+def empty_batches(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    chosen = x[:, 0] > 2
+    few = net(x[chosen])
+    log(few.shape, few.sum(), net(x[:0]).shape, x[3:3].sum(0), len(x[len(x) :]), torch.cat([x[:0], x]).mean())
+    return F.mse_loss(net(x), y) + few.sum() * 0.1 + net(x[:0]).sum()
 
 
 @program
@@ -309,98 +293,72 @@ def dimensions_by_names_and_numbers(x: Tensor) -> Tensor:
     return x + 0.1 * (a + x.sort(dim=0, descending=True)[0] + x.diff(dim=0, prepend=x[:1]))
 
 
-@program
-def experts_that_choose_rows(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        scores, rows = net.router(x).softmax(0).topk((len(x) + 1) // 2, dim=0)
-        out = x.new_zeros(len(x), 1)
-        for i, expert in enumerate(net.experts):
-            out = out.scatter_add(0, rows[:, i : i + 1], expert(x[rows[:, i]]) * scores[:, i : i + 1])
-        return out
-
-    return fit(log, Net(forward, router=nn.Linear(6, 2), experts=nn.ModuleList([mlp(), mlp()])))
+@computes(lambda: {"router": nn.Linear(6, 2), "experts": nn.ModuleList([mlp(), mlp()])})
+def experts_that_choose_rows(net: Net, x: Tensor) -> Tensor:
+    scores, rows = net.router(x).softmax(0).topk((len(x) + 1) // 2, dim=0)
+    out = x.new_zeros(len(x), 1)
+    for i, expert in enumerate(net.experts):
+        out = out.scatter_add(0, rows[:, i : i + 1], expert(x[rows[:, i]]) * scores[:, i : i + 1])
+    return out
 
 
-@program
-def rows_chosen_by_masks(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        positive = x[:, 0] > 0
-        out = torch.empty(len(x), 1)
-        out[positive] = net.a(x[positive])
-        out[~positive] = net.b(x[~positive])
-        log(int(positive.sum()), positive.nonzero()[:, 0], torch.where(positive)[0].max() if positive.any() else -1)
-        return out + torch.masked_select(x, x > 1).sum() * 0.01
-
-    return fit(log, Net(forward, a=mlp(), b=mlp()))
+@computes(lambda: {"a": mlp(), "b": mlp()})
+def rows_chosen_by_masks(net: Net, x: Tensor) -> Tensor:
+    positive = x[:, 0] > 0
+    out = torch.empty(len(x), 1)
+    out[positive] = net.a(x[positive])
+    out[~positive] = net.b(x[~positive])
+    net.log(int(positive.sum()), positive.nonzero()[:, 0], torch.where(positive)[0].max() if positive.any() else -1)
+    return out + torch.masked_select(x, x > 1).sum() * 0.01
 
 
-@program
-def sorted_by_length_and_unique(log: Log) -> Trained:
-    net = nn.Linear(3, 1)
-
-    def loss_of(x: Tensor, y: Tensor, lengths: Tensor) -> Tensor:
-        lengths, order = lengths.sort(descending=True, stable=True)
-        x, y = x[order], y[order]
-        sums = x.new_zeros(6, 3).index_add(0, lengths, x.sum(1))
-        values, inverse, counts = torch.unique(lengths, return_inverse=True, return_counts=True)
-        means = (sums[values] / counts[:, None])[inverse]
-        log(values, counts, lengths.bincount(minlength=6), torch.unique_consecutive(lengths), lengths.tolist())
-        loss = F.mse_loss(net(means), y[torch.arange(len(x)), lengths - 1])
-        return loss + F.mse_loss(net(x[:, : lengths[0]]), y[:, : lengths[0]])
-
-    return train(log, net, loss_of, loader(*sequences()))
+@trains(lambda: nn.Linear(3, 1), batches=lambda: loader(*sequences()))
+def sorted_by_length_and_unique(net: Any, log: Log, x: Tensor, y: Tensor, lengths: Tensor) -> Tensor:
+    lengths, order = lengths.sort(descending=True, stable=True)
+    x, y = x[order], y[order]
+    sums = x.new_zeros(6, 3).index_add(0, lengths, x.sum(1))
+    values, inverse, counts = torch.unique(lengths, return_inverse=True, return_counts=True)
+    means = (sums[values] / counts[:, None])[inverse]
+    log(values, counts, lengths.bincount(minlength=6), torch.unique_consecutive(lengths), lengths.tolist())
+    loss = F.mse_loss(net(means), y[torch.arange(len(x)), lengths - 1])
+    return loss + F.mse_loss(net(x[:, : lengths[0]]), y[:, : lengths[0]])
 
 
-@program
-def decisions_on_values(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        out = net(x)
-        if x[0, 0] > 0 and x.sum() > -20:
-            out = out * 2
-        if (out.mean() > y.mean()).item():
-            out = out - 0.1
-        if not torch.isfinite(out).all() or torch.equal(out, y) or torch.allclose(out, y):
-            log("never")
-        scale = 1.0 if max(out.abs().max(), 0.5) < 3 else 0.5
-        assert x.abs().max() < 10, "too large"
-        log(bool((x > 0).any()), bool(out.max() > 1), scale, "large" if x.norm() > 5 else "small", out[0] > out[1])
-        return F.mse_loss(out * scale, y)
-
-    return train(log, net, loss_of)
+@trains()
+def decisions_on_values(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    out = net(x)
+    if x[0, 0] > 0 and x.sum() > -20:
+        out = out * 2
+    if (out.mean() > y.mean()).item():
+        out = out - 0.1
+    if not torch.isfinite(out).all() or torch.equal(out, y) or torch.allclose(out, y):
+        log("never")
+    scale = 1.0 if max(out.abs().max(), 0.5) < 3 else 0.5
+    assert x.abs().max() < 10, "too large"
+    log(bool((x > 0).any()), bool(out.max() > 1), scale, "large" if x.norm() > 5 else "small", out[0] > out[1])
+    return F.mse_loss(out * scale, y)
 
 
-@program
-def lengths_used_in_numbers(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        n, (rows, columns) = len(x), x.size()
-        ones = torch.ones(n, 1) * torch.linspace(0, 1, rows)[:, None]
-        index = torch.arange(x.size(0))
-        out = net(x + ones / n) * torch.full((x.shape[0], 1), 1 / columns)
-        out = out + x[index, index % columns, None] * 0.1 + torch.zeros(y.shape).fill_(0.1)
-        log(n, rows, x.numel(), x.nelement(), list(x.shape), x.size(-2), x.shape.numel(), x.stride(), x.ndim)
-        return (out - y).square().sum() / n + (out - y).abs().sum() / y.numel() * math.log(n)
-
-    return train(log, net, loss_of)
+@trains()
+def lengths_used_in_numbers(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    n, (rows, columns) = len(x), x.size()
+    ones = torch.ones(n, 1) * torch.linspace(0, 1, rows)[:, None]
+    index = torch.arange(x.size(0))
+    out = net(x + ones / n) * torch.full((x.shape[0], 1), 1 / columns)
+    out = out + x[index, index % columns, None] * 0.1 + torch.zeros(y.shape).fill_(0.1)
+    log(n, rows, x.numel(), x.nelement(), list(x.shape), x.size(-2), x.shape.numel(), x.stride(), x.ndim)
+    return (out - y).square().sum() / n + (out - y).abs().sum() / y.numel() * math.log(n)
 
 
-@program
-def gathers_and_one_hots(log: Log) -> Trained:
-    net = mlp(out=4)
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        scores = net(x).log_softmax(-1)
-        a = scores.gather(1, y[:, None]) + scores.take_along_dim(y[:, None], 1) + scores[range(len(x)), y][:, None]
-        b = (scores * F.one_hot(y, 4)).sum(1) + scores[y == 1].sum() / 10 + scores.take(torch.arange(len(y)) * 4 + y)
-        counts = torch.bincount(y, minlength=4).clamp(min=1)
-        histogram = torch.histc(scores.detach(), 5)
-        log(counts, histogram, scores.argmax(1).eq(y).sum().item() / len(y), scores.gather(0, y[None, :4] % len(y)))
-        return -(a[:, 0] + b).mean() - (scores.sum(0) / counts).mean() + scores.index_select(0, y % len(y)).mean()
-
-    return train(log, net, loss_of, loader(*classes()))
+@trains(lambda: mlp(out=4), batches=lambda: loader(*classes()))
+def gathers_and_one_hots(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    scores = net(x).log_softmax(-1)
+    a = scores.gather(1, y[:, None]) + scores.take_along_dim(y[:, None], 1) + scores[range(len(x)), y][:, None]
+    b = (scores * F.one_hot(y, 4)).sum(1) + scores[y == 1].sum() / 10 + scores.take(torch.arange(len(y)) * 4 + y)
+    counts = torch.bincount(y, minlength=4).clamp(min=1)
+    histogram = torch.histc(scores.detach(), 5)
+    log(counts, histogram, scores.argmax(1).eq(y).sum().item() / len(y), scores.gather(0, y[None, :4] % len(y)))
+    return -(a[:, 0] + b).mean() - (scores.sum(0) / counts).mean() + scores.index_select(0, y % len(y)).mean()
 
 
 @change
@@ -413,25 +371,20 @@ def operations_along_the_batch(x: Tensor) -> Tensor:
     return x + 0.1 * torch.trapezoid(x, dim=0) + x.unfold(0, 2, 1).mean((0, 2))
 
 
-@program
-def distances_of_pairs(log: Log) -> Trained:
-    net = mlp(out=4)
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        z = F.normalize(net(x), dim=-1)
-        other = F.normalize(net(x + 0.1 * torch.randn_like(x)), dim=-1)
-        distance = torch.cdist(z, other) + F.pairwise_distance(z[:, None], other[None]) + torch.cdist(z, z[:2])[:, :1]
-        logits = torch.cat([z, other]) @ torch.cat([z, other]).T / 0.5
-        logits.fill_diagonal_(-1e9)
-        n = len(x)
-        target = torch.cat([torch.arange(n, 2 * n), torch.arange(n)])
-        hardest = (distance + 10 * torch.eye(n)).min(1)[0]
-        covariance = z.T @ z / n
-        log(logits.argmax(1).eq(target).sum(), F.pdist(z).mean(), covariance.diagonal())
-        loss = F.cross_entropy(logits, target) + (distance.diagonal() - hardest).relu().mean()
-        return loss + F.triplet_margin_loss(z, other, z.roll(1, 0)) + covariance.square().mean()
-
-    return train(log, net, loss_of)
+@trains(lambda: mlp(out=4))
+def distances_of_pairs(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    z = F.normalize(net(x), dim=-1)
+    other = F.normalize(net(x + 0.1 * torch.randn_like(x)), dim=-1)
+    distance = torch.cdist(z, other) + F.pairwise_distance(z[:, None], other[None]) + torch.cdist(z, z[:2])[:, :1]
+    logits = torch.cat([z, other]) @ torch.cat([z, other]).T / 0.5
+    logits.fill_diagonal_(-1e9)
+    n = len(x)
+    target = torch.cat([torch.arange(n, 2 * n), torch.arange(n)])
+    hardest = (distance + 10 * torch.eye(n)).min(1)[0]
+    covariance = z.T @ z / n
+    log(logits.argmax(1).eq(target).sum(), F.pdist(z).mean(), covariance.diagonal())
+    loss = F.cross_entropy(logits, target) + (distance.diagonal() - hardest).relu().mean()
+    return loss + F.triplet_margin_loss(z, other, z.roll(1, 0)) + covariance.square().mean()
 
 
 @program
@@ -483,26 +436,21 @@ def two_batches_of_other_lengths(log: Log) -> Trained:
     return out
 
 
-@program
-def errors_caught(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        calls = [lambda: net(x)[:, 5], lambda: x @ torch.ones(5, 5), lambda: x[100], x.item, lambda: net(x[:, :3])]
-        calls += [lambda: x.view(7, 13), lambda: x + torch.ones(len(x) + 1, 6), lambda: bool(x)]
-        calls += [lambda: x.sum(5), lambda: x.nothing, lambda: torch.cat([x, y])]
-        for call in calls:
-            try:
-                call()
-            except (RuntimeError, IndexError, ValueError, AttributeError) as error:
-                log(type(error).__name__)
+@trains()
+def errors_caught(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    calls = [lambda: net(x)[:, 5], lambda: x @ torch.ones(5, 5), lambda: x[100], x.item, lambda: net(x[:, :3])]
+    calls += [lambda: x.view(7, 13), lambda: x + torch.ones(len(x) + 1, 6), lambda: bool(x)]
+    calls += [lambda: x.sum(5), lambda: x.nothing, lambda: torch.cat([x, y])]
+    for call in calls:
         try:
-            loss = F.mse_loss(net(x), y, reduction="no such")
-        except ValueError:
-            loss = F.mse_loss(net(x), y)
-        return loss
-
-    return train(log, net, loss_of)
+            call()
+        except (RuntimeError, IndexError, ValueError, AttributeError) as error:
+            log(type(error).__name__)
+    try:
+        loss = F.mse_loss(net(x), y, reduction="no such")
+    except ValueError:
+        loss = F.mse_loss(net(x), y)
+    return loss
 
 
 @program

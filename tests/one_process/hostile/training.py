@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Callable, Optional
+from typing import Any, Callable, Optional
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim import SGD, Adam
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-from tests.one_process.hostile.parts import Net, fit, program
+from tests.one_process.hostile.parts import Net, fit, program, trains
 from tests.one_process.parts import data, loader, mlp, steps, train
 from tests.one_process.runner import Log, Trained
 
@@ -35,69 +35,49 @@ def gradients_of_parameters(log: Log) -> Trained:
     return [net]
 
 
-@program
-def gradients_of_inputs(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        x.requires_grad_()
-        out = net(x)
-        (slope,) = torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True)
-        h = net[0](x)
-        (of_hidden,) = torch.autograd.grad(net[2](net[1](h)).sum(), h, retain_graph=True)
-        log(slope.abs().max(), slope[0], of_hidden.mean(0))
-        adversarial = (x + 0.1 * slope.sign()).detach()
-        return F.mse_loss(net(adversarial), y) + slope.square().sum(1).mean()
-
-    return train(log, net, loss_of)
+@trains()
+def gradients_of_inputs(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    x.requires_grad_()
+    out = net(x)
+    (slope,) = torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True)
+    h = net[0](x)
+    (of_hidden,) = torch.autograd.grad(net[2](net[1](h)).sum(), h, retain_graph=True)
+    log(slope.abs().max(), slope[0], of_hidden.mean(0))
+    adversarial = (x + 0.1 * slope.sign()).detach()
+    return F.mse_loss(net(adversarial), y) + slope.square().sum(1).mean()
 
 
-@program
-def jacobian_rows(log: Log) -> Trained:
-    net = mlp(out=2)
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        x.requires_grad_()
-        out = net(x)
-        rows = [torch.autograd.grad(out[:, i].sum(), x, create_graph=True)[0] for i in range(2)]
-        batched = torch.autograd.grad(
-            out, x, torch.eye(2)[:, None].expand(2, len(x), 2), is_grads_batched=True, retain_graph=True
-        )
-        jacobian = torch.stack(rows, 1)
-        log(batched[0][1, 0], jacobian[0])
-        return F.mse_loss(out[:, :1], y) + (jacobian @ jacobian.mT - torch.eye(2)).square().mean()
-
-    return train(log, net, loss_of)
+@trains(lambda: mlp(out=2))
+def jacobian_rows(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    x.requires_grad_()
+    out = net(x)
+    rows = [torch.autograd.grad(out[:, i].sum(), x, create_graph=True)[0] for i in range(2)]
+    batched = torch.autograd.grad(
+        out, x, torch.eye(2)[:, None].expand(2, len(x), 2), is_grads_batched=True, retain_graph=True
+    )
+    jacobian = torch.stack(rows, 1)
+    log(batched[0][1, 0], jacobian[0])
+    return F.mse_loss(out[:, :1], y) + (jacobian @ jacobian.mT - torch.eye(2)).square().mean()
 
 
-@program
-def functional_jacobians(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        whole = torch.autograd.functional.jacobian(lambda a: net(a).sum(0), x, create_graph=True)
-        curvature = torch.autograd.functional.hessian(lambda row: net(row).sum(), x[0], create_graph=True)
-        product = torch.autograd.functional.vjp(lambda a: net(a).mean(), x)[1]
-        log(whole.sum(), curvature.diagonal(), product.norm())
-        return F.mse_loss(net(x), y) + whole.square().mean() + curvature.trace()
-
-    return train(log, net, loss_of)
+@trains()
+def functional_jacobians(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    whole = torch.autograd.functional.jacobian(lambda a: net(a).sum(0), x, create_graph=True)
+    curvature = torch.autograd.functional.hessian(lambda row: net(row).sum(), x[0], create_graph=True)
+    product = torch.autograd.functional.vjp(lambda a: net(a).mean(), x)[1]
+    log(whole.sum(), curvature.diagonal(), product.norm())
+    return F.mse_loss(net(x), y) + whole.square().mean() + curvature.trace()
 
 
-@program
-def maml_by_hand(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        half = len(x) // 2
-        weights = dict(net.named_parameters())
-        inner = F.mse_loss(functional_call(net, weights, (x[:half],)), y[:half])
-        grads = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
-        adapted = {k: w - 0.3 * g for (k, w), g in zip(weights.items(), grads)}
-        log(inner)
-        return F.mse_loss(functional_call(net, adapted, (x[half:],)), y[half:])
-
-    return train(log, net, loss_of)
+@trains()
+def maml_by_hand(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    half = len(x) // 2
+    weights = dict(net.named_parameters())
+    inner = F.mse_loss(functional_call(net, weights, (x[:half],)), y[:half])
+    grads = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+    adapted = {k: w - 0.3 * g for (k, w), g in zip(weights.items(), grads)}
+    log(inner)
+    return F.mse_loss(functional_call(net, adapted, (x[half:],)), y[half:])
 
 
 @program
@@ -120,32 +100,22 @@ def gradients_of_each_sample(log: Log) -> Trained:
     return [net]
 
 
-@program
-def functional_transforms(log: Log) -> Trained:
-    net = mlp(out=2)
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        each = vmap(jacrev(net))(x)
-        _, along = jvp(net, (x,), (torch.ones_like(x),))
-        log(vmap(hessian(lambda row: net(row).sum()))(x[:2]).sum(0), vmap(lambda row: row @ row)(x))
-        noisy = vmap(lambda row: row + 0.1 * torch.randn_like(row), randomness="different")(x)
-        return F.mse_loss(net(noisy)[:, :1], y) + each.square().mean() + along.mean(0).square().sum()
-
-    return train(log, net, loss_of)
+@trains(lambda: mlp(out=2))
+def functional_transforms(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    each = vmap(jacrev(net))(x)
+    _, along = jvp(net, (x,), (torch.ones_like(x),))
+    log(vmap(hessian(lambda row: net(row).sum()))(x[:2]).sum(0), vmap(lambda row: row @ row)(x))
+    noisy = vmap(lambda row: row + 0.1 * torch.randn_like(row), randomness="different")(x)
+    return F.mse_loss(net(noisy)[:, :1], y) + each.square().mean() + along.mean(0).square().sum()
 
 
-@program
-def forward_derivatives(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autograd.forward_ad.dual_level():
-            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-            out = torch.autograd.forward_ad.unpack_dual(net(dual))
-            log(out.tangent[0], out.tangent.mean())
-        return F.mse_loss(out.primal, y) + out.tangent.square().mean()
-
-    return train(log, net, loss_of)
+@trains()
+def forward_derivatives(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        out = torch.autograd.forward_ad.unpack_dual(net(dual))
+        log(out.tangent[0], out.tangent.mean())
+    return F.mse_loss(out.primal, y) + out.tangent.square().mean()
 
 
 @program
@@ -357,26 +327,21 @@ def latents_of_samples(log: Log) -> Trained:
     return [table, decoder, whole]
 
 
-@program
-def latents_of_the_batch(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        latent = torch.zeros(len(x), 6, requires_grad=True)
-        scale = torch.ones((), requires_grad=True)
-        inner = SGD([latent, scale], 0.5)
-        for _ in range(2):
-            inner.zero_grad()
-            F.mse_loss(net((x + latent) * scale), y).backward()
-            log(latent.grad.norm(), scale.grad)
-            inner.step()
-        delta = torch.zeros_like(x, requires_grad=True)
-        F.mse_loss(net(x + delta), y).backward()
-        net.zero_grad()
-        delta.data = (delta + 0.1 * delta.grad.sign()).clamp(-0.1, 0.1)
-        return F.mse_loss(net(x + latent.detach() + delta.detach()), y)
-
-    return train(log, net, loss_of)
+@trains()
+def latents_of_the_batch(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
+    latent = torch.zeros(len(x), 6, requires_grad=True)
+    scale = torch.ones((), requires_grad=True)
+    inner = SGD([latent, scale], 0.5)
+    for _ in range(2):
+        inner.zero_grad()
+        F.mse_loss(net((x + latent) * scale), y).backward()
+        log(latent.grad.norm(), scale.grad)
+        inner.step()
+    delta = torch.zeros_like(x, requires_grad=True)
+    F.mse_loss(net(x + delta), y).backward()
+    net.zero_grad()
+    delta.data = (delta + 0.1 * delta.grad.sign()).clamp(-0.1, 0.1)
+    return F.mse_loss(net(x + latent.detach() + delta.detach()), y)
 
 
 @program

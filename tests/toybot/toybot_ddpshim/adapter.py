@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from ddpshim.trainers.patching.files import status
+from ddpshim.trainers.patching import status
 
 
 def patch_sets():

@@ -1,0 +1,240 @@
+"""Implements `run --certify FILE` and `check --certificate FILE`, which repeats a part of a run and compares bits."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Optional
+
+from ddpshim import variables
+from ddpshim.checkpoint.progress_folder import THE_BEGINNING
+from ddpshim.errors import CertificateError, LaunchError
+from ddpshim.launch.runner import Launch, make_log_dir, nodes_of_scheduler, run
+from ddpshim.process.say import count, say
+from ddpshim.tools import document, new_files
+
+_EXACT, _SAVE_EVERY = "DDPSHIM_EXACT", "DDPSHIM_CHECKPOINT_EVERY_N_STEPS"
+_MARKS_OF_A_STRETCH = 5
+_CLOSE = 1e-3  # of a loss, where the hardware rounds differently
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """What repeating showed. `differences`: sentences, the first one says where the runs part."""
+
+    is_verified: bool
+    first: int
+    last: int
+    differences: tuple[str, ...] = ()
+    is_exact: bool = True  # False: compared up to rounding
+
+
+def set_up(folder: Path, file: Path, every: int, seed: int, **repetition: Any) -> None:
+    """Write what `recording` reads, and set the variables for the ranks.
+
+    `repetition`: first, the step of its checkpoint; marks, their steps; last, of its marks; ends, whether the program
+    goes on from there to its end.
+    """
+    path = folder / "certificate.json"
+    chosen = {"file": str(file), "every": every, "seed": seed}
+    chosen |= {"first": 0, "marks": [], "last": None, "ends": True, **repetition}
+    path.write_text(json.dumps(chosen))
+    os.environ.update({variables.CERTIFY: str(path), variables.SEED: str(seed)})
+
+
+def certify(path: Path, every: int, job: Launch) -> int:
+    """Run `job` with the option exact (default: a virtual rank for each rank), and certify it in `path`.
+
+    A certificate of a start that did not end is continued if this start resumes from one of its checkpoints.
+
+    Raises CertificateError, before anything is started, if `path` certifies a run that ended, or cannot be written.
+    """
+    path = Path(os.path.abspath(path.expanduser()))
+    found = document.read(path) if os.path.lexists(path) else None
+    if found is not None and found["is_complete"]:
+        raise CertificateError(
+            f"{path} certifies a run that has ended; it would have been overwritten, and nothing was started. Name "
+            "another file, or move it away with its folder of checkpoints."
+        )
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise CertificateError(f"{path.parent} is not a folder that can be written to; nothing was started. Make it.")
+    seed = secrets.randbits(31)
+    if found is not None:  # this start may continue it
+        every, seed = found["every"], found["seed"]
+        os.environ[_EXACT] = str(found["exact"])
+    if not os.environ.get(_EXACT):
+        if not job.nproc.isdigit():
+            raise CertificateError(
+                f"--certify with --nproc {job.nproc}: the number of virtual ranks would follow the machine, and others "
+                "could not repeat the run. Give --nproc a number, or set DDPSHIM_EXACT."
+            )
+        job = nodes_of_scheduler(job, os.environ)
+        os.environ[_EXACT] = str(int(job.nproc) * (job.nnodes or 1))
+    os.environ.setdefault(_SAVE_EVERY, str(_MARKS_OF_A_STRETCH * every))
+    with tempfile.TemporaryDirectory(prefix="ddpshim-certify-") as name:
+        set_up(Path(name), path, every, seed)
+        return run(job)
+
+
+def verify(path: Path, job: Optional[Launch], steps: Optional[tuple[int, int]], num_ranks: int) -> Repetition:
+    """Repeat the steps A to B of a certificate, rounded outwards to its marks (default: the last
+    ones), and compare.
+
+    `job`: the program to run (default: the certificate's).
+
+    Raises CertificateError if the file is no certificate, was edited, or has no such steps; LaunchError if the program
+    cannot run.
+    """
+    found = document.read(path)
+    if found["exact"] % num_ranks:
+        raise CertificateError(
+            f"the certificate has exact={found['exact']}, which {num_ranks} ranks do not divide; nothing was run. Give "
+            "--nproc a number that does."
+        )
+    saved = _checkpoints(found, path)
+    first, last = _stretch(found["marks"], steps)
+    # Not from `first` itself: whether its checkpoint holds what its mark says shows only in a run that passes it.
+    start = max((step for step in saved if step < first), default=0)
+    program = found["program"] if job is None else [*(["-m"] * job.is_module), job.program, *job.arguments]
+    odd, of_machine = [*_other_facts(found, program)], [*_other_machine(found["facts"]["environment"])]
+    for text in (*odd, *of_machine):
+        say(text)
+    if of_machine:
+        say(f"so bits cannot agree here: losses are compared up to {_CLOSE:g} of their size, and hashes are not")
+    with tempfile.TemporaryDirectory(prefix="ddpshim-check-") as name:
+        again = _again(found, program, Path(name), saved.get(start), start, last, num_ranks)
+    parting = _parting(found, again, first, last, is_exact=not of_machine)
+    if parting is not None and not odd:
+        parting += ". Code, data and arguments are those of the certificate"
+    differences = tuple(filter(None, (parting, *odd)))
+    return Repetition(not differences, first, last, differences, is_exact=not of_machine)
+
+
+def _checkpoints(found: dict[str, Any], path: Path) -> dict[int, Path]:
+    """Return the certificate's checkpoints that are here, by step. Raises CertificateError if one was changed."""
+    here = {}
+    for saved in found["checkpoints"]:
+        file = document.folder_of(path) / saved["file"]
+        if file.is_file():
+            if document.sha256_of(file) != saved["sha256"]:
+                raise CertificateError(
+                    f"checkpoint: {file} is not the file of step {saved['step']} that the certificate names: its "
+                    "sha256 differs. Nothing was run. Get it again, or move it away to start from an earlier one."
+                )
+            here[saved["step"]] = file
+    return here
+
+
+def _stretch(marks: list[dict[str, Any]], steps: Optional[tuple[int, int]]) -> tuple[int, int]:
+    """Return the marks around the steps asked for."""
+    known = [0, *(mark["step"] for mark in marks)]
+    first, last = steps or (known[-2:][0], known[-1])
+    if not 0 <= first < last <= known[-1]:
+        raise CertificateError(
+            f"steps {first} to {last} are not in the certificate, whose last mark is at step {known[-1]}; nothing was "
+            "run. Give --steps A:B within it."
+        )
+    return max(step for step in known if step <= first), min(step for step in known if step >= last)
+
+
+def _other_facts(found: dict[str, Any], program: list[str]) -> Iterator[str]:
+    """Yield which arguments, code and data are other than in the certificate, each with its kind first."""
+    if program != found["program"]:
+        yield f"arguments: {' '.join(program)} here, and {' '.join(found['program'])} in the certificate"
+    own = found["facts"]
+    for kind in ("code", "data"):
+        for name, sha256 in own[kind].items():
+            file = Path(name)
+            if not file.is_file():
+                yield f"{kind}: {name} is in the certificate, and not here"
+            elif document.sha256_of(file) != sha256:
+                yield f"{kind}: {name} is not the file of the certificate (its sha256 differs)"
+    for name, there in own["packages"].items():
+        here = document.version(name)
+        if here != there and name != "torch":  # which `_other_machine` names
+            yield f"code: the package {name} is {here or 'not installed'} here, and {there} in the certificate"
+
+
+def _other_machine(there: dict[str, Any]) -> Iterator[str]:
+    """Yield what rounds differently here."""
+    import torch
+
+    here = document.environment(torch.device("cuda" if "GPU" in there and torch.cuda.is_available() else "cpu"))
+    for name in ("GPU", "CPU", "torch", "python"):
+        if there.get(name) != here.get(name):
+            yield f"environment: {name} is {here.get(name)} here, and {there.get(name)} in the certificate"
+
+
+def _again(
+    found: dict[str, Any], program: list[str], folder: Path, saved: Optional[Path], start: int, last: int, num: int
+) -> dict[str, Any]:
+    """Run the program until step `last`, and return its certificate."""
+    file = folder / "again.json"
+    marks = [mark["step"] for mark in found["marks"]]
+    ends = found["is_complete"] and last == marks[-1]
+    is_module = program[0] == "-m"
+    name, *arguments = program[is_module:]
+    job = Launch(name, tuple(arguments), is_module=is_module, nproc=str(num), proof=str(folder))
+    job = replace(job, log_dir=str(make_log_dir(job)))
+    origin = f"the checkpoint of step {start}" if saved is not None else "the beginning"
+    how = f"on {count(num, 'rank')}, from {origin} to step {last}; output: {job.log_dir}"
+    say(f"running {' '.join(program)} {how}")
+    before, chosen = dict(os.environ), found["facts"]["environment"]["variables"]
+    for name in document.names_of_variables():
+        os.environ.pop(name, None)
+        if name in chosen:
+            os.environ[name] = chosen[name]
+    os.environ[_EXACT] = str(found["exact"])
+    os.environ[variables.RESUME_FROM] = THE_BEGINNING if saved is None else str(saved.resolve())
+    # The last mark of a program that ended may have been made where it saved or ended, not after its step.
+    at = marks[:-1] if ends and last % found["every"] else marks
+    set_up(folder, file, found["every"], found["seed"], first=start, marks=at, last=last, ends=ends)
+    try:
+        code = run(job)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        for sentence in new_files.remove(folder):
+            say(sentence)
+    if not file.exists():
+        raise LaunchError(
+            f"the program ended with exit code {code} before its first mark: there is nothing to compare. Its output "
+            f"is in {job.log_dir}. If it does not start because the certified run's files are here, move those away."
+        )
+    return document.read(file, start)
+
+
+def _parting(found: dict[str, Any], again: dict[str, Any], first: int, last: int, is_exact: bool) -> Optional[str]:
+    """Return where a repetition differs first, and in what; None if nowhere."""
+    theirs = {mark["step"]: mark for mark in found["marks"]}
+    ours = {mark["step"]: mark for mark in again["marks"]}
+    for step in (step for step in theirs if first < step <= last):
+        mark, own = theirs[step], ours.get(step)
+        if own is None:
+            return f"steps: the program ended here before step {step}"
+        num = min(len(mark["losses"]), len(own["losses"]))  # less if it started between two marks
+        for at, loss, here in zip(range(step - num + 1, step + 1), mark["losses"][-num:], own["losses"][-num:]):
+            # As text, NaN is equal to itself.
+            if repr(loss) != repr(here) and (is_exact or not math.isclose(loss, here, rel_tol=_CLOSE)):
+                return f"loss: differs first in step {at}: {here!r}, certified {loss!r}"
+        if is_exact and mark["weights"] != own["weights"]:
+            return f"weights: differ first between steps {step - num} and {step}; losses agree"
+    if found["is_complete"] and last == [*theirs][-1] and not (again["is_complete"] and last == [*ours][-1]):
+        return f"steps: the program did not end here after step {last}"
+    return None
+
+
+def as_text(verdict: Repetition, num_ranks: int) -> str:
+    """Return the verdict in a line, and what differs in one each."""
+    where = f"steps {verdict.first} to {verdict.last}"
+    if verdict.is_verified and verdict.is_exact:
+        return f"verified: {where} have the hashes of the certificate, on {count(num_ranks, 'rank')}"
+    if verdict.is_verified:
+        return f"agrees up to rounding: the losses of {where}; bits cannot be compared here"
+    return "\n".join([f"not verified: {where}", *(f"  {text}" for text in verdict.differences)])

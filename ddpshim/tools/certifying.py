@@ -1,0 +1,279 @@
+"""Records a run for its certificate, in each rank: a mark every `every` optimizer steps, written by the main rank.
+
+A step is a call of any optimizer's `step`. Hashes are made in a thread, of copies, while training continues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+
+from ddpshim.checkpoint.resume import ProgressFiles
+from ddpshim.errors import CertificateError
+from ddpshim.job.group import world
+from ddpshim.process.job import current
+from ddpshim.process.say import say
+from ddpshim.process.seeds import seed_everything
+from ddpshim.rows.gradients import plain
+from ddpshim.tools import document
+from ddpshim.tools.watching import StepRecorder, losses_of
+
+_DEADLINE_S = 120.0
+_OLD_PER_NEW = 10  # the whole is written again once a tenth of its marks is new
+
+
+@contextlib.contextmanager
+def recorded(settings: str, argv: Any) -> Iterator[None]:
+    """Within this block, record the program `argv` by the JSON file `settings` (`certificate.set_up`). Local."""
+    recorder = Certifier(Path(settings), list(argv))
+    recorder.install()
+    try:
+        yield
+    finally:
+        recorder.end(is_complete=not _is_failing())
+
+
+def _is_failing() -> bool:
+    """Whether an error is ending the program."""
+    error = sys.exc_info()[1]
+    return error is not None and not (isinstance(error, SystemExit) and not error.code)
+
+
+class Certifier(StepRecorder):
+    """Records the steps of a rank of a certified run, or of its repetition."""
+
+    def __init__(self, settings: Path, program: list[str]) -> None:
+        super().__init__(settings.parent)
+        chosen = json.loads(settings.read_text())
+        self._path, self._every = Path(chosen["file"]), int(chosen["every"])
+        self._last, self._ends = chosen["last"], chosen["ends"]
+        self._is_repeating = self._last is not None
+        self._at = set(chosen["marks"])  # steps of a repetition's marks
+        self._marked = 0  # the step of the last mark
+        self._program, self._seed = program, int(chosen["seed"])
+        self._num_steps: Optional[int] = None  # None: no step was made yet
+        self._first: int = chosen["first"]
+        self._rank = 0
+        self._losses: list[list[Any]] = [[]]  # of the backward passes of each step since the last mark, and the next
+        self._stepped: list[Any] = []  # optimizers, since the last mark, in the order of their first steps
+        self._document: dict[str, Any] = {}
+        self._environment: dict[str, Any] = {}
+        self._num_new = 0  # marks that the file does not have
+        self._reads = document.Reads(settings.stat().st_mtime)
+        self._writer: Optional[threading.Thread] = None  # of the last mark
+        self._failed: Optional[BaseException] = None
+
+    def install(self) -> None:
+        """Start recording."""
+        seed_everything(self._seed)  # of a program that sets none, or not all
+        if self._is_repeating:
+            self._leave_no_traces()
+        self._reads.install()
+        self._observe(backward=self._see_loss, after_step=self._after_step)
+
+    def _see_loss(self, tensors: Any) -> None:
+        # Not a pass inside another one of this thread (a checkpoint's).
+        if torch._C._current_graph_task_id() < 0:
+            self._losses[-1] += [plain(loss).detach().clone() for loss in losses_of(tensors)]
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._num_steps is None:
+            self._begin()
+        if not any(known is optimizer for known in self._stepped):
+            self._stepped.append(optimizer)
+        self._num_steps = (self._num_steps or 0) + 1
+        if self._num_steps in self._at if self._at else self._num_steps % self._every == 0:
+            self._mark()
+        if self._num_steps == self._last and not self._ends:
+            self._stop()
+        self._losses.append([])
+
+    def _begin(self) -> None:
+        """Learn the number of the first step; all ranks count alike (collective)."""
+        here = current().world
+        if here is None or here.options.exact is None:
+            raise CertificateError(
+                "this program is not distributed by ddpshim, or without the option exact, so its bits would depend on "
+                "the number of ranks, and nobody could check them on another. Set DDPSHIM_EXACT, and do not set "
+                "DDPSHIM_UNEDITED=off."
+            )
+        saves = current().part(ProgressFiles)
+        saves.also.append(self._keep)
+        saves.before.append(self._mark_save)  # a later start begins at a mark
+        self._rank = here.rank
+        if not self._is_repeating and self._rank == 0:
+            if saves.restored is not None:
+                self._continue(saves.restored)
+            elif document.folder_of(self._path).exists():
+                raise CertificateError(
+                    f"{document.folder_of(self._path)} holds checkpoints of another start, and this one resumes from "
+                    "none: its certificate would name them as its own. Move the folder and the certificate away."
+                )
+        self._num_steps = self._marked = here.gather(self._first)[0]
+        current().before_end.callback(self._mark_end)
+
+    def _continue(self, restored: Path) -> None:
+        """Continue the certificate of the start that saved the file `restored`. Local."""
+        found = document.read(self._path) if self._path.exists() else {"checkpoints": []}
+        # By their names: a start that was killed has not listed its last one.
+        kept = document.folder_of(self._path).glob(f"step_*_{restored.name}") if self._path.exists() else ()
+        step = max((int(path.name.split("_")[1]) for path in kept), default=None)
+        if step is None:
+            raise CertificateError(
+                f"this start resumes from {restored}, which {self._path} does not know: the certificate would not say "
+                "how the run came there. Certify a run from its beginning, with an empty folder of its own."
+            )
+        for name in ("marks", "checkpoints"):
+            found[name] = [item for item in found[name] if item["step"] <= step]
+        self._document, self._first, self._marked = found, step, step
+
+    def _keep(self, written: Path) -> tuple[Any, ...]:
+        """Return what to call once the file `written` of a Resumable is on disk. Local, on the main rank."""
+        folder = document.folder_of(self._path)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._wait()
+        if self._num_new:  # a later start continues from the file if it is there, and so from its mark
+            self._write(is_complete=False)
+        return _link, written, folder / f"step_{self._num_steps:09d}_{written.name}"
+
+    # Marks
+
+    def _mark(self) -> None:
+        """Record the state after this step, on the main rank. Local."""
+        here, steps, self._losses = world(), self._losses, []
+        self._marked = self._num_steps or 0
+        if not here.is_main:
+            return
+        losses = [_sum([float(loss) for loss in step]) for step in steps]  # all ranks have the same
+        if not self._environment:
+            # In this thread: threads of torch are counted by thread.
+            self._environment = document.environment(here.device)
+            self._reads.look()
+        groups = [group for optimizer in self._stepped for group in optimizer.param_groups]
+        weights = [parameter.detach().to("cpu", copy=True) for group in groups for parameter in group["params"]]
+        self._stepped = []
+        self._wait()
+        mark = {"step": self._num_steps, "losses": losses}
+        self._writer = threading.Thread(target=self._add, args=(mark, weights), daemon=True)
+        self._writer.start()
+
+    def _mark_save(self) -> None:
+        """Record the state where a file is saved; in a repetition after the last step alone. Local."""
+        if not self._is_repeating or self._num_steps == self._last:
+            self._mark_between()
+
+    def _mark_end(self) -> None:
+        """Record the state at the end of the program too. Local."""
+        if not current().is_failing() and not _is_failing():
+            self._mark_between()
+
+    def _mark_between(self) -> None:
+        """Record the state between two steps, unless it is recorded. Local."""
+        if self._num_steps and self._num_steps != self._marked:
+            following = self._losses.pop()
+            self._mark()
+            self._losses.append(following)
+
+    def _wait(self) -> None:
+        """Wait until the last mark is written. Raises CertificateError if it could not be."""
+        if self._writer is not None:
+            self._writer.join()
+        if self._failed is not None:
+            raise CertificateError(f"{self._path} could not be written ({self._failed}): nobody could check this run.")
+
+    def _add(self, mark: dict[str, Any], weights: list[Any]) -> None:
+        """Hash a mark's weights, and write the certificate. In a thread of its own."""
+        try:
+            self._document = self._document or self._head()
+            made = hashlib.sha256()
+            for tensor in weights:
+                made.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+                made.update(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+            mark["weights"] = made.hexdigest()
+            self._document["marks"].append(mark)
+            self._num_new += 1
+            if self._num_new * _OLD_PER_NEW > len(self._document["marks"]):
+                self._write(is_complete=False)
+        except BaseException as error:  # raised at the next mark
+            self._failed = error
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "certificate": document.SCHEMA,
+            "program": self._program,
+            "exact": world().options.exact,
+            "ranks": world().world_size,
+            "every": self._every,
+            "first": self._first,
+            "seed": self._seed,
+            "facts": self._facts(),
+            "marks": [],
+            "checkpoints": [],
+        }
+
+    def _facts(self) -> dict[str, Any]:
+        read = {"code": self._reads.code(), "data": self._reads.data()}
+        return {**read, "packages": document.packages(), "environment": self._environment}
+
+    def _write(self, is_complete: bool) -> None:
+        known = {saved["file"] for saved in self._document["checkpoints"]}
+        for path in sorted(document.folder_of(self._path).glob("step_*.pth")):
+            if path.name not in known:
+                step = int(path.name.split("_")[1])
+                saved = {"step": step, "file": path.name, "sha256": document.sha256_of(path)}
+                self._document["checkpoints"].append(saved)
+        self._document["is_complete"] = is_complete
+        document.write(self._document, self._path)
+        self._num_new = 0
+
+    def end(self, is_complete: bool) -> None:
+        """Write the end of the certificate; `is_complete`: the program ended by itself without an error. Local."""
+        if os.getpid() != self._process:
+            return
+        self._undo.close()
+        if self._writer is None:
+            if self._rank == 0 and int(os.environ.get("RANK", 0)) == 0:
+                say(f"no certificate: the program made {self._num_steps or 'no'} steps, and none of them was recorded")
+            return
+        try:
+            self._wait()
+        except CertificateError as error:
+            say(str(error))
+            return
+        if not self._is_repeating:
+            self._reads.look()
+            self._document["facts"].update(self._facts())
+        self._write(is_complete)
+        if not self._is_repeating:
+            say(f"{self._path} certifies {self._marked} steps; check it with `check --certificate`")
+
+    def _stop(self) -> None:
+        """End this process once its peers have made their last step, so that the program does not continue."""
+        self.end(is_complete=False)
+        self._mark_over(self._rank)
+        self._end_with_peers(world().world_size, _DEADLINE_S)
+
+
+def _sum(losses: list[float]) -> float:
+    """Return a sum whose bits do not depend on the order."""
+    return math.fsum(losses) if all(map(math.isfinite, losses)) else sum(losses)
+
+
+def _link(written: Path, kept: Path) -> None:
+    """Keep a file that is replaced by newer ones. In the thread that writes in the background."""
+    kept.unlink(missing_ok=True)
+    try:
+        os.link(written, kept)
+    except OSError:  # another disk
+        shutil.copyfile(written, kept)

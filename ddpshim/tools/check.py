@@ -1,0 +1,137 @@
+"""Runs a trainer in one process and on several ranks, and reports whether both are the same experiment."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Optional
+
+from ddpshim.errors import LaunchError
+from ddpshim.launch import ranks_of_run, runner
+from ddpshim.launch.runner import Launch, make_log_dir, run
+from ddpshim.process.launch_env import PLACE
+from ddpshim.process.say import count, say
+from ddpshim.tools import new_files, watching
+from ddpshim.tools.judging import Proof, judge
+from ddpshim.tools.sketches import TIMES
+from ddpshim.tools.watching import ONE, PERTURBED, ProofSettings
+
+
+def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None) -> Proof:
+    """Run `job` on ranks and `alone` in one process (default: the same program), and return the comparison.
+
+    The output of each run goes to a log, and the files that the runs make are removed. Raises LaunchError if one of
+    them cannot run or makes no step.
+    """
+    runner.check(job, os.environ)
+    alone = alone or job
+    logs = make_log_dir(job)
+    with tempfile.TemporaryDirectory(prefix="ddpshim-check-") as name:
+        folder = Path(name)
+        (folder / watching.SETTINGS).write_text(json.dumps(asdict(settings)))
+        say(f"3 runs of {settings.steps} steps; their output goes to {logs}, and files that they make are removed")
+        try:
+            _run_alone(alone, folder, logs, settings)
+            ranks = replace(job, proof=name, nproc=str(settings.num_ranks), log_dir=str(logs))
+            return _judged(ranks, folder, settings)
+        finally:
+            for sentence in new_files.remove(folder):
+                say(sentence)
+
+
+def _judged(job: Launch, folder: Path, settings: ProofSettings) -> Proof:
+    """Run `job` on ranks, and compare it with the runs in one process."""
+    say(f"run 3: the same program on {settings.num_ranks} ranks")
+    code = run(job)
+    num_steps = [_num_steps(folder, f"rank_{rank}") for rank in range(settings.num_ranks)]
+    proof = judge(folder, settings.num_ranks)
+    if (code or not all(num_steps)) and (proof.parting is None or proof.parting.what == "steps"):
+        said = "" if code else f" Rank 0 ended with:\n{ranks_of_run.end_of(Path(job.log_dir or '', 'rank_0.log'))}"
+        raise LaunchError(
+            f"the ranks made {num_steps} steps and ended with exit code {code}: there is nothing to compare. "
+            f"Make the trainer run on several ranks first; their output is in {job.log_dir}.{said}"
+        )
+    if code:
+        failed = f"the ranks ended with exit code {code} after {num_steps} steps; their output is in {job.log_dir}"
+        proof = replace(proof, notes=[*proof.notes, failed])
+    return proof
+
+
+def _run_alone(job: Launch, folder: Path, logs: Path, settings: ProofSettings) -> None:
+    """Run it twice without a launcher's variables; if it makes no step, run it twice as the only rank of a job."""
+    ways: tuple[tuple[str, Callable[[], dict[str, str]]], ...] = (
+        ("", dict),
+        (" as a single rank of a job", ranks_of_run.variables_of_one),
+    )
+    for how, environ in ways:
+        for number, name in enumerate((ONE, PERTURBED), 1):
+            changed = f", with {TIMES} rounding errors added to each gradient" if name == PERTURBED else ""
+            say(f"run {number}: one process{how}{changed}")
+            _run_one(job, folder, logs, name, environ(), settings.timeout_s)
+            new_files.remove(folder)  # the next run must not find the checkpoints of this one
+            if not _num_steps(folder, name):
+                break
+        else:
+            return
+        said = ranks_of_run.end_of(logs / f"{name}.log")
+        say(f"made no step: {said.rpartition(chr(10))[2]}")
+        for name in (ONE, PERTURBED):
+            (folder / f"{name}.jsonl").unlink(missing_ok=True)
+    raise LaunchError(
+        "in one process the trainer made no step, neither plainly nor as a single rank: there is nothing to "
+        f"compare. It ended with:\n{said}"
+    )
+
+
+def _run_one(job: Launch, folder: Path, logs: Path, name: str, environ: Mapping[str, str], timeout_s: float) -> None:
+    kept = {key: value for key, value in os.environ.items() if key not in PLACE}
+    with (logs / f"{name}.log").open("wb") as out, contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run(
+            [sys.executable, "-m", "ddpshim.tools.watching", str(folder), name, *job.command],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**kept, "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", "1"), **environ},
+            timeout=timeout_s,
+            check=False,
+        )
+        return
+    raise LaunchError(
+        f"the run in one process made {_num_steps(folder, name)} steps in {timeout_s:g} s: there is nothing to "
+        "compare. Give --timeout more seconds, or --steps fewer steps."
+    )
+
+
+def _num_steps(folder: Path, name: str) -> int:
+    return sum(record["kind"] == "step" for record in watching.read(folder, name))
+
+
+def as_text(proof: Proof) -> str:
+    """Return the notes and the verdict; if it is "no", also the first difference and its usual cause."""
+    lines = [f"note: {note}" for note in proof.notes]
+    if proof.is_same:
+        lines.append("the same experiment: yes")
+        after = f"{count(proof.num_steps, 'step')} on {count(proof.num_ranks, 'rank')}"
+        if proof.difference is not None and proof.of_rounding is not None:
+            after += f"; then weights differ from those of one process by {proof.difference:.0e} of their size"
+            lines.append(f"  {after}")
+            scale = f"{TIMES} rounding errors in each gradient of one process change its weights by"
+            lines.append(f"  for scale: {scale} {proof.of_rounding:.0e}")
+        lines.append(
+            "  not compared: numbers that the program prints, logs or saves beside its networks; steps after these"
+        )
+    else:
+        lines.append(f"the same experiment: {'unknown' if proof.is_unknown else 'no'}")
+    for parting in (*([proof.parting] if proof.parting else []), *proof.wrong):
+        where = f" of {parting.where}" if parting.where else ""
+        found = f"differs first in step {parting.step}" if parting is proof.parting else "wrong in one process too"
+        lines.append(f"  {found}: {parting.what}{where}, {parting.place or 'outside your code'}")
+        lines += [f"  found:   {parting.found}", f"  usually: {parting.meaning}"]
+    return "\n".join(lines)

@@ -1,0 +1,179 @@
+"""Records the paths that the runs of a proof make or change, removes those that they made and restores the others.
+
+Removed is only what did not exist before and was seen to be made by these runs. A file that existed is copied before it
+is changed. If they changed something else (a link, a folder), nothing is removed: what they made may be the only copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import multiprocessing
+import os
+import posix
+import shlex
+import shutil
+import stat
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ddpshim.process.say import count
+from ddpshim.trainers.unedited.file_calls import seen_by, watched
+from ddpshim.trainers.unedited.unmanaged_paths import LeftAlone
+
+RECORDS = "paths.jsonl"
+_MADE, _EXISTED, _MOVED = "made", "existed", "moved"
+
+
+class NewFiles:
+    """Records the paths that this process and its forked children make or change."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = f"{os.path.realpath(folder)}/"
+        self._left = LeftAlone()
+        self._copied = set[str]()
+        self._until = contextlib.ExitStack()
+        # Processes append whole lines, so the first line of a path tells its state before all of them.
+        self._records = os.open(folder / RECORDS, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def install(self) -> None:
+        """Start recording, until this process ends."""
+        import torch
+
+        # Data workers are killed with the run, and would leave their own folders of sockets.
+        multiprocessing.current_process()._config["tempdir"] = self._folder  # type: ignore[attr-defined]
+        self._until.enter_context(watched(self._see))
+        self._until.enter_context(seen_by(self._see).installed())
+        save = torch.save
+
+        @functools.wraps(save)
+        def save_and_record(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+            if isinstance(f, (str, os.PathLike)):
+                self._see(os.path.abspath(os.fsdecode(f)), "open", sys._getframe(1), "")
+            save(obj, f, *args, **kwargs)
+
+        torch.save = save_and_record  # it opens the file in C++
+
+    def _see(self, path: str, event: str, frame: FrameType, source: str) -> None:
+        """Record that `path` is about to be changed (`file_calls.watched`)."""
+        if self._left.takes_note(path, frame) or self._is_left(path):
+            return
+        is_there = self._write_if_exists(path)
+        if source and not self._is_left(source):  # else it was a temporary file
+            self._write(_MOVED, source, path)
+        elif not is_there and (event != "os.rename" or source):
+            self._write(_MADE, path)
+
+    def _is_left(self, path: str) -> bool:
+        return path.startswith(self._folder) or "/__pycache__/" in f"{path}/" or self._left.has(path)
+
+    def _write_if_exists(self, path: str) -> bool:
+        state = _state(path)
+        if state is not None:
+            self._write(_EXISTED, path, state, self._copy(path))
+        return state is not None
+
+    def _copy(self, path: str) -> str:
+        """Copy a file that is about to be changed for the first time; return where, "" if it cannot be."""
+        if path in self._copied or not stat.S_ISREG(posix.lstat(path).st_mode):
+            return ""
+        self._copied.add(path)
+        copy = f"{self._folder}before_{os.getpid()}_{len(self._copied)}"
+        try:
+            shutil.copy2(path, copy)
+        except OSError:  # a full disk: it is then reported
+            return ""
+        return copy
+
+    def _write(self, *record: Any) -> None:
+        posix.write(self._records, (json.dumps(record) + "\n").encode())
+
+
+def remove(folder: Path) -> list[str]:
+    """Remove what the runs that were recorded in `folder` made, and return sentences about what is left. Local."""
+    made, changed, copies = _found(folder)
+    restored = [path for path in changed if path in copies]
+    for path in restored:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        partial = f"{path}.restored-{os.getpid()}"
+        shutil.copy2(copies[path], partial)
+        os.replace(partial, path)  # what is there now may be a link to another file
+    changed = [path for path in changed if path not in copies]
+    if changed:
+        changes = f"{changed[0]}{f' and {len(changed) - 1} more' if changed[1:] else ''}"
+        tops = _tops(made)
+        return [
+            f"the trainer changed {changes}, which existed before. Nothing was removed: what the runs made may be the "
+            f"only copy of it{'. They made: ' + ' '.join(map(shlex.quote, tops)) if tops else ''}"
+        ]
+    for path in sorted(made, key=len, reverse=True):
+        try:
+            (posix.rmdir if stat.S_ISDIR(posix.lstat(path).st_mode) else posix.unlink)(path)
+        except OSError:
+            continue  # gone already, or a folder with files of others
+    left = _tops(made)
+    said = [f"restored {count(len(restored), 'file')} that the trainer changed: {restored[0]}"] if restored else []
+    if not left:
+        return said
+    return [
+        *said,
+        f"{count(len(left), 'new path')} left: they hold files that these runs were not seen to write (a subprocess, a "
+        f"library in C, or another program wrote them). Remove them if you do not need them: rm -r "
+        f"{' '.join(map(shlex.quote, left))}",
+    ]
+
+
+def _found(folder: Path) -> tuple[list[str], list[str], dict[str, str]]:
+    """Return the paths that the runs made, those that existed before and have changed, and copies of those."""
+    path, copies = folder / RECORDS, dict[str, str]()
+    before: dict[str, Any] = {}  # None for a path that did not exist
+    for line in path.read_text().splitlines() if path.exists() else ():
+        kind, *values = json.loads(line)
+        place = _real(values[0])
+        if kind == _MADE:
+            before.setdefault(place, None)
+        elif kind == _EXISTED:
+            if place not in before and values[2]:
+                copies[place] = values[2]
+            before.setdefault(place, None if _is_in(place, before) else values[1])
+        else:  # what is in a moved folder is now below its new name
+            to = _real(values[1])
+            inside = [known for known in before if known == place or known.startswith(f"{place}/")]
+            for known in inside:
+                if before[known] is None or known in copies:
+                    before.setdefault(to + known[len(place) :], None)
+    made = [place for place, state in before.items() if state is None]
+    changed = [place for place, state in before.items() if state is not None and _state(place) != state]
+    return made, changed, copies
+
+
+def _tops(paths: Sequence[str]) -> list[str]:
+    """Return those of the paths that exist and are in none of the others."""
+    existing = {path: None for path in paths if _state(path) is not None}
+    return sorted(path for path in existing if not _is_in(path, existing))
+
+
+def _is_in(path: str, made: dict[str, Any]) -> bool:
+    """Whether a folder above `path` is in `made`, with None."""
+    above = (str(parent) for parent in Path(path).parents)
+    return any(made.get(parent, path) is None for parent in above)
+
+
+def _real(path: str) -> str:
+    folder, name = os.path.split(path.rstrip("/"))
+    return os.path.join(os.path.realpath(folder), name)
+
+
+def _state(path: str) -> Any:
+    """Return what shows that a path has changed; None if it does not exist. A folder changes only if it is replaced."""
+    try:
+        info = posix.lstat(path)
+        if stat.S_ISLNK(info.st_mode):
+            return [info.st_ino, posix.readlink(path)]
+    except OSError:
+        return None
+    return [info.st_ino] if stat.S_ISDIR(info.st_mode) else [info.st_ino, info.st_size, info.st_mtime_ns]

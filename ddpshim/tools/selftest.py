@@ -1,0 +1,253 @@
+"""Runs the self-test's jobs through `python -m ddpshim run`, as a user's own, and describes this environment."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+from ddpshim import adapters
+from ddpshim.errors import LaunchError
+from ddpshim.process import machine
+from ddpshim.process.launch_env import read_launch_env
+from ddpshim.process.say import count, size
+from ddpshim.version import __version__
+
+_RANKS, _TRAININGS = (str(Path(__file__).with_name(f"selftest_{name}.py")) for name in ("ranks", "trainings"))
+_PACKAGES = ("robomimic", "robosuite", "mujoco", "diffusers", "h5py")
+_LIMIT = 1e-9  # of differences in float64, relative to the largest value
+_NUM_LAST_LINES = 20
+_MOST_RANKS = 8  # where --nproc says nothing
+_SAME = "ranks train as one process does"
+PROVES = {
+    "start": "ranks start and meet",
+    "all-reduce": "sums over ranks are right",
+    "one process": "plain torch trains here: the reference",
+    "dropout": f"{_SAME}, with dropout and noise",
+    "BatchNorm": f"{_SAME}, with BatchNorm",
+    "data workers": f"{_SAME}, with two data workers whose samples draw",
+    "killed rank": "a killed rank ends the job, and is named",
+}
+_NAMES = ("dropout", "BatchNorm", "data workers")
+
+
+@dataclass
+class Result:
+    """The result of one check."""
+
+    name: str
+    is_good: bool
+    seconds: float
+    detail: str
+
+    def __str__(self) -> str:
+        head = f"  {self.name:13}{'ok' if self.is_good else 'FAILED':7}{self.seconds:6.1f} s  {PROVES[self.name]}"
+        return "\n".join([head, *(f"{'':31}{line}" for line in self.detail.splitlines())])
+
+
+def selftest(nproc: Optional[int] = None, gpu: bool = False, timeout_s: float = 120.0) -> bool:
+    """Run the checks in order, print each result, and return whether all passed.
+
+    The first failure ends the test: what follows would fail for the same reason. Raises LaunchError before anything
+    starts if `gpu` finds no GPU, or if there would be one rank.
+
+    Args:
+        nproc: the number of ranks; None: that of the GPUs, from 2 to 8.
+        gpu: refuse a machine without GPUs.
+        timeout_s: of each job.
+    """
+    num_gpus = _number_of_gpus(gpu)
+    nproc = nproc or min(max(num_gpus, 2), _MOST_RANKS)
+    if nproc < 2:
+        raise LaunchError("--nproc 1: one rank has nobody to add with, so there is nothing to test. Give at least 2.")
+    is_shared = 0 < num_gpus < nproc
+    device = f"{count(num_gpus, 'GPU')}{', shared: gloo in place of nccl' if is_shared else ''}" if num_gpus else "CPU"
+    print(f"ddpshim selftest: {count(nproc, 'rank')}, {device}")
+    environ = {**os.environ, **({"DDPSHIM_BACKEND": "gloo"} if is_shared else {})}
+    with tempfile.TemporaryDirectory(prefix="ddpshim-selftest-") as folder:
+        for result in _Jobs(nproc, environ, timeout_s, Path(folder)).results():
+            print(result, flush=True)
+            if not result.is_good:
+                return False
+    return True
+
+
+class _Jobs:
+    """The jobs of one self-test, each in its own process group with a deadline."""
+
+    def __init__(self, nproc: int, environ: Mapping[str, str], timeout_s: float, folder: Path) -> None:
+        self._nproc, self._environ, self._timeout_s, self._folder = nproc, environ, timeout_s, folder
+
+    def results(self) -> Iterator[Result]:
+        """Yield the results in the order of PROVES; a job that fails gives the first result that it has not made."""
+        file = self._folder / "ranks.jsonl"
+        code, seconds, said = self._run(_RANKS, str(file))
+        lines = file.read_text().splitlines() if file.exists() else []
+        for line in lines:
+            yield Result(**json.loads(line), is_good=True)
+        if code:
+            yield Result(list(PROVES)[len(lines)], False, seconds, said)
+        program = str(shutil.copy(_TRAININGS, self._folder))  # outside of ddpshim: run like a user's own
+        one, several = self._folder / "one.json", self._folder / "several.json"
+        code, seconds, said = self._call([sys.executable, program, str(one)])
+        yield Result("one process", not code, seconds, said if code else "")
+        code, seconds, said = self._run(program, str(several))
+        if code:
+            yield Result(_NAMES[0], False, seconds, said)
+        found, expected = (json.loads(path.read_text()) for path in (several, one))
+        for name in _NAMES:
+            yield compared(name, found[name], expected[name], seconds / len(_NAMES))
+        code, seconds, said = self._run(_RANKS)
+        named = re.search(r"rank 1\b[^\n]*SIGKILL", said)
+        is_good = code == 128 + signal.SIGKILL and named is not None
+        why = f"exit code {code}, where 137 says that a rank was killed; rank 1 was {'' if named else 'not '}named:"
+        yield Result("killed rank", is_good, seconds, "" if is_good else f"{why}\n{said}")
+
+    def _run(self, program: str, *arguments: str) -> tuple[int, float, str]:
+        options = ["--no-logs", "--grace", "5", "--nproc", str(self._nproc)]
+        return self._call([sys.executable, "-m", "ddpshim", "run", *options, program, *arguments])
+
+    def _call(self, command: list[str]) -> tuple[int, float, str]:
+        """Run a command to its end; return its exit code (124 at the deadline), seconds, and its last lines."""
+        begun = time.monotonic()
+        with tempfile.TemporaryFile("w+", errors="replace") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=self._folder,
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                code = process.wait(self._timeout_s)
+            except subprocess.TimeoutExpired:
+                code = 124
+            finally:
+                _end(process)
+            output.seek(0)
+            lines = output.read().strip().splitlines()[-_NUM_LAST_LINES:]
+        if code == 124:
+            lines.append(f"not finished within {self._timeout_s:g} s; a slow machine needs a longer --timeout")
+        return code, time.monotonic() - begun, "\n".join(lines)
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    """End a job: `run` ends its ranks when it gets SIGTERM."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+    process.kill()
+    process.wait()
+
+
+def compared(name: str, found: Mapping[str, Any], expected: Mapping[str, Any], seconds: float) -> Result:
+    """Return whether ranks' losses and weights, lists of numbers, equal those of one process."""
+    if [*map(len, found.values())] != [*map(len, expected.values())]:
+        return Result(name, False, seconds, "ranks made another number of steps than one process")
+    largest = {
+        what: _largest(a - b for a, b in zip(found[what], values)) / (_largest(values) or 1.0)
+        for what, values in expected.items()
+    }
+    detail = " and ".join(f"{what} differ by {value:.0e}" for what, value in largest.items())
+    is_good = all(value <= _LIMIT for value in largest.values())
+    more = f", at most {_LIMIT:.0e} expected: ranks would train another model. Report this with all that it printed"
+    return Result(name, is_good, seconds, f"{detail} of the largest{'' if is_good else more}")
+
+
+def _largest(values: Iterable[float]) -> float:
+    return max(math.inf if math.isnan(value) else abs(value) for value in values)
+
+
+def _number_of_gpus(is_required: bool) -> int:
+    import torch
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if is_required and not num_gpus:
+        raise LaunchError(
+            f"torch {torch.__version__} sees no GPU, so there is nothing to test. Run this on a machine with GPUs and "
+            "a torch that is built for their driver; CUDA_VISIBLE_DEVICES may hide them. Without --gpu, the CPU is "
+            "tested."
+        )
+    return num_gpus
+
+
+def for_bug_report() -> str:
+    """Return what torch says about this environment, and three lines, without names. Local; starts pip and others.
+
+    In place of what cannot be determined it has the reason.
+    """
+    versions = {"ddpshim": __version__, "Python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    patches = "".join(f"; {name} patch: {state}" for name, state in _patch_states().items())
+    options = " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if re.match("DDPSHIM_|NCCL_|OMP_NUM_T", k))
+    lines = [
+        _found(lambda: importlib.import_module("torch.utils.collect_env").get_pretty_env_info()),
+        "",
+        ", ".join(f"{name} {version}" for name, version in versions.items()) + patches,
+        f"launch: {_found(_launch)}; {options or 'no variables'}",
+        f"machine: {_found(_machine)}",
+    ]
+    return without_names("\n".join(lines))
+
+
+def without_names(text: str) -> str:
+    """Return `text` without the names of this machine, the main rank's and the user, and without passwords. Local."""
+    user = os.environ.get("LOGNAME", os.environ.get("USER", ""))
+    host, master = socket.gethostname(), os.environ.get("MASTER_ADDR", "")
+    hidden = {os.path.expanduser("~"): "<home>", user: "<user>", **dict.fromkeys((host, host.split(".")[0]), "<host>")}
+    hidden.update({master: "<host>"} if not re.fullmatch(r"localhost|127(\.\d+){3}|::1", master) else {})
+    # The longest first, because one may contain another. Shorter ones also occur inside ordinary words.
+    for name in sorted(hidden, key=len, reverse=True):
+        if len(name) > 2 and name not in ("root", "/root", "localhost"):
+            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", hidden[name], text)
+    text = re.sub(r"(?i)(\w*(KEY|TOKEN|PASS|SECRET|CREDENTIAL|AUTH)\w*=)\S+", r"\1<secret>", text)
+    return re.sub(r"//[^/@\s]+@", "//<user>@", text)
+
+
+def _found(section: Callable[[], Any]) -> Any:
+    """Return `section()`, or its error as text: drivers and containers raise errors of any type."""
+    try:
+        return section()
+    except Exception as error:
+        return f"unknown: {type(error).__name__}: {error}"
+
+
+def _patch_states() -> dict[str, str]:
+    """Return, for each codebase whose adapter has patches, whether the installed files are patched."""
+    asked = {package: adapters.function(package, "state_of_files") for package in adapters.packages()}
+    return {package: _found(state) for package, state in asked.items() if state is not None}
+
+
+def _launch() -> str:
+    try:
+        env = read_launch_env(os.environ)
+    except LaunchError as error:
+        return f"refused: {error}"
+    place = f"rank {env.rank} of {env.world_size}, local rank {env.local_rank} of {env.local_world_size}"
+    return f"{place}, by {env.launcher} ({env.reason})"
+
+
+def _machine() -> str:
+    memory = machine.memory()
+    of = "unknown memory" if memory.available_bytes is None else f"{size(memory.available_bytes)} of memory free"
+    return f"{machine.num_cores()} cores usable of {os.cpu_count()}, {of}"

@@ -1,1 +1,0 @@
-"""Tests this machine: `python -m ddpshim selftest`."""

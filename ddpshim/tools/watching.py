@@ -1,0 +1,480 @@
+"""Records the inputs and outputs of each step of a trainer in this process, as JSON lines.
+
+Recording does not change the program's results, with two exceptions: the perturbed run adds a rounding error to each
+gradient, and a rank with its own random stream gets its rows of the one process's noise instead.
+`python -m ddpshim.tools.watching` runs the user's program as the one process of a proof.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import hashlib
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, NoReturn, Optional
+
+import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from ddpshim.checkpoint import progress_folder
+from ddpshim.job import noise
+from ddpshim.job.shares import Share, Sharing
+from ddpshim.process.job import current
+from ddpshim.process.observed import live_modules, observe
+from ddpshim.process.random_streams import rank_states, restore_rank_states
+from ddpshim.process.replaced import replaced
+from ddpshim.process.say import say
+from ddpshim.process.users_line import users_line
+from ddpshim.tools.new_files import NewFiles
+from ddpshim.tools.sketches import add_rounding, eps_of, of_graph, sketch
+from ddpshim.trainers.unedited.private_files import switch_loggers_off
+
+SETTINGS = "settings.json"
+ONE, PERTURBED = "one", "perturbed"  # names of the runs in one process; the ranks' runs are "rank_0", "rank_1", ...
+_MAX_BATCHES = 1000
+_NO_PASS = {"sampler": "", "shuffles": None, "pass_number": 0, "num_batches": None, "num_samples": None}
+
+
+@dataclass(frozen=True)
+class ProofSettings:
+    """How many steps are compared, and how long processes wait for each other."""
+
+    steps: int = 20  # the process ends when any optimizer has made this many
+    num_ranks: int = 2
+    timeout_s: float = 300.0
+
+
+class StepRecorder:
+    """Sees what this process does in its steps, but not what its forked children do."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: of all processes of the job."""
+        self._folder, self._process, self._undo = folder, os.getpid(), contextlib.ExitStack()
+
+    def _observe(self, **calls: Callable[..., None]) -> None:
+        """Start calling functions: `observed.observe`, in this process."""
+
+        def here(call: Callable[..., None]) -> Callable[..., None]:
+            def called(*args: Any) -> None:
+                if os.getpid() == self._process:
+                    call(*args)
+
+            return called
+
+        observe(self._undo, **{moment: here(call) for moment, call in calls.items()})
+
+    def _leave_no_traces(self) -> None:
+        """Record new files, so that they can be removed, and let the program ask no server and no user."""
+        switch_loggers_off()
+        NewFiles(self._folder).install()
+        self._undo.enter_context(replaced(builtins, "input", lambda prompt="": "n"))
+
+    def _end_with_peers(self, num: int, timeout_s: float) -> NoReturn:
+        """End this process and its data workers once `num` processes have called `_mark_over`."""
+        end = time.monotonic() + timeout_s
+        # A peer may still be receiving the last gradients from this one.
+        while len(list(self._folder.glob("over_*"))) < num and time.monotonic() < end:
+            time.sleep(0.02)
+        with contextlib.suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a data worker is killed
+        for child in multiprocessing.active_children():
+            child.kill()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def _mark_over(self, rank: int) -> None:
+        """Let peers know that this rank has finished."""
+        (self._folder / f"over_{rank}").touch()
+
+
+def losses_of(tensors: Any) -> list[torch.Tensor]:
+    """Return the numbers among what a backward pass starts from."""
+    return [root for root in ([tensors] if hasattr(tensors, "numel") else tensors) if root.numel() == 1]
+
+
+@contextlib.contextmanager
+def watched(folder: str, run: Optional[str] = None) -> Iterator[None]:
+    """Within this block, record the program in `folder` under the name `run` (default "rank_N"). Local."""
+    rank = int(os.environ.get("RANK", 0))
+    recorder = RankRecorder(Path(folder), run or f"rank_{rank}", rank)
+    recorder.install()
+    try:
+        yield
+    except BaseException as error:
+        recorder.see_error(error)
+        raise
+    finally:
+        recorder.end()
+
+
+class Placed(Share):
+    """A share whose samples have known places in the one process's batch, of whose noise a rank gets its rows."""
+
+    places: list[int]  # of its rows
+    num_whole: int  # samples of the one process's batch
+    told: Callable[[], None]  # called at each draw
+
+    def own(self, num: int) -> list[int]:
+        each = num // self.num_whole
+        return [place * each + i for place in self.places for i in range(each)]
+
+    def whole(self, shape: Sequence[int], dimension: Optional[int]) -> list[int]:
+        return [size // self.num_rows * self.num_whole if i == dimension else size for i, size in enumerate(shape)]
+
+    def rows(self, drawn: Any, dimension: int) -> Any:
+        self.told()
+        return super().rows(drawn, dimension)
+
+
+class RankRecorder(StepRecorder):
+    """Records the steps of a process of a proof."""
+
+    def __init__(self, folder: Path, run: str, rank: int) -> None:
+        super().__init__(folder)
+        self._run, self._rank, self._is_rank = run, rank, run.startswith("rank")
+        self._settings = ProofSettings(**json.loads((folder / SETTINGS).read_text()))
+        self._file = (folder / f"{run}.jsonl").open("a", buffering=1)
+        self._optimizers: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # number, steps
+        self._held: dict[int, list[Any]] = {}  # optimizer number -> its parameters
+        self._groups: list[Any] = []  # process groups, which thus stay alive until the program has ended
+        self._passes: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+        self._num_steps = self._num_batches = self._num_passes = 0
+        self._eps = 0.0  # of the coarsest dtype of a backward pass so far
+        self._stepping: Any = None
+        self._is_due = self._has_begun = self._has_drawn = self._has_unseen_state = False
+        self._sharing = Sharing()  # of the noise that is imposed
+        self._of_one: Optional[dict[int, list[dict[str, Any]]]] = None  # step -> batches of the one process
+
+    def install(self) -> None:
+        """Start recording."""
+        self._leave_no_traces()
+        begin = DataLoader.__iter__
+
+        @functools.wraps(begin)
+        def begin_and_record(loader: Any) -> Any:
+            self._sharing.share = None  # the sampler's draws are not for samples of a batch
+            batches = begin(loader)
+            self._num_passes += 1
+            self._passes[getattr(batches, "_batches", batches)] = _about_pass(loader, self._num_passes)
+            return batches
+
+        self._undo.enter_context(replaced(DataLoader, "__iter__", begin_and_record))
+        self._observe(
+            before_batch=self._see_end_of_batch,
+            batch=self._see_batch,
+            backward=self._see_loss,
+            before_step=self._before_step,
+            after_step=self._after_step,
+        )
+        if self._is_rank:  # `check` itself waits for the one process
+            limit = threading.Timer(self._settings.timeout_s, self._give_up)
+            limit.daemon = True
+            limit.start()
+
+    def end(self) -> None:
+        """Write the last records and stop recording."""
+        if os.getpid() == self._process:
+            self._see_state(is_last=True)
+            self._see_over()
+        self._undo.close()
+
+    def see_error(self, error: BaseException) -> None:
+        """Record that the program failed."""
+        if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+            self._write("failed", error=f"{type(error).__name__}: {error}"[:200])
+
+    def _write(self, kind: str, **values: Any) -> None:
+        if os.getpid() == self._process:
+            self._file.write(json.dumps({"kind": kind, "t": self._num_steps, **values}) + "\n")
+
+    # Inputs
+
+    def _see_batch(self, batches: Any, batch: Any) -> None:
+        if self._num_batches >= _MAX_BATCHES:
+            return
+        self._num_batches += 1
+        size, samples = samples_of(batch)
+        own = rank_states(_device())
+        is_own = self._is_rank and not _ranks_share_draws()
+        of_pass = self._passes.get(batches) or _NO_PASS
+        about = {"size": size, "samples": samples, "whole": _is_of_all_ranks(batch, size), **of_pass}
+        streams = zlib.crc32(own["torch"].numpy().tobytes()) if is_own else None
+        self._write("batch", number=self._num_batches, streams=streams, place=users_line(), **about)
+        if self._run == ONE:
+            path = self._folder / f"states_{self._num_batches}.pt"
+            torch.save(progress_folder.plain_content(own, path, is_trusted=False), path)
+        elif is_own:
+            self._impose(samples or [])
+
+    def _impose(self, samples: list[str]) -> None:
+        """Impose the noise that the one process drew for these samples, if one of its batches of this step had them."""
+        if self._of_one is None:
+            self._of_one = {}
+            for record in read(self._folder, ONE):
+                if record["kind"] == "batch":
+                    self._of_one.setdefault(record["t"], []).append(record)
+            self._undo.enter_context(noise.names_replaced(self._sharing))
+        self._sharing.share = None
+        for theirs in self._of_one.get(self._num_steps, ()):
+            places = _places(samples, theirs["samples"] or [], self._rank, self._settings.num_ranks)
+            if places is not None:
+                states = progress_folder.read_plain(self._folder / f"states_{theirs['number']}.pt", is_trusted=False)
+                restore_rank_states(states, _device())
+                placed = Placed(self._rank, self._settings.num_ranks, len(places))
+                placed.places, placed.num_whole, placed.told = places, len(theirs["samples"]), self._see_draw
+                self._sharing.share = placed
+                return
+        self._write("own noise")
+
+    def _see_end_of_batch(self, batches: Any) -> None:
+        self._see_state()
+        self._sharing.share = None  # the next draws are the loader's
+
+    def _see_draw(self) -> None:
+        if not self._has_drawn:
+            self._has_drawn = True
+            self._write("draw", place=users_line())
+
+    # Outputs
+
+    def _see_loss(self, tensors: Any) -> None:
+        self._see_state()
+        roots = [tensors] if hasattr(tensors, "numel") else list(tensors)
+        if not self._has_begun:  # networks are wrapped and still have their initial weights
+            self._has_begun = True
+            # No buffers: the forward pass has already changed them.
+            self._write("begun", tensors={name: sketch(t) for name, t in _beside({}) if t.requires_grad})
+        dtype = str(of_graph(roots)).partition(".")[2]
+        self._eps = max(self._eps, eps_of(dtype))
+        losses = [float(loss.detach()) for loss in losses_of(roots)]
+        self._write("loss", losses=losses, dtype=dtype, place=users_line())
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._stepping is not None:
+            return
+        self._stepping = optimizer
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        number, step = self._optimizers.setdefault(optimizer, [len(self._optimizers), 0])
+        if step == 0:
+            self._held[number] = params
+            self._write("optimizer", optimizer=number, names=self._names(params))
+            self._write("start", optimizer=number, weights=_sketches(params))
+        if self._run == PERTURBED:
+            add_rounding([p.grad for p in params if p.grad is not None], self._num_steps, self._eps)
+        self._write(
+            "gradients",
+            optimizer=number,
+            gradients=_sketches([p.grad for p in params]),
+            lr=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            place=users_line(),
+        )
+
+    def _names(self, params: list[Any]) -> list[str]:
+        """Return the parameters' names: of several the longest, that in the outermost module."""
+        names = {id(p): "" for p in params}
+        for module in live_modules():
+            if isinstance(module, DistributedDataParallel):
+                self._groups.append(module.process_group)
+                continue
+            for name, p in module.named_parameters():
+                if id(p) in names and len(name) >= len(names[id(p)]):
+                    names[id(p)] = name
+        return [_plain(names[id(p)]) for p in params]
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._stepping is not optimizer:
+            return
+        self._stepping = None
+        known = self._optimizers[optimizer]
+        known[1] += 1
+        self._num_steps += 1
+        self._write("step", optimizer=known[0], weights=_sketches(self._held[known[0]]), place=users_line())
+        self._has_unseen_state = True
+        self._is_due = self._is_due or known[1] >= self._settings.steps
+
+    def _see_state(self, is_last: bool = False) -> None:
+        """Record the networks' other tensors, once per step, late enough that averages (EMA, targets) were updated."""
+        if self._has_unseen_state:
+            self._has_unseen_state = False
+            self._write("state", tensors={name: sketch(tensor) for name, tensor in _beside(self._held)})
+        if self._is_due and not is_last:
+            self._see_over()
+            self._end_with_peers(self._settings.num_ranks if self._is_rank else 0, self._settings.timeout_s)
+
+    def _see_over(self) -> None:
+        if self._is_due:
+            self._write("cut")
+        if self._is_rank:
+            self._mark_over(self._rank)
+
+    def _give_up(self) -> None:
+        """End a rank that has not made its steps in time: it may wait for another one forever."""
+        line = users_line(sys._current_frames().get(threading.main_thread().ident or 0))
+        say(
+            f"rank {self._rank} made {self._num_steps} of {self._settings.steps} steps in "
+            f"{self._settings.timeout_s:g} s, and is at {line}: ranks wait for each other forever, or need a longer "
+            "--timeout",
+            directly=True,
+        )
+        os._exit(1)
+
+
+def read(folder: Path, run: str) -> list[dict[str, Any]]:
+    """Return the records that a run has written so far, without an incomplete last line."""
+    path = folder / f"{run}.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _about_pass(loader: Any, number: int) -> dict[str, Any]:
+    """Return what is known of a pass over a loader before its first batch; a length that it does not know is None."""
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    lengths: list[Optional[int]] = []
+    # Not the loader's own length: asked for that of an iterable dataset, it warns in later passes.
+    for item in (sampler if loader.batch_sampler is None else loader.batch_sampler, sampler):
+        try:
+            lengths.append(len(item))
+        except (TypeError, NotImplementedError, AttributeError, ValueError):  # the program's own sampler
+            lengths.append(None)
+    return {
+        "sampler": type(sampler).__name__,
+        "shuffles": getattr(sampler, "shuffle", None),
+        "pass_number": number,
+        "num_batches": lengths[0],
+        "num_samples": lengths[1],
+    }
+
+
+def samples_of(batch: Any) -> tuple[int, Optional[list[str]]]:
+    """Return the number of samples in a batch and a hash of each; (0, None) if the batch holds no tensors.
+
+    A sample is one row of every tensor whose first dimension equals that of the batch's first tensor.
+    """
+    strided = (t.detach() for t in _tensors(batch) if t.dim() and t.layout == torch.strided)
+    tensors = [t for t in strided if not (t.is_nested or t.is_quantized or t.is_meta)]
+    if not tensors or not len(tensors[0]):
+        return 0, None
+    made = [hashlib.blake2b(digest_size=6) for _ in range(len(tensors[0]))]
+    for t in tensors:
+        if len(t) == len(made) and t.numel():
+            rows = t.resolve_conj().resolve_neg().cpu().reshape(len(t), -1).contiguous().view(torch.uint8).numpy()
+            for sample, row in zip(made, rows):
+                sample.update(row)
+    return len(made), [sample.hexdigest() for sample in made]
+
+
+def _tensors(batch: Any) -> Iterator[Any]:
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, (Mapping, list, tuple)):
+        for value in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(value)
+
+
+def _sketches(tensors: Sequence[Any]) -> list[Any]:
+    return [sketch(tensor) for tensor in tensors]
+
+
+def _plain(name: str) -> str:
+    """Return a parameter's name without the parts that DDP and torch.compile add."""
+    return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
+
+
+def _beside(held: Mapping[int, list[Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield the parameters and buffers of all networks that are not in `held`, under names that are equal in all runs.
+
+    The names are "Class~hash#number.name"; the hash is over the names and shapes of the network's tensors. Networks
+    with equal hashes are only numbered, and two runs may number them differently.
+    """
+    modules = live_modules()
+    wrappers = (DataParallel, DistributedDataParallel)
+    hidden = {id(m) for m in modules if isinstance(m, wrappers) or type(m).__module__.startswith("ddpshim.")}
+    inner = {id(child) for m in modules if id(m) not in hidden for child in vars(m)["_modules"].values()}
+    trained = {id(p) for params in held.values() for p in params}
+    counts: dict[Any, int] = {}
+    for module in modules:
+        if id(module) in hidden or id(module) in inner:
+            continue
+        every = [*module.named_parameters(), *module.named_buffers()]
+        tensors = [(name, tensor) for name, tensor in every if id(tensor) not in trained]
+        if not tensors:
+            continue
+        kind = (type(module).__name__, tuple((_plain(name), tuple(t.shape)) for name, t in tensors))
+        counts[kind] = counts.get(kind, 0) + 1
+        which = f"{type(module).__name__}~{zlib.crc32(repr(kind).encode()):08x}#{counts[kind]}"
+        for name, tensor in tensors:
+            yield f"{which}.{_plain(name)}", tensor
+
+
+def _ranks_share_draws() -> bool:
+    """Whether ddpshim gives ranks one process's draws: then no noise is imposed, and this is tested."""
+    return current().world is not None and (current().holds_whole_batches or current().part(Sharing).is_on)
+
+
+def _is_of_all_ranks(batch: Any, size: int) -> bool:
+    """Whether every rank gets this whole batch, of `size` samples here, and not its rows of it."""
+    if not current().holds_whole_batches:
+        return False
+    from ddpshim.rows.loader import Fetched
+
+    return not (isinstance(batch, Fetched) and batch.num_rows != size)
+
+
+def _places(own: list[str], every: list[str], rank: int, num_ranks: int) -> Optional[list[int]]:
+    """Return the index in `every` of each sample of `own`; None if one is missing.
+
+    A sample that occurs several times takes one of this rank's rows (every `num_ranks`-th). If it has none there, it
+    takes a row of another rank, and each rank starts with a different one.
+    """
+    found: dict[str, list[int]] = {}
+    for place_of_it, name in enumerate(every):
+        found.setdefault(name, []).append(place_of_it)
+    out, seen = [], dict.fromkeys(own, 0)
+    for name in own:
+        if name not in found:
+            return None
+        dealt = [i for i in found[name] if i % num_ranks == rank]
+        others = [i for i in found[name] if i % num_ranks != rank]
+        first = rank % max(1, len(others))
+        places = [*dealt, *others[first:], *others[:first]]
+        out.append(places[seen[name] % len(places)])
+        seen[name] += 1
+    return out or None
+
+
+def _device() -> torch.device:
+    is_on_gpu = torch.cuda.is_initialized()
+    return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
+
+
+def main() -> None:
+    """Run `script.py ARGS` or `-m package.module ARGS` as `python` would, and record it, as FOLDER and RUN say."""
+    folder, run, *argv = sys.argv[1:]
+    is_module = argv[0] == "-m"
+    program, *arguments = argv[is_module:]
+    sys.argv = [program, *arguments]
+    with watched(folder, run):
+        if is_module:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(program)))
+            runpy.run_path(program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Applies patch sets to files on disk, and to modules in memory."""

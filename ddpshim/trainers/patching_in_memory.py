@@ -1,0 +1,160 @@
+"""Patches a package's files in memory when one of them runs as a program; nothing on disk changes.
+
+Another program that imports the package gets the files as they are.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import decode_source
+from pathlib import Path
+from types import CodeType
+from typing import NamedTuple, Optional
+
+from ddpshim import adapters
+from ddpshim.process.launch_env import read_launch_env
+from ddpshim.process.say import say
+from ddpshim.reading import read_bytes
+from ddpshim.trainers.patch_sets import PatchSet, load_sets, transform_moved
+from ddpshim.trainers.patching import FileStatus, looks, turned
+
+
+class Patched(NamedTuple):
+    """The patched text of each module that the set `name` changes, without those that are patched on disk.
+
+    `moved`: files of no release, in which each hunk's lines occur exactly once, at any place.
+    """
+
+    name: str
+    sources: dict[str, bytes]
+    moved: tuple[str, ...]
+
+
+def module_of(path: str) -> Optional[str]:
+    """Return the module of the file `path`, if it is in an installed package that has an adapter; else None. Local."""
+    file = Path(path).resolve()
+    for package in adapters.packages().keys() & set(file.parts):
+        spec = importlib.util.find_spec(package)
+        for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+            if Path(folder).resolve() in file.parents:
+                return _module_of(str(file.relative_to(Path(folder).resolve().parent)))
+    return None
+
+
+def patch_program(module: str) -> bool:
+    """Patch what Python loads from now on, if a set changes `module`, which is about to run as a program. Local.
+
+    Returns False if there is none, if it is patched on disk, or if none fits the files; a line then says which.
+    """
+    package = module.partition(".")[0]
+    spec = importlib.util.find_spec(package) if package in adapters.packages() else None
+    folders = spec.submodule_search_locations if spec is not None else None
+    if not folders:
+        return False
+    folder = Path(next(iter(folders)))
+    sets = [found for found in load_sets() if found.package == package]
+    files = {folder / name.split("/", 1)[1] for found in sets for name in found.files if _module_of(name) == module}
+    if not files or any(map(imports_ddpshim, files)):  # patched on disk, or a fork into which a set was merged
+        return False
+    found, lacking = fit(folder, sets)
+    is_main = read_launch_env(os.environ).rank == 0
+    if lacking:
+        if is_main:
+            say(
+                f"{folder} is not a release that ddpshim knows, and no patch set fits its lines: it is distributed as "
+                f"any other program (python -m ddpshim docs run). {found.name}, the nearest, has no place for:"
+                "\n  " + "\n  ".join(lacking)
+            )
+        return False
+    if found.moved and is_main:
+        say(
+            f"{folder} is not a release that ddpshim knows; the lines of {found.name} occur once each in "
+            f"{', '.join(sorted(found.moved))}, and are patched in memory"
+        )
+    if found.sources:
+        sys.meta_path.insert(0, PatchedFiles(found))
+    return bool(found.sources)
+
+
+def imports_ddpshim(file: Path) -> bool:
+    """Return whether a line of `file` imports ddpshim; False if it cannot be read. Local."""
+    try:
+        return re.search(rb"^\s*(import|from)\s+ddpshim\b", read_bytes(file), re.MULTILINE) is not None
+    except OSError:
+        return False
+
+
+def set_in_memory(package: str) -> Optional[str]:
+    """Return the name of the set that patches `package` in memory in this process; None if none does. Local."""
+    finders = [finder for finder in sys.meta_path if isinstance(finder, PatchedFiles)]
+    return next((finder.found.name for finder in finders if finder.package == package), None)
+
+
+def fit(folder: Path, sets: Sequence[PatchSet]) -> tuple[Patched, list[str]]:
+    """Return the package in `folder` patched by the set that fits, and no lines; or a line for each hunk without place.
+
+    A set fits if the files are those of its release, or else if each hunk's lines occur exactly once; the nearest
+    release is tried first.
+    """
+    found = looks(folder, sets)
+    tried = (_patched(look.patch_set, look.files) for look in found)
+    return next((each for each in tried if not each[1]), None) or _patched(found[0].patch_set, found[0].files)
+
+
+class PatchedFiles(importlib.abc.MetaPathFinder):
+    """Finds the modules that a set has patched."""
+
+    def __init__(self, found: Patched) -> None:
+        self.found = found
+        self.package = next(iter(found.sources)).partition(".")[0]
+
+    def find_spec(self, name: str, path: Optional[Sequence[str]], target: object = None) -> Optional[ModuleSpec]:
+        if name not in self.found.sources:
+            return None
+        found = PathFinder.find_spec(name, path)
+        if found is None or found.origin is None:
+            return found
+        loader = _Loader(name, found.origin, self.found.sources[name])
+        return importlib.util.spec_from_file_location(name, found.origin, loader=loader)
+
+
+def _module_of(name: str) -> str:
+    path = name[: -len(".py")].split("/")
+    return ".".join(path[:-1] if path[-1] == "__init__" else path)
+
+
+def _patched(patch_set: PatchSet, files: Sequence[FileStatus]) -> tuple[Patched, list[str]]:
+    """Return these files patched by the set, and a line for each hunk that has no place in them."""
+    sources, moved, lacking = {}, [], []
+    for file in files:
+        if file.state == "missing":
+            lacking.append(f"{file.name}: does not exist")
+        elif file.state == "original":
+            sources[_module_of(file.name)] = turned(patch_set, file, "patched")
+        elif file.state == "unknown":
+            content, odd = transform_moved(patch_set.patches, file.name, file.content)
+            sources[_module_of(file.name)] = content
+            moved.append(file.name)
+            lacking += [f"{file.name}, {problem}" for problem in odd]
+    return Patched(patch_set.name, sources, tuple(moved)), lacking
+
+
+class _Loader(SourceFileLoader):
+    """Loads a module from its patched text; another file name in its code makes tracebacks show that text."""
+
+    def __init__(self, name: str, path: str, source: bytes) -> None:
+        super().__init__(name, path)
+        self._source = source
+
+    def get_code(self, fullname: str) -> Optional[CodeType]:
+        code: CodeType = self.source_to_code(self._source, f"{self.path}, patched by ddpshim")
+        return code
+
+    def get_source(self, fullname: str) -> Optional[str]:
+        return decode_source(self._source)

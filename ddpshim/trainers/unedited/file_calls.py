@@ -1,0 +1,299 @@
+"""Finds the calls of a program that touch files: Python's functions wherever they are held, audit events, libraries.
+
+Libraries that open files without Python (h5py, lmdb, videos) are redirected to where this rank reads or writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import posix
+import stat
+import sys
+from collections.abc import Iterator
+from types import FrameType, FunctionType
+from typing import Any, Callable
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+from ddpshim.process.after_import import after_import
+from ddpshim.process.job import current
+from ddpshim.process.replaced import replaced
+from ddpshim.process.say import say_on_main
+from ddpshim.process.users_line import is_users, users_line
+
+# The import system, ddpshim and private modules keep the real functions.
+_KEEP_REAL = ("posix", "importlib", "zipimport", "ddpshim")
+_KEEP_IN_CLASSES = ("pathlib", "glob", "tempfile")  # hold functions as class attributes or default arguments
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+TEMPORARY = getattr(os, "O_TMPFILE", 0)
+# Audit events of Python that write: for each path, its argument, and the one with the descriptor of its folder.
+_WRITTEN: dict[str, tuple[tuple[int, int], ...]] = {
+    **dict.fromkeys(("open", "os.truncate", "sqlite3.connect"), ((0, -1),)),
+    **{"os.mkdir": ((0, 2),), "os.remove": ((0, 1),), "os.rmdir": ((0, 1),)},
+    **{"os.rename": ((0, 2), (1, 3)), "os.link": ((1, 3),), "os.symlink": ((1, 2),)},
+}
+_HDF5_WRITES, _HDF5_MADE_NEW = 1 | 2 | 4, 2  # h5f.ACC_RDWR, ACC_TRUNC, ACC_EXCL
+# Functions that read, and functions that write a new file: (module, name in it, position and keyword of the path).
+_READING = (
+    *(("cv2", "imread", 0, "filename"), ("cv2", "VideoCapture", 0, "filename")),
+    *(("safetensors", "safe_open", 0, "filename"), ("h5py", "h5f.is_hdf5", 0, "name"), ("torch.jit", "load", 0, "f")),
+    *(("pyarrow", "memory_map", 0, "path"), ("pyarrow", "input_stream", 0, "source")),
+    *(("pyarrow.parquet", "ParquetFile.__init__", 1, "source"), ("imageio_ffmpeg", "read_frames", 0, "path")),
+)
+_WRITING = (
+    *(("cv2", "imwrite", 0, "filename"), ("cv2", "VideoWriter", 0, "filename")),
+    *(("safetensors", "serialize_file", 1, "filename"), ("torch.jit", "save", 1, "f")),
+    *(("pyarrow.parquet", "ParquetWriter.__init__", 1, "where"), ("imageio_ffmpeg", "write_frames", 0, "path")),
+    ("torch.profiler", "profile.export_chrome_trace", 1, "path"),
+)
+
+
+@contextlib.contextmanager
+def in_place(stand_ins: dict[int, Any]) -> Iterator[None]:
+    """Within this block, replace each function by its stand-in; `stand_ins` is keyed by the function's id."""
+    with contextlib.ExitStack() as undo:
+        for name, module in list(sys.modules.items()):
+            package = name.partition(".")[0]
+            is_private = package.startswith("_") and package != "__main__"
+            if module is None or is_private or package in _KEEP_REAL:
+                continue
+            held = list(getattr(module, "__dict__", {}).items())
+            for attribute, value in held:
+                if id(value) in stand_ins:
+                    undo.enter_context(replaced(module, attribute, stand_ins[id(value)]))
+            for _, value in held if package in _KEEP_IN_CLASSES else ():
+                if isinstance(value, type) and value.__module__ == name:
+                    _replace_in(value, stand_ins, undo)
+        yield
+
+
+def _replace_in(kind: type, stand_ins: dict[int, Any], undo: contextlib.ExitStack) -> None:
+    for attribute, value in list(vars(kind).items()):
+        value = getattr(value, "__func__", value)
+        if id(value) in stand_ins:
+            undo.enter_context(replaced(kind, attribute, staticmethod(stand_ins[id(value)])))
+        elif isinstance(value, FunctionType) and value.__defaults__:
+            undo.callback(setattr, value, "__defaults__", value.__defaults__)
+            value.__defaults__ = tuple(stand_ins.get(id(default), default) for default in value.__defaults__)
+
+
+See = Callable[[str, str, FrameType, str], None]
+_seeing: list[See] = []
+
+
+@contextlib.contextmanager
+def watched(see: See) -> Iterator[None]:
+    """Within this block, call `see` before Python writes a file. Local.
+
+    It gets the path, the audit event, the caller's frame, and of a move's new path also the old one, else "".
+    """
+    _listen()
+    _seeing.append(see)
+    try:
+        yield
+    finally:
+        _seeing.remove(see)
+
+
+@functools.cache
+def _listen() -> None:
+    sys.addaudithook(_on_event)  # cannot be removed, so it is added once per process
+
+
+def _on_event(event: str, args: Any) -> None:
+    if _seeing and event in _WRITTEN:  # most events are others
+        source = ""
+        for path in _written_by(event, args):
+            for see in _seeing:
+                see(path, event, sys._getframe(1), source)
+            source = path
+
+
+def may_write(flags: int) -> bool:
+    """Whether `os.open` with these flags may change a file that has a name."""
+    return bool(flags & WRITES) and not (TEMPORARY and flags & TEMPORARY == TEMPORARY)
+
+
+def _written_by(event: str, args: Any) -> Iterator[str]:
+    """Yield the absolute paths that an audit event announces to write: of files, folders, or where nothing is."""
+    if event == "open" and not (isinstance(args[2], int) and may_write(args[2])):
+        return
+    if event == "sqlite3.connect":
+        file, is_read = sqlite_file(args[0])
+        args = (None if is_read or not file else file,)
+    for at, folder in _WRITTEN[event]:
+        if isinstance(args[at], (str, bytes, os.PathLike)):
+            path, descriptor = os.fsdecode(args[at]), -1 if folder < 0 else args[folder]
+            if not os.path.isabs(path):
+                above = posix.getcwd() if descriptor < 0 else posix.readlink(f"/proc/self/fd/{descriptor}")
+                path = os.path.join(above, path)
+            if not is_special(path):
+                yield path
+
+
+def is_special(path: str) -> bool:
+    """Whether it is a pipe, a socket or a device."""
+    try:
+        mode = posix.stat(path).st_mode
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+class CLibraries:
+    """Redirects paths: `reads(path)` and `writes(path, keeps, is_new)` return the path to use. Local."""
+
+    def __init__(self, reads: Callable[[Any], Any], writes: Callable[..., Any]) -> None:
+        self._reads, self._writes = reads, writes
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Within this block, redirect libraries, also those that are imported in it."""
+        made: list[tuple[str, str, Callable[[Any], Any]]] = []
+        for places, redirect in ((_READING, self._reads), (_WRITING, self._writes)):
+            for module, name, position, keyword in places:
+                made.append((module, name, functools.partial(_redirected, redirect, position, keyword)))
+        for name, creates in (("h5f.open", False), ("h5f.create", True)):
+            made.append(("h5py", name, functools.partial(self._h5, creates=creates)))
+        made += [("lmdb", "open", self._lmdb_open), ("av", "open", self._av_open)]
+        made += [("sqlite3.dbapi2", "connect", self._sqlite_connect), ("subprocess", "Popen.__init__", self._popen)]
+        held: dict[int, Any] = {}  # functions that other modules may already have imported
+        with contextlib.ExitStack() as undo:
+
+            def replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
+                *inner, last = name.split(".")
+                owner: Any = sys.modules[module]
+                for part in inner:
+                    owner = getattr(owner, part, None)
+                if hasattr(owner, last):
+                    undo.enter_context(replaced(owner, last, make(getattr(owner, last))))
+
+            for module, name, make in made:
+                real = getattr(sys.modules.get(module), name, None)
+                if real is not None:
+                    held[id(real)] = make(real)
+                else:
+                    undo.callback(after_import(module, functools.partial(replace, module, name, make)))
+            undo.enter_context(in_place(held))
+            yield
+
+    def _h5(self, real: Callable[..., Any], creates: bool) -> Callable[..., Any]:
+        def stand_in(name: Any, flags: int = 2 if creates else 1, *args: Any, **kwargs: Any) -> Any:
+            if creates:
+                place = self._writes(name, is_new=not flags & _HDF5_MADE_NEW)
+            else:
+                place = self._writes(name, keeps=True) if flags & _HDF5_WRITES else self._reads(name)
+            return real(os.fsencode(place), flags, *args, **kwargs)
+
+        return stand_in
+
+    def _lmdb_open(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def stand_in(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if not kwargs.get("readonly", False):
+                return real(str(self._writes(path, keeps=True)), *args, **kwargs)
+            if not os.path.isdir(path):
+                return real(str(self._reads(path)), *args, **kwargs)
+            data = self._reads(os.path.join(os.fspath(path), "data.mdb"))
+            return real(os.path.dirname(data), *args, **kwargs)
+
+        return stand_in
+
+    def _av_open(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def stand_in(file: Any, mode: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(file, (str, os.PathLike)):
+                file = str((self._reads if mode in (None, "r") else self._writes)(file))
+            return real(file, mode, *args, **kwargs)
+
+        return stand_in
+
+    def _sqlite_connect(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def stand_in(database: Any, *args: Any, **kwargs: Any) -> Any:
+            is_address = os.fsdecode(database).startswith("file:") and (kwargs.get("uri") or any(args[6:7]))
+            file, is_read = sqlite_file(database) if is_address else (os.fsdecode(database), False)
+            if file not in ("", ":memory:"):
+                place = self._reads(file) if is_read else self._writes(file, keeps=True)
+                for end in () if is_read else ("-journal", "-wal", "-shm"):  # may have what the file has not yet
+                    self._writes(file + end, keeps=True)
+                database = f"file:{quote(place)}?{urlsplit(os.fsdecode(database)).query}" if is_address else place
+            return real(database, *args, **kwargs)
+
+        return stand_in
+
+    def _popen(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Redirect ffmpeg's output, which is how videos are written, and for all programs files this rank has made."""
+
+        def stand_in(process: Any, args: Any, *more: Any, **kwargs: Any) -> Any:
+            if isinstance(args, (list, tuple)) and args:
+                redirected = [self._argument(part) for part in args]
+                if os.path.basename(os.fsdecode(args[0])).startswith("ffmpeg") and _is_a_file_name(args[-1]):
+                    redirected[-1] = self._writes(args[-1])
+                else:
+                    _report_popen(args[0], sys._getframe(1))
+                args = redirected
+            else:
+                _report_popen(args, sys._getframe(1))
+            if kwargs.get("cwd") is not None:
+                kwargs["cwd"] = self._reads(kwargs["cwd"])
+            real(process, args, *more, **kwargs)
+
+        return stand_in
+
+    def _argument(self, part: Any) -> Any:
+        is_a_path = isinstance(part, os.PathLike) or (isinstance(part, str) and not part.startswith("-"))
+        return self._reads(part) if is_a_path and part and os.path.exists(part) else part
+
+
+def seen_by(see: See) -> CLibraries:
+    """Return what calls `see` before a library in C writes a file, and redirects nothing."""
+
+    def writes(path: Any, keeps: bool = False, is_new: bool = False) -> Any:
+        see(os.path.abspath(os.fsdecode(path)), "open", sys._getframe(1), "")
+        return path
+
+    return CLibraries(lambda path: path, writes)
+
+
+def sqlite_file(database: Any) -> tuple[str, bool]:
+    """Return the file of a name or an address ("file:a.db?mode=ro"), "" for one in memory; whether it is only read."""
+    name = os.fsdecode(database)
+    address = urlsplit(name)
+    if address.scheme != "file":
+        return ("" if name == ":memory:" else name), False
+    mode = parse_qs(address.query).get("mode", [""])[-1]
+    path = unquote(address.path)
+    return ("" if mode == "memory" or path == ":memory:" else path), mode == "ro"
+
+
+def _report_popen(command: Any, frame: FrameType) -> None:
+    """Report that every rank runs this command, if a line of the program starts it without waiting."""
+    if current().world is not None and is_users(frame.f_code.co_filename):
+        say_on_main(
+            f"{users_line(frame)}: every rank starts {command!r} by subprocess.Popen, so all of them write its files. "
+            "With subprocess.run, which waits for the command, only the main rank runs it"
+        )
+
+
+def _redirected(
+    redirect: Callable[[Any], Any], position: int, keyword: str, real: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(real, updated=())
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        if keyword in kwargs:
+            kwargs[keyword] = _place(redirect, kwargs[keyword])
+        elif len(args) > position:
+            args = (*args[:position], _place(redirect, args[position]), *args[position + 1 :])
+        return real(*args, **kwargs)
+
+    return stand_in
+
+
+def _place(redirect: Callable[[Any], Any], path: Any) -> Any:
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        return path  # the number of a camera, or an open file
+    place = redirect(path)
+    return os.fsencode(place) if isinstance(path, bytes) else str(place)
+
+
+def _is_a_file_name(part: Any) -> bool:
+    return isinstance(part, os.PathLike) or (isinstance(part, str) and ":" not in part and not part.startswith("-"))
