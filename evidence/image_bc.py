@@ -9,22 +9,19 @@ pages describe; without these packages their rows are left out.
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from evidence import pages
+from evidence.results import ROOT, ran
 
-ROOT = Path(__file__).resolve().parent.parent
 TRAINER, CHANGES = ROOT / "examples" / "image_bc.py", ROOT / "evidence" / "ports"
-_RUN, _TORCHRUN = (
-    ("-m", "ddpshim", "run", "--nproc"),
-    ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
-)
+_RUN = ("-m", "ddpshim", "run", "--nproc")
+_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+DEADLINE_S = 900
 WAYS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {  # launcher, patch, arguments
     "one process": ((), "", ()),
     "`ddpshim run`, 2 ranks": ((*_RUN, "2"), "", ()),
@@ -55,13 +52,9 @@ def best(launcher: tuple[str, ...], patch: str, arguments: tuple[str, ...]) -> s
     """Train, and return the best validation error."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = changed(patch, Path(folder)) if patch else TRAINER
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "ACCELERATE_USE_CPU": "true"}
-        command = [sys.executable, *launcher, str(trainer), "out", *arguments]
-        ran = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=900, check=False)
-        found = re.search(r"best validation: ([\d.]+)", ran.stdout)
-        if found is None:
-            raise RuntimeError(f"{' '.join(command)}: {ran.stdout[-2000:]}{ran.stderr[-4000:]}")
-        return found.group(1)
+        command = [*launcher, str(trainer), "out", *arguments]
+        said = ran(command, Path(folder), DEADLINE_S, {"ACCELERATE_USE_CPU": "true"})
+        return str(re.findall(r"best validation: ([\d.]+)", said)[0])
 
 
 def rows() -> Iterator[tuple[str, ...]]:
