@@ -22,11 +22,11 @@ from ddpshim.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from ddpshim.checkpoint.resume import Resumable as Resumable
-    from ddpshim.data.iterable import shard_iterable as shard_iterable
+    from ddpshim.data.batch import accumulate as accumulate
+    from ddpshim.data.batch import on_device as on_device
     from ddpshim.data.loader import make_loader as make_loader
     from ddpshim.data.loader_builder import scale_lr as scale_lr
     from ddpshim.data.node_memory import shared_arrays as shared_arrays
-    from ddpshim.data.transfer import on_device as on_device
     from ddpshim.evaluation.dealing import deal as deal
     from ddpshim.evaluation.evaluating import evaluate as evaluate
     from ddpshim.failures.failure import abort as abort
@@ -36,11 +36,10 @@ if TYPE_CHECKING:
     from ddpshim.job.noise import split_random_streams as split_random_streams
     from ddpshim.job.world import World as World
     from ddpshim.launch.spawning import spawn as spawn
-    from ddpshim.model.accumulation import accumulate as accumulate
     from ddpshim.model.guard import check_equal_steps as check_equal_steps
     from ddpshim.model.guard import watch as watch
-    from ddpshim.model.keys import unwrap as unwrap
     from ddpshim.model.parallel import wrap_parallel as wrap_parallel
+    from ddpshim.model.wrapper import unwrap as unwrap
     from ddpshim.observe.recording import profile as profile
     from ddpshim.observe.recording import record as record
     from ddpshim.options import Options as Options
@@ -49,11 +48,10 @@ if TYPE_CHECKING:
 # Loaded on first use: `patch` must not wait for torch, whose import takes seconds.
 _NAMES = {
     "checkpoint.resume": ("Resumable",),
-    "data.iterable": ("shard_iterable",),
+    "data.batch": ("accumulate", "on_device"),
     "data.loader": ("make_loader",),
     "data.loader_builder": ("scale_lr",),
     "data.node_memory": ("shared_arrays",),
-    "data.transfer": ("on_device",),
     "evaluation.dealing": ("deal",),
     "evaluation.evaluating": ("evaluate",),
     "failures.failure": ("abort",),
@@ -61,10 +59,9 @@ _NAMES = {
     "job.noise": ("split_random_streams",),
     "job.world": ("World",),
     "launch.spawning": ("spawn",),
-    "model.accumulation": ("accumulate",),
     "model.guard": ("check_equal_steps", "watch"),
-    "model.keys": ("unwrap",),
     "model.parallel": ("wrap_parallel",),
+    "model.wrapper": ("unwrap",),
     "observe.recording": ("profile", "record"),
     "options": ("Options",),
     "process.random_streams": ("shared_random_streams",),

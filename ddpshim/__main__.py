@@ -14,23 +14,22 @@ import os
 import re
 import shlex
 import sys
-import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Optional
+from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional, Union
 
 from ddpshim import version
-from ddpshim.arguments import Parser, natural, nproc, port, positive, steps
 from ddpshim.errors import DdpShimError, LaunchError, ReportError
 from ddpshim.lazy import nearest
 from ddpshim.process.say import say
-from ddpshim.tools import example
+from ddpshim.tools import first_steps
 from ddpshim.trainers import patching
 
 if TYPE_CHECKING:
-    from ddpshim.arguments import Commands
     from ddpshim.launch.runner import Launch
+
+    Commands = argparse._SubParsersAction["Parser"]
 
 
 _NPROC = ("--nproc", "--nproc-per-node")
@@ -110,74 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_report(commands)
     _add_selftest(commands)
     _add_slurm(commands)
-    example.add(commands)
-    _add_docs(commands)
+    first_steps.add(commands)
     return parser
-
-
-def _add_docs(commands: Commands) -> None:
-    text = "print a page of the documentation, or the headings nearest to some words, or list the pages"
-    docs = commands.add_parser("docs", help=text, description=text)
-    text = "a name from the list, e.g. launch (default: the list), or what you look for, e.g. slow"
-    docs.add_argument("words", nargs="*", metavar="WORDS", help=text)
-    docs.set_defaults(run=_docs)
-
-
-def pages() -> dict[str, Path]:
-    """Return page name -> file, from the wheel's `ddpshim/docs` or this checkout's `docs`."""
-    package = Path(__file__).parent
-    folder = next(f for f in (package / "docs", package.parent / "docs") if (f / "launch.md").is_file())
-    found = [*folder.glob("*.md"), *folder.parent.glob("MIGRATION.md")]
-    return {file.stem: file for file in sorted(found, key=lambda file: file.stem.lower())}
-
-
-# What people look for: a word of the heading that has the answer. Short words say nothing.
-_OF_HEADINGS = {"slow": "faster", "slower": "faster", "speed": "faster", "speedup": "faster", "stuck": "hang"}
-_OF_HEADINGS |= {"deadlock": "hang", "timeout": "hang", "pdb": "debugger", "fsdp": "sharding"}
-_UNSAID = {"a", "and", "does", "how", "i", "in", "is", "it", "my", "not", "of", "on", "the", "to", "what", "why"}
-
-
-def _docs(arguments: argparse.Namespace) -> int:
-    known, words = pages(), arguments.words
-    if not words:
-        print(*known, sep="\n")
-    elif " ".join(words) in known:
-        print(known[words[0]].read_text(encoding="utf-8"), end="")
-    else:
-        found = _headings(known, [word.lower() for word in words])
-        if not found:
-            near = nearest(words[0], [*known]) or "."
-            say(f"no page has {' '.join(words)!r}{near} Nothing was printed. Give other words, or none for the list.")
-            return 2
-        for page, heading, text in found:
-            print(f"{page}: {heading}\n    {text}")
-        print(f"\nThe whole page: python -m ddpshim docs {found[0][0]}")
-    return 0
-
-
-def _headings(known: dict[str, Path], words: list[str]) -> list[tuple[str, str, str]]:
-    """Return (page, heading, beginning of the text) of the three headings that say most of `words`. Local."""
-    stems = [re.escape(_OF_HEADINGS.get(word, word)[:5].rstrip("s")) for word in words if word not in _UNSAID]
-    patterns = [re.compile(rf"(?<![a-z]){stem}", re.IGNORECASE) for stem in stems]
-    # The first cell of a table's row, and the bold beginning of a paragraph, are nearly headings.
-    begins = r"^(?:\| |(?:- )?\*\*)([^|*]*[^a-z|*])??"
-    of_rows = [re.compile(f"{begins}{stem}.*", re.IGNORECASE | re.MULTILINE) for stem in stems]
-    found = []
-    for page, file in known.items():
-        text = re.sub(r"(?ms)^```.*?^```\n", "", file.read_text(encoding="utf-8"))
-        parts = re.split(r"(?m)^#+ (.+)\n+", text)
-        for heading, body in zip(parts[1::2], parts[2::2]):
-            if not all(pattern.search(f"{heading} {body}") for pattern in patterns):
-                continue
-            by_word = ([*of_row.finditer(body)] for of_row in of_rows)
-            rows = [min(of_word, key=lambda row: len(row[1] or "")) for of_word in by_word if of_word]
-            num_in_heading = sum(pattern.search(heading) is not None for pattern in patterns)
-            num_in_body = sum(min(4, len(pattern.findall(body))) for pattern in patterns)
-            of_page = 9 * bool(rows) if heading == "Glossary" else -4 * (page in ("decisions", "from_other_guides"))
-            points = 9 * num_in_heading + 5 * len(rows) + num_in_body + of_page
-            shown = rows[0][0] if rows and not num_in_heading else body
-            found.append((points, page, heading, textwrap.shorten(shown, 300, placeholder=" ...")))
-    return [one[1:] for one in sorted(found, key=lambda one: -one[0])[:3]] if patterns else []
 
 
 def _add_report(commands: Commands) -> None:
@@ -245,14 +178,12 @@ def _add_selftest(commands: Commands) -> None:
 
 
 def _selftest(arguments: argparse.Namespace) -> int:
+    from ddpshim.tools import selftest
+
     if not arguments.starts_ranks:  # --env
-        from ddpshim.tools.selftest import for_bug_report
-
-        print(for_bug_report())
+        print(selftest.for_bug_report())
         return 0
-    from ddpshim.tools.selftest import selftest
-
-    is_good = selftest(arguments.nproc, arguments.gpu, arguments.timeout_s)
+    is_good = selftest.selftest(arguments.nproc, arguments.gpu, arguments.timeout_s)
     print(f"selftest {'passed' if is_good else 'failed'}")
     return 0 if is_good else 1
 
@@ -297,16 +228,10 @@ def _check(error: Callable[[str], Any], arguments: argparse.Namespace) -> int:
         error("argument --steps: A:B is for --certificate; give the number of steps to compare")
     if arguments.one:
         try:
-            is_module, program, *rest = [False, *shlex.split(arguments.one)]
-            if program == "-m":
-                is_module, program, *rest = [True, *rest]
-        except ValueError as error:  # an unclosed quote, or no words
-            say(
-                f"--one {arguments.one!r} is not a command ({error}); nothing was compared. Quote a program and its "
-                "arguments as one word."
-            )
-            return 2
-        alone = replace(job, program=str(program), arguments=tuple(map(str, rest)), is_module=bool(is_module))
+            words = shlex.split(arguments.one)
+        except ValueError as unclosed:
+            error(f"argument --one: {unclosed}: {arguments.one!r}")
+        alone = _launch(_parser().parse_args(["run", "--nproc", "1", *words]))
     proof = check(job, ProofSettings(arguments.steps or 20, arguments.nproc, arguments.timeout), alone)
     print(_as_json(proof) if arguments.json else as_text(proof))
     return 2 if proof.is_unknown else int(not proof.is_same or bool(proof.wrong))
@@ -338,24 +263,18 @@ def _add_run(commands: Commands) -> None:
         "ended it, 2 if nothing could be started.",
         usage="%(prog)s [options] (script.py | -m package.module) [arguments]",
     )
-    run.add_argument(
-        *_NPROC,
-        type=nproc,
-        metavar="N|gpu|cpu|auto",
-        help="ranks on this node; auto: one for each GPU, else for each core",
-    )
+    text = "ranks on this node; auto: one for each GPU, else for each core"
+    run.add_argument(*_NPROC, type=nproc, metavar="N|gpu|cpu|auto", help=text)
     run.add_argument("--nnodes", type=positive, metavar="N", help="number of nodes; start `run` on each of them")
     run.add_argument("--node-rank", type=natural, metavar="N", help="this node's number, from 0")
     run.add_argument("--master-addr", metavar="HOST", help="the address of node 0")
     run.add_argument("--master-port", type=port, metavar="PORT", help="a free port on node 0 (29500)")
-    run.add_argument(
-        "--max-restarts", type=natural, default=0, metavar="N", help="restart all ranks up to N times if one fails (0)"
-    )
+    text = "restart all ranks up to N times if one fails (0)"
+    run.add_argument("--max-restarts", type=natural, default=0, metavar="N", help=text)
     logs = run.add_mutually_exclusive_group()
     logs.add_argument("--log-dir", metavar="DIR", help="folder for rank_0.log, rank_1.log ... (ddpshim-logs/TIME-PID)")
-    logs.add_argument(
-        "--no-logs", dest="has_logs", action="store_false", help="no log files; all ranks write to the screen"
-    )
+    text = "no log files; all ranks write to the screen"
+    logs.add_argument("--no-logs", dest="has_logs", action="store_false", help=text)
     text = "seconds that ranks have to stop after SIGTERM or Ctrl-C (60)"
     run.add_argument("--grace", type=natural, default=60, metavar="S", dest="grace_s", help=text)
     text = "write a certificate, with which others can check the run (`python -m ddpshim docs check`)"
@@ -434,6 +353,68 @@ def _add_program(parser: argparse.ArgumentParser, nargs: Optional[str] = None) -
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("program", nargs=nargs, help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser with torchrun's spellings and suggestions, for the command and its sub-commands.
+
+    Options also work in torchrun's spelling (`--nproc_per_node`); abbreviations do not. A wrong option or command
+    prints the usage of the sub-command and the nearest name. A group without a command prints its help.
+    """
+
+    def __init__(self, *args: Any, is_group: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+        self._is_group = is_group
+
+    def parse_known_args(self, args: Optional[Sequence[str]] = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        options = self._option_string_actions
+        for name in [*options]:
+            options.setdefault(re.sub(r"(?<=\w)-", "_", name), options[name])
+        if self._is_group and not args:
+            self.print_help()
+            self.exit()
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            name = rest[0].partition("=")[0]
+            known = [option for option in options if "_" not in option]
+            self.error(f"unrecognized arguments: {' '.join(rest)}{nearest(name, known)}")
+        return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        super().error(message + ("" if wrong is None else nearest(wrong[1], re.findall(r"[\w-]+", wrong[2]))))
+
+
+def natural(text: str, least: int = 0) -> int:
+    """A whole number from 0 up."""
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a whole number of at least {least}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 up."""
+    return natural(text, least=1)
+
+
+def port(text: str) -> int:
+    """The number of a port."""
+    if not 1 <= natural(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not a port; ports are 1 to 65535")
+    return int(text)
+
+
+def nproc(text: str) -> str:
+    """A number of ranks, or one of torchrun's words: auto, gpu, cpu, xpu."""
+    if not re.fullmatch("auto|gpu|cpu|xpu|[1-9][0-9]{0,8}", text):
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a whole number of at least 1, nor gpu, cpu or auto")
+    return text
+
+
+def steps(text: str) -> Union[int, tuple[int, int]]:
+    """A number of steps from 1 up, or with a colon the first and the last one."""
+    first, colon, last = text.partition(":")
+    return (natural(first), positive(last)) if colon else positive(text)
 
 
 if __name__ == "__main__":

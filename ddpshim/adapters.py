@@ -13,7 +13,6 @@ module with any of these functions; without one of them, the codebase is treated
 - `rollouts() -> list[tuple[str, str]]`: (module, class) for each class whose subclasses make environments and play them
   in `run`. In an unedited program they play only on the main rank, while other ranks wait for the result of `run`.
 - `patch_sets() -> Path`: the folder of patch sets that ddpshim does not contain: ``CODEBASE/VERSION/*.patch``.
-- `state_of_files() -> str`: in a few words for a bug report, whether the installed package is patched.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ if TYPE_CHECKING:
     from ddpshim.data.loader_builder import Fetcher
 
 GROUP = "ddpshim.trainers"
-_BUILT_IN = {
-    "robomimic": "robomimic.adapter",
-    **dict.fromkeys(("diffusion_policy", "diffusion_policy_3d"), "diffusion_policy"),
-}
+_BUILT_IN = {"robomimic": "robomimic.adapter"}
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""Defines `Options`, and reads and checks them from arguments, variables and a config's section.
+"""Defines `Options`, and reads and checks them from arguments and variables.
 
 Imports no torch: `python -m ddpshim docs options` answers at once.
 """
@@ -11,16 +11,14 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Callable, NamedTuple, Optional, TypeVar
+from typing import Any, Callable, NamedTuple, Optional
 
 from ddpshim import variables
 from ddpshim.errors import OptionsError
 from ddpshim.lazy import nearest
 from ddpshim.variables import PREFIX
 
-SECTION = "ddpshim"
 FLAGS = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
-_Own = TypeVar("_Own", bound="Options")
 
 
 class Kind(NamedTuple):
@@ -37,32 +35,22 @@ def _flag(raw: Any) -> bool:
     return value
 
 
-def _number(raw: Any, kind: type) -> Any:
-    """Return a number; refuse True, digits of other scripts, and 1_0, which int() would read as ten."""
-    if isinstance(raw, str) and raw.isascii() and "_" not in raw:
-        return kind(raw)
-    if isinstance(raw, bool) or not isinstance(raw, (int, float)):
-        raise ValueError
-    return raw
+def _number(kind: type, allowed: str) -> Kind:
+    """A number above 0; not True, digits of other scripts, or 1_0, which int() would read as ten."""
 
+    def parse(raw: Any) -> Any:
+        is_plain = raw.isascii() and "_" not in raw if isinstance(raw, str) else isinstance(raw, (int, kind))
+        value = kind(raw) if is_plain and not isinstance(raw, bool) else 0
+        if not 0 < value < math.inf:
+            raise ValueError
+        return value
 
-def _whole(raw: Any) -> int:
-    value = _number(raw, int)
-    if not isinstance(value, int) or value < 1:
-        raise ValueError
-    return value
-
-
-def _positive(raw: Any) -> float:
-    value = float(_number(raw, float))
-    if not 0 < value < math.inf:
-        raise ValueError
-    return value
+    return Kind(allowed, parse)
 
 
 _FLAG = Kind("true or false (yes/no, on/off, 1/0)", _flag)
-_WHOLE = Kind("a whole number of at least 1", _whole)
-_POSITIVE = Kind("a number above 0", _positive)
+_WHOLE = _number(int, "a whole number of at least 1")
+_POSITIVE = _number(float, "a number above 0")
 
 
 def choice(*names: str) -> Kind:
@@ -87,7 +75,7 @@ def option(default: Any, kind: Kind, effect: str) -> Any:
     return field(default=default, metadata={"kind": kind, "effect": effect})
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Options:
     """All options of a run. `setup()` reads them once and keeps them as `World.options`.
 
@@ -158,7 +146,6 @@ class Options:
         "true: progress files may contain pickled objects; then anyone who can write to their folder can run code "
         "in the job",
     )
-    rollouts: str = option("all", choice("all", "main"), "robomimic: which ranks play the episodes of an evaluation")
     guard: bool = option(
         True,
         _FLAG,
@@ -170,11 +157,12 @@ class Options:
         "robomimic, and `ddpshim.record`: each rank writes records for `python -m ddpshim report`, in the folder "
         "ddpshim beside config.json",
     )
+    node_memory: bool = option(True, _FLAG, "robomimic: ranks of a node share one copy of what hdf5_cache_mode caches")
 
     def __post_init__(self) -> None:
         # A frozen dataclass's own constructor writes its fields in the same way.
         given = {name: ("argument", value) for name, value in vars(self).items()}
-        for name, value in _parse(type(self), given, []).items():
+        for name, value in _parse(given, []).items():
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -183,44 +171,24 @@ class Options:
         return [f.name for f in fields(cls)]
 
     @classmethod
-    def read(
-        cls: type[_Own],
-        config_section: Optional[Mapping[str, Any]] = None,
-        environ: Optional[Mapping[str, str]] = None,
-        **arguments: Any,
-    ) -> _Own:
-        """Return the options of a run: from arguments, else variables, else the config's section, else the defaults.
+    def read(cls, environ: Optional[Mapping[str, str]] = None, **arguments: Any) -> Options:
+        """Return the options of a run: from arguments, else variables (of `environ`), else the defaults.
 
         Local. The variable of option `name` is `DDPSHIM_NAME`. An empty variable counts as not set, and so does an
         argument that is None.
 
-        >>> Options.read({"timeout_s": 60, "guard": True}, {"DDPSHIM_GUARD": "no"}).guard
+        >>> Options.read({"DDPSHIM_GUARD": "no"}, timeout_s=60).guard
         False
 
-        Raises OptionsError for unknown keys, variables or arguments (with the nearest name) and values that are not
+        Raises OptionsError for unknown variables or arguments (with the nearest name) and values that are not
         allowed, all in one message. A DDPSHIM_* variable that resembles no option only causes a warning, since it may
         belong to another program.
-
-        Args:
-            config_section: the `ddpshim` section of the trainer's own config.
-            environ: used instead of os.environ.
         """
         environ = os.environ if environ is None else environ
         names = cls.names()
         problems: list[str] = []
         found: dict[str, tuple[str, Any]] = {}
 
-        def take(source: str, section: Mapping[str, Any]) -> None:
-            for key, value in section.items():
-                if key in names:
-                    found[key] = (f"{source}, {key}" if source != "argument" else source, value)
-                else:
-                    problems.append(f"{source}: no option {key!r}{nearest(str(key), names)}")
-
-        if isinstance(config_section, Mapping):
-            take(f"section {SECTION}", config_section)
-        elif config_section is not None:
-            problems.append(f"section {SECTION} holds a {type(config_section).__name__}; allowed: a mapping")
         for key, text in environ.items():
             if key.startswith(PREFIX) and text.strip():
                 name = key[len(PREFIX) :].lower()
@@ -228,28 +196,26 @@ class Options:
                     found[name] = (f"variable {key}", text)
                 elif key not in variables.ALL:
                     problems += _unknown(key, names)
-        take("argument", {k: v for k, v in arguments.items() if v is not None})
-        return cls(**_parse(cls, found, problems))
+        for name, value in arguments.items():
+            if name not in names:
+                problems.append(f"argument: no option {name!r}{nearest(name, names)}")
+            elif value is not None:
+                found[name] = ("argument", value)
+        return cls(**_parse(found, problems))
 
     def __str__(self) -> str:
         """Return the options whose values differ from their defaults, as one line."""
         return ", ".join(f"{name}={value!r}" for name, value in self.changed().items()) or "all at their defaults"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Options) and self.changed() == other.changed()
-
-    def __hash__(self) -> int:
-        return hash(str(self))
 
     def changed(self) -> dict[str, Any]:
         """Return the values that differ from their defaults, by name."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
 
-def _parse(kind: type[Options], found: Mapping[str, tuple[str, Any]], problems: list[str]) -> dict[str, Any]:
+def _parse(found: Mapping[str, tuple[str, Any]], problems: list[str]) -> dict[str, Any]:
     """Return the parsed values of `found`, a (source, raw value) by name; raise one OptionsError for all problems."""
     values, problems = {}, list(problems)
-    for f in fields(kind):
+    for f in fields(Options):
         if f.name in found:
             source, raw = found[f.name]
             try:

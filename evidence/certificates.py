@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddpshim.tools import document
-from ddpshim.tools.document import sha256_of
+from ddpshim.tools import certificate
+from ddpshim.tools.certificate import sha256_of
 from evidence import pages
 from evidence.results import ran
 
@@ -71,7 +71,7 @@ def edited(change: Callable[[dict[str, Any]], Any], is_sealed: bool, name: str =
         found = json.loads(path.read_text())
         change(found)
         if is_sealed:
-            document.write(found, path)
+            certificate.write(found, path)
         else:
             path.write_text(json.dumps(found))
 

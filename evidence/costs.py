@@ -43,7 +43,7 @@ def guards_own_ms() -> dict[str, float]:
     def in_a_step() -> None:
         watched.steps.clear()  # as after a new backward pass, when the check takes longest
         guard._check_step(optimizer, (), {})
-        wrapped._agreement.fill(presence, False, 1, [1e-4])
+        wrapped._agreement.fill(presence, 1, [1e-4], False)
         wrapped._agreement.read(presence)
 
     def compare() -> None:

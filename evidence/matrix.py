@@ -30,9 +30,9 @@ from evidence import pages
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13")
 ENDS = {"oldest": "lowest-direct", "newest": "highest"}  # in uv's words
-QUICK = ("seams", "parallel", "guard", "sampler", "loader", "noise", "streams", "import_cost")
+QUICK = ("seams", "parallel", "guard", "loader", "noise", "streams", "import_cost")
 UNEDITED = ("one_process", "unedited", "private_files", "reads", "clock", "whole_batch", "replaced", "tasks")
-MORE = ("group", "sharding", "checkpoint", "resume", "options", "launch", "slurm", "patching", "reading")
+MORE = ("group", "sharding", "checkpoint", "resume", "options", "launch", "slurm", "patching")
 DEADLINE_S = 3600
 COLUMNS = ("Python", "torch", "version", "numpy", "tests", "passed", "skipped", "failed", "minutes", "date")
 START = "<!-- what follows is written by python -m evidence.matrix -->"
@@ -67,7 +67,7 @@ def main() -> int:
     lines = _lines(arguments.out)
     num_failed = 0
     with tempfile.TemporaryDirectory(prefix="matrix-") as folder:
-        _run("uv", "build", "-q", "--out-dir", folder, str(ROOT))
+        run("uv", "build", "-q", "--out-dir", folder, str(ROOT))
         for python in arguments.python or PYTHONS:
             for end in arguments.torch or ENDS:
                 try:
@@ -93,14 +93,14 @@ def environment(python: str, end: str, wheel: Path) -> Iterator[Path]:
         raise CannotInstall(f"no python{python} on this machine")
     with tempfile.TemporaryDirectory(prefix=f"matrix-{python}-{end}-") as folder:
         interpreter = Path(folder, "bin", "python")
-        _run("uv", "venv", "-q", "--allow-existing", "--python", str(base), folder)
+        run("uv", "venv", "-q", "--allow-existing", "--python", str(base), folder)
         install = ("uv", "pip", "install", "-q", "--python", str(interpreter))
         # The oldest numpy as well: torch before 2.3 does not work with numpy 2. Both only as wheels.
         wheels = ("--only-binary", "torch", "--only-binary", "numpy", "--resolution", ENDS[end])
         major, minor = python.split(".")
         torch = f"torch>={version.oldest_torch((int(major), int(minor)))}"
-        _run(*install, *wheels, "-r", str(ROOT / "pyproject.toml"), torch, "numpy>=1.24")
-        _run(*install, str(wheel), "pytest", "pytest-xdist", "pytest-timeout", "h5py", "plotly", "tensorboardX")
+        run(*install, *wheels, "-r", str(ROOT / "pyproject.toml"), torch, "numpy>=1.24")
+        run(*install, str(wheel), "pytest", "pytest-xdist", "pytest-timeout", "h5py", "plotly", "tensorboardX")
         yield interpreter
 
 
@@ -125,19 +125,19 @@ def try_in(interpreter: Path, source_distribution: Path, names: Sequence[str]) -
         # Tests that read or start the library's files must use the installed ones.
         shutil.rmtree(sources / "ddpshim")
         installed = "import importlib.util; print(importlib.util.find_spec('ddpshim').origin)"
-        (sources / "ddpshim").symlink_to(Path(_run(str(interpreter), "-c", installed).strip()).parent)
+        (sources / "ddpshim").symlink_to(Path(run(str(interpreter), "-c", installed).strip()).parent)
         report = Path(folder, "report.xml")
         files = [str(path) for name in names for path in sources.glob(f"tests/*/test_{name}.py")]
         command = [str(interpreter), "-m", "pytest", "-q", "--durations=10", f"--junitxml={report}", *files]
         start = time.monotonic()
         parallel = ("-n", "2", "--dist", "loadfile")
-        subprocess.run([*command, *parallel], cwd=sources, env=_environ(), timeout=DEADLINE_S, check=False)
+        subprocess.run([*command, *parallel], cwd=sources, env=environ(), timeout=DEADLINE_S, check=False)
         minutes = (time.monotonic() - start) / 60
         cases = list(ElementTree.parse(report).iter("testcase"))
     skipped = [case for case in cases if case.find("skipped") is not None]
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     code = "import platform, numpy, torch; print(platform.python_version(), torch.__version__, numpy.__version__)"
-    versions = _run(str(interpreter), "-c", code).split()
+    versions = run(str(interpreter), "-c", code).split()
     return Tried(
         python=versions[0],
         torch=versions[1],
@@ -162,14 +162,14 @@ def _lines(file: Path) -> dict[tuple[str, str], str]:
     return {(line.split("|")[1].strip(), line.split("|")[2].strip()): line for line in rows}
 
 
-def _run(*command: str) -> str:
-    ran = subprocess.run(command, env=_environ(), capture_output=True, text=True, check=False)
+def run(*command: str) -> str:
+    ran = subprocess.run(command, env=environ(), capture_output=True, text=True, check=False)
     if ran.returncode:
         raise CannotInstall(" ".join(ran.stderr.split())[-300:])
     return ran.stdout
 
 
-def _environ() -> dict[str, str]:
+def environ() -> dict[str, str]:
     """Return the environment variables without those that expose the sources or disable bytecode."""
     return {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")}
 

@@ -284,8 +284,6 @@ def observe(folder: str, script: str, arguments: list[str]) -> None:
         return model
 
     def observed_get_item(dataset: Any, index: int) -> Any:
-        if sys._getframe(1).f_globals["__name__"] == "ddpshim.data.dataset_fingerprint":  # ranks compare what they read
-            return get_item(dataset, index)
         out["samples"].append(int(index))
         here = f"{os.environ.get('RANK')}:{len(out['samples'])}"
         if os.environ.get("FAIL_AT") == here:

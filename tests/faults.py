@@ -146,9 +146,9 @@ def _use_toy_env() -> None:
 
 def _let_the_peer_speak() -> None:
     """Keep the rank that fails first until a peer has printed why it stops: torchrun would end the peers."""
-    from ddpshim.failures import failure
+    from ddpshim.failures import failure_notes
 
-    record = failure._record_for_torchrun
+    record = failure_notes._record_for_torchrun
 
     def recorded(error: Exception) -> None:
         record(error)
@@ -156,7 +156,7 @@ def _let_the_peer_speak() -> None:
         while b"stops because" not in Path("output.txt").read_bytes() and time.monotonic() < end:
             time.sleep(0.02)
 
-    failure._record_for_torchrun = recorded
+    failure_notes._record_for_torchrun = recorded
 
 
 def _break_model(kind: str, on_this_rank: bool) -> None:

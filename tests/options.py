@@ -6,7 +6,7 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
-from ddpshim.robomimic.datasets import RobomimicOptions
+from ddpshim.options import Options
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 
@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 def page() -> str:
     """Return docs/options.md with the table of the present options. A value is shown as a config would have it."""
     rows = ["| option | variable | default | allowed | effect |", "|---|---|---|---|---|"]
-    for f in fields(RobomimicOptions):
+    for f in fields(Options):
         default = "none" if f.default is None else json.dumps(f.default).strip('"')
         allowed, effect = f.metadata["kind"].allowed, f.metadata["effect"]
         rows.append(f"| `{f.name}` | `DDPSHIM_{f.name.upper()}` | {default} | {allowed} | {effect} |")

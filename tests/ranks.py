@@ -98,7 +98,6 @@ def _enter(
     environ: dict[str, str],
     on_gpus: bool,
     args: Any,
-    out: Any,
 ) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
@@ -130,7 +129,7 @@ def _enter(
         finally:
             ddpshim.cleanup()
 
-    spawning.report(out, call)
+    spawning.report(folder, rank, call)
     if dist.is_initialized():  # `fn` may have destroyed the group, to make its own
         dist.destroy_process_group()
 
@@ -158,13 +157,13 @@ def run_ranks(
             start = _gpu_server().connect_to_new_process
             meanwhile.enter_context(mock.patch.object(forkserver, "connect_to_new_process", start))
 
-        def start(rank: int, out: Any) -> Any:
-            entering = (fn, rank, num_ranks, folder, timeout_s, seed, environ or {}, on_gpus, args, out)
+        def start(rank: int) -> Any:
+            entering = (fn, rank, num_ranks, folder, timeout_s, seed, environ or {}, on_gpus, args)
             process = _server.Process(target=_enter, args=entering, daemon=True)
             process.start()
             return process
 
-        return spawning.collect(start, num_ranks, deadline_s=patience(timeout_s))
+        return spawning.collect(start, num_ranks, folder, deadline_s=patience(timeout_s))
 
 
 def own_rows(batch: Any, rank: int, num_ranks: int) -> Any:

@@ -33,10 +33,7 @@ CHAPTERS = {
         "scale_lr",
         "check_equal_steps",
         "watch",
-        "shard_iterable",
-        "data.iterable.ShardedIterable",
         "deal",
-        "evaluation.dealing.Tasks",
         "shared_arrays",
         "data.node_memory.SharedArrays",
     ),
@@ -54,7 +51,7 @@ CHAPTERS = {
     "Evaluation": (
         "evaluate",
         "evaluation.evaluating.Evaluation",
-        "evaluation.episodes.Episode",
+        "evaluation.evaluating.Episode",
         "evaluation.evaluating.exact_interval",
     ),
     "Profile and records": ("profile", "record", "observe.recording.Recorder"),
@@ -132,7 +129,7 @@ def _default(parameter: Any) -> str:
 
 
 def _is_option(parameter: Any) -> bool:
-    return isinstance(parameter.default, griffe.ExprCall) and str(parameter.default.function) == "option"
+    return isinstance(parameter.default, griffe.ExprCall) and str(parameter.default.function) == "_option"
 
 
 def _text(thing: Any) -> Iterator[str]:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from ddpshim.robomimic import batches, windows
+from ddpshim.robomimic import batches
 
 LOW_DIM, IMAGE = ("eef_pos", "eef_quat", "object"), "agentview_image"
 LENGTHS = (12, 6, 7, 9)
@@ -136,7 +136,7 @@ def is_same_batch(dataset: Any, other: Any) -> bool:
     indices = [*range(len(other)), *draw.integers(0, len(other), 10).tolist()]
     draw.shuffle(indices)
     expected = default_collate([other[index] for index in indices])
-    return windows._is_same(fetch(dataset, indices), expected)
+    return batches._is_same(fetch(dataset, indices), expected)
 
 
 def look_at(folder: Path) -> dict[str, str]:

@@ -22,7 +22,8 @@ def activate() -> None:
     if UNEDITED in os.environ:
         from ddpshim.trainers import patching_in_memory  # not at the top: forks may count loaded modules
 
-        assert patching_in_memory.set_in_memory("robomimic") or patching_in_memory.patch_program(TRAINER)
+        is_patched = any(isinstance(finder, patching_in_memory.PatchedFiles) for finder in sys.meta_path)
+        assert is_patched or patching_in_memory.patch_program(TRAINER)
     if os.environ.get(UNEDITED) == "rows" and "RANK" in os.environ:  # none in the process from which ranks are forked
         import ddpshim
 

@@ -14,14 +14,12 @@ WINGS = [
     "trainers",
     "robomimic",
     "droid",
-    "diffusion_policy",
     "launch",
     "tools",
 ]
 # The files beside the folders: all may import them, and they import only each other.
 OPEN = [
     "adapters",
-    "arguments",
     "errors",
     "lazy",
     "options",

@@ -6,13 +6,11 @@ thread writes that copy without Python's interpreter lock (from torch 2.2 on), s
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import pickle
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Callable, Optional
 
@@ -96,7 +94,7 @@ class Copy:
         Raises what `torch.save` would raise, and others if torch's internals have changed.
         """
         self._earlier, self._records = self._records, {}
-        with outside_steps(), _through_pinned_memory():
+        with outside_steps():
             torch.serialization._save(obj, self, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
         self._earlier = {}
 
@@ -120,18 +118,3 @@ class Copy:
                     continue
                 kind, memory = record
                 file.write_record(name, memory.data_ptr() if kind is int else memory.untyped_storage(), len(memory))
-
-
-@contextlib.contextmanager
-def _through_pinned_memory() -> Iterator[None]:
-    """Make torch copy storages from a GPU through pinned memory in this block, if it can (from torch 2.7 on)."""
-    try:
-        from torch.utils.serialization import config
-    except ImportError:
-        yield
-        return
-    name = "use_pinned_memory_for_d2h"
-    has_it = hasattr(getattr(config, "save", None), name)
-    patch: Any = getattr(config, "patch", None)
-    with patch(f"save.{name}", True) if has_it and patch else contextlib.nullcontext():
-        yield

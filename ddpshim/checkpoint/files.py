@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import functools
 import glob
 import os
@@ -27,10 +26,9 @@ import torch
 from ddpshim.errors import CheckpointError
 from ddpshim.failures import failure
 from ddpshim.job.group import on_cleanup, world
-from ddpshim.process import events
+from ddpshim.process import observed
 from ddpshim.process.job import current
 from ddpshim.process.observed import outside_steps
-from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 
 if TYPE_CHECKING:
@@ -40,8 +38,6 @@ PathLike = Union[str, "os.PathLike[str]"]
 _PARTIAL = ".partial"
 _LEAST_BYTES = 32 << 20  # smaller files are written directly, which is faster
 _FAILING_DEADLINE_S = 5.0
-_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
-_DISK_ERRORS |= {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 # In the RuntimeErrors of torch's writer.
 _OF_TORCHS_WRITER = ("PytorchStreamWriter", "inline_container", "Parent directory", "iostream error")
 
@@ -55,8 +51,8 @@ def save(obj: Any, path: PathLike) -> None:
         CheckpointError: on the main rank, the file could not be written; the old one is unchanged.
     """
     if world().is_main:
-        with noted(path), written(path, num_bytes=_num_bytes(obj)) as partial:
-            torch.save(obj, str(partial))
+        with noted(path), written(path) as partial:
+            torch.save(obj, partial)
 
 
 def save_in_background(obj: Any, path: PathLike) -> None:
@@ -89,8 +85,8 @@ def save_in_background(obj: Any, path: PathLike) -> None:
         )
         return
     final = os.path.abspath(path)
-    writer.do(functools.partial(_write, writer.copy, final, num_bytes), final)
-    events.note("checkpoint", path=final, bytes=num_bytes, seconds=time.perf_counter() - start, in_background=True)
+    writer.do(functools.partial(_write, writer.copy, final), final)
+    observed.note("checkpoint", path=final, bytes=num_bytes, seconds=time.perf_counter() - start, in_background=True)
 
 
 def afterwards(function: Callable[..., Any], *args: Any) -> None:
@@ -135,7 +131,7 @@ def save_whole(save: Callable[..., None], obj: Any, f: Any, *args: Any, **kwargs
     """
     if isinstance(f, (str, os.PathLike)) and (os.path.isfile(f) or not os.path.exists(f)):  # not a pipe or a device
         with noted(f), written(f) as partial:
-            save(obj, str(partial), *args, **kwargs)
+            save(obj, partial, *args, **kwargs)
     else:
         save(obj, f, *args, **kwargs)
 
@@ -146,22 +142,16 @@ def noted(path: PathLike) -> Iterator[None]:
     start = time.perf_counter()
     with outside_steps():
         yield
-    if events.is_recorded():
+    if observed.is_recorded():
         seconds, final = time.perf_counter() - start, os.path.abspath(path)
-        events.note("checkpoint", path=final, bytes=os.stat(final).st_size, seconds=seconds, in_background=False)
+        observed.note("checkpoint", path=final, bytes=os.stat(final).st_size, seconds=seconds, in_background=False)
 
 
 @contextlib.contextmanager
-def written(path: PathLike, num_bytes: Optional[int] = None, in_background: bool = False) -> Iterator[str]:
+def written(path: PathLike) -> Iterator[str]:
     """Yield the name of a temporary file, which is renamed to `path` after the block, or removed after an error. Local.
 
-    The name prints as `path` (in `format` and f-strings), so that code that prints where it saved remains right.
     A killed process leaves a hidden `.NAME.*.partial`, which the next write of `path` removes.
-
-    Args:
-        path: the path of the complete file.
-        num_bytes: its size, for the error's text.
-        in_background: whether `torch.save` to that name in the block becomes `save_in_background`.
 
     Raises:
         CheckpointError: this file, or an earlier one in the background, could not be written.
@@ -173,17 +163,14 @@ def written(path: PathLike, num_bytes: Optional[int] = None, in_background: bool
     try:
         for left in glob.glob(os.path.join(glob.escape(folder), f".{glob.escape(name)}.*{_PARTIAL}")):
             os.unlink(left)
-        with _saving_in_background(partial, final) if in_background else contextlib.nullcontext() as saved:
-            yield _PrintsAs(partial, final)
-        if saved:
-            return
+        yield partial
         _flush(partial, os.O_RDWR)
         os.replace(partial, os.path.join(folder, name))
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(partial)
         if _is_about_the_disk(error):
-            raise CheckpointError(_describe(error, final, folder, num_bytes)) from error
+            raise CheckpointError(_describe(error, final, folder)) from error
         raise
     # Otherwise a power cut may undo the rename. Some file systems cannot sync a folder; the file is in place anyway.
     with contextlib.suppress(OSError):
@@ -285,32 +272,15 @@ def _is_for_the_background(num_bytes: int, path: PathLike) -> bool:
     )
 
 
-def _write(taken: Copy, path: str, num_bytes: int) -> None:
-    with written(path, num_bytes) as partial:
-        taken.write(str(partial))
+def _write(taken: Copy, path: str) -> None:
+    with written(path) as partial:
+        taken.write(partial)
 
 
 def _copy(source: PathLike, path: PathLike) -> None:
-    num_bytes = os.stat(source).st_size
-    with written(path, num_bytes) as partial:
+    os.stat(source)  # raises FileNotFoundError
+    with written(path) as partial:
         shutil.copyfile(source, partial)
-
-
-@contextlib.contextmanager
-def _saving_in_background(name: str, path: str) -> Iterator[list[str]]:
-    """Make `torch.save(obj, name)` save to `path` in the background, and add `path` to the yielded list."""
-    saved: list[str] = []
-    original = torch.save
-
-    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(f, str) and f == name and not args and not kwargs:
-            saved.append(path)
-            save_in_background(obj, path)
-        else:
-            original(obj, f, *args, **kwargs)
-
-    with replaced(torch, "save", save):
-        yield saved
 
 
 def _at_cleanup() -> None:
@@ -338,20 +308,6 @@ def _at_exit() -> None:
         say(str(error), directly=True)  # `abort` calls this in a thread
 
 
-class _PrintsAs(str):
-    """A file's name that prints as another."""
-
-    _shown: str
-
-    def __new__(cls, name: str, shown: str) -> _PrintsAs:
-        made = super().__new__(cls, name)
-        made._shown = shown
-        return made
-
-    def __format__(self, spec: str) -> str:
-        return format(self._shown, spec)
-
-
 def _flush(path: str, flags: int) -> None:
     """Sync `path` to disk."""
     descriptor = os.open(path, flags)
@@ -368,37 +324,23 @@ def _newest_first(folder: PathLike, pattern: str) -> list[Path]:
 
 def _is_about_the_disk(error: BaseException) -> bool:
     if isinstance(error, OSError):
-        return error.errno in _DISK_ERRORS
+        return not isinstance(error, CheckpointError)
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OF_TORCHS_WRITER)
 
 
-def _describe(error: BaseException, final: str, folder: str, num_bytes: Optional[int]) -> str:
+def _describe(error: BaseException, final: str, folder: str) -> str:
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
-    needed = "" if num_bytes is None else f", {num_bytes:,} bytes needed"
-    try:
-        needed += f", {shutil.disk_usage(folder).free:,} bytes free"
-    except OSError:
-        needed += ", no such directory"
+    has = f"{shutil.disk_usage(folder).free:,} bytes free" if os.path.isdir(folder) else "no such directory"
     return (
-        f"{final} could not be written ({said}{needed}); this state would be lost; the previous file is unchanged. "
+        f"{final} could not be written ({said}, {has}); this state would be lost; the previous file is unchanged. "
         "Make room, or save to a writable directory."
     )
 
 
 def _num_bytes(obj: Any) -> int:
     """Return the bytes of the tensors in nested dictionaries, lists and tuples; each storage counts once."""
-    found: dict[int, int] = {}
+    from torch.utils._pytree import tree_flatten
 
-    def visit(value: Any) -> None:
-        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-            storage = value.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(value, dict):
-            for inner in value.values():
-                visit(inner)
-        elif isinstance(value, (list, tuple)):
-            for inner in value:
-                visit(inner)
-
-    visit(obj)
-    return sum(found.values())
+    found = [value for value in tree_flatten(obj)[0] if isinstance(value, torch.Tensor)]
+    storages = [value.untyped_storage() for value in found if value.layout == torch.strided]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional
 
@@ -60,14 +59,6 @@ def mark_finished(folder: Path) -> None:
         say(f"{mark} could not be written ({error}): a later start would not know that the training is finished")
 
 
-def _is_start_of(names: Mapping[str, str]) -> bool:
-    """Return False if this is a restart of a job with another name, else True, also if that is unknown."""
-    counts = read_counts(os.environ)
-    name = next((name for name in JOB_NAMES if counts[name]), "")
-    now = os.environ.get(name, "")
-    return not now or names.get(name, "") in ("", now)
-
-
 def leave_if_finished(folder: files.PathLike) -> None:
     """End this process with exit code 0 if an earlier start of this job has finished the training (collective).
 
@@ -91,8 +82,11 @@ def _finished_mark(folder: files.PathLike) -> Optional[Path]:
     mark, here = _mark(folder), world()
     if not mark.is_file() or not here.is_launched:
         return None
-    if here.options.resume == "auto":
-        return mark if here.is_restarted and _is_start_of(json.loads(mark.read_text())) else None
+    if here.options.resume == "auto" and here.is_restarted:
+        counts = read_counts(os.environ)
+        name = next((name for name in JOB_NAMES if counts[name]), "")
+        names = os.environ.get(name, ""), json.loads(mark.read_text()).get(name, "")
+        return mark if "" in names or len({*names}) == 1 else None  # a job without a name may be the same one
     return mark if here.options.resume == "always" else None
 
 
@@ -125,7 +119,7 @@ def plain_content(value: Any, path: files.PathLike, is_trusted: bool) -> dict[st
             f"{path} would hold an object: {error}; reading it could run code that someone put into the file. Keep "
             f"numbers, text, tensors and arrays. {_ALLOW}."
         ) from None
-    return {_OUTLINE: outline, _TENSORS: tensors}
+    return {_OUTLINE: messages.tensor_of(outline), _TENSORS: tensors}
 
 
 def read_plain(path: files.PathLike, is_trusted: bool) -> Any:
@@ -135,7 +129,7 @@ def read_plain(path: files.PathLike, is_trusted: bool) -> Any:
     """
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-        return messages.put_together(found[_OUTLINE], found[_TENSORS], is_trusted)
+        return messages.put_together(messages.bytes_of(found[_OUTLINE]), found[_TENSORS], is_trusted)
     except messages.NotPlain as error:
         raise CheckpointError(f"{path} was not read: {error}, and it is not trusted. {_ALLOW}.") from None
     except OSError as error:

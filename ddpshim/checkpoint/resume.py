@@ -25,21 +25,20 @@ from ddpshim.checkpoint.progress_folder import (
     read_plain,
     restore_streams,
 )
-from ddpshim.data.numbered import Enterable, order_of, own_generators
+from ddpshim.data.numbered import Enterable, order_of, restore_generators
 from ddpshim.errors import CheckpointError, DataError, SyncError
 from ddpshim.failures import preemption
 from ddpshim.job.group import cleanup, on_cleanup, world
 from ddpshim.job.noise import draws_alike
 from ddpshim.job.running import Running
 from ddpshim.model import guard, sharding
-from ddpshim.process import events
+from ddpshim.process import observed
 from ddpshim.process.devices import computes_on
-from ddpshim.process.job import current
+from ddpshim.process.job import current, derive_seed, seed_everything
 from ddpshim.process.launch_env import EXIT_REQUEUE
 from ddpshim.process.observed import observe
 from ddpshim.process.random_streams import rank_states
 from ddpshim.process.say import count, say, say_on_main
-from ddpshim.process.seeds import derive_seed, seed_everything
 
 _LOOK_EVERY_S = 0.5
 _STEPS_UNTIL_HEARD = 1  # gradients keep ranks within one step of each other: by then all have reported
@@ -250,8 +249,7 @@ class Resumable:
             loader.set_epoch(epoch * math.ceil(total / length) + num_passes, start_step=first)
             loader.restore_order(order, is_inside=start < total and first > 0)
         elif order is not None:
-            for generator, state in zip(own_generators(loader), order["generators"]):
-                generator.set_state(state)
+            restore_generators(loader, order["generators"])
         draws_seed = can_enter or order is None or not order["workers stay"]
         return self._left(loader, start, total, can_enter, draws_seed)
 
@@ -389,7 +387,7 @@ class Resumable:
         for stateful in self._objects.values():
             if isinstance(stateful, Running):
                 stateful.collect()
-        order = self._loader.order_state() if isinstance(self._loader, Enterable) else order_of(self._loader)
+        order = order_of(self._loader)
         states = self._world.gather((self._streams or rank_states(self._world.device), order))
         of_objects = self._objects.items()
         objects = {name: stateful.state_dict() for name, stateful in of_objects}  # collective if sharded
@@ -429,7 +427,7 @@ class Resumable:
                 f"{EXIT_REQUEUE}",
                 directly=True,
             )
-        events.end("left", reason=reason, epoch=self.epoch, step=self.step, exit_code=EXIT_REQUEUE)
+        observed.end("left", reason=reason, epoch=self.epoch, step=self.step, exit_code=EXIT_REQUEUE)
         if self._before_exit is not None:
             try:
                 self._before_exit()

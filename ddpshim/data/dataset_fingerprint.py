@@ -1,24 +1,20 @@
-"""Describes a dataset's contents, for ranks to compare before training: splits, file order, arrays, a few items.
-
-It reads only what the dataset holds in memory, and a few items if this process will read items anyway. Random streams
-are restored afterwards.
-"""
+"""Describes a dataset's contents, for ranks to compare before training: splits, file order, arrays in memory."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import random
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Callable, Optional
 
 import torch
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from ddpshim.errors import DataError
-from ddpshim.process.random_streams import PrivateRandom
+from ddpshim.errors import DataError, WorldError
+from ddpshim.failures import failure
+from ddpshim.job.world import World
+from ddpshim.process.say import described
 
 _MOST_ENTRIES = 1024  # of an array or a list, that are hashed
 _DEEPEST = 4
@@ -34,16 +30,47 @@ def length(sized: Any) -> Optional[int]:
         return None
 
 
+def first_unlike(of_ranks: Sequence[Mapping[str, Any]]) -> Optional[tuple[str, int, Any]]:
+    """Return the name of the first fact that a rank has otherwise than rank 0, that rank and its value. Local.
+
+    A fact that a rank lacks is none.
+    """
+    for name, expected in of_ranks[0].items():
+        values = [facts.get(name) for facts in of_ranks]
+        odd = next((rank for rank, value in enumerate(values) if value != expected), None)
+        if odd is not None and None not in values:
+            return name, odd, values[odd]
+    return None
+
+
 def refuse_unlike(facts_of_ranks: Sequence[Mapping[str, Any]], remedy: str) -> None:
     """Raise DataError if a rank's fact differs from rank 0's. Local, on gathered facts, so it raises on every rank."""
-    for name in facts_of_ranks[0]:
-        values = [facts[name] for facts in facts_of_ranks]
-        odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-        if odd is not None:
-            raise DataError(
-                f"Ranks disagree on the {name}: {values[0]} on rank 0, {values[odd]} on rank {odd}; they would "
-                f"train on mismatched batches, or hang. {remedy}"
-            )
+    if (odd := first_unlike(facts_of_ranks)) is not None:
+        name, rank, value = odd
+        raise DataError(
+            f"Ranks disagree on the {name}: {facts_of_ranks[0][name]} on rank 0, {value} on rank {rank}; they would "
+            f"train on mismatched batches, or hang. {remedy}"
+        )
+
+
+def on_each_rank(here: World, what: str, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Return the result of `function` on each rank (collective); an exception on one rank is raised on all."""
+    error: Optional[BaseException] = None
+    value = None
+    try:
+        value = function(*args)
+    except BaseException as raised:  # raised below, because the other ranks wait in the gather
+        error = raised
+    failed = None if error is None else (isinstance(error, DataError), described(error), str(error))
+    everyones = here.gather((value, failed))
+    if error is not None:
+        raise error
+    for rank, (_, problem) in enumerate(everyones):
+        if problem is not None:
+            is_ours, shown, text = problem
+            lost = f"rank {rank} could not {what} ({shown}); rank {here.rank} would hang. See that rank's traceback."
+            raise failure.caused_by(rank, DataError(f"on rank {rank}: {text}") if is_ours else WorldError(lost))
+    return [value for value, _ in everyones]
 
 
 def facts_of(dataset: Any) -> dict[str, int]:
@@ -53,37 +80,12 @@ def facts_of(dataset: Any) -> dict[str, int]:
     return found
 
 
-def probe(dataset: Any) -> dict[str, Optional[int]]:
-    """Return hashes of the first, a middle and the last item, by name. Local; random streams are restored.
-
-    For an item that cannot be read, its error is hashed: training will raise it. None: two reads of the item differ, so
-    it has entropy of its own.
-    """
-    num = None if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") else length(dataset)
-    found: dict[str, Optional[int]] = {}
-    for index in dict.fromkeys((0, (num or 0) // 2, (num or 1) - 1)) if num else ():
-        reads = []
-        with _generators_kept(dataset):
-            for _ in range(2):
-                with PrivateRandom(index).swapped_in():
-                    reads.append(_hash_of_item(dataset, index))
-        found[f"item {index} of the dataset"] = reads[0] if reads[0] == reads[1] else None
-    return found
-
-
-def _hash_of_item(dataset: Any, index: int) -> int:
-    try:
-        return hash_of(dataset[index])
-    except Exception as error:
-        return zlib.crc32(type(error).__name__.encode())
-
-
-def hash_of(value: Any) -> int:
+def _hash_of(value: Any) -> int:
     """Return a hash of the numbers and the text in `value`, or of the class of another object. Local."""
     if isinstance(value, Mapping):
-        return zlib.crc32(repr([(str(key), hash_of(inner)) for key, inner in value.items()]).encode())
+        return zlib.crc32(repr([(str(key), _hash_of(inner)) for key, inner in value.items()]).encode())
     if isinstance(value, (list, tuple)):
-        return zlib.crc32(repr([len(value), *map(hash_of, _some(value))]).encode())
+        return zlib.crc32(repr([len(value), *map(_hash_of, _some(value))]).encode())
     if isinstance(value, (str, bytes, int, float, bool, complex, type(None))):
         return zlib.crc32(repr(value).encode())
     if hasattr(value, "dtype") and hasattr(value, "shape") and hasattr(value, "reshape"):  # torch's, numpy's
@@ -91,8 +93,6 @@ def hash_of(value: Any) -> int:
         if isinstance(value, torch.Tensor) and (value.layout != torch.strided or value.is_meta or value.is_quantized):
             return kind
         return zlib.crc32(repr(_some(value.reshape(-1)).tolist()).encode(), kind)
-    if callable(getattr(value, "tobytes", None)):  # an image
-        return zlib.crc32(value.tobytes())
     return zlib.crc32(type(value).__name__.encode())
 
 
@@ -106,7 +106,7 @@ def _walk(value: Any, title: str, found: dict[str, int], depth: int, seen: set[i
         return
     seen.add(id(value))
     if isinstance(value, Subset):
-        found[f"order of the split {title}.indices"] = hash_of(list(value.indices))
+        found[f"order of the split {title}.indices"] = _hash_of(list(value.indices))
         _walk(value.dataset, f"{title}.dataset", found, depth, seen)
         return
     if isinstance(value, ConcatDataset):
@@ -120,7 +120,7 @@ def _walk(value: Any, title: str, found: dict[str, int], depth: int, seen: set[i
         if isinstance(held, Dataset):
             _walk(held, where, found, depth - 1, seen)
         elif _holds_samples(held):
-            found[where] = hash_of(_without_folder(held))
+            found[where] = _hash_of(_without_folder(held))
 
 
 def _holds_samples(held: Any) -> bool:
@@ -142,24 +142,3 @@ def _without_folder(held: Any) -> Any:
             folder = os.path.commonpath(list(map(os.path.dirname, held)))
             return [item[len(folder) :] for item in held]
     return held
-
-
-@contextlib.contextmanager
-def _generators_kept(dataset: Any) -> Iterator[None]:
-    """Within this block the dataset's own generators may draw; afterwards their states are restored."""
-    kept: list[tuple[Callable[[Any], None], Any]] = []
-    holder: Optional[Any] = dataset
-    while holder is not None:
-        for held in list(getattr(holder, "__dict__", {}).values()):
-            if isinstance(held, random.Random):
-                kept.append((held.setstate, held.getstate()))
-            elif isinstance(held, torch.Generator) or type(held).__module__ == "numpy.random.mtrand":
-                kept.append((held.set_state, held.get_state()))
-            elif type(held).__module__ == "numpy.random._generator":
-                kept.append((functools.partial(setattr, held.bit_generator, "state"), held.bit_generator.state))
-        holder = getattr(holder, "dataset", None)
-    try:
-        yield
-    finally:
-        for put_back, state in kept:
-            put_back(state)

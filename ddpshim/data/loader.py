@@ -1,7 +1,9 @@
 """Builds data loaders that give each rank its share of the global batch of one process."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Callable, Optional, Protocol, TypedDict, Union, cast
+from typing import Any, Callable, Optional, Protocol, Union, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -11,20 +13,13 @@ from ddpshim.job.group import current_or_new_world
 from ddpshim.job.world import World
 from ddpshim.process.job import current
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 class _MapStyle(Protocol):
     def __getitem__(self, index: Any, /) -> Any: ...
 
 
-class _Newer(TypedDict, total=False):
-    in_order: bool
-
-
 def make_loader(
-    dataset: "Union[Dataset[Any], _MapStyle, Iterable[Any]]",
+    dataset: Union[Dataset[Any], _MapStyle, Iterable[Any]],
     batch_size: Optional[int] = 1,
     shuffle: Optional[bool] = None,
     sampler: Optional[Iterable[Any]] = None,
@@ -41,11 +36,11 @@ def make_loader(
     prefetch_factor: Optional[int] = None,
     persistent_workers: bool = False,
     pin_memory_device: str = "",
+    in_order: bool = True,
     per_rank_batch: Optional[bool] = None,
     already_sharded: bool = False,
     world: Optional[World] = None,
-    **newer: "Unpack[_Newer]",
-) -> "DataLoader[Any]":
+) -> DataLoader[Any]:
     """Return a DataLoader that gives this rank its share of each global batch.
 
     Takes the arguments of torch's DataLoader, in the same order. Without a launcher it returns that DataLoader, with
@@ -73,7 +68,6 @@ def make_loader(
         already_sharded: `dataset` holds, and `sampler` draws, only this rank's share; only the batch size is divided,
             and each rank draws its order from its own random streams. An iterable dataset must then give equally many
             batches on every rank, and shard over its workers itself.
-        newer: parameters of torch versions after 2.1 (`in_order`), passed to DataLoader unchanged.
 
     Raises:
         DataError: the batch, dataset or sampler does not split over the ranks, or would give no step. It is raised on
@@ -91,7 +85,7 @@ def make_loader(
         prefetch_factor=prefetch_factor,
         persistent_workers=persistent_workers,
         pin_memory_device=pin_memory_device,
-        **newer,
+        **({} if in_order else {"in_order": False}),  # which torch before 2.6 lacks
     )
     is_default, is_whole = drop_last is None, current().holds_whole_batches or not here.is_launched
     if drop_last is None:  # torch refuses True if it makes no batches
@@ -102,29 +96,12 @@ def make_loader(
                 'make_loader(already_sharded or per_rank_batch) after setup(batch="global"): every rank would take its '
                 'share for the whole batch. Leave it out, or use batch="local".'
             )
-        return torch.utils.data.DataLoader(  # of row tensors, after `setup(batch="global")`
-            cast(Any, dataset),
-            batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,
-            drop_last=drop_last,
-            generator=generator,
-            **options,
-        )
+        loader = torch.utils.data.DataLoader  # of row tensors, after `setup(batch="global")`
+        chosen = {"drop_last": drop_last, "generator": generator, **options}
+        return loader(cast(Any, dataset), batch_size, shuffle, sampler, batch_sampler, **chosen)
     from ddpshim.data import loader_builder
 
-    parts = loader_builder.Parts(
-        here,
-        dataset,
-        batch_size,
-        bool(shuffle),
-        sampler,
-        batch_sampler,
-        drop_last,
-        here.options.per_rank_batch if per_rank_batch is None else per_rank_batch,
-        already_sharded,
-        generator,
-        options,
-    )
+    is_per_rank = here.options.per_rank_batch if per_rank_batch is None else per_rank_batch
+    how = drop_last, is_per_rank, already_sharded, generator, options
+    parts = loader_builder.Parts(here, dataset, batch_size, bool(shuffle), sampler, batch_sampler, *how)
     return loader_builder.make(parts, says_dropped=is_default)

@@ -5,8 +5,7 @@ Where an adapter has a fetcher, whole batches are fetched.
 
 import hashlib
 import math
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Callable, Optional, Protocol
 
@@ -14,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from ddpshim import adapters
-from ddpshim.data.dataset_fingerprint import facts_of, length, probe, refuse_unlike
+from ddpshim.data.dataset_fingerprint import facts_of, first_unlike, length, on_each_rank, refuse_unlike
 from ddpshim.data.numbered import EpochCounter, layers
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.data.torchs_order import TorchsBatches
@@ -28,7 +27,7 @@ from ddpshim.process.say import count, say_once
 
 @dataclass
 class Parts:
-    """The arguments of `make_loader`, which `make` turns into a ShardedLoader. All local; see :func:`make_alike`."""
+    """The arguments of `make_loader`, of which this rank makes its loader; see :func:`make`."""
 
     world: World
     dataset: Any
@@ -54,7 +53,7 @@ class Parts:
             self.refuse_too_small(self.dataset, "dataset")
         # Made only so that torch raises its own errors (shuffle with a sampler, a negative batch, ...).
         DataLoader(self.dataset, self.batch_size, self.shuffle or None, self.sampler, self.batch_sampler)
-        if self.options.get("in_order", True) is False and self.options["num_workers"] > 0:
+        if "in_order" in self.options and self.options["num_workers"] > 0:
             raise DataError(
                 "in_order=False with workers: each rank would get its batches in a different order, and a step "
                 "would mix global batches. Leave in_order out."
@@ -162,18 +161,18 @@ class Parts:
                     "seen. Leave it out, and pass shuffle= instead."
                 )
 
-    def facts(self, loader: ShardedLoader) -> dict[str, Any]:
+    def facts(self, loader: ShardedLoader) -> dict[str, str]:
         """Return what must be equal on all ranks, by name."""
-        state = None  # of the generator from which torch's sampler draws
+        state = ""  # of the generator from which torch's sampler draws
         if self.generator is not None and not self.already_sharded:
             state = hashlib.blake2b(bytes(self.generator.get_state().tolist()), digest_size=8).hexdigest()
         return {
-            "number of samples": None if self.already_sharded else length(self.dataset),
-            "number of steps": length(loader),
-            "global batch": loader.global_batch_size,
-            "shuffle": self.shuffle,
-            "drop_last": self.drop_last,
-            "state of the generator": state,
+            "number of samples": repr(None if self.already_sharded else length(self.dataset)),
+            "number of steps": repr(length(loader)),
+            "global batch": repr(loader.global_batch_size),
+            "shuffle": repr(self.shuffle),
+            "drop_last": repr(self.drop_last),
+            "state of the generator": state or "that of torch",
         }
 
 
@@ -196,78 +195,6 @@ def divide(batch_size: int, world_size: int) -> int:
     return batch_size // world_size
 
 
-def make_alike(parts: Parts) -> ShardedLoader:
-    """Return the loader, after all ranks have made one with the same steps (collective).
-
-    If one rank's dataset were shorter, that rank would end its pass first, and the others would wait in the next
-    all-reduce. So everything that decides the steps is compared here, where all ranks can still raise an error.
-    """
-    loader: Optional[ShardedLoader] = None
-    problem: Optional[Exception] = None
-    facts: dict[str, Any] = {}
-    try:
-        loader = parts.make()
-        facts = parts.facts(loader)
-    except Exception as error:
-        # Raised below, because the other ranks wait in the same gather.
-        problem = error
-    num_workers = parts.options["num_workers"]
-    is_compared = parts.world.world_size > 1 and parts.world.options.guard and not parts.already_sharded
-    said = None if problem is None else f"{type(problem).__name__}: {problem}"
-    held = facts_of(parts.dataset) if is_compared else {}
-    # With workers this process reads no item, because they would inherit the files that it opens.
-    items = probe(parts.dataset) if is_compared and not num_workers and problem is None else {}
-    failures, all_facts, *hashes = zip(*parts.world.gather((said, facts, held, items)))
-    if problem is not None:
-        raise problem
-    assert loader is not None
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            raise DataError(
-                f"Rank {rank} could not make its loader ({failure}); this rank would hang. See the traceback of "
-                f"rank {rank}."
-            )
-    refuse_unlike(all_facts, "Call make_loader with equal arguments and datasets on every rank.")
-    _refuse_other_data(*hashes)
-    if parts.world.is_main and num_workers:
-        _advise_on_workers(parts.world, num_workers)
-    return loader
-
-
-def _refuse_other_data(*of_ranks: Sequence[Mapping[str, Optional[int]]]) -> None:
-    """Raise DataError if an index means a different sample on a rank than on rank 0. Local, equal on all ranks."""
-    for hashes in of_ranks:
-        for name, expected in hashes[0].items():
-            found = [own.get(name) for own in hashes]
-            odd = next((rank for rank, value in enumerate(found) if value != expected), None)
-            if odd is not None and None not in found:
-                raise DataError(
-                    f"Ranks 0 and {odd} hold different data ({name}); an index means a different sample on each, so "
-                    "some would be trained on twice and others never. Seed the split, sort the result of os.listdir "
-                    "or glob, and load the same files on every rank; pass already_sharded=True if each rank holds its "
-                    "own share. DDPSHIM_GUARD=0 turns this check off."
-                )
-
-
-def _advise_on_workers(here: World, num_workers: int) -> None:
-    """Print a line if this node has fewer cores than ranks and data workers. Local: for the main rank.
-
-    4 ranks with 8 workers each, on 16 cores, are 36 processes; with 3 workers, 16.
-    """
-    from ddpshim.process import machine
-
-    num_cores = machine.num_cores()
-    # Where the process may use some of the machine's cores only, a launcher may have bound each rank to its own.
-    num_ranks = here.local_world_size if len(machine.cores()) == os.cpu_count() else 1
-    num_processes = num_ranks * (1 + num_workers)
-    if num_processes > num_cores:
-        say_once(
-            f"{count(num_ranks, 'rank')} x {count(num_workers, 'worker')} on {count(num_cores, 'core')}: "
-            f"{num_processes} processes compete for cores and slow each other down; use "
-            f"num_workers={max(0, num_cores // num_ranks - 1)} (robomimic: train.num_data_workers)"
-        )
-
-
 class Fetcher(Protocol):
     """Gives whole batches of one dataset, with the values, types and order of keys of torch's collate."""
 
@@ -279,7 +206,11 @@ class Fetcher(Protocol):
 
 
 def make(parts: Parts, says_dropped: bool) -> ShardedLoader:
-    """Return the loader of this rank's share (collective). `says_dropped`: say how many samples `drop_last` omits."""
+    """Return the loader of this rank's share (collective). `says_dropped`: say how many samples `drop_last` omits.
+
+    If one rank's dataset were shorter, that rank would end its pass first, and the others would wait in the next
+    all-reduce. So everything that decides the steps is compared here, where all ranks can still raise an error.
+    """
     here, options = parts.world, parts.options
     makes_batches = parts.batch_size is not None or parts.batch_sampler is not None
     fetcher = None
@@ -291,29 +222,39 @@ def make(parts: Parts, says_dropped: bool) -> ShardedLoader:
             name = type(parts.dataset).__name__
             say_once(f"{name} is read sample by sample, many times slower than by the batch: {reason}")
         options["collate_fn"] = fetcher.collate()
-    loader = make_alike(parts)
+    loader: Any = None
+    is_compared = here.world_size > 1 and here.options.guard and not parts.already_sharded
+
+    def make_own() -> list[Any]:
+        nonlocal loader
+        loader = parts.make()
+        return [parts.facts(loader), facts_of(parts.dataset) if is_compared else {}]
+
+    facts, hashes = zip(*on_each_rank(here, "make its loader", make_own))
+    refuse_unlike(facts, "Call make_loader with equal arguments and datasets on every rank.")
+    if (odd := first_unlike(hashes)) is not None:
+        raise DataError(
+            f"Ranks 0 and {odd[1]} hold different data ({odd[0]}); an index means a different sample on each, so some "
+            "would be trained on twice and others never. Seed the split, sort the result of os.listdir or glob, and "
+            "load the same files on every rank; pass already_sharded=True if each rank holds its own share. "
+            "DDPSHIM_GUARD=0 turns this check off."
+        )
     loader.fetches_whole_batches = fetcher is not None
     if parts.already_sharded:
         use_own_batches()
     elif here.world_size > 1 and draws_alike():
         noise.share()
-    if here.is_main and loader.global_batch_size is not None:
-        size, num_ranks = loader.global_batch_size, here.world_size
+    size, num_ranks = loader.global_batch_size, here.world_size
+    if here.is_main and size is not None:
         say_once(f"global batch {size} = {count(num_ranks, 'rank')} x {size // num_ranks}")
-        if says_dropped and parts.drop_last and not parts.already_sharded:
-            _say_dropped(loader.called, loader.global_batch_size, parts)
-    return loader
-
-
-def _say_dropped(called: str, global_batch_size: int, parts: Parts) -> None:
-    num_samples = length(parts.dataset if parts.sampler is None else parts.sampler) or 0
-    dropped = num_samples % global_batch_size
-    if dropped:
-        say_once(
-            f"{called} drops {dropped} of {num_samples} samples in each epoch, the incomplete last batch: "
-            "drop_last defaults to True on ranks, and to False in a plain `python train.py`. drop_last=False trains on "
-            "all of them, as one process does"
-        )
+        num_samples = length(parts.dataset if parts.sampler is None else parts.sampler) or 0
+        if says_dropped and parts.drop_last and not parts.already_sharded and num_samples % size:
+            say_once(
+                f"{loader.called} drops {num_samples % size} of {num_samples} samples in each epoch, the incomplete "
+                "last batch: drop_last defaults to True on ranks, and to False in a plain `python train.py`. "
+                "drop_last=False trains on all of them, as one process does"
+            )
+    return loader  # type: ignore[no-any-return]
 
 
 def scale_lr(lr: float, rule: Optional[str] = None, world_size: Optional[int] = None) -> float:

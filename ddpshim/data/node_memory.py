@@ -19,15 +19,16 @@ from typing import Any, Callable, Optional
 
 import torch
 
-from ddpshim.errors import DataError, WorldError
-from ddpshim.failures import failure
+from ddpshim.data.dataset_fingerprint import on_each_rank
+from ddpshim.errors import DataError
 from ddpshim.job.group import world as current_world
 from ddpshim.job.world import World
 from ddpshim.process import machine
-from ddpshim.process.say import described, size
+from ddpshim.process.say import size
 
 _ALIGNMENT = 64
 _SHARED_MEMORY = "/dev/shm"
+_WHAT = "make the arrays that a node shares"
 
 Spec = tuple[Sequence[int], torch.dtype]
 
@@ -87,10 +88,10 @@ def shared_arrays(
             pid, descriptor = made[ranks[0]]
             arrays = SharedArrays(os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC), specs)
 
-    made = _on_each(here, make if here.rank == ranks[0] else lambda: None)
-    _on_each(here, see)
+    made = on_each_rank(here, _WHAT, make if here.rank == ranks[0] else lambda: None)
+    on_each_rank(here, _WHAT, see)
     assert arrays is not None
-    _on_each(here, fill, arrays, ranks.index(here.rank), len(ranks))
+    on_each_rank(here, _WHAT, fill, arrays, ranks.index(here.rank), len(ranks))
     return arrays
 
 
@@ -143,33 +144,6 @@ def _node() -> tuple[str, int]:
     """Return the machine's boot and pid namespace; processes that have both in common can open each other's files."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip(), os.stat("/proc/self/ns/pid").st_ino
-
-
-def _on_each(here: World, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Return the result of `function` on each rank (collective); an exception on one rank is raised on all."""
-    error: Optional[BaseException] = None
-    value = None
-    try:
-        value = function(*args)
-    except BaseException as raised:
-        error = raised
-    failed = None if error is None else (isinstance(error, DataError), described(error), str(error))
-    everyones = here.gather((value, failed))
-    if error is not None:
-        raise error
-    for rank, (_, problem) in enumerate(everyones):
-        if problem is not None:
-            is_ours, shown, text = problem
-            raise failure.caused_by(
-                rank,
-                DataError(f"on rank {rank}: {text}")
-                if is_ours
-                else WorldError(
-                    f"rank {rank} could not make the arrays that a node shares ({shown}); rank {here.rank} cannot "
-                    "read them. See that rank's traceback."
-                ),
-            )
-    return [value for value, _ in everyones]
 
 
 def _make(num_bytes: int) -> int:

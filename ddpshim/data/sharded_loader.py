@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddpshim.data.augmentation import SampleStreams, show_dataset_to_worker
-from ddpshim.data.numbered import Enterable, joins_samples, order_of
+from ddpshim.data.numbered import Enterable, SampleStreams, joins_samples, start_worker
 from ddpshim.data.torchs_order import TorchsBatches, restore_states, states_of
-from ddpshim.job import shares
-from ddpshim.job.noise import draws_alike
-from ddpshim.process.job import current
+from ddpshim.job.noise import Position, begin_batch, draws_alike, end_batch
+from ddpshim.process.job import current, derive_seed
 from ddpshim.process.random_streams import rank_states, restore_rank_states
-from ddpshim.process.seeds import derive_seed
 from ddpshim.process.users_line import users_line
 
 if TYPE_CHECKING:
@@ -57,9 +54,6 @@ class ShardedLoader(DataLoader[Any], Enterable):
         self._number, self.called = current().next_number("loader"), f"the loader of {users_line()}"
         self.fetches_whole_batches = False  # if so, it draws nothing for a sample
         self.restarts_workers = not self.persistent_workers  # at each start torch draws a seed
-        self._begins_with: Optional[dict[str, Any]] = None  # the random streams for the next pass
-        self._has_seed = False  # if they are given: whether the pass draws no seed, because the run's workers stayed
-        self._begun_with: Optional[dict[str, Any]] = None  # those of this one
         # Attributes that users read. torch forbids setting them once its batch sampler exists, so this bypasses it;
         # `shown` has the values that describe this loader's batches.
         self.__dict__.update(shown)
@@ -75,18 +69,13 @@ class ShardedLoader(DataLoader[Any], Enterable):
     def order_state(self) -> Optional[dict[str, Any]]:
         if not isinstance(self._source, TorchsBatches):
             return None
-        latest, begun_with = self._source.latest, self._begun_with
-        if begun_with is not None and latest is not None and latest.draws_with is not None:
-            begun_with = {**begun_with, "order": (latest.opened_with, latest.draws_with)}
-        return {**order_of(self), "workers stay": self._workers_stay(), "begun with": begun_with}
+        state, latest = Enterable.order_state(self), self._source.latest
+        if state is not None and latest is not None and latest.draws_with is not None:
+            state["begun with"] = {**state["begun with"], "order": (latest.opened_with, latest.draws_with)}
+        return state
 
-    def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
-        if state is not None:
-            self._begins_with = state["begun with"] if is_inside else {"generators": state["generators"]}
-            self._has_seed = state["begun with"]["has seed"] if is_inside else state["workers stay"]
-
-    def _workers_stay(self) -> bool:
-        return self._iterator is not None and not self.restarts_workers
+    def workers_stay(self) -> bool:
+        return super().workers_stay() and not self.restarts_workers
 
     def __iter__(self) -> Any:
         epoch, source, here = self._source.epochs.advance(), self._source, self._world
@@ -94,7 +83,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
         now, (states, self._begins_with) = rank_states(here.device), (self._begins_with, None)
         if states is not None:
             restore_states(self, here, states)
-        has_seed = self._workers_stay() if states is None else self._has_seed
+        has_seed = self.workers_stay() if states is None else self._has_seed
         self._begun_with = {**states_of(self, here), "has seed": has_seed}
         # torch's iterator reads these three. Its generator only gives the seed of the workers.
         shown = {name: self.__dict__[name] for name in ("dataset", "collate_fn", "generator")}
@@ -123,7 +112,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
             if order is not None:
                 order.draw()
             restore_rank_states(now, here.device)
-        first = shares.Position(self._number, epoch, start, num_samples)
+        first = Position(self._number, epoch, start, num_samples)
         return _PassOfShares(self, batches, order, first)
 
     def _draws(self) -> Optional[SampleStreams]:
@@ -145,21 +134,19 @@ class ShardedLoader(DataLoader[Any], Enterable):
 class _PassOfShares:
     """The batches of a pass. Each becomes the current batch when it is given."""
 
-    def __init__(
-        self, loader: ShardedLoader, batches: Any, order: "Optional[OrderOfPass]", first: shares.Position
-    ) -> None:
+    def __init__(self, loader: ShardedLoader, batches: Any, order: "Optional[OrderOfPass]", first: Position) -> None:
         self._batches, self._order, self._batch_size = batches, order, loader.batch_size
         self._next, self.called, self._deals_shares = first, loader.called, loader.deals_shares
         # Batches that are fetched and dropped, so that each worker continues with its own.
         self._num_ahead = 0 if order is None else order.num_ahead
-        self.position: Optional[shares.Position] = None  # of the current batch, if it may be trained on
+        self.position: Optional[Position] = None  # of the current batch, if it may be trained on
 
     def __iter__(self) -> "_PassOfShares":
         return self
 
     def __next__(self) -> Any:
         if self._deals_shares:
-            shares.end_batch(self)
+            end_batch(self)
         for _ in range(self._num_ahead):
             self._fetch()
         self._num_ahead = 0
@@ -170,7 +157,7 @@ class _PassOfShares:
         self.position = self._next if feeds else None
         self._next = self._next._replace(step=self._next.step + 1)
         if self._deals_shares and num_rows:
-            shares.begin_batch(num_rows, self)
+            begin_batch(num_rows, self)
         return batch
 
     def _fetch(self) -> tuple[Any, Optional[int]]:
@@ -186,14 +173,11 @@ class _PassOfShares:
 
 
 def _start_worker(start: Optional[Callable[[int], None]], worker: int) -> None:
-    """Initialise a worker, with the user's `start`."""
     from ddpshim.failures import preemption
 
     preemption.ignore_in_worker()
-    shares.end_batch()  # inherited from an abandoned pass: the worker draws nothing for it
-    show_dataset_to_worker()
-    if start is not None:
-        start(worker)
+    end_batch()  # inherited from an abandoned pass: the worker draws nothing for it
+    start_worker(start, worker)
 
 
 @functools.lru_cache(maxsize=1)

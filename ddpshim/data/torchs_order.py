@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from array import array
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain, islice
@@ -12,10 +10,16 @@ from typing import Any, Optional
 from torch.utils.data import DataLoader, Sampler
 
 from ddpshim.data.dataset_fingerprint import length
-from ddpshim.data.numbered import EpochCounter, Numbered, layers, own_generators, without_lists
+from ddpshim.data.numbered import (
+    EpochCounter,
+    Numbered,
+    generator_states,
+    layers,
+    restore_generators,
+    without_lists,
+)
 from ddpshim.errors import DataError
-from ddpshim.job.noise import draws_alike
-from ddpshim.job.shares import Share
+from ddpshim.job.noise import Share, draws_alike
 from ddpshim.job.world import World
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import digest, rank_states, restore_rank_states
@@ -49,16 +53,15 @@ class TorchsBatches(Sampler[Any]):
         """Make the next pass use `epoch`, and later passes the following epochs. Local."""
         self.epochs.set(epoch)
 
-    def num_steps(self) -> int:
-        """Return the number of steps of a pass over the dataset's current samples, equal on every rank."""
-        return len(self.plain)
-
     def num_samples(self) -> Optional[int]:
         """Return how many samples the order has."""
         return length(self.plain.sampler)
 
     def __len__(self) -> int:
+        """Return the number of steps of a pass over the dataset's current samples, equal on every rank."""
         return len(self.plain)
+
+    num_steps = __len__
 
     def __iter__(self) -> Iterator[Any]:
         self.latest = OrderOfPass(self)
@@ -118,7 +121,7 @@ class OrderOfPass:
         if own is not None:
             restore_rank_states(own, here.device)
         before = islice(batches, self._start - self.num_ahead)
-        self._before = [*map(_compact, before)] if self._num_workers else [*deque(before, maxlen=0)]
+        self._before = [*before] if self._num_workers else [*deque(before, maxlen=0)]
         self._batches = batches
 
     def _draw_all(self) -> tuple[list[Any], dict[str, Any]]:
@@ -152,20 +155,16 @@ class OrderOfPass:
         assert self._batches is not None
         first = self._start - self.num_ahead
         for step, batch in enumerate(self._batches, first):
-            if not isinstance(batch, (list, tuple)):
-                self.sizes.append(1)
-                yield batch
-                continue
-            rows = own_rows(batch, self._world)
-            share = Numbered((batch[row] for row in rows), step)
-            share.whole, share.rows = list(batch), rows
-            if step < first + self._num_workers:
-                share.before = self._before[step % self._num_workers :: self._num_workers]
-            self.sizes.append(len(share))
+            share = batch
+            if isinstance(batch, (list, tuple)):
+                share = Numbered(batch, _own_rows(batch, self._world), step)
+                if step < first + self._num_workers:
+                    share.before = self._before[step % self._num_workers :: self._num_workers]
+            self.sizes.append(len(share) if isinstance(share, Numbered) else 1)
             yield share
 
 
-def own_rows(batch: Any, here: World) -> range:
+def _own_rows(batch: Any, here: World) -> range:
     """Return this rank's rows of the batch. Raises DataError if the ranks do not divide it."""
     num = len(batch)
     if not num:
@@ -181,18 +180,10 @@ def own_rows(batch: Any, here: World) -> range:
 
 def states_of(loader: Any, here: World) -> dict[str, Any]:
     """Return the states of this rank's random streams, and of the generators that the caller gave to `loader`."""
-    return {**rank_states(here.device), "generators": [generator.get_state() for generator in own_generators(loader)]}
+    return {**rank_states(here.device), "generators": generator_states(loader)}
 
 
 def restore_states(loader: Any, here: World, states: dict[str, Any]) -> None:
     """Restore what `states_of` returned, or a part of it, in this process or an earlier one. Local."""
     restore_rank_states(states, here.device)
-    for generator, state in zip(own_generators(loader), states["generators"]):
-        generator.set_state(state)
-
-
-def _compact(batch: Any) -> Any:
-    """Return a batch of ints as an array, in a fifth of the memory of a list; any other batch as it is."""
-    with contextlib.suppress(TypeError, OverflowError):
-        return array("q", batch)
-    return batch
+    restore_generators(loader, states["generators"])

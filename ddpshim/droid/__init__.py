@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import ddpshim.robomimic.calls as adapter
-from ddpshim.data.numbered import Enterable
+from ddpshim.data.numbered import Enterable, order_of
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.job.world import world_of_shares
 from ddpshim.process.devices import bind_device
@@ -111,8 +111,7 @@ class Epochs(Enterable):
             self._next, self._batches = wanted, None
 
     def order_state(self) -> Optional[dict[str, Any]]:
-        state: Optional[dict[str, Any]] = self._loader.order_state() if isinstance(self._loader, Enterable) else None
-        return state
+        return order_of(self._loader) if isinstance(self._loader, Enterable) else None
 
     def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
         self._order = state

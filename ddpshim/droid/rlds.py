@@ -19,8 +19,8 @@ from ddpshim.data.loader import make_loader
 from ddpshim.data.loader_builder import divide
 from ddpshim.errors import DataError
 from ddpshim.job.world import World, world_of_shares
+from ddpshim.process.job import derive_seed
 from ddpshim.process.replaced import replaced
-from ddpshim.process.seeds import derive_seed
 
 
 def make_dataset_from_rlds(name: str, data_dir: str, **options: Any) -> tuple[Any, dict[str, Any]]:

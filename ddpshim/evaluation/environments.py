@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import pickle
 import random
 import types
 import zlib
@@ -18,9 +19,10 @@ from typing import Any, Callable, Optional
 import torch
 
 from ddpshim.job.world import World
+from ddpshim.process.job import derive_seed
+from ddpshim.process.random_streams import digest
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say_once
-from ddpshim.process.seeds import derive_seed
 
 _INSIDE = ("env", "_env", "_environment")  # attributes of wrappers: the wrapped environment
 _FIRST = ("rng", "np_random")  # robosuite 1.5, gymnasium; reading the latter creates its generator
@@ -189,21 +191,8 @@ def _call_seed(env: Any, seed: int) -> bool:
 
 def _states(generators: list[Any]) -> list[Any]:
     """Return the states of all generators that are seeded for an episode."""
-    import numpy
-
-    everywhere: Any = numpy.random.get_state()
-    states = [repr(everywhere[1:]), random.getstate(), torch.get_rng_state().tolist()]
-    if torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state().tolist())
-    return states + [_state(generator) for generator in generators]
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().tolist()
-    return repr(generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()[1:])
+    own = [g.get_state().tolist() if isinstance(g, torch.Generator) else pickle.dumps(g) for g in generators]
+    return [digest(), *(torch.cuda.get_rng_state().tolist() if torch.cuda.is_initialized() else []), *own]
 
 
 def _digest(observation: Any) -> Optional[int]:
@@ -213,12 +202,12 @@ def _digest(observation: Any) -> Optional[int]:
     if isinstance(observation, tuple):  # gymnasium: (observation, info)
         observation = observation[0]
     items = sorted(observation.items()) if isinstance(observation, Mapping) else [("", observation)]
-    digest, is_empty = 0, True
+    found, is_empty = 0, True
     for name, value in items:
         if isinstance(value, (int, float)) or (isinstance(value, numpy.ndarray) and value.ndim < 3):
             array = numpy.ascontiguousarray(value)
             if array.dtype.kind in "fiub":
                 # Processors differ in the last digits; + 0.0 turns -0.0 into 0.0.
                 rounded = numpy.round(array.astype(float), 4) + 0.0
-                digest, is_empty = zlib.crc32(rounded.tobytes(), zlib.crc32(str(name).encode(), digest)), False
-    return None if is_empty else digest
+                found, is_empty = zlib.crc32(rounded.tobytes(), zlib.crc32(str(name).encode(), found)), False
+    return None if is_empty else found

@@ -1,19 +1,32 @@
-"""Records how a rank failed, for `run` and `spawn`, and knows gloo's and nccl's texts for a rank that is gone.
+"""Reports how a rank failed: on stderr, to torchrun, and in a note for `run` and `spawn`; loaded when one fails.
 
 Each rank writes one note, once, when an exception leaves the program or is given to `ddpshim.abort`.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import os
+import signal
+import socket
+import sys
+import threading
 import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, Optional
 
 from ddpshim import variables
-from ddpshim.process.say import say
+from ddpshim.errors import SyncError
+from ddpshim.failures import failure
+from ddpshim.process.job import current
+from ddpshim.process.say import ranks_called, say
+
+_EXIT_HANDLERS_DEADLINE_S = _LAUNCHER_DEADLINE_S = 5.0
+_LONGEST = 300  # characters of an error in the line of a rank that did not fail first
 
 
 class Note(NamedTuple):
@@ -30,6 +43,98 @@ class Note(NamedTuple):
     exit_code: int
     lost_a_peer: bool
     traceback: str
+
+
+def report(error: BaseException, exit_code: int, me: int, watched: Optional[failure.Watched]) -> None:
+    """Report `error` to the job, the launcher and stderr, and run exit handlers."""
+    sigterms: list[int] = []
+    with contextlib.suppress(ValueError):  # not the main thread
+        # A launcher that has seen another rank end sends SIGTERM: delay it until the records are written.
+        signal.signal(signal.SIGTERM, lambda number, frame: sigterms.append(number))
+        # torch's handler raises when a data worker ends, and a launcher may end the workers together with this rank.
+        if hasattr(signal, "SIGCHLD"):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    write(error, exit_code)
+    first = failure.note(error)
+    with contextlib.suppress(ValueError):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if sigterms:
+            os.kill(os.getpid(), signal.SIGTERM)
+    if first == me and lost_a_peer(error):
+        # The peer was killed and could not report it. A launcher sees that, blames it and ends this rank in seconds.
+        say(f"rank {me} lost a peer ({type(error).__name__})", directly=True)
+        if watched is not None and watched.is_told_to_end:
+            os._exit(exit_code)
+        time.sleep(_LAUNCHER_DEADLINE_S)
+    if first == me:
+        if (explained := _explained(error)) is not error:
+            error = explained
+            write(error, exit_code, knows_cause=True)
+        lines = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
+        what = "was interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        say(f"rank {me} ({socket.gethostname()}) {what}:\n{lines}", directly=True)
+        if isinstance(error, Exception):
+            _record_for_torchrun(error)
+    else:
+        line = f"rank {me} stops because rank {first} failed first{_why(first)}; rank {me}'s own error: {_short(error)}"
+        say(f"rank {me} was interrupted" if isinstance(error, KeyboardInterrupt) else line, directly=True)
+        # A launcher kills all other ranks when it sees one end, and torchrun blames the one that ended in
+        # the earliest second: exit only after the first rank has printed its traceback and exited.
+        failure.ask_store(lambda store: store.wait(["left"], timedelta(seconds=2 * _EXIT_HANDLERS_DEADLINE_S)))
+        time.sleep(1.1)
+    handlers = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
+    handlers.start()
+    handlers.join(_EXIT_HANDLERS_DEADLINE_S)
+    for out in filter(None, (sys.stdout, sys.stderr, sys.__stderr__)):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            out.flush()
+    if first == me:
+        failure.ask_store(lambda store: store.set("left", "1"))
+
+
+def _short(error: BaseException) -> str:
+    """Return the first line of `error`, cut between words if it is long. Local."""
+    said = f"{type(error).__name__}: {error}".splitlines()[0]
+    return said if len(said) <= _LONGEST else said[: _LONGEST + 1].rpartition(" ")[0] + " ..."
+
+
+def _explained(error: BaseException) -> BaseException:
+    """Return `error`; if it waited for a rank that has left the job, or that did not come, a SyncError that says so."""
+    watched = current().watched
+    if watched is None or watched.watch is None:
+        return error
+    me = watched.rank
+    if lost_a_peer(error) and (left := watched.watch.describe_left()):
+        from ddpshim.failures.failure_notes import remedy
+
+        why = "waits for a rank that has already left the job, and would hang"
+        text = f"rank {me} {why}:\n{left}\n{remedy('same end')}."
+    elif is_late(error) and (verdict := watched.watch.await_verdict()):
+        who = ranks_called(verdict.named) if verdict.named else "another rank"
+        text = f"{who} did not answer rank {me} within the timeout ({_short(error)}): {verdict.text}"
+    else:
+        return error
+    return SyncError(text).with_traceback(error.__traceback__)
+
+
+def _why(rank: int) -> str:
+    """Return where `rank` failed, in parentheses, for the line of another rank; "" if unknown."""
+    key = f"why/{rank}"
+    told = failure.ask_store(lambda store: store.get(key).decode() if failure.is_there(store, key) else None)
+    return f" ({told})" if told else ""
+
+
+def _record_for_torchrun(error: Exception) -> None:
+    """Write the traceback for torchrun's agent, so that its summary names the root cause."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        handler = get_error_handler()
+        handler.initialize()
+        try:
+            raise error
+        except Exception:  # torch records the exception that is being handled
+            handler.record_exception(error)
 
 
 def write(error: BaseException, exit_code: int, *, knows_cause: bool = False) -> None:
@@ -68,6 +173,8 @@ SIGNS = {
     "Timed out waiting": LATE,  # gloo/transport/tcp/unbound_buffer.cc
     "Application timeout caused pair closure": LATE,  # the same
     "Watchdog caught collective operation timeout": LATE,  # torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp
+    "wait timeout after ": LATE,  # torch/csrc/distributed/c10d/TCPStore.cpp: a wait in the store, as new_group's
+    "Socket Timeout": LATE,  # the same, before torch 2.4
 }
 
 
@@ -89,3 +196,61 @@ def lost_a_peer(error: Optional[BaseException]) -> bool:
 def is_late(error: BaseException) -> bool:
     """Return whether `error` says that another rank timed out. Local."""
     return meaning_of(str(error)) == LATE
+
+
+_SAME = (
+    "Every rank runs the whole program, so a decision in it differed between ranks: by a file, a variable or a "
+    "generator that ddpshim does not see, or by the rank: `loss.item()` belongs before `if world.is_main`, not into it "
+    "(`python -m ddpshim docs run`)"
+)
+
+# By name: the text for an edited trainer, and for a program that is unedited, or has setup(batch="global").
+REMEDIES = {
+    "same passes": (
+        "Let every rank make the same backward passes and call the same collectives; work of one rank alone belongs in "
+        "World.run_on_main",
+        _SAME,
+    ),
+    "same end": (
+        "Give every rank the same number of batches (make_loader does), and let no rank leave a loop, or the program, "
+        "early",
+        _SAME,
+    ),
+    "same calls": ("Let every rank make the same calls of World, make_loader and the like, in the same order", _SAME),
+    "same steps": (
+        "Iterate over make_loader's loaders in the same way on every rank; skip no batch, step or network on one rank "
+        "alone; step schedulers with numbers of all ranks. To look at data on one rank, use a separate DataLoader",
+        _SAME,
+    ),
+    "same weights": (
+        "pass seed= to ddpshim.setup(), build every network before the first wrap_parallel, or make the copies "
+        "afterwards",
+        "they were drawn from a generator that ddpshim does not see; seed it",
+    ),
+    "same state": (
+        "Build, load and change networks and optimizers equally on every rank, step schedulers with numbers of all "
+        "ranks, and let every gradient come from loss.backward()",
+        _SAME,
+    ),
+    "a batch": ("no batch from make_loader", "a batch"),
+    "wrap": ("wrap_parallel", "the first training step"),
+    "device": ("ddpshim.world().device", "device"),
+    "gpu": ("Use ddpshim.world().device instead of a fixed 'cuda:0'", "Use 'cuda' instead of a fixed number"),
+    "buffer": (
+        "is updated from each rank's own samples, but only the main rank's is kept, which saw one share of the batch. "
+        "Update it from all ranks' samples (ddpshim.world().mean, .all_gather)",
+        "differs between ranks, though each computed it from whole batches: it was drawn or rounded differently. All "
+        "ranks get the main rank's. Seed the generator that it is drawn from",
+    ),
+    "autocast": (
+        "The module that wrap_parallel returns uses it in its forward in training mode; if a loss calls other methods, "
+        "compute it in `with ddpshim.world().autocast():`. Leave the option out if the program has its own autocast",
+        "A network uses it in its forward in training mode, not in other methods. Leave the option out, and compute "
+        "the loss under torch.autocast",
+    ),
+}
+
+
+def remedy(name: str) -> str:
+    """Return the text `name` for the mode of the current job. Local."""
+    return REMEDIES[name][current().holds_whole_batches]

@@ -1,8 +1,8 @@
 """Reports where each rank is when one waits in a collective for too long, with a thread in each rank.
 
-The thread checks once a second, which costs steps nothing. If its rank waits too long (`Waits`), it asks the others
-through the job's store, and judges by their answers which rank is missing. Each thread answers for its rank, even if
-the rank sleeps or reads from a terminal.
+The thread looks once a second, which costs steps nothing. If its rank waits too long (`Waits`), it asks the others
+through the job's store, and judges by their answers which rank is missing (`standings`). Each thread answers for its
+rank, even if the rank sleeps or reads from a terminal.
 """
 
 from __future__ import annotations
@@ -13,18 +13,22 @@ import json
 import threading
 import time
 import traceback
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable
 from datetime import timedelta
 from types import FrameType
-from typing import Any, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from ddpshim.errors import SyncError
 from ddpshim.failures import failure
 from ddpshim.process.job import Job
-from ddpshim.process.say import count, ranks_called, say
-from ddpshim.process.users_line import Place, frames_of, place_of
+from ddpshim.process.say import count, say
+from ddpshim.process.users_line import users_line
+
+if TYPE_CHECKING:
+    from ddpshim.failures.standings import Place, Standing, Verdict
 
 _LOOK_EVERY_S = 1.0
+_QUIET_S = 3.0  # the stack is read only if the rank has made no progress for so long
 _ANSWER_S = 5.0
 _STORE_S = 10.0
 _GPU_AFTER_S = 10.0  # the GPU is not queried during steps: that breaks the capture of a graph
@@ -34,43 +38,6 @@ FLOOR_S = 30.0  # a rank may always wait so long, and three times its longest wa
 _FACTOR = 3.0
 _LATE_S = 5.0  # a longer time between two looks means that the process itself was stopped
 NCCL_GRACE_S = 60.0  # nccl's watchdog waits so much longer than this one
-_DECLARED_S = 600.0  # work that one rank is known to do alone is not reported before
-_DEADLOCK_S = 10.0  # ranks that wait in different places for so long will wait forever
-_MOVES_S = 3.0  # a rank that made progress within this time is working
-OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
-
-
-class Standing(NamedTuple):
-    """A rank's state, as it reports it; see `progress.Place` and `progress.Progress`.
-
-    Attributes:
-        num_passes: backward passes so far.
-        still_s: seconds without progress.
-        has_left: whether it has left the job, or its program has ended.
-    """
-
-    num_passes: int
-    batch: Optional[Sequence[int]]
-    waits_in: Optional[str]
-    section: Optional[str]
-    site: str
-    lines: list[str]
-    still_s: float = 0.0
-    has_left: bool = False
-
-
-class Verdict(NamedTuple):
-    """The result of a rank's question about the others.
-
-    Attributes:
-        named: the missing ranks, if any.
-        text: which rank waits for which, and where each rank is; empty if nothing is wrong.
-        ends_job: whether waiting is useless.
-    """
-
-    named: Sequence[int] = ()
-    text: str = ""
-    ends_job: bool = False
 
 
 class Waits:
@@ -130,7 +97,7 @@ class Watch:
 
     Attributes:
         thread: watches the thread that made this object, from its start until `end`.
-        verdict: the last one, until the rank makes progress.
+        verdict: the last one, until the rank makes progress; None if nothing was wrong.
     """
 
     def __init__(self, job: Job, rank: int, world_size: int, timeout_s: float, gets_no_errors: bool) -> None:
@@ -140,7 +107,7 @@ class Watch:
         if hasattr(store, "clone"):  # newer torch: a separate connection, which the rank's own waits do not block
             store = store.clone()
             store.set_timeout(timedelta(seconds=_STORE_S))
-        self.verdict = Verdict()
+        self.verdict: Optional[Verdict] = None
         self._rank, self._ranks, self._store = rank, range(world_size), dist.PrefixStore("watch", store)
         self._job, self._watched = job, threading.get_ident()
         self._waits, self._round = Waits(timeout_s), 0
@@ -149,6 +116,7 @@ class Watch:
         self._is_on_gpu = False  # whether the rank's GPU waits
         self._cpu_s = 0.0  # of the watched thread
         self._counted: Any = None
+        self._counted_at, self._quiet_s = 0.0, min(_QUIET_S, timeout_s / 10)
         self._waiting: Optional[Standing] = None  # when it waited last, since it made progress
         self._every_s = max(_LOOK_EVERY_S, world_size / _RANKS_PER_S)
         self._ended = threading.Event()
@@ -161,18 +129,22 @@ class Watch:
             return
         self._ended.set()
         self.thread.join(_STORE_S)
+        progress, site = self._job.progress, users_line(default="at the end of its program")
+        standing: Any = progress.num_passes, progress.batch, None, None, site, [], 0.0, True
         with contextlib.suppress(RuntimeError, ValueError):
-            self._store.set(f"left/{self._rank}", json.dumps(self._standing()._replace(has_left=True)))
+            self._store.set(f"left/{self._rank}", json.dumps(standing))
 
-    def await_verdict(self) -> Verdict:
+    def await_verdict(self) -> Optional[Verdict]:
         """Return the last verdict, for a rank whose wait torch has ended; without one, ask the others. Local."""
-        self._asks_now, end = not self.verdict.text, time.monotonic() + _ANSWER_S + 3 * self._every_s
-        while not self.verdict.text and self.thread.is_alive() and time.monotonic() < end:
+        self._asks_now, end = self.verdict is None, time.monotonic() + _ANSWER_S + 3 * self._every_s
+        while self.verdict is None and self.thread.is_alive() and time.monotonic() < end:
             time.sleep(0.1)
         return self.verdict
 
     def describe_left(self) -> str:
         """Return which ranks have left the job, and after what; empty if none has. Local."""
+        from ddpshim.failures.standings import describe
+
         left = {rank: their for rank in self._ranks if (their := self._stored(f"left/{rank}")) is not None}
         mine = f"  rank {self._rank}: {count(self._job.progress.num_passes, 'backward pass', 'es')} so far"
         return f"{mine}\n{describe(left, list(left))}" if left else ""
@@ -191,11 +163,13 @@ class Watch:
         asks = is_late and failure.claim(self._store, question, me) == me
         if not asks and not failure.is_there(self._store, question):
             return
+        from ddpshim.failures.standings import Verdict, judge
+
         self._round += 1
         if asks:
             standings = {**self._answers(), self._rank: self._standing()}
             still_waits = self._see() or self._job.is_failing()  # torch may have ended its wait
-            verdict = judge(dict(sorted(standings.items())), self._rank) if still_waits else Verdict()
+            verdict = judge(dict(sorted(standings.items())), self._rank) if still_waits else None
             self._store.set(f"verdict/{self._round}", json.dumps(verdict))
             self._take(verdict)
             return
@@ -205,7 +179,8 @@ class Watch:
             if time.monotonic() > end or self._ended.is_set():
                 return
             self._pause()
-        self._take(Verdict(*json.loads(self._store.get(key))))
+        told = json.loads(self._store.get(key))
+        self._take(None if told is None else Verdict(*told))
 
     def _end_in_vain(self) -> None:
         """End this rank if it waits for one that has failed, or has waited for `timeout_s`."""
@@ -222,10 +197,10 @@ class Watch:
         progress, now = self._job.progress, time.monotonic()
         counted = (progress.num_passes, progress.num_collectives, progress.batch, progress.is_reducing)
         if counted != self._counted:  # it makes progress: no need to read its stack
-            self._counted, self._waiting, self.verdict = counted, None, Verdict()
+            self._counted, self._waiting, self.verdict, self._counted_at = counted, None, None, now
+        if now - self._counted_at < self._quiet_s:
             return self._waits.look(now, counted, None)
-        frames = frames_of(self._watched)
-        place, cpu_s = self._place(frames), _cpu_seconds_of(self._watched)
+        (place, frames), cpu_s = self._place(), _cpu_seconds_of(self._watched)
         if not (place.waits_in or "").startswith(("backward pass", "World.")) and cpu_s > self._cpu_s + 0.02:
             self._cpu_s = cpu_s  # successive calls of torch's own collectives may have the same stack
         code = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
@@ -235,19 +210,26 @@ class Watch:
             self._waiting = self._standing(place)
         return is_late
 
-    def _place(self, frames: list[FrameType]) -> Place:
-        progress = self._job.progress
+    def _place(self) -> tuple[Place, list[FrameType]]:
+        """Return the rank's activity, and its stack."""
+        from ddpshim.failures.standings import frames_of, place_of
+
+        progress, frames = self._job.progress, frames_of(self._watched)
         stack = traceback.StackSummary.extract(((frame, frame.f_lineno) for frame in frames), lookup_lines=False)
         self._is_on_gpu = self._waits.waited_s > _GPU_AFTER_S and progress.waits_on_gpu()
-        return place_of(stack, progress, self._is_on_gpu)
+        return place_of(stack, progress, self._is_on_gpu), frames
 
     def _standing(self, place: Optional[Place] = None) -> Standing:
+        from ddpshim.failures.standings import Standing
+
         if self._job.is_failing() and self._waiting is not None:  # torch ended its wait: what counts is where it waited
             return self._waiting
-        progress, place = self._job.progress, place or self._place(frames_of(self._watched))
+        progress, place = self._job.progress, place or self._place()[0]
         return Standing(progress.num_passes, progress.batch, *place, still_s=self._waits.waited_s)
 
     def _stored(self, key: str) -> Optional[Standing]:
+        from ddpshim.failures.standings import Standing
+
         return Standing(*json.loads(self._store.get(key))) if failure.is_there(self._store, key) else None
 
     def _answers(self) -> dict[int, Optional[Standing]]:
@@ -263,13 +245,12 @@ class Watch:
         self._ended.wait(0.1)
         self._see()
 
-    def _take(self, verdict: Verdict) -> None:
+    def _take(self, verdict: Optional[Verdict]) -> None:
         self.verdict = verdict
-        if verdict.ends_job:
+        if verdict is not None and verdict.ends_job:
             self._ended.set()
             failure.abort(SyncError(verdict.text))
-        is_shown = self._rank in (0, *verdict.named) or len(self._ranks) <= _MOST_PRINT
-        if verdict.text and is_shown:
+        if verdict is not None and (self._rank in (0, *verdict.named) or len(self._ranks) <= _MOST_PRINT):
             say(verdict.text, directly=True)
         self._waits.postpone()
 
@@ -282,79 +263,6 @@ def begin(job: Job, rank: int, world_size: int, timeout_s: float, gets_no_errors
     job.at_end.callback(watch.end)
     atexit.register(watch.end)  # if Python ends a thread in the middle of a call to the store, the process crashes
     watch.thread.start()
-
-
-Standings = Mapping[int, Optional[Standing]]  # by rank; None: it gave no answer
-
-
-def judge(standings: Standings, asker: int) -> Verdict:
-    """Return which ranks are missing if rank `asker` has waited too long. Local.
-
-    It ends the job where waiting is useless: all ranks have waited for ten seconds, in different places, or the missing
-    ranks have left.
-    """
-    mine, others = standings[asker], [theirs for theirs in standings.values() if theirs is not None]
-    if mine is None or mine.waits_in is None:
-        return Verdict()
-    if any(theirs.section and not theirs.has_left for theirs in others) and mine.still_s < _DECLARED_S:
-        return Verdict()
-    away = [rank for rank, theirs in standings.items() if theirs is None or theirs.has_left or theirs.waits_in is None]
-    named = away or _apart(standings)
-    waited = f"rank {asker} has waited {mine.still_s:.0f} s in {mine.waits_in} ({mine.site})"
-    where = f"Where each rank is:\n{describe(standings, named)}"
-    if not named:
-        none = "and so have all others: none is missing; their messages differ, or their network fails"
-        return Verdict([], f"{waited}, {none}. {where}")
-    said = f"{waited} for {ranks_called(named)}" if away else f"{waited}, while others wait elsewhere"
-    have_left = all((theirs := standings[rank]) is not None and theirs.has_left for rank in named)
-    is_deadlock = not away and all(theirs.still_s >= _DEADLOCK_S for theirs in others)
-    if not (have_left or is_deadlock):
-        return Verdict(named, f"{said}. {where}")
-    from ddpshim.process.remedies import remedy
-
-    why = f"; {ranks_called(named)} left the job" if have_left else ""
-    to_do = f"{remedy('same passes')} ({OPT_OUT})"
-    return Verdict(named, f"{said}{why}: ranks would hang until a timeout. {to_do}. {where}", ends_job=True)
-
-
-def _apart(standings: Standings) -> list[int]:
-    """Return the ranks that wait in another collective than most; in a tie, those with fewer backward passes."""
-    by_place: dict[Optional[str], list[int]] = {}
-    for rank, theirs in standings.items():
-        by_place.setdefault(theirs and theirs.waits_in, []).append(rank)
-
-    def order(ranks: list[int]) -> tuple[int, int]:
-        first = standings[ranks[0]]
-        return len(ranks), (first and first.num_passes) or 0
-
-    most = max(by_place.values(), key=order)
-    return [rank for rank in standings if rank not in most]
-
-
-def describe(standings: Standings, named: Sequence[int]) -> str:
-    """Return a line for each rank (one line for ranks in the same place), and the stacks of the named ranks. Local."""
-    lines, ranks_at = [], dict[str, list[int]]()
-    for rank, theirs in standings.items():
-        if rank not in named:
-            ranks_at.setdefault(_where(theirs), []).append(rank)
-    lines += [f"  {ranks_called(ranks)}: {where}" for where, ranks in ranks_at.items()]
-    for rank in named:
-        theirs = standings[rank]
-        lines += [f"  rank {rank}: {_where(theirs)}", *(f"    {line}" for line in (theirs.lines if theirs else []))]
-    return "\n".join(lines)
-
-
-def _where(theirs: Optional[Standing]) -> str:
-    if theirs is None:
-        return "gave no answer: its process is stopped or gone, or holds the GIL"
-    made = count(theirs.num_passes, "backward pass", "es")
-    if theirs.batch is not None:
-        made += f", batch {theirs.batch[1]} of epoch {theirs.batch[0]}"
-    if theirs.has_left:
-        return f"{made}; has left the job ({theirs.site})"
-    does = f"waits in {theirs.waits_in}" if theirs.waits_in else f"is in {theirs.section or 'its own code'}"
-    since = f"for {theirs.still_s:.0f} s" if theirs.still_s > _MOVES_S else "and moves"
-    return f"{made}; {does} ({theirs.site}), {since}"
 
 
 def _cpu_seconds_of(thread: int) -> float:

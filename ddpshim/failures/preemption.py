@@ -21,7 +21,7 @@ SIGNALS = ("SIGTERM", "SIGUSR1")
 
 
 @dataclass
-class _State:
+class _Signals:
     """The signal that asked this rank to end, and the handlers that `listen` replaced."""
 
     asked: Optional[str] = None
@@ -29,7 +29,7 @@ class _State:
     previous: dict[int, Any] = field(default_factory=dict)
 
 
-_state = _State()
+_state = _Signals()
 
 
 def listen() -> None:

@@ -19,14 +19,14 @@ _NAME_SERVER_S = 5.0  # for a name server that does not answer at once
 _LOOPBACK = "lo"  # Linux's name
 
 
-class _State:
+class _StoreOfJob:
     """The store of this job, kept after `cleanup()`: its server must outlive its clients."""
 
     address: Optional[tuple[Any, ...]] = None
     store: Any = None
 
 
-_state = _State()
+_state = _StoreOfJob()
 
 
 def stay_on_this_machine() -> None:
@@ -103,16 +103,9 @@ def _root_store(env: LaunchEnv, timeout: timedelta) -> Any:
         where = str(env.master_addr), int(env.master_port or 0)
         serves = env.rank == 0 and not env.agent_store
         try:
-            if env.launcher == "torchrun" and env.agent_store:
-                # Follows torchrun's restarts.
-                store = next(dist.rendezvous("env://", timeout=timeout))[0]
-            else:
-                from ddpshim.failures import listening
-
-                # Not torch's "tcp://": under torchrun that makes every rank a client of a port that nobody serves.
-                # The store does not wait for the others: `_call_the_roll` does, and can name the missing ranks.
-                store_class = listening.stores(is_one_node=env.local_world_size == env.world_size)
-                store = store_class(*where, env.world_size, serves, timeout, wait_for_workers=False)
+            # Not torch's "tcp://": under torchrun that makes every rank a client of a port that nobody serves.
+            # The store does not wait for the others: `_call_the_roll` does, and can name the missing ranks.
+            store = dist.TCPStore(*where, env.world_size, serves, timeout, wait_for_workers=False)
         except RuntimeError as error:
             said = str(error).splitlines()[0][:160]
             raise LaunchError(

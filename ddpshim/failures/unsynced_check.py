@@ -10,10 +10,11 @@ import contextlib
 import functools
 import os
 import sys
-from typing import Any, Optional
+from typing import Any
 
 from ddpshim import variables
 from ddpshim.errors import LaunchError, SyncError
+from ddpshim.failures import failure
 from ddpshim.process.job import current
 from ddpshim.process.observed import observe
 
@@ -27,7 +28,6 @@ class Answer:
 
     def __init__(self) -> None:
         self.is_settled = False
-        self.num_collectives: Optional[int] = None  # of the default group, when the job began
         self.num_passes = 0  # backward passes that were checked
         self.weights: list[tuple[Any, Any]] = []  # some parameters of the last pass, and their first numbers
 
@@ -39,16 +39,10 @@ def watch() -> None:
 
     until = contextlib.ExitStack()
     atexit.register(until.close)
-    after_import("torch", lambda: observe(until, backward=_check_by_hand, before_step=_check_step))
+    after_import("torch", lambda: observe(until, backward=check_by_hand, before_step=check_step))
 
 
-def begin() -> None:
-    """Check every step in this job, which begins now; later collectives are the program's own. Local."""
-    current().part(Answer).num_collectives = num_collectives()
-    observe(current().at_end, backward=_check_by_hand, before_step=_check_step)
-
-
-def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+def check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Raise SyncError if this is one of several ranks, and nothing has distributed what it trains."""
     answer = current().part(Answer)
     if answer.is_settled or current().has_networks:  # wrap_parallel was called: see model/guard.py
@@ -59,7 +53,7 @@ def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     _refuse(f"{type(optimizer).__name__}.step()", answer)
 
 
-def _check_by_hand(tensors: Any) -> None:
+def check_by_hand(tensors: Any) -> None:
     """Raise SyncError if this is one of several ranks, and its weights were changed by hand since the last pass."""
     answer = current().part(Answer)
     if not answer.is_settled and not current().has_networks and answer.num_passes < _MOST_PASSES:
@@ -92,16 +86,6 @@ def _weights_of(tensors: Any) -> list[Any]:
     return found
 
 
-def num_collectives() -> Optional[int]:
-    """Return how many collectives the default process group has made; None if unknown."""
-    import torch.distributed as dist
-
-    try:
-        return int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
-    except (AttributeError, RuntimeError, ValueError):
-        return None
-
-
 def _refuse(found: str, answer: Answer) -> None:
     """Raise SyncError about `found` if this is one of several processes that train separate models. Local."""
     size = _num_alone(answer)
@@ -124,7 +108,7 @@ def _num_alone(answer: Answer) -> int:
     """Return how many processes train separate models; 1 if they do not, or if the user wants that."""
     job = current()
     if job.world is not None:
-        before, now = answer.num_collectives, num_collectives()
+        before, now = job.num_collectives, failure.num_collectives()
         is_shared = not job.world.options.guard or before is None or now is None or now > before
         return 1 if is_shared else job.world.world_size
     if job.left is not None or _distributes_itself():

@@ -1,4 +1,7 @@
-"""Defines `WorldOfRanks`, the World of several ranks: its collectives, over a CPU group or over the job's store."""
+"""Defines `WorldOfRanks`, the World of several ranks, and gathers and sums tensors over all ranks.
+
+World's own collectives use a CPU group, or the job's store.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,14 @@ from typing import Any, Callable, Optional, cast
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from ddpshim.errors import DataError, WorldError
 from ddpshim.failures import failure
-from ddpshim.job import exchange, shares
+from ddpshim.job.noise import at_hand
 from ddpshim.job.world import N, T, World, as_divisor
 from ddpshim.process import messages
+from ddpshim.process.job import current
 from ddpshim.process.say import described
 from ddpshim.process.users_line import users_line
 
@@ -61,9 +66,9 @@ class WorldOfRanks(World):
     def _lengths(self, own: int, group: Any, what: str) -> list[int]:
         """Return the lengths of all ranks' messages. Raises WorldError on all ranks if their `what` differ."""
         place = zlib.crc32(what.encode(errors="backslashreplace"))
-        lengths, places = zip(*exchange.pairs((own, place), self.world_size, group))
+        lengths, places = zip(*pairs((own, place), self.world_size, group))
         if len(set(places)) > 1:
-            from ddpshim.process.remedies import remedy
+            from ddpshim.failures.failure_notes import remedy
 
             where = self.gather_with_deadline("crossed", f"{what} at {users_line()}", CROSSED_DEADLINE_S)
             there = "; ".join(f"rank {rank} in {place}" for rank, place in where.items())
@@ -78,22 +83,22 @@ class WorldOfRanks(World):
             return cast(N, of_all["total"] / of_all["count"])
         counted = as_divisor(count, total)
         own = torch.stack(torch.broadcast_tensors(total.detach().to(counted.dtype), counted))
-        total_of_all, over_all = exchange.add_up(own, exchange.group())
+        total_of_all, over_all = add_up(own, group())
         mean = total * self.world_size / over_all  # the ranks' gradients are averaged
         with torch.no_grad():  # the gradient stays that of this rank's part
             return cast(N, mean.copy_(total_of_all / over_all))
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        if shares.at_hand() is None:  # else they are shares of one batch, so all ranks have equally many rows
+        if at_hand() is None:  # else they are shares of one batch, so all ranks have equally many rows
             counted = torch.tensor([x.shape[0]], device=x.device)
-            counts = exchange.table(counted, exchange.group()).flatten().tolist()
+            counts = table(counted, group()).flatten().tolist()
             if len(set(counts)) > 1:  # gloo would end the process
                 told = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
                 raise DataError(
                     f"all_gather of different numbers of rows ({told}): they do not form one batch. Gather the rows of "
                     "a batch inside the loop, while it is at hand; or sum over each rank's rows (World.mean_over)."
                 )
-        gathered: torch.Tensor = exchange.RowsOfRanks.apply(x, self.rank, exchange.group())  # type: ignore[no-untyped-call]
+        gathered: torch.Tensor = RowsOfRanks.apply(x, self.rank, group())  # type: ignore[no-untyped-call]
         return gathered
 
     def begin_gather(self, numbers: list[int]) -> Callable[[float], list[list[int]]]:
@@ -194,6 +199,80 @@ def main_sets(here: World, key: str, end: float) -> bool:
         if time.monotonic() > end or failure.is_there(store, "watch/left/0"):
             return False
     return True
+
+
+def begin_gather(everyones: list[torch.Tensor], own: torch.Tensor, group: Any) -> Any:
+    """Begin to gather `own`, and return the work (collective). It is `dist.all_gather` without its checks, which take
+    as long.
+
+    `own` and all `everyones` are contiguous, and of one shape, type and device.
+    """
+    if own.is_complex():
+        everyones, own = [torch.view_as_real(x) for x in everyones], torch.view_as_real(own)
+    ranks: Any = group or dist.group.WORLD
+    return ranks.allgather([everyones], [own])
+
+
+def pairs(own: tuple[int, int], size: int, group: Any) -> list[tuple[int, int]]:
+    """Return two int64 of each of `size` ranks; the second identifies the collective in which a rank is (collective).
+
+    Every message of World's collectives begins with such a pair, so that ranks in different ones detect it.
+    """
+    everyones = torch.empty((size, 2), dtype=torch.int64, device="cpu")
+    mine = torch.tensor(own, dtype=torch.int64, device="cpu")
+    begin_gather([*everyones.unbind()], mine, group).wait()
+    return [tuple(theirs) for theirs in everyones.tolist()]
+
+
+def table(own: torch.Tensor, group: Any) -> torch.Tensor:
+    """Return the tensors of all ranks, of one shape, joined in a new first dimension (collective)."""
+    here, own = current().world, own.detach()
+    if here is None or here.world_size == 1:
+        return own.unsqueeze(0)
+    everyones = own.new_empty((dist.get_world_size(group), *own.shape))
+    begin_gather([*everyones.unbind()], own.contiguous(), group).wait()
+    return everyones
+
+
+def add_up(own: torch.Tensor, group: Any) -> torch.Tensor:
+    """Return the sum of all ranks' tensors, as a new tensor (collective)."""
+    total = own.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class RowsOfRanks(torch.autograd.Function):
+    """Gathers the rows of all ranks; their gradients are summed over the ranks, and return to the rows' ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rank: int, group: Any) -> torch.Tensor:
+        ctx.rank, ctx.group = rank, group
+        return table(x, group).flatten(0, 1).clone()  # no view: it may be changed in place
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        total = add_up(gradient.contiguous(), ctx.group)
+        return total.chunk(dist.get_world_size(ctx.group))[ctx.rank], None, None
+
+
+def new_group(backend: Optional[str] = None) -> Any:
+    """Return another process group of all ranks, with the first one's timeout and default backend (collective)."""
+    timeout = current().timeout
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    return dist.new_group(backend=backend, **options)
+
+
+class _Group:
+    """The process group for messages within forward and backward passes, separate from the buckets' group."""
+
+    def __init__(self) -> None:
+        self.made = new_group()
+
+
+def group() -> Any:
+    """Return the group for messages within forward and backward passes (the first call is collective)."""
+    return current().part(_Group).made
 
 
 class StandIn:

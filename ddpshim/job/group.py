@@ -15,9 +15,8 @@ from ddpshim import lazy
 from ddpshim.errors import OptionsError, WorldError
 from ddpshim.job.world import World, has_group, on_cleanup, single_device, world  # noqa: F401
 from ddpshim.options import Options
-from ddpshim.process.job import Job, current, leave
+from ddpshim.process.job import Job, current, leave, seed_everything
 from ddpshim.process.launch_env import read_launch_env, read_num_restarts
-from ddpshim.process.seeds import seed_everything
 
 
 def current_or_new_world() -> World:

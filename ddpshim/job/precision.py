@@ -83,7 +83,7 @@ def check_first_step(precision: str, job: Job) -> None:
     entered = job.part(_Entered)
 
     def check(*_: Any) -> None:
-        from ddpshim.process.remedies import remedy
+        from ddpshim.failures.failure_notes import remedy
 
         if not entered.is_so:
             raise OptionsError(

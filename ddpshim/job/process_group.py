@@ -22,7 +22,7 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from ddpshim.errors import LaunchError, OptionsError
-from ddpshim.failures import failure, hang_detector, rendezvous, unsynced_check
+from ddpshim.failures import failure, hang_detector, rendezvous
 from ddpshim.job import shared_pdb
 from ddpshim.job.collectives import WorldOfRanks
 from ddpshim.job.world import World, has_group
@@ -73,9 +73,26 @@ def join(
     Raises what `setup` raises.
     """
     if env is None:
-        made = _adopt(job, options, device, side_timeout_s)
+        rank, world_size, backend = dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
+        job.store = dist.PrefixStore(f"ddpshim/{next(_worlds)}", dist.distributed_c10d._get_default_store())
     else:
-        made = _make(job, env, options, backend, device, timeout_s, side_timeout_s)
+        rank, world_size, bound = env.rank, env.world_size, bind_device(env.rank, env.local_rank, device)
+        backend = _make_group(job, env, options.guard, backend, bound, timeout_s)
+    if env is None or world_size > 1:  # a single rank needs none, and a thread of gloo would wake up 100 times a second
+        job.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=side_timeout_s))
+    world_of = WorldOfRanks if world_size > 1 else World
+    made = world_of(rank=rank, world_size=world_size, backend=backend, launcher="adopted", options=options, _job=job)
+    if env is None:
+        hosts = made.gather(socket.gethostname())
+        local = [other for other in range(world_size) if hosts[other] == hosts[rank]]
+        if device is None and torch.cuda.is_available() and (backend == "nccl" or torch.cuda.is_initialized()):
+            device = torch.device("cuda", torch.cuda.current_device())  # the program has chosen it
+        bound = bind_device(rank, local.index(rank), device)
+        place = local.index(rank), len(local), [*dict.fromkeys(hosts)].index(hosts[rank])
+    else:
+        place = env.local_rank, env.local_world_size, env.node_rank
+        made = replace(made, launcher=env.launcher)
+    made = replace(made, local_rank=place[0], local_world_size=place[1], node_rank=place[2], device=bound)
     keep_freed_memory()
     _check_same_options(made)
     return made
@@ -86,7 +103,7 @@ def begin(job: Job, made: World, timeout_s: float, cleanup: Callable[[], None]) 
     if made.world_size > 1:
         atexit.unregister(_leave)
         atexit.register(_leave, os.getpid(), cleanup)  # before the watch and others register theirs: it runs last
-        unsynced_check.begin()
+        failure.begin_checks()
         failure.arm(made.rank, job.store)
         shared_pdb.share(job.at_end)
         if made.options.guard:
@@ -165,17 +182,10 @@ def _check_same_options(made: World) -> None:
         )
 
 
-def _make(
-    job: Job,
-    env: LaunchEnv,
-    options: Options,
-    backend: Optional[str],
-    device: Union[str, torch.device, None],
-    timeout_s: float,
-    side_timeout_s: float,
-) -> World:
-    """Bind the device, join the store, agree on a backend, and create the two groups (collective)."""
-    bound = bind_device(env.rank, env.local_rank, device)
+def _make_group(
+    job: Job, env: LaunchEnv, is_guarded: bool, backend: Optional[str], bound: torch.device, timeout_s: float
+) -> str:
+    """Join the store, agree on a backend, and make the group; return the backend (collective)."""
     if backend == "nccl" and bound.type != "cuda":
         raise LaunchError(
             f"backend='nccl' but rank {env.rank} computes on {bound}; nccl only handles GPU memory, so the first "
@@ -183,12 +193,10 @@ def _make(
         )
     # The store still holds the keys of an earlier world of this process: each world has its own prefix.
     store = rendezvous.meet(env, f"ddpshim/{next(_worlds)}", timeout_s)
-    backend = backend or backend_of(bound)
-    if backend is None:
-        backend = agree_on_backend(store, env.rank, env.world_size, bound)
+    backend = backend or backend_of(bound) or agree_on_backend(store, env.rank, env.world_size, bound)
     # The default arguments of this module keep the group that exists at its import (by torch's DDP): import it before.
     importlib.import_module("torch.distributed.nn.functional")
-    if backend == "nccl" and options.guard:
+    if backend == "nccl" and is_guarded:
         # torch's watchdog kills the process without naming the missing rank: `watch` must end the job earlier.
         timeout_s += hang_detector.NCCL_GRACE_S
     # With device_id, nccl creates its communicator now: if that cannot work (two ranks on one GPU, no connection),
@@ -204,40 +212,4 @@ def _make(
         **of_device,
     )
     job.group, job.timeout, job.store = dist.group.WORLD, timedelta(seconds=timeout_s), store
-    if env.world_size > 1:  # a single rank needs none, and a thread of gloo would wake up 100 times a second
-        job.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=side_timeout_s))
-    return _world_of(env.world_size)(
-        rank=env.rank,
-        local_rank=env.local_rank,
-        world_size=env.world_size,
-        local_world_size=env.local_world_size,
-        node_rank=env.node_rank,
-        device=bound,
-        backend=backend,
-        launcher=env.launcher,
-        options=options,
-        _job=job,
-    )
-
-
-def _adopt(job: Job, options: Options, device: Union[str, torch.device, None], side_timeout_s: float) -> World:
-    """Return a World for the process group that the user made; only the control group is ddpshim's (collective)."""
-    rank, size, backend = dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
-    job.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=side_timeout_s))
-    job.store = dist.PrefixStore(f"ddpshim/{next(_worlds)}", dist.distributed_c10d._get_default_store())
-    made = _world_of(size)(rank=rank, world_size=size, backend=backend, launcher="adopted", options=options, _job=job)
-    hosts = made.gather(socket.gethostname())
-    local = [other for other in range(size) if hosts[other] == hosts[rank]]
-    if device is None and torch.cuda.is_available() and (backend == "nccl" or torch.cuda.is_initialized()):
-        device = torch.device("cuda", torch.cuda.current_device())  # the program has chosen it
-    return replace(
-        made,
-        local_rank=local.index(rank),
-        local_world_size=len(local),
-        node_rank=[*dict.fromkeys(hosts)].index(hosts[rank]),
-        device=bind_device(rank, local.index(rank), device),
-    )
-
-
-def _world_of(size: int) -> type[World]:
-    return WorldOfRanks if size > 1 else World
+    return backend

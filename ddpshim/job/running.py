@@ -56,24 +56,20 @@ def reduce(values: list[Any], mean: bool, like: Any) -> Any:
                 total = total.double() / len(values)
             return total.to(like.device, like.dtype if like.is_floating_point() else total.dtype)
     if all(isinstance(v, Real) for v in values):
-        are_whole = all(isinstance(v, Integral) for v in values)
-        added = sum(map(int, values)) if are_whole else _sum_of_floats([float(v) for v in values])
-        return added / len(values) if mean else added
+        add: Any = math.fsum
+        if all(isinstance(v, Integral) for v in values):
+            values, add = [*map(int, values)], sum
+        elif not all(map(math.isfinite, values)):  # show a loss that exploded, and do not end the job
+            add = sum
+        return add(values) / len(values) if mean else add(values)
     raise WorldError(
         f"cannot add values of type {sorted({type(v).__name__ for v in values})} over ranks; the result would be "
         "meaningless. Pass numbers, tensors or mappings of these, or use gather()."
     )
 
 
-def _sum_of_floats(values: list[float]) -> float:
-    try:
-        return math.fsum(values)
-    except (OverflowError, ValueError):  # infinities: show a loss that exploded, and do not end the job
-        return float(sum(values))
-
-
 class Running:
-    """Means, variances, counts and rates of success over all ranks. From `World.running`.
+    """Means, deviations, counts and rates of success over all ranks. From `World.running`.
 
     A rank's entries stay local until `merge`, or every `every_n_steps`-th `step`: then each rank contributes its new
     entries, so that nothing counts twice. `mean` and `results` return the merged part, equal on all ranks. All entries
@@ -94,30 +90,28 @@ class Running:
         if every_n_steps < 1:
             raise WorldError(f"every_n_steps={every_n_steps}: statistics would never be merged. Use 1 or more.")
         self.every_n_steps = every_n_steps
-        self._world = here
-        self._num_steps = 0
+        self._world, self._num_steps = here, 0
         self._merged, self._new = _empty(), _empty()
 
     def add(self, name: str, values: Any) -> None:
         """Add a number, or entries along the first dimension of a tensor, an array or a list. Local.
 
-        With more dimensions, (N, D), each of the D has its own mean and variance, as for observations.
+        With more dimensions, (N, D), each of the D has its own mean and deviation, as for observations.
         """
         entries = torch.as_tensor(values).detach().double().cpu()
         entries = entries.reshape(1) if entries.dim() == 0 else entries
         if len(entries):
             mean = entries.mean(0)
-            new = {"num": len(entries), "mean": mean, "squares": ((entries - mean) ** 2).sum(0)}
-            _merge_moments(self._new["moments"], name, new)
+            squares = ((entries - mean) ** 2).sum(0)
+            _merge(self._new, {"moments": {name: (len(entries), mean, squares)}, "counts": {}})
 
     def count(self, name: str, by: int = 1) -> None:
         """Add `by` to a counter. Local."""
-        self._new["counts"][name] += by
+        self._new["counts"]["counts", name] += by
 
     def episode(self, task: Any, is_success: bool) -> None:
         """Add an episode of `task` (text or a number). Local."""
-        self._new["episodes"][task] += 1
-        self._new["successes"][task] += int(bool(is_success))
+        self._new["counts"].update({("episodes", task): 1, ("successes", task): int(bool(is_success))})
 
     def step(self) -> Optional[dict[str, Any]]:
         """Count a step; every `every_n_steps`-th calls `merge` and returns its result (collective)."""
@@ -134,19 +128,15 @@ class Running:
 
     def num(self, name: str) -> int:
         """The number of merged entries of `name`. Local."""
-        return int(self._merged["moments"].get(name, {"num": 0})["num"])
+        return int(self._merged["moments"].get(name, (0,))[0])
 
     def mean(self, name: str) -> Any:
         """The mean of all merged entries of `name`, a number or a tensor (D,). Local.
 
         Raises KeyError if there are none.
         """
-        return _plain(self._merged["moments"][name]["mean"])
-
-    def variance(self, name: str) -> Any:
-        """The variance of all merged entries. Local; see `mean`."""
-        found = self._merged["moments"][name]
-        return _plain(found["squares"] / found["num"])
+        mean = self._merged["moments"][name][1]
+        return mean.item() if mean.dim() == 0 else mean
 
     def results(self) -> dict[str, Any]:
         """All merged statistics, for a JSON file: means, deviations, counts, and success rates by task. Local."""
@@ -164,11 +154,8 @@ class Running:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load `state`, the main rank's, on all ranks; only the main rank takes its new entries. Local."""
-        self._num_steps = state["num_steps"]
-        self._merged, self._new = _empty(), _empty()
-        _merge(self._merged, state["merged"])
-        if self._world.is_main:
-            _merge(self._new, state["new"])
+        self._num_steps, self._merged = state["num_steps"], state["merged"]
+        self._new = state["new"] if self._world.is_main else _empty()
 
     def _gather_new(self) -> list[dict[str, Any]]:
         new, self._new = self._new, _empty()
@@ -176,49 +163,35 @@ class Running:
 
 
 def _empty() -> dict[str, Any]:
-    return {"moments": {}, "counts": Counter(), "episodes": Counter(), "successes": Counter()}
+    """Return no entries: moments (number, mean, sum of squared deviations) by name, counts by kind and name."""
+    return {"moments": {}, "counts": Counter()}
 
 
 def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
-    for name, moments in new["moments"].items():
-        _merge_moments(into["moments"], name, moments)
-    for kind in ("counts", "episodes", "successes"):
-        into[kind].update(new[kind])
-
-
-def _merge_moments(into: dict[str, Any], name: str, new: Mapping[str, Any]) -> None:
     """Merge means and sums of squares as Chan, Golub and LeVeque (1983) do, without cancellation."""
-    old = into.get(name)
-    if old is None:
-        into[name] = dict(new)
-        return
-    if old["mean"].shape != new["mean"].shape:
-        raise WorldError(
-            f"{name!r} has entries of shape {tuple(old['mean'].shape)} and of {tuple(new['mean'].shape)}: these "
-            "cannot be averaged. Add entries of one shape, or use two names."
-        )
-    num, difference = old["num"] + new["num"], new["mean"] - old["mean"]
-    into[name] = {
-        "num": num,
-        "mean": old["mean"] + difference * (new["num"] / num),
-        "squares": old["squares"] + new["squares"] + difference**2 * (old["num"] * new["num"] / num),
-    }
-
-
-def _plain(value: torch.Tensor) -> Any:
-    return value.item() if value.dim() == 0 else value
+    into["counts"].update(new["counts"])
+    for name, (more, mean, squares) in new["moments"].items():
+        before, old, old_squares = into["moments"].get(name, (0, torch.zeros_like(mean), torch.zeros_like(mean)))
+        if old.shape != mean.shape:
+            raise WorldError(
+                f"{name!r} has entries of shape {tuple(old.shape)} and of {tuple(mean.shape)}: these "
+                "cannot be averaged. Add entries of one shape, or use two names."
+            )
+        num, difference = before + more, mean - old
+        spread = old_squares + squares + difference**2 * (before * more / num)
+        into["moments"][name] = (num, old + difference * (more / num), spread)
 
 
 def _results(of: Mapping[str, Any]) -> dict[str, Any]:
-    moments = sorted(of["moments"].items())
-    rates = {}
-    for task, num in sorted(of["episodes"].items(), key=lambda item: str(item[0])):
-        successes = of["successes"][task]
-        rates[str(task)] = {"success_rate": successes / num, "num_successes": successes, "num_episodes": num}
+    moments, rates, counts = dict(sorted(of["moments"].items())), {}, of["counts"]
+    for (kind, task), num in sorted(counts.items(), key=str):
+        if kind == "episodes":
+            won = counts["successes", task]
+            rates[str(task)] = {"success_rate": won / num, "num_successes": won, "num_episodes": num}
     return {
-        "means": {name: found["mean"].tolist() for name, found in moments},
-        "deviations": {name: (found["squares"] / found["num"]).sqrt().tolist() for name, found in moments},
-        "num_entries": {name: found["num"] for name, found in moments},
-        "counts": dict(sorted(of["counts"].items())),
+        "means": {name: mean.tolist() for name, (_, mean, _) in moments.items()},
+        "deviations": {name: (squares / num).sqrt().tolist() for name, (num, _, squares) in moments.items()},
+        "num_entries": {name: num for name, (num, _, _) in moments.items()},
+        "counts": {name: num for (kind, name), num in sorted(counts.items(), key=str) if kind == "counts"},
         "success_rates": rates,
     }

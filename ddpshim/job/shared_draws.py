@@ -14,14 +14,15 @@ from typing import Any, Callable, Optional
 
 import torch
 from torch import nn
+from torch.utils.data import RandomSampler, SequentialSampler
 
-from ddpshim.errors import SyncError
-from ddpshim.job.noise import BERNOULLI_
-from ddpshim.job.shares import Share, Sharing
-from ddpshim.process.job import current
+from ddpshim.errors import DataError, SyncError
+from ddpshim.job.noise import BERNOULLI_, Share, Sharing, use_own_batches
+from ddpshim.job.world import world
+from ddpshim.process.job import current, derive_seed
+from ddpshim.process.observed import live_objects
 from ddpshim.process.random_streams import shared_random_streams
 from ddpshim.process.say import say
-from ddpshim.process.seeds import derive_seed
 from ddpshim.process.users_line import users_line
 
 LARGE = 512  # a draw of at least so many numbers is reported if none of its dimensions is the batch
@@ -270,7 +271,7 @@ def _name(sharing: Sharing, share: Share, what: str, whose: str) -> None:
     sharing.named.add(line)
 
 
-class _Counts:
+class _SmallDraws:
     """The small draws on the first batch of a job, by line of code."""
 
     def __init__(self) -> None:
@@ -282,7 +283,7 @@ class _Counts:
 
 def _report_small_draw(sharing: Sharing, share: Share) -> None:
     """Count a draw; on the second batch, report lines that drew as often as this rank had rows. Rank 0 only; local."""
-    counts = current().part(_Counts)
+    counts = current().part(_SmallDraws)
     if counts.are_read or share.rank:
         return
     if counts.batch in (None, sharing.last):
@@ -297,3 +298,33 @@ def _report_small_draw(sharing: Sharing, share: Share) -> None:
                 f"{line} drew {num} times on the {num} rows of this rank: if it is in a loop over samples, all ranks "
                 "draw the same, and one process would draw differently (option noise)"
             )
+
+
+def begin_own_batches(network: str, losses: Any) -> None:
+    """Give each rank its own noise, because their batches are no shares; see `noise.begin_training` (collective)."""
+    here = world()
+    use_own_batches()
+    given = [losses] if isinstance(losses, torch.Tensor) else losses or ()
+    seen = [loss.detach().flatten()[:16].tolist() for loss in given]
+    of_ranks = here.gather(seen if _reads_whole_data() else None)
+    if here.world_size > 1 and of_ranks[0] and all(theirs == of_ranks[0] for theirs in of_ranks):
+        raise DataError(
+            f"all ranks train {network} on the same batch (loss {of_ranks[0][0]}): each reads its DataLoader whole, so "
+            'ranks would only repeat one process. Use ddpshim.make_loader, or setup(batch="global")'
+        )
+    if here.is_main:
+        say(
+            f"{network} is trained on batches that are not the current batch of make_loader: if every rank reads the "
+            f"whole data set, the global batch is {here.world_size} times as large, at the same learning rate. Use "
+            "make_loader, unless ranks get different data on purpose. From now on each rank draws its own noise, which "
+            "differs from one process (option noise)"
+        )
+
+
+def _reads_whole_data() -> bool:
+    """Whether a pass over a map-style data set is under way that is no rank's share. Local."""
+    from torch.utils.data import dataloader
+
+    passes = live_objects(dataloader._BaseDataLoaderIter)
+    samplers = (getattr(one._index_sampler, "sampler", None) for one in passes)
+    return any(type(sampler) in (RandomSampler, SequentialSampler) for sampler in samplers)

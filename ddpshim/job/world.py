@@ -191,7 +191,7 @@ class World:
     def count(self, name: str, by: int = 0) -> int:
         """Add `by` to the counter `name`; returns its sum over all ranks so far. Local: does not wait.
 
-        Counters start at 0 in each world that `setup()` makes. For progress, and to detect failures.
+        Counters start at 0 in each world that `setup()` makes.
         """
         if self._job.store is None:
             self._job.store = dist.HashStore()
@@ -200,29 +200,19 @@ class World:
         return int(self._job.store.add(messages.key(f"count/{name}"), by))
 
     def begin_gather(self, numbers: list[int]) -> Callable[[float], list[list[int]]]:
-        """Send integers to every rank without waiting; return a function that waits for all ranks' (collective).
-
-        The function takes a timeout in seconds and raises RuntimeError after it.
-        """
+        """Send integers to every rank; return a function that waits for all ranks', with a deadline (collective)."""
         return lambda deadline_s: [numbers]
 
     def gather_with_deadline(self, name: str, value: T, deadline_s: float) -> dict[int, T]:
         """Return the values of the ranks that call this within the deadline, by rank. Never hangs (collective).
 
         With a deadline of 0 a rank stores its value and does not wait. Ranks that have left the job are not waited for.
-
-        Raises WorldError if a value needs pickle, since any process that reaches the job's store can write there, or if
-        the store holds something else.
         """
         return {0: value}
 
     def answers_of_main(self, name: str, value: T) -> T:
         """Return, in each rank's n-th call with this `name`, the main rank's value of its n-th call. The main rank does
-        not wait.
-
-        So a rank that calls this more often than others does not block them, and a later comparison can report it.
-
-        Raises WorldError if the main rank does not make its n-th call within `side_timeout_s`.
+        not wait. Raises WorldError if that call is not made within `side_timeout_s`.
         """
         return value
 

@@ -12,19 +12,19 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import datetime
 from importlib.machinery import SourceFileLoader
+from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Optional
+from typing import Any, Optional
 
 from ddpshim import variables
-from ddpshim.failures import failure_notes, unsynced_check
+from ddpshim.failures import unsynced_check
 from ddpshim.job import shared_pdb
 from ddpshim.process.after_import import after_import
 from ddpshim.process.say import say
 from ddpshim.trainers.unedited import program
-
-BEGAN = "began"  # a file in RUN_DIR that is made when `run` begins
 
 
 def main(argv: Sequence[str]) -> None:
@@ -37,19 +37,18 @@ def main(argv: Sequence[str]) -> None:
     if variables.RANK_LOGS in os.environ:
         _redirect_output(os.environ[variables.RANK_LOGS])
     # Nothing of the program has been imported yet.
-    proof, certificate = os.environ.get(variables.CHECK), os.environ.get(variables.CERTIFY)
-    if certificate:
-        from ddpshim.tools.certifying import recorded
+    recorder: AbstractContextManager[Any] = contextlib.nullcontext()
+    if variables.CERTIFY in os.environ:
+        from ddpshim.tools.certifying import Certifier
 
-        with recorded(certificate, argv):
-            _run(argv)
-    elif proof:
-        from ddpshim.tools import watching
+        recorder = Certifier(Path(os.environ[variables.CERTIFY]), list(argv))
+    elif variables.CHECK in os.environ:
+        from ddpshim.tools.watching import RankRecorder
 
-        with watching.watched(proof):
-            _run(argv)
+        recorder = RankRecorder(Path(os.environ[variables.CHECK]), f"rank_{os.environ.get('RANK', 0)}")
     else:
         unsynced_check.watch()
+    with recorder:
         _run(argv)
 
 
@@ -75,35 +74,27 @@ def _run(argv: Sequence[str]) -> None:
 
 def _one_output_folder() -> None:
     """Make hydra's `${now:...}` the time at which `run` began: ranks that start in different seconds share a folder."""
-    began = os.path.join(os.environ.get(variables.RUN_DIR, ""), BEGAN)
+    began = os.path.join(os.environ.get(variables.RUN_DIR, ""), variables.BEGAN)
     if os.path.exists(began):
         moment = datetime.fromtimestamp(os.stat(began).st_mtime)
         sys.modules["hydra.core.utils"].datetime = type("datetime", (datetime,), {"now": lambda: moment})  # type: ignore[attr-defined]
 
 
 def _run_program(argv: Sequence[str], start: Optional[program.Start] = None) -> None:
-    is_module = argv[0] == "-m"
-    name, *arguments = argv[is_module:]
-    sys.argv = [name, *arguments]
     try:
-        if is_module:
-            runpy.run_module(name, run_name="__main__", alter_sys=True)
-        else:
-            if not getattr(sys.flags, "safe_path", False):  # python -P (3.11) puts no folder there
-                sys.path[0] = os.path.dirname(os.path.abspath(name))
-            if name.endswith((".pyc", ".pyz", ".zip")):
-                runpy.run_path(os.path.abspath(name), run_name="__main__")
-            else:
-                _run_file(name)
+        run_as_main(argv)
     except SystemExit as error:
         if error.code:
+            from ddpshim.failures import failure_notes
+
             failure_notes.write(error, error.code if isinstance(error.code, int) else 1)
         raise
     except (Exception, KeyboardInterrupt) as error:
+        from ddpshim.failures import failure_notes
+
         error.__traceback__ = _without_our_frames(error.__traceback__)
         if start is not None and isinstance(error, Exception):
-            for act in start.at_failure:
-                act(error)
+            start.at_failure(error)
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         failure_notes.write(error, code)
         if sys.excepthook is sys.__excepthook__:
@@ -113,6 +104,22 @@ def _run_program(argv: Sequence[str], start: Optional[program.Start] = None) -> 
         else:  # set by `ddpshim.setup`: it names the first failing rank
             sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(code)
+
+
+def run_as_main(argv: Sequence[str]) -> None:
+    """Run `script.py ARGS` or `-m package.module ARGS` in this process as `python` would."""
+    is_module = argv[0] == "-m"
+    name, *arguments = argv[is_module:]
+    sys.argv = [name, *arguments]
+    if is_module:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        return
+    if not getattr(sys.flags, "safe_path", False):  # python -P (3.11) puts no folder there
+        sys.path[0] = os.path.dirname(os.path.abspath(name))
+    if name.endswith((".pyc", ".pyz", ".zip")):
+        runpy.run_path(os.path.abspath(name), run_name="__main__")
+    else:
+        _run_file(name)
 
 
 def _run_file(path: str) -> None:

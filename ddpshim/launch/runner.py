@@ -1,7 +1,7 @@
 """Implements `python -m ddpshim run`: torchrun with checks before the start, a log for each rank, the first failure
 last.
 
-torchrun's agent runs in this process, and starts and watches the ranks (a single rank needs none). Exit code: 0 if
+torchrun's agent runs in this process, and starts and watches the ranks. Exit code: 0 if
 every rank succeeded; the code of the first rank to fail, or 128 + N if signal N ended it; 2 if a check failed.
 """
 
@@ -30,7 +30,6 @@ from ddpshim import adapters, variables
 from ddpshim.errors import LaunchError, OptionsError
 from ddpshim.failures.rendezvous import check_address
 from ddpshim.launch import ranks_of_run
-from ddpshim.launch.rank import BEGAN
 from ddpshim.observe.records import FOLDER
 from ddpshim.options import Options
 from ddpshim.process.launch_env import EXIT_REQUEUE, LaunchEnv, read_launch_env
@@ -64,11 +63,6 @@ class Launch:
         """The program and its arguments, as after `python`."""
         return [*(["-m"] if self.is_module else []), self.program, *self.arguments]
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is one rank, which needs no agent."""
-        return self.nproc == "1" and (self.nnodes or 1) == 1 and not self.max_restarts
-
 
 def run(job: Launch) -> int:
     """Run `job` until all its ranks on this node have ended, and return its exit code. Local.
@@ -81,11 +75,10 @@ def run(job: Launch) -> int:
     log_dir = make_log_dir(job) if job.has_logs else None
     if os.environ.get("DDPSHIM_EXACT"):  # virtual ranks may share GPUs, which must add in a fixed order
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if not job.is_alone:
-        _check_gpus(job)
+    _check_gpus(job)
     with tempfile.TemporaryDirectory(prefix="ddpshim-run-") as run_dir:
         os.environ[variables.RUN_DIR] = run_dir
-        Path(run_dir, BEGAN).touch()
+        Path(run_dir, variables.BEGAN).touch()
         # Sets of strings must have the same order in all ranks: a script may number its classes by it.
         if os.environ.get("PYTHONHASHSEED", "random") == "random":
             os.environ["PYTHONHASHSEED"] = "0"
@@ -126,16 +119,16 @@ def run(job: Launch) -> int:
 
 
 def _run_ranks(job: Launch, run_dir: str) -> tuple[Mapping[int, Any], list[int]]:
-    """Run the ranks, several under torch's agent; return how they failed, by rank, and the signals received."""
-    if job.is_alone:
-        return ranks_of_run.run_alone(job.command, job.grace_s)
+    """Run the ranks under torch's agent; return how they failed, by rank, and the signals received."""
     from torch.distributed import run as torchrun  # takes seconds, so after the checks that do not need it
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from ddpshim.failures.listening import narrowed
+    from ddpshim.failures.rendezvous import stay_on_this_machine
 
+    if (job.nnodes or 1) == 1:
+        stay_on_this_machine()
     logging.disable(logging.ERROR)  # the agent's own reports: they would come after the traceback
-    with ranks_of_run.passed_on_by_agent(job.grace_s) as received, narrowed((job.nnodes or 1) == 1):
+    with ranks_of_run.passed_on_by_agent(job.grace_s) as received:
         try:
             options = torchrun.parse_args(torchrun_arguments(job, run_dir))
             # Not through torchrun's parser, which rejects the program's own `--nproc` or `--log` as ambiguous.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import io
+import json
 import multiprocessing
 import os
 import signal
@@ -15,7 +15,7 @@ import time
 import traceback
 import warnings
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Callable, Optional
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from ddpshim import variables
 from ddpshim.errors import LaunchError, RankError
-from ddpshim.failures import listening, unsynced_check
+from ddpshim.failures import unsynced_check
 from ddpshim.failures.failure_notes import Note, lost_a_peer
 from ddpshim.failures.rendezvous import stay_on_this_machine
 from ddpshim.job import group
@@ -50,14 +50,14 @@ def spawn(
     *args: Any,
     every_rank: bool = False,
     deadline_s: Optional[float] = None,
-    log_dir: Optional[str] = None,
 ) -> Any:
     """Return the result of `function(*args)` on the main rank of `nproc` ranks on this machine. For notebooks. Local.
 
     Each rank is forked from this process: the function may be defined in a cell, or be a closure, and finds this
     process's variables and random state. It calls `ddpshim.setup()`, as a program for `python -m ddpshim run` does.
     Ctrl-C (a notebook's stop button) raises KeyboardInterrupt in all ranks; a second one kills them. The main rank's
-    output is shown. Tensors are returned on the CPU. A forked rank computes with one thread on the CPU.
+    output is shown, and the last lines of a rank that fails. Tensors are returned on the CPU. A forked rank computes
+    with one thread on the CPU.
 
     Args:
         function: the function that each rank calls.
@@ -65,8 +65,6 @@ def spawn(
         args: its arguments.
         every_rank: return a list with the result of each rank.
         deadline_s: end all ranks after so many seconds, and raise; None: wait for as long as they take.
-        log_dir: a folder for the output of the other ranks (rank_N.log). Without it only the last lines of the failing
-            rank are shown.
 
     Raises:
         RankError: a rank failed. The text names the first that did, and holds its traceback.
@@ -76,17 +74,15 @@ def spawn(
     context: Any = multiprocessing.get_context("fork")
     with contextlib.ExitStack() as meanwhile:
         private = meanwhile.enter_context(tempfile.TemporaryDirectory(prefix="ddpshim-spawn-"))
-        logs = Path(log_dir or private)
-        logs.mkdir(parents=True, exist_ok=True)
 
-        def enter(rank: int, out: Connection) -> None:
-            _become_rank(rank, nproc, private, logs, deadline_s)
-            report(out, lambda: _result(function, args, Path(private, _PORT)))
+        def enter(rank: int) -> None:
+            _become_rank(rank, nproc, private, deadline_s)
+            report(private, rank, lambda: _result(function, args, Path(private, _PORT)))
             if dist.is_initialized():  # the function made this group
                 dist.destroy_process_group()
 
-        def start(rank: int, out: Connection) -> BaseProcess:
-            process = context.Process(target=enter, args=(rank, out))
+        def start(rank: int) -> BaseProcess:
+            process = context.Process(target=enter, args=(rank,))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # about other threads, which are not forked
                 process.start()
@@ -95,111 +91,103 @@ def spawn(
         def started() -> None:
             # After the forks, so that no rank has its thread. Not in rank 0: the others read who failed if it dies.
             timeout = timedelta(seconds=_STORE_S)
-            store = listening.stores(is_one_node=True)("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
+            store = dist.TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
             meanwhile.callback(lambda: store)  # keeps it until the ranks have ended
-            partial = Path(private, "partial")
-            partial.write_text(str(store.port))
-            partial.rename(Path(private, _PORT))
+            _put(Path(private, _PORT), lambda partial: partial.write_text(str(store.port)))
 
-        results = collect(start, nproc, deadline_s=deadline_s, started=started, notes=private, logs=logs)
+        results = collect(start, nproc, private, deadline_s=deadline_s, started=started)
     return results if every_rank else results[0]
 
 
 def collect(
-    start: Callable[[int, Connection], BaseProcess],
+    start: Callable[[int], BaseProcess],
     num_ranks: int,
+    folder: str,
     *,
     deadline_s: Optional[float],
     started: Callable[[], None] = lambda: None,
-    notes: str = "",
-    logs: Optional[Path] = None,
 ) -> list[Any]:
-    """Start a process for each rank, and return what they `report` through their pipes; no process is left. Local.
+    """Start a process for each rank, and return what they `report` in `folder`; no process is left. Local.
 
     Args:
-        start: starts the process of a rank, given its number and its pipe.
+        start: starts the process of a rank, given its number.
+        folder: an empty one, also for `failure_notes`, output of ranks, and stacks of those that were too slow.
         deadline_s: seconds for all ranks together.
         started: called when all have been started.
-        notes: a folder with `failure_notes` of ranks that could not report, and stacks of ranks that were too slow.
-        logs: a folder with rank_N.log of some ranks.
 
     Raises RankError with the traceback of the rank that failed first, or the names of those that were too slow.
     """
     processes: list[BaseProcess] = []
-    pipes: list[Connection] = []
-    results: dict[int, Any] = {}
-    failures: dict[int, Note] = {}
+    results = [Path(folder, f"result.{rank}") for rank in range(num_ranks)]
+    pending, failed = list(range(num_ranks)), list[int]()
     try:
-        for rank in range(num_ranks):
-            receive, send = multiprocessing.Pipe(duplex=False)
-            pipes.append(receive)
-            with send:
-                processes.append(start(rank, send))
+        for rank in pending:
+            processes.append(start(rank))
         started()
         end = float("inf") if deadline_s is None else time.monotonic() + deadline_s
-        pending = list(range(num_ranks))
         while pending and time.monotonic() < end:
-            wait([pipes[rank] for rank in pending], _LOOK_EVERY_S)
-            for rank in list(pending):
-                has_ended = processes[rank].exitcode is not None  # first, so that all it wrote is in the pipe
-                if not pipes[rank].poll() and not has_ended:
-                    continue
-                pending.remove(rank)
-                try:
-                    failure, packed = pipes[rank].recv()
-                except EOFError:
-                    failure, packed = _unreported(rank, processes[rank], notes), None
-                if failure is None:
-                    results[rank] = torch.load(io.BytesIO(packed), "cpu", weights_only=False)
-                else:
-                    failures[rank] = failure
-                    end = min(end, time.monotonic() + _OTHERS_S)
-        if pending and not failures and notes:
+            wait([processes[rank].sentinel for rank in pending], _LOOK_EVERY_S)
+            ended = [rank for rank in pending if processes[rank].exitcode is not None]  # before looking for results
+            done = [rank for rank in pending if results[rank].exists()]
+            pending = [rank for rank in pending if rank not in (*ended, *done)]
+            if lost := [rank for rank in ended if rank not in done]:
+                failed += lost
+                end = min(end, time.monotonic() + _OTHERS_S)
+        if pending and not failed:
             time.sleep(_OTHERS_S)  # each rank writes its stack at its own deadline, which began a little later
     except KeyboardInterrupt:
         _interrupt(processes)
         raise
     finally:
         for process in processes:
-            process.join(_OTHERS_S if len(results) == num_ranks else 0)
+            process.join(0 if pending or failed else _OTHERS_S)
             if process.is_alive():
                 process.kill()
                 process.join()
-        for pipe in pipes:
-            pipe.close()
-    if failures:
-        rank, _ = ranks_of_run.first({}, failures)
-        printed = "" if logs is None else ranks_of_run.end_of(logs / f"rank_{rank}.log")
+    if failed:
+        told = {rank: note for rank, note in ranks_of_run.read(folder).items() if note.traceback}
+        notes = {rank: told.get(rank) or _unreported(processes[rank]) for rank in failed}
+        rank, _ = ranks_of_run.first({}, notes)
+        printed = ranks_of_run.end_of(Path(folder, f"rank_{rank}.log"))
         last_words = f"\nThe last lines that it printed:\n{printed}" if printed else ""
-        raise RankError(f"rank {rank} of {num_ranks} failed first:\n{failures[rank].traceback}{last_words}")
+        raise RankError(f"rank {rank} of {num_ranks} failed first:\n{notes[rank].traceback}{last_words}")
     if pending:
-        stacks = "".join(_stack(rank, notes) for rank in pending)
+        stacks = "".join(_stack(rank, folder) for rank in pending)
         late = f"{ranks_called(pending)} of {num_ranks} still ran after {deadline_s:g} s"
         raise RankError(f"{late}, and were ended. Give a longer deadline, or look where they hang.{stacks}")
-    return [results[rank] for rank in range(num_ranks)]
+    return [torch.load(result, "cpu", weights_only=False) for result in results]
 
 
-def report(out: Connection, call: Callable[[], Any]) -> None:
-    """In a rank: send the result of `call()`; if it fails, send the error and end this process. Local."""
+def report(folder: str, rank: int, call: Callable[[], Any]) -> None:
+    """In a rank: write the result of `call()` into `folder`; if it fails, the error, and end this process. Local."""
     try:
         result = call()
-        packed = io.BytesIO()  # bytes: tensors would be sent as file descriptors of this process
         try:
-            torch.save(result, packed)
+            _put(Path(folder, f"result.{rank}"), lambda partial: torch.save(result, partial))
         except Exception as error:
             what = f"{type(result).__name__} cannot be sent to the process that waits for it: {error}"
             raise TypeError(f"{what}. Return tensors, numbers, texts, and lists and mappings of them.") from error
-        out.send((None, packed.getvalue()))
     except BaseException as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         text = "".join(traceback.format_exception(type(error), error, trace))
-        out.send((Note(time.time(), 1, lost_a_peer(error), text), None))
+        note = json.dumps(Note(time.time(), 1, lost_a_peer(error), text))
+        try:
+            _put(Path(folder, f"failed.{rank}"), lambda partial: partial.write_text(note))
+        except OSError:  # a full disk: the screen, or the rank's log, has the error
+            print(text, file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(1)  # without exit handlers, in which a rank could wait for its peers
+
+
+def _put(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write a file that is complete or absent."""
+    partial = path.with_name(f"partial.{path.name}")
+    write(partial)
+    partial.rename(path)
 
 
 def _check(nproc: int) -> None:
@@ -223,14 +211,14 @@ def _check(nproc: int) -> None:
         )
 
 
-def _become_rank(rank: int, nproc: int, private: str, logs: Path, deadline_s: Optional[float]) -> None:
+def _become_rank(rank: int, nproc: int, private: str, deadline_s: Optional[float]) -> None:
     """Make this process, which was just forked, a rank of `spawn`."""
     os.setsid()  # Ctrl-C reaches the ranks once, through their parent
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if rank > 0:
-        _print_into(logs / f"rank_{rank}.log")
+        _print_into(Path(private, f"rank_{rank}.log"))
     if deadline_s is not None:
         stack = open(os.path.join(private, f"stack.{rank}"), "w")  # noqa: SIM115 - for as long as the process lives
         faulthandler.dump_traceback_later(deadline_s, file=stack)
@@ -287,13 +275,9 @@ def _leave_one_thread(num_threads: int) -> None:
         )
 
 
-def _unreported(rank: int, process: BaseProcess, notes: str) -> Note:
-    process.join(_OTHERS_S)
-    note = ranks_of_run.read(notes).get(rank) if notes else None
-    if note is not None and note.traceback:
-        return note
-    code = process.exitcode
-    how = "closed its pipe" if code is None else f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+def _unreported(process: BaseProcess) -> Note:
+    code = process.exitcode or 0
+    how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
     return Note(time.time(), 1, False, f"the process ended without an error message ({how})")
 
 
@@ -310,6 +294,6 @@ def _interrupt(processes: list[BaseProcess]) -> None:
 def _stack(rank: int, folder: str) -> str:
     """Return where `rank` was at its deadline, innermost line first."""
     file = Path(folder, f"stack.{rank}")
-    text = file.read_text() if folder and file.exists() else ""
+    text = file.read_text() if file.exists() else ""
     main = text.rpartition("hread ")[2].partition("\n")[2].partition(f'  File "{__file__}')[0].rstrip()
     return f"\nrank {rank}, innermost call first:\n{main}" if main else ""

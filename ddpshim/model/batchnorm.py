@@ -14,7 +14,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ddpshim.job import exchange, shares
+from ddpshim.job import collectives
+from ddpshim.job.noise import has_share
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 
@@ -27,7 +28,7 @@ def sync() -> None:
     A forward in training mode on a rank's share of a batch is then collective too.
     """
     if current().next_number("synced batchnorm") == 0:
-        exchange.group()  # made now, on all ranks
+        collectives.group()  # made now, on all ranks
         current().at_end.enter_context(replaced(functional, "batch_norm", _stand_in(functional.batch_norm)))
 
 
@@ -43,9 +44,9 @@ def _stand_in(original: Callable[..., Any]) -> Callable[..., Any]:
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Any:
-        if not training or not shares.has_share():
+        if not training or not has_share():
             return original(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        return over_ranks(input, running_mean, running_var, weight, bias, momentum, eps, exchange.group())
+        return over_ranks(input, running_mean, running_var, weight, bias, momentum, eps, collectives.group())
 
     return batch_norm
 
@@ -91,7 +92,7 @@ class _Normalise(torch.autograd.Function):
         own = [mean, variance]
         if counts is None:
             own.append(mean.new_full((1,), float(x.numel() // num)))
-        table = exchange.table(torch.cat(own), group)
+        table = collectives.table(torch.cat(own), group)
         if counts is None:
             total: Any = table[:, -1].sum()
             part_of_rank = table[:, -1] / total
@@ -116,7 +117,7 @@ class _Normalise(torch.autograd.Function):
             gradient, x, weight, None, None, mean, scale, True, ctx.eps, [False, True, True]
         )
         others = of_weight if weight is not None else None, of_bias if ctx.has_bias else None, None, None, None
-        sums = exchange.add_up(torch.stack([of_bias, of_weight]), ctx.group)
+        sums = collectives.add_up(torch.stack([of_bias, of_weight]), ctx.group)
         level, along = sums.div_(-ctx.total).unbind()
         shape = [1, -1] + [1] * (x.dim() - 2)
         centred = (x - mean.view(shape)).mul_((along * scale).view(shape)).add_(gradient).add_(level.view(shape))

@@ -1,4 +1,4 @@
-"""Names what differs between ranks after a comparison, and mends what only rounding or a stray draw has changed."""
+"""Names what differs between ranks after a comparison, and gives all the main rank's random streams."""
 
 from __future__ import annotations
 
@@ -7,30 +7,32 @@ from collections.abc import Mapping
 from typing import Any, Optional
 
 import torch
-import torch.distributed as dist
 
 from ddpshim.errors import SyncError
+from ddpshim.failures.failure_notes import remedy
 from ddpshim.job.group import world
-from ddpshim.model.broadcasting import broadcast
-from ddpshim.model.checksums import numbers_of
-from ddpshim.model.equality import OPT_OUT, Equality, Tensors
-from ddpshim.process import events
-from ddpshim.process.devices import computes_on
+from ddpshim.model.equality import INTEGERS, OPT_OUT, Tensors, kind_of
+from ddpshim.process import observed
 from ddpshim.process.random_streams import rank_states, restore_rank_states
-from ddpshim.process.remedies import remedy
 from ddpshim.process.say import say
 
 _DEADLINE_S = 120.0  # after a common step ranks are only seconds apart
-# Relative to a tensor's norm: the difference that rounding on different devices causes in a thousand steps.
-_ROUNDING = 1e-3
 
 Facts = dict[str, Any]  # settings, and the numbers of tensors, by name
 
 
-def facts_of_ranks(settings: Mapping[str, str], tensors: Tensors) -> dict[int, Facts]:
-    """Return what each rank has, by rank (collective)."""
+def refuse(when: str, settings: Mapping[str, str], tensors: Tensors) -> None:
+    """Raise SyncError on all ranks, which names the first difference between them (collective).
+
+    Not if only the bits of NaNs differ.
+    """
     own: Facts = {**settings, **{name: numbers_of(tensor) for name, tensor in tensors.items()}}
-    return world().gather_with_deadline("facts", own, _DEADLINE_S)
+    found = described(world().gather_with_deadline("facts", own, _DEADLINE_S))
+    if found is not None:
+        raise SyncError(
+            f"{when} ranks hold different weights or settings: {found}. They train different models, and only the "
+            f"main rank's is saved. {remedy('same state')} ({OPT_OUT})."
+        )
 
 
 def described(of_ranks: Mapping[int, Facts]) -> Optional[str]:
@@ -59,63 +61,28 @@ def _shown(fact: Any) -> str:
     return f"sums to {struct.unpack('d', struct.pack('q', total))[0]!r} (#{checksum % 65521:04x})"
 
 
-def mend_or_refuse(equality: Equality, number: int) -> None:
-    """Mend what only rounding has changed; raise SyncError on all ranks for another difference (collective)."""
-    settings, tensors = equality.settings(), {**equality.tensors(), **equality.companions()}
-    of_ranks = facts_of_ranks(settings, tensors)
-    found, everyones = described(of_ranks), [*of_ranks.values()]
-    if found is None:  # only NaNs with different bits
-        return
-    devices = world().gather_with_deadline("devices", computes_on(world().device), _DEADLINE_S)
-    # The main rank's values may take the place of tensors of the same kind, under the same settings.
-    kinds = [{name: fact if isinstance(fact, str) else fact[2] for name, fact in of.items()} for of in everyones]
-    may_round = len({repr(device) for device in devices.values()}) > 1 and all(kind == kinds[0] for kind in kinds)
-    apart = _take_mains([*tensors.values()]) if may_round else None
-    if apart is None:
-        raise SyncError(
-            f"after {number} backward passes of {type(equality.module).__name__} ranks hold different weights or "
-            f"settings: {found}. They now train different models. {remedy('same state')} ({OPT_OUT})."
-        )
-    equality.num_mended += 1
-    events.note("mended", what="rounding", reductions=number, relative=apart, times=equality.num_mended)
-    if world().is_main:
-        say(
-            f"after {number} backward passes weights differed between ranks by {apart:.1e} of their norm: "
-            "ranks compute on different devices, which round differently. All ranks now have the main rank's "
-            f"weights (time {equality.num_mended})"
-        )
+def numbers_of(tensor: torch.Tensor) -> list[int]:
+    """Return three ints: a checksum of bits and kind, the bits of the float64 sum that messages show, the kind. Local.
 
-
-def _take_mains(tensors: list[torch.Tensor]) -> Optional[float]:
-    """Copy the main rank's values to all ranks if no tensor is further from them than rounding (collective).
-
-    Returns the largest distance, relative to a tensor's norm; None if it is larger, and nothing was copied.
+    Unlike in `bits_of_rows` all NaNs are equal.
     """
-    device = world().device
-    mains = [tensor.detach().to(device, copy=True) for tensor in tensors]
-    broadcast(mains)
-    distances = [_distance(tensor.detach().to(device), main) for tensor, main in zip(tensors, mains)]
-    largest = torch.tensor(distances, dtype=torch.float64, device=device).max().nan_to_num(torch.inf)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    if float(largest) > _ROUNDING:
-        return None
-    for tensor, main in zip(tensors, mains):
-        tensor.data.copy_(main)
-    return float(largest)
-
-
-def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the distance of two tensors, relative to the norm of the second."""
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    distance = (one.to(wide) - other.to(wide)).norm()
-    return float(distance / other.to(wide).norm().clamp_min(1e-12)) if float(distance) else 0.0
+    t, kind = tensor.detach(), kind_of(tensor)
+    if t.layout != torch.strided or t.is_meta or t.is_quantized:
+        return [kind, 0, kind]
+    if t.is_complex():
+        t = torch.view_as_real(t)
+    if t.is_floating_point() and t.element_size() > 1:
+        t = torch.nan_to_num(t)
+    bits = t.view(INTEGERS[t.element_size()]).sum(dtype=torch.int64)
+    total = (t.to(torch.float64) if t.element_size() == 1 else t).sum(dtype=torch.float64)
+    return [int(bits) + kind, int(total.view(torch.int64)), kind]
 
 
 def take_streams(number: int) -> None:
     """Set the random streams of all ranks to the main rank's (collective)."""
     here = world()
     restore_rank_states(here.broadcast(rank_states(here.device)), here.device)
-    events.note("mended", what="random streams", reductions=number)
+    observed.note("mended", what="random streams", reductions=number)
     if here.is_main:
         say(
             f"after {number} backward passes ranks had drawn different random numbers: something draws on one "

@@ -3,13 +3,14 @@
 Checksums are sent while training continues and read at the next step. Only if they differ do ranks exchange, through
 the job's store, what tells the difference (`ddpshim.model.difference`).
 
-A few numbers in each reduction of gradients (`StepAgreement`) show requests of ranks, and whether all are at one step.
-They are zeros and ones, because a sum of zeros is zero in any dtype and with any rounding. A rank sends each bit and
-its opposite; if the sums of both are above zero, ranks disagree. They need no message of their own.
+A few numbers in each reduction of gradients (`StepAgreement`) show whether all ranks are at one step. They are zeros
+and ones, because a sum of zeros is zero in any dtype and with any rounding. A rank sends each bit and its opposite; if
+the sums of both are above zero, ranks disagree. They need no message of their own.
 """
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import random
 import sys
@@ -17,37 +18,39 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import mul
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, Optional, Union
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ddpshim.errors import SyncError
-from ddpshim.job import shares
 from ddpshim.job.group import world
-from ddpshim.job.noise import draws_alike
-from ddpshim.model.checksums import bits_of_rows
-from ddpshim.process import events
+from ddpshim.job.noise import Position, draws_alike, positions
+from ddpshim.process import observed
 from ddpshim.process.devices import is_capturing
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import digest
-from ddpshim.process.say import count, say
+from ddpshim.process.say import count, say, say_once
 
 OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
 _SYNCED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)  # their statistics are of all ranks
 
 Optimizers = Sequence[torch.optim.Optimizer]
 Tensors = dict[str, torch.Tensor]  # by what messages call them
+Named = Sequence[tuple[str, Optional[torch.Tensor]]]
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+_ALL_BITS = 2**64
+_SMALL = 1024  # numbers
 _NUM_BITS = 16
 _BITS = [[float(byte >> i & 1) for i in range(8)] for byte in range(256)]
-NUM_SENT = 2 + 2 * _NUM_BITS
+NUM_SENT = 1 + 2 * _NUM_BITS
 _DELAY = 4  # passes, on GPUs: the numbers are read this much later, so that the host does not wait for them
 _MEETING_DEADLINE_S = 20.0
 
 
 def is_milestone(number: int) -> bool:
-    """Whether to compare at this step: 1, 2, 10, 100 and every 1000. Step 2 sees the effects of step 1."""
+    """Whether to compare in this backward pass: 1, 2, 10, 100 and every 1000. Pass 2 sees the effects of step 1."""
     return number in (1, 2, 10, 100) or (number > 0 and number % 1000 == 0)
 
 
@@ -58,7 +61,6 @@ class Equality:
     that reach several wrappers in different orders do not block each other.
 
     Attributes:
-        num_mended: how often weights that differed by rounding were replaced by the main rank's.
         sent: the comparison in progress: (work, names of random streams, this rank's numbers and those of each rank,
             num_reductions).
     """
@@ -84,11 +86,8 @@ class Equality:
         # Buffers that only the main rank's broadcast makes equal.
         self._unsynced = [(m, name) for m in modules if not isinstance(m, _SYNCED) for name in m._buffers]
         self._own_buffers: Optional[torch.Tensor] = None
-        self._has_named_buffer = False
         self._generators: dict[str, int] = {}  # hashes of their states at the last look
         self._used_generators: list[str] = []
-        self._has_named_generator = False
-        self.num_mended = 0
         self.sent: Any = None
 
     def tensors(self) -> Tensors:
@@ -145,9 +144,9 @@ class Equality:
         try:
             self._compare(seeds, torch.stack(everyones).t().tolist(), num_reductions)
         except SyncError as error:
-            events.note("guard", passed=False, said=str(error), **facts)
+            observed.note("guard", passed=False, said=str(error), **facts)
             raise
-        events.note("guard", passed=True, **facts)
+        observed.note("guard", passed=True, **facts)
 
     def _compare(self, seeds: list[str], numbers: list[list[int]], num_reductions: int) -> None:
         """Raise SyncError if `numbers`, of which each has a value for each rank, differ where they must not."""
@@ -161,20 +160,20 @@ class Equality:
         if len({*tensors}) > 1 or len({*settings}) > 1:
             from ddpshim.model import difference
 
-            difference.mend_or_refuse(self, num_reductions)
+            when = f"after {num_reductions} backward passes of {type(self.module).__name__}"
+            difference.refuse(when, self.settings(), {**self.tensors(), **self.companions()})
             return
         if world().is_main:
             self._name_own_buffers(others[len(seeds) :])
             self._name_generators(drawn)
 
     def _name_own_buffers(self, numbers: list[list[int]]) -> None:
-        """Print once if each rank updated a buffer from its own share of the samples."""
-        for (home, name), of_ranks in zip(self._unsynced, numbers):
-            if len({*of_ranks}) > 1 and not self._has_named_buffer:
-                self._has_named_buffer = True
-                from ddpshim.process.remedies import remedy
+        """Print a line if each rank updated a buffer from its own share of the samples."""
+        pairs = (place for place, of_ranks in zip(self._unsynced, numbers) if len({*of_ranks}) > 1)
+        for home, name in itertools.islice(pairs, 1):
+            from ddpshim.failures.failure_notes import remedy
 
-                say(f"buffer '{name}' of a {type(home).__name__} {remedy('buffer')}")
+            say(f"buffer '{name}' of a {type(home).__name__} {remedy('buffer')}")
 
     def _look_at_generators(self) -> int:
         """Return a hash of the states of private generators that were used since the last call; 0 if none was. Local.
@@ -192,9 +191,8 @@ class Equality:
         """Print once if two ranks have the same states."""
         is_alike = len({*of_ranks}) < len(of_ranks) and of_ranks[0] != 0
         # Where every rank runs the whole program, they should.
-        if is_alike and not self._has_named_generator and not current().holds_whole_batches:
-            self._has_named_generator = True
-            say(
+        if is_alike and not current().holds_whole_batches:
+            say_once(
                 f"{', '.join(self._used_generators)} draws the same numbers on all ranks, so different samples get the "
                 "same noise, unlike in one process. Draw with torch's functions or numpy.random's, or seed it with "
                 "ddpshim.world().rank. If it is meant to decide something equally on all ranks, ignore this line"
@@ -273,20 +271,18 @@ def _generators_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _state(generator: Any) -> bytes:
     """Return the state that determines its next draws."""
-    if isinstance(generator, random.Random):
-        return repr(generator.getstate()).encode()
     return bytes(generator.get_state().tolist()) if isinstance(generator, torch.Generator) else pickle.dumps(generator)
 
 
 class _Sent(NamedTuple):
     """A rank's position in a pass. It becomes text only for an error, because that costs time in every pass."""
 
-    where: list[tuple[shares.Position, str]]
+    where: list[tuple[Position, str]]
     num_steps: Optional[int]
     rates: Sequence[float]
 
     def __str__(self) -> str:
-        from ddpshim.process.remedies import remedy
+        from ddpshim.failures.failure_notes import remedy
 
         batches = []
         for at, called in self.where:
@@ -312,24 +308,23 @@ class StepAgreement:
         self._pending: deque[tuple[Any, torch.Tensor, _Sent]] = deque()
         self.leave_out = False
 
-    def fill(
-        self, entries: torch.Tensor, asks: bool, num_steps: int, rates: Sequence[float], leaves_out: bool = False
-    ) -> None:
+    def fill(self, entries: torch.Tensor, num_steps: int, rates: Sequence[float], leaves_out: bool) -> None:
         """Write this rank's numbers into the last `NUM_SENT` of `entries`, which are on the CPU. Local."""
-        where = shares.positions()
+        where = positions()
         self._sent_for = _Sent(where, num_steps, rates)
         number = zlib.crc32(repr((self._number, [position for position, _ in where], num_steps, [*rates])).encode())
         low, high = number & 255, number >> 8 & 255
-        bits = [float(asks), float(leaves_out), *_BITS[low], *_BITS[high], *_BITS[255 - low], *_BITS[255 - high]]
+        bits = [float(leaves_out), *_BITS[low], *_BITS[high], *_BITS[255 - low], *_BITS[255 - high]]
         entries[-NUM_SENT:].copy_(torch.tensor(bits, device="cpu"))
 
-    def read(self, entries: torch.Tensor) -> bool:
-        """Return whether a rank has asked, from the reduced `entries`. On a GPU the answer is of an earlier pass.
+    def read(self, entries: torch.Tensor) -> None:
+        """Raise SyncError on all ranks if they are not at the same step, from the reduced `entries`.
 
-        Raises SyncError on all ranks if they are not at the same step.
+        On a GPU those of an earlier pass are read.
         """
         if self._is_on_cpu:
-            return self._judge(entries[-NUM_SENT:].tolist(), self._sent_for)
+            self._judge(entries[-NUM_SENT:].tolist(), self._sent_for)
+            return
         copied = torch.empty(NUM_SENT, dtype=entries.dtype, pin_memory=entries.is_cuda, device="cpu")
         copied.copy_(entries[-NUM_SENT:], non_blocking=True)
         arrived: Optional[Any] = torch.cuda.Event() if entries.is_cuda else None
@@ -337,14 +332,14 @@ class StepAgreement:
             arrived.record()
         self._pending.append((arrived, copied, self._sent_for))
         if len(self._pending) <= _DELAY:
-            return False
+            return
         arrived, copied, sent_for = self._pending.popleft()
         if arrived is not None and not arrived.query():  # the host is `_DELAY` passes ahead
             arrived.synchronize()
-        return self._judge(copied.tolist(), sent_for)
+        self._judge(copied.tolist(), sent_for)
 
-    def _judge(self, numbers: list[float], sent_for: _Sent) -> bool:
-        asks, leave_out, bits, opposites = numbers[0], numbers[1], numbers[2 : 2 + _NUM_BITS], numbers[2 + _NUM_BITS :]
+    def _judge(self, numbers: list[float], sent_for: _Sent) -> None:
+        leave_out, bits, opposites = numbers[0], numbers[1 : 1 + _NUM_BITS], numbers[1 + _NUM_BITS :]
         self.leave_out = leave_out > 0
         if any(map(mul, bits, opposites)):
             here = world()
@@ -352,10 +347,74 @@ class StepAgreement:
                 "positions", f"{sent_for}, network {self._number}", _MEETING_DEADLINE_S
             )
             where = "; ".join(f"rank {rank}: {said}" for rank, said in of_ranks.items())
-            from ddpshim.process.remedies import remedy
+            from ddpshim.failures.failure_notes import remedy
 
             raise SyncError(
                 f"ranks reduced gradients of different steps or networks in a backward pass of {self._network}. "
                 f"{where}. {remedy('same steps')} ({OPT_OUT})."
             )
-        return asks > 0
+
+
+def _sent(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return `numbers` as int64 on `device`; the host does not wait for the copy. Local."""
+    signed = [(number + _ALL_BITS // 2) % _ALL_BITS - _ALL_BITS // 2 for number in numbers]
+    return _to(torch.tensor(signed, dtype=torch.int64, device="cpu"), device)
+
+
+def _to(here: torch.Tensor, device: torch.device) -> torch.Tensor:
+    is_pinned = device.type == "cuda" and here.device.type == "cpu"
+    return (here.pin_memory() if is_pinned else here).to(device, non_blocking=is_pinned)
+
+
+@torch.no_grad()
+def bits_of_rows(rows: Sequence[Union[int, Named]], device: torch.device) -> torch.Tensor:
+    """Return an int64 on `device` for each row: rows with equal numbers are taken as equal. Local.
+
+    Different numbers may still mean equal rows, if only the bits of NaNs differ. Small tensors are joined, so that a
+    policy's hundreds take a few operations; a larger one takes one or two.
+    """
+    constants, parts = [], dict[Any, list[tuple[torch.Tensor, int, int]]]()
+    for number, row in enumerate(rows):
+        total, weight = row if isinstance(row, int) else 0, 1
+        for name, tensor in () if isinstance(row, int) else row:
+            total += weight * (zlib.crc32(name.encode()) + kind_of(tensor))
+            for integers in _integers_of(tensor):
+                kind = integers.device, integers.dtype, integers.numel() <= _SMALL
+                parts.setdefault(kind, []).append((integers, weight, number))
+            weight = weight * 31 % _ALL_BITS
+        constants.append(total)
+    bits = _sent(constants, device)
+    for (*_, is_small), part in parts.items():
+        vectors, weights, numbers = zip(*part)
+        sums = _sums_of(vectors) if is_small else torch.stack([vector.sum(dtype=torch.int64) for vector in vectors])
+        bits.index_add_(0, _sent(numbers, device), _to(sums, device) * _sent(weights, device))
+    return bits
+
+
+def _integers_of(tensor: Optional[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the bits as vectors of integers: those of a large tensor as 8-byte integers (fastest), and the rest."""
+    if tensor is None or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized or not tensor.numel():
+        return []
+    t = tensor.detach()
+    t = (torch.view_as_real(t) if t.is_complex() else t).contiguous().view(-1)
+    size, num = t.element_size(), t.numel()
+    if num <= _SMALL or size == 8:
+        return [t.view(INTEGERS[size])]
+    if t.storage_offset() * size % 8:  # cuDNN puts the weights of a network one after the other in memory
+        t = t.clone()
+    even = num - num % (8 // size)
+    return [t[:even].view(torch.int64), *([t[even:].view(INTEGERS[size])] if num > even else [])]
+
+
+def _sums_of(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the int64 sum of each vector; all are of one type, on one device."""
+    ends = torch.tensor([vector.numel() for vector in vectors], device="cpu").cumsum(0) - 1
+    until = torch.cat([*vectors]).cumsum(0, dtype=torch.int64)[_to(ends, vectors[0].device)]
+    return until.diff(prepend=until.new_zeros(1))
+
+
+def kind_of(tensor: Optional[torch.Tensor]) -> int:
+    """Return a number that depends on dtype and shape; 0 for None."""
+    if tensor is None:
+        return 0
+    return (zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode()) + 1) << 24

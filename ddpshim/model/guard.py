@@ -5,29 +5,25 @@ A failed check raises SyncError. The option `guard` (DDPSHIM_GUARD=0) turns the 
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import weakref
 import zlib
 from collections import deque
 from collections.abc import Iterable
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_, is_not, itemgetter
-from typing import TYPE_CHECKING, Any, Callable, TypeVar, Union
+from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 import torch
 from torch import nn
 
 from ddpshim.errors import SyncError
 from ddpshim.failures import failure
-from ddpshim.job.group import on_cleanup, world
+from ddpshim.job.group import world
 from ddpshim.model import backward
-from ddpshim.model.checksums import bits_of_rows
-from ddpshim.model.equality import OPT_OUT, Tensors
-from ddpshim.process import events
+from ddpshim.model.equality import OPT_OUT, Tensors, bits_of_rows
+from ddpshim.process import observed
 from ddpshim.process.job import current
 from ddpshim.process.observed import observe
-from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 
 if TYPE_CHECKING:
@@ -48,18 +44,10 @@ class GuardState:
         # wrapper keeps its parameters alive until it disowns them.
         self.owners: dict[int, Reduced] = {}
         self.companions: list[nn.Module] = []  # not trained, but must be equal
-        self.num_asked = 0  # how often this rank requested a comparison of weights
         # The wrappers that an optimizer's last step changed, by id, with their num_reductions.
         self.steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple[Reduced, int]]]
         self.steps = weakref.WeakKeyDictionary()
-        self.hooks = contextlib.ExitStack()  # removes the hooks of optimizers
-        self.sees_optimizers = False
         self.is_alone = False  # a rank missed a meeting
-
-    def unwatch_optimizers(self) -> None:
-        self.hooks.close()
-        self.sees_optimizers = False
-        self.steps.clear()
 
 
 def _watched() -> GuardState:
@@ -83,14 +71,9 @@ def is_owned(parameter: torch.Tensor) -> bool:
 
 
 def watch_optimizers() -> None:
-    """Check every optimizer step of this process until `cleanup()`. Local."""
-    watched = _watched()
-    if not watched.sees_optimizers:
-        watched.sees_optimizers = True
-        observe(watched.hooks, before_step=_check_step, after_step=_check_closure)
-        watched.hooks.enter_context(replaced(torch, "save", _asking(torch.save)))
-        on_cleanup(watched.unwatch_optimizers)
-        compare_in_the_end()
+    """Check every optimizer step of this process until `cleanup()`. Local; called once in a job."""
+    observe(current().at_end, before_step=_check_step, after_step=_check_closure)
+    compare_in_the_end()
 
 
 N = TypeVar("N", bound=nn.Module)
@@ -99,8 +82,8 @@ N = TypeVar("N", bound=nn.Module)
 def watch(module: N) -> N:
     """Also compare an untrained network (a target, an EMA) over the ranks; returns it. Local.
 
-    Its parameters and buffers must be equal whenever weights are compared: at steps 1, 2, 10, 100 and every 1000,
-    after a `torch.save`, at the end of an epoch and in `cleanup()`. Every rank must name the same networks, in the
+    Its parameters and buffers must be equal whenever weights are compared: in backward passes 1, 2, 10, 100 and every
+    1000, at the end of an epoch and in `cleanup()`. Every rank must name the same networks, in the
     same order, between the same backward passes. With one process it does nothing.
     """
     watched = _watched()
@@ -108,16 +91,6 @@ def watch(module: N) -> N:
         watched.companions.append(module)
         compare_in_the_end()
     return module
-
-
-def ask() -> None:
-    """Request a comparison of weights in the next backward pass; one rank's request is enough. Local."""
-    _watched().num_asked += 1
-
-
-def num_asked() -> int:
-    """Return how often this rank has called `ask`. Local."""
-    return _watched().num_asked
 
 
 def optimizers_of(wrapper: Reduced) -> list[torch.optim.Optimizer]:
@@ -162,7 +135,7 @@ def check_equal_steps(what: str = "the epoch") -> None:
     missing = [rank for rank in range(here.world_size) if rank not in of_ranks]
     is_good = not missing and len({number for number, _ in of_ranks.values()}) == 1
     said = "" if is_good else f"{what}: {counts}"
-    events.note("guard", check="steps", passed=is_good, said=said, reductions=mine)
+    observed.note("guard", check="steps", passed=is_good, said=said, reductions=mine)
     if missing:
         _watched().is_alone = True
         raise SyncError(
@@ -203,15 +176,9 @@ def _compare_in_the_end() -> None:
 def _refuse_unequal(hashes: list[int], what: str) -> None:
     """Raise SyncError on all ranks if these hashes, one per rank, differ."""
     if len(set(hashes)) > 1:
-        from ddpshim.model.difference import described, facts_of_ranks
-        from ddpshim.process.remedies import remedy
+        from ddpshim.model import difference
 
-        found = described(facts_of_ranks(*_everything()))
-        if found is not None:  # not only NaNs with different bits
-            raise SyncError(
-                f"at the end of {what} ranks hold different weights or settings: {found}. They have trained "
-                f"different models, and only the main rank's is saved. {remedy('same state')} ({OPT_OUT})."
-            )
+        difference.refuse(f"at the end of {what}", *_everything())
 
 
 def _hash_of_all() -> int:
@@ -233,15 +200,6 @@ def _everything() -> tuple[dict[str, str], Tensors]:
 def num_reductions() -> int:
     """Return how many backward passes of all networks were reduced so far. Local."""
     return sum(wrapped.num_reductions for wrapped in _wrappers())
-
-
-def _asking(save: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(save)
-    def asking(*args: Any, **kwargs: Any) -> Any:
-        ask()
-        return save(*args, **kwargs)
-
-    return asking
 
 
 def _wrappers() -> list[Reduced]:

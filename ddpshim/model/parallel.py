@@ -7,16 +7,14 @@ from typing import Any, Optional, TypeVar, Union, cast
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel
+from torch.jit import ScriptModule
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ddpshim.errors import SyncError
 from ddpshim.job.group import current_or_new_world
 from ddpshim.model.wrapper import BareModule, Transparent
 from ddpshim.process.job import current
 
 M = TypeVar("M", bound=nn.Module)
-# Names and not classes, because most programs never import them. Each shards parameters or reduces gradients itself.
-_OTHERS = ("FullyShardedDataParallel", "FSDP", "FSDPModule", "ReplicateModule", "DDP", "DistributedDataParallel")
 
 
 def wrap_parallel(
@@ -73,7 +71,11 @@ def wrap_parallel(
         module = module.module  # wrapped before a parameter was unfrozen, or in a world that has ended
     if isinstance(module, DataParallel):
         module = module.module
-    _check_kind(module, is_alone)
+    is_plain = isinstance(module, nn.Module) and not isinstance(module, (ScriptModule, DistributedDataParallel))
+    if not is_alone or not is_plain:
+        from ddpshim.model.wrapping import check_kind
+
+        check_kind(module, is_alone)
     if shard:
         from ddpshim.model.sharding import check_shard
 
@@ -82,7 +84,7 @@ def wrap_parallel(
     if is_alone:
         several = not here.is_launched and torch.cuda.is_available() and torch.cuda.device_count() > 1
         is_spread = several and any(p.is_cuda for p in module.parameters())
-        wrapped: Any = DataParallelModule(module) if is_spread else BareModule(module)
+        wrapped: Any = SpreadModule(module) if is_spread else BareModule(module)
     else:
         from ddpshim.model import wrapping
 
@@ -107,45 +109,7 @@ def wrap_parallel(
     return cast(M, wrapped)  # it is no instance of M, but has all that M has
 
 
-def _check_kind(module: nn.Module, is_alone: bool) -> None:
-    """Refuse a module whose gradients cannot be reduced or are reduced by another wrapper. Local.
-
-    If `is_alone`, nothing will be reduced, and only modules that cannot be wrapped at all are refused.
-    """
-    if not isinstance(module, nn.Module):
-        raise SyncError(
-            f"wrap_parallel got a {type(module).__name__}, which is not an nn.Module and has no parameters to "
-            "train. Give it the network; give several networks one by one, or in an nn.ModuleDict."
-        )
-    for path, child in [("", module)] if is_alone else module.named_modules():
-        if isinstance(child, Transparent):
-            continue
-        where = f"'{path}' of {type(module).__name__}" if path else type(child).__name__
-        if isinstance(child, torch.jit.ScriptModule):
-            raise SyncError(
-                f"{where} is scripted or traced by torch.jit, so its gradients cannot be reduced from Python. Wrap "
-                "the original module, and script or trace the result; or use torch.compile, before or after."
-            )
-        other = _other_way(child)
-        if other is not None:
-            raise SyncError(
-                f"{where} is distributed already, by torch's {other}; its gradients would be reduced twice, or "
-                "parts of different parameters mixed. Give wrap_parallel the bare module, and leave the other "
-                "wrapper out (fully_shard, replicate, FSDP, DistributedDataParallel)."
-            )
-
-
-def _other_way(module: nn.Module) -> Optional[str]:
-    """Return the name of torch's wrapper that distributes this module already; None if there is none."""
-    for kind in type(module).__mro__:
-        if kind.__name__ in _OTHERS and kind.__module__.startswith(("torch.distributed", "torch.nn.parallel")):
-            return kind.__name__
-    # torch before 2.2 keeps the class, and stores in the module what was applied to it.
-    applied = (held for key, held in vars(module).items() if "composable" in key and isinstance(held, dict))
-    return next((name for held in applied for name in ("replicate", "fully_shard") if name in held), None)
-
-
-class DataParallelModule(BareModule):
+class SpreadModule(BareModule):
     """A wrapper for one process on several GPUs: `forward` is spread over them, any other method runs on the first.
 
     torch's DataParallel is an attribute and not a base class: it looks up `dim`, `gather` and others on itself, and a
@@ -154,8 +118,7 @@ class DataParallelModule(BareModule):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        mine = self.__dict__
-        mine["_spread"] = DataParallel(module)
+        self.__dict__["spread"] = DataParallel(module)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        return self._spread(*args, **kwargs)
+        return self.__dict__["spread"](*args, **kwargs)

@@ -15,12 +15,10 @@ as in one process.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 import weakref
 from collections.abc import Sequence
-from operator import is_
 from typing import Any, Callable, Optional
 
 import torch
@@ -28,11 +26,10 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.rnn import PackedSequence
 
 from ddpshim.errors import SyncError
-from ddpshim.job import exchange, noise
-from ddpshim.job.exchange import new_group
+from ddpshim.job import collectives, noise
+from ddpshim.job.collectives import new_group
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.model import backward, guard
 from ddpshim.model.broadcasting import Buffers, broadcast_state
@@ -43,27 +40,6 @@ from ddpshim.process.job import current
 
 _OF_TORCH = ("process_group", "reducer", "_reducer", "logger")
 _HOLD_THE_GROUP = {*_OF_TORCH, "_buffers_to_send", "_equality", "_order", "_unused"}
-# Private names of torch: without one of them, gradients would not be reduced.
-NEEDED = {
-    dist.Reducer: (
-        *("prepare_for_backward", "_autograd_hook", "_remove_autograd_hooks", "_rebuild_buckets"),
-        "_check_reducer_finalized",
-    ),
-    DistributedDataParallel: (
-        *("_build_params_for_reducer", "_build_debug_param_to_name_mapping"),
-        "_set_params_and_buffers_to_ignore_for_model",
-    ),
-}
-
-
-def refuse_unknown_torch() -> None:
-    """Raise SyncError if this torch lacks private names that activating its reducer needs. Local."""
-    missing = [f"{of.__name__}.{name}" for of, names in NEEDED.items() for name in names if not hasattr(of, name)]
-    if missing:
-        raise SyncError(
-            f"torch {torch.__version__} has no {', '.join(missing)}, by which a backward pass activates DDP's reducer: "
-            "gradients would not be reduced. Use a torch that it was tested with (python -m ddpshim docs limits)."
-        )
 
 
 class Wrapped(weakref.WeakSet["DistributedModule"]):
@@ -123,10 +99,22 @@ class _FirstGradient:
 class DistributedModule(Transparent, DistributedDataParallel):
     """DDP whose reducer is activated by the backward pass. Made by `wrap_parallel`."""
 
+    # Of the class, because other names that are set on a wrapper become its module's.
+    num_reductions = _num_passes = 0  # passes reduced, passes begun
+    has_unreduced_gradients = False  # a backward pass ran under no_sync()
+    _sends_at_once = _is_completing = False  # it is completing between `_finish` and the end of `_complete`
+    _keeps_graph = False  # in a backward pass with create_graph
+    _with_graph: Sequence[tuple[Any, Any]] = ()  # then: parameters with their gradients
+    _missed: Sequence[int] = ()  # indices of parameters without a gradient, in the pass that ends
+    _num_steps = 0  # of optimizers
+    _rates: Sequence[float] = ()  # the last learning rates
+    _buffers_to_send: Optional[Buffers] = None
+    _equality: Optional[Equality] = None
+    _agreement: Optional[StepAgreement] = None
+
     def __init__(
         self, module: nn.Module, *, broadcast_buffers: bool, comm_hook: Any, comm_hook_state: Any, **ddp_options: Any
     ) -> None:
-        refuse_unknown_torch()
         self._begin(module, ddp_options)
         if getattr(comm_hook, "__module__", "").endswith("powerSGD_hook"):
             raise SyncError(
@@ -141,23 +129,15 @@ class DistributedModule(Transparent, DistributedDataParallel):
         self._show(module)
         reduced: list[nn.Parameter] = self._reduced
         mine["_names"] = {id(p): name for name, p in module.named_parameters()}
-        buffers = Buffers(module) if broadcast_buffers else None
-        mine["_buffers_to_send"] = buffers if buffers is not None and buffers.homes else None
+        if broadcast_buffers and any(child._buffers for child in module.modules()):
+            self._buffers_to_send = Buffers(module)
         mine["_unused"] = Unused(len(reduced), self._device)
         mine["_needs_default_stream"] = needs_default_stream(self._device, dist.get_backend())
         # torch.compile then splits graphs where buckets end. It refuses buckets smaller than DDP's first one.
         mine["_splits_graphs"] = hasattr(module, "_orig_mod") and self.bucket_bytes_cap >= 1024 * 1024
-        mine["_keeps_graph"], mine["_with_graph"] = False, []  # in a backward pass with create_graph: the gradients
-        mine["_missed"] = []  # indices of parameters without a gradient, in the pass that ends
         mine["_captured"] = []  # memory that CUDA graphs copy from
         mine["_seen"] = []  # the parameters that got a gradient in this pass
-        mine["_pass"], mine["_sends_at_once"] = _FirstGradient(self._arm), False
-        mine["_is_completing"] = False  # between `_finish` and the end of `_complete`
-        mine["has_unreduced_gradients"] = False  # a backward pass ran under no_sync()
-        mine["num_reductions"] = mine["_num_passes"] = 0  # passes reduced, passes begun
-        mine["_num_steps"], mine["_rates"] = 0, []  # optimizer steps; the last learning rates
-        mine["_num_answered"] = guard.num_asked()  # comparisons that this rank has requested
-        mine["_at_steps"] = None  # `_num_steps` at the last comparison of weights
+        mine["_pass"] = _FirstGradient(self._arm)
         mine["_accumulators"] = [_accumulator(p) for p in reduced]
         # Builtins. Strong references: a caller who drops the wrapper and uses the module must stay synchronised.
         hooks = functools.partial(getattr, self._pass, "is_begun"), self._seen.append
@@ -166,11 +146,10 @@ class DistributedModule(Transparent, DistributedDataParallel):
         guard.own(self, reduced)
         mine["_order"] = current().part(backward.Order)
         mine["_number"] = self._order.add(self)
-        mine["_equality"] = mine["_agreement"] = None
         if world().options.guard:
             device, optimizers = reduced[0].device, functools.partial(guard.optimizers_of, self)
-            mine["_equality"] = Equality(module, broadcast_buffers, device, optimizers, guard.companions)
-            mine["_agreement"] = StepAgreement(type(module).__name__, self._number, device)
+            self._equality = Equality(module, broadcast_buffers, device, optimizers, guard.companions)
+            self._agreement = StepAgreement(type(module).__name__, self._number, device)
         wrapped = current().part(Wrapped)
         if not wrapped:
             on_cleanup(wrapped.unwrap_all)
@@ -223,7 +202,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._device.type != "cpu":  # as by DataParallel
-            args, kwargs = moved(args, self._device), moved(kwargs, self._device)
+            args, kwargs = devices.moved(args, self._device), devices.moved(kwargs, self._device)
         with self._inside_ddp_forward() if self._splits_graphs else contextlib.nullcontext():
             return Transparent.forward(self, *args, **kwargs)
 
@@ -252,39 +231,37 @@ class DistributedModule(Transparent, DistributedDataParallel):
         """Begin a backward pass; activate the reducer if the pass may send at once. Return False under no_sync()."""
         self._seen.clear()
         if not self.require_backward_grad_sync:
-            self.__dict__["has_unreduced_gradients"] = True
+            self.has_unreduced_gradients = True
             return False
-        mine = self.__dict__
-        mine["_keeps_graph"] = torch.is_grad_enabled()
+        self._keeps_graph = torch.is_grad_enabled()
         if self._keeps_graph and not current().holds_whole_batches:
             raise SyncError(
                 f"backward(create_graph=True) of {type(self.module).__name__} on a share of the batch: second "
                 'derivatives would differ between ranks. Use setup(batch="global"); a penalty on gradients of inputs '
                 "only needs torch.autograd.grad(..., create_graph=True), then backward()."
             )
-        mine["_sends_at_once"] = self._order.join(self._number) and not self._keeps_graph
+        self._sends_at_once = self._order.join(self._number) and not self._keeps_graph
         if not self.num_reductions:
             noise.begin_training(type(self.module).__name__, current().part(backward.Passes).losses)
         if self._sends_at_once:
             self._reducer.prepare_for_backward([])
-        mine["_num_passes"] += 1
+        self._num_passes += 1
         return True
 
     def _finish(self) -> None:
         """End the pass: mark parameters without a gradient as ready, so that all buckets but the last are sent."""
-        mine = self.__dict__
         self._pass.end()
         if self._needs_default_stream:
             check_stream(self._device)
         current().progress.is_reducing = True
-        mine["_is_completing"] = True
+        self._is_completing = True
         reduced, missed = self._reduced, []
         if len(self._seen) != len(reduced):
             seen = set(map(id, self._seen))
             missed = [i for i, p in enumerate(reduced) if id(p) not in seen]
-        mine["_missed"], ready = missed, missed
+        self._missed = ready = missed
         if self._keeps_graph:  # torch's reducer writes in place: only into values, as a mean changes no graph (`Mean`)
-            mine["_with_graph"] = [(p, p.grad) for p in reduced if p.grad is not None]
+            self._with_graph = [(p, p.grad) for p in reduced if p.grad is not None]
             for p, gradient in self._with_graph:
                 p.grad = gradient.detach()
         if not self._sends_at_once:
@@ -296,11 +273,10 @@ class DistributedModule(Transparent, DistributedDataParallel):
 
     def _send_last(self) -> None:
         """Send the last bucket, then the buffers; called after `_finish`."""
-        mine, missed = self.__dict__, self._missed
-        self._tell_others([i for i in missed if self._reduced[i].grad is None])
+        self._tell_others([i for i in self._missed if self._reduced[i].grad is None])
         self._reducer._autograd_hook(0)
-        mine["has_unreduced_gradients"] = False
-        mine["num_reductions"] += 1
+        self.has_unreduced_gradients = False
+        self.num_reductions += 1
         if self._buffers_to_send is not None:
             if self.num_reductions == 1 and self._equality is not None:
                 self._equality.look_at_own_buffers()
@@ -318,9 +294,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         row = gradient if on_cpu else torch.empty(len(gradient), **pinned)
         self._unused.tell(row, unused)
         if self._agreement is not None:
-            if asks := self._asks():  # noted now, to ask once: on a GPU the answer arrives some passes later
-                self.__dict__.update(_num_answered=guard.num_asked(), _at_steps=self._num_steps)
-            self._agreement.fill(row, asks, self._num_steps, self._rates, bool(unused))
+            self._agreement.fill(row, self._num_steps, self._rates, bool(unused))
         if not on_cpu:
             gradient.copy_(row, non_blocking=True)
             if devices.is_capturing(gradient.device):
@@ -335,31 +309,23 @@ class DistributedModule(Transparent, DistributedDataParallel):
             self._refuse_stale(error)
         for i in self._unused.of_all(self._presence.grad):
             self._reduced[i].grad = None
-        mine, all_wrapped = self.__dict__, current().part(Wrapped)
         for p, gradient in self._with_graph:
             p.grad = gradient if p.grad is not None else None
-        mine["_with_graph"] = []
+        self._with_graph = ()
         if self._buffers_to_send is not None:
             self._buffers_to_send.finish()
-        mine["_is_completing"] = False
+        self._is_completing = False
+        all_wrapped = current().part(Wrapped)
         if self._num_passes == 1:
             all_wrapped.with_first_buckets.append(self)
         current().progress.end_pass(self._device.type == "cuda" and not devices.is_capturing(self._device))
-        if self._agreement is not None and not devices.is_capturing(self._device):
-            if self._agreement.read(self._presence.grad):
-                mine["_num_answered"], mine["_at_steps"] = guard.num_asked(), self._num_steps
+        if self._equality is not None and self._agreement is not None and not devices.is_capturing(self._device):
+            self._agreement.read(self._presence.grad)
+            if is_milestone(self.num_reductions):
                 self._equality.start(self.num_reductions)
             self._unused.hosts_tell = self._unused.hosts_tell or self._agreement.leave_out
         if all_wrapped.with_first_buckets:
             all_wrapped.rebuild_buckets()
-
-    def _asks(self) -> bool:
-        """Whether this rank requests a comparison of weights in this pass: after `guard.ask`, or before a milestone."""
-        if self._num_answered != guard.num_asked():
-            return True
-        if not self._num_steps:  # no optimizer step yet, or weights are updated by hand
-            return is_milestone(self.num_reductions + 1)
-        return is_milestone(self._num_steps + 1) and self._at_steps != self._num_steps
 
     def _refuse_stale(self, error: RuntimeError) -> None:
         pairs = zip(self._reduced, self._accumulators)
@@ -393,27 +359,6 @@ def check_stream(device: torch.device) -> None:
         )
 
 
-def moved(value: Any, device: torch.device) -> Any:
-    """Return `value` with all tensors on `device`; the same object if they already are. Local.
-
-    Covers nested tuples, lists and dicts. A tensor that is already on the device is not copied, because the network may
-    write into it. Others are moved in stream order, and gradients flow back through the move.
-    """
-    if isinstance(value, (torch.Tensor, PackedSequence)):
-        there = value.data.device  # a PackedSequence itself has no `device`
-        return value if there == device else value.to(device, non_blocking=True)  # type: ignore[arg-type]
-    if isinstance(value, (tuple, list)):
-        items = [moved(item, device) for item in value]
-        if all(map(is_, items, value)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        filled = copy.copy(value)  # a defaultdict's constructor takes no items
-        filled.update((key, moved(item, device)) for key, item in value.items())
-        return value if all(map(is_, filled.values(), value.values())) else filled
-    return value
-
-
 def _accumulator(parameter: torch.Tensor) -> Any:
     """Return the node of autograd that accumulates the gradient of `parameter`."""
     with torch.enable_grad():
@@ -430,7 +375,7 @@ def _names_of_owned(module: nn.Module) -> list[str]:
 
 def average(tensor: torch.Tensor) -> torch.Tensor:
     """Return the mean of `tensor` over all ranks, without gradient (collective; not while a backward pass runs)."""
-    return exchange.add_up(tensor, dist.group.WORLD) / world().world_size
+    return collectives.add_up(tensor, dist.group.WORLD) / world().world_size
 
 
 class _Hosts:

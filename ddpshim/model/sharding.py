@@ -11,7 +11,7 @@ import functools
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,15 @@ class _Sharding:
 class ShardedModule(BareModule):
     """A network of which each rank holds one part; made by `wrap_parallel(module, shard=True)`."""
 
+    # Of the class, because other names that are set on a wrapper become its module's.
+    has_unreduced_gradients = is_armed = _has_run = False
+    num_reductions = _num_steps = 0
+    _rates: Sequence[float] = ()
+    _equality = None  # each rank holds different weights
+    _syncs = True
+    _sent: Any = None
+    _buffers_to_send: Optional[Buffers] = None
+
     def __init__(self, module: nn.Module, methods: Sequence[str], sync_buffers: bool) -> None:
         fsdp = _fsdp()
         broadcast_state(module)
@@ -59,11 +68,8 @@ class ShardedModule(BareModule):
         mine = self.__dict__
         mine["_name"] = name_of_class
         mine["_parts"] = dict(module.named_parameters())
-        mine["has_unreduced_gradients"], mine["is_armed"], mine["num_reductions"] = False, False, 0
-        mine["_num_steps"], mine["_rates"] = 0, []
-        mine["_equality"] = None  # each rank holds different weights
-        mine["_has_run"], mine["_syncs"], mine["_sent"] = False, True, None
-        mine["_buffers_to_send"] = Buffers(module) if sync_buffers and [*module.buffers()] else None
+        if sync_buffers and [*module.buffers()]:
+            self._buffers_to_send = Buffers(module)
         module.register_forward_pre_hook(lambda *_: self._note_run())
         for name in methods:
             fsdp.register_fsdp_forward_method(module, name)
@@ -78,18 +84,15 @@ class ShardedModule(BareModule):
         sharding.former.update((id(p), (weakref.ref(p), name)) for name, p in before.items())
         _watch_optimizers(sharding)
 
-    def no_sync(self) -> Any:
-        """Return a context in which gradients accumulate on each rank; the next pass outside it reduces the sum."""
-        return self._without_reduction()
-
     @contextlib.contextmanager
-    def _without_reduction(self) -> Iterator[None]:
-        before, self.__dict__["_syncs"] = self._syncs, False
+    def no_sync(self) -> Iterator[None]:
+        """Return a context in which gradients accumulate on each rank; the next pass outside it reduces the sum."""
+        before, self._syncs = self._syncs, False
         self.module.set_requires_gradient_sync(False)  # type: ignore[operator]
         try:
             yield
         finally:
-            self.__dict__["_syncs"] = before
+            self._syncs = before
             self.module.set_requires_gradient_sync(before)  # type: ignore[operator]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -100,18 +103,16 @@ class ShardedModule(BareModule):
 
     def _note_run(self) -> None:
         if torch.is_grad_enabled():
-            self.__dict__["_has_run"] = True
+            self._has_run = True
 
     def _after_pass(self) -> None:
         """After a backward pass, check that all ranks reduced the gradients of the same parameters (collective)."""
-        mine = self.__dict__
         if not self._has_run:
             return
-        mine["_has_run"] = False
+        self._has_run = False
+        self.has_unreduced_gradients = not self._syncs
         if not self._syncs:
-            mine["has_unreduced_gradients"] = True
             return
-        mine["has_unreduced_gradients"] = False
         for name, p in self.module.named_parameters():
             if p is not self._parts[name] and p.grad is not None:
                 raise SyncError(
@@ -122,7 +123,7 @@ class ShardedModule(BareModule):
                 )
         if not self.num_reductions:
             noise.begin_training(self._name, current().part(backward.Passes).losses)
-        mine["num_reductions"] += 1
+        self.num_reductions += 1
         if self._buffers_to_send is not None:
             self._buffers_to_send.start()
             self._buffers_to_send.finish()
@@ -137,9 +138,9 @@ class ShardedModule(BareModule):
         own = torch.tensor([zlib.crc32(repr(names).encode()), len(names)], device=device)
         everyones = [torch.empty_like(own) for _ in range(world().world_size)]
         work = dist.all_gather(everyones, own, async_op=True)
-        before, self.__dict__["_sent"] = self._sent, (everyones, work)
+        before, self._sent = self._sent, (everyones, work)
         if device.type == "cpu":
-            before, self.__dict__["_sent"] = self._sent, None
+            before, self._sent = self._sent, None
         if before is not None:
             rows, started = before
             started.wait()

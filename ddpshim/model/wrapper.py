@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 # A wrapper's instance attributes that stay after torch's constructor; the others must not hide the module's.
 _KEPT = {"module", "require_backward_grad_sync"}
+_PREFIXES = ("module", "_orig_mod")  # which DataParallel, DDP and torch.compile put before their child's keys
 
 
 def is_compiling() -> bool:
@@ -123,16 +125,12 @@ class Transparent:
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a state_dict with the keys of the bare module, of DataParallel, of DDP or of torch.compile."""
-        from ddpshim.model.keys import new_keys
-
         new = new_keys(state_dict, self.module)
         return self.module.load_state_dict({new[key]: x for key, x in state_dict.items()}, *args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         # Called when a parent module loads: keys below `prefix` belong to this module, in the caller's own dict.
         mine = [key[len(prefix) :] for key in state_dict if key.startswith(prefix)]
-        from ddpshim.model.keys import new_keys
-
         renamed = {old: new for old, new in new_keys(mine, self.module).items() if new != old}
         values = {new: state_dict.pop(prefix + old) for old, new in renamed.items()}
         state_dict.update({prefix + new: value for new, value in values.items()})
@@ -182,3 +180,42 @@ class BareModule(Transparent, nn.Module):
     def __init__(self, module: nn.Module) -> None:
         nn.Module.__init__(self)
         self._show(module)
+
+
+def new_keys(keys: Iterable[str], module: nn.Module) -> dict[str, str]:
+    """Return for each key of a state_dict the one that `module` has for it, whichever wrapper wrote it. Local.
+
+    Whole path segments are compared, never substrings, and a key that the module has is not changed, so a child named
+    `module` keeps its name. Unknown keys are kept, so that torch reports them.
+
+    >>> new_keys(["module.weight", "module.bias"], nn.Linear(1, 1))
+    {'module.weight': 'weight', 'module.bias': 'bias'}
+    """
+    keys, own = list(keys), module.state_dict()
+    if all(key in own for key in keys):
+        return {key: key for key in keys}
+    for prefix in _PREFIXES:
+        cut = len(prefix) + 1
+        if all(key.startswith(prefix + ".") and key[cut:] in own for key in keys):
+            return {key: key[cut:] for key in keys}
+    by_bare: dict[str, list[str]] = {}
+    for key in own:
+        by_bare.setdefault(_bare_key(key), []).append(key)
+    candidates = {key: [key] if key in own else by_bare.get(_bare_key(key), []) for key in keys}
+    return {key: found[0] if len(found) == 1 else key for key, found in candidates.items()}
+
+
+def _bare_key(key: str) -> str:
+    return ".".join(part for part in key.split(".") if part not in _PREFIXES)
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the network inside ddpshim's and torch's parallel wrappers and torch.compile, or `module`. Local."""
+    inner: Any = module
+    while True:
+        if isinstance(inner, (Transparent, DistributedDataParallel, DataParallel)):
+            inner = inner.module
+        elif hasattr(inner, "_orig_mod"):
+            inner = inner._orig_mod
+        else:
+            return inner  # type: ignore[no-any-return]

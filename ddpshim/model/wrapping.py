@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Sequence
-from typing import Any, Union
+from typing import Any, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from ddpshim.process.observed import observe
 from ddpshim.process.replaced import replaced
 
 _BUCKET_CAP_MB = 25.0  # the default of torch's DDP
+# Names and not classes, because most programs never import them. Each shards parameters or reduces gradients itself.
+_OTHERS = ("FullyShardedDataParallel", "FSDP", "FSDPModule", "ReplicateModule", "DDP", "DistributedDataParallel")
 
 
 def wrap(module: nn.Module, here: World, *, shard: Union[bool, Sequence[str]], sync_batchnorm: bool, **ddp: Any) -> Any:
@@ -53,6 +55,44 @@ def wrap(module: nn.Module, here: World, *, shard: Union[bool, Sequence[str]], s
     if current().holds_whole_batches:  # a program for one process may keep gradients over the next backward pass
         ddp["gradient_as_bucket_view"] = False
     return DistributedModule(module, **ddp)
+
+
+def check_kind(module: nn.Module, is_alone: bool) -> None:
+    """Refuse a module whose gradients cannot be reduced or are reduced by another wrapper. Local.
+
+    If `is_alone`, nothing will be reduced, and only modules that cannot be wrapped at all are refused.
+    """
+    if not isinstance(module, nn.Module):
+        raise SyncError(
+            f"wrap_parallel got a {type(module).__name__}, which is not an nn.Module and has no parameters to "
+            "train. Give it the network; give several networks one by one, or in an nn.ModuleDict."
+        )
+    for path, child in [("", module)] if is_alone else module.named_modules():
+        if isinstance(child, Transparent):
+            continue
+        where = f"'{path}' of {type(module).__name__}" if path else type(child).__name__
+        if isinstance(child, torch.jit.ScriptModule):
+            raise SyncError(
+                f"{where} is scripted or traced by torch.jit, so its gradients cannot be reduced from Python. Wrap "
+                "the original module, and script or trace the result; or use torch.compile, before or after."
+            )
+        other = _other_way(child)
+        if other is not None:
+            raise SyncError(
+                f"{where} is distributed already, by torch's {other}; its gradients would be reduced twice, or "
+                "parts of different parameters mixed. Give wrap_parallel the bare module, and leave the other "
+                "wrapper out (fully_shard, replicate, FSDP, DistributedDataParallel)."
+            )
+
+
+def _other_way(module: nn.Module) -> Optional[str]:
+    """Return the name of torch's wrapper that distributes this module already; None if there is none."""
+    for kind in type(module).__mro__:
+        if kind.__name__ in _OTHERS and kind.__module__.startswith(("torch.distributed", "torch.nn.parallel")):
+            return kind.__name__
+    # torch before 2.2 keeps the class, and stores in the module what was applied to it.
+    applied = (held for key, held in vars(module).items() if "composable" in key and isinstance(held, dict))
+    return next((name for held in applied for name in ("replicate", "fully_shard") if name in held), None)
 
 
 def has_nothing_to_reduce(module: nn.Module) -> bool:
@@ -173,6 +213,6 @@ def _check_same_structure(module: nn.Module, here: World) -> None:
 
 
 def _remedy(name: str) -> str:
-    from ddpshim.process.remedies import remedy  # only an error needs it
+    from ddpshim.failures.failure_notes import remedy  # only an error needs it
 
     return remedy(name)

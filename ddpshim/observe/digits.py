@@ -25,7 +25,9 @@ _SPEED = "time|timing|seconds|sec|duration|elapsed|eta|speed|fps|sps|throughput|
 _EPISODES = "success|return|returns|reward|rewards|episode|rollout"
 _STEPS = ("step", "steps", "global_step", "iteration", "iter", "timesteps", "total_timesteps", "epoch")
 _START = 1e-4  # relative difference that rounding does not exceed at the first number
-_GROWTH = 1e3  # by which it does not grow from one number to the next
+# By which it does not grow from one number to the next. With epochs of 100 steps robomimic's example grows 320- to
+# 440-fold where one process is nudged by the last bit of some weights, and 2,100-fold on 2 ranks (4.3e-07 to 9.0e-04).
+_GROWTH = 1e4
 
 
 class SharedDigits(NamedTuple):

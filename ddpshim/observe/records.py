@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Optional, Union
 
 from ddpshim import variables
-from ddpshim.process import events
+from ddpshim.process import observed
 from ddpshim.process.say import say
 from ddpshim.reading import read_bytes
 
@@ -45,7 +45,7 @@ def begin(folder: PathLike, rank: int, **facts: Any) -> bool:
         _say(path, error)
         return False
     _state.update(file=file, path=path, process=os.getpid())
-    events.record_to(sys.modules[__name__])
+    observed.record_to(sys.modules[__name__])
     if os.fstat(file).st_size:
         _append("\n")
     note("start", rank=rank, **facts)
@@ -117,7 +117,7 @@ def _close() -> None:
     if is_on():
         os.close(_state["file"])
     _state.clear()
-    events.record_to(None)
+    observed.record_to(None)
 
 
 def _say(path: Path, error: OSError) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import socket
-from typing import Any, Optional, Union
+from typing import Any, Callable, Optional, Union
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import PackedSequence
 
 from ddpshim.errors import LaunchError
 from ddpshim.process import messages
@@ -15,13 +17,7 @@ from ddpshim.process.say import say
 
 
 def choose_backend(gpus: list[Optional[str]]) -> tuple[str, Optional[str]]:
-    """Return the backend for ranks on these GPUs (identity, or None for the CPU), and why it is not nccl. Local.
-
-    >>> choose_backend(["a:0", "a:1"])
-    ('nccl', None)
-    >>> choose_backend(["a:0", "a:0"])
-    ('gloo', '2 ranks share 1 GPU')
-    """
+    """Return the backend for ranks on these GPUs (identity, or None for the CPU), and why it is not nccl. Local."""
     on_gpu = [gpu for gpu in gpus if gpu is not None]
     if not on_gpu:
         return "gloo", None
@@ -103,3 +99,46 @@ def computes_on(device: torch.device) -> dict[str, Any]:
         return {"GPU": torch.cuda.get_device_name(device), "torch": str(torch.__version__)}
     capability: Any = getattr(torch.backends.cpu, "get_cpu_capability", lambda: "unknown")()
     return {"CPU": capability, "threads": torch.get_num_threads(), "torch": str(torch.__version__)}
+
+
+def mapped(
+    function: Callable[[Any], Any], value: Any, copies: Optional[list[Any]] = None, items: tuple[type, ...] = ()
+) -> Any:
+    """Return nested tuples, lists and dicts with each item replaced by `function` of it. Local.
+
+    What has no replaced item is returned itself. `copies` receives (container, copy) of each copied list and dict.
+    `items`: classes of tuples that are items.
+    """
+    if isinstance(value, dict):
+        changed = {key: mapped(function, inner, copies, items) for key, inner in value.items()}
+        if all(changed[key] is inner for key, inner in value.items()):
+            return value
+        made: Any = changed
+        if type(value) is not dict:
+            made = copy.copy(value)
+            made.update(changed)
+    elif isinstance(value, (tuple, list)) and not isinstance(value, items):
+        parts = [mapped(function, inner, copies, items) for inner in value]
+        if all(new is old for new, old in zip(parts, value)):
+            return value
+        made = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    else:
+        return function(value)
+    if copies is not None and not isinstance(value, tuple):
+        copies.append((value, made, copy.copy(made)))
+    return made
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Return `value` with all tensors on `device`; the same object if they already are. Local.
+
+    Covers nested tuples, lists and dicts. A tensor that is already on the device is not copied, because the network may
+    write into it. Others are moved in stream order, and gradients flow back through the move.
+    """
+
+    def move(x: Any) -> Any:
+        if not isinstance(x, (torch.Tensor, PackedSequence)) or x.data.device == device:
+            return x  # a PackedSequence itself has no `device`
+        return x.to(device, non_blocking=True)  # type: ignore[arg-type]
+
+    return mapped(move, value, items=(PackedSequence,))

@@ -1,4 +1,4 @@
-"""Holds all state of this process's job; `cleanup()` replaces it with an empty one.
+"""Holds all state of this process's job, and its seeds; `cleanup()` replaces the state with an empty one.
 
 State that outlives a job belongs to the process: see the list in tests/house/test_layout.py.
 """
@@ -6,14 +6,16 @@ State that outlives a job belongs to the process: see the list in tests/house/te
 from __future__ import annotations
 
 import contextlib
-import functools
+import hashlib
+import random
+import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Optional, TypeVar
+from typing import TYPE_CHECKING, Any, Optional, TypeVar, Union
 
 if TYPE_CHECKING:
     from ddpshim.failures.failure import Watched
     from ddpshim.job.world import World
-    from ddpshim.process.users_line import Progress
+    from ddpshim.process.observed import Progress
 
 P = TypeVar("P")
 
@@ -28,6 +30,7 @@ class Job:
         group: the default process group, if `setup` made it.
         control: the CPU group of World's own collectives.
         timeout: how long training collectives wait, if `setup` made the group.
+        num_collectives: how many collectives the default group had made when the job began; None if unknown.
         has_networks: whether `wrap_parallel` was called, so that all ranks have the main rank's weights.
         has_own_batches: whether ranks train on batches that are not shares of one process's, each with its own noise.
         is_split: whether ranks have random streams of their own.
@@ -46,16 +49,17 @@ class Job:
         self.timeout: Optional[timedelta] = None
         self.has_networks = self.has_own_batches = self.is_split = self.holds_whole_batches = False
         self.watched: Optional[Watched] = None
+        self.num_collectives: Optional[int] = None
         self.before_end, self.at_end = contextlib.ExitStack(), contextlib.ExitStack()
         self._numbers: dict[str, int] = {}
         self._parts: dict[type, Any] = {}
 
-    @functools.cached_property
+    @property
     def progress(self) -> Progress:
         """What this rank has done so far."""
-        from ddpshim.process.users_line import Progress
+        from ddpshim.process.observed import Progress
 
-        return Progress()
+        return self.part(Progress)
 
     def part(self, kind: type[P]) -> P:
         """Return this job's one object of class `kind`, made on first use. It holds a module's state. Local."""
@@ -103,3 +107,20 @@ def begin_next() -> Job:
     global _current
     ended, _current = _current, Job()
     return ended
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch (all devices), random, and numpy if it is loaded. Local."""
+    import torch  # not at the top: a program decides when it is imported
+
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def derive_seed(seed: int, *scope: Union[int, str]) -> int:
+    """Return a 63-bit seed derived from `seed` and a purpose, the same on every machine. Local."""
+    text = "/".join(str(part) for part in (seed, *scope)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

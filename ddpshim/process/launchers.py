@@ -1,91 +1,34 @@
-"""Reads a rank's place in its job from the variables of torchrun, MPI, SLURM or submitit; loaded only if set."""
+"""Reads a rank's place in its job from variables; loaded only if a launcher's are set. torchrun's are read here."""
 
 from __future__ import annotations
 
-import functools
-import itertools
 import re
-import zlib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, NoReturn, Optional
+from typing import Callable, NoReturn, Optional
 
 from ddpshim.errors import LaunchError
-from ddpshim.process.launch_env import HANG, SLURM, TORCHRUN, LaunchEnv, Names, alone
+from ddpshim.process.launch_env import HANG, TORCHRUN, LaunchEnv, Names
 from ddpshim.variables import LAUNCHER
 
-
-class _Launcher(NamedTuple):
-    name: str  # as `World.launcher`
-    names: Names
-    job_ids: tuple[tuple[str, ...], ...] = ()  # variables that together name the job; the first complete set is used
-    nodelists: tuple[str, ...] = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")  # the first that is set is used
-
-
-_PMI = Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-# OMPI_COMM_WORLD_NODE_RANK is a rank *on* the node, not the node's index, so it is not read.
-_OPENMPI, _MVAPICH = (
-    Names(*(f"{of}_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
-    for of in ("OMPI_COMM_WORLD", "MV2_COMM_WORLD")
-)
-# Variables of submitit's local executor, whose tasks are on one machine; on SLURM submitit uses srun.
-_SUBMITIT = Names("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_NTASKS")
-_OF_PMI = (("PMI_JOBID",), ("SLURM_JOB_ID",))
-# mpirun inside a SLURM job starts its remote daemons in a separate step: ranks on the first node and on the others see
-# different SLURM_STEP_* values, so only the job's variables give values that all ranks must share. The tasks of one
-# srun share a step, which may cover only some of the job's nodes, and share them with other steps.
-_LAUNCHERS = {  # by DDPSHIM_LAUNCHER
-    "torchrun": [_Launcher("torchrun", TORCHRUN)],
-    "mpi": [
-        _Launcher("openmpi", _OPENMPI, (("PMIX_NAMESPACE",), ("OMPI_MCA_ess_base_jobid",), ("SLURM_JOB_ID",))),
-        _Launcher("pmi", _MVAPICH, _OF_PMI),
-        _Launcher("pmi", _PMI, _OF_PMI),
-    ],
-    "submitit": [_Launcher("submitit", _SUBMITIT, (("SUBMITIT_LOCAL_JOB_ID",),))],
-    "slurm": [
-        _Launcher(
-            "slurm",
-            SLURM,
-            (("SLURM_JOB_ID", "SLURM_STEP_ID"),),
-            ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
-        )
-    ],
-}
+Address = tuple[Optional[str], Optional[int]]
 
 
 def read(launcher: str, environ: Mapping[str, str], forced: str) -> LaunchEnv:
     """Return the place of a rank that `launcher` started. Local. `forced`: the value of DDPSHIM_LAUNCHER, if set.
 
-    One task of submitit, and a process of a SLURM allocation that is no task of srun, are single processes unless
-    `forced`. Raises LaunchError if variables are missing, are not numbers or contradict each other.
+    Raises LaunchError if variables are missing, are not numbers or contradict each other.
     """
-    variables, known = Variables(environ), _LAUNCHERS[launcher]
-    one = next((one for one in known if any(name in environ for name in one.names[:2])), None)
-    if one is None and launcher == "mpi":
-        variables.missing([f"{_OPENMPI.rank} (or {_MVAPICH.rank}, {_PMI.rank})"], forced)
-    one = one or known[0]
-    # srun sets PMI_* too, but the local rank only in SLURM_LOCALID. Under mpiexec, SLURM_* number its daemons and not
-    # the ranks: hence the comparison.
-    is_pmi_alone = one.names is _PMI and _PMI.local_rank not in environ
-    if is_pmi_alone and all(variables.number(of) == variables.number(its) for of, its in zip(_PMI[:2], SLURM)):
-        one = _LAUNCHERS["slurm"][0]._replace(name=one.name)
-    read_local = variables.local
-    if one.names is SLURM:
-        from ddpshim.process import slurm_step
+    variables = Variables(environ)
+    if launcher != "torchrun":
+        from ddpshim.process import schedulers
 
-        read_local = functools.partial(slurm_step.local, variables)
-    if one.names is SLURM and not forced and not slurm_step.is_in_step(variables):
-        seen = variables.shown("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_STEP_ID", *SLURM[:2], "SLURM_PTY_PORT")
-        reason = f"SLURM variables ({seen}), but not of an srun with several tasks: this is a single process"
-        return alone(reason, in_allocation=True)
-    found = variables.shown(LAUNCHER, *itertools.chain(*one.job_ids), *one.names)
-    rank, world_size = variables.need(one.names[:2], found)
-    variables.check_below(rank, one.names.rank, world_size, one.names.world_size)
-    if launcher == "submitit" and world_size == 1 and not forced:
-        return alone(f"one task of submitit ({found})")
-    local_rank, size, node_rank = read_local(one.names, rank, world_size, found)
-    master = variables.master(one, world_size, size, found)
-    agents = one.name == "torchrun" and variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True" and None not in master
-    return LaunchEnv(one.name, rank, local_rank, world_size, size, node_rank, *master, agents, found)
+        return schedulers.read(launcher, variables, forced)
+    found = variables.shown(LAUNCHER, *TORCHRUN)
+    rank, world_size = variables.rank_and_size(TORCHRUN, found)
+    place = variables.local(TORCHRUN, rank, world_size, found)
+    master = variables.master(world_size, found)
+    agents = variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True" and None not in master
+    return LaunchEnv(launcher, rank, place[0], world_size, *place[1:], *master, agents, found)
 
 
 class Variables:
@@ -133,6 +76,11 @@ class Variables:
                 f"Correct {rank_name} or {size_name}, or let torchrun, mpirun or srun set both."
             )
 
+    def rank_and_size(self, names: Names, found: str) -> tuple[int, int]:
+        rank, world_size = self.need(names[:2], found)
+        self.check_below(rank, names.rank, world_size, names.world_size)
+        return rank, world_size
+
     def local(self, names: Names, rank: int, world_size: int, found: str) -> tuple[int, int, int]:
         """Return (local_rank, local_world_size, node_rank); derives missing ones only from NNODES, or if all ranks are
         certainly on one machine."""
@@ -159,9 +107,9 @@ class Variables:
         return local_rank, size, node_rank
 
     def master(
-        self, launcher: _Launcher, world_size: int, local_world_size: int, found: str
-    ) -> tuple[Optional[str], Optional[int]]:
-        """Return (master_addr, master_port), the same on all ranks; derived if the launcher does not set them."""
+        self, world_size: int, found: str, derived: Callable[[Optional[str], Optional[int]], Address] = lambda *set: set
+    ) -> Address:
+        """Return (master_addr, master_port), the same on all ranks; `derived` completes them."""
         port, address = self.number("MASTER_PORT"), self.text("MASTER_ADDR")
         if port is not None and not 1 <= port <= 65535:
             raise LaunchError(
@@ -170,19 +118,7 @@ class Variables:
             )
         if world_size == 1:
             return address, port
-        if launcher.name != "torchrun":
-            name = next((name for name in launcher.nodelists if name in self.values), "")
-            if address is None and local_world_size == world_size:
-                address = "127.0.0.1"
-            elif address is None and name:
-                from ddpshim.process.slurm_step import expand_nodelist
-
-                address = expand_nodelist(self.text(name) or "", name)[0]
-            complete = (names for names in launcher.job_ids if all(name in self.values for name in names))
-            job_id = self.shown(*next(complete, ()))
-            if port is None and job_id:
-                # Above the ports of system services, and below the ephemeral ports (on Linux from 32768).
-                port = 15000 + zlib.crc32(job_id.encode()) % 15000
+        address, port = derived(address, port)
         missing = ["MASTER_ADDR"] * (address is None) + ["MASTER_PORT"] * (port is None)
         if missing:
             self.missing(missing, found)

@@ -6,6 +6,7 @@ Everything is local, reads a few small files, and returns None if the system doe
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import sys
@@ -24,13 +25,6 @@ class MainMemory(NamedTuple):
     limit_bytes: Optional[int]
 
 
-def cores() -> frozenset[int]:
-    """Return the cores that this process's affinity allows: a launcher may bind each rank to its own."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
-
-
 def core_quota() -> Optional[float]:
     """Return a container's limit of CPU time for all its processes together, in cores; None without a limit."""
     quotas = []
@@ -43,18 +37,13 @@ def core_quota() -> Optional[float]:
     return min(quotas, default=None)
 
 
-def num_usable(allowed: frozenset[int], quota: Optional[float]) -> int:
-    """Return the number of processes that can compute at once on these cores, under this quota; at least 1.
-
-    >>> num_usable(frozenset(range(16)), 3.5)
-    3
-    """
-    return max(1, len(allowed) if quota is None else min(len(allowed), int(quota)))
-
-
 def num_cores() -> int:
-    """Return the number of cores that this process can use, given its affinity and quota."""
-    return num_usable(cores(), core_quota())
+    """Return the number of cores that this process can use, at least 1, given its quota and its affinity.
+
+    A launcher may bind each rank to its own cores.
+    """
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(allowed, core_quota() or math.inf)))
 
 
 def resident_bytes() -> tuple[Optional[int], Optional[int]]:

@@ -1,7 +1,7 @@
-"""Converts values to JSON and tensors, and back, for progress files and messages between ranks.
+"""Converts values to bytes and tensors, and back, for progress files and messages between ranks.
 
-Nothing in them can run code, except objects that only pickle can hold: these are pickled where the reader trusts the
-writer. A pickle, in which torch and Python write objects, can make its reader call anything.
+The bytes are a pickle. A pickle can make its reader call anything: where the reader does not trust the writer, it
+rebuilds only the classes of `_SAFE`, as `torch.load(weights_only=True)` does, and the writer refuses any other object.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from __future__ import annotations
 import ctypes
 import importlib
 import io
-import json
 import pickle
 import sys
 import warnings
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -32,88 +30,67 @@ if Version(torch.__version__).release < (2, 2):
     # torch.load(weights_only=True) then warns about its own code: each rank would print that, and one process not.
     warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
 
+_LENGTH = 8  # bytes that hold the length of the pickle in a message
+
 
 class NotPlain(TypeError):
-    """A value, or a part of one, is an object that only pickle can hold."""
+    """A value, or a part of one, is an object of a class that is not safe to rebuild."""
 
 
 class Broken(ValueError):
     """The data were not written by `take_apart`."""
 
 
-# Name: (type, function that returns its parts, function that rebuilds it). Parts are simpler, so `_take` ends.
-_KINDS: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[..., Any]]] = {
-    "tuple": (tuple, list, lambda *items: tuple(items)),
-    "deque": (deque, lambda value: [value.maxlen, *value], lambda maxlen, *items: deque(items, maxlen)),
-    "set": (set, list, lambda *items: set(items)),
-    "frozenset": (frozenset, list, lambda *items: frozenset(items)),
-    "complex": (complex, lambda value: [value.real, value.imag], complex),
-    "fraction": (Fraction, lambda value: [value.numerator, value.denominator], Fraction),
-    "int": (int, lambda value: [hex(value)], lambda text: int(text, 16)),  # a long one, see `_take`
-    "path": (type(Path()), lambda value: [str(value)], Path),
-    "bytes": (bytes, lambda value: [tensor_of(value)], lambda content: bytes_of(content)),
-    "bytearray": (bytearray, lambda value: [tensor_of(value)], lambda content: bytearray(bytes_of(content))),
-    "size": (torch.Size, list, lambda *items: torch.Size(items)),
-    "device": (torch.device, lambda value: [str(value)], torch.device),
-    "dtype": (torch.dtype, lambda value: [str(value).rpartition(".")[2]], lambda name: _dtype(name)),
-}
-_NAMES = {kind: name for name, (kind, _, _) in _KINDS.items()}
-# An OrderedDict keeps its attributes: a module's state dict has versions there.
-_MAPPINGS: dict[str, type] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
-_LENGTH = 8  # bytes that hold the length of the JSON in a message
-_AS_THEY_ARE = (type(None), bool, float, str)
-_LONGEST_INT = 1 << 4096  # JSON writes longer ones slowly, and Python refuses to read them
+def take_apart(value: Any, trusted: bool = False) -> tuple[bytes, list[torch.Tensor]]:
+    """Return `value` as a pickle, and the tensors in it. Local; tensors are not copied.
 
-
-def take_apart(value: Any, trusted: bool = False) -> tuple[str, list[torch.Tensor]]:
-    """Return `value` as JSON, and the tensors in it. Local; tensors are not copied.
-
-    Raises NotPlain, with its place, for an object that only pickle can hold, unless `trusted`.
+    Raises NotPlain, with its place, for an object of another class than `_SAFE`, unless `trusted`.
     """
-    tensors: list[torch.Tensor] = []
+    file, tensors = io.BytesIO(), list[torch.Tensor]()
     try:
-        return json.dumps(_take(value, tensors, trusted, "")), tensors
+        _Writer(file, tensors, trusted).dump(value)
+    except NotPlain as error:
+        raise NotPlain(f"{_place(value) or 'it'} is a {error}") from None
     except RecursionError:
-        raise NotPlain("a value contains itself, or is nested too deeply") from None
+        raise NotPlain("a value is nested too deeply") from None
+    return file.getvalue(), tensors
 
 
-def put_together(outline: str, tensors: list[torch.Tensor], trusted: bool = False) -> Any:
+def put_together(outline: bytes, tensors: list[torch.Tensor], trusted: bool = False) -> Any:
     """Return the value that `take_apart` converted. Local.
 
-    Raises NotPlain if it contains a pickle, unless `trusted`, and Broken if it does not come from `take_apart`.
+    Raises NotPlain if it contains other objects, unless `trusted`, and Broken if it does not come from `take_apart`.
     """
     try:
-        return _put(json.loads(outline), tensors, trusted)
+        return _Reader(io.BytesIO(outline), tensors, trusted).load()
     except NotPlain:
         raise
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, ImportError) as error:
-        raise Broken(f"{type(error).__name__}: {str(error)[:160]}") from error
+    except Exception as error:  # pickle may raise anything for foreign bytes
+        raise _broken(error) from error
 
 
 def dumps(value: Any, trusted: bool = False) -> bytes:
     """Return `value` as a message, for `loads`. Local. Raises what `take_apart` raises."""
-    outline, tensors = take_apart(value, trusted)
-    head, rest = outline.encode(), io.BytesIO()
+    (outline, tensors), rest = take_apart(value, trusted), io.BytesIO()
     if tensors:
         torch.save(tensors, rest)
-    return b"".join((len(head).to_bytes(_LENGTH, "little"), head, rest.getbuffer()))
+    return b"".join((len(outline).to_bytes(_LENGTH, "little"), outline, rest.getbuffer()))
 
 
 def loads(message: bytes, trusted: bool = False) -> Any:
     """Return the value that `dumps` converted to `message`. Local. Raises what `put_together` raises."""
     end = _LENGTH + int.from_bytes(message[:_LENGTH], "little")
     try:
-        outline = message[_LENGTH:end].decode()
         tensors = torch.load(io.BytesIO(message[end:]), weights_only=True) if message[end:] else []
-    except Exception as error:  # torch may raise anything for foreign bytes
-        raise Broken(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}") from error
-    return put_together(outline, tensors, trusted)
+    except Exception as error:  # torch too
+        raise _broken(error) from error
+    return put_together(message[_LENGTH:end], tensors, trusted)
 
 
 def packed(value: Any, trusts_peers: bool = False) -> bytes:
     """Return the message for `value` to other ranks. Local.
 
-    Raises WorldError if it needs pickle and peers are not trusted, and pickle's own errors.
+    Raises WorldError if it holds other objects than `_SAFE` and peers are not trusted, and pickle's own errors.
     """
     try:
         return dumps(value, trusts_peers)
@@ -122,7 +99,7 @@ def packed(value: Any, trusts_peers: bool = False) -> bytes:
 
 
 def unpacked(message: bytes, sender: int, trusts_peers: bool = False) -> Any:
-    """Return the value of `message`. Local. Raises WorldError for a pickle if peers are not trusted, and for junk."""
+    """Return the value of `message`. Local. Raises WorldError for objects if peers are not trusted, and for junk."""
     try:
         return loads(message, trusts_peers)
     except NotPlain:
@@ -155,70 +132,8 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.numel())  # as fast as numpy, without it
 
 
-def _take(value: Any, tensors: list[torch.Tensor], trusted: bool, where: str) -> Any:
-    kind = type(value)
-    if kind in _AS_THEY_ARE or (kind is int and -_LONGEST_INT < value < _LONGEST_INT):
-        return value
-    if kind in (torch.Tensor, torch.nn.Parameter):
-        tensors.append(value)
-        return {"tensor": len(tensors) - 1}
-    if kind in _MAPPINGS.values():
-        about = [_take(vars(value), tensors, trusted, where)] if kind is OrderedDict else []
-        pairs = [
-            [_take(key, tensors, trusted, f"a key of {where}"), _take(item, tensors, trusted, f"{where}[{key!r:.60}]")]
-            for key, item in value.items()
-        ]
-        return {kind.__name__: [*about, *pairs]}
-    if kind is list:
-        name, parts = "list", value
-    elif kind in _NAMES:
-        name = _NAMES[kind]
-        parts = _KINDS[name][1](value)
-    elif (array := _plain_array(value)) is not None:
-        name, parts = "numpy", [array.dtype.str, list(array.shape), tensor_of(array.tobytes()), array is not value]
-    elif trusted:
-        name, parts = "pickled", [tensor_of(pickle.dumps(value))]
-    else:
-        raise NotPlain(f"{where or 'it'} is a {kind.__module__}.{kind.__qualname__}")
-    taken = [
-        part if type(part) in _AS_THEY_ARE else _take(part, tensors, trusted, f"{where}[{i}]")
-        for i, part in enumerate(parts)
-    ]
-    return taken if kind is list else {name: taken}
-
-
-def _put(outline: Any, tensors: list[torch.Tensor], trusted: bool) -> Any:
-    if type(outline) in (*_AS_THEY_ARE, int):
-        return outline
-    if type(outline) is list:
-        return [part if type(part) in _AS_THEY_ARE else _put(part, tensors, trusted) for part in outline]
-    ((name, held),) = outline.items()
-    if name == "tensor":
-        return tensors[held]
-    parts = _put(held, tensors, trusted)
-    if name in _MAPPINGS:
-        has_attributes = name == "OrderedDict"
-        made = _MAPPINGS[name](dict(parts[has_attributes:]))
-        if has_attributes:
-            vars(made).update(parts[0])
-        return made
-    if name == "numpy":
-        return _array(*parts)
-    if name == "pickled":
-        if not trusted:
-            raise NotPlain("it contains objects that only pickle can read")
-        return pickle.loads(bytes_of(*parts))
-    return _KINDS[name][2](*parts)
-
-
-def _plain_array(value: Any) -> Any:
-    """Return `value` as an array, if it is one of numpy's arrays or scalars without objects; else None."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)):
-        return None
-    array = numpy.asarray(value)
-    is_plain = type(value) in (numpy.ndarray, array.dtype.type)
-    return array if is_plain and not array.dtype.hasobject and array.dtype.names is None else None
+def _broken(error: Exception) -> Broken:
+    return Broken(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}")
 
 
 def _array(dtype: str, shape: list[int], content: torch.Tensor, is_scalar: bool) -> Any:
@@ -227,8 +142,60 @@ def _array(dtype: str, shape: list[int], content: torch.Tensor, is_scalar: bool)
     return array[()] if is_scalar else array
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"no dtype: {name!r:.60}")
-    return found
+# By name, besides what pickle writes without one: numbers, text, bytes, lists, tuples, dictionaries and sets.
+_SAFE: dict[str, Any] = {
+    f"{made.__module__}.{made.__qualname__}": made
+    for made in (complex, Fraction, Counter, OrderedDict, deque, type(Path()), torch.Size, torch.device, _array)
+}
+_SAFE.update({str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)})
+
+
+class _Writer(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor], trusted: bool) -> None:
+        super().__init__(file, protocol=5)
+        self._tensors, self._trusted = tensors, trusted
+
+    def persistent_id(self, value: Any) -> Any:
+        if type(value) not in (torch.Tensor, torch.nn.Parameter):
+            return None
+        self._tensors.append(value)
+        return len(self._tensors) - 1
+
+    def reducer_override(self, value: Any) -> Any:
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+            array = numpy.asarray(value)
+            is_plain = type(value) in (numpy.ndarray, array.dtype.type)
+            if is_plain and not array.dtype.hasobject and array.dtype.names is None:
+                return _array, (array.dtype.str, array.shape, tensor_of(array.tobytes()), array is not value)
+        kind = type(value)
+        if self._trusted or any(safe is value or safe is kind for safe in _SAFE.values()):
+            return NotImplemented
+        raise NotPlain(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def _place(value: Any) -> str:
+    """Return where in `value` the first object is that is not safe, as "['a'][1]". Local."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, part in parts:
+        try:
+            _Writer(io.BytesIO(), [], False).dump(part)
+        except NotPlain:
+            return f"[{key!r:.60}]{_place(part)}"
+    return ""
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor], trusted: bool) -> None:
+        super().__init__(file)
+        self._tensors, self._trusted = tensors, trusted
+
+    def persistent_load(self, number: Any) -> Any:
+        return self._tensors[number]
+
+    def find_class(self, module: str, name: str) -> Any:
+        if self._trusted:
+            return super().find_class(module, name)
+        if (known := f"{module}.{name}") not in _SAFE:
+            raise NotPlain(f"it holds a {known}")
+        return _SAFE[known]

@@ -1,4 +1,4 @@
-"""Tells parts of this package what the program does in a step, and which modules and loaders it holds."""
+"""Tells parts of this package what the program does in a step and which modules it holds, and the recorder the rest."""
 
 from __future__ import annotations
 
@@ -15,6 +15,30 @@ from ddpshim.process.replaced import replaced
 
 Call = Callable[..., Any]
 _MOST_S = 1.0  # longer than a search through a few million objects
+_records: Any = None
+
+
+def record_to(records: Any) -> None:
+    """Pass `note` and `end` to `records` (`ddpshim.observe.records`) from now on; None stops recording. Local."""
+    global _records
+    _records = records
+
+
+def is_recorded() -> bool:
+    """Return whether this run is recorded. Local."""
+    return _records is not None
+
+
+def note(kind: str, **values: Any) -> None:
+    """Record an event, if this run is recorded. Local."""
+    if _records is not None:
+        _records.note(kind, **values)
+
+
+def end(how: str, **values: Any) -> None:
+    """Record how the run ends on this rank, once: the first call counts. Local."""
+    if _records is not None:
+        _records.end(how, **values)
 
 
 def observe(
@@ -67,6 +91,39 @@ def _called(
             return result
 
     return called
+
+
+class Progress:
+    """This rank's progress in its job.
+
+    Attributes:
+        num_passes: backward passes whose gradients were reduced.
+        num_collectives: collectives of `World`.
+        batch: epoch and step of the last batch from `make_loader`; None before.
+        is_reducing: whether the host waits at the end of a backward pass.
+    """
+
+    def __init__(self) -> None:
+        self.num_passes = self.num_collectives = 0
+        self.batch: Optional[tuple[int, int]] = None
+        self.is_reducing = False
+        self._event: Any = None
+
+    def end_pass(self, is_on_gpu: bool) -> None:
+        """Record that a backward pass is over, at least for the host. Local."""
+        self.is_reducing = False
+        self.num_passes += 1
+        if is_on_gpu:
+            import torch
+
+            self._event = self._event or torch.cuda.Event()
+            self._event.record()
+
+    def waits_on_gpu(self) -> bool:
+        """Return whether the GPU still computes gradients of the last backward pass. Local; safe in any thread."""
+        with contextlib.suppress(RuntimeError):
+            return self._event is not None and not self._event.query()
+        return False
 
 
 class StepClock:

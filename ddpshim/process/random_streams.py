@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 import torch
 
-from ddpshim.process.seeds import seed_everything
+from ddpshim.process.job import seed_everything
 
 
 @contextlib.contextmanager
@@ -22,12 +22,15 @@ def shared_random_streams(seed: int) -> Iterator[None]:
     """
     gpus = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     _shared.depth += 1
+    outer = global_states()
     try:
-        with torch.random.fork_rng(devices=gpus), PrivateRandom(seed).swapped_in():
+        with torch.random.fork_rng(devices=gpus):
+            seed_globals(seed)
             if gpus:
                 torch.cuda.manual_seed_all(seed)
             yield
     finally:
+        restore_global_states(outer)
         _shared.depth -= 1
         if not _shared.depth and _shared.own_seed is not None:
             own_seed, _shared.own_seed = _shared.own_seed, None
@@ -50,32 +53,6 @@ class _Shared:
 
 
 _shared = _Shared()
-
-
-class PrivateRandom:
-    """One consumer's view of Python's, torch's (CPU) and numpy's global generators.
-
-    Code that draws from the global generators runs inside :meth:`swapped_in`. It finds them seeded from `seed`, or as
-    it last left them; afterwards the process's own states are restored. Local.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._states: Optional[dict[str, Any]] = None
-
-    @contextlib.contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """Within the block, the global generators have this consumer's states."""
-        outer = global_states()
-        if self._states is None:
-            seed_globals(self._seed)
-        else:
-            restore_global_states(self._states)
-        try:
-            yield
-        finally:
-            self._states = global_states()
-            restore_global_states(outer)
 
 
 def global_states() -> dict[str, Any]:

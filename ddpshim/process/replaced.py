@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from typing import Any, Optional
-
-from ddpshim.process.users_line import is_pythons
 
 _ABSENT = object()
 
 
-class StandIns:
-    """The values that were replaced in a block, by identity, each with the one in its place."""
+class StandIns(dict[int, Any]):
+    """The values that were replaced in a block, by their id, each with the one in its place."""
 
     now: Optional[StandIns] = None
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[Any, Any]] = {}
+        super().__init__()
+        self._before: list[Any] = []  # alive: an id would be given again
 
     def add(self, before: Any, value: Any) -> None:
         if callable(before):  # another module may have True, a number or a text for any reason
-            first = next((first for first, last in self._of.values() if last is before), before)
-            self._of[id(first)] = first, value
-
-    @contextlib.contextmanager
-    def where_imported(self) -> Iterator[None]:
-        """Within this block, also modules that imported a replaced name before find the other value. Local."""
-        with contextlib.ExitStack() as undo:
-            for name, module in [*sys.modules.items()]:
-                file = getattr(module, "__file__", None)
-                if not file or is_pythons(file) or name.partition(".")[0] in ("torch", "ddpshim"):
-                    continue
-                for inner, found in [*vars(module).items()]:
-                    before, value = self._of.get(id(found), (_ABSENT, None))
-                    if before is found:
-                        undo.enter_context(replaced(module, inner, value))
-            yield
+            self[next((first for first, last in self.items() if last is before), id(before))] = value
+            self._before.append(before)
 
 
 @contextlib.contextmanager

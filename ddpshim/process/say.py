@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-import stat
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
 
 from ddpshim.errors import DdpShimError
 
@@ -19,7 +15,7 @@ _has_open_line = False  # `copy_to_screen` has left a line unfinished
 def say(text: str, *, directly: bool = False) -> None:
     """Print "ddpshim: `text`" on stderr, in a new line; `directly`: on the original one, if it was replaced. Local."""
     stream = (sys.__stderr__ or sys.stderr) if directly else sys.stderr
-    print(f"{_new_line(stream)}ddpshim: {text}", file=stream, flush=True)
+    print(f"{_new_line()}ddpshim: {text}", file=stream, flush=True)
 
 
 def copy_to_screen(output: bytes) -> None:
@@ -30,24 +26,14 @@ def copy_to_screen(output: bytes) -> None:
     _has_open_line = not output.endswith(b"\n")
 
 
-def _new_line(stream: Any) -> str:
-    """Return what ends the line that a progress bar has left unfinished on `stream`; "" if there is none. Local.
+def _new_line() -> str:
+    """Return what ends the line that a progress bar has left unfinished; "" if there is none. Local.
 
-    A file is read, as the logs of `run`, so that output of any library or process counts. A terminal cannot be asked:
-    as many spaces as it has columns leave an empty line as it is, and end any other. Of a pipe, tqdm's bars are known.
+    Known are what `run` has copied to the screen, and tqdm's bars.
     """
     global _has_open_line
     bars = getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ())
     is_open, _has_open_line = _has_open_line or bool(bars), False
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # the program's own stream; a system without /proc
-        number = stream.fileno()
-        if os.isatty(number):
-            columns = os.get_terminal_size(number).columns
-            return " " * columns + "\r" if columns else "\n" * is_open
-        if stat.S_ISREG(os.fstat(number).st_mode):
-            with open(f"/proc/self/fd/{number}", "rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
-                is_open = file.read(1) not in (b"", b"\n")
     return "\n" * is_open
 
 

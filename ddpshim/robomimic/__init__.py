@@ -15,7 +15,7 @@ _CALLS = (
 _HOMES = {
     **dict.fromkeys(_CALLS, "calls"),
     **dict.fromkeys(("load_data_for_training", "loader"), "datasets"),
-    **dict.fromkeys(("deal_episodes", "plays_rollouts"), "rollout"),
+    "deal_episodes": "rollout",
 }
 
 __all__ = sorted(_HOMES)

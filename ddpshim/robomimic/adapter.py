@@ -10,8 +10,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
-from ddpshim.errors import DdpShimError
-from ddpshim.options import SECTION
 from ddpshim.reading import read_bytes
 
 if TYPE_CHECKING:
@@ -27,7 +25,7 @@ def fetcher(dataset: Any) -> Optional[Fetcher]:
     """Return the fetcher for a SequenceDataset, a MetaDataset or a subclass; None for other datasets."""
     from ddpshim.robomimic import batches
 
-    return batches.Fetcher(dataset) if batches.concerns(dataset) else None
+    return batches.WindowFetcher(dataset) if batches.concerns(dataset) else None
 
 
 def problems(module: str, arguments: Sequence[str]) -> Iterator[str]:
@@ -46,10 +44,9 @@ def problems(module: str, arguments: Sequence[str]) -> Iterator[str]:
 
 
 def batch_size(arguments: Sequence[str]) -> Optional[int]:
-    """From the config file; None if it has a section of options, which a program with whole batches would not read."""
+    """From the config file."""
     try:
-        config = json.loads(read_bytes(_config_of(arguments) or ""))
-        return None if SECTION in config else int(config["train"]["batch_size"])
+        return int(json.loads(read_bytes(_config_of(arguments) or ""))["train"]["batch_size"])
     except (OSError, ValueError, TypeError, KeyError):  # no config, or one without it: the trainer's own default
         return None
 
@@ -62,22 +59,3 @@ def _config_of(arguments: Sequence[str]) -> Optional[str]:
     except argparse.ArgumentError:  # --config without a value: the trainer prints its usage
         return None
     return found
-
-
-def state_of_files() -> str:
-    """Return the state of robomimic's modules in this process, else of its installed files, if there are any."""
-    from ddpshim.trainers.patching import status
-    from ddpshim.trainers.patching_in_memory import set_in_memory
-
-    in_memory = set_in_memory("robomimic")
-    if in_memory is not None:
-        return f"in memory: {in_memory}"
-    if importlib.util.find_spec("robomimic") is None:
-        return "robomimic is not installed"
-    try:
-        found = status("robomimic")
-    except DdpShimError as error:
-        return str(error)
-    if found.state == "not applied":
-        return f"files as released ({found.patch_set.name}); a launched training is patched in memory"
-    return f"{found.state} ({found.patch_set.name}{', the nearest' if found.state == 'unknown' else ''})"

@@ -3,19 +3,33 @@
 Values, types and the order of keys equal those of the dataset's `__getitem__` and torch's default collate, bit for
 bit: the dataset's code must be known here, and a few samples are compared before batches are fetched this way.
 Otherwise they are fetched sample by sample, as without ddpshim.
+
+Data that a dataset caches is in flat arrays (`node_cache`). Data that it reads from the file (`hdf5_cache_mode` null,
+and images with "low_dim") is still read from there, through a memory map, and not loaded.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
+import os
+import random
 import sys
 from collections.abc import Sequence
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, Optional, Union
 
+import torch
 from torch.utils.data import default_collate
 
 from ddpshim.robomimic import known, node_cache
-from ddpshim.robomimic.windows import Plan, Several, Unproven, Windows
+from ddpshim.robomimic.node_cache import left_as_found
+
+_NUM_COMPARED_DEMOS = 3
+
+
+class Unproven(Exception):
+    """The batches of a dataset are not known to equal its own samples; the message says why."""
 
 
 def concerns(dataset: Any) -> bool:
@@ -63,7 +77,7 @@ def attach(dataset: Any) -> Optional[str]:
     return None
 
 
-class Fetcher(NamedTuple):
+class WindowFetcher(NamedTuple):
     """Implements `ddpshim.data.loader_builder.Fetcher` for one dataset."""
 
     dataset: Any
@@ -139,3 +153,295 @@ def _digest(dataset: Any, names: Sequence[str]) -> str:
     if any(name in vars(dataset) or not hasattr(function, "__code__") for name, function in zip(names, functions)):
         return ""
     return known.digest(*functions)
+
+
+class Windows:
+    """The windows of one SequenceDataset: rows of its demonstrations, padded by repeating the first and the last."""
+
+    def __init__(self, dataset: Any, normalizes_obs: bool) -> None:
+        import numpy as np
+
+        self.dataset = dataset
+        self._normalizes_obs = normalizes_obs and dataset.hdf5_normalize_obs
+        self._settings = _settings(dataset)
+        demos = dataset.demos
+        self._starts = np.array([dataset._demo_id_to_start_indices[demo] for demo in demos])
+        self._lengths = np.array([dataset._demo_id_to_demo_length[demo] for demo in demos])
+        self.first_rows = np.concatenate([[0], np.cumsum(self._lengths)[:-1]])
+        self._before = dataset.n_frame_stack - 1
+        self._offset = 0 if dataset.pad_frame_stack else self._before
+        self._window = np.arange(-self._before, dataset.seq_length)
+        self._goal = self._lengths - 1 - (0 if dataset.pad_seq_length else dataset.seq_length - 1)
+        self._refuse_strange_tables()
+        self.mapped: dict[str, _Region] = {}
+        flat = {} if dataset.hdf5_cache is None else dataset.hdf5_cache.flat
+        with left_as_found(dataset):
+            self._stats = _stats(dataset)
+            for key in self._keys():
+                if key in flat:
+                    _refuse_strange_type(key, flat[key].dtype, flat[key].shape[1:])
+                else:
+                    self._map(key, [dataset.hdf5_file[f"data/{demo}"].get(key) for demo in demos])
+        if dataset.hdf5_cache_mode == "all":  # its samples were cached with these statistics
+            self._stats = copy.deepcopy(self._stats)
+        self._languages = _languages(dataset)
+
+    def _keys(self) -> list[str]:
+        of = self.dataset
+        groups = ["obs", *(["next_obs"] if of.load_next_obs or of.goal_mode is not None else [])]
+        return list(dict.fromkeys([*of.dataset_keys, *(f"{group}/{key}" for group in groups for key in of.obs_keys)]))
+
+    def _refuse_strange_tables(self) -> None:
+        of, ends = self.dataset, [*self._starts[1:], len(self.dataset)]
+        demo_of = of._index_to_demo_id
+        if len(set(of.demos)) != len(of.demos) or any(
+            demo_of.get(index) != demo
+            for demo, start, end in zip(of.demos, self._starts, ends)
+            for index in range(start, end)
+        ):
+            raise Unproven("its samples do not lie demonstration by demonstration")
+        last = ends - self._starts + self._offset
+        if (last > self._lengths).any() or not (ends > self._starts).all():
+            raise Unproven("a demonstration is shorter than what is stacked of it")
+
+    def _map(self, key: str, found: list[Any]) -> None:
+        """Record the place in the file of the data of `key`."""
+        if any(data is None for data in found):
+            raise Unproven(f"there are demonstrations without {key}")
+        kinds = {(data.shape[1:], data.dtype) for data in found}
+        if len(kinds) > 1:
+            raise Unproven(f"{key} differs in shape or type from demonstration to demonstration")
+        if any(len(data) < length for data, length in zip(found, self._lengths)):
+            raise Unproven(f"{key} is shorter than its demonstration")
+        ((shape, dtype),) = kinds
+        _refuse_strange_type(key, dtype, shape)
+        self.mapped[key] = _Region(self.dataset.hdf5_path, key, found)
+
+    def batch(self, indices: Sequence[int]) -> Optional[dict[str, Any]]:
+        """Return the collated samples at `indices`; None if only the dataset itself can make them. Local."""
+        import numpy as np
+
+        at = _positions(indices, len(self.dataset))
+        if at is None or (self.dataset.hdf5_cache_mode != "all" and not self._is_current()):
+            return None
+        demo = np.searchsorted(self._starts, at, side="right") - 1
+        length = self._lengths[demo][:, None]
+        time = (at - self._starts[demo] + self._offset)[:, None] + self._window
+        here, last = _RowsOfDemos(self, demo, time.clip(0, length - 1)), _RowsOfDemos(self, demo, self._goal[demo])
+        mask = ((time >= 0) & (time < length))[..., None]
+        return _each(torch.from_numpy, self._sample(at, here, last, mask, demo))
+
+    def _sample(self, at: Any, here: _RowsOfDemos, last: _RowsOfDemos, mask: Any, demo: Any) -> dict[str, Any]:
+        """Build all samples of a batch at once, with the steps by which upstream builds one sample, in their order."""
+        import numpy as np
+
+        of = self._settings
+        masked = {"pad_mask": mask} if of["get_pad_mask"] else {}
+        keys: Sequence[str] = of["obs_keys"]
+        meta: dict[str, Any] = {**{key: here[key] for key in of["dataset_keys"]}, **masked}
+        meta["obs"] = self._normalized({**{key: here[f"obs/{key}"] for key in keys}, **masked})
+        if of["load_next_obs"]:
+            meta["next_obs"] = self._normalized({**{key: here[f"next_obs/{key}"] for key in keys}, **masked})
+        if of["goal_mode"] is not None:
+            always = {"pad_mask": np.ones((len(at), 1), bool)} if masked else {}
+            meta["goal_obs"] = self._normalized({**{key: last[f"next_obs/{key}"] for key in keys}, **always})
+        if of["action_keys"] is not None:
+            actions = []
+            for key in of["action_keys"]:
+                values = meta[key] if meta[key].ndim > 2 else meta[key][..., None]
+                stats = self._stats["action"][key]
+                actions.append((values - stats["offset"][0]) / stats["scale"][0])
+            meta["actions"] = np.concatenate(actions, axis=-1)
+            meta["index"] = at.astype(np.int64)
+        if self._languages is not None:
+            name, rows = self._languages
+            length = here.time.shape[1]
+            meta["obs"][name] = np.repeat(rows[demo][:, None], length, axis=1)
+        return meta
+
+    def _normalized(self, obs: dict[str, Any]) -> dict[str, Any]:
+        if self._normalizes_obs:
+            for key, stats in ((key, self._stats["obs"][key]) for key in obs):
+                obs[key] = (obs[key] - stats["mean"][0]) / stats["std"][0]
+        return obs
+
+    def _is_current(self) -> bool:
+        """Whether the dataset's settings and statistics have not changed since."""
+        stats = _stats(self.dataset)
+        return all(stats[of] is self._stats[of] for of in stats) and _settings(self.dataset) == self._settings
+
+    def compare(self) -> None:
+        """Raise Unproven unless a few samples equal the dataset's own, bit for bit. Local."""
+        draw, num_demos = random.Random(0), len(self._starts)
+        some = {0, num_demos - 1, *draw.sample(range(num_demos), min(num_demos, _NUM_COMPARED_DEMOS))}
+        ends = [*self._starts[1:], len(self.dataset)]
+        edges = {int(edge) for demo in some for edge in (self._starts[demo], ends[demo] - 1)}
+        indices = sorted({*edges, *(draw.randrange(len(self.dataset)) for _ in some)})
+        _compare(self, indices)
+
+
+class Several:
+    """A MetaDataset: its datasets one after the other. Its methods are those of `Windows`."""
+
+    def __init__(self, dataset: Any, parts: Sequence[Windows]) -> None:
+        import numpy as np
+
+        self.dataset, self._parts = dataset, parts
+        self._bins = np.asarray(dataset._ds_ind_bins)
+        if list(self._bins) != [0, *np.cumsum([len(part.dataset) for part in parts])]:
+            raise Unproven("its samples do not lie dataset by dataset")
+
+    def batch(self, indices: Sequence[int]) -> Optional[dict[str, Any]]:
+        import numpy as np
+
+        at = _positions(indices, self._bins[-1])
+        if at is None:
+            return None
+        part_of = np.searchsorted(self._bins, at, side="right") - 1
+        batches, places = [], []
+        for number in np.unique(part_of):
+            where = np.flatnonzero(part_of == number)
+            batch = self._parts[number].batch(at[where] - self._bins[number])
+            if batch is None:
+                return None
+            batches.append(batch)
+            places.append(where)
+        back = torch.from_numpy(np.argsort(np.concatenate(places)))
+        whole = _each(lambda *values: torch.cat(values)[back], *batches)
+        whole["index"] = torch.from_numpy(at.astype(np.int64))
+        return whole
+
+    def compare(self) -> None:
+        for part in self._parts:
+            part.compare()
+        edges = {int(edge) for start, end in zip(self._bins, self._bins[1:]) for edge in (start, end - 1)}
+        _compare(self, sorted(edges, key=lambda index: -index))
+
+
+Plan = Union[Windows, Several]
+
+
+class _RowsOfDemos:
+    """The rows of any key at given times of given demonstrations."""
+
+    def __init__(self, windows: Windows, demo: Any, time: Any) -> None:
+        self.time = time
+        self._windows = windows
+        self._demo = demo if time.ndim == 1 else demo[:, None]
+        self._rows = windows.first_rows[self._demo] + time
+
+    def __getitem__(self, key: str) -> Any:
+        windows = self._windows
+        if key in windows.mapped:
+            return windows.mapped[key].take(self._demo, self.time)
+        return windows.dataset.hdf5_cache.flat[key].take(self._rows, axis=0)
+
+
+class _Region:
+    """The place in a file of one key's data, for all demonstrations; reads rows from there."""
+
+    def __init__(self, path: str, key: str, found: Sequence[Any]) -> None:
+        import numpy as np
+
+        offsets = [None if data.chunks or data.external or data.is_virtual else data.id.get_offset() for data in found]
+        if None in offsets or found[0].file.userblock_size:
+            raise Unproven(f"{key} is read from the file, where it is chunked or compressed")
+        there = os.stat(path)  # identifies the file: a rewritten one must be mapped again
+        self._file = path, there.st_ino, there.st_mtime_ns, there.st_size
+        self._shape, self._dtype = found[0].shape[1:], found[0].dtype
+        self._row_bytes = int(np.prod(self._shape, dtype=np.int64)) * self._dtype.itemsize
+        self._offsets = np.array(offsets)
+
+    def take(self, demo: Any, time: Any) -> Any:
+        rows = _rows_of(self._file, self._row_bytes)[self._offsets[demo] + time * self._row_bytes]
+        return rows.view(self._dtype).reshape(*time.shape, *self._shape)
+
+
+@functools.cache  # per process; forked processes share the pages
+def _rows_of(file: tuple[str, int, int, int], row_bytes: int) -> Any:
+    """Return a file as rows that overlap: row i has the `row_bytes` bytes from byte i on."""
+    import numpy as np
+
+    held = np.memmap(file[0], np.uint8, "r")
+    row = np.dtype((np.void, row_bytes))
+    return np.ndarray((len(held) - row_bytes + 1,), row, buffer=held, strides=(1,))
+
+
+def _refuse_strange_type(key: str, dtype: Any, shape: Sequence[int]) -> None:
+    if dtype.kind not in "biuf" or not dtype.isnative or 0 in shape:
+        raise Unproven(f"{key} holds {dtype} of shape {shape}")
+
+
+def _positions(indices: Sequence[int], num_samples: int) -> Any:
+    """Return `indices` as an array; None if they are not positions of samples."""
+    import numpy as np
+
+    at = np.asarray(indices)
+    is_strange = at.ndim != 1 or at.dtype.kind != "i" or not len(at) or at.min() < 0 or at.max() >= num_samples
+    return None if is_strange else at
+
+
+def _each(function: Callable[..., Any], *trees: dict[str, Any]) -> dict[str, Any]:
+    """Apply `function` to each leaf of nested dictionaries that have the same keys."""
+    made = {}
+    for key, value in trees[0].items():
+        values = [tree[key] for tree in trees]
+        made[key] = _each(function, *values) if isinstance(value, dict) else function(*values)
+    return made
+
+
+def _settings(dataset: Any) -> dict[str, Any]:
+    """Return the settings that affect a sample; a program may change them."""
+    names = ["n_frame_stack", "seq_length", "pad_frame_stack", "pad_seq_length", "get_pad_mask", "goal_mode"]
+    names += ["load_next_obs", "obs_keys", "dataset_keys", "hdf5_normalize_obs", "hdf5_cache_mode", "hdf5_path"]
+    return {**{name: getattr(dataset, name) for name in names}, "action_keys": getattr(dataset, "action_keys", None)}
+
+
+def _stats(dataset: Any) -> dict[str, Any]:
+    """Return the statistics by which observations and actions are normalised."""
+    action = dataset.get_action_normalization_stats() if hasattr(dataset, "action_keys") else None
+    return {"obs": dataset.obs_normalization_stats, "action": action}
+
+
+def _languages(dataset: Any) -> Optional[tuple[str, Any]]:
+    """Return the key and, for each demonstration, the embedding of its instruction; None if there are none."""
+    import numpy as np
+
+    of_demo = getattr(dataset, "_demo_id_to_demo_lang_emb", {})
+    if getattr(dataset, "_lang_emb", None) is not None:
+        of_demo = dict.fromkeys(dataset.demos, dataset._lang_emb)
+    if not of_demo:
+        return None
+    if not all(demo in of_demo for demo in dataset.demos):
+        raise Unproven("there are demonstrations without an instruction")
+    module = sys.modules[type(dataset).get_item.__module__]
+    name = getattr(module, "LANG_EMB_KEY", None) or module.LangUtils.LANG_EMB_OBS_KEY
+    return name, np.stack([np.tile(of_demo[demo], (1, 1))[0] for demo in dataset.demos])
+
+
+def _compare(plan: Plan, indices: list[int]) -> None:
+    dataset = plan.dataset
+    with contextlib.ExitStack() as stack:
+        for part in getattr(dataset, "datasets", [dataset]):
+            stack.enter_context(left_as_found(part))
+        try:
+            expected = default_collate([dataset[index] for index in indices])
+        except Exception as error:
+            # The training will raise the same error, as without ddpshim.
+            raise Unproven(f"{type(dataset).__name__} itself fails ({type(error).__name__}: {error})") from error
+    found = plan.batch(indices)
+    if found is None or not _is_same(found, expected):
+        raise Unproven(f"samples {indices} of {type(dataset).__name__} come out different")
+
+
+def _is_same(found: Any, expected: Any) -> bool:
+    """Whether both have the same keys in the same order, types, shapes and bits."""
+    if isinstance(expected, dict):
+        same_keys = isinstance(found, dict) and list(found) == list(expected)
+        return same_keys and all(_is_same(found[key], value) for key, value in expected.items())
+    return (
+        isinstance(found, torch.Tensor)
+        and isinstance(expected, torch.Tensor)
+        and (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        and found.numpy().tobytes() == expected.numpy().tobytes()
+    )

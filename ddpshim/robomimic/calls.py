@@ -22,9 +22,10 @@ from torch import nn
 
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint.progress_folder import find_progress, last_save, leave_if_finished
+from ddpshim.data.batch import OnDevice
 from ddpshim.data.loader_builder import scale_lr
-from ddpshim.data.transfer import OnDevice
-from ddpshim.errors import LaunchError, OptionsError
+from ddpshim.errors import LaunchError
+from ddpshim.evaluation.dealing import render_on_own_gpu
 from ddpshim.evaluation.evaluating import exact_interval
 from ddpshim.failures import preemption
 from ddpshim.failures.failure import abort
@@ -37,8 +38,7 @@ from ddpshim.model.broadcasting import broadcast_state
 from ddpshim.model.parallel import wrap_parallel
 from ddpshim.model.reducer import average
 from ddpshim.observe.recording import numbers
-from ddpshim.options import SECTION
-from ddpshim.process import events, machine
+from ddpshim.process import machine, observed
 from ddpshim.process.job import current
 from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.observed import outside_steps
@@ -46,7 +46,6 @@ from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 from ddpshim.robomimic import rollout
 from ddpshim.robomimic.algo import AlgoState, algos, flat, norms_read_at_once, read_later, trained_together
-from ddpshim.robomimic.datasets import RobomimicOptions
 from ddpshim.trainers.session import FOLDER, session, wants_to_go_on
 from ddpshim.variables import RANK_LOGS
 
@@ -54,62 +53,33 @@ T = TypeVar("T")
 _COMPUTED_ON_CPU = ("rewards", "dones")  # upstream discounts rewards before it moves a batch to the GPU
 
 
-class _Run:
+class _RunOfRobomimic:
     """State that the calls of one job's training share, beside its session."""
 
-    section: Optional[Mapping[str, Any]] = None  # the config file's `ddpshim` section, until `join` reads it
     state: Optional[AlgoState] = None
-
-
-def _run() -> _Run:
-    return current().part(_Run)
 
 
 def quiet() -> None:
     """Discard standard output and warnings on all ranks but the main one. Local; call it before imports.
 
-    Under `python -m ddpshim run` they go to the rank's own log instead. Errors still reach standard error. From here
-    on a config file may have a `ddpshim` section. Raises LaunchError if the launcher's variables are impossible.
+    Under `python -m ddpshim run` they go to the rank's own log instead. Errors still reach standard error.
+    Raises LaunchError if the launcher's variables are impossible.
     """
     if read_launch_env(os.environ).rank > 0 and RANK_LOGS not in os.environ:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
         warnings.simplefilter("ignore")
-    _keep_the_section()
-
-
-def _keep_the_section() -> None:
-    """Store the `ddpshim` section of a config file for `join`: upstream's config refuses unknown keys. Local.
-
-    The section is left out of the config, so that code without ddpshim can read the config saved in a checkpoint.
-    """
-    from robomimic.config.base_config import BaseConfig
-    from robomimic.config.config import Config
-
-    def update(config: Any, *args: Any, **kwargs: Any) -> None:
-        given = dict(*args, **kwargs)
-        _run().section = given.pop(SECTION, _run().section)
-        Config.update(config, given)
-
-    BaseConfig.update = update
 
 
 def start(config: Any, device: torch.device) -> torch.device:
     """Join the job, and return this rank's device, to use instead of `device` (collective, once, before other calls).
 
-    Raises OptionsError if the `ddpshim` section of the config file or a variable is wrong, and WorldError, on all
-    ranks, if their configs or code differ.
+    Raises OptionsError if a variable is wrong, and WorldError, on all ranks, if their configs differ.
     """
-    section, _run().section = _run().section, None
-    options = RobomimicOptions.read(section)
     if not current().holds_whole_batches:
-        setup(device=None if device.type == "cuda" else device, options=options)
-    elif section:
-        raise OptionsError(
-            f"the section {SECTION} of the config, where the program holds whole batches: it joined the job before it "
-            "read its config, and these options would do nothing. Set them as variables, DDPSHIM_NAME."
-        )
+        setup(device=None if device.type == "cuda" else device)
     here = world_of_shares()
-    session().begin(config, "robomimic", config.train.seed, first_epoch=1)
+    render_on_own_gpu(here)
+    session().begin(config, config.train.seed, first_epoch=1)
     return here.device if here.is_launched else device
 
 
@@ -187,7 +157,7 @@ def has_checkpoint(resume: bool, *paths: str) -> bool:
 
 def resume(model: Any, start_epoch: int, *best_so_far: Any) -> tuple[Any, ...]:
     """Call `Session.resume` for all state of an Algo that training changes (collective)."""
-    state = _run().state = AlgoState(model)
+    state = current().part(_RunOfRobomimic).state = AlgoState(model)
     return session().resume({"algo": state}, start_epoch, *best_so_far)
 
 
@@ -240,7 +210,7 @@ def run_epoch(
     """Run upstream's run_epoch between `Session.begin_epoch` and `Session.end_epoch` (collective)."""
     import robomimic.utils.train_utils as TrainUtils
 
-    training, state, validates = session(), _run().state, options.get("validate", False)
+    training, state, validates = session(), current().part(_RunOfRobomimic).state, options.get("validate", False)
     is_launched, is_on_gpu, log_info = world_of_shares().is_launched, model.device.type == "cuda", model.log_info
     batches, left = training.begin_epoch(data_loader, epoch, num_steps, validates=validates, best_so_far=best_so_far)
     trains = training.progress is not None and not validates
@@ -269,10 +239,9 @@ def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Optional[Mapp
     """Run upstream's rollout_with_stats on all ranks (`ddpshim.robomimic.rollout`); a signal ends it (collective)."""
     start, training = time.perf_counter(), session().progress
     more: dict[str, Any] = {} if training is None else {"is_told_to_end": lambda: preemption.asked() is not None}
-    returns: dict[str, list[float]] = {}
     try:
         with outside_steps():
-            logs, videos = rollout.rollout_with_stats(**options, returns=returns, **more)
+            logs, videos, returns = rollout.rollout_with_stats(**options, **more)
     except rollout.Interrupted as interrupted:
         assert training is not None
         reason = str(interrupted)
@@ -284,7 +253,7 @@ def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Optional[Mapp
             played = {"epoch": options.get("epoch"), "episodes": episodes, "metrics": metrics}
             played |= {"returns": returns.get(name), "seconds": time.perf_counter() - start}
             ends = _interval(metrics.get("Success_Rate"), episodes)
-            events.note("rollout", environment=name, interval=ends, **played)
+            observed.note("rollout", environment=name, interval=ends, **played)
         return logs, videos
     training.leave(reason)  # outside of the handler, since this is not a failure
 
@@ -309,10 +278,18 @@ def save_model(*, ckpt_path: str, **options: Any) -> None:
     if not here.is_launched:
         TrainUtils.save_model(ckpt_path=ckpt_path, **options)
     elif here.is_main:
-        in_background = here.options.background_save
-        noted = contextlib.nullcontext() if in_background else checkpoint.noted(ckpt_path)
-        with noted, checkpoint.written(ckpt_path, in_background=in_background) as partial:
-            TrainUtils.save_model(ckpt_path=partial, **options)
+        original = torch.save
+
+        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+            if f != ckpt_path:
+                original(obj, f, *args, **kwargs)
+            elif here.options.background_save and not args and not kwargs:
+                checkpoint.save_in_background(obj, f)
+            else:
+                checkpoint.save_whole(original, obj, f, *args, **kwargs)
+
+        with replaced(torch, "save", save):
+            TrainUtils.save_model(ckpt_path=ckpt_path, **options)
 
 
 def copyfile(source: str, path: str) -> None:

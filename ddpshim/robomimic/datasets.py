@@ -1,4 +1,4 @@
-"""Loads robomimic's datasets on all ranks, with statistics that one rank computed; defines robomimic's own option.
+"""Loads robomimic's datasets on all ranks, with statistics that one rank computed.
 
 robomimic and h5py are imported inside the functions only.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import dataclass
 from typing import Any, Callable
 
 from torch.utils.data import DataLoader, default_collate
@@ -16,29 +15,10 @@ from ddpshim.data import node_memory
 from ddpshim.data.loader import make_loader
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
-from ddpshim.job.world import World, world_of_shares
-from ddpshim.options import Options, choice, option
+from ddpshim.job.world import world_of_shares
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say_once
 from ddpshim.robomimic import batches, node_cache
-
-
-@dataclass(frozen=True, eq=False)
-class RobomimicOptions(Options):
-    """All options of a run of robomimic; its config's section and variables also set the others."""
-
-    node_memory: str = option(
-        "auto",
-        choice("auto", "off"),
-        "robomimic: the data cached by `hdf5_cache_mode` is one copy per node, shared by its ranks and workers; off: "
-        "one copy per rank",
-    )
-
-
-def options_of(here: World) -> RobomimicOptions:
-    """Return the options of a run; if the program itself called `setup`, robomimic's own are read from variables."""
-    options = here.options
-    return options if isinstance(options, RobomimicOptions) else RobomimicOptions.read(**vars(options))
 
 
 def load_data_for_training(config: Any, obs_keys: Any, **options: Any) -> tuple[Any, Any]:
@@ -58,9 +38,22 @@ def load_data_for_training(config: Any, obs_keys: Any, **options: Any) -> tuple[
     kinds = [getattr(Datasets, kind) for kind in ("SequenceDataset", "MetaDataset") if hasattr(Datasets, kind)]
     names = ("normalize_obs", "get_action_stats")
     computed = {(kind, name): vars(kind)[name] for kind in kinds for name in names if name in vars(kind)}
+    asking: list[Any] = []  # on the main rank, the dataset whose statistics are being computed
+
+    def asked(dataset: Any, compute: Callable[[Any], Any]) -> Any:
+        asking.append(dataset)
+        try:
+            return compute(dataset)
+        finally:
+            asking.pop()
+
+    def on_main(dataset: Any, compute: Callable[[Any], Any]) -> Any:
+        # Inside `compute` calls are local: a dataset of datasets calls each of its parts, thousands in DROID's.
+        return compute(dataset) if asking else here.run_on_main(asked, dataset, compute)
+
     with contextlib.ExitStack() as undo:
         for (kind, name), compute in computed.items():
-            undo.enter_context(replaced(kind, name, functools.partialmethod(_on_main, compute)))
+            undo.enter_context(replaced(kind, name, functools.partialmethod(on_main, compute)))
         datasets = _load_once_a_node(load, obs_keys, Datasets.SequenceDataset, config)
         for dataset in datasets:
             if hasattr(dataset, "get_action_normalization_stats"):
@@ -88,27 +81,8 @@ def _load_once_a_node(load: Callable[..., Any], obs_keys: Any, kind: Any, config
 def _is_shared(config: Any) -> bool:
     """Whether ranks of a node share one cache: launched, with a cache, and neither disabled nor unsupported. Local."""
     here = world_of_shares()
-    wanted = config.train.hdf5_cache_mode is not None and options_of(here).node_memory != "off"
+    wanted = config.train.hdf5_cache_mode is not None and here.options.node_memory
     return wanted and here.is_launched and node_memory.is_supported()
-
-
-def _on_main(dataset: Any, compute: Callable[[Any], Any]) -> Any:
-    """Return the main rank's result of `compute` (collective).
-
-    Calls inside `compute` are local: a dataset of datasets calls each of its parts, thousands in DROID's.
-    """
-    return compute(dataset) if _asking else world_of_shares().run_on_main(_asked, dataset, compute)
-
-
-_asking: list[Any] = []  # on the main rank, the dataset whose `compute` is running
-
-
-def _asked(dataset: Any, compute: Callable[[Any], Any]) -> Any:
-    _asking.append(dataset)
-    try:
-        return compute(dataset)
-    finally:
-        _asking.pop()
 
 
 def loader(**options: Any) -> DataLoader[Any]:
@@ -137,15 +111,7 @@ def loader(**options: Any) -> DataLoader[Any]:
         can_stay = bool(options.get("num_workers")) and is_plain and batches.is_known(dataset)
         options["persistent_workers"] = options.get("persistent_workers") or can_stay
         options["pin_memory"] = options.get("pin_memory") or here.device.type == "cuda"
-    try:
-        made = make_loader(**options)
-    except DataError as error:
-        if batch_size % here.world_size == 0:
-            raise
-        raise DataError(
-            f"{error} The batch size is train.batch_size in the config. `python -m ddpshim run` trains the release, "
-            "without patches on disk, with any."
-        ) from None
+    made = make_loader(**options)
     if isinstance(made, ShardedLoader):
         made.restarts_workers = not stays
     return made

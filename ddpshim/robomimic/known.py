@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import linecache
 import tokenize
 from typing import Any
 
@@ -29,16 +28,8 @@ META_DIGEST = "0dc43ea475119bc0"  # of META_METHODS in all releases that have a 
 @functools.lru_cache(maxsize=32)
 def digest(*functions: Any) -> str:
     """Return the digest of the source of plain functions, without blank lines; empty if a source is missing. Local."""
-    lines = []
-    for function in functions:
-        # inspect.getsource would first search all loaded modules for the function's: a tenth of a second.
-        linecache.checkcache(function.__code__.co_filename)
-        of_file = linecache.getlines(function.__code__.co_filename, function.__globals__)
-        try:
-            block = inspect.getblock(of_file[function.__code__.co_firstlineno - 1 :])
-        except (SyntaxError, tokenize.TokenError):
-            return ""
-        if not block:
-            return ""
-        lines += [line.rstrip() for line in block if line.strip()]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    try:
+        lines = [line.rstrip() for function in functions for line in inspect.getsourcelines(function.__code__)[0]]
+    except (OSError, SyntaxError, tokenize.TokenError):
+        return ""
+    return hashlib.sha256("\n".join(filter(None, lines)).encode()).hexdigest()[:16]

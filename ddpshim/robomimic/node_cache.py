@@ -223,9 +223,9 @@ class Demos(Mapping[str, Any]):
                 branch = branch.setdefault(group, {})
             branch[name] = flat
 
-    def __getitem__(self, name: str) -> _Demo:
+    def __getitem__(self, name: str) -> dict[str, Any]:
         index = self._place[name]
-        return _Demo(self._tree, slice(self._shape.starts[index], self._shape.starts[index + 1]))
+        return _cut(self._tree, slice(self._shape.starts[index], self._shape.starts[index + 1]))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._place)
@@ -237,23 +237,8 @@ class Demos(Mapping[str, Any]):
         return Demos, (self._arrays, self._prefix, self._shape)
 
 
-class _Demo(Mapping[str, Any]):
-    """One demonstration, or a group in it."""
-
-    __slots__ = ("_rows", "_tree")
-
-    def __init__(self, tree: Mapping[str, Any], rows: slice) -> None:
-        self._tree, self._rows = tree, rows
-
-    def __getitem__(self, key: str) -> Any:
-        found = self._tree[key]
-        return _Demo(found, self._rows) if isinstance(found, dict) else found[self._rows]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tree)
-
-    def __len__(self) -> int:
-        return len(self._tree)
+def _cut(tree: dict[str, Any], rows: slice) -> dict[str, Any]:
+    return {key: _cut(held, rows) if isinstance(held, dict) else held[rows] for key, held in tree.items()}
 
 
 class _Items(Sequence[Any]):

@@ -17,7 +17,6 @@ import time
 import traceback
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Callable, Optional, Union
@@ -26,13 +25,13 @@ import torch
 
 from ddpshim.errors import RolloutError
 from ddpshim.evaluation import environments
-from ddpshim.evaluation.dealing import Deal, plays_rollouts
+from ddpshim.evaluation.dealing import Deal, render_on_own_gpu
 from ddpshim.job.world import World, world_of_shares
 from ddpshim.process import messages
+from ddpshim.process.job import derive_seed, seed_everything
 from ddpshim.process.random_streams import shared_random_streams
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
-from ddpshim.process.seeds import derive_seed, seed_everything
 
 
 def deal_episodes(make: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
@@ -46,8 +45,7 @@ def deal_episodes(make: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
     here = world_of_shares()
     if not here.is_launched:
         return list(make)
-    rank, num_ranks = (here.rank, here.world_size) if _on_all_ranks() else (0, 1)
-    episodes = [range(rank * len(make) + i, sys.maxsize, num_ranks * len(make)) for i in range(len(make))]
+    episodes = [range(here.rank * len(make) + i, sys.maxsize, here.world_size * len(make)) for i in range(len(make))]
     return [functools.partial(_make_seeded, one, own, here.seed or 0) for one, own in zip(make, episodes)]
 
 
@@ -70,14 +68,13 @@ def rollout_with_stats(
     policy: Any,
     envs: Union[Mapping[str, Any], Iterable[Any]],
     is_told_to_end: Callable[[], bool] = lambda: False,
-    returns: Optional[dict[str, list[float]]] = None,
     **options: Any,
-) -> tuple[Mapping[str, Any], Optional[Mapping[str, str]]]:
-    """Run upstream's rollout_with_stats on all ranks, and return the same statistics on every rank (collective).
+) -> tuple[Mapping[str, Any], Optional[Mapping[str, str]], dict[str, list[float]]]:
+    """Run upstream's rollout_with_stats on all ranks; return the same statistics on every rank (collective).
 
-    Without a launcher it is upstream's function. With the option rollouts=main only the main rank calls it, and the
-    others return at once, with empty results. `video_paths` is empty on all but the main rank, which keeps or removes
-    the videos.
+    Returns upstream's statistics and paths of videos, and the return of each episode by environment. Without a launcher
+    it is upstream's function, and there are no returns. The paths of videos are empty on all but the main rank, which
+    keeps or removes the videos.
 
     An episode's random numbers (torch's, numpy's and random's global generators, an environment's own from its seed,
     and generators in its attributes) depend on the seed of the world, `epoch`, the environment's name and the episode.
@@ -85,8 +82,6 @@ def rollout_with_stats(
     where that can be detected, a message names it.
 
     "Time_Episode" is the sum over all episodes, as in upstream: W ranks take about 1/W of it.
-
-    `returns`, if given, receives the return of each episode by environment, unless the option is rollouts=main.
 
     If `is_told_to_end` returns True on a rank, ranks finish their current episodes and raise Interrupted.
 
@@ -101,14 +96,11 @@ def rollout_with_stats(
 
     here = world_of_shares()
     if not here.is_launched:
-        return TrainUtils.rollout_with_stats(policy=policy, envs=envs, **options)  # type: ignore[no-any-return]
-    plays = plays_rollouts()  # first: robocasa makes its environments during this call
-    if not _on_all_ranks():
-        return TrainUtils.rollout_with_stats(policy=policy, envs=envs, **options) if plays else ({}, {})
-    played = _Evaluation(here, policy, is_told_to_end=is_told_to_end, **options)
-    if returns is not None:
-        played.returns = returns
-    return played.run(envs)
+        return (*TrainUtils.rollout_with_stats(policy=policy, envs=envs, **options), {})
+    render_on_own_gpu(here)  # robocasa makes its environments during this call
+    own = {name: options.pop(name) for name in [*options] if name in _RolloutsOfEpoch.__dataclass_fields__}
+    played = _RolloutsOfEpoch(here, policy, **own, is_told_to_end=is_told_to_end, options=options)
+    return (*played.run(envs), played.returns)
 
 
 class Interrupted(Exception):
@@ -116,24 +108,21 @@ class Interrupted(Exception):
 
 
 @dataclass
-class _Evaluation:
+class _RolloutsOfEpoch:
     """One call of rollout_with_stats, with its arguments."""
 
     here: World
     policy: Any
     horizon: Union[int, list[int]]  # a list: one for each environment
-    use_goals: bool = False
     num_episodes: int = 0
-    render: bool = False
     video_dir: Optional[str] = None
     video_path: Optional[str] = None
     epoch: Optional[int] = None
-    video_skip: int = 5
-    terminate_on_success: bool = False
     verbose: bool = False
     del_envs_after_rollouts: bool = False
     data_logger: Any = None
     is_told_to_end: Callable[[], bool] = lambda: False
+    options: dict[str, Any] = field(default_factory=dict)  # further ones of upstream's run_rollout
     returns: dict[str, list[float]] = field(default_factory=dict)  # each episode's, by environment
     _shown: list[environments.Shown] = field(default_factory=list)  # of this rank's episodes
     _videos: dict[str, str] = field(default_factory=dict)  # path by environment, on the main rank
@@ -181,8 +170,8 @@ class _Evaluation:
         if any(other != names[0] for other in names):
             raise RolloutError(
                 f"ranks evaluate different environments ({names}, in rank order); episodes would be played twice or "
-                "not at all. Make the environments on every rank, under `plays_rollouts()`. None means that one "
-                "could not be made; that rank's output says why."
+                "not at all. Make the same ones on every rank. None means that one could not be made; that rank's "
+                "output says why."
             )
 
     def _play(
@@ -198,11 +187,10 @@ class _Evaluation:
         num_at_once = len(env) if _is_vector(env) else 1
         num_turns = math.ceil(num_episodes / num_at_once)
         print(
-            f"rollout: env={name}, horizon={horizon}, use_goals={self.use_goals}, "
+            f"rollout: env={name}, horizon={horizon}, use_goals={self.options.get('use_goals', False)}, "
             f"num_episodes={num_episodes}, ranks={here.world_size}"
         )
-        packing: dict[int, Future[bytes]] = {}
-        packer = ThreadPoolExecutor(1)  # packs while the next turn is played
+        frames: dict[int, bytes] = {}
         bar = LogUtils.custom_tqdm(total=num_turns, disable=self.verbose or not here.is_main)
 
         def play(turn: int) -> list[dict[str, float]]:
@@ -210,36 +198,32 @@ class _Evaluation:
             of_env = _seed_of_environment(seed, name, turn) if in_turn else own
             result, shown = self._play_turn(env, horizon, own, of_env, turn < here.world_size)
             if shown:
-                packing[turn] = packer.submit(_pack, shown)
+                frames[turn] = _pack(shown)
             return result
 
         # Fixed turns: each part of a vector environment is seeded for certain episodes.
         deal = Deal(here, num_turns, is_fixed=True)
-        gathered = deal.play(
+        deal.play(
             play,
             lambda turn: f"environment {name!r}, episode {turn * num_at_once}",
             is_told_to_end=self.is_told_to_end,
             ends_at_failure=not in_turn,  # robocasa uses the turns before the one that failed
             played=lambda so_far: bar.update(so_far - bar.n),
         )
-        packer.shutdown()
-        frames = {turn: packed.result() for turn, packed in packing.items()}
         shown, self._shown = self._shown, []
-        dealt = gathered()
         environments.name_unseeded(f"environment {name!r}", itertools.chain(*here.gather(shown)), here)
-        bar.update(0 if dealt.text else num_turns - bar.n)
+        bar.update(0 if deal.text else num_turns - bar.n)
         bar.close()
         if not in_turn:
-            dealt.raise_failure(here.rank)
+            deal.raise_failure()
         if deal.is_told_to_end():
             raise Interrupted(f"a signal during the rollouts in {name!r}")
-        if dealt.own is not None:
-            traceback.print_exception(type(dealt.own), dealt.own, dealt.own.__traceback__)
-        num_kept = dealt.failed_at
-        if dealt.text and here.is_main:
-            text = f"{dealt.text} As without ddpshim, the statistics are of the {num_kept * num_at_once} before it."
-            say(text, directly=True)
-        ordered = [dealt.results[turn] for turn in range(num_kept)]
+        if deal.own is not None:
+            traceback.print_exception(type(deal.own), deal.own, deal.own.__traceback__)
+        if deal.text and here.is_main:
+            num_kept = deal.failed_at * num_at_once
+            say(f"{deal.text} As without ddpshim, the statistics are of the {num_kept} before it.", directly=True)
+        ordered = [deal.results[turn] for turn in range(deal.failed_at)]
         if self.verbose:
             for number, result in enumerate(itertools.chain(*ordered)):
                 print(f"Episode {number + 1}", json.dumps(result, sort_keys=True, indent=4, default=float))
@@ -258,14 +242,7 @@ class _Evaluation:
         seeding = contextlib.nullcontext() if _is_vector(env) else environments.seeded(env, seed_of_env, is_checked)
         with shared_random_streams(seed), seeding as shown:
             result = TrainUtils.run_rollout(
-                policy=self.policy,
-                env=env,
-                horizon=horizon,
-                use_goals=self.use_goals,
-                render=self.render,
-                video_writer=writer,
-                video_skip=self.video_skip,
-                terminate_on_success=self.terminate_on_success,
+                policy=self.policy, env=env, horizon=horizon, video_writer=writer, **self.options
             )
         if shown is not None:
             self._shown.append(shown)
@@ -338,7 +315,3 @@ def _is_vector(env: Any) -> bool:
 def _seed_of_environment(seed: int, name: str, episode: int) -> int:
     """Return the environment's seed for an episode, the same in every evaluation."""
     return derive_seed(seed, "rollout", name, episode)
-
-
-def _on_all_ranks() -> bool:
-    return world_of_shares().options.rollouts == "all"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import struct
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
 
@@ -19,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ddpshim.errors import WorldError
-from ddpshim.job.collectives import peers
-from ddpshim.job.exchange import begin_gather, group, pairs
+from ddpshim.job.collectives import begin_gather, group, pairs, peers
 from ddpshim.job.group import world
 from ddpshim.process.job import current
 
@@ -69,7 +67,6 @@ class State:
         is_in_piece: whether a piece is being computed (`pieces`).
         factor: by how much gradients inside blocks are larger than a rank's share.
         num_messages: how often wholes were gathered, or added up.
-        seconds: how long this rank's host waited for wholes.
         news: what this rank tells others before the next backward pass or gather, and what judges it.
     """
 
@@ -79,7 +76,7 @@ class State:
         exact = None if world is None else world.options.exact
         self.num_pieces, self.is_in_piece = exact or self.ranks.size, False
         self.factor = 1 if exact is not None else self.ranks.size
-        self.num_messages, self.seconds = 0, 0.0
+        self.num_messages = 0
         self.news: list[tuple[tuple[int, int], Callable[[list[Any]], Any], str]] = []
 
 
@@ -203,9 +200,7 @@ def gather_alike(own: torch.Tensor, everyones: Optional[list[torch.Tensor]] = No
         return [own]
     if everyones is None:
         everyones = [torch.empty_like(own) for _ in range(state.ranks.size)]
-    begun = time.perf_counter()
     begin_gather(everyones, own, group()).wait()
-    state.seconds += time.perf_counter() - begun
     return everyones
 
 

@@ -236,12 +236,8 @@ def nothing_divided() -> Iterator[None]:
     if calls.is_off or calls.original is None or not current().part(Counts).is_in_own_thread():
         yield
         return
-    calls.is_off = True
-    try:
-        with replaced(nn.Module, "__call__", calls.original):
-            yield
-    finally:
-        calls.is_off = False
+    with replaced(calls, "is_off", True), replaced(nn.Module, "__call__", calls.original):
+        yield
 
 
 def _computed_whole(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -283,17 +279,13 @@ def _making(original: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def refusing(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(x, Rows) for x in tensors):
-            raise SyncError(
-                f"{users_line()}: {original.__name__} of a batch that is divided over the ranks: the hook "
-                "would get one rank's gradients. Use x.register_hook(...) for each tensor."
-            )
-        return original(tensors, *args, **kwargs)
-
-    return refusing
+def _refuse_rows(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    if any(isinstance(x, Rows) for x in tensors):
+        raise SyncError(
+            f"{users_line()}: {original.__name__} of a batch that is divided over the ranks: the hook "
+            "would get one rank's gradients. Use x.register_hook(...) for each tensor."
+        )
+    return original(tensors, *args, **kwargs)
 
 
 class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
@@ -314,11 +306,8 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
 
             inputs, kwargs = mapped(moved, inputs), mapped(moved, kwargs)
         calls = current().part(Calls)
-        before, calls.dim, calls.is_inside = (calls.dim, calls.is_inside), self.dim, False
-        try:
+        with replaced(calls, "dim", self.dim), replaced(calls, "is_inside", False):
             return self.module(*inputs, **kwargs)
-        finally:
-            calls.dim, calls.is_inside = before
 
 
 # A model that was saved whole is then unpickled as torch's class, also without ddpshim.
@@ -375,5 +364,6 @@ def installed() -> Iterator[None]:
                     makes = name not in ("vjp", "jvp", "linearize")
                     put(owner, name, (_making if makes else on_wholes)(getattr(owner, name)))
         put(torch, "vmap", _making(torch.vmap))
-        put(torch.autograd.graph, "register_multi_grad_hook", _refusing(torch.autograd.graph.register_multi_grad_hook))
+        hooks = torch.autograd.graph.register_multi_grad_hook
+        put(torch.autograd.graph, hooks.__name__, gradients.stand_in(hooks, _refuse_rows))
         yield

@@ -288,81 +288,59 @@ def _joined(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 # Indices.
-def _index(rows: Rows, index: Any) -> tuple[Any, int]:
-    """Return (index, dimension of the rows after it), for the block. Raises Mixed if it selects rows."""
-    given = [*index] if isinstance(index, tuple) else [index]
-    used = [_num_dims(one) for one in given]
-    if sum(one is Ellipsis for one in given) > 1 or sum(isinstance(one, (T, list)) for one in given) > 1:
-        raise Mixed
-    if Ellipsis not in [one for one in given if not isinstance(one, (T, list))]:
-        given.append(Ellipsis)
-        used.append(0)
-    at = after = 0
-    found = None
-    for one, num in zip(given, used):
-        num = rows.dim() - sum(used) if one is Ellipsis else num
-        if at <= rows.dimension < at + num:
-            if isinstance(one, slice):
-                if one.indices(rows.part.size) != (0, rows.part.size, 1):
-                    raise Mixed
-            elif one is not Ellipsis:
-                raise Mixed
-            found = after + rows.dimension - at
-        at += num
-        if one is None:
-            after += 1
-        elif isinstance(one, (T, list)):
-            is_mask = isinstance(one, T) and one.dtype in (torch.bool, torch.uint8)
-            after += 1 if is_mask or isinstance(one, list) else one.dim()
-        elif not isinstance(one, int):
-            after += num
-    if found is None:
-        raise Mixed
-    return tuple(given), found
+_STRIDE = 7919  # of the rows in a view that shows where an index leaves them
 
 
-def _num_dims(one: Any) -> int:
-    """Return how many dimensions this part of an index uses. Raises Mixed if it is of no known kind."""
-    if one is None or one is Ellipsis:
-        return 0
-    if isinstance(one, (bool, Rows)):
+def _index(rows: Rows, index: Any) -> int:
+    """Return the dimension of the rows after indexing. Raises Mixed if the index selects rows, or is not known."""
+    basic, num_others = list[Any](), 0
+    for one in index if isinstance(index, tuple) else (index,):
+        is_slice = isinstance(one, slice) and {type(one.start), type(one.stop), type(one.step)} <= {int, type(None)}
+        if one is None or one is Ellipsis or type(one) is int or is_slice:
+            basic.append(one)
+            continue
+        num_others += 1
+        num_used, num_made = 1, 1  # dimensions
+        if type(one) is T and one.dtype in (torch.bool, torch.uint8):
+            num_used = one.dim()
+        elif type(one) is T:
+            num_made = one.dim()
+        elif not isinstance(one, list) or not all(type(number) is int for number in one):
+            raise Mixed
+        if not num_used or num_others > 1 or (isinstance(one, list) and not one):
+            raise Mixed
+        basic += [0] * num_used + [None] * num_made
+    strides = [_STRIDE if dim == rows.dimension else 0 for dim in range(rows.dim())]
+    try:
+        view = torch.empty_strided(rows.shape, strides, device="meta")[tuple(basic)]
+    except IndexError:
+        raise Mixed from None  # torch says what is wrong
+    found = [dim for dim, stride in enumerate(view.stride()) if stride == _STRIDE]
+    if not found or view.shape[found[0]] != rows.part.size:
         raise Mixed
-    if isinstance(one, T):
-        is_mask = one.dtype in (torch.bool, torch.uint8)
-        if type(one) is not T or (is_mask and not one.dim()):
-            raise Mixed
-        return one.dim() if is_mask else 1
-    if isinstance(one, list):
-        if not one or not all(isinstance(number, int) and not isinstance(number, bool) for number in one):
-            raise Mixed
-        return 1
-    if isinstance(one, (int, slice)):
-        if isinstance(one, slice) and not all(x is None or isinstance(x, int) for x in (one.start, one.stop, one.step)):
-            raise Mixed
-        return 1
-    raise Mixed
+    return found[0]
 
 
 @rule(T.__getitem__, moves=True)
 @of_rows
 def _get(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
-    inside, dim = _index(rows, *others)
-    return made(rows.block[inside], rows, dim)
+    dim = _index(rows, *others)
+    return made(func(rows.block, *others), rows, dim)
 
 
 @rule(T.__setitem__, moves=True)
 @of_rows
 def _set(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     index, value = others
-    inside, dim = _index(rows, index)
+    dim = _index(rows, index)
     if isinstance(value, T):
-        place = rows.block[inside].dim() - dim
+        place = rows.block[index].dim() - dim
         if type(value) is Rows and place_of([value]) != (rows.part, place):
             raise Mixed
         value = meeting(value, rows.part, place)
     elif not isinstance(value, (bool, int, float, complex)):
         raise Mixed
-    rows.block[inside] = value
+    rows.block[index] = value
     rows.memory.wrote()
     return None
 

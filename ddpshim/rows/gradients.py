@@ -59,40 +59,32 @@ def _own_of(gradient: Any, rows: Rows) -> Any:
     return cut(plain(gradient), rows.dimension, rows.part)
 
 
-def backward_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the stand-in for torch.autograd.backward."""
-
-    @functools.wraps(original)
-    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, inputs: Any = None, **kwargs: Any) -> Any:
-        if current().part(Counts).is_in_lock_step():
-            blocks.settle()
-        if not any(isinstance(one, Rows) for one in (*_listed(tensors), *_listed(grad_tensors), *_listed(inputs))):
-            return original(tensors, grad_tensors, *args, inputs=inputs, **kwargs)
-        given, seeds = _seeds(tensors, grad_tensors)
-        if inputs is not None:
-            inputs = [one.block if isinstance(one, Rows) else one for one in _listed(inputs)]
-        return original(given, seeds, *args, inputs=inputs, **kwargs)
-
-    return backward
+def _backward_of_rows(
+    original: Any, tensors: Any, grad_tensors: Any = None, *args: Any, inputs: Any = None, **kwargs: Any
+) -> Any:
+    """torch.autograd.backward"""
+    if current().part(Counts).is_in_lock_step():
+        blocks.settle()
+    if not any(isinstance(one, Rows) for one in (*_listed(tensors), *_listed(grad_tensors), *_listed(inputs))):
+        return original(tensors, grad_tensors, *args, inputs=inputs, **kwargs)
+    given, seeds = _seeds(tensors, grad_tensors)
+    if inputs is not None:
+        inputs = [one.block if isinstance(one, Rows) else one for one in _listed(inputs)]
+    return original(given, seeds, *args, inputs=inputs, **kwargs)
 
 
-def grad_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the stand-in for torch.autograd.grad, which also averages gradients of parameters (collective)."""
-
-    @functools.wraps(original)
-    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        of = _listed(inputs)
-        if kwargs.get("is_grads_batched") and any(isinstance(one, Rows) for one in (*_listed(outputs), *of)):
-            del kwargs["is_grads_batched"]
-            every = zip(*(seed.unbind() for seed in _listed(plain(grad_outputs))))
-            found = [grad(outputs, inputs, seeds, *args, **{**kwargs, "retain_graph": True}) for seeds in every]
-            return tuple(None if of_one[0] is None else torch.stack(plain(of_one)) for of_one in zip(*found))
-        of = [one if not isinstance(one, Rows) else _source(one) for one in of]
-        given, seeds = _seeds(outputs, grad_outputs)
-        found = original(given, [one.block if isinstance(one, Rows) else one for one in of], seeds, *args, **kwargs)
-        return tuple(one if one is None else _as_seen(one, of[i]) for i, one in enumerate(found))
-
-    return grad
+def _grad(original: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """torch.autograd.grad, which also averages gradients of parameters (collective)."""
+    of = _listed(inputs)
+    if kwargs.get("is_grads_batched") and any(isinstance(one, Rows) for one in (*_listed(outputs), *of)):
+        del kwargs["is_grads_batched"]
+        every = zip(*(seed.unbind() for seed in _listed(plain(grad_outputs))))
+        found = [_grad(original, outputs, inputs, seeds, *args, **{**kwargs, "retain_graph": True}) for seeds in every]
+        return tuple(None if of_one[0] is None else torch.stack(plain(of_one)) for of_one in zip(*found))
+    of = [one if not isinstance(one, Rows) else _source(one) for one in of]
+    given, seeds = _seeds(outputs, grad_outputs)
+    found = original(given, [one.block if isinstance(one, Rows) else one for one in of], seeds, *args, **kwargs)
+    return tuple(one if one is None else _as_seen(one, of[i]) for i, one in enumerate(found))
 
 
 def _as_seen(gradient: torch.Tensor, tensor: Any) -> Any:
@@ -183,19 +175,14 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> Any:
     rows.memory.wrote()
 
 
-def hook_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the stand-in for Tensor.register_hook: the hook gets the whole's gradient, or the average."""
-
-    @functools.wraps(original)
-    def register_hook(self: Any, hook: Callable[[Any], Any]) -> Any:
-        if _asks_itself():
-            return original(self, hook)
-        self = _source(self) if isinstance(self, Rows) else self
-        if isinstance(self, Rows):
-            return self.block.register_hook(_of_whole(hook, self))
-        return original(self, _averaged(self, hook) if _may_be_reduced(self) else hook)
-
-    return register_hook
+def _register_hook(original: Any, self: Any, hook: Callable[[Any], Any]) -> Any:
+    """Tensor.register_hook: the hook gets the whole's gradient, or the average."""
+    if _asks_itself():
+        return original(self, hook)
+    self = _source(self) if isinstance(self, Rows) else self
+    if isinstance(self, Rows):
+        return self.block.register_hook(_of_whole(hook, self))
+    return original(self, _averaged(self, hook) if _may_be_reduced(self) else hook)
 
 
 def _may_be_reduced(tensor: torch.Tensor) -> bool:
@@ -213,24 +200,19 @@ def _averaged(tensor: torch.Tensor, hook: Callable[[Any], Any]) -> Callable[[Any
     return averaged
 
 
-def retain_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the stand-in for Tensor.retain_grad: what is retained is the whole's gradient."""
-
-    @functools.wraps(original)
-    def retain_grad(self: Any) -> None:
-        if isinstance(self, Rows):
-            _retain(original, (self,), {})
-        else:
-            if not self.is_leaf and not self.retains_grad and _may_be_reduced(self):
-                self.register_hook(_averaged(self, lambda gradient: gradient))
-            original(self)
-
-    return retain_grad
+def _retain_grad(original: Any, self: Any) -> None:
+    """Tensor.retain_grad: what is retained is the whole's gradient."""
+    if isinstance(self, Rows):
+        _retain(original, (self,), {})
+    else:
+        if not self.is_leaf and not self.retains_grad and _may_be_reduced(self):
+            self.register_hook(_averaged(self, lambda gradient: gradient))
+        original(self)
 
 
 def _asks_itself() -> bool:
     """Whether ddpshim calls the stand-in that calls this. Local."""
-    return str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0] == _OURS
+    return str(sys._getframe(3).f_globals.get("__name__")).partition(".")[0] == _OURS
 
 
 def _of_whole(hook: Callable[[Any], Any], rows: Rows) -> Callable[[Any], Any]:
@@ -244,24 +226,19 @@ def _of_whole(hook: Callable[[Any], Any], rows: Rows) -> Callable[[Any], Any]:
     return called
 
 
-def post_hook_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the stand-in for register_post_accumulate_grad_hook: the hook is called after the reduction."""
+def _register_post_hook(original: Any, self: Any, hook: Callable[[Any], Any]) -> Any:
+    """Tensor.register_post_accumulate_grad_hook: the hook is called after the reduction."""
+    passes = current().part(Passes)
+    if _asks_itself():
+        return original(self, hook)
 
-    @functools.wraps(original)
-    def register(self: Any, hook: Callable[[Any], Any]) -> Any:
-        passes = current().part(Passes)
-        if _asks_itself():
-            return original(self, hook)
+    def later(parameter: torch.Tensor) -> None:
+        if not is_reduced(parameter):
+            hook(parameter)
+            return
+        passes.once_after.append(functools.partial(hook, parameter))
 
-        def later(parameter: torch.Tensor) -> None:
-            if not is_reduced(parameter):
-                hook(parameter)
-                return
-            passes.once_after.append(functools.partial(hook, parameter))
-
-        return original(self, later)
-
-    return register
+    return original(self, later)
 
 
 # Functions of the program.
@@ -289,18 +266,14 @@ def _on_wholes(cls: Any) -> Any:
         names = [
             name for name in ("forward", "backward", "vjp", "jvp") if getattr(cls, name) is not getattr(base, name)
         ]
-        parts = {name: staticmethod(_returning_wholes(getattr(cls, name))) for name in names}
+        parts = {name: staticmethod(stand_in(getattr(cls, name), _in_wholes)) for name in names}
         made = _made[cls] = type(cls)(cls.__name__, (cls,), {**parts, "__module__": cls.__module__})
         _made[made] = made
     return made
 
 
-def _returning_wholes(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def returning(*args: Any, **kwargs: Any) -> Any:
-        return plain(function(*args, **kwargs))
-
-    return returning
+def _in_wholes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return plain(function(*args, **kwargs))
 
 
 def _checkpoint(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
@@ -317,6 +290,16 @@ def _saved(_: Any, *args: Any) -> Any:
     return types.SimpleNamespace(grad_fn=node if torch.is_grad_enabled() else None)
 
 
+def stand_in(original: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `instead` with `original` first. Local."""
+
+    @functools.wraps(original)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return instead(original, *args, **kwargs)
+
+    return called
+
+
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     """Within this block, torch's functions of gradients know row tensors."""
@@ -325,13 +308,15 @@ def installed() -> Iterator[None]:
         def put(owner: Any, name: str, value: Any) -> None:
             undo.enter_context(replaced(owner, name, value))
 
-        put(torch.autograd, "backward", backward_of_rows(torch.autograd.backward))
-        put(torch.autograd, "grad", grad_of_rows(torch.autograd.grad))
-        put(T, "register_hook", hook_of_rows(T.register_hook))
-        put(T, "retain_grad", retain_of_rows(T.retain_grad))
-        name = "register_post_accumulate_grad_hook"
-        if hasattr(T, name):
-            put(T, name, post_hook_of_rows(getattr(T, name)))
+        for owner, name, instead in (
+            (torch.autograd, "backward", _backward_of_rows),
+            (torch.autograd, "grad", _grad),
+            (T, "register_hook", _register_hook),
+            (T, "retain_grad", _retain_grad),
+            (T, "register_post_accumulate_grad_hook", _register_post_hook),
+        ):
+            if hasattr(owner, name):
+                put(owner, name, stand_in(getattr(owner, name), instead))
         put(torch.autograd.Function, "apply", apply_of_rows(vars(torch.autograd.Function)["apply"]))
         put(torch_checkpoint.CheckpointFunction, "apply", staticmethod(_checkpoint))
         if hasattr(torch_checkpoint, "_NoopSaveInputs"):

@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 import torch
 
-from ddpshim.job.exchange import group
+from ddpshim.job.collectives import group
 from ddpshim.process.job import current
 from ddpshim.rows.blocks import State, ranks
 from ddpshim.rows.rules import (

@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, TypeVar, cast
 
 import torch
 from torch.utils import data as torch_data
 
 from ddpshim import adapters
-from ddpshim.data.augmentation import SampleStreams, show_dataset_to_worker
 from ddpshim.data.numbered import (
     Enterable,
     Numbered,
-    order_of,
-    own_generators,
+    SampleStreams,
+    generator_states,
+    restore_generators,
+    start_worker,
     without_lists,
 )
 from ddpshim.errors import DataError
@@ -32,6 +34,7 @@ from ddpshim.job.group import world
 from ddpshim.model import guard
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import digest, global_states, restore_global_states
+from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say_once
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
@@ -51,8 +54,7 @@ class Fetched(NamedTuple):
 
 
 class DataLoader(torch_data.DataLoader[T_co], Enterable):
-    """torch's DataLoader with the same attributes, whose passes can begin in the middle, with the order and the draws
-    that they had."""
+    """torch's DataLoader with the same attributes, whose passes can begin in the middle."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -60,9 +62,7 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
         self.news = _News(self.place)
         self._of_rows: Optional[_RowsLoader] = None
         self._is_divided: Optional[bool] = None
-        self._first, self._has_seed = 0, False  # of the next pass: its first step, and whether it draws no seed
-        self._begins_with: Optional[dict[str, Any]] = None  # the generators' states for the next pass
-        self._begun_with: Optional[dict[str, Any]] = None  # those of this one
+        self._first = 0  # step of the next pass
 
     def can_enter(self) -> bool:
         # A class of the program's may count passes in a way of its own.
@@ -71,15 +71,7 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
     def set_epoch(self, epoch: int, start_step: int = 0) -> None:
         self._first = start_step
 
-    def order_state(self) -> dict[str, Any]:
-        return {**order_of(self), "workers stay": self._workers_stay(), "begun with": self._begun_with}
-
-    def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
-        if state is not None:
-            self._begins_with = state["begun with"] if is_inside else {"generators": state["generators"]}
-            self._has_seed = state["begun with"]["has seed"] if is_inside else state["workers stay"]
-
-    def _workers_stay(self) -> bool:
+    def workers_stay(self) -> bool:
         return (self if self._of_rows is None else self._of_rows)._iterator is not None
 
     def __iter__(self) -> Any:
@@ -87,10 +79,9 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
         now, generator = global_states(), self.generator
         if states is not None:
             restore_global_states(states)
-            for own, state in zip(own_generators(self), states["generators"]):
-                own.set_state(state)
-        has_seed = self._has_seed or self._workers_stay()
-        self._begun_with = {**global_states(), **order_of(self), "has seed": has_seed}
+            restore_generators(self, states["generators"])
+        has_seed = self._has_seed or self.workers_stay()
+        self._begun_with = {**global_states(), "generators": generator_states(self), "has seed": has_seed}
         try:
             if self._has_seed:
                 self.generator, self._has_seed = torch.Generator(), False
@@ -137,15 +128,9 @@ def _leave_out(batches: Any, num: int, loader: DataLoader[Any]) -> None:
         )
 
 
-@contextlib.contextmanager
-def _fetching() -> Iterator[None]:
-    """Within this block a loader produces a batch. Local."""
-    counts = current().part(Counts)
-    before, counts.is_fetching = counts.is_fetching, True
-    try:
-        yield
-    finally:
-        counts.is_fetching = before
+def _fetching() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which a loader produces a batch. Local."""
+    return replaced(current().part(Counts), "is_fetching", True)
 
 
 def _batches(loader: DataLoader[Any], batches: Any) -> Iterator[Any]:
@@ -176,10 +161,10 @@ class _RowsLoader(torch_data.DataLoader[Any]):
         made.__class__ = cls
         fetcher = adapters.fetcher_of(loader.dataset)  # fetches robomimic's samples by the batch, many times faster
         collate: Any = loader.collate_fn if fetcher is None or fetcher.attach() is not None else fetcher.collate()
-        streams = _Streams(loader.dataset, collate, loader.num_workers)
+        streams = _Streams(loader.dataset, collate, blocks.ranks(), loader.num_workers)
         vars(made).update(dataset=streams, collate_fn=streams.collated_rows, _iterator=None, first=0)
         if loader.num_workers:
-            vars(made)["worker_init_fn"] = _WorkerInit(loader.worker_init_fn)
+            vars(made)["worker_init_fn"] = functools.partial(start_worker, loader.worker_init_fn)
         return cast(_RowsLoader, made)
 
     @property
@@ -206,8 +191,7 @@ class _OwnRows:
             part = blocks.part_of(len(indices))
             rows = range(len(indices)) if part is None else range(*part.bounds(*here))
             whole = [*indices]
-            numbered = Numbered([whole[row] for row in rows], step)
-            numbered.whole, numbered.rows = whole, rows
+            numbered = Numbered(whole, rows, step)
             if step < first + self._num_workers:
                 numbered.before = before[step % self._num_workers :: self._num_workers]
             yield numbered
@@ -216,28 +200,12 @@ class _OwnRows:
 class _Streams(SampleStreams):
     """The dataset of a program that every rank runs whole, with the draws that it makes in one process."""
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any], num_workers: int) -> None:
-        here = blocks.ranks()
-        super().__init__(dataset, collate, (here.rank, here.size), num_workers)
-
     def __getitems__(self, indices: Any) -> Any:
         return len(indices.whole), super().__getitems__(indices)
 
     def collated_rows(self, given: Any) -> Fetched:
         num_rows, samples = given
         return Fetched(num_rows, self.collated(samples))
-
-
-class _WorkerInit:
-    """The program's worker_init_fn, in a worker that shows it the program's dataset."""
-
-    def __init__(self, original: Any) -> None:
-        self._original = original
-
-    def __call__(self, worker: int) -> None:
-        show_dataset_to_worker()
-        if self._original is not None:
-            self._original(worker)
 
 
 def _walked(of_tensor: Any, of_texts: Any, batch: Any) -> Any:
@@ -253,11 +221,10 @@ def _walked(of_tensor: Any, of_texts: Any, batch: Any) -> Any:
         return copied
     if isinstance(batch, (list, tuple)) and batch and all(isinstance(one, (str, bytes)) for one in batch):
         return of_texts(batch)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_walked(of_tensor, of_texts, one) for one in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(_walked(of_tensor, of_texts, one) for one in batch)
-    return batch
+    if not isinstance(batch, (list, tuple)):
+        return batch
+    parts = [_walked(of_tensor, of_texts, one) for one in batch]
+    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
 
 
 class _News:

@@ -15,6 +15,7 @@ from typing import Any, Callable, Optional
 import torch
 
 from ddpshim.process.job import current
+from ddpshim.process.replaced import replaced
 from ddpshim.rows import blocks, rules
 from ddpshim.rows.blocks import Part, Ranks
 from ddpshim.rows.tensor import RULES, Rows, divided, leaves, mapped, on_whole
@@ -112,19 +113,6 @@ def _own_pieces() -> range:
     return range(here.rank * each, (here.rank + 1) * each)
 
 
-@contextlib.contextmanager
-def _inside(number: int) -> Iterator[None]:
-    """Within this block, ranks are the pieces, and this one computes piece `number`. Local."""
-    state = current().part(blocks.State)
-    before = state.ranks
-    state.ranks = Ranks(number, state.num_pieces)
-    state.is_in_piece = True
-    try:
-        yield
-    finally:
-        state.ranks, state.is_in_piece = before, False
-
-
 def _of_piece(of: dict[int, Any], i: int, value: Any) -> Any:
     return of[id(value)][i] if id(value) in of else value
 
@@ -162,11 +150,6 @@ def _expanding(rule: Callable[..., Any]) -> Callable[..., Any]:
     return expanded
 
 
-def _is_whole_with_gradient(x: Any) -> bool:
-    """Whether `x` is no piece: each piece would have all of its gradient, and they are added up. Local."""
-    return isinstance(x, torch.Tensor) and type(x) is not Rows and x.requires_grad
-
-
 def in_pieces(rule: Callable[..., Any]) -> Callable[..., Any]:
     """Return a rule that computes `rule` for one piece after the other."""
 
@@ -174,7 +157,8 @@ def in_pieces(rule: Callable[..., Any]) -> Callable[..., Any]:
     def computed(func: Any, args: Any, kwargs: Any) -> Any:
         given = [x for x in leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         is_drawing = "attention" in func.__name__ and rules.argument(args, kwargs, 4, "dropout_p", 0.0)
-        if current().part(blocks.State).is_in_piece or is_drawing:
+        state = current().part(blocks.State)
+        if state.is_in_piece or is_drawing:
             return rule(func, args, kwargs)
         if func is torch.batch_norm and len(args) > 5 and args[5]:  # in training: over all rows
             return divided(on_whole(func, args, kwargs))
@@ -196,10 +180,12 @@ def in_pieces(rule: Callable[..., Any]) -> Callable[..., Any]:
         found = []
         for i, number in enumerate(own):
             inside = mapped(functools.partial(_of_piece, of, i), (args, kwargs))
-            with _inside(number):
+            ranks = Ranks(number, state.num_pieces)  # for which this one computes the piece
+            with replaced(state, "ranks", ranks), replaced(state, "is_in_piece", True):
                 found.append(rule(func, *inside))
-        if found[0] is NotImplemented or any(map(_is_whole_with_gradient, leaves(found[0]))):
-            return NotImplemented
+        tensors = [x for x in leaves(found[0]) if isinstance(x, torch.Tensor) and type(x) is not Rows]
+        if found[0] is NotImplemented or any(x.requires_grad for x in tensors):
+            return NotImplemented  # each piece would have all of a whole's gradient, and they are added up
         if changed is not None:
             changed.block.copy_(joined(of[id(changed)]).block)
             changed.memory.wrote()

@@ -9,10 +9,8 @@ copied into the other before the next use.
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Optional
@@ -20,6 +18,7 @@ from typing import Any, Optional
 import torch
 
 from ddpshim.errors import SyncError
+from ddpshim.process.devices import mapped as mapped
 from ddpshim.process.job import current
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
@@ -45,7 +44,6 @@ class Counts:
         refused: why calls were not captured, by the name of the network.
         gathered: number of gathers, by line of the program and function.
         num_bytes: bytes of the wholes, in the same way.
-        begun: when the job's first operation was counted.
         is_fetching: whether a loader is producing a batch.
         is_alone: whether this rank runs something that others do not.
         lock: returns the file whose lock this rank holds, for which others wait; "" if there is none.
@@ -57,7 +55,6 @@ class Counts:
         self.gathered: Counter[tuple[str, str]] = Counter()
         self.num_bytes: Counter[tuple[str, str]] = Counter()
         self.is_fetching = self.is_alone = False
-        self.begun = time.perf_counter()
         self.lock: Callable[[], str] = str
         self._thread, self._process = threading.get_ident(), os.getpid()
 
@@ -252,31 +249,6 @@ def leaves(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return [leaf for inner in value.values() for leaf in leaves(inner)]
     return [value]
-
-
-def mapped(function: Callable[[Any], Any], value: Any, copies: Optional[list[Any]] = None) -> Any:
-    """Return nested tuples, lists and dicts with each item replaced by `function` of it. Local.
-
-    What has no replaced item is returned itself. `copies` receives (container, copy) of each copied list and dict.
-    """
-    if isinstance(value, dict):
-        changed = {key: mapped(function, inner, copies) for key, inner in value.items()}
-        if all(changed[key] is inner for key, inner in value.items()):
-            return value
-        made: Any = changed
-        if type(value) is not dict:
-            made = copy.copy(value)
-            made.update(changed)
-    elif isinstance(value, (tuple, list)):
-        parts = [mapped(function, inner, copies) for inner in value]
-        if all(new is old for new, old in zip(parts, value)):
-            return value
-        made = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    else:
-        return function(value)
-    if copies is not None and not isinstance(value, tuple):
-        copies.append((value, made, copy.copy(made)))
-    return made
 
 
 def write_back(copies: list[Any]) -> None:

@@ -5,15 +5,13 @@ A step is a call of any optimizer's `step`. Hashes are made in a thread, of copi
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import os
 import shutil
 import sys
-import threading
-from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Optional
 
@@ -22,32 +20,14 @@ import torch
 from ddpshim.checkpoint.resume import ProgressFiles
 from ddpshim.errors import CertificateError
 from ddpshim.job.group import world
-from ddpshim.process.job import current
+from ddpshim.process.job import current, seed_everything
 from ddpshim.process.say import say
-from ddpshim.process.seeds import seed_everything
 from ddpshim.rows.gradients import plain
-from ddpshim.tools import document
-from ddpshim.tools.watching import StepRecorder, losses_of
+from ddpshim.tools import certificate
+from ddpshim.tools.watching import StepRecorder, is_failure, losses_of
 
 _DEADLINE_S = 120.0
 _OLD_PER_NEW = 10  # the whole is written again once a tenth of its marks is new
-
-
-@contextlib.contextmanager
-def recorded(settings: str, argv: Any) -> Iterator[None]:
-    """Within this block, record the program `argv` by the JSON file `settings` (`certificate.set_up`). Local."""
-    recorder = Certifier(Path(settings), list(argv))
-    recorder.install()
-    try:
-        yield
-    finally:
-        recorder.end(is_complete=not _is_failing())
-
-
-def _is_failing() -> bool:
-    """Whether an error is ending the program."""
-    error = sys.exc_info()[1]
-    return error is not None and not (isinstance(error, SystemExit) and not error.code)
 
 
 class Certifier(StepRecorder):
@@ -66,16 +46,14 @@ class Certifier(StepRecorder):
         self._first: int = chosen["first"]
         self._rank = 0
         self._losses: list[list[Any]] = [[]]  # of the backward passes of each step since the last mark, and the next
-        self._stepped: list[Any] = []  # optimizers, since the last mark, in the order of their first steps
+        self._stepped: dict[int, Any] = {}  # optimizers, since the last mark, in the order of their first steps
         self._document: dict[str, Any] = {}
         self._environment: dict[str, Any] = {}
         self._num_new = 0  # marks that the file does not have
-        self._reads = document.Reads(settings.stat().st_mtime)
-        self._writer: Optional[threading.Thread] = None  # of the last mark
-        self._failed: Optional[BaseException] = None
+        self._reads = certificate.Reads(settings.stat().st_mtime)
+        self._writer, self._written = ThreadPoolExecutor(1), list[Future[None]]()  # the last mark's, or empty
 
-    def install(self) -> None:
-        """Start recording."""
+    def __enter__(self) -> None:
         seed_everything(self._seed)  # of a program that sets none, or not all
         if self._is_repeating:
             self._leave_no_traces()
@@ -90,8 +68,7 @@ class Certifier(StepRecorder):
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._num_steps is None:
             self._begin()
-        if not any(known is optimizer for known in self._stepped):
-            self._stepped.append(optimizer)
+        self._stepped.setdefault(id(optimizer), optimizer)
         self._num_steps = (self._num_steps or 0) + 1
         if self._num_steps in self._at if self._at else self._num_steps % self._every == 0:
             self._mark()
@@ -115,9 +92,9 @@ class Certifier(StepRecorder):
         if not self._is_repeating and self._rank == 0:
             if saves.restored is not None:
                 self._continue(saves.restored)
-            elif document.folder_of(self._path).exists():
+            elif (folder := certificate.folder_of(self._path)).exists():
                 raise CertificateError(
-                    f"{document.folder_of(self._path)} holds checkpoints of another start, and this one resumes from "
+                    f"{folder} holds checkpoints of another start, and this one resumes from "
                     "none: its certificate would name them as its own. Move the folder and the certificate away."
                 )
         self._num_steps = self._marked = here.gather(self._first)[0]
@@ -125,9 +102,9 @@ class Certifier(StepRecorder):
 
     def _continue(self, restored: Path) -> None:
         """Continue the certificate of the start that saved the file `restored`. Local."""
-        found = document.read(self._path) if self._path.exists() else {"checkpoints": []}
+        found = certificate.read(self._path) if self._path.exists() else {"checkpoints": []}
         # By their names: a start that was killed has not listed its last one.
-        kept = document.folder_of(self._path).glob(f"step_*_{restored.name}") if self._path.exists() else ()
+        kept = certificate.folder_of(self._path).glob(f"step_*_{restored.name}") if self._path.exists() else ()
         step = max((int(path.name.split("_")[1]) for path in kept), default=None)
         if step is None:
             raise CertificateError(
@@ -140,7 +117,7 @@ class Certifier(StepRecorder):
 
     def _keep(self, written: Path) -> tuple[Any, ...]:
         """Return what to call once the file `written` of a Resumable is on disk. Local, on the main rank."""
-        folder = document.folder_of(self._path)
+        folder = certificate.folder_of(self._path)
         folder.mkdir(parents=True, exist_ok=True)
         self._wait()
         if self._num_new:  # a later start continues from the file if it is there, and so from its mark
@@ -158,15 +135,14 @@ class Certifier(StepRecorder):
         losses = [_sum([float(loss) for loss in step]) for step in steps]  # all ranks have the same
         if not self._environment:
             # In this thread: threads of torch are counted by thread.
-            self._environment = document.environment(here.device)
+            self._environment = certificate.environment(here.device)
             self._reads.look()
-        groups = [group for optimizer in self._stepped for group in optimizer.param_groups]
+        groups = [group for optimizer in self._stepped.values() for group in optimizer.param_groups]
         weights = [parameter.detach().to("cpu", copy=True) for group in groups for parameter in group["params"]]
-        self._stepped = []
+        self._stepped = {}
         self._wait()
         mark = {"step": self._num_steps, "losses": losses}
-        self._writer = threading.Thread(target=self._add, args=(mark, weights), daemon=True)
-        self._writer.start()
+        self._written = [self._writer.submit(self._add, mark, weights)]
 
     def _mark_save(self) -> None:
         """Record the state where a file is saved; in a repetition after the last step alone. Local."""
@@ -175,7 +151,7 @@ class Certifier(StepRecorder):
 
     def _mark_end(self) -> None:
         """Record the state at the end of the program too. Local."""
-        if not current().is_failing() and not _is_failing():
+        if not current().is_failing() and not is_failure(sys.exc_info()[1]):
             self._mark_between()
 
     def _mark_between(self) -> None:
@@ -187,30 +163,26 @@ class Certifier(StepRecorder):
 
     def _wait(self) -> None:
         """Wait until the last mark is written. Raises CertificateError if it could not be."""
-        if self._writer is not None:
-            self._writer.join()
-        if self._failed is not None:
-            raise CertificateError(f"{self._path} could not be written ({self._failed}): nobody could check this run.")
+        for written in self._written:
+            if (error := written.exception()) is not None:
+                raise CertificateError(f"{self._path} could not be written ({error}): nobody could check this run.")
 
     def _add(self, mark: dict[str, Any], weights: list[Any]) -> None:
         """Hash a mark's weights, and write the certificate. In a thread of its own."""
-        try:
-            self._document = self._document or self._head()
-            made = hashlib.sha256()
-            for tensor in weights:
-                made.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-                made.update(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
-            mark["weights"] = made.hexdigest()
-            self._document["marks"].append(mark)
-            self._num_new += 1
-            if self._num_new * _OLD_PER_NEW > len(self._document["marks"]):
-                self._write(is_complete=False)
-        except BaseException as error:  # raised at the next mark
-            self._failed = error
+        self._document = self._document or self._head()
+        made = hashlib.sha256()
+        for tensor in weights:
+            made.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            made.update(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+        mark["weights"] = made.hexdigest()
+        self._document["marks"].append(mark)
+        self._num_new += 1
+        if self._num_new * _OLD_PER_NEW > len(self._document["marks"]):
+            self._write(is_complete=False)
 
     def _head(self) -> dict[str, Any]:
         return {
-            "certificate": document.SCHEMA,
+            "certificate": certificate.SCHEMA,
             "program": self._program,
             "exact": world().options.exact,
             "ranks": world().world_size,
@@ -224,25 +196,27 @@ class Certifier(StepRecorder):
 
     def _facts(self) -> dict[str, Any]:
         read = {"code": self._reads.code(), "data": self._reads.data()}
-        return {**read, "packages": document.packages(), "environment": self._environment}
+        return {**read, "packages": certificate.packages(), "environment": self._environment}
 
     def _write(self, is_complete: bool) -> None:
         known = {saved["file"] for saved in self._document["checkpoints"]}
-        for path in sorted(document.folder_of(self._path).glob("step_*.pth")):
+        for path in sorted(certificate.folder_of(self._path).glob("step_*.pth")):
             if path.name not in known:
                 step = int(path.name.split("_")[1])
-                saved = {"step": step, "file": path.name, "sha256": document.sha256_of(path)}
+                saved = {"step": step, "file": path.name, "sha256": certificate.sha256_of(path)}
                 self._document["checkpoints"].append(saved)
         self._document["is_complete"] = is_complete
-        document.write(self._document, self._path)
+        certificate.write(self._document, self._path)
         self._num_new = 0
 
-    def end(self, is_complete: bool) -> None:
+    def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> None:
+        if os.getpid() == self._process:
+            self._end(is_complete=not is_failure(error))
+
+    def _end(self, is_complete: bool) -> None:
         """Write the end of the certificate; `is_complete`: the program ended by itself without an error. Local."""
-        if os.getpid() != self._process:
-            return
         self._undo.close()
-        if self._writer is None:
+        if not self._written:
             if self._rank == 0 and int(os.environ.get("RANK", 0)) == 0:
                 say(f"no certificate: the program made {self._num_steps or 'no'} steps, and none of them was recorded")
             return
@@ -260,7 +234,7 @@ class Certifier(StepRecorder):
 
     def _stop(self) -> None:
         """End this process once its peers have made their last step, so that the program does not continue."""
-        self.end(is_complete=False)
+        self._end(is_complete=False)
         self._mark_over(self._rank)
         self._end_with_peers(world().world_size, _DEADLINE_S)
 

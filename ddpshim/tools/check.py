@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Optional
@@ -66,15 +67,11 @@ def _judged(job: Launch, folder: Path, settings: ProofSettings) -> Proof:
 
 def _run_alone(job: Launch, folder: Path, logs: Path, settings: ProofSettings) -> None:
     """Run it twice without a launcher's variables; if it makes no step, run it twice as the only rank of a job."""
-    ways: tuple[tuple[str, Callable[[], dict[str, str]]], ...] = (
-        ("", dict),
-        (" as a single rank of a job", ranks_of_run.variables_of_one),
-    )
-    for how, environ in ways:
+    for how, is_rank in (("", False), (" as a single rank of a job", True)):
         for number, name in enumerate((ONE, PERTURBED), 1):
             changed = f", with {TIMES} rounding errors added to each gradient" if name == PERTURBED else ""
             say(f"run {number}: one process{how}{changed}")
-            _run_one(job, folder, logs, name, environ(), settings.timeout_s)
+            _run_one(job, folder, logs, name, _variables_of_one() if is_rank else {}, settings.timeout_s)
             new_files.remove(folder)  # the next run must not find the checkpoints of this one
             if not _num_steps(folder, name):
                 break
@@ -88,6 +85,14 @@ def _run_alone(job: Launch, folder: Path, logs: Path, settings: ProofSettings) -
         "in one process the trainer made no step, neither plainly nor as a single rank: there is nothing to "
         f"compare. It ended with:\n{said}"
     )
+
+
+def _variables_of_one() -> dict[str, str]:
+    """Return the variables that torchrun would set for a job of one rank, with a free port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", **at}
 
 
 def _run_one(job: Launch, folder: Path, logs: Path, name: str, environ: Mapping[str, str], timeout_s: float) -> None:

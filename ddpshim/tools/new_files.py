@@ -22,8 +22,7 @@ from types import FrameType
 from typing import Any
 
 from ddpshim.process.say import count
-from ddpshim.trainers.unedited.file_calls import seen_by, watched
-from ddpshim.trainers.unedited.unmanaged_paths import LeftAlone
+from ddpshim.trainers.unedited.file_calls import LeftAlone, seen_by, watched
 
 RECORDS = "paths.jsonl"
 _MADE, _EXISTED, _MOVED = "made", "existed", "moved"
@@ -62,20 +61,16 @@ class NewFiles:
         """Record that `path` is about to be changed (`file_calls.watched`)."""
         if self._left.takes_note(path, frame) or self._is_left(path):
             return
-        is_there = self._write_if_exists(path)
+        state = _state(path)
+        if state is not None:
+            self._write(_EXISTED, path, state, self._copy(path))
         if source and not self._is_left(source):  # else it was a temporary file
             self._write(_MOVED, source, path)
-        elif not is_there and (event != "os.rename" or source):
+        elif state is None and (event != "os.rename" or source):
             self._write(_MADE, path)
 
     def _is_left(self, path: str) -> bool:
         return path.startswith(self._folder) or "/__pycache__/" in f"{path}/" or self._left.has(path)
-
-    def _write_if_exists(self, path: str) -> bool:
-        state = _state(path)
-        if state is not None:
-            self._write(_EXISTED, path, state, self._copy(path))
-        return state is not None
 
     def _copy(self, path: str) -> str:
         """Copy a file that is about to be changed for the first time; return where, "" if it cannot be."""

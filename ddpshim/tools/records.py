@@ -1,4 +1,4 @@
-"""Reads what the processes of a proof recorded, and finds other numbers of steps or batches in it."""
+"""Reads what the processes of a proof recorded, and finds what is wrong in all of them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,19 @@ class RunRecords:
 
     def __init__(self, folder: Path, run: str) -> None:
         self.records = read(folder, run)
-        self.names = {r["optimizer"]: r["names"] for r in self.records if r["kind"] == "optimizer"}
-        self.num_steps = sum(r["kind"] == "step" for r in self.records)
-        self.is_cut = any(r["kind"] == "cut" for r in self.records)  # ended by the proof, not by the program
-        self.error = next((r["error"] for r in self.records if r["kind"] == "failed"), "")
+        self.num_steps = len(self.all("step"))
+        self.is_cut = bool(self.all("cut"))  # ended by the proof, not by the program
+        self.error = next((r["error"] for r in self.all("failed")), "")
+
+    def all(self, kind: str) -> list[dict[str, Any]]:
+        return [r for r in self.records if r["kind"] == kind]
+
+    def same(self, kind: str, step: int, optimizer: int) -> Optional[dict[str, Any]]:
+        return next((r for r in self.of(kind, step) if r["optimizer"] == optimizer), None)
+
+    def first_step(self, optimizer: int) -> dict[str, Any]:
+        """Return the record of an optimizer's first step, which has its parameters' names and first weights too."""
+        return next(r for r in self.all("gradients") if r["optimizer"] == optimizer)
 
     def of(self, kind: str, step: int) -> list[dict[str, Any]]:
         return [r for r in self.records if r["kind"] == kind and r["t"] == step]
@@ -59,58 +68,6 @@ class RunRecords:
                 last = None
 
 
-def lengths_of_passes(one: RunRecords, ranks: Sequence[RunRecords], rounding: Any, step: int) -> Optional[Parting]:
-    """Return a Parting if batches of this step are equally large, but a pass over the data has another number of them.
-
-    Rates that depend on the length of the loader differ from then on, so this cause is looked for before them.
-    """
-    alone, spread = one.trained_on(step), [run.trained_on(step) for run in ranks]
-    if not alone or not all(spread) or alone[0]["size"] != sum(own[0]["size"] for own in spread):
-        return None
-    length, of_ranks = alone[0]["num_batches"], [own[0]["num_batches"] or 0 for own in spread]
-    if not length or not all(of_ranks) or set(of_ranks) == {length}:
-        return None
-    size, fewest, most = alone[0]["size"], min(of_ranks), max(of_ranks)
-    found = f"a pass over the data has {length} batches in one process, {_range(fewest, most)} on the ranks"
-    num_samples = alone[0]["num_samples"]
-    if fewest < length and num_samples and (length - 1) * size < num_samples <= length * size:
-        found += f": ranks read {fewest * size} of {num_samples} samples"
-    meaning = "the loaders have other data, or another sampler or drop_last (with ranks the default of make_loader is "
-    meaning += (
-        "True: drop_last=False keeps the last batch); len(loader), and a learning rate planned with it, differ too"
-    )
-    return Parting(step + 1, "samples", "", spread[0][0]["place"], found, meaning)
-
-
-def numbers_of_steps(one: RunRecords, ranks: Sequence[RunRecords], rounding: Any, step: int) -> Optional[Parting]:
-    """Return a Parting if not all processes make this step, with the same optimizer.
-
-    A process that the proof ended has not refused the step.
-    """
-    steps = [next(iter(run.of("step", step + 1)), None) for run in (one, *ranks)]
-    stepped = {record["optimizer"] for record in steps if record is not None}
-    missing = [run for run, record in zip((one, *ranks), steps) if record is None and not run.is_cut]
-    if not stepped or (len(stepped) == 1 and not missing):
-        return None
-    fewest, most = min(run.num_steps for run in ranks), max(run.num_steps for run in ranks)
-    found = f"one process made {one.num_steps} steps{_cut(one)}, the ranks {_range(fewest, most)}"
-    found += next((_cut(run) for run in ranks if run.is_cut), "")
-    if len(stepped) > 1:
-        numbers = [f"optimizer {record['optimizer'] + 1}" for record in steps if record is not None]
-        found = f"{numbers[0]} made the step in one process, {', '.join(numbers[1:])} on the ranks"
-        meaning = "optimizers take turns in another way on the ranks"
-    elif one.error and one in missing:
-        meaning = f"the program failed in one process: {one.error}"
-    else:
-        meaning = (
-            "the number of epochs or steps, or an early stop, depends on a number that is another one on the ranks: "
-            "a loss or a count of a rank's own share of samples divided by the number of all, or the length of a loader"
-        )
-    last = next((record for run in missing for record in run.of("step", run.num_steps)), None)
-    place = next((record["place"] for record in (last, *steps) if record is not None), "")
-    return Parting(step + 1, "steps", "", place, found, meaning)
-
-
 def wrong_in_all(one: RunRecords, main_rank: RunRecords) -> Iterator[Parting]:
     """Yield what is wrong however many ranks there are, so that no comparison shows it."""
     orders: dict[Any, list[Sequence[str]]] = {}
@@ -126,17 +83,10 @@ def wrong_in_all(one: RunRecords, main_rank: RunRecords) -> Iterator[Parting]:
         elif any(min(len(first), len(o)) > 3 and all(a == b for a, b in zip(first, o)) for o in others):
             found = "a pass over the training data has the order of the first one"
             yield Parting(1, "order", "", place, found, "sampler.set_epoch(epoch) is not called")
-    for number, names in one.names.items():
-        steps = [r for r in one.records if r["kind"] == "gradients" and r["optimizer"] == number]
-        if names and steps and not any(gradient is not None for r in steps for gradient in r["gradients"]):
+    for number in sorted({r["optimizer"] for r in one.all("gradients")}):
+        steps = [r for r in one.all("gradients") if r["optimizer"] == number]
+        names = steps[0]["names"]
+        if names and not any(gradient is not None for r in steps for gradient in r["gradients"]):
             found = f"none of its {count(len(names), 'parameter')} got a gradient in any step: it trains nothing"
             meaning = "it holds the parameters of another network: made before a copy, a wrap or a new layer"
             yield Parting(1, "optimizer", f"optimizer {number + 1}", steps[0]["place"], found, meaning)
-
-
-def _cut(run: RunRecords) -> str:
-    return " (and would make more)" if run.is_cut else ""
-
-
-def _range(fewest: int, most: int) -> str:
-    return str(most) if fewest == most else f"{fewest} to {most}"

@@ -1,9 +1,13 @@
-"""Runs the self-test's jobs through `python -m ddpshim run`, as a user's own, and describes this environment."""
+"""Runs the self-test's jobs through `python -m ddpshim run`, as a user's own, and describes this environment.
+
+As a program it is one of these jobs: it tests how ranks start, meet and add.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import math
 import os
@@ -20,19 +24,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import TYPE_CHECKING, Any, Callable, Optional
 
-from ddpshim import adapters
-from ddpshim.errors import LaunchError
+from ddpshim.errors import LaunchError, WorldError
 from ddpshim.process import machine
 from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.say import count, size
 from ddpshim.version import __version__
 
-_RANKS, _TRAININGS = (str(Path(__file__).with_name(f"selftest_{name}.py")) for name in ("ranks", "trainings"))
+if TYPE_CHECKING:
+    from ddpshim.job.world import World
+
+_RANKS, _TRAININGS = __file__, str(Path(__file__).with_name("selftest_trainings.py"))
 _PACKAGES = ("robomimic", "robosuite", "mujoco", "diffusers", "h5py")
 _LIMIT = 1e-9  # of differences in float64, relative to the largest value
 _NUM_LAST_LINES = 20
+_DIES_AT = 5  # sum
 _MOST_RANKS = 8  # where --nproc says nothing
 _SAME = "ranks train as one process does"
 PROVES = {
@@ -198,12 +205,11 @@ def for_bug_report() -> str:
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-    patches = "".join(f"; {name} patch: {state}" for name, state in _patch_states().items())
     options = " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if re.match("DDPSHIM_|NCCL_|OMP_NUM_T", k))
     lines = [
         _found(lambda: importlib.import_module("torch.utils.collect_env").get_pretty_env_info()),
         "",
-        ", ".join(f"{name} {version}" for name, version in versions.items()) + patches,
+        ", ".join(f"{name} {version}" for name, version in versions.items()),
         f"launch: {_found(_launch)}; {options or 'no variables'}",
         f"machine: {_found(_machine)}",
     ]
@@ -232,12 +238,6 @@ def _found(section: Callable[[], Any]) -> Any:
         return f"unknown: {type(error).__name__}: {error}"
 
 
-def _patch_states() -> dict[str, str]:
-    """Return, for each codebase whose adapter has patches, whether the installed files are patched."""
-    asked = {package: adapters.function(package, "state_of_files") for package in adapters.packages()}
-    return {package: _found(state) for package, state in asked.items() if state is not None}
-
-
 def _launch() -> str:
     try:
         env = read_launch_env(os.environ)
@@ -251,3 +251,64 @@ def _machine() -> str:
     memory = machine.memory()
     of = "unknown memory" if memory.available_bytes is None else f"{size(memory.available_bytes)} of memory free"
     return f"{machine.num_cores()} cores usable of {os.cpu_count()}, {of}"
+
+
+# The program of the ranks: with the argument FILE the main rank writes results there; without it, rank 1 kills itself.
+
+
+def check_ranks(file: Path) -> None:
+    """Write a JSON line for each check of ranks that passed, on the main rank (collective)."""
+    from ddpshim.job.group import cleanup, setup
+
+    begun = time.perf_counter()
+    world = setup(seed=1)
+    for name, check in {"start": _start, "all-reduce": _all_reduce}.items():
+        detail = check(world)
+        world.barrier()
+        if world.is_main:
+            with file.open("a") as lines:
+                line = {"name": name, "seconds": time.perf_counter() - begun, "detail": detail}
+                lines.write(json.dumps(line) + "\n")
+        begun = time.perf_counter()
+    cleanup()
+
+
+def _start(world: World) -> str:
+    import torch
+
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    devices = ", ".join(dict.fromkeys(f"{where} ({what})" for where, what in world.gather((str(world.device), name))))
+    return f"{world.backend} on {devices}"
+
+
+def _all_reduce(world: World) -> str:
+    import torch
+
+    megabytes = 256 if world.backend == "nccl" else 4
+    # Integers far below 2**24, so their sums are exact in float32.
+    pattern = (torch.arange(megabytes * 250_000, device=world.device) % 251).float()
+    reduced = pattern * (world.rank + 1)
+    torch.distributed.all_reduce(reduced)
+    num_wrong = int((reduced != pattern * (world.world_size * (world.world_size + 1) // 2)).sum())
+    if num_wrong:
+        raise WorldError(
+            f"all-reduce of {megabytes} MB over {world.backend} gave {num_wrong} wrong numbers of {len(pattern)}; "
+            "gradients would be wrong. Try NCCL_P2P_DISABLE=1, then NCCL_IB_DISABLE=1, to find the faulty link; "
+            "nccl-tests measures each."
+        )
+    return f"{megabytes} MB"
+
+
+def die() -> None:
+    """Add until rank 1 kills itself (collective)."""
+    from ddpshim.job.group import setup
+
+    world = setup(seed=1)
+    for number in itertools.count():
+        world.sum(1)
+        if number == _DIES_AT and world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    check_ranks(Path(sys.argv[1])) if sys.argv[1:] else die()

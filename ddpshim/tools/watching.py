@@ -14,7 +14,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import runpy
 import signal
 import sys
 import threading
@@ -32,7 +31,8 @@ from torch.utils.data import DataLoader
 
 from ddpshim.checkpoint import progress_folder
 from ddpshim.job import noise
-from ddpshim.job.shares import Share, Sharing
+from ddpshim.job.noise import Share, Sharing
+from ddpshim.launch.rank import run_as_main
 from ddpshim.process.job import current
 from ddpshim.process.observed import live_modules, observe
 from ddpshim.process.random_streams import rank_states, restore_rank_states
@@ -102,24 +102,14 @@ class StepRecorder:
         (self._folder / f"over_{rank}").touch()
 
 
+def is_failure(error: Optional[BaseException]) -> bool:
+    """Whether the program failed, if `error` ends it."""
+    return error is not None and not (isinstance(error, SystemExit) and not error.code)
+
+
 def losses_of(tensors: Any) -> list[torch.Tensor]:
     """Return the numbers among what a backward pass starts from."""
     return [root for root in ([tensors] if hasattr(tensors, "numel") else tensors) if root.numel() == 1]
-
-
-@contextlib.contextmanager
-def watched(folder: str, run: Optional[str] = None) -> Iterator[None]:
-    """Within this block, record the program in `folder` under the name `run` (default "rank_N"). Local."""
-    rank = int(os.environ.get("RANK", 0))
-    recorder = RankRecorder(Path(folder), run or f"rank_{rank}", rank)
-    recorder.install()
-    try:
-        yield
-    except BaseException as error:
-        recorder.see_error(error)
-        raise
-    finally:
-        recorder.end()
 
 
 class Placed(Share):
@@ -144,9 +134,9 @@ class Placed(Share):
 class RankRecorder(StepRecorder):
     """Records the steps of a process of a proof."""
 
-    def __init__(self, folder: Path, run: str, rank: int) -> None:
+    def __init__(self, folder: Path, run: str) -> None:
         super().__init__(folder)
-        self._run, self._rank, self._is_rank = run, rank, run.startswith("rank")
+        self._run, self._rank, self._is_rank = run, int(os.environ.get("RANK", 0)), run.startswith("rank")
         self._settings = ProofSettings(**json.loads((folder / SETTINGS).read_text()))
         self._file = (folder / f"{run}.jsonl").open("a", buffering=1)
         self._optimizers: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # number, steps
@@ -160,8 +150,7 @@ class RankRecorder(StepRecorder):
         self._sharing = Sharing()  # of the noise that is imposed
         self._of_one: Optional[dict[int, list[dict[str, Any]]]] = None  # step -> batches of the one process
 
-    def install(self) -> None:
-        """Start recording."""
+    def __enter__(self) -> None:
         self._leave_no_traces()
         begin = DataLoader.__iter__
 
@@ -186,17 +175,13 @@ class RankRecorder(StepRecorder):
             limit.daemon = True
             limit.start()
 
-    def end(self) -> None:
-        """Write the last records and stop recording."""
+    def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> None:
         if os.getpid() == self._process:
+            if is_failure(error):
+                self._write("failed", error=f"{type(error).__name__}: {error}"[:200])
             self._see_state(is_last=True)
             self._see_over()
         self._undo.close()
-
-    def see_error(self, error: BaseException) -> None:
-        """Record that the program failed."""
-        if not (isinstance(error, SystemExit) and error.code in (None, 0)):
-            self._write("failed", error=f"{type(error).__name__}: {error}"[:200])
 
     def _write(self, kind: str, **values: Any) -> None:
         if os.getpid() == self._process:
@@ -270,10 +255,10 @@ class RankRecorder(StepRecorder):
         self._stepping = optimizer
         params = [p for group in optimizer.param_groups for p in group["params"]]
         number, step = self._optimizers.setdefault(optimizer, [len(self._optimizers), 0])
+        first = {}
         if step == 0:
             self._held[number] = params
-            self._write("optimizer", optimizer=number, names=self._names(params))
-            self._write("start", optimizer=number, weights=_sketches(params))
+            first = {"names": self._names(params), "weights": _sketches(params)}
         if self._run == PERTURBED:
             add_rounding([p.grad for p in params if p.grad is not None], self._num_steps, self._eps)
         self._write(
@@ -282,6 +267,7 @@ class RankRecorder(StepRecorder):
             gradients=_sketches([p.grad for p in params]),
             lr=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             place=users_line(),
+            **first,
         )
 
     def _names(self, params: list[Any]) -> list[str]:
@@ -462,19 +448,6 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
 
 
-def main() -> None:
-    """Run `script.py ARGS` or `-m package.module ARGS` as `python` would, and record it, as FOLDER and RUN say."""
-    folder, run, *argv = sys.argv[1:]
-    is_module = argv[0] == "-m"
-    program, *arguments = argv[is_module:]
-    sys.argv = [program, *arguments]
-    with watched(folder, run):
-        if is_module:
-            runpy.run_module(program, run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, os.path.dirname(os.path.abspath(program)))
-            runpy.run_path(program, run_name="__main__")
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # with a folder, the name of the run, and the program with its arguments
+    with RankRecorder(Path(sys.argv[1]), sys.argv[2]):
+        run_as_main(sys.argv[3:])

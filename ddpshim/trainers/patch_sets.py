@@ -22,15 +22,15 @@ from ddpshim import adapters
 from ddpshim.errors import PatchError, TargetError
 from ddpshim.reading import read_bytes
 
-_HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
+_FILE = re.compile(rb"--- a/([^\t\n]+)[^\n]*\n\+\+\+ b/\1(?:\t[^\n]*)?\n")
+_HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 
 
 class Hunk(NamedTuple):
-    """Replaces the lines `old`, from index `old_at` (from 0), by `new`, which begin at `new_at`."""
+    """Replaces the lines `old`, from index `at` (from 0) of the original file, by `new`."""
 
-    old_at: int
+    at: int
     old: tuple[bytes, ...]
-    new_at: int
     new: tuple[bytes, ...]
 
 
@@ -133,19 +133,6 @@ def transform(patches: Mapping[str, tuple[FileDiff, ...]], name: str, content: b
     return content
 
 
-def transform_moved(patches: Mapping[str, tuple[FileDiff, ...]], name: str, content: bytes) -> tuple[bytes, list[str]]:
-    """Return the content with each hunk applied whose lines occur exactly once in the file `name`, and other hunks.
-
-    Local. The other hunks are a line each, that says why.
-    """
-    odd = []
-    for patch, diffs in patches.items():
-        for diff in (diff for diff in diffs if diff.path == name):
-            content, problems = apply_where_found(diff, content)
-            odd += [f"{patch}, {problem}" for problem in problems]
-    return content, odd
-
-
 def _load_set(folder: Path) -> PatchSet:
     where = folder / "manifest.json"
     cure = f"Run `python -m ddpshim patch manifest {folder} --source ROOT --base TEXT`, or reinstall ddpshim."
@@ -229,22 +216,23 @@ def apply_where_found(
     `is_moved`: they are found if they occur exactly once, at any place; else only at the diff's own place. Returns the
     content, and a line for each hunk that was not applied.
     """
-    lines, odd = _split(content), []
+    lines, odd, shift = _split(content), list[str](), 0
     for hunk in diff.hunks:
-        # Earlier hunks have moved these lines already, so they begin where they will be in the result.
-        at, old, new = (hunk.old_at, hunk.new, hunk.old) if reverse else (hunk.new_at, hunk.old, hunk.new)
+        old, new = (hunk.new, hunk.old) if reverse else (hunk.old, hunk.new)
         if is_moved and not old:
-            odd.append(f"line {hunk.old_at}: has no unchanged line to find it by; place it by hand")
+            odd.append(f"line {hunk.at}: has no unchanged line to find it by; place it by hand")
             continue
+        at = hunk.at + shift
         asked = range(len(lines) - len(old) + 1) if is_moved else [at][: at <= len(lines)]
         places = [place for place in asked if tuple(lines[place : place + len(old)]) == old]
         if len(places) != 1:
             first = next((line.strip() for line in old if line.strip()), b"")
             where = f"at lines {', '.join(str(place + 1) for place in places)}" if places else "nowhere"
             where = where if is_moved else f"not there, in a file of {len(lines)} lines"
-            odd.append(f"line {hunk.old_at + 1}: {_show(first)} and the lines after it occur {where}")
+            odd.append(f"line {hunk.at + 1}: {_show(first)} and the lines after it occur {where}")
             continue
         lines[places[0] : places[0] + len(old)] = new
+        shift += 0 if reverse else len(new) - len(old)  # reversed, the lines after it are back in their place
     if any(not line.endswith(b"\n") for line in lines[:-1]):
         odd.append("a line without a newline is followed by another, which would join the two")
     return b"".join(lines), odd
@@ -253,34 +241,35 @@ def apply_where_found(
 def parse_diff(text: bytes, name: str) -> tuple[FileDiff, ...]:
     """Return the file diffs of one patch file in order; free text (a DEP-3 header) may precede the first.
 
-    `name` is for messages. Raises PatchError with the line number if the text is not a well-formed diff
-    of existing files: wrong counts, hunks out of order, a path that leaves the tree, a rename or mode change.
+    `name` is for messages. Raises PatchError with the line number if the text is not a well-formed diff of existing
+    files: wrong counts, a path that leaves the tree, a rename or mode change. (The manifest's hashes show the rest.)
     """
-    lines, at, is_in_git_header = _split(text), 0, False
+    lines, at, is_prose = _split(text), 0, True
     found: list[tuple[str, list[Hunk]]] = []
     try:
         while at < len(lines):
             line, following = lines[at], b"".join(lines[at + 1 : at + 2])
+            match = _HUNK.match(line)
             if line.startswith(b"--- ") and following.startswith(b"+++ "):
-                found.append((_path(line, following), []))
-                is_in_git_header = False
+                found.append((_path(line + following), []))
                 at += 2
-                if not b"".join(lines[at : at + 1]).startswith(b"@@"):
-                    raise ValueError(f"no hunk for {found[-1][0]}")
-            elif line.startswith(b"@@") and found and not is_in_git_header:
-                hunk, size = _hunk(lines[at:], found[-1][1])
-                found[-1][1].append(hunk)
+            elif match is not None and found:
+                start, num_old, num_new = (1 if number is None else int(number) for number in match.groups())
+                at += 1
+                size, old, new = _counted(lines[at:], num_old, num_new)
+                # With a count of 0, the header names the line *before* the gap, otherwise the first line itself.
+                found[-1][1].append(Hunk(start - (num_old > 0), old, new))
                 at += size
-            elif line.startswith((b"diff ", b"index ")) or not (found or is_in_git_header or line.startswith(b"@@")):
-                is_in_git_header |= line.startswith(b"diff ")
+            elif line.startswith((b"diff ", b"index ")) or (is_prose and not found):
+                is_prose = is_prose and not line.startswith(b"diff ")
                 at += 1
             else:
                 raise ValueError(
                     f"{_show(line)} is neither a hunk, a file header nor inside a hunk's counts (renames, mode "
                     "changes, new and deleted files are not for patch sets)"
                 )
-        if not found:
-            raise ValueError("no `--- a/…` and `+++ b/…` pair found")
+        if not all(hunks for _, hunks in found) or not found:
+            raise ValueError("no `--- a/…` and `+++ b/…` pair found, or one without a hunk")
     except ValueError as error:
         raise PatchError(
             f"{name} line {at + 1}: {error}; applying it would be a guess. Make the patch again with `diff -u` from "
@@ -289,53 +278,33 @@ def parse_diff(text: bytes, name: str) -> tuple[FileDiff, ...]:
     return tuple(FileDiff(path, tuple(hunks)) for path, hunks in found)
 
 
-def _path(old: bytes, new: bytes) -> str:
+def _path(header: bytes) -> str:
     """Return the path in the two lines before the hunks of a file. Raises ValueError if it is not one in the tree."""
-    names = [line[len(b"--- ") :].split(b"\t")[0].strip() for line in (old, new)]
-    path = names[0][len(b"a/") :].decode(errors="replace")
+    match = _FILE.fullmatch(header)
+    path = "" if match is None else match.group(1).decode(errors="replace")
     parts = path.split("/")
-    if not (names[0].startswith(b"a/") and len(parts) > 1 and all(part.strip(".") for part in parts)) or "\\" in path:
-        raise ValueError(f"{_show(names[0])} is not a/PACKAGE/FILE inside the tree")
-    if names[1] != b"b/" + names[0][len(b"a/") :]:
-        raise ValueError(f"the two names differ: {_show(names[0])} and {_show(names[1])}")
+    if len(parts) < 2 or not all(part.strip(".") for part in parts) or "\\" in path:
+        raise ValueError(f"{_show(header)} is not `--- a/PACKAGE/FILE` and `+++ b/` the same, inside the tree")
     return path
 
 
-def _hunk(lines: Sequence[bytes], before: Sequence[Hunk]) -> tuple[Hunk, int]:
-    """Return the hunk at the beginning of `lines`, and its number of lines; `before`: those before it in its file."""
-    match = _HUNK.match(lines[0])
-    if match is None:
-        raise ValueError(f"{_show(lines[0])} is not `@@ -start,count +start,count @@`")
-    old_start, num_old, new_start, num_new = (int(g) if g is not None else 1 for g in match.groups())
-    if (num_old and not old_start) or (num_new and not new_start):
-        raise ValueError("line numbers start at 1")
-    old: list[bytes] = []
-    new: list[bytes] = []
-    size = 1
+def _counted(lines: Sequence[bytes], num_old: int, num_new: int) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:
+    """Return how many of the lines are a hunk's, and the lines that it removes or keeps, and those it adds or keeps."""
+    old, new, at = list[bytes](), list[bytes](), 0
     while (len(old), len(new)) != (num_old, num_new):
-        tag, body = lines[size][:1] if size < len(lines) else b"", b"".join(lines[size : size + 1])[1:]
-        # A body without newline means that the patch file was cut off, not a "\\ No newline" line.
-        is_line = tag in (b" ", b"-", b"+") and body.endswith(b"\n")
+        line = b"".join(lines[at : at + 1])
+        # A line without newline means that the patch file was cut off, not a "\\ No newline" line.
+        is_line = line.startswith((b" ", b"-", b"+")) and line.endswith(b"\n")
         if not is_line or len(old) > num_old or len(new) > num_new:
             raise ValueError(f"the hunk counts {num_old},{num_new} lines but has {len(old)},{len(new)}")
-        size += 1
-        if b"".join(lines[size : size + 1]).startswith(b"\\"):
-            size += 1
-            body = body[: -len(b"\n")]
+        tag, body, at = line[:1], line[1:], at + 1
+        if b"".join(lines[at : at + 1]).startswith(b"\\"):
+            body, at = body[: -len(b"\n")], at + 1
         if tag != b"+":
             old.append(body)
         if tag != b"-":
             new.append(body)
-    if old == new:
-        raise ValueError("the hunk changes nothing")
-    # With a count of 0, the header names the line *before* the gap, otherwise the first line itself.
-    old_at = old_start - 1 if num_old else old_start
-    new_at = old_at + sum(len(hunk.new) - len(hunk.old) for hunk in before)
-    if new_at != (new_start - 1 if num_new else new_start):
-        raise ValueError(f"the hunk starts at new line {new_start}, but the hunks before it put it at {new_at + 1}")
-    if before and old_at < before[-1].old_at + len(before[-1].old):
-        raise ValueError("the hunk overlaps the one before it, or is out of order")
-    return Hunk(old_at, tuple(old), new_at, tuple(new)), size
+    return at, tuple(old), tuple(new)
 
 
 def _split(content: bytes) -> list[bytes]:

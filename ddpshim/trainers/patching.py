@@ -16,13 +16,10 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 from ddpshim.errors import PatchError, TargetError
 from ddpshim.trainers.patch_sets import PatchSet, build_manifest, load_sets, read, sha256, transform
-
-if TYPE_CHECKING:
-    from ddpshim.arguments import Commands
 
 _WORDS = {"original": "not applied", "patched": "applied"}
 
@@ -60,7 +57,7 @@ class Status:
 
 
 class Outcome(NamedTuple):
-    """The resulting status, and the files that were changed (for `check`: would be)."""
+    """The resulting status, and the files that were changed, or would be."""
 
     status: Status
     changed: tuple[str, ...]
@@ -95,11 +92,6 @@ def looks(directory: Path, sets: Sequence[PatchSet]) -> list[Status]:
     return sorted(found, key=lambda s: (s.state == "unknown", -s.num_known, s.patch_set.version != stated))
 
 
-def check(target: str = "robomimic", set_name: Optional[str] = None) -> Outcome:
-    """Return what `apply` would change: does everything except writing. Raises as `apply` does."""
-    return _turn("patched", target, set_name, writes=False)
-
-
 def apply(target: str = "robomimic", set_name: Optional[str] = None) -> Outcome:
     """Patch the package, all files or none; `changed` is empty if it already was patched. Completes a partial apply.
 
@@ -116,26 +108,16 @@ def revert(target: str = "robomimic", set_name: Optional[str] = None) -> Outcome
     return _turn("original", target, set_name)
 
 
-Changes = list[tuple[FileStatus, bytes]]
-
-
 def _turn(wanted: str, target: str, set_name: Optional[str], writes: bool = True) -> Outcome:
     look = status(target, set_name)
     if look.state == "unknown":
         raise PatchError(_refusal(look))
     changes = [(file, turned(look.patch_set, file, wanted)) for file in look.files if file.state != wanted]
-    _require_writable(changes)
+    names = tuple(file.name for file, _ in changes)
     if not writes:
-        return Outcome(look, tuple(file.name for file, _ in changes))
+        return Outcome(look, names)
     _write(look.directory, changes)
-    after = _look_at(look.patch_set, look.directory)
-    wrong = [file.name for file in after.files if file.state != wanted]
-    if wrong:
-        raise PatchError(
-            f"After writing, {', '.join(wrong)} in {look.directory} is not the {wanted} content; another "
-            "program writes there. Stop it, then run `python -m ddpshim patch status`."
-        )
-    return Outcome(after, tuple(file.name for file, _ in changes))
+    return Outcome(_look_at(look.patch_set, look.directory), names)
 
 
 def turned(patch_set: PatchSet, file: FileStatus, wanted: str) -> bytes:
@@ -174,36 +156,24 @@ def _look_at(patch_set: PatchSet, directory: Path) -> Status:
 
 
 def _refusal(look: Status) -> str:
-    """Return the message for a package that no set fits: every file with its hashes, and what to do."""
+    """Return the message for a package that no set fits: the state of every file, and what to do."""
     patch_set, stated = look.patch_set, _stated_version(look.directory)
     lines = [
         f"{look.directory} is not a release that ddpshim knows; patching it would mix releases or overwrite "
         f"edits, so nothing was changed. Nearest set: {patch_set.name} ({look.num_known} of "
         f"{len(look.files)} files match; the package calls itself {stated or 'nothing'}).",
     ]
-    for file in look.files:
-        expected = patch_set.files[file.name]
-        lines += [
-            f"  {file.name}: {file.state}",
-            f"    found     {file.sha256}",
-            f"    expected  {expected.original} (original in {patch_set.name})",
-            f"           or {expected.patched} (patched in {patch_set.name})",
-        ]
-    commit = re.search(r"\b[0-9a-f]{7,40}\b", patch_set.base)
-    fresh = (
-        f"`git checkout {commit.group()} -- {patch_set.package}` in the checkout"
-        if commit
-        else f"`pip install --force-reinstall --no-deps {patch_set.codebase}=={patch_set.version}`"
-    )
+    lines += [f"  {file.name}: {file.state}" for file in look.files]
     lines.append(
         "In a fork, merge the set by `git merge-file` (`python -m ddpshim docs MIGRATION`, section 2). If another "
-        f"version of ddpshim has patched it, revert with that version. Otherwise undo your edits, or get the release "
-        f"again with {fresh}, and retry. If you changed nothing, open an issue at ddpshim with the hashes above."
+        "version of ddpshim has patched it, revert with that version. Otherwise undo your edits, or get "
+        f"{patch_set.package} again ({patch_set.base}), and retry. If you changed nothing, open an issue at ddpshim "
+        "with what `python -m ddpshim patch status` prints."
     )
     return "\n".join(lines)
 
 
-def _write(directory: Path, changes: Changes) -> None:
+def _write(directory: Path, changes: list[tuple[FileStatus, bytes]]) -> None:
     """Replace every file; on an error, restore all of them."""
     try:
         _replace(changes)
@@ -224,43 +194,26 @@ def _write(directory: Path, changes: Changes) -> None:
         raise
 
 
-def _replace(changes: Changes) -> None:
-    """Write all new contents beside the files, then rename them into place."""
+def _replace(changes: list[tuple[FileStatus, bytes]]) -> None:
+    """Write all new contents to synced files beside the files, with their modes, then rename them into place."""
     staged: list[str] = []
     try:
         for file, content in changes:
-            staged.append(_stage(file.path, content))
+            handle, temporary = tempfile.mkstemp(
+                dir=file.path.parent, prefix=f".{file.path.name}.", suffix=".ddpshim-tmp"
+            )
+            staged.append(temporary)
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(handle)
+            shutil.copymode(file.path, temporary)
         for (file, _), temporary in zip(changes, staged):
             os.replace(temporary, file.path)
     finally:
         for temporary in staged:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
-
-
-def _stage(path: Path, content: bytes) -> str:
-    """Write `content` to a new synced file beside the file `path`, with its mode; return its path."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".ddpshim-tmp")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        shutil.copymode(path, temporary)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    return temporary
-
-
-def _require_writable(changes: Changes) -> None:
-    # Replacing a file needs its folder's permission, not the file's: a read-only file stays one.
-    for folder in sorted({file.path.parent for file, _ in changes}):
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PatchError(
-                f"{folder} is not writable for this user; nothing was changed. Use your own environment, or run as "
-                "the user who installed the package."
-            )
 
 
 def _find_package(target: str, packages: Sequence[str]) -> tuple[str, Path]:
@@ -301,16 +254,16 @@ def _stated_version(directory: Path) -> Optional[str]:
 # The command
 
 
-def add(commands: Commands) -> None:
+def add(commands: Any) -> None:
     """Add `patch` to the commands of a parser. Local."""
     text = "patch an installed trainer to use ddpshim, or undo that"
     patch = commands.add_parser("patch", help=text, description=text, is_group=True)
     actions = patch.add_subparsers(metavar="ACTION", required=True)
-    for name, run, text in (
-        ("status", _status, "print which set fits the target, and the state of each file"),
-        ("check", _check, "check whether apply would work, without changing anything"),
-        ("apply", _change, "patch all files of the target, or none"),
-        ("revert", _change, "restore the original files, byte for byte"),
+    for name, text in (
+        ("status", "print which set fits the target, and the state of each file"),
+        ("check", "check whether apply would work, without changing anything"),
+        ("apply", "patch all files of the target, or none"),
+        ("revert", "restore the original files, byte for byte"),
     ):
         action = actions.add_parser(name, help=text, description=text)
         action.add_argument(
@@ -320,7 +273,7 @@ def add(commands: Commands) -> None:
             help="an installed package, or a folder that is or contains it (default: %(default)s)",
         )
         action.add_argument("--set", metavar="NAME", help="use this set, e.g. robomimic/0.3.0")
-        action.set_defaults(run=run, wanted="applied" if name == "apply" else "reverted")
+        action.set_defaults(run=_act, action=name)
     manifest = actions.add_parser("manifest", help="for maintainers: write manifest.json from an unpatched tree")
     manifest.add_argument("directory", type=Path, metavar="DIR", help="patches/CODEBASE/VERSION")
     manifest.add_argument("--source", type=Path, required=True, help="folder that contains the package folder")
@@ -330,24 +283,20 @@ def add(commands: Commands) -> None:
     manifest.set_defaults(run=_manifest)
 
 
-def _status(arguments: argparse.Namespace) -> int:
-    _print_status(status(arguments.target, arguments.set))
-    return 0
-
-
-def _check(arguments: argparse.Namespace) -> int:
-    found, changed = check(arguments.target, arguments.set)
-    would = f"would change {len(changed)} files" if changed else "already applied"
-    print(f"{found.patch_set.name} in {found.directory}: {would}")
-    return 0
-
-
-def _change(arguments: argparse.Namespace) -> int:
-    turn = apply if arguments.wanted == "applied" else revert
-    found, changed = turn(arguments.target, arguments.set)
-    already = "already applied" if arguments.wanted == "applied" else "not applied"
-    print(f"{found.patch_set.name}: {arguments.wanted if changed else f'{already}, nothing to do'}")
-    _print_status(found)
+def _act(arguments: argparse.Namespace) -> int:
+    target, set_name = arguments.target, arguments.set
+    if arguments.action == "status":
+        _print_status(status(target, set_name))
+    elif arguments.action == "check":
+        found, changed = _turn("patched", target, set_name, writes=False)
+        would = f"would change {len(changed)} files" if changed else "already applied"
+        print(f"{found.patch_set.name} in {found.directory}: {would}")
+    else:
+        is_apply = arguments.action == "apply"
+        found, changed = (apply if is_apply else revert)(target, set_name)
+        done, already = ("applied", "already applied") if is_apply else ("reverted", "not applied")
+        print(f"{found.patch_set.name}: {done if changed else f'{already}, nothing to do'}")
+        _print_status(found)
     return 0
 
 

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import decode_source
 from pathlib import Path
@@ -21,7 +21,7 @@ from ddpshim import adapters
 from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.say import say
 from ddpshim.reading import read_bytes
-from ddpshim.trainers.patch_sets import PatchSet, load_sets, transform_moved
+from ddpshim.trainers.patch_sets import PatchSet, apply_where_found, load_sets
 from ddpshim.trainers.patching import FileStatus, looks, turned
 
 
@@ -78,7 +78,7 @@ def patch_program(module: str) -> bool:
             f"{', '.join(sorted(found.moved))}, and are patched in memory"
         )
     if found.sources:
-        sys.meta_path.insert(0, PatchedFiles(found))
+        sys.meta_path.insert(0, PatchedFiles(found.sources))
     return bool(found.sources)
 
 
@@ -88,12 +88,6 @@ def imports_ddpshim(file: Path) -> bool:
         return re.search(rb"^\s*(import|from)\s+ddpshim\b", read_bytes(file), re.MULTILINE) is not None
     except OSError:
         return False
-
-
-def set_in_memory(package: str) -> Optional[str]:
-    """Return the name of the set that patches `package` in memory in this process; None if none does. Local."""
-    finders = [finder for finder in sys.meta_path if isinstance(finder, PatchedFiles)]
-    return next((finder.found.name for finder in finders if finder.package == package), None)
 
 
 def fit(folder: Path, sets: Sequence[PatchSet]) -> tuple[Patched, list[str]]:
@@ -110,17 +104,17 @@ def fit(folder: Path, sets: Sequence[PatchSet]) -> tuple[Patched, list[str]]:
 class PatchedFiles(importlib.abc.MetaPathFinder):
     """Finds the modules that a set has patched."""
 
-    def __init__(self, found: Patched) -> None:
-        self.found = found
-        self.package = next(iter(found.sources)).partition(".")[0]
+    def __init__(self, sources: Mapping[str, bytes]) -> None:
+        """`sources`: the patched text of each module."""
+        self._sources = sources
 
     def find_spec(self, name: str, path: Optional[Sequence[str]], target: object = None) -> Optional[ModuleSpec]:
-        if name not in self.found.sources:
+        if name not in self._sources:
             return None
         found = PathFinder.find_spec(name, path)
         if found is None or found.origin is None:
             return found
-        loader = _Loader(name, found.origin, self.found.sources[name])
+        loader = _Loader(name, found.origin, self._sources[name])
         return importlib.util.spec_from_file_location(name, found.origin, loader=loader)
 
 
@@ -138,10 +132,13 @@ def _patched(patch_set: PatchSet, files: Sequence[FileStatus]) -> tuple[Patched,
         elif file.state == "original":
             sources[_module_of(file.name)] = turned(patch_set, file, "patched")
         elif file.state == "unknown":
-            content, odd = transform_moved(patch_set.patches, file.name, file.content)
+            content = file.content
+            for patch, diffs in patch_set.patches.items():
+                for diff in (diff for diff in diffs if diff.path == file.name):
+                    content, odd = apply_where_found(diff, content)
+                    lacking += [f"{file.name}, {patch}, {problem}" for problem in odd]
             sources[_module_of(file.name)] = content
             moved.append(file.name)
-            lacking += [f"{file.name}, {problem}" for problem in odd]
     return Patched(patch_set.name, sources, tuple(moved)), lacking
 
 

@@ -1,13 +1,12 @@
 """Does the work that every trainer needs on several ranks; an adapter or a patch set calls it.
 
-Checks that ranks have the same config and code and make equally many steps, seeds each epoch's noise, averages metrics,
+Checks that ranks have the same config and make equally many steps, seeds each epoch's noise, averages metrics,
 writes records, and saves progress from which a later start resumes.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 import os
 import sys
@@ -34,11 +33,10 @@ from ddpshim.job.noise import draws_alike
 from ddpshim.job.world import world_of_shares
 from ddpshim.model import guard
 from ddpshim.observe.recording import Recorder
-from ddpshim.process import events
-from ddpshim.process.job import current
+from ddpshim.process import observed
+from ddpshim.process.job import current, derive_seed, seed_everything
 from ddpshim.process.random_streams import rank_states
 from ddpshim.process.say import say, say_once
-from ddpshim.process.seeds import derive_seed, seed_everything
 
 M = TypeVar("M", bound=Mapping[str, Any])
 
@@ -82,20 +80,19 @@ class Session:
         self._epoch = _CurrentPass(0, "training", None, None)
         self._noted: Optional[Mapping[str, Any]] = None  # metrics of the last step that are not read yet
 
-    def begin(self, config: Mapping[str, Any], package: str, seed: int, first_epoch: int = 0) -> None:
-        """Compare the config and the code between ranks, then seed this one (collective, once, before networks).
+    def begin(self, config: Mapping[str, Any], seed: int, first_epoch: int = 0) -> None:
+        """Compare the config between ranks, then seed this one (collective, once, before networks).
 
         Args:
             config: config of the run, may be nested; every value is compared.
-            package: the trainer's package; its imported files are compared.
             seed: the same on all ranks, for networks and the order of samples.
             first_epoch: the trainer's number of its first epoch.
 
-        Raises WorldError, on all ranks, if a rank's config value or code file differs from the main rank's.
+        Raises WorldError, on all ranks, if a rank's value differs from the main rank's.
         """
         self.first_epoch = first_epoch
         if world_of_shares().is_launched:
-            _check_same_experiment(config, package)
+            _check_same_config(config)
             setup(seed=seed)
 
     def open(self, folder: checkpoint.PathLike) -> None:
@@ -256,7 +253,7 @@ class Session:
         """Wait until the main rank has saved, and record that training has finished (collective)."""
         checkpoint.flush()
         world().barrier()
-        events.end("finished")
+        observed.end("finished")
         if self.progress is not None:
             self.progress.finish()
 
@@ -377,25 +374,22 @@ def _deviation(deviations: Sequence[float], means: Sequence[float], num: int) ->
     return math.sqrt((inside + between) / (num * len(means) - 1))
 
 
-def _check_same_experiment(config: Mapping[str, Any], package: str) -> None:
-    """Raise WorldError, on all ranks, if a value of `config` or a code file of a rank differs from the main rank's.
-
-    Collective. The code files are the imported files of `package` and of ddpshim.
-    """
-    here, settings, code = world(), _flattened(config), _code(package)
-    mains, mains_code = here.broadcast((settings, code))
-    # Only files that both ranks have imported: a rank may import fewer.
-    pairs = [(name, mains.get(name, "absent"), settings.get(name, "absent")) for name in {**mains, **settings}]
-    pairs += [(name, mains_code[name], code[name]) for name in code if name in mains_code]
-    everyones = here.gather([pair for pair in pairs if pair[1] != pair[2]])
-    for rank, found in enumerate(everyones):
-        if found:
-            odd = ", ".join(f"{name} is {main} on rank 0 and {own} on rank {rank}" for name, main, own in found[:3])
-            more = f", and {len(found) - 3} more differ" if len(found) > 3 else ""
-            raise WorldError(
-                f"{odd}{more}; ranks would train different experiments, or hang. Give every rank the same config "
-                "file and the same installation."
-            )
+def _check_same_config(config: Mapping[str, Any]) -> None:
+    """Raise WorldError, on all ranks, if a value of `config` differs from the main rank's (collective)."""
+    here, own = world(), _flattened(config)
+    mains = here.broadcast(own)
+    odd = [
+        f"{name} is {mains.get(name, 'absent')} on rank 0 and {own.get(name, 'absent')} on rank {here.rank}"
+        for name in {**mains, **own}
+        if mains.get(name) != own.get(name)
+    ]
+    found: list[str] = next(filter(None, here.gather(odd)), [])
+    if found:
+        more = f", and {len(found) - 3} more differ" if len(found) > 3 else ""
+        raise WorldError(
+            f"{', '.join(found[:3])}{more}; ranks would train different experiments, or hang. Give every rank the same "
+            "config file."
+        )
 
 
 def _flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -405,18 +399,3 @@ def _flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         is_section = isinstance(value, Mapping) and value
         flattened.update(_flattened(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": repr(value)})
     return flattened
-
-
-def _code(package: str) -> dict[str, str]:
-    """Return {file name: digest} of the imported files of `package` and ddpshim, and the version of torch."""
-    roots = [Path(sys.modules[name].__path__[0]).resolve() for name in (package, "ddpshim")]
-    imported = {str(getattr(module, "__file__", None)) for module in list(sys.modules.values())}
-    # Filtered by name first: resolving all imported files, thousands, would take half a second at every start.
-    files = {Path(path).resolve() for path in imported if package in path or "ddpshim" in path}
-    digests = {
-        str(file.relative_to(root.parent)): hashlib.sha256(file.read_bytes()).hexdigest()[:12]
-        for root in roots
-        for file in sorted(files)
-        if root in file.parents and file.suffix == ".py"
-    }
-    return {**digests, "the version of torch": torch.__version__}

@@ -262,7 +262,7 @@ draw("2_samples", grid, width=12, height=2.1)
 
 # %% [markdown]
 # Pass weighted samplers and your own samplers to `make_loader` unchanged
-# (`examples/weighted_datasets.py`, `examples/iterable.py`).
+# (`examples/weighted_datasets.py`).
 #
 # ## Batch and learning rate
 #

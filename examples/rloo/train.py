@@ -169,8 +169,8 @@ def main() -> None:
         # Spread expensive tasks (long episodes) over the ranks; several ranks may share one task.
         costs = [running.mean(f"steps of {task}") if running.num(f"steps of {task}") else 1.0 for task in env.tasks]
         mine, begin, groups = ddpshim.deal(list(env.tasks), costs), time.perf_counter(), []
-        for task, part in zip(mine, mine.parts):
-            for number in range(num_groups)[part.number :: part.num_parts]:
+        for task, part in mine:
+            for number in range(num_groups)[part]:
                 seed = [args.seed, iteration, list(env.tasks).index(task), number]
                 group = play(policy.module, env, task, seed, args.episodes)
                 for episode in group:
@@ -182,7 +182,12 @@ def main() -> None:
                 groups += [group] * is_valid
         played_s = time.perf_counter() - begin
         num_passes = update(policy, optimizer, groups, args)
-        row = {"iteration": iteration, "tasks": mine, "valid groups": len(groups), "backward passes": num_passes}
+        row = {
+            "iteration": iteration,
+            "tasks": [task for task, _ in mine],
+            "valid groups": len(groups),
+            "backward passes": num_passes,
+        }
         with own_log.open("a") as file:
             file.write(json.dumps({**row, "seconds of play": round(played_s, 3)}) + "\n")
         new = running.step()

@@ -48,9 +48,9 @@ def test_the_page_has_a_row_for_each_fault() -> None:
 def test_a_line_about_another_ranks_failure_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(current(), "watched", failure.Watched(0, dist.HashStore(), None))
     failure._claim(SyncError("made by a thread, and never raised"))
-    assert failure._why(0) == " (SyncError)"
-    assert failure._short(ValueError("one\ntwo")) == "ValueError: one"
-    assert failure._short(ValueError("a " + 200 * "word ")) == "ValueError: a" + 57 * " word" + " ..."
+    assert failure_notes._why(0) == " (SyncError)"
+    assert failure_notes._short(ValueError("one\ntwo")) == "ValueError: one"
+    assert failure_notes._short(ValueError("a " + 200 * "word ")) == "ValueError: a" + 57 * " word" + " ..."
 
 
 def test_what_comes_on_top_of_a_lost_peer_is_not_the_first_failure() -> None:
@@ -75,6 +75,7 @@ def test_what_comes_on_top_of_a_lost_peer_is_not_the_first_failure() -> None:
         ("[../unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete", "late"),
         ("Application timeout caused pair closure", "late"),
         ("[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=56693, OpType=BROADCAST)", "late"),
+        ("wait timeout after 20000ms, keys: //ddpshim/1/group//worker_rank/1", "late"),
         ("ncclUnhandledCudaError: Call to CUDA function failed.", None),
         ("division by zero", None),
     ],

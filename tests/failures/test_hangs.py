@@ -16,13 +16,12 @@ import torch
 import torch.distributed as dist
 
 import ddpshim
-from ddpshim.failures import failure, hang_detector
-from ddpshim.failures.failure_notes import is_late
-from ddpshim.failures.hang_detector import Standing, Verdict, Waits, Watch, describe, judge
+from ddpshim.failures import failure, failure_notes, hang_detector, standings
+from ddpshim.failures.hang_detector import Waits, Watch
+from ddpshim.failures.standings import Standing, describe, judge, place_of
 from ddpshim.model import guard
-from ddpshim.process import users_line
 from ddpshim.process.job import Job, current
-from ddpshim.process.users_line import Progress, place_of
+from ddpshim.process.observed import Progress
 from tests.ranks import run_ranks
 
 TIMEOUT_S = 1800.0
@@ -90,8 +89,7 @@ def test_who_is_named_and_whether_the_job_ends(
     what: str, mine: Standing, theirs: Optional[Standing], named: Optional[list[int]], ends: bool
 ) -> None:
     found = judge({0: mine, 1: theirs}, 0)
-    assert ([*found.named], found.ends_job) == (named or [], ends)
-    assert (found == Verdict()) == (named is None)
+    assert (found and (found.named, found.ends_job)) == (None if named is None else (named, ends))
 
 
 def test_what_is_said_of_many_ranks() -> None:
@@ -126,7 +124,7 @@ MAINS = FrameSummary(str(OURS / "job" / "collectives.py"), 8, "run_on_main")
         ([TRAIN, MAINS, GATHER, C10D], "World.run_on_main (collective 0 of World's)", None),
         ([TRAIN, MAINS, TRAIN], None, "World.run_on_main"),
         ([TRAIN, FrameSummary(str(OURS / "model" / "equality.py"), 5, "finish")], "the comparison of weights", None),
-        ([TRAIN, FrameSummary(str(OURS / "job" / "exchange.py"), 5, "pairs")], "a message to all ranks", None),
+        ([TRAIN, FrameSummary(str(OURS / "job" / "collectives.py"), 5, "pairs")], "a message to all ranks", None),
         ([TRAIN, FrameSummary(str(OURS / "checkpoint" / "files.py"), 5, "wait")], None, "a save"),
     ],
 )
@@ -140,7 +138,7 @@ def test_what_a_stack_says(stack: list[FrameSummary], waits_in: Optional[str], s
 
 
 def test_each_function_that_waits_exists() -> None:
-    for file, function in users_line._WAITS:
+    for file, function in standings._WAITS:
         assert f"def {function}(" in (OURS.parent / file).read_text(), (file, function)
 
 
@@ -163,7 +161,7 @@ def _stay_away() -> list[str]:
     net = ddpshim.wrap_parallel(torch.nn.Linear(2, 1))
     net(torch.ones(1, 2)).sum().backward()
     hang_detector.FLOOR_S, hang_detector._LOOK_EVERY_S = 0.2, 0.05
-    _watch()._every_s = 0.05
+    _watch()._every_s = _watch()._quiet_s = 0.05
     if here.rank == 1:
         is_said.wait(20)
     net(torch.ones(1, 2)).sum().backward()
@@ -187,9 +185,9 @@ def _wait_apart(folder: Path) -> None:
         os._exit(1)
 
     failure.abort = abort  # type: ignore[assignment]
-    hang_detector.FLOOR_S, hang_detector._LOOK_EVERY_S, hang_detector._DEADLOCK_S = 0.2, 0.05, 0.1
-    hang_detector._ANSWER_S = 1.0
-    _watch()._every_s = 0.05
+    hang_detector.FLOOR_S, hang_detector._LOOK_EVERY_S = 0.2, 0.05
+    hang_detector._ANSWER_S, standings.DEADLOCK_S = 1.0, 0.1
+    _watch()._every_s = _watch()._quiet_s = 0.05
     net = ddpshim.wrap_parallel(torch.nn.Linear(2, 1))
     net(torch.ones(1, 2)).sum().backward()
     if ddpshim.world().rank == 1:
@@ -215,7 +213,7 @@ def _leave_early() -> Optional[str]:
         return None
     while not (left := _watch().describe_left()):
         time.sleep(0.01)
-    lost = failure._explained(RuntimeError("Connection closed by peer"))
+    lost = failure_notes._explained(RuntimeError("Connection closed by peer"))
     assert isinstance(lost, ddpshim.errors.SyncError)
     assert left in str(lost)
     return left
@@ -255,7 +253,7 @@ def test_where_nccl_gives_no_error_a_rank_that_waits_in_vain_ends(
         assert not ended or (is_on_gpu and gets_no_errors)
     assert [f"{type(error).__name__}: {error}" for error in ended] == ([] if said is None else [said])
     if ended:
-        assert (is_late(ended[0]), ended[0].__dict__.get("first_failure")) == (failed is None, failed)
+        assert (failure_notes.is_late(ended[0]), ended[0].__dict__.get("first_failure")) == (failed is None, failed)
 
 
 def _train_apart(kind: str) -> Optional[str]:

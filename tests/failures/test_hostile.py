@@ -196,8 +196,8 @@ def test_options_that_are_no_numbers_no_names_and_no_text(
 
 
 def test_one_process_of_a_proof_that_is_no_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for text in ("'", "-m", " "):
-        assert "is not a command" in _said(["check", f"--one={text}", "train.py"], capsys, (2,))
+    for text, told in (("'", "argument --one: No closing quotation"), ("-m", "required"), (" ", "required")):
+        assert told in _said(["check", f"--one={text}", "train.py"], capsys, (2,))
 
 
 def test_variables(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def test_variables(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
 def test_numbers_of_other_scripts() -> None:
     for raw in ("٣", "1_0", "9" * 5000, "²"):
         with pytest.raises(OptionsError):
-            Options.read({}, {"DDPSHIM_EXACT": raw})
+            Options.read({"DDPSHIM_EXACT": raw})
 
 
 def test_a_zip_of_something_else_is_no_progress(here: Path) -> None:

@@ -86,42 +86,32 @@ RESOLVED = ["-r", "requirements/robomimic.txt", "-r", "requirements/report.txt",
 NO_DEPS = ["torchvision==0.16.2", "robomimic==0.3.0"]
 
 
-def test_what_goes_without_its_dependencies_is_installed_last(machine: Machine) -> None:
+def test_what_is_installed_in_which_order_and_that_a_second_run_asks_nobody(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     venv, *installed, demo = machine.run("demo")
-    assert venv == ["-m", "venv", str(machine.venv)]
+    assert (venv, demo) == (["-m", "venv", str(machine.venv)], ["examples/same_experiment.py"])
     assert _pip(installed) == [
         ["--no-warn-conflicts", machine.module.TORCH, *RESOLVED],
         ["--no-deps", *NO_DEPS, "-e", "."],
     ]
-    assert demo == ["examples/same_experiment.py"]
-
-
-def test_a_second_run_asks_neither_pip_nor_the_environment_and_install_asks_again(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine.run("install")
     with monkeypatch.context() as unasked:
         unasked.setattr(machine.module, "asked", None)
         unasked.setattr(machine.module, "locked", None)
         assert machine.run("demo", "--steps", "20") == [["examples/same_experiment.py", "--steps", "20"]]
     assert _pip(machine.run("install")) == [["--no-warn-conflicts", *RESOLVED], ["--no-deps", "-e", "."]]
+    for name in ("requirements/test.txt", "requirements/new.txt", "pyproject.toml", "setup.py", "", ""):
+        if name:
+            with (machine.root / name).open("a") as file:
+                file.write("# changed\n")
+        else:  # a torch comes, or goes
+            machine.torch = None if machine.torch else machine.root
+        assert [len(_pip(machine.run("demo"))) for _ in range(2)] == [2, 0]
     machine.fails_at = "--no-warn-conflicts"
     with pytest.raises(SystemExit):
         machine.run("install")
     machine.fails_at = ""
     assert machine.run("demo")[0] == ["-m", "venv", str(machine.venv)], "what failed is made again"
-
-
-def test_a_changed_file_and_a_torch_that_comes_or_goes_are_noticed(machine: Machine, tmp_path: Path) -> None:
-    machine.run("install")
-    for name in ("requirements/test.txt", "requirements/new.txt", "pyproject.toml", "setup.py", "", ""):
-        if name:
-            with (machine.root / name).open("a") as file:
-                file.write("# changed\n")
-        else:
-            machine.torch = None if machine.torch else tmp_path
-        assert len(_pip(machine.run("demo"))) == 2
-        assert _pip(machine.run("demo")) == []
 
 
 @pytest.mark.parametrize("fails_at", ["venv", "--no-warn-conflicts", "--no-deps"])
@@ -172,27 +162,9 @@ def test_somebody_elses_environment_is_filled_and_never_emptied(machine: Machine
     assert theirs.exists()
 
 
-def test_another_python_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine.run("install")
-    made_with = machine.module.THIS_PYTHON
-    monkeypatch.setattr(machine.module, "THIS_PYTHON", "cpython-399")
-    with pytest.raises(SystemExit, match=rf"made with {made_with}, .*--venv \.venv-cpython-399"):
-        machine.run("demo")
-    assert machine.calls == []
-    monkeypatch.undo()
-    assert (machine.venv / machine.module.STAMP).exists()
-
-
-def test_an_unfinished_environment_does_not_delete_itself(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine.run("install")
-    (machine.venv / machine.module.STAMP).unlink()
-    monkeypatch.setattr(sys, "prefix", str(machine.venv))
-    with pytest.raises(SystemExit, match="deactivate"):
-        machine.run("demo")
-    assert machine.module.python_of(machine.venv).exists()
-
-
-def test_another_python_is_refused_before_anything_is_made(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_python_is_refused_before_anything_is_changed(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for of, name, value, said in (
         (sys, "version_info", (3, 8, 18, "final", 0), r"ddpshim needs 3\.9 or newer; nothing was changed"),
         (machine.module.importlib.util, "find_spec", lambda _: None, "python3-venv"),  # no ensurepip
@@ -207,6 +179,17 @@ def test_another_python_is_refused_before_anything_is_made(machine: Machine, mon
     monkeypatch.setattr(machine.module, "FIRST_TOO_NEW", (3, 0))
     machine.modules.add("torchvision")  # it was installed in some other way
     assert machine.run("demo")[-1] == ["examples/same_experiment.py"]
+    python, stamp = machine.module.python_of(machine.venv), machine.venv / machine.module.STAMP
+    with monkeypatch.context() as patch:
+        patch.setattr(machine.module, "THIS_PYTHON", "cpython-399")
+        with pytest.raises(SystemExit, match=r"made with cpython-\d+, .*--venv \.venv-cpython-399"):
+            machine.run("demo")
+        assert (machine.calls, stamp.exists()) == ([], True)
+    stamp.unlink()  # an unfinished environment does not delete itself
+    monkeypatch.setattr(sys, "prefix", str(machine.venv))
+    with pytest.raises(SystemExit, match="deactivate"):
+        machine.run("demo")
+    assert python.exists()
 
 
 def test_the_torch_of_the_caller_is_seen_through_paths_with_spaces(tmp_path: Path) -> None:
@@ -227,30 +210,6 @@ def test_the_torch_of_the_caller_is_seen_through_paths_with_spaces(tmp_path: Pat
         f"using the torch in {theirs.parent}",
         str(theirs / "__init__.py"),  # and the second time it has one: nothing is said
     ]
-
-
-def test_who_comes_second_waits_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("fcntl")
-    bootstrap, folder = _load(), tmp_path / "with space" / ".venv"
-    order: list[str] = []
-    says = threading.Event()
-
-    def recorded(line: str, flush: bool) -> None:
-        order.append(line)
-        says.set()
-
-    def second() -> None:
-        with bootstrap.locked(folder):
-            order.append("second")
-
-    monkeypatch.setattr(bootstrap, "print", recorded, raising=False)
-    other = threading.Thread(target=second, daemon=True)
-    with bootstrap.locked(folder):
-        other.start()
-        assert says.wait(DEADLINE_S)
-        order.append("first")
-    other.join(DEADLINE_S)
-    assert order == [f"another bootstrap.py is installing into {folder}: waiting", "first", "second"]
 
 
 def test_the_lock_is_held_until_the_last_that_writes_has_ended(tmp_path: Path) -> None:
@@ -286,13 +245,10 @@ def test_arguments_of_test_go_to_pytest_but_for_fast_and_daily(machine: Machine)
     assert machine.run("test", "--daily") == [*linters, tests]
     with pytest.raises(SystemExit):
         machine.run("demo", "--fast")
-
-
-@pytest.mark.parametrize(("ends", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
-def test_a_failing_command_ends_the_script_with_its_code(ends: str, code: int) -> None:
-    with pytest.raises(SystemExit) as ended:
-        _load().call([sys.executable, "-c", f"import os, sys; {ends}"])
-    assert ended.value.code == code
+    for ends, code in (("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)):
+        with pytest.raises(SystemExit) as ended:
+            _load().call([sys.executable, "-c", f"import os, sys; {ends}"])
+        assert ended.value.code == code
 
 
 # The demo
@@ -321,7 +277,9 @@ def test_the_demo_tells_the_same_experiment_from_a_port_by_hand(tmp_path: Path) 
     assert same_experiment.draw("bc", 2, one, many, by_hand, out).stat().st_size > 10_000
 
 
-def test_a_second_demo_into_the_same_folder_deletes_nothing(tmp_path: Path) -> None:
+def test_a_second_demo_deletes_nothing_and_without_robomimic_it_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("fcntl")
     out = tmp_path / "out" / "bc"
     for _ in range(2):
@@ -333,12 +291,8 @@ def test_a_second_demo_into_the_same_folder_deletes_nothing(tmp_path: Path) -> N
             assert (folder / "loss").exists()
             with same_experiment.emptied(tmp_path / "other" / "bc"):
                 pass
-
-
-def test_without_robomimic_the_demo_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(same_experiment.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(SystemExit, match=r"bootstrap\.py demo"):
-        same_experiment.released_robomimic("bc")
     monkeypatch.delenv("DDPSHIM_UPSTREAM", raising=False)
-    with pytest.raises(SystemExit, match="DDPSHIM_UPSTREAM"):
-        same_experiment.released_robomimic("diffusion_policy")
+    for algorithm, said in (("bc", r"bootstrap\.py demo"), ("diffusion_policy", "DDPSHIM_UPSTREAM")):
+        with pytest.raises(SystemExit, match=said):
+            same_experiment.released_robomimic(algorithm)

@@ -26,7 +26,7 @@ from tests.ranks import run_ranks
 FOLDER = ROOT / "examples"
 DEADLINE_S = 120
 TABLE, OTHERS = rows(PAGE.read_text())
-LAUNCHED = ["weighted_datasets", "diffusion_ema", "accumulation_bf16", "iterable", "rollouts"]
+LAUNCHED = ["weighted_datasets", "diffusion_ema", "accumulation_bf16", "rollouts"]
 NUMBER = r"[-+]?\d+(?:\.\d+)?(?:e[-+]\d+)?"
 
 

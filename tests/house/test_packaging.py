@@ -66,7 +66,8 @@ def _metadata(built: Path) -> Message:
         return Parser().parsestr(wheel.read(f"{INFO}/METADATA").decode())
 
 
-def test_the_wheel_has_the_library_the_patch_sets_the_example_and_nothing_else(built: Path) -> None:
+def test_what_the_wheel_and_the_source_distribution_have(built: Path) -> None:
+    """The library, the patch sets and the example, and nothing else; and what building and testing take."""
     sources = built / "sources"
     files = [file.relative_to(sources).as_posix() for file in sources.rglob("*") if file.is_file()]
     assert {"ddpshim/py.typed", "patches/robomimic/0.3.0/manifest.json", "examples/data/lift_bc.json"} <= {*files}
@@ -82,9 +83,6 @@ def test_the_wheel_has_the_library_the_patch_sets_the_example_and_nothing_else(b
     generated = {f"{INFO}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt")}
     with zipfile.ZipFile(_wheel(built)) as wheel:
         assert {*wheel.namelist()} - generated == expected
-
-
-def test_the_source_distribution_has_what_building_and_testing_take(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"setup.py", "bootstrap.py", "LICENSE", "CHANGELOG.md", "requirements/robomimic.txt"} <= names
@@ -94,7 +92,9 @@ def test_the_source_distribution_has_what_building_and_testing_take(built: Path)
 
 def test_metadata(built: Path) -> None:
     metadata = _metadata(built)
-    assert metadata["Version"] == ddpshim.__version__
+    assert metadata["Version"] == ddpshim.__version__ == version.__version__
+    assert (ROOT / "CHANGELOG.md").read_text().partition("\n## ")[2].split()[0] == version.__version__
+    assert f"\nversion: {version.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert metadata["License-Expression"] == "MIT"
     required = metadata.get_all("Requires-Dist") or []
     assert {line.partition(";")[0].partition(">")[0] for line in required if "extra ==" not in line} == {
@@ -137,12 +137,6 @@ def test_a_torch_that_is_too_old_is_refused_when_ddpshim_is_used(
     with pytest.raises(ImportError, match=f"^torch {re.escape(torch)} is too old for ddpshim, which needs 2"):
         ddpshim.wrap_parallel  # noqa: B018
     assert command_line.main(["run", "train.py"]) == 2
-
-
-def test_the_version_is_the_same_everywhere() -> None:
-    headings = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")]
-    assert headings[0].split()[1] == version.__version__
-    assert f"\nversion: {version.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_command_does_what_the_module_does_in_any_folder(installed: Path, tmp_path: Path) -> None:

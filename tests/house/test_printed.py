@@ -17,7 +17,8 @@ import ddpshim
 import ddpshim.__main__ as command_line
 from ddpshim import checkpoint, variables
 from ddpshim.job.world import World
-from ddpshim.robomimic.datasets import RobomimicOptions
+from ddpshim.options import Options
+from ddpshim.tools import first_steps
 
 ROOT = Path(__file__).parents[2]
 VALUE = "\0"  # what a message puts in
@@ -30,7 +31,7 @@ BARE = re.compile(r"(?<![`'\w-])python3? -m ddpshim ([^`\n'\"#|)>]*[^`\n'\"#|)>.
 NO_COMMAND = re.compile(r"[\[($]|[…{}]\s|\s(?:and|or|with|on|is|does|of|in|to|for)\s|/…|--fuzz")
 # The site makes the first; the other is a user's.
 NOT_HERE = {"docs/api.md", "evidence/gpus"}
-VARIABLES = {f"DDPSHIM_{name.upper()}" for name in RobomimicOptions.names()}
+VARIABLES = {f"DDPSHIM_{name.upper()}" for name in Options.names()}
 VARIABLES |= {value for value in vars(variables).values() if isinstance(value, str)}
 VARIABLES |= {"DDPSHIM_GAURD", "DDPSHIM_ROOT", "DDPSHIM_HOME", "DDPSHIM_VERSION", "DDPSHIM_NAME"}  # shown as no options
 MODULES = {"ddpshim.auto", "ddpshim.rows", "ddpshim.testing"}
@@ -113,7 +114,7 @@ def _faults(name: str, text: str) -> Iterator[str]:
     for start, rest in re.findall(rf"(?<![\w/.])({'|'.join(OBJECTS)})\.(\w+)(?=[(`])", text):
         if not hasattr(OBJECTS[start], rest) and f"{start}.{rest}" not in MODULES:
             yield f"{start}.{rest}"
-    known = {page.lower() for page in command_line.pages()} | {"words"}  # the name of the argument
+    known = {page.lower() for page in first_steps.pages()} | {"words"}  # the name of the argument
     yield from (f"docs {page}" for page in re.findall(r"ddpshim docs (\w+)", text) if page.lower() not in known)
     for extras in re.findall(r"(?:ddpshim|\.)\[([a-z,]+)\]", text):
         yield from (f"[{one}]" for one in extras.split(",") if not (ROOT / "requirements" / f"{one}.txt").is_file())

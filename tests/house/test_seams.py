@@ -27,8 +27,6 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import ddpshim
-from ddpshim.errors import SyncError
-from ddpshim.model import broadcasting, reducer
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 from ddpshim.rows import gradients
@@ -58,11 +56,11 @@ CAPTURED = "same_gradients/test_capture.py::test_what_is_not_certain"
 CHANGED = "same_gradients/test_one_process.py::test_captured_calls_see_what_changes"
 SEEN = "test_a_backward_pass_forward_derivatives"
 PRECISION = "tools/test_check.py::test_precision_of_a_backward_pass"
-TO_THE_BYTE = "one_writer/test_background.py::test_the_file_is_that_of_torch_to_the_byte"
+IN_BACKGROUND = "one_writer/test_background.py"
+TO_THE_BYTE = f"{IN_BACKGROUND}::test_the_file_is_that_of_torch_to_the_byte"
 SHARED = "same_gradients/test_unshared.py::test_after_setup_gradients_have"
 READS = "robomimic/test_robomimic.py::test_a_step_reads_one_number"
 AGENT = "torch/distributed/elastic/multiprocessing/api.py"
-STREAM = "same_gradients/test_sharding.py::test_a_dataset_that_shards_by_worker_is_not_split_twice"
 WRAPPER = "torch/nn/parallel/distributed.py, DistributedDataParallel.__init__ and _ddp_init_helper"
 REDUCER = "torch/csrc/distributed/c10d/reducer.cpp"
 LOADER = "torch/utils/data/dataloader.py"
@@ -74,30 +72,28 @@ SEAMS = [
     Seam("_NoopSaveInputs", "rows/gradients.py", "test_a_checkpoint_saves_its_arguments", "torch/utils/checkpoint.py"),
     Seam("_autograd_hook _check_reducer_finalized", "model/reducer.py", EVERY_WAY, REDUCER),
     Seam("_rebuild_buckets", "model/reducer.py", f"{PARALLEL}buckets_leave_in_the_order", REDUCER),
-    Seam("_remove_autograd_hooks", "model/reducer.py", "test_a_torch_without_a_private_name", REDUCER),
+    Seam("_remove_autograd_hooks", "model/reducer.py", f"{PARALLEL}one_rank_alone_may_run", REDUCER),
     Seam("_set_params_and_buffers_to_ignore_for_model", "model/reducer.py", TWICE, WRAPPER),
     Seam("_ddp_params_and_buffers_to_ignore", "model/reducer.py", TWICE, WRAPPER),
     Seam("_build_params_for_reducer _build_debug_param_to_name_mapping", "model/reducer.py", STRICT, WRAPPER),
     Seam("_inside_ddp_forward", "model/reducer.py", "test_graphs_are_split_inside_of_ddps_forward", WRAPPER),
     Seam("_execution_engine", "model/backward.py", EVERY_WAY, "torch/autograd/graph.py"),
-    Seam("_foreach_copy_", "model/broadcasting.py", "test_copies_in_one_call", "torch/optim/_multi_tensor"),
     Seam("_foreach_norm", "robomimic/algo.py", READS, "torch/nn/utils/clip_grad.py"),
     Seam("_BatchNorm", "model/wrapping.py", f"{PARALLEL}batchnorm_", "torch/nn/modules/batchnorm.py"),
     Seam("_get_default_store", "job/process_group.py", "house/test_trust.py::test_what_somebody_wrote_to", C10D),
     Seam("_BaseDataLoaderIter", "process/observed.py", "test_every_loader_goes_through_one_next", LOADER),
-    Seam("_BaseDataLoaderIter _index_sampler", "job/noise.py", OWN_NOISE, LOADER),
+    Seam("_BaseDataLoaderIter _index_sampler", "job/shared_draws.py", OWN_NOISE, LOADER),
     Seam("_workers _worker_pids_set _remove_worker_pids", "data/sharded_loader.py", WORKERS, LOADER),
     Seam("_iterator _index_sampler", "rows/loader.py", "test_workers_that_stay", LOADER),
     Seam("torch.utils.data._utils", "data/sharded_loader.py", WORKERS, LOADER),
-    Seam("_worker_info _utils", "data/iterable.py", STREAM, "torch/utils/data/_utils/worker.py"),
     Seam("_save _open_zipfile_writer", "checkpoint/background.py", TO_THE_BYTE, "torch/serialization.py"),
     Seam("_input_metadata", "tools/sketches.py", PRECISION, "torch/csrc/autograd"),
-    Seam("_orig_mod", "model/keys.py", "test_a_compiled_module_holds", "torch/_dynamo/eval_frame.py"),
+    Seam("_orig_mod", "model/wrapper.py", "test_a_compiled_module_holds", "torch/_dynamo/eval_frame.py"),
     Seam("_parameters _buffers _modules _non_persistent_buffers_set", "model/wrapper.py", ONE_PROCESS, MODULE),
     Seam("_load_state_dict_post_hooks _apply", "model/wrapper.py", ONE_PROCESS, MODULE),
     Seam("_load_from_state_dict", "model/wrapper.py", f"{PARALLEL}keys_with_and_without_prefixes_load", MODULE),
     Seam("_start", "launch/ranks_of_run.py", "test_the_agent_starts_ranks_by", AGENT),
-    Seam("_get_sequence_number_for_group", "failures/unsynced_check.py", SHARED, C10D),
+    Seam("_get_sequence_number_for_group", "failures/failure.py", SHARED, C10D),
     Seam("_make_wrapper_subclass _cdata", "rows/tensor.py", ROWS, "torch/_tensor.py"),
     Seam("_to_copy", "rows/tensor.py", ROWS, "torch/csrc/utils/tensor_new.cpp"),
     Seam("_VariableFunctions _nn", "rows/rules.py", ROWS, "torch/nn/functional.py, _VF.py"),
@@ -116,12 +112,13 @@ SEAMS = [
     Seam("_get_current_dispatch_mode _python_dispatch", "rows/capture.py", CHANGED, "torch/utils/_python_dispatch.py"),
     Seam("_set_grad_enabled", "rows/capture.py", CHANGED, "torch/autograd/grad_mode.py"),
     Seam("_functorch", "trainers/unedited/networks.py", SEEN, "torch/_functorch/pyfunctorch.py"),
-    Seam("_run_exitfuncs", "failures/failure.py", "test_exit_handlers_can_be_run", "Lib/atexit"),
+    Seam("_run_exitfuncs", "failures/failure_notes.py", "test_exit_handlers_can_be_run", "Lib/atexit"),
     Seam("_inheriting", "auto.py", "launch/test_unedited.py::test_auto_starts_a_rank", "Lib/multiprocessing/spawn.py"),
+    Seam("_pytree", "checkpoint/files.py", f"{IN_BACKGROUND}::test_an_error_in_the_back", "torch/utils/_pytree.py"),
     Seam("_use_fd_functions", "trainers/unedited/private_files.py", "test_rmtree_compares_inodes", "Lib/shutil.py"),
     Seam("_config", "tools/new_files.py", "tools/test_check.py::test_images_augmented", "Lib/multiprocessing"),
     Seam("_instances", "process/say.py", "test_an_open_progress_bar", "tqdm/std.py, tqdm.__new__"),
-    Seam("_option_string_actions", "arguments.py", "tools/test_command_line.py::test_torchruns_spellings", "argparse"),
+    Seam("_option_string_actions", "__main__.py", "tools/test_command_line.py::test_torchruns_spellings", "argparse"),
 ]
 # These are documented, or only in an annotation.
 PUBLIC = {"_version", "_getframe", "_current_frames", "_exit", "_fields", "_asdict", "_SubParsersAction"}
@@ -134,15 +131,7 @@ OF_CODEBASES = {
 # Words in strings that are no names: of metrics and of files.
 NO_NAMES = {
     *("_pytest", "_io", "_frozen_importlib", "_frozen_importlib_external"),  # modules that are no program's own
-    "_Ms",
-    "_pre_hook",
-    "_Ms_Max",
-    "_epoch_",
-    "_s",
-    "_step_",
-    "_test",
-    "_get_ddp_logging_data",
-    "_set_static_graph",
+    *("_Ms", "_pre_hook", "_Ms_Max", "_epoch_", "_s", "_step_", "_test", "_get_ddp_logging_data", "_set_static_graph"),
 }
 
 
@@ -253,15 +242,6 @@ def test_graphs_are_split_inside_of_ddps_forward() -> None:
     assert run_ranks(_call_compiled_networks, 2)[0] == [True] * 4
 
 
-@pytest.mark.unit
-def test_copies_in_one_call_are_those_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    for _ in range(2):
-        targets = [torch.zeros(2), torch.zeros(1, 3, dtype=torch.float64)]
-        broadcasting.copy_all(targets, [torch.ones(2), torch.full((1, 3), 2.0)])
-        assert [t.tolist() for t in targets] == [[1, 1], [[2, 2, 2]]]
-        monkeypatch.delattr(torch, "_foreach_copy_", raising=False)
-
-
 class _Squares(Dataset):  # type: ignore[type-arg]
     def __len__(self) -> int:
         return 4
@@ -318,14 +298,6 @@ def test_exit_handlers_can_be_run_by_hand() -> None:
     code = "import atexit, os; atexit.register(print, 'ran', flush=True); atexit._run_exitfuncs(); os._exit(3)"
     assert python("-c", code, code=3) == "ran\n"
     assert callable(atexit._run_exitfuncs)
-
-
-@pytest.mark.unit
-def test_a_torch_without_a_private_name_of_its_reducer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    reducer.refuse_unknown_torch()
-    monkeypatch.setitem(reducer.NEEDED, torch.distributed.Reducer, ("_autograd_hook", "_gone"))
-    with pytest.raises(SyncError, match=r"has no Reducer\._gone, by which a backward pass activates DDP's reducer"):
-        reducer.refuse_unknown_torch()
 
 
 @pytest.mark.unit

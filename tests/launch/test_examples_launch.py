@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.launch.test_launch_matrix import SCRIPT, _reports
+from tests.launch.test_slurm import check_shell
 from tests.preloaded import environment, preloaded
 from tests.preloaded_commands import commands, patience
 
@@ -40,13 +40,9 @@ def start(name: str, folder: Path, **settings: str) -> subprocess.CompletedProce
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_well_formed(name: str) -> None:
-    checkers = [["bash", "-n"], ["shellcheck"]]
-    for checker in (checker for checker in checkers if shutil.which(checker[0])):
-        ran = subprocess.run(
-            [*checker, FOLDER / name], capture_output=True, text=True, timeout=patience(120), check=False
-        )
-        assert (ran.returncode, ran.stdout + ran.stderr) == (0, "")
+    check_shell(FOLDER / name)
     assert "\nset -euo pipefail\n" in (FOLDER / name).read_text()
+    assert name in {shown for shown, _, _ in SHOWN}
 
 
 SHOWN = [
@@ -89,11 +85,6 @@ def test_a_dry_run_shows_the_command_and_starts_nothing(
     assert command in ran.stdout
     written = ["train.sbatch"] if name == "slurm.sh" else []
     assert sorted(p.name for p in tmp_path.iterdir()) == ["train.py", *written]
-
-
-@pytest.mark.unit
-def test_every_template_is_shown_by_a_test() -> None:
-    assert sorted(name for name, _, _ in SHOWN) == TEMPLATES
 
 
 @pytest.mark.parametrize(

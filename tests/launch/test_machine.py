@@ -1,4 +1,4 @@
-"""What a process may use, from made-up /proc and /sys trees; and the line of advice on workers."""
+"""What a process may use, from made-up /proc and /sys trees."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-import ddpshim
 from ddpshim.process import machine
-from tests.ranks import run_ranks
 
 GB = 10**9
 
@@ -64,36 +62,11 @@ def test_what_a_process_may_use(
     assert machine.memory() == memory
 
 
-def test_the_number_of_processes_that_compute_at_once() -> None:
-    cores, quotas = frozenset(range(16)), (3.5, 0.5, None)
-    assert [machine.num_usable(cores, quota) for quota in quotas] == [3, 1, 16]
-    assert machine.num_usable(frozenset({5}), 3.5) == 1
-
-
-def _what_a_loader_says(num_cores: int, is_bound: bool) -> str:
-    import contextlib
-    import io
-
-    import torch
-    from torch.utils.data import TensorDataset
-
-    # Not of a machine's real cores: torch has a warning of its own about more workers than these.
-    machine.core_quota = lambda: float(num_cores)  # type: ignore[assignment]
-    machine.cores = lambda: frozenset(range((os.cpu_count() or 1) + is_bound))  # type: ignore[assignment]
-    out = io.StringIO()
-    with contextlib.redirect_stderr(out):
-        for _ in range(2):
-            ddpshim.make_loader(TensorDataset(torch.arange(8)), batch_size=4, num_workers=1)
-    return out.getvalue()
-
-
-@pytest.mark.ranks
-def test_make_loader_advises_once_and_on_the_main_rank() -> None:
-    main, other = run_ranks(_what_a_loader_says, 2, 1, False)
-    assert main.count("2 ranks x 1 worker on 1 core: 4 processes compete for cores") == 1
-    assert "use num_workers=0" in main
-    assert other == ""
-    assert "compete" not in run_ranks(_what_a_loader_says, 2, 2, True)[0], "each may have two cores of its own"
+def test_the_number_of_processes_that_compute_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for allowed, quota, num in ((16, 3.5, 3), (16, 0.5, 1), (16, None, 16), (1, 3.5, 1)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, allowed=allowed: set(range(allowed)))
+        monkeypatch.setattr(machine, "core_quota", lambda quota=quota: quota)
+        assert machine.num_cores() == num
 
 
 _STEPS = """

@@ -149,6 +149,14 @@ def batch(tmp_path: Path) -> Iterator[Starter]:
         job.process.wait()
 
 
+def check_shell(script: Path) -> None:
+    """Run the checkers that are here on a script of bash."""
+    for checker in (["bash", "-n"], ["shellcheck"]):
+        if shutil.which(checker[0]):
+            ran = subprocess.run([*checker, script], capture_output=True, text=True, timeout=patience(120), check=False)
+            assert (ran.returncode, ran.stdout + ran.stderr) == (0, "")
+
+
 def cpu_job(*program: str, **settings: Any) -> str:
     given = {"nodes": 2, "gpus_per_node": 0, "nproc_per_node": 1, "time": "10", "launcher": "srun", **settings}
     return batch_script(program, **given)  # type: ignore[arg-type]
@@ -171,7 +179,7 @@ def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"\nsrun --kill-on-bad-exit=0 --wait=60 --cpus-per-task=8 {command}\n" in script
 
 
-def test_what_the_site_decides_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_under_torchrun_what_the_site_decides_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").touch()
     assert command_line.main(["slurm", str(tmp_path / "train.py")]) == 0
     script, said = capsys.readouterr()
@@ -179,17 +187,11 @@ def test_what_the_site_decides_is_left_out(tmp_path: Path, capsys: pytest.Captur
     asked = ["nodes", "ntasks-per-node", "gpus-per-node"]
     assert (said, names) == ("", ["job-name", *asked, "output", "open-mode", "signal", "requeue"])
     assert "\n# Each rank's output goes to ddpshim-logs/TIME-PID/rank_N.log" in script
-
-
-def test_torchrun_inside() -> None:
     script = batch_script(["train.py", "-x"], gpus_per_node=4, cpus_per_rank=8)
     assert "\n#SBATCH --ntasks-per-node=1\n" in script
     assert "\n#SBATCH --cpus-per-task=32\n" in script
     command = "srun --kill-on-bad-exit=0 --wait=60 --cpus-per-task=32 python -m ddpshim run --nproc=4 train.py -x"
     assert f"\n{command} || code=$?\n" in script
-
-
-def test_a_job_without_ranks() -> None:
     with pytest.raises(LaunchError, match="--gpus-per-node=0 without --nproc-per-node: no rank would be started"):
         cpu_job("train.py", nproc_per_node=None)
 
@@ -197,20 +199,15 @@ def test_a_job_without_ranks() -> None:
 @pytest.mark.launch
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_the_script_passes_the_checkers(tmp_path: Path, launcher: str) -> None:
-    file = tmp_path / "job.sh"
-    file.write_text(cpu_job("train.py", "--config", "a b.json", launcher=launcher))
-    checkers = [["bash", "-n"], ["shellcheck"]]
-    for checker in (checker for checker in checkers if shutil.which(checker[0])):
-        ran = subprocess.run([*checker, str(file)], capture_output=True, text=True, timeout=patience(120), check=False)
-        assert (ran.returncode, ran.stdout + ran.stderr) == (0, "")
+    (tmp_path / "job.sh").write_text(cpu_job("train.py", "--config", "a b.json", launcher=launcher))
+    check_shell(tmp_path / "job.sh")
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("code", "requeued"), [(3, False), (75, True)])
-def test_exit_codes(tmp_path: Path, batch: Starter, code: int, requeued: bool) -> None:
-    job = batch(cpu_job("train.py", str(code), cpus_per_rank=2))
-    assert job.exit_code() == code, job.screen
-    assert job.was_requeued == requeued
+def test_a_failure_is_the_exit_code_and_requeues_nothing(tmp_path: Path, batch: Starter) -> None:
+    job = batch(cpu_job("train.py", "3", cpus_per_rank=2))
+    assert job.exit_code() == 3, job.screen
+    assert not job.was_requeued
     assert f"job {job.job_id} (restart 0) on 127.0.0.[1-2], in {tmp_path}\n" in job.screen
     assert "srun option --cpus-per-task=2" in job.screen
 

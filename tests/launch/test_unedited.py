@@ -12,10 +12,8 @@ import itertools
 import json
 import os
 import re
-import socket
 import sys
 import weakref
-from multiprocessing import shared_memory
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Optional
@@ -30,7 +28,6 @@ from ddpshim.process import machine
 from ddpshim.process.after_import import after_import
 from ddpshim.process.job import current
 from ddpshim.trainers.unedited import file_calls, joining, networks, program
-from ddpshim.trainers.unedited.joining import explain_taken
 from tests.preloaded import DEADLINE_PASSED, as_torchrun_says, environment, preloaded, start_afresh
 
 ROOT = Path(__file__).parents[2]
@@ -532,12 +529,6 @@ def test_options_of_shares_are_refused(option: str, value: str, said: str, tmp_p
 # What is refused, and what is said
 
 REFUSED = {
-    "own entropy in a second training": (
-        "for generator in (np.random.default_rng(0), np.random.default_rng(os.getpid())):\n"
-        "    xs = [torch.from_numpy(generator.normal(size=(2, 4))) for _ in range(6)]\n"
-        "    train(network(), [(torch.tensor([0]), x, torch.ones(2, 1)) for x in xs])",
-        "SyncError: train.py:31: rank 0 computed the loss",
-    ),
     "own entropy where optimizers were made before": (
         "nets = network(), network()\nsteps = [torch.optim.Adam(net.parameters()) for net in nets]\n"
         "generators = np.random.default_rng(0), np.random.default_rng(os.getpid())\n"
@@ -560,11 +551,6 @@ REFUSED = {
         "    thread = threading.Thread(target=read, args=(x,))\n    thread.start()\n    thread.join()\n    break\n"
         "raise result[0]",
         "train.py:41: a batch that is divided over the ranks is used in another thread or process",
-    ),
-    "another model": (
-        "file = f'{os.environ[\"DDPSHIM_RANK\"]}.pth'\ntorch.save(1, file)\ntorch.load(file)\n"
-        "torch.distributed.barrier()",
-        "SyncError: rank 1 is to load ",
     ),
 }
 
@@ -781,7 +767,9 @@ def test_auto_starts_a_rank_again_as_run_does_and_no_other_process(tmp_path: Pat
     file, module = [str(tmp_path / "tool.py")], ["-m", "tool"]
     for tool, environ in ((file, {}), (file, rank), (module, rank), (module, {**rank, variables.UNEDITED: "off"})):
         code, said = start_afresh([*tool, "a", "b c"], {**environment(), **environ}, tmp_path, DEADLINE_S, True)
-        assert (code, said.splitlines()[0]) == (0, f"__main__ {bool(environ)} ['a', 'b c']"), said
+        first = next(line for line in said.splitlines() if not line.startswith("ddpshim:"))
+        assert (code, first) == (0, f"__main__ {bool(environ)} ['a', 'b c']"), said
+        assert ("1 rank on this machine" in said) == (environ == rank)  # it has joined the job
         assert said.count("__mp_main__") == said.count("child") == 1
     code, said = start_afresh(["-c", "import ddpshim.auto"], {**environment(), **rank}, tmp_path, DEADLINE_S, True)
     assert code == 1
@@ -831,25 +819,3 @@ say("seen", run.seen)
     assert len(expected) == 5 * (1 + 4)
     assert others == []
     assert seen == [pytest.approx(values, rel=1e-9) for values in expected]
-
-
-@pytest.mark.unit
-def test_a_taken_port_or_name_says_that_every_rank_opens_it() -> None:
-    shared = shared_memory.SharedMemory(create=True, size=8)
-    with socket.socket() as first, socket.socket() as second:
-        first.bind(("127.0.0.1", 0))
-        first.listen()
-        opening: list[Any] = [
-            lambda: second.bind(first.getsockname()),
-            lambda: shared_memory.SharedMemory(shared.name, create=True, size=8),
-            lambda: os.mkdir(os.getcwd()),
-        ]
-        found = []
-        for open_again in opening:
-            with pytest.raises((OSError, FileExistsError), match=r"exists|in use") as raised:
-                open_again()
-            explain_taken(raised.value)
-            found.append("every rank runs this line" in str(raised.value) and "DDPSHIM_RANK" in str(raised.value))
-    shared.unlink()
-    shared.close()
-    assert found == [True, True, False]

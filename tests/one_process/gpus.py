@@ -290,15 +290,6 @@ def compiled_function(log: Log) -> Trained:
 
 
 @program
-def compiled_after_an_evaluation(log: Log) -> Trained:
-    net = mlp()
-    optimizer, fast = AdamW(net.parameters(), 1e-3), torch.compile(net)
-    with torch.no_grad():
-        log(fast(torch.ones(16, 6, device=DEVICE)).sum())
-    return fit(log, net, None, lambda _, x, y: F.mse_loss(fast(x), y), optimizer)
-
-
-@program
 def compiled_in_one_piece(log: Log) -> Trained:
     """The compiler finds nothing that it cannot compile: else parts would be computed, and drawn, without it."""
     torch._dynamo.reset()
@@ -322,16 +313,6 @@ def compiled_to_graphs(log: Log) -> Trained:
     fast = torch.compile(net, mode="reduce-overhead")
     batches = DataLoader(TensorDataset(torch.randn(48, 6), torch.randn(48, 1)), 16, shuffle=True)
     return fit(log, net, batches, lambda _, x, y: F.mse_loss(fast(x), y))
-
-
-@program
-def memory_asked_for(log: Log) -> Trained:
-    trained = fit(log, mlp())
-    if IS_ON_GPU:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        log(torch.cuda.current_device(), torch.cuda.memory_allocated() > 0)
-    return trained
 
 
 @program

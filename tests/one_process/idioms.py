@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import LambdaLR
 
 from tests.one_process.parts import by_loss, classes, data, loader, mlp, train
 from tests.one_process.runner import Log, Programs, Trained, main
@@ -78,24 +77,17 @@ def masked(mean_of: Callable[[Tensor, Tensor], Tensor]) -> None:
 
 
 MASKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "masked_over_sum": lambda e, m: torch.sum(e * m) / (m.sum().clamp(min=1) + 1e-8),
     "masked_over_item": lambda e, m: (e * m).sum() / m.sum().item(),
-    "masked_over_max_of_one": lambda e, m: (e * m).sum() / max(1, m.sum()),
     "masked_over_len_of_nonzero": lambda e, m: (e * m).sum() / len(torch.nonzero(m)),
-    "masked_over_count_nonzero": lambda e, m: (e * m).sum() / torch.count_nonzero(m),
     "masked_over_numpy_sum": lambda e, m: (e * m).sum() / float(np.sum(m.numpy() > 0)),
     "masked_over_python_sum": lambda e, m: (e * m).sum() / sum(int(length) for length in m.sum(-1).tolist()),
     "masked_means_divided": lambda e, m: (e * m).mean() / m.mean(),
     "masked_by_boolean_index": lambda e, m: e[m.bool()].mean() + e[m > 0].sum() / e[m > 0].shape[0],
-    "masked_select": lambda e, m: e.masked_select(m == 1).mean(),
     "masked_by_flat_nonzero": lambda e, m: e.reshape(-1).index_select(0, m.reshape(-1).nonzero().squeeze(1)).mean(),
     "masked_nanmean": lambda e, m: torch.where(m > 0, e, torch.nan).nanmean(),
-    "masked_fill": lambda e, m: e.masked_fill(~m.bool(), 0).sum().div(m.sum()),
     "masked_dot_product": lambda e, m: e.view(-1) @ m.view(-1) / m.sum(),
-    "masked_einsum": lambda e, m: torch.einsum("bt,bt->", e, m) / torch.einsum("bt->", m),
     "masked_per_sequence_then_mean": lambda e, m: ((e * m).sum(1) / m.sum(1)).mean(),
     "masked_sum_per_sequence_over_batch": lambda e, m: (e * m).sum(dim=1).sum() / e.shape[0],
-    "masked_per_step_then_mean": lambda e, m: ((e * m).sum(0) / m.sum(0).clamp_min(1)).mean(),
     # The batch is cut to its own longest sequence.
     "masked_lengths_of_the_batch": lambda e, m: (e * m)[:, : int(m.sum(1).max())].mean(),
     # Relative to numpy's mean, by its weights.
@@ -120,15 +112,6 @@ def masked_loop_over_rows(e: Tensor, m: Tensor) -> Tensor:
 
 
 @masked
-def masked_zip_over_rows(e: Tensor, m: Tensor) -> Tensor:
-    total, count = 0, 0
-    for row, valid in zip(e, m):
-        total = total + (row * valid).sum()
-        count += int(valid.sum())
-    return total / count
-
-
-@masked
 def masked_only_if_any(e: Tensor, m: Tensor) -> Tensor:
     late = m[:, 4:] * (e[:, 4:].detach() > 0.5)
     loss = (e * m).sum() / m.sum()
@@ -145,28 +128,10 @@ def ignore_index(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(net(x).transpose(1, 2), y, ignore_index=-100)
 
 
-@idiom
-def ignore_index_of_padding(log: Log) -> Trained:
-    net, criterion = language_model(), nn.CrossEntropyLoss(ignore_index=0)
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        logits = net(x)
-        return criterion(logits.view(-1, logits.size(-1)), y.view(-1))
-
-    return train(log, net, loss_of, loader(*tokens(padding=0)))
-
-
 @trains(language_model, batches=lambda: loader(*tokens()))
 def summed_over_valid_tokens(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
     loss = F.cross_entropy(net(x).flatten(0, 1), y.flatten(), reduction="sum", ignore_index=-100)
     return loss / (y != -100).sum()
-
-
-@trains(language_model, batches=lambda: loader(*tokens()))
-def nll_of_gathered_words(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
-    valid = y.ne(-100)
-    words = net(x).log_softmax(-1).gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return -(words * valid).sum() / valid.sum()
 
 
 @trains(language_model, batches=lambda: loader(*tokens()))
@@ -177,19 +142,6 @@ def masked_words_predicted(net: Any, log: Log, x: Tensor, _: Tensor) -> Tensor:
     labels, inputs = x.masked_fill(~hidden, -100), x.masked_fill(hidden, 0)
     log(hidden.sum().item())
     return F.cross_entropy(net(inputs)[hidden], labels[hidden])
-
-
-@idiom
-def perplexity_of_a_corpus(log: Log) -> Trained:
-    net, (x, y) = language_model(), tokens()
-    trained = train(log, net, lambda x, y: F.cross_entropy(net(x).flatten(0, 1), y.flatten()), loader(x, y))
-    nll, count = 0.0, 0
-    with torch.no_grad():
-        for inputs, labels in loader(x, y, shuffle=False):
-            nll += F.cross_entropy(net(inputs).flatten(0, 1), labels.flatten(), reduction="sum").item()
-            count += (labels >= 0).sum().item()
-    log(math.exp(nll / count), nll / count / math.log(2), count)
-    return trained
 
 
 @idiom
@@ -217,22 +169,6 @@ def learning_rate_by_tokens(log: Log) -> Trained:
 
 
 @idiom
-def learning_rate_by_samples(log: Log) -> Trained:
-    net, seen = mlp(), 0
-    optimizer = SGD(net.parameters(), lr=0.1)
-    scheduler = LambdaLR(optimizer, lambda _: 1 / (1 + seen / 20))
-    for x, y in loader(*data()):
-        loss = F.mse_loss(net(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        seen += x.shape[0]
-        scheduler.step()
-        log(loss.item(), seen, scheduler.get_last_lr()[0])
-    return [net]
-
-
-@idiom
 def items_counted_before_accumulation(log: Log) -> Trained:
     """The labels of all batches of an update are counted first; each loss is divided by that count."""
     net = language_model()
@@ -251,22 +187,6 @@ def items_counted_before_accumulation(log: Log) -> Trained:
     return [net]
 
 
-@trains(lambda: mlp(3), batches=lambda: loader(*sequences()))
-def tokens_of_an_unpadded_batch(net: Any, log: Log, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-    """The valid rows are packed into one long list before the network sees them."""
-    valid = mask.flatten().bool()
-    return F.smooth_l1_loss(net(x.flatten(0, 1)[valid]), y.flatten(0, 1)[valid])
-
-
-@trains(lambda: nn.GRU(3, 1, batch_first=True), batches=lambda: loader(*sequences()))
-def actions_reshaped_and_selected(net: Any, log: Log, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-    """Actions (B, T, A) become rows (B * T, A), of which those under the attention mask count."""
-    predicted = net(x)[0]
-    size = predicted.shape[2]
-    predicted = predicted.reshape(-1, size)[mask.reshape(-1) > 0]
-    return torch.mean((predicted - y.reshape(-1, size)[mask.reshape(-1) > 0]) ** 2)
-
-
 @idiom
 def summed_over_the_dataset(log: Log) -> Trained:
     net, batches, total = mlp(), loader(*data()), 0.0
@@ -283,36 +203,7 @@ def summed_over_the_dataset(log: Log) -> Trained:
     return [net]
 
 
-@trains()
-def divided_by_rows(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
-    return ((net(x) - y) ** 2).sum() / x.shape[0] + ((net(x) - y).abs()).sum() / len(x) / 9
-
-
-@idiom
-def divided_by_the_intended_batch_size(log: Log) -> Trained:
-    net, batch_size = mlp(), 16
-    return train(log, net, lambda x, y: (net(x) - y).square().sum() / batch_size, loader(*data(), size=batch_size))
-
-
 # Weights and ratios
-
-
-@idiom
-def sample_weights(log: Log) -> Trained:
-    net, (x, y) = mlp(), data()
-    weights = torch.rand(len(x))
-
-    def loss_of(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
-        return (F.mse_loss(net(x), y, reduction="none").mean(-1) * w).sum() / w.sum()
-
-    return train(log, net, loss_of, loader(x, y, weights))
-
-
-@idiom
-def class_weights(log: Log) -> Trained:
-    net = mlp(out=4)
-    criterion = nn.CrossEntropyLoss(weight=torch.tensor([0.5, 1.0, 2.0, 3.0]), label_smoothing=0.1)
-    return train(log, net, lambda x, y: criterion(net(x), y), loader(*classes()))
 
 
 @trains(batches=lambda: loader(*binary()))
@@ -349,29 +240,6 @@ def advantage_weighted(log: Log) -> Trained:
 def dice(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
     p = net(x).sigmoid()
     return 1 - (2 * (p * y).sum() + 1) / (p.sum() + y.sum() + 1)
-
-
-@trains(lambda: mlp(out=4), batches=lambda: loader(*classes()))
-def focal(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
-    nll = F.cross_entropy(net(x), y, reduction="none")
-    return ((1 - torch.exp(-nll)) ** 2 * nll).sum() / (y > 0).sum().clamp(min=1)
-
-
-@trains()
-def root_of_the_mean(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
-    return torch.sqrt(F.mse_loss(net(x), y) + 1e-8) + (net(x) - y).norm() / len(x) ** 0.5
-
-
-@idiom
-def expectile_and_quantile(log: Log) -> Trained:
-    net, taus = mlp(out=5), torch.linspace(0.1, 0.9, 5)
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        difference = y - net(x)
-        huber = F.huber_loss(net(x), y.expand(-1, 5), reduction="none")
-        return ((taus - (difference.detach() < 0).to(x.dtype)).abs() * huber).sum(-1).mean()
-
-    return train(log, net, loss_of)
 
 
 # Samples that meet each other
@@ -429,20 +297,6 @@ def cross_correlation(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
     c = a.T @ b / len(x)
     off = c.flatten()[:-1].view(3, 5)[:, 1:].pow(2).sum()
     return (torch.diagonal(c) - 1).pow(2).sum() + 5e-3 * off + F.relu(1 - one.var(dim=0).sqrt()).mean()
-
-
-@idiom
-def kernel_discrepancy(log: Log) -> Trained:
-    net = mlp(out=3)
-
-    def kernel(a: Tensor, b: Tensor) -> Tensor:
-        return torch.exp(-(a.unsqueeze(1) - b.unsqueeze(0)).pow(2).mean(2)).mean()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        z, prior = net(x), torch.randn(len(x), 3)
-        return kernel(z, z) + kernel(prior, prior) - 2 * kernel(z, prior)
-
-    return train(log, net, loss_of)
 
 
 @trains(lambda: mlp(out=4), batches=lambda: loader(*classes()))
@@ -634,26 +488,6 @@ def scores_of_a_validation_set(log: Log) -> Trained:
     order = found.argsort().argsort() + 1
     area = (order[positive].sum() - positive.sum() * (positive.sum() + 1) / 2) / (positive.sum() * (~positive).sum())
     log(1 - squares / ((truth - truth.mean()) ** 2).sum(), math.sqrt(squares / len(truth)), area)
-    return trained
-
-
-@idiom
-def logged_dictionaries(log: Log) -> Trained:
-    """Tensors go into a logger as they are; means of dictionaries are taken at the end of the pass."""
-    net, history, smooth = mlp(), [], None
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        nonlocal smooth
-        errors = net(x) - y
-        loss = errors.square().mean()
-        smooth = loss.detach() if smooth is None else 0.9 * smooth + 0.1 * loss.detach()
-        history.append({"loss": loss.detach(), "largest": errors.abs().max(), "smooth": smooth, "batch": errors})
-        return loss
-
-    trained = train(log, net, loss_of)
-    for key in ("loss", "largest", "smooth"):
-        log(torch.stack([entry[key] for entry in history]).mean().item())
-    log(np.histogram(torch.cat([entry["batch"] for entry in history]).detach().numpy(), bins=5)[0])
     return trained
 
 

@@ -62,15 +62,6 @@ def test_after_an_error_the_old_file_is_there_and_the_new_one_is_not(tmp_path: P
         checkpoint.copy(tmp_path / "nothing", tmp_path / "a.pth")
 
 
-def test_what_is_written_prints_under_its_final_name(tmp_path: Path) -> None:
-    with checkpoint.written(tmp_path / "a.pth") as partial:
-        assert "saved to {}".format(partial) == f"saved to {tmp_path / 'a.pth'}" == f"saved to {partial}"  # noqa: UP032
-        assert os.path.dirname(partial) == str(tmp_path)
-        torch.save(1, partial)
-        assert not (tmp_path / "a.pth").exists()
-    assert _load(tmp_path / "a.pth") == 1
-
-
 def _save_for_ever(path: str, first: int, started: Any) -> None:
     torch.set_num_threads(1)
     number = first

@@ -81,8 +81,8 @@ def in_folder(folder: Path, program: Callable[[], Any]) -> Any:
         os.chdir(before)
 
 
-def as_rank(world: World, folder: Path, program: Callable[[], Any], is_reading: bool = False) -> Any:
-    with PrivateFiles(world, time.time(), lambda: is_reading).installed():
+def as_rank(world: World, folder: Path, program: Callable[[], Any]) -> Any:
+    with PrivateFiles(world, time.time()).installed():
         return in_folder(folder, program)
 
 
@@ -361,7 +361,7 @@ def test_the_main_rank_runs_commands_and_all_have_what_came_of_them(tmp_path: Pa
         for world in several:
             with contextlib.ExitStack() as until:
                 if world is not None:
-                    files, clock = PrivateFiles(world, time.time(), lambda: False), Clock(world, lambda: False)
+                    files, clock = PrivateFiles(world, time.time()), Clock(world)
                     for part in (files, clock, Commands(clock, files)):
                         until.enter_context(part.installed())
                 found = in_folder(folder, commands)
@@ -422,7 +422,7 @@ def test_all_see_what_the_main_rank_does_for_all(tmp_path: Path) -> None:
         for name in ("old.mp4", "run/both.txt", "run/media/first.mp4"):
             Path(name).write_text("before")
 
-    files = [PrivateFiles(world, time.time(), lambda: False) for world in (main, peer)]
+    files = [PrivateFiles(world, time.time()) for world in (main, peer)]
     with files[0].installed():
         in_folder(tmp_path, before)
         with files[0].apart():
@@ -449,11 +449,11 @@ def test_a_file_that_cannot_be_known_any_more(tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(tmp_path / "large.db")) as database:
         database.execute("create table t as select zeroblob(100000)")
     main, peer = worlds()
-    with PrivateFiles(main, time.time(), lambda: False).installed():
+    with PrivateFiles(main, time.time()).installed():
         Path(tmp_path, "large.bin").write_bytes(b"new")
         with contextlib.closing(sqlite3.connect(tmp_path / "large.db")) as database:
             database.execute("drop table t")
-    with PrivateFiles(peer, time.time(), lambda: False).installed():
+    with PrivateFiles(peer, time.time()).installed():
         assert Path(tmp_path, "large.bin").stat().st_size == 100_000
         reads: list[Callable[[], Any]] = [
             lambda: Path(tmp_path, "large.bin").read_bytes(),
@@ -469,7 +469,7 @@ def test_a_file_that_cannot_be_known_any_more(tmp_path: Path) -> None:
 
 def test_writes_past_it_are_refused(tmp_path: Path) -> None:
     _, peer = worlds()
-    with PrivateFiles(peer, time.time(), lambda: False).installed():
+    with PrivateFiles(peer, time.time()).installed():
         writes: list[Callable[[], Any]] = [
             lambda: io.FileIO(tmp_path / "a", "w"),
             lambda: posix.mkdir(tmp_path / "b"),
@@ -488,7 +488,7 @@ def test_writes_past_it_are_refused(tmp_path: Path) -> None:
 
 def test_a_file_that_an_opener_opens_in_a_folder_of_this_rank(tmp_path: Path) -> None:
     _, peer = worlds()
-    with PrivateFiles(peer, time.time(), lambda: False).installed():
+    with PrivateFiles(peer, time.time()).installed():
         run = tmp_path / f"run_{os.getpid()}"
         run.mkdir()
         with tempfile.NamedTemporaryFile("w", dir=run, delete=False) as file:
@@ -515,7 +515,7 @@ def test_a_program_that_fails_leaves_nothing(tmp_path: Path) -> None:
     _, peer = worlds()
     with mock.patch.object(tempfile, "tempdir", str(tmp_path / "temporary")):
         (tmp_path / "temporary").mkdir()
-        files = PrivateFiles(peer, time.time(), lambda: False)
+        files = PrivateFiles(peer, time.time())
         with pytest.raises(ZeroDivisionError), files.installed():
             fails(tmp_path)
     assert list(tmp_path.rglob("*")) == [tmp_path / "temporary"]
@@ -525,7 +525,7 @@ def test_children_see_the_files_of_their_rank(tmp_path: Path) -> None:
     """Those that are started afresh get them with what they are to run; here it is unpickled in this process."""
     make_old_files(tmp_path)
     _, peer = worlds()
-    files = PrivateFiles(peer, time.time(), lambda: False)
+    files = PrivateFiles(peer, time.time())
     with files.installed():
         Path(tmp_path, "made").write_text("of this rank")
         Path(tmp_path, "log.txt").unlink()
@@ -547,14 +547,6 @@ def test_children_see_the_files_of_their_rank(tmp_path: Path) -> None:
     assert "log.txt" not in os.listdir(tmp_path)
     passed.until.close()
     assert os.listdir is posix.listdir
-
-
-def test_what_a_dataset_keeps_is_each_ranks_own(tmp_path: Path) -> None:
-    _, peer = worlds()
-    with PrivateFiles(peer, time.time(), lambda: True).installed():
-        torch.save({"a": 1, "history": [(2, 3)]}, tmp_path / "sample.pt")
-        assert torch.load(tmp_path / "sample.pt") == {"a": 1, "history": [(2, 3)]}
-    assert not list(tmp_path.iterdir())
 
 
 def train(pause_s: float = 0.0, step: Callable[[], Any] = lambda: None) -> Any:
@@ -585,7 +577,7 @@ def train(pause_s: float = 0.0, step: Callable[[], Any] = lambda: None) -> Any:
 def train_as_rank(folder: str, slow: int) -> Any:
     here = ddpshim.world()
     started = here.broadcast(time.time())
-    with PrivateFiles(here, started, lambda: False).installed():
+    with PrivateFiles(here, started).installed():
         here.barrier()
         seen = in_folder(Path(folder), lambda: train(0.1 if here.rank == slow else 0.0, here.barrier))
         here.barrier()
@@ -615,7 +607,7 @@ def remove_as_rank(folder: str) -> Any:
             shutil.rmtree(f"old_{number}")
         return os.listdir()
 
-    with PrivateFiles(here, started, lambda: False).installed():
+    with PrivateFiles(here, started).installed():
         here.barrier()
         return in_folder(Path(folder), program)
 
@@ -631,7 +623,7 @@ def test_ranks_remove_a_folder_at_the_same_time(tmp_path: Path) -> None:
 
 def saved_apart(folder: str) -> Any:
     here = ddpshim.world()
-    with mock.patch.object(saves, "_THREADS_S", 0.2), PrivateFiles(here, time.time(), lambda: False).installed():
+    with mock.patch.object(saves, "_THREADS_S", 0.2), PrivateFiles(here, time.time()).installed():
         torch.save({}, f"{folder}/of_{here.rank}.pt")
         here.barrier()
         try:

@@ -41,7 +41,7 @@ ONLY_CROP = {
     "observation__encoder__rgb__obs_randomizer_class": "CropRandomizer",
     "observation__encoder__rgb__obs_randomizer_kwargs": CROP,
 }
-IN_FLOAT64 = {"IN_FLOAT64": "1"}
+FLOAT64: dict[str, Any] = {"name": "float64", "environ": {"IN_FLOAT64": "1"}, **ONLY_CROP}
 Trainer = Callable[..., Run]
 
 
@@ -95,9 +95,7 @@ def test_without_a_launcher_it_is_the_unpatched_program(trainer: Trainer) -> Non
 
 @pytest.mark.upstream
 def test_patched_in_memory_it_is_the_patched_trainer(trainer: Trainer) -> None:
-    patched, unedited = (
-        trainer(2, name="float64", environ=IN_FLOAT64, in_memory=way, **ONLY_CROP) for way in (False, True)
-    )
+    patched, unedited = (trainer(2, in_memory=way, **FLOAT64) for way in (False, True))
     assert unedited.losses() == patched.losses()
     for there, here in zip(patched.observed, unedited.observed):
         assert here["samples"] == there["samples"]
@@ -111,7 +109,7 @@ def _of(networks: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]
 
 @pytest.mark.upstream
 def test_ranks_on_shards_equal_one_process_on_the_batch(trainer: Trainer) -> None:
-    one, two = (trainer(n, name="float64", environ=IN_FLOAT64, **ONLY_CROP) for n in (1, 2))
+    one, two = (trainer(n, **FLOAT64) for n in (1, 2))
     (alone,), (first, second) = one.observed, two.observed
     size = BATCH_SIZE // 2
     shards = [[seen["samples"][i : i + size] for i in range(0, 40, size)] for seen in (first, second)]
@@ -174,7 +172,7 @@ torch.save(droid.networks(algo), sys.argv[2])
 
 @pytest.mark.upstream
 def test_unpatched_code_loads_the_checkpoint_of_two_ranks_and_acts(trainer: Trainer, tmp_path: Path) -> None:
-    run = trainer(2, name="float64", environ=IN_FLOAT64, **ONLY_CROP)
+    run = trainer(2, **FLOAT64)
     tree = copy_tree(DROID, tmp_path, patched=False)
     written = max(run.folder.glob("out/*/*/models/*.pth"))
     keys = torch.load(written, weights_only=False)["model"]["nets"]
@@ -234,8 +232,8 @@ def test_a_signal_ends_it_and_it_goes_on_with_the_samples_that_were_left(trainer
 
 @pytest.mark.upstream
 def test_the_fork_trains_the_same_experiment(trainer: Trainer) -> None:
-    one = trainer(1, name="float64", environ=IN_FLOAT64, **ONLY_CROP)  # of DROID: the policy is the same
-    two = trainer(2, patch_set=FORK, name="float64", environ=IN_FLOAT64, **ONLY_CROP)
+    one = trainer(1, **FLOAT64)  # of DROID: the policy is the same
+    two = trainer(2, patch_set=FORK, **FLOAT64)
     assert largest_difference(one.observed[0]["networks"], two.observed[0]["networks"]) < 1e-9
     assert largest_difference(two.observed[0]["networks"], two.observed[1]["networks"]) == 0
 

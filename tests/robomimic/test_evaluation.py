@@ -15,10 +15,11 @@ from torch import nn
 
 import ddpshim
 from ddpshim.errors import RolloutError
-from ddpshim.evaluation import episodes
-from ddpshim.evaluation.evaluating import Evaluation, exact_interval
-from ddpshim.process import events
-from ddpshim.process.users_line import Progress, place_of
+from ddpshim.evaluation import evaluating
+from ddpshim.evaluation.evaluating import Evaluation, exact_interval, networks_of
+from ddpshim.failures.standings import place_of
+from ddpshim.process import observed
+from ddpshim.process.observed import Progress
 from tests.ranks import run_ranks
 
 
@@ -169,8 +170,8 @@ def test_a_policy_may_be_a_method_whose_memory_is_cleared_and_whose_networks_eva
     assert set(policy.seen) == {False}
     assert policy.parts["actor"].training
     held = Net()
-    assert episodes.networks_of(lambda observation: held(observation)) == [held]
-    assert episodes.networks_of(functools.partial(policy.act, 1)) == [policy.parts["actor"]]
+    assert networks_of(lambda observation: held(observation)) == [held]
+    assert networks_of(functools.partial(policy.act, 1)) == [policy.parts["actor"]]
 
 
 class Odd(Reach):
@@ -220,17 +221,17 @@ def test_what_would_be_wrong_is_refused(make_env: Any, policy: Any, more: dict[s
 def test_an_evaluation_is_recorded_and_known_as_work_of_a_rank() -> None:
     noted: list[tuple[str, Any]] = []
     records: Any = SimpleNamespace(note=lambda kind, **values: noted.append((kind, values)), end=print)
-    events.record_to(records)
+    observed.record_to(records)
     try:
         found = ddpshim.evaluate(Reach, Net(), 4)
     finally:
-        events.record_to(None)
+        observed.record_to(None)
     ((kind, values),) = noted
     assert (kind, values["environment"], values["episodes"]) == ("rollout", "Reach", 4)
     assert values["metrics"] == {"Success_Rate": found.success_rate, "Return": found.mean_reward}
     assert values["interval"] == found.interval
     assert values["returns"] == [episode.reward for episode in found.episodes]
-    place = place_of([FrameSummary("train.py", 3, "main"), FrameSummary(episodes.__file__, 80, "play")], Progress())
+    place = place_of([FrameSummary("train.py", 3, "main"), FrameSummary(evaluating.__file__, 80, "play")], Progress())
     assert place.section == "a rollout"
 
 

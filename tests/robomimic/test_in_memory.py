@@ -96,7 +96,6 @@ def test_a_program_and_what_it_imports_are_patched_and_shown_as_they_run(load: L
     assert frames[1].filename == f"{tmp_path}/tree/areas/disc.py, patched by ddpshim"
     disc = importlib.import_module("areas.disc")
     assert (disc.area(1), disc.__file__) == (TWO_PI, f"{tmp_path}/tree/areas/disc.py")
-    assert patching_in_memory.set_in_memory("areas") == "areas/1"
     assert {name: (tmp_path / "tree" / name).read_text() for name in FILES} == FILES
     assert not list(tmp_path.rglob("disc*.pyc")), "another program would run it"
 
@@ -105,7 +104,6 @@ def test_a_program_and_what_it_imports_are_patched_and_shown_as_they_run(load: L
 def test_another_program_gets_the_files_as_they_are(load: Load) -> None:
     assert not load({}, "areas.other")
     assert importlib.import_module("areas.disc").area(1) == PI
-    assert patching_in_memory.set_in_memory("areas") is None
 
 
 @pytest.mark.unit
@@ -161,7 +159,7 @@ def test_a_file_is_known_by_its_path(load: Load, tmp_path: Path) -> None:
 
 # The real trainer.
 
-RELEASE = "0.3.0"
+RELEASE, TRAINER = "0.3.0", ("-m", "robomimic.scripts.train")
 
 
 @pytest.mark.robomimic
@@ -174,8 +172,11 @@ def test_every_hunk_of_a_set_stands_once_in_its_release(patch_set: patch_sets.Pa
     for name, hashes in patch_set.files.items():
         content = (tree / name).read_bytes()
         assert patch_sets.sha256(content) == hashes.original
-        moved, odd = patch_sets.transform_moved(patch_set.patches, name, content)
-        assert (patch_sets.sha256(moved), odd) == (hashes.patched, [])
+        moved = content
+        for diff in (diff for diffs in patch_set.patches.values() for diff in diffs if diff.path == name):
+            moved, odd = patch_sets.apply_where_found(diff, moved)
+            assert odd == []
+        assert patch_sets.sha256(moved) == hashes.patched
         assert patch_sets.transform(patch_set.patches, name, moved, "original") == content, "it is reverted"
         assert moved != content
     found, lacking = patching_in_memory.fit(tree / "robomimic", [patch_set])
@@ -186,15 +187,19 @@ def test_every_hunk_of_a_set_stands_once_in_its_release(patch_set: patch_sets.Pa
     assert lacking == []
 
 
-def _run(tree: Path, folder: Path, *command: str) -> tuple[int, str]:
-    return start_afresh(["-m", "ddpshim", "run", "--nproc=2", *command], environment(tree), folder, START_DEADLINE_S)
-
-
-def _rename(config: Path, name: str) -> None:
-    """So that it asks nobody what to do with the directory of the run before."""
+def _train(
+    tree: Path, config: Path, name: str, num_ranks: int, *program: str, num_endings: int = 1
+) -> tuple[str, list[float]]:
+    """What a training of this experiment's name prints, and its losses; under `run` if on several ranks."""
     settings = json.loads(config.read_text())
-    settings["experiment"]["name"] = name
+    settings["experiment"]["name"] = name  # so that it asks nobody what to do with the directory of the run before
     config.write_text(json.dumps(settings))
+    run = ["-m", "ddpshim", "run", f"--nproc={num_ranks}"] if num_ranks > 1 else []
+    command = [*run, *program, "--config", str(config)]
+    code, said = start_afresh(command, environment(tree), config.parent, START_DEADLINE_S)
+    assert code == 0, said[-3000:]
+    assert said.count("finished run successfully") == num_endings, said[-3000:]
+    return said, [float(number) for number in re.findall(r'"Loss": (\S+?),', said)]
 
 
 @pytest.mark.launch
@@ -205,21 +210,16 @@ def test_a_fork_is_patched_or_distributed_as_any_program_is(tmp_path: Path) -> N
     trainer, algorithm = (tree / "robomimic" / name for name in ("scripts/train.py", "algo/td3_bc.py"))
     for file in (trainer, algorithm):
         file.write_text("# ours\n" + file.read_text())
-    code, said = _run(tree, tmp_path, str(trainer), "--config", str(config))  # the path, not -m
-    assert code == 0, said[-3000:]
+    said, patched = _train(tree, config, "patched", 2, str(trainer))  # the path, not -m
     assert "global batch 100 = 2 ranks x 50" in said
     one_line = "the lines of robomimic/0.3.0 occur once each in robomimic/algo/td3_bc.py, robomimic/scripts/train.py"
-    assert said.count(one_line) == said.count("finished run successfully") == 1
-    patched = _losses(said)
+    assert said.count(one_line) == len(patched) == 1
 
     algorithm.write_text(algorithm.read_text().replace("lam = self.algo_config.alpha /", "lam = 1.0 * 2.5 /"))
-    _rename(config, "own_loss")
-    code, said = _run(tree, tmp_path, "-m", "robomimic.scripts.train", "--config", str(config))
-    assert code == 0, said[-3000:]
+    said, losses = _train(tree, config, "own_loss", 2, *TRAINER)
     assert re.search(r"algo/td3_bc\.py, 03-model\.patch, line 289: '.*' and the lines after it occur nowhere", said)
     assert "of the operations on batches were divided among the ranks" in said
-    assert _losses(said) == pytest.approx(patched, rel=1e-5)
-    assert len(patched) == 1
+    assert losses == pytest.approx(patched, rel=1e-5)
 
 
 @pytest.mark.launch
@@ -227,22 +227,11 @@ def test_a_fork_is_patched_or_distributed_as_any_program_is(tmp_path: Path) -> N
 def test_with_a_batch_that_ranks_do_not_divide_they_hold_it_whole(tmp_path: Path) -> None:
     tree = copy_release(RELEASE, tmp_path, "plain")
     config = make_run_config(tree, RELEASE, "bc_vae", tmp_path, 3, 2, train__batch_size=25)
-    found = []
-    for name, launcher in (("one", []), ("two", ["-m", "ddpshim", "run", "--nproc=2"])):
-        _rename(config, name)
-        command = [*launcher, "-m", "robomimic.scripts.train", "--config", str(config)]
-        code, said = start_afresh(command, environment(tree), tmp_path, START_DEADLINE_S)
-        assert code == 0, said[-3000:]
-        assert said.count("finished run successfully") == 1
-        found.append(_losses(said))
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
-    assert len(found[0]) == 2
+    (_, one), (said, two) = (_train(tree, config, f"on {n}", n, *TRAINER) for n in (1, 2))
+    assert one == pytest.approx(two, rel=1e-6)
+    assert len(one) == 2
     assert "2 ranks do not divide the batch of 25: each holds the whole batch and computes its rows" in said
-    assert not [*tmp_path.glob("out/two/*/ddpshim")], "shares have records"
-
-
-def _losses(said: str) -> list[float]:
-    return [float(number) for number in re.findall(r'"Loss": (\S+?),', said)]
+    assert not [*tmp_path.glob("out/on 2/*/ddpshim")], "shares have records"
 
 
 @pytest.mark.launch
@@ -252,19 +241,14 @@ def test_a_trainer_of_ones_own_around_robomimic_is_a_program_like_others(tmp_pat
     config = make_run_config(tree, RELEASE, "bc_rnn_gmm", tmp_path, 3, 2)
     copy = tmp_path / "my_train.py"
     copy.write_text("import ddpshim.auto\n" + (tree / "robomimic" / "scripts" / "train.py").read_text())
-    found = []
-    for name, launcher in (
-        ("one", []),
-        ("three", ["-m", "torch.distributed.run", "--nproc_per_node=3", f"--master_port={free_port()}"]),
-    ):
-        _rename(config, name)
-        command = [*launcher, str(copy), "--config", str(config)]
-        code, said = start_afresh(command, environment(tree), tmp_path, START_DEADLINE_S)
-        assert code == 0, said[-3000:]
-        assert said.count("finished run successfully") == 1
-        (newest,) = (tmp_path / "out" / name).glob("*/models/model_epoch_2.pth")
-        found.append((torch.load(newest, weights_only=False)["model"], _losses(said)))
-    (one, losses), (three, losses_of_three) = found
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=3", f"--master_port={free_port()}"]
+    (_, losses), (said, losses_of_three) = (
+        _train(tree, config, name, 1, *launcher, str(copy), num_endings=num)
+        for name, num, launcher in (("one", 1, []), ("three", 3, torchrun))  # which shows what each rank prints
+    )
+    assert "is trained by all ranks together" in said
+    paths = [next(tmp_path.glob(f"out/{name}/*/models/model_epoch_2.pth")) for name in ("one", "three")]
+    one, three = (torch.load(path, weights_only=False)["model"] for path in paths)
     assert len(losses) == 2
-    assert losses_of_three == pytest.approx(losses, rel=1e-4)
+    assert sorted(losses_of_three) == pytest.approx(sorted(losses * 3), rel=1e-4)
     assert max(float((one[key] - three[key]).abs().max()) for key in one) < 1e-5

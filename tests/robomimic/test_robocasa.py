@@ -165,7 +165,7 @@ def test_a_failing_episode_ends_its_evaluation_and_no_more(
     _check_statistics(evaluated[f"{number} episodes 2"], run)
 
 
-def test_the_first_episode_fails(trainer: Trainer) -> None:
+def test_of_a_first_episode_that_fails_there_are_no_statistics(trainer: Trainer) -> None:
     run = _evaluate(trainer, 2, fault="toy_env:0:1")
     assert _statistics(run) == [{"Return": -1, "Success_Rate": -1, "Time_Episode": -1, "time": -1}] * 2
 

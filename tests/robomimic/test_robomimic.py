@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpshim.data.transfer import OnDevice
+from ddpshim.data.batch import OnDevice
 from ddpshim.job.world import World
 from ddpshim.observe.report import load, verdict
 from ddpshim.options import Options

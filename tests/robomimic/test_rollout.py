@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ddpshim.evaluation import dealing, environments
+from ddpshim.job.world import World
 from ddpshim.robomimic import rollout
 from evidence.equivalence import Run
 from tests.ranks import run_ranks
@@ -131,16 +132,6 @@ def test_an_environment_that_fails_on_one_rank_ends_the_job(evaluate: Evaluator,
     assert f"; rank {1 - rank}'s own error: RolloutError" in run.log
     assert text in run.log.split("Root Cause (first observed failure):")[1]
     assert "finished run successfully" not in run.log
-
-
-@needs_robomimic
-def test_rollouts_on_the_main_rank_alone(evaluate: Evaluator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DDPSHIM_ROLLOUTS", "main")
-    run = evaluate(2, experiment__render_video=True, experiment__keep_all_videos=False)
-    assert len(_episodes(run, 0)) == 2 * NUM_EPISODES
-    assert _written_down(run, 1) == []
-    assert len(_statistics(run)) == 2
-    assert any("Toy_success" in name for name in _checkpoints(run))
 
 
 @needs_robomimic
@@ -267,9 +258,8 @@ def _rank_evaluates(envs: str) -> tuple[list[float], list[str]]:
     for number, make in enumerate({"seeded": SEEDED, "named": NAMED}[envs]):
         made = make()
         said.append(f"{number}")
-        returns: dict[str, list[float]] = {}
-        logs, _ = rollout.rollout_with_stats(
-            policy=None, envs={"Walk": made}, horizon=1, num_episodes=6, epoch=1, video_dir=None, returns=returns
+        logs, _, returns = rollout.rollout_with_stats(
+            policy=None, envs={"Walk": made}, horizon=1, num_episodes=6, epoch=1, video_dir=None
         )
         assert sum(returns["Walk"]) / 6 == pytest.approx(logs["Walk"]["Return"])
         assert len(returns["Walk"]) == 6
@@ -313,8 +303,9 @@ def test_renderers_use_the_gpu_of_the_rank(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, gpu: int, expected: str | None
 ) -> None:
     monkeypatch.setattr(os, "environ", {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
-    dealing.render_on(gpu)
+    here = World(world_size=2, device=torch.device("cuda", gpu), launcher="torchrun")
+    dealing.render_on_own_gpu(here)
     assert os.environ.get("MUJOCO_EGL_DEVICE_ID") == os.environ.get("EGL_DEVICE_ID") == expected
     os.environ["MUJOCO_EGL_DEVICE_ID"] = "9"
-    dealing.render_on(gpu)
+    dealing.render_on_own_gpu(here)
     assert os.environ["MUJOCO_EGL_DEVICE_ID"] == "9", "what the user set is gone"

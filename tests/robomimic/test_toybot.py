@@ -11,9 +11,12 @@ from typing import Any, Optional
 import pytest
 import torch
 
-from ddpshim.observe.report import load
+import ddpshim
+from ddpshim.errors import WorldError
+from ddpshim.trainers.session import session
 from evidence.equivalence import largest_difference
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh
+from tests.ranks import run_ranks
 
 TOYBOT = Path(__file__).parents[1] / "toybot"
 pytestmark = pytest.mark.launch
@@ -62,7 +65,6 @@ def test_unedited_on_two_ranks_it_is_the_patched_trainer_and_one_process(toybot:
     assert code == 0, said
     patched, patched_losses, _ = toybot.train("patched", 2)
     alone, alone_losses, _ = toybot.train("alone")
-    assert "toybot patch: applied (toybot/1.0)" in toybot.python("-m", "ddpshim", "selftest", "--env")[1]
     toybot.python("-m", "ddpshim", "patch", "revert", "--target", "toybot")
 
     assert _difference(two, patched) == 0
@@ -74,37 +76,14 @@ def test_unedited_on_two_ranks_it_is_the_patched_trainer_and_one_process(toybot:
     assert plain_losses[-1] < plain_losses[0] / 3
 
 
-INTERRUPTED = """    def compute_loss(self, batch):
-        import signal, time
-        time.sleep(0.1)  # ranks look for signals about twice a second
-        if self.training and os.path.exists("interrupt") and os.environ["RANK"] == "1":
-            os.remove("interrupt")
-            os.kill(os.getpid(), signal.SIGTERM)
-"""
+def _with_another_config() -> str:
+    config = {"data": {"seed": 1 + (ddpshim.world().rank == 2), "path": "a"}}
+    with pytest.raises(WorldError) as raised:
+        session().begin(config, seed=1)
+    return str(raised.value)
 
 
-def test_interrupted_in_an_epoch_it_goes_on_as_if_it_had_not_been(toybot: Toybot) -> None:
-    whole, losses, _ = toybot.train("whole run", 2)
-    file = toybot.folder / "site" / "toybot" / "train.py"
-    text = file.read_text()
-    file.write_text(text.replace("    def compute_loss(self, batch):\n", INTERRUPTED))
-    toybot.folder.joinpath("interrupt").touch()
-    code, said = toybot.python(
-        *("-m", "ddpshim", "run", "--nproc=2", "-m", "toybot.train", "--out", "broken run"), DDPSHIM_RESUME="always"
-    )
-    assert code == 75, said
-    assert "trained" not in said
-    parts = [json.loads(line) for line in (toybot.folder / "broken run" / "log.jsonl").read_text().splitlines()]
-    assert len(parts) < 3
-    code, said = toybot.python(
-        *("-m", "ddpshim", "run", "--nproc=2", "-m", "toybot.train", "--out", "broken run"), DDPSHIM_RESUME="always"
-    )
-    file.write_text(text)
-    assert code == 0, said
-    assert "resuming at epoch" in said
-    logged = [json.loads(line) for line in (toybot.folder / "broken run" / "log.jsonl").read_text().splitlines()]
-    assert [epoch["epoch"] for epoch in logged] == [0, 1, 2]
-    assert [epoch["loss"] for epoch in logged] == pytest.approx(losses, rel=1e-6)
-    assert _difference(torch.load(toybot.folder / "broken run" / "policy.pth"), whole) == 0
-    run = load(toybot.folder / "broken run")
-    assert [len(run.starts), [*run.losses("training")], run.starts[0][0][-1]["how"]] == [2, [0, 1, 2], "left"]
+@pytest.mark.ranks
+def test_a_config_that_differs_is_refused_on_all_ranks() -> None:
+    for said in run_ranks(_with_another_config, 3):
+        assert said.startswith("data.seed is 1 on rank 0 and 2 on rank 2; ranks would train different experiments")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import ddpshim
 from ddpshim.process.job import current
-from ddpshim.rows import calls, capture
+from ddpshim.rows import calls, capture, tape
 from ddpshim.rows.tensor import Counts, divided
 from tests.one_process.parts import below
 from tests.ranks import run_ranks
@@ -109,12 +109,12 @@ def _joins(net: Net, y: Tensor) -> Any:
 CAPTURED = (None, _notes_usage, _asserts, _decodes)
 REFUSED: dict[Any, str] = {
     **dict.fromkeys(CAPTURED, ""),
-    _asserts_rows: "it asserts what it reads from a batch",
+    _asserts_rows: "it gathers wholes",
     _joins: "a network inside divides a tensor of its own",
     _gathers: "it gathers wholes",
     _reads: "",  # in Dynamo's words
     _keeps: "",
-    _without_rule: "no rule says how trapezoid is divided",
+    _without_rule: "it gathers wholes",
     _by_generator: "",
     _counts: "its Python differs from call to call",
 }
@@ -196,7 +196,7 @@ def _that_differs() -> Any:
     def wrong(one: Tensor, other: Tensor) -> bool:
         return False
 
-    with mock.patch.object(capture, "are_equal", wrong):
+    with mock.patch.object(tape, "are_equal", wrong):
         return _of_one(None, False)[0], *_of_one(None, True)
 
 

@@ -22,7 +22,7 @@ import ddpshim
 from ddpshim.errors import SyncError
 from ddpshim.failures import failure
 from ddpshim.job.process_group import ENDS_THREADS
-from ddpshim.model import backward, checksums, guard
+from ddpshim.model import backward, difference, guard
 from ddpshim.process.job import current
 from tests.ranks import errors_of, free_port, run_ranks
 
@@ -53,7 +53,7 @@ def _steps(net: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> 
 
 
 def _sum(tensor: torch.Tensor) -> int:
-    return checksums.numbers_of(tensor)[0]
+    return difference.numbers_of(tensor)[0]
 
 
 @pytest.mark.unit
@@ -77,7 +77,7 @@ def test_the_checksum_sees_every_bit_but_not_which_nan() -> None:
     balanced = torch.tensor([1.0, -1.0])
     up = torch.nextafter(balanced, balanced + 1)
     assert _sum(up) == _sum(balanced)
-    assert checksums.numbers_of(up) != checksums.numbers_of(balanced)
+    assert difference.numbers_of(up) != difference.numbers_of(balanced)
     nans = torch.tensor([0x7FC00000, -0x400000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
     assert bool(nans.isnan().all())
     assert len({_sum(nan) for nan in nans}) == 1
@@ -168,18 +168,6 @@ def _be_legitimate() -> None:
     assert [wrapped.num_reductions, private.num_reductions] == [112, 12]
 
 
-def _order_networks_otherwise() -> None:
-    """Two networks that a backward pass meets in another order on each rank."""
-    here = ddpshim.world()
-    first = ddpshim.wrap_parallel(_net(), broadcast_buffers=False)
-    second = ddpshim.wrap_parallel(_net(), broadcast_buffers=False)
-    for _ in range(2):
-        both = [first, second] if here.is_main else [second, first]
-        sum(_loss(net) for net in both).backward()
-    torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1).step()
-    assert first.num_reductions + second.num_reductions == 4, "nobody waits for the comparison"
-
-
 def _by_hand(net: nn.Module) -> None:
     parameters = list(net.parameters())
     for p, g in zip(parameters, torch.autograd.grad(_loss(net), parameters)):
@@ -229,7 +217,6 @@ CASES: list[tuple[Callable[[], None], str]] = [
     (partial(_set_gradients_later, True), REPLACED),
     (partial(_set_gradients_later, False), REPLACED),
     (_be_legitimate, "^$"),
-    (_order_networks_otherwise, "^$"),
     (_turn_off, "^$"),
 ]
 
@@ -481,13 +468,11 @@ def _rank_cleans_up() -> int:
     target = ddpshim.wrap_parallel(_net().requires_grad_(False))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     _steps(net, optimizer, 1)
-    watched = current().part(guard.GuardState)
-    assert watched.companions == [target.module]
+    assert current().part(guard.GuardState).companions == [target.module]
     ddpshim.cleanup()
-    with contextlib.suppress(SyncError):
-        _by_hand(net)
-        optimizer.step()
-    return len(watched.steps) + len(vars(current())["_parts"]) + watched.sees_optimizers
+    _by_hand(net)
+    optimizer.step()
+    return len(vars(current())["_parts"])
 
 
 def test_cleanup_takes_the_guards_away() -> None:

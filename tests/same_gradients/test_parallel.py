@@ -12,6 +12,7 @@ import warnings
 from collections import OrderedDict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Callable
 
 import pytest
@@ -23,11 +24,10 @@ import ddpshim
 from ddpshim.errors import SyncError
 from ddpshim.job.process_group import ENDS_THREADS
 from ddpshim.model import backward, guard, reducer
-from ddpshim.model.keys import new_keys
-from ddpshim.model.parallel import DataParallelModule
-from ddpshim.model.reducer import _FirstGradient, moved
-from ddpshim.model.wrapper import BareModule
+from ddpshim.model.reducer import _FirstGradient
+from ddpshim.model.wrapper import BareModule, new_keys
 from ddpshim.model.wrapping import best_bucket_cap_mb
+from ddpshim.process.devices import moved
 from ddpshim.process.job import current
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh
 from tests.ranks import errors_of, run_ranks
@@ -865,35 +865,24 @@ def test_one_process_passes_everything_through(one: BareModule) -> None:
     assert nn.functional.batch_norm is before
 
 
-class _WithNamesOfDataParallel(nn.Linear):
-    """Has attributes and methods that torch's DataParallel has, too."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-        self.dim, self.device_ids, self.src_device_obj, self.output_device = "mine", "mine", "mine", "mine"
-
-    def _mine(self, *args: Any) -> str:
-        return "mine"
-
-    scatter = gather = replicate = parallel_apply = _mine
-
-
 @pytest.mark.unit
-def test_dataparallel_and_its_module_do_not_take_each_others_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    spread = DataParallelModule(_WithNamesOfDataParallel())
-    assert {spread.dim, spread.device_ids, spread.src_device_obj, spread.gather(), spread.scatter()} == {"mine"}
-    spread.dim = spread.gather = "changed"
-    assert [spread.module.dim, spread.module.gather, spread.dim, spread.gather] == ["changed"] * 4
+def test_one_process_that_sees_several_gpus_is_spread_over_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpus(nn.Linear):
+        dim = "mine"  # a name of DataParallel's
+
+        def parameters(self, recurse: bool = True) -> Any:
+            return [SimpleNamespace(is_cuda=True)]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     seen = []
-    monkeypatch.setattr(DataParallel, "forward", lambda self, x: (seen.append(self.device_ids), x)[1])
+    monkeypatch.setattr(nn.DataParallel, "forward", lambda self, x: (seen.append(self.device_ids), x)[1])
+    monkeypatch.setattr(nn.DataParallel, "__init__", lambda self, module: vars(self).update(device_ids=[0, 1]))
+    monkeypatch.setattr(nn.DataParallel, "__call__", nn.DataParallel.forward)
+    spread = ddpshim.wrap_parallel(OnGpus(2, 2))
     assert spread(torch.ones(1)).item() == 1
-    assert seen == [[]]
-    assert list(spread.state_dict()) == ["weight", "bias"]
-    assert [name for name, _ in spread.named_modules()] == [""]
-    for is_last in (False, True):
-        with spread.accumulate(is_last):
-            spread.module(torch.ones(1, 2)).sum().backward()
-    assert spread.weight.grad.tolist() == [[2, 2], [2, 2]]
+    assert (seen, spread.dim, list(spread.state_dict())) == ([[0, 1]], "mine", ["weight", "bias"])
+    assert type(ddpshim.wrap_parallel(nn.Linear(2, 2))) is BareModule  # it is not on a GPU
 
 
 @pytest.mark.unit

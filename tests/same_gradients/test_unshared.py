@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import ddpshim
 from ddpshim.errors import SyncError
-from ddpshim.failures import unsynced_check
+from ddpshim.failures import failure
 from ddpshim.process import job
 from tests.preloaded import START_DEADLINE_S, environment
 from tests.ranks import errors_of, run_ranks
@@ -113,8 +113,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     job.begin_next()
-    unsynced_check.begin()
-    job.current().part(unsynced_check.Answer).num_collectives = None
+    failure.begin_checks()
+    job.current().num_collectives = None
     yield
     job.current().end()
     job.begin_next()
@@ -135,16 +135,14 @@ def test_a_program_that_nothing_distributes(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.unit
 @pytest.mark.usefixtures("launched")
-@pytest.mark.parametrize("name", ["horovod", "mpi4py", "deepspeed"])
-def test_a_program_that_distributes_itself_otherwise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, name, sys)
-    assert _train_one() == 2
-
-
-@pytest.mark.unit
-@pytest.mark.usefixtures("launched")
-def test_each_process_may_train_its_own_if_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DDPSHIM_GUARD", "0")
+@pytest.mark.parametrize("name", ["horovod", "mpi4py", "deepspeed", "DDPSHIM_GUARD"])
+def test_a_program_that_distributes_itself_otherwise_or_trains_several_models(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name.isupper():
+        monkeypatch.setenv(name, "0")
+    else:
+        monkeypatch.setitem(sys.modules, name, sys)
     assert _train_one() == 2
 
 

@@ -31,9 +31,9 @@ from torch.utils.data import (
 
 import ddpshim
 from ddpshim.errors import SyncError
-from ddpshim.job import noise, shared_draws, shares
+from ddpshim.job import noise, shared_draws
 from ddpshim.options import Options
-from ddpshim.process.seeds import seed_everything
+from ddpshim.process.job import seed_everything
 from ddpshim.trainers.session import _Metrics
 from tests.ranks import errors_of, own_rows, run_ranks
 
@@ -52,7 +52,7 @@ def _join(**options: Any) -> Any:
 
 @pytest.mark.unit
 def test_one_row_on_a_rank_whose_place_in_memory_is_unknown_is_refused() -> None:
-    share = shares.Share(rank=1, world_size=2, num_rows=1)
+    share = noise.Share(rank=1, world_size=2, num_rows=1)
     assert shared_draws._template(share, torch.ones(1, 3, 4), 0).stride() == (12, 4, 1)
     assert shared_draws._template(share, torch.ones(3, 1, 4), 1).stride() == (8, 4, 1)
     with pytest.raises(SyncError, match=r'setup\(batch="global"\)'):
@@ -141,9 +141,9 @@ def _rank_draws(num_rows: int) -> Any:
     here = _join()
     noise.share()
     num = num_rows // here.world_size
-    shares.begin_batch(num)
+    noise.begin_batch(num)
     drawn = _draws(num, slice(here.rank * num, (here.rank + 1) * num))
-    shares.end_batch()
+    noise.end_batch()
     torch.manual_seed(1)
     return drawn, torch.randn(num_rows // here.world_size)
 
@@ -161,7 +161,7 @@ def test_each_rank_draws_its_rows_of_what_one_process_draws(world_size: int) -> 
 
 
 def test_where_the_batch_stands_in_a_shape() -> None:
-    share = shares.Share(rank=1, world_size=2, num_rows=4)
+    share = noise.Share(rank=1, world_size=2, num_rows=4)
     for shape, where in {
         (4, 7): 0,
         (12, 4): 0,  # three rows for each sample
@@ -547,7 +547,7 @@ def test_a_first_draw_in_the_middle_of_a_pass_is_refused() -> None:
         assert re.search(r"a sample of _Augmented draws random numbers, .* Draw for each sample", first)
 
 
-OWN_NOISE = ["shard_iterable", "already_sharded", "per_rank"]
+OWN_NOISE = ["already_sharded", "per_rank"]
 
 
 def _rank_draws_its_own() -> list[Any]:
@@ -555,9 +555,7 @@ def _rank_draws_its_own() -> list[Any]:
     for how in OWN_NOISE:
         _join(noise="per_rank" if how == "per_rank" else "one_process")
         loader: Any = ()
-        if how == "shard_iterable":
-            ddpshim.shard_iterable(range(8))
-        elif how == "already_sharded":
+        if how == "already_sharded":
             ddpshim.make_loader(_clean(), 4, already_sharded=True)
         else:
             loader = ddpshim.make_loader(_clean(), BATCH, shuffle=True)
@@ -588,7 +586,7 @@ def _rank_names_lines() -> Any:
 
 def _names_lines() -> list[float]:
     noise.share()
-    shares.begin_batch(4)
+    noise.begin_batch(4)
     packed = nn.utils.rnn.pack_sequence([torch.ones(2, 3)] * 4)
     nn.LSTM(3, 4, 2, dropout=0.5)(packed)
     drawn = torch.poisson(torch.full((4,), 1e5))

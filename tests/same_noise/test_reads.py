@@ -18,7 +18,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import ddpshim
 from ddpshim.errors import WorldError
+from ddpshim.process.job import current
 from ddpshim.rows import blocks
+from ddpshim.rows.tensor import Counts
 from ddpshim.trainers.unedited.reads import equal_reads
 from tests.one_process.parts import below
 from tests.ranks import run_ranks
@@ -63,10 +65,10 @@ class _Peeks(nn.Module):
 
 
 def _reads() -> dict[str, Any]:
-    here, is_alone = ddpshim.world(), []
+    here = ddpshim.world()
     loss = torch.tensor(_OWN[here.rank], requires_grad=True) * 1
     before = {name: vars(torch.Tensor).get(name) for name in ("item", "__float__", "__format__", "numpy", "__bool__")}
-    with equal_reads(here, lambda: bool(is_alone)):
+    with equal_reads(here):
         out = {name: read(loss) for name, read in _READS.items()}
         out["of a class of its own"] = torch.tensor(_OWN[here.rank]).as_subclass(_Own).item()
         nan = torch.tensor(struct.unpack("<i", struct.pack("<i", 0x7FC00001))[0], dtype=torch.int32).view(torch.float32)
@@ -81,9 +83,8 @@ def _reads() -> dict[str, Any]:
         plateau = ReduceLROnPlateau(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), patience=0)
         plateau.step(loss.detach())
         out["plateau"] = plateau.best
-        is_alone.append(1)
-        out["alone"] = loss.item()
-        is_alone.clear()
+        with current().part(Counts).alone():
+            out["alone"] = loss.item()
         out["thread"] = []
         thread = threading.Thread(target=lambda: out["thread"].append(loss.item()))
         thread.start()
@@ -116,7 +117,7 @@ def test_numbers_are_those_of_the_main_rank() -> None:
 def _later() -> list[float]:
     """What is read at one line: from the 13th number on, ranks have different ones. What is asserted is not told."""
     here = ddpshim.world()
-    with equal_reads(here, lambda: False):
+    with equal_reads(here):
         if here.is_main:
             below(torch.zeros(()), 1)
         found = []
@@ -152,7 +153,7 @@ def _part(kind: str) -> None:
 
 
 def _error_of(kind: str) -> str:
-    with equal_reads(ddpshim.world(), lambda: False), pytest.raises(WorldError) as raised:
+    with equal_reads(ddpshim.world()), pytest.raises(WorldError) as raised:
         _part(kind)
     return str(raised.value)
 

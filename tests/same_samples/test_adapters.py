@@ -18,7 +18,6 @@ from ddpshim.data.loader import make_loader
 from ddpshim.job.world import World
 from ddpshim.launch.runner import Launch, problems_of_program
 from ddpshim.robomimic import adapter as robomimic
-from ddpshim.tools import selftest
 
 
 class Squares(Dataset):  # type: ignore[type-arg]
@@ -47,7 +46,6 @@ def toybot(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     """An adapter for the package toybot, as a third party's entry point registers it."""
     module: Any = types.ModuleType("toybot_adapter")
     module.fetcher = lambda dataset: Fetcher(dataset) if isinstance(dataset, Squares) else None
-    module.state_of_files = lambda: "patched"
     monkeypatch.setitem(sys.modules, "toybot_adapter", module)
     point = metadata.EntryPoint("toybot", "toybot_adapter", adapters.GROUP)
     found: Any = metadata.EntryPoints([point]) if sys.version_info >= (3, 10) else {adapters.GROUP: (point,)}
@@ -58,16 +56,12 @@ def toybot(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
 
 
 def test_only_ours_without_entry_points() -> None:
-    assert adapters.packages() == {
-        "robomimic": "ddpshim.robomimic.adapter",
-        **dict.fromkeys(("diffusion_policy", "diffusion_policy_3d"), "ddpshim.diffusion_policy"),
-    }
+    assert adapters.packages() == {"robomimic": "ddpshim.robomimic.adapter"}
     assert adapters.fetcher_of(Squares()) is None
 
 
 @pytest.mark.usefixtures("toybot")
-def test_a_third_partys_dataset_gives_whole_batches_and_its_files_are_known() -> None:
-    assert selftest._patch_states()["toybot"] == "patched"
+def test_a_third_partys_dataset_gives_whole_batches() -> None:
     world = World(launcher="torchrun")
     (first, second) = make_loader(Squares(), batch_size=4, world=world)
     assert (first, second) == (("whole", [0, 1, 4, 9]), ("whole", [16, 25, 36, 49]))
@@ -75,9 +69,8 @@ def test_a_third_partys_dataset_gives_whole_batches_and_its_files_are_known() ->
 
 
 def test_an_adapter_need_not_offer_anything(toybot: types.ModuleType) -> None:
-    del toybot.fetcher, toybot.state_of_files  # type: ignore[attr-defined]
+    del toybot.fetcher  # type: ignore[attr-defined]
     assert adapters.fetcher_of(Squares()) is None
-    assert "toybot" not in selftest._patch_states()
 
 
 def test_a_package_knows_why_its_trainer_cannot_start(

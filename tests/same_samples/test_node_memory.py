@@ -21,9 +21,9 @@ from ddpshim.data import node_memory
 from ddpshim.data.node_memory import shared_arrays
 from ddpshim.errors import DataError, WorldError
 from ddpshim.job.world import World
+from ddpshim.options import Options
 from ddpshim.process import machine, say
-from ddpshim.robomimic import batches, datasets, node_cache, windows
-from ddpshim.robomimic.datasets import RobomimicOptions
+from ddpshim.robomimic import batches, datasets, node_cache
 from tests import sequences as demos
 from tests.ranks import _server, run_ranks
 
@@ -170,10 +170,7 @@ def test_batches_and_spawned_workers_have_the_same_copy(folder: Path, mode: str)
     upstream, shared = _shared(folder, mode, **demos.KINDS["images"])
     expected = default_collate([upstream[index] for index in INDICES])
     assert batches.attach(shared) is None
-    keys = [*demos.LOW_DIM, *([demos.IMAGE] if mode == "all" else [])]
-    obs = [f"{group}/{key}" for group in ("next_obs", "obs") for key in keys]
-    assert {"actions", "rewards", *obs} <= {*shared.hdf5_cache.flat}
-    assert windows._is_same(demos.fetch(shared, INDICES), expected)
+    assert batches._is_same(demos.fetch(shared, INDICES), expected)
     receive, send = _server.Pipe(duplex=False)
     worker = _server.Process(target=_read, args=(shared, send), daemon=True)
     worker.start()
@@ -181,7 +178,7 @@ def test_batches_and_spawned_workers_have_the_same_copy(folder: Path, mode: str)
         assert receive.poll(60)
         samples, has_mapped = receive.recv()
         assert has_mapped
-        assert windows._is_same(default_collate(samples), expected)
+        assert batches._is_same(default_collate(samples), expected)
     finally:
         worker.kill()
         worker.join()
@@ -201,12 +198,12 @@ def test_demonstrations_that_are_not_alike_stay_upstreams(folder: Path) -> None:
     assert problem.startswith(f"{path}: obs/eef_pos of demo_2 is <f4[7, 3], not <f8[7, 3] as after demo_0")
 
 
-@pytest.mark.parametrize("place", ["auto", "off"])
+@pytest.mark.parametrize("is_shared", [True, False])
 def test_a_launched_training_shares_where_it_can(
-    folder: Path, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, is_shared: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     say.say_once.cache_clear()
-    here = World(launcher="torchrun", options=RobomimicOptions(node_memory=place))
+    here = World(launcher="torchrun", options=Options(node_memory=is_shared))
     monkeypatch.setattr(datasets, "world_of_shares", lambda: here)
     path = demos.make_file(folder / "demos.hdf5")
     config = SimpleNamespace(train=SimpleNamespace(hdf5_cache_mode="all"))
@@ -220,8 +217,8 @@ def test_a_launched_training_shares_where_it_can(
     kind = type(demos.make(folder, None, file=path.name))
     found = datasets._load_once_a_node(load, keys, kind, config)
     assert keys == [*demos.LOW_DIM]
-    assert [isinstance(dataset.hdf5_cache, node_cache.Demos) for dataset in found] == [place == "auto"] * 2
-    assert [type(dataset.getitem_cache) is list for dataset in found] == [place == "off"] * 2
+    assert [isinstance(dataset.hdf5_cache, node_cache.Demos) for dataset in found] == [is_shared] * 2
+    assert [type(dataset.getitem_cache) is list for dataset in found] == [not is_shared] * 2
     with demos.h5py.File(path, "r+") as file:
         file["data/demo_1/obs/extra"] = 1  # not loaded
         del file["data/demo_3/actions"]
@@ -229,5 +226,5 @@ def test_a_launched_training_shares_where_it_can(
     found = datasets._load_once_a_node(load, [*demos.LOW_DIM, "lang"], kind, config)
     assert type(found[0].getitem_cache) is list
     said = capsys.readouterr().err
-    assert ("actions of demo_3 is <f4[9, 3], not <f4[9, 7]" in said) == (place == "auto")
-    assert ("each rank loads its own copy, as upstream does" in said) == (place == "auto")
+    assert ("actions of demo_3 is <f4[9, 3], not <f4[9, 7]" in said) == is_shared
+    assert ("each rank loads its own copy, as upstream does" in said) == is_shared

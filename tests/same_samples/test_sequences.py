@@ -17,12 +17,10 @@ from torch.utils.data import DataLoader, default_collate
 import ddpshim
 from ddpshim import adapters
 from ddpshim.data.loader import make_loader
-from ddpshim.data.loader_builder import divide
-from ddpshim.errors import DataError
 from ddpshim.job.world import World
 from ddpshim.process import say
 from ddpshim.robomimic import batches as sequences
-from ddpshim.robomimic import datasets, node_cache, windows
+from ddpshim.robomimic import datasets, node_cache
 from tests import sequences as demos
 from tests.preloaded import environment
 from tests.preloaded_commands import python
@@ -74,13 +72,13 @@ def test_every_kind_of_dataset_of_other_releases(tmp_path: Path, release: str) -
 
 
 def test_the_comparison_can_fail(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mask = windows.Windows._sample
+    mask = sequences.Windows._sample
 
     def shifted(self: Any, at: Any, here: Any, *args: Any) -> Any:
         here._rows = np.maximum(here._rows - 1, 0)
         return mask(self, at, here, *args)
 
-    monkeypatch.setattr(windows.Windows, "_sample", shifted)
+    monkeypatch.setattr(sequences.Windows, "_sample", shifted)
     dataset = demos.make(folder, "low_dim", seq_length=3)
     assert "come out different" in str(sequences.attach(dataset))
     assert not hasattr(dataset, "__getitems__")
@@ -96,9 +94,9 @@ def test_batches_are_compared_to_the_last_bit(what: str) -> None:
         "one bit": {**one, "b": {"c": torch.tensor([-0.0, float("nan")])}},
         "shape": {**one, "a": torch.ones(4)},
     }[what]
-    assert windows._is_same(one, {**one, "a": one["a"].clone()})
-    assert not windows._is_same(one, other)
-    assert not windows._is_same(other, one)
+    assert sequences._is_same(one, {**one, "a": one["a"].clone()})
+    assert not sequences._is_same(one, other)
+    assert not sequences._is_same(other, one)
 
 
 def test_a_file_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
@@ -171,7 +169,7 @@ def test_patched_code_is_not_known(folder: Path, monkeypatch: pytest.MonkeyPatch
     dataset = demos.make(folder, "low_dim")
     assert not sequences.is_known(dataset)
     assert not sequences.is_known([1, 2])
-    with pytest.raises(windows.Unproven, match="the code of SequenceDataset is not one that is known here"):
+    with pytest.raises(sequences.Unproven, match="the code of SequenceDataset is not one that is known here"):
         sequences.plan(dataset)
     monkeypatch.undo()
     dataset.get_item = lambda index: {}
@@ -204,7 +202,7 @@ def test_the_data_are_held_once_in_flat_arrays(folder: Path, cache_mode: Any) ->
             assert np.shares_memory(held["actions"], flat["actions"]), demo
     assert demos.is_same_batch(dataset, other)
     one_by_one = default_collate([dataset[index] for index in range(len(other))])
-    assert windows._is_same(one_by_one, default_collate([other[index] for index in range(len(other))]))
+    assert sequences._is_same(one_by_one, default_collate([other[index] for index in range(len(other))]))
     if cache_mode == "all":
         assert len(dataset.getitem_cache) == len(other)
         assert list(dataset[-1]) == list(other[-1])
@@ -228,7 +226,7 @@ def _passes(loader: Any, num_steps: list[int]) -> list[Any]:
 
 def _is_same_passes(found: list[Any], expected: list[Any]) -> bool:
     return [len(a) for a in found] == [len(b) for b in expected] and all(
-        windows._is_same(a, b) for one, other in zip(found, expected) for a, b in zip(one, other)
+        sequences._is_same(a, b) for one, other in zip(found, expected) for a, b in zip(one, other)
     )
 
 
@@ -291,10 +289,10 @@ def test_what_robomimics_loaders_are_made_with(folder: Path, monkeypatch: pytest
     monkeypatch.setattr(datasets, "world_of_shares", lambda: replace(HERE, device=torch.device("cuda", 0)))
     datasets.loader(dataset=known, batch_size=4)
     assert made[-1]["pin_memory"] is True
-    monkeypatch.setattr(datasets, "world_of_shares", lambda: replace(HERE, world_size=2))
-    monkeypatch.setattr(datasets, "make_loader", lambda batch_size, **options: divide(batch_size, 2))
-    with pytest.raises(DataError, match=r"Global batch 1 is smaller .* The batch size is train.batch_size in the conf"):
-        datasets.loader(dataset=known, batch_size=1)
+    many = replace(HERE, world_size=len(known) + 1)
+    monkeypatch.setattr(datasets, "world_of_shares", lambda: many)
+    with pytest.raises(ddpshim.DataError, match="Name a filter key with more demonstrations, or, if this is the "):
+        datasets.loader(dataset=known, batch_size=many.world_size, drop_last=True)
 
 
 def test_who_collates_himself_gets_samples(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

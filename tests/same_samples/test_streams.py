@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from ddpshim.process.random_streams import PrivateRandom, seed_own_streams, shared_random_streams
-from ddpshim.process.seeds import derive_seed, seed_everything
+from ddpshim.process.job import derive_seed, seed_everything
+from ddpshim.process.random_streams import seed_own_streams, shared_random_streams
 
 
 def _states() -> tuple[Any, ...]:
@@ -50,31 +50,6 @@ def test_a_rank_that_gets_its_own_stream_inside_a_shared_one_has_it_afterwards()
         assert _draw() == alike
     assert _draw() == own
     left = _states()
-    with shared_random_streams(2**63 - 1):
-        _draw()
-    assert _states() == left
-
-
-def test_a_private_stream_goes_on_where_it_was() -> None:
-    def visits(count: int) -> list[tuple[float, float, float]]:
-        private = PrivateRandom(5)
-        found = []
-        for _ in range(count):
-            before = _states()
-            with private.swapped_in():
-                found.append(_draw())
-            assert _states() == before
-            seed_everything(random.randrange(100))
-        return found
-
-    first = visits(3)
-    assert len(set(first)) == 3
-    assert visits(3) == first
-    with PrivateRandom(5).swapped_in():
-        assert [_draw() for _ in range(3)] == first
-    with PrivateRandom(6).swapped_in():
-        assert _draw() != first[0]
-    before = _states()
-    with pytest.raises(KeyError), PrivateRandom(5).swapped_in():
+    with pytest.raises(KeyError), shared_random_streams(2**63 - 1):
         raise KeyError(_draw())
-    assert _states() == before
+    assert _states() == left

@@ -7,9 +7,8 @@ runs a program, and all Python processes that it starts, with two (or four) GPUs
 `environment()` returns the variables for that, `why_not()` the reason why it is impossible here (None: it is possible).
 
 In such a process `with recorded() as log:` records events: `log.syncs` (the host waits, each with the Python stack that
-caused it), `log.launches` (collectives: communicator, bytes, stream, thread), `log.copies`, `log.races` (work that uses
-memory of another stream or of a collective without waiting for it), `log.waits` (a stream waits for an event),
-`log.kernels`. Other variables:
+caused it), `log.launches` (collectives: communicator, bytes, stream, thread) and `log.races` (work that uses memory of
+another stream or of a collective without waiting for it). Other variables:
 
     SIMULATED_GPUS_GENERATOR=cpu    random numbers on GPUs are drawn by the CPU's generator, to compare with CPU ranks
                                     (gpu, the default: by the GPUs' own)
@@ -54,7 +53,7 @@ def is_active() -> bool:
 
 
 class Event(NamedTuple):
-    kind: str  # sync, copy, launch, communicator, wait, race, kernel
+    kind: str  # sync, launch, race, communicator
     what: str
     communicator: str
     bytes: int
@@ -77,7 +76,6 @@ class Event(NamedTuple):
 class Log:
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.kernels = 0
 
     def of(self, kind: str) -> list[Event]:
         return [event for event in self.events if event.kind == kind]
@@ -91,16 +89,8 @@ class Log:
         return self.of("launch")
 
     @property
-    def copies(self) -> list[Event]:
-        return self.of("copy")
-
-    @property
     def races(self) -> list[Event]:
         return self.of("race")
-
-    @property
-    def waits(self) -> list[Event]:
-        return self.of("wait")
 
 
 def library() -> Any:
@@ -110,16 +100,14 @@ def library() -> Any:
 
 
 @contextlib.contextmanager
-def recorded(kernels: bool = False) -> Iterator[Log]:
-    """Record events in this block; the log is filled at its end. `kernels`: record each kernel by name, too."""
+def recorded() -> Iterator[Log]:
+    """Record events in this block; the log is filled at its end."""
     log, device = Log(), library()
-    device.trace_kernels(kernels)
-    begin, before = device.begin_log(), device.num_kernels()
+    begin = device.begin_log()
     try:
         yield log
     finally:
         log.events = [Event(**event) for event in device.end_log(begin)]
-        log.kernels = device.num_kernels() - before
 
 
 def read_log(folder: Path) -> dict[str, Log]:

@@ -35,8 +35,7 @@ constexpr auto kType = c10::DeviceType::CUDA;
 std::mutex lock;  // of all that follows; never held while Python runs
 std::vector<Event> events;
 std::atomic<int> num_logs{0};
-std::atomic<bool> tracing{false}, initialized{false}, in_bad_fork{false}, host_generator{false};
-std::atomic<int64_t> kernels{0};
+std::atomic<bool> initialized{false}, in_bad_fork{false}, host_generator{false};
 std::atomic<int> debug_mode{0};
 std::atomic<int64_t> next_stream{1};
 std::function<std::vector<std::string>()> stack_of;
@@ -170,8 +169,6 @@ std::vector<Event> end_log(size_t begin) {
   if (!--num_logs) events.clear();
   return taken;
 }
-void trace_kernels(bool on) { tracing = on; }
-int64_t num_kernels() { return kernels; }
 void set_stack_of(std::function<std::vector<std::string>()> function) { stack_of = std::move(function); }
 void set_sync_debug_mode(int mode) { debug_mode = mode; }
 int sync_debug_mode() { return debug_mode; }
@@ -275,7 +272,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event == nullptr) return;
-    note({"wait", "stream " + std::to_string(stream.id()) + " waits for an event"});
     go_on_after(key_of(stream), *static_cast<Moment*>(event));
   }
   bool queryEvent(void* event) const override {
@@ -635,7 +631,6 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& name = schema.name();
   const auto num_arguments = schema.arguments().size();
   auto arguments = torch::jit::last(*stack, num_arguments);
-  kernels++;
   const bool is_index = is_in(name, {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"});
   // These know on which devices they have their tensors.
   const bool may_mix = is_index || is_in(name, {"aten::_pack_padded_sequence", "aten::_foreach_copy_"});
@@ -718,7 +713,6 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (!has_generator && !host_generator && op.hasSchema() && op.hasTag(at::Tag::nondeterministic_seeded))
     swapped.emplace(index);
   if (waits) sync(name, true);
-  if (tracing) note({"kernel", name});
   order_work(current_key(index), used, name);
   torch::jit::drop(*stack, num_arguments);
   for (auto& value : on_host) stack->push_back(std::move(value));
@@ -800,11 +794,8 @@ at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   at::AutoDispatchBelowADInplaceOrView below;
   Call call;
   if (to.is_cuda() && from.is_cuda()) {
-    kernels++;
-    if (tracing) note({"kernel", "aten::copy_"});
     if (to.device() != from.device()) {  // on the stream of the source; that of the other waits before and after
       const auto source = current_key(from.device().index());
-      note({"copy", "GPU to GPU", "", bytes});
       go_on_after(source, moment_of(key));
       order_work(source, {{from, false}, {to, true}}, "a copy");
       go_on_after(key, moment_of(source));
@@ -818,7 +809,6 @@ at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
       sync(non_blocking ? what + ", into memory that is not pinned" : what, !non_blocking, bytes);
       host_waits_for(moment_of(key));
     } else if (bytes) {
-      note({"copy", is_pinned_host ? what : what + ", of memory that is not pinned", "", bytes});
       if (is_pinned_host && to.is_cuda()) attach(stream_of(key), std::make_shared<FromHost>(from, stack_of ? stack_of() : std::vector<std::string>()));
       else if (is_pinned_host) {
         attach(stream_of(key), std::make_shared<ToHost>(to.detach(), call.to_host(from).clone()));

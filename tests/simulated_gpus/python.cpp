@@ -199,17 +199,9 @@ struct Nccl final : c10d::Backend {
     }
     return go(c10d::OpType::ALLREDUCE, tensors, tensors, [&] { return gloo->allreduce(there, how); }, then);
   }
-  c10::intrusive_ptr<c10d::Work> allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& how) override {
-    auto there = host(tensors);
-    return go(c10d::OpType::ALLREDUCE_COALESCED, tensors, tensors, [&] { return gloo->allreduce_coalesced(there, how); });
-  }
   c10::intrusive_ptr<c10d::Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& how) override {
     auto there = host(tensors);
     return go(c10d::OpType::BROADCAST, tensors, tensors, [&] { return gloo->broadcast(there, how); });
-  }
-  c10::intrusive_ptr<c10d::Work> reduce(Tensors& tensors, const c10d::ReduceOptions& how) override {
-    auto there = host(tensors);
-    return go(c10d::OpType::REDUCE, tensors, tensors, [&] { return gloo->reduce(there, how); });
   }
   c10::intrusive_ptr<c10d::Work> allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& how) override {
     std::vector<Tensors> there;
@@ -221,39 +213,9 @@ struct Nccl final : c10d::Backend {
     auto there = host(output), from = host(input);
     return go(c10d::OpType::_ALLGATHER_BASE, {input}, {output}, [&] { return gloo->_allgather_base(there, from, how); });
   }
-  c10::intrusive_ptr<c10d::Work> gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& how) override {
-    std::vector<Tensors> there;
-    for (const auto& list : outputs) there.push_back(host(list));
-    auto from = host(inputs);
-    return go(c10d::OpType::GATHER, inputs, flat(outputs), [&] { return gloo->gather(there, from, how); });
-  }
-  c10::intrusive_ptr<c10d::Work> scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& how) override {
-    std::vector<Tensors> from;
-    for (const auto& list : inputs) from.push_back(host(list));
-    auto there = host(outputs);
-    return go(c10d::OpType::SCATTER, flat(inputs), outputs, [&] { return gloo->scatter(there, from, how); });
-  }
-  c10::intrusive_ptr<c10d::Work> reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& how) override {
-    std::vector<Tensors> from;
-    for (const auto& list : inputs) from.push_back(host(list));
-    auto there = host(outputs);
-    return go(c10d::OpType::REDUCE_SCATTER, flat(inputs), outputs, [&] { return gloo->reduce_scatter(there, from, how); });
-  }
   c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& how) override {
     auto there = host(output), from = host(input);
     return go(c10d::OpType::_REDUCE_SCATTER_BASE, {input}, {output}, [&] { return gloo->_reduce_scatter_base(there, from, how); });
-  }
-  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& outputs, std::vector<int64_t>& inputs, const c10d::AllToAllOptions& how) override {
-    auto there = host_alias(output), from = host_alias(input);
-    return go(c10d::OpType::ALLTOALL_BASE, {input}, {output}, [&] { return gloo->alltoall_base(there, from, outputs, inputs, how); });
-  }
-  c10::intrusive_ptr<c10d::Work> send(Tensors& tensors, int to, int tag) override {
-    auto there = host(tensors);
-    return go(c10d::OpType::SEND, tensors, {}, [&] { return gloo->send(there, to, tag); });
-  }
-  c10::intrusive_ptr<c10d::Work> recv(Tensors& tensors, int from, int tag) override {
-    auto there = host(tensors);
-    return go(c10d::OpType::RECV, {}, tensors, [&] { return gloo->recv(there, from, tag); });
   }
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& how) override {
     return go(c10d::OpType::BARRIER, {}, {}, [&] { return gloo->barrier(how); }, nullptr, true);
@@ -280,8 +242,6 @@ PYBIND11_MODULE(simulated_gpus_c, m) {
                           py::arg("thread") = e.thread, py::arg("stack") = e.stack));
     return all;
   });
-  m.def("trace_kernels", &trace_kernels);
-  m.def("num_kernels", &num_kernels);
   m.def("use_host_generator", &use_host_generator);
   m.def("initialize", [] { check_usable(); });
   m.def("is_in_bad_fork", &is_in_bad_fork);

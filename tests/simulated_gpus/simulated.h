@@ -13,7 +13,7 @@ namespace simulated {
 
 // One line of the log.
 struct Event {
-  std::string kind;  // sync, copy, launch, wait, race, kernel
+  std::string kind;  // sync, launch, race
   std::string what;
   std::string communicator;
   int64_t bytes = 0;
@@ -37,8 +37,6 @@ void note(Event event);
 void sync(const std::string& what, bool warned, int64_t bytes = 0);
 size_t begin_log();  // the place of the first line
 std::vector<Event> end_log(size_t begin);
-void trace_kernels(bool on);
-int64_t num_kernels();
 void set_stack_of(std::function<std::vector<std::string>()> stack_of);
 void set_sync_debug_mode(int mode);
 int sync_debug_mode();

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ddpshim.errors import CertificateError
-from ddpshim.tools import document
+from ddpshim.tools import certificate
 from evidence import certificates, results
 from tests.preloaded import environment, preloaded
 from tests.preloaded_commands import commands, patience
@@ -38,6 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.launch
 @pytest.mark.parametrize("number", [5, 10])
 def test_honest_repetition_is_verified(made: Path, number: int) -> None:
+    """Also the last steps of all, although the program draws after them."""
     with certificates.copied(made) as folder:
         (folder / "out").mkdir()
         (folder / "out" / "last.pth").write_bytes(b"of the user")
@@ -47,24 +48,13 @@ def test_honest_repetition_is_verified(made: Path, number: int) -> None:
         assert f"verified: steps {first} to {last} have the hashes of the certificate, on {arguments[3]} rank" in said
         assert (folder / "out" / "last.pth").read_bytes() == b"of the user"
         assert not (folder / "progress").exists()
-
-
-@pytest.mark.launch
-def test_the_end_is_verified_where_the_program_draws_after_its_last_step(made: Path) -> None:
-    with certificates.copied(made) as folder:
         said = certificates.ddpshim(folder, "check", "--certificate", "run.json", "--nproc", "4")
     assert "verified: steps 60 to 64 have the hashes of the certificate, on 4 ranks" in said
 
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    "name",
-    [
-        "forged: losses [4]",
-        "code: the loss, by a factor",
-        "data: y",
-        "checkpoint: one weight, forged",
-    ],
+    "name", ["forged: losses [4]", "code: the loss, by a factor", "data: y", "checkpoint: one weight, forged"]
 )
 def test_planted_change_is_named(made: Path, name: str) -> None:
     assert certificates.tried(TAMPERS[name], made)
@@ -76,10 +66,10 @@ def test_edited_certificate_is_refused(made: Path, tmp_path: Path, name: str) ->
     tamper = TAMPERS[name]
     for file in made.glob("*.json"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    assert document.read(tmp_path / tamper.certificate)["exact"] == certificates.EXACT
+    assert certificate.read(tmp_path / tamper.certificate)["exact"] == certificates.EXACT
     tamper.change(tmp_path)
     with pytest.raises(CertificateError, match=tamper.cause):
-        document.read(tmp_path / tamper.certificate)
+        certificate.read(tmp_path / tamper.certificate)
 
 
 @pytest.mark.launch
@@ -97,14 +87,11 @@ def test_hostile_file_gets_a_sentence(made: Path, tmp_path: Path, change: object
     (tmp_path / "run.json").write_bytes((made / "run.json").read_bytes())
     certificates.edited(change, False)(tmp_path)  # type: ignore[arg-type]
     with pytest.raises(CertificateError, match=said):
-        document.read(tmp_path / "run.json")
-
-
-@pytest.mark.parametrize("content", [b"", b"\x80\x04N.", b"[" * 100000, b'{"certificate": 1}', b"null"])
-def test_other_file_gets_a_sentence(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "run.json").write_bytes(content)
-    with pytest.raises(CertificateError, match="Nothing was run"):
-        document.read(tmp_path / "run.json")
+        certificate.read(tmp_path / "run.json")
+    for content in (b"", b"\x80\x04N.", b"[" * 100000, b'{"certificate": 1}', b"null"):
+        (tmp_path / "run.json").write_bytes(content)
+        with pytest.raises(CertificateError, match="Nothing was run"):
+            certificate.read(tmp_path / "run.json")
 
 
 @pytest.mark.launch
@@ -124,7 +111,7 @@ def test_signature_of_the_page(made: Path, tmp_path: Path) -> None:
     assert code(sign) == 0
     assert code(verify) == 0
     certificates.edited(lambda found: found.update(is_complete=False), True)(tmp_path)
-    assert document.read(tmp_path / "run.json")["is_complete"] is False
+    assert certificate.read(tmp_path / "run.json")["is_complete"] is False
     assert code(verify) != 0
 
 

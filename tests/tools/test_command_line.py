@@ -21,6 +21,7 @@ import pytest
 
 import ddpshim
 import ddpshim.__main__ as command_line
+from ddpshim.tools import first_steps
 from tests import without_posix
 from tests.preloaded_commands import python
 
@@ -144,16 +145,6 @@ def test_ranks_behind_the_program(wrong: str, here: Path, capsys: pytest.Capture
     assert (job.nproc, job.arguments) == ("3", ("--nproc", "4"))
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=_id)
-def test_a_flag_that_there_is_not(command: Command, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # Before the program, behind which everything is the trainer's.
-    assert _call([*command, "--no-such-flag", *SAMPLES[command]]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("usage: ")
-    assert "error: unrecognized arguments: --no-such-flag" in err
-
-
 @pytest.mark.parametrize(
     ("wrong", "meant"),
     [
@@ -184,15 +175,19 @@ def test_torchruns_spellings(command: Command) -> None:
             assert getattr(arguments, action.dest) not in (action.default, None)
 
 
-@pytest.mark.parametrize("command", [command for command in PARSERS if command not in COMMANDS], ids=_id)
-def test_a_group_wants_a_command(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _call([*command]) == 0
-    assert capsys.readouterr().out.startswith("usage: ")
-    for wrong in (["no-such-command"], ["--no-such-flag"]):
-        assert _call([*command, *wrong]) == 2
+@pytest.mark.parametrize("command", PARSERS, ids=_id)
+def test_wrong_usage(command: Command, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the program, behind which everything is the trainer's. A group without a command prints its help."""
+    wrongs = [[*command, "--no-such-flag", *SAMPLES.get(command, [])]]
+    if command not in COMMANDS:
+        assert _call([*command]) == 0
+        assert capsys.readouterr().out.startswith("usage: ")
+        wrongs = [[*command, "no-such-command"], [*command, "--no-such-flag"]]
+    for wrong in wrongs:
+        assert _call(wrong) == 2
         out, err = capsys.readouterr()
-        assert out == ""
-        assert err.startswith("usage: ")
+        assert (out, err[:7]) == ("", "usage: ")
+        assert command not in COMMANDS or "error: unrecognized arguments: --no-such-flag" in err
 
 
 def test_every_command_and_every_option_that_takes_a_file_is_tried() -> None:
@@ -200,11 +195,6 @@ def test_every_command_and_every_option_that_takes_a_file_is_tried() -> None:
     assert NEED_TORCH == [("run",), ("check",), ("selftest",)]
     takes_file = {(c, a.dest) for c in COMMANDS for a in PARSERS[c]._actions if _takes_file(a)}
     assert set(MISSING) == takes_file
-
-
-def test_a_package_that_is_installed_is_out_of_reach(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _call(["patch", "status"]) == 2
-    _check_message(capsys.readouterr().err, "robomimic is not installed for ")
 
 
 @pytest.mark.parametrize(
@@ -221,25 +211,21 @@ def test_what_is_missing(command: Command, name: str, here: Path, capfd: pytest.
 
 
 @pytest.mark.parametrize("command", MODULES, ids=_id)
-def test_a_module_that_is_missing(command: Command, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for module in ("absent", "absent.train", "json.absent"):
-        for separator in ([], ["--"]):
-            assert _call([*command, *separator, "-m", module]) == MODULES[command]
-            _check_message(capsys.readouterr().err, f"-m {module}: no such module")
-
-
-@pytest.mark.parametrize("command", MODULES, ids=_id)
-def test_a_program_that_cannot_be_read(
+def test_a_program_that_cannot_be_run(
     command: Command, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: str) -> None:
         raise PermissionError(13, "Permission denied", path)
 
-    assert _call([*command, "tree"]) == MODULES[command]
-    _check_message(capsys.readouterr().err, "tree is a folder")
     monkeypatch.setattr(tokenize, "open", refuse)
-    assert _call([*command, "train.py"]) == MODULES[command]
-    _check_message(capsys.readouterr().err, "train.py cannot be read ([Errno 13] Permission denied: 'train.py')")
+    for argv, said in (
+        *((["-m", module], f"-m {module}: no such module") for module in ("absent", "absent.train", "json.absent")),
+        (["--", "-m", "absent"], "-m absent: no such module"),
+        (["tree"], "tree is a folder"),
+        (["train.py"], "train.py cannot be read ([Errno 13] Permission denied: 'train.py')"),
+    ):
+        assert _call([*command, *argv]) == MODULES[command]
+        _check_message(capsys.readouterr().err, said)
 
 
 def test_files_that_cannot_be_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,24 +235,18 @@ def test_files_that_cannot_be_written(here: Path, capsys: pytest.CaptureFixture[
     assert _call(["report", "run", "--markdown", "--out", "tree"]) == 2
     _check_message(capsys.readouterr().err, "Is a directory: 'tree'; the command stopped")
     assert [path.name for path in here.rglob("*.partial")] == []
+    assert _call(["patch", "status"]) == 2  # the package that is installed is out of reach
+    _check_message(capsys.readouterr().err, "robomimic is not installed for ")
 
 
-def test_pages_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pages_are_listed_printed_and_searched(capsys: pytest.CaptureFixture[str]) -> None:
     assert _call(["docs"]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert {"MIGRATION", "check", "other_codebases", "run", "same_experiment", "start"} <= {*listed}
     for name in listed:
         assert _call(["docs", name]) == 0, name
         assert capsys.readouterr().out.startswith("# ")
-    assert _call(["docs", "lanch"]) == 2
-    assert "did you mean launch?" in capsys.readouterr().err
-    assert _call(["docs", "how", "is", "it"]) == 2
-    _check_message(capsys.readouterr().err, "no page has 'how is it'")
-
-
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
+    for words, heading in (
         ("slow", "run: How much faster"),
         ("why is it not faster", "run: How much faster"),
         ("digits", "same_experiment: How many digits agree"),
@@ -275,25 +255,25 @@ def test_pages_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> Non
         ("hang", "launch: Hangs: a rank that does not come"),
         ("stopped", "run: When it is stopped"),
         ("gloo", "start: Glossary\n    | gloo, nccl |"),
-        ("rank", "start: Glossary\n    | rank |"),
         ("EADDRINUSE", "MIGRATION: Messages, causes, cures\n    | `Address already in use`"),
         ("unused parameters", "MIGRATION: What fails silently by hand\n    | `find_unused_parameters=True`"),
-    ],
-)
-def test_words_lead_to_the_heading_that_has_them(words: str, found: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _call(["docs", *words.split()]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith(found)
-    assert len(said.splitlines()) <= 8
-    page = found.partition(":")[0]
-    assert said.endswith(f"The whole page: python -m ddpshim docs {page}\n")
+    ):
+        assert _call(["docs", *words.split()]) == 0
+        said = capsys.readouterr().out
+        assert said.startswith(heading)
+        assert len(said.splitlines()) <= 8
+        assert said.endswith(f"The whole page: python -m ddpshim docs {heading.partition(':')[0]}\n")
+    assert _call(["docs", "lanch"]) == 2
+    assert "did you mean launch?" in capsys.readouterr().err
+    assert _call(["docs", "how", "is", "it"]) == 2
+    _check_message(capsys.readouterr().err, "no page has 'how is it'")
 
 
 def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(arguments: argparse.Namespace) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command_line, "_docs", interrupted)
+    monkeypatch.setattr(first_steps, "_docs", interrupted)
     assert _call(["docs"]) == 130
     assert capsys.readouterr() == ("", "ddpshim: interrupted\n")
 
@@ -335,47 +315,32 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(zip(map(" ".join, CALLS), json.loads(said)))
 
 
-@pytest.mark.parametrize("command", PARSERS, ids=_id)
-def test_help_without_torch(command: Command, without_torch: dict[str, Any]) -> None:
-    code, out, err, _ = without_torch[" ".join([*command, "--help"])]
-    assert (code, err) == (0, "")
-    assert out.startswith("usage: ")
-
-
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in NEED_TORCH], ids=_id)
-def test_what_needs_no_torch_is_the_same_without(
-    command: Command,
-    without_torch: dict[str, Any],
-    here: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_without_torch_and_plotly(
+    without_torch: dict[str, Any], here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    argv = [*command, *SAMPLES[command]]
-    code, out, err, _ = without_torch[" ".join(argv)]
+    """Help and what needs no torch are as they are with it; what needs it says so at once."""
+    for command in PARSERS:
+        code, out, err, _ = without_torch[" ".join([*command, "--help"])]
+        assert (code, err, out[:7]) == (0, "", "usage: ")
     monkeypatch.setattr(sys, "stdin", None)  # as Python has it where it is closed: that makes no difference either
-    assert _call(argv) == code
-    expected = capsys.readouterr()
-    found = [re.sub(r"/\S*/", "", text) for text in (out, err)]
-    assert found == [re.sub(r"/\S*/", "", text) for text in expected]
-    assert out or err
-
-
-def test_a_bug_report_and_a_page_without_torch_and_plotly(without_torch: dict[str, Any]) -> None:
+    for command in COMMANDS:
+        code, out, err, cpu_s = without_torch[" ".join([*command, *SAMPLES[command]])]
+        if command in NEED_TORCH:
+            assert (code, out) == (2, "")
+            _check_message(err, f"torch is not installed for {sys.executable}")
+            assert "pip install torch" in err
+            assert cpu_s < 0.5
+        else:
+            assert _call([*command, *SAMPLES[command]]) == code
+            found = [re.sub(r"/\S*/", "", text) for text in (out, err)]
+            assert found == [re.sub(r"/\S*/", "", text) for text in capsys.readouterr()]
+            assert out or err
     code, out, err, _ = without_torch["selftest --env"]
     assert (code, err) == (0, "")
     assert "unknown: ModuleNotFoundError" in out
     code, out, err, _ = without_torch["report run"]
     assert (code, out) == (0, "run/report.html\n")
     assert "plotly is not installed, so the page has no charts; pip install plotly adds them" in err
-
-
-@pytest.mark.parametrize("command", NEED_TORCH, ids=_id)
-def test_without_torch_it_says_so_at_once(command: Command, without_torch: dict[str, Any]) -> None:
-    code, out, err, cpu_s = without_torch[" ".join([*command, *SAMPLES[command]])]
-    assert (code, out) == (2, "")
-    _check_message(err, f"torch is not installed for {sys.executable}")
-    assert "pip install torch" in err
-    assert cpu_s < 0.5
 
 
 @pytest.mark.launch

@@ -20,7 +20,6 @@ from ddpshim.observe.records import PARTS
 from ddpshim.observe.report import load
 from ddpshim.options import Options
 from ddpshim.process.job import current
-from ddpshim.robomimic.datasets import RobomimicOptions, options_of
 from evidence.equivalence import (
     Run,
     batches,
@@ -39,21 +38,20 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in RobomimicOptions.names():
+    for name in Options.names():
         monkeypatch.delenv(f"DDPSHIM_{name.upper()}", raising=False)
 
 
 # Reading
 
 
-def test_an_argument_wins_over_its_variable_that_over_the_section_that_over_the_default() -> None:
-    section = {"timeout_s": 10, "side_timeout_s": 20, "checkpoint_every_s": 30}
+def test_an_argument_wins_over_its_variable_that_over_the_default() -> None:
     environ = {"DDPSHIM_TIMEOUT_S": "11", "DDPSHIM_SIDE_TIMEOUT_S": "21"}
-    read = Options.read(section, environ, timeout_s=12)
-    assert (read.timeout_s, read.side_timeout_s, read.checkpoint_every_s, read.keep_checkpoints) == (12, 21, 30, 2)
-    assert Options.read({}, {}, timeout_s=None) == Options()
-    assert Options.read({"guard": "maybe"}, {"DDPSHIM_GUARD": "0"}).guard is False, "it is not looked at"
-    assert Options.read({}, {"DDPSHIM_TIMEOUT_S": "", "DDPSHIM_NONSENSE": " "}) == Options(), "empty is not set"
+    read = Options.read(environ, timeout_s=12)
+    assert (read.timeout_s, read.side_timeout_s, read.keep_checkpoints) == (12, 21, 2)
+    assert Options.read({}, timeout_s=None) == Options()
+    assert Options.read({"DDPSHIM_GUARD": "maybe"}, guard="no").guard is False, "it is not looked at"
+    assert Options.read({"DDPSHIM_TIMEOUT_S": "", "DDPSHIM_NONSENSE": " "}) == Options(), "empty is not set"
 
 
 ALLOWED: list[tuple[str, Any, tuple[Any, ...]]] = [
@@ -65,14 +63,14 @@ ALLOWED: list[tuple[str, Any, tuple[Any, ...]]] = [
     ("checkpoint_every_s", 12.5, ("12.5", 12.5)),
     ("backend", "nccl", ("NCCL", "nccl")),
     ("precision", "bf16", ("bf16",)),
-    ("node_memory", "off", (" OFF",)),
+    ("node_memory", False, (" OFF",)),
 ]
 
 
 @pytest.mark.parametrize(("name", "value", "words"), ALLOWED)
 def test_what_is_allowed(name: str, value: Any, words: tuple[Any, ...]) -> None:
     for raw in words:
-        for found in (RobomimicOptions.read({name: raw}, {}), RobomimicOptions(**{name: raw})):
+        for found in (Options.read({f"DDPSHIM_{name.upper()}": str(raw)}), Options(**{name: raw})):
             assert getattr(found, name) == value
             assert type(getattr(found, name)) is type(value)
 
@@ -87,77 +85,51 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "precision": ("fp8", "fp16"),
     "node_memory": (3, "disk"),
     "resume": (True,),
-    "rollouts": ("some", ["all"]),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name: str) -> None:
     for raw in REFUSED[name]:
-        for refuse in (lambda: RobomimicOptions(**{name: raw}), lambda: RobomimicOptions.read({name: raw}, {})):  # noqa: B023
-            with pytest.raises(OptionsError) as caught:
-                refuse()
-            assert f"{name}: {raw!r}; allowed: " in str(caught.value)
-            assert isinstance(caught.value, ValueError)
+        with pytest.raises(OptionsError) as caught:
+            Options(**{name: raw})
+        assert f"argument {name}: {raw!r}; allowed: " in str(caught.value)
+        assert isinstance(caught.value, ValueError)
+        if isinstance(raw, str):
+            with pytest.raises(OptionsError, match=f"variable DDPSHIM_{name.upper()}: '{raw}'; allowed: "):
+                Options.read({f"DDPSHIM_{name.upper()}": raw})
 
 
 def test_all_that_is_wrong_is_told_in_one_message() -> None:
-    section = {"backed": "gloo", "guard": 3, "record": "yes"}
     environ = {"DDPSHIM_TIMEOUT_S": "soon", "DDPSHIM_GAURD": "0", "DDPSHIM_LAUNCHER": "none", "PATH": "/bin"}
     with pytest.raises(OptionsError) as caught:
-        Options.read(section, environ, lr_rule="cubic", rollout="all")
+        Options.read(environ, lr_rule="cubic", resumes="all")
     *lines, last = str(caught.value).splitlines()
     assert lines == [
-        "6 options are wrong:",
-        "  - section ddpshim: no option 'backed'; did you mean backend?",
+        "4 options are wrong:",
         "  - variable DDPSHIM_GAURD: no such option; did you mean DDPSHIM_GUARD?",
-        "  - argument: no option 'rollout'; did you mean rollouts?",
+        "  - argument: no option 'resumes'; did you mean resume?",
         "  - variable DDPSHIM_TIMEOUT_S: 'soon'; allowed: a number above 0",
         "  - argument lr_rule: 'cubic'; allowed: linear, sqrt or none",
-        "  - section ddpshim, guard: 3; allowed: true or false (yes/no, on/off, 1/0)",
     ]
     assert last.startswith("Nothing was started")
+    with pytest.raises(OptionsError, match="lr_rule=sqrt without per_rank_batch"):
+        Options.read({}, lr_rule="sqrt")
 
 
 def test_a_variable_that_is_no_option() -> None:
     for variable in ("LAUNCHER", "UPSTREAM", "FAULT"):
-        assert Options.read({}, {f"DDPSHIM_{variable}": "x"}) == Options()
+        assert Options.read({f"DDPSHIM_{variable}": "x"}) == Options()
     for variable in ("QUEUE", "CLUSTER_NAME", "FOO", "INSTALL_DIR", "STATIC_GRAPH"):
         with pytest.warns(UserWarning, match=f"^DDPSHIM_{variable} is not an option and is ignored"):
-            assert Options.read({}, {f"DDPSHIM_{variable}": "x"}) == Options()
+            assert Options.read({f"DDPSHIM_{variable}": "x"}) == Options()
     for variable, meant in {
         **{"TIMEOUT": "TIMEOUT_S", "TIMEOUT_SECONDS": "TIMEOUT_S", "RECORD_DIR": "RECORD", "LAUCHER": "LAUNCHER"},
         **{"NODE_MEMORYS": "NODE_MEMORY", "NUM_CHECKPOINTS": "KEEP_CHECK"},
     }.items():
         text = f"variable DDPSHIM_{variable}: no such option; did you mean DDPSHIM_{meant}"
         with pytest.raises(OptionsError, match=text):
-            Options.read({}, {f"DDPSHIM_{variable}": "1"})
-
-
-def test_robomimics_own_options_are_read_for_robomimic_only() -> None:
-    environ = {"DDPSHIM_NODE_MEMORY": "off"}
-    assert Options.read({}, environ) == Options(), "known, and not looked at"
-    assert RobomimicOptions.read({}, environ).changed() == {"node_memory": "off"}
-    assert {f"DDPSHIM_{name.upper()}" for name in {*RobomimicOptions.names()} - {*Options.names()}} == {*environ}
-    with pytest.raises(OptionsError, match="section ddpshim: no option 'node_memory'"):
-        Options.read({"node_memory": "off"}, {})
-
-
-def test_a_program_that_calls_setup_itself_has_robomimics_own_from_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = ddpshim.World(options=Options(guard=False))
-    assert options_of(here) == here.options
-    monkeypatch.setenv("DDPSHIM_NODE_MEMORY", "off")
-    own = options_of(here)
-    assert (own.guard, own.node_memory) == (False, "off")
-    assert own != here.options
-    kept = RobomimicOptions(node_memory="off")
-    assert options_of(ddpshim.World(options=kept)) is kept
-
-
-def test_a_learning_rate_rule_needs_a_batch_for_each_rank() -> None:
-    with pytest.raises(OptionsError, match="lr_rule=sqrt without per_rank_batch"):
-        Options.read({"lr_rule": "sqrt"}, {})
-    assert Options.read({"lr_rule": "sqrt"}, {"DDPSHIM_PER_RANK_BATCH": "1"}).lr_rule == "sqrt"
+            Options.read({f"DDPSHIM_{variable}": "1"})
 
 
 # What the world does with them
@@ -186,9 +158,7 @@ def test_the_world_holds_them(alone: None, monkeypatch: pytest.MonkeyPatch) -> N
     text = r"setup\(options='all at their defaults'\), .* with options=\"per_rank_batch=True, lr_rule='sqrt'\""
     with pytest.raises(ddpshim.WorldError, match=text):
         ddpshim.setup(options=Options())
-
-
-def test_a_wrong_variable_stops_setup(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ddpshim.cleanup()
     monkeypatch.setenv("DDPSHIM_TIMEOUT_S", "soon")
     with pytest.raises(OptionsError, match="variable DDPSHIM_TIMEOUT_S: 'soon'"):
         ddpshim.setup()
@@ -249,9 +219,6 @@ def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
     assert first == second
     for gradient in first[1:]:
         assert gradient == pytest.approx(first[0], rel=1e-6)
-
-
-def test_a_batch_that_does_not_split_is_refused() -> None:
     with pytest.raises(DataError, match="a batch of 5 does not split into 2 equal parts"):
         next(ddpshim.accumulate(torch.zeros(5), steps=2))
 
@@ -259,68 +226,17 @@ def test_a_batch_that_does_not_split_is_refused() -> None:
 # The docs
 
 
-def test_the_page_has_the_table() -> None:
+def test_the_page_has_the_table_and_every_option_is_read_somewhere() -> None:
     assert options.PAGE.read_text() == options.page(), "run python -m tests.options"
     page = (ROOT / "docs" / "options.md").read_text()
-    assert all(f"\n| `{name}` | `DDPSHIM_{name.upper()}` |" in page for name in RobomimicOptions.names())
-    assert len(RobomimicOptions.names()) <= 25
-
-
-def test_every_option_is_read_somewhere() -> None:
+    assert all(f"\n| `{name}` | `DDPSHIM_{name.upper()}` |" in page for name in Options.names())
+    assert len(Options.names()) <= 25
     code = "".join(p.read_text() for p in (ROOT / "ddpshim").rglob("*.py") if p.name != "options.py")
-    unread = {n for n in RobomimicOptions.names() if not re.search(rf"(options|given|chosen|\(here\))\.{n}\b", code)}
+    unread = {n for n in Options.names() if not re.search(rf"(options|given|chosen|\(here\))\.{n}\b", code)}
     assert unread == set()
 
 
 # The adapter for robomimic
-
-
-@pytest.fixture
-def robomimic_config(alone: None, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A bc config as train.py makes it, from a file with our section."""
-    pytest.importorskip("robomimic")
-    from robomimic.config import config_factory
-    from robomimic.config.base_config import BaseConfig
-
-    import ddpshim.robomimic.calls as adapter
-
-    adapter._keep_the_section()
-
-    def make(section: Any) -> Any:
-        config = config_factory("bc")
-        with config.values_unlocked():
-            config.update({"algo_name": "bc", "train": {"seed": 3, "batch_size": 7}, "ddpshim": section})
-        config.lock()
-        return config
-
-    yield make
-    del BaseConfig.update  # it is Config's own again
-
-
-def test_robomimics_config_file_may_have_our_section(robomimic_config: Any) -> None:
-    import ddpshim.robomimic.calls as adapter
-
-    config = robomimic_config({"record": False, "precision": "bf16"})
-    assert "ddpshim" not in config
-    assert config.train.batch_size == 7
-    with pytest.raises(RuntimeError, match="key 'nonsense' does not exist"), config.values_unlocked():
-        config.update({"nonsense": 1})
-    adapter.start(config, torch.device("cpu"))
-    assert ddpshim.world().options == Options(record=False, precision="bf16")
-
-
-@pytest.mark.parametrize(
-    ("section", "text"),
-    [
-        ({"recrod": True}, "section ddpshim: no option 'recrod'; did you mean record?"),
-        ("record", "section ddpshim holds a str"),
-    ],
-)
-def test_robomimic_is_refused_what_it_cannot_do(robomimic_config: Any, section: Any, text: str) -> None:
-    import ddpshim.robomimic.calls as adapter
-
-    with pytest.raises(OptionsError, match=re.escape(text)):
-        adapter.start(robomimic_config(section), torch.device("cpu"))
 
 
 def test_learning_rates_of_optimizers_and_their_schedules_are_scaled() -> None:
@@ -354,8 +270,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> dict[str, 
     data = make_data(folder, num_demos=50)
     two = {"per_rank_batch": True, "lr_rule": "sqrt"}
     lr = "algo__optim_params__policy__learning_rate__initial"
-    jobs = []
-    for name, num_ranks, section, settings in (
+    made = []
+    for name, num_ranks, chosen, settings in (
         ("two", 2, two, {"train__batch_size": 50}),
         ("one", 1, {}, {lr: 1e-4 * math.sqrt(2)}),
         ("two in bf16", 2, {"precision": "bf16"}, {}),
@@ -363,11 +279,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> dict[str, 
     ):
         (folder / f"{name} config").mkdir()
         file = make_config(tree, "bc", data, folder / f"{name} config", 10, 2, **settings)
-        file.write_text(json.dumps({**json.loads(file.read_text()), "ddpshim": section}))
-        jobs.append((file, folder / name, num_ranks))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("OBSERVED_CLOCK", "1")  # two clocks that are not read at once agree, whatever else runs here
-        made = train_all(tree, jobs)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("OBSERVED_CLOCK", "1")  # two clocks that are not read at once agree, whatever else runs here
+            for option, value in chosen.items():
+                patched.setenv(f"DDPSHIM_{option.upper()}", str(value))
+            made += train_all(tree, [(file, folder / name, num_ranks)])
     assert [run.exit_code for run in made] == [0] * 4, [run.log[-2000:] for run in made]
     return {run.folder.name: run for run in made}
 
@@ -383,7 +299,6 @@ def test_a_batch_for_each_rank_with_a_rule_is_one_process_with_that_rate(runs: d
     assert [m["Optimizer/policy0_lr"] for m in two.metrics()] == pytest.approx([1.41421e-4] * 2, rel=1e-5)
     config = json.loads(next(two.folder.glob("out/*/*/config.json")).read_text())
     assert config["algo"]["optim_params"]["policy"]["learning_rate"]["initial"] == 1e-4
-    assert "ddpshim" not in config
 
 
 @pytest.mark.launch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+import ddpshim
 from ddpshim.__main__ import main
+from ddpshim.process import machine
 from ddpshim.tools import selftest
 from ddpshim.tools.selftest import PROVES, compared
 from tests import simulated_gpus
@@ -75,19 +78,64 @@ def test_a_fault_is_named_and_ends_the_test(
     assert said in after
 
 
-@pytest.mark.parametrize(
-    ("weights", "is_good"),
-    [([1.0, 2.0], True), ([1.0, 2.0 + 1e-8], False), ([1.0, float("nan")], False), ([1.0], False)],
-)
-def test_what_is_the_same(weights: list[float], is_good: bool) -> None:
-    result = compared("dropout", {"weights": weights}, {"weights": [1.0, 2.0]}, 1.0)
-    assert result.is_good is is_good
-    assert ("Report this" in result.detail) is (not is_good and len(weights) == 2)
-
-
-def test_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_the_same_and_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for weights in ([1.0, 2.0], [1.0, 2.0 + 1e-8], [1.0, float("nan")], [1.0]):
+        result = compared("dropout", {"weights": weights}, {"weights": [1.0, 2.0]}, 1.0)
+        assert result.is_good is (weights == [1.0, 2.0])
+        assert ("Report this" in result.detail) is (not result.is_good and len(weights) == 2)
     assert main(["selftest", "--nproc", "1"]) == 2
     assert "one rank has nobody to add with" in capsys.readouterr().err
     if not torch.cuda.is_available():
         assert main(["selftest", "--gpu"]) == 2
         assert "sees no GPU, so there is nothing to test" in capsys.readouterr().err
+
+
+def test_a_bug_report_has_torchs_words_and_three_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "NCCL_DEBUG": "INFO"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "PyTorch version: here")
+    assert main(["selftest", "--env"]) == 0
+    torchs, empty, versions, launch, last = capsys.readouterr().out.splitlines()
+    assert (torchs, empty) == ("PyTorch version: here", "")
+    assert versions.startswith(f"ddpshim {ddpshim.__version__}, Python 3.")
+    assert launch.startswith("launch: rank 3 of 4, local rank 1 of 2, by torchrun (")
+    assert "NCCL_DEBUG=INFO" in launch
+    assert f"{machine.num_cores()} cores usable of" in last
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: invalid device ordinal")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", fail)
+    monkeypatch.setattr(machine, "memory", fail)
+    torchs, _, _, launch, last = selftest.for_bug_report().splitlines()
+    assert launch.startswith("launch: refused: RANK")
+    assert torchs == last.partition("machine: ")[2] == "unknown: RuntimeError: CUDA error: invalid device ordinal"
+
+
+def test_secrets_are_left_out_and_names_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = {
+        "NCCL_API_KEY": "hunter2",
+        "DDPSHIM_PASSWORD": "hunter2",
+        "DDPSHIM_CACHE": "/home/alice/cache/alice.d //alice:hunter2@server/cuda",
+        "HOME": "/home/alice",
+        "LOGNAME": "alice",
+        "NCCL_DEBUG_FILE": "/tmp/login7.log",
+        "MASTER_ADDR": "secretgpu01",
+    }
+    monkeypatch.delenv("DDPSHIM_UPSTREAM", raising=False)
+    for name, value in mine.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(socket, "gethostname", lambda: "login7.cluster")
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "at secretgpu01, of alice on login7")
+    text = selftest.for_bug_report()
+    for private in ("hunter2", "secretgpu", "alice", "login7"):
+        assert private not in text
+    assert "at <host>, of <user> on <host>" in text
+    assert "DDPSHIM_CACHE=<home>/cache/<user>.d //<user>@server/cuda NCCL_API_KEY=<secret>" in text.replace(
+        " DDPSHIM_PASSWORD=<secret>", ""
+    )
+    assert selftest.without_names("malice") == "malice"

@@ -1,4 +1,4 @@
-"""Gives the program the main rank's clock, entropy and commands on all ranks: the same time stamps, names, decisions.
+"""Gives the program the main rank's clock, entropy and commands on all ranks: the same names and decisions.
 
 The n-th call from a line of the program returns, on every rank, the value of the main rank's n-th call from that line.
 The main rank never waits; another rank waits until the main rank has made the same call.
@@ -19,8 +19,6 @@ import posix
 import random
 import subprocess
 import sys
-import sysconfig
-import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -31,6 +29,10 @@ from ddpshim.errors import WorldError
 from ddpshim.job.collectives import FIRST_PAUSE_S, main_sets
 from ddpshim.job.world import World
 from ddpshim.process import messages
+from ddpshim.process.job import current
+from ddpshim.process.replaced import replaced
+from ddpshim.process.users_line import is_pythons
+from ddpshim.rows.tensor import Counts
 from ddpshim.trainers.unedited.file_calls import in_place
 from ddpshim.trainers.unedited.private_files import PrivateFiles
 
@@ -50,101 +52,82 @@ _PASS_ON = {__name__, "uuid", "secrets", "random", "subprocess"}  # call on beha
 class Clock:
     """Replaces Python's clocks, entropy and prompts for calls of the program in its main thread. Local."""
 
-    def __init__(self, world: World, is_apart: Callable[[], bool]) -> None:
-        """`is_apart`: whether this rank now does something that others do not: fetch its samples, play a rollout."""
-        self._world, self._is_apart = world, is_apart
-        self._process = os.getpid()
+    def __init__(self, world: World) -> None:
+        self._world = world
         self._is_asking = False  # inside a real function, whose own calls of replaced functions must not be shared
         self._numbers: dict[str, int] = {}  # number of the last call from each line
         self._are_programs: dict[str, bool] = {}  # whether a file belongs to the program
-        self._stdlib = tuple(f"{os.path.dirname(path)}{os.sep}" for path in (os.__file__, contextlib.__file__))
-        self._packages = tuple(f"{sysconfig.get_paths()[name]}{os.sep}" for name in ("purelib", "platlib"))
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Within this block, the program's calls use the stand-ins."""
+        seconds = self._of_main(lambda: _time())
         with contextlib.ExitStack() as undo:
-            undo.enter_context(in_place({id(real): made for real, made in self._stand_ins()}))
-            undo.enter_context(_exchanged(datetime.datetime, "now", self._now))
-            undo.enter_context(_exchanged(datetime.datetime, "utcnow", self._utcnow))
+            undo.enter_context(in_place({id(real): made for real, made in self._stand_ins(seconds)}))
+            for name, method in (
+                ("now", lambda kind, tz=None: kind.fromtimestamp(seconds(), tz)),
+                ("utcnow", lambda kind: kind.fromtimestamp(seconds(), datetime.timezone.utc).replace(tzinfo=None)),
+            ):
+                undo.enter_context(_exchanged(datetime.datetime, name, method))
             yield
 
-    def _stand_ins(self) -> list[tuple[Any, Any]]:
+    def _stand_ins(self, seconds: Callable[[], float]) -> list[tuple[Any, Any]]:
         """Return pairs of a function and its stand-in."""
-        of_main: Any = (time.time, time.time_ns, posix.urandom)
-        made: list[tuple[Any, Any]] = [(real, self._of_main(real)) for real in (*of_main, input)]
-        made += [(real, self._at_moment(real, 0)) for real in (time.localtime, time.gmtime, time.ctime)]
-        made += [(real, self._at_moment(real, at, _localtime)) for real, at in ((time.strftime, 1), (time.asctime, 0))]
-        uuid1 = uuid.uuid1
+        uuid1, seed = uuid.uuid1, self._of_main(lambda: int.from_bytes(posix.urandom(4), "little"))
         hexes = self._of_main(lambda *args, **kwargs: uuid1(*args, **kwargs).hex)
+
+        def at_moment(real: Callable[..., Any], position: int, convert: Any = float) -> Callable[..., Any]:
+            """Return `real` with the current time as its argument at `position`, if that is missing."""
+
+            def stand_in(*args: Any) -> Any:
+                is_given = any(one is not None for one in args[position:])
+                return real(*args) if is_given else real(*args[:position], convert(seconds()))
+
+            return stand_in
+
+        def seeded(real: Callable[..., Any], keyword: str) -> Callable[..., Any]:
+            """Return `real` with a seed if the caller gives none."""
+
+            def stand_in(*args: Any, **kwargs: Any) -> Any:
+                if (args[0] if args else kwargs.get(keyword)) is None:
+                    args, kwargs = args[1:], {**kwargs, keyword: seed()}
+                return real(*args, **kwargs)
+
+            return stand_in
+
+        of_main: Any = (time.time, time.time_ns, posix.urandom, input)
+        made: list[tuple[Any, Any]] = [(real, self._of_main(real)) for real in of_main]
+        made += [(real, at_moment(real, 0)) for real in (time.localtime, time.gmtime, time.ctime)]
+        made += [(real, at_moment(real, at, _localtime)) for real, at in ((time.strftime, 1), (time.asctime, 0))]
         made.append((uuid1, lambda *args, **kwargs: uuid.UUID(hexes(*args, **kwargs))))
-        made.append((random.seed, self._seeded(random.seed, "a")))
+        made.append((random.seed, seeded(random.seed, "a")))
         numpy = sys.modules.get("numpy")
         if numpy is not None:
-            made += [(real, self._seeded(real, "seed")) for real in (numpy.random.seed, numpy.random.default_rng)]
+            made += [(real, seeded(real, "seed")) for real in (numpy.random.seed, numpy.random.default_rng)]
         return made
 
     def _of_main(self, real: Callable[..., T]) -> Callable[..., T]:
-        """Return `real` with the main rank's result."""
+        """Return `real` with the main rank's result, for the program."""
+        return self.stand_in(
+            real, lambda line, *args, **kwargs: self.answers_of_main(line, lambda: real(*args, **kwargs))
+        )
+
+    def stand_in(self, real: Callable[..., T], instead: Callable[..., T]) -> Callable[..., T]:
+        """Return a function that calls `instead` with the calling line of the program first; `real` for others."""
 
         def stand_in(*args: Any, **kwargs: Any) -> T:
-            line = self.line_of_program(sys._getframe(1))
-            if line is None:
-                return real(*args, **kwargs)
-            return self.answers_of_main(line, lambda: real(*args, **kwargs))
+            line = self._line_of_program(sys._getframe(1))
+            return real(*args, **kwargs) if line is None else instead(line, *args, **kwargs)
 
         return stand_in
 
-    def _at_moment(self, real: Callable[..., Any], position: int, convert: Any = None) -> Callable[..., Any]:
-        """Return `real` with the main rank's current time as its argument at `position`, if that is missing.
-
-        `convert`: turns seconds into that argument.
-        """
-
-        def stand_in(*args: Any) -> Any:
-            if len(args) > position and (args[position] is not None or convert is not None):
-                return real(*args)
-            line = self.line_of_program(sys._getframe(1))
-            if line is None:
-                return real(*args)
-            moment = self.answers_of_main(line, _time)
-            return real(*args[:position], moment if convert is None else convert(moment))
-
-        return stand_in
-
-    def _seeded(self, real: Callable[..., Any], keyword: str) -> Callable[..., Any]:
-        """Return `real` with a seed from the main rank if the caller gives none."""
-
-        def stand_in(*args: Any, **kwargs: Any) -> Any:
-            line = None
-            if (args[0] if args else kwargs.get(keyword)) is None:
-                line = self.line_of_program(sys._getframe(1))
-            if line is None:
-                return real(*args, **kwargs)
-            kwargs[keyword] = self.answers_of_main(line, lambda: int.from_bytes(posix.urandom(4), "little"))
-            return real(*args[1:], **kwargs)
-
-        return stand_in
-
-    def _now(self, kind: Any, tz: Any = None) -> Any:
-        return kind.fromtimestamp(self._seconds(sys._getframe(1)), tz)
-
-    def _utcnow(self, kind: Any) -> Any:
-        return kind.fromtimestamp(self._seconds(sys._getframe(1)), datetime.timezone.utc).replace(tzinfo=None)
-
-    def _seconds(self, frame: FrameType) -> float:
-        line = self.line_of_program(frame)
-        return _time() if line is None else self.answers_of_main(line, _time)
-
-    def line_of_program(self, frame: Optional[FrameType]) -> Optional[str]:
+    def _line_of_program(self, frame: Optional[FrameType]) -> Optional[str]:
         """Return "train.py:12", the calling line of the program; None if another caller, thread or process asks."""
         if self._is_asking:
             return None
         while frame is not None and frame.f_globals.get("__name__") in _PASS_ON:
             frame = frame.f_back
-        if frame is None or not self._is_programs(frame) or self._is_apart() or os.getpid() != self._process:
-            return None
-        if threading.current_thread() is not threading.main_thread():
+        if frame is None or not self._is_programs(frame) or not current().part(Counts).is_in_lock_step():
             return None
         return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
@@ -153,8 +136,8 @@ class Clock:
         known = self._are_programs.get(file)
         if known is None:
             package = str(frame.f_globals.get("__name__")).partition(".")[0]
-            is_pythons = file.startswith(("<frozen", *self._stdlib)) and not file.startswith(self._packages)
-            known = self._are_programs[file] = not is_pythons and package not in _LIBRARIES
+            is_others = file.startswith("<frozen") or is_pythons(file) or package in _LIBRARIES
+            known = self._are_programs[file] = not is_others
         return known
 
     def answers_of_main(self, line: str, ask: Callable[[], T]) -> T:
@@ -165,11 +148,8 @@ class Clock:
         number = self._numbers[line] = self._numbers.get(line, -1) + 1
         store, key = self._world._job.store, messages.key(f"clock/{line}/{number % _NUM_KEPT}")
         if self._world.is_main:
-            self._is_asking = True
-            try:
+            with replaced(self, "_is_asking", True):
                 value = ask()
-            finally:
-                self._is_asking = False
             store.set(key, messages.packed([number, value]))
             return value
         patience_s = self._world.options.side_timeout_s
@@ -217,20 +197,11 @@ class Commands:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Within this block, the program's calls use the stand-ins."""
-        # subprocess's other functions call these two, on behalf of their callers.
-        made: dict[Any, Any] = {subprocess.run: self._stand_in(_run, self._completed)}
-        made[subprocess.call] = self._stand_in(subprocess.call, self._code)
-        made[os.system] = self._stand_in(_system, self._system)
-        made[os.popen] = self._stand_in(_popen, self._stream)
-        with in_place({id(real): stand_in for real, stand_in in made.items()}):
+        # subprocess's other functions call the first two, on behalf of their callers.
+        made: list[tuple[Any, Any]] = [(subprocess.run, self._completed), (subprocess.call, self._code)]
+        made += [(os.system, self._system), (os.popen, self._stream)]
+        with in_place({id(real): self._clock.stand_in(real, instead) for real, instead in made}):
             yield
-
-    def _stand_in(self, real: Callable[..., Any], of_all: Callable[..., Any]) -> Callable[..., Any]:
-        def stand_in(*args: Any, **kwargs: Any) -> Any:
-            line = self._clock.line_of_program(sys._getframe(1))
-            return real(*args, **kwargs) if line is None else of_all(line, *args, **kwargs)
-
-        return stand_in
 
     def _handed_out(self, line: str, run: Callable[[], Any]) -> Any:
         """Return the main rank's result of `run`; then all ranks see the files that it wrote."""

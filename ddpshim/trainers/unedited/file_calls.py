@@ -1,21 +1,27 @@
 """Finds the calls of a program that touch files: Python's functions wherever they are held, audit events, libraries.
 
-Libraries that open files without Python (h5py, lmdb, videos) are redirected to where this rank reads or writes.
+Libraries that open files without Python (h5py, lmdb, videos) are redirected to where this rank reads or writes. Files
+that do not belong to a trainer are left alone: devices, caches, temporary files, files of libraries.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import os
 import posix
 import stat
 import sys
+import sysconfig
+import tempfile
+import threading
 from collections.abc import Iterator
 from types import FrameType, FunctionType
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+from ddpshim import variables
 from ddpshim.process.after_import import after_import
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
@@ -50,13 +56,16 @@ _WRITING = (
 
 
 @contextlib.contextmanager
-def in_place(stand_ins: dict[int, Any]) -> Iterator[None]:
-    """Within this block, replace each function by its stand-in; `stand_ins` is keyed by the function's id."""
+def in_place(stand_ins: dict[int, Any], *keep: str) -> Iterator[None]:
+    """Within this block, modules hold each function's stand-in in its place; `stand_ins` is keyed by its id. Local.
+
+    `keep`: packages that keep the real functions.
+    """
     with contextlib.ExitStack() as undo:
         for name, module in list(sys.modules.items()):
             package = name.partition(".")[0]
             is_private = package.startswith("_") and package != "__main__"
-            if module is None or is_private or package in _KEEP_REAL:
+            if module is None or is_private or package in (*_KEEP_REAL, *keep):
                 continue
             held = list(getattr(module, "__dict__", {}).items())
             for attribute, value in held:
@@ -154,10 +163,13 @@ class CLibraries:
         for places, redirect in ((_READING, self._reads), (_WRITING, self._writes)):
             for module, name, position, keyword in places:
                 made.append((module, name, functools.partial(_redirected, redirect, position, keyword)))
-        for name, creates in (("h5f.open", False), ("h5f.create", True)):
-            made.append(("h5py", name, functools.partial(self._h5, creates=creates)))
-        made += [("lmdb", "open", self._lmdb_open), ("av", "open", self._av_open)]
-        made += [("sqlite3.dbapi2", "connect", self._sqlite_connect), ("subprocess", "Popen.__init__", self._popen)]
+        own: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+            *(("h5py", "h5f.open", functools.partial(self._h5, False)), ("lmdb", "open", self._lmdb_open)),
+            *(("h5py", "h5f.create", functools.partial(self._h5, True)), ("av", "open", self._av_open)),
+            ("sqlite3.dbapi2", "connect", self._sqlite_connect),
+        )
+        made += [(module, name, functools.partial(functools.partial, instead)) for module, name, instead in own]
+        made.append(("subprocess", "Popen.__init__", self._popen))
         held: dict[int, Any] = {}  # functions that other modules may already have imported
         with contextlib.ExitStack() as undo:
 
@@ -178,47 +190,36 @@ class CLibraries:
             undo.enter_context(in_place(held))
             yield
 
-    def _h5(self, real: Callable[..., Any], creates: bool) -> Callable[..., Any]:
-        def stand_in(name: Any, flags: int = 2 if creates else 1, *args: Any, **kwargs: Any) -> Any:
-            if creates:
-                place = self._writes(name, is_new=not flags & _HDF5_MADE_NEW)
-            else:
-                place = self._writes(name, keeps=True) if flags & _HDF5_WRITES else self._reads(name)
-            return real(os.fsencode(place), flags, *args, **kwargs)
+    def _h5(self, creates: bool, real: Any, name: Any, flags: Optional[int] = None, *args: Any, **kwargs: Any) -> Any:
+        flags = (2 if creates else 1) if flags is None else flags
+        if creates:
+            place = self._writes(name, is_new=not flags & _HDF5_MADE_NEW)
+        else:
+            place = self._writes(name, keeps=True) if flags & _HDF5_WRITES else self._reads(name)
+        return real(os.fsencode(place), flags, *args, **kwargs)
 
-        return stand_in
+    def _lmdb_open(self, real: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("readonly", False):
+            return real(str(self._writes(path, keeps=True)), *args, **kwargs)
+        if not os.path.isdir(path):
+            return real(str(self._reads(path)), *args, **kwargs)
+        data = self._reads(os.path.join(os.fspath(path), "data.mdb"))
+        return real(os.path.dirname(data), *args, **kwargs)
 
-    def _lmdb_open(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def stand_in(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if not kwargs.get("readonly", False):
-                return real(str(self._writes(path, keeps=True)), *args, **kwargs)
-            if not os.path.isdir(path):
-                return real(str(self._reads(path)), *args, **kwargs)
-            data = self._reads(os.path.join(os.fspath(path), "data.mdb"))
-            return real(os.path.dirname(data), *args, **kwargs)
+    def _av_open(self, real: Any, file: Any, mode: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(file, (str, os.PathLike)):
+            file = str((self._reads if mode in (None, "r") else self._writes)(file))
+        return real(file, mode, *args, **kwargs)
 
-        return stand_in
-
-    def _av_open(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def stand_in(file: Any, mode: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(file, (str, os.PathLike)):
-                file = str((self._reads if mode in (None, "r") else self._writes)(file))
-            return real(file, mode, *args, **kwargs)
-
-        return stand_in
-
-    def _sqlite_connect(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def stand_in(database: Any, *args: Any, **kwargs: Any) -> Any:
-            is_address = os.fsdecode(database).startswith("file:") and (kwargs.get("uri") or any(args[6:7]))
-            file, is_read = sqlite_file(database) if is_address else (os.fsdecode(database), False)
-            if file not in ("", ":memory:"):
-                place = self._reads(file) if is_read else self._writes(file, keeps=True)
-                for end in () if is_read else ("-journal", "-wal", "-shm"):  # may have what the file has not yet
-                    self._writes(file + end, keeps=True)
-                database = f"file:{quote(place)}?{urlsplit(os.fsdecode(database)).query}" if is_address else place
-            return real(database, *args, **kwargs)
-
-        return stand_in
+    def _sqlite_connect(self, real: Any, database: Any, *args: Any, **kwargs: Any) -> Any:
+        is_address = os.fsdecode(database).startswith("file:") and (kwargs.get("uri") or any(args[6:7]))
+        file, is_read = sqlite_file(database) if is_address else (os.fsdecode(database), False)
+        if file not in ("", ":memory:"):
+            place = self._reads(file) if is_read else self._writes(file, keeps=True)
+            for end in () if is_read else ("-journal", "-wal", "-shm"):  # may have what the file has not yet
+                self._writes(file + end, keeps=True)
+            database = f"file:{quote(place)}?{urlsplit(os.fsdecode(database)).query}" if is_address else place
+        return real(database, *args, **kwargs)
 
     def _popen(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """Redirect ffmpeg's output, which is how videos are written, and for all programs files this rank has made."""
@@ -297,3 +298,96 @@ def _place(redirect: Callable[[Any], Any], path: Any) -> Any:
 
 def _is_a_file_name(part: Any) -> bool:
     return isinstance(part, os.PathLike) or (isinstance(part, str) and ":" not in part and not part.startswith("-"))
+
+
+PRIVATE = "ddpshim-files-"  # the name of a rank's private folder begins with it
+# Files that these write are never redirected: they have one per process, or are safe with several processes.
+_LIBRARIES = ("ddpshim", "multiprocessing", "importlib", "triton", "numba", "torch._inductor", "torch._dynamo")
+# These write on behalf of their callers.
+_PASS_ON = ("pathlib", "os", "posixpath", "genericpath", "shutil", "io", "codecs", "gzip", "tempfile", "contextlib")
+_OURS_THAT_PASS_ON = __name__.rpartition(".")[0]
+_VARIABLES = (
+    *("XDG_CACHE_HOME", "MPLCONFIGDIR", "NUMBA_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_HOME"),
+    *("TORCH_EXTENSIONS_DIR", "HF_HOME", "CUDA_CACHE_PATH", variables.RUN_DIR),
+)
+
+
+class LeftAlone:
+    """The places and callers whose files are not redirected."""
+
+    def __init__(self) -> None:
+        self._temporary = os.path.realpath(tempfile.gettempdir())
+        self._made: set[str] = set()  # by the module tempfile, so the names are unique to this process
+        folders = ["/dev", "/proc", "/sys", *map(os.path.expanduser, ("~/.cache", "~/.config", "~/.triton", "~/.nv"))]
+        folders += [sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")]
+        folders += [os.environ[name] for name in _VARIABLES if os.path.isabs(os.environ.get(name, ""))]
+        prefixes = {f"{form}/" for folder in folders for form in (folder, os.path.realpath(folder))}
+        self._prefixes = (*prefixes, os.path.join(self._temporary, "torchinductor_"))
+
+    def has(self, path: str) -> bool:
+        """Whether `path` (absolute) is in one of the places."""
+        if f"{path}/".startswith(self._prefixes):
+            return f"/{PRIVATE}" not in path  # which may be in RUN_DIR
+        is_temporary = bool(self._made) and path.startswith(f"{self._temporary}/")
+        return is_temporary and path[: (path + "/").index("/", len(self._temporary) + 1)] in self._made
+
+    def takes_note(self, path: str, frame: Optional[FrameType]) -> bool:
+        """Record `path` and return True if it is a new temporary file: `frame`, which makes it, is in `tempfile`."""
+        if frame is None or frame.f_globals.get("__name__") != "tempfile":
+            return False
+        folder, name = os.path.split(os.path.join(posix.getcwd(), path))
+        if os.path.realpath(folder) != self._temporary:
+            return False
+        self._made.add(os.path.join(self._temporary, name))
+        return True
+
+    def is_asked_by(self, frame: Optional[FrameType]) -> bool:
+        """Whether a library writes for its own purposes: it calls `frame`, directly or through `_PASS_ON`."""
+        while frame is not None:
+            name = str(frame.f_globals.get("__name__"))
+            if not (name.startswith(_OURS_THAT_PASS_ON) or name.partition(".")[0] in _PASS_ON):
+                return f"{name}.".startswith(tuple(f"{library}." for library in _LIBRARIES))
+            frame = frame.f_back
+        return False
+
+
+class Locks:
+    """Knows whether this rank holds the lock of a file that all ranks share, such as that of a library's cache. Local.
+
+    Ranks get such a lock one after the other, and the first does the work for all. While it does, it must not wait for
+    the main rank, which may wait for the lock; and what it asks, the others never ask.
+    """
+
+    def __init__(self) -> None:
+        self._places, self._held = LeftAlone(), dict[int, str]()  # the file of each locked descriptor
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Within this block, `fcntl.flock` and `fcntl.lockf` are replaced: they note what the main thread locks."""
+        with in_place({id(real): self._noted(real) for real in (fcntl.flock, fcntl.lockf)}):
+            yield
+
+    def held(self) -> str:
+        """Return a file that the main thread, which asks, has locked; "" if there is none."""
+        if not self._held or threading.current_thread() is not threading.main_thread():
+            return ""
+        return next((file for number, file in self._held.items() if _file_of(number) == file), "")  # else it is closed
+
+    def _noted(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def stand_in(fd: Any, operation: int, *rest: Any) -> Any:
+            answer = real(fd, operation, *rest)
+            number = fd if isinstance(fd, int) else fd.fileno()
+            file = _file_of(number)
+            if operation & fcntl.LOCK_UN:
+                self._held.pop(number, None)
+            elif threading.current_thread() is threading.main_thread() and self._places.has(file):
+                self._held[number] = file
+            return answer
+
+        return stand_in
+
+
+def _file_of(descriptor: int) -> str:
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    return ""

@@ -6,6 +6,7 @@ has made is at the same path below the rank's private folder, `View.top`.
 
 from __future__ import annotations
 
+import _io
 import errno
 import os
 import posix
@@ -15,9 +16,8 @@ import tempfile
 from typing import Optional
 
 from ddpshim.errors import SyncError
-from ddpshim.trainers.unedited.file_calls import is_special
+from ddpshim.trainers.unedited.file_calls import PRIVATE, is_special
 from ddpshim.trainers.unedited.main_file_log import Before, MainsChanges, MainsSaves
-from ddpshim.trainers.unedited.unmanaged_paths import PRIVATE
 from ddpshim.variables import RUN_DIR
 
 _MOST_LINKS = 40
@@ -48,11 +48,11 @@ class View:
         """Return the program's `path` as an absolute path without links; `follows`: also resolve its last part."""
         for _ in range(_MOST_LINKS):
             path = self._in_its_folder(path)
-            target = None if not follows or path in self._saves else _target_at(self.place(path))
-            if target is None:
+            place = self.place(path) if follows and path not in self._saves else ""
+            if not stat.S_ISLNK(_mode(place)):
                 return path
-            path = os.path.join(os.path.dirname(path), target)
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+            path = os.path.join(os.path.dirname(path), posix.readlink(place))
+        raise _error(errno.ELOOP, path)
 
     def locate(self, path: str, follows: bool = True) -> tuple[str, str]:
         """Return `find(path)` and the `place` of that path."""
@@ -96,7 +96,7 @@ class View:
         if place is not None and is_special(place):
             return place
         if is_new and (place is None or _exists(place)):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            raise _error(errno.EEXIST, path)
         if keeps and path not in self._unknown:
             self._copy(path, self.place(path), own)
         elif place is not None and _is_folder(place) and place != own:
@@ -142,10 +142,9 @@ class View:
         else:
             mode = posix.lstat(self.place(path)).st_mode
             if is_folder and stat.S_ISDIR(mode) and self.names(path):
-                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+                raise _error(errno.ENOTEMPTY, path)
             if is_folder != stat.S_ISDIR(mode):
-                number = errno.ENOTDIR if is_folder else errno.EISDIR
-                raise OSError(number, os.strerror(number), path)
+                raise _error(errno.ENOTDIR if is_folder else errno.EISDIR, path)
             if _exists(self.top + path):  # news may have been taken in since `place`
                 (posix.rmdir if is_folder else posix.unlink)(self.top + path)
             self._folders.clear()
@@ -156,7 +155,7 @@ class View:
         if source == to:
             return
         if not _is_folder(self.place(os.path.dirname(to))):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), source, None, to)
+            raise _error(errno.ENOENT, source, to)
         if source in self._saves:
             for path in (source, to):
                 _remove_quietly(self.top + path)
@@ -251,9 +250,8 @@ class View:
             posix.symlink(before.content or b"", os.fsencode(own))
             self._folders.clear()
         else:
-            file = posix.open(own, os.O_WRONLY | os.O_CREAT)
-            posix.write(file, before.content or b"")
-            posix.close(file)
+            with _io.open(posix.open(own, os.O_WRONLY | os.O_CREAT), "wb") as file:
+                file.write(before.content or b"")
             posix.truncate(own, before.size)
             posix.utime(own, ns=(before.modified_ns, before.modified_ns))
             if before.content is None:
@@ -271,9 +269,7 @@ class View:
         """Create the folder of `path` below `top`; raises OSError if this rank sees no such folder."""
         folder = os.path.dirname(path)
         if not _is_folder(self.place(folder)):
-            missing = not _exists(self.place(folder))
-            number = errno.ENOENT if missing else errno.ENOTDIR
-            raise OSError(number, os.strerror(number), path)
+            raise _error(errno.ENOTDIR if _exists(self.place(folder)) else errno.ENOENT, path)
         self._make_own(folder)
 
     def _make_own(self, folder: str) -> None:
@@ -316,43 +312,37 @@ class View:
         else:
             number = errno.ENOTDIR if is_folder else 0
         if number:
-            raise OSError(number, os.strerror(number), source, None, to)
+            raise _error(number, source, to)
 
 
 def copy_file(source: str, to: str) -> None:
     """Copy a file's bytes. Calls no function that is replaced in the program."""
-    reading, writing = posix.open(source, os.O_RDONLY), posix.open(to, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    with _io.open(posix.open(source, os.O_RDONLY), "rb") as reading:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        with _io.open(posix.open(to, flags, 0o666), "wb") as writing:
+            shutil.copyfileobj(reading, writing)
+
+
+def _mode(path: str) -> int:
+    """Return the mode of what is at `path`, without following a link; 0 if there is nothing."""
     try:
-        while block := posix.read(reading, 1 << 20):
-            while block:
-                block = block[posix.write(writing, block) :]
-    finally:
-        posix.close(reading)
-        posix.close(writing)
+        return posix.lstat(path).st_mode
+    except OSError:
+        return 0
 
 
 def _exists(path: str) -> bool:
-    try:
-        posix.lstat(path)
-    except OSError:
-        return False
-    return True
+    return _mode(path) != 0
 
 
 def _is_folder(path: str) -> bool:
-    try:
-        return stat.S_ISDIR(posix.lstat(path).st_mode)
-    except OSError:
-        return False
-
-
-def _target_at(path: str) -> Optional[str]:
-    try:
-        return posix.readlink(path)
-    except OSError:
-        return None
+    return stat.S_ISDIR(_mode(path))
 
 
 def _remove_quietly(path: str) -> None:
     if _exists(path):
         posix.unlink(path)
+
+
+def _error(number: int, path: str, to: Optional[str] = None) -> OSError:
+    return OSError(number, os.strerror(number), path, None, to)

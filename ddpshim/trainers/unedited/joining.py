@@ -1,33 +1,36 @@
 """Runs a program for one process as a rank: joins the job, and replaces names of torch until the program ends.
 
 Every rank runs the whole program. Networks are wrapped when they first train; batches are row tensors (`ddpshim.rows`).
-See docs/run.md.
+See docs/run.md. If the program turns out to distribute itself, each rank is restarted without ddpshim's changes.
+
+One that uses Hugging Face's accelerate does not distribute itself, unless it divides its model (DeepSpeed, FSDP,
+Megatron, tensor parallelism): accelerate sees one process on each rank, so the batch size is that of the program's
+loader.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import functools
 import os
 import secrets
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Iterator
-from typing import Any, Optional
+from typing import Any, Callable, NoReturn, Optional
 
 import torch
+import torch.distributed as dist
 from torch.utils import data as torch_data
 
-from ddpshim import variables
-from ddpshim.errors import OptionsError
+from ddpshim import adapters, variables
+from ddpshim.errors import OptionsError, SyncError
 from ddpshim.failures import unsynced_check
 from ddpshim.job.group import cleanup, setup, world
 from ddpshim.job.noise import draws_alike
 from ddpshim.job.world import World
+from ddpshim.process.after_import import after_import
 from ddpshim.process.job import Job, current
 from ddpshim.process.observed import observe
 from ddpshim.process.replaced import noted, replaced
@@ -36,16 +39,20 @@ from ddpshim.process.users_line import users_line
 from ddpshim.rows import calls
 from ddpshim.rows.loader import DataLoader
 from ddpshim.rows.tensor import Counts
-from ddpshim.trainers.unedited import hand_back
 from ddpshim.trainers.unedited.clock import Clock, Commands
-from ddpshim.trainers.unedited.networks import Steps, say_what_was_divided
+from ddpshim.trainers.unedited.file_calls import Locks, in_place
+from ddpshim.trainers.unedited.networks import Networks, say_what_was_divided
 from ddpshim.trainers.unedited.private_files import PrivateFiles
-from ddpshim.trainers.unedited.program import Start
+from ddpshim.trainers.unedited.program import Start, start_again
 from ddpshim.trainers.unedited.reads import equal_reads
-from ddpshim.trainers.unedited.rollouts import Rollouts
-from ddpshim.trainers.unedited.unmanaged_paths import Locks
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+# Classes of diffusion_policy and DP3 that play rollouts: module, name.
+_RUNNERS = (
+    ("diffusion_policy.env_runner.base_image_runner", "BaseImageRunner"),
+    ("diffusion_policy.env_runner.base_lowdim_runner", "BaseLowdimRunner"),
+    ("diffusion_policy_3d.env_runner.base_runner", "BaseRunner"),
+)
 
 
 @contextlib.contextmanager
@@ -68,7 +75,7 @@ def join_edited(**given: Any) -> World:
     here, job, until = _set_up(**given), current(), contextlib.ExitStack()
     with noted() as stand_ins:
         until.enter_context(_as_one_program(here))
-    until.enter_context(stand_ins.where_imported())
+    until.enter_context(in_place(stand_ins, "torch"))
     job.before_end.callback(_say_goodbye)
     job.at_end.callback(until.close)
     atexit.register(_leave, job, os.getpid())
@@ -123,20 +130,13 @@ def _set_up(seed: Optional[int] = None, **given: Any) -> World:
 @contextlib.contextmanager
 def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None]:
     """Within this block the ranks run one program. It is left alone if it distributes itself, if `start` is given."""
-    steps, rollouts, counts = current().part(Steps), Rollouts(here), current().part(Counts)
-    locks = Locks()
-
-    def is_apart() -> bool:
-        return rollouts.is_playing or is_reading() or locks.held() != ""
-
-    def is_reading() -> bool:
-        # Only in the main thread: a file that another thread saves meanwhile is a checkpoint, not a dataset's cache.
-        return counts.is_fetching and threading.current_thread() is threading.main_thread()
-
+    networks, counts, locks = current().part(Networks), current().part(Counts), Locks()
     with contextlib.ExitStack() as undo:
         for module in (torch_data, torch_data.dataloader):
             undo.enter_context(replaced(module, "DataLoader", DataLoader))
-        undo.enter_context(_optimizers_seen())
+        undo.callback(networks.forget)
+        optimizer = torch.optim.Optimizer
+        undo.enter_context(replaced(optimizer, "add_param_group", _seen(optimizer.add_param_group)))
         if here.options.exact is None:  # whose number of threads must not depend on the number of ranks
             undo.enter_context(_cores_shared(here.local_world_size))
         undo.enter_context(_one_process_shown())
@@ -148,19 +148,19 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
 
         if start is not None:
             start.take_back = take_back
-            undo.enter_context(hand_back.noticed(start))
-            start.at_failure += [explain_taken, functools.partial(hand_back.leave_alone_if_it_joins, start)]
+            undo.enter_context(noticed(start))
+            start.at_failure = functools.partial(leave_alone_if_it_joins, start)
         if here.world_size > 1:
             since = time.time() if start is None else start.time
             counts.lock = locks.held
-            files, clock = PrivateFiles(here, since, is_reading), Clock(here, is_apart)
+            files, clock = PrivateFiles(here, since), Clock(here)
             for part in (files, clock, Commands(clock, files)):
                 undo.enter_context(part.installed())
-            undo.enter_context(rollouts.on_main(files.apart))
+            _play_rollouts_on_main(here, files, undo)
             current().part(unsynced_check.Answer).is_settled = True
-            observe(undo, backward=steps.begin_pass, before_step=steps.note_step)
+            observe(undo, backward=networks.begin_pass, before_step=networks.note_step)
             undo.enter_context(locks.installed())
-            undo.enter_context(equal_reads(here, is_apart))
+            undo.enter_context(equal_reads(here))
         if here.world_size > 1 or here.options.exact is not None:
             undo.enter_context(calls.installed())
         if here.options.exact is not None:
@@ -170,6 +170,20 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
         if here.device.type == "cuda":
             undo.enter_context(_gpus_shown(here.local_world_size))
         yield
+
+
+def _play_rollouts_on_main(here: World, files: PrivateFiles, until: contextlib.ExitStack) -> None:
+    """Until `until` ends, also for classes that an adapter names. Local."""
+
+    def take(module: str, name: str) -> None:
+        from ddpshim.trainers.unedited.rollouts import Rollouts
+
+        base = getattr(sys.modules[module], name)
+        until.enter_context(replaced(base, "__init_subclass__", Rollouts(base, here, files).hook()))
+
+    offers = [adapters.function(package, "rollouts") for package in adapters.packages()]
+    for module, name in [*_RUNNERS, *(base for offer in offers if offer is not None for base in offer())]:
+        until.callback(after_import(module, functools.partial(take, module, name)))
 
 
 @contextlib.contextmanager
@@ -202,7 +216,7 @@ def _gpus_shown(num_gpus: int) -> Iterator[None]:
 def _one_process_shown() -> Iterator[None]:
     """Within this block the program finds no variables of a launcher. Local."""
     rank = os.environ.get("RANK", "0")
-    with hand_back.in_one_process():
+    with in_one_process():
         os.environ[variables.RANK] = rank
         try:
             yield
@@ -228,33 +242,123 @@ def _cores_shared(num_ranks: int) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _optimizers_seen() -> Iterator[None]:
-    add = torch.optim.Optimizer.add_param_group
+def _seen(add: Callable[..., None]) -> Callable[..., None]:
+    """Return the stand-in for Optimizer.add_param_group."""
 
     @functools.wraps(add)
     def add_param_group(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         add(self, *args, **kwargs)
-        steps = current().part(Steps)
-        steps.networks.take_note(self)
-        steps.num_passes = 0
+        current().part(Networks).take_note(self)
 
-    with replaced(torch.optim.Optimizer, "add_param_group", add_param_group):
-        try:
-            yield
-        finally:
-            current().part(Steps).networks.forget()
+    return add_param_group
 
 
-def explain_taken(error: Optional[BaseException]) -> None:
-    """Say in an error of a taken port or name of shared memory that every rank opens it. Local."""
-    while error is not None:
-        opened = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
-        is_memory = isinstance(error, FileExistsError) and opened == ["multiprocessing.shared_memory"]
-        if isinstance(error, OSError) and (is_memory or error.errno == errno.EADDRINUSE):
-            error.strerror = (
-                f"{error.strerror}: every rank runs this line, and another rank (or program) of this machine has "
-                f"opened the same port or name. Open it only if os.environ.get('{variables.RANK}', '0') is '0', or "
-                "leave the choice to the system: port 0, shared memory without a name"
-            )
-        error = error.__cause__ or error.__context__
+_LAST_ANSWER_S = 0.2  # time for other ranks to read the last answer of the store, which the main rank hosts
+_LAUNCHERS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_"),
+    *("PMI_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_"),
+)
+_STRATEGIES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG", "TP")
+_PLUGINS = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
+
+
+@contextlib.contextmanager
+def noticed(start: Start) -> Iterator[None]:
+    """Within this block, restart a program that creates a process group or calls ddpshim."""
+    is_initialized = dist.is_initialized
+    with contextlib.ExitStack() as until:
+
+        def put(owner: Any, name: str, found: str) -> None:
+            if hasattr(owner, name):
+                until.enter_context(replaced(owner, name, _stand_in(start, getattr(owner, name), found)))
+
+        def is_shown() -> bool:
+            """False for the program, which would otherwise divide work or writing among ranks by itself."""
+            asks = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+            return asks in ("torch", "ddpshim") and is_initialized()
+
+        for name in ("init_process_group", "init_device_mesh"):
+            put(dist, name, f"it calls torch.distributed.{name}")
+        until.enter_context(replaced(dist, "is_initialized", is_shown))
+        for name in ("setup", "wrap_parallel", "make_loader"):
+            put(sys.modules["ddpshim"], name, f"it calls ddpshim.{name}")
+        until.callback(after_import("accelerate", lambda: _show_accelerate_one_process(start, until)))
+        yield
+
+
+@contextlib.contextmanager
+def in_one_process() -> Iterator[None]:
+    """Within this block, no launcher is found in the environment. Local."""
+    hidden = {name: value for name, value in os.environ.items() if name.startswith(_LAUNCHERS)}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def _show_accelerate_one_process(start: Start, until: contextlib.ExitStack) -> None:
+    """Make accelerate behave on each rank as in one process, until `until` ends."""
+    state = sys.modules["accelerate.state"].PartialState
+    accelerator = sys.modules["accelerate.accelerator"].Accelerator
+    make, begin = accelerator.__init__, state.__init__
+
+    @functools.wraps(make)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        switches = [f"ACCELERATE_USE_{name}" for name in _STRATEGIES]
+        asked = [name for name in switches if os.environ.get(name, "false").lower() in ("1", "true")]
+        asked += [name for name in _PLUGINS if kwargs.get(name) is not None]
+        if asked:
+            leave_alone(start, f"accelerate divides its model ({', '.join(asked)})")
+        make(self, *args, **kwargs)
+
+    @functools.wraps(begin)
+    def begun(self: Any, *args: Any, **kwargs: Any) -> None:
+        with in_one_process():
+            begin(self, *args, **kwargs)
+
+    until.enter_context(replaced(accelerator, "__init__", made))
+    until.enter_context(replaced(state, "__init__", begun))
+
+
+def _stand_in(start: Start, original: Callable[..., Any], found: str) -> Callable[..., Any]:
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        asks = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+        if asks == "ddpshim" or os.getpid() != start.process:
+            return original(*args, **kwargs)
+        leave_alone(start, found)
+
+    return instead
+
+
+def leave_alone(start: Start, found: str, error: Optional[Exception] = None) -> NoReturn:
+    """Restart this rank without changes to the program (collective). Raises SyncError if networks were wrapped.
+
+    `error`: with which the program ended, if it did.
+    """
+    here, line = world(), users_line(error=error)
+    if current().has_networks:
+        raise SyncError(
+            f"{line}: {found}, after ddpshim has distributed it as a program for one process; both "
+            f"would reduce gradients. Set {variables.UNEDITED}=off if the program distributes all its training "
+            "itself; otherwise remove that call."
+        )
+    say_on_main(
+        f"{line}: {found}, so the program distributes itself. ddpshim restarts it and leaves it "
+        f"alone ({variables.UNEDITED}=off skips the restart)"
+    )
+    here.barrier()
+    is_served_here = here.is_main
+    start.take_back()
+    cleanup()
+    if is_served_here:
+        time.sleep(_LAST_ANSWER_S)
+    os.chdir(start.folder)
+    start_again(start.argv, {**start.environ, variables.UNEDITED: "off"})
+
+
+def leave_alone_if_it_joins(start: Start, error: Exception) -> None:
+    """Restart a program that failed before it made a network and can make a process group: it may need a launcher."""
+    if start.joins and not current().has_networks:
+        leave_alone(start, f"{error!r} in one process, and it can make a process group", error)

@@ -7,6 +7,7 @@ rank is ahead, and `exists`, `glob` and `listdir` give the same answers.
 
 from __future__ import annotations
 
+import _io
 import contextlib
 import os
 import posix
@@ -22,7 +23,7 @@ from typing import Any, Callable, NamedTuple, Optional
 from ddpshim.errors import SyncError
 from ddpshim.job.world import World
 from ddpshim.process import messages
-from ddpshim.trainers.unedited.unmanaged_paths import LeftAlone
+from ddpshim.trainers.unedited.file_calls import LeftAlone
 
 _MOST_BYTES = 64 << 10  # larger files are sent without content: other ranks know only that they existed
 _SLACK_S = 60.0  # the clock of a file server may be behind by this
@@ -163,11 +164,8 @@ def _before(path: str) -> Before:
         return Before(path, "link", os.fsencode(posix.readlink(path)))
     content = None
     if info.st_size <= _MOST_BYTES and stat.S_ISREG(info.st_mode):
-        file = posix.open(path, os.O_RDONLY)
-        try:
-            content = posix.read(file, _MOST_BYTES)
-        finally:
-            posix.close(file)
+        with _io.open(posix.open(path, os.O_RDONLY), "rb") as file:
+            content = file.read(_MOST_BYTES)
     return Before(path, "file", content, info.st_size, info.st_mtime_ns, mode)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
 import warnings
 import weakref
 from collections import Counter
@@ -32,7 +31,6 @@ from ddpshim.process.job import current
 from ddpshim.process.observed import live_modules
 from ddpshim.process.say import say, say_on_main, size
 from ddpshim.process.users_line import users_line
-from ddpshim.rows.blocks import State
 from ddpshim.rows.calls import Calls
 from ddpshim.rows.gradients import plain
 from ddpshim.rows.tensor import Counts
@@ -41,62 +39,13 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 _ROUNDING = 1e-3
 _DEADLINE_S = 600.0
 _NUM_PLACES = 3
-_FEW = 0.02  # of the time
 _LEAST_GATHERS = 100  # a short program's are not worth a line
-
-
-class Steps:
-    """State of one program that its replaced functions share.
-
-    Attributes:
-        networks: the networks that it trains.
-        num_passes: outermost backward passes since an optimizer was made; at its first step, 1.
-    """
-
-    def __init__(self) -> None:
-        self.networks = Networks()
-        self.num_passes = 0
-        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-    def note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Before the first step of an optimizer: its training may have begun with the last pass. Local."""
-        if optimizer not in self._stepped:
-            self._stepped.add(optimizer)
-            self.num_passes = 1
-
-    def begin_pass(self, tensors: Any) -> None:
-        """Before a backward pass, wrap new networks and compare the loss (collective)."""
-        if not is_compiling() and current().part(Passes).depth <= 1:  # not in a pass of a checkpoint, inside another
-            self.networks.wrap()
-            self.num_passes += 1
-            if is_milestone(self.num_passes):
-                self._check_alike([tensors] if isinstance(tensors, torch.Tensor) else tensors)
-
-    def _check_alike(self, given: Any) -> None:
-        """Raise SyncError if ranks computed different losses (collective)."""
-        own = [float(plain(loss).detach().double().sum()) for loss in given]
-        found = world().gather_with_deadline("losses", own, _DEADLINE_S)
-        expected = next(iter(found.values()))
-        for rank, theirs in found.items():
-            if not all(_is_close(x, y) for x, y in zip(expected, theirs)) or len(expected) != len(theirs):
-                raise SyncError(
-                    f"{users_line()}: rank 0 computed the loss {expected} and rank {rank} {theirs}; every "
-                    "rank runs the whole program, so it should be the same on all, and the step would be wrong. Draw "
-                    "batches from torch's, numpy's or Python's global generator, or with a fixed seed "
-                    "(np.random.default_rng(0)), or take them from a DataLoader."
-                )
-        if len(found) < world().world_size:
-            raise SyncError(
-                f"{users_line()}: of {world().world_size} ranks only {[*found]} reached this backward pass "
-                f"within {_DEADLINE_S:g} s; the others do something else. The decision must be the same on all ranks: "
-                "it must not depend on a clock or on entropy."
-            )
 
 
 def say_what_was_divided() -> None:
     """Print which share of the operations was computed on rows, and what gathered most, on the main rank."""
     counts = current().part(Counts)
-    num = counts.gathered.total() if hasattr(counts.gathered, "total") else sum(counts.gathered.values())
+    num = sum(counts.gathered.values())
     if not world().is_main or counts.on_rows + num < _LEAST_GATHERS:
         return
     most = [
@@ -105,9 +54,6 @@ def say_what_was_divided() -> None:
     ]
     percent = 100 * counts.on_rows / (counts.on_rows + num)
     whole = f" Whole batches were needed at {', '.join(most)}" if most else ""
-    waited = current().part(State).seconds / (time.perf_counter() - counts.begun)
-    if most and world().device.type == "cpu" and waited < _FEW:  # the host does not wait for a GPU's messages
-        whole += f": {100 * waited:.1f}% of the time, nothing to do"
     say(f"{percent:.0f}% of the operations on batches were divided among the ranks{_captured(counts)}.{whole}")
     if world().options.exact is None:
         say(
@@ -135,30 +81,65 @@ def _may_wrap() -> bool:
 
 
 class Networks:
-    """The networks of one program.
+    """The networks that one program trains.
 
     Attributes:
         wrapped: the outermost modules.
+        num_passes: outermost backward passes since an optimizer got parameters; at its first step, 1.
     """
 
     def __init__(self) -> None:
         self.wrapped: list[weakref.ref[nn.Module]] = []
-        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # in the order in which they were made
+        self.num_passes = 0
+        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        # The lines of the optimizers, in the order in which these were made.
         self._places: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
         self._is_stale = False  # an optimizer got parameters since the last `wrap`
         self._before_forward: Any = None
-        self._trained: list[weakref.ref[nn.Module]] = []  # the modules that hold trained parameters directly
 
     def take_note(self, optimizer: torch.optim.Optimizer) -> None:
         """Record an optimizer that just got parameters, so that its networks are wrapped. Local."""
         if optimizer not in self._places:
             self._places[optimizer] = users_line()
-            self._optimizers.append(weakref.ref(optimizer))
-        self._is_stale = True
+        self._is_stale, self.num_passes = True, 0
         if self._before_forward is None:
             self._before_forward = register_module_forward_pre_hook(self._wrap_before_forward)
             warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")  # that one
         current().part(Calls).before_wholes = self._wrap_before_wholes
+
+    def note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Before the first step of an optimizer: its training may have begun with the last pass. Local."""
+        if optimizer not in self._stepped:
+            self._stepped.add(optimizer)
+            self.num_passes = 1
+
+    def begin_pass(self, tensors: Any) -> None:
+        """Before a backward pass, wrap new networks and compare the loss (collective)."""
+        if not is_compiling() and current().part(Passes).depth <= 1:  # not in a pass of a checkpoint, inside another
+            self.wrap()
+            self.num_passes += 1
+            if is_milestone(self.num_passes):
+                self._check_alike([tensors] if isinstance(tensors, torch.Tensor) else tensors)
+
+    def _check_alike(self, given: Any) -> None:
+        """Raise SyncError if ranks computed different losses (collective)."""
+        own = [float(plain(loss).detach().double().sum()) for loss in given]
+        found = world().gather_with_deadline("losses", own, _DEADLINE_S)
+        expected = next(iter(found.values()))
+        for rank, theirs in found.items():
+            if not all(_is_close(x, y) for x, y in zip(expected, theirs)) or len(expected) != len(theirs):
+                raise SyncError(
+                    f"{users_line()}: rank 0 computed the loss {expected} and rank {rank} {theirs}; every "
+                    "rank runs the whole program, so it should be the same on all, and the step would be wrong. Draw "
+                    "batches from torch's, numpy's or Python's global generator, or with a fixed seed "
+                    "(np.random.default_rng(0)), or take them from a DataLoader."
+                )
+        if len(found) < world().world_size:
+            raise SyncError(
+                f"{users_line()}: of {world().world_size} ranks only {[*found]} reached this backward pass "
+                f"within {_DEADLINE_S:g} s; the others do something else. The decision must be the same on all ranks: "
+                "it must not depend on a clock or on entropy."
+            )
 
     def forget(self) -> None:
         """Remove the hook on the forward passes of all modules. Local."""
@@ -182,8 +163,7 @@ class Networks:
 
     def _ids(self) -> set[int]:
         """Return the ids of all optimizers' parameters."""
-        optimizers = (optimizer for reference in self._optimizers if (optimizer := reference()) is not None)
-        return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        return {id(p) for optimizer in [*self._places] for group in optimizer.param_groups for p in group["params"]}
 
     def wrap(self) -> None:
         """Wrap the networks of all optimizers (collective if one has new parameters)."""
@@ -197,16 +177,17 @@ class Networks:
             return
         self._is_stale = False
         self.forget()
-        self._optimizers = [reference for reference in self._optimizers if reference() is not None]
         with torch._C.DisableTorchFunction():  # the program's own modes
-            for optimizer in [reference() for reference in self._optimizers]:
-                if optimizer is not None:
-                    self._wrap_for(optimizer)
+            for optimizer in [*self._places]:
+                self._wrap_for(optimizer)
 
     def _wrap_for(self, optimizer: torch.optim.Optimizer) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         missing = [p for p in params if not guard.is_owned(p)]
-        if not missing or (world().world_size == 1 and self._are_known(missing)):
+        if not missing:
+            return
+        if world().world_size == 1:
+            current().has_networks = True
             return
         gc.collect()  # ranks collect garbage at different times, so dead modules would differ between ranks
         modules = [module for module in live_modules() if not isinstance(module, Transparent)]
@@ -217,27 +198,16 @@ class Networks:
             if isinstance(root, torch.jit.ScriptModule):
                 continue  # it is computed whole, and so are its gradients
             number = sum(p.numel() for p in root.parameters() if p.requires_grad)
-            if world().world_size > 1:
-                say_on_main(
-                    f"{place}: {type(root).__name__} ({number:,} parameters), stepped by "
-                    f"{type(optimizer).__name__}, is trained by all ranks together"
-                )
+            say_on_main(
+                f"{place}: {type(root).__name__} ({number:,} parameters), stepped by "
+                f"{type(optimizer).__name__}, is trained by all ranks together"
+            )
             try:
                 wrap_parallel(root)
             except SyncError as error:
                 raise SyncError(f"{place}: {error}") from error
-            self._remember(root)
-        if world().world_size > 1:
-            self._watch_copies(roots)
-
-    def _are_known(self, params: list[Any]) -> bool:
-        held = {id(p) for reference in self._trained if (m := reference()) is not None for p in m._parameters.values()}
-        return all(id(p) in held for p in params)
-
-    def _remember(self, root: nn.Module) -> None:
-        self.wrapped.append(weakref.ref(root))
-        holders = (m for m in root.modules() if any(p is not None and p.requires_grad for p in m._parameters.values()))
-        self._trained += map(weakref.ref, holders)
+            self.wrapped.append(weakref.ref(root))
+        self._watch_copies(roots)
 
     def _watch_copies(self, roots: list[nn.Module]) -> None:
         """Watch copies: networks with the shapes of a wrapped module, but other parameters (collective).

@@ -13,6 +13,7 @@ import io
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
@@ -25,10 +26,9 @@ from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 from ddpshim.rows.gradients import plain
 from ddpshim.rows.tensor import Counts, on_whole
-from ddpshim.trainers.unedited.file_calls import in_place, seen_by, watched
+from ddpshim.trainers.unedited.file_calls import LeftAlone, in_place, seen_by, watched
 from ddpshim.trainers.unedited.main_file_log import MainsChanges, MainsSaves, MainsWrites
 from ddpshim.trainers.unedited.stand_ins import Files
-from ddpshim.trainers.unedited.unmanaged_paths import LeftAlone
 
 if TYPE_CHECKING:
     from ddpshim.trainers.unedited.file_overlay import View
@@ -40,15 +40,12 @@ class PrivateFiles:
     """Replaces `open`, functions of os, `torch.save` and `torch.load`. Local.
 
     Ranks wait only to read checkpoints, which the main rank alone writes. Files that a dataset saves for its samples
-    (`is_reading`, and in data workers) are each rank's own, even if torch.save writes them.
+    (while a loader produces a batch, and in data workers) are each rank's own, even if torch.save writes them.
     """
 
-    def __init__(self, world: World, started: float, is_reading: Callable[[], bool]) -> None:
-        """`started`: time before the ranks of this `world` met, by the clock of the file system.
-
-        `is_reading`: whether a loader is producing a batch.
-        """
-        self._world, self._is_reading = world, is_reading
+    def __init__(self, world: World, started: float) -> None:
+        """`started`: time before the ranks of this `world` met, by the clock of the file system."""
+        self._world, self._counts = world, current().part(Counts)
         self._process = os.getpid()
         self._save, self._load = torch.save, torch.load
         self._saves = MainsSaves(world)
@@ -126,7 +123,7 @@ class PrivateFiles:
         if self._view is not None:
             self._view.leave_to_main(path)
             return
-        with current().part(Counts).alone():
+        with self._counts.alone():
             if isinstance(f, (str, os.PathLike)):
                 self._changes.tell(path)
                 from ddpshim.checkpoint import files as checkpoint
@@ -149,7 +146,9 @@ class PrivateFiles:
 
     def _path_of(self, f: Any) -> Optional[str]:
         """Return the path of the checkpoint that all ranks save to `f`; None if each rank saves its own file."""
-        if os.getpid() != self._process or self._is_reading():
+        # Another thread may save a checkpoint while the main one fetches a batch.
+        is_a_datasets = self._counts.is_fetching and threading.current_thread() is threading.main_thread()
+        if os.getpid() != self._process or is_a_datasets:
             return None
         if not isinstance(f, (str, os.PathLike)):
             is_file = isinstance(f, io.BufferedWriter) and isinstance(f.name, (str, bytes, os.PathLike))

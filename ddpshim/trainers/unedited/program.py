@@ -1,7 +1,7 @@
 """Decides whether to distribute an unedited program, and joins the job when it imports torch. Imports no torch.
 
 Before a program runs, its file and the local modules that it imports are read for how it distributes itself. Modules
-that only a configuration names are found while it runs: `hand_back.py`.
+that only a configuration names are found while it runs: `joining.py`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Start:
 
     argv: Sequence[str]
     joins: bool = False  # whether its file calls a function that makes a process group
-    at_failure: list[Callable[[Exception], None]] = field(default_factory=list)  # called if the program fails
+    at_failure: Callable[[Exception], None] = lambda error: None  # called if the program fails
     take_back: Callable[[], None] = lambda: None
     folder: str = field(default_factory=os.getcwd)
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -214,7 +214,7 @@ class Sources:
                 self.asks_for_rank |= not _OF_RANKS.isdisjoint(names)
                 self.packages |= {name.partition(".")[0] for name, _ in imports}
                 for name, _ in imports:
-                    if name.partition(".")[0] not in sys.builtin_module_names:
+                    if name.partition(".")[0] not in {*sys.builtin_module_names, "ddpshim"}:
                         pending += self._files_of(name)
 
     def _files_of(self, name: str) -> Iterator[str]:

@@ -32,6 +32,7 @@ from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import count
 from ddpshim.rows import blocks
+from ddpshim.rows.tensor import Counts
 
 _ASSERTION = "LOAD_ASSERTION_ERROR"  # in Python 3.14: LOAD_COMMON_CONSTANT, so that it is a read like others
 _NUM_FETCHED = 10  # of each line
@@ -47,19 +48,15 @@ _TORCHS_ON_BEHALF = (
 
 
 @contextlib.contextmanager
-def equal_reads(here: World, is_local: Callable[[], bool]) -> Iterator[None]:
+def equal_reads(here: World) -> Iterator[None]:
     """Within this block, the program reads the main rank's number from a tensor. Each such read is collective.
 
-    Only reads by the program's lines in the thread that entered count, not those of torch, or of a library for itself.
-
-    Args:
-        is_local: whether this rank now does something of its own: it fetches a sample, or plays a rollout alone.
-
-    Raises:
-        WorldError: ranks read at different lines, or one reads while another is in a collective of `World`.
+    Only reads by the program's lines in the thread that entered count, not those of torch, or of a library for itself,
+    nor what a rank reads alone (it fetches a sample, or plays a rollout). Raises WorldError if ranks read at different
+    lines, or one reads while another is in a collective of `World`.
     """
     decorators: Any = importlib.import_module("torch._dynamo.decorators")
-    reads = _Reads(here, is_local)
+    reads = _EqualReads(here)
     with contextlib.ExitStack() as stack:
         for name in _NUMBERS:
             original = getattr(torch.Tensor, name)
@@ -70,12 +67,11 @@ def equal_reads(here: World, is_local: Callable[[], bool]) -> Iterator[None]:
         blocks.settle()
 
 
-class _Reads:
+class _EqualReads:
     """The reads of a program in one job."""
 
-    def __init__(self, here: World, is_local: Callable[[], bool]) -> None:
-        self._here, self._is_local = here, is_local
-        self._thread, self._process = threading.get_ident(), os.getpid()
+    def __init__(self, here: World) -> None:
+        self._here, self._counts, self._thread = here, current().part(Counts), threading.get_ident()
         self._item: Callable[[torch.Tensor], Any] = torch.Tensor.item
         self._num_reads, self._fetches_all = 0, False
         self._lines: dict[tuple[CodeType, int, torch.dtype], list[int]] = {}  # hash and number of reads by line
@@ -109,10 +105,10 @@ class _Reads:
         is_number = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.numel() == 1
         if not is_number or tensor.dim() or tensor.is_complex() or tensor.is_meta:
             return None
-        if threading.get_ident() != self._thread or os.getpid() != self._process:
+        if threading.get_ident() != self._thread or not self._counts.is_in_lock_step():
             return None
         line = _of_the_program(caller)
-        return None if line is None or self._is_local() or _asserts(line.f_code, line.f_lasti) else line
+        return None if line is None or _asserts(line.f_code, line.f_lasti) else line
 
     def _of_main(self, tensor: torch.Tensor, line: FrameType) -> torch.Tensor:
         """Return `tensor`, if the main rank has the same number, else one with its number (collective)."""

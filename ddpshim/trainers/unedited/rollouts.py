@@ -1,75 +1,46 @@
-"""Makes and plays a trainer's environments on the main rank only; the other ranks wait for its results.
+"""Plays rollouts on the main rank only, and gives the other ranks what it found, for the classes of some codebases.
 
-An adapter names the classes that play. Otherwise each rank would need as many simulators as one process, and if a
-simulator is not deterministic, ranks would decide differently.
+Otherwise each rank would need as many simulators as one process, and would decide differently if one of them is not
+deterministic.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import os
-import sys
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Callable
 
-from ddpshim import adapters
 from ddpshim.job.world import World
-from ddpshim.process.after_import import after_import
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import rank_states, restore_rank_states
-from ddpshim.process.replaced import replaced
 from ddpshim.rows.tensor import Counts
+from ddpshim.trainers.unedited.private_files import PrivateFiles
 
 
 class Rollouts:
-    """The rollouts of a job.
+    """The rollouts of a job by subclasses of `base`: made, and their `run` called, only on the main rank."""
 
-    Attributes:
-        is_playing: whether this rank is playing while the others wait.
-    """
+    def __init__(self, base: Any, world: World, files: PrivateFiles) -> None:
+        self._base, self._world, self._files, self._counts = base, world, files, current().part(Counts)
 
-    def __init__(self, world: World) -> None:
-        self.is_playing = False
-        self._world, self._process = world, os.getpid()
-
-    @contextlib.contextmanager
-    def on_main(self, apart: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-        """Within this block, classes that adapters name are made, and their `run` is called, only on the main rank.
-
-        `apart`: makes a context in which the files that the main rank writes are shown to all ranks.
-        """
-        with contextlib.ExitStack() as until:
-
-            def take(module: str, name: str) -> None:
-                base = getattr(sys.modules[module], name)
-                until.enter_context(replaced(base, "__init_subclass__", self._hook(base, apart)))
-
-            for package in adapters.packages():
-                offered = adapters.function(package, "rollouts")
-                for module, name in [] if offered is None else offered():
-                    if module.startswith(f"{package}."):
-                        until.callback(after_import(module, functools.partial(take, module, name)))
-            yield
-
-    def _hook(self, base: Any, apart: Callable[[], contextlib.AbstractContextManager[None]]) -> Any:
-        """Return the `__init_subclass__` of `base` that replaces `__init__` and `run` of each subclass."""
+    def hook(self) -> Any:
+        """Return the `__init_subclass__` of the base that replaces `__init__` and `run` of each subclass."""
+        base = self._base
 
         def made(kind: Any, /, **arguments: Any) -> None:
             super(base, kind).__init_subclass__(**arguments)
             for name, instead in (("__init__", self._make), ("run", self._play)):
                 method = getattr(kind, name)
                 if not hasattr(method, "is_on_main"):
-                    setattr(kind, name, instead(method, base, apart))
+                    setattr(kind, name, instead(method))
                     getattr(kind, name).is_on_main = True
 
         return classmethod(made)
 
-    def _make(self, method: Callable[..., None], base: Any, apart: Any) -> Callable[..., None]:
-        """Return the stand-in for `__init__`. Other ranks run only that of `base`, so they make no environments."""
-        play = self._play(method, base, apart)
+    def _make(self, method: Callable[..., None]) -> Callable[..., None]:
+        """Return the stand-in for `__init__`. Other ranks run only that of the base, so they make no environments."""
+        play, base = self._play(method), self._base
 
         @functools.wraps(method)
         def make(runner: Any, *args: Any, **kwargs: Any) -> None:
@@ -81,7 +52,7 @@ class Rollouts:
 
         return make
 
-    def _play(self, method: Callable[..., Any], base: Any, apart: Any) -> Callable[..., Any]:
+    def _play(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def play(runner: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._is_for_all():
@@ -89,15 +60,11 @@ class Rollouts:
             own, device = [], self._world.device
 
             def alone() -> Any:
-                self.is_playing = True
-                try:
-                    with current().part(Counts).alone():
-                        own.append(method(runner, *args, **kwargs))
-                finally:
-                    self.is_playing = False
+                with self._counts.alone():
+                    own.append(method(runner, *args, **kwargs))
                 return _portable(own[0]), rank_states(device)
 
-            with apart():
+            with self._files.apart():
                 found, states = self._world.run_on_main(alone)
             if not self._world.is_main:
                 restore_rank_states(states, device)
@@ -107,8 +74,7 @@ class Rollouts:
 
     def _is_for_all(self) -> bool:
         """Whether all ranks make this call, and none is playing yet."""
-        is_main_thread = threading.current_thread() is threading.main_thread()
-        return self._world.world_size > 1 and is_main_thread and os.getpid() == self._process and not self.is_playing
+        return self._world.world_size > 1 and self._counts.is_in_lock_step()
 
 
 def _portable(value: Any) -> Any:

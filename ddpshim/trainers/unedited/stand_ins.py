@@ -16,9 +16,8 @@ from typing import Any, Callable, Optional, TypeVar
 from ddpshim import variables
 from ddpshim.errors import SyncError
 from ddpshim.process.users_line import users_line
-from ddpshim.trainers.unedited.file_calls import CLibraries, may_write
+from ddpshim.trainers.unedited.file_calls import CLibraries, LeftAlone, may_write
 from ddpshim.trainers.unedited.file_overlay import View, copy_file
-from ddpshim.trainers.unedited.unmanaged_paths import LeftAlone
 
 T = TypeVar("T")
 
@@ -88,7 +87,7 @@ class Files:
         def stand_in(path: Any = ".", *args: Any, dir_fd: Optional[int] = None, **kwargs: Any) -> Any:
             found = self._path(path, dir_fd, is_written)
             if found is None:
-                return real(path, *args, **_at(dir_fd), **kwargs)
+                return real(path, *args, **({} if dir_fd is None else {"dir_fd": dir_fd}), **kwargs)
             follows = name not in _OF_LINKS and kwargs.get("follow_symlinks", True)
             answer = self._do(lambda: act(real, found, follows, *args, **kwargs), path)
             return os.fsencode(answer) if isinstance(answer, str) and isinstance(path, bytes) else answer
@@ -323,14 +322,9 @@ class Listing(Iterator[Any]):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
         self._entries = iter(())
 
-
-def _at(dir_fd: Optional[int]) -> dict[str, int]:
-    return {} if dir_fd is None else {"dir_fd": dir_fd}
+    close = __exit__
 
 
 def _is_folder(place: str) -> bool:

@@ -14,36 +14,14 @@ from tests.one_process.hostile.parts import (
     Net,
     change,
     changed,
-    computes,
     fit,
-    images,
     logged_change,
     program,
     sequences,
     trains,
 )
-from tests.one_process.parts import data, loader, mlp
+from tests.one_process.parts import loader, mlp
 from tests.one_process.runner import Log, Trained
-
-
-@change
-def like_transposed(x: Tensor) -> Tensor:
-    return x + 0.1 * torch.randn_like(x.t()).t() + 0.1 * torch.rand_like(x[:, ::2]).sum(1, True)
-
-
-@trains(lambda: nn.Linear(3, 1), batches=lambda: loader(*sequences()[:2]))
-def like_permuted(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
-    x = x.permute(1, 2, 0)
-    x = x + 0.3 * torch.randn_like(x) + 0.1 * torch.rand_like(x.contiguous())
-    return F.mse_loss(net((x * torch.empty_like(x).bernoulli_(0.5)).permute(2, 0, 1)), y)
-
-
-@computes(lambda: {"conv": nn.Conv2d(4, 8, 3), "head": nn.Linear(8, 1)}, batches=lambda: loader(*images()))
-def like_channels_last(net: Net, x: Tensor) -> Tensor:
-    x = x.to(memory_format=torch.channels_last)
-    h = net.conv(x + 0.1 * torch.randn_like(x))
-    h = F.dropout(h.relu() + torch.zeros_like(h).normal_(), 0.5)
-    return net.head(h.contiguous(memory_format=torch.channels_last).mean((2, 3)) + 0.1 * torch.rand_like(h)[..., 0, 0])
 
 
 @change
@@ -51,45 +29,6 @@ def like_expanded(x: Tensor) -> Tensor:
     wide = x[:, None].expand(-1, 3, -1)
     tall = x[0].expand(len(x), -1)
     return x + 0.1 * (torch.randn_like(wide).sum(1) + torch.rand_like(tall) + torch.randint_like(x[:, :1], 5))
-
-
-@change
-def dropout_of_views(x: Tensor) -> Tensor:
-    return F.dropout(x.t(), 0.5).t() + F.dropout(x[::2], 0.3).sum(0) + F.dropout(x[:, :3].t(), 0.3).t().repeat(1, 2)
-
-
-@computes(lambda: {"conv": nn.Conv2d(4, 4, 1), "head": nn.Linear(4, 1)}, batches=lambda: loader(*images()))
-def dropout_of_features(net: Net, x: Tensor) -> Tensor:
-    h = F.dropout2d(net.conv(x), 0.5) + F.feature_alpha_dropout(x, 0.3, training=net.training)
-    h = F.dropout1d(h.flatten(2), 0.2).unflatten(2, (4, 4)) + F.dropout3d(h[..., None], 0.2)[..., 0]
-    return net.head(F.alpha_dropout(F.rrelu(h.mean((2, 3)), training=True), 0.3, training=True))
-
-
-@program
-def dropout_without_training(log: Log) -> Trained:
-    net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    fit(log, net)
-    net.eval()
-    for x, y in loader(*data(), shuffle=False):
-        log(F.mse_loss(net(x), y), net(x)[0])
-    net[1].train()
-    samples = torch.stack([net(x) for _ in range(3)])  # Monte Carlo dropout
-    log(samples.mean(0), samples.var(0))
-    return [net]
-
-
-@change
-def gumbel_softmax_drawn(x: Tensor) -> Tensor:
-    return F.gumbel_softmax(x, hard=True) + F.gumbel_softmax(x.t(), tau=2, dim=0).t()
-
-
-@change
-def normal_of_tensors(x: Tensor) -> Tensor:
-    p = x.detach().sigmoid()
-    drawn = torch.normal(p, 0.1) + torch.normal(0.5, p.t()).t() + torch.normal(p, p) + torch.poisson(p.t()).t()
-    return x + 0.1 * (
-        drawn + torch.bernoulli(p) + torch.bernoulli(p.t()).t() + torch.binomial(torch.ones_like(p) * 4, p)
-    )
 
 
 @logged_change

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
-import json
 import math
 import pickle
 from collections import Counter, OrderedDict, UserDict, deque
@@ -18,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import rnn
 from torch.optim import SGD
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from tests.one_process.hostile.parts import Net, fit, program, sequences, trains
-from tests.one_process.parts import classes, data, loader, mlp, train
+from tests.one_process.parts import data, loader, mlp, train
 from tests.one_process.runner import Log, Trained
 
 
@@ -242,37 +241,6 @@ def loader_without_batches(log: Log) -> Trained:
     return fit(log, net, DataLoader(TensorDataset(x, y), sampler=rows, batch_size=None))
 
 
-class Balanced(Sampler):
-    """As many samples of each class, drawn anew."""
-
-    def __init__(self, labels: Tensor, size: int) -> None:
-        self.labels, self.size = labels, size
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for _ in range(len(self)):
-            yield [int(torch.multinomial((self.labels == k).to(torch.float64), 1)) for k in torch.arange(self.size) % 4]
-
-    def __len__(self) -> int:
-        return 4
-
-
-@program
-def loader_with_samplers(log: Log) -> Trained:
-    net = mlp(out=4)
-    x, y = classes()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        log(y)
-        return F.cross_entropy(net(x), y)
-
-    train(log, net, loss_of, DataLoader(TensorDataset(x, y), batch_sampler=Balanced(y, 11)))
-    sampler = torch.utils.data.WeightedRandomSampler(torch.rand(50), 30, generator=torch.Generator().manual_seed(2))
-    train(log, net, loss_of, DataLoader(TensorDataset(x, y), 7, sampler=sampler))
-    subset = torch.utils.data.Subset(TensorDataset(x, y), range(3, 33))
-    joined = torch.utils.data.ConcatDataset([subset, *torch.utils.data.random_split(TensorDataset(x, y), [10, 40])[:1]])
-    return train(log, net, loss_of, DataLoader(joined, 16, shuffle=True))
-
-
 @program
 def loaders_side_by_side(log: Log) -> Trained:
     net, endless = mlp(), iter(loader(*data(), size=7))
@@ -345,22 +313,5 @@ def dictionaries_of_other_kinds(log: Log) -> Trained:
         batch = Batch(x=x, y=y).to(x.dtype)
         outs = net(batch, more=x.flip(0))
         return sum(F.mse_loss(o, y) for o in outs.values()) + net(batch=batch, more=x)["again"].mean()
-
-    return train(log, net, loss_of)
-
-
-@program
-def written_to_files(log: Log) -> Trained:
-    net, lines = mlp(), []
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        out = net(x)
-        np.savez(file := io.BytesIO(), x=x, out=out.detach())
-        file.seek(0)
-        arrays = np.load(file)
-        lines.append(json.dumps({"out": out.tolist(), "loss": (out - y).square().mean().item(), "n": len(x)}))
-        lines.extend(",".join(f"{v:.4f}" for v in row) for row in x[:2])
-        log(arrays["x"].shape, arrays["out"].sum(), len(json.loads(lines[-3])["out"]), lines[-1])
-        return F.mse_loss(out, torch.from_numpy(arrays["x"][:, :1]))
 
     return train(log, net, loss_of)

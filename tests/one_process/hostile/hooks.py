@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.optim import SGD
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 from tests.one_process.hostile.parts import Net, change, computes, fit, program, trains
 from tests.one_process.parts import data, loader, mlp, train
@@ -37,33 +37,12 @@ def checkpoint_not_reentrant(net: Net, x: Tensor) -> Tensor:
     return net.last(coupled + checkpoint(net.middle, h, use_reentrant=False, preserve_rng_state=False))
 
 
-@computes(lambda: {"blocks": nn.Sequential(block(), block(), block()), "last": nn.Linear(6, 1)})
-def checkpoint_of_segments(net: Net, x: Tensor) -> Tensor:
-    x = checkpoint_sequential(net.blocks, 2, x.requires_grad_(), use_reentrant=True)
-    return net.last(checkpoint_sequential(net.blocks, 3, x, use_reentrant=False))
-
-
 @trains()
 def checkpoint_outside_a_network(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
     x.requires_grad_()
     loss = checkpoint(lambda a: F.mse_loss(net(a), y) + a.std(0).mean(), x, use_reentrant=True)
     again = checkpoint(lambda a, scale: (net(a * scale) - y).abs().mean(), x, 0.5, use_reentrant=False)
     return loss + again
-
-
-class Sign(torch.autograd.Function):
-    """Straight through, row by row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        ctx.save_for_backward(x)
-        return x.sign() * scale
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        return g * (x.abs() < 1) * ctx.scale, None
 
 
 class Centred(torch.autograd.Function):
@@ -143,11 +122,6 @@ class Reversed(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Tensor:
         Reversed.seen += [g.shape[0], g.norm().item(), float(g.max())]
         return -g / g.norm() / g.shape[0]
-
-
-@change
-def function_of_rows(x: Tensor) -> Tensor:
-    return Sign.apply(x, 0.5) + Sign.apply(x.t(), 0.1).t()
 
 
 @change
@@ -320,21 +294,6 @@ def hooks_on_parameters(log: Log) -> Trained:
 
 
 @program
-def hooks_on_parameters_accumulated(log: Log) -> Trained:
-    net = mlp()
-    for p in net.parameters():
-        p.register_hook(lambda g: g / (g.norm() + 0.1))
-    optimizer = SGD(net.parameters(), 0.1)
-    for i, (x, y) in enumerate(loader(*data(), size=7)):
-        (F.mse_loss(net(x), y) / 2).backward()
-        if i % 2:
-            log(net[0].weight.grad.norm())
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-    return [net]
-
-
-@program
 def hooks_on_modules(log: Log) -> Trained:
     net = mlp()
     seen: dict[str, Tensor] = {}
@@ -495,16 +454,6 @@ def compiled_eager(log: Log) -> Trained:
 
 @program
 @fresh_compiler
-def compiled_aot(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        h = net.body(x) - x.mean(0)
-        return net.head(h.softmax(0) + h * x.shape[0] / 16)
-
-    return fit(log, torch.compile(Net(forward, body=nn.Linear(6, 6), head=nn.Linear(6, 1)), backend="aot_eager"))
-
-
-@program
-@fresh_compiler
 def compiled_by_inductor(log: Log) -> Trained:
     net = torch.compile(mlp(), dynamic=True)
     return train(log, net, lambda x, y: F.mse_loss(net(x), y) + net(x).std(), loader(*data(), size=25))
@@ -597,23 +546,6 @@ def traced(log: Log) -> Trained:
         again = torch.jit.trace(net, a, check_trace=False)
         log(F.mse_loss(again(a), b))
     return out
-
-
-@program
-def graph_module(log: Log) -> Trained:
-    class Steps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head((self.body(x) - x.mean(0)).relu() * x.shape[0])
-
-    net = torch.fx.symbolic_trace(Steps())
-    for x, y in loader(*data()):
-        shapes = torch.fx.Interpreter(net).run(x)
-        log(shapes.shape, F.mse_loss(shapes, y))
-    return fit(log, net, lr=0.001)
 
 
 @computes(lambda: {"body": nn.Linear(6, 6), "head": nn.Linear(6, 1)})

@@ -16,12 +16,11 @@ from tests.one_process.hostile.parts import (
     computes,
     fit,
     images,
-    logged_change,
     program,
     sequences,
     trains,
 )
-from tests.one_process.parts import classes, data, loader, mlp, steps, train
+from tests.one_process.parts import data, loader, mlp, steps, train
 from tests.one_process.runner import Log, Trained
 
 
@@ -49,61 +48,6 @@ def batch_norms(log: Log) -> Trained:
 
 
 @program
-def batch_norm_by_hand(log: Log) -> Trained:
-    class Norm(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale, self.shift = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
-            self.register_buffer("mean", torch.zeros(8))
-            self.register_buffer("var", torch.ones(8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            mean, var = (x.mean(0), x.var(0, unbiased=False)) if self.training else (self.mean, self.var)
-            if self.training:
-                self.mean += 0.1 * (mean.detach() - self.mean)
-                self.var.mul_(0.9).add_(0.1 * var.detach())
-            return (x - mean) / (var + 1e-5).sqrt() * self.scale + self.shift
-
-    net = nn.Sequential(nn.Linear(6, 8), Norm(), nn.Tanh(), nn.Linear(8, 1))
-    fit(log, net)
-    net.eval()
-    return fit(log, net)
-
-
-@program
-def norms_of_other_kinds(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        h = net.conv(x)
-        h = net.group(h) + net.instance(h) + net.layer(h)
-        h = h + F.local_response_norm(h, 2) + F.instance_norm(h[:, :2]).repeat(1, 2, 1, 1)
-        h = h + F.layer_norm(h, h.shape[1:]) + F.normalize(h) + F.normalize(h.flatten(1), dim=1).view_as(h)
-        h = h + F.layer_norm(h.transpose(0, 1), (h.shape[0], 4, 4)).transpose(0, 1)  # over the batch
-        h = h + F.group_norm(h.transpose(0, 1), 2).transpose(0, 1) + F.rms_norm(h, (4,))
-        return net.head(h.amax((2, 3)).tanh())
-
-    net = Net(forward, conv=nn.Conv2d(4, 4, 3, padding=1), head=nn.Linear(4, 1), layer=nn.LayerNorm([4, 4, 4]))
-    net.group, net.instance = nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, track_running_stats=True)
-    return fit(log, net, loader(*images()), lr=0.05)
-
-
-@program
-def convolutions_of_all_kinds(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        h = net.a(x).relu() + net.b(F.avg_pool2d(x, 2))
-        h = F.pixel_shuffle(h, 2) if h.shape[1] % 4 == 0 else h
-        h = F.interpolate(h, size=(4, 4), mode="bilinear", align_corners=False) + F.interpolate(h, scale_factor=0.5)
-        h = F.max_pool2d(F.pad(h, (1, 1, 1, 1), mode="reflect"), 3, 1) + F.adaptive_max_pool2d(h, 4)
-        pooled, places = F.max_pool2d(h, 2, return_indices=True)
-        h = h + F.max_unpool2d(pooled, places, 2) + F.lp_pool2d(h.abs() + 1, 2, 3, 1).mean()
-        h = h.flatten(1) + net.c(h.flatten(2)).flatten(1) + F.conv2d(x[:, :1], x[:1, :1]).flatten(1)
-        return net.head((0.1 * h).tanh())
-
-    net = Net(forward, a=nn.Conv2d(4, 4, 3, padding="same", groups=2), b=nn.ConvTranspose2d(4, 4, 2, 2))
-    net.c, net.head = nn.Conv1d(1, 1, 3, padding=1), nn.Linear(16, 1)
-    return fit(log, net, loader(*images()), lr=0.05)
-
-
-@program
 def convolution_over_the_batch(log: Log) -> Trained:
     def forward(net: Net, x: Tensor) -> Tensor:
         over = net.conv(x.t()[None])[0].t()  # the batch is time
@@ -113,75 +57,6 @@ def convolution_over_the_batch(log: Log) -> Trained:
     net = Net(forward, conv=nn.Conv1d(6, 6, 3, padding=1), image=nn.Conv2d(1, 1, 3, padding=1))
     net.head, net.pool = nn.Linear(6, 1), nn.MaxPool1d(3, 1, 1)
     return fit(log, net)
-
-
-@program
-def grids_and_patches(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        theta = net.theta(x.flatten(1)).view(-1, 2, 3) * 0.1 + torch.eye(2, 3)
-        grid = F.affine_grid(theta, x.shape, align_corners=False)
-        moved = F.grid_sample(x, grid, align_corners=False)
-        patches = F.unfold(moved, 2, stride=2)
-        back = F.fold(patches * net.weight, (4, 4), 2, stride=2)
-        tiles = x.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5).reshape(-1, 16)
-        shared = F.grid_sample(x[:1].expand_as(x), grid, align_corners=False)
-        return net.head(back.flatten(1) + shared.flatten(1)) + net.tile(tiles).view(len(x), 4).mean(1, keepdim=True)
-
-    parts = {"theta": nn.Linear(64, 6), "head": nn.Linear(64, 1), "tile": nn.Linear(16, 1)}
-    return fit(log, Net(forward, weight=nn.Parameter(torch.ones(16, 1)), **parts), loader(*images()), lr=0.05)
-
-
-@program
-def cross_entropies(log: Log) -> Trained:
-    net = mlp(out=4)
-    weight = torch.tensor([0.5, 1.0, 2.0, 0.1])
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        out = net(x)
-        y = torch.where(x[:, 2] > 1, -100, y)
-        known = y.clamp(min=0)
-        a = F.cross_entropy(out, y) + F.cross_entropy(out, y, weight) + F.nll_loss(torch.log_softmax(out, 1), y, weight)
-        a = a + F.cross_entropy(out, y, reduction="sum") / len(y)
-        b = F.cross_entropy(out, known, weight, label_smoothing=0.1, ignore_index=2)
-        c = F.cross_entropy(out, F.one_hot(known, 4).to(out.dtype), weight) + F.cross_entropy(out[0], known[0])
-        each = F.cross_entropy(out, y, weight, reduction="none")
-        pixels = F.cross_entropy(out.view(-1, 2, 2), (y[:, None] > 0).long().repeat(1, 2))
-        log(a, b, c, each, pixels)
-        return a + b + c + each.topk(2).values.mean() + pixels
-
-    return train(log, net, loss_of, loader(*classes()), lr=0.05)
-
-
-@trains(lambda: mlp(out=3))
-def losses_of_all_kinds(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
-    out, goal = net(x), y.repeat(1, 3)
-    p = out.sigmoid()
-    positive, sign = (goal > 0).to(p.dtype), goal.sign()
-    kinds = [
-        F.smooth_l1_loss(out, goal, beta=0.5),
-        F.huber_loss(out, goal, delta=0.3),
-        F.mse_loss(out, goal, reduction="sum") / out.numel(),
-        F.l1_loss(out, goal, reduction="none").mean(1).max(),
-        F.binary_cross_entropy(p, positive, weight=torch.rand(len(x), 1)),
-        F.binary_cross_entropy_with_logits(out, positive, pos_weight=torch.tensor([1.0, 2.0, 3.0])),
-        F.kl_div(out.log_softmax(1), p.detach()),
-        F.kl_div(out.log_softmax(1), p.detach(), reduction="batchmean"),
-        F.gaussian_nll_loss(out, goal, p),
-        F.poisson_nll_loss(out, goal.abs()),
-        F.soft_margin_loss(out, sign),
-        F.hinge_embedding_loss(out, sign),
-        F.multilabel_soft_margin_loss(out, positive),
-        F.multi_margin_loss(out, positive[:, 0].long()),
-        F.margin_ranking_loss(p, p.flip(0), sign),
-        F.cosine_embedding_loss(out, goal, sign[:, 0]),
-        F.cosine_similarity(out, goal).mean(),
-        F.cosine_similarity(out, goal, dim=0).sum(),
-        F.triplet_margin_with_distance_loss(out, goal, goal.roll(1, 0)),
-        torch.dist(out, goal),
-        torch.trapezoid(out).mean(),
-    ]
-    log(*kinds)
-    return sum(kinds) / len(kinds)
 
 
 @program
@@ -198,23 +73,6 @@ def ctc_loss(log: Log) -> Trained:
 
     x, _, lengths = sequences()
     return train(log, net, loss_of, loader(x, torch.randint(1, 5, (50, 4)), lengths))
-
-
-@program
-def embeddings_of_all_kinds(log: Log) -> Trained:
-    def forward(net: Net, ids: Tensor, lengths: Tensor) -> Tensor:
-        flat = torch.cat([row[:n] for row, n in zip(ids, lengths)])
-        offsets = F.pad(lengths.cumsum(0), (1, 0))[:-1]
-        bags = net.bag(flat, offsets) + net.bag(ids) + F.embedding_bag(ids, net.table.weight, mode="max")
-        weighted = F.embedding_bag(ids, net.bag.weight, per_sample_weights=ids.to(bags.dtype) / 9, mode="sum")
-        first = F.embedding(ids[:, 0], net.table.weight, max_norm=2.0, scale_grad_by_freq=True)
-        padded = net.table(ids).mean(1) + first
-        return net.head(net.bilinear(bags, padded) + F.bilinear(bags, weighted, net.bilinear.weight)).tanh()
-
-    net = Net(forward, bag=nn.EmbeddingBag(9, 4, mode="mean"), table=nn.Embedding(9, 4, padding_idx=0))
-    net.bilinear, net.head = nn.Bilinear(4, 4, 3), nn.Linear(3, 1)
-    _, y, lengths = sequences()
-    return fit(log, net, loader(torch.randint(9, (50, 5)), lengths, y[:, 0]))
 
 
 @program
@@ -244,18 +102,6 @@ def attention_of_all_kinds(net: Net, x: Tensor) -> Tensor:
     c = F.scaled_dot_product_attention(q, q[:1].expand_as(q), q, attn_mask=w[:, None]).transpose(1, 2).flatten(2)
     d = F.scaled_dot_product_attention(turned, turned, turned, is_causal=True)
     return net.head(a + b.transpose(0, 1) + c + d.transpose(0, 1))
-
-
-@logged_change
-def spectra_and_solvers(log: Log, x: Tensor) -> Tensor:
-    spectrum = torch.fft.rfft(x, dim=1)
-    a = torch.fft.irfft(spectrum * 0.5, n=6, dim=1) + torch.fft.fft(x, dim=0).real + torch.fft.fft2(x).imag * 0.1
-    gram = x.T @ x / len(x) + torch.eye(6)
-    b = torch.linalg.solve(gram, x.T).T + torch.linalg.cholesky(gram)[0] + x @ torch.linalg.inv(gram)
-    singular = torch.linalg.svdvals(x)
-    each = torch.linalg.solve(x[:, :, None] * x[:, None] + torch.eye(6), x[..., None])[..., 0]
-    log(singular, torch.linalg.det(gram), torch.linalg.matrix_norm(x), torch.logdet(gram))
-    return x + 0.1 * (a + b + each) + 0.01 * singular.sum()
 
 
 @program
@@ -297,19 +143,6 @@ def autocast_to_bfloat16(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
         out = net(x)
         log(out.dtype == torch.bfloat16, (x @ x.T).dtype == torch.bfloat16, (out + x[:, :1]).dtype == x.dtype)
     return F.mse_loss(out.to(y.dtype), y)
-
-
-@program
-def networks_in_other_precisions(log: Log) -> Trained:
-    double, narrow = mlp().double(), mlp().bfloat16()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        a, b = double(x.double()), narrow(x.bfloat16())
-        log(str(a.dtype), str(b.dtype))
-        return F.mse_loss(a, y.double()) + F.mse_loss(b.to(y), y)
-
-    train(log, nn.ModuleList([double, narrow]), loss_of)
-    return [double, narrow.to(torch.float32)]
 
 
 @program

@@ -31,20 +31,6 @@ def parts_written(x: Tensor) -> Tensor:
 
 
 @change
-def noise_added_in_place(x: Tensor) -> Tensor:
-    x += 0.1 * torch.randn_like(x)
-    x.add_(torch.randn(x.shape[0], 1), alpha=0.1)
-    return x.sub_(x.mean(0))
-
-
-@change
-def scattered_in_place(x: Tensor) -> Tensor:
-    x.scatter_(1, x.detach().argmin(1, keepdim=True), 0.3)
-    x.scatter_add_(0, torch.randint(len(x), (3, 6)), torch.ones(3, 6))
-    return x.scatter_reduce_(0, torch.zeros(len(x), 6, dtype=torch.long), x.detach() * 2, "mean")
-
-
-@change
 def rows_indexed_in_place(x: Tensor) -> Tensor:
     rows, columns = torch.randint(len(x), (9,)), torch.randint(6, (9,))
     x.index_put_((rows, columns), torch.rand(9, dtype=x.dtype), accumulate=True)
@@ -57,19 +43,6 @@ def rows_indexed_in_place(x: Tensor) -> Tensor:
     x[[0, -1]] = x[[-1, 0]]
     x[torch.randperm(len(x))] = x.clone() * 0.5
     return x
-
-
-@program
-def copied_into_buffer(log: Log) -> Trained:
-    buffer = torch.zeros(16, 6)
-
-    def change(x: Tensor) -> Tensor:
-        part = buffer[: len(x)]
-        part.copy_(x.detach()).mul_(0.5)
-        buffer[0] = 1
-        return x + part.clone()
-
-    return changed(log, change)
 
 
 @program
@@ -119,30 +92,6 @@ def data_written(x: Tensor) -> Tensor:
 
 
 @change
-def views_written(x: Tensor) -> Tensor:
-    x.view(-1)[::7] = 0
-    x.reshape(-1, 2)[3:].mul_(0.5)
-    x.flatten().add_(0.1)
-    x.unflatten(1, (2, 3))[:, 1] *= 2
-    x.t()[1].add_(1)
-    x.T[:, 0] = 0.3
-    x.transpose(0, 1).mul_(0.5)
-    x[None].squeeze(0).unsqueeze(-1)[:, :2].neg_()
-    x.movedim(0, 1)[2:4, ::3] += 1
-    return x
-
-
-@change
-def expanded_base_written(x: Tensor) -> Tensor:
-    base = torch.zeros(len(x), 1)
-    wide = base.expand(-1, 6)
-    base.add_(x.detach()[:, :1])
-    repeated = x[:, None].expand(-1, 3, -1)
-    x.mul_(0.5)
-    return x + wide + repeated.sum(1)
-
-
-@change
 def asarray_written(x: Tensor) -> Tensor:
     torch.from_dlpack(x.detach())[1].mul_(2)
     np.from_dlpack(x.detach().clone())
@@ -168,31 +117,6 @@ def numpy_array_written_later(log: Log) -> Trained:
         optimizer.step()
         log(loss.item(), array.sum())
     return [net, batch]
-
-
-@change
-def chunks_written(x: Tensor) -> Tensor:
-    a, b = x[: len(x) // 2], x[len(x) // 2 :]
-    b.mul_(0.5)
-    a.add_(b.mean(0))
-    with torch.no_grad():
-        first, second = x.detach().chunk(2)
-        first.sub_(second)
-    for row in x.detach().unbind():
-        row.div_(row.norm())
-    for i, part in enumerate(x.detach().split([1, len(x) - 1])):
-        part.add_(i)
-    return x
-
-
-@change
-def diagonals_written(x: Tensor) -> Tensor:
-    x.diagonal().mul_(2)
-    likeness = x @ x.T
-    likeness.fill_diagonal_(0)
-    likeness.diagonal().add_(0.5)
-    x.as_strided((2, 3), (6, 2)).add_(1)
-    return torch.tanh(likeness) @ x + x.as_strided((len(x), 6), (0, 1))
 
 
 @change
@@ -266,16 +190,6 @@ def foreach_in_place(log: Log, x: Tensor) -> Tensor:
     return x + 0.5
 
 
-@logged_change
-def filled_with_draws(log: Log, x: Tensor) -> Tensor:
-    noise = torch.empty_like(x).normal_() + torch.zeros_like(x).uniform_(-1, 1) + x.new_empty(x.shape).exponential_()
-    x.detach()[:, 0].normal_()
-    x.detach()[1].uniform_()
-    x.detach()[:, 1].bernoulli_(0.5)
-    log(torch.ones_like(x).cauchy_(), torch.ones_like(x).geometric_(0.5), torch.ones_like(x).random_(9))
-    return x + 0.1 * noise.detach()
-
-
 @program
 def added_to_plain_tensors(log: Log) -> Trained:
     sums, total, per_sample, net = torch.zeros(6), torch.zeros(()), torch.zeros(16, 1), mlp()
@@ -334,24 +248,6 @@ def same_batch_twice(log: Log) -> Trained:
         return F.mse_loss(net(x), y)
 
     return train(log, net, loss_of, batches * 2) + [x for x, _ in batches]
-
-
-@program
-def dataset_written(log: Log) -> Trained:
-    inputs, targets = data()
-    net = mlp()
-    optimizer = SGD(net.parameters(), 0.1)
-    for i in range(0, 50, 16):
-        x = inputs[i : i + 16]
-        out = net(x)
-        x.mul_(0.5)[0] = 0
-        inputs[i : i + 16] += out.detach() * 0.1
-        loss = F.mse_loss(net(x), targets[i : i + 16])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        log(loss.item(), inputs.sum())
-    return [net, inputs]
 
 
 @trains()

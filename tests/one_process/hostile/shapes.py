@@ -12,27 +12,9 @@ from torch.nn.utils import rnn
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
-from tests.one_process.hostile.parts import Net, change, computes, fit, program, sequences, trains
-from tests.one_process.parts import classes, data, loader, mlp, train
+from tests.one_process.hostile.parts import Net, computes, fit, program, sequences, trains
+from tests.one_process.parts import data, loader, mlp, train
 from tests.one_process.runner import Log, Trained
-
-
-@program
-def states_carried_across_batches(log: Log) -> Trained:
-    series, goal = torch.randn(40, 7, 3), torch.randn(40, 7, 1)  # (T, B, features)
-    rnn_, head = nn.GRU(3, 6), nn.Linear(6, 1)
-    optimizer = SGD([*rnn_.parameters(), *head.parameters()], 0.1)
-    state = None
-    for t in range(0, 40, 8):
-        out, state = rnn_(series[t : t + 8], state)
-        loss = F.mse_loss(head(out), goal[t : t + 8])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        state = state.detach()
-        state[:, 3] = 0  # an episode ends
-        log(loss.item(), state.norm(), state.shape)
-    return [rnn_, head, state]
 
 
 @program
@@ -71,20 +53,6 @@ def cells_in_a_python_loop(log: Log) -> Trained:
 
     parts = {"lstm": nn.LSTMCell(3, 6), "gru": nn.GRUCell(3, 6), "norm": nn.LayerNorm(6), "head": nn.Linear(6, 1)}
     return fit(log, Net(forward, **parts), loader(*sequences()[:2]))
-
-
-@program
-def recurrent_batch_first_or_second(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        a, last = net.one(x)
-        b, (_, cell) = net.two(x.transpose(0, 1))
-        c, _ = net.three(x.permute(1, 0, 2).contiguous())
-        out = torch.cat([a, b.transpose(0, 1), c.permute(1, 0, 2)], -1) + last[-1][:, None].repeat(1, 1, 3)
-        return net.head(out + cell.permute(1, 0, 2).flatten(1)[:, None].repeat(1, 1, 3))
-
-    three = nn.RNN(3, 4, nonlinearity="relu")
-    net = Net(forward, one=nn.GRU(3, 4, batch_first=True), two=nn.LSTM(3, 4), three=three, head=nn.Linear(12, 1))
-    return fit(log, net, loader(*sequences()[:2], size=10))
 
 
 @program
@@ -128,28 +96,6 @@ def transformer_with_batch_second(log: Log) -> Trained:
 
 
 @program
-def transformer_with_masks(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor, lengths: Tensor) -> Tensor:
-        missing = torch.arange(x.shape[1]) >= lengths[:, None]
-        h = net.body(net.embed(x), src_key_padding_mask=missing)
-        each = torch.zeros(len(x), 2, 5, 5).masked_fill(missing[:, None, None], -1e4)
-        h, weights = net.attention(h, h, h, attn_mask=each.flatten(0, 1), average_attn_weights=False)
-        log(weights.sum((0, 1)))
-        return net.head(h.masked_fill(missing[..., None], 0).sum(1) / lengths[:, None])
-
-    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, norm_first=True)
-    body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    attention = nn.MultiheadAttention(8, 2, batch_first=True)
-    net = Net(forward, embed=nn.Linear(3, 8), body=body, attention=attention, head=nn.Linear(8, 1))
-    x, y, lengths = sequences()
-    out = fit(log, net, loader(x, lengths, y[:, 0]))
-    net.eval()
-    with torch.no_grad():  # torch's fast path
-        log(net(x[:7], lengths[:7]), net.body(net.embed(x[:7])).mean())
-    return out
-
-
-@program
 def data_parallel_in_dimension_one(log: Log) -> Trained:
     def forward(net: Net, x: Tensor) -> Tensor:
         h, _ = net.gru(x)
@@ -175,30 +121,6 @@ def dimensions_merged_and_separated(net: Net, x: Tensor) -> Tensor:
     return net.head(h + 0.1 * mixed + 0.1 * k) + h.view(-1, 2).sum(1).view(b, t, 3).mean(-1, keepdim=True)
 
 
-@computes(lambda: {"body": nn.Linear(5, 3), "head": nn.Linear(3, 1)}, batches=lambda: loader(*sequences()[:2]))
-def batch_moved_around(net: Net, x: Tensor) -> Tensor:
-    a = x.permute(2, 0, 1).movedim(1, -1).swapaxes(0, 1)  # (T, 3, B)
-    h = net.body(a.transpose(0, 2).transpose(0, 1))  # (3, B, 3)
-    turned = torch.rot90(x, 1, (1, 2)).mT.flip(1)
-    return net.head(x + turned + h.movedim(1, 0).mean(1, keepdim=True) + a.T.mT.mT.diagonal(0, 1, 2)[:, None])
-
-
-@computes(
-    lambda: {"w": nn.Parameter(torch.randn(3, 3) / 3), "head": nn.Linear(3, 1)},
-    batches=lambda: loader(*sequences()[:2]),
-)
-def einsum_of_all_kinds(net: Net, x: Tensor) -> Tensor:
-    e = torch.einsum
-    h = e("bti,ij->btj", x, net.w)
-    h = h + e("bti,bsi,bsj->btj", x, x, h) * 0.1
-    h = h + e("bti,cti->bc", x, x).softmax(-1).mean(1)[:, None, None] + e("...i->i", h)
-    h = h + e("tbi,ij->btj", x.transpose(0, 1), net.w) + e("bii->bi", x[:, :3])[:, None] + e("bti->", x) / 20
-    same = e("bti,bti->b", x, h)
-    h = h + same[:, None, None] + e("i,bti->bt", net.w[0], x)[..., None] + e(x, [0, 1, 2], net.w, [2, 3], [0, 1, 3])
-    h = h + torch.tensordot(x, x, dims=([0, 1], [0, 1]))[0]
-    return net.head(h.tanh() + torch.tensordot(x, net.w, dims=1))
-
-
 @program
 def sizes_equal_by_chance(log: Log) -> Trained:
     net = nn.Sequential(nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 10))
@@ -216,21 +138,6 @@ def sizes_equal_by_chance(log: Log) -> Trained:
         return F.cross_entropy(likeness * 0.1, y) + F.cross_entropy(likeness.T * 0.1, torch.arange(10))
 
     return train(log, net, loss_of, loader(x, torch.randint(10, (50,)), size=10), lr=0.01)
-
-
-@trains()
-def broadcast_from_the_right(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
-    out, goal = net(x)[:, 0], y[:, 0]
-    square = (out - y).square()  # (B,) against (B, 1): the usual mistake
-    log(square.shape, square.mean())
-    weights = torch.linspace(0, 1, len(x))
-    table = torch.stack([out, goal])  # (2, B)
-    table = table * weights + table.mean(1, keepdim=True) + torch.tensor([[0.1], [0.2]])
-    each = x[:, None] - x[None]  # (B, B, 6)
-    mask = ~torch.eye(len(x), dtype=torch.bool)
-    near = each.square().sum(-1)[mask].view(len(x), len(x) - 1).min(1).values
-    loss = square.mean() + (table[0] - table[1]).square().mean()
-    return loss + (near * torch.clamp(out, max=9.0)).mean() + F.mse_loss(out, goal * weights)
 
 
 @program
@@ -256,15 +163,6 @@ def empty_batches(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
 
 
 @program
-def last_batch_dropped_or_odd(log: Log) -> Trained:
-    net, x, y = mlp(), *data(n=23)
-    for size, drop in ((7, True), (7, False), (23, False), (40, False), (11, False)):
-        fit(log, net, loader(x, y, size=size, drop_last=drop))
-        log(len(loader(x, y, size=size, drop_last=drop)), len(loader(x, y, size=size).dataset))
-    return [net]
-
-
-@program
 def tensors_without_dimensions(log: Log) -> Trained:
     def forward(net: Net, x: Tensor, scale: Tensor, step: int) -> Tensor:
         return net.body(x * scale) + scale + step + net.shift
@@ -282,15 +180,6 @@ def tensors_without_dimensions(log: Log) -> Trained:
         return sum(losses[i] for i in range(len(losses))) / losses.numel() + best
 
     return train(log, net, loss_of, DataLoader(items, 16))
-
-
-@change
-def dimensions_by_names_and_numbers(x: Tensor) -> Tensor:
-    a = x.sum(dim=-2, keepdim=True) + x.mean(axis=0) + x.amax((0, 1)) + torch.sum(input=x, dim=[1], keepdim=True)
-    a = a + torch.logsumexp(x, -2) + x.softmax(-2) + x.std(dim=0, correction=0) + x.norm(dim=0)
-    a = a + torch.linalg.vector_norm(x, dim=-1)[:, None] + x.cumsum(-2) * 0.1 + x.prod(0) + x.median(0)[0]
-    a = a + x.quantile(0.3, 0) + x.detach().aminmax(dim=0)[1] + x.mode(0).values + torch.var_mean(x, 0)[0]
-    return x + 0.1 * (a + x.sort(dim=0, descending=True)[0] + x.diff(dim=0, prepend=x[:1]))
 
 
 @computes(lambda: {"router": nn.Linear(6, 2), "experts": nn.ModuleList([mlp(), mlp()])})
@@ -348,64 +237,6 @@ def lengths_used_in_numbers(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
     out = out + x[index, index % columns, None] * 0.1 + torch.zeros(y.shape).fill_(0.1)
     log(n, rows, x.numel(), x.nelement(), list(x.shape), x.size(-2), x.shape.numel(), x.stride(), x.ndim)
     return (out - y).square().sum() / n + (out - y).abs().sum() / y.numel() * math.log(n)
-
-
-@trains(lambda: mlp(out=4), batches=lambda: loader(*classes()))
-def gathers_and_one_hots(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
-    scores = net(x).log_softmax(-1)
-    a = scores.gather(1, y[:, None]) + scores.take_along_dim(y[:, None], 1) + scores[range(len(x)), y][:, None]
-    b = (scores * F.one_hot(y, 4)).sum(1) + scores[y == 1].sum() / 10 + scores.take(torch.arange(len(y)) * 4 + y)
-    counts = torch.bincount(y, minlength=4).clamp(min=1)
-    histogram = torch.histc(scores.detach(), 5)
-    log(counts, histogram, scores.argmax(1).eq(y).sum().item() / len(y), scores.gather(0, y[None, :4] % len(y)))
-    return -(a[:, 0] + b).mean() - (scores.sum(0) / counts).mean() + scores.index_select(0, y % len(y)).mean()
-
-
-@change
-def operations_along_the_batch(x: Tensor) -> Tensor:
-    a = x.roll(1) + x.roll(2, 0) + x.flip(0) + x.flip([0, 1]) + x.flipud() + torch.roll(x, (1, 1), (0, 1))
-    b = x.cumsum(0) + x.cummax(0)[0] + x.logcumsumexp(0) + x.sort(0)[0] + x.argsort(0) + x.kthvalue(1, 0)[0]
-    c = torch.cov(x.T).sum(0) + x.T.cov()[0] + F.normalize(x, dim=0) + torch.corrcoef(x.T).nan_to_num()[0]
-    d = x.repeat(2, 1)[: len(x)] + x.repeat_interleave(2, 0)[: len(x)] + x.tile(2, 1)[-len(x) :]
-    x = x + 0.02 * (a + b + c + d + torch.tril(x) + x.triu(1)) + torch.renorm(x, 2, 0, 1)
-    return x + 0.1 * torch.trapezoid(x, dim=0) + x.unfold(0, 2, 1).mean((0, 2))
-
-
-@trains(lambda: mlp(out=4))
-def distances_of_pairs(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
-    z = F.normalize(net(x), dim=-1)
-    other = F.normalize(net(x + 0.1 * torch.randn_like(x)), dim=-1)
-    distance = torch.cdist(z, other) + F.pairwise_distance(z[:, None], other[None]) + torch.cdist(z, z[:2])[:, :1]
-    logits = torch.cat([z, other]) @ torch.cat([z, other]).T / 0.5
-    logits.fill_diagonal_(-1e9)
-    n = len(x)
-    target = torch.cat([torch.arange(n, 2 * n), torch.arange(n)])
-    hardest = (distance + 10 * torch.eye(n)).min(1)[0]
-    covariance = z.T @ z / n
-    log(logits.argmax(1).eq(target).sum(), F.pdist(z).mean(), covariance.diagonal())
-    loss = F.cross_entropy(logits, target) + (distance.diagonal() - hardest).relu().mean()
-    return loss + F.triplet_margin_loss(z, other, z.roll(1, 0)) + covariance.square().mean()
-
-
-@program
-def comparisons_of_whole_batches(log: Log) -> Trained:
-    net, best, seen = mlp(), torch.full((6,), -math.inf), []
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        nonlocal best
-        best = torch.maximum(best, x.max(0).values)
-        order = torch.argsort(y[:, 0])
-        middle = y.median()
-        seen.extend(y[y > middle].tolist())
-        bins = torch.bucketize(x, torch.tensor([-1.0, 0.0, 1.0]))
-        bins = bins + torch.searchsorted(y[order, 0].contiguous(), y[:, :1].contiguous())
-        log(best, torch.isin(bins, bins[0]).sum(), torch.combinations(y[:3, 0]))
-        log(torch.cartesian_prod(y[:2, 0], y[:2, 0]))
-        ordered = net(x[order])
-        loss = F.margin_ranking_loss(ordered[1:], ordered[:-1], torch.ones(len(x) - 1, 1))
-        return loss + F.mse_loss(net(x / best.abs()), y) + net(bins.to(x.dtype)).mean() * 0.1
-
-    return [*train(log, net, loss_of), torch.tensor(seen)]
 
 
 @program

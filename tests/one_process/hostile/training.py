@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from typing import Any, Callable, Optional
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, hessian, jacrev, jvp, vmap
-from torch.nn.utils import parametrizations, parametrize
 from torch.optim import SGD, Adam
 from torch.optim.swa_utils import AveragedModel, update_bn
 
@@ -58,15 +55,6 @@ def jacobian_rows(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
     jacobian = torch.stack(rows, 1)
     log(batched[0][1, 0], jacobian[0])
     return F.mse_loss(out[:, :1], y) + (jacobian @ jacobian.mT - torch.eye(2)).square().mean()
-
-
-@trains()
-def functional_jacobians(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
-    whole = torch.autograd.functional.jacobian(lambda a: net(a).sum(0), x, create_graph=True)
-    curvature = torch.autograd.functional.hessian(lambda row: net(row).sum(), x[0], create_graph=True)
-    product = torch.autograd.functional.vjp(lambda a: net(a).mean(), x)[1]
-    log(whole.sum(), curvature.diagonal(), product.norm())
-    return F.mse_loss(net(x), y) + whole.square().mean() + curvature.trace()
 
 
 @trains()
@@ -156,30 +144,6 @@ def gradients_changed_before_the_step(log: Log) -> Trained:
 
 
 @program
-def conflicting_gradients(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = net.body(x).tanh()
-        return net.a(h), net.b(h)
-
-    net = Net(forward, body=nn.Linear(6, 6), a=nn.Linear(6, 1), b=nn.Linear(6, 1))
-    optimizer = SGD(net.parameters(), 0.1)
-    for x, y in loader(*data()):
-        a, b = net(x)
-        grads = []
-        for loss in (F.mse_loss(a, y), (b + y).square().mean()):
-            optimizer.zero_grad()
-            loss.backward(retain_graph=True)
-            grads.append([None if p.grad is None else p.grad.clone() for p in net.parameters()])
-        dot = sum((g * h).sum() for g, h in zip(*grads) if g is not None and h is not None)
-        log(dot)
-        for p, g, h in zip(net.parameters(), *grads):
-            kept = [t for t in (g, h) if t is not None]
-            p.grad = sum(kept) if dot > 0 or len(kept) < 2 else g - dot / h.square().sum().clamp(min=1e-6) * h
-        optimizer.step()
-    return [net]
-
-
-@program
 def several_backward_calls(log: Log) -> Trained:
     net = mlp(out=2)
     optimizer = SGD(net.parameters(), 0.05)
@@ -193,37 +157,6 @@ def several_backward_calls(log: Log) -> Trained:
         out[0].sum().backward(inputs=list(net[0].parameters()))
         log(net[0].weight.grad.sum())
         optimizer.step()
-    return [net]
-
-
-@program
-def backward_of_each_sample(log: Log) -> Trained:
-    net = mlp()
-    fisher = [torch.zeros_like(p) for p in net.parameters()]
-    optimizer = SGD(net.parameters(), 0.1)
-    for x, y in loader(*data(), size=7):
-        optimizer.zero_grad()
-        for xi, yi in zip(x, y):
-            (F.mse_loss(net(xi), yi) / len(x)).backward()
-        for loss in (net(x) - y).square().mean(1):
-            for f, g in zip(fisher, torch.autograd.grad(loss, net.parameters(), retain_graph=True)):
-                f += g**2 / len(x)
-        optimizer.step()
-    log(*[f.sum() for f in fisher])
-    return [net, *fisher]
-
-
-@program
-def accumulated(log: Log) -> Trained:
-    net = mlp()
-    optimizer = SGD(net.parameters(), 0.1, momentum=0.9)
-    for i, (x, y) in enumerate(loader(*data(), size=7)):
-        loss = F.mse_loss(net(x), y) / 3
-        loss.backward()
-        if (i + 1) % 3 == 0 or i == 7:
-            log(net[0].weight.grad.norm(), loss.item() * 3)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=i % 2 == 0)
     return [net]
 
 
@@ -299,20 +232,6 @@ def tied_weights(log: Log) -> Trained:
 
 
 @program
-def weights_made_of_others(log: Log) -> Trained:
-    class Symmetric(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.triu() + x.triu(1).mT
-
-    one = parametrizations.weight_norm(nn.Linear(6, 6))
-    two = parametrizations.orthogonal(nn.Linear(6, 6))
-    parametrize.register_parametrization(three := nn.Linear(6, 6), "weight", Symmetric())
-    four = nn.utils.spectral_norm(nn.Linear(6, 6))
-    five = parametrizations.spectral_norm(nn.Linear(6, 1))
-    return fit(log, nn.Sequential(one, nn.Tanh(), two, nn.Tanh(), three, four, nn.Tanh(), five))
-
-
-@program
 def latents_of_samples(log: Log) -> Trained:
     table, decoder = nn.Embedding(50, 4), mlp(4)
     whole = torch.zeros(50, 4, requires_grad=True)
@@ -325,23 +244,6 @@ def latents_of_samples(log: Log) -> Trained:
         optimizer.step()
         log(loss.item(), whole.grad.abs().sum(), whole.grad[index].sum())
     return [table, decoder, whole]
-
-
-@trains()
-def latents_of_the_batch(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
-    latent = torch.zeros(len(x), 6, requires_grad=True)
-    scale = torch.ones((), requires_grad=True)
-    inner = SGD([latent, scale], 0.5)
-    for _ in range(2):
-        inner.zero_grad()
-        F.mse_loss(net((x + latent) * scale), y).backward()
-        log(latent.grad.norm(), scale.grad)
-        inner.step()
-    delta = torch.zeros_like(x, requires_grad=True)
-    F.mse_loss(net(x + delta), y).backward()
-    net.zero_grad()
-    delta.data = (delta + 0.1 * delta.grad.sign()).clamp(-0.1, 0.1)
-    return F.mse_loss(net(x + latent.detach() + delta.detach()), y)
 
 
 @program
@@ -380,95 +282,6 @@ def averaged_models(log: Log) -> Trained:
         log(loss.item())
     update_bn(loader(*data(), shuffle=False), averaged)
     return [net, ema, averaged, decaying]
-
-
-@program
-def network_copied_in_mid_training(log: Log) -> Trained:
-    nets = [mlp()]
-    optimizer = SGD(nets[0].parameters(), 0.1)
-    for x, y in loader(*data()):
-        loss = sum(F.mse_loss(net(x), y) for net in nets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        nets.append(copy.deepcopy(nets[-1]))
-        nets[-1].load_state_dict({k: v * 0.9 for k, v in nets[0].state_dict().items()})
-        optimizer = SGD([p for net in nets for p in net.parameters()], 0.1)
-        log(loss)
-    return list(nets)
-
-
-@program
-def optimizer_of_its_own(log: Log) -> Trained:
-    class Signed(torch.optim.Optimizer):
-        def __init__(self, parameters: Iterable[Tensor]) -> None:
-            super().__init__(parameters, {"lr": 0.01})
-
-        @torch.no_grad()
-        def step(self, closure: Optional[Callable[[], float]] = None) -> None:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
-                    mean.lerp_(p.grad, 0.5)
-                    p.add_(mean / (mean.abs() + 0.01), alpha=-group["lr"])
-                    log(p.grad.norm())
-
-    net = mlp()
-    optimizer = Signed(net.parameters())
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-    for loss in steps(optimizer, lambda x, y: F.mse_loss(net(x), y), loader(*data(), size=7)):
-        scheduler.step(loss)
-        log(optimizer.param_groups[0]["lr"])
-    return [net, *[s["mean"] for s in optimizer.state.values()]]
-
-
-@program
-def evolution_without_gradients(log: Log) -> Trained:
-    net = mlp().requires_grad_(False)
-    vector = nn.utils.parameters_to_vector(net.parameters())
-    for x, y in loader(*data()):
-        noise = torch.randn(5, len(vector))
-        scores = []
-        for n in noise:
-            nn.utils.vector_to_parameters(vector + 0.1 * n, net.parameters())
-            scores.append(-F.mse_loss(net(x), y).item())
-        weights = torch.tensor(scores).sub(np.mean(scores)).div(np.std(scores) + 1)
-        vector = vector + 0.1 * (weights @ noise)
-        log(scores, max(scores))
-    return [vector]
-
-
-@program
-def weights_of_losses_learned(log: Log) -> Trained:
-    net, logs = mlp(out=2), torch.zeros(2, requires_grad=True)
-    temperature = nn.Parameter(torch.tensor(0.5))
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        out = net(x)
-        losses = torch.stack([F.mse_loss(out[:, :1], y), (out[:, 1] / temperature - x[:, 3]).abs().mean()])
-        return (losses * torch.exp(-logs) + logs).sum()
-
-    for loss in steps(SGD([*net.parameters(), logs, temperature], 0.05), loss_of):
-        log(loss, logs.grad, temperature.grad)
-    return [net, logs, temperature]
-
-
-@program
-def scaled_gradients(log: Log) -> Trained:
-    net = mlp()
-    optimizer, scaler = SGD(net.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=2)
-    for i, (x, y) in enumerate(loader(*data(), size=10)):
-        if i == 1:
-            x[-1, -1] = float("inf")
-        loss = F.mse_loss(net(x).nan_to_num(), y) if i != 1 else net(x).sum()
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        log(scaler.get_scale(), norm.isfinite())
-    return [net]
 
 
 @program

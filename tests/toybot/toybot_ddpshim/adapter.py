@@ -1,19 +1,12 @@
-"""The adapter for toybot: where its patch sets are, whether it is patched, and how its batches are fetched at once."""
+"""The adapter for toybot: where its patch sets are and how its batches are fetched at once."""
 
 from pathlib import Path
 
 import torch
 
-from ddpshim.trainers.patching import status
-
 
 def patch_sets():
     return Path(__file__).with_name("patches")
-
-
-def state_of_files():
-    found = status("toybot")
-    return f"{found.state} ({found.patch_set.name})"
 
 
 def fetcher(dataset):

@@ -1,0 +1,174 @@
+"""Writes down the calls on blocks that the rules of a network's call make, and compares a replay with the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ddpshim.model.batchnorm import over_ranks
+from ddpshim.process.replaced import replaced
+from ddpshim.rows import rules
+from ddpshim.rows.blocks import Part
+from ddpshim.rows.tensor import Rows, leaves, mapped
+
+_T = torch.Tensor
+_ABOUT = {
+    torch.device,
+    *rules.functions(f"{rules.ABOUT} {rules.OF_BLOCK} stride storage_offset untyped_storage _is_view".split()),
+    *rules.getters(f"{rules.ATTRIBUTES} {rules.ATTRIBUTES_OF_BLOCK} _base"),
+}
+_CONSTANTS: tuple[Any, ...] = (int, float, bool, str, complex, type(None), type(...), torch.dtype, torch.device)
+_CONSTANTS += (torch.layout, torch.memory_format, torch.Size, Part, torch.distributed.ProcessGroup)
+
+
+class Refused(Exception):
+    """A call that is not captured; the text says why."""
+
+
+def check_assertion(condition: torch.Tensor, message: str) -> None:
+    """Do what `assert condition, message` does of a tensor that all ranks hold whole. Local."""
+    if not condition:
+        raise AssertionError(message)
+
+
+class _Variable:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+class Tape(TorchFunctionMode):
+    """Writes down the calls on blocks while it is entered."""
+
+    def __init__(self, inputs: list[Any]) -> None:
+        super().__init__()
+        self._inputs = inputs
+        self._calls: list[tuple[Any, Any, Any]] = []
+        self._names = {id(x): f"a{i}" for i, x in reversed([*enumerate(inputs)]) if isinstance(x, _T)}
+        self._kept: list[Any] = []  # alive: an id would be given again
+        self._doubt, self._is_paused = "", False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(type(x) is Rows for x in leaves((args, kwargs))):
+            if func in _ABOUT:
+                return Rows.__torch_function__(func, types, args, kwargs)
+            with self:
+                return Rows.__torch_function__(func, types, args, kwargs)
+        out = func(*args, **kwargs)
+        if func not in _ABOUT and not self._is_paused:
+            self._write(func, args, kwargs, out)
+        return out
+
+    def call(self, function: Callable[..., Any], args: Any) -> Any:
+        """Call a function of ddpshim that is one call of the tape, whatever it computes inside."""
+        with replaced(self, "_is_paused", True):
+            out = function(*args)
+        self._write(function, args, {}, out)
+        return out
+
+    def _write(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        name = getattr(func, "__name__", "")
+        found = list(out) if isinstance(out, (tuple, list)) else [out]
+        if found and all(isinstance(x, _T) and x.is_meta for x in found):
+            return  # a rule asked for a shape
+        returns_none = func in (_T.__setitem__, check_assertion, torch._C._set_grad_enabled)
+        if name == "__set__" or not (all(isinstance(x, _T) for x in found) or (returns_none and out is None)):
+            self._doubt = self._doubt or f"{name} reads or sets what is no tensor"
+        given = mapped(lambda x: self._name(x) if isinstance(x, _T) else x, (args, kwargs))
+        for place, x in enumerate(found):
+            if isinstance(x, _T):
+                of_several = f"[{place}]" if isinstance(out, (tuple, list)) else ""
+                self._names.setdefault(id(x), f"v{len(self._calls)}{of_several}")
+                self._kept.append(x)
+        self._calls.append((func, *given))
+
+    def _name(self, x: torch.Tensor) -> _Variable:
+        if id(x) not in self._names:
+            self._doubt = self._doubt or "a tensor of unknown origin"
+        return _Variable(self._names.get(id(x), ""))
+
+    def text(self, outputs: list[torch.Tensor]) -> tuple[str, dict[str, Any]]:
+        """Return the text of a function `run` of the inputs' blocks, and its globals. Raises Refused."""
+        results = [self._name(x).text for x in outputs]
+        if self._doubt:
+            raise Refused(self._doubt)
+        known: dict[str, Any] = {}
+        lines: list[str] = []
+        last: dict[str, int] = {}  # the line where a result is used last: it is freed there
+        for number, (func, args, kwargs) in enumerate(self._calls):
+            known[f"f{number}"] = func
+            given = [*(_text(x, known) for x in args), *(f"{key}={_text(x, known)}" for key, x in kwargs.items())]
+            lines.append(f"v{number} = f{number}({', '.join(given)})")
+            used = [x.text.partition("[")[0] for x in leaves((args, kwargs)) if type(x) is _Variable]
+            last.update(dict.fromkeys([f"v{number}", *used], number))
+        for name in last.keys() - {name.partition("[")[0] for name in results}:
+            lines[last[name]] += f"; del {name}" if name[0] == "v" else ""
+        inputs = ", ".join(f"a{i}" for i in range(len(self._inputs)))
+        body = "".join(f"    {line}\n" for line in lines)
+        return f"def run({inputs}):\n{body}    return [{', '.join(results)}]\n", known
+
+
+def _text(value: Any, known: dict[str, Any]) -> str:
+    """Return an argument as Python's text; what has none is put into `known`. Raises Refused."""
+    if type(value) is _Variable:
+        return value.text
+    if type(value) is tuple or type(value) is list:
+        inner = ", ".join(_text(x, known) for x in value)
+        return f"[{inner}]" if type(value) is list else f"({inner}{',' if len(value) == 1 else ''})"
+    if type(value) is slice:
+        return f"slice({', '.join(_text(x, known) for x in (value.start, value.stop, value.step))})"
+    if not isinstance(value, _CONSTANTS):
+        raise Refused(f"an argument of type {type(value).__name__}")
+    known[f"k{len(known)}"] = value
+    return f"k{len(known) - 1}"
+
+
+class Results:
+    """Keeps what BatchNorm returns, for a run that must not send its messages again."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[Any, Any, Any]] = []
+
+    def call(self, function: Callable[..., Any], args: Any) -> Any:
+        out = function(*args)
+        if function is over_ranks:
+            self._calls.append((args, out, [None if x is None else x.clone() for x in args[1:3]]))
+        return out
+
+    def again(self, x: Any, mean: Any, variance: Any, *others: Any) -> Any:
+        (given, _, _, *others_given), out, statistics = self._calls.pop(0)
+        pairs = zip((x, *others), (given, *others_given))
+        if not all(are_equal(*pair) if isinstance(pair[0], _T) else pair[0] == pair[1] for pair in pairs):
+            raise Refused("a message of the replay differs from that of the rules")
+        with torch.no_grad():
+            for changed, value in zip((mean, variance), statistics):
+                if changed is not None:
+                    changed.copy_(value)
+        return out
+
+
+def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same bits in the same layout. Local."""
+    if (one.shape, one.dtype, one.stride()) != (other.shape, other.dtype, other.stride()):
+        return False
+    of_both = [x.detach().resolve_conj().resolve_neg().contiguous().view(-1) for x in (one, other)]
+    return torch.equal(*(x.view(torch.uint8) if x.numel() else x for x in of_both))
+
+
+def have_equal_graphs(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the same functions compute two tensors from the same leaves, so that gradients are equal too. Local."""
+    left, seen = [(one.grad_fn, other.grad_fn)], set()
+    while left:
+        a, b = left.pop()
+        if a is b or (a, b) in seen:
+            continue
+        if a is None or b is None or type(a) is not type(b) or len(a.next_functions) != len(b.next_functions):
+            return False
+        if getattr(a, "variable", None) is not getattr(b, "variable", None):
+            return False
+        seen.add((a, b))
+        left += [(x[0], y[0]) for x, y in zip(a.next_functions, b.next_functions)]
+    return one.requires_grad == other.requires_grad
