@@ -17,7 +17,7 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Union
 
 from ddpshim import variables
 from ddpshim.errors import SyncError
@@ -105,8 +105,6 @@ def _explained(error: BaseException) -> BaseException:
         return error
     me = watched.rank
     if lost_a_peer(error) and (left := watched.watch.describe_left()):
-        from ddpshim.failures.failure_notes import remedy
-
         why = "waits for a rank that has already left the job, and would hang"
         text = f"rank {me} {why}:\n{left}\n{remedy('same end')}."
     elif is_late(error) and (verdict := watched.watch.await_verdict()):
@@ -147,7 +145,7 @@ def write(error: BaseException, exit_code: int, *, knows_cause: bool = False) ->
     rank = os.environ.get("RANK", os.environ.get(variables.RANK))
     if folder is None or rank is None:
         return
-    note, partial = Path(folder, f"failed.{rank}"), Path(folder, f"partial.{rank}")
+    note = Path(folder, f"failed.{rank}")
     if note.exists() and not knows_cause:
         return
     lines = [] if isinstance(error, SystemExit) else traceback.format_exception(type(error), error, error.__traceback__)
@@ -156,10 +154,16 @@ def write(error: BaseException, exit_code: int, *, knows_cause: bool = False) ->
     # earlier, and then the agent ends this one, perhaps while it writes. So the note appears only when complete.
     try:
         moment = Note(*json.loads(note.read_text())).moment if note.exists() else time.time()
-        partial.write_text(json.dumps(Note(moment, exit_code, lost, "".join(lines))))
-        partial.replace(note)
+        put(folder, rank, Note(moment, exit_code, lost, "".join(lines)))
     except OSError as cause:
         say(f"{note} cannot be written ({cause}); nobody will know why rank {rank} failed", directly=True)
+
+
+def put(folder: str, rank: Union[int, str], note: Note) -> None:
+    """Write the note of `rank`, which is complete or absent. Local. Raises OSError."""
+    partial = Path(folder, f"partial.{rank}")
+    partial.write_text(json.dumps(note))
+    partial.replace(Path(folder, f"failed.{rank}"))
 
 
 LOST, LATE = "lost", "late"

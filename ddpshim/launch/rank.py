@@ -38,14 +38,14 @@ def main(argv: Sequence[str]) -> None:
         _redirect_output(os.environ[variables.RANK_LOGS])
     # Nothing of the program has been imported yet.
     recorder: AbstractContextManager[Any] = contextlib.nullcontext()
-    if variables.CERTIFY in os.environ:
+    if certificate := os.environ.get(variables.CERTIFY):
         from ddpshim.tools.certifying import Certifier
 
-        recorder = Certifier(Path(os.environ[variables.CERTIFY]), list(argv))
-    elif variables.CHECK in os.environ:
+        recorder = Certifier(Path(certificate), list(argv))
+    elif proof := os.environ.get(variables.CHECK):
         from ddpshim.tools.watching import RankRecorder
 
-        recorder = RankRecorder(Path(os.environ[variables.CHECK]), f"rank_{os.environ.get('RANK', 0)}")
+        recorder = RankRecorder(Path(proof), f"rank_{os.environ.get('RANK', 0)}")
     else:
         unsynced_check.watch()
     with recorder:

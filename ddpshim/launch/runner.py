@@ -1,8 +1,8 @@
 """Implements `python -m ddpshim run`: torchrun with checks before the start, a log for each rank, the first failure
 last.
 
-torchrun's agent runs in this process, and starts and watches the ranks. Exit code: 0 if
-every rank succeeded; the code of the first rank to fail, or 128 + N if signal N ended it; 2 if a check failed.
+torchrun's agent runs in this process, and starts and watches the ranks. Exit code: 0 if every rank succeeded; the code
+of the first rank to fail, or 128 + N if signal N ended it; 2 if a check failed.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import multiprocessing
 import os
 import signal
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from ddpshim import variables
 from ddpshim.errors import LaunchError, RankError
 from ddpshim.failures import unsynced_check
-from ddpshim.failures.failure_notes import Note, lost_a_peer
+from ddpshim.failures.failure_notes import Note, lost_a_peer, put
 from ddpshim.failures.rendezvous import stay_on_this_machine
 from ddpshim.job import group
 from ddpshim.launch import ranks_of_run
@@ -172,9 +171,8 @@ def report(folder: str, rank: int, call: Callable[[], Any]) -> None:
         while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         text = "".join(traceback.format_exception(type(error), error, trace))
-        note = json.dumps(Note(time.time(), 1, lost_a_peer(error), text))
         try:
-            _put(Path(folder, f"failed.{rank}"), lambda partial: partial.write_text(note))
+            put(folder, rank, Note(time.time(), 1, lost_a_peer(error), text))
         except OSError:  # a full disk: the screen, or the rank's log, has the error
             print(text, file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):

@@ -37,11 +37,8 @@ def refuse(when: str, settings: Mapping[str, str], tensors: Tensors) -> None:
 
 def described(of_ranks: Mapping[int, Facts]) -> Optional[str]:
     """Describe the first fact that differs, with all ranks' values; None if all are equal (NaNs are). Local."""
-    found = []
-    for name in dict.fromkeys(name for facts in of_ranks.values() for name in facts):
-        values = [facts.get(name) for facts in of_ranks.values()]
-        if any(value != values[0] for value in values):
-            found.append((name, values))
+    by_name = {name: [of.get(name) for of in of_ranks.values()] for facts in of_ranks.values() for name in facts}
+    found = [(name, values) for name, values in by_name.items() if any(value != values[0] for value in values)]
     if not found:
         return None
     name, values = found[0]

@@ -28,6 +28,7 @@ from ddpshim.process.say import say
 from ddpshim.variables import PREFIX
 
 _MOST_FILES = 2000
+_UNREAD = {*sys.builtin_module_names, "ddpshim"}  # packages whose files say nothing about the program
 # Packages that distribute a program, if its own file imports them.
 _DISTRIBUTORS = {
     *("lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "horovod", "colossalai"),
@@ -214,7 +215,7 @@ class Sources:
                 self.asks_for_rank |= not _OF_RANKS.isdisjoint(names)
                 self.packages |= {name.partition(".")[0] for name, _ in imports}
                 for name, _ in imports:
-                    if name.partition(".")[0] not in {*sys.builtin_module_names, "ddpshim"}:
+                    if name.partition(".")[0] not in _UNREAD:
                         pending += self._files_of(name)
 
     def _files_of(self, name: str) -> Iterator[str]:
