@@ -337,7 +337,7 @@ def inject(fault: Fault, folder: Path, work: Path, forked: bool = False) -> Outc
 
 
 def _is_part_of_a_file(path: Path, folder: Path) -> bool:
-    return path.suffix in (".partial", ".damaged", ".tmp") or folder / "tmp" in path.parents
+    return ".partial" in path.parent.suffix or path.suffix in (".damaged", ".tmp") or folder / "tmp" in path.parents
 
 
 def _lasting(names: set[str], patience_s: float = 3.0) -> set[str]:

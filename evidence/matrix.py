@@ -30,7 +30,7 @@ from evidence import pages
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13")
 ENDS = {"oldest": "lowest-direct", "newest": "highest"}  # in uv's words
-QUICK = ("seams", "parallel", "guard", "loader", "noise", "streams", "import_cost")
+QUICK = ("seams", "parallel", "guard", "loader", "noise", "streams", "import_cost", "certificate", "check")
 UNEDITED = ("one_process", "unedited", "private_files", "reads", "clock", "whole_batch", "replaced", "tasks")
 MORE = ("group", "sharding", "checkpoint", "resume", "options", "launch", "slurm", "patching")
 DEADLINE_S = 3600

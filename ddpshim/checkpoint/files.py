@@ -51,7 +51,7 @@ def save(obj: Any, path: PathLike) -> None:
         CheckpointError: on the main rank, the file could not be written; the old one is unchanged.
     """
     if world().is_main:
-        with noted(path), written(path) as partial:
+        with whole(path) as partial:
             torch.save(obj, partial)
 
 
@@ -124,34 +124,26 @@ def copy(source: PathLike, path: PathLike) -> None:
         afterwards(_copy, os.path.abspath(source), os.path.abspath(path))
 
 
-def save_whole(save: Callable[..., None], obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-    """Call `save(obj, f, ...)`, which is `torch.save`; if `f` is the path of a file, replace it atomically. Local.
-
-    Raises CheckpointError if such a file could not be written.
-    """
-    if isinstance(f, (str, os.PathLike)) and (os.path.isfile(f) or not os.path.exists(f)):  # not a pipe or a device
-        with noted(f), written(f) as partial:
-            save(obj, partial, *args, **kwargs)
-    else:
-        save(obj, f, *args, **kwargs)
-
-
 @contextlib.contextmanager
-def noted(path: PathLike) -> Iterator[None]:
-    """Record that this block wrote the checkpoint `path`, and how long that took. Local."""
-    start = time.perf_counter()
-    with outside_steps():
-        yield
+def whole(path: PathLike, tell: Callable[[str], None] = lambda folder: None) -> Iterator[PathLike]:
+    """Yield where to write the checkpoint `path`: `written`, but a pipe or a device is written as it is. Local."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        yield path
+        return
+    start, final = time.perf_counter(), os.path.abspath(path)
+    with outside_steps(), written(path, tell) as partial:
+        yield partial
     if observed.is_recorded():
-        seconds, final = time.perf_counter() - start, os.path.abspath(path)
+        seconds = time.perf_counter() - start
         observed.note("checkpoint", path=final, bytes=os.stat(final).st_size, seconds=seconds, in_background=False)
 
 
 @contextlib.contextmanager
-def written(path: PathLike) -> Iterator[str]:
-    """Yield the name of a temporary file, which is renamed to `path` after the block, or removed after an error. Local.
+def written(path: PathLike, tell: Callable[[str], None] = lambda folder: None) -> Iterator[str]:
+    """Yield a temporary file's name, which is moved to `path` after the block, or removed after an error. Local.
 
-    A killed process leaves a hidden `.NAME.*.partial`, which the next write of `path` removes.
+    It has the name of `path`, which torch.save writes into the file, in a hidden folder `.NAME.*.partial`, of which
+    `tell` is told before it is made. A killed process leaves it; the next write of `path` removes it.
 
     Raises:
         CheckpointError: this file, or an earlier one in the background, could not be written.
@@ -159,19 +151,22 @@ def written(path: PathLike) -> Iterator[str]:
     flush()
     final = os.fspath(path)
     folder, name = os.path.split(os.path.realpath(final))
-    partial = os.path.join(folder, f".{name}.{os.getpid()}-{secrets.token_hex(4)}{_PARTIAL}")
+    own = os.path.join(folder, f".{name}.{os.getpid()}-{secrets.token_hex(4)}{_PARTIAL}")
+    partial = os.path.join(own, name)
     try:
         for left in glob.glob(os.path.join(glob.escape(folder), f".{glob.escape(name)}.*{_PARTIAL}")):
-            os.unlink(left)
+            shutil.rmtree(left, ignore_errors=True)
+        tell(own)
+        os.mkdir(own)
         yield partial
         _flush(partial, os.O_RDWR)
         os.replace(partial, os.path.join(folder, name))
     except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
         if _is_about_the_disk(error):
             raise CheckpointError(_describe(error, final, folder)) from error
         raise
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
     # Otherwise a power cut may undo the rename. Some file systems cannot sync a folder; the file is in place anyway.
     with contextlib.suppress(OSError):
         _flush(folder, os.O_RDONLY)
@@ -318,7 +313,7 @@ def _flush(path: str, flags: int) -> None:
 
 
 def _newest_first(folder: PathLike, pattern: str) -> list[Path]:
-    found = [p for p in Path(folder).glob(pattern) if p.is_file() and not (p.is_symlink() or p.name.endswith(_PARTIAL))]
+    found = [p for p in Path(folder).glob(pattern) if p.is_file() and not p.is_symlink()]
     return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path), reverse=True)
 
 

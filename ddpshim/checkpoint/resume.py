@@ -408,7 +408,7 @@ class Resumable:
             "facts": self._facts,
         }
         for left in self.folder.glob(".epoch_*.partial"):
-            left.unlink()  # from a process that was killed while writing
+            shutil.rmtree(left, ignore_errors=True)  # from a process that was killed while writing
         written = self.folder / f"epoch_{self.epoch:06d}_step_{self.step:09d}.pth"
         save = checkpoint.save_in_background if self._in_background else checkpoint.save
         save(plain_content(content, written, self._world.options.trust_progress), written)

@@ -11,6 +11,7 @@ import runpy
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime
@@ -69,6 +70,8 @@ def _run(argv: Sequence[str]) -> None:
         shared_pdb.share(until)
         if start is None:
             after_import("hydra.core.utils", _one_output_folder)
+        else:  # a warning of DDP, which the program does not use
+            warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         _run_program(patched or argv, start)
 
 

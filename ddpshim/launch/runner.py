@@ -372,10 +372,10 @@ def _report(rank: int, code: int, log_dir: Optional[Path], traceback: str, is_sh
     log = log_dir / f"rank_{rank}.log"
     # Rank 0 may have noted a traceback that it did not print: another rank was first, or the launcher ended it.
     end = ranks_of_run.end_of(log_dir / "rank_0.log", _NUM_LINES_SEARCHED)
-    is_sentence = not traceback.startswith("Traceback (")  # of who quit the debugger, which rank 0 has printed
-    if traceback and is_shown and (traceback.rstrip() in end or (rank == 0 and is_sentence)):
+    has_quit = traceback.startswith("bdb.BdbQuit")  # the debugger, and rank 0 has printed it in other words
+    if traceback and is_shown and (traceback.rstrip() in end or (rank == 0 and has_quit)):
         # The same error as rank 0's; or its own, the last thing on the screen unless a data worker has spoken since.
-        if rank > 0 or not (is_sentence or end.endswith(traceback.rstrip())):
+        if rank > 0 or not (has_quit or end.endswith(traceback.rstrip())):
             say(f"rank {rank} failed first: {error} (above, and in {log})")
     elif traceback:
         say(f"rank {rank} failed first: {error} (it {said}; its log is {log}):")

@@ -286,7 +286,8 @@ def save_model(*, ckpt_path: str, **options: Any) -> None:
             elif here.options.background_save and not args and not kwargs:
                 checkpoint.save_in_background(obj, f)
             else:
-                checkpoint.save_whole(original, obj, f, *args, **kwargs)
+                with checkpoint.whole(f) as partial:
+                    original(obj, partial, *args, **kwargs)
 
         with replaced(torch, "save", save):
             TrainUtils.save_model(ckpt_path=ckpt_path, **options)

@@ -55,11 +55,16 @@ class ForPieces(torch.autograd.Function):
 def dense(tensor: torch.Tensor, order: Optional[list[int]] = None) -> torch.Tensor:
     """Return a tensor in a layout, and at an address, that do not depend on what it is a part of. Local.
 
+    So is its gradient, and the gradient of that: a backward pass may make it a part of one of more pieces.
+
     `order`: its dimensions from the one with the largest stride to the one with the smallest; default as they are.
     """
     order = _order_in_memory(tensor) if order is None else order
     made = tensor.permute(order).contiguous()
-    return _moved_back(made.clone() if made.data_ptr() % _ALIGNMENT else made, order)
+    made = _moved_back(made.clone() if made.data_ptr() % _ALIGNMENT else made, order)
+    if made.requires_grad and not made.is_leaf:
+        made.register_hook(dense)
+    return made
 
 
 def _order_in_memory(tensor: torch.Tensor) -> list[int]:

@@ -128,15 +128,12 @@ class PrivateFiles:
                 self._changes.tell(path)
                 from ddpshim.checkpoint import files as checkpoint
 
-                checkpoint.save_whole(self._save_partial, obj, path, *args, **kwargs)
+                with checkpoint.whole(path, self._changes.tell) as partial:
+                    self._save(obj, partial, *args, **kwargs)
             else:
                 self._save(obj, f, *args, **kwargs)
                 f.flush()
         self._saves.note(path)
-
-    def _save_partial(self, obj: Any, partial: str, *args: Any, **kwargs: Any) -> None:
-        self._changes.tell(partial)  # else another rank would see the partial file in the folder
-        self._save(obj, partial, *args, **kwargs)
 
     def load(self, f: Any, *args: Any, **kwargs: Any) -> Any:
         """torch.load; if the program has saved to the path, waits until the main rank has written the file."""
