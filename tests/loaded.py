@@ -6,16 +6,14 @@ Three processes: examples/train_shares.py without a launcher; the same as one of
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 
-from tests.preloaded_commands import python
+from tests.preloaded import FORGETS, environment, start_afresh
 
 ROOT = Path(__file__).resolve().parent.parent
 AFTER = ROOT / "examples" / "train_shares.py"
 UNEDITED = ROOT / "examples" / "any_trainer" / "train_dataparallel.py"
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # Runs a trainer; then writes the file of each module of ddpshim that it has loaded.
 PROGRAM = """
@@ -44,9 +42,9 @@ def loaded(kind: str) -> dict[str, int]:
             "launched": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *rank],
             "run": ["-m", "ddpshim", "run", "--nproc", "2", *rank],
         }
-        environ = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-        environ.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-        python(*starts[kind], environ=environ, cwd=folder)
+        environ = {**environment(), "OMP_NUM_THREADS": "1", FORGETS: "ddpshim"}
+        code, said = start_afresh(starts[kind], environ, Path(folder), 240)
+        assert code == 0, said
         of_ranks = [file.read_text().splitlines() for file in Path(folder).glob("listing.*")]
     found = [{name: _num_lines(Path(file)) for name, file in map(str.split, lines)} for lines in of_ranks]
     return max(found, key=lambda lines: sum(lines.values()))

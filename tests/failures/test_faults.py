@@ -1,6 +1,7 @@
 """Rows of evidence/faults.md that are quick to check and differ in kind; the rest is `python -m evidence.fault_table`.
 
-Exceptions in the dataset and in a save, a killed rank and an existing experiment are in test_robomimic.py.
+Exceptions in the dataset and in a save, a killed rank and an existing experiment are in test_robomimic.py; exceptions
+in workers and exits are in tests/promises.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from evidence import pages
 from evidence.equivalence import source
 from evidence.fault_table import COLUMNS, FAULTS, PAGE, RELEASE, Fault, complaints, inject, rows_of
 
-NAMES = ["exception-worker-1", "exit-1", "sigterm", "disk-full", "other-config", "world-size"]
+NAMES = ["sigterm", "disk-full", "other-config", "world-size"]
 
 
 @pytest.fixture(scope="session")

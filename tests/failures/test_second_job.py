@@ -19,9 +19,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpshim
-from tests.ranks import free_port, run_ranks
+from tests.preloaded import as_torchrun_says
+from tests.ranks import run_ranks
 
-NUM_JOBS, NUM_STEPS, B = 10, 3, 8
+NUM_JOBS, NUM_STEPS, B = 4, 3, 8
 
 
 def _sizes() -> dict[str, Any]:
@@ -72,20 +73,14 @@ def _train(folder: Path) -> tuple[list[float], list[float]]:
     return losses, torch.cat([p.detach().flatten() for p in (*net.parameters(), *second.parameters())]).tolist()
 
 
-def _place(rank: int, port: int) -> dict[str, str]:
-    """A launcher's variables for two ranks on this machine."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-    return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in place.items()}}
-
-
-def _rank_has_jobs(port: int) -> list[Any]:
+def _rank_has_jobs(places: list[dict[str, str]]) -> list[Any]:
     """What each of the jobs gave and left, in groups of ddpshim's own, or with no port in the launcher's."""
     rank, found = dist.get_rank(), []
     asked: dict[str, Any] = {"device": "cpu", "seed": 3}
     ddpshim.cleanup()
-    if port:
+    if places:
         dist.destroy_process_group()
-        os.environ.update(_place(rank, port))
+        os.environ.update(places[rank])
     for _ in range(NUM_JOBS):
         here = ddpshim.setup(**asked)
         with tempfile.TemporaryDirectory() as folder:
@@ -96,9 +91,9 @@ def _rank_has_jobs(port: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("port", [0, None])
-def test_every_job_of_a_process_is_the_same_experiment(port: Any) -> None:
-    ranks = run_ranks(_rank_has_jobs, 2, free_port() if port is None else port)
+@pytest.mark.parametrize("is_adopted", [True, False])
+def test_every_job_of_a_process_is_the_same_experiment(is_adopted: bool) -> None:
+    ranks = run_ranks(_rank_has_jobs, 2, [] if is_adopted else as_torchrun_says(2))
     (losses, weights), _, _ = ranks[0][0]
     assert len(losses) == NUM_STEPS
     assert ranks[1][0][0][0] != losses, "each rank has its own samples and noise"
@@ -111,18 +106,19 @@ def test_every_job_of_a_process_is_the_same_experiment(port: Any) -> None:
             assert objects - first[2] == Counter()
 
 
-def _rank_is_asked_to_leave(folder: Path, port: int, name: str) -> list[Any]:
-    """The exit codes of three jobs, of which only the first is asked to leave, and who listens after them."""
+def _rank_is_asked_to_leave(folder: Path, places: list[dict[str, str]]) -> list[Any]:
+    """The exit codes of six jobs, of which the first and the fourth are asked to leave, and who listens after them."""
     rank, left = dist.get_rank(), []
     ddpshim.cleanup()
     dist.destroy_process_group()
-    for job in range(3):
-        os.environ.update(_place(rank, port))
+    asked = {0: signal.SIGTERM, 3: signal.SIGUSR1}
+    for job in range(6):
+        os.environ.update(places[rank])
         here = ddpshim.setup(device="cpu")
         progress = ddpshim.Resumable(folder / str(job), {})
         loader = ddpshim.make_loader(TensorDataset(torch.zeros(400)), 2)
-        if job == 0:
-            os.kill(os.getpid(), getattr(signal, name))
+        if job in asked:
+            os.kill(os.getpid(), asked[job])
         try:
             for _ in progress.steps(loader, 0):
                 here.barrier()
@@ -130,9 +126,10 @@ def _rank_is_asked_to_leave(folder: Path, port: int, name: str) -> list[Any]:
         except SystemExit as error:
             left.append(error.code)
         ddpshim.cleanup()
-    return [*left, signal.getsignal(getattr(signal, name)) == signal.SIG_DFL]
+    return [*left, *(signal.getsignal(number) == signal.SIG_DFL for number in asked.values())]
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_to_one_job_does_not_end_the_next(tmp_path: Path, name: str) -> None:
-    assert run_ranks(_rank_is_asked_to_leave, 2, tmp_path, free_port(), name) == [[75, 0, 0, True]] * 2
+def test_a_signal_to_one_job_does_not_end_the_next(tmp_path: Path) -> None:
+    assert (
+        run_ranks(_rank_is_asked_to_leave, 2, tmp_path, as_torchrun_says(2)) == [[75, 0, 0, 75, 0, 0, True, True]] * 2
+    )

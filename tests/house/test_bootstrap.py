@@ -15,7 +15,8 @@ from types import ModuleType
 import pytest
 
 from examples import same_experiment
-from tests.preloaded_commands import patience
+from tests.preloaded import preloaded
+from tests.preloaded_commands import commands, patience
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60
@@ -256,12 +257,15 @@ def test_arguments_of_test_go_to_pytest_but_for_fast_and_daily(machine: Machine)
 
 @pytest.mark.robomimic
 @pytest.mark.launch
-def test_the_demo_tells_the_same_experiment_from_a_port_by_hand(tmp_path: Path) -> None:
+def test_the_demo_tells_the_same_experiment_from_a_port_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if importlib.util.find_spec("robomimic") is None:
         pytest.skip("robomimic is not installed")
     installed = same_experiment.released_robomimic("bc")
     before = {path: path.read_bytes() for path in installed.rglob("*") if path.suffix == ".py"}
-    environ = same_experiment.robomimic_as_released("bc")
+    environ = preloaded().shell_environment(same_experiment.robomimic_as_released("bc"))
+    monkeypatch.setattr(sys, "executable", str(commands() / "python"))  # its processes are forks
     assert environ["PYTHONHASHSEED"] == "0", "ranks would warn that sets of strings differ"
     out = tmp_path / "with space"
     out.mkdir()

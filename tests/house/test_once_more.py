@@ -42,7 +42,7 @@ def test_always():
 """
 
 
-@pytest.mark.parametrize(("more", "options"), [("", ("-n", "2")), (FAIL, ())])
+@pytest.mark.parametrize(("more", "options"), [("", ("-n", "1")), (FAIL, ())])
 def test_what_is_marked_and_passes_alone_is_no_failure(tmp_path: Path, more: str, options: tuple[str, ...]) -> None:
     pytest.importorskip("xdist")
     (tmp_path / "test_it.py").write_text(TESTS + more)

@@ -35,6 +35,7 @@ VARIABLES = {f"DDPSHIM_{name.upper()}" for name in Options.names()}
 VARIABLES |= {value for value in vars(variables).values() if isinstance(value, str)}
 VARIABLES |= {"DDPSHIM_GAURD", "DDPSHIM_ROOT", "DDPSHIM_HOME", "DDPSHIM_VERSION", "DDPSHIM_NAME"}  # shown as no options
 MODULES = {"ddpshim.auto", "ddpshim.rows", "ddpshim.testing"}
+PARSER = command_line._parser()
 OBJECTS = {"ddpshim": ddpshim, "world": World(), "checkpoint": checkpoint}
 
 
@@ -80,7 +81,7 @@ def _refusal(line: str) -> str:
             out = io.StringIO()
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
                 try:
-                    command_line._parser().parse_args(shlex.split(words + rest))
+                    PARSER.parse_args(shlex.split(words + rest))
                     return ""
                 except SystemExit as ended:
                     if not ended.code:

@@ -58,6 +58,7 @@ SEEN = "test_a_backward_pass_forward_derivatives"
 PRECISION = "tools/test_check.py::test_precision_of_a_backward_pass"
 IN_BACKGROUND = "one_writer/test_background.py"
 TO_THE_BYTE = f"{IN_BACKGROUND}::test_the_file_is_that_of_torch_to_the_byte"
+OF_TORCH = "tools/test_certificate.py::test_code_that_torch_writes"
 SHARED = "same_gradients/test_unshared.py::test_after_setup_gradients_have"
 READS = "robomimic/test_robomimic.py::test_a_step_reads_one_number"
 AGENT = "torch/distributed/elastic/multiprocessing/api.py"
@@ -87,6 +88,7 @@ SEAMS = [
     Seam("_iterator _index_sampler", "rows/loader.py", "test_workers_that_stay", LOADER),
     Seam("torch.utils.data._utils", "data/sharded_loader.py", WORKERS, LOADER),
     Seam("_save _open_zipfile_writer", "checkpoint/background.py", TO_THE_BYTE, "torch/serialization.py"),
+    Seam("_remote_module_", "tools/certificate.py", OF_TORCH, "torch/distributed/nn/jit/instantiator.py"),
     Seam("_input_metadata", "tools/sketches.py", PRECISION, "torch/csrc/autograd"),
     Seam("_orig_mod", "model/wrapper.py", "test_a_compiled_module_holds", "torch/_dynamo/eval_frame.py"),
     Seam("_parameters _buffers _modules _non_persistent_buffers_set", "model/wrapper.py", ONE_PROCESS, MODULE),
@@ -148,11 +150,9 @@ def _private_names() -> dict[str, str]:
                 defined.update([node.id if isinstance(node, ast.Name) else node.attr] if is_own else [])
             elif isinstance(node, ast.Subscript) and getattr(node.value, "id", "") == "mine":
                 defined.add(getattr(node.slice, "value", ""))  # wrappers keep theirs in their own dictionary
-            found = {
-                ast.Attribute: lambda n: [n.attr],
-                ast.Constant: lambda n: [n.value] if isinstance(n.value, str) and n.value.isidentifier() else [],
-                ast.ImportFrom: lambda n: [alias.name for alias in n.names],
-            }.get(type(node), lambda n: [])(node)
+            found = [node.attr] if isinstance(node, ast.Attribute) else []
+            found += [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+            found += [str(node.value)] if isinstance(node, ast.Constant) and str(node.value).isidentifier() else []
             used.update({name: f"{file.name}:{node.lineno}" for name in found if re.match(r"_[^_]", name)})
     return {name: where for name, where in used.items() if name not in defined}
 
@@ -178,6 +178,35 @@ def test_nothing_private_is_imported_at_the_top_of_a_file() -> None:
             if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("ddpshim"):
                 private = [n for n in [*(node.module or "").split("."), *(a.name for a in node.names)] if n[0] == "_"]
                 assert not [n for n in private if n != "__future__"], f"{file}:{node.lineno}"
+
+
+@pytest.mark.unit
+def test_what_is_replaced_is_on_one_list() -> None:
+    rows = [
+        line.split("|")[1:3] for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines() if line.count("|") == 5
+    ]
+    listed = {file: names for files, names in rows for file in re.findall(r"`(\w+/\S+)`", files)}
+    found: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            if isinstance(call.func, ast.Name) and call.func.id in ("replaced", "in_place"):
+                owner, *name = call.args[:2] if call.func.id == "replaced" else (None,)
+                is_ours = isinstance(owner, ast.Call) or getattr(owner, "id", "") in (
+                    "self",
+                    "state",
+                    "recorder",
+                    "calls",
+                )
+                if not is_ours:
+                    names = {node.value for node in name if isinstance(node, ast.Constant)}
+                    found.setdefault(str(path.relative_to(PACKAGE)), set()).update(names)
+    assert found.keys() == listed.keys()
+    for file, names in found.items():
+        assert not [name for name in names if not re.search(rf"\b{name}\b", listed[file])], file
+    for files, names in rows:
+        texts = " ".join((PACKAGE / file).read_text() for file in re.findall(r"`(\w+/\S+)`", files))
+        lost = [name for name in re.findall(r"`([^`]+)`", names) if texts and name.rpartition(".")[2] not in texts]
+        assert not lost, f"{files} has no {lost}"
 
 
 # Tests of names whose meaning no other test shows.

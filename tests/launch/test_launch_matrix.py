@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests import ranks
-from tests.preloaded import environment, kill_all_in, preloaded
+from tests.preloaded import environment, preloaded
 from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).parents[2]
@@ -31,19 +31,6 @@ Reports = list[dict[str, Any]]
 def _reports(folder: Path) -> Reports:
     found = [json.loads(file.read_text()) for file in folder.glob("rank_*.json")]
     return sorted(found, key=lambda report: report["rank"])
-
-
-def launched(folder: Path, *command: str) -> Reports:
-    """What the ranks wrote that `command` started, in interpreters of their own."""
-    with (folder / "screen").open("w+") as screen:
-        started = subprocess.Popen(command, cwd=folder, env=ENVIRON, stdout=screen, stderr=subprocess.STDOUT)
-        try:
-            code = started.wait(patience(DEADLINE_S))
-        finally:
-            kill_all_in(folder)
-            started.wait()
-        assert code == 0, (folder / "screen").read_text()
-    return _reports(folder)
 
 
 def agents(folder: Path, launcher: str, *options: str, num_nodes: int = 1) -> Reports:
@@ -87,9 +74,18 @@ def check(reports: Reports, one: dict[str, Any], num_nodes: int, ranks_per_node:
         assert (report["loss"], report["weight"]) == (one["loss"], one["weight"])
 
 
-def test_plain(tmp_path: Path, one: dict[str, Any]) -> None:
-    check(launched(tmp_path, sys.executable, SCRIPT, str(tmp_path)), one, 1, 1, "none")
-    assert (tmp_path / "screen").read_text() == "", "no scheduler, so nothing to say"
+# An sbatch script or a shell in an allocation, from which nobody started several tasks.
+ALLOCATION = {"SLURM_JOB_ID": "42", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "gpu[1-2]"}
+ALONE = (
+    "ddpshim: SLURM variables (SLURM_JOB_ID='42', SLURM_NTASKS='4'), but not of an srun with several tasks: this is a "
+    "single process\n"
+)
+
+
+@pytest.mark.parametrize(("environ", "said"), [({}, ""), (ALLOCATION, ALONE)])
+def test_one_process(environ: dict[str, str], said: str, tmp_path: Path, one: dict[str, Any]) -> None:
+    check(forked(tmp_path, environ), one, 1, 1, "none")
+    assert (tmp_path / "output.txt").read_text() == said
 
 
 def test_torchrun_on_two_nodes(tmp_path: Path, one: dict[str, Any]) -> None:
@@ -106,15 +102,6 @@ def test_run_on_two_nodes(tmp_path: Path, one: dict[str, Any]) -> None:
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun (Debian: apt-get install openmpi-bin)")
 def test_mpirun(tmp_path: Path, one: dict[str, Any]) -> None:
     options = ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2")
-    reports = launched(tmp_path, "mpirun", *options, sys.executable, SCRIPT, str(tmp_path))
-    check(reports, one, 1, 2, "openmpi")
-
-
-def test_one_process_in_an_allocation_says_so(tmp_path: Path, one: dict[str, Any]) -> None:
-    """An sbatch script or a shell in an allocation, from which nobody started several tasks."""
-    allocation = {"SLURM_JOB_ID": "42", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "gpu[1-2]"}
-    check(forked(tmp_path, allocation), one, 1, 1, "none")
-    assert (tmp_path / "output.txt").read_text() == (
-        "ddpshim: SLURM variables (SLURM_JOB_ID='42', SLURM_NTASKS='4'), but not of an srun with several tasks: "
-        "this is a single process\n"
-    )
+    command = ["mpirun", *options, sys.executable, SCRIPT, str(tmp_path)]
+    subprocess.run(command, cwd=tmp_path, env=ENVIRON, timeout=patience(DEADLINE_S), check=True)
+    check(_reports(tmp_path), one, 1, 2, "openmpi")

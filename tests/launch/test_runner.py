@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import multiprocessing
 import os
 import re
@@ -265,9 +266,11 @@ def test_an_error_that_ranks_share_is_shown_once(tmp_path: Path, capsys: pytest.
     runner._report(0, 1, tmp_path, shared, is_shown=True)
     assert capsys.readouterr().err.startswith("ddpshim: rank 0 failed first: ValueError: no file (above, and in")
     log.write_text("epoch 1\n")  # ended before it printed the error
-    for first in (0, 1):
-        runner._report(first, 1, tmp_path, shared, is_shown=True)
-        assert capsys.readouterr().err.endswith(shared)
+    for first, noted in itertools.product(
+        (0, 1), (shared, "ddpshim.errors.SyncError: rank 1 has waited:\n  rank 0: 2\n")
+    ):
+        runner._report(first, 1, tmp_path, noted, is_shown=True)
+        assert capsys.readouterr().err.endswith(noted)
     log.write_text(shared)
     runner._report(1, 1, tmp_path, shared.replace("no file", "another"), is_shown=True)
     assert capsys.readouterr().err.endswith("ValueError: another\n")

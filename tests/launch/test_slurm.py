@@ -6,11 +6,9 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ import pytest
 import ddpshim.__main__ as command_line
 from ddpshim.errors import LaunchError
 from ddpshim.launch.slurm import batch_script
+from tests.preloaded import preloaded
 from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +27,6 @@ DEADLINE_S = 120
 Starter = Callable[[str], "Batch"]
 
 # Starts the tasks of every node on this machine, as srun would on its own; ends with the highest exit code, as srun.
-# `env` finds the stub of python below: a first line with the interpreter's path would break at a space in it.
 SRUN = """#!/usr/bin/env python
 import os, subprocess, sys
 nodes, per_node = int(os.environ["STUB_NODES"]), int(os.environ["STUB_TASKS_PER_NODE"])
@@ -79,16 +77,11 @@ class Batch:
         (folder / "job.sh").write_text(script)
         (folder / "train.py").write_text(TRAINER)
         (folder / "bin").mkdir()
-        stubs = {
-            "srun": SRUN,
-            "scontrol": '#!/bin/bash\necho "$@" >> requeued\n',
-            "python": f'#!/bin/bash\nexec {shlex.quote(sys.executable)} "$@"\n',
-        }
-        for name, text in stubs.items():
+        for name, text in {"srun": SRUN, "scontrol": '#!/bin/bash\necho "$@" >> requeued\n'}.items():
             (folder / "bin" / name).write_text(text)
             (folder / "bin" / name).chmod(0o755)
         directives = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", script, re.MULTILINE))
-        environ = {
+        given = {
             **os.environ,
             "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
@@ -99,7 +92,7 @@ class Batch:
             "STUB_NODES": directives["nodes"],
             "STUB_TASKS_PER_NODE": directives["ntasks-per-node"],
         }
-        self.job_id = environ["SLURM_JOB_ID"]
+        self.job_id, environ = given["SLURM_JOB_ID"], preloaded().shell_environment(given)
         with (folder / "screen").open("w") as screen:
             self.process = subprocess.Popen(
                 ["bash", "job.sh"],

@@ -11,7 +11,6 @@ import copy
 from typing import Any, Callable, Optional
 
 import torch
-import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer

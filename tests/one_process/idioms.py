@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
 from tests.one_process.parts import by_loss, classes, data, loader, mlp, train
 from tests.one_process.runner import Log, Programs, Trained, main
@@ -43,16 +43,6 @@ def tokens(n: int = 50, length: int = 8, words: int = 10, padding: int = -100) -
     text = (torch.arange(length + 1) * torch.randint(1, 4, (n, 1)) + torch.randint(words, (n, 1))) % words
     end = torch.randint(1, length + 1, (n, 1))
     return text[:, :-1], text[:, 1:].masked_fill(torch.arange(length) >= end, padding)
-
-
-def masks(n: int = 50, size: int = 6) -> tuple[Tensor, Tensor]:
-    """Return images (N, 1, size, size) and what is to be segmented in them, 0 or 1 (N, 1, size, size)."""
-    x = torch.randn(n, 1, size, size)
-    return x, (F.avg_pool2d(x, 3, 1, 1) > 0.3).to(x.dtype)
-
-
-def convnet(channels: int = 1) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, channels, 3, padding=1))
 
 
 def language_model(words: int = 10) -> nn.Sequential:
@@ -129,12 +119,6 @@ def ignore_index(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
 
 
 @trains(language_model, batches=lambda: loader(*tokens()))
-def summed_over_valid_tokens(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
-    loss = F.cross_entropy(net(x).flatten(0, 1), y.flatten(), reduction="sum", ignore_index=-100)
-    return loss / (y != -100).sum()
-
-
-@trains(language_model, batches=lambda: loader(*tokens()))
 def masked_words_predicted(net: Any, log: Log, x: Tensor, _: Tensor) -> Tensor:
     """A sixth of the words is drawn and hidden; the loss is over these alone."""
     hidden = torch.bernoulli(torch.full(x.shape, 0.15)).bool()
@@ -142,30 +126,6 @@ def masked_words_predicted(net: Any, log: Log, x: Tensor, _: Tensor) -> Tensor:
     labels, inputs = x.masked_fill(~hidden, -100), x.masked_fill(hidden, 0)
     log(hidden.sum().item())
     return F.cross_entropy(net(inputs)[hidden], labels[hidden])
-
-
-@idiom
-def learning_rate_by_tokens(log: Log) -> Trained:
-    """Warm-up and cosine decay follow the tokens that were seen."""
-    net, seen, final = language_model(), 0, 900
-    optimizer = AdamW(net.parameters(), lr=1e-2)
-    for _ in range(3):
-        for x, y in loader(*tokens()):
-            loss = F.cross_entropy(net(x).view(-1, 10), y.view(-1), ignore_index=-100)
-            net.zero_grad()
-            loss.backward()
-            clip_grad_norm_(net.parameters(), 1.0)
-            optimizer.step()
-            seen += (y >= 0).sum()
-            if seen < 100:
-                factor = float(seen) / 100
-            else:
-                factor = max(0.1, 0.5 * (1 + math.cos(math.pi * float(seen - 100) / (final - 100))))
-            for group in optimizer.param_groups:
-                group["lr"] = 1e-2 * factor
-            log(loss.item(), 1e-2 * factor)
-    log(seen)
-    return [net]
 
 
 @idiom
@@ -184,22 +144,6 @@ def items_counted_before_accumulation(log: Log) -> Trained:
         optimizer.step()
         optimizer.zero_grad()
         log(total.item(), int(count))
-    return [net]
-
-
-@idiom
-def summed_over_the_dataset(log: Log) -> Trained:
-    net, batches, total = mlp(), loader(*data()), 0.0
-    optimizer = SGD(net.parameters(), lr=0.01)
-    for _ in range(2):
-        total = 0.0
-        for x, y in batches:
-            optimizer.zero_grad()
-            loss = F.mse_loss(net(x), y, reduction="sum")
-            loss.backward()
-            optimizer.step()
-            total += loss.item()
-        log(total / len(batches.dataset), total / len(batches))
     return [net]
 
 
@@ -236,12 +180,6 @@ def advantage_weighted(log: Log) -> Trained:
     return train(log, net, loss_of)
 
 
-@trains(convnet, batches=lambda: loader(*masks()))
-def dice(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
-    p = net(x).sigmoid()
-    return 1 - (2 * (p * y).sum() + 1) / (p.sum() + y.sum() + 1)
-
-
 # Samples that meet each other
 
 
@@ -250,22 +188,6 @@ def info_nce(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
     one = F.normalize(net(x + 0.1 * torch.randn_like(x)), dim=-1)
     two = F.normalize(net(x + 0.1 * torch.randn_like(x)), dim=-1)
     return F.cross_entropy(one @ two.T / 0.1, torch.arange(len(x)))
-
-
-@idiom
-def contrast_of_two_encoders(log: Log) -> Trained:
-    """As CLIP: both directions, with a learned temperature."""
-    one, two, scale = mlp(out=4), mlp(1, 4), nn.Parameter(torch.tensor(1.0))
-    net = nn.ModuleList([one, two])
-    net.register_parameter("scale", scale)
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        a, b = F.normalize(one(x), dim=1), F.normalize(two(y), dim=1)
-        logits, labels = scale.exp() * a @ b.t(), torch.arange(x.size(0))
-        log((logits.argmax(1) == labels).float().mean().item())
-        return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
-
-    return train(log, net, loss_of)
 
 
 @trains(lambda: mlp(out=4), batches=lambda: loader(*classes()))
@@ -311,24 +233,6 @@ def gradient_penalty(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
     inner = (x + torch.rand(len(x), 1) * torch.randn_like(x)).requires_grad_(True)
     (slope,) = torch.autograd.grad(net(inner).sum(), inner, create_graph=True)
     return net(x).mean() + 10 * (slope.norm(2, dim=1) - 1).pow(2).mean()
-
-
-@idiom
-def conservative_q(log: Log) -> Trained:
-    net, target = mlp(7), mlp(7)
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        at_random = torch.empty(len(x) * 3, 1).uniform_(-1, 1)
-        q = net(torch.cat([x.repeat_interleave(3, 0), at_random], 1)).view(len(x), 3)
-        of_data = net(torch.cat([x, y], 1))
-        gap = torch.logsumexp(q, 1).mean() - of_data.mean()
-        log(gap.item())
-        with torch.no_grad():
-            for slow, fast in zip(target.parameters(), net.parameters()):
-                slow.mul_(0.9).add_(0.1 * fast)
-        return F.mse_loss(of_data, y + 0.9 * target(torch.cat([x, y], 1)).detach()) + gap
-
-    return [*train(log, net, loss_of), target]
 
 
 # Codebooks and normalisers
@@ -420,36 +324,6 @@ def free_bits_and_annealing(log: Log) -> Trained:
 # Logs, metrics and what follows from them
 
 
-class MeanMetric:
-    """A metric in the style of torchmetrics."""
-
-    def __init__(self) -> None:
-        self.total, self.weight = torch.tensor(0.0), torch.tensor(0.0)
-
-    def update(self, value: Tensor, weight: Any = 1.0) -> None:
-        weight = torch.broadcast_to(torch.as_tensor(weight, dtype=value.dtype), value.shape)
-        self.total = self.total + (value * weight).sum()
-        self.weight = self.weight + weight.sum()
-
-    def compute(self) -> Tensor:
-        return self.total / self.weight
-
-
-@idiom
-def metric_objects(log: Log) -> Trained:
-    net, of_rows, of_batches = mlp(), MeanMetric(), MeanMetric()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        errors = (net(x) - y).square().squeeze(-1)
-        of_rows.update(errors.detach())
-        of_batches.update(errors.detach().mean(), len(x))
-        return errors.mean()
-
-    trained = train(log, net, loss_of)
-    log(of_rows.compute().item(), of_batches.compute())
-    return trained
-
-
 @idiom
 def tallies_in_tensors(log: Log) -> Trained:
     net, confusion, correct, total = mlp(out=4), torch.zeros(4, 4), torch.zeros(()), 0
@@ -489,32 +363,6 @@ def scores_of_a_validation_set(log: Log) -> Trained:
     area = (order[positive].sum() - positive.sum() * (positive.sum() + 1) / 2) / (positive.sum() * (~positive).sum())
     log(1 - squares / ((truth - truth.mean()) ** 2).sum(), math.sqrt(squares / len(truth)), area)
     return trained
-
-
-@idiom
-def early_stop_and_plateau(log: Log) -> Trained:
-    net, (x, y) = mlp(), data()
-    optimizer = SGD(net.parameters(), lr=0.5)
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.3)
-    best, waited, kept = math.inf, 0, {}
-    for epoch in range(8):
-        for inputs, targets in loader(x[:40], y[:40]):
-            optimizer.zero_grad()
-            F.mse_loss(net(inputs), targets).backward()
-            optimizer.step()
-        with torch.no_grad():
-            losses = [F.mse_loss(net(a), b) for a, b in loader(x[40:], y[40:], size=7)]
-        valid = sum(losses) / len(losses)
-        scheduler.step(valid)
-        log(epoch, valid, optimizer.param_groups[0]["lr"])
-        if valid < best - 1e-3:
-            best, waited, kept = valid, 0, {k: v.clone() for k, v in net.state_dict().items()}
-        else:
-            waited += 1
-            if waited > 1:
-                break
-    net.load_state_dict(kept)
-    return [net]
 
 
 @idiom

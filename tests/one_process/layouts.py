@@ -44,14 +44,13 @@ def train(forward: Callable[[Any, Tensor], Tensor], made: dict[str, Callable[[],
             return self.nets["last"](forward(self.nets, x))  # type: ignore[no-any-return]
 
     net, data = Network(), TensorDataset(torch.randn(22, LENGTH, 5), torch.randn(22, 3))
-    optimizer = SGD(net.parameters(), 0.1)
-    for _ in range(2):
-        for x, y in DataLoader(data, 10, shuffle=True):
-            loss = F.mse_loss(net(x), y)
-            log(loss)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    optimizer = SGD(net.parameters(), 1e-3)
+    for x, y in DataLoader(data, 10, shuffle=True):
+        loss = F.mse_loss(net(x), y)
+        log(loss)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
     return [net]
 
 
@@ -107,6 +106,15 @@ def heads(nets: Any, x: Tensor) -> Tensor:
 def expanded(nets: Any, x: Tensor) -> Tensor:
     z = nets["first"](x)[:, :, None].expand(-1, -1, 6, -1) * nets["weights"].weight
     return z.permute(2, 1, 0, 3).sum((0, 1))  # type: ignore[no-any-return]
+
+
+@network(layers=lambda: nn.Linear(5, 8), norm=lambda: nn.GroupNorm(2, 8), wide=lambda: nn.Linear(8, WIDTH))
+def slopes(nets: Any, x: Tensor) -> Tensor:
+    """A piece of a gradient's gradient begins at any row, of 32 bytes, and kernels round by the address."""
+    inner = x.mean(1).requires_grad_()
+    out = nets["wide"](nets["norm"](nets["layers"](inner).tanh()))
+    (slope,) = torch.autograd.grad(out.sum(), inner, create_graph=True)
+    return out + slope.norm(dim=1, keepdim=True)  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":

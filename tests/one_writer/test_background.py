@@ -61,6 +61,8 @@ def test_the_file_is_that_of_torch_to_the_byte(tmp_path: Path) -> None:
         copy.take(obj)
         copy.write(str(ours))
         assert ours.read_bytes() == (tmp_path / "a.pth").read_bytes()
+        checkpoint.save(obj, ours)
+        assert ours.read_bytes() == (tmp_path / "a.pth").read_bytes()
     assert checkpoint.find_damage(ours) is None
 
 
@@ -184,7 +186,7 @@ def test_small_files_impossible_places_and_a_lack_of_memory_are_seen_to_at_once(
 
 @pytest.fixture
 def full_disk(tmp_path: Path, small: None) -> Iterator[None]:
-    checkpoint.save_whole(torch.save, "old", tmp_path / "a.pth")
+    checkpoint.save("old", tmp_path / "a.pth")
     checkpoint.save(torch.zeros(10_000), tmp_path / "big.pth")
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import random
-import re
 import shutil
 import time
 from pathlib import Path
@@ -126,7 +125,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 def test_the_newest_whole_file_is_found(tmp_path: Path, damage: str) -> None:
     assert checkpoint.find_latest(tmp_path, "*.pth") is None
     _make_files(tmp_path, "c.pth", "b.pth", "a.pth")
-    (tmp_path / ".c.pth.1-2.partial").touch()
+    (tmp_path / ".c.pth.1-2.partial").mkdir()
     assert checkpoint.find_latest(tmp_path, "*") == tmp_path / "c.pth"
     newest, whole = os.stat(tmp_path / "c.pth").st_mtime_ns, (tmp_path / "c.pth").read_bytes()
     (tmp_path / "c.pth").write_bytes(DAMAGES[damage](whole))
@@ -200,10 +199,8 @@ class Trainings:
     """Trains a variant, or a kind of it, for four epochs: without a break, killed in the third, and resumed there."""
 
     def __init__(self, folder: Path, releases: Path) -> None:
-        self.folder, self.releases = folder, releases
-        self.tree = copy_release(RESUMABLE, releases)
+        self.folder, self.tree = folder, copy_release(RESUMABLE, releases)
         self.data = make_data(folder, num_demos=50)
-        self._whole: dict[str, Any] = {}
 
     def run(self, kind: str, folder: Path, num_ranks: int, *options: str, fault: str = "") -> Any:
         folder.mkdir(exist_ok=True)
@@ -223,9 +220,7 @@ class Trainings:
 
     def whole(self, variant: str) -> Any:
         """The run without a break, and beside it what was left of one whose second rank was killed in epoch 3."""
-        if variant in self._whole:
-            return self._whole[variant]
-        whole = self._whole[variant] = self.run(variant, self.folder / f"{variant}-whole", 2)
+        whole = self.run(variant, self.folder / f"{variant}-whole", 2)
         seen_until_then = 2 * (STEPS * BATCH + 3 * BATCH) // 2
         self.run(variant, self.folder / f"{variant}-killed", 2, fault=f"kill:1:{seen_until_then + STEPS * BATCH // 4}")
         return whole
@@ -246,50 +241,6 @@ def trainings(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Train
 def _last(run: Any, name: str = "last.pth") -> Any:
     (path,) = run.folder.glob(f"out/*/*/{name}")
     return torch.load(path, weights_only=False)
-
-
-def _check_resumed(whole: Any, resumed: Any, tolerance: float) -> None:
-    assert "resuming training from epoch 3" in resumed.log
-    assert batches(resumed, BATCH, "train") == batches(whole, BATCH, "train")[2 * STEPS :]
-    assert len(batches(resumed, BATCH, "train")) == 2 * STEPS
-    for observed in resumed.observed:
-        assert largest_difference(observed["networks"], whole.observed[0]["networks"]) <= tolerance
-    assert largest_difference(whole.observed[0]["initial"], whole.observed[0]["networks"]) > 1e-5
-    for phase in ("Train", "Validation"):
-        assert resumed.losses(phase) == pytest.approx(whole.losses(phase)[2:], rel=1e-5)
-    before, after = (_last(run)["variable_state"] for run in (whole, resumed))
-    assert before.pop("best_valid_loss") == pytest.approx(after.pop("best_valid_loss"), rel=1e-6)
-    assert before == after
-    assert after["epoch"] == 4
-    left = [path.name for path in resumed.folder.glob("out/*/*/*")]
-    files = ["config.json", "ddpshim", "last.pth", "last_bak.pth", "logs", "models", "resume.finished", "videos"]
-    assert sorted(left) == files
-
-
-@pytest.mark.launch
-@pytest.mark.upstream
-@pytest.mark.robomimic
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_a_killed_training_resumes_on_any_number_of_ranks(trainings: Trainings, num_ranks: int) -> None:
-    _check_resumed(trainings.whole("bc"), trainings.resumed("bc", num_ranks), 1e-6)
-
-
-@pytest.mark.launch
-@pytest.mark.upstream
-@pytest.mark.robomimic
-def test_a_training_that_was_left_before_its_first_checkpoint_resumes(trainings: Trainings) -> None:
-    whole, folder = trainings.whole("bc"), trainings.folder / "bc-left"
-    left = trainings.run("bc", folder, 2, fault="SIGUSR1@model:1:3")
-    assert "stopping with exit code 75" in left.log
-    assert list(folder.glob("out/*/*/last.pth")) == []
-    resumed = trainings.run("bc", folder, 4, "--resume")
-    # At the next step at which the ranks look up together.
-    (step,) = map(int, re.findall(r"ddpshim: resuming at epoch 0, step (\d+), of a run on 2 ranks", resumed.log))
-    assert 3 <= step < 10
-    assert batches(resumed, BATCH, "train") == batches(whole, BATCH, "train")[step:]
-    for observed in resumed.observed:
-        assert largest_difference(observed["networks"], whole.observed[0]["networks"]) <= 1e-6
-    assert resumed.losses() == pytest.approx(whole.losses(), rel=1e-5)
 
 
 @pytest.mark.launch
@@ -316,5 +267,19 @@ def test_the_best_rollouts_so_far_survive_another_number_of_ranks(trainings: Tra
 @pytest.mark.robomimic
 @pytest.mark.parametrize("variant", ["td3_bc", "diffusion_policy"])
 def test_resumed_on_as_many_ranks_the_noise_and_the_counters_are_the_same(trainings: Trainings, variant: str) -> None:
-    whole = trainings.whole(variant)
-    _check_resumed(whole, trainings.resumed(variant, 2), 0)
+    whole, resumed = trainings.whole(variant), trainings.resumed(variant, 2)
+    assert "resuming training from epoch 3" in resumed.log
+    assert batches(resumed, BATCH, "train") == batches(whole, BATCH, "train")[2 * STEPS :]
+    assert len(batches(resumed, BATCH, "train")) == 2 * STEPS
+    for observed in resumed.observed:
+        assert largest_difference(observed["networks"], whole.observed[0]["networks"]) == 0
+    assert largest_difference(whole.observed[0]["initial"], whole.observed[0]["networks"]) > 1e-5
+    for phase in ("Train", "Validation"):
+        assert resumed.losses(phase) == pytest.approx(whole.losses(phase)[2:], rel=1e-5)
+    before, after = (_last(run)["variable_state"] for run in (whole, resumed))
+    assert before.pop("best_valid_loss") == pytest.approx(after.pop("best_valid_loss"), rel=1e-6)
+    assert before == after
+    assert after["epoch"] == 4
+    left = [path.name for path in resumed.folder.glob("out/*/*/*")]
+    files = ["config.json", "ddpshim", "last.pth", "last_bak.pth", "logs", "models", "resume.finished", "videos"]
+    assert sorted(left) == files

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ddpshim import variables
-from tests.preloaded import environment, start_afresh
+from tests.preloaded import environment, preloaded, start_afresh
+from tests.preloaded_commands import SOCKET
 
 TRAINER, BY_CALLS = (Path(__file__).with_name(name) for name in ("trainer.py", "by_calls.py"))
 DEADLINE_S = 120
@@ -31,6 +35,21 @@ def trained(folder: Path, *options: str, door: str = "", ranks: int = 0, code: i
     found, said = command(folder, *launched(ranks), *program, "out", *options, **environ)
     assert found == code, said[-6000:]
     return said
+
+
+def result(*options: str, door: str = "", ranks: int = 0) -> Path:
+    """Return a folder in which the trainer has been run so: once for the tests of all files and processes."""
+    folder = Path(os.environ.get(SOCKET, preloaded().socket)).with_name(
+        "_".join(["promise", door, str(ranks), *options])
+    )
+    with open(f"{folder}.lock", "a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.seek(0)
+        if not lock.read():
+            shutil.rmtree(folder, ignore_errors=True)
+            trained(folder, *options, door=door, ranks=ranks)
+            lock.write("trained")
+    return folder
 
 
 def steps_of(folder: Path, rank: str = "") -> list[dict[str, Any]]:

@@ -31,15 +31,13 @@ def _check(certified: Path, folder: Path, ranks: int, old: str = "", new: str = 
     return command(folder, "-m", "ddpshim", "check", "--certificate", "run.json", "--nproc", str(ranks))
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_it_is_verified_on_other_ranks(certified: Path, ranks: int, tmp_path: Path) -> None:
-    code, said = _check(certified, tmp_path, ranks)
+def test_it_is_verified_on_other_ranks(certified: Path, tmp_path: Path) -> None:
+    code, said = _check(certified, tmp_path, 4)
     assert code == 0, said
     assert "verified: steps" in said, said
 
 
-@pytest.mark.parametrize(("old", "new"), [("0.1 * noise", "0.2 * noise"), ("default=0.05", "default=0.051")])
-def test_a_change_is_named(certified: Path, old: str, new: str, tmp_path: Path) -> None:
-    code, said = _check(certified, tmp_path, 2, old, new)
+def test_a_change_is_named(certified: Path, tmp_path: Path) -> None:
+    code, said = _check(certified, tmp_path, 1, "0.1 * noise", "0.2 * noise")
     assert code == 1, said
     assert "trainer.py" in said, said

@@ -18,8 +18,10 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("door", ["", "shares"])
-@pytest.mark.parametrize("how", SAID)
+@pytest.mark.parametrize(
+    ("how", "door"),
+    [*((how, "") for how in SAID), ("raises", "global"), ("killed", "shares"), ("dataset", "shares")],
+)
 def test_the_first_failure_is_the_last_line(how: str, door: str, tmp_path: Path) -> None:
     code, words = SAID[how]
     said = trained(tmp_path, "--drop-last", "--fail", how, door=door, ranks=2, code=code)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.promises.running import steps_of, trained
+from tests.promises.running import result, steps_of
 
 pytestmark = pytest.mark.launch
 Steps = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Steps, Steps]:
-    one, ranks = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("ranks")
-    trained(one, "--batch", "7")
-    trained(ranks, "--batch", "7", ranks=3)
-    return steps_of(one), steps_of(ranks)
+def both() -> tuple[Steps, Steps]:
+    return steps_of(result("--batch", "7")), steps_of(result("--batch", "7", ranks=3))
 
 
 @pytest.mark.parametrize("what", ["noise", "drawn", "x"])
@@ -35,11 +31,11 @@ def test_the_losses_have_the_dropout_of_one_process(both: tuple[Steps, Steps]) -
     assert found == pytest.approx(plain, rel=1e-12)
 
 
-def test_shares_have_it_too(tmp_path: Path) -> None:
-    trained(tmp_path / "one", "--drop-last")
-    trained(tmp_path / "ranks", "--drop-last", door="shares", ranks=2)
-    first, second = (steps_of(tmp_path / "ranks", rank) for rank in "01")
-    for step, share, other in zip(steps_of(tmp_path / "one"), first, second):
+def test_shares_have_it_too() -> None:
+    options = ("--how", "clipped,by_momentum,with_critic", "--drop-last")
+    first, second = (steps_of(result(*options, door="shares", ranks=2), rank) for rank in "01")
+    assert len(first) == 6
+    for step, share, other in zip(steps_of(result(*options)), first, second):
         for what in ("noise", "x"):
             assert share[what] + other[what] == step[what]
         assert share["drawn"] == other["drawn"] == step["drawn"]

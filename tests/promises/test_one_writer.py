@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 
 from evidence.compare import largest_difference
-from tests.promises.running import trained, weights_of
+from tests.promises.running import result, weights_of
 
 pytestmark = pytest.mark.launch
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
-    one, ranks = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("ranks")
-    trained(one)
-    return one / "out", ranks / "out", trained(ranks, ranks=3)
+def both() -> tuple[Path, Path, str]:
+    one, ranks = result("--batch", "7"), result("--batch", "7", ranks=3)
+    return one / "out", ranks / "out", (ranks / "output.txt").read_text()
 
 
 def test_the_folder_has_the_same_files(both: tuple[Path, Path, str]) -> None:

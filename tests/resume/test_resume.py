@@ -7,6 +7,7 @@ import io
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,14 +26,14 @@ from ddpshim.checkpoint.progress_folder import find_progress, last_save
 from ddpshim.checkpoint.resume import Resumable
 from ddpshim.errors import CheckpointError, RankError
 from ddpshim.failures import preemption
-from ddpshim.job.world import World
+from ddpshim.process import say
 from ddpshim.process.job import current
 from ddpshim.process.launch_env import EXIT_REQUEUE
 from ddpshim.process.random_streams import rank_states, restore_rank_states
-from evidence import equivalence
-from evidence.equivalence import copy_release, source
-from evidence.interruptions import interrupt
+from evidence import equivalence, interruptions
+from evidence.equivalence import copy_release
 from tests.ranks import run_ranks
+from tests.robomimic import require
 
 N, B, EPOCHS = 40, 8, 3
 DATA = TensorDataset(
@@ -150,47 +151,41 @@ def _together(results: list[Any]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "num_steps", "batch"),
-    [
-        ((2, 2), None, "local"),
-        ((2, 4), None, "local"),
-        ((4, 1), 12, "local"),
-        ((3, 3), None, "global"),
-        ((3, 2), 12, "global"),
-    ],
+    ("size", "others", "num_steps", "in_background", "batch"),
+    [(2, 4, 12, True, "local"), (3, 2, None, False, "global")],
 )
 def test_a_signal_on_one_rank_costs_no_sample(
-    tmp_path: Path, sizes: tuple[int, int], num_steps: Optional[int], batch: str
+    tmp_path: Path, size: int, others: int, num_steps: Optional[int], in_background: bool, batch: str
 ) -> None:
-    whole = run_ranks(_train, sizes[0], str(tmp_path / "whole"), None, B, num_steps, False, batch)
-    in_background = sizes[0] != sizes[1]  # both ways, for one of the cases each
-    given = str(tmp_path / "left"), (sizes[0] - 1, 1, 2), B, num_steps, in_background, batch
+    whole = run_ranks(_train, size, str(tmp_path / "whole"), None, B, num_steps, False, batch)
+    left = tmp_path / "left"
     # The process in the background imports torch with what others leave it of the cores.
-    first = run_ranks(_train, sizes[0], *given, timeout_s=200)
-    assert [code for *_, code in first] == [EXIT_REQUEUE] * sizes[0]
-    rest = run_ranks(_train, sizes[1], str(tmp_path / "left"), None, B, num_steps, False, batch)
-    assert _together(first) + _together(rest) == _together(whole)
+    first = run_ranks(_train, size, str(left), (size - 1, 1, 2), B, num_steps, in_background, batch, timeout_s=200)
+    assert [code for *_, code in first] == [EXIT_REQUEUE] * size
     num_first = len(first[0][0])
     assert (num_steps or N // B) + 2 < num_first < EPOCHS * (num_steps or N // B)
-    for _, weights, _, _ in rest:
-        for name, value in whole[0][1].items():
-            tolerance = 0.0 if sizes[0] == sizes[1] else 1e-12
-            torch.testing.assert_close(weights[name], value, rtol=0, atol=tolerance)
-    if sizes[0] == sizes[1]:
-        for before, after, uninterrupted in zip(first, rest, whole):
-            assert before[2] + after[2] == uninterrupted[2]
-    assert not (tmp_path / "left").exists(), "a finished training leaves no progress behind"
+    shutil.copytree(left, tmp_path / "others")
+    for folder, num_ranks, tolerance in ((left, size, 0.0), (tmp_path / "others", others, 1e-12)):
+        rest = run_ranks(_train, num_ranks, str(folder), None, B, num_steps, False, batch)
+        assert _together(first) + _together(rest) == _together(whole)
+        for _, weights, _, _ in rest:
+            for name, value in whole[0][1].items():
+                torch.testing.assert_close(weights[name], value, rtol=0, atol=tolerance)
+        if num_ranks == size:
+            for before, after, uninterrupted in zip(first, rest, whole):
+                assert before[2] + after[2] == uninterrupted[2]
+        assert not folder.exists(), "a finished training leaves no progress behind"
 
 
 def _accumulates(folder: str, kind: str, stop: int = -1) -> tuple[float, Any, str]:
     """Train with a step after three batches, some of which are of the epoch before; stop in batch `stop`."""
-    here, resume._LOOK_EVERY_S, said = ddpshim.world(), 0.0, io.StringIO()
+    resume._LOOK_EVERY_S, said = 0.0, io.StringIO()
+    say.say_once.cache_clear()
     resume._MOST_BATCHES_OF_A_STEP = 2 if kind == "late" else 64
     holds_whole = kind in ("whole batches", "exact")
-    if holds_whole:
-        ddpshim.cleanup()
-        options = ddpshim.Options.read(exact=6 if kind == "exact" else None)
-        here = ddpshim.setup(batch="global", seed=1, device="cpu", options=options)
+    options = ddpshim.Options.read(exact=6 if kind == "exact" else None)
+    ddpshim.cleanup()
+    here = ddpshim.setup(batch="global" if holds_whole else "local", seed=1, device="cpu", options=options)
     torch.manual_seed(3)
     net: Any = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double()
     data, b = TensorDataset(DATA.tensors[0][: 6 * B - 18]), 6
@@ -232,27 +227,34 @@ def _accumulates(folder: str, kind: str, stop: int = -1) -> tuple[float, Any, st
 
 WAITS = "SIGTERM on rank 0: saving after the optimizer's next step"
 NEVER = "no batch of the last 2 ended with a step of an optimizer: gradients are saved, too. To accumulate them, count"
+ACCUMULATING = {
+    **dict.fromkeys(("shares", "own gradients", "exact", "whole batches"), (5, WAITS, "epoch 1, step 3")),
+    "late": (7, NEVER, "epoch 1, step 4"),
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "stop", "text", "place"),
-    [
-        ("shares", 5, WAITS, "epoch 1, step 3"),
-        ("own gradients", 5, WAITS, "epoch 1, step 3"),
-        ("exact", 5, WAITS, "epoch 1, step 3"),
-        ("late", 7, NEVER, "epoch 1, step 4"),
-        ("whole batches", 5, WAITS, "epoch 1, step 3"),
-    ],
-)
-def test_gradients_that_are_not_used_yet_are_not_lost(
-    tmp_path: Path, kind: str, stop: int, text: str, place: str
-) -> None:
-    (expected, *_), _ = run_ranks(_accumulates, 2, str(tmp_path / "whole"), kind)
-    (before, code, said), _ = run_ranks(_accumulates, 2, str(tmp_path / "left"), kind, stop)
-    assert (code, last_save(tmp_path / "left")) == (EXIT_REQUEUE, place)
-    assert text in said
-    for after, *_ in run_ranks(_accumulates, 3, str(tmp_path / "left"), kind):
-        assert after == (expected if kind == "exact" else pytest.approx(expected, rel=1e-13)) != pytest.approx(before)
+def _accumulates_in_each_way(folder: Path) -> list[list[tuple[float, Any, str]]]:
+    """What remains of trainings that were left, or of whole ones and of those that are left."""
+    ways: list[list[tuple[float, Any, str]]] = []
+    for kind, (stop, *_) in ACCUMULATING.items():
+        is_first = not (folder / kind).exists()
+        torch.distributed.barrier()
+        ways.append([_accumulates(f"{folder}/whole {kind}", kind)] if is_first else [])
+        ways[-1].append(_accumulates(str(folder / kind), kind, stop if is_first else -1))
+    return ways
+
+
+def test_gradients_that_are_not_used_yet_are_not_lost(tmp_path: Path) -> None:
+    left, _ = run_ranks(_accumulates_in_each_way, 2, tmp_path)
+    saved = [last_save(tmp_path / kind) for kind in ACCUMULATING]
+    ranks = run_ranks(_accumulates_in_each_way, 3, tmp_path)
+    for number, (kind, (_, text, place)) in enumerate(ACCUMULATING.items()):
+        (expected, *_), (before, code, said) = left[number]
+        assert (code, saved[number]) == (EXIT_REQUEUE, place), kind
+        assert text in said, kind
+        near = expected if kind == "exact" else pytest.approx(expected, rel=1e-13)
+        for ((after, *_),) in (ways[number] for ways in ranks):
+            assert after == near != pytest.approx(before), kind
 
 
 @pytest.mark.unit
@@ -283,7 +285,7 @@ def _rank_saves(folder: str) -> list[str]:
 
 
 def test_the_newest_files_are_kept_and_no_later_ones_of_a_run_that_was_given_up(tmp_path: Path) -> None:
-    (tmp_path / ".epoch_000000_step_000000001.pth.1-ab.partial").touch()
+    (tmp_path / ".epoch_000000_step_000000001.pth.1-ab.partial").mkdir()
     (tmp_path / "epoch_000007_step_000000000.pth").touch()
     kept = ["epoch_000000_step_000000008.pth", "epoch_000000_step_000000012.pth"]
     assert run_ranks(_rank_saves, 2, str(tmp_path)) == [kept, kept]
@@ -344,19 +346,19 @@ def _enters(kind: str, **options: Any) -> list[Any]:
     return [len(whole), rest == whole[3:], again == after, after != whole]
 
 
+WORKERS: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
+
+
 def _enters_each() -> dict[str, list[Any]]:
-    return {kind: _enters(kind) for kind in LOADERS}
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may have data workers
+    hows: list[dict[str, Any]] = [{}, WORKERS, {**WORKERS, "persistent_workers": True}]
+    return {f"{kind}, {how}": _enters(kind, **how) for how in hows for kind in ([*LOADERS][3:] if how else LOADERS)}
 
 
-def test_a_pass_entered_in_the_middle_has_the_batches_that_are_left() -> None:
-    assert run_ranks(_enters_each, 2) == [{kind: [N // B, True, True, True] for kind in LOADERS}] * 2
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("kind", ["shuffled", "drawn at once", "drawn later"])
-def test_workers_enter_in_the_middle_as_well(kind: str, persistent: bool) -> None:
-    alone = World(launcher="torchrun", seed=0)
-    assert _enters(kind, world=alone, num_workers=2, persistent_workers=persistent) == [N // B, True, True, True]
+def test_a_pass_entered_in_the_middle_has_the_batches_that_are_left_also_with_workers() -> None:
+    for entered in run_ranks(_enters_each, 2):
+        assert {kind for kind, found in entered.items() if found != [N // B, True, True, True]} == set()
+        assert len(entered) == len(LOADERS) + 4
 
 
 class _Draws(list[int]):
@@ -386,19 +388,22 @@ OF_ROWS: dict[str, Callable[[], dict[str, Any]]] = {
 GIVEN = torch.Generator().manual_seed(7)
 
 
-def _enters_rows(num_workers: int) -> dict[str, list[Any]]:
+def _enters_rows() -> dict[str, list[Any]]:
+    here = ddpshim.world()
     ddpshim.cleanup()
     ddpshim.setup(batch="global", seed=1, device="cpu")
     LOADERS.update(OF_ROWS)
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may have data workers
-    how = {"num_workers": num_workers, "multiprocessing_context": "fork"} if num_workers else {}
-    return {kind: _enters(kind, **how) for kind in OF_ROWS}
+    entered = {kind: _enters(kind) for kind in OF_ROWS}
+    by_workers = ["drawn at once", "drawn later", "draws", "collates"] if here.world_size > 1 else ["draws"]
+    return {**entered, **{f"{kind}, by workers": _enters(kind, **WORKERS) for kind in by_workers}}
 
 
-@pytest.mark.parametrize(("num_ranks", "num_workers"), [(1, 0), (1, 2), (2, 0), (3, 2)])
-def test_a_pass_over_row_tensors_is_entered_with_its_order_and_draws(num_ranks: int, num_workers: int) -> None:
-    expected = {kind: [N // B, True, True, True] for kind in OF_ROWS}
-    assert run_ranks(_enters_rows, num_ranks, num_workers) == [expected] * num_ranks
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_pass_over_row_tensors_is_entered_with_its_order_and_draws(num_ranks: int) -> None:
+    for entered in run_ranks(_enters_rows, num_ranks):
+        assert {kind for kind, found in entered.items() if found != [N // B, True, True, True]} == set()
+        assert {*OF_ROWS, "draws, by workers"} <= {*entered}
 
 
 def _rank_resumes_its_own_share(folder: str) -> list[list[int]]:
@@ -515,15 +520,18 @@ def test_a_signal_to_all_processes_ends_neither_the_data_workers_nor_the_loop(tm
 
 @pytest.mark.launch
 @pytest.mark.robomimic
-def test_a_training_that_is_ended_again_and_again(tmp_path: Path, releases: Path) -> None:
-    if source("0.3.0") is None:
-        pytest.skip("robomimic 0.3.0 is neither installed nor under DDPSHIM_UPSTREAM")
-    found = interrupt("0.3.0", "bc", 3, tmp_path, seed=4, releases=releases)
-    ended = [start["ended by"] for start in found["starts"]]
-    assert {how.split()[0] for how, _ in filter(None, ended)} >= {"SIGKILL", "SIGTERM"}
+def test_a_training_that_is_ended_again_and_again(
+    tmp_path: Path, releases: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require("0.3.0")
+    monkeypatch.setattr(interruptions, "EPOCHS", 4)
+    kinds = ["SIGTERM to one", "SIGKILL to one", "SIGUSR1 to one"]
+    found = interruptions.interrupt("0.3.0", "bc", 3, tmp_path, seed=4, kinds=kinds, releases=releases)
+    assert [start["ended by"][0] for start in found["starts"][:-1]] == kinds
+    assert all(start["steps"] for start in found["starts"])
     assert len({start["ranks"] for start in found["starts"]}) > 1
     assert found["same samples in every step"]
-    assert found["steps"] == 200
+    assert found["steps"] == 100
     assert found["largest difference of a weight"] < 1e-12
     assert found["largest difference of a metric"] < 1e-12
     assert "resume" not in found["left on disk"]
@@ -532,17 +540,15 @@ def test_a_training_that_is_ended_again_and_again(tmp_path: Path, releases: Path
 @pytest.mark.launch
 @pytest.mark.robomimic
 def test_torchruns_restarts_go_on_where_the_rank_failed(tmp_path: Path, releases: Path) -> None:
-    if source("0.3.0") is None:
-        pytest.skip("robomimic 0.3.0 is neither installed nor under DDPSHIM_UPSTREAM")
+    require("0.3.0")
     tree, data = copy_release("0.3.0", releases), equivalence.make_data(tmp_path, num_demos=50)
-    config = equivalence.make_config(tree, "bc", data, tmp_path, 3, 2, train__data=str(data))
-    # Rank 1 fails in the fourth step of every start: the last of them has two steps left. A step after the last save:
-    # that was on the disk before rank 0 took part in the third.
+    config = equivalence.make_config(tree, "bc", data, tmp_path, 5, 1, train__data=str(data))
+    # Rank 1 fails in the fourth step of every start: the second of them has three steps left. A step after the last
+    # save: that was on the disk before rank 0 took part in the third.
     faults = {"DDPSHIM_FAULT": "raise:1:199", "DDPSHIM_CHECKPOINT_EVERY_N_STEPS": "2"}
     run = ["ddpshim", "run", "--nproc", "2", "--max-restarts", "3", "-m", "tests.faults", "--config", str(config)]
     code, said = equivalence.fork(tree, run, tmp_path, None, faults, 250)
     assert code == 0, said[-3000:]
-    assert said.count("ddpshim: 2 ranks on this machine") == 3
+    assert said.count("ddpshim: 2 ranks on this machine") == 2
     assert "resuming at epoch 0, step 2, of a run on 2 ranks" in said
-    assert "resuming at epoch 1, step 1, of a run on 2 ranks" in said
-    assert [p.name for p in tmp_path.glob("out/*/*/models/*")] == ["model_epoch_2.pth"]
+    assert [p.name for p in tmp_path.glob("out/*/*/models/*")] == ["model_epoch_1.pth"]

@@ -6,7 +6,7 @@ tests/one_process/changing.py has programs that change something between two cal
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 from unittest import mock
 
 import pytest
@@ -22,13 +22,6 @@ from tests.one_process.parts import below
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
-needs_dynamo = pytest.mark.usefixtures("dynamo")
-
-
-@pytest.fixture(scope="module")
-def dynamo() -> None:
-    if not run_ranks(capture.is_supported, 1)[0]:  # not in pytest's process, which need not import Dynamo
-        pytest.skip("this torch's calls are not captured")
 
 
 class Join(nn.Module):
@@ -150,73 +143,15 @@ def _of_one(inside: Any, is_on: bool) -> tuple[list[Any], str, int]:
     return out, known.refused if known is not None else "", counts.replayed - before
 
 
-def _all() -> list[Any]:
-    return [(_of_one(inside, False)[0], *_of_one(inside, True)) for inside in REFUSED]
-
-
-@needs_dynamo
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_what_is_not_certain_is_computed_by_the_rules(num_ranks: int) -> None:
-    for of_rank in run_ranks(_all, num_ranks):
-        for (inside, refused), (by_rules, captured, why, num_replayed) in zip(REFUSED.items(), of_rank):
-            assert captured == by_rules, inside
-            assert why.startswith(refused), inside
-            assert bool(why) == (inside not in CAPTURED), inside
-            assert (num_replayed > 0) == (inside in CAPTURED), inside
-
-
-def _until_it_fails() -> Any:
+def _until_it_fails() -> bool:
     net, counts = Net(_asserts), current().part(Counts)
     with _capturing():
-        _trained(net)
         before = counts.replayed
+        _trained(net)
         net.total[3] = 2
         with pytest.raises(AssertionError, match="too large"):
             net(divided(torch.randn(7, 6)))
         return counts.replayed > before
-
-
-@needs_dynamo
-def test_an_assertion_of_a_replay_fails_as_the_programs() -> None:
-    assert run_ranks(_until_it_fails, 2) == [True] * 2
-
-
-def _without_dynamo() -> Any:
-    with mock.patch.object(capture, "is_supported", return_value=False):
-        return _of_one(None, False)[0], *_of_one(None, True)
-
-
-def test_where_torch_has_not_what_captures_need_the_rules_compute() -> None:
-    for by_rules, captured, why, num_replayed in run_ranks(_without_dynamo, 2):
-        assert captured == by_rules
-        assert (why, num_replayed) == ("this torch's Dynamo is another", 0)
-
-
-def _that_differs() -> Any:
-    def wrong(one: Tensor, other: Tensor) -> bool:
-        return False
-
-    with mock.patch.object(tape, "are_equal", wrong):
-        return _of_one(None, False)[0], *_of_one(None, True)
-
-
-@needs_dynamo
-def test_a_replay_that_differs_is_given_up() -> None:
-    for by_rules, captured, why, num_replayed in run_ranks(_that_differs, 2):
-        assert captured == by_rules
-        assert (why, num_replayed) == ("a message of the replay differs from that of the rules", 0)
-
-
-def _on_one_rank() -> Any:
-    rank = ddpshim.world().rank
-    return _of_one(None, False)[0], *_of_one(None, rank == 0)
-
-
-@needs_dynamo
-def test_ranks_need_not_agree() -> None:
-    found = run_ranks(_on_one_rank, 3)
-    assert [captured == by_rules for by_rules, captured, *_ in found] == [True] * 3
-    assert [num_replayed > 0 for *_, num_replayed in found] == [True, False, False]
 
 
 class _Loses(nn.Module):
@@ -227,8 +162,8 @@ class _Loses(nn.Module):
         return y[:, :2], {"rest": y[:, 2:], "same": x}
 
 
-def _shared() -> Any:
-    out = []
+def _shared() -> tuple[list[Any], int]:
+    out, before = [], current().part(Counts).replayed
     for is_on in (False, True):
         with _capturing(is_on):
             net, x = _Loses(), divided(torch.arange(42.0).reshape(7, 6) / 42)
@@ -237,12 +172,82 @@ def _shared() -> Any:
             first.mul_(3)
             assert others["same"] is x
             out.append([first.tolist(), others["rest"].tolist(), first.memory is others["rest"].memory])
-    return out, current().part(Counts).replayed
+    return out, current().part(Counts).replayed - before
 
 
-@needs_dynamo
-def test_results_that_share_memory_share_it() -> None:
-    for (by_rules, captured), num_replayed in run_ranks(_shared, 2):
+class Found(NamedTuple):
+    """What a rank saw: of each network its training by rules, or that when captured, why not, and replayed calls."""
+
+    by_rules: list[Any]
+    without_dynamo: Any
+    captured: Any = None  # as what follows, where this torch's calls are not captured
+    with_a_difference: Any = None
+    on_one_rank: Any = None
+    shared: Any = None
+    has_failed: bool = False
+
+
+def _rank_captures() -> Found:
+    by_rules = [_of_one(inside, False)[0] for inside in REFUSED]
+    with mock.patch.object(capture, "is_supported", return_value=False):
+        without_dynamo = _of_one(None, True)
+    if not capture.is_supported():
+        return Found(by_rules, without_dynamo)
+    with mock.patch.object(tape, "are_equal", return_value=False):
+        with_a_difference = _of_one(None, True)
+    captured = [_of_one(inside, True) for inside in REFUSED]
+    on_one_rank = _of_one(None, ddpshim.world().rank == 0)
+    return Found(by_rules, without_dynamo, captured, with_a_difference, on_one_rank, _shared(), _until_it_fails())
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[Found]:
+    return run_ranks(_rank_captures, 3)
+
+
+@pytest.fixture
+def found(ranks: list[Found]) -> list[Found]:
+    if ranks[0].captured is None:
+        pytest.skip("this torch's calls are not captured")
+    return ranks
+
+
+def test_what_is_not_certain_is_computed_by_the_rules(found: list[Found]) -> None:
+    for of_rank in found:
+        for (inside, refused), by_rules, (captured, why, num_replayed) in zip(
+            REFUSED.items(), of_rank.by_rules, of_rank.captured
+        ):
+            assert captured == by_rules, inside
+            assert why.startswith(refused), inside
+            assert bool(why) == (inside not in CAPTURED), inside
+            assert (num_replayed > 0) == (inside in CAPTURED), inside
+
+
+def test_an_assertion_of_a_replay_fails_as_the_programs(found: list[Found]) -> None:
+    assert [of_rank.has_failed for of_rank in found] == [True] * 3
+
+
+def test_where_torch_has_not_what_captures_need_the_rules_compute(ranks: list[Found]) -> None:
+    for of_rank in ranks:
+        assert of_rank.without_dynamo == (of_rank.by_rules[0], "this torch's Dynamo is another", 0)
+
+
+def test_a_replay_that_differs_is_given_up(found: list[Found]) -> None:
+    why = "a message of the replay differs from that of the rules"
+    for of_rank in found:
+        assert of_rank.with_a_difference == (of_rank.by_rules[0], why, 0)
+
+
+def test_ranks_need_not_agree(found: list[Found]) -> None:
+    for rank, of_rank in enumerate(found):
+        captured, _, num_replayed = of_rank.on_one_rank
+        assert captured == of_rank.by_rules[0]
+        assert (num_replayed > 0) == (rank == 0)
+
+
+def test_results_that_share_memory_share_it(found: list[Found]) -> None:
+    for of_rank in found:
+        (by_rules, captured), num_replayed = of_rank.shared
         assert captured == by_rules
         assert captured[-1]
         assert num_replayed > 0

@@ -7,8 +7,8 @@ networks.
 
 from __future__ import annotations
 
-import importlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,70 +17,72 @@ import torch
 
 from ddpshim import variables
 from evidence import bugs
+from tests.one_process.__main__ import PROGRAMS
 from tests.one_process.compare import compare
 from tests.preloaded import environment, start_afresh
 
 DEADLINE_S = 240
-EVERY = {"idioms": 2, "hostile": 4, "gpus": 1}
 # What is not equal, and what is seen instead; docs/run.md lists these exceptions.
 REFUSED = {
-    "shape_changed_in_place": "SyncError",
-    "storage_replaced": "SyncError",
-    "hooks_on_several_gradients": "SyncError",
-    "graph_inspected": "AssertionError",  # type(x) is Tensor
-    "loss_in_a_thread": "IndexError",  # of the program, after an error in its thread
-    "contexts_of_torch": "SyncError",  # the program turns __torch_function__ off
-}
-# They look at a tensor's class or address, or count the functions that torch calls: these differ, numbers do not.
-SEEN = {"printed", "memory_looked_at", "tensors_of_its_own_kind", "modes_over_dispatch"}
-HALF = {"autocast_to_bfloat16"}  # rounded to 8 bits, in another order
-SLOW = {"compiled_by_inductor", "compiled_loss", "compiled_step"}
-ALWAYS = {
-    "asarray_written",
-    "views_of_parameters",
-    "batches_that_combine_samples",
-    "compiled_eager",
-    "compiled_in_place",
-    "gradients_that_keep_their_graph",
+    "hostile.shape_changed_in_place": "SyncError",
+    "hostile.storage_replaced": "SyncError",
+    "hostile.hooks_on_several_gradients": "SyncError",
+    "hostile.graph_inspected": "AssertionError",  # type(x) is Tensor
+    "hostile.loss_in_a_thread": "IndexError",  # of the program, after an error in its thread
+    "hostile.contexts_of_torch": "SyncError",  # the program turns __torch_function__ off
 }
 # `python -m evidence.one_gpu` runs all of them.
-OF_GPUS = ["pinned_by_workers", "compiled_in_one_piece", "dropout_of_expanded_rows"]
+OF_GPUS = ["gpus.pinned_by_workers", "gpus.compiled_in_one_piece", "gpus.dropout_of_expanded_rows"]
+ALWAYS = [
+    *("hostile.asarray_written", "hostile.views_of_parameters", "hostile.batches_that_combine_samples"),
+    *("hostile.compiled_eager", "hostile.compiled_in_place", "hostile.gradients_that_keep_their_graph", *OF_GPUS),
+]
+# Of each kind: the network's own, its class, hooks, what is not the network's, and what a call gets and keeps.
+CHANGING = [
+    *("attribute", "list_grows", "layer_wrapped", "methods_patched", "hook_of_all", "hook_of_gradients"),
+    *("all_frozen_but_the_last", "weights_shared", "a_global", "seeds_inside", "inference", "no_grad_inside"),
+    *("a_dictionary_of_its_own", "twice", "keeps_a_mean", "writes_into_its_argument"),
+]
+# In which rounding does not grow from step to step.
+STEADY = [
+    *("idioms.masked_over_item", "idioms.masked_dot_product", "idioms.ignore_index", "idioms.advantage_weighted"),
+    *("idioms.gradient_penalty", "idioms.scores_of_a_validation_set"),
+]
 
 
-def _run(folder: Path, *command: str, **environ_of: str) -> str:
-    """Run `python command…`, forked, in a new folder; return its output."""
+def _every(number: int, file: str) -> list[str]:
+    return [name for name in PROGRAMS if name.startswith(file) and name not in ALWAYS][::number]
+
+
+ON_RANKS = [*_every(2, "idioms."), *_every(4, "hostile."), *ALWAYS]
+CAPTURED = [*(f"changing.{name}" for name in CHANGING), "idioms.ignore_index", "idioms.gradient_penalty"]
+EXACT = [*STEADY, *_every(1, "layouts."), *OF_GPUS]
+
+
+def _results(folder: Path, names: Iterable[str], *options: str, ranks: int = 0, **environ_of: str) -> Any:
+    """Return what the programs log and train on `ranks` ranks, or in one process, in a new folder."""
     folder.mkdir()
+    launched = ["-m", "ddpshim", "run", "--nproc", str(ranks)] if ranks else []
+    command = [*launched, "-m", "tests.one_process", "results", *options, "--only", ",".join(names)]
     environ = {**environment(), variables.ROWS: "all", **environ_of}
     code, output = start_afresh(command, environ, folder, DEADLINE_S)
     assert code == 0, output[-6000:]
-    return output
-
-
-def _programs(of: str) -> list[str]:
-    return OF_GPUS if of == "gpus" else list(importlib.import_module(f"tests.one_process.{of}").PROGRAMS)
-
-
-def _results(program: str, folder: Path, *options: str, ranks: int = 0, **environ_of: str) -> Any:
-    launched = ["-m", "ddpshim", "run", "--nproc", str(ranks)] if ranks else []
-    _run(folder, *launched, "-m", f"tests.one_process.{program}", "results", *options, **environ_of)
     return json.loads((folder / "results" / "results.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return _results(tmp_path_factory.mktemp("one") / "plain", dict.fromkeys([*ON_RANKS, *CAPTURED, *EXACT]))
+
+
 @pytest.mark.launch
-@pytest.mark.parametrize("program", ["idioms", "hostile", "gpus"])
-def test_three_ranks_compute_what_one_process_computes(program: str, tmp_path: Path) -> None:
-    programs = _programs(program)
-    chosen = [name for name in programs if name not in SLOW | ALWAYS][:: EVERY[program]]
-    chosen += [name for name in programs if name in ALWAYS]
-    only = ["--only", ",".join(chosen)]
-    plain = _results(program, tmp_path / "plain", *only)
-    ranks = _results(program, tmp_path / "ranks", *only, ranks=3)
+def test_three_ranks_compute_what_one_process_computes(plain: Any, tmp_path: Path) -> None:
+    plain = {name: plain[name] for name in ON_RANKS}
+    ranks = _results(tmp_path / "ranks", ON_RANKS, ranks=3)
     verdicts = compare(plain, ranks)
-    for name in SEEN | HALF:
-        verdicts.pop(name, None)
     rounded = [name for name, verdict in verdicts.items() if verdict != "equal" and name not in REFUSED]
     if rounded:
-        nudged = _results(program, tmp_path / "nudged", "--nudge", "--only", ",".join(rounded))
+        nudged = _results(tmp_path / "nudged", rounded, "--nudge")
         verdicts |= compare({name: plain[name] for name in rounded}, ranks, nudged)
     others = {name: verdict for name, verdict in verdicts.items() if verdict != "equal"}
     if not hasattr(torch.compiler, "is_compiling"):  # torch 2.1, in which some fail in one process too
@@ -91,26 +93,19 @@ def test_three_ranks_compute_what_one_process_computes(program: str, tmp_path: P
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("program", "every", "num_ranks"), [("changing", 3, 3), ("idioms", 8, 2)])
-def test_captured_calls_see_what_changes(program: str, every: int, num_ranks: int, tmp_path: Path) -> None:
+def test_captured_calls_see_what_changes(plain: Any, tmp_path: Path) -> None:
     """Calls are captured from the second one on."""
-    names = [name for name in _programs(program)[::every] if name != "autocast"]  # of 8 bits
-    plain = _results(program, tmp_path / "plain", "--only", ",".join(names))
-    ranks = _results(program, tmp_path / "ranks", "--only", ",".join(names), ranks=num_ranks, DDPSHIM_CAPTURE="force")
+    plain = {name: plain[name] for name in CAPTURED}
+    ranks = _results(tmp_path / "ranks", CAPTURED, ranks=3, DDPSHIM_CAPTURE="force")
     assert {name: verdict for name, verdict in compare(plain, ranks, plain).items() if verdict != "equal"} == {}
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("program", "every"), [("idioms", 8), ("layouts", 1), ("gpus", 1)])
-def test_exact_has_the_same_bits_on_any_number_of_ranks(program: str, every: int, tmp_path: Path) -> None:
-    chosen = ["--only", ",".join(_programs(program)[::every])]
-    one, *others = (
-        _results(program, tmp_path / str(ranks), *chosen, ranks=ranks, DDPSHIM_EXACT="4") for ranks in (1, 2, 4)
-    )
+def test_exact_has_the_same_bits_on_any_number_of_ranks(plain: Any, tmp_path: Path) -> None:
+    one, *others = (_results(tmp_path / str(ranks), EXACT, ranks=ranks, DDPSHIM_EXACT="4") for ranks in (1, 2, 4))
     assert all(found["error"] is None for found in one.values())
     assert [repr(found) for found in others] == [repr(one)] * 2
-    plain = _results(program, tmp_path / "plain", *chosen)
-    assert set(compare(plain, one).values()) == {"equal"}
+    assert set(compare({name: plain[name] for name in EXACT}, one).values()) == {"equal"}
 
 
 @pytest.mark.launch

@@ -180,7 +180,7 @@ _PARALLEL: list[tuple[Any, tuple[Any, ...]]] = [
     (test_parallel.test_one_rank_alone_may_run_the_wrapped_network, ()),
     (test_parallel.test_wrapping_twice_and_child_then_parent_reduces_once, ()),
     (test_parallel.test_what_no_rank_used_has_no_gradient_and_any_buffer_is_the_main_ranks, ()),
-    (test_parallel.test_batchnorm_normalises_by_the_batch_of_all_ranks, (2,)),
+    (test_parallel.test_batchnorm_normalises_by_the_batch_of_all_ranks, ()),
 ]
 
 
@@ -412,7 +412,7 @@ def _losses(said: str) -> list[float]:
 @pytest.mark.launch
 @pytest.mark.robomimic
 @pytest.mark.skipif(source("0.3.0") is None, reason="robomimic 0.3.0 is not installed")
-@pytest.mark.parametrize("variant", ["bc", "td3_bc", "bc_transformer"])
+@pytest.mark.parametrize("variant", ["td3_bc", "bc_transformer"])
 def test_the_released_robomimic_on_two_gpus_has_the_losses_of_cpus(
     variant: str, tmp_path: Path, releases: Path
 ) -> None:

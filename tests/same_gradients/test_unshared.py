@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import os
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ import ddpshim
 from ddpshim.errors import SyncError
 from ddpshim.failures import failure
 from ddpshim.process import job
-from tests.preloaded import START_DEADLINE_S, environment
+from tests.preloaded import START_DEADLINE_S, environment, start_afresh
 from tests.ranks import errors_of, run_ranks
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
@@ -151,18 +148,12 @@ def test_a_task_of_srun(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PLAIN)
     step = {"JOB_ID": 42, "STEP_ID": 0, "NTASKS": 2, "STEP_NUM_TASKS": 2, "PROCID": 1, "LOCALID": 1, "NODEID": 0}
     variables = {"SLURM_STEP_TASKS_PER_NODE": "2", **{f"SLURM_{name}": str(value) for name, value in step.items()}}
-    code, said = _run(["ddpshim.launch.rank", "train.py"], tmp_path, {**variables, "DDPSHIM_UNEDITED": "off"})
+    environ = {**environment(), **variables, "GLOO_SOCKET_IFNAME": "lo", "DDPSHIM_UNEDITED": "off"}
+    code, said = start_afresh(["-m", "ddpshim.launch.rank", "train.py"], environ, tmp_path, START_DEADLINE_S)
     assert code == 1
     assert "rank 1 failed:" in said
     assert "2 processes would train 2 separate models" in said
     assert "trained" not in said
-
-
-def _run(program: Sequence[str], folder: Path, variables: Mapping[str, str]) -> tuple[int, str]:
-    environ = {**os.environ, **environment(), "GLOO_SOCKET_IFNAME": "lo", **variables}
-    run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=START_DEADLINE_S, check=False)
-    ended = run([sys.executable, "-m", *program], cwd=folder, env=environ)
-    return ended.returncode, ended.stdout + ended.stderr
 
 
 PLAIN = """
@@ -188,16 +179,14 @@ print("trained")
 
 @pytest.mark.ranks
 def test_a_program_for_one_process_that_is_left_alone_under_run(tmp_path: Path) -> None:
-    by_hand = "weights changed between two backward passes without an optimizer"
-    for program, what in ((BY_HAND, by_hand), (PLAIN, "SGD.step()")):
-        (tmp_path / "train.py").write_text(program)
-        code, said = _run(["ddpshim", "run", "--nproc", "2", "train.py"], tmp_path, {"DDPSHIM_UNEDITED": "off"})
-        assert code == 1
-        assert f"{what}: nothing has distributed this program" in said
-        assert (
-            "Start a one-process trainer, unedited, by `DDPSHIM_UNEDITED=on python -m ddpshim run --nproc 2`;" in said
-        )
-        assert "trained" not in said
+    (tmp_path / "train.py").write_text(BY_HAND)
+    command, environ = ["-m", "ddpshim", "run", "--nproc", "2", "train.py"], {"DDPSHIM_UNEDITED": "off"}
+    code, said = start_afresh(command, {**environment(), **environ}, tmp_path, START_DEADLINE_S)
+    assert code == 1
+    what = "weights changed between two backward passes without an optimizer"
+    assert f"{what}: nothing has distributed this program" in said
+    assert "Start a one-process trainer, unedited, by `DDPSHIM_UNEDITED=on python -m ddpshim run --nproc 2`;" in said
+    assert "trained" not in said
 
 
 @pytest.mark.unit

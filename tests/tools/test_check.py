@@ -410,6 +410,7 @@ def test_finds(tmp_path: Path, name: str, what: str, says: str) -> None:
     assert code == 1, said
     parting = json.loads(said[said.index("{\n") :])["parting"]
     assert parting["what"] == what
+    assert bugs.read_page(bugs.PAGE.read_text())[name].buggy["check"].findings[0] == what
     assert says in parting["meaning"]
     line = int(parting["place"].rpartition(":")[2])
     assert re.search(r"for x, y in|\.step\(|backward", (tmp_path / "train.py").read_text().splitlines()[line - 1])

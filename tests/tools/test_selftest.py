@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
-import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,8 @@ from ddpshim.process import machine
 from ddpshim.tools import selftest
 from ddpshim.tools.selftest import PROVES, compared
 from tests import simulated_gpus
-from tests.preloaded_commands import patience, python
-
-ROOT = Path(__file__).parents[2]
+from tests.preloaded import environment, preloaded
+from tests.preloaded_commands import patience
 
 
 @pytest.mark.launch
@@ -29,11 +29,12 @@ def test_every_check(device: str, tmp_path: Path) -> None:
     """On 3 ranks: no batch is divided evenly, and two simulated GPUs are shared."""
     if device != "cpu" and (reason := simulated_gpus.why_not()) is not None:
         pytest.skip(f"no simulated GPUs: {reason}")
-    gpus = simulated_gpus.environment(SIMULATED_GPUS_GENERATOR="gpu") if device != "cpu" else {}
-    options = ["--gpu"] if gpus else []
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), **gpus}
-    command = ["-m", "ddpshim", "selftest", "--nproc", "3", *options]
-    said = python(*command, environ=environ, deadline_s=300, cwd=tmp_path, stdin=subprocess.DEVNULL)
+    gpus = {"SIMULATED_GPUS_GENERATOR": "gpu"} if device != "cpu" else {}
+    command = ["ddpshim", "selftest", "--nproc", "3", *(["--gpu"] if gpus else [])]
+    made = preloaded(on_gpus=bool(gpus))
+    job = made.start([(command, {**made.shell_environment(environment()), **gpus})], tmp_path)
+    code, said = job.wait(300), (tmp_path / "output.txt").read_text()
+    assert code == 0, said
     first, *lines, last = said.splitlines()
     shown = "2 GPUs, shared: gloo in place of nccl" if gpus else "CPU"
     assert (first, last) == (f"ddpshim selftest: 3 ranks, {shown}", "selftest passed")
@@ -42,40 +43,64 @@ def test_every_check(device: str, tmp_path: Path) -> None:
     found = re.findall(r"differ by (\S+)", said)
     assert len(found) == 6
     assert all(float(number) < 1e-12 for number in found)
-    assert not [*tmp_path.iterdir()]
+    assert [path.name for path in tmp_path.iterdir()] == ["output.txt"]
 
 
-def _one_process(result: str) -> str:
-    return f"import json, pathlib, sys\npath = pathlib.Path(sys.argv[1])\npath.write_text(json.dumps({result}))\n"
+SAME = {name: {"losses": [1.0]} for name in ("dropout", "BatchNorm", "data workers")}
+STARTED = {"name": "start", "seconds": 1.0, "detail": "gloo"}
+# What each job writes into its file, its exit code and its last lines, where all is well; the last job has no file.
+JOBS = {
+    "ranks": ([STARTED, {**STARTED, "name": "all-reduce"}], 0, ""),
+    "one": ([SAME], 0, ""),
+    "several": ([SAME], 0, ""),
+    "selftest": ([], 137, "rank 1 ended by SIGKILL"),
+}
 
 
-OTHER = '{n: {"losses": [1.0 + ("several" in path.name)]} for n in ("dropout", "BatchNorm", "data workers")}'
-DIES = "import sys\nif not sys.argv[1:]:\n    {}\n"
-
-
-@pytest.mark.launch
 @pytest.mark.parametrize(
-    ("replaced", "program", "last", "said"),
+    ("job", "answer", "last", "said"),
     [
-        ("ranks", "raise SystemExit('no network')", "start", "no network"),
-        ("trainings", "raise SystemExit('no numbers')", "one process", "no numbers"),
-        ("trainings", _one_process(OTHER), "dropout", "losses differ by 1e+00 of the largest, at most 1e-09 expected"),
-        ("ranks", DIES.format("raise SystemExit(3)"), "killed rank", "exit code 3, where 137 says"),
-        ("ranks", DIES.format("while True: pass"), "killed rank", "not finished within"),
+        ("ranks", ([], 1, "no network"), "start", "no network"),
+        ("ranks", ([STARTED], 1, "wrong numbers"), "all-reduce", "wrong numbers"),
+        ("one", ([], 1, "no numbers"), "one process", "no numbers"),
+        ("several", ([], 3, "no ranks"), "dropout", "no ranks"),
+        ("several", ([{**SAME, "BatchNorm": {"losses": [2.0]}}], 0, ""), "BatchNorm", "losses differ by 1e+00 of the"),
+        ("selftest", ([], 3, "rank 1 ended by SIGKILL"), "killed rank", "exit code 3, where 137 says"),
+        ("selftest", ([], 137, "rank 0 ended by SIGKILL"), "killed rank", "rank 1 was not named"),
     ],
-    ids=["no start", "one process", "another experiment", "no kill", "no end"],
 )
 def test_a_fault_is_named_and_ends_the_test(
-    replaced: str, program: str, last: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    job: str, answer: Any, last: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    quick = {"ranks": "pass", "trainings": _one_process(OTHER.replace('("several" in path.name)', "0"))}
-    for name, text in {**quick, replaced: program}.items():
-        (tmp_path / f"{name}.py").write_text(text)
-        monkeypatch.setattr(selftest, f"_{name.upper()}", str(tmp_path / f"{name}.py"))
-    assert not selftest.selftest(2, timeout_s=patience(20.0 if "while" in program else 120.0))
+    answers = JOBS
+
+    def call(_: Any, command: list[str]) -> tuple[int, float, str]:
+        file = Path(command[-1])
+        written, code, output = answers[file.stem]
+        if written:
+            file.write_text("\n".join(map(json.dumps, written)))
+        return code, 1.0, output
+
+    monkeypatch.setattr(selftest._Jobs, "_call", call)
+    assert selftest.selftest(2)
+    capsys.readouterr()
+    answers = {**JOBS, job: answer}
+    assert not selftest.selftest(2)
     before, _, after = capsys.readouterr().out.partition("FAILED")
     assert before.splitlines()[-1].strip() == last
     assert said in after
+
+
+@pytest.mark.launch
+def test_a_job_has_its_code_its_last_lines_and_a_deadline(tmp_path: Path) -> None:
+    for timeout_s, does, code, last in (
+        (patience(60.0), "sys.exit('in vain')", 1, "in vain"),
+        (0.5, "time.sleep(1000)", 124, "not finished within 0.5 s; a slow machine needs a longer --timeout"),
+    ):
+        jobs = selftest._Jobs(2, os.environ, timeout_s, tmp_path)
+        command = [sys.executable, "-I", "-S", "-c", f"import sys, time; print('here', flush=True); {does}"]
+        found, _, said = jobs._call(command)
+        assert (found, said.splitlines()[-1]) == (code, last)
 
 
 def test_what_is_the_same_and_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import io
 import math
 import pickle
-from collections import Counter, OrderedDict, UserDict, deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any, Callable, NamedTuple, Optional
 
@@ -87,23 +87,6 @@ def python_builtins(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
     log(y[0, 0] in y, Counter((y[:, 0] > 0).tolist()).most_common())
     loss = (total / len(x)).square().mean() + F.mse_loss(out, y)
     return loss + (largest - least).sum() * 0.1 + math.exp(-y.std()) * out.std()
-
-
-@program
-def printed(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        out = net(x)
-        loss = F.mse_loss(out, y)
-        log(repr(x)[:40], str(out.detach())[:30], f"{loss:.3f}", f"{x[0]}"[:16], format(y.mean(), ".2f"))
-        log(str(x.dtype), str(x.shape), out.type(), type(x).__name__, str(y[:, 0].long()))
-        return loss
-
-    torch.set_printoptions(precision=2)
-    out = train(log, net, loss_of)
-    torch.set_printoptions(profile="default")
-    return out
 
 
 @dataclasses.dataclass
@@ -292,26 +275,3 @@ def forward_that_yields(log: Log) -> Trained:
 
     net = Net(forward, layers=nn.ModuleList(nn.Linear(6, 6) for _ in range(3)))
     return train(log, net, lambda x, y: sum(F.mse_loss(h[:, :1], y) + (h * torch.rand_like(h)).mean() for h in net(x)))
-
-
-@program
-def dictionaries_of_other_kinds(log: Log) -> Trained:
-    class Batch(UserDict):
-        def __getattr__(self, name: str) -> Any:
-            return self.data[name]
-
-        def to(self, kind: Any) -> Batch:
-            return Batch({k: v.to(kind) for k, v in self.items()})
-
-    def forward(net: Net, batch: Batch, **inputs: Tensor) -> OrderedDict[str, Tensor]:
-        h = net.body(batch.x + inputs["more"]) + batch["y"].mean()
-        return OrderedDict(out=h, again=net.body(inputs["more"]))
-
-    net = Net(forward, body=mlp())
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        batch = Batch(x=x, y=y).to(x.dtype)
-        outs = net(batch, more=x.flip(0))
-        return sum(F.mse_loss(o, y) for o in outs.values()) + net(batch=batch, more=x)["again"].mean()
-
-    return train(log, net, loss_of)

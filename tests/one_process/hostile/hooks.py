@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, ClassVar, Optional
+from typing import Any, Callable, Optional
 
 import numpy as np
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.optim import SGD
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.one_process.hostile.parts import Net, change, computes, fit, program, trains
@@ -109,21 +108,6 @@ class Doubled(torch.autograd.Function):
         return g * 2
 
 
-class Reversed(torch.autograd.Function):
-    """Scales by what it reads of the gradient as a whole."""
-
-    seen: ClassVar[list[Any]] = []
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        Reversed.seen += [g.shape[0], g.norm().item(), float(g.max())]
-        return -g / g.norm() / g.shape[0]
-
-
 @change
 def function_that_couples(x: Tensor) -> Tensor:
     return Centred.apply(x) + Centred.apply(x.t()).t()
@@ -148,24 +132,6 @@ def function_that_writes(x: Tensor) -> Tensor:
     z = Doubled.apply(y)
     Doubled.apply(x)
     return y + z + Doubled.apply(x[1:].clone()).sum(0)
-
-
-@program
-def function_that_reads_the_gradient(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = net.body(x)
-        return net.a(h), net.b(Reversed.apply(h))
-
-    net = Net(forward, body=nn.Linear(6, 6), a=nn.Linear(6, 1), b=nn.Linear(6, 1))
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        a, b = net(x)
-        return F.mse_loss(a, y) + F.binary_cross_entropy_with_logits(b, (y > 0).to(y.dtype))
-
-    Reversed.seen.clear()
-    out = train(log, net, loss_of)
-    log(*Reversed.seen)
-    return out
 
 
 class Solved(torch.autograd.Function):
@@ -401,25 +367,6 @@ def modes_over_functions(log: Log) -> Trained:
     return train(log, net, loss_of)
 
 
-@program
-def modes_over_dispatch(log: Log) -> Trained:
-    class Shapes(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            if func is torch.ops.aten.addmm.default:
-                log(args[1].shape[0], out.sum())
-                return out * 0.9
-            return out
-
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        with Shapes():
-            return F.mse_loss(net(x), y)
-
-    return train(log, net, loss_of)
-
-
 @trains()
 def operators_by_their_names(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
     aten = torch.ops.aten
@@ -454,26 +401,6 @@ def compiled_eager(log: Log) -> Trained:
 
 @program
 @fresh_compiler
-def compiled_by_inductor(log: Log) -> Trained:
-    net = torch.compile(mlp(), dynamic=True)
-    return train(log, net, lambda x, y: F.mse_loss(net(x), y) + net(x).std(), loader(*data(), size=25))
-
-
-@program
-@fresh_compiler
-def compiled_loss(log: Log) -> Trained:
-    net = mlp()
-
-    @torch.compile(backend="aot_eager", dynamic=True)
-    def loss_of(out: Tensor, y: Tensor) -> Tensor:
-        error = (out - y).square()
-        return (error / error.sum() * error).sum() + error.mean()
-
-    return train(log, net, lambda x, y: loss_of(net(x), y))
-
-
-@program
-@fresh_compiler
 def compiled_in_place(log: Log) -> Trained:
     net = mlp()
     net[0].compile(backend="eager")
@@ -494,50 +421,6 @@ def compiled_in_place(log: Log) -> Trained:
 
 
 @program
-@fresh_compiler
-def compiled_step(log: Log) -> Trained:
-    net = mlp()
-    optimizer = SGD(net.parameters(), 0.1)
-
-    @torch.compile(backend="eager", dynamic=True)
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = F.mse_loss(net(x), y)
-        loss.backward()
-        return loss
-
-    for x, y in loader(*data()):
-        optimizer.zero_grad()
-        log(step(x, y))
-        optimizer.step()
-    return [net]
-
-
-class Scripted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.body(x)
-        if bool(h.mean() > 0):
-            h = h - h.mean(0)
-        for i in range(x.size(0)):
-            h = h + 0.01 * i * x[i]
-        return self.head(h.tanh())
-
-
-@program
-def scripted(log: Log) -> Trained:
-    net = torch.jit.script(Scripted())
-
-    @torch.jit.script
-    def loss_of(out: Tensor, y: Tensor) -> Tensor:
-        return (out - y).pow(2).sum() / out.size(0)
-
-    return train(log, net, lambda x, y: loss_of(net(x), y))
-
-
-@program
 def traced(log: Log) -> Trained:
     net = Net(lambda net, x: net.head((net.body(x) - x.mean(0)).softmax(0)), body=nn.Linear(6, 6), head=nn.Linear(6, 1))
     x, y = data()
@@ -546,32 +429,6 @@ def traced(log: Log) -> Trained:
         again = torch.jit.trace(net, a, check_trace=False)
         log(F.mse_loss(again(a), b))
     return out
-
-
-@computes(lambda: {"body": nn.Linear(6, 6), "head": nn.Linear(6, 1)})
-def fixed_points(net: Net, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        z = torch.zeros(len(x), 6)
-        steps = 0
-        while steps < 50:
-            new = torch.tanh(net.body(z) * 0.5 + x)
-            if (new - z).norm() / (z.norm() + 1e-3) < 1e-3:
-                break
-            z, steps = new, steps + 1
-        net.log(steps)
-    z = torch.tanh(net.body(z) * 0.5 + x)
-    z0 = z.detach().requires_grad_()
-    f0 = torch.tanh(net.body(z0) * 0.5 + x)
-
-    def backward_hook(g: Tensor) -> Tensor:
-        total = g
-        for _ in range(5):
-            total = torch.autograd.grad(f0, z0, total, retain_graph=True)[0] + g
-        return total
-
-    if z.requires_grad:
-        z.register_hook(backward_hook)
-    return net.head(z)
 
 
 @trains()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -120,32 +119,6 @@ def complex_numbers(log: Log) -> Trained:
 
 
 @program
-def mixed_kinds_of_numbers(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
-        wide, half = x.double(), x.half()
-        mixed = ids * 0.5 + wide + half + (x > 0) + ids / 2 + ids // 2
-        mixed = mixed + torch.tensor(2) * np.float64(0.5) + np.float32(0.1) * x
-        mask = (ids > 3) | (x < 0) & ~(x == 0)
-        log(mask.sum(), mask.to(x.dtype).mean(0), (-ids).sum(), ids.sum(), ids.max(0).values)
-        kinds = [mixed, ids + True, ids.float().mean(), half.sum(), ids.max()]
-        log(*[str(kind.dtype) for kind in kinds], str(torch.result_type(x, ids)))
-        return F.mse_loss(net(mixed.to(x.dtype).type_as(x)) * mask.any(1, keepdim=True), y.to(x))
-
-    x, y = data()
-    return train(log, net, loss_of, loader(x, torch.randint(9, (50, 1)), y))
-
-
-@trains(lambda: nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 1)))
-def autocast_to_bfloat16(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = net(x)
-        log(out.dtype == torch.bfloat16, (x @ x.T).dtype == torch.bfloat16, (out + x[:, :1]).dtype == x.dtype)
-    return F.mse_loss(out.to(y.dtype), y)
-
-
-@program
 def sparse_tensors(log: Log) -> Trained:
     net, w = mlp(), nn.Parameter(torch.randn(6, 6))
 
@@ -174,36 +147,3 @@ def tensors_without_data(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
     empty = torch.empty_like(x, device="meta")
     log(shape, empty.shape, empty.is_meta, x.is_meta, x.device.type, x.layout == torch.strided, x.get_device())
     return F.mse_loss(net(x), y) + net(torch.zeros(empty.shape)).mean()
-
-
-class Named(Tensor):
-    """A program's own kind of tensor: its operations keep the kind."""
-
-    def doubled(self) -> Tensor:
-        return self * 2
-
-
-class Counted(Tensor):
-    calls: ClassVar[list[str]] = []
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        Counted.calls.append(getattr(func, "__name__", "?"))
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-@program
-def tensors_of_its_own_kind(log: Log) -> Trained:
-    net = mlp()
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        named, counted = x.as_subclass(Named), x.clone().as_subclass(Counted)
-        total = (named.doubled() + x)[1:].mean(0)
-        log(type(total).__name__, type(named + y).__name__, (counted * x).sum().as_subclass(Tensor))
-        loss = F.mse_loss(net(named * 0.5).as_subclass(Tensor), y) + total.as_subclass(Tensor).mean()
-        return loss + net(counted.as_subclass(Tensor)).mean()
-
-    Counted.calls.clear()
-    out = train(log, net, loss_of)
-    log(Counted.calls.count("mul"))
-    return out

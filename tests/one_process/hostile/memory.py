@@ -220,23 +220,6 @@ def outputs_written(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
     return (out - y).square().mean()
 
 
-@trains()
-def leaf_written(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
-    x.requires_grad_()
-    F.mse_loss(net(x), y).backward()
-    with torch.no_grad():
-        x[1:] -= x.grad[1:].sign() * 0.1
-        x.grad.zero_()
-        x.clamp_(-1, 1)
-    net.zero_grad()
-    loss = F.mse_loss(net(x), y)
-    loss.backward(retain_graph=True)
-    log(x.grad.norm(), x.grad[0])
-    x.grad = None
-    x.requires_grad = False
-    return loss
-
-
 @program
 def same_batch_twice(log: Log) -> Trained:
     inputs, targets = data()
@@ -248,16 +231,6 @@ def same_batch_twice(log: Log) -> Trained:
         return F.mse_loss(net(x), y)
 
     return train(log, net, loss_of, batches * 2) + [x for x, _ in batches]
-
-
-@trains()
-def memory_looked_at(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
-    view, other = x.view(-1), x.clone()
-    log(x.data_ptr() == view.data_ptr(), x.data_ptr() == other.data_ptr(), x[1:].data_ptr() - x.data_ptr())
-    log(x.storage_offset(), x[2:].storage_offset(), x.untyped_storage().nbytes(), x.nbytes, y.element_size())
-    log(x.is_contiguous(), x.t().is_contiguous(), view._base is x, x.is_set_to(x), x.is_shared())
-    log(torch.from_dlpack(x).sum(), len(bytes(x.numpy().data)), len(x.numpy().tobytes()))
-    return F.mse_loss(net(x), y)
 
 
 @program

@@ -3,40 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import rnn
-from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 from tests.one_process.hostile.parts import Net, computes, fit, program, sequences, trains
 from tests.one_process.parts import data, loader, mlp, train
 from tests.one_process.runner import Log, Trained
-
-
-@program
-def states_of_an_lstm_in_tuples(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor, state: Optional[tuple[Tensor, Tensor]] = None) -> tuple[Tensor, Any]:
-        if state is None:
-            state = (torch.zeros(2, x.size(0), 6), torch.zeros(2, x.size(0), 6))
-        h, state = net.lstm(x, state)
-        return net.head(h), state
-
-    net = Net(forward, lstm=nn.LSTM(3, 6, 2, batch_first=True), head=nn.Linear(6, 1))
-    optimizer = SGD(net.parameters(), 0.1)
-    state = None
-    for x, y, _ in loader(*sequences(48), size=16):
-        out, state = net(x, state)
-        state = tuple(s.detach() for s in state)
-        loss = F.mse_loss(out, y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        log(loss, state[0].mean(), state[1][-1, 0])
-    return [net, *state]
 
 
 @program
@@ -72,27 +49,6 @@ def packed_sequences(log: Log) -> Trained:
         return (net(x, lengths) - y).square()[mask].mean()
 
     return train(log, net, loss_of, loader(*sequences()))
-
-
-@program
-def transformer_with_batch_second(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor, y: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[0])
-        missing = torch.zeros(x.shape[1], x.shape[0], dtype=torch.bool)
-        missing[:, -1] = True
-        h = net.embed(x) + net.places[: len(x)]
-        return net.head(net.body(h, h + y, tgt_mask=mask, src_key_padding_mask=missing))
-
-    body = nn.Transformer(8, 2, 1, 1, 16, 0.1)
-    net = Net(
-        forward, embed=nn.Linear(3, 8), body=body, head=nn.Linear(8, 1), places=nn.Parameter(torch.zeros(9, 1, 8))
-    )
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        x, y = x.transpose(0, 1), y.transpose(0, 1)
-        return F.mse_loss(net(x, F.pad(y[:-1], (0, 0, 0, 0, 1, 0))), y)
-
-    return train(log, net, loss_of, loader(*sequences()[:2], size=10))
 
 
 @program
@@ -248,23 +204,6 @@ def networks_without_tensors(log: Log) -> Trained:
 
     net = Net(forward, table=nn.Embedding(5, 4), head=nn.Linear(4, 1), scale=nn.Parameter(torch.tensor(1.0)))
     return train(log, net, lambda x, y: F.mse_loss(net(len(x)), y) + net(n=3, power=2.0).mean())
-
-
-@program
-def two_batches_of_other_lengths(log: Log) -> Trained:
-    net, kept = mlp(out=2), []
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        out = net(x)
-        kept.append((out, y))
-        pairs = [(out[:, None] * o.detach()[None]).sum(-1) for o, _ in kept]
-        log(*[p.shape for p in pairs], torch.cat([t for _, t in kept]).mean())
-        return F.mse_loss(out[:, :1], y) + sum(p.tanh().mean() for p in pairs)
-
-    out = train(log, net, loss_of, loader(*data(), size=7))
-    outs, goals = (torch.cat(part) for part in zip(*kept))
-    log((outs[:, :1] - goals).square().mean(), torch.cat(list(outs.split(16))[::-1]).cumsum(0)[-1])
-    return out
 
 
 @trains()

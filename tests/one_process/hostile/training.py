@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, hessian, jacrev, jvp, vmap
 from torch.optim import SGD, Adam
-from torch.optim.swa_utils import AveragedModel, update_bn
 
 from tests.one_process.hostile.parts import Net, fit, program, trains
 from tests.one_process.parts import data, loader, mlp, steps, train
@@ -244,44 +242,6 @@ def latents_of_samples(log: Log) -> Trained:
         optimizer.step()
         log(loss.item(), whole.grad.abs().sum(), whole.grad[index].sum())
     return [table, decoder, whole]
-
-
-@program
-def sgd_by_hand(log: Log) -> Trained:
-    w, b = torch.randn(6, 1, requires_grad=True), torch.zeros(1, requires_grad=True)
-    velocity = torch.zeros_like(w)
-    for x, y in loader(*data()):
-        loss = ((x @ w + b).tanh() - y).pow(2).mean()
-        loss.backward()
-        w.data -= 0.1 * w.grad.data
-        with torch.no_grad():
-            velocity.mul_(0.9).add_(w.grad)
-            w -= 0.05 * velocity
-            b.copy_(b - 0.1 * b.grad)
-        w.grad.zero_()
-        b.grad = None
-        log(loss.item(), w)
-    return [w, b]
-
-
-@program
-def averaged_models(log: Log) -> Trained:
-    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
-    ema = copy.deepcopy(net)
-    averaged = AveragedModel(net)
-    decaying = AveragedModel(net, avg_fn=lambda a, b, n: 0.9 * a + 0.1 * b, use_buffers=True)
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(net(x), y) + 0.1 * F.mse_loss(net(x), ema(x).detach())
-
-    for loss in steps(SGD(net.parameters(), 0.1), loss_of):
-        averaged.update_parameters(net)
-        decaying.update_parameters(net)
-        for (_, a), b in zip(ema.state_dict().items(), net.state_dict().values()):
-            a.copy_(a * 0.9 + b * 0.1) if a.is_floating_point() else a.copy_(b)
-        log(loss.item())
-    update_bn(loader(*data(), shuffle=False), averaged)
-    return [net, ema, averaged, decaying]
 
 
 @program

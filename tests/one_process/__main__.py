@@ -1,0 +1,11 @@
+"""Runs programs of all files, by names such as `gpus.plain` (see runner.py)."""
+
+from tests.one_process import changing, gpus, hostile, idioms, layouts
+from tests.one_process.runner import Programs, main
+
+PROGRAMS = Programs()
+for file in (idioms, hostile, gpus, layouts, changing):
+    PROGRAMS.update({f"{file.__name__.rpartition('.')[2]}.{name}": made for name, made in file.PROGRAMS.items()})
+
+if __name__ == "__main__":
+    main(PROGRAMS)
