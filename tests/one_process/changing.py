@@ -398,5 +398,16 @@ def _decoder(net: Net, step: int, optimizer: torch.optim.Optimizer) -> None:
 
 program("queries", _decoder, lambda net, y: y + net.decoder(y, net.settings["num"]))
 
+
+def _norm(net: Net, step: int, optimizer: torch.optim.Optimizer) -> None:
+    if step == 0:
+        net.norm = nn.BatchNorm1d(8)
+        optimizer.add_param_group({"params": net.norm.parameters()})
+
+
+# Each of the two runs that prove a capture must get BatchNorm's result as it was before it is written to.
+program("relu_in_place_after_batchnorm", _norm, lambda net, y: F.relu(net.norm(y), inplace=True))
+program("written_after_batchnorm", _norm, lambda net, y: net.norm(y).add_(1))
+
 if __name__ == "__main__":
     main(PROGRAMS)
