@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ddpshim.data.batch import accumulate as accumulate
     from ddpshim.data.batch import on_device as on_device
     from ddpshim.data.loader import make_loader as make_loader
-    from ddpshim.data.loader_builder import scale_lr as scale_lr
+    from ddpshim.data.loader import scale_lr as scale_lr
     from ddpshim.data.node_memory import shared_arrays as shared_arrays
     from ddpshim.evaluation.dealing import deal as deal
     from ddpshim.evaluation.evaluating import evaluate as evaluate
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ddpshim.job.group import cleanup as cleanup
     from ddpshim.job.group import setup as setup
     from ddpshim.job.group import world as world
-    from ddpshim.job.noise import split_random_streams as split_random_streams
+    from ddpshim.job.streams import split_random_streams as split_random_streams
     from ddpshim.job.world import World as World
     from ddpshim.launch.spawning import spawn as spawn
     from ddpshim.model.guard import check_equal_steps as check_equal_steps
@@ -49,14 +49,13 @@ if TYPE_CHECKING:
 _NAMES = {
     "checkpoint.resume": ("Resumable",),
     "data.batch": ("accumulate", "on_device"),
-    "data.loader": ("make_loader",),
-    "data.loader_builder": ("scale_lr",),
+    "data.loader": ("make_loader", "scale_lr"),
     "data.node_memory": ("shared_arrays",),
     "evaluation.dealing": ("deal",),
     "evaluation.evaluating": ("evaluate",),
     "failures.failure": ("abort",),
     "job.group": ("cleanup", "setup", "world"),
-    "job.noise": ("split_random_streams",),
+    "job.streams": ("split_random_streams",),
     "job.world": ("World",),
     "launch.spawning": ("spawn",),
     "model.guard": ("check_equal_steps", "watch"),

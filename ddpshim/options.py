@@ -98,11 +98,6 @@ class Options:
         "false: ranks do not unpickle objects that other ranks send (`World.gather`, `broadcast`, `run_on_main`)",
     )
     per_rank_batch: bool = option(False, _FLAG, "batch sizes are per rank, not global")
-    noise: str = option(
-        "one_process",
-        choice("one_process", "per_rank"),
-        "one_process: each rank gets its rows of the noise of one process; per_rank: it has its own random streams",
-    )
     exact: Optional[int] = option(
         None,
         _or_none(_WHOLE),

@@ -29,8 +29,8 @@ from ddpshim.data.numbered import Enterable, order_of, restore_generators
 from ddpshim.errors import CheckpointError, DataError, SyncError
 from ddpshim.failures import preemption
 from ddpshim.job.group import cleanup, on_cleanup, world
-from ddpshim.job.noise import draws_alike
 from ddpshim.job.running import Running
+from ddpshim.job.streams import draws_alike
 from ddpshim.model import guard, sharding
 from ddpshim.process import observed
 from ddpshim.process.devices import computes_on

@@ -19,12 +19,12 @@ from typing import Any, Callable, Optional
 
 import torch
 
-from ddpshim.data.dataset_fingerprint import on_each_rank
-from ddpshim.errors import DataError
+from ddpshim.errors import DataError, WorldError
+from ddpshim.failures import failure
 from ddpshim.job.group import world as current_world
 from ddpshim.job.world import World
 from ddpshim.process import machine
-from ddpshim.process.say import size
+from ddpshim.process.say import described, size
 
 _ALIGNMENT = 64
 _SHARED_MEMORY = "/dev/shm"
@@ -167,3 +167,23 @@ def _make(num_bytes: int) -> int:
             descriptor = os.dup(file.fileno())
     os.ftruncate(descriptor, num_bytes)  # pages are allocated when they are filled
     return descriptor
+
+
+def on_each_rank(here: World, what: str, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Return the result of `function` on each rank (collective); an exception on one rank is raised on all."""
+    error: Optional[BaseException] = None
+    value = None
+    try:
+        value = function(*args)
+    except BaseException as raised:  # raised below, because the other ranks wait in the gather
+        error = raised
+    failed = None if error is None else (isinstance(error, DataError), described(error), str(error))
+    everyones = here.gather((value, failed))
+    if error is not None:
+        raise error
+    for rank, (_, problem) in enumerate(everyones):
+        if problem is not None:
+            is_ours, shown, text = problem
+            lost = f"rank {rank} could not {what} ({shown}); rank {here.rank} would hang. See that rank's traceback."
+            raise failure.caused_by(rank, DataError(f"on rank {rank}: {text}") if is_ours else WorldError(lost))
+    return [value for value, _ in everyones]

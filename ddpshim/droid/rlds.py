@@ -14,11 +14,9 @@ from typing import Any, Callable, Optional
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddpshim.data.dataset_fingerprint import refuse_unlike
 from ddpshim.data.loader import make_loader
-from ddpshim.data.loader_builder import divide
 from ddpshim.errors import DataError
-from ddpshim.job.world import World, world_of_shares
+from ddpshim.job.world import World, world
 from ddpshim.process.job import derive_seed
 from ddpshim.process.replaced import replaced
 
@@ -35,7 +33,7 @@ def make_dataset_from_rlds(name: str, data_dir: str, **options: Any) -> tuple[An
     """
     from octo.data import dataset as octo_data
 
-    make = octo_data.make_dataset_from_rlds if not world_of_shares().is_launched else _share_maker(octo_data)
+    make = octo_data.make_dataset_from_rlds if not world().is_launched else _share_maker(octo_data)
     return make(name, data_dir, **options)  # type: ignore[no-any-return]
 
 
@@ -59,7 +57,7 @@ def make_interleaved_dataset(
     """
     from octo.data import dataset as octo_data
 
-    if world_of_shares().is_launched:
+    if world().is_launched:
         dataset = _make_shares(octo_data, dataset_kwargs_list, sample_weights, {"train": train, **options})
     else:
         dataset = octo_data.make_interleaved_dataset(dataset_kwargs_list, sample_weights, train=train, **options)
@@ -86,7 +84,7 @@ def num_samples(dataset: Any) -> int:
                 "length is unknown"
             )
         dataset = inputs[0]
-    return int(dataset.num_frames) // world_of_shares().world_size
+    return int(dataset.num_frames) // world().world_size
 
 
 def loader(dataset: Any, batch_size: int, **options: Any) -> DataLoader[Any]:
@@ -94,7 +92,7 @@ def loader(dataset: Any, batch_size: int, **options: Any) -> DataLoader[Any]:
 
     Iterating raises DataError if octo's filters left nothing of this rank's share of a dataset.
     """
-    here = world_of_shares()
+    here = world()
     if not here.is_launched:
         return DataLoader(dataset, batch_size=batch_size, **options)
     share = _Endless(dataset)
@@ -112,7 +110,7 @@ class _Endless(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         yield from self._dataset
-        here = world_of_shares()
+        here = world()
         raise DataError(
             f"The mixture ended on rank {here.rank}: filters (success, language) left this rank no trajectory of "
             f"one dataset; ranks would train on different mixtures. Use fewer than {here.world_size} ranks, or leave "
@@ -124,10 +122,10 @@ def _make_shares(octo_data: Any, dataset_kwargs_list: Any, sample_weights: Any, 
     import tensorflow as tf
     from dlimp import DLataset
 
-    here, share = world_of_shares(), {**options}
+    here, share = world(), {**options}
     share["shuffle_buffer_size"] = _divided(options["shuffle_buffer_size"], here.world_size)
     if options.get("batch_size") is not None:
-        share["batch_size"] = divide(options["batch_size"], here.world_size)
+        share["batch_size"] = _divided(options["batch_size"], here.world_size)
     for name in ("traj_transform_threads", "traj_read_threads"):
         if options.get(name) is not None:
             # octo requires at least one for each dataset
@@ -154,7 +152,7 @@ def _share_maker(octo_data: Any) -> Callable[..., Any]:
     """Return octo's make_dataset_from_rlds, limited to this rank's share; calling it is collective."""
     from dlimp import DLataset
 
-    make, read, here = octo_data.make_dataset_from_rlds, DLataset.from_rlds, world_of_shares()
+    make, read, here = octo_data.make_dataset_from_rlds, DLataset.from_rlds, world()
 
     def make_share(name: str, data_dir: str, **options: Any) -> Any:
         if options.get("dataset_statistics") is None:
@@ -183,7 +181,8 @@ def _share_of_split(builder: Any, split: Any, here: World) -> Any:
 
     num_examples = builder.info.splits[split].num_examples
     facts = {"data": builder.info.full_name, "split": str(split), "number of examples": num_examples}
-    refuse_unlike(here.gather(facts), "Give every rank the same split of the same data.")
+    if any(theirs != facts for theirs in here.gather(facts)):
+        raise DataError(f"Ranks have different splits ({here.gather(facts)}). Give every rank the same data.")
     if num_examples < here.world_size:
         raise DataError(
             f"Split {split} of {builder.info.full_name} has {num_examples} examples for {here.world_size} ranks; "

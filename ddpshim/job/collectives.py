@@ -17,7 +17,6 @@ from torch.autograd.function import once_differentiable
 
 from ddpshim.errors import DataError, WorldError
 from ddpshim.failures import failure
-from ddpshim.job.noise import at_hand
 from ddpshim.job.world import N, T, World, as_divisor
 from ddpshim.process import messages
 from ddpshim.process.job import current
@@ -89,15 +88,13 @@ class WorldOfRanks(World):
             return cast(N, mean.copy_(total_of_all / over_all))
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        if at_hand() is None:  # else they are shares of one batch, so all ranks have equally many rows
-            counted = torch.tensor([x.shape[0]], device=x.device)
-            counts = table(counted, group()).flatten().tolist()
-            if len(set(counts)) > 1:  # gloo would end the process
-                told = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
-                raise DataError(
-                    f"all_gather of different numbers of rows ({told}): they do not form one batch. Gather the rows of "
-                    "a batch inside the loop, while it is at hand; or sum over each rank's rows (World.mean_over)."
-                )
+        counts = table(torch.tensor([x.shape[0]], device=x.device), group()).flatten().tolist()
+        if len(set(counts)) > 1:  # gloo would end the process
+            told = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
+            raise DataError(
+                f"all_gather of different numbers of rows ({told}): they do not form one batch. Sum over each rank's "
+                "rows instead (World.mean_over)."
+            )
         gathered: torch.Tensor = RowsOfRanks.apply(x, self.rank, group())  # type: ignore[no-untyped-call]
         return gathered
 

@@ -64,9 +64,7 @@ def _redirect_output(folder: str) -> None:
 
 def _run(argv: Sequence[str]) -> None:
     patched = program.patched(argv)
-    has_shares = patched is not None and not program.holds_whole_batches(patched)
-    joined = contextlib.nullcontext() if has_shares else program.distributed(patched or argv)
-    with contextlib.ExitStack() as until, joined as start:
+    with contextlib.ExitStack() as until, program.distributed(patched or argv) as start:
         shared_pdb.share(until)
         if start is None:
             after_import("hydra.core.utils", _one_output_folder)

@@ -11,14 +11,11 @@ the sums of both are above zero, ranks disagree. They need no message of their o
 from __future__ import annotations
 
 import itertools
-import pickle
 import random
 import sys
 import zlib
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import mul
-from typing import Any, Callable, NamedTuple, Optional, Union
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Callable, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -26,12 +23,11 @@ from torch import nn
 
 from ddpshim.errors import SyncError
 from ddpshim.job.group import world
-from ddpshim.job.noise import Position, draws_alike, positions
+from ddpshim.job.streams import draws_alike
 from ddpshim.process import observed
 from ddpshim.process.devices import is_capturing
-from ddpshim.process.job import current
 from ddpshim.process.random_streams import digest
-from ddpshim.process.say import count, say, say_once
+from ddpshim.process.say import say
 
 OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
 _SYNCED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)  # their statistics are of all ranks
@@ -86,8 +82,6 @@ class Equality:
         # Buffers that only the main rank's broadcast makes equal.
         self._unsynced = [(m, name) for m in modules if not isinstance(m, _SYNCED) for name in m._buffers]
         self._own_buffers: Optional[torch.Tensor] = None
-        self._generators: dict[str, int] = {}  # hashes of their states at the last look
-        self._used_generators: list[str] = []
         self.sent: Any = None
 
     def tensors(self) -> Tensors:
@@ -123,7 +117,6 @@ class Equality:
                 [*self.tensors().items(), *self.companions().items()],
                 zlib.crc32(repr(self.settings()).encode()),
                 int(digest(), 16) if draws_alike() else 0,
-                self._look_at_generators(),
                 *seeds.values(),
             ],
             self._device,
@@ -150,7 +143,7 @@ class Equality:
 
     def _compare(self, seeds: list[str], numbers: list[list[int]], num_reductions: int) -> None:
         """Raise SyncError if `numbers`, of which each has a value for each rank, differ where they must not."""
-        (tensors, settings, streams, drawn), others = numbers[:4], numbers[4:]
+        (tensors, settings, streams), others = numbers[:3], numbers[3:]
         for name, of_ranks in zip(seeds, others):
             _refuse_equal_streams(name, of_ranks)
         if len({*streams}) > 1:
@@ -165,7 +158,6 @@ class Equality:
             return
         if world().is_main:
             self._name_own_buffers(others[len(seeds) :])
-            self._name_generators(drawn)
 
     def _name_own_buffers(self, numbers: list[list[int]]) -> None:
         """Print a line if each rank updated a buffer from its own share of the samples."""
@@ -174,29 +166,6 @@ class Equality:
             from ddpshim.failures.failure_notes import remedy
 
             say(f"buffer '{name}' of a {type(home).__name__} {remedy('buffer')}")
-
-    def _look_at_generators(self) -> int:
-        """Return a hash of the states of private generators that were used since the last call; 0 if none was. Local.
-
-        They are attributes of the network or of the main file. If one draws equally on all ranks, different samples get
-        the same noise, because ddpshim divides only the draws of torch's functions and numpy's global ones. This may be
-        intended (an equal decision), so it is only reported.
-        """
-        now = {name: zlib.crc32(_state(generator)) for name, generator in _generators_in(self.module)}
-        used = [name for name, state in now.items() if self._generators.get(name, state) != state]
-        self._generators, self._used_generators = now, used
-        return zlib.crc32(repr([(name, now[name]) for name in used]).encode()) if used else 0
-
-    def _name_generators(self, of_ranks: list[int]) -> None:
-        """Print once if two ranks have the same states."""
-        is_alike = len({*of_ranks}) < len(of_ranks) and of_ranks[0] != 0
-        # Where every rank runs the whole program, they should.
-        if is_alike and not current().holds_whole_batches:
-            say_once(
-                f"{', '.join(self._used_generators)} draws the same numbers on all ranks, so different samples get the "
-                "same noise, unlike in one process. Draw with torch's functions or numpy.random's, or seed it with "
-                "ddpshim.world().rank. If it is meant to decide something equally on all ranks, ignore this line"
-            )
 
 
 def _state_of(optimizers: Optimizers, module: nn.Module) -> Tensors:
@@ -254,104 +223,6 @@ def _refuse_equal_streams(name: str, seeds: list[int]) -> None:
                 "dropout, as if there were fewer samples. Seed before wrap_parallel, with ddpshim.setup(seed=), or "
                 "afterwards with a different seed on each rank. If equal noise is intended, draw it inside "
                 f"ddpshim.shared_random_streams(seed) ({OPT_OUT})."
-            )
-
-
-def _generators_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    numpy = sys.modules.get("numpy")
-    kinds: tuple[Any, ...] = (random.Random, *(() if draws_alike() else (torch.Generator,)))
-    if numpy is not None:
-        kinds += (numpy.random.Generator, numpy.random.RandomState)
-    holders = [(f"a {type(child).__name__}", vars(child)) for child in module.modules()]
-    for holder, held in (*holders, ("the program", vars(sys.modules["__main__"]))):
-        for name, value in list(held.items()):
-            if isinstance(value, kinds) and not isinstance(value, random.SystemRandom):  # which has no state
-                yield f"the generator '{name}' of {holder}", value
-
-
-def _state(generator: Any) -> bytes:
-    """Return the state that determines its next draws."""
-    return bytes(generator.get_state().tolist()) if isinstance(generator, torch.Generator) else pickle.dumps(generator)
-
-
-class _Sent(NamedTuple):
-    """A rank's position in a pass. It becomes text only for an error, because that costs time in every pass."""
-
-    where: list[tuple[Position, str]]
-    num_steps: Optional[int]
-    rates: Sequence[float]
-
-    def __str__(self) -> str:
-        from ddpshim.failures.failure_notes import remedy
-
-        batches = []
-        for at, called in self.where:
-            num_samples = "" if at.num_samples is None else f" over {at.num_samples} samples"
-            batches.append(f"step {at.step} of epoch {at.epoch} of {called}{num_samples}")
-        said = ", ".join(batches) or remedy("a batch")
-        if self.num_steps is not None:
-            said += f", after {count(self.num_steps, 'optimizer step')}"
-        return said + (f" (the last at learning rate {', '.join(map(str, self.rates))})" if self.rates else "")
-
-
-class StepAgreement:
-    """The numbers that one wrapper adds to its reductions.
-
-    Attributes:
-        leave_out: whether a rank left a parameter out in the last pass that was read.
-    """
-
-    def __init__(self, network: str, number: int, device: torch.device) -> None:
-        """`number` identifies the network in the job, so that crossed messages of two networks are found."""
-        self._network, self._number, self._is_on_cpu = network, number, device.type == "cpu"
-        self._sent_for = _Sent([], None, ())
-        self._pending: deque[tuple[Any, torch.Tensor, _Sent]] = deque()
-        self.leave_out = False
-
-    def fill(self, entries: torch.Tensor, num_steps: int, rates: Sequence[float], leaves_out: bool) -> None:
-        """Write this rank's numbers into the last `NUM_SENT` of `entries`, which are on the CPU. Local."""
-        where = positions()
-        self._sent_for = _Sent(where, num_steps, rates)
-        number = zlib.crc32(repr((self._number, [position for position, _ in where], num_steps, [*rates])).encode())
-        low, high = number & 255, number >> 8 & 255
-        bits = [float(leaves_out), *_BITS[low], *_BITS[high], *_BITS[255 - low], *_BITS[255 - high]]
-        entries[-NUM_SENT:].copy_(torch.tensor(bits, device="cpu"))
-
-    def read(self, entries: torch.Tensor) -> None:
-        """Raise SyncError on all ranks if they are not at the same step, from the reduced `entries`.
-
-        On a GPU those of an earlier pass are read.
-        """
-        if self._is_on_cpu:
-            self._judge(entries[-NUM_SENT:].tolist(), self._sent_for)
-            return
-        copied = torch.empty(NUM_SENT, dtype=entries.dtype, pin_memory=entries.is_cuda, device="cpu")
-        copied.copy_(entries[-NUM_SENT:], non_blocking=True)
-        arrived: Optional[Any] = torch.cuda.Event() if entries.is_cuda else None
-        if arrived is not None:
-            arrived.record()
-        self._pending.append((arrived, copied, self._sent_for))
-        if len(self._pending) <= _DELAY:
-            return
-        arrived, copied, sent_for = self._pending.popleft()
-        if arrived is not None and not arrived.query():  # the host is `_DELAY` passes ahead
-            arrived.synchronize()
-        self._judge(copied.tolist(), sent_for)
-
-    def _judge(self, numbers: list[float], sent_for: _Sent) -> None:
-        leave_out, bits, opposites = numbers[0], numbers[1 : 1 + _NUM_BITS], numbers[1 + _NUM_BITS :]
-        self.leave_out = leave_out > 0
-        if any(map(mul, bits, opposites)):
-            here = world()
-            of_ranks = here.gather_with_deadline(
-                "positions", f"{sent_for}, network {self._number}", _MEETING_DEADLINE_S
-            )
-            where = "; ".join(f"rank {rank}: {said}" for rank, said in of_ranks.items())
-            from ddpshim.failures.failure_notes import remedy
-
-            raise SyncError(
-                f"ranks reduced gradients of different steps or networks in a backward pass of {self._network}. "
-                f"{where}. {remedy('same steps')} ({OPT_OUT})."
             )
 
 

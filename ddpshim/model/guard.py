@@ -27,7 +27,7 @@ from ddpshim.process.observed import observe
 from ddpshim.process.say import say
 
 if TYPE_CHECKING:
-    from ddpshim.model.reducer import DistributedModule
+    from ddpshim.model.ddp import DistributedModule
     from ddpshim.model.sharding import ShardedModule
 
     Reduced = Union[DistributedModule, ShardedModule]

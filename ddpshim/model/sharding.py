@@ -18,11 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpshim.errors import SyncError
-from ddpshim.job import noise
 from ddpshim.job.group import world
 from ddpshim.model import backward, guard
 from ddpshim.model.broadcasting import Buffers, broadcast_state
-from ddpshim.model.reducer import Wrapped
 from ddpshim.model.wrapper import BareModule
 from ddpshim.process.job import current
 from ddpshim.process.observed import observe
@@ -77,7 +75,7 @@ class ShardedModule(BareModule):
         module.register_state_dict_post_hook(_put_together)
         module.register_load_state_dict_pre_hook(_divide)
         guard.own(self, [p for p in self._parts.values() if p.requires_grad])
-        backward.watch(current().part(Wrapped).unfinished)
+        backward.watch(lambda: None)
         current().part(backward.Passes).after.append(self._after_pass)
         sharding = current().part(_Sharding)
         sharding.networks.append(self)
@@ -121,8 +119,6 @@ class ShardedModule(BareModule):
                     "ranks would train different models. Return tensors, or name the method that returns the loss: "
                     'wrap_parallel(policy, shard=["compute_loss"]).'
                 )
-        if not self.num_reductions:
-            noise.begin_training(self._name, current().part(backward.Passes).losses)
         self.num_reductions += 1
         if self._buffers_to_send is not None:
             self._buffers_to_send.start()

@@ -16,10 +16,10 @@ from ddpshim.errors import SyncError
 from ddpshim.job.world import World
 from ddpshim.model import guard
 from ddpshim.model.broadcasting import broadcast_state
-from ddpshim.model.reducer import DistributedModule, average
+from ddpshim.model.ddp import DistributedModule
+from ddpshim.model.mean_gradients import MeanGradients
 from ddpshim.model.wrapper import BareModule, Transparent
 from ddpshim.process.job import current
-from ddpshim.process.observed import observe
 from ddpshim.process.replaced import replaced
 
 _BUCKET_CAP_MB = 25.0  # the default of torch's DDP
@@ -35,7 +35,6 @@ def wrap(module: nn.Module, here: World, *, shard: Union[bool, Sequence[str]], s
     if here.options.exact is not None:  # the program holds whole batches: `ddpshim.rows.pieces` adds up gradients
         return _without_reduction(module)
     if current().next_number("wrapped networks") == 0:
-        observe(current().at_end, before_step=_share_loss)
         _refuse_ddp_around_wrapped()
         if here.options.guard:
             guard.watch_optimizers()
@@ -52,9 +51,13 @@ def wrap(module: nn.Module, here: World, *, shard: Union[bool, Sequence[str]], s
         return _without_reduction(module)
     if ddp["bucket_cap_mb"] is None:
         ddp["bucket_cap_mb"] = best_bucket_cap_mb(module, dist.get_backend())
-    if current().holds_whole_batches:  # a program for one process may keep gradients over the next backward pass
-        ddp["gradient_as_bucket_view"] = False
-    return DistributedModule(module, **ddp)
+    if current().holds_whole_batches:
+        return MeanGradients(module, ddp["bucket_cap_mb"], ddp["broadcast_buffers"])
+    hook, state = ddp.pop("comm_hook"), ddp.pop("comm_hook_state")
+    made = DistributedModule(module, **ddp)
+    if hook is not None:
+        made.register_comm_hook(state, hook)
+    return made
 
 
 def check_kind(module: nn.Module, is_alone: bool) -> None:
@@ -117,30 +120,6 @@ def best_bucket_cap_mb(module: nn.Module, backend: str) -> float:
         return _BUCKET_CAP_MB
     num_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     return min(max(num_bytes / 16 / 2**20, 1.0), _BUCKET_CAP_MB)
-
-
-def _share_loss(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    """Return the arguments of an optimizer's step (LBFGS) with a closure that returns the mean of the ranks' losses.
-
-    Local; the closure is then collective. A line search on a rank's own loss would stop at a different point on each
-    rank. None, so that nothing changes, without a closure or if no wrapper reduces a parameter of the optimizer.
-    """
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
-        return None
-    device = next((p.device for group in optimizer.param_groups for p in group["params"] if guard.is_owned(p)), None)
-    if device is None:
-        return None
-
-    @functools.wraps(closure)
-    def shared(*args: Any, **kwargs: Any) -> Any:
-        loss = closure(*args, **kwargs)
-        if not isinstance(loss, (float, torch.Tensor)) or (isinstance(loss, torch.Tensor) and loss.numel() != 1):
-            return loss
-        mean = average(torch.as_tensor(loss, dtype=torch.float64).detach().to(device))
-        return mean.to(loss.dtype).to(loss.device) if isinstance(loss, torch.Tensor) else mean.item()
-
-    return ((args[0], shared, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": shared})
 
 
 def _refuse_ddp_around_wrapped() -> None:

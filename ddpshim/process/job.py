@@ -32,7 +32,6 @@ class Job:
         timeout: how long training collectives wait, if `setup` made the group.
         num_collectives: how many collectives the default group had made when the job began; None if unknown.
         has_networks: whether `wrap_parallel` was called, so that all ranks have the main rank's weights.
-        has_own_batches: whether ranks train on batches that are not shares of one process's, each with its own noise.
         is_split: whether ranks have random streams of their own.
         holds_whole_batches: whether every rank runs one program, with whole batches (`setup(batch="global")`): draws,
             and gradients that no backward pass reduced, are then equal on all ranks.
@@ -47,7 +46,7 @@ class Job:
         self.group: Any = None
         self.control: Any = None
         self.timeout: Optional[timedelta] = None
-        self.has_networks = self.has_own_batches = self.is_split = self.holds_whole_batches = False
+        self.has_networks = self.is_split = self.holds_whole_batches = False
         self.watched: Optional[Watched] = None
         self.num_collectives: Optional[int] = None
         self.before_end, self.at_end = contextlib.ExitStack(), contextlib.ExitStack()

@@ -26,12 +26,13 @@ import torch
 from ddpshim.errors import RolloutError
 from ddpshim.evaluation import environments
 from ddpshim.evaluation.dealing import Deal, render_on_own_gpu
-from ddpshim.job.world import World, world_of_shares
+from ddpshim.job.world import World, world
 from ddpshim.process import messages
-from ddpshim.process.job import derive_seed, seed_everything
+from ddpshim.process.job import current, derive_seed, seed_everything
 from ddpshim.process.random_streams import shared_random_streams
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
+from ddpshim.rows.tensor import Counts
 
 
 def deal_episodes(make: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
@@ -42,7 +43,7 @@ def deal_episodes(make: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
     upstream gives the i-th environment the same seed on every rank, and later its generators cannot be reached, in
     another process. Local; without a launcher returns `make`.
     """
-    here = world_of_shares()
+    here = world()
     if not here.is_launched:
         return list(make)
     episodes = [range(here.rank * len(make) + i, sys.maxsize, here.world_size * len(make)) for i in range(len(make))]
@@ -94,7 +95,7 @@ def rollout_with_stats(
     """
     import robomimic.utils.train_utils as TrainUtils
 
-    here = world_of_shares()
+    here = world()
     if not here.is_launched:
         return (*TrainUtils.rollout_with_stats(policy=policy, envs=envs, **options), {})
     render_on_own_gpu(here)  # robocasa makes its environments during this call
@@ -240,7 +241,7 @@ class _RolloutsOfEpoch:
         start = time.time()
         # The parts of a vector environment seed themselves, see `deal_episodes`.
         seeding = contextlib.nullcontext() if _is_vector(env) else environments.seeded(env, seed_of_env, is_checked)
-        with shared_random_streams(seed), seeding as shown:
+        with current().part(Counts).alone(), shared_random_streams(seed), seeding as shown:
             result = TrainUtils.run_rollout(
                 policy=self.policy, env=env, horizon=horizon, video_writer=writer, **self.options
             )

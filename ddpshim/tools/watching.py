@@ -30,12 +30,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ddpshim.checkpoint import progress_folder
-from ddpshim.job import noise
-from ddpshim.job.noise import Share, Sharing
 from ddpshim.launch.rank import run_as_main
 from ddpshim.process.job import current
 from ddpshim.process.observed import live_modules, observe
-from ddpshim.process.random_streams import rank_states, restore_rank_states
+from ddpshim.process.random_streams import rank_states
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 from ddpshim.process.users_line import users_line
@@ -112,25 +110,6 @@ def losses_of(tensors: Any) -> list[torch.Tensor]:
     return [root for root in ([tensors] if hasattr(tensors, "numel") else tensors) if root.numel() == 1]
 
 
-class Placed(Share):
-    """A share whose samples have known places in the one process's batch, of whose noise a rank gets its rows."""
-
-    places: list[int]  # of its rows
-    num_whole: int  # samples of the one process's batch
-    told: Callable[[], None]  # called at each draw
-
-    def own(self, num: int) -> list[int]:
-        each = num // self.num_whole
-        return [place * each + i for place in self.places for i in range(each)]
-
-    def whole(self, shape: Sequence[int], dimension: Optional[int]) -> list[int]:
-        return [size // self.num_rows * self.num_whole if i == dimension else size for i, size in enumerate(shape)]
-
-    def rows(self, drawn: Any, dimension: int) -> Any:
-        self.told()
-        return super().rows(drawn, dimension)
-
-
 class RankRecorder(StepRecorder):
     """Records the steps of a process of a proof."""
 
@@ -147,8 +126,6 @@ class RankRecorder(StepRecorder):
         self._eps = 0.0  # of the coarsest dtype of a backward pass so far
         self._stepping: Any = None
         self._is_due = self._has_begun = self._has_drawn = self._has_unseen_state = False
-        self._sharing = Sharing()  # of the noise that is imposed
-        self._of_one: Optional[dict[int, list[dict[str, Any]]]] = None  # step -> batches of the one process
 
     def __enter__(self) -> None:
         self._leave_no_traces()
@@ -156,7 +133,6 @@ class RankRecorder(StepRecorder):
 
         @functools.wraps(begin)
         def begin_and_record(loader: Any) -> Any:
-            self._sharing.share = None  # the sampler's draws are not for samples of a batch
             batches = begin(loader)
             self._num_passes += 1
             self._passes[getattr(batches, "_batches", batches)] = _about_pass(loader, self._num_passes)
@@ -203,37 +179,9 @@ class RankRecorder(StepRecorder):
         if self._run == ONE:
             path = self._folder / f"states_{self._num_batches}.pt"
             torch.save(progress_folder.plain_content(own, path, is_trusted=False), path)
-        elif is_own:
-            self._impose(samples or [])
-
-    def _impose(self, samples: list[str]) -> None:
-        """Impose the noise that the one process drew for these samples, if one of its batches of this step had them."""
-        if self._of_one is None:
-            self._of_one = {}
-            for record in read(self._folder, ONE):
-                if record["kind"] == "batch":
-                    self._of_one.setdefault(record["t"], []).append(record)
-            self._undo.enter_context(noise.names_replaced(self._sharing))
-        self._sharing.share = None
-        for theirs in self._of_one.get(self._num_steps, ()):
-            places = _places(samples, theirs["samples"] or [], self._rank, self._settings.num_ranks)
-            if places is not None:
-                states = progress_folder.read_plain(self._folder / f"states_{theirs['number']}.pt", is_trusted=False)
-                restore_rank_states(states, _device())
-                placed = Placed(self._rank, self._settings.num_ranks, len(places))
-                placed.places, placed.num_whole, placed.told = places, len(theirs["samples"]), self._see_draw
-                self._sharing.share = placed
-                return
-        self._write("own noise")
 
     def _see_end_of_batch(self, batches: Any) -> None:
         self._see_state()
-        self._sharing.share = None  # the next draws are the loader's
-
-    def _see_draw(self) -> None:
-        if not self._has_drawn:
-            self._has_drawn = True
-            self._write("draw", place=users_line())
 
     # Outputs
 
@@ -409,7 +357,7 @@ def _beside(held: Mapping[int, list[Any]]) -> Iterator[tuple[str, Any]]:
 
 def _ranks_share_draws() -> bool:
     """Whether ddpshim gives ranks one process's draws: then no noise is imposed, and this is tested."""
-    return current().world is not None and (current().holds_whole_batches or current().part(Sharing).is_on)
+    return current().world is not None and current().holds_whole_batches
 
 
 def _is_of_all_ranks(batch: Any, size: int) -> bool:
@@ -419,28 +367,6 @@ def _is_of_all_ranks(batch: Any, size: int) -> bool:
     from ddpshim.rows.loader import Fetched
 
     return not (isinstance(batch, Fetched) and batch.num_rows != size)
-
-
-def _places(own: list[str], every: list[str], rank: int, num_ranks: int) -> Optional[list[int]]:
-    """Return the index in `every` of each sample of `own`; None if one is missing.
-
-    A sample that occurs several times takes one of this rank's rows (every `num_ranks`-th). If it has none there, it
-    takes a row of another rank, and each rank starts with a different one.
-    """
-    found: dict[str, list[int]] = {}
-    for place_of_it, name in enumerate(every):
-        found.setdefault(name, []).append(place_of_it)
-    out, seen = [], dict.fromkeys(own, 0)
-    for name in own:
-        if name not in found:
-            return None
-        dealt = [i for i in found[name] if i % num_ranks == rank]
-        others = [i for i in found[name] if i % num_ranks != rank]
-        first = rank % max(1, len(others))
-        places = [*dealt, *others[first:], *others[:first]]
-        out.append(places[seen[name] % len(places)])
-        seen[name] += 1
-    return out or None
 
 
 def _device() -> torch.device:

@@ -27,14 +27,11 @@ from ddpshim.checkpoint.progress_folder import (
 )
 from ddpshim.checkpoint.resume import Resumable, Stateful
 from ddpshim.data.numbered import Enterable
-from ddpshim.errors import WorldError
-from ddpshim.job.group import on_cleanup, setup, world
-from ddpshim.job.noise import draws_alike
-from ddpshim.job.world import world_of_shares
+from ddpshim.job.group import on_cleanup, world
 from ddpshim.model import guard
 from ddpshim.observe.recording import Recorder
 from ddpshim.process import observed
-from ddpshim.process.job import current, derive_seed, seed_everything
+from ddpshim.process.job import current
 from ddpshim.process.random_streams import rank_states
 from ddpshim.process.say import say, say_once
 
@@ -80,24 +77,9 @@ class Session:
         self._epoch = _CurrentPass(0, "training", None, None)
         self._noted: Optional[Mapping[str, Any]] = None  # metrics of the last step that are not read yet
 
-    def begin(self, config: Mapping[str, Any], seed: int, first_epoch: int = 0) -> None:
-        """Compare the config between ranks, then seed this one (collective, once, before networks).
-
-        Args:
-            config: config of the run, may be nested; every value is compared.
-            seed: the same on all ranks, for networks and the order of samples.
-            first_epoch: the trainer's number of its first epoch.
-
-        Raises WorldError, on all ranks, if a rank's value differs from the main rank's.
-        """
-        self.first_epoch = first_epoch
-        if world_of_shares().is_launched:
-            _check_same_config(config)
-            setup(seed=seed)
-
     def open(self, folder: checkpoint.PathLike) -> None:
         """Keep records and progress in the existing `folder` (collective)."""
-        here = world_of_shares()
+        here = world()
         self._folder = Path(folder, FOLDER)
         if here.is_launched and here.options.record:
             self.recorder = Recorder(folder)
@@ -132,7 +114,7 @@ class Session:
         is_repeated = variables.RESUME_FROM in os.environ  # a part of a certified run
         if (self.goes_on or is_repeated) and training.restore(later_than=(training.epoch, 0)):
             return (training.epoch + self.first_epoch, *training.values["best so far"])
-        if start_epoch > self.first_epoch and draws_alike():
+        if start_epoch > self.first_epoch:
             self._restore_streams(start_epoch)
         return (start_epoch, *best_so_far)
 
@@ -181,8 +163,6 @@ class Session:
         batches: Any = loader
         if here.is_launched:
             num_steps = len(loader) if num_steps is None else num_steps
-            if not draws_alike():
-                seed_everything(derive_seed(here.seed or 0, "rank", here.rank, phase, epoch))
             if isinstance(loader, Enterable):
                 loader.set_epoch((epoch - self.first_epoch) * math.ceil(num_steps / len(loader)))
             here.barrier()
@@ -200,7 +180,7 @@ class Session:
             start = training.step if training.epoch == number else 0
             training.values["best so far"] = copy.deepcopy(best_so_far)
             self._metrics = _Metrics(training.values.get("metrics", {}) if start else {})
-            if not start and draws_alike():
+            if not start:
                 self._keep_streams(epoch)
             total = num_steps or 0  # not None, since `progress` exists only in a launched job
             batches, num_steps = _Batches(loader, lambda: training.steps(loader, number, total)), total - start
@@ -231,7 +211,7 @@ class Session:
 
         Raises SyncError if ranks made different numbers of steps.
         """
-        here, epoch, own, metrics = world_of_shares(), self._epoch, log, self._of_this_pass()
+        epoch, own, metrics = self._epoch, log, self._of_this_pass()
         self._look_at_noted()
         if self.recorder is not None:
             self.recorder.stop_counting()
@@ -239,12 +219,8 @@ class Session:
             if self.progress is not None and epoch.num_steps is not None:
                 self.progress.end_epoch(epoch.num_steps)
             guard.check_equal_steps(f"epoch {epoch.number}")
-        if here.world_size > 1:
-            log = {key: float(value) for key, value in here.mean(log).items()}
-            whole = metrics.of_whole_batches(epoch.batch_size)
-            log.update({key: _mean(values) for key, values in whole.items() if key in log})
         if metrics.before:
-            log = {**log, **{key: _mean(values) for key, values in metrics.joined(epoch.batch_size).items()}}
+            log = {**log, **{key: _mean(values) for key, values in metrics.joined().items()}}
         if self.recorder is not None:
             self.recorder.write_epoch(epoch.number, epoch.phase, own, None if log is own else log)
         return log
@@ -260,7 +236,7 @@ class Session:
     def _join_metrics(self) -> None:
         self._look_at_noted()
         if self.progress is not None:
-            self.progress.values["metrics"] = self._metrics.joined(self._epoch.batch_size)
+            self.progress.values["metrics"] = self._metrics.joined()
 
     def _close_loggers(self) -> None:
         for logger in self._loggers:
@@ -328,74 +304,12 @@ class _Metrics:
         for key, value in metrics.items():
             self._now.setdefault(key, []).append(float(value))
 
-    def of_whole_batches(self, num_rows: Optional[int]) -> dict[str, list[float]]:
-        """Return each step's maxima, minima and deviations of the global batch: metrics named ...max, min, std.
-
-        Collective. A deviation is computed from the ranks' deviations (unbiased, as torch.std) and from the metric with
-        "mean" in place of "std" in its name; assumes one number per sample. `num_rows`: batch size of this process.
-        """
-        here, own = world_of_shares(), self._now
-        asked = [key for key in own if key.endswith(("max", "min", "std")) and here.world_size > 1]
-        asked += [key[:-3] + "mean" for key in asked if key.endswith("std") and key[:-3] + "mean" in own]
-        if not asked:
-            return {}
-        of_ranks = here.gather({key: own[key] for key in asked})
-        out = {}
-        for key in asked:
-            steps = [*zip(*(own[key] for own in of_ranks))]
-            if key.endswith(("max", "min")):
-                out[key] = [max(step) if key.endswith("max") else min(step) for step in steps]
-            elif key.endswith("std") and num_rows and num_rows > 1 and key[:-3] + "mean" in of_ranks[0]:
-                means = zip(*(own[key[:-3] + "mean"] for own in of_ranks))
-                out[key] = [_deviation(step, mean, num_rows) for step, mean in zip(steps, means)]
-        return out
-
-    def joined(self, num_rows: Optional[int]) -> dict[str, list[float]]:
-        """Return each metric of the global batch in all steps so far (collective)."""
-        here, now = world_of_shares(), dict(self._now)
-        if here.world_size > 1:
-            of_ranks = here.gather(now)
-            now = {key: [*map(_mean, zip(*(own[key] for own in of_ranks)))] for key in now}
-            now.update(self.of_whole_batches(num_rows))
-        return {**self.before, **{key: [*self.before.get(key, ()), *values] for key, values in now.items()}}
+    def joined(self) -> dict[str, list[float]]:
+        """Return each metric of all steps so far. Local."""
+        return {**self.before, **{key: [*self.before.get(key, ()), *values] for key, values in self._now.items()}}
 
 
 def _mean(values: Sequence[float]) -> float:
     """Return the mean, by numpy if the trainer has it, which then computes its own means so."""
     numpy = sys.modules.get("numpy")
     return math.fsum(values) / len(values) if numpy is None else float(numpy.mean(values))
-
-
-def _deviation(deviations: Sequence[float], means: Sequence[float], num: int) -> float:
-    """Return the standard deviation of all numbers, from the deviation and mean of each group of `num`."""
-    mean = math.fsum(means) / len(means)
-    inside = math.fsum(deviation**2 * (num - 1) for deviation in deviations)
-    between = math.fsum((of_group - mean) ** 2 * num for of_group in means)
-    return math.sqrt((inside + between) / (num * len(means) - 1))
-
-
-def _check_same_config(config: Mapping[str, Any]) -> None:
-    """Raise WorldError, on all ranks, if a value of `config` differs from the main rank's (collective)."""
-    here, own = world(), _flattened(config)
-    mains = here.broadcast(own)
-    odd = [
-        f"{name} is {mains.get(name, 'absent')} on rank 0 and {own.get(name, 'absent')} on rank {here.rank}"
-        for name in {**mains, **own}
-        if mains.get(name) != own.get(name)
-    ]
-    found: list[str] = next(filter(None, here.gather(odd)), [])
-    if found:
-        more = f", and {len(found) - 3} more differ" if len(found) > 3 else ""
-        raise WorldError(
-            f"{', '.join(found[:3])}{more}; ranks would train different experiments, or hang. Give every rank the same "
-            "config file."
-        )
-
-
-def _flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return the values of nested mappings as text, by dotted name."""
-    flattened = {}
-    for key, value in config.items():
-        is_section = isinstance(value, Mapping) and value
-        flattened.update(_flattened(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": repr(value)})
-    return flattened

@@ -28,7 +28,6 @@ from ddpshim import adapters, variables
 from ddpshim.errors import OptionsError, SyncError
 from ddpshim.failures import unsynced_check
 from ddpshim.job.group import cleanup, setup, world
-from ddpshim.job.noise import draws_alike
 from ddpshim.job.world import World
 from ddpshim.process.after_import import after_import
 from ddpshim.process.job import Job, current
@@ -113,11 +112,6 @@ def _set_up(seed: Optional[int] = None, **given: Any) -> World:
         raise
     if seed is None:
         here = setup(seed=here.broadcast(int(os.environ.get(variables.SEED) or secrets.randbits(62))))
-    if not draws_alike():
-        raise OptionsError(
-            f"noise={here.options.noise}: a program that every rank runs whole draws its data splits and evaluations "
-            "on each rank, and these would differ. Leave the option out."
-        )
     for name in ("per_rank_batch", "lr_rule"):
         if name in here.options.changed():
             raise OptionsError(

@@ -21,11 +21,9 @@ from typing import Callable, NoReturn, Optional
 
 from ddpshim import adapters, variables
 from ddpshim.errors import LaunchError, OptionsError
-from ddpshim.options import FLAGS
 from ddpshim.process.after_import import after_import
 from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.say import say
-from ddpshim.variables import PREFIX
 
 _MOST_FILES = 2000
 _UNREAD = {*sys.builtin_module_names, "ddpshim"}  # packages whose files say nothing about the program
@@ -68,36 +66,7 @@ def patched(argv: Sequence[str]) -> Optional[Sequence[str]]:
     from ddpshim.trainers import patching_in_memory
 
     module, rest = (argv[1], argv[2:]) if is_module else (patching_in_memory.module_of(argv[0]), argv[1:])
-    if module is None or (_is_exact() and adapters.function(module.partition(".")[0], "batch_size") is None):
-        return None  # the set's calls may not know programs that hold whole batches
-    return ["-m", module, *rest] if patching_in_memory.patch_program(module) else None
-
-
-def holds_whole_batches(argv: Sequence[str]) -> bool:
-    """Whether the patched program `argv` ("-m", module, ...) must hold whole batches: its ranks get no equal shares.
-
-    So it is with the option `exact`, and if the ranks do not divide the batch. Local.
-    """
-    if _is_exact():
-        return True
-    asked = adapters.function(argv[1].partition(".")[0], "batch_size")
-    size, num_ranks = None if asked is None else asked(argv[2:]), read_launch_env(os.environ).world_size
-    if size is None or size % num_ranks == 0 or FLAGS.get(_option("PER_RANK_BATCH")):
-        return False
-    if read_launch_env(os.environ).rank == 0:
-        say(
-            f"{num_ranks} ranks do not divide the batch of {size}: each holds the whole batch and computes its rows. A "
-            "number of ranks that divides it is faster for small networks"
-        )
-    return True
-
-
-def _is_exact() -> bool:
-    return _option("EXACT") not in ("", "none", "null")
-
-
-def _option(name: str) -> str:
-    return os.environ.get(f"{PREFIX}{name}", "").strip().lower()
+    return ["-m", module, *rest] if module is not None and patching_in_memory.patch_program(module) else None
 
 
 @contextlib.contextmanager
