@@ -22,18 +22,12 @@ from ddpshim.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from ddpshim.checkpoint.resume import Resumable as Resumable
-    from ddpshim.data.batch import accumulate as accumulate
-    from ddpshim.data.batch import on_device as on_device
-    from ddpshim.data.loader import make_loader as make_loader
-    from ddpshim.data.loader import scale_lr as scale_lr
-    from ddpshim.data.node_memory import shared_arrays as shared_arrays
     from ddpshim.evaluation.dealing import deal as deal
     from ddpshim.evaluation.evaluating import evaluate as evaluate
     from ddpshim.failures.failure import abort as abort
     from ddpshim.job.group import cleanup as cleanup
     from ddpshim.job.group import setup as setup
     from ddpshim.job.group import world as world
-    from ddpshim.job.streams import split_random_streams as split_random_streams
     from ddpshim.job.world import World as World
     from ddpshim.launch.spawning import spawn as spawn
     from ddpshim.model.guard import check_equal_steps as check_equal_steps
@@ -44,18 +38,24 @@ if TYPE_CHECKING:
     from ddpshim.observe.recording import record as record
     from ddpshim.options import Options as Options
     from ddpshim.process.random_streams import shared_random_streams as shared_random_streams
+    from ddpshim.robomimic.node_memory import shared_arrays as shared_arrays
+    from ddpshim.shares.batch import accumulate as accumulate
+    from ddpshim.shares.batch import on_device as on_device
+    from ddpshim.shares.loader import make_loader as make_loader
+    from ddpshim.shares.loader import scale_lr as scale_lr
+    from ddpshim.shares.streams import split_random_streams as split_random_streams
 
 # Loaded on first use: `patch` must not wait for torch, whose import takes seconds.
 _NAMES = {
     "checkpoint.resume": ("Resumable",),
-    "data.batch": ("accumulate", "on_device"),
-    "data.loader": ("make_loader", "scale_lr"),
-    "data.node_memory": ("shared_arrays",),
+    "shares.batch": ("accumulate", "on_device"),
+    "shares.loader": ("make_loader", "scale_lr"),
+    "robomimic.node_memory": ("shared_arrays",),
     "evaluation.dealing": ("deal",),
     "evaluation.evaluating": ("evaluate",),
     "failures.failure": ("abort",),
     "job.group": ("cleanup", "setup", "world"),
-    "job.streams": ("split_random_streams",),
+    "shares.streams": ("split_random_streams",),
     "job.world": ("World",),
     "launch.spawning": ("spawn",),
     "model.guard": ("check_equal_steps", "watch"),

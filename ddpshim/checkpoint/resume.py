@@ -25,12 +25,10 @@ from ddpshim.checkpoint.progress_folder import (
     read_plain,
     restore_streams,
 )
-from ddpshim.data.numbered import Enterable, order_of, restore_generators
 from ddpshim.errors import CheckpointError, DataError, SyncError
 from ddpshim.failures import preemption
 from ddpshim.job.group import cleanup, on_cleanup, world
 from ddpshim.job.running import Running
-from ddpshim.job.streams import draws_alike
 from ddpshim.model import guard, sharding
 from ddpshim.process import observed
 from ddpshim.process.devices import computes_on
@@ -39,6 +37,8 @@ from ddpshim.process.launch_env import EXIT_REQUEUE
 from ddpshim.process.observed import observe
 from ddpshim.process.random_streams import rank_states
 from ddpshim.process.say import count, say, say_on_main
+from ddpshim.shares.passes import Enterable, order_of, restore_generators
+from ddpshim.shares.streams import draws_alike
 
 _LOOK_EVERY_S = 0.5
 _STEPS_UNTIL_HEARD = 1  # gradients keep ranks within one step of each other: by then all have reported

@@ -12,7 +12,7 @@ from typing import Any, Optional
 from torch.utils.data import IterableDataset
 
 import ddpshim.robomimic.calls as adapter
-from ddpshim.data.numbered import Enterable, order_of
+from ddpshim.shares.passes import Enterable, order_of
 
 
 class Epochs(Enterable):

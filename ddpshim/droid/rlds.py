@@ -14,11 +14,11 @@ from typing import Any, Callable, Optional
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddpshim.data.loader import make_loader
 from ddpshim.errors import DataError
 from ddpshim.job.world import World, world
 from ddpshim.process.job import derive_seed
 from ddpshim.process.replaced import replaced
+from ddpshim.shares.loader import make_loader
 
 
 def make_dataset_from_rlds(name: str, data_dir: str, **options: Any) -> tuple[Any, dict[str, Any]]:

@@ -35,7 +35,7 @@ _SECTIONS = (
     ("ddpshim/robomimic/rollout.py", "", "a rollout"),
     ("robomimic/utils/train_utils.py", "rollout_with_stats", "a rollout"),
     ("robomimic/utils/train_utils.py", "save_model", "a save"),
-    ("ddpshim/data/node_memory.py", "", "reading a dataset"),
+    ("ddpshim/robomimic/node_memory.py", "", "reading a dataset"),
     ("ddpshim/robomimic/node_cache.py", "", "reading a dataset"),
     ("ddpshim/robomimic/datasets.py", "", "reading a dataset"),
     ("robomimic/utils/dataset.py", "load_dataset_in_memory", "reading a dataset"),

@@ -23,11 +23,11 @@ from torch import nn
 
 from ddpshim.errors import SyncError
 from ddpshim.job.group import world
-from ddpshim.job.streams import draws_alike
 from ddpshim.process import observed
 from ddpshim.process.devices import is_capturing
 from ddpshim.process.random_streams import digest
 from ddpshim.process.say import say
+from ddpshim.shares.streams import draws_alike
 
 OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
 _SYNCED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)  # their statistics are of all ranks

@@ -101,7 +101,7 @@ def wrap_parallel(
         )
     current().has_networks = True
     if here.is_launched:
-        from ddpshim.job.streams import split_random_streams
+        from ddpshim.shares.streams import split_random_streams
 
         split_random_streams()
     if here.options.precision != "float32":  # forward in training mode then uses it

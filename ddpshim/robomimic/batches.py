@@ -78,7 +78,7 @@ def attach(dataset: Any) -> Optional[str]:
 
 
 class WindowFetcher(NamedTuple):
-    """Implements `ddpshim.data.loader_builder.Fetcher` for one dataset."""
+    """Implements `ddpshim.shares.loader_builder.Fetcher` for one dataset."""
 
     dataset: Any
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from ddpshim.data import node_memory
 from ddpshim.job.world import world
 from ddpshim.process.say import say_once
-from ddpshim.robomimic import batches, node_cache
+from ddpshim.robomimic import batches, node_cache, node_memory
 
 
 def load_data_for_training(config: Any, obs_keys: Any, **options: Any) -> tuple[Any, Any]:

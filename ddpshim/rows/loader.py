@@ -20,15 +20,6 @@ import torch
 from torch.utils import data as torch_data
 
 from ddpshim import adapters
-from ddpshim.data.numbered import (
-    Enterable,
-    Numbered,
-    SampleStreams,
-    generator_states,
-    restore_generators,
-    start_worker,
-    without_lists,
-)
 from ddpshim.errors import DataError
 from ddpshim.job.group import world
 from ddpshim.model import guard
@@ -38,7 +29,9 @@ from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say_once
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
+from ddpshim.rows.samples import Numbered, SampleStreams, start_worker, without_lists
 from ddpshim.rows.tensor import Counts, Rows, leaves
+from ddpshim.shares.passes import Enterable, generator_states, restore_generators
 
 T_co = TypeVar("T_co", covariant=True)
 

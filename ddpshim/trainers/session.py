@@ -26,7 +26,6 @@ from ddpshim.checkpoint.progress_folder import (
     restore_streams,
 )
 from ddpshim.checkpoint.resume import Resumable, Stateful
-from ddpshim.data.numbered import Enterable
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.model import guard
 from ddpshim.observe.recording import Recorder
@@ -34,6 +33,7 @@ from ddpshim.process import observed
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import rank_states
 from ddpshim.process.say import say, say_once
+from ddpshim.shares.passes import Enterable
 
 M = TypeVar("M", bound=Mapping[str, Any])
 

@@ -151,7 +151,7 @@ def test_no_circle_of_imports_has_more_than_three_files() -> None:
 
 CONSTRUCTORS = {"tensor", "empty", "zeros", "ones", "arange", "full", "randperm", "rand", "randn", "randint", "eye"}
 # torch's loader draws seeds where the user's default is.
-LIKE_TORCHS_LOADER = {"data.sharded_loader": 1, "data.numbered": 1}
+LIKE_TORCHS_LOADER = {"rows.samples": 1}
 
 
 def test_tensors_are_made_where_they_belong() -> None:
@@ -168,11 +168,11 @@ def _made_anywhere(source: str) -> list[str]:
 
 def test_the_check_of_imports_can_fail() -> None:
     assert _wrong_imports("job.group", "from ddpshim.model.parallel import wrap_parallel") == ["ddpshim.model.parallel"]
-    assert _wrong_imports("job.group", "def f():\n    from ddpshim import data") == ["ddpshim.data"]
+    assert _wrong_imports("job.group", "def f():\n    from ddpshim import rows") == ["ddpshim.rows"]
     assert _wrong_imports("options", "from ddpshim.job import group") == ["ddpshim.job"]
     assert _wrong_imports("launch.rank", "from ddpshim.tools import check") == ["ddpshim.tools"]
     assert _wrong_imports("launch.rank", "def f():\n    from ddpshim.tools import check") == []
-    assert _wrong_imports("data.loader", "from ddpshim.robomimic import batches") == ["ddpshim.robomimic"]
+    assert _wrong_imports("shares.loader", "from ddpshim.robomimic import batches") == ["ddpshim.robomimic"]
     if ALLOWED:
         assert _wrong_imports("job.group", "def f():\n    import numpy") == ["numpy"]
         assert _wrong_imports("robomimic.rollout", "import robomimic") == ["robomimic"]
@@ -193,8 +193,6 @@ def test_public_names() -> None:
 OF_THE_PROCESS = {
     "adapters.packages": "what is installed",
     "checkpoint.files._writer": "a thread, for as long as it may have files to write",
-    "data.sharded_loader._with_workers": "torch's iterators, for as long as somebody holds them",
-    "data.sharded_loader._dismiss_workers_with": "what is done at the end of the process",
     "tools.sketches._signs": "a function of a number",
     "job.process_group._kept": "groups that torch before 2.8 cannot end",
     "job.process_group._worlds": "how many there were: a store keeps the keys of the one before",
@@ -326,7 +324,7 @@ def test_the_readme_is_short_and_robomimics_page_runs_what_the_example_writes(
 CEILINGS = {"plain": 1662, "launched": 7280, "run": 13060}
 PACKAGE_CEILING = 26971
 OF_A_LAUNCHED_TRAINER = {
-    *("adapters", "errors", "lazy", "options", "variables", "version", "process", "failures", "job", "model", "data"),
+    *("adapters", "errors", "lazy", "options", "variables", "version", "process", "failures", "job", "shares", "model"),
 }
 
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ddpshim import droid as adapter
-from ddpshim.data.loader import make_loader
 from ddpshim.model.parallel import wrap_parallel
 from ddpshim.process.random_streams import rank_states, restore_rank_states
+from ddpshim.shares.loader import make_loader
 from evidence.equivalence import Run, largest_difference
 from tests.droid import (
     BATCH_SIZE,

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from ddpshim.data.batch import OnDevice
 from ddpshim.job.world import World
 from ddpshim.observe.report import load, verdict
 from ddpshim.options import Options
 from ddpshim.robomimic import algo, calls
+from ddpshim.shares.batch import OnDevice
 from ddpshim.trainers.session import Session
 from evidence.equivalence import (
     VALIDATION,

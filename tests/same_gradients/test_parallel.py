@@ -17,6 +17,7 @@ from typing import Any, Callable
 
 import pytest
 import torch
+from ddpshim.model.reducer import _FirstGradient
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -24,7 +25,6 @@ import ddpshim
 from ddpshim.errors import SyncError
 from ddpshim.job.process_group import ENDS_THREADS
 from ddpshim.model import backward, guard, reducer
-from ddpshim.model.reducer import _FirstGradient
 from ddpshim.model.wrapper import BareModule, new_keys
 from ddpshim.model.wrapping import best_bucket_cap_mb
 from ddpshim.process.devices import moved

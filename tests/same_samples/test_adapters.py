@@ -14,10 +14,10 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from ddpshim import adapters
-from ddpshim.data.loader import make_loader
 from ddpshim.job.world import World
 from ddpshim.launch.runner import Launch, problems_of_program
 from ddpshim.robomimic import adapter as robomimic
+from ddpshim.shares.loader import make_loader
 
 
 class Squares(Dataset):  # type: ignore[type-arg]

@@ -7,6 +7,8 @@ import re
 import numpy as np
 import pytest
 import torch
+from ddpshim.data.sharded_loader import ShardedLoader
+from ddpshim.shares.loader_builder import scale_lr
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -19,14 +21,12 @@ from torch.utils.data import (
 )
 
 import ddpshim
-from ddpshim.data.loader import make_loader
-from ddpshim.data.loader_builder import scale_lr
-from ddpshim.data.numbered import without_lists
-from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
 from ddpshim.job.world import World
 from ddpshim.options import Options
 from ddpshim.process import say
+from ddpshim.rows.samples import without_lists
+from ddpshim.shares.loader import make_loader
 from tests.ranks import own_rows, run_ranks
 
 

@@ -17,13 +17,12 @@ import torch
 from torch.utils.data import default_collate
 
 import ddpshim
-from ddpshim.data import node_memory
-from ddpshim.data.node_memory import shared_arrays
 from ddpshim.errors import DataError, WorldError
 from ddpshim.job.world import World
 from ddpshim.options import Options
 from ddpshim.process import machine, say
-from ddpshim.robomimic import batches, datasets, node_cache
+from ddpshim.robomimic import batches, datasets, node_cache, node_memory
+from ddpshim.robomimic.node_memory import shared_arrays
 from tests import sequences as demos
 from tests.ranks import _server, run_ranks
 

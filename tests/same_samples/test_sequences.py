@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, default_collate
 
 import ddpshim
 from ddpshim import adapters
-from ddpshim.data.loader import make_loader
 from ddpshim.job.world import World
 from ddpshim.process import say
 from ddpshim.robomimic import batches as sequences
 from ddpshim.robomimic import datasets, node_cache
+from ddpshim.shares.loader import make_loader
 from tests import sequences as demos
 from tests.preloaded import environment
 from tests.preloaded_commands import python

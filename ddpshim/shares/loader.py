@@ -10,12 +10,12 @@ from typing import Any, Callable, Optional, cast
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from ddpshim.data.numbered import Enterable, EpochCounter, layers
 from ddpshim.errors import DataError
 from ddpshim.job.group import current_or_new_world
 from ddpshim.job.world import World
 from ddpshim.process.job import current, derive_seed
 from ddpshim.process.say import count, say_once
+from ddpshim.shares.passes import Enterable, EpochCounter, layers
 
 
 def make_loader(
