@@ -64,7 +64,8 @@ def _redirect_output(folder: str) -> None:
 
 def _run(argv: Sequence[str]) -> None:
     patched = program.patched(argv)
-    with contextlib.ExitStack() as until, program.distributed(patched or argv) as start:
+    joined = program.distributed(argv) if patched is None else contextlib.nullcontext()  # which joins by itself
+    with contextlib.ExitStack() as until, joined as start:
         shared_pdb.share(until)
         if start is None:
             after_import("hydra.core.utils", _one_output_folder)

@@ -1,4 +1,4 @@
-"""Finds networks of an Algo that train together, and its state for resuming; reads its numbers without waits.
+"""Holds the state of an Algo for resuming, and reads the norms of its gradients at once.
 
 robomimic is imported inside the functions only.
 """
@@ -107,8 +107,7 @@ def flat(made: Any) -> list[Any]:
 def norms_read_at_once() -> Iterator[None]:
     """In this block, robomimic's `backprop_for_loss` reads all norms at once, if its code is known. Local.
 
-    Upstream reads the norm of every gradient separately, 94 in a step of a transformer. Here they are summed on the
-    GPU, and all numbers of a step's log are copied together (`read_later`), while the next step is computed.
+    Upstream reads the norm of every gradient separately, 94 in a step of a transformer: a GPU waits for each.
     """
     import robomimic.utils.torch_utils as TorchUtils
 
@@ -127,7 +126,7 @@ def backprop_for_loss(
     max_grad_norm: Optional[float] = None,
     retain_graph: bool = False,
 ) -> Any:
-    """Do the same as upstream's; the returned sum of squared norms is, on a GPU, a tensor that has not been read."""
+    """Do the same as upstream's, but read all norms at once. Local."""
     optim.zero_grad()
     loss.backward(retain_graph=retain_graph)
     if max_grad_norm is not None:
@@ -138,10 +137,8 @@ def backprop_for_loss(
     return total
 
 
-def _sum_of_squares(gradients: list[torch.Tensor]) -> Any:
+def _sum_of_squares(gradients: list[torch.Tensor]) -> float:
     kinds = {(g.device, g.dtype, g.layout) for g in gradients}
     if len(kinds) != 1 or gradients[0].is_sparse:
         return sum(g.norm(2).pow(2).item() for g in gradients)
-    squares = torch.stack(torch._foreach_norm(gradients, 2)).pow(2)
-    # Python adds doubles one after the other; a GPU adds in another order, which changes the 16th digit.
-    return sum(squares.tolist()) if squares.device.type == "cpu" else squares.double().sum()
+    return sum(torch.stack(torch._foreach_norm(gradients, 2)).pow(2).tolist())

@@ -1,11 +1,13 @@
 """Implements the functions that robomimic's patch sets call: resuming, and rollouts on all ranks.
 
-The numbers need none of them: after `start` every rank holds whole batches (`setup(batch="global")`). Without a
-launcher every function here does exactly what the replaced line did. robomimic is imported inside the functions only.
+The numbers need none of them: `ddpshim.setup(batch="global")`, a set's first patch, makes every rank run the whole
+program with whole batches. Without a launcher each function does exactly what the line did that it replaces. robomimic
+is imported inside the functions only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -18,7 +20,6 @@ from ddpshim.evaluation.dealing import render_on_own_gpu
 from ddpshim.evaluation.evaluating import exact_interval
 from ddpshim.failures import preemption
 from ddpshim.failures.failure import abort
-from ddpshim.job.group import setup
 from ddpshim.job.world import world
 from ddpshim.observe.recording import numbers
 from ddpshim.process import observed
@@ -28,24 +29,12 @@ from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 from ddpshim.robomimic import rollout
 from ddpshim.robomimic.algo import AlgoState, algos, norms_read_at_once
-from ddpshim.trainers.session import FOLDER, session, wants_to_go_on
-
-
-class _RunOfRobomimic:
-    """State that the calls of one job's training share, beside its session."""
-
-    state: Optional[AlgoState] = None
-
-
-def start(config: Any) -> None:
-    """Join the job (collective, once, before other calls). Rollouts are seeded by the config's seed."""
-    setup(**({} if current().holds_whole_batches else {"batch": "global"}), seed=config.train.seed)
-    render_on_own_gpu(world())
-    session().first_epoch = 1
+from ddpshim.robomimic.session import FOLDER, session, wants_to_go_on
+from ddpshim.variables import RANK_LOGS
 
 
 def get_exp_dir(config: Any, **options: Any) -> Any:
-    """Return the experiment's directories (collective).
+    """Return the experiment's directories (collective; before other calls, and before environments are made).
 
     If a launcher or scheduler has started this job before (or with the option resume=always, or upstream's `--resume`),
     they are those of the last start that saved its progress, and the user is not asked; if that start has finished,
@@ -54,12 +43,25 @@ def get_exp_dir(config: Any, **options: Any) -> Any:
 
     Raises LaunchError if upstream asks about an existing directory while standard input is closed.
     """
-    newest = world().run_on_main(_newest_start, config, options.get("resume", False))
+    here, training = world(), session()
+    if not here.is_main and RANK_LOGS not in os.environ:  # torchrun shows what each rank prints, which is the same
+        discarded = current().at_end.enter_context(open(os.devnull, "w"))
+        current().at_end.enter_context(contextlib.redirect_stdout(discarded))
+    render_on_own_gpu(here)
+    training.seed, training.first_epoch = config.train.seed, 1
+    newest = here.run_on_main(_newest_start, config, options.get("resume", False))
     if newest is not None and not options.get("resume"):
         leave_if_finished(newest / FOLDER)
-    directories, session().goes_on = _get_exp_dir(config, options, newest)
-    session().open(Path(directories[0]).parent)  # where config.json will be
+    training.goes_on = newest is not None and here.run_on_main(lambda: find_progress(newest / FOLDER) is not None)
+    directories = _existing(config, options, newest) if training.goes_on else _made(config, options)
+    training.open(Path(directories[0]).parent)  # where config.json will be
     return directories
+
+
+class _RunOfRobomimic:
+    """State that the calls of one job's training share, beside its session."""
+
+    state: Optional[AlgoState] = None
 
 
 def finish() -> None:
@@ -78,10 +80,10 @@ def has_checkpoint(resume: bool, *paths: str) -> bool:
     return any(os.path.exists(path) for path in paths) if resume and session().goes_on else resume
 
 
-def resume(model: Any, start_epoch: int, *best_so_far: Any) -> tuple[Any, ...]:
-    """Call `Session.resume` for all state of an Algo that training changes (collective)."""
+def resume(model: Any, data_logger: Any, start_epoch: int, *best_so_far: Any) -> tuple[Any, ...]:
+    """Call `Session.resume` for all state of an Algo that training changes, and of its DataLogger (collective)."""
     state = current().part(_RunOfRobomimic).state = AlgoState(model)
-    return session().resume({"algo": state}, start_epoch, *best_so_far)
+    return session().resume({"algo": state}, data_logger, start_epoch, *best_so_far)
 
 
 def run_epoch(
@@ -97,14 +99,18 @@ def run_epoch(
     import robomimic.utils.train_utils as TrainUtils
 
     training, state, validates = session(), current().part(_RunOfRobomimic).state, options.get("validate", False)
-    log_info = model.log_info
+    here, log_info = world(), model.log_info
     batches, left = training.begin_epoch(data_loader, epoch, num_steps, validates=validates, best_so_far=best_so_far)
     trains = training.progress is not None and not validates
-    if world().is_launched:
+    if here.is_launched:
         _restore_counters(model, epoch, len(data_loader) if num_steps is None else num_steps)
     if trains and state is not None:
         state.release()
-    with norms_read_at_once(), replaced(model, "log_info", lambda info: training.note_step(log_info(info))):
+    with contextlib.ExitStack() as meanwhile:
+        meanwhile.enter_context(here.autocast())  # also of the loss
+        if here.is_launched:
+            meanwhile.enter_context(norms_read_at_once())
+            meanwhile.enter_context(replaced(model, "log_info", lambda info: training.note_step(log_info(info))))
         ran = TrainUtils.run_epoch(model=model, data_loader=batches, epoch=epoch, num_steps=left, **options)
     logged = training.end_epoch(ran[0] if isinstance(ran, tuple) else ran)  # DROID's returns its iterator as well
     if trains and state is not None:
@@ -172,22 +178,25 @@ def _newest_start(config: Any, is_asked: bool) -> Optional[Path]:
     return next(reversed(_starts(config)), None) if wants_to_go_on(is_asked) else None
 
 
-def _get_exp_dir(config: Any, options: dict[str, Any], newest: Optional[Path]) -> tuple[Any, bool]:
-    """Return the directories, and whether they contain progress."""
+def _existing(config: Any, options: dict[str, Any], start: Path) -> tuple[Any, ...]:
+    """Return the directories of an earlier start, as upstream's function returns those that it makes. Local."""
+    in_some = ["vis"] if (start / "vis").is_dir() else []  # robocasa and DROID have it
+    folders: list[Any] = [str(start / name) for name in ("logs", "models", "videos", *in_some)]
+    if not config.experiment.save.enabled:
+        folders[1] = None
+    return (*folders, str(start)) if "resume" in options else tuple(folders)
+
+
+def _made(config: Any, options: dict[str, Any]) -> Any:
+    """Return the directories that upstream's function makes. The main rank asks whether to overwrite (collective)."""
     import robomimic.utils.train_utils as TrainUtils
 
     here = world()
-    if newest is not None and find_progress(newest / FOLDER) is not None:
-        in_some = ["vis"] if (newest / "vis").is_dir() else []  # robocasa and DROID have it
-        folders = [str(newest / name) for name in ("logs", "models", "videos", *in_some)]
-        if not config.experiment.save.enabled:
-            folders[1] = None  # type: ignore[call-overload]
-        return (*folders, str(newest)) if "resume" in options else tuple(folders), True
     if not here.is_launched:
-        return TrainUtils.get_exp_dir(config, **options), False
+        return TrainUtils.get_exp_dir(config, **options)
     # After a restart an existing directory is this job's own, from a start that saved nothing: keep it without asking.
     is_own = here.is_restarted and wants_to_go_on() and not options.get("resume")
-    about = "" if is_own or options.get("resume") else _about(_starts(config))
+    about = "" if is_own or options.get("resume") or not here.is_main else _about(_starts(config))
     if about:
         say(about)
 
@@ -201,8 +210,8 @@ def _get_exp_dir(config: Any, options: dict[str, Any], newest: Optional[Path]) -
                 "beginning, use another experiment.name, or remove that directory."
             ) from error
 
-    with replaced(TrainUtils, "input", (lambda prompt: "n") if is_own else ask):
-        return TrainUtils.get_exp_dir(config, **options), False
+    with replaced(TrainUtils, "input", lambda prompt: "n" if is_own else here.run_on_main(ask, prompt)):
+        return TrainUtils.get_exp_dir(config, **options)
 
 
 def _about(starts: list[Path]) -> str:

@@ -32,6 +32,7 @@ from ddpshim.process.job import current, derive_seed, seed_everything
 from ddpshim.process.random_streams import shared_random_streams
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
+from ddpshim.robomimic.session import session
 from ddpshim.rows.tensor import Counts
 
 
@@ -47,7 +48,7 @@ def deal_episodes(make: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
     if not here.is_launched:
         return list(make)
     episodes = [range(here.rank * len(make) + i, sys.maxsize, here.world_size * len(make)) for i in range(len(make))]
-    return [functools.partial(_make_seeded, one, own, here.seed or 0) for one, own in zip(make, episodes)]
+    return [functools.partial(_make_seeded, one, own, session().seed or 0) for one, own in zip(make, episodes)]
 
 
 def _make_seeded(make: Callable[[], Any], episodes: Iterable[int], seed: int) -> Any:
@@ -78,7 +79,7 @@ def rollout_with_stats(
     keeps or removes the videos.
 
     An episode's random numbers (torch's, numpy's and random's global generators, an environment's own from its seed,
-    and generators in its attributes) depend on the seed of the world, `epoch`, the environment's name and the episode.
+    and generators in its attributes) depend on the session's seed, `epoch`, the environment's name and the episode.
     If an environment has other randomness or remembers earlier episodes, its statistics depend on the number of ranks;
     where that can be detected, a message names it.
 
@@ -131,7 +132,7 @@ class _RolloutsOfEpoch:
 
     def run(self, envs: Union[Mapping[str, Any], Iterable[Any]]) -> tuple[dict[str, Any], dict[str, str]]:
         """Return upstream's statistics and paths of videos."""
-        seed = self.here.broadcast(torch.initial_seed() if self.here.seed is None else self.here.seed)
+        seed = self.here.broadcast(torch.initial_seed() if session().seed is None else session().seed)
         in_turn = not isinstance(envs, Mapping)
         logs: dict[str, Any] = {}
         try:

@@ -13,7 +13,6 @@ import torch
 
 import ddpshim
 from ddpshim.errors import WorldError
-from ddpshim.trainers.session import session
 from evidence.equivalence import largest_difference
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh
 from tests.ranks import run_ranks

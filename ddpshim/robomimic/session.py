@@ -60,6 +60,7 @@ class Session:
     """One training, from `begin` to `end`. Without a launcher it changes nothing in the trainer.
 
     Attributes:
+        seed: the trainer's seed.
         first_epoch: the trainer's number of its first epoch.
         goes_on: whether this start resumes from an earlier one.
         progress: saves the position in the training; None if progress is not saved.
@@ -67,12 +68,12 @@ class Session:
     """
 
     def __init__(self) -> None:
+        self.seed: Optional[int] = None
         self.first_epoch = 0
         self.goes_on = False
         self.progress: Optional[Resumable] = None
         self.recorder: Optional[Recorder] = None
         self._folder: Optional[Path] = None  # folder of the progress
-        self._loggers: list[Any] = []
         self._metrics, self._validation = _Metrics({}), _Metrics({})  # a save in validation keeps the training's
         self._epoch = _CurrentPass(0, "training", None, None)
         self._noted: Optional[Mapping[str, Any]] = None  # metrics of the last step that are not read yet
@@ -95,11 +96,9 @@ class Session:
         self.goes_on = world().run_on_main(lambda: wants_to_go_on() and find_progress(progress) is not None)
         return self.goes_on
 
-    def remember(self, logger: Any) -> None:
-        """Close `logger` before a signal ends the run, and save its `_data` with the progress. Local."""
-        self._loggers.append(logger)
-
-    def resume(self, objects: Mapping[str, Stateful], start_epoch: int, *best_so_far: Any) -> tuple[Any, ...]:
+    def resume(
+        self, objects: Mapping[str, Stateful], logger: Any, start_epoch: int, *best_so_far: Any
+    ) -> tuple[Any, ...]:
         """Return (epoch to start with, *best_so_far) from the progress of an earlier start, else as given (collective).
 
         From here on SIGTERM and SIGUSR1 make the ranks save and exit with code 75, and progress is saved regularly
@@ -108,8 +107,8 @@ class Session:
         here = world()
         if not here.is_launched or self._folder is None or here.options.resume == "never":
             return (start_epoch, *best_so_far)
-        kept = {**objects, "loggers": _Loggers(self._loggers)}
-        training = Resumable(self._folder, kept, before_save=self._join_metrics, before_exit=self._close_loggers)
+        kept = {**objects, "logger": _LoggerState(logger)}
+        training = Resumable(self._folder, kept, before_save=self._join_metrics, before_exit=logger.close)
         self.progress, training.epoch = training, start_epoch - self.first_epoch
         is_repeated = variables.RESUME_FROM in os.environ  # a part of a certified run
         if (self.goes_on or is_repeated) and training.restore(later_than=(training.epoch, 0)):
@@ -238,10 +237,6 @@ class Session:
         if self.progress is not None:
             self.progress.values["metrics"] = self._metrics.joined()
 
-    def _close_loggers(self) -> None:
-        for logger in self._loggers:
-            logger.close()
-
 
 class _CurrentPass(NamedTuple):
     """The current pass over data."""
@@ -252,21 +247,18 @@ class _CurrentPass(NamedTuple):
     batch_size: Optional[int]
 
 
-class _Loggers:
-    """Saves the data of loggers with the progress: robomimic's logs mean and maximum over all rollouts."""
+class _LoggerState:
+    """Saves the data of a logger with the progress: robomimic's logs mean and maximum over all rollouts."""
 
-    def __init__(self, loggers: list[Any]) -> None:
-        self._loggers = loggers
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
 
-    def _recording(self) -> list[Any]:
-        return [logger for logger in self._loggers if hasattr(logger, "_data")]
+    def state_dict(self) -> Any:
+        return getattr(self._logger, "_data", None)
 
-    def state_dict(self) -> list[Any]:
-        return [logger._data for logger in self._recording()]
-
-    def load_state_dict(self, state: list[Any]) -> None:
-        for logger, data in zip(self._recording(), state):
-            logger._data = data
+    def load_state_dict(self, state: Any) -> None:
+        if state is not None:
+            self._logger._data = state
 
 
 class _Batches:
