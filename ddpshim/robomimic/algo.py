@@ -140,5 +140,7 @@ def backprop_for_loss(
 def _sum_of_squares(gradients: list[torch.Tensor]) -> float:
     kinds = {(g.device, g.dtype, g.layout) for g in gradients}
     if len(kinds) != 1 or gradients[0].is_sparse:
-        return sum(g.norm(2).pow(2).item() for g in gradients)
-    return sum(torch.stack(torch._foreach_norm(gradients, 2)).pow(2).tolist())
+        squares = [g.norm(2).pow(2).item() for g in gradients]
+    else:
+        squares = torch.stack(torch._foreach_norm(gradients, 2)).pow(2).tolist()
+    return float(sum(squares))

@@ -45,15 +45,17 @@ def get_exp_dir(config: Any, **options: Any) -> Any:
     """
     here, training = world(), session()
     if not here.is_main and RANK_LOGS not in os.environ:  # torchrun shows what each rank prints, which is the same
-        discarded = current().at_end.enter_context(open(os.devnull, "w"))
-        current().at_end.enter_context(contextlib.redirect_stdout(discarded))
+        discarded = contextlib.redirect_stdout(open(os.devnull, "w"))  # noqa: SIM115 - until the job ends
+        current().at_end.enter_context(discarded)
     render_on_own_gpu(here)
     training.seed, training.first_epoch = config.train.seed, 1
     newest = here.run_on_main(_newest_start, config, options.get("resume", False))
     if newest is not None and not options.get("resume"):
         leave_if_finished(newest / FOLDER)
-    training.goes_on = newest is not None and here.run_on_main(lambda: find_progress(newest / FOLDER) is not None)
-    directories = _existing(config, options, newest) if training.goes_on else _made(config, options)
+    if newest is not None and here.run_on_main(find_progress, newest / FOLDER) is not None:
+        training.goes_on, directories = True, _existing(config, options, newest)
+    else:
+        directories = _made(config, options)
     training.open(Path(directories[0]).parent)  # where config.json will be
     return directories
 

@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Callable, Optional, Union
 
-import torch
-
 from ddpshim.errors import RolloutError
 from ddpshim.evaluation import environments
 from ddpshim.evaluation.dealing import Deal, render_on_own_gpu
@@ -48,7 +46,7 @@ def deal_episodes(make: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
     if not here.is_launched:
         return list(make)
     episodes = [range(here.rank * len(make) + i, sys.maxsize, here.world_size * len(make)) for i in range(len(make))]
-    return [functools.partial(_make_seeded, one, own, session().seed or 0) for one, own in zip(make, episodes)]
+    return [functools.partial(_make_seeded, one, own, session().seed) for one, own in zip(make, episodes)]
 
 
 def _make_seeded(make: Callable[[], Any], episodes: Iterable[int], seed: int) -> Any:
@@ -79,7 +77,7 @@ def rollout_with_stats(
     keeps or removes the videos.
 
     An episode's random numbers (torch's, numpy's and random's global generators, an environment's own from its seed,
-    and generators in its attributes) depend on the session's seed, `epoch`, the environment's name and the episode.
+    and generators in its attributes) depend on the trainer's seed, `epoch`, the environment's name and the episode.
     If an environment has other randomness or remembers earlier episodes, its statistics depend on the number of ranks;
     where that can be detected, a message names it.
 
@@ -132,7 +130,7 @@ class _RolloutsOfEpoch:
 
     def run(self, envs: Union[Mapping[str, Any], Iterable[Any]]) -> tuple[dict[str, Any], dict[str, str]]:
         """Return upstream's statistics and paths of videos."""
-        seed = self.here.broadcast(torch.initial_seed() if session().seed is None else session().seed)
+        seed = self.here.broadcast(session().seed)
         in_turn = not isinstance(envs, Mapping)
         logs: dict[str, Any] = {}
         try:

@@ -68,7 +68,7 @@ class Session:
     """
 
     def __init__(self) -> None:
-        self.seed: Optional[int] = None
+        self.seed = 0
         self.first_epoch = 0
         self.goes_on = False
         self.progress: Optional[Resumable] = None

@@ -15,8 +15,8 @@ from ddpshim.job.world import World
 from ddpshim.observe.report import load, verdict
 from ddpshim.options import Options
 from ddpshim.robomimic import algo, calls
+from ddpshim.robomimic.session import Session
 from ddpshim.shares.batch import OnDevice
-from ddpshim.trainers.session import Session
 from evidence.equivalence import (
     VALIDATION,
     Run,

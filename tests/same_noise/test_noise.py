@@ -34,7 +34,7 @@ from ddpshim.errors import SyncError
 from ddpshim.job import noise, shared_draws
 from ddpshim.options import Options
 from ddpshim.process.job import seed_everything
-from ddpshim.trainers.session import _Metrics
+from ddpshim.robomimic.session import _Metrics
 from tests.ranks import errors_of, own_rows, run_ranks
 
 pytestmark = pytest.mark.ranks
