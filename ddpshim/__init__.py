@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, Optional, TypedDict, Union
 
 from ddpshim import lazy, version
 from ddpshim.errors import (
@@ -21,12 +22,14 @@ from ddpshim.errors import (
 from ddpshim.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Unpack
+
     from ddpshim.checkpoint.resume import Resumable as Resumable
     from ddpshim.evaluation.dealing import deal as deal
     from ddpshim.evaluation.evaluating import evaluate as evaluate
     from ddpshim.failures.failure import abort as abort
     from ddpshim.job.group import cleanup as cleanup
-    from ddpshim.job.group import setup as setup
     from ddpshim.job.group import world as world
     from ddpshim.job.world import World as World
     from ddpshim.launch.spawning import spawn as spawn
@@ -54,7 +57,7 @@ _NAMES = {
     "evaluation.dealing": ("deal",),
     "evaluation.evaluating": ("evaluate",),
     "failures.failure": ("abort",),
-    "job.group": ("cleanup", "setup", "world"),
+    "job.group": ("cleanup", "world"),
     "shares.streams": ("split_random_streams",),
     "job.world": ("World",),
     "launch.spawning": ("spawn",),
@@ -79,18 +82,77 @@ __all__ = [
     "RolloutError",
     "SyncError",
     "WorldError",
-    *sorted(_HOMES),
+    *sorted([*_HOMES, "setup"]),
 ]
 
 
+class Arguments(TypedDict, total=False):
+    """What `setup` takes beside `batch`."""
+
+    seed: Optional[int]
+    device: Union[str, torch.device, None]
+    backend: Optional[str]
+    timeout_s: Optional[float]
+    side_timeout_s: Optional[float]
+    options: Optional[Options]
+
+
+def setup(*, batch: Literal["local", "global"] = "local", **given: Unpack[Arguments]) -> World:
+    """Return the World of this process; joins the job that the launcher's variables describe.
+
+    Collective under a launcher; in a plain `python train.py` it starts nothing, and both values of `batch` are one
+    process as it was. Reads the environment once and never changes it. Uses an existing process group if the program
+    made one. Calling it again returns the same World.
+
+    Args:
+        batch: what the program holds on several ranks.
+            "local": this rank's share of a batch, from `make_loader`, and gradients averaged by `wrap_parallel`:
+            torch's DistributedDataParallel as its users know it. The order of samples and the random numbers are then
+            others than those of one process.
+            "global": the whole batch, as with `nn.DataParallel`, for the numbers of one process: loader, loss, metrics
+            and files stay as they are, and networks compute on this rank's rows (`python -m ddpshim docs run`). Call
+            it before anything else.
+        seed: seeds torch, numpy and random *equally* on all ranks, so that networks start equal. With "local" each rank
+            gets random numbers of its own in the first `wrap_parallel`; with "global" ranks stay equal.
+        device: this rank's device; default its own GPU, else the CPU. "cuda" selects the rank's GPU.
+        backend: torch's name; default nccl if each rank has its own GPU, else gloo.
+        timeout_s: how long a rank waits for peers in the rendezvous and in a training collective.
+        side_timeout_s: how long ranks wait in World's own collectives while one rank works alone.
+        options: the run's options; default `Options.read()`, from DDPSHIM_* variables.
+
+    Raises:
+        LaunchError: launch variables are missing, malformed or contradictory, or the port is in use.
+        OptionsError: options or arguments are wrong, or options differ between ranks.
+        WorldError: called again with arguments that contradict the first call.
+    """
+    _check_arguments(batch, given)
+    if batch == "global":
+        from ddpshim.trainers.unedited import program
+
+        return program.join(**given)
+    from ddpshim.job import group
+
+    return group.join(**given)
+
+
+def _check_arguments(batch: str, given: Mapping[str, Any]) -> None:
+    """Check the torch version, and raise OptionsError for arguments that `setup` does not have. Local."""
+    version.check_torch()
+    if batch not in ("local", "global"):
+        raise OptionsError(
+            f"setup(batch={batch!r}): it is unclear what the program holds, and ranks would take a share for a whole "
+            'batch. Use "local" (this rank\'s share) or "global" (the whole batch).'
+        )
+    known = [*Arguments.__annotations__]
+    if unknown := [name for name in given if name not in known]:
+        raise OptionsError(
+            f"setup({unknown[0]}=...): there is no such argument, and the run would go on without it"
+            f"{lazy.nearest(unknown[0], [*known, 'batch'])}. Use {', '.join(['batch', *known])}; options of a run are "
+            "given as options=ddpshim.Options(...) or as DDPSHIM_* variables."
+        )
+
+
 if not TYPE_CHECKING:  # a type checker would take any name for one of these
-
-    def _join_with_whole_batches(**given: Any) -> Any:
-        from ddpshim.trainers.unedited.joining import join_edited
-
-        return join_edited(**given)
-
-    lazy.DOORS["global"] = _join_with_whole_batches
 
     def __getattr__(name: str) -> Any:
         if name in _HOMES:

@@ -9,7 +9,7 @@ from traceback import FrameSummary
 from types import FrameType
 from typing import NamedTuple, Optional
 
-from ddpshim.failures.failure_notes import remedy
+from ddpshim.failures.failure_notes import SAME_WAY
 from ddpshim.process.observed import Progress
 from ddpshim.process.say import count, ranks_called
 from ddpshim.process.users_line import is_torchs_or_ours, is_users, short, shown
@@ -177,7 +177,7 @@ def judge(standings: Standings, asker: int) -> Optional[Verdict]:
     if not (have_left or is_deadlock):
         return Verdict(named, f"{said}. {where}")
     why = f"; {ranks_called(named)} left the job" if have_left else ""
-    to_do = f"{remedy('same passes')} ({OPT_OUT})"
+    to_do = f"{SAME_WAY} ({OPT_OUT})"
     return Verdict(named, f"{said}{why}: ranks would hang until a timeout. {to_do}. {where}", ends_job=True)
 
 

@@ -67,12 +67,12 @@ class WorldOfRanks(World):
         place = zlib.crc32(what.encode(errors="backslashreplace"))
         lengths, places = zip(*pairs((own, place), self.world_size, group))
         if len(set(places)) > 1:
-            from ddpshim.failures.failure_notes import remedy
+            from ddpshim.failures.failure_notes import SAME_WAY
 
             where = self.gather_with_deadline("crossed", f"{what} at {users_line()}", CROSSED_DEADLINE_S)
             there = "; ".join(f"rank {rank} in {place}" for rank, place in where.items())
             raise WorldError(
-                f"ranks met in different collectives: {there}. Their values would be confused. {remedy('same calls')}."
+                f"ranks met in different collectives: {there}. Their values would be confused. {SAME_WAY}."
             )
         return list(lengths)
 

@@ -84,7 +84,7 @@ def say_nan(what: str) -> None:
 
     passes.has_nan = True
     said = f"{what} ({users_line()})"
-    if not job.holds_whole_batches and job.store is not None:
+    if not job.door.computes_alike and job.store is not None:
         rank = str(job.world.rank)
         job.store.set(f"NaN/{rank}", f"on rank {rank}, {said}")
         said = job.store.get(f"NaN/{claim(job.store, 'NaN', rank)}").decode()

@@ -9,7 +9,6 @@ from typing import Any, Optional
 import torch
 
 from ddpshim.errors import SyncError
-from ddpshim.failures.failure_notes import remedy
 from ddpshim.job.group import world
 from ddpshim.model.equality import INTEGERS, OPT_OUT, Tensors, kind_of
 from ddpshim.process import observed
@@ -18,6 +17,10 @@ from ddpshim.process.say import say
 
 _DEADLINE_S = 120.0  # after a common step ranks are only seconds apart
 
+SAME_STATE = (
+    "Build, load and change networks and optimizers equally on every rank, step schedulers with numbers of all ranks, "
+    "and let every gradient come from loss.backward()"
+)
 Facts = dict[str, Any]  # settings, and the numbers of tensors, by name
 
 
@@ -31,7 +34,7 @@ def refuse(when: str, settings: Mapping[str, str], tensors: Tensors) -> None:
     if found is not None:
         raise SyncError(
             f"{when} ranks hold different weights or settings: {found}. They train different models, and only the "
-            f"main rank's is saved. {remedy('same state')} ({OPT_OUT})."
+            f"main rank's is saved. {SAME_STATE} ({OPT_OUT})."
         )
 
 

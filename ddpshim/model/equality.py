@@ -163,9 +163,11 @@ class Equality:
         """Print a line if each rank updated a buffer from its own share of the samples."""
         pairs = (place for place, of_ranks in zip(self._unsynced, numbers) if len({*of_ranks}) > 1)
         for home, name in itertools.islice(pairs, 1):
-            from ddpshim.failures.failure_notes import remedy
-
-            say(f"buffer '{name}' of a {type(home).__name__} {remedy('buffer')}")
+            say(
+                f"buffer '{name}' of a {type(home).__name__} differed between ranks, and all get the main rank's. If "
+                "it is updated from each rank's own samples, update it from those of all ranks (ddpshim.world().mean, "
+                ".all_gather); if it is drawn, seed its generator"
+            )
 
 
 def _state_of(optimizers: Optimizers, module: nn.Module) -> Tensors:

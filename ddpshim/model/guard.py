@@ -221,7 +221,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     params, gradients = list(compress(params, have_gradients)), list(compress(gradients, have_gradients))
     owners = list(map(_watched().owners.get, map(id, params)))
     wrappers: Any = dict(zip(map(id, owners), owners)).values()
-    may_be_alone = current().holds_whole_batches
+    may_be_alone = current().door.computes_alike
     if None in wrappers and not may_be_alone:
         raise _alone(optimizer, params[owners.index(None)])
     rates = [rate for group in optimizer.param_groups if isinstance(rate := group.get("lr"), (int, float))]
@@ -263,7 +263,7 @@ def _check_reduced(optimizer: torch.optim.Optimizer, wrapped: Reduced, mine: Ite
             f"{step} after a backward pass of {name} under no_sync() or accumulate(is_last=False); ranks would step "
             "on different gradients. Use neither for the last backward pass before a step."
         )
-    if wrapped.num_reductions == 0 and not (current().holds_whole_batches or all(map(hasattr, mine, repeat(REDUCED)))):
+    if wrapped.num_reductions == 0 and not (current().door.computes_alike or all(map(hasattr, mine, repeat(REDUCED)))):
         raise SyncError(
             f"{step}: the gradients of {name} never went through a backward pass (torch.autograd.grad, or .grad "
             f"set by hand); ranks would train different models. Call loss.backward() ({OPT_OUT})."

@@ -16,8 +16,6 @@ from ddpshim.errors import SyncError
 from ddpshim.job.world import World
 from ddpshim.model import guard
 from ddpshim.model.broadcasting import broadcast_state
-from ddpshim.model.ddp import DistributedModule
-from ddpshim.model.mean_gradients import MeanGradients
 from ddpshim.model.wrapper import BareModule, Transparent
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
@@ -51,8 +49,10 @@ def wrap(module: nn.Module, here: World, *, shard: Union[bool, Sequence[str]], s
         return _without_reduction(module)
     if ddp["bucket_cap_mb"] is None:
         ddp["bucket_cap_mb"] = best_bucket_cap_mb(module, dist.get_backend())
-    if current().holds_whole_batches:
-        return MeanGradients(module, ddp["bucket_cap_mb"], ddp["broadcast_buffers"])
+    if (wrapper := current().door.wrapper) is not None:
+        return wrapper(module, ddp["bucket_cap_mb"], ddp["broadcast_buffers"])
+    from ddpshim.model.ddp import DistributedModule
+
     hook, state = ddp.pop("comm_hook"), ddp.pop("comm_hook_state")
     made = DistributedModule(module, **ddp)
     if hook is not None:
@@ -154,12 +154,12 @@ def _check_tensors(module: nn.Module, here: World) -> None:
         if p.is_cuda and here.device.type == "cuda" and p.device != here.device:
             raise SyncError(
                 f"parameter '{name}' is on {p.device}, but rank {here.rank} computes on {here.device}; ranks would "
-                f"share a GPU, and hang. {_remedy('gpu')}."
+                "share a GPU, and hang. Use 'cuda' or ddpshim.world().device instead of a fixed number."
             )
         if not p.is_cuda and here.backend == "nccl":
             raise SyncError(
                 f"parameter '{name}' is on {p.device}, and nccl only reduces GPU memory. Call "
-                f".to({_remedy('device')}) before {_remedy('wrap')}."
+                ".to(ddpshim.world().device) before the network is wrapped, or trains."
             )
 
 
@@ -175,23 +175,17 @@ def _check_same_structure(module: nn.Module, here: World) -> None:
         sums = {name: float(p.detach().abs().double().nansum()) for name, p in module.named_parameters()}
     of_ranks, sums_of_ranks = zip(*here.gather((mine, sums)))
     if any(theirs != of_ranks[0] for theirs in of_ranks):
-        from ddpshim.model.difference import described
+        from ddpshim.model.difference import SAME_STATE, described
 
         raise SyncError(
             f"ranks wrap different {type(module).__name__}s: {described(dict(enumerate(of_ranks)))}; gradients of "
-            f"different parameters would be averaged. {_remedy('same state')}."
+            f"different parameters would be averaged. {SAME_STATE}."
         )
     differing = [name for name in sums if len({theirs[name] for theirs in sums_of_ranks}) > 1]
     if differing and here.is_main:
         warnings.warn(
             f"weights differed between ranks before training (first: '{differing[0]}'); all ranks now have the "
-            "main rank's. Copies made earlier (an EMA, a target network) still differ: "
-            f"{_remedy('same weights')}.",
+            "main rank's. Copies made earlier (an EMA, a target network) still differ: seed what weights are drawn "
+            "from, equally on all ranks (ddpshim.setup(seed=...) does), or make copies afterwards.",
             stacklevel=4,
         )
-
-
-def _remedy(name: str) -> str:
-    from ddpshim.failures.failure_notes import remedy  # only an error needs it
-
-    return remedy(name)

@@ -12,6 +12,8 @@ import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Optional, TypeVar, Union
 
+from ddpshim.process.doors import Door, LocalBatches
+
 if TYPE_CHECKING:
     from ddpshim.failures.failure import Watched
     from ddpshim.job.world import World
@@ -33,8 +35,7 @@ class Job:
         num_collectives: how many collectives the default group had made when the job began; None if unknown.
         has_networks: whether `wrap_parallel` was called, so that all ranks have the main rank's weights.
         is_split: whether ranks have random streams of their own.
-        holds_whole_batches: whether every rank runs one program, with whole batches (`setup(batch="global")`): draws,
-            and gradients that no backward pass reduced, are then equal on all ranks.
+        door: what ranks hold of a batch, and what follows.
         watched: set by `failure.arm`.
         before_end, at_end: callbacks that `end` calls, each stack in reverse order.
     """
@@ -46,7 +47,8 @@ class Job:
         self.group: Any = None
         self.control: Any = None
         self.timeout: Optional[timedelta] = None
-        self.has_networks = self.is_split = self.holds_whole_batches = False
+        self.has_networks = self.is_split = False
+        self.door: Door = LocalBatches()
         self.watched: Optional[Watched] = None
         self.num_collectives: Optional[int] = None
         self.before_end, self.at_end = contextlib.ExitStack(), contextlib.ExitStack()

@@ -54,17 +54,18 @@ def make_loader(
     here = current_or_new_world()
     options.update(num_workers=num_workers, collate_fn=collate_fn, pin_memory=pin_memory)
     is_per_rank = here.options.per_rank_batch if per_rank_batch is None else per_rank_batch
-    if current().holds_whole_batches or not here.is_launched:
+    loader = current().door.loader if here.is_launched else DataLoader
+    if loader is not None:
         if here.is_launched and (already_sharded or is_per_rank):
             raise DataError(
                 'make_loader(already_sharded or per_rank_batch) after setup(batch="global"): every rank would take its '
                 'share for the whole batch. Leave it out, or use batch="local".'
             )
-        loader = torch.utils.data.DataLoader  # of row tensors, after `setup(batch="global")`
         drops = bool(drop_last)
-        return loader(
+        whole: DataLoader[Any] = loader(
             dataset, batch_size, shuffle, sampler, batch_sampler, drop_last=drops, generator=generator, **options
         )
+        return whole
     num_ranks, drops = here.world_size, drop_last is not False
     if batch_sampler is None and batch_size is not None:
         each, left = (batch_size, 0) if is_per_rank else divmod(batch_size, num_ranks)

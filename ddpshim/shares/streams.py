@@ -11,7 +11,7 @@ from ddpshim.process.random_streams import seed_own_streams
 
 def draws_alike() -> bool:
     """Return whether ranks draw what one process would, because every rank holds whole batches. Local."""
-    return world().world_size == 1 or current().holds_whole_batches
+    return world().world_size == 1 or current().door.draws_alike
 
 
 def split_random_streams() -> None:

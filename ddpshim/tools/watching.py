@@ -357,12 +357,12 @@ def _beside(held: Mapping[int, list[Any]]) -> Iterator[tuple[str, Any]]:
 
 def _ranks_share_draws() -> bool:
     """Whether ddpshim gives ranks one process's draws: then no noise is imposed, and this is tested."""
-    return current().world is not None and current().holds_whole_batches
+    return current().world is not None and current().door.draws_alike
 
 
 def _is_of_all_ranks(batch: Any, size: int) -> bool:
     """Whether every rank gets this whole batch, of `size` samples here, and not its rows of it."""
-    if not current().holds_whole_batches:
+    if current().world is None or current().door.loader is None:
         return False
     from ddpshim.rows.loader import Fetched
 

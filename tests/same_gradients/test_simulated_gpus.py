@@ -22,6 +22,7 @@ from ddpshim.model import backward
 from ddpshim.process.job import current
 from ddpshim.rows import calls
 from ddpshim.rows.tensor import Counts
+from ddpshim.trainers.unedited import joining
 from ddpshim.trainers.unedited.reads import equal_reads
 from evidence.equivalence import copy_release, make_run_config, source
 from tests import simulated_gpus
@@ -241,7 +242,7 @@ _WARM_UP, _STEPS = 10, 3  # weights are compared at the tenth
 def _rank_counts_syncs(kinds: list[str], on_rows: bool = False) -> dict[str, tuple[list[str], list[str]]]:
     here, counted = ddpshim.world(), {}
     if on_rows:
-        current().holds_whole_batches = True
+        current().door = joining.DOOR
         current().at_end.enter_context(calls.installed())
     networks = {kind: _network(kind).to(here.device) for kind in kinds}
     for kind, bare in networks.items():
@@ -285,7 +286,7 @@ def test_no_host_waits_in_a_usual_step(kind: str, counted: Any) -> None:
 def _rank_reads_nan() -> list[str]:
     here, said = ddpshim.world(), list[str]()
     with mock.patch.object(backward, "say", said.append), equal_reads(here):
-        current().holds_whole_batches = True
+        current().door = joining.DOOR
         for number in (1.0, float("nan"), float("nan")):
             torch.tensor(number, device=here.device).item()
     return said

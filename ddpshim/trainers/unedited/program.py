@@ -17,13 +17,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
-from typing import Callable, NoReturn, Optional
+from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional
 
 from ddpshim import adapters, variables
 from ddpshim.errors import LaunchError, OptionsError
 from ddpshim.process.after_import import after_import
 from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.say import say
+
+if TYPE_CHECKING:
+    from ddpshim.job.world import World
 
 _MOST_FILES = 2000
 _UNREAD = {*sys.builtin_module_names, "ddpshim"}  # packages whose files say nothing about the program
@@ -104,6 +107,20 @@ def distributed(argv: Sequence[str]) -> Iterator[Optional[Start]]:
         if not asks_for_rank and "isaacgym" not in sources.packages:
             importlib.import_module("torch")
         yield start
+
+
+def join(**given: Any) -> World:
+    """Join the job as `ddpshim.setup(batch="global", **given)`, which calls this (collective).
+
+    One process loads nothing of what several ranks need.
+    """
+    from ddpshim.job import group
+
+    if not group.is_launched():
+        return group.join(**given)
+    from ddpshim.trainers.unedited.joining import join_edited
+
+    return join_edited(**given)
 
 
 def is_launched() -> bool:

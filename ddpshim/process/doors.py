@@ -1,0 +1,64 @@
+"""The two meanings of a batch, one class for each: what ranks hold, and what follows from it.
+
+`setup(batch=...)` chooses; `current().door` is the one of this job.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, Optional, Union
+
+from ddpshim.errors import OptionsError
+from ddpshim.options import Options
+
+
+@dataclass(frozen=True)
+class LocalBatches:
+    """`setup()`: each rank holds its share of a batch, as with torch's DistributedDataParallel.
+
+    Attributes:
+        batch: the argument of `setup`.
+        draws_alike: whether all ranks draw the same random numbers; else each has random streams of its own.
+        computes_alike: whether a loss, or a gradient that no wrapper has reduced, is the same on all ranks.
+        wrapper: makes the wrapper that reduces a network's gradients; None: torch's DistributedDataParallel.
+        loader: makes the loader that `make_loader` returns; None: one of this rank's shares.
+    """
+
+    batch = "local"
+    draws_alike = computes_alike = False
+    wrapper: Optional[Callable[..., Any]] = None
+    loader: Optional[Callable[..., Any]] = None
+
+    def check(self, options: Options) -> None:
+        """Raise OptionsError for options that cannot do here what they say. Local."""
+        if options.exact is not None:
+            raise OptionsError(
+                f"exact={options.exact} with shares of batches: a mean over a share is rounded by the share's size, so "
+                'bits would depend on the number of ranks. Call ddpshim.setup(batch="global"), or start the program '
+                "for one process, unedited, by `python -m ddpshim run`."
+            )
+
+
+@dataclass(frozen=True)
+class GlobalBatches:
+    """`setup(batch="global")` and `run`: every rank runs the program of one process, which holds whole batches.
+
+    See `LocalBatches` for the attributes.
+    """
+
+    batch = "global"
+    draws_alike = computes_alike = True
+    wrapper: Callable[..., Any]
+    loader: Callable[..., Any]
+
+    def check(self, options: Options) -> None:
+        """Raise OptionsError for options that cannot do here what they say. Local."""
+        for name in {"per_rank_batch", "lr_rule"} & {*options.changed()}:
+            raise OptionsError(
+                f"{name}={getattr(options, name)}: the program holds whole batches, as one process does, so it would "
+                "do nothing. Leave the option out; batches of a size per rank are for ddpshim.setup(), make_loader and "
+                "wrap_parallel (MIGRATION.md)."
+            )
+
+
+Door = Union[LocalBatches, GlobalBatches]
