@@ -30,7 +30,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ddpshim.checkpoint import progress_folder
-from ddpshim.launch.rank import run_as_main
 from ddpshim.process.job import current
 from ddpshim.process.observed import live_modules, observe
 from ddpshim.process.random_streams import rank_states
@@ -40,6 +39,7 @@ from ddpshim.process.users_line import users_line
 from ddpshim.tools.new_files import NewFiles
 from ddpshim.tools.sketches import add_rounding, eps_of, of_graph, sketch
 from ddpshim.trainers.unedited.private_files import switch_loggers_off
+from ddpshim.trainers.unedited.start import run_as_main
 
 SETTINGS = "settings.json"
 ONE, PERTURBED = "one", "perturbed"  # names of the runs in one process; the ranks' runs are "rank_0", "rank_1", ...

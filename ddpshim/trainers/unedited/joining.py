@@ -45,8 +45,8 @@ from ddpshim.trainers.unedited.clock import Clock, Commands
 from ddpshim.trainers.unedited.file_calls import Locks, in_place
 from ddpshim.trainers.unedited.networks import Networks, say_what_was_divided
 from ddpshim.trainers.unedited.private_files import PrivateFiles
-from ddpshim.trainers.unedited.program import Start, start_again
 from ddpshim.trainers.unedited.reads import equal_reads
+from ddpshim.trainers.unedited.start import Start, start_again
 
 DOOR = GlobalBatches(wrapper=MeanGradients, loader=DataLoader)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"

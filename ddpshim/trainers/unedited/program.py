@@ -13,17 +13,16 @@ import importlib.util
 import os
 import sys
 import sysconfig
-import time
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence, Set
 from importlib.machinery import PathFinder
-from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from ddpshim import adapters, variables
 from ddpshim.errors import LaunchError, OptionsError
 from ddpshim.process.after_import import after_import
 from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.say import say
+from ddpshim.trainers.unedited.start import Start
 
 if TYPE_CHECKING:
     from ddpshim.job.world import World
@@ -37,24 +36,6 @@ _DISTRIBUTORS = {
 }
 _JOINS = {"init_process_group", "init_device_mesh"}
 _OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"}
-
-
-@dataclass
-class Start:
-    """How this rank was started, so that it can be restarted.
-
-    Attributes:
-        take_back: restores the replaced names and removes the files that the program has made.
-    """
-
-    argv: Sequence[str]
-    joins: bool = False  # whether its file calls a function that makes a process group
-    at_failure: Callable[[Exception], None] = lambda error: None  # called if the program fails
-    take_back: Callable[[], None] = lambda: None
-    folder: str = field(default_factory=os.getcwd)
-    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
-    time: float = field(default_factory=time.time)
-    process: int = field(default_factory=os.getpid)
 
 
 def patched(argv: Sequence[str]) -> Optional[Sequence[str]]:
@@ -153,14 +134,6 @@ def module_file(name: str) -> Optional[str]:
             spec = None if inside is None else PathFinder.find_spec(part, inside)
         return None if spec is None else spec.origin
     return None
-
-
-def start_again(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
-    """Replace this process by a rank that runs the program `argv`, with the options of this Python. Local."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    options = ["-u", *["-O"] * sys.flags.optimize, *(f"-W{option}" for option in sys.warnoptions)]
-    os.execve(sys.executable, [sys.executable, *options, "-m", "ddpshim.launch.rank", *argv], environ)
 
 
 class Sources:
