@@ -28,8 +28,8 @@ from ddpshim.process.observed import outside_steps
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 from ddpshim.robomimic import rollout
-from ddpshim.robomimic.algo import AlgoState, algos, norms_read_at_once
-from ddpshim.robomimic.session import FOLDER, session, wants_to_go_on
+from ddpshim.robomimic.algo import algos, norms_read_at_once
+from ddpshim.robomimic.session import FOLDER, session
 from ddpshim.variables import RANK_LOGS
 
 
@@ -48,7 +48,7 @@ def get_exp_dir(config: Any, **options: Any) -> Any:
         discarded = contextlib.redirect_stdout(open(os.devnull, "w"))  # noqa: SIM115 - until the job ends
         current().at_end.enter_context(discarded)
     render_on_own_gpu(here)
-    training.seed, training.first_epoch = config.train.seed, 1
+    training.seed = config.train.seed
     newest = here.run_on_main(_newest_start, config, options.get("resume", False))
     if newest is not None and not options.get("resume"):
         leave_if_finished(newest / FOLDER)
@@ -58,12 +58,6 @@ def get_exp_dir(config: Any, **options: Any) -> Any:
         directories = _made(config, options)
     training.open(Path(directories[0]).parent)  # where config.json will be
     return directories
-
-
-class _RunOfRobomimic:
-    """State that the calls of one job's training share, beside its session."""
-
-    state: Optional[AlgoState] = None
 
 
 def finish() -> None:
@@ -83,9 +77,8 @@ def has_checkpoint(resume: bool, *paths: str) -> bool:
 
 
 def resume(model: Any, data_logger: Any, start_epoch: int, *best_so_far: Any) -> tuple[Any, ...]:
-    """Call `Session.resume` for all state of an Algo that training changes, and of its DataLogger (collective)."""
-    state = current().part(_RunOfRobomimic).state = AlgoState(model)
-    return session().resume({"algo": state}, data_logger, start_epoch, *best_so_far)
+    """Return `start_epoch` and the best numbers so far, from an earlier start if there was one: `Session.resume`."""
+    return session().resume(model, data_logger, start_epoch, *best_so_far)
 
 
 def run_epoch(
@@ -100,24 +93,18 @@ def run_epoch(
     """Run upstream's run_epoch between `Session.begin_epoch` and `Session.end_epoch` (collective)."""
     import robomimic.utils.train_utils as TrainUtils
 
-    training, state, validates = session(), current().part(_RunOfRobomimic).state, options.get("validate", False)
-    here, log_info = world(), model.log_info
-    batches, left = training.begin_epoch(data_loader, epoch, num_steps, validates=validates, best_so_far=best_so_far)
-    trains = training.progress is not None and not validates
+    here, training, log_info = world(), session(), model.log_info
+    validates = options.get("validate", False)
+    batches, left = training.begin_epoch(data_loader, epoch, num_steps, validates, best_so_far)
     if here.is_launched:
         _restore_counters(model, epoch, len(data_loader) if num_steps is None else num_steps)
-    if trains and state is not None:
-        state.release()
     with contextlib.ExitStack() as meanwhile:
         meanwhile.enter_context(here.autocast())  # also of the loss
         if here.is_launched:
             meanwhile.enter_context(norms_read_at_once())
             meanwhile.enter_context(replaced(model, "log_info", lambda info: training.note_step(log_info(info))))
         ran = TrainUtils.run_epoch(model=model, data_loader=batches, epoch=epoch, num_steps=left, **options)
-    logged = training.end_epoch(ran[0] if isinstance(ran, tuple) else ran)  # DROID's returns its iterator as well
-    if trains and state is not None:
-        state.hold()
-    return logged
+    return training.end_epoch(ran[0] if isinstance(ran, tuple) else ran)  # DROID's returns its iterator as well
 
 
 def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Optional[Mapping[str, str]]]:
@@ -167,6 +154,16 @@ def _restore_counters(model: Any, epoch: int, num_steps: int) -> None:
             algo._num_batch_steps = (epoch - 1) * num_steps
 
 
+def _wants_to_go_on(is_asked: bool = False) -> bool:
+    """Whether the option `resume` makes this start resume from saved progress, if there is any. Local.
+
+    With resume=auto it does if a launcher or scheduler has restarted the job, or if `is_asked`: the user requested it.
+    """
+    here = world()
+    choice = here.options.resume
+    return here.is_launched and (choice == "always" or (choice == "auto" and (here.is_restarted or is_asked)))
+
+
 def _starts(config: Any) -> list[Path]:
     """Return the folders of all starts under this name, the newest last."""
     import robomimic
@@ -177,7 +174,7 @@ def _starts(config: Any) -> list[Path]:
 
 def _newest_start(config: Any, is_asked: bool) -> Optional[Path]:
     """Return the folder of the last start if this one may resume it. Older ones are never resumed."""
-    return next(reversed(_starts(config)), None) if wants_to_go_on(is_asked) else None
+    return next(reversed(_starts(config)), None) if _wants_to_go_on(is_asked) else None
 
 
 def _existing(config: Any, options: dict[str, Any], start: Path) -> tuple[Any, ...]:
@@ -197,7 +194,7 @@ def _made(config: Any, options: dict[str, Any]) -> Any:
     if not here.is_launched:
         return TrainUtils.get_exp_dir(config, **options)
     # After a restart an existing directory is this job's own, from a start that saved nothing: keep it without asking.
-    is_own = here.is_restarted and wants_to_go_on() and not options.get("resume")
+    is_own = here.is_restarted and _wants_to_go_on() and not options.get("resume")
     about = "" if is_own or options.get("resume") or not here.is_main else _about(_starts(config))
     if about:
         say(about)
