@@ -25,7 +25,7 @@ FULL_AT_BYTES = 1 << 20
 
 # A function that is called in each phase of the trainer, and whether a call belongs to that phase.
 PLACES: dict[str, tuple[str, str, Callable[..., bool]]] = {
-    "before setup": ("ddpshim.robomimic", "start", lambda *args, **options: True),
+    "before setup": ("ddpshim", "setup", lambda *args, **options: True),
     "setup": ("robomimic.algo", "algo_factory", lambda *args, **options: True),
     "model": (
         "robomimic.algo.bc",
@@ -75,9 +75,6 @@ def _act(action: str, place: str, args: Any) -> None:
     if action == "full":
         # The kernel refuses further writes, as on a full disk; the limit on file size holds for this process only.
         resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_AT_BYTES, FULL_AT_BYTES))
-    elif action == "config":
-        with args[0].values_unlocked():
-            args[0].train.batch_size = 50
     elif action in ("SIGTERM", "SIGUSR1"):
         # To rank 0, which waits for this rank in a collective.
         os.kill(int(Path("pid_0").read_text()), getattr(signal, action))
@@ -160,19 +157,17 @@ def _let_the_peer_speak() -> None:
 
 
 def _break_model(kind: str, on_this_rank: bool) -> None:
-    """Change a network around the call that wraps it, as a user might."""
+    """Change a network after it is made, or how it is trained, as a user might."""
+    import robomimic.algo
     import robomimic.utils.torch_utils as TorchUtils
     import torch
 
-    import ddpshim.robomimic.calls as adapter
+    factory = robomimic.algo.algo_factory
 
-    prepare = adapter.prepare
-
-    def broken(model: Any) -> Any:
-        net = model.nets["policy" if "policy" in model.nets else "actor"]
-        model = prepare(model)
-        if kind == "weights" and on_this_rank:
-            next(net.parameters()).data.mul_(1.5)  # as a checkpoint loaded on one rank only
+    def broken(*args: Any, **options: Any) -> Any:
+        model = factory(*args, **options)
+        if kind == "weights" and on_this_rank:  # as a checkpoint loaded on one rank only
+            next(model.nets["policy"].parameters()).data.mul_(1.5)
         elif kind == "target" and on_this_rank:
             next(model.nets["actor_target"].parameters()).data.mul_(1.5)
         return model
@@ -183,7 +178,7 @@ def _break_model(kind: str, on_this_rank: bool) -> None:
         optim.step()
         return 0.0
 
-    adapter.prepare = broken
+    robomimic.algo.algo_factory = broken
     if kind == "by_hand":
         TorchUtils.backprop_for_loss = by_hand
 

@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,13 +91,11 @@ class _Noted:
 
 
 def _write_down_data(out: dict[str, Any]) -> None:
-    """Record each phase's batches in order, the normalisation statistics, and how often statistics were computed."""
+    """Record each phase's batches in order, and the normalisation statistics."""
     import robomimic.utils.train_utils as TrainUtils
-    from robomimic.utils.dataset import SequenceDataset
 
     run_epoch, fetch = TrainUtils.run_epoch, _MapDatasetFetcher.fetch
     batches = out.setdefault("batches", {"Train": [], "Validation": []})
-    out["passes for statistics"] = 0
 
     def observed_run_epoch(*, data_loader: Any, **options: Any) -> Any:
         if options.get("validate"):
@@ -113,17 +111,7 @@ def _write_down_data(out: dict[str, Any]) -> None:
             rows.setdefault("index", torch.tensor(indices))  # as 0.5.0 does; 0.3.0 and 0.4.0 don't
         return batch
 
-    def counted(compute: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def computed(dataset: Any) -> Any:
-            out["passes for statistics"] += 1
-            return compute(dataset)
-
-        return computed
-
     TrainUtils.run_epoch, _MapDatasetFetcher.fetch = observed_run_epoch, indexed
-    for name in ("normalize_obs", "get_action_stats"):
-        if hasattr(SequenceDataset, name):
-            setattr(SequenceDataset, name, counted(getattr(SequenceDataset, name)))
 
 
 def _with_small_unet() -> None:

@@ -14,6 +14,7 @@ from ddpshim import variables
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint.progress_folder import plain_content, read_plain, restore_streams
 from ddpshim.checkpoint.resume import Resumable, Stateful
+from ddpshim.errors import DataError
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.model import guard
 from ddpshim.observe.recording import Recorder
@@ -114,10 +115,14 @@ class Session:
         Args:
             validates: this is a pass over validation data; ranks may save and exit between its batches.
             best_so_far: saved with the progress for `resume`.
+
+        Raises DataError if the loader has no batch: upstream would fail with a StopIteration without words.
         """
         here, training = world(), self.progress
         if here.is_launched:
             num_steps = len(loader) if num_steps is None else num_steps
+            if num_steps and not len(loader):
+                raise _no_batch(loader, num_steps, validates)
             here.barrier()
         self._epoch, self._num_steps, self._validates = epoch, num_steps or 0, validates
         if self._recorder is not None:
@@ -174,6 +179,15 @@ class Session:
     def _keep_metrics(self) -> None:
         assert self.progress is not None
         self.progress.values["metrics"] = self._metrics
+
+
+def _no_batch(loader: Any, num_steps: int, validates: bool) -> DataError:
+    return DataError(
+        f"a {'validation' if validates else 'training'} epoch has {num_steps} steps, but its {len(loader.dataset)} "
+        f"samples are fewer than a batch of {loader.batch_size} (train.batch_size): robomimic drops incomplete "
+        "batches, so it has none. Name a filter key with more demonstrations, lower train.batch_size, or, if this is "
+        "the validation set, set experiment.validate to false."
+    )
 
 
 class _LoggerState:
