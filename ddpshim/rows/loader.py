@@ -52,10 +52,17 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.place = users_line()
-        self.news = _News(self.place)
+        self.news = News(self.place)
         self._of_rows: Optional[_RowsLoader] = None
         self._is_divided: Optional[bool] = None
         self._first = 0  # step of the next pass
+
+    @staticmethod
+    def joined(dataset: Any, batch_size: int, **options: Any) -> DataLoader[Any]:
+        """Return a loader of the rows of all ranks, each of which reads its own part of the data (collective)."""
+        from ddpshim.rows.already_sharded import JoinedLoader
+
+        return JoinedLoader(dataset, batch_size, **options)
 
     def can_enter(self) -> bool:
         # A class of the program's may count passes in a way of its own.
@@ -105,7 +112,7 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
                     self._of_rows.first = first - num_left_out
                 batches = iter(self._of_rows)
             _leave_out(batches, num_left_out, self)
-        return batches if is_plain else _batches(self, batches)
+        return batches if is_plain else batches_of_rows(self, batches)
 
 
 def _leave_out(batches: Any, num: int, loader: DataLoader[Any]) -> None:
@@ -126,7 +133,7 @@ def _fetching() -> contextlib.AbstractContextManager[Any]:
     return replaced(current().part(Counts), "is_fetching", True)
 
 
-def _batches(loader: DataLoader[Any], batches: Any) -> Iterator[Any]:
+def batches_of_rows(loader: DataLoader[Any], batches: Any) -> Iterator[Any]:
     """Yield the batches of one pass (collective)."""
     num_passes = guard.num_reductions()
     loader.news.begin_pass()
@@ -220,19 +227,19 @@ def _walked(of_tensor: Any, of_texts: Any, batch: Any) -> Any:
     return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
 
 
-class _News:
+class News:
     """What ranks tell each other of each batch: the shapes and types of its samples.
 
     Once a loader's batches are known, no rank waits: the news are read before the next message of the training.
     """
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, num_waited: int = _NUM_WAITED) -> None:
         self._place = place
-        self._num_waits = _NUM_WAITED
+        self._num_waits, self._num_in_a_pass = num_waited, min(1, num_waited)
         self._known: tuple[Any, int] = (None, 0)  # kinds of a batch, and their hash
 
     def begin_pass(self) -> None:
-        self._num_waits = max(1, self._num_waits)
+        self._num_waits = max(self._num_in_a_pass, self._num_waits)
 
     def tell(self, num_rows: int, batch: Any) -> None:
         """Raise DataError, now or before the next message, if samples differ (collective)."""
@@ -259,7 +266,7 @@ class _News:
         )
 
 
-def _with_rows(fetched: Any, news: _News) -> Any:
+def _with_rows(fetched: Any, news: News) -> Any:
     """Return the batch with row tensors (collective)."""
     (num_rows, batch), here = fetched, world()
     part = blocks.part_of(num_rows)
@@ -268,6 +275,7 @@ def _with_rows(fetched: Any, news: _News) -> Any:
     news.tell(num_rows, batch)
 
     def texts(own: Any) -> Any:
+        blocks.settle()  # another rank may have no batch
         return type(own)([one for theirs in here.gather(own) for one in theirs])
 
     return _walked(lambda x: Rows(x, 0, part), texts, batch)

@@ -46,7 +46,8 @@ def make_loader(
     Args:
         batch_size: of all ranks together. With `per_rank_batch`, of each.
         drop_last: default True on ranks, which must divide each batch; False in one process, as in torch.
-        already_sharded: `dataset` holds only this rank's share; only the batch size is divided.
+        already_sharded: `dataset` holds only this rank's share; only the batch size is divided. After
+            `setup(batch="global")` a batch is the rows of all ranks' shares.
         options: further arguments of torch's DataLoader.
 
     Raises DataError, on every rank, if the batch or the data do not divide, or differ between ranks.
@@ -56,11 +57,15 @@ def make_loader(
     is_per_rank = here.options.per_rank_batch if per_rank_batch is None else per_rank_batch
     loader = current().door.loader if here.is_launched else DataLoader
     if loader is not None:
-        if here.is_launched and (already_sharded or is_per_rank):
+        if here.is_launched and is_per_rank:
             raise DataError(
-                'make_loader(already_sharded or per_rank_batch) after setup(batch="global"): every rank would take its '
-                'share for the whole batch. Leave it out, or use batch="local".'
+                'make_loader(per_rank_batch=True) after setup(batch="global"): every rank would take its share for the '
+                'whole batch. Leave it out, or use batch="local".'
             )
+        if here.is_launched and already_sharded:
+            order = {"shuffle": shuffle, "sampler": sampler, "drop_last": drop_last, "generator": generator}
+            joined: DataLoader[Any] = cast(Any, loader).joined(dataset, batch_size, **order, **options)
+            return joined
         drops = bool(drop_last)
         whole: DataLoader[Any] = loader(
             dataset, batch_size, shuffle, sampler, batch_sampler, drop_last=drops, generator=generator, **options
