@@ -34,7 +34,6 @@ class Reading(NamedTuple):
     order: list[tuple[int, int]]  # (episode, step) of each frame
     statistics: dict[str, Any]
     num_statistics: int  # how often this rank computed the statistics, or read octo's file of them
-    length: Optional[int]
     growth_bytes: int  # increase of its peak memory while it read
 
 
@@ -144,8 +143,7 @@ def read(way: str, folder: str, num_frames: int, weights: dict[str, float], opti
         episodes[frame["dataset_name"].decode(), episode] += 1
         order.append((episode, step))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    length = rlds.num_samples(dataset) if way == "ddpshim" else None
-    return Reading(episodes, order, statistics, num_statistics, length, 1024 * (peak - before))
+    return Reading(episodes, order, statistics, num_statistics, 1024 * (peak - before))
 
 
 def readings(

@@ -1,15 +1,13 @@
-"""Implements the functions that the patch sets of DROID's trainers call; each replaces a line of the trainer.
+"""Implements the functions that the patch sets of DROID's trainers call, beside those of `ddpshim.robomimic`.
 
-Without a launcher every function here does exactly what that line did. DROID's package is also called robomimic;
-it is imported inside the functions only.
+Without a launcher every function here does exactly what the line did that it replaces. DROID's package is also called
+robomimic; it is imported inside the functions only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, Optional
-
-from torch.utils.data import IterableDataset
 
 import ddpshim.robomimic.calls as adapter
 from ddpshim.shares.passes import Enterable, order_of
@@ -18,8 +16,9 @@ from ddpshim.shares.passes import Enterable, order_of
 class Epochs(Enterable):
     """`loader` in epochs of `num_steps` steps; each continues the pass where the previous epoch ended.
 
-    Upstream's trainer does the same by keeping its iterator. A stream continues, too, but a restarted training begins
-    it anew. `len()` is `num_steps`; other attributes are the loader's.
+    Upstream's trainer does the same by keeping its iterator. On HDF5 data a resumed training gets exactly the samples
+    that were left. A stream is not entered midway: it begins anew. `len()` is `num_steps`; other attributes are the
+    loader's.
     """
 
     def __init__(self, loader: Any, num_steps: int) -> None:
@@ -33,9 +32,8 @@ class Epochs(Enterable):
 
     @property
     def num_steps_of_a_pass(self) -> Optional[int]:
-        """The number of steps of the loader; None for a stream, which cannot be entered midway."""
-        is_stream = isinstance(self._loader.dataset, IterableDataset)
-        return len(self._loader) if isinstance(self._loader, Enterable) and not is_stream else None
+        """The number of steps of the loader; None for a stream."""
+        return len(self._loader) if isinstance(self._loader, Enterable) and self._loader.can_enter() else None
 
     def __getattr__(self, name: str) -> Any:
         if name == "_loader":

@@ -1,4 +1,8 @@
-"""Reads DROID's RLDS data through octo: each rank reads its share of the trajectories, and together they mix as one.
+"""Reads DROID's RLDS data through octo, once for all ranks: each reads its share of the trajectories before it decodes.
+
+The samples of all ranks are one batch, and train the networks as one process would. But they are not the samples of
+one process: octo reads and shuffles in no fixed order, in one process too. So the run is the same experiment as one
+process's in distribution, not in its numbers. (On HDF5 data it is in both.)
 
 The patch of `robomimic/scripts/train.py` calls these functions instead of octo's and torch's loader, with the same
 arguments. Without a launcher each does the same as the original. tensorflow, octo and dlimp are imported inside the
@@ -18,7 +22,7 @@ from ddpshim.errors import DataError
 from ddpshim.job.world import World, world
 from ddpshim.process.job import derive_seed
 from ddpshim.process.replaced import replaced
-from ddpshim.shares.loader import make_loader
+from ddpshim.rows.already_sharded import JoinedLoader
 
 
 def make_dataset_from_rlds(name: str, data_dir: str, **options: Any) -> tuple[Any, dict[str, Any]]:
@@ -46,57 +50,29 @@ def make_interleaved_dataset(
 ) -> Any:
     """Return octo's mixture of datasets, made of this rank's share of each dataset's trajectories (collective).
 
-    Pass the numbers of one process: the shuffle buffer and the batch (if there is one) are divided over the ranks,
-    threads and tf.data's buffer memory over the ranks of this node. Each rank draws from its shares with the given
+    Pass the numbers of one process: the shuffle buffer is divided over the ranks, threads and tf.data's buffer memory
+    over the ranks of this node. `rlds_loader` makes the batches. Each rank draws from its shares with the given
     weights, and so do all ranks together. Random choices (mixture, shuffle, subsampling, augmentation) differ between
     ranks and between starts: `tf.random.set_seed` gets a new number each time. A fixed seed would not make two runs
     equal, since octo reads in no fixed order.
 
-    Raises:
-        DataError: a dataset has fewer trajectories than there are ranks, or the batch does not divide.
+    Raises DataError if a dataset has fewer trajectories than there are ranks, or octo is to make the batches.
     """
     from octo.data import dataset as octo_data
 
     if world().is_launched:
-        dataset = _make_shares(octo_data, dataset_kwargs_list, sample_weights, {"train": train, **options})
-    else:
-        dataset = octo_data.make_interleaved_dataset(dataset_kwargs_list, sample_weights, train=train, **options)
-    num_frames = _num_frames(dataset, dataset_kwargs_list, train)
-    if num_frames is not None:
-        dataset.num_frames = num_frames
-    return dataset
+        return _make_shares(octo_data, dataset_kwargs_list, sample_weights, {"train": train, **options})
+    return octo_data.make_interleaved_dataset(dataset_kwargs_list, sample_weights, train=train, **options)
 
 
-def num_samples(dataset: Any) -> int:
-    """Return the number of this rank's frames in a pass over a mixture, for `len()` of a torch dataset. Local.
-
-    `dataset` is the result of :func:`make_interleaved_dataset`, or made from it by `map`s. Its stream never ends; as
-    in DROID, a pass is the sum of each dataset's transitions in the split times its weight, over the number of ranks.
-
-    Raises:
-        TypeError: `dataset` was made in another way, so its length is unknown.
-    """
-    while not hasattr(dataset, "num_frames"):
-        inputs = dataset._inputs()
-        if len(inputs) != 1:
-            raise TypeError(
-                f"{type(dataset).__name__} was not made by ddpshim.droid.rlds.make_interleaved_dataset, so its "
-                "length is unknown"
-            )
-        dataset = inputs[0]
-    return int(dataset.num_frames) // world().world_size
-
-
-def loader(dataset: Any, batch_size: int, **options: Any) -> DataLoader[Any]:
-    """Return torch's DataLoader; launched, one over this rank's share, with its part of the batch (collective).
+def rlds_loader(dataset: Any, batch_size: int, **options: Any) -> Any:
+    """Return torch's DataLoader; launched, one whose batches are the rows of all ranks' shares, read once (collective).
 
     Iterating raises DataError if octo's filters left nothing of this rank's share of a dataset.
     """
-    here = world()
-    if not here.is_launched:
+    if not world().is_launched:
         return DataLoader(dataset, batch_size=batch_size, **options)
-    share = _Endless(dataset)
-    return make_loader(share, batch_size, already_sharded=True, drop_last=False, world=here, **options)
+    return JoinedLoader(_Endless(dataset), batch_size, **options)
 
 
 class _Endless(IterableDataset[Any]):
@@ -104,9 +80,6 @@ class _Endless(IterableDataset[Any]):
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
 
     def __iter__(self) -> Iterator[Any]:
         yield from self._dataset
@@ -125,7 +98,10 @@ def _make_shares(octo_data: Any, dataset_kwargs_list: Any, sample_weights: Any, 
     here, share = world(), {**options}
     share["shuffle_buffer_size"] = _divided(options["shuffle_buffer_size"], here.world_size)
     if options.get("batch_size") is not None:
-        share["batch_size"] = _divided(options["batch_size"], here.world_size)
+        raise DataError(
+            f"make_interleaved_dataset(batch_size={options['batch_size']}): each rank would take a batch of its own "
+            "share for the whole batch. Leave it None, as DROID's train.py does, and give it to rlds_loader."
+        )
     for name in ("traj_transform_threads", "traj_read_threads"):
         if options.get(name) is not None:
             # octo requires at least one for each dataset
@@ -189,25 +165,3 @@ def _share_of_split(builder: Any, split: Any, here: World) -> Any:
             f"some ranks would have nothing to train on. Use at most {num_examples} ranks, or leave this dataset out."
         )
     return tfds.even_splits(split, n=here.world_size, drop_remainder=False)[here.rank]
-
-
-def _num_frames(dataset: Any, dataset_kwargs_list: Sequence[dict[str, Any]], train: bool) -> Optional[float]:
-    """Return the sum of each dataset's transitions in the split that octo reads, times its weight; None if unknown."""
-    import numpy as np
-    import tensorflow_datasets as tfds
-
-    statistics = dataset.dataset_statistics
-    if isinstance(statistics, str):  # a file, for octo to read
-        return None
-    # One dict for all datasets, with lists of numbers, or one dict for each dataset.
-    is_one = isinstance(statistics, dict)
-    nums = np.ravel(statistics["num_transitions"] if is_one else [each["num_transitions"] for each in statistics])
-    if len(nums) != len(dataset_kwargs_list):
-        return None
-    total = 0.0
-    for options, weight, num_transitions in zip(dataset_kwargs_list, dataset.sample_weights, nums):
-        splits = tfds.builder(options["name"], data_dir=options["data_dir"]).info.splits
-        names = ("train", "val") if "val" in splits else ("train[:95%]", "train[95%:]")
-        read = splits[names[0] if train else names[1]].num_examples
-        total += float(weight) * int(num_transitions) * read / splits.total_num_examples
-    return total
