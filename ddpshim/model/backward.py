@@ -1,10 +1,9 @@
-"""Tracks the program's backward passes: refuses those that cannot be reduced, and orders the messages of the others."""
+"""Tracks the program's backward passes: refuses those that cannot be reduced, and says when one begins and ends."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import sys
 from typing import Any, Callable, Optional
 
@@ -24,9 +23,11 @@ class Passes:
         self.depth = 0  # more than 1 with reentrant checkpoints, whose passes are nested
         self.losses: Any = None  # of the outermost pass that is under way
         self.at_outer_end: list[Callable[[], None]] = []
+        self.before: list[Callable[[], None]] = []  # called before each outermost pass
         self.after: list[Callable[[], None]] = []  # called after each outermost pass
         self.once_after: list[Callable[[], None]] = []  # called after the outermost pass that is under way
         self.has_outer_end = False  # whether the engine will call `end` when the outermost pass ends
+        # Returns the name of a network whose gradients are being sent to other ranks; None if there is none.
         self.unfinished: Callable[[], Optional[str]] = lambda: None
         self.left: Optional[str] = None  # the pass that an exception aborted
         self.has_nan = False
@@ -50,17 +51,13 @@ class Passes:
         self.has_outer_end = False
 
 
-def watch(unfinished: Callable[[], Optional[str]]) -> None:
-    """Watch the backward passes of this job, until `cleanup()`. Local.
-
-    Args:
-        unfinished: returns the name of a network whose gradients are being sent to other ranks, or None.
-    """
+def watch() -> Passes:
+    """Watch the backward passes of this job, until `cleanup()`. Local."""
     passes = current().part(Passes)
-    passes.unfinished = unfinished
     if current().next_number("watched passes") == 0:
         stand_in = _watching(torch.autograd.backward, passes)
         current().at_end.enter_context(replaced(torch.autograd, "backward", stand_in))
+    return passes
 
 
 def _look_for_nan(losses: Any) -> None:
@@ -98,17 +95,11 @@ def at_end_of_pass(call: Callable[[], None]) -> None:
     engine.queue_callback(call)
 
 
-def at_outer_end(call: Callable[[], None]) -> bool:
-    """Run `call` once at the end of the outermost pass: reentrant checkpoints nest passes. Local.
-
-    Return whether this is the first such request for `call` in this pass.
-    """
+def at_outer_end(call: Callable[[], None]) -> None:
+    """Run `call` at the end of the outermost pass: reentrant checkpoints nest passes. Local."""
     passes = current().part(Passes)
-    if call in passes.at_outer_end:
-        return False
     passes.queue_end()
     passes.at_outer_end.append(call)
-    return True
 
 
 def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., None]:
@@ -118,6 +109,8 @@ def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., No
             _check(passes)
             passes.losses = args[0] if args else kwargs.get("tensors")
             _look_for_nan(passes.losses)
+            for call in passes.before:
+                call()
         else:
             with contextlib.suppress(RuntimeError):  # if the outer pass runs in another thread
                 passes.queue_end()  # for the outer pass: from now on, callbacks are queued for the inner one
@@ -164,15 +157,6 @@ def _explain(passes: Passes, error: Exception) -> None:
     if network is not None or isinstance(error, SyncError):
         passes.left = f"that of {network or 'a network'} ended with {described(error)}"
     text = str(error)
-    if "ready twice" in text:
-        found = re.search(r"with name (\S+) has", text)
-        which = f"parameter '{found[1]}' of {network}" if found else f"a parameter of {network}"
-        raise SyncError(
-            f"{which} got a second gradient in one backward pass, after the first was sent to the other ranks: its "
-            "layer is used in two parts of the network that are checkpointed with use_reentrant=True, or in one and "
-            "outside it. Half of its gradient would be lost. Use torch.utils.checkpoint.checkpoint(..., "
-            "use_reentrant=False)."
-        ) from error
     if "ompiled autograd" in text:
         raise _compiled() from error
     if "does not require grad and does not have a grad_fn" in text:

@@ -13,18 +13,13 @@ from ddpshim.model import guard
 from ddpshim.model.wrapper import Transparent
 
 
-class DistributedModule(Transparent, DistributedDataParallel):
+class DistributedModule(guard.Reduced, Transparent, DistributedDataParallel):
     """DDP with the attributes and keys of its module. Made by `wrap_parallel`.
 
     A method that the program calls on the wrapper in training mode, such as `compute_loss`, runs inside DDP's forward,
     which prepares its reducer (an idea of Lightning Fabric). Called on `.module`, it would reduce nothing: the next
     step of an optimizer then says so.
     """
-
-    num_reductions = _num_steps = 0
-    has_unreduced_gradients = is_armed = False
-    _equality = None
-    _rates: Any = ()
 
     def __init__(self, module: nn.Module, **ddp: Any) -> None:
         DistributedDataParallel.__init__(self, module, process_group=torch.distributed.group.WORLD, **ddp)

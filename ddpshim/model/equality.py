@@ -3,9 +3,7 @@
 Checksums are sent while training continues and read at the next step. Only if they differ do ranks exchange, through
 the job's store, what tells the difference (`ddpshim.model.difference`).
 
-A few numbers in each reduction of gradients (`StepAgreement`) show whether all ranks are at one step. They are zeros
-and ones, because a sum of zeros is zero in any dtype and with any rounding. A rank sends each bit and its opposite; if
-the sums of both are above zero, ranks disagree. They need no message of their own.
+In each backward pass a message of two numbers shows whether all ranks are at one step (`agree_on_pass`).
 """
 
 from __future__ import annotations
@@ -22,11 +20,14 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpshim.errors import SyncError
+from ddpshim.job.collectives import pairs, peers
 from ddpshim.job.group import world
 from ddpshim.process import observed
 from ddpshim.process.devices import is_capturing
+from ddpshim.process.job import current
 from ddpshim.process.random_streams import digest
-from ddpshim.process.say import say
+from ddpshim.process.say import count, say
+from ddpshim.process.users_line import users_line
 from ddpshim.shares.streams import draws_alike
 
 OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
@@ -38,16 +39,43 @@ Named = Sequence[tuple[str, Optional[torch.Tensor]]]
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 _ALL_BITS = 2**64
 _SMALL = 1024  # numbers
-_NUM_BITS = 16
-_BITS = [[float(byte >> i & 1) for i in range(8)] for byte in range(256)]
-NUM_SENT = 1 + 2 * _NUM_BITS
-_DELAY = 4  # passes, on GPUs: the numbers are read this much later, so that the host does not wait for them
 _MEETING_DEADLINE_S = 20.0
+_IN_A_PASS = zlib.crc32(b"backward pass")
 
 
 def is_milestone(number: int) -> bool:
     """Whether to compare in this backward pass: 1, 2, 10, 100 and every 1000. Pass 2 sees the effects of step 1."""
     return number in (1, 2, 10, 100) or (number > 0 and number % 1000 == 0)
+
+
+def agree_on_pass(network: str, gradients: Sequence[int], num_steps: int, rates: Sequence[float]) -> int:
+    """Return a number for the gradients of this backward pass (collective).
+
+    Raises SyncError on all ranks if they are not in one pass with the same gradients.
+
+    The message is as those of World: a rank that is in another collective sees it, and does not hang.
+
+    Args:
+        network: the name of the network, or the names.
+        gradients: numbers of the parameters that got a gradient, in order: those of other ranks meet them.
+        num_steps, rates: steps of optimizers so far, and the learning rates of the last one.
+    """
+    here, num_passes = world(), current().progress.num_passes + 1
+    kind = zlib.crc32(repr(gradients).encode())
+    own = zlib.crc32(repr((num_passes, num_steps, rates)).encode(), kind), _IN_A_PASS
+    if len({*pairs(own, here.world_size, peers(here))}) == 1:
+        return kind
+    from ddpshim.failures.failure_notes import remedy
+
+    told = f"backward pass {num_passes}, of {network}, with {count(len(gradients), 'gradient')}, "
+    told += f"after {count(num_steps, 'optimizer step')}"
+    told += f" (the last at learning rate {', '.join(map(str, rates))})" if rates else ""
+    of_ranks = here.gather_with_deadline("positions", f"{told}; at {users_line()}", _MEETING_DEADLINE_S)
+    where = [f"rank {rank}: {of_ranks.get(rank, 'in no backward pass')}" for rank in range(here.world_size)]
+    raise SyncError(
+        f"ranks are at different steps, or computed gradients of different parameters; they would be mixed up, and "
+        f"ranks would train different models. {'; '.join(where)}. {remedy('same steps')} ({OPT_OUT})."
+    )
 
 
 class Equality:

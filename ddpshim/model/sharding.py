@@ -39,14 +39,11 @@ class _Sharding:
         self.networks: list[ShardedModule] = []
 
 
-class ShardedModule(BareModule):
+class ShardedModule(guard.Reduced, BareModule):
     """A network of which each rank holds one part; made by `wrap_parallel(module, shard=True)`."""
 
     # Of the class, because other names that are set on a wrapper become its module's.
-    has_unreduced_gradients = is_armed = _has_run = False
-    num_reductions = _num_steps = 0
-    _rates: Sequence[float] = ()
-    _equality = None  # each rank holds different weights
+    _has_run = False
     _syncs = True
     _sent: Any = None
     _buffers_to_send: Optional[Buffers] = None
@@ -75,8 +72,7 @@ class ShardedModule(BareModule):
         module.register_state_dict_post_hook(_put_together)
         module.register_load_state_dict_pre_hook(_divide)
         guard.own(self, [p for p in self._parts.values() if p.requires_grad])
-        backward.watch(lambda: None)
-        current().part(backward.Passes).after.append(self._after_pass)
+        backward.watch().after.append(self._after_pass)
         sharding = current().part(_Sharding)
         sharding.networks.append(self)
         sharding.former.update((id(p), (weakref.ref(p), name)) for name, p in before.items())
