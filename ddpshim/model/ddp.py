@@ -45,7 +45,7 @@ class DistributedModule(guard.Reduced, Transparent, DistributedDataParallel):
             del module.forward
             return method(*args, **kwargs)
 
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
         return self(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
