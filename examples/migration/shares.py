@@ -1,4 +1,4 @@
-"""trainer.py as plain DDP: each rank loads its share of a batch, in another order than one process. See MIGRATION.md."""
+"""trainer.py as plain DDP: another sample order and other random numbers than one process. See MIGRATION.md."""
 
 import argparse
 import copy

@@ -138,12 +138,13 @@ def both_ways() -> list[tuple[list[float], list[bytes]]]:
 
 def test_plain_torch_has_the_bits_of_the_library() -> None:
     by_size = []
-    for num_ranks in (1, 3):
+    for num_ranks in (1, 2, 3):
         results = [way for rank in run_ranks(both_ways, num_ranks, seed=1) for way in rank]
         assert len(results[0][0]) == 30
         assert results == [results[0]] * 2 * num_ranks
         by_size.append(results[0])
-    assert by_size[1][0] == pytest.approx(by_size[0][0], rel=1e-5)
+    for losses, _ in by_size[1:]:
+        assert losses == pytest.approx(by_size[0][0], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["train_after", "train_shares"])
