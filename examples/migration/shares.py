@@ -55,7 +55,7 @@ def main():
         for epoch in range(args.epochs):
             losses = []
             for obs, actions in loader:
-                loss = policy.forward_train(obs.to(device), actions.to(device), args.noise)
+                loss = policy.module.forward_train(obs.to(device), actions.to(device), args.noise)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
