@@ -35,7 +35,7 @@ from ddpshim.process.devices import computes_on
 from ddpshim.process.job import current, derive_seed, seed_everything
 from ddpshim.process.launch_env import EXIT_REQUEUE
 from ddpshim.process.observed import observe
-from ddpshim.process.random_streams import rank_states
+from ddpshim.process.random_streams import is_same_state, rank_states
 from ddpshim.process.say import count, say, say_on_main
 from ddpshim.shares.passes import Enterable, order_of, restore_generators
 from ddpshim.shares.streams import draws_alike
@@ -236,6 +236,7 @@ class Resumable:
             "steps of a pass over the data": getattr(loader, "num_steps_of_a_pass", length),
             "global batch": getattr(loader, "global_batch_size", getattr(loader, "batch_size", None)),
             "pieces of a batch (exact)": self._world.options.exact,
+            "order": getattr(loader, "order", None),  # of make_loader
         }
         if self._restored is not None and epoch == self.epoch:
             self._enter(start, facts, can_enter)
@@ -494,6 +495,8 @@ class Resumable:
             restore_streams(states[0], here.device, self.folder)
         elif len(states) == here.world_size:
             restore_streams(states[here.rank], here.device, self.folder)
+        elif all(is_same_state(states[0][name], of[name]) for of in states for name in states[0]):
+            restore_streams(states[0], here.device, self.folder)  # equal streams stay so: ranks may slice a permutation
         else:
             seed_everything(derive_seed(here.seed or 0, "rank", here.rank, "resumed", self.epoch, start))
 

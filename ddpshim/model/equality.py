@@ -9,8 +9,6 @@ In each backward pass a message of two numbers shows whether all ranks are at on
 from __future__ import annotations
 
 import itertools
-import random
-import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Callable, Optional, Union
@@ -85,8 +83,7 @@ class Equality:
     that reach several wrappers in different orders do not block each other.
 
     Attributes:
-        sent: the comparison in progress: (work, names of random streams, this rank's numbers and those of each rank,
-            num_reductions).
+        sent: the comparison in progress: (work, this rank's numbers and those of each rank, num_reductions).
     """
 
     def __init__(
@@ -139,13 +136,11 @@ class Equality:
 
     def start(self, num_reductions: int) -> None:
         """Send this rank's checksums (collective, does not wait)."""
-        seeds = {} if draws_alike() else _own_seeds(self._device)
         mine = bits_of_rows(
             [
                 [*self.tensors().items(), *self.companions().items()],
                 zlib.crc32(repr(self.settings()).encode()),
                 int(digest(), 16) if draws_alike() else 0,
-                *seeds.values(),
             ],
             self._device,
         )
@@ -153,27 +148,25 @@ class Equality:
             mine, self._own_buffers = torch.cat([mine, self._own_buffers]), None
         everyones = [torch.empty_like(mine) for _ in range(world().world_size)]
         work = dist.all_gather(everyones, mine, async_op=True)
-        self.sent = (work, [*seeds], [mine, *everyones], num_reductions)  # a GPU may still read `mine`
+        self.sent = (work, [mine, *everyones], num_reductions)  # a GPU may still read `mine`
 
     def finish(self) -> None:
         """Wait for the checksums that `start` sent; raise SyncError on all ranks if they show an error."""
         if self.sent is None or is_capturing(self._device):
             return
-        (work, seeds, (_, *everyones), num_reductions), self.sent = self.sent, None
+        (work, (_, *everyones), num_reductions), self.sent = self.sent, None
         work.wait()
         facts = {"check": "weights", "network": type(self.module).__name__, "reductions": num_reductions}
         try:
-            self._compare(seeds, torch.stack(everyones).t().tolist(), num_reductions)
+            self._compare(torch.stack(everyones).t().tolist(), num_reductions)
         except SyncError as error:
             observed.note("guard", passed=False, said=str(error), **facts)
             raise
         observed.note("guard", passed=True, **facts)
 
-    def _compare(self, seeds: list[str], numbers: list[list[int]], num_reductions: int) -> None:
+    def _compare(self, numbers: list[list[int]], num_reductions: int) -> None:
         """Raise SyncError if `numbers`, of which each has a value for each rank, differ where they must not."""
         (tensors, settings, streams), others = numbers[:3], numbers[3:]
-        for name, of_ranks in zip(seeds, others):
-            _refuse_equal_streams(name, of_ranks)
         if len({*streams}) > 1:
             from ddpshim.model import difference
 
@@ -185,7 +178,7 @@ class Equality:
             difference.refuse(when, self.settings(), {**self.tensors(), **self.companions()})
             return
         if world().is_main:
-            self._name_own_buffers(others[len(seeds) :])
+            self._name_own_buffers(others)
 
     def _name_own_buffers(self, numbers: list[list[int]]) -> None:
         """Print a line if each rank updated a buffer from its own share of the samples."""
@@ -228,32 +221,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(inner) for inner in value]
     return value if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
-
-
-def _own_seeds(device: torch.device) -> dict[str, int]:
-    """Return numbers that differ between ranks if each rank has its own random streams, by name."""
-    seeds = {"torch.initial_seed()": torch.initial_seed()}
-    if device.type == "cuda":
-        seeds["torch.cuda.initial_seed()"] = torch.cuda.initial_seed()
-    seeds["the state of random"] = zlib.crc32(repr(random.getstate()).encode())
-    numpy, of_numpy = sys.modules.get("numpy"), dist.get_rank()
-    if numpy is not None:
-        _, key, *others = numpy.random.get_state()
-        of_numpy = zlib.crc32(key.tobytes() + repr(others).encode())
-    seeds["the state of numpy.random"] = of_numpy
-    return seeds
-
-
-def _refuse_equal_streams(name: str, seeds: list[int]) -> None:
-    for seed in seeds:
-        ranks = [rank for rank, other in enumerate(seeds) if other == seed]
-        if len(ranks) > 1:
-            raise SyncError(
-                f"ranks {ranks} draw from the same random stream ({name} is {seed}); they use the same noise and "
-                "dropout, as if there were fewer samples. Seed before wrap_parallel, with ddpshim.setup(seed=), or "
-                "afterwards with a different seed on each rank. If equal noise is intended, draw it inside "
-                f"ddpshim.shared_random_streams(seed) ({OPT_OUT})."
-            )
 
 
 def _sent(numbers: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -32,9 +32,9 @@ def wrap_parallel(
 ) -> M:
     """Return `module` in a wrapper for parallel training: DDP on several ranks, else DataParallel, else a plain one.
 
-    Collective on several ranks: all get the main rank's parameters and buffers. Unless ranks draw what one process
-    would, each also gets its own random streams (`ddpshim.split_random_streams`). DataParallel is used without a
-    launcher, if the process sees several GPUs and the module is on one. The result has `.module`; attributes, methods
+    Collective on several ranks: all get the main rank's parameters and buffers. Random streams stay as they are; a line
+    says if ranks draw equal noise (`ddpshim.split_random_streams`). DataParallel is used without a launcher, if the
+    process sees several GPUs and the module is on one. The result has `.module`; attributes, methods
     and indexing reach the module; `state_dict` keys are the bare module's. The module itself is not changed and may be
     used beside the wrapper: its gradients are reduced too. Each backward pass may leave out other parameters: they keep
     their gradient (None stays None unless another rank used them). With the option `precision`, forward in training
@@ -101,9 +101,9 @@ def wrap_parallel(
         )
     current().has_networks = True
     if here.is_launched:
-        from ddpshim.shares.streams import split_random_streams
+        from ddpshim.shares.streams import watch_noise
 
-        split_random_streams()
+        watch_noise()
     if here.options.precision != "float32":  # forward in training mode then uses it
         wrapped.__dict__["_autocast"] = here.autocast
     return cast(M, wrapped)  # it is no instance of M, but has all that M has

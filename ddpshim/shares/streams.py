@@ -1,12 +1,22 @@
-"""Gives each rank random streams of its own, or one process's to all, where every rank holds whole batches."""
+"""Random numbers of ranks with shares: equal until the program splits them, and a line if noise is equal, too."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+from typing import Any
+
 import torch
 
+from ddpshim.failures.failure import is_there
 from ddpshim.job.world import world
+from ddpshim.process import messages
 from ddpshim.process.job import current, derive_seed
-from ddpshim.process.random_streams import seed_own_streams
+from ddpshim.process.observed import note, observe
+from ddpshim.process.random_streams import is_same_state, rank_states, seed_own_streams
+from ddpshim.process.say import ranks_called, say
+
+_NUM_INTERVALS = 3  # between steps of optimizers; a permutation moves a stream between two epochs only
 
 
 def draws_alike() -> bool:
@@ -17,8 +27,12 @@ def draws_alike() -> bool:
 def split_random_streams() -> None:
     """Give every rank its own random streams: noise, timesteps and dropout differ between ranks from now on.
 
-    Local. Does nothing the second time, without a launcher, or after `setup(batch="global")`. The streams derive from
-    `setup`'s seed, else from torch's. Call it after all networks are built; `wrap_parallel` does.
+    Local. Call it once all networks are built. From then on a permutation that each rank slices must come from equal
+    streams: a `torch.Generator` with an equal seed, or `with ddpshim.shared_random_streams(epoch):`. Without this call
+    ranks that are seeded equally draw equally, as with torch's DDP.
+
+    The streams derive from `setup`'s seed, else from torch's. Does nothing the second time, without a launcher, or
+    after `setup(batch="global")`.
     """
     here, job = world(), current()
     job.has_networks = True
@@ -27,3 +41,73 @@ def split_random_streams() -> None:
     job.is_split = True
     base = here.seed if here.seed is not None else torch.initial_seed()
     seed_own_streams(derive_seed(base, "rank", here.rank))
+
+
+def watch_noise() -> None:
+    """Print a line, once, if ranks draw equal numbers in each of their first steps. Local; the main rank prints."""
+    if not draws_alike() and world().options.guard:
+        current().part(_EqualNoise).begin()
+
+
+class _EqualNoise:
+    """Finds ranks that draw equal noise.
+
+    Ranks leave the states of their streams in the job's store, and the main rank reads them at a later step. So no rank
+    waits, and an optimizer that steps on one rank alone blocks nobody.
+    """
+
+    def __init__(self) -> None:
+        self._until = contextlib.ExitStack()
+        self._num_steps, self._has_begun = 0, False
+        self._last: dict[str, Any] = {}
+        self._moves: dict[str, int] = {}
+
+    def begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            observe(self._until, after_step=self._after_step)
+            current().at_end.callback(self._until.close)
+
+    def _after_step(self, *_: Any) -> None:
+        here = world()
+        if self._num_steps <= _NUM_INTERVALS:
+            states = rank_states(here.device)
+            for name, state in states.items() if self._num_steps else ():
+                self._moves[name] = self._moves.get(name, 0) + (not is_same_state(self._last.get(name), state))
+            self._last = states
+        self._num_steps += 1
+        if self._num_steps == _NUM_INTERVALS + 1:
+            noisy = {name: _hash(self._last[name]) for name, num in self._moves.items() if 2 * num > _NUM_INTERVALS}
+            current().store.set(f"noise/{here.rank}", messages.packed(noisy))
+        if self._num_steps > _NUM_INTERVALS and (not here.is_main or self._has_judged(here.world_size)):
+            self._until.close()
+
+    def _has_judged(self, world_size: int) -> bool:
+        """Whether all ranks' states were there to judge. Local."""
+        store, keys = current().store, [f"noise/{rank}" for rank in range(world_size)]
+        if not all(is_there(store, key) for key in keys):
+            return False
+        of_ranks = [messages.unpacked(store.get(key), rank) for rank, key in enumerate(keys)]
+        for name, state in of_ranks[0].items():
+            alike = [rank for rank, theirs in enumerate(of_ranks) if theirs.get(name) == state]
+            if len(alike) > 1:
+                stream = {"random": "Python's", "numpy": "numpy's"}.get(name, "torch's")
+                text = (
+                    f"{ranks_called(alike)} draw the same random numbers in each step ({stream}): equal noise and "
+                    "dropout masks, as if there were fewer samples. Call ddpshim.split_random_streams() once all "
+                    "networks are built; then draw what must be equal, as a permutation that each rank slices, from a "
+                    "torch.Generator of your own"
+                )
+                note("guard", check="noise", passed=False, said=text)
+                say(text)
+                break
+        return True
+
+
+def _hash(state: Any) -> str:
+    """Return a hash of a generator's state, from `rank_states`. Local."""
+    if isinstance(state, torch.Tensor):
+        parts: tuple[bytes, ...] = (bytes(state.tolist()),)
+    else:  # of Python's, or of numpy's, which has an array
+        parts = tuple(part.tobytes() if hasattr(part, "tobytes") else repr(part).encode() for part in state)
+    return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
