@@ -39,14 +39,6 @@ def concerns(dataset: Any) -> bool:
     return isinstance(dataset, tuple(kind for kind in kinds if kind is not None))
 
 
-def is_known(dataset: Any) -> bool:
-    """Whether the code of `dataset` is known; known code draws no random numbers. Local."""
-    with contextlib.suppress(Unproven):
-        _normalizing(dataset)
-        return True
-    return False
-
-
 def plan(dataset: Any) -> Plan:
     """Return how to fetch batches of `dataset`, whose cached data become flat arrays. Local.
 

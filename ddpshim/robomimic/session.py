@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import torch
 
@@ -130,7 +131,8 @@ class Session:
         if training is None:
             return loader, num_steps
         if validates:
-            return _Interruptible(loader, training), num_steps
+            # `map` begins the pass now, with its draws, even if no batch is asked for.
+            return _Batches(loader, lambda: map(_looked, loader, itertools.repeat(training))), num_steps
         assert self._algo is not None
         self._algo.release()
         number, total = epoch - _FIRST_EPOCH, self._num_steps
@@ -139,7 +141,7 @@ class Session:
         self._metrics, self._is_continued = training.values.get("metrics", {}) if start else {}, start > 0
         if not start:
             self._keep_streams(epoch)
-        return training.steps(loader, number, total), total - start
+        return _Batches(loader, lambda: training.steps(loader, number, total)), total - start
 
     def note_step(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
         """Note the metrics of a step, and return them. Local."""
@@ -204,15 +206,23 @@ class _LoggerState:
             self._logger._data = state
 
 
-class _Interruptible:
-    """The batches of a validation, between which ranks may save and exit."""
+class _Batches:
+    """Other batches with the length and the attributes of a loader."""
 
-    def __init__(self, loader: Any, training: Resumable) -> None:
-        self._loader, self._training = loader, training
+    def __init__(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> None:
+        self._loader, self._begin = loader, begin
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self._looked, self._loader)  # begins the pass now, with its draws, even if no batch is asked for
+        return self._begin()
 
-    def _looked(self, batch: Any) -> Any:
-        self._training.look()
-        return batch
+
+def _looked(batch: Any, training: Resumable) -> Any:
+    """Return `batch`; before it, ranks may save and exit (collective)."""
+    training.look()
+    return batch

@@ -159,8 +159,13 @@ class _RowsLoader(torch_data.DataLoader[Any]):
     def of(cls, loader: DataLoader[Any]) -> _RowsLoader:
         made: Any = copy.copy(loader)
         made.__class__ = cls
-        fetcher = adapters.fetcher_of(loader.dataset)  # fetches robomimic's samples by the batch, many times faster
-        collate: Any = loader.collate_fn if fetcher is None or fetcher.attach() is not None else fetcher.collate()
+        fetcher, collate = adapters.fetcher_of(loader.dataset), loader.collate_fn
+        if fetcher is not None:
+            reason = fetcher.attach()
+            collate = fetcher.collate() if reason is None else collate
+            if reason is not None and world().is_main:
+                kind = type(loader.dataset).__name__
+                say_once(f"{kind} is read sample by sample, many times slower than by the batch: {reason}")
         streams = _Streams(loader.dataset, collate, blocks.ranks(), loader.num_workers)
         vars(made).update(dataset=streams, collate_fn=streams.collated_rows, _iterator=None, first=0)
         if loader.num_workers:
