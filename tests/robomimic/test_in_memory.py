@@ -213,9 +213,7 @@ def test_a_fork_is_patched_or_distributed_as_any_program_is(tmp_path: Path) -> N
     assert said.count("the lines of robomimic/0.3.0 occur once each in robomimic/scripts/train.py") == len(patched) == 1
     assert _has_records(tmp_path, "patched")
 
-    trainer.write_text(
-        trainer.read_text().replace(".get_exp_dir(config)", ".get_exp_dir( config)")
-    )
+    trainer.write_text(trainer.read_text().replace(".get_exp_dir(config)", ".get_exp_dir( config)"))
     said, losses = _train(tree, config, "own_folder", 2, *TRAINER)
     assert re.search(r"train\.py, 02-\S+\.patch, line 61: '.*' and the lines after it occur nowhere", said)
     assert "is trained by all ranks together" in said

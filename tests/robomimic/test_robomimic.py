@@ -123,6 +123,19 @@ def test_a_whole_epoch_in_float64(trainer: Trainer) -> None:
     assert largest_difference(two.observed[0]["networks"], two.observed[1]["networks"]) == 0
 
 
+def test_ranks_in_bfloat16_equal_one_process_in_bfloat16(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = trainer("bc_gmm", None, patched=False)
+    monkeypatch.setenv("DDPSHIM_PRECISION", "bfloat16")
+    one, three = (trainer("bc_gmm", num_ranks) for num_ranks in (None, 3))
+    start, alone = one.observed[0]["initial"], one.observed[0]["networks"]
+    rounding = largest_difference(wide.observed[0]["networks"], alone)
+    assert 1e-5 < rounding < largest_difference(start, alone), "it is not bfloat16"
+    for observed in three.observed:
+        assert largest_difference(observed["networks"], alone) < 2 * rounding
+        assert largest_difference(observed["networks"], three.observed[0]["networks"]) == 0
+    assert three.losses() == pytest.approx(one.losses(), rel=1e-2)
+
+
 def test_without_a_launcher_it_is_the_unpatched_program(trainer: Trainer) -> None:
     how: dict[str, Any] = {"module": TRAINER, "forked": False, **VALIDATION}
     plain, patched = (trainer("td3_bc", None, patched=p, **how) for p in (False, True))
