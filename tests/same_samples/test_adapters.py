@@ -65,7 +65,8 @@ def test_a_third_partys_dataset_is_fetched_by_the_batch() -> None:
     fetcher = adapters.fetcher_of(Squares())
     assert isinstance(fetcher, Fetcher)
     rows = loader._RowsLoader.of(loader.DataLoader(fetcher._dataset, batch_size=4))
-    assert rows.collate_fn(rows.dataset.__getitems__(Numbered([0, 1, 2, 3], range(2, 4), 1))) == (4, ("whole", [4, 9]))
+    fetched = rows.dataset.__getitems__(Numbered([0, 1, 2, 3], range(4), 0))
+    assert rows.collate_fn(fetched) == (4, ("whole", [0, 1, 4, 9]))
 
 
 def test_an_adapter_need_not_offer_anything(toybot: types.ModuleType) -> None:
