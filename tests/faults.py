@@ -156,31 +156,24 @@ def _let_the_peer_speak() -> None:
     failure_notes._record_for_torchrun = recorded
 
 
-def _break_model(kind: str, on_this_rank: bool) -> None:
-    """Change a network after it is made, or how it is trained, as a user might."""
-    import robomimic.algo
-    import robomimic.utils.torch_utils as TorchUtils
-    import torch
+def _break_model(kind: str, on_this_rank: bool, call: int) -> None:
+    """Change a network before the `call`-th batch, as a user might."""
+    import robomimic.algo.bc
+    import robomimic.algo.td3_bc
 
-    factory = robomimic.algo.algo_factory
+    kinds = {"weights": (robomimic.algo.bc.BC, "policy"), "target": (robomimic.algo.td3_bc.TD3_BC, "actor_target")}
+    algo, net = kinds[kind]
+    train, calls = algo.train_on_batch, 0
 
-    def broken(*args: Any, **options: Any) -> Any:
-        model = factory(*args, **options)
-        if kind == "weights" and on_this_rank:  # as a checkpoint loaded on one rank only
-            next(model.nets["policy"].parameters()).data.mul_(1.5)
-        elif kind == "target" and on_this_rank:
-            next(model.nets["actor_target"].parameters()).data.mul_(1.5)
-        return model
+    def broken(self: Any, *args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:  # as a checkpoint that one rank loads
+            next(self.nets[net].parameters()).data.mul_(1.5)
+        return train(self, *args, **options)
 
-    def by_hand(net: Any, optim: Any, loss: Any, **options: Any) -> float:
-        for p, gradient in zip(net.parameters(), torch.autograd.grad(loss, list(net.parameters()))):
-            p.grad = gradient
-        optim.step()
-        return 0.0
-
-    robomimic.algo.algo_factory = broken
-    if kind == "by_hand":
-        TorchUtils.backprop_for_loss = by_hand
+    if on_this_rank:
+        algo.train_on_batch = broken
 
 
 def install() -> None:
@@ -197,8 +190,8 @@ def install() -> None:
         _use_toy_env()
         if RANK_LOGS not in os.environ:
             _let_the_peer_speak()
-    elif kind in ("weights", "target", "by_hand"):
-        _break_model(kind, is_here)
+    elif kind in ("weights", "target"):
+        _break_model(kind, is_here, int(call))
     elif is_here:
         if kind == "save":
             _break_save()

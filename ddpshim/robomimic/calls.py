@@ -21,6 +21,7 @@ from ddpshim.evaluation.evaluating import exact_interval
 from ddpshim.failures import preemption
 from ddpshim.failures.failure import abort
 from ddpshim.job.world import world
+from ddpshim.model import guard
 from ddpshim.observe.recording import numbers
 from ddpshim.process import observed
 from ddpshim.process.job import current
@@ -77,7 +78,15 @@ def has_checkpoint(resume: bool, *paths: str) -> bool:
 
 
 def resume(model: Any, data_logger: Any, start_epoch: int, *best_so_far: Any) -> tuple[Any, ...]:
-    """Return `start_epoch` and the best numbers so far, from an earlier start if there was one: `Session.resume`."""
+    """Return `start_epoch` and the best numbers so far, from an earlier start if there was one: `Session.resume`.
+
+    From here on ranks also compare target networks and the EMA, which no optimizer steps.
+    """
+    for algo in algos(model):
+        averaged = getattr(getattr(algo, "ema", None), "averaged_model", None)
+        for module in (algo.nets, averaged):
+            if module is not None:
+                guard.watch(module)
     return session().resume(model, data_logger, start_epoch, *best_so_far)
 
 

@@ -113,7 +113,7 @@ def test_ranks_that_do_not_divide_the_batch_equal_one_process(trainer: Trainer) 
     one, three = trainer("bc_rnn_gmm", None, patched=False), trainer("bc_rnn_gmm", 3)
     _check_equal(one, three, 1e-6)
     fetched = [len(observed["samples"]["None"]) for observed in three.observed]
-    assert fetched == [20 * rows for rows in (34, 33, 33)]  # steps, and rows of a batch of 100
+    assert fetched == [20 * rows for rows in (33, 33, 34)]  # steps, and rows of a batch of 100
 
 
 def test_a_whole_epoch_in_float64(trainer: Trainer) -> None:
@@ -175,12 +175,11 @@ def test_one_experiment_is_written_by_the_main_rank(trainer: Trainer) -> None:
     for text in (
         "Train Epoch 1\n",
         "Validation Epoch 2\n",
-        "New Training Run with Config",
         "finished run successfully",
+        "is trained by all ranks together",
     ):
         assert two.log.count(text) == 1, text
     assert two.log.count("ddpshim: 2 ranks on this machine, CPU (torchrun, gloo)") == 1
-    assert two.log.count("ddpshim: global batch 100 = 2 ranks x 50") == 1
     assert two.losses("Validation") == pytest.approx(one.losses("Validation"), rel=1e-5)
 
 
@@ -188,7 +187,6 @@ GUARDED = [
     ("weights", "bc", "after 1 backward passes of ActorNetwork ranks hold different weights or settings: parameter '"),
     ("target", "td3_bc", "of network 0 of those that are not trained (ModuleDict) sums to"),
     ("skip", "bc", "ranks reduced gradients of different steps or networks in a backward pass of ActorNetwork"),
-    ("by_hand", "bc", "the gradients of ActorNetwork never went through a backward pass"),
 ]
 
 
