@@ -43,6 +43,7 @@ def main():
     policy = Policy().to(device)
     ema = copy.deepcopy(policy)
     policy = ddpshim.wrap_parallel(policy)
+    ddpshim.split_random_streams()
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-3)
     sampler = WeightedRandomSampler(weights, len(train_set))
     loader = ddpshim.make_loader(train_set, batch_size=100, sampler=sampler, drop_last=True)
