@@ -63,7 +63,7 @@ def agree_on_pass(network: str, gradients: Sequence[int], num_steps: int, rates:
     own = zlib.crc32(repr((num_passes, num_steps, rates)).encode(), kind), _IN_A_PASS
     if len({*pairs(own, here.world_size, peers(here))}) == 1:
         return kind
-    from ddpshim.failures.failure_notes import remedy
+    from ddpshim.failures.failure_notes import SAME_WAY
 
     told = f"backward pass {num_passes}, of {network}, with {count(len(gradients), 'gradient')}, "
     told += f"after {count(num_steps, 'optimizer step')}"
@@ -72,7 +72,7 @@ def agree_on_pass(network: str, gradients: Sequence[int], num_steps: int, rates:
     where = [f"rank {rank}: {of_ranks.get(rank, 'in no backward pass')}" for rank in range(here.world_size)]
     raise SyncError(
         f"ranks are at different steps, or computed gradients of different parameters; they would be mixed up, and "
-        f"ranks would train different models. {'; '.join(where)}. {remedy('same steps')} ({OPT_OUT})."
+        f"ranks would train different models. {'; '.join(where)}. {SAME_WAY} ({OPT_OUT})."
     )
 
 
