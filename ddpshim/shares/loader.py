@@ -93,10 +93,15 @@ def make_loader(
                 f'step on unequal shares. Use a multiple of {here.world_size}, or setup(batch="global").'
             )
         given["batch_size"] = each if already_sharded else each * here.world_size
-    if already_sharded:
-        own = torch.Generator().manual_seed(derive_seed(here.seed or 0, "already sharded", here.rank))
+    is_ready = batch_size is None and batch_sampler is None
+    if already_sharded and (isinstance(dataset, IterableDataset) or is_ready):
+        own = torch.Generator().manual_seed(derive_seed(here.seed or 0, "workers", here.rank))
         return DataLoader(dataset, **{**given, "generator": generator or own})
-    if isinstance(dataset, IterableDataset) or (batch_size is None and batch_sampler is None):
+    if already_sharded:
+        alone = ShardedLoader(dataset, World(seed=derive_seed(here.seed or 0, "own data", here.rank)), **given)
+        alone.order = None  # each rank has its own
+        return alone
+    if isinstance(dataset, IterableDataset) or is_ready:
         raise DataError(
             f"{type(dataset).__name__} is a stream, or gives ready batches, which every rank would read whole. If it "
             'gives each rank its own share, pass already_sharded=True; else use setup(batch="global").'
@@ -111,7 +116,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
 
     Attributes:
         global_batch_size: of all ranks together; None with a `batch_sampler` that has no `batch_size`.
-        order: what the order of an epoch depends on, for `Resumable`.
+        order: what the order of an epoch depends on on all ranks, for `Resumable`.
     """
 
     def __init__(self, dataset: Any, here: World, **given: Any) -> None:
@@ -131,7 +136,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
         is_torchs = given["sampler"] is given["batch_sampler"] is given["generator"] is None
         shares = Shares(batches, here, is_torchs)
         self.global_batch_size: Optional[int] = getattr(batches, "batch_size", None)
-        self.order = f"of {len(dataset)} samples, with seed {here.seed}"
+        self.order: Optional[str] = f"of {len(dataset)} samples, with seed {here.seed}"
         each = None if self.global_batch_size is None else self.global_batch_size // here.world_size
         # torch forbids to set these: what users read, and what an iterator of torch's takes. It draws the seed of
         # workers from `generator`.
