@@ -97,12 +97,6 @@ def _set_clock_ahead() -> None:
     time.time = functools.wraps(here)(lambda: here() + SKEW_S)  # ranks compare the names of what they call together
 
 
-def _hide_checkpoints() -> None:
-    """Hide checkpoints from this rank, as on another node, or before they are written."""
-    exists = os.path.exists
-    os.path.exists = lambda path: not str(path).endswith(".pth") and exists(path)  # type: ignore[assignment]
-
-
 def _skip_a_step(call: int) -> None:
     """Make this rank skip one step, as a user's `if loss is odd: continue` does."""
     import robomimic.algo.bc
@@ -199,8 +193,6 @@ def install() -> None:
             _skip_a_step(int(call))
         elif kind == "clock":
             _set_clock_ahead()
-        elif kind == "no_checkpoints":
-            _hide_checkpoints()
         elif kind not in ("code", "none"):
             _break(kind, int(call))
 
