@@ -2,8 +2,9 @@
 # # 2. Training
 #
 # The batch is split: each rank computes the gradient of its rows, the gradients are added up over the ranks, and every
-# rank makes the same optimizer step. Done correctly, this *is* the training of one process, with the same curve. With a
-# small mistake it is a different training, without an error. This chapter shows both.
+# rank makes the same optimizer step. With `setup(batch="global")` this *is* the training of one process, with the same
+# curve. Plain DDP, with `setup()`, trains on the samples in another order. With a small mistake it is a worse training,
+# without an error. This chapter shows all three.
 #
 # The task ([reach.py](reach.py)): learn from demonstrations of a scripted expert to move a gripper above an object and
 # down to it. `error` is the error of the actions on held-out demonstrations, `success_rate` that of 200 episodes.
@@ -283,7 +284,7 @@ assert ddpshim.scale_lr(1e-3, "sqrt", world_size=4) == 0.002  # the usual rule f
 
 failed = run_failing(see, 4, 3)
 print(failed.error)
-assert "Global batch 3 is smaller than 4 ranks" in failed.error
+assert "Global batch 3 does not split over 4 ranks" in failed.error
 
 # %% [markdown]
 # ## The end of an epoch
