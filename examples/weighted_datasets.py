@@ -1,6 +1,6 @@
 """Datasets of unequal size, mixed by weights: one weighted draw, split over the ranks.
 
-    python examples/weighted_datasets.py                              # one process, torch's own draw
+    python examples/weighted_datasets.py                              # one process
     python -m ddpshim run --nproc 2 examples/weighted_datasets.py     # or torchrun; and --nproc 1, 4
 
 Expect: each dataset's share is its weight, whatever its size; ranks draw equal samples no more often than by chance;
