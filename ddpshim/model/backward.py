@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
 from typing import Any, Callable, Optional
 
@@ -22,6 +23,7 @@ class Passes:
     def __init__(self) -> None:
         self.depth = 0  # more than 1 with reentrant checkpoints, whose passes are nested
         self.losses: Any = None  # of the outermost pass that is under way
+        self.keeps_graph = False  # whether that pass has create_graph
         self.at_outer_end: list[Callable[[], None]] = []
         self.before: list[Callable[[], None]] = []  # called before each outermost pass
         self.after: list[Callable[[], None]] = []  # called after each outermost pass
@@ -108,6 +110,7 @@ def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., No
         if not passes.depth:
             _check(passes)
             passes.losses = args[0] if args else kwargs.get("tensors")
+            passes.keeps_graph = bool(args[3] if len(args) > 3 else kwargs.get("create_graph"))
             _look_for_nan(passes.losses)
             for call in passes.before:
                 call()
@@ -157,6 +160,17 @@ def _explain(passes: Passes, error: Exception) -> None:
     if network is not None or isinstance(error, SyncError):
         passes.left = f"that of {network or 'a network'} ended with {described(error)}"
     text = str(error)
+    if passes.keeps_graph and network is not None and not current().door.computes_alike:
+        raise second_derivatives(network) from error
+    if "ready twice" in text or "ready only once" in text:  # torch's reducer
+        found = re.search(r"with name (\S+) has", text)
+        which = f"parameter '{found[1]}' of {network}" if found else f"a parameter of {network}"
+        raise SyncError(
+            f"{which} got a second gradient in one backward pass, after the first was sent to the other ranks: its "
+            "layer is used in two parts of the network that are checkpointed with use_reentrant=True, or in one and "
+            "outside it. Half of its gradient would be lost. Use torch.utils.checkpoint.checkpoint(..., "
+            "use_reentrant=False)."
+        ) from error
     if "ompiled autograd" in text:
         raise _compiled() from error
     if "does not require grad and does not have a grad_fn" in text:
@@ -166,6 +180,15 @@ def _explain(passes: Passes, error: Exception) -> None:
             "the others would wait for them. Compute the loss of a training step outside these blocks; "
             "inference_mode is for evaluation."
         ) from error
+
+
+def second_derivatives(network: str) -> SyncError:
+    """Return the error for a pass with create_graph over a share of the batch. Local."""
+    return SyncError(
+        f"backward(create_graph=True) of {network} on a share of the batch: second derivatives would differ between "
+        'ranks. Use setup(batch="global"); a penalty on gradients of inputs only needs '
+        "torch.autograd.grad(..., create_graph=True), then backward()."
+    )
 
 
 def _compiled() -> SyncError:

@@ -39,11 +39,13 @@ class Reduced:
         num_reductions: backward passes whose gradients were reduced.
         has_unreduced_gradients: whether a pass ran under no_sync() since.
         is_armed: whether a pass that will be reduced has computed its first gradient and not ended.
+        is_uneven: whether ranks rightly make different numbers of passes: it trained in join().
     """
 
     module: nn.Module
     num_reductions = 0
-    has_unreduced_gradients = is_armed = False
+    has_unreduced_gradients = is_armed = is_uneven = False
+    _refusal: Optional[SyncError] = None
     _equality: Optional[Equality] = None  # none if each rank holds different weights
 
 
@@ -216,7 +218,7 @@ def steps_so_far() -> tuple[int, list[float]]:
 
 def num_reductions() -> int:
     """Return how many backward passes of all networks were reduced so far. Local."""
-    return sum(wrapped.num_reductions for wrapped in _wrappers())
+    return sum(wrapped.num_reductions for wrapped in _wrappers() if not wrapped.is_uneven)
 
 
 def _wrappers() -> list[Reduced]:
@@ -270,6 +272,8 @@ def _check_reduced(optimizer: torch.optim.Optimizer, wrapped: Reduced, mine: Ite
             "reduced until the pass ends, so ranks would train different models. Step after loss.backward(), with one "
             f"optimizer for all parameters ({OPT_OUT})."
         )
+    if wrapped._refusal is not None:
+        raise wrapped._refusal
     if wrapped.is_armed:
         raise SyncError(
             f"{step}: a backward pass of {name} never finished (an exception inside it was caught?); other ranks "

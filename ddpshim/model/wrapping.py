@@ -40,19 +40,28 @@ def wrap(module: nn.Module, here: World, *, shard: Union[bool, Sequence[str]], s
         from ddpshim.model import batchnorm
 
         batchnorm.sync()
+    sends_buffers = ddp.pop("broadcast_buffers")
     if shard:
         from ddpshim.model.sharding import ShardedModule
 
         methods = [] if shard is True else [shard] if isinstance(shard, str) else [*shard]
-        return ShardedModule(module, methods, ddp["broadcast_buffers"])
+        return ShardedModule(module, methods, sends_buffers)
     if has_nothing_to_reduce(module):
         return _without_reduction(module)
-    if ddp["bucket_cap_mb"] is None:
+    if ddp["bucket_cap_mb"] is None and "bucket_cap_mb_list" not in ddp:
         ddp["bucket_cap_mb"] = best_bucket_cap_mb(module, dist.get_backend())
     if (wrapper := current().door.wrapper) is not None:
-        return wrapper(module, ddp["bucket_cap_mb"], ddp["broadcast_buffers"])
+        changes = ("comm_hook", "mixed_precision", "process_group", "device_mesh")
+        if (name := next((name for name in changes if ddp.get(name) is not None), None)) is not None:
+            raise SyncError(
+                f'wrap_parallel({name}=...) after setup(batch="global"): gradients are averaged without DDP there, '
+                "so it would have no effect. Leave it out, or train by DDP: setup()."
+            )
+        return wrapper(module, ddp["bucket_cap_mb"], sends_buffers)
     from ddpshim.model.ddp import DistributedModule
 
+    has_new_name = hasattr(DistributedDataParallel, "broadcast_buffers")  # a property, from torch 2.13 on
+    ddp.setdefault("forward_sync_buffers" if has_new_name else "broadcast_buffers", sends_buffers)
     hook, state = ddp.pop("comm_hook"), ddp.pop("comm_hook_state")
     made = DistributedModule(module, **ddp)
     if hook is not None:
@@ -130,11 +139,11 @@ def _refuse_ddp_around_wrapped() -> None:
     def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         module = args[0] if args else kwargs["module"]
         reduced = (name for name, p in module.named_parameters() if guard.is_owned(p))
-        if not isinstance(self, Transparent) and (name := next(reduced, None)) is not None:
+        if not getattr(module, "_ddp_params_and_buffers_to_ignore", ()) and (name := next(reduced, None)) is not None:
             raise SyncError(
                 f"{type(self).__name__} around a {type(module).__name__} whose '{name}' wrap_parallel reduces already: "
                 "two reducers would write into one gradient, and ranks would train different models. Use what "
-                "wrap_parallel gave back as it is, which is a DistributedDataParallel, or leave wrap_parallel out."
+                "wrap_parallel gave back as it is, or leave wrap_parallel out."
             )
         original(self, *args, **kwargs)
 

@@ -71,13 +71,11 @@ MODULE = "torch/nn/modules/module.py, Module.__init__"
 C10D = "torch/distributed/distributed_c10d.py"
 SEAMS = [
     Seam("_NoopSaveInputs", "rows/gradients.py", "test_a_checkpoint_saves_its_arguments", "torch/utils/checkpoint.py"),
-    Seam("_autograd_hook _check_reducer_finalized", "model/reducer.py", EVERY_WAY, REDUCER),
-    Seam("_rebuild_buckets", "model/reducer.py", f"{PARALLEL}buckets_leave_in_the_order", REDUCER),
-    Seam("_remove_autograd_hooks", "model/reducer.py", f"{PARALLEL}one_rank_alone_may_run", REDUCER),
-    Seam("_set_params_and_buffers_to_ignore_for_model", "model/reducer.py", TWICE, WRAPPER),
-    Seam("_ddp_params_and_buffers_to_ignore", "model/reducer.py", TWICE, WRAPPER),
-    Seam("_build_params_for_reducer _build_debug_param_to_name_mapping", "model/reducer.py", STRICT, WRAPPER),
-    Seam("_inside_ddp_forward", "model/reducer.py", "test_graphs_are_split_inside_of_ddps_forward", WRAPPER),
+    Seam("_rebuild_buckets", "model/ddp.py", f"{PARALLEL}buckets_leave_in_the_order", REDUCER),
+    Seam("_static_graph_delay_allreduce_enqueued", "model/ddp.py", STRICT, WRAPPER),
+    Seam("_register_buffer_comm_hook", "model/ddp.py", f"{PARALLEL}hooks_of_buckets_and_of_buffers", WRAPPER),
+    Seam("_set_params_and_buffers_to_ignore_for_model", "model/ddp.py", TWICE, WRAPPER),
+    Seam("_ddp_params_and_buffers_to_ignore", "model/ddp.py", TWICE, WRAPPER),
     Seam("_execution_engine", "model/backward.py", EVERY_WAY, "torch/autograd/graph.py"),
     Seam("_foreach_norm", "robomimic/algo.py", READS, "torch/nn/utils/clip_grad.py"),
     Seam("_BatchNorm", "model/wrapping.py", f"{PARALLEL}batchnorm_", "torch/nn/modules/batchnorm.py"),

@@ -1,0 +1,25 @@
+"""torch's own tests of DistributedDataParallel pass with `wrap_parallel` in its place; evidence/ runs them all."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from evidence import torch_ddp_tests
+
+QUICK = [
+    "test_DistributedDataParallelCPU",
+    "test_ddp_broadcast_buffer_via_hook",
+    "test_ddp_control_flow_different_across_ranks",
+    "test_ddp_namedtuple",
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(importlib.util.find_spec("torch.testing._internal") is None, reason="torch without its tests")
+@pytest.mark.parametrize("name", QUICK)
+def test_wrap_parallel_in_ddps_place(name: str) -> None:
+    if name not in torch_ddp_tests.names():
+        pytest.skip("this torch has no such test")
+    assert torch_ddp_tests.outcome(name, is_wrapped=True) == ""
