@@ -99,8 +99,9 @@ class Resumable:
     About twice a second, between two steps, all ranks check together whether to save or stop. They save when the main
     rank's clock says so, and when any of them has received SIGTERM or SIGUSR1: then all exit with code 75, which asks
     the scheduler to restart the job. A resumed run gets exactly the remaining samples, in the same order, also on
-    another number of ranks; on the same number, each rank's random streams continue as well. Gradients are
-    saved, too; while a program accumulates them over batches, ranks wait for the step of its optimizer.
+    another number of ranks; on the same number, each rank's random streams continue as well, and on another those that
+    all ranks have equally. Gradients are saved, too; while a program accumulates them over batches, ranks wait for the
+    step of its optimizer.
 
     A loop without epochs uses `iterations()`.
 

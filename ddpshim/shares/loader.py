@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Callable, Optional, cast
+from typing import Any, Callable, Optional, Protocol, Union, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 from ddpshim.errors import DataError
 from ddpshim.job.group import current_or_new_world
@@ -17,8 +17,12 @@ from ddpshim.process.say import count, say_once
 from ddpshim.shares.passes import Enterable, EpochCounter, generator_states, indices_of, layers, restore_generators
 
 
+class _MapStyle(Protocol):
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
 def make_loader(
-    dataset: Any,
+    dataset: Union[Dataset[Any], _MapStyle, Iterable[Any]],
     batch_size: Optional[int] = 1,
     shuffle: Optional[bool] = None,
     sampler: Optional[Iterable[Any]] = None,
@@ -32,11 +36,14 @@ def make_loader(
     multiprocessing_context: Any = None,
     generator: Optional[torch.Generator] = None,
     *,
+    prefetch_factor: Optional[int] = None,
+    persistent_workers: bool = False,
+    pin_memory_device: str = "",
+    in_order: bool = True,
     per_rank_batch: Optional[bool] = None,
     already_sharded: bool = False,
-    **options: Any,
 ) -> DataLoader[Any]:
-    """Return a DataLoader that gives this rank its share of each global batch; torch's own loader in one process.
+    """Return a DataLoader that gives this rank its share of each global batch; takes torch's arguments, in its order.
 
     The order and the noise of data workers are not those of `python train.py`: they derive from `setup`'s seed, the
     epoch, and for workers the rank. `setup(batch="global")` keeps one process's numbers; there, and without a launcher,
@@ -54,7 +61,6 @@ def make_loader(
         drop_last: default True on ranks, which must divide each batch; False in one process, as in torch.
         already_sharded: `dataset` holds only this rank's share; only the batch size is divided. After
             `setup(batch="global")` a batch is the rows of all ranks' shares.
-        options: further arguments of torch's DataLoader.
 
     Raises DataError, on every rank, if the batch or the data do not divide, or differ between ranks.
     """
@@ -71,7 +77,10 @@ def make_loader(
         worker_init_fn=worker_init_fn,
         multiprocessing_context=multiprocessing_context,
         generator=generator,
-        **options,
+        prefetch_factor=prefetch_factor,
+        persistent_workers=persistent_workers,
+        pin_memory_device=pin_memory_device,
+        **({} if in_order else {"in_order": False}),  # which torch before 2.6 lacks
     )
     loader: Any = current().door.loader if here.is_launched else DataLoader
     if loader is not None:
@@ -84,6 +93,11 @@ def make_loader(
             return cast("DataLoader[Any]", loader.joined(dataset, batch_size, **{**given, "drop_last": drop_last}))
         return cast("DataLoader[Any]", loader(dataset, batch_size, batch_sampler=batch_sampler, **given))
     given.update(batch_size=batch_size, batch_sampler=batch_sampler)
+    if is_per_rank and batch_sampler is not None:
+        raise DataError(
+            "per_rank_batch=True with a batch_sampler: each of its lists is a batch of all ranks, shared "
+            "all the same. Leave one of the two out."
+        )
     if batch_sampler is None and batch_size is not None:
         given["drop_last"] = drop_last is not False
         each, left = (batch_size, 0) if is_per_rank else divmod(batch_size, here.world_size)
@@ -96,7 +110,7 @@ def make_loader(
     is_ready = batch_size is None and batch_sampler is None
     if already_sharded and (isinstance(dataset, IterableDataset) or is_ready):
         own = torch.Generator().manual_seed(derive_seed(here.seed or 0, "workers", here.rank))
-        return DataLoader(dataset, **{**given, "generator": generator or own})
+        return DataLoader(cast(Any, dataset), **{**given, "generator": generator or own})
     if already_sharded:
         alone = ShardedLoader(dataset, World(seed=derive_seed(here.seed or 0, "own data", here.rank)), **given)
         alone.order = None  # each rank has its own
