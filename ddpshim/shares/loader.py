@@ -137,7 +137,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
         super().__init__(dataset, **given)
         batches = cast(Any, self.batch_sampler)
         taken = next((one for one in layers(batches) if getattr(one, "num_replicas", 1) > 1), None)
-        if taken is not None:
+        if taken is not None and here.world_size > 1:
             raise DataError(
                 f"{type(taken).__name__} takes one share already, and make_loader would split it again: most samples "
                 "would never be seen. Leave it out, and pass shuffle= instead."
@@ -183,6 +183,10 @@ class ShardedLoader(DataLoader[Any], Enterable):
             dropped = f"; an epoch leaves out {left} of {num} samples" if left and drops else ""
             say_once(f"global batch {batch} = {count(here.world_size, 'rank')} x {self.batch_size}{dropped}")
 
+    def __iter__(self) -> Any:
+        cast(Shares, self.batch_sampler).begin()  # here: an iterator of torch's asks for its sampler's more than once
+        return super().__iter__()
+
     def can_enter(self) -> bool:
         return bool(getattr(self, "in_order", True))
 
@@ -208,6 +212,7 @@ class Shares:
         self._here, self._is_torchs = here, is_torchs
         self._drawn: Optional[list[list[Any]]] = None  # the main rank's, of this pass
         self._restored: Optional[list[list[Any]]] = None
+        self._pass: tuple[Iterable[list[Any]], int, int] = (), 0, 0  # batches, epoch, first step
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -216,17 +221,21 @@ class Shares:
         """As DistributedSampler's, for a program that calls it. Local."""
         self.epochs.set(epoch)
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        """Begin a pass: now, and not with its first batch, so that two passes side by side are two epochs."""
+    def begin(self) -> None:
+        """Draw the order of the next pass (collective, for an order of the caller's)."""
         here, epoch = self._here, self.epochs.advance()
         seed, first = here.seed or 0, self.epochs.start_step
         self.of_workers.manual_seed(derive_seed(seed, "workers", here.rank, epoch, first))
         if not self._is_torchs:
-            return self._shares(here.run_on_main(self._draw, epoch), epoch, first)
+            self._pass = here.run_on_main(self._draw, epoch), epoch, first
+            return
         order, size, drops = self.batches.sampler, self.batches.batch_size, self.batches.drop_last
         if isinstance(order, RandomSampler):
             order = RandomSampler(order.data_source, generator=torch.Generator().manual_seed(seed + epoch))
-        return self._shares(BatchSampler(order, size, drops), epoch, first)
+        self._pass = BatchSampler(order, size, drops), epoch, first
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self._shares(*self._pass)  # now: another pass may begin before the first batch of this one
 
     def _draw(self, epoch: int) -> list[list[Any]]:
         drawn, self._restored = self._restored, None

@@ -195,13 +195,16 @@ def test_whole_batches_train_what_a_plain_process_trains(size: int, kinds: list[
 # With shares, streams stay as the program seeds them.
 
 
-def _hand_port(draws: str, splits: bool, batch: int = 12) -> Any:
+def _hand_port(draws: str, splits: bool, seeds_by_rank: bool = False) -> Any:
     """Train by slices of a permutation: the samples of this rank, its noise, the weights, and what was printed."""
     here = ddpshim.world()
     x = torch.linspace(-1, 1, 96 * 4, dtype=torch.float64).view(96, 4)
     net = ddpshim.wrap_parallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double())
     if splits:
         ddpshim.split_random_streams()
+    if seeds_by_rank:
+        torch.manual_seed(SEED + here.rank)
+    batch = 12
     optimizer, samples, noises = torch.optim.SGD(net.parameters(), 0.1), [], []
     with contextlib.redirect_stderr(io.StringIO()) as said:
         for epoch in range(3):
@@ -268,10 +271,7 @@ def test_a_permutation_alone_is_no_noise(ported: dict[Any, Any]) -> None:
     assert [rank[3] for case in CASES[:2] for rank in ported[3][case]] == [""] * 6
 
 
-def _rank_seeds_by_itself() -> str:
-    torch.manual_seed(SEED + ddpshim.world().rank)
-    return str(_hand_port("noise", False)[3])
-
-
 def test_ranks_that_seed_by_rank_hear_nothing() -> None:
-    assert run_ranks(_rank_seeds_by_itself, 2) == ["", ""]
+    ranks = run_ranks(_hand_port, 2, "noise", False, True)
+    assert [said for *_, said in ranks] == ["", ""]
+    assert ranks[0][1][0] != ranks[1][1][0]

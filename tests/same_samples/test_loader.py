@@ -96,6 +96,7 @@ class Numbers(IterableDataset[int]):
         return iter(range(self.length) if info is None else range(info.id, self.length, info.num_workers))
 
 
+@pytest.mark.ranks
 def test_without_a_launcher_it_is_torchs_loader_with_its_arguments_in_its_order() -> None:
     names = list(inspect.signature(DataLoader.__init__).parameters)[1:]
     ours = list(inspect.signature(make_loader).parameters)
@@ -275,7 +276,7 @@ SHARDED = DistributedSampler(range(96), 2, 1)  # type: ignore[arg-type]
         ),
         (4, 97, {"batch_size": 3}, f"batch 3 does not split over 4 ranks{GLOBAL_DOOR}"),
         (2, 97, {"batch_size": 128}, f"97 samples leave 97 for the last batch of 128{GLOBAL_DOOR}"),
-        (2, 0, {"batch_size": 4}, "0 samples leave 0 .* or there is no batch"),
+        (2, 0, {"batch_size": 4}, "0 samples leave 0 .* or there is none"),
         (4, 97, {"batch_size": 4, "sampler": [1, 2, 3]}, "3 samples leave 3 for the last batch of 4"),
         (2, 97, {"batch_size": 4, "sampler": iter([1])}, r"has no __len__"),
         (
