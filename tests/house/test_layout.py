@@ -30,6 +30,7 @@ TRAINERS = (
     "robomimic.calls",
     "robomimic.datasets",
     "robomimic.rollout",
+    "robomimic.session",
 )  # these import the trainer's packages, or plotly, inside functions
 ALLOWED = {"torch", "packaging", "ddpshim", *sys.stdlib_module_names} if sys.version_info >= (3, 10) else None
 
