@@ -150,7 +150,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
         is_torchs = given["sampler"] is given["batch_sampler"] is given["generator"] is None
         shares = Shares(batches, here, is_torchs)
         self.global_batch_size: Optional[int] = getattr(batches, "batch_size", None)
-        self.order: Optional[str] = f"of {len(dataset)} samples, with seed {here.seed}"
+        self.order: Optional[str] = f"{len(dataset)} samples, seed {here.seed}"
         each = None if self.global_batch_size is None else self.global_batch_size // here.world_size
         # torch forbids to set these: what users read, and what an iterator of torch's takes. It draws the seed of
         # workers from `generator`.

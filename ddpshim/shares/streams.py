@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from ddpshim.failures.failure import is_there
 from ddpshim.job.world import world
 from ddpshim.process import messages
+from ddpshim.process.devices import is_capturing
 from ddpshim.process.job import current, derive_seed
 from ddpshim.process.observed import note, observe
 from ddpshim.process.random_streams import is_same_state, rank_states, seed_own_streams
@@ -46,7 +46,7 @@ def split_random_streams() -> None:
 def watch_noise() -> None:
     """Print a line, once, if ranks draw equal numbers in each of their first steps. Local; the main rank prints."""
     if not draws_alike() and world().options.guard:
-        current().part(_EqualNoise).begin()
+        current().part(_EqualNoise)
 
 
 class _EqualNoise:
@@ -57,19 +57,15 @@ class _EqualNoise:
     """
 
     def __init__(self) -> None:
-        self._until = contextlib.ExitStack()
-        self._num_steps, self._has_begun = 0, False
+        self._num_steps, self._is_done = 0, False
         self._last: dict[str, Any] = {}
         self._moves: dict[str, int] = {}
-
-    def begin(self) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            observe(self._until, after_step=self._after_step)
-            current().at_end.callback(self._until.close)
+        observe(current().at_end, after_step=self._after_step)
 
     def _after_step(self, *_: Any) -> None:
         here = world()
+        if self._is_done or is_capturing(here.device):
+            return
         if self._num_steps <= _NUM_INTERVALS:
             states = rank_states(here.device)
             for name, state in states.items() if self._num_steps else ():
@@ -79,8 +75,8 @@ class _EqualNoise:
         if self._num_steps == _NUM_INTERVALS + 1:
             noisy = {name: _hash(self._last[name]) for name, num in self._moves.items() if 2 * num > _NUM_INTERVALS}
             current().store.set(f"noise/{here.rank}", messages.packed(noisy))
-        if self._num_steps > _NUM_INTERVALS and (not here.is_main or self._has_judged(here.world_size)):
-            self._until.close()
+        if self._num_steps > _NUM_INTERVALS:
+            self._is_done = not here.is_main or self._has_judged(here.world_size)
 
     def _has_judged(self, world_size: int) -> bool:
         """Whether all ranks' states were there to judge. Local."""

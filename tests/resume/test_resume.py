@@ -275,6 +275,10 @@ def test_other_data_or_another_batch_is_refused(tmp_path: Path) -> None:
     text = r"was left at step \d+ with steps of an epoch 5, and would resume with 10; samples would be seen twice"
     with pytest.raises(RankError, match=text):
         run_ranks(_train, 2, str(tmp_path), None, 4)
+    with pytest.raises(
+        RankError, match="with order 40 samples, seed 0, and would resume with 40 samples, seed 1; samp"
+    ):
+        run_ranks(_train, 2, str(tmp_path), seed=1)
 
 
 def _rank_saves(folder: str) -> list[str]:
