@@ -28,7 +28,7 @@ CHAPTERS = {
     ),
     "Data": (
         "make_loader",
-        "data.sharded_loader.ShardedLoader",
+        "shares.loader.ShardedLoader",
         "on_device",
         "scale_lr",
         "check_equal_steps",

@@ -70,7 +70,7 @@ def attach(dataset: Any) -> Optional[str]:
 
 
 class WindowFetcher(NamedTuple):
-    """Implements `ddpshim.shares.loader_builder.Fetcher` for one dataset."""
+    """Fetches samples of one dataset by the batch: what `adapters.fetcher_of` returns."""
 
     dataset: Any
 

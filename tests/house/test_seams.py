@@ -65,8 +65,6 @@ AGENT = "torch/distributed/elastic/multiprocessing/api.py"
 WRAPPER = "torch/nn/parallel/distributed.py, DistributedDataParallel.__init__ and _ddp_init_helper"
 REDUCER = "torch/csrc/distributed/c10d/reducer.cpp"
 LOADER = "torch/utils/data/dataloader.py"
-WORKERS = "test_workers_are_found_and_let_go"
-OWN_NOISE = "same_noise/test_noise.py::test_ranks_that_all_train_on"
 MODULE = "torch/nn/modules/module.py, Module.__init__"
 C10D = "torch/distributed/distributed_c10d.py"
 SEAMS = [
@@ -81,10 +79,7 @@ SEAMS = [
     Seam("_BatchNorm", "model/wrapping.py", f"{PARALLEL}batchnorm_", "torch/nn/modules/batchnorm.py"),
     Seam("_get_default_store", "job/process_group.py", "house/test_trust.py::test_what_somebody_wrote_to", C10D),
     Seam("_BaseDataLoaderIter", "process/observed.py", "test_every_loader_goes_through_one_next", LOADER),
-    Seam("_BaseDataLoaderIter _index_sampler", "job/shared_draws.py", OWN_NOISE, LOADER),
-    Seam("_workers _worker_pids_set _remove_worker_pids", "data/sharded_loader.py", WORKERS, LOADER),
     Seam("_iterator _index_sampler", "rows/loader.py", "test_workers_that_stay", LOADER),
-    Seam("torch.utils.data._utils", "data/sharded_loader.py", WORKERS, LOADER),
     Seam("_save _open_zipfile_writer", "checkpoint/background.py", TO_THE_BYTE, "torch/serialization.py"),
     Seam("_remote_module_", "tools/certificate.py", OF_TORCH, "torch/distributed/nn/jit/instantiator.py"),
     Seam("_input_metadata", "tools/sketches.py", PRECISION, "torch/csrc/autograd"),
