@@ -57,7 +57,7 @@ class GlobalBatches:
             raise OptionsError(
                 f"{name}={getattr(options, name)}: the program holds whole batches, as one process does, so it would "
                 "do nothing. Leave the option out; batches of a size per rank are for ddpshim.setup(), make_loader and "
-                "wrap_parallel (MIGRATION.md)."
+                "wrap_parallel (`python -m ddpshim docs MIGRATION`)."
             )
 
 
