@@ -70,7 +70,7 @@ def attach(dataset: Any) -> Optional[str]:
 
 
 class WindowFetcher(NamedTuple):
-    """Fetches samples of one dataset by the batch: what `adapters.fetcher_of` returns."""
+    """Implements `ddpshim.adapters.Fetcher` for one dataset."""
 
     dataset: Any
 
