@@ -46,6 +46,10 @@ class RunRecords:
     def of(self, kind: str, step: int) -> list[dict[str, Any]]:
         return [r for r in self.records if r["kind"] == kind and r["t"] == step]
 
+    def draws(self) -> list[dict[str, Any]]:
+        """Return the backward passes of batches for which this process drew random numbers, which are its own."""
+        return [loss for batch, loss in self._trained() if batch["streams"] not in (None, loss["streams"])]
+
     def passes(self) -> list[list[dict[str, Any]]]:
         """Return the batches of each pass over a loader that a backward pass followed."""
         found: dict[int, list[dict[str, Any]]] = {}

@@ -1,8 +1,7 @@
 """Records the inputs and outputs of each step of a trainer in this process, as JSON lines.
 
-Recording does not change the program's results, with two exceptions: the perturbed run adds a rounding error to each
-gradient, and a rank with its own random stream gets its rows of the one process's noise instead.
-`python -m ddpshim.tools.watching` runs the user's program as the one process of a proof.
+Recording does not change the program's results. `python -m ddpshim.tools.watching` runs the user's program as the one
+process of a proof.
 """
 
 from __future__ import annotations
@@ -29,22 +28,29 @@ import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from ddpshim.checkpoint import progress_folder
 from ddpshim.process.job import current
 from ddpshim.process.observed import live_modules, observe
 from ddpshim.process.random_streams import rank_states
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 from ddpshim.process.users_line import users_line
+from ddpshim.shares.loader import Shares
 from ddpshim.tools.new_files import NewFiles
-from ddpshim.tools.sketches import add_rounding, eps_of, of_graph, sketch
+from ddpshim.tools.sketches import of_graph, sketch
 from ddpshim.trainers.unedited.private_files import switch_loggers_off
 from ddpshim.trainers.unedited.start import run_as_main
 
 SETTINGS = "settings.json"
-ONE, PERTURBED = "one", "perturbed"  # names of the runs in one process; the ranks' runs are "rank_0", "rank_1", ...
+ONE = "one"  # name of the run in one process; the ranks' runs are "rank_0", "rank_1", ...
 _MAX_BATCHES = 1000
-_NO_PASS = {"sampler": "", "shuffles": None, "pass_number": 0, "num_batches": None, "num_samples": None}
+_NO_PASS = {
+    "sampler": "",
+    "is_share": False,
+    "shuffles": None,
+    "pass_number": 0,
+    "num_batches": None,
+    "num_samples": None,
+}
 
 
 @dataclass(frozen=True)
@@ -123,9 +129,9 @@ class RankRecorder(StepRecorder):
         self._groups: list[Any] = []  # process groups, which thus stay alive until the program has ended
         self._passes: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         self._num_steps = self._num_batches = self._num_passes = 0
-        self._eps = 0.0  # of the coarsest dtype of a backward pass so far
         self._stepping: Any = None
-        self._is_due = self._has_begun = self._has_drawn = self._has_unseen_state = False
+        self._first_seed = torch.initial_seed()
+        self._is_due = self._has_begun = self._has_unseen_state = False
 
     def __enter__(self) -> None:
         self._leave_no_traces()
@@ -170,15 +176,18 @@ class RankRecorder(StepRecorder):
             return
         self._num_batches += 1
         size, samples = samples_of(batch)
-        own = rank_states(_device())
-        is_own = self._is_rank and not _ranks_share_draws()
         of_pass = self._passes.get(batches) or _NO_PASS
         about = {"size": size, "samples": samples, "whole": _is_of_all_ranks(batch, size), **of_pass}
-        streams = zlib.crc32(own["torch"].numpy().tobytes()) if is_own else None
-        self._write("batch", number=self._num_batches, streams=streams, place=users_line(), **about)
-        if self._run == ONE:
-            path = self._folder / f"states_{self._num_batches}.pt"
-            torch.save(progress_folder.plain_content(own, path, is_trusted=False), path)
+        self._write("batch", number=self._num_batches, streams=self._own_streams(), place=users_line(), **about)
+
+    def _own_streams(self) -> Optional[int]:
+        """Return a number for the state of this rank's own random streams; None if they are those of one process."""
+        job = current()
+        if not self._is_rank or (job.world is not None and job.door.draws_alike):
+            return None
+        states = rank_states(_device())
+        found = (states[name] for name in ("torch", "cuda") if states[name] is not None)
+        return zlib.crc32(b"".join(state.numpy().tobytes() for state in found))
 
     def _see_end_of_batch(self, batches: Any) -> None:
         self._see_state()
@@ -191,11 +200,11 @@ class RankRecorder(StepRecorder):
         if not self._has_begun:  # networks are wrapped and still have their initial weights
             self._has_begun = True
             # No buffers: the forward pass has already changed them.
-            self._write("begun", tensors={name: sketch(t) for name, t in _beside({}) if t.requires_grad})
+            tensors = {name: sketch(t) for name, t in _beside({}) if t.requires_grad}
+            self._write("begun", tensors=tensors, is_seeded=torch.initial_seed() != self._first_seed)
         dtype = str(of_graph(roots)).partition(".")[2]
-        self._eps = max(self._eps, eps_of(dtype))
         losses = [float(loss.detach()) for loss in losses_of(roots)]
-        self._write("loss", losses=losses, dtype=dtype, place=users_line())
+        self._write("loss", losses=losses, dtype=dtype, streams=self._own_streams(), place=users_line())
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._stepping is not None:
@@ -207,8 +216,6 @@ class RankRecorder(StepRecorder):
         if step == 0:
             self._held[number] = params
             first = {"names": self._names(params), "weights": _sketches(params)}
-        if self._run == PERTURBED:
-            add_rounding([p.grad for p in params if p.grad is not None], self._num_steps, self._eps)
         self._write(
             "gradients",
             optimizer=number,
@@ -287,6 +294,7 @@ def _about_pass(loader: Any, number: int) -> dict[str, Any]:
             lengths.append(None)
     return {
         "sampler": type(sampler).__name__,
+        "is_share": isinstance(loader.batch_sampler, Shares),
         "shuffles": getattr(sampler, "shuffle", None),
         "pass_number": number,
         "num_batches": lengths[0],
@@ -353,11 +361,6 @@ def _beside(held: Mapping[int, list[Any]]) -> Iterator[tuple[str, Any]]:
         which = f"{type(module).__name__}~{zlib.crc32(repr(kind).encode()):08x}#{counts[kind]}"
         for name, tensor in tensors:
             yield f"{which}.{_plain(name)}", tensor
-
-
-def _ranks_share_draws() -> bool:
-    """Whether ddpshim gives ranks one process's draws: then no noise is imposed, and this is tested."""
-    return current().world is not None and current().door.draws_alike
 
 
 def _is_of_all_ranks(batch: Any, size: int) -> bool:
