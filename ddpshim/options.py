@@ -97,7 +97,11 @@ class Options:
         _FLAG,
         "false: ranks do not unpickle objects that other ranks send (`World.gather`, `broadcast`, `run_on_main`)",
     )
-    per_rank_batch: bool = option(False, _FLAG, "batch sizes are per rank, not global")
+    per_rank_batch: bool = option(
+        False,
+        _FLAG,
+        'batch sizes of `make_loader` are per rank, not global; not with `run` and `setup(batch="global")`',
+    )
     exact: Optional[int] = option(
         None,
         _or_none(_WHOLE),
@@ -112,8 +116,7 @@ class Options:
     lr_rule: str = option(
         "none",
         choice("linear", "sqrt", "none"),
-        "with per_rank_batch: multiply learning rates by the number of ranks, by its square root, or not at all "
-        "(robomimic: every optimizer; elsewhere: the default of `scale_lr`)",
+        "with per_rank_batch, `scale_lr` multiplies by the number of ranks, by its square root, or by 1",
     )
     precision: str = option(
         "float32",

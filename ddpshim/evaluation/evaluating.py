@@ -160,7 +160,7 @@ def evaluate(
     kept = tuple(Episode(*episode) for episode, _ in played)
     interval = exact_interval(sum(episode.success for episode in kept), num_episodes, confidence)
     found = Evaluation(kept, confidence, interval)
-    batch = current().progress.batch
+    batch = current().part(observed.Progress).batch
     observed.note(
         "rollout",
         epoch=None if batch is None else batch[0],

@@ -20,6 +20,7 @@ from ddpshim.failures import failure
 from ddpshim.job.world import N, T, World, as_divisor
 from ddpshim.process import messages
 from ddpshim.process.job import current
+from ddpshim.process.observed import Progress
 from ddpshim.process.say import described
 from ddpshim.process.users_line import users_line
 
@@ -167,7 +168,7 @@ def peers(here: World) -> Any:
             f"rank {here.rank} of {here.world_size} has left its job by cleanup(), so a collective would fail. "
             "Call cleanup() last."
         )
-    here._job.progress.num_collectives += 1
+    here._job.part(Progress).num_collectives += 1
     return here._job.control
 
 

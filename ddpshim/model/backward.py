@@ -13,6 +13,7 @@ import torch
 from ddpshim.errors import SyncError
 from ddpshim.failures.failure import abort, claim
 from ddpshim.process.job import current
+from ddpshim.process.observed import Progress
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import described, say
 
@@ -68,7 +69,7 @@ def _look_for_nan(losses: Any) -> None:
         if type(loss) is torch.Tensor and loss.device.type == "cpu" and loss.numel() == 1:
             number = loss.item()
             if number != number:
-                say_nan(f"the loss is NaN in backward pass {current().progress.num_passes + 1}")
+                say_nan(f"the loss is NaN in backward pass {current().part(Progress).num_passes + 1}")
 
 
 def say_nan(what: str) -> None:

@@ -32,6 +32,7 @@ from ddpshim.model.equality import Equality, is_milestone
 from ddpshim.model.wrapper import Transparent
 from ddpshim.process.devices import moved
 from ddpshim.process.job import current
+from ddpshim.process.observed import Progress
 
 
 class _Networks(list["DistributedModule"]):
@@ -206,7 +207,7 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
                 self._buffers_to_send.start()
                 self._buffers_to_send.finish()
         device = self._first.device
-        current().progress.end_pass(device.type == "cuda")
+        current().part(Progress).end_pass(device.type == "cuda")
         if self._equality is not None and is_milestone(self.num_reductions):
             self._equality.start(self.num_reductions)
 

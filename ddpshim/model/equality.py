@@ -20,6 +20,8 @@ from torch import nn
 from ddpshim.errors import SyncError
 from ddpshim.job.collectives import pairs, peers
 from ddpshim.job.group import world
+from ddpshim.model import difference
+from ddpshim.model.difference import INTEGERS, OPT_OUT, Tensors, kind_of
 from ddpshim.process import observed
 from ddpshim.process.devices import is_capturing
 from ddpshim.process.job import current
@@ -28,13 +30,10 @@ from ddpshim.process.say import count, say
 from ddpshim.process.users_line import users_line
 from ddpshim.shares.streams import draws_alike
 
-OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
 _SYNCED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)  # their statistics are of all ranks
 
 Optimizers = Sequence[torch.optim.Optimizer]
-Tensors = dict[str, torch.Tensor]  # by what messages call them
 Named = Sequence[tuple[str, Optional[torch.Tensor]]]
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 _ALL_BITS = 2**64
 _SMALL = 1024  # numbers
 _MEETING_DEADLINE_S = 20.0
@@ -58,7 +57,7 @@ def agree_on_pass(network: str, gradients: Sequence[int], num_steps: int, rates:
         gradients: numbers of the parameters that got a gradient, in order: those of other ranks meet them.
         num_steps, rates: steps of optimizers so far, and the learning rates of the last one.
     """
-    here, num_passes = world(), current().progress.num_passes + 1
+    here, num_passes = world(), current().part(observed.Progress).num_passes + 1
     kind = zlib.crc32(repr(gradients).encode())
     own = zlib.crc32(repr((num_passes, num_steps, rates)).encode(), kind), _IN_A_PASS
     if len({*pairs(own, here.world_size, peers(here))}) == 1:
@@ -168,12 +167,8 @@ class Equality:
         """Raise SyncError if `numbers`, of which each has a value for each rank, differ where they must not."""
         (tensors, settings, streams), others = numbers[:3], numbers[3:]
         if len({*streams}) > 1:
-            from ddpshim.model import difference
-
             difference.take_streams(num_reductions)
         if len({*tensors}) > 1 or len({*settings}) > 1:
-            from ddpshim.model import difference
-
             when = f"after {num_reductions} backward passes of {type(self.module).__name__}"
             difference.refuse(when, self.settings(), {**self.tensors(), **self.companions()})
             return
@@ -279,10 +274,3 @@ def _sums_of(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
     ends = torch.tensor([vector.numel() for vector in vectors], device="cpu").cumsum(0) - 1
     until = torch.cat([*vectors]).cumsum(0, dtype=torch.int64)[_to(ends, vectors[0].device)]
     return until.diff(prepend=until.new_zeros(1))
-
-
-def kind_of(tensor: Optional[torch.Tensor]) -> int:
-    """Return a number that depends on dtype and shape; 0 for None."""
-    if tensor is None:
-        return 0
-    return (zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode()) + 1) << 24

@@ -20,7 +20,8 @@ from ddpshim.errors import SyncError
 from ddpshim.failures import failure
 from ddpshim.job.group import world
 from ddpshim.model import backward
-from ddpshim.model.equality import OPT_OUT, Equality, Tensors, bits_of_rows
+from ddpshim.model.difference import OPT_OUT, Tensors
+from ddpshim.model.equality import Equality, bits_of_rows
 from ddpshim.process import observed
 from ddpshim.process.job import current
 from ddpshim.process.observed import observe

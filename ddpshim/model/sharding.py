@@ -23,7 +23,7 @@ from ddpshim.model import backward, guard
 from ddpshim.model.broadcasting import Buffers, broadcast_state
 from ddpshim.model.wrapper import BareModule
 from ddpshim.process.job import current
-from ddpshim.process.observed import observe
+from ddpshim.process.observed import Progress, observe
 from ddpshim.process.replaced import replaced
 
 # The main rank may write a large file between two calls of `state_dict`. Ranks that hang are found much earlier.
@@ -120,7 +120,7 @@ class ShardedModule(guard.Reduced, BareModule):
             self._buffers_to_send.start()
             self._buffers_to_send.finish()
         device = next(iter(self._parts.values())).device
-        current().progress.end_pass(device.type == "cuda")
+        current().part(Progress).end_pass(device.type == "cuda")
         if world().options.guard:
             self._compare_unused(device)
 

@@ -22,12 +22,14 @@ class LocalBatches:
         computes_alike: whether a loss, or a gradient that no wrapper has reduced, is the same on all ranks.
         wrapper: makes the wrapper that reduces a network's gradients; None: torch's DistributedDataParallel.
         loader: makes the loader that `make_loader` returns; None: one of this rank's shares.
+        joined: makes that of data of which each rank reads a part of its own; None: as of any data.
     """
 
     batch = "local"
     draws_alike = computes_alike = False
     wrapper: Optional[Callable[..., Any]] = None
     loader: Optional[Callable[..., Any]] = None
+    joined: Optional[Callable[..., Any]] = None
 
     def check(self, options: Options) -> None:
         """Raise OptionsError for options that cannot do here what they say. Local."""
@@ -50,10 +52,12 @@ class GlobalBatches:
     draws_alike = computes_alike = True
     wrapper: Callable[..., Any]
     loader: Callable[..., Any]
+    joined: Callable[..., Any]
 
     def check(self, options: Options) -> None:
         """Raise OptionsError for options that cannot do here what they say. Local."""
-        for name in {"per_rank_batch", "lr_rule"} & {*options.changed()}:
+        changed = options.changed()
+        if (name := next((name for name in ("per_rank_batch", "lr_rule") if name in changed), None)) is not None:
             raise OptionsError(
                 f"{name}={getattr(options, name)}: the program holds whole batches, as one process does, so it would "
                 "do nothing. Leave the option out; batches of a size per rank are for ddpshim.setup(), make_loader and "

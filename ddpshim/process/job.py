@@ -17,7 +17,6 @@ from ddpshim.process.doors import Door, LocalBatches
 if TYPE_CHECKING:
     from ddpshim.failures.failure import Watched
     from ddpshim.job.world import World
-    from ddpshim.process.observed import Progress
 
 P = TypeVar("P")
 
@@ -54,13 +53,6 @@ class Job:
         self.before_end, self.at_end = contextlib.ExitStack(), contextlib.ExitStack()
         self._numbers: dict[str, int] = {}
         self._parts: dict[type, Any] = {}
-
-    @property
-    def progress(self) -> Progress:
-        """What this rank has done so far."""
-        from ddpshim.process.observed import Progress
-
-        return self.part(Progress)
 
     def part(self, kind: type[P]) -> P:
         """Return this job's one object of class `kind`, made on first use. It holds a module's state. Local."""

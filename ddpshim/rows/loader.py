@@ -57,13 +57,6 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
         self._is_divided: Optional[bool] = None
         self._first = 0  # step of the next pass
 
-    @staticmethod
-    def joined(dataset: Any, batch_size: int, **options: Any) -> DataLoader[Any]:
-        """Return a loader of the rows of all ranks, each of which reads its own part of the data (collective)."""
-        from ddpshim.rows.already_sharded import JoinedLoader
-
-        return JoinedLoader(dataset, batch_size, **options)
-
     def can_enter(self) -> bool:
         # A class of the program's may count passes in a way of its own.
         return type(self) is DataLoader and not isinstance(self.dataset, torch_data.IterableDataset)

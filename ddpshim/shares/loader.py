@@ -12,6 +12,7 @@ from ddpshim.errors import DataError
 from ddpshim.job.group import current_or_new_world
 from ddpshim.job.world import World
 from ddpshim.process.job import current, derive_seed
+from ddpshim.process.observed import Progress
 from ddpshim.process.random_streams import shared_random_streams
 from ddpshim.process.say import count, say_once
 from ddpshim.shares.passes import Enterable, EpochCounter, generator_states, indices_of, layers, restore_generators
@@ -90,7 +91,8 @@ def make_loader(
                 'whole batch. Leave it out, or use batch="local".'
             )
         if here.is_launched and already_sharded:
-            return cast("DataLoader[Any]", loader.joined(dataset, batch_size, **{**given, "drop_last": drop_last}))
+            joined: Any = current().door.joined
+            return cast("DataLoader[Any]", joined(dataset, batch_size, **{**given, "drop_last": drop_last}))
         return cast("DataLoader[Any]", loader(dataset, batch_size, batch_sampler=batch_sampler, **given))
     given.update(batch_size=batch_size, batch_sampler=batch_sampler)
     if is_per_rank and batch_sampler is not None:
@@ -257,7 +259,7 @@ class Shares:
                     'weigh samples differently. Use drop_last=True, or setup(batch="global"), which divides any batch.'
                 )
             if step >= first:
-                current().progress.batch = (epoch, step)
+                current().part(Progress).batch = (epoch, step)
                 yield batch[here.rank :: here.world_size]
 
     def state(self) -> Optional[dict[str, Any]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Optional
 
-from ddpshim.tools.records import Parting, RunRecords, wrong_in_all
+from ddpshim.tools.records import Parting, RunRecords, equal_noise, wrong_in_all
 from ddpshim.tools.sketches import SINGLE, difference, distance, eps_of, ratio
 from ddpshim.tools.watching import ONE
 
@@ -78,7 +78,7 @@ def judge(folder: Path, num_ranks: int) -> Proof:
     one, ranks = RunRecords(folder, ONE), [RunRecords(folder, f"rank_{rank}") for rank in range(num_ranks)]
     num_steps, wrong = min(run.num_steps for run in (one, *ranks)), [*wrong_in_all(one, ranks[0])]
     compared = _Comparison(one, ranks)
-    parting = _unseeded(one, compared.first()) or _equal_noise(ranks)
+    parting = _unseeded(one, compared.first()) or equal_noise(ranks)
     notes = [*_notes(compared)]
     if parting is not None or compared.by_design or not num_steps:
         own = compared.by_design if parting is None else []
@@ -406,19 +406,6 @@ def _differing(mine: Mapping[str, Any], theirs: Mapping[str, Any], parts: Callab
 
 def _shown(names: Sequence[str]) -> str:
     return _named([re.sub(r"~\w+#\d+", "", name) for name in names], range(len(names)))
-
-
-def _equal_noise(ranks: Sequence[RunRecords]) -> Optional[Parting]:
-    firsts, draws = [run.all("batch")[:1] for run in ranks], [record for run in ranks for record in run.draws()]
-    streams = {first[0]["streams"] if first else None for first in firsts}
-    if len(ranks) < 2 or not draws or None in streams or len(streams) > 1:
-        return None
-    found = "before the first batch all ranks' generators are in the same state, and noise is drawn for samples"
-    meaning = (
-        "ranks draw the same noise, each for its own samples: seed them with a hash of seed and rank "
-        "(ddpshim.setup(seed=...) does) after networks are built"
-    )
-    return Parting(1, "noise", "", draws[0]["place"], found, meaning)
 
 
 def _moved(begun: Any, a: Any, b: Any, eps: float = 0.0) -> float:

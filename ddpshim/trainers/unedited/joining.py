@@ -48,7 +48,15 @@ from ddpshim.trainers.unedited.private_files import PrivateFiles
 from ddpshim.trainers.unedited.reads import equal_reads
 from ddpshim.trainers.unedited.start import Start, start_again
 
-DOOR = GlobalBatches(wrapper=MeanGradients, loader=DataLoader)
+
+def _joined(dataset: Any, batch_size: int, **options: Any) -> DataLoader[Any]:
+    """Return a loader of the rows of all ranks, each of which reads its own part of the data (collective)."""
+    from ddpshim.rows.already_sharded import JoinedLoader
+
+    return JoinedLoader(dataset, batch_size, **options)
+
+
+DOOR = GlobalBatches(wrapper=MeanGradients, loader=DataLoader, joined=_joined)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Classes of diffusion_policy and DP3 that play rollouts: module, name.
 _RUNNERS = (
