@@ -30,6 +30,7 @@ from ddpshim.model.equality import Equality, agree_on_pass, is_milestone
 from ddpshim.model.wrapper import BareModule
 from ddpshim.process.devices import is_capturing
 from ddpshim.process.job import current
+from ddpshim.process.observed import Progress
 
 _NUM_REMEMBERED = 3  # passes that tell the next one: a step of an actor and its critics has so many kinds
 
@@ -171,7 +172,7 @@ class Means:
 
     def _finish(self) -> None:
         """At the end of the pass, send the rest, and wait for all means (collective)."""
-        progress, networks = current().progress, self.networks_of_pass()
+        progress, networks = current().part(Progress), self.networks_of_pass()
         progress.is_reducing = True
         is_captured = is_capturing(networks[0]._device)
         if world().options.guard and not is_captured:
