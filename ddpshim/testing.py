@@ -107,8 +107,8 @@ def assert_same_training(
     elif all(are_shares):
         why = (
             "All ranks agree. After setup() the order of samples and random numbers are others than in one process, by "
-            'design: for its numbers call ddpshim.setup(batch="global"). If neither is drawn, `python -m ddpshim check` '
-            "finds the first step at which a program parts, and why."
+            'design: for its numbers call ddpshim.setup(batch="global"). If neither is drawn, `python -m ddpshim '
+            "check` finds the first step at which a program parts, and why."
         )
     else:
         why = "All ranks agree. `python -m ddpshim check` finds the first step at which a program parts, and why."
