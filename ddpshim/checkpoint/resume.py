@@ -496,7 +496,7 @@ class Resumable:
             restore_streams(states[0], here.device, self.folder)
         elif len(states) == here.world_size:
             restore_streams(states[here.rank], here.device, self.folder)
-        elif all(is_same_state(states[0][name], of[name]) for of in states for name in states[0]):
+        elif _are_alike(states):
             restore_streams(states[0], here.device, self.folder)  # equal streams stay so: ranks may slice a permutation
         else:
             seed_everything(derive_seed(here.seed or 0, "rank", here.rank, "resumed", self.epoch, start))
@@ -509,6 +509,15 @@ def _begun(loader: Any) -> Iterator[Any]:
         return iter(loader)
     finally:
         loader.generator = own
+
+
+def _are_alike(states: list[dict[str, Any]]) -> bool:
+    """Whether all ranks had equal random streams, from their `rank_states`. Local."""
+    first, *others = states
+    return all(
+        {*first} == {*other} and all(is_same_state(state, other[name]) for name, state in first.items())
+        for other in others
+    )
 
 
 def _holds_own_gradients() -> bool:
