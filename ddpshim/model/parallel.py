@@ -44,9 +44,9 @@ def wrap_parallel(
 
     Args:
         module: on this rank's device (`World.device`), with the same parameters on every rank.
-        find_unused_parameters: None (default): each backward pass may leave out other parameters, on each rank; those
-            that no rank used keep their gradient, so None stays None. False or True: as in DDP. False saves one small
-            message in each pass; True sends all gradients after the pass.
+        find_unused_parameters: None (default): each backward pass may leave out other parameters, on each rank, but no
+            rank the whole network; those that no rank used keep their gradient, so None stays None. False or True: as
+            in DDP. False saves one small message in each pass; True sends all gradients after the pass.
         gradient_as_bucket_view: gradients are views of the communication buckets (default); saves one copy of them.
         bucket_cap_mb: size of a bucket; default `best_bucket_cap_mb`.
         broadcast_buffers: copy the main rank's buffers to all ranks after each synchronised backward pass (default), so
