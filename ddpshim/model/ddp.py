@@ -133,7 +133,8 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
         if made is None or not is_training or current().part(backward.Passes).depth:
             return self.module(*args, **kwargs)
         made.require_forward_param_sync = self._syncs_in_forward
-        self._is_prepared = self._is_prepared or made.require_backward_grad_sync
+        if made.require_backward_grad_sync:
+            self.__dict__["_is_prepared"] = True
         return made(*args, **kwargs)
 
     @property
@@ -170,7 +171,7 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
         if self._refusal is not None:
             raise self._refusal
         self._seen.clear()
-        self._is_reducing = self._is_prepared or self._ddp.require_backward_grad_sync
+        self.__dict__["_is_reducing"] = self._is_prepared or self._ddp.require_backward_grad_sync
         if self._is_reducing and self._reduced:  # none, if all are reduced by `param_to_hook_all_reduce`
             losses = current().part(backward.Passes).losses if self._ddp.find_unused_parameters else []
             self._ddp.reducer.prepare_for_backward([losses] if isinstance(losses, torch.Tensor) else [*losses])
@@ -192,7 +193,7 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
         self._seen.clear()
         if not self._is_reducing:
             return
-        self._is_prepared = self._is_reducing = self.has_unreduced_gradients = False
+        self.__dict__.update(_is_prepared=False, _is_reducing=False, has_unreduced_gradients=False)
         if self._refusal is not None:
             return
         if self._fills and not self._is_joining:  # ranks that have joined answer the buckets' messages only
@@ -258,7 +259,7 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
             for i, p in unused:
                 if not are_used[i]:
                     p.grad = None
-        self._unused = ()
+        self.__dict__["_unused"] = ()
 
     def _leave_job(self) -> None:
         """Forget DDP, whose hooks end with it: the module then trains like a bare one. Local."""
