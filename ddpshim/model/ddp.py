@@ -35,6 +35,13 @@ from ddpshim.process.job import current
 from ddpshim.process.observed import Progress
 
 
+class _Hosts:
+    """The group for messages between the hosts of a job whose ranks are on GPUs; made with the first network."""
+
+    def __init__(self) -> None:
+        self.group = new_group("gloo")
+
+
 class _Networks(list["DistributedModule"]):
     """The networks of a job that torch's DDP reduces, in the order in which they were wrapped."""
 
@@ -85,6 +92,9 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
             made = mine["_ddp"] = DistributedDataParallel(
                 module, find_unused_parameters=bool(find_unused_parameters), **ddp
             )
+        # A message between hosts, for which none waits for its GPU.
+        is_gloo = dist.get_backend(made.process_group) == "gloo"
+        mine["_hosts"] = made.process_group if is_gloo else current().part(_Hosts).group
         self._show(module)
         own = [(name, p) for name, p in module.named_parameters() if p.requires_grad and not guard.is_owned(p)]
         reduced = mine["_reduced"] = [p for name, p in own if name not in made.parameters_to_ignore]
@@ -249,10 +259,10 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
 
         Each rank tells in one message of bytes which parameters have a gradient. It waits if one of its own has none.
         """
-        used, unused = torch.ones(len(self._reduced), dtype=torch.uint8, device=self._reduced[0].device), self._unused
+        used, unused = torch.ones(len(self._reduced), dtype=torch.uint8, device="cpu"), self._unused
         if unused:
             used[[i for i, _ in unused]] = 0
-        work = dist.all_reduce(used, dist.ReduceOp.MAX, self._ddp.process_group, async_op=True)
+        work = dist.all_reduce(used, dist.ReduceOp.MAX, self._hosts, async_op=True)
         if unused:
             work.wait()
             are_used = used.tolist()
@@ -264,7 +274,7 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
     def _leave_job(self) -> None:
         """Forget DDP, whose hooks end with it: the module then trains like a bare one. Local."""
         guard.disown(self.module.parameters())
-        self.__dict__.update(_ddp=None, _accumulators=[])
+        self.__dict__.update(_ddp=None, _hosts=None, _accumulators=[])
         self._equality = self._buffers_to_send = None
 
 
