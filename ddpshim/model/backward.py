@@ -109,7 +109,7 @@ def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., No
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
         if not passes.depth:
-            _check(passes)
+            check(passes)
             passes.losses = args[0] if args else kwargs.get("tensors")
             passes.keeps_graph = bool(args[3] if len(args) > 3 else kwargs.get("create_graph"))
             _look_for_nan(passes.losses)
@@ -138,8 +138,8 @@ def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., No
     return backward
 
 
-def _check(passes: Passes) -> None:
-    """Raise SyncError if the pass that begins cannot be reduced."""
+def check(passes: Passes) -> None:
+    """Raise SyncError if the pass that begins cannot be reduced. Local."""
     if passes.left is not None:
         refusal = SyncError(
             f"a backward pass after one that never finished: {passes.left}, and the program caught the exception. "

@@ -140,8 +140,11 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
         # Without gradients it is no training: one rank may evaluate alone. During a backward pass a checkpoint repeats
         # it, and preparing the reducer again would forget the gradients that are there.
         is_training = torch.is_grad_enabled() or (made is not None and made.mixed_precision is not None)
-        if made is None or not is_training or current().part(backward.Passes).depth:
+        passes = current().part(backward.Passes)
+        if made is None or not is_training or passes.depth:
             return self.module(*args, **kwargs)
+        backward.check(passes)
+        self._check_last_pass()
         made.require_forward_param_sync = self._syncs_in_forward
         if made.require_backward_grad_sync:
             self.__dict__["_is_prepared"] = True
@@ -178,13 +181,18 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
 
     def begin_pass(self) -> None:
         """Prepare the reducer, if the backward pass that begins may be reduced. Local."""
-        if self._refusal is not None:
-            raise self._refusal
+        self._check_last_pass()
         self._seen.clear()
         self.__dict__["_is_reducing"] = self._is_prepared or self._ddp.require_backward_grad_sync
         if self._is_reducing and self._reduced:  # none, if all are reduced by `param_to_hook_all_reduce`
             losses = current().part(backward.Passes).losses if self._ddp.find_unused_parameters else []
             self._ddp.reducer.prepare_for_backward([losses] if isinstance(losses, torch.Tensor) else [*losses])
+
+    def _check_last_pass(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal
+        if self._equality is not None:
+            self._equality.finish()  # in a program that steps without an optimizer
 
     def complete_pass(self) -> None:
         """After a pass in which this network took part, complete torch's buckets (collective, does not wait long)."""

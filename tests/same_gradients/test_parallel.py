@@ -1311,5 +1311,5 @@ def test_a_program_that_catches_the_refusal_is_ended(monkeypatch: pytest.MonkeyP
     passes.left = "that of Net ended with MemoryError"
     for _ in range(2):
         with pytest.raises(SyncError, match="never finished: that of Net ended with MemoryError"):
-            backward._check(passes)
+            backward.check(passes)
     assert [type(error) for error in ended] == [SyncError]
