@@ -22,16 +22,13 @@ import pytest
 import torch
 from packaging.version import Version
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.data import DataLoader, Dataset
 
-import ddpshim
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 from ddpshim.rows import gradients
 from tests.preloaded_commands import patience, python
-from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ddpshim"
@@ -237,31 +234,6 @@ def test_an_open_progress_bar_is_known_until_it_is_closed(capsys: pytest.Capture
     bar.close()
     say("without")
     assert capsys.readouterr().err == "\nddpshim: with a bar\nddpshim: without\n"
-
-
-class _Compiled(nn.Linear):
-    """As torch.compile returns a network, which asks when it is called where graphs are to be split."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-        self._orig_mod = None
-        self.asked: list[Any] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.asked.append(DistributedDataParallel._get_active_ddp_module())
-        return super().forward(x)
-
-
-def _call_compiled_networks() -> list[bool]:
-    net, small, raw = _Compiled(), _Compiled(), _Compiled()
-    wrapped, raw_ddp = ddpshim.wrap_parallel(net), DistributedDataParallel(raw)
-    for call in (wrapped, ddpshim.wrap_parallel(small, bucket_cap_mb=0.1), raw_ddp):
-        call(torch.ones(1, 2)).sum().backward()
-    return [net.asked == [wrapped], wrapped.bucket_bytes_cap >= 2**20, small.asked == [None], raw.asked == [raw_ddp]]
-
-
-def test_graphs_are_split_inside_of_ddps_forward() -> None:
-    assert run_ranks(_call_compiled_networks, 2)[0] == [True] * 4
 
 
 class _Squares(Dataset):  # type: ignore[type-arg]
