@@ -31,7 +31,7 @@ from tests.preloaded_commands import SOCKET, commands, patience
 OURS = (
     *("pytest", "torch.utils.serialization", "ddpshim.launch.runner", "ddpshim.model.parallel"),
     *(
-        "ddpshim.shares.loader",
+        "ddpshim.shares.sharded",
         "ddpshim.checkpoint.resume",
         "ddpshim.observe.recording",
         "ddpshim.evaluation.evaluating",

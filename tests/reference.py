@@ -28,7 +28,7 @@ CHAPTERS = {
     ),
     "Data": (
         "make_loader",
-        "shares.loader.ShardedLoader",
+        "shares.sharded.ShardedLoader",
         "on_device",
         "scale_lr",
         "check_equal_steps",

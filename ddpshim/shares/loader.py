@@ -1,21 +1,17 @@
-"""Loads this rank's share of each global batch, as DistributedSampler does."""
+"""Defines `make_loader`: torch's own loader in one process, on ranks that of their shares or of row tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Callable, Optional, Protocol, Union, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ddpshim.errors import DataError
 from ddpshim.job.group import current_or_new_world
 from ddpshim.job.world import World
 from ddpshim.process.job import current, derive_seed
-from ddpshim.process.observed import Progress
-from ddpshim.process.random_streams import shared_random_streams
-from ddpshim.process.say import count, say_once
-from ddpshim.shares.passes import Enterable, EpochCounter, generator_states, indices_of, layers, restore_generators
 
 
 class _MapStyle(Protocol):
@@ -94,6 +90,8 @@ def make_loader(
             joined: Any = current().door.joined
             return cast("DataLoader[Any]", joined(dataset, batch_size, **{**given, "drop_last": drop_last}))
         return cast("DataLoader[Any]", loader(dataset, batch_size, batch_sampler=batch_sampler, **given))
+    from ddpshim.shares.sharded import ShardedLoader
+
     given.update(batch_size=batch_size, batch_sampler=batch_sampler)
     if is_per_rank and batch_sampler is not None:
         raise DataError(
@@ -125,154 +123,6 @@ def make_loader(
     made = ShardedLoader(dataset, here, **given)
     made.check_alike(here)
     return made
-
-
-class ShardedLoader(DataLoader[Any], Enterable):
-    """torch's DataLoader over this rank's share of its batches; made by :func:`make_loader`.
-
-    Attributes:
-        global_batch_size: of all ranks together; None with a `batch_sampler` that has no `batch_size`.
-        order: what the order of an epoch depends on on all ranks, for `Resumable`.
-    """
-
-    def __init__(self, dataset: Any, here: World, **given: Any) -> None:
-        super().__init__(dataset, **given)
-        batches = cast(Any, self.batch_sampler)
-        taken = next((one for one in layers(batches) if getattr(one, "num_replicas", 1) > 1), None)
-        if taken is not None and here.world_size > 1:
-            raise DataError(
-                f"{type(taken).__name__} takes one share already, and make_loader would split it again: most samples "
-                "would never be seen. Leave it out, and pass shuffle= instead."
-            )
-        lacks = next((one for one in (dataset, *layers(batches)) if not hasattr(one, "__len__")), None)
-        if lacks is not None:
-            raise DataError(
-                f"{type(lacks).__name__} has no __len__: how many steps an epoch has is unknown. Give it one."
-            )
-        is_torchs = given["sampler"] is given["batch_sampler"] is given["generator"] is None
-        shares = Shares(batches, here, is_torchs)
-        self.global_batch_size: Optional[int] = getattr(batches, "batch_size", None)
-        self.order: Optional[str] = f"{len(dataset)} samples, seed {here.seed}"
-        each = None if self.global_batch_size is None else self.global_batch_size // here.world_size
-        # torch forbids to set these: what users read, and what an iterator of torch's takes. It draws the seed of
-        # workers from `generator`.
-        vars(self).update(batch_size=each, batch_sampler=shares, sampler=shares, generator=shares.of_workers)
-
-    def check_alike(self, here: World) -> None:
-        """Raise DataError if ranks have other data, or would make other steps (collective)."""
-        num, steps, batch = len(self.dataset), len(self), self.global_batch_size  # type: ignore[arg-type]
-        facts = here.gather((num, steps, batch, indices_of(self.dataset)))
-        odd = next((rank for rank, theirs in enumerate(facts) if theirs != facts[0]), None)
-        if odd is not None:
-            raise DataError(
-                f"(samples, steps, batch, hash of the indices of a Subset) are {facts[0]} on rank 0 and {facts[odd]} "
-                f"on rank {odd}: samples would be seen twice or never, or ranks would hang. Give every rank the same "
-                "data; draw a split with a fixed seed."
-            )
-        batches = cast(Shares, self.batch_sampler).batches
-        order: Any = batches.sampler if type(batches) is BatchSampler else ()
-        left = len(order) % (batch or 1)
-        drops = getattr(batches, "drop_last", False)
-        if not steps or (left % here.world_size and not drops):
-            raise DataError(
-                f"{len(order) if order else num} samples leave {left} for the last batch of {batch}, which "
-                f"{here.world_size} ranks do not divide, or there is none: samples would weigh differently, or "
-                "ranks make no step. Use a smaller batch or drop_last=True. To evaluate, give a rank Subset(dataset, "
-                "range(rank, len(dataset), world_size)) with already_sharded=True and drop_last=False, and use "
-                'world.mean_over; setup(batch="global") divides any batch.'
-            )
-        if here.is_main and batch:
-            dropped = f"; an epoch leaves out {left} of {num} samples" if left and drops else ""
-            say_once(f"global batch {batch} = {count(here.world_size, 'rank')} x {self.batch_size}{dropped}")
-
-    def __iter__(self) -> Any:
-        cast(Shares, self.batch_sampler).begin()  # here: an iterator of torch's asks for its sampler's more than once
-        return super().__iter__()
-
-    def can_enter(self) -> bool:
-        return bool(getattr(self, "in_order", True))
-
-    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
-        cast(Shares, self.batch_sampler).epochs.set(epoch, start_step)
-
-    def order_state(self) -> Optional[dict[str, Any]]:
-        return cast(Shares, self.batch_sampler).state()
-
-    def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
-        cast(Shares, self.batch_sampler).restore(state, is_inside)
-
-
-class Shares:
-    """This rank's samples r, r + W, r + 2 W... of each batch, from the first step of the pass on.
-
-    torch's own order is drawn on every rank, from seed and epoch. Any other is drawn by the main rank at the beginning
-    of a pass, with streams that derive from seed and epoch, and sent.
-    """
-
-    def __init__(self, batches: Any, here: World, is_torchs: bool) -> None:
-        self.batches, self.epochs, self.of_workers = batches, EpochCounter(), torch.Generator()
-        self._here, self._is_torchs = here, is_torchs
-        self._drawn: Optional[list[list[Any]]] = None  # the main rank's, of this pass
-        self._restored: Optional[list[list[Any]]] = None
-        self._pass: tuple[Iterable[list[Any]], int, int] = (), 0, 0  # batches, epoch, first step
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def set_epoch(self, epoch: int) -> None:
-        """As DistributedSampler's, for a program that calls it. Local."""
-        self.epochs.set(epoch)
-
-    def begin(self) -> None:
-        """Draw the order of the next pass (collective, for an order of the caller's)."""
-        here, epoch = self._here, self.epochs.advance()
-        seed, first = here.seed or 0, self.epochs.start_step
-        self.of_workers.manual_seed(derive_seed(seed, "workers", here.rank, epoch, first))
-        if not self._is_torchs:
-            self._pass = here.run_on_main(self._draw, epoch), epoch, first
-            return
-        order, size, drops = self.batches.sampler, self.batches.batch_size, self.batches.drop_last
-        if isinstance(order, RandomSampler):
-            order = RandomSampler(order.data_source, generator=torch.Generator().manual_seed(seed + epoch))
-        self._pass = BatchSampler(order, size, drops), epoch, first
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return self._shares(*self._pass)  # now: another pass may begin before the first batch of this one
-
-    def _draw(self, epoch: int) -> list[list[Any]]:
-        drawn, self._restored = self._restored, None
-        if drawn is None:
-            for one in layers(self.batches):
-                if hasattr(one, "set_epoch"):
-                    one.set_epoch(epoch)
-            with shared_random_streams(derive_seed(self._here.seed or 0, "order", epoch)):
-                drawn = [[*batch] for batch in self.batches]
-        self._drawn = drawn
-        return drawn
-
-    def _shares(self, batches: Iterable[list[Any]], epoch: int, first: int) -> Iterator[list[Any]]:
-        here = self._here
-        for step, batch in enumerate(batches):
-            if len(batch) % here.world_size or not batch:
-                raise DataError(
-                    f"a batch of {len(batch)} samples does not split over {here.world_size} ranks: their means would "
-                    'weigh samples differently. Use drop_last=True, or setup(batch="global"), which divides any batch.'
-                )
-            if step >= first:
-                current().part(Progress).batch = (epoch, step)
-                yield batch[here.rank :: here.world_size]
-
-    def state(self) -> Optional[dict[str, Any]]:
-        """Return, on the main rank, an order that does not follow from seed and epoch. Local."""
-        if self._is_torchs or not self._here.is_main:
-            return None
-        return {"batches": self._drawn, "generators": generator_states(self.batches)}
-
-    def restore(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
-        """Take the `state` of an interrupted run: its pass goes on if `is_inside`, else the next follows. Local."""
-        if state is not None and not self._is_torchs:
-            self._restored = state["batches"] if is_inside else None
-            restore_generators(self.batches, state["generators"])
 
 
 def scale_lr(lr: float, rule: Optional[str] = None, world_size: Optional[int] = None) -> float:

@@ -34,7 +34,7 @@ from ddpshim.process.random_streams import rank_states
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 from ddpshim.process.users_line import users_line
-from ddpshim.shares.loader import Shares
+from ddpshim.shares.sharded import Shares
 from ddpshim.tools.new_files import NewFiles
 from ddpshim.tools.sketches import of_graph, sketch
 from ddpshim.trainers.unedited.private_files import switch_loggers_off
