@@ -108,12 +108,12 @@ def setup(*, batch: Literal["local", "global"] = "local", **given: Unpack[Argume
         batch: what the program holds on several ranks.
             "local": this rank's share of a batch, from `make_loader`, and gradients averaged by `wrap_parallel`:
             torch's DistributedDataParallel as its users know it. The order of samples and the random numbers are then
-            others than those of one process.
+            not those of one process.
             "global": the whole batch, as with `nn.DataParallel`, for the numbers of one process: loader, loss, metrics
             and files stay as they are, and networks compute on this rank's rows (`python -m ddpshim docs run`). Call
             it before anything else.
-        seed: seeds torch, numpy and random *equally* on all ranks, so that networks start equal. With "local" each rank
-            gets random numbers of its own in the first `wrap_parallel`; with "global" ranks stay equal.
+        seed: seeds torch, numpy and random *equally* on all ranks, so that networks start equal. With "local" a rank
+            draws its own noise after `split_random_streams()`; with "global" all draw that of one process.
         device: this rank's device; default its own GPU, else the CPU. "cuda" selects the rank's GPU.
         backend: torch's name; default nccl if each rank has its own GPU, else gloo.
         timeout_s: how long a rank waits for peers in the rendezvous and in a training collective.

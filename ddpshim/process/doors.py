@@ -18,7 +18,7 @@ class LocalBatches:
 
     Attributes:
         batch: the argument of `setup`.
-        draws_alike: whether all ranks draw the same random numbers; else each has random streams of its own.
+        draws_alike: whether all ranks draw what one process would; else `split_random_streams` gives each its own.
         computes_alike: whether a loss, or a gradient that no wrapper has reduced, is the same on all ranks.
         wrapper: makes the wrapper that reduces a network's gradients; None: torch's DistributedDataParallel.
         loader: makes the loader that `make_loader` returns; None: one of this rank's shares.

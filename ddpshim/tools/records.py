@@ -105,6 +105,6 @@ def equal_noise(ranks: Sequence[RunRecords]) -> Optional[Parting]:
     found = "before the first batch all ranks' generators are in the same state, and noise is drawn for samples"
     meaning = (
         "ranks draw the same noise, each for its own samples: seed them with a hash of seed and rank "
-        "(ddpshim.setup(seed=...) does) after networks are built"
+        "(ddpshim.split_random_streams() does) after networks are built"
     )
     return Parting(1, "noise", "", draws[0]["place"], found, meaning)
