@@ -1,7 +1,7 @@
 """Runs the patched trainer with a fault: `python -m tests.faults --config FILE`.
 
 DDPSHIM_FAULT names the fault as KIND:RANK:CALL, for instance raise@model:1:150: an exception in the 150th call of the
-model on rank 1. Without @ the place is the dataset. The time of the fault is written to `fault_moment`.
+model on rank 1. Without @ the place is the dataset.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ def _break(kind: str, call: int) -> None:
         nonlocal calls
         calls += is_meant(*args, **options)
         if calls == call and is_meant(*args, **options):
-            Path("fault_moment").write_text(repr(time.time()))
             _act(action, place or "dataset", args)
         return original(*args, **options)
 

@@ -219,7 +219,9 @@ class _RolloutsOfEpoch:
         if deal.is_told_to_end():
             raise Interrupted(f"a signal during the rollouts in {name!r}")
         if deal.own is not None:
-            traceback.print_exception(type(deal.own), deal.own, deal.own.__traceback__)
+            # Directly: other ranks' output is that of the main rank, and discarded.
+            where = None if here.is_main else sys.__stderr__
+            traceback.print_exception(type(deal.own), deal.own, deal.own.__traceback__, file=where)
         if deal.text and here.is_main:
             num_kept = deal.failed_at * num_at_once
             say(f"{deal.text} As without ddpshim, the statistics are of the {num_kept} before it.", directly=True)
