@@ -186,7 +186,7 @@ def test_one_experiment_is_written_by_the_main_rank(trainer: Trainer) -> None:
 GUARDED = [
     ("weights", "bc", "after 10 backward passes of ModuleDict ranks hold different weights or settings: parameter '"),
     ("target", "td3_bc", "actor_target.nets.mlp._model.0.weight' of network 0 (ModuleDict) sums to"),
-    ("skip", "bc", "ranks reduced gradients of different steps or networks in a backward pass of ActorNetwork"),
+    ("skip", "bc", "in backward pass 5 ("),
 ]
 
 
@@ -194,8 +194,12 @@ GUARDED = [
 def test_guards_speak_up_in_the_trainer(trainer: Trainer, kind: str, variant: str, text: str) -> None:
     run = trainer(variant, 2, module="tests.faults", fault=f"{kind}:1:5", check=False)
     assert run.exit_code != 0
-    assert "SyncError" in run.log
     assert text in run.log, run.log[-3000:]
+    if kind == "skip":  # no number is read there that ranks compare: it is a hang, whose places are named
+        assert "for rank 1. Where each rank is:" in run.log
+        assert "train_utils.py:560" in run.log
+    else:
+        assert "SyncError" in run.log
 
 
 @pytest.mark.unit
