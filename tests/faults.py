@@ -176,7 +176,7 @@ def install() -> None:
     if kind == "code" and is_here:
         sys.path.insert(0, os.environ["FAULT_OTHER_TREE"])
     if kind == "skip":
-        os.environ["DDPSHIM_SIDE_TIMEOUT_S"] = "10"
+        os.environ.update(DDPSHIM_TIMEOUT_S="10", DDPSHIM_SIDE_TIMEOUT_S="10")
     if kind == "toy_env":
         _use_toy_env()
         if RANK_LOGS not in os.environ:
