@@ -166,12 +166,7 @@ def _explain(passes: Passes, error: Exception) -> None:
     if "ready twice" in text or "ready only once" in text:  # torch's reducer
         found = re.search(r"with name (\S+) has", text)
         which = f"parameter '{found[1]}' of {network}" if found else f"a parameter of {network}"
-        raise SyncError(
-            f"{which} got a second gradient in one backward pass, after the first was sent to the other ranks: its "
-            "layer is used in two parts of the network that are checkpointed with use_reentrant=True, or in one and "
-            "outside it. Half of its gradient would be lost. Use torch.utils.checkpoint.checkpoint(..., "
-            "use_reentrant=False)."
-        ) from error
+        raise second_gradient(which) from error
     if "ompiled autograd" in text:
         raise _compiled() from error
     if "does not require grad and does not have a grad_fn" in text:
@@ -181,6 +176,16 @@ def _explain(passes: Passes, error: Exception) -> None:
             "the others would wait for them. Compute the loss of a training step outside these blocks; "
             "inference_mode is for evaluation."
         ) from error
+
+
+def second_gradient(which: str) -> SyncError:
+    """Return the error for a parameter with two gradients in one pass, of which the reducer sent the first. Local."""
+    return SyncError(
+        f"{which} got a second gradient in one backward pass, after the first was sent to the other ranks: its "
+        "layer is used in two parts of the network that are checkpointed with use_reentrant=True, or in one and "
+        "outside it. Half of its gradient would be lost. Use torch.utils.checkpoint.checkpoint(..., "
+        "use_reentrant=False)."
+    )
 
 
 def second_derivatives(network: str) -> SyncError:

@@ -199,9 +199,9 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
         if not self._is_reducing:
             self.has_unreduced_gradients = True
             return
-        self._check_pass()
-        if self._fills and self._refusal is None and len(self._seen) != len(self._reduced):
-            got = set(map(id, self._seen))
+        got = set(map(id, self._seen))
+        self._check_pass(got)
+        if self._fills and self._refusal is None and len(got) != len(self._reduced):
             missed = [(i, p) for i, p in enumerate(self._reduced) if id(p) not in got]
             self._unused = [(i, p) for i, p in missed if p.grad is None]
             _give_zeros([p for _, p in missed])
@@ -230,11 +230,13 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
         if self._equality is not None and is_milestone(self.num_reductions):
             self._equality.start(self.num_reductions)
 
-    def _check_pass(self) -> None:
+    def _check_pass(self, got: set[int]) -> None:
         """Record why DDP did not reduce the gradients of this pass: an error at the next step or pass. Local."""
         name = type(self.module).__name__
         if current().part(backward.Passes).keeps_graph:
             self._refusal = backward.second_derivatives(name)
+        elif len(got) != len(self._seen) and not self._ddp.static_graph:  # which torch's reducer may not notice
+            self._refusal = backward.second_gradient(f"a parameter of {name}")
         elif self._ddp.static_graph and not self._ddp._static_graph_delay_allreduce_enqueued:
             self._refusal = SyncError(
                 f"gradients of {name} with static_graph=True were not reduced: its first pass went past the wrapper's "
@@ -242,10 +244,8 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
                 "different models. Train through forward and return tensors, or leave static_graph out."
             )
         elif not (self._fills or self._ddp.static_graph or self._ddp.find_unused_parameters):
-            names = []
-            if len(self._seen) != len(self._reduced):
-                missed = {id(p) for p in self._reduced} - {id(p) for p in self._seen}
-                names = [found for found, p in self.module.named_parameters() if id(p) in missed]
+            missed = {id(p) for p in self._reduced} - got if len(got) != len(self._reduced) else ()
+            names = [found for found, p in self.module.named_parameters() if id(p) in missed] if missed else []
             if names:
                 self._refusal = SyncError(
                     f"parameter '{names[0]}' of {name} ({len(names)} in all) got no gradient in a backward pass with "

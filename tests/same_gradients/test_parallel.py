@@ -1140,7 +1140,9 @@ class _Checkpointed(nn.Module):
 
 
 def _checkpoint_twice(how: str) -> None:
-    ddpshim.wrap_parallel(_Checkpointed(how))(torch.ones(3, 4)).sum().backward()
+    net = ddpshim.wrap_parallel(_Checkpointed(how))
+    net(torch.ones(3, 4)).sum().backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
 
 
 def _layers() -> nn.Module:
