@@ -202,8 +202,9 @@ class Watch:
         if now - self._counted_at < self._quiet_s:
             return self._waits.look(now, counted, None)
         (place, frames), cpu_s = self._place(), _cpu_seconds_of(self._watched)
-        if not (place.waits_in or "").startswith(("backward pass", "World.")) and cpu_s > self._cpu_s + 0.02:
-            self._cpu_s = cpu_s  # successive calls of torch's own collectives may have the same stack
+        spins = self._is_on_gpu or (place.waits_in or "").startswith("World.")
+        if not spins and cpu_s > self._cpu_s + 0.02:
+            self._cpu_s = cpu_s  # a pass that computes, and calls of torch's own collectives, may have the same stack
         code = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
         state = (counted, code, self._cpu_s if place.waits_in is not None else 0.0)
         is_late = self._waits.look(now, state, place.site if place.waits_in is not None else None)

@@ -41,6 +41,7 @@ _SECTIONS = (
     ("robomimic/utils/dataset.py", "load_dataset_in_memory", "reading a dataset"),
     ("python/bdb.py", "", "a debugger"),
 )
+_PASSES = "torch/autograd/", "ddpshim/model/mean_gradients.py"
 _WORLDS = ("ddpshim/job/world.py", "ddpshim/job/collectives.py")
 # Functions of ddpshim that wait for other ranks outside of torch.distributed's own functions.
 _WAITS = {
@@ -90,7 +91,7 @@ def place_of(stack: list[FrameSummary], progress: Progress, waits_on_gpu: bool =
     innermost = ([frame for frame in own if is_users(frame.filename)] or own or stack or [FrameSummary("", 0, "")])[-1]
     if waits_on_gpu:
         waits_in: Optional[str] = f"backward pass {progress.num_passes}"
-    elif progress.is_reducing and any(file.startswith("torch/autograd/") for file, _ in files):
+    elif progress.is_reducing and any(file.startswith(_PASSES) for file, _ in files):
         waits_in = f"backward pass {progress.num_passes + 1}"
     else:
         waits_in = _collective(files, progress)

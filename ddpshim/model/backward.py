@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 import sys
@@ -25,33 +24,14 @@ class Passes:
         self.depth = 0  # more than 1 with reentrant checkpoints, whose passes are nested
         self.losses: Any = None  # of the outermost pass that is under way
         self.keeps_graph = False  # whether that pass has create_graph
-        self.at_outer_end: list[Callable[[], None]] = []
         self.before: list[Callable[[], None]] = []  # called before each outermost pass
-        self.after: list[Callable[[], None]] = []  # called after each outermost pass
+        self.after: list[Callable[[], None]] = []  # called after each outermost pass, as a part of it
         self.once_after: list[Callable[[], None]] = []  # called after the outermost pass that is under way
-        self.has_outer_end = False  # whether the engine will call `end` when the outermost pass ends
         # Returns the name of a network whose gradients are being sent to other ranks; None if there is none.
         self.unfinished: Callable[[], Optional[str]] = lambda: None
         self.left: Optional[str] = None  # the pass that an exception aborted
         self.has_nan = False
         self.has_refused = False
-
-    def queue_end(self) -> None:
-        """Make the engine call `end` when the current pass of this thread ends, if it will not already."""
-        if not self.has_outer_end:
-            at_end_of_pass(self.end)
-            self.has_outer_end = True
-
-    def end(self) -> None:
-        calls, self.at_outer_end, self.has_outer_end = self.at_outer_end, [], False
-        for call in calls:
-            call()
-
-    def drop(self) -> None:
-        """Drop all pending calls, because an exception ended the pass."""
-        self.at_outer_end.clear()
-        self.once_after.clear()
-        self.has_outer_end = False
 
 
 def watch() -> Passes:
@@ -92,19 +72,6 @@ def say_nan(what: str) -> None:
         say(f"{said}. The training goes on, as in one process")
 
 
-def at_end_of_pass(call: Callable[[], None]) -> None:
-    """Make the engine run `call` when the current backward pass has computed all gradients. Local."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(call)
-
-
-def at_outer_end(call: Callable[[], None]) -> None:
-    """Run `call` at the end of the outermost pass: reentrant checkpoints nest passes. Local."""
-    passes = current().part(Passes)
-    passes.queue_end()
-    passes.at_outer_end.append(call)
-
-
 def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., None]:
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
@@ -115,23 +82,21 @@ def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., No
             _look_for_nan(passes.losses)
             for call in passes.before:
                 call()
-        else:
-            with contextlib.suppress(RuntimeError):  # if the outer pass runs in another thread
-                passes.queue_end()  # for the outer pass: from now on, callbacks are queued for the inner one
+            current().part(Progress).is_reducing = True
         passes.depth += 1
         try:
             original(*args, **kwargs)
+            for call in () if passes.depth > 1 else passes.after:
+                call()
         except BaseException as error:
-            passes.drop()
+            passes.once_after.clear()
             if passes.depth == 1 and isinstance(error, Exception):
                 _explain(passes, error)
             raise
         finally:
             passes.depth -= 1
             if not passes.depth:
-                passes.losses = None
-        for call in () if passes.depth else passes.after:
-            call()
+                passes.losses, current().part(Progress).is_reducing = None, False
         while passes.once_after and not passes.depth:
             passes.once_after.pop(0)()
 

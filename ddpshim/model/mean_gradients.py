@@ -33,6 +33,7 @@ from ddpshim.process.job import current
 from ddpshim.process.observed import Progress
 
 _NUM_REMEMBERED = 3  # passes that tell the next one: a step of an actor and its critics has so many kinds
+_MOST_KEPT = 256
 
 
 class MeanGradients(guard.Reduced, BareModule):
@@ -90,11 +91,12 @@ class Means:
         self._ready, self._num_bytes = list[Any](), 0  # for the next message
         # Messages under way: the work, and gradients with what to write into them when it has ended.
         self._sent: list[tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]] = []
-        self._next: Iterator[int] = iter(())  # of the expected parameters
+        self._next: Optional[Iterator[int]] = None  # of the expected parameters; None if ranks do not compare them
         self._before: tuple[int, ...] = ()  # the last passes
         self._expected: dict[tuple[int, ...], list[int]] = {}  # the parameters of the pass after these
         passes = backward.watch()
         passes.before.append(self._begin)
+        passes.after.append(self._finish)
         passes.unfinished = lambda: next((type(network.module).__name__ for network in self.networks_of_pass()), None)
 
     def add(self, network: MeanGradients, parameters: Sequence[Any], cap: int) -> None:
@@ -123,11 +125,10 @@ class Means:
         if number in self._taken:
             raise _twice(network, p)
         if not self._taken:
-            backward.at_outer_end(self._finish)
-            self._next = iter(self._expected.get(self._before, ()))
+            self._next = iter(self._expected.get(self._before, ())) if world().options.guard else None
             self._is_expected = True
         self._taken[number] = network
-        self._is_expected = self._is_expected and (not world().options.guard or next(self._next, None) == number)
+        self._is_expected = self._is_expected and (self._next is None or next(self._next, None) == number)
         if self._is_expected:
             self._add_to_message(p)
         else:
@@ -171,13 +172,16 @@ class Means:
             self._sent.append((dist.all_reduce(message.div_(world().world_size), async_op=True), writes))
 
     def _finish(self) -> None:
-        """At the end of the pass, send the rest, and wait for all means (collective)."""
+        """At the end of a pass that gave gradients, send the rest, and wait for all means (collective)."""
+        if not self._taken:
+            return
         progress, networks = current().part(Progress), self.networks_of_pass()
-        progress.is_reducing = True
         is_captured = is_capturing(networks[0]._device)
         if world().options.guard and not is_captured:
             names, numbers = ", ".join(type(network.module).__name__ for network in networks), [*self._taken]
             agreed = agree_on_pass(names, numbers, *guard.steps_so_far())
+            if len(self._expected) == _MOST_KEPT:  # each pass leaves out layers at random
+                self._expected.clear()
             self._expected[self._before] = numbers
             self._before = (*self._before, agreed)[-_NUM_REMEMBERED:]
         for network in networks:  # a pass under no_sync may have used parameters that this one did not

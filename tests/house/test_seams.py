@@ -71,7 +71,6 @@ SEAMS = [
     Seam("_register_buffer_comm_hook", "model/ddp.py", f"{PARALLEL}hooks_of_buckets_and_of_buffers", WRAPPER),
     Seam("_set_params_and_buffers_to_ignore_for_model", "model/ddp.py", TWICE, WRAPPER),
     Seam("_ddp_params_and_buffers_to_ignore", "model/ddp.py", TWICE, WRAPPER),
-    Seam("_execution_engine", "model/backward.py", EVERY_WAY, "torch/autograd/graph.py"),
     Seam("_foreach_norm", "robomimic/algo.py", READS, "torch/nn/utils/clip_grad.py"),
     Seam("_BatchNorm", "model/wrapping.py", f"{PARALLEL}batchnorm_", "torch/nn/modules/batchnorm.py"),
     Seam("_get_default_store", "job/process_group.py", "house/test_trust.py::test_what_somebody_wrote_to", C10D),

@@ -17,6 +17,7 @@ import ddpshim
 from ddpshim.model import guard
 from ddpshim.model.mean_gradients import Means
 from ddpshim.process.job import current
+from ddpshim.process.observed import Progress
 from tests.ranks import errors_of, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -138,7 +139,7 @@ def _rank_accumulates(bucket_cap_mb: float) -> int:
     penalty.backward()
     everyones = ddpshim.world().gather(net.convolution.weight.grad.tolist())
     assert all(theirs == everyones[0] for theirs in everyones)
-    return current().progress.num_passes
+    return current().part(Progress).num_passes
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [1e-5, 1.0])
@@ -175,7 +176,7 @@ def _rank_trains_several() -> list[Any]:
         (hidden.sum() - hidden.sum().detach()).backward()
     gradients = [p.grad.tolist() for net in nets for p in net.parameters()]
     assert all(theirs == gradients for theirs in ddpshim.world().gather(gradients))
-    assert (guard.num_reductions(), current().progress.num_passes) == (3 * 8, 9)
+    assert (guard.num_reductions(), current().part(Progress).num_passes) == (3 * 8, 9)
     return [num_sent[0], num_sent[-1]]
 
 
