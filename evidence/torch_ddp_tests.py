@@ -35,10 +35,7 @@ MODULE = "torch.testing._internal.distributed.distributed_test"
 TABLE = Path(__file__).with_suffix(".md")
 DEADLINE_S = 70
 # Why a test fails with wrap_parallel that passes with DDP.
-REASONS = {
-    "test_ddp_create_graph": "backward(create_graph=True) on a share is refused",
-    "test_ddp_join_model_equivalence": "",
-}
+REASONS = {"test_ddp_create_graph": "backward(create_graph=True) on a share is refused"}
 
 
 def is_of_ddp(name: str) -> bool:
