@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
-from typing import Any, Optional, cast
+from typing import Any, Callable, Optional, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from ddpshim.errors import DataError
+from ddpshim.failures import preemption
 from ddpshim.job.world import World
 from ddpshim.process.job import current, derive_seed
 from ddpshim.process.observed import Progress
@@ -26,6 +28,8 @@ class ShardedLoader(DataLoader[Any], Enterable):
     """
 
     def __init__(self, dataset: Any, here: World, **given: Any) -> None:
+        if given["num_workers"]:
+            given["worker_init_fn"] = functools.partial(_start_worker, given["worker_init_fn"])
         super().__init__(dataset, **given)
         batches = cast(Any, self.batch_sampler)
         taken = next((one for one in layers(batches) if getattr(one, "num_replicas", 1) > 1), None)
@@ -90,6 +94,12 @@ class ShardedLoader(DataLoader[Any], Enterable):
 
     def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
         cast(Shares, self.batch_sampler).restore(state, is_inside)
+
+
+def _start_worker(start: Optional[Callable[[int], None]], worker: int) -> None:
+    preemption.ignore_in_worker()
+    if start is not None:
+        start(worker)
 
 
 class Shares:
