@@ -26,11 +26,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Callable
 
-os.environ.update(BACKEND="gloo", WORLD_SIZE="2", TEMP_DIR=tempfile.gettempdir(), GLOO_SOCKET_IFNAME="lo")
-try:
-    import expecttest  # noqa: F401
-except ImportError:  # torch's tests import it; those of DDP use unittest's class only
-    vars(sys.modules.setdefault("expecttest", types.ModuleType("expecttest"))).update(TestCase=unittest.TestCase)
 MODULE = "torch.testing._internal.distributed.distributed_test"
 TABLE = Path(__file__).with_suffix(".md")
 DEADLINE_S = 70
@@ -64,7 +59,7 @@ class _OnCpu(ast.NodeTransformer):
             node = ast.parse("contextlib.nullcontext()", mode="eval").body  # type: ignore[assignment]
         elif said.endswith(".cuda"):
             node.func.attr, node.args = "cpu", []  # type: ignore[attr-defined]
-        elif said == "torch.device" or (said.endswith(".to") and "rank" in ast.unparse(node.args[0]).lower()):
+        elif said == "torch.device" or (said.endswith(".to") and "rank" in "".join(map(ast.unparse, node.args[:1]))):
             node.args = [ast.Constant("cpu")]
         return node
 
@@ -83,6 +78,10 @@ def _cases(wrap: Callable[..., Any]) -> Any:
 
 
 def _run(rank: int, name: str, is_wrapped: bool, folder: str) -> None:
+    os.environ.update(BACKEND="gloo", WORLD_SIZE="2", TEMP_DIR=folder, GLOO_SOCKET_IFNAME="lo")
+    if importlib.util.find_spec("expecttest") is None:  # torch's tests of DDP use unittest's class only
+        sys.modules["expecttest"] = types.ModuleType("expecttest")
+        vars(sys.modules["expecttest"])["TestCase"] = unittest.TestCase
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -124,9 +123,7 @@ def _run(rank: int, name: str, is_wrapped: bool, folder: str) -> None:
 def outcome(name: str, is_wrapped: bool) -> str:
     """Return why a test fails; empty if it passes on both ranks."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["evidence.torch_ddp_tests", MODULE, "torch._dynamo", "ddpshim.model.ddp", "ddpshim.checkpoint.resume"]
-    )
+    context.set_forkserver_preload([__name__, "torch._dynamo", "ddpshim.model.ddp", "ddpshim.checkpoint.resume"])
     with tempfile.TemporaryDirectory() as folder:
         ranks = [context.Process(target=_run, args=(rank, name, is_wrapped, folder)) for rank in range(2)]
         for process in ranks:
