@@ -109,7 +109,7 @@ def _be_a_rank(folder: str) -> None:
     if "UNSHARDED" in os.environ:
         import octo.data.dataset as octo_data
 
-        import ddpshim.droid.rlds as by_rank
+        import ddpshim.robomimic.droid as by_rank
 
         by_rank.make_dataset_from_rlds = octo_data.make_dataset_from_rlds
         by_rank.make_interleaved_dataset = octo_data.make_interleaved_dataset

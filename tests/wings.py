@@ -13,7 +13,6 @@ WINGS = [
     "rows",
     "trainers",
     "robomimic",
-    "droid",
     "launch",
     "tools",
 ]

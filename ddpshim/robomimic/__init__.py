@@ -7,8 +7,8 @@ from typing import Any
 from ddpshim import lazy
 
 # Loaded on first use: a process that only needs the adapter must not import the trainer's functions.
-_CALLS = ("failed", "finish", "get_exp_dir", "has_checkpoint", "resume", "rollout_with_stats", "run_epoch")
-_HOMES = {**dict.fromkeys(_CALLS, "calls"), "load_data_for_training": "datasets", "deal_episodes": "rollout"}
+_CALLS = ("failed", "finish", "get_exp_dir", "has_checkpoint", "load_data_for_training", "resume", "rollout_with_stats")
+_HOMES = {**dict.fromkeys((*_CALLS, "run_epoch"), "calls"), "deal_episodes": "rollout"}
 
 __all__ = sorted(_HOMES)
 

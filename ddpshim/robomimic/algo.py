@@ -14,7 +14,9 @@ import torch
 
 from ddpshim.errors import CheckpointError
 from ddpshim.process.replaced import replaced
-from ddpshim.robomimic import known
+from ddpshim.robomimic.batches import digest
+
+_BACKPROP_DIGEST = "33cd2d929a81b581"  # of TorchUtils.backprop_for_loss in 0.3.0, 0.4.0, 0.5.0, and master at d309eae
 
 
 def algos(model: Any) -> Iterator[Any]:
@@ -112,7 +114,7 @@ def norms_read_at_once() -> Iterator[None]:
     import robomimic.utils.torch_utils as TorchUtils
 
     upstreams = vars(TorchUtils).get("backprop_for_loss")
-    if not hasattr(upstreams, "__code__") or known.digest(upstreams) != known.BACKPROP_DIGEST:
+    if not hasattr(upstreams, "__code__") or digest(upstreams) != _BACKPROP_DIGEST:
         yield  # unknown code may do something else
         return
     with replaced(TorchUtils, "backprop_for_loss", backprop_for_loss):

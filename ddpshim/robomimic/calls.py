@@ -8,6 +8,7 @@ is imported inside the functions only.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Mapping
@@ -27,8 +28,8 @@ from ddpshim.process import observed
 from ddpshim.process.job import current
 from ddpshim.process.observed import outside_steps
 from ddpshim.process.replaced import replaced
-from ddpshim.process.say import say
-from ddpshim.robomimic import rollout
+from ddpshim.process.say import say, say_once
+from ddpshim.robomimic import batches, node_cache, node_memory, rollout
 from ddpshim.robomimic.algo import algos, norms_read_at_once
 from ddpshim.robomimic.session import FOLDER, session
 from ddpshim.variables import RANK_LOGS
@@ -59,6 +60,31 @@ def get_exp_dir(config: Any, **options: Any) -> Any:
         directories = _made(config, options)
     training.open(Path(directories[0]).parent)  # where config.json will be
     return directories
+
+
+def load_data_for_training(config: Any, obs_keys: Any, **options: Any) -> tuple[Any, Any]:
+    """Return upstream's datasets for training and validation; launched, with one cache per node (then collective).
+
+    Raises DataError if the node has no room for the cache.
+    """
+    import robomimic.utils.dataset as Datasets
+    import robomimic.utils.train_utils as TrainUtils
+
+    here, keys = world(), list(obs_keys)
+    load = functools.partial(TrainUtils.load_data_for_training, config, **options)
+    wanted = config.train.hdf5_cache_mode is not None and here.options.node_memory
+    if not (wanted and here.world_size > 1 and node_memory.is_supported()):
+        return load(obs_keys=obs_keys)  # type: ignore[no-any-return]
+    with node_cache.without_cache(Datasets.SequenceDataset) as waiting:
+        datasets = load(obs_keys=obs_keys)
+    problem = node_cache.share(waiting, here)
+    if problem is None:
+        for dataset in filter(None, datasets):  # before the loader, which would allocate its own arrays
+            batches.attach(dataset)
+        return datasets  # type: ignore[no-any-return]
+    if here.is_main:
+        say_once(f"{problem}: each rank loads its own copy, as upstream does")
+    return load(obs_keys=keys)  # type: ignore[no-any-return]
 
 
 def finish() -> None:

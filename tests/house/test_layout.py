@@ -21,14 +21,12 @@ from tests.wings import CHOOSE_BY_NAME, FACES, OPEN, WINGS
 
 ROOT = Path(__file__).parents[2]
 TRAINERS = (
-    "droid",
-    "droid.rlds",
     "evaluation.environments",
     "observe.report",
     "robomimic.algo",
     "robomimic.batches",
     "robomimic.calls",
-    "robomimic.datasets",
+    "robomimic.droid",
     "robomimic.rollout",
     "robomimic.session",
 )  # these import the trainer's packages, or plotly, inside functions
@@ -225,7 +223,7 @@ OF_THE_PROCESS = {
     "trainers.unedited.reads._asserts": "of code, by the code",
     "model.batchnorm._of_known": "the same",
     "rows.gradients._made": "classes of the program, by class",
-    "robomimic.known.digest": "of code, by the code",
+    "robomimic.batches.digest": "of code, by the code",
     "robomimic.batches._rows_of": "files in memory, of a data worker as well",
 }
 

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import ddpshim
-from ddpshim import droid as adapter
 from ddpshim.process.random_streams import rank_states, restore_rank_states
+from ddpshim.robomimic import droid as adapter
 from evidence.equivalence import Run, largest_difference
 from tests.droid import (
     BATCH_SIZE,

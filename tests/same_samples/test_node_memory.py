@@ -23,7 +23,7 @@ from ddpshim.errors import DataError, WorldError
 from ddpshim.job.world import World
 from ddpshim.options import Options
 from ddpshim.process import machine, say
-from ddpshim.robomimic import batches, datasets, node_cache, node_memory
+from ddpshim.robomimic import batches, calls, node_cache, node_memory
 from ddpshim.robomimic.node_memory import shared_arrays
 from tests import sequences as demos
 from tests.ranks import _server, run_ranks
@@ -210,7 +210,7 @@ def test_a_launched_training_shares_where_it_can(
 ) -> None:
     say.say_once.cache_clear()
     here = World(launcher="torchrun", world_size=2, options=Options(node_memory=is_shared))
-    monkeypatch.setattr(datasets, "world", lambda: here)
+    monkeypatch.setattr(calls, "world", lambda: here)
     monkeypatch.setattr(node_cache, "share", functools.partial(_shared_by_one, node_cache.share))
     path = demos.make_file(folder / "demos.hdf5")
     config = SimpleNamespace(train=SimpleNamespace(hdf5_cache_mode="all"))
@@ -222,7 +222,7 @@ def test_a_launched_training_shares_where_it_can(
 
     monkeypatch.setattr("robomimic.utils.train_utils.load_data_for_training", load)
     keys = [*demos.LOW_DIM, "lang"]
-    found = datasets.load_data_for_training(config, obs_keys=keys)
+    found = calls.load_data_for_training(config, obs_keys=keys)
     assert keys == [*demos.LOW_DIM]
     assert [isinstance(dataset.hdf5_cache, node_cache.Demos) for dataset in found] == [is_shared] * 2
     assert [type(dataset.getitem_cache) is list for dataset in found] == [not is_shared] * 2
@@ -230,7 +230,7 @@ def test_a_launched_training_shares_where_it_can(
         file["data/demo_1/obs/extra"] = 1  # not loaded
         del file["data/demo_3/actions"]
         file["data/demo_3/actions"] = [[0.0] * 3] * 9
-    found = datasets.load_data_for_training(config, obs_keys=[*demos.LOW_DIM, "lang"])
+    found = calls.load_data_for_training(config, obs_keys=[*demos.LOW_DIM, "lang"])
     assert type(found[0].getitem_cache) is list
     said = capsys.readouterr().err
     assert ("actions of demo_3 is <f4[9, 3], not <f4[9, 7]" in said) == is_shared

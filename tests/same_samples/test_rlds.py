@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset
 
 import ddpshim
 from ddpshim import DataError, World
-from ddpshim.droid import rlds
+from ddpshim.robomimic import droid
 from tests import rlds as pipeline
 from tests.ranks import errors_of, run_ranks
 
@@ -150,10 +150,10 @@ OPTIONS = {
 
 
 def mix(monkeypatch, world, num_datasets=2, **options):
-    monkeypatch.setattr(rlds, "world", lambda: world)
+    monkeypatch.setattr(droid, "world", lambda: world)
     kwargs = [{"name": f"droid_{i}", "data_dir": "/data"} for i in range(num_datasets)]
     weights = [1 / num_datasets] * num_datasets
-    return rlds.make_interleaved_dataset(kwargs, weights, train=True, **{**OPTIONS, **options})
+    return droid.make_interleaved_dataset(kwargs, weights, train=True, **{**OPTIONS, **options})
 
 
 def test_a_rank_gets_its_part_of_everything(monkeypatch, octo):
@@ -177,19 +177,19 @@ def test_a_rank_gets_its_part_of_everything(monkeypatch, octo):
 
 def test_statistics_are_of_everything_and_the_data_of_a_share(monkeypatch, octo):
     rank = Rank(rank=1, world_size=2, local_world_size=2, launcher="torchrun", seed=1)
-    monkeypatch.setattr(rlds, "world", lambda: rank)
-    rlds.make_dataset_from_rlds("droid", "/data", train=True)
+    monkeypatch.setattr(droid, "world", lambda: rank)
+    droid.make_dataset_from_rlds("droid", "/data", train=True)
     assert octo.splits == ["all", "train[:95%]", "1 of 2 of train[:95%]"]
 
 
 def test_a_split_that_differs_or_is_too_small_is_refused(monkeypatch, octo):
     rank = Rank(rank=0, world_size=96, launcher="torchrun", seed=1)
-    monkeypatch.setattr(rlds, "world", lambda: rank)
+    monkeypatch.setattr(droid, "world", lambda: rank)
     with pytest.raises(DataError, match=r"Split train\[:95%\] of droid/1.0.0 has 95 examples for 96 ranks"):
-        rlds.make_dataset_from_rlds("droid", "/data", train=True)
+        droid.make_dataset_from_rlds("droid", "/data", train=True)
     monkeypatch.setattr(Rank, "gather", lambda self, facts: [facts, {**facts, "number of examples": 50}])
     with pytest.raises(DataError, match=r"Ranks have different splits .*95.*50"):
-        rlds.make_dataset_from_rlds("droid", "/data", train=True)
+        droid.make_dataset_from_rlds("droid", "/data", train=True)
 
 
 def test_without_a_launcher_octo_is_called_as_it_was(monkeypatch, octo):
@@ -203,14 +203,14 @@ def test_without_a_launcher_octo_is_called_as_it_was(monkeypatch, octo):
 def read_to_the_end():
     ddpshim.cleanup()
     here = ddpshim.setup(batch="global", seed=1, device="cpu")
-    batches = iter(rlds.rlds_loader(Stream([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]][here.rank]), batch_size=4))
+    batches = iter(droid.rlds_loader(Stream([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]][here.rank]), batch_size=4))
     assert [next(batches).tolist() for _ in range(2)] == [[1.0, 2.0, 5.0, 6.0], [3.0, 4.0, 7.0, 8.0]]
     next(batches)
 
 
 @pytest.mark.ranks
 def test_ranks_read_a_batch_together_and_the_end_of_a_mixture_is_an_error():
-    alone = rlds.rlds_loader(Stream([1.0, 2.0]), batch_size=2)
+    alone = droid.rlds_loader(Stream([1.0, 2.0]), batch_size=2)
     assert [batch.tolist() for batch in alone] == [[1.0, 2.0]]
     for rank, (said,) in enumerate(run_ranks(errors_of, 2, [read_to_the_end])):
         assert f"DataError: The mixture ended on rank {rank}: " in said
