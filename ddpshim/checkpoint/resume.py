@@ -28,6 +28,7 @@ from ddpshim.checkpoint.progress_folder import (
 from ddpshim.errors import CheckpointError, DataError, SyncError
 from ddpshim.failures import preemption
 from ddpshim.job.group import cleanup, on_cleanup, world
+from ddpshim.job.passes import Enterable, order_of, restore_generators
 from ddpshim.job.running import Running
 from ddpshim.model import guard, sharding
 from ddpshim.process import observed
@@ -37,7 +38,6 @@ from ddpshim.process.launch_env import EXIT_REQUEUE
 from ddpshim.process.observed import observe
 from ddpshim.process.random_streams import is_same_state, rank_states
 from ddpshim.process.say import count, say, say_on_main
-from ddpshim.shares.passes import Enterable, order_of, restore_generators
 from ddpshim.shares.streams import draws_alike
 
 _LOOK_EVERY_S = 0.5

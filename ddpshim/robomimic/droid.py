@@ -19,12 +19,12 @@ from typing import Any, Callable, Optional
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddpshim.errors import DataError
+from ddpshim.job.passes import Enterable, order_of
 from ddpshim.job.world import World, world
 from ddpshim.process.job import derive_seed
 from ddpshim.process.replaced import replaced
 from ddpshim.robomimic import calls
 from ddpshim.rows.already_sharded import JoinedLoader
-from ddpshim.shares.passes import Enterable, order_of
 
 
 class Epochs(Enterable):

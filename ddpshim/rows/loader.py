@@ -22,6 +22,7 @@ from torch.utils import data as torch_data
 from ddpshim import adapters
 from ddpshim.errors import DataError
 from ddpshim.job.group import world
+from ddpshim.job.passes import Enterable, generator_states, restore_generators
 from ddpshim.model import guard
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import digest, global_states, restore_global_states
@@ -31,7 +32,6 @@ from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
 from ddpshim.rows.samples import Numbered, SampleStreams, start_worker, without_lists
 from ddpshim.rows.tensor import Counts, Rows, leaves
-from ddpshim.shares.passes import Enterable, generator_states, restore_generators
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -56,6 +56,9 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
         self._of_rows: Optional[_RowsLoader] = None
         self._is_divided: Optional[bool] = None
         self._first = 0  # step of the next pass
+        self._begins_with: Optional[dict[str, Any]] = None  # its random streams, of an interrupted run
+        self._has_seed = False  # whether it draws no seed of workers, because that run's workers stayed
+        self._begun_with: Optional[dict[str, Any]] = None  # the streams of this pass
 
     def can_enter(self) -> bool:
         # A class of the program's may count passes in a way of its own.
@@ -64,7 +67,19 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
     def set_epoch(self, epoch: int, start_step: int = 0) -> None:
         self._first = start_step
 
-    def workers_stay(self) -> bool:
+    def order_state(self) -> dict[str, Any]:
+        return {
+            "generators": generator_states(self),
+            "workers stay": self._workers_stay(),
+            "begun with": self._begun_with,
+        }
+
+    def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
+        if state is not None:
+            self._begins_with = state["begun with"] if is_inside else {"generators": state["generators"]}
+            self._has_seed = state["begun with"]["has seed"] if is_inside else state["workers stay"]
+
+    def _workers_stay(self) -> bool:
         return (self if self._of_rows is None else self._of_rows)._iterator is not None
 
     def __iter__(self) -> Any:
@@ -73,7 +88,7 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
         if states is not None:
             restore_global_states(states)
             restore_generators(self, states["generators"])
-        has_seed = self._has_seed or self.workers_stay()
+        has_seed = self._has_seed or self._workers_stay()
         self._begun_with = {**global_states(), "generators": generator_states(self), "has seed": has_seed}
         try:
             if self._has_seed:

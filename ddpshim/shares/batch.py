@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Optional
 
 import torch
@@ -63,17 +63,14 @@ def on_device(batches: Iterable[Any], device: Optional[torch.device] = None) -> 
     ['cpu']
     """
     device = world().device if device is None else device
-    return batches if device.type == "cpu" else OnDevice(batches, device)
+    return batches if device.type == "cpu" else _OnDevice(batches, device)
 
 
-class OnDevice:
-    """Replaces `loader` in a trainer: the tensors of its batches are on the GPU `device`.
+class _OnDevice:
+    """`loader` with the tensors of its batches on the GPU `device`. Dtypes stay: uint8 images are copied as bytes."""
 
-    Dtypes do not change, so uint8 images are copied as bytes. `but`: keys of a batch that stay on the CPU.
-    """
-
-    def __init__(self, loader: Any, device: torch.device, but: Collection[str] = ()) -> None:
-        self._loader, self._device, self._but = loader, device, but
+    def __init__(self, loader: Any, device: torch.device) -> None:
+        self._loader, self._device = loader, device
         self._stream: Any = torch.cuda.Stream(device)
 
     def __len__(self) -> int:
@@ -94,8 +91,6 @@ class OnDevice:
 
             with torch.cuda.stream(self._stream):
                 moved = mapped(send, batch)
-            if isinstance(batch, dict):
-                moved.update((key, batch[key]) for key in self._but if key in batch)
             computes = torch.cuda.current_stream(self._device)
             computes.wait_stream(self._stream)
             for tensor in sent:

@@ -61,68 +61,56 @@ def make_loader(
 
     Raises DataError, on every rank, if the batch or the data do not divide, or differ between ranks.
     """
-    here = current_or_new_world()
+    given: dict[str, Any] = {**locals(), "drop_last": bool(drop_last)}
+    for ours in ("dataset", "per_rank_batch", "already_sharded"):
+        del given[ours]
+    if in_order:
+        del given["in_order"]  # which torch before 2.6 lacks
+    here, door = current_or_new_world(), current().door
     is_per_rank = here.options.per_rank_batch if per_rank_batch is None else per_rank_batch
-    given: dict[str, Any] = dict(
-        shuffle=shuffle,
-        sampler=sampler,
-        num_workers=num_workers,
-        collate_fn=collate_fn,
-        pin_memory=pin_memory,
-        drop_last=bool(drop_last),
-        timeout=timeout,
-        worker_init_fn=worker_init_fn,
-        multiprocessing_context=multiprocessing_context,
-        generator=generator,
-        prefetch_factor=prefetch_factor,
-        persistent_workers=persistent_workers,
-        pin_memory_device=pin_memory_device,
-        **({} if in_order else {"in_order": False}),  # which torch before 2.6 lacks
-    )
-    loader: Any = current().door.loader if here.is_launched else DataLoader
-    if loader is not None:
-        if here.is_launched and is_per_rank:
+    if not here.is_launched:
+        return DataLoader(cast(Any, dataset), **given)
+    if door.loader is not None and door.joined is not None:
+        if is_per_rank:
             raise DataError(
                 'make_loader(per_rank_batch=True) after setup(batch="global"): every rank would take its share for the '
                 'whole batch. Leave it out, or use batch="local".'
             )
-        if here.is_launched and already_sharded:
-            joined: Any = current().door.joined
-            return cast("DataLoader[Any]", joined(dataset, batch_size, **{**given, "drop_last": drop_last}))
-        return cast("DataLoader[Any]", loader(dataset, batch_size, batch_sampler=batch_sampler, **given))
-    from ddpshim.shares.sharded import ShardedLoader
-
-    given.update(batch_size=batch_size, batch_sampler=batch_sampler)
+        if already_sharded:
+            return cast("DataLoader[Any]", door.joined(dataset, **{**given, "drop_last": drop_last}))
+        return cast("DataLoader[Any]", door.loader(dataset, **given))
     if is_per_rank and batch_sampler is not None:
         raise DataError(
             "per_rank_batch=True with a batch_sampler: each of its lists is a batch of all ranks, shared "
             "all the same. Leave one of the two out."
         )
     if batch_sampler is None and batch_size is not None:
-        given["drop_last"] = drop_last is not False
         each, left = (batch_size, 0) if is_per_rank else divmod(batch_size, here.world_size)
         if left or (batch_size > 0 and not each):
             raise DataError(
                 f"Global batch {batch_size} does not split over {here.world_size} ranks ({left} left over): they would "
                 f'step on unequal shares. Use a multiple of {here.world_size}, or setup(batch="global").'
             )
-        given["batch_size"] = each if already_sharded else each * here.world_size
-    is_ready = batch_size is None and batch_sampler is None
-    if already_sharded and (isinstance(dataset, IterableDataset) or is_ready):
-        own = torch.Generator().manual_seed(derive_seed(here.seed or 0, "workers", here.rank))
-        return DataLoader(cast(Any, dataset), **{**given, "generator": generator or own})
-    if already_sharded:
-        alone = ShardedLoader(dataset, World(seed=derive_seed(here.seed or 0, "own data", here.rank)), **given)
-        alone.order = None  # each rank has its own
-        return alone
-    if isinstance(dataset, IterableDataset) or is_ready:
+        given.update(batch_size=each if already_sharded else each * here.world_size, drop_last=drop_last is not False)
+    is_stream = isinstance(dataset, IterableDataset) or (batch_size is None and batch_sampler is None)
+    if is_stream and not already_sharded:
         raise DataError(
             f"{type(dataset).__name__} is a stream, or gives ready batches, which every rank would read whole. If it "
             'gives each rank its own share, pass already_sharded=True; else use setup(batch="global").'
         )
-    made = ShardedLoader(dataset, here, **given)
-    made.check_alike(here)
-    return made
+    seed = here.seed or 0
+    if is_stream:
+        own = torch.Generator().manual_seed(derive_seed(seed, "workers", here.rank))
+        return DataLoader(cast(Any, dataset), **{**given, "generator": generator or own})
+    from ddpshim.shares.sharded import ShardedLoader
+
+    if already_sharded:
+        alone = ShardedLoader(dataset, World(seed=derive_seed(seed, "own data", here.rank)), **given)
+        alone.order = None  # each rank has its own
+        return alone
+    shared = ShardedLoader(dataset, here, **given)
+    shared.check_alike(here)
+    return shared
 
 
 def scale_lr(lr: float, rule: Optional[str] = None, world_size: Optional[int] = None) -> float:

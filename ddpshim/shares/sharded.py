@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any, Callable, Optional, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
 
 from ddpshim.errors import DataError
 from ddpshim.failures import preemption
+from ddpshim.job.passes import Enterable, generator_states, layers, restore_generators
 from ddpshim.job.world import World
 from ddpshim.process.job import current, derive_seed
 from ddpshim.process.observed import Progress
 from ddpshim.process.random_streams import shared_random_streams
 from ddpshim.process.say import count, say_once
-from ddpshim.shares.passes import Enterable, EpochCounter, generator_states, indices_of, layers, restore_generators
 
 
 class ShardedLoader(DataLoader[Any], Enterable):
@@ -32,30 +33,30 @@ class ShardedLoader(DataLoader[Any], Enterable):
             given["worker_init_fn"] = functools.partial(_start_worker, given["worker_init_fn"])
         super().__init__(dataset, **given)
         batches = cast(Any, self.batch_sampler)
-        taken = next((one for one in layers(batches) if getattr(one, "num_replicas", 1) > 1), None)
-        if taken is not None and here.world_size > 1:
-            raise DataError(
-                f"{type(taken).__name__} takes one share already, and make_loader would split it again: most samples "
-                "would never be seen. Leave it out, and pass shuffle= instead."
-            )
-        lacks = next((one for one in (dataset, *layers(batches)) if not hasattr(one, "__len__")), None)
-        if lacks is not None:
-            raise DataError(
-                f"{type(lacks).__name__} has no __len__: how many steps an epoch has is unknown. Give it one."
-            )
+        for one in (dataset, *layers(batches)):
+            if not hasattr(one, "__len__"):
+                raise DataError(
+                    f"{type(one).__name__} has no __len__: how many steps an epoch has is unknown. Give it one."
+                )
+            if getattr(one, "num_replicas", 1) > 1 and here.world_size > 1:
+                raise DataError(
+                    f"{type(one).__name__} takes one share already, and make_loader would split it again: most samples "
+                    "would never be seen. Leave it out, and pass shuffle= instead."
+                )
         is_torchs = given["sampler"] is given["batch_sampler"] is given["generator"] is None
-        shares = Shares(batches, here, is_torchs)
+        self._shares = Shares(batches, here, is_torchs)
         self.global_batch_size: Optional[int] = getattr(batches, "batch_size", None)
         self.order: Optional[str] = f"{len(dataset)} samples, seed {here.seed}"
         each = None if self.global_batch_size is None else self.global_batch_size // here.world_size
         # torch forbids to set these: what users read, and what an iterator of torch's takes. It draws the seed of
         # workers from `generator`.
-        vars(self).update(batch_size=each, batch_sampler=shares, sampler=shares, generator=shares.of_workers)
+        new = {"batch_size": each, "batch_sampler": self._shares, "sampler": self._shares}
+        vars(self).update(new, generator=self._shares.of_workers)
 
     def check_alike(self, here: World) -> None:
         """Raise DataError if ranks have other data, or would make other steps (collective)."""
         num, steps, batch = len(self.dataset), len(self), self.global_batch_size  # type: ignore[arg-type]
-        facts = here.gather((num, steps, batch, indices_of(self.dataset)))
+        facts = here.gather((num, steps, batch, _indices_of(self.dataset)))
         odd = next((rank for rank, theirs in enumerate(facts) if theirs != facts[0]), None)
         if odd is not None:
             raise DataError(
@@ -63,7 +64,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
                 f"on rank {odd}: samples would be seen twice or never, or ranks would hang. Give every rank the same "
                 "data; draw a split with a fixed seed."
             )
-        batches = cast(Shares, self.batch_sampler).batches
+        batches = self._shares.batches
         order: Any = batches.sampler if type(batches) is BatchSampler else ()
         left = len(order) % (batch or 1)
         drops = getattr(batches, "drop_last", False)
@@ -80,26 +81,35 @@ class ShardedLoader(DataLoader[Any], Enterable):
             say_once(f"global batch {batch} = {count(here.world_size, 'rank')} x {self.batch_size}{dropped}")
 
     def __iter__(self) -> Any:
-        cast(Shares, self.batch_sampler).begin()  # here: an iterator of torch's asks for its sampler's more than once
+        self._shares.begin()  # here: an iterator of torch's asks for its sampler's more than once
         return super().__iter__()
 
     def can_enter(self) -> bool:
         return bool(getattr(self, "in_order", True))
 
     def set_epoch(self, epoch: int, start_step: int = 0) -> None:
-        cast(Shares, self.batch_sampler).epochs.set(epoch, start_step)
+        self._shares.set_epoch(epoch, start_step)
 
     def order_state(self) -> Optional[dict[str, Any]]:
-        return cast(Shares, self.batch_sampler).state()
+        return self._shares.state()
 
     def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
-        cast(Shares, self.batch_sampler).restore(state, is_inside)
+        self._shares.restore(state, is_inside)
 
 
 def _start_worker(start: Optional[Callable[[int], None]], worker: int) -> None:
     preemption.ignore_in_worker()
     if start is not None:
         start(worker)
+
+
+def _indices_of(dataset: Any) -> list[int]:
+    """Return a hash of the indices of each Subset around the program's own dataset: ranks' splits must be equal."""
+    found = []
+    while isinstance(dataset, Subset):
+        found.append(hash(tuple(int(index) for index in dataset.indices)))
+        dataset = dataset.dataset
+    return found
 
 
 class Shares:
@@ -110,34 +120,35 @@ class Shares:
     """
 
     def __init__(self, batches: Any, here: World, is_torchs: bool) -> None:
-        self.batches, self.epochs, self.of_workers = batches, EpochCounter(), torch.Generator()
+        self.batches, self.of_workers = batches, torch.Generator()
         self._here, self._is_torchs = here, is_torchs
+        self._next = 0, 0  # epoch and first step of the next pass
+        self._pass: tuple[Iterable[list[Any]], int, int] = (), 0, 0  # batches, epoch, first step
         self._drawn: Optional[list[list[Any]]] = None  # the main rank's, of this pass
         self._restored: Optional[list[list[Any]]] = None
-        self._pass: tuple[Iterable[list[Any]], int, int] = (), 0, 0  # batches, epoch, first step
 
     def __len__(self) -> int:
         return len(self.batches)
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
         """As DistributedSampler's, for a program that calls it. Local."""
-        self.epochs.set(epoch)
+        self._next = operator.index(epoch), operator.index(start_step)
 
     def begin(self) -> None:
         """Draw the order of the next pass (collective, for an order of the caller's)."""
-        here, epoch = self._here, self.epochs.advance()
-        seed, first = here.seed or 0, self.epochs.start_step
+        (epoch, first), here = self._next, self._here
+        self._next, seed = (epoch + 1, 0), here.seed or 0
         self.of_workers.manual_seed(derive_seed(seed, "workers", here.rank, epoch, first))
+        batches = self.batches
         if not self._is_torchs:
-            self._pass = here.run_on_main(self._draw, epoch), epoch, first
-            return
-        order, size, drops = self.batches.sampler, self.batches.batch_size, self.batches.drop_last
-        if isinstance(order, RandomSampler):
-            order = RandomSampler(order.data_source, generator=torch.Generator().manual_seed(seed + epoch))
-        self._pass = BatchSampler(order, size, drops), epoch, first
+            batches = here.run_on_main(self._draw, epoch)
+        elif isinstance(batches.sampler, RandomSampler):
+            order = RandomSampler(batches.sampler.data_source, generator=torch.Generator().manual_seed(seed + epoch))
+            batches = BatchSampler(order, batches.batch_size, batches.drop_last)
+        self._pass = batches, epoch, first
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return self._shares(*self._pass)  # now: another pass may begin before the first batch of this one
+        return self._own(*self._pass)  # now: another pass may begin before the first batch of this one
 
     def _draw(self, epoch: int) -> list[list[Any]]:
         drawn, self._restored = self._restored, None
@@ -150,7 +161,7 @@ class Shares:
         self._drawn = drawn
         return drawn
 
-    def _shares(self, batches: Iterable[list[Any]], epoch: int, first: int) -> Iterator[list[Any]]:
+    def _own(self, batches: Iterable[list[Any]], epoch: int, first: int) -> Iterator[list[Any]]:
         here = self._here
         for step, batch in enumerate(batches):
             if len(batch) % here.world_size or not batch:

@@ -13,7 +13,7 @@ from ddpshim.process import messages
 from ddpshim.process.devices import is_capturing
 from ddpshim.process.job import current, derive_seed
 from ddpshim.process.observed import note, observe
-from ddpshim.process.random_streams import is_same_state, rank_states, seed_own_streams
+from ddpshim.process.random_streams import rank_states, seed_own_streams
 from ddpshim.process.say import ranks_called, say
 
 _NUM_INTERVALS = 3  # between steps of optimizers; a permutation moves a stream between two epochs only
@@ -52,31 +52,27 @@ def watch_noise() -> None:
 class _EqualNoise:
     """Finds ranks that draw equal noise.
 
-    Ranks leave the states of their streams in the job's store, and the main rank reads them at a later step. So no rank
+    Ranks leave hashes of their streams in the job's store, and the main rank reads them at a later step. So no rank
     waits, and an optimizer that steps on one rank alone blocks nobody.
     """
 
     def __init__(self) -> None:
-        self._num_steps, self._is_done = 0, False
-        self._last: dict[str, Any] = {}
-        self._moves: dict[str, int] = {}
+        self._after: list[dict[str, str]] = []  # hashes of this rank's streams after each step
+        self._is_done = False
         observe(current().at_end, after_step=self._after_step)
 
     def _after_step(self, *_: Any) -> None:
-        here = world()
+        here, after = world(), self._after
         if self._is_done or is_capturing(here.device):
             return
-        if self._num_steps <= _NUM_INTERVALS:
-            states = rank_states(here.device)
-            for name, state in states.items() if self._num_steps else ():
-                self._moves[name] = self._moves.get(name, 0) + (not is_same_state(self._last.get(name), state))
-            self._last = states
-        self._num_steps += 1
-        if self._num_steps == _NUM_INTERVALS + 1:
-            noisy = {name: _hash(self._last[name]) for name, num in self._moves.items() if 2 * num > _NUM_INTERVALS}
+        if len(after) <= _NUM_INTERVALS:
+            after.append({name: _hash(state) for name, state in rank_states(here.device).items()})
+            if len(after) <= _NUM_INTERVALS:
+                return
+            moves = {name: sum(a.get(name) != b[name] for a, b in zip(after, after[1:])) for name in after[0]}
+            noisy = {name: after[-1][name] for name, num in moves.items() if 2 * num > _NUM_INTERVALS}
             current().store.set(f"noise/{here.rank}", messages.packed(noisy))
-        if self._num_steps > _NUM_INTERVALS:
-            self._is_done = not here.is_main or self._has_judged(here.world_size)
+        self._is_done = not here.is_main or self._has_judged(here.world_size)
 
     def _has_judged(self, world_size: int) -> bool:
         """Whether all ranks' states were there to judge. Local."""
@@ -101,9 +97,4 @@ class _EqualNoise:
 
 
 def _hash(state: Any) -> str:
-    """Return a hash of a generator's state, from `rank_states`. Local."""
-    if isinstance(state, torch.Tensor):
-        parts: tuple[bytes, ...] = (bytes(state.tolist()),)
-    else:  # of Python's, or of numpy's, which has an array
-        parts = tuple(part.tobytes() if hasattr(part, "tobytes") else repr(part).encode() for part in state)
-    return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
+    return hashlib.blake2b(messages.packed(state), digest_size=8).hexdigest()

@@ -1,44 +1,17 @@
-"""The passes over a loader: where the next one begins, and the state from which its order is drawn again."""
+"""Passes over a loader that can start at any step, and the state from which their order is drawn again."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
 import torch
-from torch.utils.data import Subset
-
-
-class EpochCounter:
-    """The epoch and first step of the current pass, or those set for the next one. Local, equal on all ranks."""
-
-    def __init__(self) -> None:
-        self.current = 0
-        self.start_step = 0
-        self._is_set = True
-
-    def set(self, epoch: int, start_step: int = 0) -> None:
-        """Make the next pass use `epoch`, from `start_step` on, and later passes the following epochs, from step 0."""
-        self.current, self.start_step = operator.index(epoch), operator.index(start_step)
-        self._is_set = True
-
-    def advance(self) -> int:
-        """Begin a pass and return its epoch."""
-        if not self._is_set:
-            self.current += 1
-            self.start_step = 0
-        self._is_set = False
-        return self.current
 
 
 class Enterable:
     """A loader whose passes can start at any step, with the order and the draws that they had."""
 
     __len__: Any  # the number of steps of an epoch
-    _begins_with: Optional[dict[str, Any]] = None  # the random streams for the next pass
-    _has_seed = False  # if they are given: whether the pass draws no seed, because the run's workers stayed
-    _begun_with: Optional[dict[str, Any]] = None  # those of this pass
 
     def can_enter(self) -> bool:
         return True
@@ -48,32 +21,20 @@ class Enterable:
         raise NotImplementedError
 
     def order_state(self) -> Optional[dict[str, Any]]:
-        """Return the state from which `restore_order` redraws this pass's order; None for a stream. Local."""
-        return {
-            "generators": generator_states(self),
-            "workers stay": self.workers_stay(),
-            "begun with": self._begun_with,
-        }
+        """Return the state from which `restore_order` redraws this pass's order; None if none is needed. Local."""
+        raise NotImplementedError
 
     def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
         """Make the next `iter()` redraw the order of the pass of `state` if `is_inside`, else the next one. Local."""
-        if state is not None:
-            self._begins_with = state["begun with"] if is_inside else {"generators": state["generators"]}
-            self._has_seed = state["begun with"]["has seed"] if is_inside else state["workers stay"]
-
-    def workers_stay(self) -> bool:
-        return _has_iterator(self)
+        raise NotImplementedError
 
 
 def order_of(loader: Any) -> Optional[dict[str, Any]]:
     """Return the state of the order of any of torch's loaders. Local."""
     if isinstance(loader, Enterable):
         return loader.order_state()
-    return {"generators": generator_states(loader), "workers stay": _has_iterator(loader)}
-
-
-def _has_iterator(loader: Any) -> bool:
-    return getattr(loader, "_iterator", None) is not None
+    workers_stay = getattr(loader, "_iterator", None) is not None
+    return {"generators": generator_states(loader), "workers stay": workers_stay}
 
 
 def _own_generators(loader: Any) -> list[torch.Generator]:
@@ -101,12 +62,3 @@ def layers(sampler: Any) -> Iterator[Any]:
         seen.add(id(sampler))
         yield sampler
         sampler = getattr(sampler, "sampler", None)
-
-
-def indices_of(dataset: Any) -> list[int]:
-    """Return a hash of the indices of each Subset around the program's own dataset: ranks' splits must be equal."""
-    found = []
-    while isinstance(dataset, Subset):
-        found.append(hash(tuple(int(index) for index in dataset.indices)))
-        dataset = dataset.dataset
-    return found
