@@ -130,7 +130,7 @@ class Options:
     background_save: bool = option(
         True,
         _FLAG,
-        "write checkpoints of 32 MB or more in a thread; ranks wait until they are copied in memory",
+        "write progress of 32 MB or more in a thread; ranks wait until they are copied in memory",
     )
     resume: str = option(
         "auto",

@@ -60,7 +60,7 @@ def report(world, steps_of_ranks, chances):
         by_chance = float((chances / chances.sum()).square().sum()) * len(drawn[0])
         print(f"draws that ranks 0 and 1 made alike: {alike} of {len(drawn[0])} (by chance about {by_chance:.0f})")
     global_batches = [sorted(draw for part in step for draw in part) for step in zip(*steps_of_ranks)]
-    fingerprint = hashlib.sha256(repr(global_batches).encode()).hexdigest()[:12]
+    fingerprint = hashlib.sha256(repr(global_batches).encode()).hexdigest()[:16]
     print(f"fingerprint of the {len(together)} draws, step by step: {fingerprint}")
 
 

@@ -35,7 +35,7 @@ CHAPTERS = {
         "watch",
         "deal",
         "shared_arrays",
-        "data.node_memory.SharedArrays",
+        "robomimic.node_memory.SharedArrays",
     ),
     "Checkpoints": (
         "Resumable",
