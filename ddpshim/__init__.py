@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Optional, TypedDict, Union
 
 from ddpshim import lazy, version
@@ -125,7 +124,11 @@ def setup(*, batch: Literal["local", "global"] = "local", **given: Unpack[Argume
         OptionsError: options or arguments are wrong, or options differ between ranks.
         WorldError: called again with arguments that contradict the first call.
     """
-    _check_arguments(batch, given)
+    version.check_torch()
+    if batch not in ("local", "global") or not given.keys() <= Arguments.__annotations__.keys():
+        from ddpshim.process import doors
+
+        doors.refuse(batch, given, [*Arguments.__annotations__])
     if batch == "global":
         from ddpshim.trainers.unedited import program
 
@@ -133,23 +136,6 @@ def setup(*, batch: Literal["local", "global"] = "local", **given: Unpack[Argume
     from ddpshim.job import group
 
     return group.join(**given)
-
-
-def _check_arguments(batch: str, given: Mapping[str, Any]) -> None:
-    """Check the torch version, and raise OptionsError for arguments that `setup` does not have. Local."""
-    version.check_torch()
-    if batch not in ("local", "global"):
-        raise OptionsError(
-            f"setup(batch={batch!r}): it is unclear what the program holds, and ranks would take a share for a whole "
-            'batch. Use "local" (this rank\'s share) or "global" (the whole batch).'
-        )
-    known = [*Arguments.__annotations__]
-    if unknown := [name for name in given if name not in known]:
-        raise OptionsError(
-            f"setup({unknown[0]}=...): there is no such argument, and the run would go on without it"
-            f"{lazy.nearest(unknown[0], [*known, 'batch'])}. Use {', '.join(['batch', *known])}; options of a run are "
-            "given as options=ddpshim.Options(...) or as DDPSHIM_* variables."
-        )
 
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of these

@@ -7,26 +7,23 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import torch
 
 from ddpshim.errors import WorldError
 from ddpshim.job.world import World, has_group, on_cleanup, single_device, world  # noqa: F401
 from ddpshim.options import Options
-from ddpshim.process.doors import Door, LocalBatches
 from ddpshim.process.job import Job, current, leave, seed_everything
 from ddpshim.process.launch_env import read_launch_env, read_num_restarts
+
+if TYPE_CHECKING:
+    from ddpshim.process.doors import Door
 
 
 def current_or_new_world() -> World:
     """Return the current World; joins the job as `ddpshim.setup()` does if nothing has yet (then collective)."""
     return current().world or join()
-
-
-def is_launched() -> bool:
-    """Return whether this process is a rank of a job, by a launcher's variables or a group of the program's. Local."""
-    return has_group() or read_launch_env(os.environ).is_launched
 
 
 def join(
@@ -40,10 +37,10 @@ def join(
     options: Optional[Options] = None,
 ) -> World:
     """Join the job by `door`, default that of `setup()`; see `ddpshim.setup` (collective under a launcher)."""
-    job, door = current(), door or LocalBatches()
+    job = current()
     asked: dict[str, Any] = {"backend": backend, "device": device, "seed": seed, "options": options}
     if job.world is not None:
-        if door.batch == "global" and job.world.is_launched and job.door.batch == "local":
+        if door is not None and job.world.is_launched and job.door.batch != door.batch:
             raise WorldError(
                 'setup(batch="global") after setup(): what was built since holds this rank\'s share of a batch. Give '
                 "batch to the first call."
@@ -62,7 +59,9 @@ def join(
         made = World(device=single_device(device), options=options, _job=job)
     else:
         from ddpshim.job import process_group
+        from ddpshim.process.doors import LocalBatches
 
+        door = door or LocalBatches()
         door.check(options)
         job.door = door
         backend = backend or options.backend

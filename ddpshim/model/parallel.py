@@ -94,7 +94,11 @@ def wrap_parallel(
     if is_alone:
         several = not here.is_launched and torch.cuda.is_available() and torch.cuda.device_count() > 1
         is_spread = several and any(p.is_cuda for p in module.parameters())
-        wrapped: Any = SpreadModule(module) if is_spread else BareModule(module)
+        wrapped: Any = BareModule(module)
+        if is_spread:
+            from ddpshim.model.wrapping import SpreadModule
+
+            wrapped = SpreadModule(module)
     else:
         from ddpshim.model import wrapping
 
@@ -119,18 +123,3 @@ def wrap_parallel(
     if here.options.precision != "float32":  # forward in training mode then uses it
         wrapped.__dict__["_autocast"] = here.autocast
     return cast(M, wrapped)  # it is no instance of M, but has all that M has
-
-
-class SpreadModule(BareModule):
-    """A wrapper for one process on several GPUs: `forward` is spread over them, any other method runs on the first.
-
-    torch's DataParallel is an attribute and not a base class: it looks up `dim`, `gather` and others on itself, and a
-    module may have attributes of these names.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        self.__dict__["spread"] = DataParallel(module)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["spread"](*args, **kwargs)

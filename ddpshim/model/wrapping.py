@@ -10,7 +10,7 @@ from typing import Any, Optional, Union
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddpshim.errors import SyncError
 from ddpshim.job.world import World
@@ -198,3 +198,18 @@ def _check_same_structure(module: nn.Module, here: World) -> None:
             "from, equally on all ranks (ddpshim.setup(seed=...) does), or make copies afterwards.",
             stacklevel=4,
         )
+
+
+class SpreadModule(BareModule):
+    """A wrapper for one process on several GPUs: `forward` is spread over them, any other method runs on the first.
+
+    torch's DataParallel is an attribute and not a base class: it looks up `dim`, `gather` and others on itself, and a
+    module may have attributes of these names.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.__dict__["spread"] = DataParallel(module)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["spread"](*args, **kwargs)

@@ -6,17 +6,17 @@ State that outlives a job belongs to the process: see the list in tests/house/te
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import random
 import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Optional, TypeVar, Union
 
-from ddpshim.process.doors import Door, LocalBatches
-
 if TYPE_CHECKING:
     from ddpshim.failures.failure import Watched
     from ddpshim.job.world import World
+    from ddpshim.process.doors import Door
 
 P = TypeVar("P")
 
@@ -47,12 +47,17 @@ class Job:
         self.control: Any = None
         self.timeout: Optional[timedelta] = None
         self.has_networks = self.is_split = False
-        self.door: Door = LocalBatches()
         self.watched: Optional[Watched] = None
         self.num_collectives: Optional[int] = None
         self.before_end, self.at_end = contextlib.ExitStack(), contextlib.ExitStack()
         self._numbers: dict[str, int] = {}
         self._parts: dict[type, Any] = {}
+
+    @functools.cached_property
+    def door(self) -> Door:
+        from ddpshim.process.doors import LocalBatches  # here: a process without a launcher asks for none
+
+        return LocalBatches()
 
     def part(self, kind: type[P]) -> P:
         """Return this job's one object of class `kind`, made on first use. It holds a module's state. Local."""
@@ -117,3 +122,13 @@ def derive_seed(seed: int, *scope: Union[int, str]) -> int:
     """Return a 63-bit seed derived from `seed` and a purpose, the same on every machine. Local."""
     text = "/".join(str(part) for part in (seed, *scope)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def num_collectives() -> Optional[int]:
+    """Return how many collectives the default process group has made; None if unknown."""
+    import torch.distributed as dist
+
+    try:
+        return int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError, ValueError):
+        return None

@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from typing import Any, Callable, Optional, Protocol, Union, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from ddpshim.errors import DataError
 from ddpshim.job.group import current_or_new_world
 from ddpshim.job.world import World
-from ddpshim.process.job import current, derive_seed
 
 
 class _MapStyle(Protocol):
@@ -66,51 +65,13 @@ def make_loader(
         del given[ours]
     if in_order:
         del given["in_order"]  # which torch before 2.6 lacks
-    here, door = current_or_new_world(), current().door
+    here = current_or_new_world()
     is_per_rank = here.options.per_rank_batch if per_rank_batch is None else per_rank_batch
     if not here.is_launched:
         return DataLoader(cast(Any, dataset), **given)
-    if door.loader is not None and door.joined is not None:
-        if is_per_rank:
-            raise DataError(
-                'make_loader(per_rank_batch=True) after setup(batch="global"): every rank would take its share for the '
-                'whole batch. Leave it out, or use batch="local".'
-            )
-        if already_sharded:
-            return cast("DataLoader[Any]", door.joined(dataset, **{**given, "drop_last": drop_last}))
-        return cast("DataLoader[Any]", door.loader(dataset, **given))
-    if is_per_rank and batch_sampler is not None:
-        raise DataError(
-            "per_rank_batch=True with a batch_sampler: each of its lists is a batch of all ranks, shared "
-            "all the same. Leave one of the two out."
-        )
-    if batch_sampler is None and batch_size is not None:
-        each, left = (batch_size, 0) if is_per_rank else divmod(batch_size, here.world_size)
-        if left or (batch_size > 0 and not each):
-            raise DataError(
-                f"Global batch {batch_size} does not split over {here.world_size} ranks ({left} left over): they would "
-                f'step on unequal shares. Use a multiple of {here.world_size}, or setup(batch="global").'
-            )
-        given.update(batch_size=each if already_sharded else each * here.world_size, drop_last=drop_last is not False)
-    is_stream = isinstance(dataset, IterableDataset) or (batch_size is None and batch_sampler is None)
-    if is_stream and not already_sharded:
-        raise DataError(
-            f"{type(dataset).__name__} is a stream, or gives ready batches, which every rank would read whole. If it "
-            'gives each rank its own share, pass already_sharded=True; else use setup(batch="global").'
-        )
-    seed = here.seed or 0
-    if is_stream:
-        own = torch.Generator().manual_seed(derive_seed(seed, "workers", here.rank))
-        return DataLoader(cast(Any, dataset), **{**given, "generator": generator or own})
-    from ddpshim.shares.sharded import ShardedLoader
+    from ddpshim.shares import sharded
 
-    if already_sharded:
-        alone = ShardedLoader(dataset, World(seed=derive_seed(seed, "own data", here.rank)), **given)
-        alone.order = None  # each rank has its own
-        return alone
-    shared = ShardedLoader(dataset, here, **given)
-    shared.check_alike(here)
-    return shared
+    return sharded.load(dataset, here, is_per_rank, already_sharded, drop_last, given)
 
 
 def scale_lr(lr: float, rule: Optional[str] = None, world_size: Optional[int] = None) -> float:

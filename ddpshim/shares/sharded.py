@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Callable, Optional, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Subset
 
 from ddpshim.errors import DataError
 from ddpshim.failures import preemption
@@ -18,6 +18,57 @@ from ddpshim.process.job import current, derive_seed
 from ddpshim.process.observed import Progress
 from ddpshim.process.random_streams import shared_random_streams
 from ddpshim.process.say import count, say_once
+
+
+def load(
+    dataset: Any,
+    here: World,
+    is_per_rank: bool,
+    already_sharded: bool,
+    drop_last: Optional[bool],
+    given: dict[str, Any],
+) -> DataLoader[Any]:
+    """Return what `make_loader` does on ranks; `given` are the arguments of DataLoader (collective)."""
+    door, batch_size, batch_sampler = current().door, given["batch_size"], given["batch_sampler"]
+    if door.loader is not None and door.joined is not None:
+        if is_per_rank:
+            raise DataError(
+                'make_loader(per_rank_batch=True) after setup(batch="global"): every rank would take its share for the '
+                'whole batch. Leave it out, or use batch="local".'
+            )
+        if already_sharded:
+            return cast("DataLoader[Any]", door.joined(dataset, **{**given, "drop_last": drop_last}))
+        return cast("DataLoader[Any]", door.loader(dataset, **given))
+    if is_per_rank and batch_sampler is not None:
+        raise DataError(
+            "per_rank_batch=True with a batch_sampler: each of its lists is a batch of all ranks, shared "
+            "all the same. Leave one of the two out."
+        )
+    if batch_sampler is None and batch_size is not None:
+        each, left = (batch_size, 0) if is_per_rank else divmod(batch_size, here.world_size)
+        if left or (batch_size > 0 and not each):
+            raise DataError(
+                f"Global batch {batch_size} does not split over {here.world_size} ranks ({left} left over): they would "
+                f'step on unequal shares. Use a multiple of {here.world_size}, or setup(batch="global").'
+            )
+        given.update(batch_size=each if already_sharded else each * here.world_size, drop_last=drop_last is not False)
+    is_stream = isinstance(dataset, IterableDataset) or (batch_size is None and batch_sampler is None)
+    if is_stream and not already_sharded:
+        raise DataError(
+            f"{type(dataset).__name__} is a stream, or gives ready batches, which every rank would read whole. If it "
+            'gives each rank its own share, pass already_sharded=True; else use setup(batch="global").'
+        )
+    seed = here.seed or 0
+    if is_stream:
+        own = torch.Generator().manual_seed(derive_seed(seed, "workers", here.rank))
+        return DataLoader(cast(Any, dataset), **{**given, "generator": given["generator"] or own})
+    if already_sharded:
+        alone = ShardedLoader(dataset, World(seed=derive_seed(seed, "own data", here.rank)), **given)
+        alone.order = None  # each rank has its own
+        return alone
+    shared = ShardedLoader(dataset, here, **given)
+    shared.check_alike(here)
+    return shared
 
 
 class ShardedLoader(DataLoader[Any], Enterable):

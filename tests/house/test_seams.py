@@ -84,7 +84,7 @@ SEAMS = [
     Seam("_load_state_dict_post_hooks _apply", "model/wrapper.py", ONE_PROCESS, MODULE),
     Seam("_load_from_state_dict", "model/wrapper.py", f"{PARALLEL}keys_with_and_without_prefixes_load", MODULE),
     Seam("_start", "launch/ranks_of_run.py", "test_the_agent_starts_ranks_by", AGENT),
-    Seam("_get_sequence_number_for_group", "failures/failure.py", SHARED, C10D),
+    Seam("_get_sequence_number_for_group", "process/job.py", SHARED, C10D),
     Seam("_make_wrapper_subclass _cdata", "rows/tensor.py", ROWS, "torch/_tensor.py"),
     Seam("_to_copy", "rows/tensor.py", ROWS, "torch/csrc/utils/tensor_new.cpp"),
     Seam("_VariableFunctions _nn", "rows/rules.py", ROWS, "torch/nn/functional.py, _VF.py"),
@@ -137,7 +137,7 @@ def _private_names() -> dict[str, str]:
             elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
                 is_own = isinstance(node, ast.Name) or getattr(node.value, "id", "") in ("self", "cls")
                 defined.update([node.id if isinstance(node, ast.Name) else node.attr] if is_own else [])
-            elif isinstance(node, ast.Subscript) and getattr(node.value, "id", "") == "mine":
+            elif isinstance(node, ast.Subscript) and ast.unparse(node.value) in ("mine", "self.__dict__"):
                 defined.add(getattr(node.slice, "value", ""))  # wrappers keep theirs in their own dictionary
             found = [node.attr] if isinstance(node, ast.Attribute) else []
             found += [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []

@@ -97,7 +97,7 @@ def join(**given: Any) -> World:
     """
     from ddpshim.job import group
 
-    if not group.is_launched():
+    if not group.has_group() and not read_launch_env(os.environ).is_launched:
         return group.join(**given)
     from ddpshim.trainers.unedited.joining import join_edited
 
