@@ -327,8 +327,8 @@ def test_the_readme_is_short_and_robomimics_page_runs_what_the_example_writes(
 
 # Lines of ddpshim in a process at its end, and in all files. They only fall: the goals are 1,700, 5,500, 12,000 and
 # 26,000.
-CEILINGS = {"plain": 1662, "launched": 7280, "run": 13060}
-PACKAGE_CEILING = 26971
+CEILINGS = {"plain": 1662, "launched": 6105, "run": 13060}
+PACKAGE_CEILING = 25290
 OF_A_LAUNCHED_TRAINER = {
     *("adapters", "errors", "lazy", "options", "variables", "version", "process", "failures", "job", "shares", "model"),
 }
