@@ -168,7 +168,8 @@ def _check_tensors(module: nn.Module, here: World) -> None:
         if not p.is_cuda and here.backend == "nccl":
             raise SyncError(
                 f"parameter '{name}' is on {p.device}, and nccl only reduces GPU memory. Call "
-                ".to(ddpshim.world().device) before the network is wrapped, or trains."
+                ".to(ddpshim.world().device) before the network is wrapped, or trains; or hide the GPUs to train on "
+                "the CPU: CUDA_VISIBLE_DEVICES= (empty)."
             )
 
 

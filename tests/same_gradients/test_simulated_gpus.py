@@ -425,7 +425,8 @@ def test_the_released_robomimic_on_two_gpus_has_the_losses_of_cpus(
         folder.mkdir()
         config = make_run_config(tree, "0.3.0", variant, folder, 5, 2, train__cuda=device == "cuda")
         command = ["ddpshim", "run", "--nproc=2", "-m", "robomimic.scripts.train", "--config", str(config)]
-        said = _run_on_simulated(tree, folder, *command, SIMULATED_GPUS_LOG=str(folder / "log"))
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+        said = _run_on_simulated(tree, folder, *command, SIMULATED_GPUS_LOG=str(folder / "log"), **hidden)
         where = "GPU (torchrun, nccl)" if device == "cuda" else "CPU (torchrun, gloo)"
         assert f"ddpshim: 2 ranks on this machine, {where}" in said
         losses[device] = _losses(said)

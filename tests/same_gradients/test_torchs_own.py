@@ -9,10 +9,10 @@ import pytest
 from evidence import torch_ddp_tests
 
 QUICK = [
-    "test_DistributedDataParallelCPU",
-    "test_ddp_broadcast_buffer_via_hook",
-    "test_ddp_control_flow_different_across_ranks",
+    "test_ddp_broadcast_buffer",
+    "test_ddp_forward_backward_hook",
     "test_ddp_namedtuple",
+    "test_ddp_returns_tensor_with_no_grad",
 ]
 
 
