@@ -217,14 +217,14 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
         if self._fills and not self._is_joining:  # ranks that have joined answer the buckets' messages only
             self._drop_unused()
         self.num_reductions += 1
-        if not self._syncs_in_forward:
-            if self.num_reductions == 1 and not self._ddp.static_graph:
-                self._ddp.reducer._rebuild_buckets()  # else in the second forward, which one rank alone may run
-            if self._buffers_to_send is not None:
-                if self.num_reductions == 1 and self._equality is not None:
-                    self._equality.look_at_own_buffers()
-                self._buffers_to_send.start()
-                self._buffers_to_send.finish()
+        if self.num_reductions == 1 and not (self._ddp.static_graph or self._is_joining):
+            # Else in the second forward, which one rank alone may run, or after a pass of another network began.
+            self._ddp.reducer._rebuild_buckets()
+        if self._buffers_to_send is not None and not self._syncs_in_forward:
+            if self.num_reductions == 1 and self._equality is not None:
+                self._equality.look_at_own_buffers()
+            self._buffers_to_send.start()
+            self._buffers_to_send.finish()
         device = self._first.device
         current().part(Progress).end_pass(device.type == "cuda")
         if self._equality is not None and is_milestone(self.num_reductions):
