@@ -61,8 +61,9 @@ class _Networks(list["DistributedModule"]):
         # Of all networks first: another rank may wait for these buckets before it comes to any other message.
         for wrapped in took_part:
             wrapped.complete_pass()
-        for wrapped in took_part:
-            wrapped.end_pass()
+        groups = [wrapped._ddp.process_group for wrapped in took_part]
+        for wrapped, group in zip(took_part, groups):
+            wrapped.end_pass(groups.count(group) > 1)
 
 
 class DistributedModule(guard.Reduced, Transparent, nn.Module):
@@ -78,7 +79,8 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
     _is_joining = False
     _syncs_in_forward = False  # DDP broadcasts buffers in its forward: for join() and for hooks of buffers
     _refusal: Optional[SyncError] = None  # why the last pass was not reduced
-    _unused: Sequence[tuple[int, Any]] = ()  # parameters without a gradient after the pass, by their place
+    # Parameters that the pass did not use: the place, and whether there was a gradient of an earlier one.
+    _missed: Sequence[tuple[int, Any, bool]] = ()
     _buffers_to_send: Optional[Buffers] = None
 
     def __init__(self, module: nn.Module, find_unused_parameters: Optional[bool], **ddp: Any) -> None:
@@ -202,11 +204,10 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
         got = set(map(id, self._seen))
         self._check_pass(got)
         if self._fills and self._refusal is None and len(got) != len(self._reduced):
-            missed = [(i, p) for i, p in enumerate(self._reduced) if id(p) not in got]
-            self._unused = [(i, p) for i, p in missed if p.grad is None]
-            _give_zeros([p for _, p in missed])
+            self._missed = [(i, p, p.grad is not None) for i, p in enumerate(self._reduced) if id(p) not in got]
+            _give_zeros([p for _, p, _ in self._missed])
 
-    def end_pass(self) -> None:
+    def end_pass(self, shares_group: bool) -> None:
         """End a pass of which the buckets of all networks are complete (collective)."""
         self._seen.clear()
         if not self._is_reducing:
@@ -215,7 +216,7 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
         if self._refusal is not None:
             return
         if self._fills and not self._is_joining:  # ranks that have joined answer the buckets' messages only
-            self._drop_unused()
+            self._drop_unused(shares_group)
         self.num_reductions += 1
         if self.num_reductions == 1 and not (self._ddp.static_graph or self._is_joining):
             # Else in the second forward, which one rank alone may run, or after a pass of another network began.
@@ -262,22 +263,34 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
                         "before."
                     )
 
-    def _drop_unused(self) -> None:
+    def _drop_unused(self, shares_group: bool) -> None:
         """Set the gradient of parameters that no rank used to None again (collective).
 
-        Each rank tells in one message of bytes which parameters have a gradient. It waits if one of its own has none.
+        Each rank tells in one message of bytes which parameters have a gradient: 2 of this pass, 1 of an earlier one.
+        It waits if it has missed one. In a group that networks share, those buckets went in another order.
         """
-        used, unused = torch.ones(len(self._reduced), dtype=torch.uint8, device="cpu"), self._unused
-        if unused:
-            used[[i for i, _ in unused]] = 0
-        work = dist.all_reduce(used, dist.ReduceOp.MAX, self._hosts, async_op=True)
-        if unused:
+        told, missed = torch.full((len(self._reduced),), 2, dtype=torch.uint8, device="cpu"), self._missed
+        for i, _, had_gradient in missed:
+            told[i] = had_gradient
+        work = dist.all_reduce(told, dist.ReduceOp.MAX, self._hosts, async_op=True)
+        if missed:
             work.wait()
-            are_used = used.tolist()
-            for i, p in unused:
+            are_used = told.tolist()
+            for i, p, _ in missed:
                 if not are_used[i]:
                     p.grad = None
-        self.__dict__["_unused"] = ()
+                elif are_used[i] == 2 and shares_group:
+                    self._refusal = self._refusal or self._in_another_order(p)
+        self.__dict__["_missed"] = ()
+
+    def _in_another_order(self, parameter: Any) -> SyncError:
+        name = next(name for name, p in self.module.named_parameters() if p is parameter)
+        return SyncError(
+            f"parameter '{name}' of {type(self.module).__name__} was used by other ranks only, in one backward pass of "
+            "several networks whose buckets share a process group; this rank sent them in another order, and gradients "
+            "of different parameters were added up. Give each network its own backward pass, or "
+            "find_unused_parameters=True."
+        )
 
     def _leave_job(self) -> None:
         """Forget DDP, whose hooks end with it: the module then trains like a bare one. Local."""

@@ -331,7 +331,8 @@ def _rank_trains_five_networks(at_once: bool) -> tuple[list[tuple[str, str, int]
     here = ddpshim.world()
     torch.manual_seed(1)
     nets = [_Branches().to(here.device) for _ in range(5)]
-    wrapped = [ddpshim.wrap_parallel(net, bucket_cap_mb=0.0002) for net in nets]
+    searches = True if at_once else None
+    wrapped = [ddpshim.wrap_parallel(net, bucket_cap_mb=0.0002, find_unused_parameters=searches) for net in nets]
     optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
     launches: list[tuple[str, str, int]] = []
     for _ in range(4):
@@ -355,6 +356,27 @@ def test_all_ranks_launch_in_one_order_though_one_leaves_a_branch_out(at_once: b
     assert len({communicator for communicator, _, _ in first}) == 1, "all networks share one"
     for mine, others in zip(ours, theirs):
         assert all(torch.equal(a, b) for a, b in zip(mine, others))
+
+
+def _rank_trains_two_networks_at_once() -> str:
+    here = ddpshim.world()
+    nets = [_Branches().to(here.device) for _ in range(2)]
+    wrapped = [ddpshim.wrap_parallel(net) for net in nets]
+    optimizer = torch.optim.SGD(nets[0].parameters(), 0.1)
+    x = torch.randn(4, 8, device=here.device)
+    losses = [net(x, not (here.rank and net is wrapped[1])).pow(2).mean() for net in wrapped]
+    (losses[0] + losses[1]).backward()
+    if here.rank:
+        with pytest.raises(ddpshim.SyncError) as raised:
+            optimizer.step()
+        return str(raised.value)
+    return ""
+
+
+def test_buckets_of_networks_in_another_order_are_an_error() -> None:
+    said = run_ranks(_rank_trains_two_networks_at_once, 2, on_gpus=True)[1]
+    assert said.startswith("parameter 'seldom.weight' of _Branches was used by other ranks only, in one backward pass")
+    assert "find_unused_parameters=True" in said
 
 
 # Calls that work on the CPU
