@@ -62,7 +62,8 @@ class Run:
     def metrics(self, phase: str = "Train") -> list[dict[str, float]]:
         """Return the metrics that the trainer printed for each epoch."""
         parts = self.log.split(f"\n{phase} Epoch ")[1:]
-        return [json.JSONDecoder().raw_decode(part[part.index("{") :])[0] for part in parts]
+        # Where every rank prints, two may print their headings before both print their metrics.
+        return [json.JSONDecoder().raw_decode(part[part.index("{") :])[0] for part in parts if "{" in part]
 
     def losses(self, phase: str = "Train") -> list[float]:
         """Return the loss that the trainer printed for each epoch."""
