@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import os
 from collections.abc import Iterator, Mapping
@@ -90,8 +91,9 @@ class Session:
             partial = self._folder / f".{STREAMS}.partial"
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                streams = {"epoch": epoch, "streams": rank_states(world().device)}
-                torch.save(plain_content(streams, partial, is_trusted=False), partial)
+                streams, content = {"epoch": epoch, "streams": rank_states(world().device)}, io.BytesIO()
+                torch.save(plain_content(streams, partial, is_trusted=False), content)  # to a path it is a checkpoint
+                partial.write_bytes(content.getvalue())
                 os.replace(partial, self._folder / STREAMS)
             except (OSError, RuntimeError) as error:  # RuntimeError: torch on a full disk. Training can continue
                 say_once(f"{partial} could not be written ({error}): a resumed run will draw different random numbers")
