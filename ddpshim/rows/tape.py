@@ -127,7 +127,7 @@ def _text(value: Any, known: dict[str, Any]) -> str:
 
 
 class Results:
-    """Keeps copies of what BatchNorm returns, into which ReLU may write, for a run that must send none again."""
+    """Keeps what BatchNorm returns, for a run that must not send its messages again."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[Any, Any, Any]] = []
@@ -135,8 +135,8 @@ class Results:
     def call(self, function: Callable[..., Any], args: Any) -> Any:
         out = function(*args)
         if function is over_ranks:
-            self._calls.append((args, out.clone(), [None if x is None else x.clone() for x in args[1:3]]))
-        return out
+            self._calls.append((args, out, [None if x is None else x.clone() for x in args[1:3]]))
+        return out.clone() if function is over_ranks else out  # both runs may write into it: ReLU in place
 
     def again(self, x: Any, mean: Any, variance: Any, *others: Any) -> Any:
         (given, _, _, *others_given), out, statistics = self._calls.pop(0)
@@ -147,7 +147,7 @@ class Results:
             for changed, value in zip((mean, variance), statistics):
                 if changed is not None:
                     changed.copy_(value)
-        return out
+        return out.clone()
 
 
 def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
