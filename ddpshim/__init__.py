@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Optional, TypedDict, Union
 
 from ddpshim import lazy, version
 from ddpshim.errors import (
@@ -21,19 +21,15 @@ from ddpshim.errors import (
 from ddpshim.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Unpack
+
     from ddpshim.checkpoint.resume import Resumable as Resumable
-    from ddpshim.data.batch import accumulate as accumulate
-    from ddpshim.data.batch import on_device as on_device
-    from ddpshim.data.loader import make_loader as make_loader
-    from ddpshim.data.loader_builder import scale_lr as scale_lr
-    from ddpshim.data.node_memory import shared_arrays as shared_arrays
     from ddpshim.evaluation.dealing import deal as deal
     from ddpshim.evaluation.evaluating import evaluate as evaluate
     from ddpshim.failures.failure import abort as abort
     from ddpshim.job.group import cleanup as cleanup
-    from ddpshim.job.group import setup as setup
     from ddpshim.job.group import world as world
-    from ddpshim.job.noise import split_random_streams as split_random_streams
     from ddpshim.job.world import World as World
     from ddpshim.launch.spawning import spawn as spawn
     from ddpshim.model.guard import check_equal_steps as check_equal_steps
@@ -44,19 +40,24 @@ if TYPE_CHECKING:
     from ddpshim.observe.recording import record as record
     from ddpshim.options import Options as Options
     from ddpshim.process.random_streams import shared_random_streams as shared_random_streams
+    from ddpshim.robomimic.node_memory import shared_arrays as shared_arrays
+    from ddpshim.shares.batch import accumulate as accumulate
+    from ddpshim.shares.batch import on_device as on_device
+    from ddpshim.shares.loader import make_loader as make_loader
+    from ddpshim.shares.loader import scale_lr as scale_lr
+    from ddpshim.shares.streams import split_random_streams as split_random_streams
 
 # Loaded on first use: `patch` must not wait for torch, whose import takes seconds.
 _NAMES = {
     "checkpoint.resume": ("Resumable",),
-    "data.batch": ("accumulate", "on_device"),
-    "data.loader": ("make_loader",),
-    "data.loader_builder": ("scale_lr",),
-    "data.node_memory": ("shared_arrays",),
+    "shares.batch": ("accumulate", "on_device"),
+    "shares.loader": ("make_loader", "scale_lr"),
+    "robomimic.node_memory": ("shared_arrays",),
     "evaluation.dealing": ("deal",),
     "evaluation.evaluating": ("evaluate",),
     "failures.failure": ("abort",),
-    "job.group": ("cleanup", "setup", "world"),
-    "job.noise": ("split_random_streams",),
+    "job.group": ("cleanup", "world"),
+    "shares.streams": ("split_random_streams",),
     "job.world": ("World",),
     "launch.spawning": ("spawn",),
     "model.guard": ("check_equal_steps", "watch"),
@@ -80,18 +81,64 @@ __all__ = [
     "RolloutError",
     "SyncError",
     "WorldError",
-    *sorted(_HOMES),
+    *sorted([*_HOMES, "setup"]),
 ]
 
 
+class Arguments(TypedDict, total=False):
+    """What `setup` takes beside `batch`."""
+
+    seed: Optional[int]
+    device: Union[str, torch.device, None]
+    backend: Optional[str]
+    timeout_s: Optional[float]
+    side_timeout_s: Optional[float]
+    options: Optional[Options]
+
+
+def setup(*, batch: Literal["local", "global"] = "local", **given: Unpack[Arguments]) -> World:
+    """Return the World of this process; joins the job that the launcher's variables describe.
+
+    Collective under a launcher; in a plain `python train.py` it starts nothing, and both values of `batch` are one
+    process as it was. Reads the environment once and never changes it. Uses an existing process group if the program
+    made one. Calling it again returns the same World.
+
+    Args:
+        batch: what the program holds on several ranks.
+            "local": this rank's share of a batch, from `make_loader`, and gradients averaged by `wrap_parallel`:
+            torch's DistributedDataParallel as its users know it. The order of samples and the random numbers are then
+            not those of one process.
+            "global": the whole batch, as with `nn.DataParallel`, for the numbers of one process: loader, loss, metrics
+            and files stay as they are, and networks compute on this rank's rows (`python -m ddpshim docs run`). Call
+            it before anything else.
+        seed: seeds torch, numpy and random *equally* on all ranks, so that networks start equal. With "local" a rank
+            draws its own noise after `split_random_streams()`; with "global" all draw that of one process.
+        device: this rank's device; default its own GPU, else the CPU. "cuda" selects the rank's GPU.
+        backend: torch's name; default nccl if each rank has its own GPU, else gloo.
+        timeout_s: how long a rank waits for peers in the rendezvous and in a training collective.
+        side_timeout_s: how long ranks wait in World's own collectives while one rank works alone.
+        options: the run's options; default `Options.read()`, from DDPSHIM_* variables.
+
+    Raises:
+        LaunchError: launch variables are missing, malformed or contradictory, or the port is in use.
+        OptionsError: options or arguments are wrong, or options differ between ranks.
+        WorldError: called again with arguments that contradict the first call.
+    """
+    version.check_torch()
+    if batch not in ("local", "global") or not given.keys() <= Arguments.__annotations__.keys():
+        from ddpshim.process import doors
+
+        doors.refuse(batch, given, [*Arguments.__annotations__])
+    if batch == "global":
+        from ddpshim.trainers.unedited import program
+
+        return program.join(**given)
+    from ddpshim.job import group
+
+    return group.join(**given)
+
+
 if not TYPE_CHECKING:  # a type checker would take any name for one of these
-
-    def _join_with_whole_batches(**given: Any) -> Any:
-        from ddpshim.trainers.unedited.joining import join_edited
-
-        return join_edited(**given)
-
-    lazy.DOORS["global"] = _join_with_whole_batches
 
     def __getattr__(name: str) -> Any:
         if name in _HOMES:

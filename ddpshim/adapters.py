@@ -7,9 +7,6 @@ module with any of these functions; without one of them, the codebase is treated
 - `fetcher(dataset) -> Optional[Fetcher]`: a fetcher of whole batches for an object of the package.
 - `problems(module, arguments) -> Iterator[str]`: why `python -m module` of the package cannot start with these
   arguments, a line each. Without it, only the module is checked. It should import nothing of the package.
-- `batch_size(arguments) -> Optional[int]`: the batch size of the trainer. If the ranks do not divide it, and with the
-  option `exact`, a trainer that is patched in memory holds whole batches; what the set calls must then do as without a
-  launcher (`ddpshim.job.world.world_of_shares`).
 - `rollouts() -> list[tuple[str, str]]`: (module, class) for each class whose subclasses make environments and play them
   in `run`. In an unedited program they play only on the main rank, while other ranks wait for the result of `run`.
 - `patch_sets() -> Path`: the folder of patch sets that ddpshim does not contain: ``CODEBASE/VERSION/*.patch``.
@@ -20,13 +17,20 @@ from __future__ import annotations
 import functools
 import importlib
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, Optional
-
-if TYPE_CHECKING:
-    from ddpshim.data.loader_builder import Fetcher
+from typing import Any, Callable, Optional, Protocol
 
 GROUP = "ddpshim.trainers"
 _BUILT_IN = {"robomimic": "robomimic.adapter"}
+
+
+class Fetcher(Protocol):
+    """Gives whole batches of one dataset, with the values, types and order of keys of torch's collate."""
+
+    def attach(self) -> Optional[str]:
+        """Make torch's loaders fetch the dataset by the batch; return the reason if that is impossible. Local."""
+
+    def collate(self) -> Callable[[Any], Any]:
+        """Return the loader's `collate_fn`; it also accepts samples that were fetched one by one."""
 
 
 @functools.lru_cache(maxsize=1)

@@ -18,7 +18,8 @@ def _start_as_a_rank() -> None:
         return
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # a spawned child, before it has a parent
         return
-    from ddpshim.trainers.unedited.program import is_launched, start_again
+    from ddpshim.trainers.unedited.program import is_launched
+    from ddpshim.trainers.unedited.start import start_again
 
     if not is_launched():
         return

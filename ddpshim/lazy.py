@@ -8,10 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping
-from typing import Any, Callable
-
-# How `setup` joins by its argument `batch`, where a folder above it serves that: `ddpshim/__init__` knows all folders.
-DOORS: dict[str, Callable[..., Any]] = {}
+from typing import Any
 
 
 def load(package: str, homes: Mapping[str, str], name: str, names: dict[str, Any]) -> Any:

@@ -97,11 +97,10 @@ class Options:
         _FLAG,
         "false: ranks do not unpickle objects that other ranks send (`World.gather`, `broadcast`, `run_on_main`)",
     )
-    per_rank_batch: bool = option(False, _FLAG, "batch sizes are per rank, not global")
-    noise: str = option(
-        "one_process",
-        choice("one_process", "per_rank"),
-        "one_process: each rank gets its rows of the noise of one process; per_rank: it has its own random streams",
+    per_rank_batch: bool = option(
+        False,
+        _FLAG,
+        'batch sizes of `make_loader` are per rank, not global; not with `run` and `setup(batch="global")`',
     )
     exact: Optional[int] = option(
         None,
@@ -117,8 +116,7 @@ class Options:
     lr_rule: str = option(
         "none",
         choice("linear", "sqrt", "none"),
-        "with per_rank_batch: multiply learning rates by the number of ranks, by its square root, or not at all "
-        "(robomimic: every optimizer; elsewhere: the default of `scale_lr`)",
+        "with per_rank_batch, `scale_lr` multiplies by the number of ranks, by its square root, or by 1",
     )
     precision: str = option(
         "float32",
@@ -132,7 +130,7 @@ class Options:
     background_save: bool = option(
         True,
         _FLAG,
-        "write checkpoints of 32 MB or more in a thread; ranks wait until they are copied in memory",
+        "write progress of 32 MB or more in a thread; ranks wait until they are copied in memory",
     )
     resume: str = option(
         "auto",

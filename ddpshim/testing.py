@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ddpshim.errors import LaunchError
 from ddpshim.launch.spawning import spawn
 from ddpshim.process.job import current
-from ddpshim.process.launch_env import PLACE
+from ddpshim.process.place import PLACE
 from ddpshim.process.say import count, ranks_called
 
 _MOST_SHOWN = 5
@@ -53,9 +53,10 @@ def assert_same_training(
 ) -> None:
     """Assert that `train()` returns the same on each of `nproc` ranks as in one plain process. Local.
 
-    Each run is forked from this process, whose random state and modules do not change. `train` calls `ddpshim.setup()`
-    and returns what must be the same on all ranks: a state_dict, a mean over ranks, or lists, mappings and dataclasses
-    of such tensors, arrays and numbers. A value of one rank alone, such as the loss of its share, would differ.
+    Each run is forked from this process, whose random state and modules do not change. `train` calls
+    `ddpshim.setup(batch="global")` and returns what must be the same on all ranks: a state_dict, a loss, or lists,
+    mappings and dataclasses of such tensors, arrays and numbers. After `setup()` alone only a training without
+    shuffling and random numbers is that of one process.
 
     Args:
         train: trains a few steps and returns the result, such as a state_dict.
@@ -76,7 +77,7 @@ def assert_same_training(
             os.environ.pop(name, None)
         return dict(_leaves(train(), "result"))
 
-    def on_rank() -> dict[str, Any]:
+    def on_rank() -> tuple[dict[str, Any], bool]:
         result = train()
         here = current().world or current().left
         if (here is None or here.world_size != nproc) and not dist.is_initialized():
@@ -84,7 +85,7 @@ def assert_same_training(
                 f"train() did not call ddpshim.setup(): {nproc} ranks were {nproc} runs of one process, and equal "
                 "whatever the trainer does. Call it as the first thing in train()."
             )
-        return dict(_leaves(result, "result"))
+        return dict(_leaves(result, "result")), here is not None and here._job.door.batch == "local"
 
     importlib.import_module("torch._dynamo")  # DDP imports it, which takes seconds: once here, not in each process
     expected = on_ranks(alone, 1, deadline_s=deadline_s, gpus=gpus)[0]
@@ -93,7 +94,7 @@ def assert_same_training(
             f"train() returned no tensor and no float ({', '.join(expected) or 'nothing'}); there is nothing to "
             "compare. Return the result of the training, such as a state_dict."
         )
-    found = on_ranks(on_rank, nproc, deadline_s=deadline_s, gpus=gpus)
+    found, are_shares = zip(*on_ranks(on_rank, nproc, deadline_s=deadline_s, gpus=gpus))
     differing = {rank: lines for rank in range(nproc) if (lines := list(_compared(expected, found[rank], tolerance)))}
     if not differing:
         return
@@ -103,6 +104,12 @@ def assert_same_training(
         why = "One process does not repeat itself either: give the trainer a seed, as ddpshim.setup(seed=1)."
     elif len({tuple(lines) for lines in differing.values()}) > 1 or len(differing) < nproc:
         why = "Ranks differ from each other: return what all ranks share, or see whether gradients cross the ranks."
+    elif all(are_shares):
+        why = (
+            "All ranks agree. After setup() the order of samples and random numbers are others than in one process, by "
+            'design: for its numbers call ddpshim.setup(batch="global"). If neither is drawn, `python -m ddpshim '
+            "check` finds the first step at which a program parts, and why."
+        )
     else:
         why = "All ranks agree. `python -m ddpshim check` finds the first step at which a program parts, and why."
     more = f"\n  ... and {len(lines) - _MOST_SHOWN} more" if len(lines) > _MOST_SHOWN else ""

@@ -160,7 +160,7 @@ def look(tool: str, program: str, is_cold: bool = False) -> Answer:
         return Answer([], f"exit code {code}: {said[-2000:]}")
     report = json.JSONDecoder().raw_decode(said[start:])[0]
     said = [*([report["parting"]] if report["parting"] else []), *report["wrong"]]
-    trouble = "" if said or report["is_same"] else "nothing compared"
+    trouble = "" if said or report["is_same"] or report["by_design"] else "nothing compared"
     return Answer([one["what"] for one in said], trouble, where=" ".join(one["where"] for one in said))
 
 

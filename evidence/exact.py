@@ -51,7 +51,7 @@ def train(
     **settings: Any,
 ) -> list[str]:
     """Train on each number of ranks; return the hash of each run, or how it failed."""
-    tree = equivalence.copy_release(release, folder, "rows")
+    tree = equivalence.copy_release(release, folder)
     batch = 24 if VARIANTS[variant][1].get("train.batch_size") else 96
     settings = {**equivalence.VALIDATION, "train__batch_size": batch, **settings}
     config = equivalence.make_run_config(tree, release, variant, folder, steps, epochs, **settings)

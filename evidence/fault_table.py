@@ -162,12 +162,6 @@ FAULTS = [
         checkpoints=0,
     ),
     Fault("world-size", "none:0:0", None, 1, 60, says=WORLD_SIZES, way="world sizes", environ=SHORT, checkpoints=0),
-    Fault(
-        "other-config",
-        "config@before setup:1:1",
-        says="WorldError: .*train.batch_size is 100 on rank 0 and 50 on rank 1",
-        checkpoints=0,
-    ),
     Fault("other-code", "code:1:0", limit_s=60, says=r"WorldError: .*robomimic/algo/bc\.py", checkpoints=0),
     Fault("existing", "none:0:0", 0, 1, 60, once=EXISTS, way="twice", checkpoints=2),
     Fault("requeued", "none:0:0", None, 0, 60, says=FINISHED, way="twice", environ=AGAIN, checkpoints=2),

@@ -195,7 +195,6 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
     if args.exact:
-        args.way = "rows"
         os.environ["DDPSHIM_EXACT"] = str(args.exact)
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)

@@ -26,7 +26,7 @@ from tests import ranks
 from tests.ranks import run_ranks
 
 # Ranks are forked from a process that has imported these: the import takes seconds, and memory that is not the data's.
-ranks._server.set_forkserver_preload(["torch", "robomimic.utils.train_utils", "ddpshim.robomimic.datasets"])
+ranks._server.set_forkserver_preload(["torch", "robomimic.utils.train_utils", "ddpshim.robomimic.calls"])
 
 BENCHMARK = "node_memory"
 NUM_RANKS, NUM_WORKERS, SEQ_LENGTH = 4, 2, 10
@@ -76,18 +76,18 @@ def _config(path: str, cache_mode: str) -> Any:
 
 
 def _load(config: Any) -> Any:
-    from ddpshim.robomimic import datasets
+    from ddpshim.robomimic import calls
 
     with _quiet():
-        return datasets.load_data_for_training(config, [*LOW_DIM, "image"])[0]
+        return calls.load_data_for_training(config, [*LOW_DIM, "image"])[0]
 
 
 def _fetch_sample_by_sample() -> None:
     from ddpshim import adapters
-    from ddpshim.robomimic import datasets
+    from ddpshim.robomimic import calls
 
     adapters.fetcher_of = lambda dataset: None
-    datasets.batches.attach = lambda *_, **__: None  # type: ignore[assignment,misc]
+    calls.batches.attach = lambda *_, **__: None  # type: ignore[assignment,misc]
 
 
 def _pss_bytes(pids: list[Any]) -> int:

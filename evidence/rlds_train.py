@@ -22,6 +22,8 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
+import ddpshim
+from ddpshim.rows.tensor import Rows
 from tests import droid, rlds
 from tests.preloaded import start_afresh
 
@@ -86,6 +88,7 @@ def _be_a_rank(folder: str) -> None:
     import robomimic.algo as algorithms
     import robomimic.algo.diffusion_policy as diffusion_policy
 
+    rank = os.environ.get("RANK", "plain")  # a program on ranks does not see it
     samples: list[tuple[int, int]] = []
     models: list[Any] = []
     make, take = algorithms.algo_factory, diffusion_policy.DiffusionPolicyUNet.process_batch_for_training
@@ -95,7 +98,9 @@ def _be_a_rank(folder: str) -> None:
         return models[0]
 
     def observed_batch(model: Any, batch: Any) -> Any:
-        where = (128 * batch["obs"]["robot_state/cartesian_position"][:, -1, :2]).round().int().tolist()
+        position = batch["obs"]["robot_state/cartesian_position"]  # of all ranks; the rows that this one has read:
+        own = position.block if isinstance(position, Rows) else position
+        where = (128 * own[:, -1, :2]).round().int().tolist()
         samples.extend(map(tuple, where))
         return take(model, batch)
 
@@ -104,7 +109,7 @@ def _be_a_rank(folder: str) -> None:
     if "UNSHARDED" in os.environ:
         import octo.data.dataset as octo_data
 
-        import ddpshim.droid.rlds as by_rank
+        import ddpshim.robomimic.droid as by_rank
 
         by_rank.make_dataset_from_rlds = octo_data.make_dataset_from_rlds
         by_rank.make_interleaved_dataset = octo_data.make_interleaved_dataset
@@ -116,7 +121,8 @@ def _be_a_rank(folder: str) -> None:
     sys.argv = ["train.py", "--config", f"{folder}/config.json"]
     runpy.run_module("robomimic.scripts.train", run_name="__main__")
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    torch.save((samples, droid.networks(models[0]), peak), f"{folder}/seen_{os.environ.get('RANK', 'plain')}.pt")
+    ddpshim.cleanup()  # until then the main rank alone writes
+    torch.save((samples, droid.networks(models[0]), peak), f"{folder}/seen_{rank}.pt")
 
 
 def differing(networks: list[dict[str, torch.Tensor]]) -> list[str]:
@@ -159,7 +165,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rlds.build(name, height=64)
-        plain, patched = (droid.copy_tree(droid.DROID, folder, patched=which) for which in (False, True))
+        plain, patched = (droid.copy_tree(droid.DROID, folder, way) for way in ("plain", "patched"))
         config = make_config(plain, name, given.steps)
         size = {"FULL": "1"} if given.full else {}
         trainings = {

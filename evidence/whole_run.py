@@ -5,8 +5,7 @@
 Both train the same config on the Lift demonstrations, unedited, and must end with the same weights. Both are started;
 then they take turns: one runs for an epoch while the other is stopped (SIGSTOP), so that other programs slow both
 alike. The time to the first step is measured with programs that train one step, one after the other, also by torchrun.
-With `--nproc N` the released trainer takes turns with `run` on N ranks of one thread, whose programs hold shares of
-batches (as robomimic does), or whole batches (DDPSHIM_UNEDITED=on).
+With `--nproc N` the released trainer takes turns with `run` on N ranks of one thread.
 """
 
 from __future__ import annotations
@@ -170,16 +169,17 @@ def seconds_of_epochs(name: str, folder: Path, epochs: int, doors: dict[str, dic
 
 
 def on_ranks(name: str, folder: Path, epochs: int, num_ranks: int) -> Iterator[Result]:
-    """Yield the time of a step on ranks, with shares of batches and with whole batches, over the released one's."""
-    run = {"by": "ours", "nproc": str(num_ranks), "OMP_NUM_THREADS": "1"}
-    doors = {"released": {"by": "released"}, "shares": run, "whole": {**run, "DDPSHIM_UNEDITED": "on"}}
+    """Yield the time of a step on ranks over the released one's."""
+    doors = {
+        "released": {"by": "released"},
+        "ours": {"by": "ours", "nproc": str(num_ranks), "OMP_NUM_THREADS": "1"},
+    }
     found = seconds_of_epochs(name, folder, epochs, doors)
     ms = {arm: 1000 * median_and_quartiles(found[arm])[0] / CONFIGS[name].steps for arm in doors}
     note = ", ".join(f"{arm} {ms[arm]:.3g} ms a step" for arm in doors)
-    for arm in ("shares", "whole"):
-        value, quartiles = ratio(found[arm], found["released"])
-        what = f"a step on {num_ranks} ranks, {arm} batches, {CONFIGS[name].what}".replace("shares batches", "shares")
-        yield Result("whole_run", what, value, "x released", quartiles, note=note)
+    value, quartiles = ratio(found["ours"], found["released"])
+    what = f"a step on {num_ranks} ranks, {CONFIGS[name].what}"
+    yield Result("whole_run", what, value, "x released", quartiles, note=note)
 
 
 def steps_a_second(name: str, folder: Path, epochs: int) -> Iterator[Result]:

@@ -3,15 +3,15 @@
     python examples/diffusion_ema.py                              # one process
     python -m ddpshim run --nproc 2 examples/diffusion_ema.py     # or torchrun; and --nproc 1
 
-Expect: each rank draws the noise that one process draws for the same samples; ranks have equal weights and an equal
-EMA, bit for bit; the loss is that of one process (compare). By hand, ranks with equal seeds would all draw the same
-noise, and an EMA of a DistributedDataParallel may never leave its random start.
+Expect: every rank draws the noise of the whole batch, as a single process does, and computes its rows; ranks have equal
+weights and an equal EMA, bit for bit; the loss is the single-process loss (compare). By hand, ranks with equal seeds
+would all use the same noise, and an EMA of a DistributedDataParallel may never leave its random start.
 """
 
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import ddpshim
 
@@ -43,11 +43,11 @@ class DiffusionPolicy(nn.Module):
 
 
 def train(world, policy, dataset):
-    """Return the EMA, the mean loss of the last epoch, and the first noise that this rank drew."""
+    """Return the EMA, the mean loss of the last epoch, and the first noise."""
     policy = ddpshim.wrap_parallel(policy)
     ema = AveragedModel(ddpshim.unwrap(policy), multi_avg_fn=get_ema_multi_avg_fn(0.98))
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
-    loader = ddpshim.make_loader(dataset, batch_size=BATCH_SIZE, shuffle=True)
+    loader = DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True)
     first = None
     for _ in range(NUM_EPOCHS):
         losses = []
@@ -60,11 +60,11 @@ def train(world, policy, dataset):
             optimizer.step()
             ema.update_parameters(policy)
             losses.append(loss.detach())
-    return ema.module, world.mean(torch.stack(losses).mean().item()), first
+    return ema.module, torch.stack(losses).mean().item(), first
 
 
 def main():
-    world = ddpshim.setup(seed=1)
+    world = ddpshim.setup(seed=1, batch="global")
     torch.set_default_dtype(torch.float64)  # so that rounding cannot explain a visible difference
     obs = torch.randn(2048, 4)
     way = torch.randn(2048, 1).sign()  # two right answers for each observation
@@ -76,12 +76,11 @@ def main():
     facts = world.gather((noise.tolist(), *sizes))
     with ddpshim.shared_random_streams(seed=4):
         sampled = ema.act(obs[:500].to(world.device))[:, 0]
-    if world.is_main:
-        print("  rank  first noise         |weights|     |EMA|")
-        for rank, (noise, of_policy, of_ema) in enumerate(facts):
-            print(f"  {rank:4d}  {noise[0]:+.4f} {noise[1]:+.4f} {of_policy:14.8f} {of_ema:.8f}")
-        print(f"  the EMA's actions: {(sampled < 0).double().mean():.0%} left, mean |x| {sampled.abs().mean():.2f}")
-        print(f"  loss of the last epoch: {loss:.10f}")
+    print("  rank  first noise         |weights|     |EMA|")
+    for rank, (noise, of_policy, of_ema) in enumerate(facts):
+        print(f"  {rank:4d}  {noise[0]:+.4f} {noise[1]:+.4f} {of_policy:14.8f} {of_ema:.8f}")
+    print(f"  the EMA's actions: {(sampled < 0).double().mean():.0%} left, mean |x| {sampled.abs().mean():.2f}")
+    print(f"  loss of the last epoch: {loss:.10f}")
     ddpshim.cleanup()
 
 

@@ -8,10 +8,9 @@ Every rank runs the whole program and holds whole batches, as row tensors:
 1. A row tensor is the whole batch, of which this rank has a block of rows.
 2. A function that computes each row by itself (a layer, a difference) is computed on the block only.
 3. Any other function (a mean, `len`, `print`) gets the whole batch: ranks gather their blocks, and each computes it.
-4. Backwards, a gather gives each rank the gradient of its rows. From them it computes its part of the gradient of each
-   weight, and the ranks add up their parts.
+4. Backwards, a gather gives each rank the gradient of its rows. Then the ranks average the gradients of the weights.
 
-Losses of 1 and of 3 ranks differ by rounding only. tests/house/test_examples.py trains the same MLP with ddpshim's
+Losses of 1 and of 3 ranks differ by rounding only. tests/house/test_examples.py trains the same MLP after ddpshim's
 setup(batch="global") on 1, 2 and 3 ranks: weights and losses equal those of this file to the last bit.
 """
 
@@ -25,13 +24,11 @@ from torch.utils.data import DataLoader
 
 NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS = 222, 40, 5  # 3 ranks do not divide 40 rows: they get 13, 13 and 14
 OF_EACH_ROW = {"linear", "relu", "add", "sub", "square"}  # ddpshim knows some 600 functions
-NUM_MORE = 34  # numbers that ddpshim sends with the gradients, beside one for each parameter; for the last bit only
 
 
 def own(num_rows):
     """Return which of `num_rows` rows are this rank's."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    return slice(num_rows * rank // size, num_rows * (rank + 1) // size)
+    return slice(*(num_rows * rank // dist.get_world_size() for rank in (dist.get_rank(), dist.get_rank() + 1)))
 
 
 class Gather(torch.autograd.Function):
@@ -47,7 +44,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient[ctx.own] * dist.get_world_size(), None  # `add_up_gradients` divides by the number of ranks
+        return gradient[ctx.own] * dist.get_world_size(), None  # `finish` divides by the number of ranks
 
 
 class Rows(torch.Tensor):
@@ -68,16 +65,20 @@ class Rows(torch.Tensor):
         return function(*[Gather.apply(x.block, num) if type(x) is Rows else x for x in args], **kwargs)
 
 
-def add_up_gradients(parameters, is_first):
-    """Replace each rank's gradients by their sum over ranks, divided by the number of ranks, as torch's DDP does."""
-    # gloo's last bit depends on the place in the message. This is DDP's layout; any other is right too, up to rounding.
-    order = parameters if is_first else parameters[::-1]
-    gradients, more = [p.grad.flatten() for p in order], torch.zeros(len(order) + NUM_MORE)
-    parts = [more, *gradients] if is_first else [*gradients, more]
-    message = torch.cat(parts) * (1 / dist.get_world_size())
-    dist.all_reduce(message)
-    for p, gradient in zip(order, message.split([len(part) for part in parts])[is_first:]):
-        p.grad = gradient.view_as(p)
+class MeanGradients:
+    """Averages gradients over the ranks. They are complete in one order on all ranks, which run the same program."""
+
+    def __init__(self, parameters):
+        self.complete = []
+        self.hooks = [p.register_post_accumulate_grad_hook(self.complete.append) for p in parameters]
+
+    def finish(self):
+        """Write the means into the gradients. ddpshim sends large ones while the backward pass goes on."""
+        message = torch.cat([p.grad.flatten() for p in self.complete]) / dist.get_world_size()
+        dist.all_reduce(message)
+        for p in self.complete:
+            p.grad, message = message[: p.numel()].view_as(p), message[p.numel() :]
+        self.complete.clear()
 
 
 def make():
@@ -96,7 +97,8 @@ def main():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.tanh(torch.zeros(16))  # MKL chooses in its first call how it rounds; ddpshim.setup() does this too
     all_obs, all_actions, policy = make()
-    optimizer, losses = torch.optim.Adam(policy.parameters(), lr=1e-2), []
+    optimizer, gradients = torch.optim.Adam(policy.parameters(), lr=1e-2), MeanGradients(policy.parameters())
+    losses = []
     for _ in range(NUM_EPOCHS):
         for batch in DataLoader(range(NUM_SAMPLES), BATCH_SIZE, shuffle=True):
             rows = batch[own(len(batch))]  # a rank loads its own samples only
@@ -104,7 +106,7 @@ def main():
             loss = (policy(obs + 0.1 * torch.randn(len(batch), 8)) - action).square().mean()
             optimizer.zero_grad()
             loss.backward()
-            add_up_gradients([*policy.parameters()], is_first=not losses)
+            gradients.finish()
             optimizer.step()
             losses.append(loss.item())
     if dist.get_rank() == 0:

@@ -73,8 +73,10 @@ def main() -> None:
     samples: list[int] = []
     record_samples(lambda _, index: samples.append(index))
     sys.argv = ["train.py", *arguments]
-    runpy.run_module("robomimic.scripts.train", run_name="__main__")
-    (Path(folder) / f"samples_{os.environ.get('RANK', '0')}.json").write_text(json.dumps(samples))
+    # Opened before ranks become one program, in which the main rank alone writes.
+    with open(Path(folder) / f"samples_{os.environ.get('RANK', '0')}.json", "w") as file:
+        runpy.run_module("robomimic.scripts.train", run_name="__main__")
+        json.dump(samples, file)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Datasets of unequal size, mixed by weights: one weighted draw, split over the ranks.
 
-    python examples/weighted_datasets.py                              # one process, torch's own draw
+    python examples/weighted_datasets.py                              # one process
     python -m ddpshim run --nproc 2 examples/weighted_datasets.py     # or torchrun; and --nproc 1, 4
 
 Expect: each dataset's share is its weight, whatever its size; ranks draw equal samples no more often than by chance;
@@ -60,7 +60,7 @@ def report(world, steps_of_ranks, chances):
         by_chance = float((chances / chances.sum()).square().sum()) * len(drawn[0])
         print(f"draws that ranks 0 and 1 made alike: {alike} of {len(drawn[0])} (by chance about {by_chance:.0f})")
     global_batches = [sorted(draw for part in step for draw in part) for step in zip(*steps_of_ranks)]
-    fingerprint = hashlib.sha256(repr(global_batches).encode()).hexdigest()[:12]
+    fingerprint = hashlib.sha256(repr(global_batches).encode()).hexdigest()[:16]
     print(f"fingerprint of the {len(together)} draws, step by step: {fingerprint}")
 
 

@@ -1,11 +1,10 @@
 """Runs the trainers of DROID on the CPU, with small data in their formats and stand-ins for missing packages.
 
 `python -m tests.droid FOLDER SCRIPT [its arguments]` is one process of a training: SCRIPT (train or train_rlds of
-robomimic.scripts) as it is in the tree; each rank records its samples, noise and networks.
+robomimic.scripts) as it is in the tree; each rank records the samples of its rows, its noise and networks.
 
 DistilBERT is small here, with random weights; modules of tensorflow, octo, cv2 and transformers that are not installed
-are replaced by ones that do nothing. With IN_FLOAT64, to compare ranks on shards with one process, each random draw of
-training is one number for all samples and ranks, and everything is computed in float64. FAIL_AT or SIGNAL_AT
+are replaced by ones that do nothing. With IN_FLOAT64 everything is computed in float64. FAIL_AT or SIGNAL_AT
 (rank:number) is the sample of a rank at which it fails, or gets SIGUSR1.
 """
 
@@ -28,8 +27,10 @@ from unittest import mock
 import numpy as np
 import torch
 
-from ddpshim.trainers import patching
+import ddpshim
+from ddpshim.trainers import patch_sets, patching
 from evidence.equivalence import DATA, ROOT, Run
+from examples.recorded_train import record_samples
 from tests import trainer
 from tests.preloaded import start_afresh
 
@@ -41,6 +42,7 @@ CAMERAS = ["camera/image/varied_camera_1_left_image", "camera/image/varied_camer
 LOW_DIM = ["robot_state/cartesian_position", "robot_state/gripper_position", "lang_fixed/language_distilbert"]
 ACTIONS = {"action/abs_pos": 3, "action/abs_rot_6d": 6, "action/gripper_position": 1}
 BATCH_SIZE = 8
+WAYS = ("patched", "two lines", "unedited", "plain")  # on disk, by the first patch alone, in memory, not at all
 _STAND_INS = [
     "cv2",
     "scipy",
@@ -141,12 +143,11 @@ def make_config(tree: Path, folder: Path, **extra: Any) -> dict[str, Any]:
     return config
 
 
-def copy_tree(patch_set: str, folder: Path, patched: bool = True, in_memory: bool = False) -> Path:
-    """Copy the package that a set is for under `folder`; by default patched on disk, else in memory or not at all."""
+def copy_tree(patch_set: str, folder: Path, way: str = "patched") -> Path:
+    """Copy the package that a set is for under `folder`, for a `way` of WAYS."""
     found = source(patch_set)
     assert found is not None
-    patched = patched and not in_memory
-    tree = folder / f"{TREES[patch_set]}-{'unedited' if in_memory else 'patched' if patched else 'plain'}"
+    tree = folder / f"{TREES[patch_set]}-{way.replace(' ', '-')}"
     if not tree.exists():
         names = [p for p in (found / "robomimic").rglob("*") if p.suffix in (".py", ".json", ".yaml")]
         for path in names:
@@ -155,8 +156,14 @@ def copy_tree(patch_set: str, folder: Path, patched: bool = True, in_memory: boo
             made.write_bytes(path.read_bytes())
         # Upstream reads this file if it exists, and one tree was published with its author's file.
         (tree / "robomimic" / "macros_private.py").write_text("WANDB_ENTITY = WANDB_API_KEY = None\n")
-        if patched:
+        if way == "patched":
             patching.apply(str(tree), set_name=patch_set)
+        elif way == "two lines":
+            whole = next(each for each in patch_sets.load_sets() if each.name == patch_set)
+            first = {name: diffs for name, diffs in whole.patches.items() if name.endswith("01-two-lines.patch")}
+            for diff in next(iter(first.values())):
+                path = tree / diff.path
+                path.write_bytes(patch_sets.transform(first, diff.path, path.read_bytes(), "patched"))
     return tree
 
 
@@ -187,9 +194,7 @@ def environ_of(tree: Path) -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     upstream = Path(os.environ.get("DDPSHIM_UPSTREAM", "/nowhere"))
     where = os.pathsep.join(map(str, [tree, ROOT, upstream / "octo", upstream / "dlimp"]))
-    patched = patching.status(str(tree)).state == "applied"
-    unedited = tree.name.endswith("-unedited")
-    here = {} if patched else {trainer.UNEDITED: "unedited"} if unedited else {"UNPATCHED": "1"}
+    here = {trainer.UNEDITED: "unedited"} if tree.name.endswith("-unedited") else {}
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
     return {**inherited, "PYTHONPATH": where, "PYTHONDONTWRITEBYTECODE": "1", **quiet, **here}
 
@@ -227,8 +232,8 @@ def _language_model(*args: Any, **options: Any) -> Any:
 
 
 def _there(device: Any) -> Any:
-    """Return the device; if unpatched code names a GPU and there is none, the CPU."""
-    return "cpu" if "UNPATCHED" in os.environ and not torch.cuda.is_available() else device
+    """Return the device; the CPU if upstream names a GPU and there is none."""
+    return device if torch.cuda.is_available() else "cpu"
 
 
 class _LanguageModel(torch.nn.Module):
@@ -263,50 +268,44 @@ def install_stand_ins() -> None:
 def observe(folder: str, script: str, arguments: list[str]) -> None:
     from tests.observed import _in_float64
 
-    random.seed(0)  # upstream changes colours without a seed
+    rank = os.environ.get("RANK", "plain")  # a program on ranks does not see it
     install_stand_ins()
     trainer.activate()
     import robomimic.algo as algorithms
     import robomimic.algo.diffusion_policy as diffusion_policy
-    from robomimic.utils.dataset import MetaDataset
-    from robomimic.utils.rlds_utils import TorchRLDSDataset
 
     if "IN_FLOAT64" in os.environ:
         _in_float64()
     out: dict[str, Any] = {"samples": [], "devices": [str(diffusion_policy.lang_model.device)]}
     models = []
-    make, get_item = algorithms.algo_factory, MetaDataset.__getitem__
+    make = algorithms.algo_factory
 
     def observed_factory(**options: Any) -> Any:
+        random.seed(0)  # upstream changes colours without a seed
         model = make(**options)
         models.append(model)
         out["initial"] = networks(model)
         return model
 
-    def observed_get_item(dataset: Any, index: int) -> Any:
-        out["samples"].append(int(index))
-        here = f"{os.environ.get('RANK')}:{len(out['samples'])}"
+    def fetched(key: str, index: int) -> None:
+        out["samples"].append(index)
+        here = f"{rank}:{len(out['samples'])}"
         if os.environ.get("FAIL_AT") == here:
             raise ValueError(f"sample {index}")
         if os.environ.get("SIGNAL_AT") == here:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return get_item(dataset, index)
 
-    def observed_iter(dataset: Any) -> Any:
-        if "UNPATCHED" not in os.environ:
-            out["length"] = len(dataset)
-        return iterate(dataset)
-
-    iterate, TorchRLDSDataset.__iter__ = TorchRLDSDataset.__iter__, observed_iter
-    algorithms.algo_factory, MetaDataset.__getitem__ = observed_factory, observed_get_item
+    record_samples(fetched)
+    algorithms.algo_factory = observed_factory
     # It has 66 million parameters with any config: too many for a test.
     diffusion_policy.ConditionalUnet1D = functools.partial(
         diffusion_policy.ConditionalUnet1D, down_dims=[16, 32], n_groups=4, diffusion_step_embed_dim=16
     )
     sys.argv = [f"{script}.py", *arguments]
-    runpy.run_module(f"robomimic.scripts.{script}", run_name="__main__")
+    runpy.run_module(f"robomimic.scripts.{script}", run_name="__main__", alter_sys=True)
     out["networks"], out["noise"] = networks(models[0]), torch.randn(4)
-    torch.save(out, os.path.join(folder, f"observed_{os.environ.get('RANK', 'plain')}.pt"))
+    ddpshim.cleanup()  # until then the main rank alone writes
+    torch.save(out, os.path.join(folder, f"observed_{rank}.pt"))
 
 
 def networks(model: Any) -> dict[str, torch.Tensor]:

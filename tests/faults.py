@@ -1,7 +1,7 @@
 """Runs the patched trainer with a fault: `python -m tests.faults --config FILE`.
 
 DDPSHIM_FAULT names the fault as KIND:RANK:CALL, for instance raise@model:1:150: an exception in the 150th call of the
-model on rank 1. Without @ the place is the dataset. The time of the fault is written to `fault_moment`.
+model on rank 1. Without @ the place is the dataset.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FULL_AT_BYTES = 1 << 20
 
 # A function that is called in each phase of the trainer, and whether a call belongs to that phase.
 PLACES: dict[str, tuple[str, str, Callable[..., bool]]] = {
-    "before setup": ("ddpshim.robomimic", "start", lambda *args, **options: True),
+    "before setup": ("ddpshim", "setup", lambda *args, **options: True),
     "setup": ("robomimic.algo", "algo_factory", lambda *args, **options: True),
     "model": (
         "robomimic.algo.bc",
@@ -58,7 +58,6 @@ def _break(kind: str, call: int) -> None:
         nonlocal calls
         calls += is_meant(*args, **options)
         if calls == call and is_meant(*args, **options):
-            Path("fault_moment").write_text(repr(time.time()))
             _act(action, place or "dataset", args)
         return original(*args, **options)
 
@@ -75,9 +74,6 @@ def _act(action: str, place: str, args: Any) -> None:
     if action == "full":
         # The kernel refuses further writes, as on a full disk; the limit on file size holds for this process only.
         resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_AT_BYTES, FULL_AT_BYTES))
-    elif action == "config":
-        with args[0].values_unlocked():
-            args[0].train.batch_size = 50
     elif action in ("SIGTERM", "SIGUSR1"):
         # To rank 0, which waits for this rank in a collective.
         os.kill(int(Path("pid_0").read_text()), getattr(signal, action))
@@ -98,12 +94,6 @@ def _break_save() -> None:
 def _set_clock_ahead() -> None:
     here = time.time
     time.time = functools.wraps(here)(lambda: here() + SKEW_S)  # ranks compare the names of what they call together
-
-
-def _hide_checkpoints() -> None:
-    """Hide checkpoints from this rank, as on another node, or before they are written."""
-    exists = os.path.exists
-    os.path.exists = lambda path: not str(path).endswith(".pth") and exists(path)  # type: ignore[assignment]
 
 
 def _skip_a_step(call: int) -> None:
@@ -159,33 +149,24 @@ def _let_the_peer_speak() -> None:
     failure_notes._record_for_torchrun = recorded
 
 
-def _break_model(kind: str, on_this_rank: bool) -> None:
-    """Change a network around the call that wraps it, as a user might."""
-    import robomimic.utils.torch_utils as TorchUtils
-    import torch
+def _break_model(kind: str, on_this_rank: bool, call: int) -> None:
+    """Change a network before the `call`-th batch, as a user might."""
+    import robomimic.algo.bc
+    import robomimic.algo.td3_bc
 
-    import ddpshim.robomimic.calls as adapter
+    kinds = {"weights": (robomimic.algo.bc.BC, "policy"), "target": (robomimic.algo.td3_bc.TD3_BC, "actor_target")}
+    algo, net = kinds[kind]
+    train, calls = algo.train_on_batch, 0
 
-    prepare = adapter.prepare
+    def broken(self: Any, *args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:  # as a checkpoint that one rank loads
+            next(self.nets[net].parameters()).data.mul_(1.5)
+        return train(self, *args, **options)
 
-    def broken(model: Any) -> Any:
-        net = model.nets["policy" if "policy" in model.nets else "actor"]
-        model = prepare(model)
-        if kind == "weights" and on_this_rank:
-            next(net.parameters()).data.mul_(1.5)  # as a checkpoint loaded on one rank only
-        elif kind == "target" and on_this_rank:
-            next(model.nets["actor_target"].parameters()).data.mul_(1.5)
-        return model
-
-    def by_hand(net: Any, optim: Any, loss: Any, **options: Any) -> float:
-        for p, gradient in zip(net.parameters(), torch.autograd.grad(loss, list(net.parameters()))):
-            p.grad = gradient
-        optim.step()
-        return 0.0
-
-    adapter.prepare = broken
-    if kind == "by_hand":
-        TorchUtils.backprop_for_loss = by_hand
+    if on_this_rank:
+        algo.train_on_batch = broken
 
 
 def install() -> None:
@@ -195,15 +176,13 @@ def install() -> None:
     if kind == "code" and is_here:
         sys.path.insert(0, os.environ["FAULT_OTHER_TREE"])
     if kind == "skip":
-        from ddpshim.model import guard
-
-        guard.DEADLINE_S = 2.0
+        os.environ.update(DDPSHIM_TIMEOUT_S="10", DDPSHIM_SIDE_TIMEOUT_S="10")
     if kind == "toy_env":
         _use_toy_env()
         if RANK_LOGS not in os.environ:
             _let_the_peer_speak()
-    elif kind in ("weights", "target", "by_hand"):
-        _break_model(kind, is_here)
+    elif kind in ("weights", "target"):
+        _break_model(kind, is_here, int(call))
     elif is_here:
         if kind == "save":
             _break_save()
@@ -211,8 +190,6 @@ def install() -> None:
             _skip_a_step(int(call))
         elif kind == "clock":
             _set_clock_ahead()
-        elif kind == "no_checkpoints":
-            _hide_checkpoints()
         elif kind not in ("code", "none"):
             _break(kind, int(call))
 

@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 import ddpshim
 from ddpshim.process.random_streams import global_states
+from ddpshim.rows.loader import Fetched
 from examples.recorded_train import record_samples
 from tests import faults, trainer
 
@@ -57,31 +58,18 @@ class _Clock:
         self._ticks += 1 << 10
 
 
-def _write_down_networks(out: dict[str, Any], is_plain: bool) -> None:
-    import ddpshim.robomimic.calls as adapter
+def _write_down_networks(out: dict[str, Any]) -> None:
+    import robomimic.algo
 
-    prepare, finish = adapter.prepare, adapter.finish
+    factory = robomimic.algo.algo_factory
 
-    def note(model: Any) -> Any:
-        out["model"] = model
+    def observed_factory(*args: Any, **options: Any) -> Any:
+        out["model"] = model = factory(*args, **options)
         out["initial"] = networks(model)
         torch.set_num_threads(1)  # with small networks on busy cores, threads are ten times slower
         return model
 
-    def observed_prepare(model: Any) -> Any:
-        return note(prepare(model))
-
-    def observed_end() -> None:
-        out["states"] = global_states()
-        finish()
-
-    if is_plain:  # nothing calls `prepare`
-        import robomimic.algo
-
-        factory = robomimic.algo.algo_factory
-        robomimic.algo.algo_factory = lambda *args, **options: note(factory(*args, **options))
-
-    adapter.prepare, adapter.finish = observed_prepare, observed_end
+    robomimic.algo.algo_factory = observed_factory
 
 
 class _Noted:
@@ -103,13 +91,11 @@ class _Noted:
 
 
 def _write_down_data(out: dict[str, Any]) -> None:
-    """Record each phase's batches in order, the normalisation statistics, and how often statistics were computed."""
+    """Record each phase's batches in order, and the normalisation statistics."""
     import robomimic.utils.train_utils as TrainUtils
-    from robomimic.utils.dataset import SequenceDataset
 
     run_epoch, fetch = TrainUtils.run_epoch, _MapDatasetFetcher.fetch
     batches = out.setdefault("batches", {"Train": [], "Validation": []})
-    out["passes for statistics"] = 0
 
     def observed_run_epoch(*, data_loader: Any, **options: Any) -> Any:
         if options.get("validate"):
@@ -120,21 +106,12 @@ def _write_down_data(out: dict[str, Any]) -> None:
 
     def indexed(fetcher: Any, indices: list[int]) -> Any:
         batch = fetch(fetcher, indices)
-        if isinstance(batch, dict):  # none on row tensors, of which a batch is made later
-            batch.setdefault("index", torch.tensor(indices))  # as 0.5.0 does; 0.3.0 and 0.4.0 don't
+        rows = batch.rows if isinstance(batch, Fetched) else batch  # a rank's own, of which row tensors are made later
+        if isinstance(rows, dict):
+            rows.setdefault("index", torch.tensor(indices))  # as 0.5.0 does; 0.3.0 and 0.4.0 don't
         return batch
 
-    def counted(compute: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def computed(dataset: Any) -> Any:
-            out["passes for statistics"] += 1
-            return compute(dataset)
-
-        return computed
-
     TrainUtils.run_epoch, _MapDatasetFetcher.fetch = observed_run_epoch, indexed
-    for name in ("normalize_obs", "get_action_stats"):
-        if hasattr(SequenceDataset, name):
-            setattr(SequenceDataset, name, counted(getattr(SequenceDataset, name)))
 
 
 def _with_small_unet() -> None:
@@ -214,7 +191,7 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def observe(folder: str, precision: str, arguments: list[str]) -> None:
-    rank, is_on_rows = os.environ.get("RANK", "plain"), os.environ.get(trainer.UNEDITED) == "rows"
+    rank = os.environ.get("RANK", "plain")
     out: dict[str, Any] = {}
     trainer.activate()
     if precision == "float64":
@@ -230,16 +207,14 @@ def observe(folder: str, precision: str, arguments: list[str]) -> None:
 
     record_samples(fetched)
     _write_down_data(out)
-    _write_down_networks(out, is_plain=rank == "plain")
+    _write_down_networks(out)
     if "DDPSHIM_FAULT" in os.environ:
         faults.install()
     sys.argv = ["train.py", *arguments]
     trainer.run_trainer()
-    if rank == "plain":
-        out["states"] = global_states()
+    out["states"] = global_states()
     out["networks"], out["moments"] = networks(out["model"]), moments(out.pop("model"))
-    if is_on_rows:
-        ddpshim.cleanup()  # until then the main rank alone writes
+    ddpshim.cleanup()  # until then the main rank alone writes
     torch.save(out, os.path.join(folder, f"observed_{rank}.pt"))
 
 

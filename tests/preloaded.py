@@ -63,7 +63,7 @@ def environment(tree: Optional[Path] = None) -> dict[str, str]:
     stubs = [str(p) for p in (ROOT / "tests" / "stubs").iterdir() if importlib.util.find_spec(p.name) is None]
     trees = [] if tree is None else [str(tree), str(tree / "act" / "detr")]
     way = "plain" if tree is None else trainer.way_of(tree)
-    unedited = {trainer.UNEDITED: way} if way in ("unedited", "rows") else {}
+    unedited = {trainer.UNEDITED: way} if way == "unedited" else {}
     return {**inherited, "PYTHONPATH": os.pathsep.join([*trees, str(ROOT), *stubs]), **unedited}
 
 

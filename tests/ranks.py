@@ -30,8 +30,13 @@ from tests.preloaded_commands import SOCKET, commands, patience
 # modules that run with `python -m`, such as ddpshim.launch.rank, nor ddpshim.auto, whose import has effects.
 OURS = (
     *("pytest", "torch.utils.serialization", "ddpshim.launch.runner", "ddpshim.model.parallel"),
-    *("ddpshim.data.loader", "ddpshim.checkpoint.resume", "ddpshim.observe.recording", "ddpshim.evaluation.evaluating"),
-    *("ddpshim.trainers.unedited.joining", "ddpshim.data.torchs_order"),
+    *(
+        "ddpshim.shares.sharded",
+        "ddpshim.checkpoint.resume",
+        "ddpshim.observe.recording",
+        "ddpshim.evaluation.evaluating",
+    ),
+    "ddpshim.trainers.unedited.joining",
     "ddpshim.robomimic.calls",
 )
 _MODULES = ["torch", "torch._dynamo", "torch.nn.parallel.distributed", "torch.distributed.run", "tests.ranks", *OURS]

@@ -28,14 +28,14 @@ CHAPTERS = {
     ),
     "Data": (
         "make_loader",
-        "data.sharded_loader.ShardedLoader",
+        "shares.sharded.ShardedLoader",
         "on_device",
         "scale_lr",
         "check_equal_steps",
         "watch",
         "deal",
         "shared_arrays",
-        "data.node_memory.SharedArrays",
+        "robomimic.node_memory.SharedArrays",
     ),
     "Checkpoints": (
         "Resumable",

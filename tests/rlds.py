@@ -3,7 +3,7 @@
     DDPSHIM_UPSTREAM=… python -m tests.rlds
 
 reads with one process, and with two ranks in three ways: as octo does, with `.shard` where a migration by hand would
-put it, and through `ddpshim.droid.rlds`. It prints a table of episodes that were read twice, the mixture, and memory.
+put it, and through `ddpshim.robomimic.droid`. It prints which episodes were read twice, the mixture, and memory.
 Needs requirements/rlds.txt, and the trees octo, dlimp and droid-9a29c83 in DDPSHIM_UPSTREAM.
 """
 
@@ -34,7 +34,6 @@ class Reading(NamedTuple):
     order: list[tuple[int, int]]  # (episode, step) of each frame
     statistics: dict[str, Any]
     num_statistics: int  # how often this rank computed the statistics, or read octo's file of them
-    length: Optional[int]
     growth_bytes: int  # increase of its peak memory while it read
 
 
@@ -118,7 +117,7 @@ def read(way: str, folder: str, num_frames: int, weights: dict[str, float], opti
     import octo.data.dataset as octo_data
 
     from ddpshim import world
-    from ddpshim.droid import rlds
+    from ddpshim.robomimic import droid
 
     num_statistics = 0
     compute = octo_data.get_dataset_statistics
@@ -130,7 +129,7 @@ def read(way: str, folder: str, num_frames: int, weights: dict[str, float], opti
 
     octo_data.get_dataset_statistics = counted
     with contextlib.redirect_stdout(sys.stderr):  # octo prints the mixture each time
-        dataset = mixture(rlds if way == "ddpshim" else octo_data, folder, weights, **options)
+        dataset = mixture(droid if way == "ddpshim" else octo_data, folder, weights, **options)
     statistics = dataset.dataset_statistics
     if way == "octo, then .shard":
         dataset = dataset.shard(world().world_size, world().rank)
@@ -144,8 +143,7 @@ def read(way: str, folder: str, num_frames: int, weights: dict[str, float], opti
         episodes[frame["dataset_name"].decode(), episode] += 1
         order.append((episode, step))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    length = rlds.num_samples(dataset) if way == "ddpshim" else None
-    return Reading(episodes, order, statistics, num_statistics, length, 1024 * (peak - before))
+    return Reading(episodes, order, statistics, num_statistics, 1024 * (peak - before))
 
 
 def readings(

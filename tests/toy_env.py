@@ -1,7 +1,8 @@
 """An environment without a simulator, for the trainer's rollouts: Lift's observations, which drift from a random start.
 
-A file for each rank in the working directory records every episode's initial draws. DDPSHIM_FAULT=toy_env:RANK:EPISODE
-makes that rank's EPISODE-th episode fail.
+A file for each rank in the working directory records every episode's initial draws. It is opened when this is imported:
+once the ranks run one program, the main rank alone writes. DDPSHIM_FAULT=toy_env:RANK:EPISODE makes that rank's
+EPISODE-th episode fail.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import json
 import os
 import random
-import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from robomimic.envs.env_base import EnvBase
 
+RANK = os.environ.get("RANK", "plain")  # which a program on ranks does not see
+WRITTEN = os.open(f"toy_env_{RANK}.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)  # also by environments in forks
 SHAPES = {"robot0_eef_pos": 3, "robot0_eef_quat": 4, "robot0_gripper_qpos": 2, "object": 10}
 
 
@@ -34,8 +35,7 @@ class ToyEnv(EnvBase):
         self._write_down("made")
 
     def _write_down(self, text: str) -> None:
-        with Path(f"toy_env_{os.environ.get('RANK', 'plain')}.txt").open("a") as file:
-            file.write(f"{text}\n")
+        os.write(WRITTEN, f"{text}\n".encode())
 
     def get_observation(self) -> dict[str, np.ndarray]:
         return {key: np.full(size, self._start + 0.01 * self._steps, np.float32) for key, size in SHAPES.items()}
@@ -47,8 +47,7 @@ class ToyEnv(EnvBase):
         self._start = sum(draws) / 3
         self._write_down(f"episode {json.dumps(draws)}")
         kind, rank, episode = os.environ.get("DDPSHIM_FAULT", "toy_env::0").split(":")
-        if (kind, rank, int(episode)) == ("toy_env", os.environ.get("RANK"), self._episodes):
-            Path("fault_moment").write_text(repr(time.time()))
+        if (kind, rank, int(episode)) == ("toy_env", RANK, self._episodes):
             raise ValueError("the toy broke on purpose")
         return self.get_observation()
 

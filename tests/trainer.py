@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 TRAINER = "robomimic.scripts.train"
-WAYS = ("patched", "plain", "unedited", "rows")
-UNEDITED = "OBSERVED_UNEDITED"  # a variable: the way, if the trainer is unedited on ranks
+WAYS = ("patched", "plain", "unedited")
+UNEDITED = "OBSERVED_UNEDITED"  # a variable: the trainer is to be patched in memory
 
 
 def way_of(tree: Path) -> str:
-    """Return how to run the trainer of a tree: patched on disk, plain, unedited (in memory), or with whole batches."""
+    """Return how to run the trainer of a tree: patched on disk, plain, or unedited (patched in memory)."""
     return next((way for way in WAYS if tree.name.endswith(f"-{way}")), "plain")
 
 
@@ -24,11 +24,6 @@ def activate() -> None:
 
         is_patched = any(isinstance(finder, patching_in_memory.PatchedFiles) for finder in sys.meta_path)
         assert is_patched or patching_in_memory.patch_program(TRAINER)
-    if os.environ.get(UNEDITED) == "rows" and "RANK" in os.environ:  # none in the process from which ranks are forked
-        import ddpshim
-
-        if not ddpshim.setup(batch="global").is_main:
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
 
 
 def run_trainer() -> None:

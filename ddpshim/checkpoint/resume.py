@@ -25,11 +25,10 @@ from ddpshim.checkpoint.progress_folder import (
     read_plain,
     restore_streams,
 )
-from ddpshim.data.numbered import Enterable, order_of, restore_generators
 from ddpshim.errors import CheckpointError, DataError, SyncError
 from ddpshim.failures import preemption
 from ddpshim.job.group import cleanup, on_cleanup, world
-from ddpshim.job.noise import draws_alike
+from ddpshim.job.passes import Enterable, order_of, restore_generators
 from ddpshim.job.running import Running
 from ddpshim.model import guard, sharding
 from ddpshim.process import observed
@@ -37,8 +36,9 @@ from ddpshim.process.devices import computes_on
 from ddpshim.process.job import current, derive_seed, seed_everything
 from ddpshim.process.launch_env import EXIT_REQUEUE
 from ddpshim.process.observed import observe
-from ddpshim.process.random_streams import rank_states
+from ddpshim.process.random_streams import is_same_state, rank_states
 from ddpshim.process.say import count, say, say_on_main
+from ddpshim.shares.streams import draws_alike
 
 _LOOK_EVERY_S = 0.5
 _STEPS_UNTIL_HEARD = 1  # gradients keep ranks within one step of each other: by then all have reported
@@ -99,8 +99,9 @@ class Resumable:
     About twice a second, between two steps, all ranks check together whether to save or stop. They save when the main
     rank's clock says so, and when any of them has received SIGTERM or SIGUSR1: then all exit with code 75, which asks
     the scheduler to restart the job. A resumed run gets exactly the remaining samples, in the same order, also on
-    another number of ranks; on the same number, each rank's random streams continue as well. Gradients are
-    saved, too; while a program accumulates them over batches, ranks wait for the step of its optimizer.
+    another number of ranks; on the same number, each rank's random streams continue as well, and on another those that
+    all ranks have equally. Gradients are saved, too; while a program accumulates them over batches, ranks wait for the
+    step of its optimizer.
 
     A loop without epochs uses `iterations()`.
 
@@ -236,6 +237,7 @@ class Resumable:
             "steps of a pass over the data": getattr(loader, "num_steps_of_a_pass", length),
             "global batch": getattr(loader, "global_batch_size", getattr(loader, "batch_size", None)),
             "pieces of a batch (exact)": self._world.options.exact,
+            "order": getattr(loader, "order", None),  # of make_loader
         }
         if self._restored is not None and epoch == self.epoch:
             self._enter(start, facts, can_enter)
@@ -494,6 +496,8 @@ class Resumable:
             restore_streams(states[0], here.device, self.folder)
         elif len(states) == here.world_size:
             restore_streams(states[here.rank], here.device, self.folder)
+        elif _are_alike(states):
+            restore_streams(states[0], here.device, self.folder)  # equal streams stay so: ranks may slice a permutation
         else:
             seed_everything(derive_seed(here.seed or 0, "rank", here.rank, "resumed", self.epoch, start))
 
@@ -505,6 +509,15 @@ def _begun(loader: Any) -> Iterator[Any]:
         return iter(loader)
     finally:
         loader.generator = own
+
+
+def _are_alike(states: list[dict[str, Any]]) -> bool:
+    """Whether all ranks had equal random streams, from their `rank_states`. Local."""
+    first, *others = states
+    return all(
+        {*first} == {*other} and all(is_same_state(state, other[name]) for name, state in first.items())
+        for other in others
+    )
 
 
 def _holds_own_gradients() -> bool:

@@ -21,7 +21,7 @@ from ddpshim.errors import RolloutError
 from ddpshim.evaluation import environments
 from ddpshim.evaluation.dealing import Deal, render_on_own_gpu
 from ddpshim.job.group import on_cleanup, world
-from ddpshim.job.world import World, world_of_shares
+from ddpshim.job.world import World
 from ddpshim.model.equality import bits_of_rows
 from ddpshim.model.wrapper import unwrap
 from ddpshim.process import observed
@@ -150,7 +150,7 @@ def evaluate(
     def play(number: int) -> tuple[Any, Any]:
         return player.play(make_env, policy, rules, number)
 
-    render_on_own_gpu(world_of_shares())
+    render_on_own_gpu(world())
     deal = Deal(here, num_episodes)
     with outside_steps():
         deal.play(play, lambda number: f"episode {number}")
@@ -160,7 +160,7 @@ def evaluate(
     kept = tuple(Episode(*episode) for episode, _ in played)
     interval = exact_interval(sum(episode.success for episode in kept), num_episodes, confidence)
     found = Evaluation(kept, confidence, interval)
-    batch = current().progress.batch
+    batch = current().part(observed.Progress).batch
     observed.note(
         "rollout",
         epoch=None if batch is None else batch[0],

@@ -19,7 +19,7 @@ from typing import Any, Callable, NoReturn, Optional, TypeVar, Union
 from packaging.version import Version
 
 from ddpshim.process import observed
-from ddpshim.process.job import Job, current
+from ddpshim.process.job import Job, current, num_collectives
 from ddpshim.process.observed import observe
 from ddpshim.process.say import place
 
@@ -70,16 +70,6 @@ def begin_checks() -> None:
         return called
 
     observe(job.at_end, backward=check("check_by_hand"), before_step=check("check_step"))
-
-
-def num_collectives() -> Optional[int]:
-    """Return how many collectives the default process group has made; None if unknown."""
-    import torch.distributed as dist
-
-    try:
-        return int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
-    except (AttributeError, RuntimeError, ValueError):
-        return None
 
 
 def is_there(store: Any, key: str) -> bool:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from ddpshim.errors import SyncError
 from ddpshim.failures import failure
 from ddpshim.process.job import Job
+from ddpshim.process.observed import Progress
 from ddpshim.process.say import count, say
 from ddpshim.process.users_line import users_line
 
@@ -129,7 +130,7 @@ class Watch:
             return
         self._ended.set()
         self.thread.join(_STORE_S)
-        progress, site = self._job.progress, users_line(default="at the end of its program")
+        progress, site = self._job.part(Progress), users_line(default="at the end of its program")
         standing: Any = progress.num_passes, progress.batch, None, None, site, [], 0.0, True
         with contextlib.suppress(RuntimeError, ValueError):
             self._store.set(f"left/{self._rank}", json.dumps(standing))
@@ -146,7 +147,7 @@ class Watch:
         from ddpshim.failures.standings import describe
 
         left = {rank: their for rank in self._ranks if (their := self._stored(f"left/{rank}")) is not None}
-        mine = f"  rank {self._rank}: {count(self._job.progress.num_passes, 'backward pass', 'es')} so far"
+        mine = f"  rank {self._rank}: {count(self._job.part(Progress).num_passes, 'backward pass', 'es')} so far"
         return f"{mine}\n{describe(left, list(left))}" if left else ""
 
     def _run(self) -> None:
@@ -194,15 +195,16 @@ class Watch:
 
     def _see(self) -> bool:
         """Look at the rank, and return whether it has waited too long."""
-        progress, now = self._job.progress, time.monotonic()
+        progress, now = self._job.part(Progress), time.monotonic()
         counted = (progress.num_passes, progress.num_collectives, progress.batch, progress.is_reducing)
         if counted != self._counted:  # it makes progress: no need to read its stack
             self._counted, self._waiting, self.verdict, self._counted_at = counted, None, None, now
         if now - self._counted_at < self._quiet_s:
             return self._waits.look(now, counted, None)
         (place, frames), cpu_s = self._place(), _cpu_seconds_of(self._watched)
-        if not (place.waits_in or "").startswith(("backward pass", "World.")) and cpu_s > self._cpu_s + 0.02:
-            self._cpu_s = cpu_s  # successive calls of torch's own collectives may have the same stack
+        spins = self._is_on_gpu or (place.waits_in or "").startswith("World.")
+        if not spins and cpu_s > self._cpu_s + 0.02:
+            self._cpu_s = cpu_s  # a pass that computes, and calls of torch's own collectives, may have the same stack
         code = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
         state = (counted, code, self._cpu_s if place.waits_in is not None else 0.0)
         is_late = self._waits.look(now, state, place.site if place.waits_in is not None else None)
@@ -214,7 +216,7 @@ class Watch:
         """Return the rank's activity, and its stack."""
         from ddpshim.failures.standings import frames_of, place_of
 
-        progress, frames = self._job.progress, frames_of(self._watched)
+        progress, frames = self._job.part(Progress), frames_of(self._watched)
         stack = traceback.StackSummary.extract(((frame, frame.f_lineno) for frame in frames), lookup_lines=False)
         self._is_on_gpu = self._waits.waited_s > _GPU_AFTER_S and progress.waits_on_gpu()
         return place_of(stack, progress, self._is_on_gpu), frames
@@ -224,7 +226,7 @@ class Watch:
 
         if self._job.is_failing() and self._waiting is not None:  # torch ended its wait: what counts is where it waited
             return self._waiting
-        progress, place = self._job.progress, place or self._place()[0]
+        progress, place = self._job.part(Progress), place or self._place()[0]
         return Standing(progress.num_passes, progress.batch, *place, still_s=self._waits.waited_s)
 
     def _stored(self, key: str) -> Optional[Standing]:

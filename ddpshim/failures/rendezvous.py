@@ -12,7 +12,7 @@ from typing import Any, Optional
 
 from ddpshim.errors import LaunchError
 from ddpshim.failures import failure
-from ddpshim.process.launch_env import LaunchEnv
+from ddpshim.process.place import LaunchEnv
 from ddpshim.process.say import ranks_called
 
 _NAME_SERVER_S = 5.0  # for a name server that does not answer at once

@@ -9,7 +9,7 @@ from traceback import FrameSummary
 from types import FrameType
 from typing import NamedTuple, Optional
 
-from ddpshim.failures.failure_notes import remedy
+from ddpshim.failures.failure_notes import SAME_WAY
 from ddpshim.process.observed import Progress
 from ddpshim.process.say import count, ranks_called
 from ddpshim.process.users_line import is_torchs_or_ours, is_users, short, shown
@@ -35,12 +35,13 @@ _SECTIONS = (
     ("ddpshim/robomimic/rollout.py", "", "a rollout"),
     ("robomimic/utils/train_utils.py", "rollout_with_stats", "a rollout"),
     ("robomimic/utils/train_utils.py", "save_model", "a save"),
-    ("ddpshim/data/node_memory.py", "", "reading a dataset"),
+    ("ddpshim/robomimic/node_memory.py", "", "reading a dataset"),
     ("ddpshim/robomimic/node_cache.py", "", "reading a dataset"),
-    ("ddpshim/robomimic/datasets.py", "", "reading a dataset"),
+    ("ddpshim/robomimic/calls.py", "load_data_for_training", "reading a dataset"),
     ("robomimic/utils/dataset.py", "load_dataset_in_memory", "reading a dataset"),
     ("python/bdb.py", "", "a debugger"),
 )
+_PASSES = "torch/autograd/", "ddpshim/model/mean_gradients.py"
 _WORLDS = ("ddpshim/job/world.py", "ddpshim/job/collectives.py")
 # Functions of ddpshim that wait for other ranks outside of torch.distributed's own functions.
 _WAITS = {
@@ -90,7 +91,7 @@ def place_of(stack: list[FrameSummary], progress: Progress, waits_on_gpu: bool =
     innermost = ([frame for frame in own if is_users(frame.filename)] or own or stack or [FrameSummary("", 0, "")])[-1]
     if waits_on_gpu:
         waits_in: Optional[str] = f"backward pass {progress.num_passes}"
-    elif progress.is_reducing and any(file.startswith("torch/autograd/") for file, _ in files):
+    elif progress.is_reducing and any(file.startswith(_PASSES) for file, _ in files):
         waits_in = f"backward pass {progress.num_passes + 1}"
     else:
         waits_in = _collective(files, progress)
@@ -177,7 +178,7 @@ def judge(standings: Standings, asker: int) -> Optional[Verdict]:
     if not (have_left or is_deadlock):
         return Verdict(named, f"{said}. {where}")
     why = f"; {ranks_called(named)} left the job" if have_left else ""
-    to_do = f"{remedy('same passes')} ({OPT_OUT})"
+    to_do = f"{SAME_WAY} ({OPT_OUT})"
     return Verdict(named, f"{said}{why}: ranks would hang until a timeout. {to_do}. {where}", ends_job=True)
 
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from ddpshim import variables
 from ddpshim.errors import LaunchError, SyncError
-from ddpshim.failures import failure
-from ddpshim.process.job import current
+from ddpshim.process.job import current, num_collectives
 from ddpshim.process.observed import observe
 
 _OTHERS = ("horovod", "mpi4py", "deepspeed", "colossalai", "torch_xla")  # a program may distribute itself with these
@@ -108,7 +107,7 @@ def _num_alone(answer: Answer) -> int:
     """Return how many processes train separate models; 1 if they do not, or if the user wants that."""
     job = current()
     if job.world is not None:
-        before, now = job.num_collectives, failure.num_collectives()
+        before, now = job.num_collectives, num_collectives()
         is_shared = not job.world.options.guard or before is None or now is None or now > before
         return 1 if is_shared else job.world.world_size
     if job.left is not None or _distributes_itself():

@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 
 from ddpshim.errors import DataError, WorldError
 from ddpshim.failures import failure
-from ddpshim.job.noise import at_hand
 from ddpshim.job.world import N, T, World, as_divisor
 from ddpshim.process import messages
 from ddpshim.process.job import current
+from ddpshim.process.observed import Progress
 from ddpshim.process.say import described
 from ddpshim.process.users_line import users_line
 
@@ -68,12 +68,12 @@ class WorldOfRanks(World):
         place = zlib.crc32(what.encode(errors="backslashreplace"))
         lengths, places = zip(*pairs((own, place), self.world_size, group))
         if len(set(places)) > 1:
-            from ddpshim.failures.failure_notes import remedy
+            from ddpshim.failures.failure_notes import SAME_WAY
 
             where = self.gather_with_deadline("crossed", f"{what} at {users_line()}", CROSSED_DEADLINE_S)
             there = "; ".join(f"rank {rank} in {place}" for rank, place in where.items())
             raise WorldError(
-                f"ranks met in different collectives: {there}. Their values would be confused. {remedy('same calls')}."
+                f"ranks met in different collectives: {there}. Their values would be confused. {SAME_WAY}."
             )
         return list(lengths)
 
@@ -89,15 +89,13 @@ class WorldOfRanks(World):
             return cast(N, mean.copy_(total_of_all / over_all))
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        if at_hand() is None:  # else they are shares of one batch, so all ranks have equally many rows
-            counted = torch.tensor([x.shape[0]], device=x.device)
-            counts = table(counted, group()).flatten().tolist()
-            if len(set(counts)) > 1:  # gloo would end the process
-                told = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
-                raise DataError(
-                    f"all_gather of different numbers of rows ({told}): they do not form one batch. Gather the rows of "
-                    "a batch inside the loop, while it is at hand; or sum over each rank's rows (World.mean_over)."
-                )
+        counts = table(torch.tensor([x.shape[0]], device=x.device), group()).flatten().tolist()
+        if len(set(counts)) > 1:  # gloo would end the process
+            told = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
+            raise DataError(
+                f"all_gather of different numbers of rows ({told}): they do not form one batch. Sum over each rank's "
+                "rows instead (World.mean_over)."
+            )
         gathered: torch.Tensor = RowsOfRanks.apply(x, self.rank, group())  # type: ignore[no-untyped-call]
         return gathered
 
@@ -170,7 +168,7 @@ def peers(here: World) -> Any:
             f"rank {here.rank} of {here.world_size} has left its job by cleanup(), so a collective would fail. "
             "Call cleanup() last."
         )
-    here._job.progress.num_collectives += 1
+    here._job.part(Progress).num_collectives += 1
     return here._job.control
 
 

@@ -1,4 +1,4 @@
-"""Joins the job in `setup()`, and leaves it in `cleanup()`.
+"""Joins the job for `setup()`, and leaves it in `cleanup()`.
 
 A plain process has no group: what makes and ends one is in `process_group`.
 """
@@ -7,24 +7,27 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any, Optional, Union, cast
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import torch
 
-from ddpshim import lazy
-from ddpshim.errors import OptionsError, WorldError
+from ddpshim.errors import WorldError
 from ddpshim.job.world import World, has_group, on_cleanup, single_device, world  # noqa: F401
 from ddpshim.options import Options
 from ddpshim.process.job import Job, current, leave, seed_everything
 from ddpshim.process.launch_env import read_launch_env, read_num_restarts
 
+if TYPE_CHECKING:
+    from ddpshim.process.doors import Door
+
 
 def current_or_new_world() -> World:
-    """Return the current World; calls `setup()` if nothing has yet (then collective)."""
-    return current().world or setup()
+    """Return the current World; joins the job as `ddpshim.setup()` does if nothing has yet (then collective)."""
+    return current().world or join()
 
 
-def setup(
+def join(
+    door: Optional[Door] = None,
     *,
     backend: Optional[str] = None,
     device: Union[str, torch.device, None] = None,
@@ -32,46 +35,17 @@ def setup(
     side_timeout_s: Optional[float] = None,
     seed: Optional[int] = None,
     options: Optional[Options] = None,
-    batch: str = "local",
 ) -> World:
-    """Return the World of this process; joins the job that the launcher's variables describe.
-
-    Collective under a launcher; in a plain `python train.py` it starts nothing. Reads the environment once and never
-    changes it. Uses an existing process group if the program made one. Calling it again
-    returns the same World.
-
-    Args:
-        backend: torch's name; default nccl if each rank has its own GPU, else gloo.
-        device: this rank's device; default its own GPU, else the CPU. "cuda" selects the rank's GPU.
-        timeout_s: how long a rank waits for peers in the rendezvous and in a training collective.
-        side_timeout_s: how long ranks wait in World's own collectives while one rank works alone.
-        seed: seeds torch, numpy and random *equally* on all ranks. Their generators stay equal (option noise): for a
-            batch of `make_loader` each rank takes its rows of the noise drawn for the whole batch.
-        options: the run's options; default `Options.read()`, from DDPSHIM_* variables.
-        batch: what the program holds. "local": this rank's share of a batch, from `make_loader`, as with DDP.
-            "global": the whole batch, as with `nn.DataParallel`: loader, loss, metrics and files stay as they are in
-            one process, and networks compute on this rank's rows (`python -m ddpshim docs run`). Call it before
-            anything else.
-
-    Raises:
-        LaunchError: launch variables are missing, malformed or contradictory, or the port is in use.
-        OptionsError: options are wrong, or differ between ranks.
-        WorldError: called again with arguments that contradict the first call.
-    """
-    given = {name: value for name, value in locals().items() if name != "batch"}
-    asked: dict[str, Any] = {"backend": backend, "device": device, "seed": seed, "options": options}
+    """Join the job by `door`, default that of `setup()`; see `ddpshim.setup` (collective under a launcher)."""
     job = current()
-    if batch not in ("local", "global"):
-        raise OptionsError(f"setup(batch={batch!r}): what the program holds is unclear. Use local or global.")
+    asked: dict[str, Any] = {"backend": backend, "device": device, "seed": seed, "options": options}
     if job.world is not None:
-        if batch == "global" and job.world.is_launched and not job.holds_whole_batches:
+        if door is not None and job.world.is_launched and job.door.batch != door.batch:
             raise WorldError(
                 'setup(batch="global") after setup(): what was built since holds this rank\'s share of a batch. Give '
                 "batch to the first call."
             )
         return _reuse(job, job.world, asked)
-    if batch == "global" and (has_group() or read_launch_env(os.environ).is_launched):
-        return cast(World, lazy.DOORS[batch](**given))
     settle_rounding()
     options = Options.read() if options is None else options
     timeout_s = options.timeout_s if timeout_s is None else timeout_s
@@ -85,7 +59,11 @@ def setup(
         made = World(device=single_device(device), options=options, _job=job)
     else:
         from ddpshim.job import process_group
+        from ddpshim.process.doors import LocalBatches
 
+        door = door or LocalBatches()
+        door.check(options)
+        job.door = door
         backend = backend or options.backend
         made = process_group.join(job, env, options, backend, device, timeout_s, side_timeout_s)
         if env is None:

@@ -14,7 +14,7 @@ import torch
 
 from ddpshim.errors import LaunchError, OptionsError
 from ddpshim.process.devices import computes_on
-from ddpshim.process.job import Job, current
+from ddpshim.process.job import Job
 from ddpshim.process.observed import observe
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ def compute_alike(here: World, exact: int) -> None:
 
     Uses OMP_NUM_THREADS threads (default 1) on the CPU, and deterministic algorithms on GPUs.
 
-    Raises OptionsError if the number of ranks does not divide `exact`, no launcher started this process, or ranks hold
-    shares of batches, and LaunchError, on all ranks, if their devices differ or cuBLAS may choose its order.
+    Raises OptionsError if the number of ranks does not divide `exact` or no launcher started this process, and
+    LaunchError, on all ranks, if their devices differ or cuBLAS may choose its order.
     """
     if not here.is_launched or exact % here.world_size:
         found = f"{here.world_size} ranks" if here.is_launched else "a process without a launcher"
@@ -38,12 +38,6 @@ def compute_alike(here: World, exact: int) -> None:
         raise OptionsError(
             f"exact={exact} in {found}: {exact} pieces of a batch cannot be divided evenly, so bits would depend on "
             f"the number of ranks. Start python -m ddpshim run --nproc N PROGRAM, with N one of {sizes}."
-        )
-    if not current().holds_whole_batches:
-        raise OptionsError(
-            f"exact={exact} with shares of batches: a mean over a share is rounded by the share's size, so bits would "
-            'depend on the number of ranks. Call ddpshim.setup(batch="global"), or start the program for one process, '
-            "unedited, by `python -m ddpshim run` (robomimic as released, without patches on disk)."
         )
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
     if here.device.type == "cuda":
@@ -83,12 +77,12 @@ def check_first_step(precision: str, job: Job) -> None:
     entered = job.part(_Entered)
 
     def check(*_: Any) -> None:
-        from ddpshim.failures.failure_notes import remedy
-
         if not entered.is_so:
             raise OptionsError(
                 f"precision={precision}, but this step was computed without it: the run would be no faster, "
-                f"and its records would name the wrong precision. {remedy('autocast')}."
+                "and its records would name the wrong precision. A network uses it in its forward in training mode; if "
+                "a loss calls other methods, compute it in `with ddpshim.world().autocast():`. Leave the option out if "
+                "the program has its own autocast."
             )
 
     observe(job.at_end, before_step=check)

@@ -30,7 +30,7 @@ from ddpshim.options import Options
 from ddpshim.process.devices import agree_on_backend, backend_of, bind_device
 from ddpshim.process.job import Job, current
 from ddpshim.process.job import leave as leave_job
-from ddpshim.process.launch_env import LaunchEnv
+from ddpshim.process.place import LaunchEnv
 from ddpshim.process.say import count, say
 
 # torch before 2.8 joins gloo's threads while it holds Python's lock (GIL), and a thread that frees its last message

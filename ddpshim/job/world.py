@@ -240,15 +240,6 @@ def world() -> World:
     return World(device=single_device())
 
 
-def world_of_shares() -> World:
-    """Return the World whose ranks hold shares of batches: that of one process, where each holds whole batches. Local.
-
-    So what an adapter does for ranks does nothing after `setup(batch="global")`.
-    """
-    here, job = world(), current()
-    return World(device=here.device, options=here.options, _job=job) if job.holds_whole_batches else here
-
-
 def on_cleanup(callback: Callable[[], None]) -> None:
     """Make `cleanup()` call this; calls run in reverse order. Local."""
     current().at_end.callback(callback)

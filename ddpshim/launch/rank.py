@@ -15,9 +15,8 @@ import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, Optional
 
 from ddpshim import variables
@@ -26,6 +25,9 @@ from ddpshim.job import shared_pdb
 from ddpshim.process.after_import import after_import
 from ddpshim.process.say import say
 from ddpshim.trainers.unedited import program
+from ddpshim.trainers.unedited.start import run_as_main
+
+_OURS = (__file__, run_as_main.__code__.co_filename, runpy.__file__, "<frozen runpy>")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -64,8 +66,7 @@ def _redirect_output(folder: str) -> None:
 
 def _run(argv: Sequence[str]) -> None:
     patched = program.patched(argv)
-    has_shares = patched is not None and not program.holds_whole_batches(patched)
-    joined = contextlib.nullcontext() if has_shares else program.distributed(patched or argv)
+    joined = program.distributed(argv) if patched is None else contextlib.nullcontext()  # which joins by itself
     with contextlib.ExitStack() as until, joined as start:
         shared_pdb.share(until)
         if start is None:
@@ -109,33 +110,8 @@ def _run_program(argv: Sequence[str], start: Optional[program.Start] = None) -> 
         sys.exit(code)
 
 
-def run_as_main(argv: Sequence[str]) -> None:
-    """Run `script.py ARGS` or `-m package.module ARGS` in this process as `python` would."""
-    is_module = argv[0] == "-m"
-    name, *arguments = argv[is_module:]
-    sys.argv = [name, *arguments]
-    if is_module:
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-        return
-    if not getattr(sys.flags, "safe_path", False):  # python -P (3.11) puts no folder there
-        sys.path[0] = os.path.dirname(os.path.abspath(name))
-    if name.endswith((".pyc", ".pyz", ".zip")):
-        runpy.run_path(os.path.abspath(name), run_name="__main__")
-    else:
-        _run_file(name)
-
-
-def _run_file(path: str) -> None:
-    """Run a file as `python path` does: `__file__` is absolute and sys.argv[0] is as given; runpy makes them equal."""
-    main = ModuleType("__main__")
-    main.__file__ = os.path.abspath(path)
-    main.__loader__ = SourceFileLoader("__main__", main.__file__)
-    sys.modules["__main__"] = main
-    exec(main.__loader__.source_to_code(main.__loader__.get_data(main.__file__), main.__file__), vars(main))
-
-
 def _without_our_frames(trace: Optional[TracebackType]) -> Optional[TracebackType]:
-    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
         trace = trace.tb_next
     return trace
 

@@ -32,7 +32,8 @@ from ddpshim.failures.rendezvous import check_address
 from ddpshim.launch import ranks_of_run
 from ddpshim.observe.records import FOLDER
 from ddpshim.options import Options
-from ddpshim.process.launch_env import EXIT_REQUEUE, LaunchEnv, read_launch_env
+from ddpshim.process.launch_env import EXIT_REQUEUE, read_launch_env
+from ddpshim.process.place import LaunchEnv
 from ddpshim.process.say import copy_to_screen, say
 from ddpshim.trainers.unedited.program import module_file
 from ddpshim.variables import PREFIX

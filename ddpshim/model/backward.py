@@ -1,19 +1,18 @@
-"""Tracks the program's backward passes: refuses those that cannot be reduced, and orders the messages of the others."""
+"""Tracks the program's backward passes: refuses those that cannot be reduced, and says when one begins and ends."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 import sys
 from typing import Any, Callable, Optional
 
 import torch
-import torch.distributed as dist
 
 from ddpshim.errors import SyncError
 from ddpshim.failures.failure import abort, claim
 from ddpshim.process.job import current
+from ddpshim.process.observed import Progress
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import described, say
 
@@ -24,44 +23,24 @@ class Passes:
     def __init__(self) -> None:
         self.depth = 0  # more than 1 with reentrant checkpoints, whose passes are nested
         self.losses: Any = None  # of the outermost pass that is under way
-        self.at_outer_end: list[Callable[[], None]] = []
-        self.after: list[Callable[[], None]] = []  # called after each outermost pass
+        self.keeps_graph = False  # whether that pass has create_graph
+        self.before: list[Callable[[], None]] = []  # called before each outermost pass
+        self.after: list[Callable[[], None]] = []  # called after each outermost pass, as a part of it
         self.once_after: list[Callable[[], None]] = []  # called after the outermost pass that is under way
-        self.has_outer_end = False  # whether the engine will call `end` when the outermost pass ends
+        # Returns the name of a network whose gradients are being sent to other ranks; None if there is none.
         self.unfinished: Callable[[], Optional[str]] = lambda: None
         self.left: Optional[str] = None  # the pass that an exception aborted
         self.has_nan = False
         self.has_refused = False
 
-    def queue_end(self) -> None:
-        """Make the engine call `end` when the current pass of this thread ends, if it will not already."""
-        if not self.has_outer_end:
-            at_end_of_pass(self.end)
-            self.has_outer_end = True
 
-    def end(self) -> None:
-        calls, self.at_outer_end, self.has_outer_end = self.at_outer_end, [], False
-        for call in calls:
-            call()
-
-    def drop(self) -> None:
-        """Drop all pending calls, because an exception ended the pass."""
-        self.at_outer_end.clear()
-        self.once_after.clear()
-        self.has_outer_end = False
-
-
-def watch(unfinished: Callable[[], Optional[str]]) -> None:
-    """Watch the backward passes of this job, until `cleanup()`. Local.
-
-    Args:
-        unfinished: returns the name of a network whose gradients are being sent to other ranks, or None.
-    """
+def watch() -> Passes:
+    """Watch the backward passes of this job, until `cleanup()`. Local."""
     passes = current().part(Passes)
-    passes.unfinished = unfinished
     if current().next_number("watched passes") == 0:
         stand_in = _watching(torch.autograd.backward, passes)
         current().at_end.enter_context(replaced(torch.autograd, "backward", stand_in))
+    return passes
 
 
 def _look_for_nan(losses: Any) -> None:
@@ -70,7 +49,7 @@ def _look_for_nan(losses: Any) -> None:
         if type(loss) is torch.Tensor and loss.device.type == "cpu" and loss.numel() == 1:
             number = loss.item()
             if number != number:
-                say_nan(f"the loss is NaN in backward pass {current().progress.num_passes + 1}")
+                say_nan(f"the loss is NaN in backward pass {current().part(Progress).num_passes + 1}")
 
 
 def say_nan(what: str) -> None:
@@ -85,7 +64,7 @@ def say_nan(what: str) -> None:
 
     passes.has_nan = True
     said = f"{what} ({users_line()})"
-    if not job.holds_whole_batches and job.store is not None:
+    if not job.door.computes_alike and job.store is not None:
         rank = str(job.world.rank)
         job.store.set(f"NaN/{rank}", f"on rank {rank}, {said}")
         said = job.store.get(f"NaN/{claim(job.store, 'NaN', rank)}").decode()
@@ -93,57 +72,39 @@ def say_nan(what: str) -> None:
         say(f"{said}. The training goes on, as in one process")
 
 
-def at_end_of_pass(call: Callable[[], None]) -> None:
-    """Make the engine run `call` when the current backward pass has computed all gradients. Local."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(call)
-
-
-def at_outer_end(call: Callable[[], None]) -> bool:
-    """Run `call` once at the end of the outermost pass: reentrant checkpoints nest passes. Local.
-
-    Return whether this is the first such request for `call` in this pass.
-    """
-    passes = current().part(Passes)
-    if call in passes.at_outer_end:
-        return False
-    passes.queue_end()
-    passes.at_outer_end.append(call)
-    return True
-
-
 def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., None]:
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
         if not passes.depth:
-            _check(passes)
+            check(passes)
             passes.losses = args[0] if args else kwargs.get("tensors")
+            passes.keeps_graph = bool(args[3] if len(args) > 3 else kwargs.get("create_graph"))
             _look_for_nan(passes.losses)
-        else:
-            with contextlib.suppress(RuntimeError):  # if the outer pass runs in another thread
-                passes.queue_end()  # for the outer pass: from now on, callbacks are queued for the inner one
+            for call in passes.before:
+                call()
+            current().part(Progress).is_reducing = True
         passes.depth += 1
         try:
             original(*args, **kwargs)
+            for call in () if passes.depth > 1 else passes.after:
+                call()
         except BaseException as error:
-            passes.drop()
+            passes.once_after.clear()
             if passes.depth == 1 and isinstance(error, Exception):
                 _explain(passes, error)
             raise
         finally:
             passes.depth -= 1
             if not passes.depth:
-                passes.losses = None
-        for call in () if passes.depth else passes.after:
-            call()
+                passes.losses, current().part(Progress).is_reducing = None, False
         while passes.once_after and not passes.depth:
             passes.once_after.pop(0)()
 
     return backward
 
 
-def _check(passes: Passes) -> None:
-    """Raise SyncError if the pass that begins cannot be reduced."""
+def check(passes: Passes) -> None:
+    """Raise SyncError if the pass that begins cannot be reduced. Local."""
     if passes.left is not None:
         refusal = SyncError(
             f"a backward pass after one that never finished: {passes.left}, and the program caught the exception. "
@@ -165,15 +126,12 @@ def _explain(passes: Passes, error: Exception) -> None:
     if network is not None or isinstance(error, SyncError):
         passes.left = f"that of {network or 'a network'} ended with {described(error)}"
     text = str(error)
-    if "ready twice" in text:
+    if passes.keeps_graph and network is not None and not current().door.computes_alike:
+        raise second_derivatives(network) from error
+    if "ready twice" in text or "ready only once" in text:  # torch's reducer
         found = re.search(r"with name (\S+) has", text)
         which = f"parameter '{found[1]}' of {network}" if found else f"a parameter of {network}"
-        raise SyncError(
-            f"{which} got a second gradient in one backward pass, after the first was sent to the other ranks: its "
-            "layer is used in two parts of the network that are checkpointed with use_reentrant=True, or in one and "
-            "outside it. Half of its gradient would be lost. Use torch.utils.checkpoint.checkpoint(..., "
-            "use_reentrant=False)."
-        ) from error
+        raise second_gradient(which) from error
     if "ompiled autograd" in text:
         raise _compiled() from error
     if "does not require grad and does not have a grad_fn" in text:
@@ -185,83 +143,28 @@ def _explain(passes: Passes, error: Exception) -> None:
         ) from error
 
 
+def second_gradient(which: str) -> SyncError:
+    """Return the error for a parameter with two gradients in one pass, of which the reducer sent the first. Local."""
+    return SyncError(
+        f"{which} got a second gradient in one backward pass, after the first was sent to the other ranks: its "
+        "layer is used in two parts of the network that are checkpointed with use_reentrant=True, or in one and "
+        "outside it. Half of its gradient would be lost. Use torch.utils.checkpoint.checkpoint(..., "
+        "use_reentrant=False)."
+    )
+
+
+def second_derivatives(network: str) -> SyncError:
+    """Return the error for a pass with create_graph over a share of the batch. Local."""
+    return SyncError(
+        f"backward(create_graph=True) of {network} on a share of the batch: second derivatives would differ between "
+        'ranks. Use setup(batch="global"); a penalty on gradients of inputs only needs '
+        "torch.autograd.grad(..., create_graph=True), then backward()."
+    )
+
+
 def _compiled() -> SyncError:
     return SyncError(
         "a backward pass under compiled autograd, which runs gradient hooks at tracing and not when gradients are "
         "computed; ranks would train different models. Leave torch._dynamo.config.compiled_autograd off "
         "(torch.compile of the network may stay), even if torch suggests optimize_ddp='python_reducer'."
     )
-
-
-_NUM_REMEMBERED = 3  # passes that predict the next one: a step of an actor and its critics has so many kinds
-
-Numbers = tuple[int, ...]
-
-
-class Order:
-    """The order in which a job's networks send their gradients in each backward pass.
-
-    The process group matches the messages of ranks by the order in which each rank sends them. If two networks share a
-    pass and one rank leaves a branch out, their gradients are complete in another order there. So the networks of a
-    pass have an order, the same on all ranks: a network sends as soon as those before it have sent all but their last
-    buckets, or when the pass ends. The last buckets are sent at the end of the pass, in the same order.
-
-    The networks of a pass are predicted from previous passes, which were the same on all ranks. Their order is the one
-    in which the main rank reached them the first time.
-    """
-
-    def __init__(self) -> None:
-        self._networks: list[Any] = []  # in the order of wrapping; None for a detached one
-        self._met: list[int] = []  # the networks of this pass, in the order in which this rank reached them
-        self._passes: tuple[Numbers, ...] = ()  # the networks of the last passes
-        self._after: dict[tuple[Numbers, ...], Numbers] = {}  # the order of the pass after these passes
-        self._of_all: dict[Numbers, Numbers] = {}  # for the networks of a pass, their order
-
-    def add(self, network: Any) -> int:
-        """Add `network` and return its number. Local; every rank must add networks in the same order."""
-        self._networks.append(network)
-        return len(self._networks) - 1
-
-    def remove(self, number: int) -> None:
-        """Forget the network of this number. Local."""
-        self._networks[number] = None
-
-    def join(self, number: int) -> bool:
-        """Add network `number` to this pass; return whether it may send its gradients at once.
-
-        The first network of a pass first makes all networks read their comparisons, before this pass sends a message.
-        """
-        if at_outer_end(self._end):
-            self._met.clear()
-            for network in self._networks:
-                if network is not None and network._equality is not None and network._equality.sent is not None:
-                    network._equality.finish()
-        self._met.append(number)
-        expected = self._expected()
-        if number not in expected:
-            return False
-        return all(self._networks[before].has_sent for before in expected[: expected.index(number)])
-
-    def _expected(self) -> Numbers:
-        return (0,) if len(self._networks) == 1 else self._after.get(self._passes, ())
-
-    def _end(self) -> None:
-        """At the end of a pass, send all gradients that were not sent, and learn to predict this pass."""
-        expected, took_part = self._expected(), tuple(sorted(self._met))
-        numbers = [number for number in expected if number in took_part]
-        numbers += [number for number in took_part if number not in expected]
-        for number in numbers:
-            self._networks[number]._finish()
-        for number in numbers:
-            self._networks[number]._send_last()
-        before, self._passes = self._passes, (*self._passes, took_part)[-_NUM_REMEMBERED:]
-        if took_part in self._of_all or len(took_part) == 1:
-            self._after[before] = self._of_all.get(took_part, took_part)
-        else:
-            at_end_of_pass(lambda: self._learn(before, took_part))
-
-    def _learn(self, before: tuple[Numbers, ...], took_part: Numbers) -> None:
-        """Use the main rank's order for these networks, which share a pass for the first time (collective)."""
-        met = torch.tensor(self._met, device=self._networks[took_part[0]]._device)
-        dist.broadcast(met, 0)
-        self._of_all[took_part] = self._after[before] = tuple(met.tolist())

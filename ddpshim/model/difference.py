@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Mapping
 from typing import Any, Optional
 
 import torch
 
 from ddpshim.errors import SyncError
-from ddpshim.failures.failure_notes import remedy
 from ddpshim.job.group import world
-from ddpshim.model.equality import INTEGERS, OPT_OUT, Tensors, kind_of
 from ddpshim.process import observed
 from ddpshim.process.random_streams import rank_states, restore_rank_states
 from ddpshim.process.say import say
 
 _DEADLINE_S = 120.0  # after a common step ranks are only seconds apart
 
+SAME_STATE = (
+    "Build, load and change networks and optimizers equally on every rank, step schedulers with numbers of all ranks, "
+    "and let every gradient come from loss.backward()"
+)
+OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+Tensors = dict[str, torch.Tensor]  # by what messages call them
 Facts = dict[str, Any]  # settings, and the numbers of tensors, by name
 
 
@@ -31,7 +37,7 @@ def refuse(when: str, settings: Mapping[str, str], tensors: Tensors) -> None:
     if found is not None:
         raise SyncError(
             f"{when} ranks hold different weights or settings: {found}. They train different models, and only the "
-            f"main rank's is saved. {remedy('same state')} ({OPT_OUT})."
+            f"main rank's is saved. {SAME_STATE} ({OPT_OUT})."
         )
 
 
@@ -73,6 +79,13 @@ def numbers_of(tensor: torch.Tensor) -> list[int]:
     bits = t.view(INTEGERS[t.element_size()]).sum(dtype=torch.int64)
     total = (t.to(torch.float64) if t.element_size() == 1 else t).sum(dtype=torch.float64)
     return [int(bits) + kind, int(total.view(torch.int64)), kind]
+
+
+def kind_of(tensor: Optional[torch.Tensor]) -> int:
+    """Return a number that depends on dtype and shape; 0 for None."""
+    if tensor is None:
+        return 0
+    return (zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode()) + 1) << 24
 
 
 def take_streams(number: int) -> None:

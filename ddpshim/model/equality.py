@@ -3,55 +3,76 @@
 Checksums are sent while training continues and read at the next step. Only if they differ do ranks exchange, through
 the job's store, what tells the difference (`ddpshim.model.difference`).
 
-A few numbers in each reduction of gradients (`StepAgreement`) show whether all ranks are at one step. They are zeros
-and ones, because a sum of zeros is zero in any dtype and with any rounding. A rank sends each bit and its opposite; if
-the sums of both are above zero, ranks disagree. They need no message of their own.
+In each backward pass a message of two numbers shows whether all ranks are at one step (`agree_on_pass`).
 """
 
 from __future__ import annotations
 
 import itertools
-import pickle
-import random
-import sys
 import zlib
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import mul
-from typing import Any, Callable, NamedTuple, Optional, Union
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Callable, Optional, Union
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ddpshim.errors import SyncError
+from ddpshim.job.collectives import pairs, peers
 from ddpshim.job.group import world
-from ddpshim.job.noise import Position, draws_alike, positions
+from ddpshim.model import difference
+from ddpshim.model.difference import INTEGERS, OPT_OUT, Tensors, kind_of
 from ddpshim.process import observed
 from ddpshim.process.devices import is_capturing
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import digest
-from ddpshim.process.say import count, say, say_once
+from ddpshim.process.say import count, say
+from ddpshim.process.users_line import users_line
+from ddpshim.shares.streams import draws_alike
 
-OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
 _SYNCED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)  # their statistics are of all ranks
 
 Optimizers = Sequence[torch.optim.Optimizer]
-Tensors = dict[str, torch.Tensor]  # by what messages call them
 Named = Sequence[tuple[str, Optional[torch.Tensor]]]
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 _ALL_BITS = 2**64
 _SMALL = 1024  # numbers
-_NUM_BITS = 16
-_BITS = [[float(byte >> i & 1) for i in range(8)] for byte in range(256)]
-NUM_SENT = 1 + 2 * _NUM_BITS
-_DELAY = 4  # passes, on GPUs: the numbers are read this much later, so that the host does not wait for them
 _MEETING_DEADLINE_S = 20.0
+_IN_A_PASS = zlib.crc32(b"backward pass")
 
 
 def is_milestone(number: int) -> bool:
     """Whether to compare in this backward pass: 1, 2, 10, 100 and every 1000. Pass 2 sees the effects of step 1."""
     return number in (1, 2, 10, 100) or (number > 0 and number % 1000 == 0)
+
+
+def agree_on_pass(network: str, gradients: Sequence[int], num_steps: int, rates: Sequence[float]) -> int:
+    """Return a number for the gradients of this backward pass (collective).
+
+    Raises SyncError on all ranks if they are not in one pass with the same gradients.
+
+    The message is as those of World: a rank that is in another collective sees it, and does not hang.
+
+    Args:
+        network: the name of the network, or the names.
+        gradients: numbers of the parameters that got a gradient, in order: those of other ranks meet them.
+        num_steps, rates: steps of optimizers so far, and the learning rates of the last one.
+    """
+    here, num_passes = world(), current().part(observed.Progress).num_passes + 1
+    kind = zlib.crc32(repr(gradients).encode())
+    own = zlib.crc32(repr((num_passes, num_steps, rates)).encode(), kind), _IN_A_PASS
+    if len({*pairs(own, here.world_size, peers(here))}) == 1:
+        return kind
+    from ddpshim.failures.failure_notes import SAME_WAY
+
+    told = f"backward pass {num_passes}, of {network}, with {count(len(gradients), 'gradient')}, "
+    told += f"after {count(num_steps, 'optimizer step')}"
+    told += f" (the last at learning rate {', '.join(map(str, rates))})" if rates else ""
+    of_ranks = here.gather_with_deadline("positions", f"{told}; at {users_line()}", _MEETING_DEADLINE_S)
+    where = [f"rank {rank}: {of_ranks.get(rank, 'in no backward pass')}" for rank in range(here.world_size)]
+    raise SyncError(
+        f"ranks are at different steps, or computed gradients of different parameters; they would be mixed up, and "
+        f"ranks would train different models. {'; '.join(where)}. {SAME_WAY} ({OPT_OUT})."
+    )
 
 
 class Equality:
@@ -61,8 +82,7 @@ class Equality:
     that reach several wrappers in different orders do not block each other.
 
     Attributes:
-        sent: the comparison in progress: (work, names of random streams, this rank's numbers and those of each rank,
-            num_reductions).
+        sent: the comparison in progress: (work, this rank's numbers and those of each rank, num_reductions).
     """
 
     def __init__(
@@ -86,8 +106,6 @@ class Equality:
         # Buffers that only the main rank's broadcast makes equal.
         self._unsynced = [(m, name) for m in modules if not isinstance(m, _SYNCED) for name in m._buffers]
         self._own_buffers: Optional[torch.Tensor] = None
-        self._generators: dict[str, int] = {}  # hashes of their states at the last look
-        self._used_generators: list[str] = []
         self.sent: Any = None
 
     def tensors(self) -> Tensors:
@@ -117,14 +135,11 @@ class Equality:
 
     def start(self, num_reductions: int) -> None:
         """Send this rank's checksums (collective, does not wait)."""
-        seeds = {} if draws_alike() else _own_seeds(self._device)
         mine = bits_of_rows(
             [
                 [*self.tensors().items(), *self.companions().items()],
                 zlib.crc32(repr(self.settings()).encode()),
                 int(digest(), 16) if draws_alike() else 0,
-                self._look_at_generators(),
-                *seeds.values(),
             ],
             self._device,
         )
@@ -132,70 +147,42 @@ class Equality:
             mine, self._own_buffers = torch.cat([mine, self._own_buffers]), None
         everyones = [torch.empty_like(mine) for _ in range(world().world_size)]
         work = dist.all_gather(everyones, mine, async_op=True)
-        self.sent = (work, [*seeds], [mine, *everyones], num_reductions)  # a GPU may still read `mine`
+        self.sent = (work, [mine, *everyones], num_reductions)  # a GPU may still read `mine`
 
     def finish(self) -> None:
         """Wait for the checksums that `start` sent; raise SyncError on all ranks if they show an error."""
         if self.sent is None or is_capturing(self._device):
             return
-        (work, seeds, (_, *everyones), num_reductions), self.sent = self.sent, None
+        (work, (_, *everyones), num_reductions), self.sent = self.sent, None
         work.wait()
         facts = {"check": "weights", "network": type(self.module).__name__, "reductions": num_reductions}
         try:
-            self._compare(seeds, torch.stack(everyones).t().tolist(), num_reductions)
+            self._compare(torch.stack(everyones).t().tolist(), num_reductions)
         except SyncError as error:
             observed.note("guard", passed=False, said=str(error), **facts)
             raise
         observed.note("guard", passed=True, **facts)
 
-    def _compare(self, seeds: list[str], numbers: list[list[int]], num_reductions: int) -> None:
+    def _compare(self, numbers: list[list[int]], num_reductions: int) -> None:
         """Raise SyncError if `numbers`, of which each has a value for each rank, differ where they must not."""
-        (tensors, settings, streams, drawn), others = numbers[:4], numbers[4:]
-        for name, of_ranks in zip(seeds, others):
-            _refuse_equal_streams(name, of_ranks)
+        (tensors, settings, streams), others = numbers[:3], numbers[3:]
         if len({*streams}) > 1:
-            from ddpshim.model import difference
-
             difference.take_streams(num_reductions)
         if len({*tensors}) > 1 or len({*settings}) > 1:
-            from ddpshim.model import difference
-
             when = f"after {num_reductions} backward passes of {type(self.module).__name__}"
             difference.refuse(when, self.settings(), {**self.tensors(), **self.companions()})
             return
         if world().is_main:
-            self._name_own_buffers(others[len(seeds) :])
-            self._name_generators(drawn)
+            self._name_own_buffers(others)
 
     def _name_own_buffers(self, numbers: list[list[int]]) -> None:
         """Print a line if each rank updated a buffer from its own share of the samples."""
         pairs = (place for place, of_ranks in zip(self._unsynced, numbers) if len({*of_ranks}) > 1)
         for home, name in itertools.islice(pairs, 1):
-            from ddpshim.failures.failure_notes import remedy
-
-            say(f"buffer '{name}' of a {type(home).__name__} {remedy('buffer')}")
-
-    def _look_at_generators(self) -> int:
-        """Return a hash of the states of private generators that were used since the last call; 0 if none was. Local.
-
-        They are attributes of the network or of the main file. If one draws equally on all ranks, different samples get
-        the same noise, because ddpshim divides only the draws of torch's functions and numpy's global ones. This may be
-        intended (an equal decision), so it is only reported.
-        """
-        now = {name: zlib.crc32(_state(generator)) for name, generator in _generators_in(self.module)}
-        used = [name for name, state in now.items() if self._generators.get(name, state) != state]
-        self._generators, self._used_generators = now, used
-        return zlib.crc32(repr([(name, now[name]) for name in used]).encode()) if used else 0
-
-    def _name_generators(self, of_ranks: list[int]) -> None:
-        """Print once if two ranks have the same states."""
-        is_alike = len({*of_ranks}) < len(of_ranks) and of_ranks[0] != 0
-        # Where every rank runs the whole program, they should.
-        if is_alike and not current().holds_whole_batches:
-            say_once(
-                f"{', '.join(self._used_generators)} draws the same numbers on all ranks, so different samples get the "
-                "same noise, unlike in one process. Draw with torch's functions or numpy.random's, or seed it with "
-                "ddpshim.world().rank. If it is meant to decide something equally on all ranks, ignore this line"
+            say(
+                f"buffer '{name}' of a {type(home).__name__} differed between ranks, and all get the main rank's. If "
+                "it is updated from each rank's own samples, update it from those of all ranks (ddpshim.world().mean, "
+                ".all_gather); if it is drawn, seed its generator"
             )
 
 
@@ -229,130 +216,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(inner) for inner in value]
     return value if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
-
-
-def _own_seeds(device: torch.device) -> dict[str, int]:
-    """Return numbers that differ between ranks if each rank has its own random streams, by name."""
-    seeds = {"torch.initial_seed()": torch.initial_seed()}
-    if device.type == "cuda":
-        seeds["torch.cuda.initial_seed()"] = torch.cuda.initial_seed()
-    seeds["the state of random"] = zlib.crc32(repr(random.getstate()).encode())
-    numpy, of_numpy = sys.modules.get("numpy"), dist.get_rank()
-    if numpy is not None:
-        _, key, *others = numpy.random.get_state()
-        of_numpy = zlib.crc32(key.tobytes() + repr(others).encode())
-    seeds["the state of numpy.random"] = of_numpy
-    return seeds
-
-
-def _refuse_equal_streams(name: str, seeds: list[int]) -> None:
-    for seed in seeds:
-        ranks = [rank for rank, other in enumerate(seeds) if other == seed]
-        if len(ranks) > 1:
-            raise SyncError(
-                f"ranks {ranks} draw from the same random stream ({name} is {seed}); they use the same noise and "
-                "dropout, as if there were fewer samples. Seed before wrap_parallel, with ddpshim.setup(seed=), or "
-                "afterwards with a different seed on each rank. If equal noise is intended, draw it inside "
-                f"ddpshim.shared_random_streams(seed) ({OPT_OUT})."
-            )
-
-
-def _generators_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    numpy = sys.modules.get("numpy")
-    kinds: tuple[Any, ...] = (random.Random, *(() if draws_alike() else (torch.Generator,)))
-    if numpy is not None:
-        kinds += (numpy.random.Generator, numpy.random.RandomState)
-    holders = [(f"a {type(child).__name__}", vars(child)) for child in module.modules()]
-    for holder, held in (*holders, ("the program", vars(sys.modules["__main__"]))):
-        for name, value in list(held.items()):
-            if isinstance(value, kinds) and not isinstance(value, random.SystemRandom):  # which has no state
-                yield f"the generator '{name}' of {holder}", value
-
-
-def _state(generator: Any) -> bytes:
-    """Return the state that determines its next draws."""
-    return bytes(generator.get_state().tolist()) if isinstance(generator, torch.Generator) else pickle.dumps(generator)
-
-
-class _Sent(NamedTuple):
-    """A rank's position in a pass. It becomes text only for an error, because that costs time in every pass."""
-
-    where: list[tuple[Position, str]]
-    num_steps: Optional[int]
-    rates: Sequence[float]
-
-    def __str__(self) -> str:
-        from ddpshim.failures.failure_notes import remedy
-
-        batches = []
-        for at, called in self.where:
-            num_samples = "" if at.num_samples is None else f" over {at.num_samples} samples"
-            batches.append(f"step {at.step} of epoch {at.epoch} of {called}{num_samples}")
-        said = ", ".join(batches) or remedy("a batch")
-        if self.num_steps is not None:
-            said += f", after {count(self.num_steps, 'optimizer step')}"
-        return said + (f" (the last at learning rate {', '.join(map(str, self.rates))})" if self.rates else "")
-
-
-class StepAgreement:
-    """The numbers that one wrapper adds to its reductions.
-
-    Attributes:
-        leave_out: whether a rank left a parameter out in the last pass that was read.
-    """
-
-    def __init__(self, network: str, number: int, device: torch.device) -> None:
-        """`number` identifies the network in the job, so that crossed messages of two networks are found."""
-        self._network, self._number, self._is_on_cpu = network, number, device.type == "cpu"
-        self._sent_for = _Sent([], None, ())
-        self._pending: deque[tuple[Any, torch.Tensor, _Sent]] = deque()
-        self.leave_out = False
-
-    def fill(self, entries: torch.Tensor, num_steps: int, rates: Sequence[float], leaves_out: bool) -> None:
-        """Write this rank's numbers into the last `NUM_SENT` of `entries`, which are on the CPU. Local."""
-        where = positions()
-        self._sent_for = _Sent(where, num_steps, rates)
-        number = zlib.crc32(repr((self._number, [position for position, _ in where], num_steps, [*rates])).encode())
-        low, high = number & 255, number >> 8 & 255
-        bits = [float(leaves_out), *_BITS[low], *_BITS[high], *_BITS[255 - low], *_BITS[255 - high]]
-        entries[-NUM_SENT:].copy_(torch.tensor(bits, device="cpu"))
-
-    def read(self, entries: torch.Tensor) -> None:
-        """Raise SyncError on all ranks if they are not at the same step, from the reduced `entries`.
-
-        On a GPU those of an earlier pass are read.
-        """
-        if self._is_on_cpu:
-            self._judge(entries[-NUM_SENT:].tolist(), self._sent_for)
-            return
-        copied = torch.empty(NUM_SENT, dtype=entries.dtype, pin_memory=entries.is_cuda, device="cpu")
-        copied.copy_(entries[-NUM_SENT:], non_blocking=True)
-        arrived: Optional[Any] = torch.cuda.Event() if entries.is_cuda else None
-        if arrived is not None:
-            arrived.record()
-        self._pending.append((arrived, copied, self._sent_for))
-        if len(self._pending) <= _DELAY:
-            return
-        arrived, copied, sent_for = self._pending.popleft()
-        if arrived is not None and not arrived.query():  # the host is `_DELAY` passes ahead
-            arrived.synchronize()
-        self._judge(copied.tolist(), sent_for)
-
-    def _judge(self, numbers: list[float], sent_for: _Sent) -> None:
-        leave_out, bits, opposites = numbers[0], numbers[1 : 1 + _NUM_BITS], numbers[1 + _NUM_BITS :]
-        self.leave_out = leave_out > 0
-        if any(map(mul, bits, opposites)):
-            here = world()
-            of_ranks = here.gather_with_deadline(
-                "positions", f"{sent_for}, network {self._number}", _MEETING_DEADLINE_S
-            )
-            where = "; ".join(f"rank {rank}: {said}" for rank, said in of_ranks.items())
-            from ddpshim.failures.failure_notes import remedy
-
-            raise SyncError(
-                f"ranks reduced gradients of different steps or networks in a backward pass of {self._network}. "
-                f"{where}. {remedy('same steps')} ({OPT_OUT})."
-            )
 
 
 def _sent(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -411,10 +274,3 @@ def _sums_of(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
     ends = torch.tensor([vector.numel() for vector in vectors], device="cpu").cumsum(0) - 1
     until = torch.cat([*vectors]).cumsum(0, dtype=torch.int64)[_to(ends, vectors[0].device)]
     return until.diff(prepend=until.new_zeros(1))
-
-
-def kind_of(tensor: Optional[torch.Tensor]) -> int:
-    """Return a number that depends on dtype and shape; 0 for None."""
-    if tensor is None:
-        return 0
-    return (zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode()) + 1) << 24

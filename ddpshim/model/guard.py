@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_, is_not, itemgetter
-from typing import TYPE_CHECKING, Any, TypeVar, Union
+from typing import Any, Optional, TypeVar
 
 import torch
 from torch import nn
@@ -20,20 +20,34 @@ from ddpshim.errors import SyncError
 from ddpshim.failures import failure
 from ddpshim.job.group import world
 from ddpshim.model import backward
-from ddpshim.model.equality import OPT_OUT, Tensors, bits_of_rows
+from ddpshim.model.difference import OPT_OUT, Tensors
+from ddpshim.model.equality import Equality, bits_of_rows
 from ddpshim.process import observed
 from ddpshim.process.job import current
 from ddpshim.process.observed import observe
 from ddpshim.process.say import say
 
-if TYPE_CHECKING:
-    from ddpshim.model.reducer import DistributedModule
-    from ddpshim.model.sharding import ShardedModule
-
-    Reduced = Union[DistributedModule, ShardedModule]
-
 DEADLINE_S = 120.0  # how long a rank that has ended its epoch, or the job, waits for the others
 REDUCED = "_ddpshim_reduced"  # set on the gradients of the first step after a reduction, and on those of a file
+
+
+class Reduced:
+    """What the checks read of a wrapper that reduces gradients; those that are not changed have these values.
+
+    They are attributes of the class, because others that are set on a wrapper become its module's.
+
+    Attributes:
+        num_reductions: backward passes whose gradients were reduced.
+        has_unreduced_gradients: whether a pass ran under no_sync() since.
+        is_armed: whether a pass that will be reduced has computed its first gradient and not ended.
+        is_uneven: whether ranks rightly make different numbers of passes: it trained in join().
+    """
+
+    module: nn.Module
+    num_reductions = 0
+    has_unreduced_gradients = is_armed = is_uneven = False
+    _refusal: Optional[SyncError] = None
+    _equality: Optional[Equality] = None  # none if each rank holds different weights
 
 
 class GuardState:
@@ -47,6 +61,7 @@ class GuardState:
         # The wrappers that an optimizer's last step changed, by id, with their num_reductions.
         self.steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple[Reduced, int]]]
         self.steps = weakref.WeakKeyDictionary()
+        self.num_steps, self.rates = 0, list[float]()  # of optimizers: steps so far, and the last learning rates
         self.is_alone = False  # a rank missed a meeting
 
 
@@ -197,9 +212,14 @@ def _everything() -> tuple[dict[str, str], Tensors]:
     return settings, {**tensors, **companions()}
 
 
+def steps_so_far() -> tuple[int, list[float]]:
+    """Return how many steps optimizers made on reduced gradients, and the learning rates of the last one. Local."""
+    return _watched().num_steps, _watched().rates
+
+
 def num_reductions() -> int:
     """Return how many backward passes of all networks were reduced so far. Local."""
-    return sum(wrapped.num_reductions for wrapped in _wrappers())
+    return sum(wrapped.num_reductions for wrapped in _wrappers() if not wrapped.is_uneven)
 
 
 def _wrappers() -> list[Reduced]:
@@ -219,21 +239,21 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     gradients: list[Any] = list(map(attrgetter("grad"), params))
     have_gradients = list(map(is_not, gradients, repeat(None)))
     params, gradients = list(compress(params, have_gradients)), list(compress(gradients, have_gradients))
-    owners = list(map(_watched().owners.get, map(id, params)))
+    watched = _watched()
+    owners = list(map(watched.owners.get, map(id, params)))
     wrappers: Any = dict(zip(map(id, owners), owners)).values()
-    may_be_alone = current().holds_whole_batches
+    may_be_alone = current().door.computes_alike
     if None in wrappers and not may_be_alone:
         raise _alone(optimizer, params[owners.index(None)])
     rates = [rate for group in optimizer.param_groups if isinstance(rate := group.get("lr"), (int, float))]
-    last = _watched().steps.setdefault(optimizer, {})
+    last = watched.steps.setdefault(optimizer, {})
     for wrapped in [wrapped for wrapped in wrappers if wrapped is not None]:
         mine = list(compress(gradients, map(is_, owners, repeat(wrapped))))
         _check_reduced(optimizer, wrapped, mine)
         now = wrapped.num_reductions
         if last.get(id(wrapped)) != (wrapped, now):
             last[id(wrapped)] = wrapped, now
-            wrapped._num_steps += 1
-            wrapped._rates = rates
+            watched.num_steps, watched.rates = watched.num_steps + 1, rates
             deque(map(setattr, mine, repeat(REDUCED), repeat(True)), maxlen=0)
         # Nothing was reduced since this optimizer's last step: the same gradients may be used again, others may not.
         elif not all(map(hasattr, mine, repeat(REDUCED))) and not may_be_alone:
@@ -253,6 +273,8 @@ def _check_reduced(optimizer: torch.optim.Optimizer, wrapped: Reduced, mine: Ite
             "reduced until the pass ends, so ranks would train different models. Step after loss.backward(), with one "
             f"optimizer for all parameters ({OPT_OUT})."
         )
+    if wrapped._refusal is not None:
+        raise wrapped._refusal
     if wrapped.is_armed:
         raise SyncError(
             f"{step}: a backward pass of {name} never finished (an exception inside it was caught?); other ranks "
@@ -263,7 +285,7 @@ def _check_reduced(optimizer: torch.optim.Optimizer, wrapped: Reduced, mine: Ite
             f"{step} after a backward pass of {name} under no_sync() or accumulate(is_last=False); ranks would step "
             "on different gradients. Use neither for the last backward pass before a step."
         )
-    if wrapped.num_reductions == 0 and not (current().holds_whole_batches or all(map(hasattr, mine, repeat(REDUCED)))):
+    if wrapped.num_reductions == 0 and not (current().door.computes_alike or all(map(hasattr, mine, repeat(REDUCED)))):
         raise SyncError(
             f"{step}: the gradients of {name} never went through a backward pass (torch.autograd.grad, or .grad "
             f"set by hand); ranks would train different models. Call loss.backward() ({OPT_OUT})."

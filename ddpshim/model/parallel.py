@@ -20,33 +20,37 @@ M = TypeVar("M", bound=nn.Module)
 def wrap_parallel(
     module: M,
     *,
+    find_unused_parameters: Optional[bool] = None,
     gradient_as_bucket_view: bool = True,
     bucket_cap_mb: Optional[float] = None,
     broadcast_buffers: bool = True,
-    find_unused_parameters: bool = True,
-    static_graph: bool = False,
     sync_batchnorm: bool = True,
     comm_hook: Any = None,
     comm_hook_state: Any = None,
     shard: Union[bool, Sequence[str]] = False,
+    **ddp: Any,
 ) -> M:
-    """Return `module` in a wrapper for parallel training: DDP on several ranks, else DataParallel, else a plain one.
+    """Return `module` in torch's DistributedDataParallel, for networks of which every rank trains a copy.
 
-    Collective on several ranks: all get the main rank's parameters and buffers. Unless ranks draw what one process
-    would, each also gets its own random streams (`ddpshim.split_random_streams`). DataParallel is used without a
-    launcher, if the process sees several GPUs and the module is on one. The result has `.module`; attributes, methods
-    and indexing reach the module; `state_dict` keys are the bare module's. The module itself is not changed and may be
-    used beside the wrapper: its gradients are reduced too. Each backward pass may leave out other parameters: they keep
-    their gradient (None stays None unless another rank used them). With the option `precision`, forward in training
-    mode runs under autocast.
+    Collective on several ranks: all get the main rank's parameters and buffers. Random streams stay as they are; a line
+    says if ranks draw equal noise (`ddpshim.split_random_streams`). Without a launcher the result is DataParallel if
+    the process sees several GPUs and the module is on one, else a plain wrapper. After `setup(batch="global")`,
+    gradients are averaged without DDP.
+
+    The result has `.module`; attributes, methods and indexing reach the module, then DDP (`register_comm_hook`);
+    `state_dict` keys are the bare module's. The reducer is prepared when a backward pass begins and not in `forward`.
+    So `net.compute_loss(batch)`, several forward or backward passes and `.module` train alike. With the option
+    `precision`, forward in training mode runs under autocast.
 
     Args:
         module: on this rank's device (`World.device`), with the same parameters on every rank.
+        find_unused_parameters: None (default): each backward pass may leave out other parameters, on each rank, but no
+            rank the whole network; those that no rank used keep their gradient, so None stays None. False or True: as
+            in DDP. False saves one small message in each pass; True sends all gradients after the pass.
         gradient_as_bucket_view: gradients are views of the communication buckets (default); saves one copy of them.
         bucket_cap_mb: size of a bucket; default `best_bucket_cap_mb`.
-        broadcast_buffers: copy the main rank's buffers to all ranks after each synchronised backward pass (default).
-        find_unused_parameters, static_graph: as in DDP, and without effect: each backward pass may use other
-            parameters, at no cost.
+        broadcast_buffers: copy the main rank's buffers to all ranks after each synchronised backward pass (default), so
+            that one rank alone may run the network. DDP copies them in `forward`.
         sync_batchnorm: BatchNorm layers normalise over the batch of all ranks, as in one process (default). Their
             forward in training mode is then collective. Applies to all networks of the process.
         comm_hook: for `DistributedDataParallel.register_comm_hook`, with `comm_hook_state`.
@@ -54,11 +58,17 @@ def wrap_parallel(
             `fully_shard` (torch 2.6 or later; for networks that do not fit). Build optimizers afterwards; every forward
             pass and `state_dict()` is collective (`python -m ddpshim docs launch`). Or names of methods that train
             beside forward: ["compute_loss"].
+        ddp: any other option of DistributedDataParallel (static_graph, mixed_precision).
 
     Raises:
         SyncError: parameters are not on this rank's device, or differ between ranks in name, shape or dtype; ranks
             cannot share the module: it is scripted, or distributed already.
+        TypeError: DistributedDataParallel has no such option.
     """
+    if ddp:
+        from ddpshim.model.ddp import check_options
+
+        check_options(ddp)
     here = current_or_new_world()
     is_alone = here.world_size == 1
     if isinstance(module, Transparent):
@@ -79,12 +89,16 @@ def wrap_parallel(
     if shard:
         from ddpshim.model.sharding import check_shard
 
-        refused = {"exact": here.options.exact, "comm_hook": comm_hook}
+        refused = {"exact": here.options.exact, "comm_hook": comm_hook, **ddp}
         check_shard([name for name, value in refused.items() if value is not None])
     if is_alone:
         several = not here.is_launched and torch.cuda.is_available() and torch.cuda.device_count() > 1
         is_spread = several and any(p.is_cuda for p in module.parameters())
-        wrapped: Any = SpreadModule(module) if is_spread else BareModule(module)
+        wrapped: Any = BareModule(module)
+        if is_spread:
+            from ddpshim.model.wrapping import SpreadModule
+
+            wrapped = SpreadModule(module)
     else:
         from ddpshim.model import wrapping
 
@@ -94,31 +108,18 @@ def wrap_parallel(
             shard=shard,
             sync_batchnorm=sync_batchnorm,
             broadcast_buffers=broadcast_buffers,
+            find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=gradient_as_bucket_view,
             bucket_cap_mb=bucket_cap_mb,
             comm_hook=comm_hook,
             comm_hook_state=comm_hook_state,
+            **ddp,
         )
     current().has_networks = True
     if here.is_launched:
-        from ddpshim.job.noise import split_random_streams
+        from ddpshim.shares.streams import watch_noise
 
-        split_random_streams()
+        watch_noise()
     if here.options.precision != "float32":  # forward in training mode then uses it
         wrapped.__dict__["_autocast"] = here.autocast
     return cast(M, wrapped)  # it is no instance of M, but has all that M has
-
-
-class SpreadModule(BareModule):
-    """A wrapper for one process on several GPUs: `forward` is spread over them, any other method runs on the first.
-
-    torch's DataParallel is an attribute and not a base class: it looks up `dim`, `gather` and others on itself, and a
-    module may have attributes of these names.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        self.__dict__["spread"] = DataParallel(module)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["spread"](*args, **kwargs)

@@ -18,14 +18,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpshim.errors import SyncError
-from ddpshim.job import noise
 from ddpshim.job.group import world
 from ddpshim.model import backward, guard
 from ddpshim.model.broadcasting import Buffers, broadcast_state
-from ddpshim.model.reducer import Wrapped
 from ddpshim.model.wrapper import BareModule
 from ddpshim.process.job import current
-from ddpshim.process.observed import observe
+from ddpshim.process.observed import Progress, observe
 from ddpshim.process.replaced import replaced
 
 # The main rank may write a large file between two calls of `state_dict`. Ranks that hang are found much earlier.
@@ -41,14 +39,11 @@ class _Sharding:
         self.networks: list[ShardedModule] = []
 
 
-class ShardedModule(BareModule):
+class ShardedModule(guard.Reduced, BareModule):
     """A network of which each rank holds one part; made by `wrap_parallel(module, shard=True)`."""
 
     # Of the class, because other names that are set on a wrapper become its module's.
-    has_unreduced_gradients = is_armed = _has_run = False
-    num_reductions = _num_steps = 0
-    _rates: Sequence[float] = ()
-    _equality = None  # each rank holds different weights
+    _has_run = False
     _syncs = True
     _sent: Any = None
     _buffers_to_send: Optional[Buffers] = None
@@ -77,8 +72,7 @@ class ShardedModule(BareModule):
         module.register_state_dict_post_hook(_put_together)
         module.register_load_state_dict_pre_hook(_divide)
         guard.own(self, [p for p in self._parts.values() if p.requires_grad])
-        backward.watch(current().part(Wrapped).unfinished)
-        current().part(backward.Passes).after.append(self._after_pass)
+        backward.watch().after.append(self._after_pass)
         sharding = current().part(_Sharding)
         sharding.networks.append(self)
         sharding.former.update((id(p), (weakref.ref(p), name)) for name, p in before.items())
@@ -121,14 +115,12 @@ class ShardedModule(BareModule):
                     "ranks would train different models. Return tensors, or name the method that returns the loss: "
                     'wrap_parallel(policy, shard=["compute_loss"]).'
                 )
-        if not self.num_reductions:
-            noise.begin_training(self._name, current().part(backward.Passes).losses)
         self.num_reductions += 1
         if self._buffers_to_send is not None:
             self._buffers_to_send.start()
             self._buffers_to_send.finish()
         device = next(iter(self._parts.values())).device
-        current().progress.end_pass(device.type == "cuda")
+        current().part(Progress).end_pass(device.type == "cuda")
         if world().options.guard:
             self._compare_unused(device)
 

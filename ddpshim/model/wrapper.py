@@ -12,8 +12,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-# A wrapper's instance attributes that stay after torch's constructor; the others must not hide the module's.
-_KEPT = {"module", "require_backward_grad_sync"}
 _PREFIXES = ("module", "_orig_mod")  # which DataParallel, DDP and torch.compile put before their child's keys
 
 
@@ -40,9 +38,6 @@ class Transparent:
         for name in shared:
             mine[name] = getattr(module, name)
         mine["module"] = module
-        for name in [name for name in mine if not name.startswith("_") and name not in _KEPT]:
-            if hasattr(module, name):
-                del mine[name]  # torch's own `dim`, `logger` and the like
         children = [name for name, _ in module.named_children()]
         for name in [*vars(module), *module._parameters, *module._buffers, *children]:
             if not name.startswith("_") and name not in Transparent.__dict__ and hasattr(type(self), name):
@@ -52,7 +47,7 @@ class Transparent:
             if not callable(theirs) or name.startswith("_") or name in Transparent.__dict__:
                 continue
             if hasattr(type(self), name) and theirs is not getattr(nn.Module, name, None):
-                mine[name] = getattr(module, name)  # a method of the module that torch's wrapper has, too
+                mine[name] = getattr(module, name)  # a method of the module that the wrapper has, too
 
     def __getattr__(self, name: str) -> Any:
         if "module" not in self.__dict__:

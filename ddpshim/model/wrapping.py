@@ -10,16 +10,14 @@ from typing import Any, Optional, Union
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddpshim.errors import SyncError
 from ddpshim.job.world import World
 from ddpshim.model import guard
 from ddpshim.model.broadcasting import broadcast_state
-from ddpshim.model.reducer import DistributedModule, average
 from ddpshim.model.wrapper import BareModule, Transparent
 from ddpshim.process.job import current
-from ddpshim.process.observed import observe
 from ddpshim.process.replaced import replaced
 
 _BUCKET_CAP_MB = 25.0  # the default of torch's DDP
@@ -35,7 +33,6 @@ def wrap(module: nn.Module, here: World, *, shard: Union[bool, Sequence[str]], s
     if here.options.exact is not None:  # the program holds whole batches: `ddpshim.rows.pieces` adds up gradients
         return _without_reduction(module)
     if current().next_number("wrapped networks") == 0:
-        observe(current().at_end, before_step=_share_loss)
         _refuse_ddp_around_wrapped()
         if here.options.guard:
             guard.watch_optimizers()
@@ -43,18 +40,33 @@ def wrap(module: nn.Module, here: World, *, shard: Union[bool, Sequence[str]], s
         from ddpshim.model import batchnorm
 
         batchnorm.sync()
+    sends_buffers = ddp.pop("broadcast_buffers")
     if shard:
         from ddpshim.model.sharding import ShardedModule
 
         methods = [] if shard is True else [shard] if isinstance(shard, str) else [*shard]
-        return ShardedModule(module, methods, ddp["broadcast_buffers"])
+        return ShardedModule(module, methods, sends_buffers)
     if has_nothing_to_reduce(module):
         return _without_reduction(module)
-    if ddp["bucket_cap_mb"] is None:
+    if ddp["bucket_cap_mb"] is None and "bucket_cap_mb_list" not in ddp:
         ddp["bucket_cap_mb"] = best_bucket_cap_mb(module, dist.get_backend())
-    if current().holds_whole_batches:  # a program for one process may keep gradients over the next backward pass
-        ddp["gradient_as_bucket_view"] = False
-    return DistributedModule(module, **ddp)
+    if (wrapper := current().door.wrapper) is not None:
+        changes = ("comm_hook", "mixed_precision", "process_group", "device_mesh")
+        if (name := next((name for name in changes if ddp.get(name) is not None), None)) is not None:
+            raise SyncError(
+                f'wrap_parallel({name}=...) after setup(batch="global"): gradients are averaged without DDP there, '
+                "so it would have no effect. Leave it out, or train by DDP: setup()."
+            )
+        return wrapper(module, ddp["bucket_cap_mb"], sends_buffers)
+    from ddpshim.model.ddp import DistributedModule
+
+    has_new_name = hasattr(DistributedDataParallel, "broadcast_buffers")  # a property, from torch 2.13 on
+    ddp.setdefault("forward_sync_buffers" if has_new_name else "broadcast_buffers", sends_buffers)
+    hook, state = ddp.pop("comm_hook"), ddp.pop("comm_hook_state")
+    made = DistributedModule(module, **ddp)
+    if hook is not None:
+        made.register_comm_hook(state, hook)
+    return made
 
 
 def check_kind(module: nn.Module, is_alone: bool) -> None:
@@ -119,30 +131,6 @@ def best_bucket_cap_mb(module: nn.Module, backend: str) -> float:
     return min(max(num_bytes / 16 / 2**20, 1.0), _BUCKET_CAP_MB)
 
 
-def _share_loss(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    """Return the arguments of an optimizer's step (LBFGS) with a closure that returns the mean of the ranks' losses.
-
-    Local; the closure is then collective. A line search on a rank's own loss would stop at a different point on each
-    rank. None, so that nothing changes, without a closure or if no wrapper reduces a parameter of the optimizer.
-    """
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
-        return None
-    device = next((p.device for group in optimizer.param_groups for p in group["params"] if guard.is_owned(p)), None)
-    if device is None:
-        return None
-
-    @functools.wraps(closure)
-    def shared(*args: Any, **kwargs: Any) -> Any:
-        loss = closure(*args, **kwargs)
-        if not isinstance(loss, (float, torch.Tensor)) or (isinstance(loss, torch.Tensor) and loss.numel() != 1):
-            return loss
-        mean = average(torch.as_tensor(loss, dtype=torch.float64).detach().to(device))
-        return mean.to(loss.dtype).to(loss.device) if isinstance(loss, torch.Tensor) else mean.item()
-
-    return ((args[0], shared, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": shared})
-
-
 def _refuse_ddp_around_wrapped() -> None:
     """Refuse torch's DDP around a network that is reduced already, until `cleanup()`. Local."""
     original = DistributedDataParallel.__init__
@@ -151,11 +139,11 @@ def _refuse_ddp_around_wrapped() -> None:
     def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         module = args[0] if args else kwargs["module"]
         reduced = (name for name, p in module.named_parameters() if guard.is_owned(p))
-        if not isinstance(self, Transparent) and (name := next(reduced, None)) is not None:
+        if not getattr(module, "_ddp_params_and_buffers_to_ignore", ()) and (name := next(reduced, None)) is not None:
             raise SyncError(
                 f"{type(self).__name__} around a {type(module).__name__} whose '{name}' wrap_parallel reduces already: "
                 "two reducers would write into one gradient, and ranks would train different models. Use what "
-                "wrap_parallel gave back as it is, which is a DistributedDataParallel, or leave wrap_parallel out."
+                "wrap_parallel gave back as it is, or leave wrap_parallel out."
             )
         original(self, *args, **kwargs)
 
@@ -175,12 +163,13 @@ def _check_tensors(module: nn.Module, here: World) -> None:
         if p.is_cuda and here.device.type == "cuda" and p.device != here.device:
             raise SyncError(
                 f"parameter '{name}' is on {p.device}, but rank {here.rank} computes on {here.device}; ranks would "
-                f"share a GPU, and hang. {_remedy('gpu')}."
+                "share a GPU, and hang. Use 'cuda' or ddpshim.world().device instead of a fixed number."
             )
         if not p.is_cuda and here.backend == "nccl":
             raise SyncError(
                 f"parameter '{name}' is on {p.device}, and nccl only reduces GPU memory. Call "
-                f".to({_remedy('device')}) before {_remedy('wrap')}."
+                ".to(ddpshim.world().device) before the network is wrapped, or trains; or hide the GPUs to train on "
+                "the CPU: CUDA_VISIBLE_DEVICES= (empty)."
             )
 
 
@@ -196,23 +185,32 @@ def _check_same_structure(module: nn.Module, here: World) -> None:
         sums = {name: float(p.detach().abs().double().nansum()) for name, p in module.named_parameters()}
     of_ranks, sums_of_ranks = zip(*here.gather((mine, sums)))
     if any(theirs != of_ranks[0] for theirs in of_ranks):
-        from ddpshim.model.difference import described
+        from ddpshim.model.difference import SAME_STATE, described
 
         raise SyncError(
             f"ranks wrap different {type(module).__name__}s: {described(dict(enumerate(of_ranks)))}; gradients of "
-            f"different parameters would be averaged. {_remedy('same state')}."
+            f"different parameters would be averaged. {SAME_STATE}."
         )
     differing = [name for name in sums if len({theirs[name] for theirs in sums_of_ranks}) > 1]
     if differing and here.is_main:
         warnings.warn(
             f"weights differed between ranks before training (first: '{differing[0]}'); all ranks now have the "
-            "main rank's. Copies made earlier (an EMA, a target network) still differ: "
-            f"{_remedy('same weights')}.",
+            "main rank's. Copies made earlier (an EMA, a target network) still differ: seed what weights are drawn "
+            "from, equally on all ranks (ddpshim.setup(seed=...) does), or make copies afterwards.",
             stacklevel=4,
         )
 
 
-def _remedy(name: str) -> str:
-    from ddpshim.failures.failure_notes import remedy  # only an error needs it
+class SpreadModule(BareModule):
+    """A wrapper for one process on several GPUs: `forward` is spread over them, any other method runs on the first.
 
-    return remedy(name)
+    torch's DataParallel is an attribute and not a base class: it looks up `dim`, `gather` and others on itself, and a
+    module may have attributes of these names.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.__dict__["spread"] = DataParallel(module)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["spread"](*args, **kwargs)

@@ -39,7 +39,8 @@ def begin(folder: PathLike, rank: int, **facts: Any) -> bool:
     _close()
     path = Path(folder, FOLDER, f"rank_{rank}.jsonl")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # the main rank's, which other ranks of one program do not see
+            path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError as error:
         _say(path, error)

@@ -6,6 +6,7 @@ State that outlives a job belongs to the process: see the list in tests/house/te
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import random
 import sys
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Optional, TypeVar, Union
 if TYPE_CHECKING:
     from ddpshim.failures.failure import Watched
     from ddpshim.job.world import World
-    from ddpshim.process.observed import Progress
+    from ddpshim.process.doors import Door
 
 P = TypeVar("P")
 
@@ -32,10 +33,8 @@ class Job:
         timeout: how long training collectives wait, if `setup` made the group.
         num_collectives: how many collectives the default group had made when the job began; None if unknown.
         has_networks: whether `wrap_parallel` was called, so that all ranks have the main rank's weights.
-        has_own_batches: whether ranks train on batches that are not shares of one process's, each with its own noise.
         is_split: whether ranks have random streams of their own.
-        holds_whole_batches: whether every rank runs one program, with whole batches (`setup(batch="global")`): draws,
-            and gradients that no backward pass reduced, are then equal on all ranks.
+        door: what ranks hold of a batch, and what follows.
         watched: set by `failure.arm`.
         before_end, at_end: callbacks that `end` calls, each stack in reverse order.
     """
@@ -47,19 +46,18 @@ class Job:
         self.group: Any = None
         self.control: Any = None
         self.timeout: Optional[timedelta] = None
-        self.has_networks = self.has_own_batches = self.is_split = self.holds_whole_batches = False
+        self.has_networks = self.is_split = False
         self.watched: Optional[Watched] = None
         self.num_collectives: Optional[int] = None
         self.before_end, self.at_end = contextlib.ExitStack(), contextlib.ExitStack()
         self._numbers: dict[str, int] = {}
         self._parts: dict[type, Any] = {}
 
-    @property
-    def progress(self) -> Progress:
-        """What this rank has done so far."""
-        from ddpshim.process.observed import Progress
+    @functools.cached_property
+    def door(self) -> Door:
+        from ddpshim.process.doors import LocalBatches  # here: a process without a launcher asks for none
 
-        return self.part(Progress)
+        return LocalBatches()
 
     def part(self, kind: type[P]) -> P:
         """Return this job's one object of class `kind`, made on first use. It holds a module's state. Local."""
@@ -124,3 +122,13 @@ def derive_seed(seed: int, *scope: Union[int, str]) -> int:
     """Return a 63-bit seed derived from `seed` and a purpose, the same on every machine. Local."""
     text = "/".join(str(part) for part in (seed, *scope)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def num_collectives() -> Optional[int]:
+    """Return how many collectives the default process group has made; None if unknown."""
+    import torch.distributed as dist
+
+    try:
+        return int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError, ValueError):
+        return None

@@ -100,7 +100,7 @@ class Progress:
         num_passes: backward passes whose gradients were reduced.
         num_collectives: collectives of `World`.
         batch: epoch and step of the last batch from `make_loader`; None before.
-        is_reducing: whether the host waits at the end of a backward pass.
+        is_reducing: whether the host is in a backward pass: it computes, or waits for other ranks.
     """
 
     def __init__(self) -> None:

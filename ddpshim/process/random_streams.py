@@ -17,8 +17,8 @@ from ddpshim.process.job import seed_everything
 def shared_random_streams(seed: int) -> Iterator[None]:
     """Within the block, all ranks draw the same numbers from `seed`; then each continues its own stream. Local.
 
-    For a network that is built after `wrap_parallel` gave every rank its own streams. If the process's first
-    `wrap_parallel` is in the block, each rank draws from its own new stream afterwards.
+    For what must be equal after `split_random_streams`: a network that is built later, a permutation that ranks slice.
+    If `split_random_streams` is called in the block, each rank draws from its own new stream afterwards.
     """
     gpus = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     _shared.depth += 1

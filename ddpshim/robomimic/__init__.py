@@ -7,16 +7,8 @@ from typing import Any
 from ddpshim import lazy
 
 # Loaded on first use: a process that only needs the adapter must not import the trainer's functions.
-_CALLS = (
-    *("copyfile", "device_or", "failed", "finish", "get_exp_dir", "has_checkpoint", "is_main", "main_computes"),
-    *("main_decides", "main_only", "mean_over_ranks", "prepare", "quiet", "resume", "rollout_with_stats", "run_epoch"),
-    *("same_on_all_ranks", "save_model", "start"),
-)
-_HOMES = {
-    **dict.fromkeys(_CALLS, "calls"),
-    **dict.fromkeys(("load_data_for_training", "loader"), "datasets"),
-    "deal_episodes": "rollout",
-}
+_CALLS = ("failed", "finish", "get_exp_dir", "has_checkpoint", "load_data_for_training", "resume", "rollout_with_stats")
+_HOMES = {**dict.fromkeys((*_CALLS, "run_epoch"), "calls"), "deal_episodes": "rollout"}
 
 __all__ = sorted(_HOMES)
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
-from ddpshim.reading import read_bytes
-
 if TYPE_CHECKING:
-    from ddpshim.data.loader_builder import Fetcher
+    from ddpshim.adapters import Fetcher
 
 _ITS_NEWEST_PYTHON = (3, 11)
 # Works beside any torch, with --no-deps; newer versions fail except with their own torch.
@@ -41,14 +38,6 @@ def problems(module: str, arguments: Sequence[str]) -> Iterator[str]:
     if importlib.util.find_spec("robomimic") and not importlib.util.find_spec("torchvision"):
         needed = f"pip install --no-deps {TORCHVISION}" if TORCHVISION else OTHER_TORCHVISION
         yield f"torchvision is not installed, which robomimic imports: no rank could start. Install it: {needed}"
-
-
-def batch_size(arguments: Sequence[str]) -> Optional[int]:
-    """From the config file."""
-    try:
-        return int(json.loads(read_bytes(_config_of(arguments) or ""))["train"]["batch_size"])
-    except (OSError, ValueError, TypeError, KeyError):  # no config, or one without it: the trainer's own default
-        return None
 
 
 def _config_of(arguments: Sequence[str]) -> Optional[str]:

@@ -1,4 +1,4 @@
-"""Finds networks of an Algo that train together, and its state for resuming; reads its numbers without waits.
+"""Holds the state of an Algo for resuming, and reads the norms of its gradients at once.
 
 robomimic is imported inside the functions only.
 """
@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 from collections.abc import Iterator, Mapping
-from typing import Any, Callable, Optional
+from typing import Any, Optional
 
 import torch
-from torch import nn
 
 from ddpshim.errors import CheckpointError
 from ddpshim.process.replaced import replaced
-from ddpshim.robomimic import known
+from ddpshim.robomimic.batches import digest
+
+_BACKPROP_DIGEST = "33cd2d929a81b581"  # of TorchUtils.backprop_for_loss in 0.3.0, 0.4.0, 0.5.0, and master at d309eae
 
 
 def algos(model: Any) -> Iterator[Any]:
@@ -28,18 +28,6 @@ def algos(model: Any) -> Iterator[Any]:
         yield from algos(algo)
     if "nets" in vars(model):
         yield model
-
-
-def trained_together(algo: Any) -> Iterator[nn.Module]:
-    """Yield the networks that the optimizers of `algo` train, without target networks.
-
-    A ModuleList with an optimizer for each of its parts is yielded part by part.
-    """
-    optimizers: Mapping[str, Any] = vars(algo).get("optimizers", {})
-    trained = {id(p) for optimizer in flat(optimizers) for group in optimizer.param_groups for p in group["params"]}
-    for name, net in algo.nets.items():
-        cut = isinstance(net, nn.ModuleList) and isinstance(optimizers.get(name), list)
-        yield from (part for part in (net if cut else [net]) if any(id(p) in trained for p in part.parameters()))
 
 
 class AlgoState:
@@ -121,13 +109,12 @@ def flat(made: Any) -> list[Any]:
 def norms_read_at_once() -> Iterator[None]:
     """In this block, robomimic's `backprop_for_loss` reads all norms at once, if its code is known. Local.
 
-    Upstream reads the norm of every gradient separately, 94 in a step of a transformer. Here they are summed on the
-    GPU, and all numbers of a step's log are copied together (`read_later`), while the next step is computed.
+    Upstream reads the norm of every gradient separately, 94 in a step of a transformer: a GPU waits for each.
     """
     import robomimic.utils.torch_utils as TorchUtils
 
     upstreams = vars(TorchUtils).get("backprop_for_loss")
-    if not hasattr(upstreams, "__code__") or known.digest(upstreams) != known.BACKPROP_DIGEST:
+    if not hasattr(upstreams, "__code__") or digest(upstreams) != _BACKPROP_DIGEST:
         yield  # unknown code may do something else
         return
     with replaced(TorchUtils, "backprop_for_loss", backprop_for_loss):
@@ -141,7 +128,7 @@ def backprop_for_loss(
     max_grad_norm: Optional[float] = None,
     retain_graph: bool = False,
 ) -> Any:
-    """Do the same as upstream's; the returned sum of squared norms is, on a GPU, a tensor that has not been read."""
+    """Do the same as upstream's, but read all norms at once. Local."""
     optim.zero_grad()
     loss.backward(retain_graph=retain_graph)
     if max_grad_norm is not None:
@@ -152,56 +139,10 @@ def backprop_for_loss(
     return total
 
 
-def _sum_of_squares(gradients: list[torch.Tensor]) -> Any:
+def _sum_of_squares(gradients: list[torch.Tensor]) -> float:
     kinds = {(g.device, g.dtype, g.layout) for g in gradients}
     if len(kinds) != 1 or gradients[0].is_sparse:
-        return sum(g.norm(2).pow(2).item() for g in gradients)
-    squares = torch.stack(torch._foreach_norm(gradients, 2)).pow(2)
-    # Python adds doubles one after the other; a GPU adds in another order, which changes the 16th digit.
-    return sum(squares.tolist()) if squares.device.type == "cpu" else squares.double().sum()
-
-
-class Unread(Mapping[str, Any]):
-    """The log of a step, some of whose numbers are still being copied from the device; reading it waits for them."""
-
-    def __init__(self, log: Mapping[str, Any]) -> None:
-        self._log: Mapping[str, Any] = log
-        self._keys = [key for key, value in log.items() if isinstance(value, torch.Tensor) and value.numel() == 1]
-        self._copied: Optional[torch.cuda.Event] = None
-        if self._keys:
-            numbers = torch.stack([log[key].detach().double().reshape(()) for key in self._keys])
-            self._numbers = numbers.to("cpu", non_blocking=True)  # from a GPU: into pinned memory
-            if numbers.is_cuda:
-                self._copied = torch.cuda.Event()
-                self._copied.record(torch.cuda.current_stream(numbers.device))
-
-    def _read(self) -> Mapping[str, Any]:
-        if self._keys:
-            if self._copied is not None:
-                self._copied.synchronize()
-            self._log, self._keys = {**self._log, **dict(zip(self._keys, self._numbers.tolist()))}, []
-        return self._log
-
-    def __getitem__(self, key: str) -> Any:
-        return self._read()[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._log)
-
-    def __len__(self) -> int:
-        return len(self._log)
-
-
-def read_later(log_info: Callable[[Any], Mapping[str, Any]], info: Any) -> Unread:
-    """Return `log_info(info)`, but copy the tensors that it reads with `.item()` without waiting for them. Local.
-
-    `log_info` is called now: other values that it reads, such as a learning rate, may change in the next step.
-    """
-    thread, item = threading.get_ident(), torch.Tensor.item
-
-    def unread(tensor: torch.Tensor) -> Any:
-        is_ours = threading.get_ident() == thread and tensor.numel() == 1
-        return tensor.detach().double() if is_ours else item(tensor)  # as Python floats: log_info adds some up
-
-    with replaced(torch.Tensor, "item", unread):
-        return Unread(log_info(info))
+        squares = [g.norm(2).pow(2).item() for g in gradients]
+    else:
+        squares = torch.stack(torch._foreach_norm(gradients, 2)).pow(2).tolist()
+    return float(sum(squares))

@@ -13,18 +13,35 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import hashlib
+import inspect
 import os
 import random
 import sys
+import tokenize
 from collections.abc import Sequence
 from typing import Any, Callable, NamedTuple, Optional, Union
 
 import torch
 from torch.utils.data import default_collate
 
-from ddpshim.robomimic import known, node_cache
+from ddpshim.robomimic import node_cache
 from ddpshim.robomimic.node_cache import left_as_found
 
+# By the digest of SAMPLE_METHODS: whether SequenceDataset normalises observations; else the trainer does.
+RELEASES = {
+    "2942cf02e3487831": True,  # 0.3.0
+    "4b587a7f1faca9e8": False,  # 0.4.0
+    "81c972ac3cd0bf40": False,  # 0.5.0, and master at d309eae
+    "c3144dba8022da45": False,  # the robocasa branch at 271a76c
+}
+# The methods of SequenceDataset that make a sample. In the releases above none draws random numbers.
+SAMPLE_METHODS = (
+    *("__len__", "__getitem__", "get_item", "get_sequence_from_demo", "get_obs_sequence_from_demo"),
+    *("get_dataset_sequence_from_demo", "get_dataset_for_ep", "load_dataset_in_memory"),
+)
+META_METHODS = ("__len__", "__getitem__")
+META_DIGEST = "0dc43ea475119bc0"  # of META_METHODS in all releases that have a MetaDataset, except DROID
 _NUM_COMPARED_DEMOS = 3
 
 
@@ -37,14 +54,6 @@ def concerns(dataset: Any) -> bool:
     module = sys.modules.get("robomimic.utils.dataset")  # if it is not imported, no such dataset can exist
     kinds = [getattr(module, name, None) for name in ("SequenceDataset", "MetaDataset")]
     return isinstance(dataset, tuple(kind for kind in kinds if kind is not None))
-
-
-def is_known(dataset: Any) -> bool:
-    """Whether the code of `dataset` is known; known code draws no random numbers. Local."""
-    with contextlib.suppress(Unproven):
-        _normalizing(dataset)
-        return True
-    return False
 
 
 def plan(dataset: Any) -> Plan:
@@ -78,7 +87,7 @@ def attach(dataset: Any) -> Optional[str]:
 
 
 class WindowFetcher(NamedTuple):
-    """Implements `ddpshim.data.loader_builder.Fetcher` for one dataset."""
+    """Implements `ddpshim.adapters.Fetcher` for one dataset."""
 
     dataset: Any
 
@@ -128,17 +137,27 @@ class _Samples(Sequence[Any]):
         return self._all()[at]
 
 
+@functools.lru_cache(maxsize=32)
+def digest(*functions: Any) -> str:
+    """Return the digest of the source of plain functions, without blank lines; empty if a source is missing. Local."""
+    try:
+        lines = [line.rstrip() for function in functions for line in inspect.getsourcelines(function.__code__)[0]]
+    except (OSError, SyntaxError, tokenize.TokenError):
+        return ""
+    return hashlib.sha256("\n".join(filter(None, lines)).encode()).hexdigest()[:16]
+
+
 def _normalizing(dataset: Any) -> list[bool]:
     """Return, of each SequenceDataset in `dataset`, whether it normalises; raise Unproven if its code is unknown."""
     if not concerns(dataset):
         raise Unproven(f"{type(dataset).__name__} is no dataset of robomimic's")
     parts, normalizing = [dataset], []
     if hasattr(dataset, "datasets"):
-        if _digest(dataset, known.META_METHODS) != known.META_DIGEST:
+        if _digest(dataset, META_METHODS) != META_DIGEST:
             raise Unproven(f"the code of {type(dataset).__name__} is not one that is known here")
         parts = dataset.datasets
     for part in parts:
-        normalizes = known.RELEASES.get(_digest(part, known.SAMPLE_METHODS))
+        normalizes = RELEASES.get(_digest(part, SAMPLE_METHODS))
         if normalizes is None:
             raise Unproven(f"the code of {type(part).__name__} is not one that is known here")
         if getattr(part, "shuffled_obs_key_groups", ()):
@@ -152,7 +171,7 @@ def _digest(dataset: Any, names: Sequence[str]) -> str:
     functions = [getattr(type(dataset), name, None) for name in names]
     if any(name in vars(dataset) or not hasattr(function, "__code__") for name, function in zip(names, functions)):
         return ""
-    return known.digest(*functions)
+    return digest(*functions)
 
 
 class Windows:

@@ -16,10 +16,10 @@ from typing import Any, Callable, Optional
 
 import torch
 
-from ddpshim.data.node_memory import SharedArrays, shared_arrays
 from ddpshim.errors import DataError
 from ddpshim.job.world import World
 from ddpshim.process.replaced import replaced
+from ddpshim.robomimic.node_memory import SharedArrays, shared_arrays
 
 Load = Callable[[str], dict[str, Any]]  # from a demonstration's name to its arrays, by path
 

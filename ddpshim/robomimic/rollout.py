@@ -21,17 +21,17 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Callable, Optional, Union
 
-import torch
-
 from ddpshim.errors import RolloutError
 from ddpshim.evaluation import environments
 from ddpshim.evaluation.dealing import Deal, render_on_own_gpu
-from ddpshim.job.world import World, world_of_shares
+from ddpshim.job.world import World, world
 from ddpshim.process import messages
-from ddpshim.process.job import derive_seed, seed_everything
+from ddpshim.process.job import current, derive_seed, seed_everything
 from ddpshim.process.random_streams import shared_random_streams
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
+from ddpshim.robomimic.session import session
+from ddpshim.rows.tensor import Counts
 
 
 def deal_episodes(make: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
@@ -42,11 +42,11 @@ def deal_episodes(make: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
     upstream gives the i-th environment the same seed on every rank, and later its generators cannot be reached, in
     another process. Local; without a launcher returns `make`.
     """
-    here = world_of_shares()
+    here = world()
     if not here.is_launched:
         return list(make)
     episodes = [range(here.rank * len(make) + i, sys.maxsize, here.world_size * len(make)) for i in range(len(make))]
-    return [functools.partial(_make_seeded, one, own, here.seed or 0) for one, own in zip(make, episodes)]
+    return [functools.partial(_make_seeded, one, own, session().seed) for one, own in zip(make, episodes)]
 
 
 def _make_seeded(make: Callable[[], Any], episodes: Iterable[int], seed: int) -> Any:
@@ -77,7 +77,7 @@ def rollout_with_stats(
     keeps or removes the videos.
 
     An episode's random numbers (torch's, numpy's and random's global generators, an environment's own from its seed,
-    and generators in its attributes) depend on the seed of the world, `epoch`, the environment's name and the episode.
+    and generators in its attributes) depend on the trainer's seed, `epoch`, the environment's name and the episode.
     If an environment has other randomness or remembers earlier episodes, its statistics depend on the number of ranks;
     where that can be detected, a message names it.
 
@@ -94,7 +94,7 @@ def rollout_with_stats(
     """
     import robomimic.utils.train_utils as TrainUtils
 
-    here = world_of_shares()
+    here = world()
     if not here.is_launched:
         return (*TrainUtils.rollout_with_stats(policy=policy, envs=envs, **options), {})
     render_on_own_gpu(here)  # robocasa makes its environments during this call
@@ -130,7 +130,7 @@ class _RolloutsOfEpoch:
 
     def run(self, envs: Union[Mapping[str, Any], Iterable[Any]]) -> tuple[dict[str, Any], dict[str, str]]:
         """Return upstream's statistics and paths of videos."""
-        seed = self.here.broadcast(torch.initial_seed() if self.here.seed is None else self.here.seed)
+        seed = self.here.broadcast(session().seed)
         in_turn = not isinstance(envs, Mapping)
         logs: dict[str, Any] = {}
         try:
@@ -219,7 +219,9 @@ class _RolloutsOfEpoch:
         if deal.is_told_to_end():
             raise Interrupted(f"a signal during the rollouts in {name!r}")
         if deal.own is not None:
-            traceback.print_exception(type(deal.own), deal.own, deal.own.__traceback__)
+            # Directly: other ranks' output is that of the main rank, and discarded.
+            where = None if here.is_main else sys.__stderr__
+            traceback.print_exception(type(deal.own), deal.own, deal.own.__traceback__, file=where)
         if deal.text and here.is_main:
             num_kept = deal.failed_at * num_at_once
             say(f"{deal.text} As without ddpshim, the statistics are of the {num_kept} before it.", directly=True)
@@ -240,7 +242,7 @@ class _RolloutsOfEpoch:
         start = time.time()
         # The parts of a vector environment seed themselves, see `deal_episodes`.
         seeding = contextlib.nullcontext() if _is_vector(env) else environments.seeded(env, seed_of_env, is_checked)
-        with shared_random_streams(seed), seeding as shown:
+        with current().part(Counts).alone(), shared_random_streams(seed), seeding as shown:
             result = TrainUtils.run_rollout(
                 policy=self.policy, env=env, horizon=horizon, video_writer=writer, **self.options
             )

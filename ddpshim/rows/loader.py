@@ -20,17 +20,9 @@ import torch
 from torch.utils import data as torch_data
 
 from ddpshim import adapters
-from ddpshim.data.numbered import (
-    Enterable,
-    Numbered,
-    SampleStreams,
-    generator_states,
-    restore_generators,
-    start_worker,
-    without_lists,
-)
 from ddpshim.errors import DataError
 from ddpshim.job.group import world
+from ddpshim.job.passes import Enterable, generator_states, restore_generators
 from ddpshim.model import guard
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import digest, global_states, restore_global_states
@@ -38,6 +30,7 @@ from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say_once
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
+from ddpshim.rows.samples import Numbered, SampleStreams, start_worker, without_lists
 from ddpshim.rows.tensor import Counts, Rows, leaves
 
 T_co = TypeVar("T_co", covariant=True)
@@ -59,10 +52,13 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.place = users_line()
-        self.news = _News(self.place)
+        self.news = News(self.place)
         self._of_rows: Optional[_RowsLoader] = None
         self._is_divided: Optional[bool] = None
         self._first = 0  # step of the next pass
+        self._begins_with: Optional[dict[str, Any]] = None  # its random streams, of an interrupted run
+        self._has_seed = False  # whether it draws no seed of workers, because that run's workers stayed
+        self._begun_with: Optional[dict[str, Any]] = None  # the streams of this pass
 
     def can_enter(self) -> bool:
         # A class of the program's may count passes in a way of its own.
@@ -71,7 +67,19 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
     def set_epoch(self, epoch: int, start_step: int = 0) -> None:
         self._first = start_step
 
-    def workers_stay(self) -> bool:
+    def order_state(self) -> dict[str, Any]:
+        return {
+            "generators": generator_states(self),
+            "workers stay": self._workers_stay(),
+            "begun with": self._begun_with,
+        }
+
+    def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
+        if state is not None:
+            self._begins_with = state["begun with"] if is_inside else {"generators": state["generators"]}
+            self._has_seed = state["begun with"]["has seed"] if is_inside else state["workers stay"]
+
+    def _workers_stay(self) -> bool:
         return (self if self._of_rows is None else self._of_rows)._iterator is not None
 
     def __iter__(self) -> Any:
@@ -80,7 +88,7 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
         if states is not None:
             restore_global_states(states)
             restore_generators(self, states["generators"])
-        has_seed = self._has_seed or self.workers_stay()
+        has_seed = self._has_seed or self._workers_stay()
         self._begun_with = {**global_states(), "generators": generator_states(self), "has seed": has_seed}
         try:
             if self._has_seed:
@@ -112,7 +120,7 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
                     self._of_rows.first = first - num_left_out
                 batches = iter(self._of_rows)
             _leave_out(batches, num_left_out, self)
-        return batches if is_plain else _batches(self, batches)
+        return batches if is_plain else batches_of_rows(self, batches)
 
 
 def _leave_out(batches: Any, num: int, loader: DataLoader[Any]) -> None:
@@ -133,7 +141,7 @@ def _fetching() -> contextlib.AbstractContextManager[Any]:
     return replaced(current().part(Counts), "is_fetching", True)
 
 
-def _batches(loader: DataLoader[Any], batches: Any) -> Iterator[Any]:
+def batches_of_rows(loader: DataLoader[Any], batches: Any) -> Iterator[Any]:
     """Yield the batches of one pass (collective)."""
     num_passes = guard.num_reductions()
     loader.news.begin_pass()
@@ -159,8 +167,13 @@ class _RowsLoader(torch_data.DataLoader[Any]):
     def of(cls, loader: DataLoader[Any]) -> _RowsLoader:
         made: Any = copy.copy(loader)
         made.__class__ = cls
-        fetcher = adapters.fetcher_of(loader.dataset)  # fetches robomimic's samples by the batch, many times faster
-        collate: Any = loader.collate_fn if fetcher is None or fetcher.attach() is not None else fetcher.collate()
+        fetcher, collate = adapters.fetcher_of(loader.dataset), loader.collate_fn
+        if fetcher is not None:
+            reason = fetcher.attach()
+            collate = fetcher.collate() if reason is None else collate
+            if reason is not None and world().is_main:
+                kind = type(loader.dataset).__name__
+                say_once(f"{kind} is read sample by sample, many times slower than by the batch: {reason}")
         streams = _Streams(loader.dataset, collate, blocks.ranks(), loader.num_workers)
         vars(made).update(dataset=streams, collate_fn=streams.collated_rows, _iterator=None, first=0)
         if loader.num_workers:
@@ -227,19 +240,19 @@ def _walked(of_tensor: Any, of_texts: Any, batch: Any) -> Any:
     return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
 
 
-class _News:
+class News:
     """What ranks tell each other of each batch: the shapes and types of its samples.
 
     Once a loader's batches are known, no rank waits: the news are read before the next message of the training.
     """
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, num_waited: int = _NUM_WAITED) -> None:
         self._place = place
-        self._num_waits = _NUM_WAITED
+        self._num_waits, self._num_in_a_pass = num_waited, min(1, num_waited)
         self._known: tuple[Any, int] = (None, 0)  # kinds of a batch, and their hash
 
     def begin_pass(self) -> None:
-        self._num_waits = max(1, self._num_waits)
+        self._num_waits = max(self._num_in_a_pass, self._num_waits)
 
     def tell(self, num_rows: int, batch: Any) -> None:
         """Raise DataError, now or before the next message, if samples differ (collective)."""
@@ -266,7 +279,7 @@ class _News:
         )
 
 
-def _with_rows(fetched: Any, news: _News) -> Any:
+def _with_rows(fetched: Any, news: News) -> Any:
     """Return the batch with row tensors (collective)."""
     (num_rows, batch), here = fetched, world()
     part = blocks.part_of(num_rows)
@@ -275,6 +288,7 @@ def _with_rows(fetched: Any, news: _News) -> Any:
     news.tell(num_rows, batch)
 
     def texts(own: Any) -> Any:
+        blocks.settle()  # another rank may have no batch
         return type(own)([one for theirs in here.gather(own) for one in theirs])
 
     return _walked(lambda x: Rows(x, 0, part), texts, batch)

@@ -136,7 +136,8 @@ class Results:
         out = function(*args)
         if function is over_ranks:
             self._calls.append((args, out, [None if x is None else x.clone() for x in args[1:3]]))
-        return out.clone() if function is over_ranks else out  # both runs may write into it: ReLU in place
+            return out.clone()  # both runs may write into it: ReLU in place
+        return out
 
     def again(self, x: Any, mean: Any, variance: Any, *others: Any) -> Any:
         (given, _, _, *others_given), out, statistics = self._calls.pop(0)

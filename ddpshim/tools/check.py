@@ -17,12 +17,13 @@ from typing import Optional
 from ddpshim.errors import LaunchError
 from ddpshim.launch import ranks_of_run, runner
 from ddpshim.launch.runner import Launch, make_log_dir, run
-from ddpshim.process.launch_env import PLACE
+from ddpshim.process.place import PLACE
 from ddpshim.process.say import count, say
 from ddpshim.tools import new_files, watching
 from ddpshim.tools.judging import Proof, judge
-from ddpshim.tools.sketches import TIMES
-from ddpshim.tools.watching import ONE, PERTURBED, ProofSettings
+from ddpshim.tools.watching import ONE, ProofSettings
+
+_NEVER_COMPARED = "numbers that the program prints, logs or saves beside its networks; steps after these"
 
 
 def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None) -> Proof:
@@ -37,7 +38,7 @@ def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None) 
     with tempfile.TemporaryDirectory(prefix="ddpshim-check-") as name:
         folder = Path(name)
         (folder / watching.SETTINGS).write_text(json.dumps(asdict(settings)))
-        say(f"3 runs of {settings.steps} steps; their output goes to {logs}, and files that they make are removed")
+        say(f"2 runs of {settings.steps} steps; their output goes to {logs}, and files that they make are removed")
         try:
             _run_alone(alone, folder, logs, settings)
             ranks = replace(job, proof=name, nproc=str(settings.num_ranks), log_dir=str(logs))
@@ -49,7 +50,7 @@ def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None) 
 
 def _judged(job: Launch, folder: Path, settings: ProofSettings) -> Proof:
     """Run `job` on ranks, and compare it with the runs in one process."""
-    say(f"run 3: the same program on {settings.num_ranks} ranks")
+    say(f"run 2: the same program on {settings.num_ranks} ranks")
     code = run(job)
     num_steps = [_num_steps(folder, f"rank_{rank}") for rank in range(settings.num_ranks)]
     proof = judge(folder, settings.num_ranks)
@@ -66,21 +67,16 @@ def _judged(job: Launch, folder: Path, settings: ProofSettings) -> Proof:
 
 
 def _run_alone(job: Launch, folder: Path, logs: Path, settings: ProofSettings) -> None:
-    """Run it twice without a launcher's variables; if it makes no step, run it twice as the only rank of a job."""
-    for how, is_rank in (("", False), (" as a single rank of a job", True)):
-        for number, name in enumerate((ONE, PERTURBED), 1):
-            changed = f", with {TIMES} rounding errors added to each gradient" if name == PERTURBED else ""
-            say(f"run {number}: one process{how}{changed}")
-            _run_one(job, folder, logs, name, _variables_of_one() if is_rank else {}, settings.timeout_s)
-            new_files.remove(folder)  # the next run must not find the checkpoints of this one
-            if not _num_steps(folder, name):
-                break
-        else:
+    """Run it without a launcher's variables; if it makes no step, run it as the only rank of a job."""
+    for how, environ in (("", {}), (" as a single rank of a job", _variables_of_one())):
+        say(f"run 1: one process{how}")
+        _run_one(job, folder, logs, environ, settings.timeout_s)
+        new_files.remove(folder)  # the ranks must not find the checkpoints of this one
+        if _num_steps(folder, ONE):
             return
-        said = ranks_of_run.end_of(logs / f"{name}.log")
+        said = ranks_of_run.end_of(logs / f"{ONE}.log")
         say(f"made no step: {said.rpartition(chr(10))[2]}")
-        for name in (ONE, PERTURBED):
-            (folder / f"{name}.jsonl").unlink(missing_ok=True)
+        (folder / f"{ONE}.jsonl").unlink(missing_ok=True)
     raise LaunchError(
         "in one process the trainer made no step, neither plainly nor as a single rank: there is nothing to "
         f"compare. It ended with:\n{said}"
@@ -95,11 +91,11 @@ def _variables_of_one() -> dict[str, str]:
     return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", **at}
 
 
-def _run_one(job: Launch, folder: Path, logs: Path, name: str, environ: Mapping[str, str], timeout_s: float) -> None:
+def _run_one(job: Launch, folder: Path, logs: Path, environ: Mapping[str, str], timeout_s: float) -> None:
     kept = {key: value for key, value in os.environ.items() if key not in PLACE}
-    with (logs / f"{name}.log").open("wb") as out, contextlib.suppress(subprocess.TimeoutExpired):
+    with (logs / f"{ONE}.log").open("wb") as out, contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(
-            [sys.executable, "-m", "ddpshim.tools.watching", str(folder), name, *job.command],
+            [sys.executable, "-m", "ddpshim.tools.watching", str(folder), ONE, *job.command],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -109,7 +105,7 @@ def _run_one(job: Launch, folder: Path, logs: Path, name: str, environ: Mapping[
         )
         return
     raise LaunchError(
-        f"the run in one process made {_num_steps(folder, name)} steps in {timeout_s:g} s: there is nothing to "
+        f"the run in one process made {_num_steps(folder, ONE)} steps in {timeout_s:g} s: there is nothing to "
         "compare. Give --timeout more seconds, or --steps fewer steps."
     )
 
@@ -119,19 +115,24 @@ def _num_steps(folder: Path, name: str) -> int:
 
 
 def as_text(proof: Proof) -> str:
-    """Return the notes and the verdict; if it is "no", also the first difference and its usual cause."""
+    """Return the notes and the verdict; if it is "no", also why, or the first difference and its usual cause."""
     lines = [f"note: {note}" for note in proof.notes]
     if proof.is_same:
         lines.append("the same experiment: yes")
         after = f"{count(proof.num_steps, 'step')} on {count(proof.num_ranks, 'rank')}"
-        if proof.difference is not None and proof.of_rounding is not None:
+        if proof.difference is not None:
             after += f"; then weights differ from those of one process by {proof.difference:.0e} of their size"
-            lines.append(f"  {after}")
-            scale = f"{TIMES} rounding errors in each gradient of one process change its weights by"
-            lines.append(f"  for scale: {scale} {proof.of_rounding:.0e}")
-        lines.append(
-            "  not compared: numbers that the program prints, logs or saves beside its networks; steps after these"
-        )
+        lines += [f"  {after}", f"  not compared: {_NEVER_COMPARED}"]
+    elif proof.by_design:
+        lines += [
+            "the same experiment: no, by design: data parallel ranks differ from one process in",
+            *(f"  {own}" for own in proof.by_design),
+            f"  {count(proof.num_steps, 'step')} on {count(proof.num_ranks, 'rank')} are right as far as that can be "
+            "seen: batch sizes, weights at the start, gradients equal on all ranks, learning rates",
+            f"  not compared: losses, weights after a step; {_NEVER_COMPARED}",
+            "  for the numbers of one process: the trainer without its own distribution by `python -m ddpshim run`, or "
+            'ddpshim.setup(batch="global")',
+        ]
     else:
         lines.append(f"the same experiment: {'unknown' if proof.is_unknown else 'no'}")
     for parting in (*([proof.parting] if proof.parting else []), *proof.wrong):

@@ -11,14 +11,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Optional
 
-from ddpshim.tools.records import Parting, RunRecords, wrong_in_all
+from ddpshim.tools.records import Parting, RunRecords, equal_noise, wrong_in_all
 from ddpshim.tools.sketches import SINGLE, difference, distance, eps_of, ratio
-from ddpshim.tools.watching import ONE, PERTURBED
+from ddpshim.tools.watching import ONE
 
-# Ranks may differ from the one process by this many times the perturbed run's difference. Below the third line's
-# limits a difference always counts as rounding: relative to the loss, to the gradient, to the distance a weight moved.
-_TIMES_PERTURBED = 5.0
+# Below these a difference counts as rounding: relative to the loss, to the gradient, to the distance a weight moved.
 _LOSS, _GRADIENT, _WEIGHT = 1e-5, 1e-4, 1e-2
+# Training amplifies rounding from step to step, and a ReLU that it turns on does at once; a mistake does more.
+_GROWS = 100.0
+# Adam moves a weight whose gradient is rounding alone (a bias before BatchNorm, that of attention's keys) at random, by
+# full steps. Weights differ only if those that do have this part of all that moved.
+_PART = 0.3
 _SEED = "seed"
 # In bfloat16 or float16 a loss may be rounded once, and a gradient once for each layer: so many times eps.
 _TIMES_EPS = {_LOSS: 2, _GRADIENT: 10, _WEIGHT: 10}
@@ -29,12 +32,19 @@ _MAKE_LOADER = (
 
 _WHY_LOSS = (
     "samples and weights are the same: BatchNorm that takes its statistics over a rank's samples (SyncBatchNorm), a "
-    "loss that is not a mean over samples (divided by a rank's own count, or comparing samples), a loss that is "
-    "scaled, or noise that is not drawn for samples"
+    "loss that is not a mean over samples (divided by a rank's own count, or comparing samples), or a loss that is "
+    "scaled"
 )
 _BY_MORE = "by more than 1% of the distance they moved"
-_BEFORE_A_STEP = ("samples", "start", "losses")
+_BEFORE_A_STEP = ("samples", "weights at the start", "loss")  # what a missing seed changes in the first step
 _LOOKS = ("samples", "lengths", "start", "losses", "gradients", "rates", "weights", "networks", "steps")
+# What neither the order of samples nor random numbers change.
+_ALWAYS = ("samples", "start", "gradients", "rates", "steps")
+_OWN_ORDER = (
+    "the order of samples (setup() has one of its own from seed and epoch, as DistributedSampler; the last batch of a "
+    "pass may be left out)"
+)
+_OWN_NOISE = "random numbers (each rank draws its own, as under any DistributedDataParallel)"
 _Found = Optional[tuple[str, str, str, str, str]]  # of a Parting all but the step
 
 
@@ -45,81 +55,90 @@ class Proof:
     Attributes:
         difference: between the trained weights of rank 0 and the one process, after the last step that both made,
             relative to their norm; None if `is_same` is False.
-        of_rounding: the same between the perturbed run and the one process.
+        by_design: what is not that of one process because the trainer is data parallel, and is no mistake.
     """
 
     is_same: bool
     num_steps: int
     num_ranks: int
     difference: Optional[float] = None
-    of_rounding: Optional[float] = None
+    by_design: Sequence[str] = field(default_factory=list)
     parting: Optional[Parting] = None
     notes: Sequence[str] = field(default_factory=list)
     wrong: Sequence[Parting] = field(default_factory=list)  # what is wrong in one process too
 
     @property
     def is_unknown(self) -> bool:
-        """Whether two runs in one process differ already."""
+        """Whether the program sets no seed, so that two runs in one process differ already."""
         return self.parting is not None and self.parting.what == _SEED
 
 
 def judge(folder: Path, num_ranks: int) -> Proof:
     """Return the proof, computed from the records in `folder`."""
-    one, perturbed = RunRecords(folder, ONE), RunRecords(folder, PERTURBED)
-    ranks = [RunRecords(folder, f"rank_{rank}") for rank in range(num_ranks)]
+    one, ranks = RunRecords(folder, ONE), [RunRecords(folder, f"rank_{rank}") for rank in range(num_ranks)]
     num_steps, wrong = min(run.num_steps for run in (one, *ranks)), [*wrong_in_all(one, ranks[0])]
-    compared = _Comparison(one, ranks, perturbed)
-    parting = _unseeded(one, perturbed) or compared.first() or _equal_noise(ranks)
-    notes = [*_notes(compared, parting)]
-    if parting is not None or not num_steps:
-        return Proof(False, num_steps, num_ranks, parting=parting, notes=notes, wrong=wrong)
-    apart, of_rounding = _difference_of_weights(one, ranks[0]), _difference_of_weights(one, perturbed)
-    return Proof(True, num_steps, num_ranks, apart, of_rounding, notes=notes, wrong=wrong)
+    compared = _Comparison(one, ranks)
+    parting = _unseeded(one, compared.first()) or equal_noise(ranks)
+    notes = [*_notes(compared)]
+    if parting is not None or compared.by_design or not num_steps:
+        own = compared.by_design if parting is None else []
+        return Proof(False, num_steps, num_ranks, by_design=own, parting=parting, notes=notes, wrong=wrong)
+    return Proof(True, num_steps, num_ranks, _difference_of_weights(one, ranks[0]), notes=notes, wrong=wrong)
 
 
-def _unseeded(one: RunRecords, perturbed: RunRecords) -> Optional[Parting]:
-    """Return a Parting if two runs in one process differ before the first step, after which one has rounding errors."""
-    found = _Comparison(one, [perturbed], one).first(_BEFORE_A_STEP, num_steps=1)
-    if found is None:
-        return None
-    said = f"two runs in one process differ in this already: {found.what}"
+def _unseeded(one: RunRecords, found: Optional[Parting]) -> Optional[Parting]:
+    """Return `found`; if it is of the first step, and the one process has not seeded torch, a Parting that says so."""
+    is_seeded = next((record["is_seeded"] for record in one.all("begun")), True)
+    if found is None or is_seeded or found.step > 1 or found.what not in _BEFORE_A_STEP:
+        return found
+    said = f"the program does not seed torch, so that two runs in one process differ too: {found.what}"
     meaning = (
-        "the program has no seed: call torch.manual_seed, random.seed and numpy.random.seed first. Or it depends on "
-        "the time, the order of a set, or a file of an earlier run"
+        "call torch.manual_seed, random.seed and numpy.random.seed first: without them nothing can be compared with "
+        "one process"
     )
     return replace(found, what=_SEED, where="", found=said, meaning=meaning)
 
 
 class _Comparison:
-    """Compares ranks with the one process. Rounding may be what the perturbed run's differences so far show."""
+    """Compares ranks with the one process.
 
-    def __init__(self, one: RunRecords, ranks: Sequence[RunRecords], perturbed: RunRecords) -> None:
-        self.one, self.ranks, self._perturbed = one, ranks, perturbed
+    Attributes:
+        by_design: what is another one than in one process, without a mistake.
+    """
+
+    def __init__(self, one: RunRecords, ranks: Sequence[RunRecords]) -> None:
+        self.one, self.ranks = one, ranks
         self._largest: dict[Any, float] = {}
+        self._of_rounding: set[str] = set()  # names of weights that rounding alone moves
         self.dtype = max((r["dtype"] for r in one.all("loss")), key=eps_of, default="float32")
         self.eps = eps_of(self.dtype) if eps_of(self.dtype) > SINGLE else 0.0
+        own_order = _OWN_ORDER if self._has_own_order() else None
+        own_noise = _OWN_NOISE if any(run.draws() for run in ranks) else None
+        self.by_design = [own for own in (own_order, own_noise) if own is not None]
 
-    def first(self, looks: Sequence[str] = _LOOKS, num_steps: int = 0) -> Optional[Parting]:
-        """Return the first difference of the first `num_steps` steps (default: of all); None if there is none."""
+    def first(self) -> Optional[Parting]:
+        """Return the first difference; None if there is none."""
         # Ranks may have failed in the first step.
-        for step in range(num_steps or max(1, *(run.num_steps for run in (self.one, *self.ranks)))):
-            for look in looks:
+        for step in range(max(1, *(run.num_steps for run in (self.one, *self.ranks)))):
+            for look in _ALWAYS if self.by_design else _LOOKS:
                 found = getattr(self, f"_{look}")(step)
                 if found is not None:
                     return Parting(step + 1, *found)
         return None
 
-    def _allows(self, key: Any, of_ranks: float, of_perturbed: float, least: float) -> bool:
-        """Whether the difference `of_ranks` counts as rounding. Call it in the order of steps: the limit only grows."""
-        seen = max(self._largest.get(key, 0.0), of_perturbed if math.isfinite(of_perturbed) else 0.0)
-        self._largest[key] = seen
-        return of_ranks <= max(least, _TIMES_EPS[least] * self.eps, _TIMES_PERTURBED * seen)
+    def _allows(self, key: Any, apart: float, least: float) -> bool:
+        """Whether the difference `apart` counts as rounding. Call it in the order of steps: the limit only grows."""
+        seen = self._largest.get(key, 0.0)
+        is_allowed = apart <= max(least, _TIMES_EPS[least] * self.eps, _GROWS * seen)
+        if is_allowed:
+            self._largest[key] = max(seen, apart)
+        return is_allowed
 
-    def _differ(self, key: Any, begun: Any, mine: Any, theirs: Any, perturbed: Any, eps: float = 0.0) -> bool:
-        """Whether a weight of a rank, which was `begun`, is another one than `mine`."""
-        return not self._allows(key, _moved(begun, mine, theirs, eps), _moved(begun, mine, perturbed), _WEIGHT)
+    def _drawn(self, step: int) -> Optional[tuple[Any, Any, Any, list[Counter[str]]]]:
+        """Return the batches of a step in one process and on the ranks, and their samples; None if not all are known.
 
-    def _samples(self, step: int) -> _Found:
+        Of a batch that every rank has whole, the main rank's counts.
+        """
         alone, spread = self.one.trained_on(step), [run.trained_on(step) for run in self.ranks]
         if not alone or not all(spread):
             return None
@@ -128,8 +147,24 @@ class _Comparison:
             Counter(name for batch in own if not (rank and batch["whole"]) for name in batch["samples"] or ())
             for rank, own in enumerate(spread)
         ]
-        together = sum(of_ranks, Counter())
-        if mine == together or not mine or not together:
+        return (alone, spread, mine, of_ranks) if mine and any(of_ranks) else None
+
+    def _has_own_order(self) -> bool:
+        """Whether ranks got shares of make_loader, in batches of the right size, with samples in another order."""
+        drawn = [found for step in range(self.one.num_steps) if (found := self._drawn(step)) is not None]
+        if not drawn or not all(batch["is_share"] for _, spread, *_ in drawn for own in spread for batch in own):
+            return False
+        counts = [(mine, sum(of_ranks, Counter[str]())) for *_, mine, of_ranks in drawn]
+        sizes = [sum(counted.values()) for counted in counts[0]]
+        return sizes[0] == sizes[1] and any(mine != together for mine, together in counts)
+
+    def _samples(self, step: int) -> _Found:
+        drawn = self._drawn(step)
+        if drawn is None:
+            return None
+        alone, spread, mine, of_ranks = drawn
+        together = sum(of_ranks, Counter[str]())
+        if mine == together or _OWN_ORDER in self.by_design:
             return None
         size, of_all, common = (sum(names.values()) for names in (mine, together, mine & together))
         of_one, of_main = alone[0]["sampler"], spread[0][0]["sampler"]
@@ -145,7 +180,7 @@ class _Comparison:
             meaning = "passes over the data differ from the second on: set_epoch is not called, or with a wrong number"
         else:
             meaning = f"a different order of samples ({of_one} in one process, {of_main} on the ranks), or a "
-            meaning += "different seed"
+            meaning += "different seed, or what is drawn for a sample (augmentation) is each rank's own"
         found = f"{size} samples in one process, {of_all} on {len(of_ranks)} ranks, {common} common"
         return "samples", "", spread[0][0]["place"], found, meaning
 
@@ -185,7 +220,6 @@ class _Comparison:
 
     def _losses(self, step: int) -> _Found:
         alone, spread = self.one.of("loss", step), [run.of("loss", step) for run in self.ranks]
-        by_rounding = self._perturbed.of("loss", step)
         if any(len(own) != len(alone) for own in spread):
             return None
         for i, (record, *others) in enumerate(zip(alone, *spread)):
@@ -203,8 +237,7 @@ class _Comparison:
                 )
             for j, (value, *theirs) in enumerate(zip(record["losses"], *(own["losses"] for own in others))):
                 mean, scale = math.fsum(theirs) / len(theirs), max(abs(value), 1e-12)
-                near = by_rounding[i]["losses"][j] if i < len(by_rounding) else value
-                if not self._allows(("loss", i, j), abs(mean - value) / scale, abs(near - value) / scale, _LOSS):
+                if not self._allows(("loss", i, j), abs(mean - value) / scale, _LOSS):
                     shown = ", ".join(f"{v:.8g}" for v in theirs)
                     found = f"{value:.8g} in one process, {mean:.8g} as the mean of the ranks' ({shown})"
                     return "loss", where, place, found, _WHY_LOSS
@@ -216,9 +249,6 @@ class _Comparison:
             every = [own["gradients"] for run in self.ranks if (own := run.same("gradients", step, number))]
             if len(every) < len(self.ranks):
                 continue
-            near_steps = range(step, step + 3)  # ranks round from the first forward pass on, before the perturbed run
-            pairs = [[run.same("gradients", t, number) for run in (self.one, self._perturbed)] for t in near_steps]
-            nears = [(a["gradients"], b["gradients"]) for a, b in pairs if a and b]
             total = math.sqrt(sum(own[0] ** 2 for own in mine if own is not None))
 
             def relative(a: Any, b: Any, total: float = total) -> float:
@@ -230,8 +260,8 @@ class _Comparison:
                 apart = max(relative(gradient, own[i]) for own in every)
                 # A reduction gives all ranks the same bits, whatever the precision.
                 is_reduced = all(relative(every[0][i], own[i]) <= _GRADIENT for own in every[1:])
-                of_near = max((relative(a[i], b[i]) for a, b in nears), default=0.0)
-                if not (self._allows(("gradients", number, i), apart, of_near, _GRADIENT) and is_reduced):
+                is_same = bool(self.by_design) or self._allows(("gradients", number, i), apart, _GRADIENT)
+                if not (is_same and is_reduced):
                     odd[i] = apart
             if odd:
                 where = _named(self.one.first_step(number)["names"], sorted(odd, key=lambda i: -odd[i]))
@@ -257,26 +287,39 @@ class _Comparison:
         for record in self.one.of("step", step + 1):
             number, mine, eps = record["optimizer"], record["weights"], eps_of(self.dtype)
             first = self.one.first_step(number)
-            near = self._perturbed.same("step", step + 1, number) or record
-            for theirs in filter(None, (run.same("step", step + 1, number) for run in self.ranks)):
-                tensors = zip(first["weights"], mine, theirs["weights"], near["weights"])
-                odd = [i for i, own in enumerate(tensors) if self._differ(("weights", number, i), *own, eps)]
-                if odd:
-                    found = f"after the step {len(odd)} of {len(mine)} weights differ, {_BY_MORE}"
+            found = [own for run in self.ranks if (own := run.same("step", step + 1, number))]
+            for theirs in found:
+                tensors = [*zip(first["weights"], mine, theirs["weights"])]
+                odd = [
+                    i
+                    for i, own in enumerate(tensors)
+                    if not self._allows(("weights", number, i), _moved(*own, eps), _WEIGHT)
+                ]
+                are_equal = all(
+                    difference(theirs["weights"][i], own["weights"][i]) <= 1e-6 for own in found for i in odd
+                )
+                moved = [distance(begun, now) for begun, now, _ in tensors]
+                if are_equal and math.hypot(*(moved[i] for i in odd)) <= _PART * math.hypot(*moved):
+                    self._of_rounding.update(first["names"][i] for i in odd)
+                elif odd:
+                    said = f"after the step {len(odd)} of {len(mine)} weights differ, {_BY_MORE}"
                     meaning = "gradients are the same: the optimizer has other settings or another state, or weights "
                     meaning += "are changed beside it on some ranks"
-                    return "weights", _named(first["names"], odd), theirs["place"], found, meaning
+                    return "weights", _named(first["names"], odd), theirs["place"], said, meaning
         return None
 
     def _networks(self, step: int) -> _Found:
-        runs = self.one, self.ranks[0], self._perturbed
-        mine, theirs, near = (next((r["tensors"] for r in run.of("state", step + 1)), None) for run in runs)
+        mine, theirs = (
+            next((r["tensors"] for r in run.of("state", step + 1)), None) for run in (self.one, self.ranks[0])
+        )
         if mine is None or theirs is None:
             return None
-        begun, near = next(iter(self.one.all("state")))["tensors"], near or mine
+        begun = next(iter(self.one.all("state")))["tensors"]
+        of_rounding = tuple(f".{name}" for name in self._of_rounding if name)  # copies of such weights
 
         def parts(name: str, a: Any, b: Any) -> bool:
-            return self._differ(("state", name), begun.get(name, a), a, b, near.get(name, a))
+            is_same = self._allows(("state", name), _moved(begun.get(name, a), a, b), _WEIGHT)
+            return not is_same and not name.endswith(of_rounding)
 
         odd = _differing(mine, theirs, parts)
         if not odd:
@@ -365,19 +408,6 @@ def _shown(names: Sequence[str]) -> str:
     return _named([re.sub(r"~\w+#\d+", "", name) for name in names], range(len(names)))
 
 
-def _equal_noise(ranks: Sequence[RunRecords]) -> Optional[Parting]:
-    firsts, draws = [run.all("batch")[:1] for run in ranks], [draw for run in ranks for draw in run.all("draw")]
-    streams = {first[0]["streams"] if first else None for first in firsts}
-    if len(ranks) < 2 or not draws or None in streams or len(streams) > 1:
-        return None
-    found = "before the first batch all ranks' generators are in the same state, and noise is drawn for samples"
-    meaning = (
-        "ranks draw the same noise, each for its own samples: seed them with a hash of seed and rank "
-        "(ddpshim.setup(seed=...) does) after networks are built"
-    )
-    return Parting(1, "noise", "", draws[0]["place"], found, meaning)
-
-
 def _moved(begun: Any, a: Any, b: Any, eps: float = 0.0) -> float:
     """Return the distance of `a` and `b` over the distance `a` moved from `begun` (over `a` if it did not move).
 
@@ -400,22 +430,14 @@ def _range(numbers: Sequence[int]) -> str:
     return " to ".join(map(str, sorted({min(numbers), max(numbers)})))
 
 
-def _notes(compared: _Comparison, parting: Optional[Parting]) -> Iterator[str]:
+def _notes(compared: _Comparison) -> Iterator[str]:
     one, ranks = compared.one, compared.ranks
     if compared.eps:
         yield f"computed in {compared.dtype}: rounding is {compared.eps / SINGLE:,.0f} times larger than in float32"
-    if any(run.all("draw") for run in ranks):
-        yield "ranks draw their own noise; for the comparison each was given its rows of the one process's noise"
     if one.num_steps and not one.all("batch"):
-        yield "no batch came from a DataLoader: samples were not compared, and ranks' noise was not replaced"
+        yield "no batch came from a DataLoader: samples were not compared"
     if one.error and not any(run.error for run in ranks):
         yield f"the program failed in one process, after its last step, and not on the ranks: {one.error}"
-    is_of_noise = parting is not None and parting.what in ("loss", "gradients")
-    if parting and is_of_noise and any(run.of("own noise", parting.step - 1) for run in ranks):
-        yield (
-            "a rank had a batch whose samples are not all in one batch of the one process (other batch sizes?): for it "
-            "the rank drew its own noise, which may be the only difference; try it without noise"
-        )
 
 
 def _difference_of_weights(one: RunRecords, other: RunRecords) -> float:

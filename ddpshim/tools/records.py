@@ -46,6 +46,10 @@ class RunRecords:
     def of(self, kind: str, step: int) -> list[dict[str, Any]]:
         return [r for r in self.records if r["kind"] == kind and r["t"] == step]
 
+    def draws(self) -> list[dict[str, Any]]:
+        """Return the backward passes of batches for which this process drew random numbers, which are its own."""
+        return [loss for batch, loss in self._trained() if batch["streams"] not in (None, loss["streams"])]
+
     def passes(self) -> list[list[dict[str, Any]]]:
         """Return the batches of each pass over a loader that a backward pass followed."""
         found: dict[int, list[dict[str, Any]]] = {}
@@ -90,3 +94,17 @@ def wrong_in_all(one: RunRecords, main_rank: RunRecords) -> Iterator[Parting]:
             found = f"none of its {count(len(names), 'parameter')} got a gradient in any step: it trains nothing"
             meaning = "it holds the parameters of another network: made before a copy, a wrap or a new layer"
             yield Parting(1, "optimizer", f"optimizer {number + 1}", steps[0]["place"], found, meaning)
+
+
+def equal_noise(ranks: Sequence[RunRecords]) -> Optional[Parting]:
+    """Return a Parting if all ranks draw from generators in one state, so that their samples share random numbers."""
+    firsts, draws = [run.all("batch")[:1] for run in ranks], [record for run in ranks for record in run.draws()]
+    streams = {first[0]["streams"] if first else None for first in firsts}
+    if len(ranks) < 2 or not draws or None in streams or len(streams) > 1:
+        return None
+    found = "before the first batch all ranks' generators are in the same state, and noise is drawn for samples"
+    meaning = (
+        "ranks draw the same noise, each for its own samples: seed them with a hash of seed and rank "
+        "(ddpshim.split_random_streams() does) after networks are built"
+    )
+    return Parting(1, "noise", "", draws[0]["place"], found, meaning)

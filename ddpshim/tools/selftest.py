@@ -258,10 +258,10 @@ def _machine() -> str:
 
 def check_ranks(file: Path) -> None:
     """Write a JSON line for each check of ranks that passed, on the main rank (collective)."""
-    from ddpshim.job.group import cleanup, setup
+    from ddpshim.job.group import cleanup, join
 
     begun = time.perf_counter()
-    world = setup(seed=1)
+    world = join(seed=1)
     for name, check in {"start": _start, "all-reduce": _all_reduce}.items():
         detail = check(world)
         world.barrier()
@@ -301,9 +301,9 @@ def _all_reduce(world: World) -> str:
 
 def die() -> None:
     """Add until rank 1 kills itself (collective)."""
-    from ddpshim.job.group import setup
+    from ddpshim.job.group import join
 
-    world = setup(seed=1)
+    world = join(seed=1)
     for number in itertools.count():
         world.sum(1)
         if number == _DIES_AT and world.rank == 1:

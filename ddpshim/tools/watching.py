@@ -1,8 +1,7 @@
 """Records the inputs and outputs of each step of a trainer in this process, as JSON lines.
 
-Recording does not change the program's results, with two exceptions: the perturbed run adds a rounding error to each
-gradient, and a rank with its own random stream gets its rows of the one process's noise instead.
-`python -m ddpshim.tools.watching` runs the user's program as the one process of a proof.
+Recording does not change the program's results. `python -m ddpshim.tools.watching` runs the user's program as the one
+process of a proof.
 """
 
 from __future__ import annotations
@@ -29,24 +28,29 @@ import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from ddpshim.checkpoint import progress_folder
-from ddpshim.job import noise
-from ddpshim.job.noise import Share, Sharing
-from ddpshim.launch.rank import run_as_main
 from ddpshim.process.job import current
 from ddpshim.process.observed import live_modules, observe
-from ddpshim.process.random_streams import rank_states, restore_rank_states
+from ddpshim.process.random_streams import rank_states
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 from ddpshim.process.users_line import users_line
+from ddpshim.shares.sharded import Shares
 from ddpshim.tools.new_files import NewFiles
-from ddpshim.tools.sketches import add_rounding, eps_of, of_graph, sketch
+from ddpshim.tools.sketches import of_graph, sketch
 from ddpshim.trainers.unedited.private_files import switch_loggers_off
+from ddpshim.trainers.unedited.start import run_as_main
 
 SETTINGS = "settings.json"
-ONE, PERTURBED = "one", "perturbed"  # names of the runs in one process; the ranks' runs are "rank_0", "rank_1", ...
+ONE = "one"  # name of the run in one process; the ranks' runs are "rank_0", "rank_1", ...
 _MAX_BATCHES = 1000
-_NO_PASS = {"sampler": "", "shuffles": None, "pass_number": 0, "num_batches": None, "num_samples": None}
+_NO_PASS = {
+    "sampler": "",
+    "is_share": False,
+    "shuffles": None,
+    "pass_number": 0,
+    "num_batches": None,
+    "num_samples": None,
+}
 
 
 @dataclass(frozen=True)
@@ -112,25 +116,6 @@ def losses_of(tensors: Any) -> list[torch.Tensor]:
     return [root for root in ([tensors] if hasattr(tensors, "numel") else tensors) if root.numel() == 1]
 
 
-class Placed(Share):
-    """A share whose samples have known places in the one process's batch, of whose noise a rank gets its rows."""
-
-    places: list[int]  # of its rows
-    num_whole: int  # samples of the one process's batch
-    told: Callable[[], None]  # called at each draw
-
-    def own(self, num: int) -> list[int]:
-        each = num // self.num_whole
-        return [place * each + i for place in self.places for i in range(each)]
-
-    def whole(self, shape: Sequence[int], dimension: Optional[int]) -> list[int]:
-        return [size // self.num_rows * self.num_whole if i == dimension else size for i, size in enumerate(shape)]
-
-    def rows(self, drawn: Any, dimension: int) -> Any:
-        self.told()
-        return super().rows(drawn, dimension)
-
-
 class RankRecorder(StepRecorder):
     """Records the steps of a process of a proof."""
 
@@ -144,11 +129,9 @@ class RankRecorder(StepRecorder):
         self._groups: list[Any] = []  # process groups, which thus stay alive until the program has ended
         self._passes: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         self._num_steps = self._num_batches = self._num_passes = 0
-        self._eps = 0.0  # of the coarsest dtype of a backward pass so far
         self._stepping: Any = None
-        self._is_due = self._has_begun = self._has_drawn = self._has_unseen_state = False
-        self._sharing = Sharing()  # of the noise that is imposed
-        self._of_one: Optional[dict[int, list[dict[str, Any]]]] = None  # step -> batches of the one process
+        self._first_seed = torch.initial_seed()
+        self._is_due = self._has_begun = self._has_unseen_state = False
 
     def __enter__(self) -> None:
         self._leave_no_traces()
@@ -156,7 +139,6 @@ class RankRecorder(StepRecorder):
 
         @functools.wraps(begin)
         def begin_and_record(loader: Any) -> Any:
-            self._sharing.share = None  # the sampler's draws are not for samples of a batch
             batches = begin(loader)
             self._num_passes += 1
             self._passes[getattr(batches, "_batches", batches)] = _about_pass(loader, self._num_passes)
@@ -194,46 +176,21 @@ class RankRecorder(StepRecorder):
             return
         self._num_batches += 1
         size, samples = samples_of(batch)
-        own = rank_states(_device())
-        is_own = self._is_rank and not _ranks_share_draws()
         of_pass = self._passes.get(batches) or _NO_PASS
         about = {"size": size, "samples": samples, "whole": _is_of_all_ranks(batch, size), **of_pass}
-        streams = zlib.crc32(own["torch"].numpy().tobytes()) if is_own else None
-        self._write("batch", number=self._num_batches, streams=streams, place=users_line(), **about)
-        if self._run == ONE:
-            path = self._folder / f"states_{self._num_batches}.pt"
-            torch.save(progress_folder.plain_content(own, path, is_trusted=False), path)
-        elif is_own:
-            self._impose(samples or [])
+        self._write("batch", number=self._num_batches, streams=self._own_streams(), place=users_line(), **about)
 
-    def _impose(self, samples: list[str]) -> None:
-        """Impose the noise that the one process drew for these samples, if one of its batches of this step had them."""
-        if self._of_one is None:
-            self._of_one = {}
-            for record in read(self._folder, ONE):
-                if record["kind"] == "batch":
-                    self._of_one.setdefault(record["t"], []).append(record)
-            self._undo.enter_context(noise.names_replaced(self._sharing))
-        self._sharing.share = None
-        for theirs in self._of_one.get(self._num_steps, ()):
-            places = _places(samples, theirs["samples"] or [], self._rank, self._settings.num_ranks)
-            if places is not None:
-                states = progress_folder.read_plain(self._folder / f"states_{theirs['number']}.pt", is_trusted=False)
-                restore_rank_states(states, _device())
-                placed = Placed(self._rank, self._settings.num_ranks, len(places))
-                placed.places, placed.num_whole, placed.told = places, len(theirs["samples"]), self._see_draw
-                self._sharing.share = placed
-                return
-        self._write("own noise")
+    def _own_streams(self) -> Optional[int]:
+        """Return a number for the state of this rank's own random streams; None if they are those of one process."""
+        job = current()
+        if not self._is_rank or (job.world is not None and job.door.draws_alike):
+            return None
+        states = rank_states(_device())
+        found = (states[name] for name in ("torch", "cuda") if states[name] is not None)
+        return zlib.crc32(b"".join(state.numpy().tobytes() for state in found))
 
     def _see_end_of_batch(self, batches: Any) -> None:
         self._see_state()
-        self._sharing.share = None  # the next draws are the loader's
-
-    def _see_draw(self) -> None:
-        if not self._has_drawn:
-            self._has_drawn = True
-            self._write("draw", place=users_line())
 
     # Outputs
 
@@ -243,11 +200,11 @@ class RankRecorder(StepRecorder):
         if not self._has_begun:  # networks are wrapped and still have their initial weights
             self._has_begun = True
             # No buffers: the forward pass has already changed them.
-            self._write("begun", tensors={name: sketch(t) for name, t in _beside({}) if t.requires_grad})
+            tensors = {name: sketch(t) for name, t in _beside({}) if t.requires_grad}
+            self._write("begun", tensors=tensors, is_seeded=torch.initial_seed() != self._first_seed)
         dtype = str(of_graph(roots)).partition(".")[2]
-        self._eps = max(self._eps, eps_of(dtype))
         losses = [float(loss.detach()) for loss in losses_of(roots)]
-        self._write("loss", losses=losses, dtype=dtype, place=users_line())
+        self._write("loss", losses=losses, dtype=dtype, streams=self._own_streams(), place=users_line())
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._stepping is not None:
@@ -259,8 +216,6 @@ class RankRecorder(StepRecorder):
         if step == 0:
             self._held[number] = params
             first = {"names": self._names(params), "weights": _sketches(params)}
-        if self._run == PERTURBED:
-            add_rounding([p.grad for p in params if p.grad is not None], self._num_steps, self._eps)
         self._write(
             "gradients",
             optimizer=number,
@@ -339,6 +294,7 @@ def _about_pass(loader: Any, number: int) -> dict[str, Any]:
             lengths.append(None)
     return {
         "sampler": type(sampler).__name__,
+        "is_share": isinstance(loader.batch_sampler, Shares),
         "shuffles": getattr(sampler, "shuffle", None),
         "pass_number": number,
         "num_batches": lengths[0],
@@ -407,40 +363,13 @@ def _beside(held: Mapping[int, list[Any]]) -> Iterator[tuple[str, Any]]:
             yield f"{which}.{_plain(name)}", tensor
 
 
-def _ranks_share_draws() -> bool:
-    """Whether ddpshim gives ranks one process's draws: then no noise is imposed, and this is tested."""
-    return current().world is not None and (current().holds_whole_batches or current().part(Sharing).is_on)
-
-
 def _is_of_all_ranks(batch: Any, size: int) -> bool:
     """Whether every rank gets this whole batch, of `size` samples here, and not its rows of it."""
-    if not current().holds_whole_batches:
+    if current().world is None or current().door.loader is None:
         return False
     from ddpshim.rows.loader import Fetched
 
     return not (isinstance(batch, Fetched) and batch.num_rows != size)
-
-
-def _places(own: list[str], every: list[str], rank: int, num_ranks: int) -> Optional[list[int]]:
-    """Return the index in `every` of each sample of `own`; None if one is missing.
-
-    A sample that occurs several times takes one of this rank's rows (every `num_ranks`-th). If it has none there, it
-    takes a row of another rank, and each rank starts with a different one.
-    """
-    found: dict[str, list[int]] = {}
-    for place_of_it, name in enumerate(every):
-        found.setdefault(name, []).append(place_of_it)
-    out, seen = [], dict.fromkeys(own, 0)
-    for name in own:
-        if name not in found:
-            return None
-        dealt = [i for i in found[name] if i % num_ranks == rank]
-        others = [i for i in found[name] if i % num_ranks != rank]
-        first = rank % max(1, len(others))
-        places = [*dealt, *others[first:], *others[:first]]
-        out.append(places[seen[name] % len(places)])
-        seen[name] += 1
-    return out or None
 
 
 def _device() -> torch.device:

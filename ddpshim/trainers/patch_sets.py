@@ -133,6 +133,19 @@ def transform(patches: Mapping[str, tuple[FileDiff, ...]], name: str, content: b
     return content
 
 
+def transform_moved(patch_set: PatchSet, name: str, content: bytes) -> tuple[bytes, list[str]]:
+    """Return `content` of the file `name` of no release, with each hunk applied whose lines occur exactly once. Local.
+
+    And a line for each hunk that was not.
+    """
+    lacking = list[str]()
+    for patch, diffs in patch_set.patches.items():
+        for diff in (diff for diff in diffs if diff.path == name):
+            content, odd = apply_where_found(diff, content)
+            lacking += [f"{name}, {patch}, {problem}" for problem in odd]
+    return content, lacking
+
+
 def _load_set(folder: Path) -> PatchSet:
     where = folder / "manifest.json"
     cure = f"Run `python -m ddpshim patch manifest {folder} --source ROOT --base TEXT`, or reinstall ddpshim."

@@ -1,6 +1,7 @@
 """Chooses a patch set by the content of files; checks, applies, reverts and reports it: `python -m ddpshim patch`.
 
-Only content hashes decide what is written. A version string is printed, and breaks ties between sets that do not fit.
+Only content hashes decide what is written. Of sets that do not fit, the nearest is the one whose lines are found most;
+a version string is printed, and breaks ties.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from ddpshim.errors import PatchError, TargetError
-from ddpshim.trainers.patch_sets import PatchSet, build_manifest, load_sets, read, sha256, transform
+from ddpshim.trainers.patch_sets import (
+    PatchSet,
+    build_manifest,
+    load_sets,
+    read,
+    sha256,
+    transform,
+    transform_moved,
+)
 
 _WORDS = {"original": "not applied", "patched": "applied"}
 
@@ -89,7 +98,13 @@ def status(target: str = "robomimic", set_name: Optional[str] = None) -> Status:
 def looks(directory: Path, sets: Sequence[PatchSet]) -> list[Status]:
     """Return the status of the package in `directory` for each set: those that fit first, then the nearest. Local."""
     found, stated = [_look_at(patch_set, directory) for patch_set in sets], _stated_version(directory)
-    return sorted(found, key=lambda s: (s.state == "unknown", -s.num_known, s.patch_set.version != stated))
+
+    def distance(look: Status) -> tuple[Any, ...]:
+        unknown = [file for file in look.files if file.state == "unknown"]
+        lacking = sum(len(transform_moved(look.patch_set, file.name, file.content)[1]) for file in unknown)
+        return look.state == "unknown", -look.num_known, lacking, look.patch_set.version != stated
+
+    return sorted(found, key=distance)
 
 
 def apply(target: str = "robomimic", set_name: Optional[str] = None) -> Outcome:

@@ -21,7 +21,7 @@ from ddpshim import adapters
 from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.say import say
 from ddpshim.reading import read_bytes
-from ddpshim.trainers.patch_sets import PatchSet, apply_where_found, load_sets
+from ddpshim.trainers.patch_sets import PatchSet, load_sets, transform_moved
 from ddpshim.trainers.patching import FileStatus, looks, turned
 
 
@@ -132,12 +132,8 @@ def _patched(patch_set: PatchSet, files: Sequence[FileStatus]) -> tuple[Patched,
         elif file.state == "original":
             sources[_module_of(file.name)] = turned(patch_set, file, "patched")
         elif file.state == "unknown":
-            content = file.content
-            for patch, diffs in patch_set.patches.items():
-                for diff in (diff for diff in diffs if diff.path == file.name):
-                    content, odd = apply_where_found(diff, content)
-                    lacking += [f"{file.name}, {patch}, {problem}" for problem in odd]
-            sources[_module_of(file.name)] = content
+            sources[_module_of(file.name)], odd = transform_moved(patch_set, file.name, file.content)
+            lacking += odd
             moved.append(file.name)
     return Patched(patch_set.name, sources, tuple(moved)), lacking
 

@@ -170,35 +170,33 @@ assert sums == [11.0, 11.0, 1100.0, 1100.0]
 #
 # All ranks must build the *same* network (and its EMA and target copies), so they need the same seed. But then they
 # must draw *different* noise, timesteps, dropout and augmentation. Otherwise four ranks use the noise of one, and three
-# quarters of it is missing, without an error or a visible change in the loss curve. With a different seed on each rank
-# the noise differs, but it is not what one process would have drawn. During a batch of `make_loader`, ddpshim draws for
-# the whole batch on every rank, and each rank takes the rows of its samples.
+# quarters of it is missing, without an error or a visible change in the loss curve. `setup(seed=)` seeds all ranks
+# equally, and `split_random_streams()`, once all networks are built, gives each rank its own streams. If you forget it,
+# ddpshim prints a line. What must stay equal, such as a permutation that each rank slices, you draw from a generator
+# with an equal seed. None of these numbers are those of one process: for these, use `setup(batch="global")`.
 
 
 # %%
 def draw_noise():
     ddpshim.setup(seed=1)
-    network = torch.nn.Linear(4, 4)
+    network = ddpshim.wrap_parallel(torch.nn.Linear(4, 4))
     before = torch.randn(24)
-    ddpshim.wrap_parallel(network)
-    for _ in ddpshim.make_loader(range(96), batch_size=96):
-        return network.weight.detach().clone(), before, torch.randn(24)
+    ddpshim.split_random_streams()
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
+    return network.weight.detach().clone(), order, before, torch.randn(24)
 
 
-weights, before, after = zip(*run(draw_noise, 4))
+weights, orders, before, after = zip(*run(draw_noise, 4))
 assert all(torch.equal(weight, weights[0]) for weight in weights)
+assert all(torch.equal(order, orders[0]) for order in orders)
 assert all(torch.equal(noise, before[0]) for noise in before)
-torch.manual_seed(1)
-torch.nn.Linear(4, 4), torch.randn(24)  # the earlier draws of one process
-torch.empty((), dtype=torch.int64).random_()  # a DataLoader draws this number when its iteration begins
-whole = torch.randn(96)
-assert all(torch.equal(noise, whole[24 * rank : 24 * (rank + 1)]) for rank, noise in enumerate(after))
-print("weights equal on all ranks; noise for a batch: rank r of 4 has the r-th quarter of what one process draws")
+assert len({noise.item() for drawn in after for noise in drawn}) == 4 * 24
+print("weights and permutations equal on all ranks; after split_random_streams() each draws its own noise")
 
 
 # %%
 def noise_of_ranks(figure):
-    titles = "outside of a batch: alike, for weights", "for a batch: each rank its rows of one draw"
+    titles = "seeded equally: alike, for weights", "after split_random_streams(): each rank's own"
     for axes, title, noise in zip(figure.subplots(1, 2), titles, (before, after)):
         axes.imshow(torch.stack(noise).numpy(), cmap="RdBu", vmin=-2.5, vmax=2.5, aspect="auto")
         axes.set(title=title, yticks=range(4), yticklabels=[f"rank {rank}" for rank in range(4)], xlabel="draw")

@@ -242,6 +242,7 @@ draw("4_resumed", curve, width=9, height=4)
 def train_lean(folder, log, disturb=None):
     world = ddpshim.setup(seed=1, options=ddpshim.Options.read(precision="bf16"))
     policy = ddpshim.wrap_parallel(Policy())
+    ddpshim.split_random_streams()
     optimizer = torch.optim.Adam(policy.parameters(), lr=2e-3)
     loader = ddpshim.make_loader(demonstrations(64, seed=1), batch_size=128, shuffle=True)
     training = ddpshim.Resumable(folder, {"policy": policy, "optimizer": optimizer})

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import os
 import random
-import re
 import threading
 import time
 from pathlib import Path
@@ -24,7 +21,7 @@ from ddpshim.failures.standings import Standing, describe, judge, place_of
 from ddpshim.model import guard
 from ddpshim.process.job import Job, current
 from ddpshim.process.observed import Progress
-from tests.ranks import errors_of, run_ranks
+from tests.ranks import run_ranks
 
 TIMEOUT_S = 1800.0
 OURS, TORCH = Path(ddpshim.__path__[0]), Path(torch.__path__[0])
@@ -256,39 +253,3 @@ def test_where_nccl_gives_no_error_a_rank_that_waits_in_vain_ends(
     assert [f"{type(error).__name__}: {error}" for error in ended] == ([] if said is None else [said])
     if ended:
         assert (failure_notes.is_late(ended[0]), ended[0].__dict__.get("first_failure")) == (failed is None, failed)
-
-
-def _train_apart(kind: str) -> None:
-    """Train where rank 1 does something else with its second batch."""
-    here = ddpshim.world()
-    net = ddpshim.wrap_parallel(torch.nn.Linear(1, 1))
-    loader = ddpshim.make_loader(torch.utils.data.TensorDataset(torch.ones(20, 1)), batch_size=4)
-    others = iter(ddpshim.make_loader(torch.utils.data.TensorDataset(torch.ones(20, 1)), batch_size=4))
-    next(others)
-    for step, (x,) in (step_and_batch for _ in range(2) for step_and_batch in enumerate(loader)):
-        is_odd = here.rank == 1 and step == 1
-        if is_odd and kind == "looks elsewhere":
-            next(others)
-        if is_odd and kind == "skips":
-            continue
-        net(x).sum().backward()
-        if is_odd and kind == "makes one more":
-            net(x).sum().backward()
-
-
-APART = {"skips": (1, 2), "makes one more": (2, 1), "looks elsewhere": (1, 1)}
-
-
-def _errors_apart() -> list[str]:
-    return errors_of(functools.partial(_train_apart, kind) for kind in APART)
-
-
-@pytest.mark.ranks
-def test_gradients_of_different_batches_are_not_averaged() -> None:
-    of_ranks = run_ranks(_errors_apart, 2)
-    for error, found in itertools.chain.from_iterable(zip(errors, APART.values()) for errors in of_ranks):
-        first, second = (
-            f"rank {rank}: .*step {step} of epoch 0 of the loader of .*" for rank, step in enumerate(found)
-        )
-        text = f"ranks reduced gradients of different steps or networks in a backward pass of Linear. {first}; {second}"
-        assert re.search(text, error)

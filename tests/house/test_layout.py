@@ -21,15 +21,14 @@ from tests.wings import CHOOSE_BY_NAME, FACES, OPEN, WINGS
 
 ROOT = Path(__file__).parents[2]
 TRAINERS = (
-    "droid",
-    "droid.rlds",
     "evaluation.environments",
     "observe.report",
     "robomimic.algo",
     "robomimic.batches",
     "robomimic.calls",
-    "robomimic.datasets",
+    "robomimic.droid",
     "robomimic.rollout",
+    "robomimic.session",
 )  # these import the trainer's packages, or plotly, inside functions
 ALLOWED = {"torch", "packaging", "ddpshim", *sys.stdlib_module_names} if sys.version_info >= (3, 10) else None
 
@@ -134,10 +133,17 @@ def test_a_wing_imports_only_those_above_it() -> None:
     assert {module: wrong for module, wrong in found.items() if wrong} == {}
 
 
-def test_no_circle_of_imports_has_more_than_three_files() -> None:
+# Files that name each other; the list only falls. A name is passed down, or what both need lies below both.
+CIRCLES = [
+    ["rows.calls", "rows.capture"],
+    ["failures.failure", "failures.failure_notes"],
+]
+
+
+def test_circles_of_imports_only_fall() -> None:
     inner = {module: path for module, path in MODULES.items() if module not in FACES}
     circles = _circles({module: _named(path.read_text()) - {module, *FACES} for module, path in inner.items()})
-    assert [circle for circle in circles if len(circle) > 3] == []
+    assert circles == CIRCLES
     lazy = 'def f():\n    import_module("ddpshim.rows.loader")\n    from ddpshim.job import group'
     assert _named(f'{lazy}\nif TYPE_CHECKING:\n    import ddpshim.auto\n["-m", "ddpshim.launch.rank"]') == {
         "rows.loader",
@@ -151,7 +157,7 @@ def test_no_circle_of_imports_has_more_than_three_files() -> None:
 
 CONSTRUCTORS = {"tensor", "empty", "zeros", "ones", "arange", "full", "randperm", "rand", "randn", "randint", "eye"}
 # torch's loader draws seeds where the user's default is.
-LIKE_TORCHS_LOADER = {"data.sharded_loader": 1, "data.numbered": 1}
+LIKE_TORCHS_LOADER = {"rows.samples": 1}
 
 
 def test_tensors_are_made_where_they_belong() -> None:
@@ -168,11 +174,11 @@ def _made_anywhere(source: str) -> list[str]:
 
 def test_the_check_of_imports_can_fail() -> None:
     assert _wrong_imports("job.group", "from ddpshim.model.parallel import wrap_parallel") == ["ddpshim.model.parallel"]
-    assert _wrong_imports("job.group", "def f():\n    from ddpshim import data") == ["ddpshim.data"]
+    assert _wrong_imports("job.group", "def f():\n    from ddpshim import rows") == ["ddpshim.rows"]
     assert _wrong_imports("options", "from ddpshim.job import group") == ["ddpshim.job"]
     assert _wrong_imports("launch.rank", "from ddpshim.tools import check") == ["ddpshim.tools"]
     assert _wrong_imports("launch.rank", "def f():\n    from ddpshim.tools import check") == []
-    assert _wrong_imports("data.loader", "from ddpshim.robomimic import batches") == ["ddpshim.robomimic"]
+    assert _wrong_imports("shares.loader", "from ddpshim.robomimic import batches") == ["ddpshim.robomimic"]
     if ALLOWED:
         assert _wrong_imports("job.group", "def f():\n    import numpy") == ["numpy"]
         assert _wrong_imports("robomimic.rollout", "import robomimic") == ["robomimic"]
@@ -193,8 +199,6 @@ def test_public_names() -> None:
 OF_THE_PROCESS = {
     "adapters.packages": "what is installed",
     "checkpoint.files._writer": "a thread, for as long as it may have files to write",
-    "data.sharded_loader._with_workers": "torch's iterators, for as long as somebody holds them",
-    "data.sharded_loader._dismiss_workers_with": "what is done at the end of the process",
     "tools.sketches._signs": "a function of a number",
     "job.process_group._kept": "groups that torch before 2.8 cannot end",
     "job.process_group._worlds": "how many there were: a store keeps the keys of the one before",
@@ -219,7 +223,7 @@ OF_THE_PROCESS = {
     "trainers.unedited.reads._asserts": "of code, by the code",
     "model.batchnorm._of_known": "the same",
     "rows.gradients._made": "classes of the program, by class",
-    "robomimic.known.digest": "of code, by the code",
+    "robomimic.batches.digest": "of code, by the code",
     "robomimic.batches._rows_of": "files in memory, of a data worker as well",
 }
 
@@ -323,10 +327,10 @@ def test_the_readme_is_short_and_robomimics_page_runs_what_the_example_writes(
 
 # Lines of ddpshim in a process at its end, and in all files. They only fall: the goals are 1,700, 5,500, 12,000 and
 # 26,000.
-CEILINGS = {"plain": 1662, "launched": 7280, "run": 13060}
-PACKAGE_CEILING = 26971
+CEILINGS = {"plain": 1662, "launched": 6105, "run": 13060}
+PACKAGE_CEILING = 25290
 OF_A_LAUNCHED_TRAINER = {
-    *("adapters", "errors", "lazy", "options", "variables", "version", "process", "failures", "job", "model", "data"),
+    *("errors", "lazy", "options", "variables", "version", "process", "failures", "job", "shares", "model"),
 }
 
 

@@ -23,7 +23,7 @@ from ddpshim.errors import CheckpointError, WorldError
 from ddpshim.job.world import World
 from ddpshim.process import devices, messages
 from ddpshim.process.job import current
-from ddpshim.trainers.session import FOLDER, STREAMS, Session
+from ddpshim.robomimic.session import FOLDER, STREAMS, Session
 from tests.ranks import run_ranks
 
 _OF_TORCH = torch.optim.lr_scheduler

@@ -24,3 +24,7 @@ loaders = [
     ddpshim.make_loader([1], batchsize=2),  # type: ignore[call-arg]
 ]
 ddpshim.wrap_paralel(policy)  # type: ignore[attr-defined]
+ddpshim.setup(batch="global", seed=1, options=ddpshim.Options())
+ddpshim.setup(batch="whole")  # type: ignore[arg-type]
+ddpshim.setup(sed=1)  # type: ignore[call-arg]
+ddpshim.setup(seed="1")  # type: ignore[arg-type]

@@ -28,14 +28,16 @@ from torch.utils.data import DataLoader
 
 import ddpshim
 from ddpshim import LaunchError, World, WorldError, cleanup, setup
-from ddpshim.errors import RankError
+from ddpshim.errors import OptionsError, RankError
 from ddpshim.failures import failure, rendezvous
 from ddpshim.job import process_group
 from ddpshim.launch import spawning
 from ddpshim.observe import records
+from ddpshim.options import Options
 from ddpshim.process import devices
 from ddpshim.process import job as jobs
 from ddpshim.process.devices import backend_of, choose_backend
+from ddpshim.process.job import current
 from tests.preloaded import preloaded, working_in
 from tests.preloaded_commands import patience
 from tests.ranks import _server, free_port, run_ranks
@@ -311,7 +313,7 @@ def test_ranks_that_order_sets_differently_are_told_once(capsys: pytest.CaptureF
         assert capsys.readouterr().err == ""
         gather = lambda own: [own, {**own, **of_another}]  # noqa: B023, E731
         process_group._check_same_options(
-            SimpleNamespace(is_main=is_main, options=ddpshim.Options(), gather=gather)  # type: ignore[arg-type]
+            SimpleNamespace(is_main=is_main, options=Options(), gather=gather)  # type: ignore[arg-type]
         )
     assert "Sort the set, or set PYTHONHASHSEED=0 before Python starts" in capsys.readouterr().err
 
@@ -379,8 +381,15 @@ def _whole_batches() -> tuple[Any, ...]:
     with pytest.raises(WorldError, match="after setup"):
         setup(batch="global")
     cleanup()
+    # Refused before the ranks meet, so that the next call can join.
+    with pytest.raises(OptionsError, match=r"exact=3 with shares.*batch=\"global\""):
+        setup(options=Options(exact=3))
+    for name, value in {"per_rank_batch": True, "lr_rule": "sqrt"}.items():
+        asked = Options(**{"per_rank_batch": True, name: value})
+        with pytest.raises(OptionsError, match=r"whole batches.*for ddpshim\.setup\(\), make_loader"):
+            setup(batch="global", options=asked)
     setup(batch="global")
-    assert setup(batch="global") is ddpshim.world()
+    assert setup(batch="global") is setup() is ddpshim.world()
     data = torch.utils.data.TensorDataset(torch.arange(50.0)[:, None])
     with pytest.raises(ddpshim.DataError, match="per_rank_batch"):
         ddpshim.make_loader(data, 16, per_rank_batch=True)
@@ -407,8 +416,13 @@ def test_setup_for_whole_batches_in_one_process() -> None:
     assert setup(batch="global").world_size == 1
     assert type(ddpshim.make_loader(range(3))) is DataLoader
     cleanup()
-    with pytest.raises(ddpshim.OptionsError, match=r"'whole'.*local or global"):
-        setup(batch="whole")
+    assert setup(options=Options(per_rank_batch=True), batch="global").options.per_rank_batch
+    cleanup()
+    with pytest.raises(OptionsError, match=r"'whole'.*take a share.*\"local\".* or \"global\""):
+        setup(batch="whole")  # type: ignore[arg-type]
+    with pytest.raises(OptionsError, match=r"sed=\.\.\..*without it; did you mean seed\?.*options="):
+        setup(sed=1)  # type: ignore[call-arg]
+    assert current().world is None
 
 
 def _adopted() -> tuple[int, int, int]:
@@ -440,7 +454,7 @@ def _streams() -> list[float]:
 
 @pytest.mark.ranks
 def test_random_streams_split_without_a_seed() -> None:
-    first, second = run_ranks(_streams, 2, seed=None, environ={"DDPSHIM_NOISE": "per_rank"})
+    first, second = run_ranks(_streams, 2, seed=None)
     assert len({*first[1:], *second[1:]}) == 4
 
 

@@ -12,8 +12,9 @@ import pytest
 from ddpshim.errors import LaunchError
 from ddpshim.failures import rendezvous
 from ddpshim.failures.rendezvous import check_address
-from ddpshim.process.launch_env import LaunchEnv, read_launch_env
-from ddpshim.process.schedulers import first_host
+from ddpshim.process.launch_env import read_launch_env
+from ddpshim.process.launchers import first_host
+from ddpshim.process.place import LaunchEnv
 from tests.ranks import free_port
 
 TORCHRUN = {

@@ -441,7 +441,6 @@ def test_the_main_rank_plays_rollouts_and_the_others_get_what_it_found(tmp_path:
 
 SHARES = "train(nn.DataParallel(network()), DataLoader(Items(), 8, shuffle=True))"
 REFUSED = {
-    "noise of each rank": (SHARES, "draws its data splits and evaluations on each rank", {"DDPSHIM_NOISE": "per_rank"}),
     "batches of each rank": (
         SHARES,
         "per_rank_batch=True: the program holds whole batches",

@@ -5,9 +5,7 @@ from __future__ import annotations
 import collections
 import os
 import resource
-import sys
 import threading
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,15 +15,12 @@ import torch
 from torch import nn
 
 import ddpshim
-from ddpshim import robomimic
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint.background import Copy
 from ddpshim.errors import CheckpointError, RankError
 from ddpshim.failures import failure
 from ddpshim.process import machine
 from tests.ranks import run_ranks
-
-ROBOMIMIC = ("robomimic", "robomimic.utils", "robomimic.utils.train_utils")
 
 
 def _training_state() -> dict[str, Any]:
@@ -127,34 +122,6 @@ def test_a_file_comes_a_moment_later_and_whoever_looks_waits(
     checkpoint.save_in_background({"number": 5}, path)
     assert len(checkpoint.keep_newest(tmp_path, "*.pth", 1)) == 1
     assert torch.load(path) == {"number": 5}
-
-
-def _save_as_robomimic(folder: str) -> Any:
-    checkpoint._LEAST_BYTES = 0
-    busy, utils = list[bool](), {name: types.ModuleType(name) for name in ROBOMIMIC}
-
-    def save_model(ckpt_path: str, **options: Any) -> None:  # a fork's, with more files, and options
-        torch.save({"a": 1}, ckpt_path, **options)
-        busy.append(checkpoint._busy() is not None)
-        torch.save({"b": 2}, f"{ckpt_path}.more")
-
-    utils[ROBOMIMIC[1]].train_utils, utils[ROBOMIMIC[2]].save_model = utils[ROBOMIMIC[2]], save_model  # type: ignore
-    sys.modules.update(utils)
-    save = torch.save
-    robomimic.save_model(ckpt_path=str(Path(folder, "a.pth")))
-    robomimic.save_model(ckpt_path=str(Path(folder, "old.pth")), _use_new_zipfile_serialization=False)
-    assert torch.save is save
-    return busy
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("is_on", [True, False])
-def test_robomimics_checkpoints_are_saved_in_the_background(tmp_path: Path, is_on: bool) -> None:
-    environ = {"DDPSHIM_BACKGROUND_SAVE": str(is_on)}
-    assert run_ranks(_save_as_robomimic, 2, str(tmp_path), environ=environ) == [[is_on, False], []]
-    assert sorted(os.listdir(tmp_path)) == ["a.pth", "a.pth.more", "old.pth", "old.pth.more"]
-    for name in ("a.pth", "old.pth"):
-        assert torch.load(tmp_path / name) == {"a": 1}
 
 
 def test_small_files_impossible_places_and_a_lack_of_memory_are_seen_to_at_once(

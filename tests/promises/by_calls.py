@@ -13,6 +13,7 @@ class Door:
     rank = os.environ.get("RANK", "") if sys.argv[1] == "shares" else ""  # in shares, each rank writes its own
 
     def training(self, folder, objects):
+        ddpshim.split_random_streams()
         if "--stop-at" in sys.argv:
             training = ddpshim.Resumable(folder, objects)
             training.restore()

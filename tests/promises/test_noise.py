@@ -31,11 +31,10 @@ def test_the_losses_have_the_dropout_of_one_process(both: tuple[Steps, Steps]) -
     assert found == pytest.approx(plain, rel=1e-12)
 
 
-def test_shares_have_it_too() -> None:
-    options = ("--how", "clipped,by_momentum,with_critic", "--drop-last")
-    first, second = (steps_of(result(*options, door="shares", ranks=2), rank) for rank in "01")
-    assert len(first) == 6
-    for step, share, other in zip(steps_of(result(*options)), first, second):
-        for what in ("noise", "x"):
-            assert share[what] + other[what] == step[what]
-        assert share["drawn"] == other["drawn"] == step["drawn"]
+def test_with_shares_each_rank_draws_its_own() -> None:
+    """After `split_random_streams`: in the step, in the network, and in data workers."""
+    ranks = [steps_of(result("--drop-last", door="shares", ranks=2), rank) for rank in "01"]
+    assert [len(steps) for steps in ranks] == [6, 6]
+    for what in ("noise", "drawn", "x"):
+        values = {str(value) for steps in ranks for step in steps for value in step[what]}
+        assert len(values) == sum(len(step[what]) for steps in ranks for step in steps), what

@@ -36,12 +36,17 @@ def test_robomimic_as_released_has_one_hash(tmp_path: Path) -> None:
     assert (len(set(found)), len(found[0])) == (1, 12), found
 
 
+def _set_up_for_whole_batches() -> None:
+    ddpshim.cleanup()
+    ddpshim.setup(batch="global", device="cpu", options=Options(exact=4))
+
+
 def test_exact_is_refused_where_bits_would_depend_on_the_number_of_ranks() -> None:
     ddpshim.cleanup()  # of a test before this one
     with pytest.raises(OptionsError, match=r"exact=4 in a process without a launcher.*with N one of 1, 2, 4"):
         ddpshim.setup(options=Options(exact=4))
     assert ddpshim.world().world_size == 1  # nothing was set up
     with pytest.raises(RankError, match="exact=4 in 3 ranks: 4 pieces of a batch cannot be divided evenly"):
-        run_ranks(int, 3, environ={"DDPSHIM_EXACT": "4"})
+        run_ranks(_set_up_for_whole_batches, 3)
     with pytest.raises(RankError, match=r"exact=4 with shares of batches.*batch=.global.*unedited"):
         run_ranks(int, 2, environ={"DDPSHIM_EXACT": "4"})

@@ -22,10 +22,15 @@ def test_three_ranks_take_the_batches_of_one_process(options: tuple[str, ...]) -
         assert [step["samples"] for step in steps_of(result(*options, door=door, ranks=3))] == expected
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(3, ("--batch", "6")), (2, ("--ordered",))])
-def test_shares_together_are_the_batches_of_one_process(ranks: int, options: tuple[str, ...]) -> None:
-    options = (*options, "--drop-last", "--epochs", "1")
-    found = result(*options, door="shares", ranks=ranks)
+@pytest.mark.parametrize(("ranks", "options"), [(3, ("--batch", "6")), (2, ("--ordered", "--batch", "16"))])
+def test_shares_together_are_each_sample_once_an_epoch(ranks: int, options: tuple[str, ...]) -> None:
+    size, found = int(options[-1]), result(*options, "--drop-last", door="shares", ranks=ranks)
     shares = [[step["samples"] for step in steps_of(found, str(rank))] for rank in range(ranks)]
-    together = [[sample for share in batch for sample in share] for batch in zip(*shares)]
-    assert together == [step["samples"] for step in steps_of(result(*options))]
+    together = [sorted(sample for share in batch for sample in share) for batch in zip(*shares)]
+    num = 53 // size
+    assert len(together) == 2 * num
+    for epoch in (together[:num], together[num:]):
+        assert {len(batch) for batch in epoch} == {size}
+        assert len({sample for batch in epoch for sample in batch}) == num * size
+    in_order = [[*range(size * step, size * step + size)] for step in range(num)]
+    assert (together[:num] == together[num:] == in_order) == ("--ordered" in options)

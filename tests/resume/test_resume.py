@@ -42,6 +42,9 @@ DATA = TensorDataset(
 
 
 class _Stream(IterableDataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return N
+
     def __iter__(self) -> Any:
         yield from torch.randperm(N).tolist()
 
@@ -272,6 +275,10 @@ def test_other_data_or_another_batch_is_refused(tmp_path: Path) -> None:
     text = r"was left at step \d+ with steps of an epoch 5, and would resume with 10; samples would be seen twice"
     with pytest.raises(RankError, match=text):
         run_ranks(_train, 2, str(tmp_path), None, 4)
+    with pytest.raises(
+        RankError, match="with order 40 samples, seed 0, and would resume with 40 samples, seed 1; samp"
+    ):
+        run_ranks(_train, 2, str(tmp_path), seed=1)
 
 
 def _rank_saves(folder: str) -> list[str]:
@@ -432,18 +439,17 @@ def test_each_rank_resumes_the_order_of_its_own_share(tmp_path: Path) -> None:
     assert [sample % 100 for sample in ranks[0][0]] != [sample % 100 for sample in ranks[1][0]]
 
 
-def _rank_enters_its_own_share() -> None:
-    loader = ddpshim.make_loader(_Stream(), batch_size=B, already_sharded=True)
-    loader.set_epoch(0, start_step=1)
-    next(iter(loader))
+def _rank_enters_a_stream(folder: str) -> None:
+    training = Resumable(folder, {})
+    training.step = 1
+    training.save()
+    training.restore()
+    next(training.steps(ddpshim.make_loader(_Stream(), batch_size=B, already_sharded=True), 0, num_steps=5))
 
 
-def test_a_share_that_only_the_dataset_knows_cannot_be_entered() -> None:
-    with pytest.raises(RankError, match="is to resume at step 1, but the dataset is already_sharded"):
-        run_ranks(_rank_enters_its_own_share, 2)
-
-
-# Signals
+def test_a_stream_of_shares_cannot_be_entered_in_the_middle(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="epoch 0 was left at step 1, but this loader cannot start mid-epoch"):
+        run_ranks(_rank_enters_a_stream, 2, str(tmp_path))
 
 
 @pytest.mark.unit
@@ -490,6 +496,7 @@ import ddpshim
 from ddpshim.failures import preemption
 from ddpshim.process.random_streams import rank_states, restore_rank_states
 from ddpshim.job.world import World
+from ddpshim.process.job import current
 from tests.resume.test_resume import NUMBERS
 
 preemption.listen()
@@ -498,7 +505,8 @@ is_there = fork.Event()  # with the handlers of its own: a signal that comes whi
 child = fork.Process(target=lambda: (is_there.set(), signal.pause()))
 child.start()
 is_there.wait()
-loader = ddpshim.make_loader(NUMBERS, 8, num_workers=2, world=World(launcher="torchrun", seed=0))
+current().world = World(launcher="torchrun", seed=0)
+loader = ddpshim.make_loader(NUMBERS, 8, num_workers=2)
 batches = iter(loader)
 seen = [next(batches), next(batches)]  # of both workers: they are there
 os.killpg(0, signal.SIGTERM)
@@ -543,9 +551,10 @@ def test_torchruns_restarts_go_on_where_the_rank_failed(tmp_path: Path, releases
     require("0.3.0")
     tree, data = copy_release("0.3.0", releases), equivalence.make_data(tmp_path, num_demos=50)
     config = equivalence.make_config(tree, "bc", data, tmp_path, 5, 1, train__data=str(data))
-    # Rank 1 fails in the fourth step of every start: the second of them has three steps left. A step after the last
-    # save: that was on the disk before rank 0 took part in the third.
-    faults = {"DDPSHIM_FAULT": "raise:1:199", "DDPSHIM_CHECKPOINT_EVERY_N_STEPS": "2"}
+    # Rank 1 reads the first batch whole, then its 50 rows of each: it fails in the fourth step of every start, and the
+    # second has three steps left. That is a step after the last save, which was on the disk before rank 0 took part in
+    # the third.
+    faults = {"DDPSHIM_FAULT": "raise:1:225", "DDPSHIM_CHECKPOINT_EVERY_N_STEPS": "2"}
     run = ["ddpshim", "run", "--nproc", "2", "--max-restarts", "3", "-m", "tests.faults", "--config", str(config)]
     code, said = equivalence.fork(tree, run, tmp_path, None, faults, 250)
     assert code == 0, said[-3000:]

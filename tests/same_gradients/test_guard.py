@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import math
@@ -225,33 +224,6 @@ def test_what_makes_ranks_differ_is_named_and_nothing_else() -> None:
     for said in run_ranks(errors_of, 2, [act for act, _ in CASES], timeout_s=120):
         for (act, text), told in zip(CASES, said):
             assert re.search(text, told), (act, told)
-
-
-# Unequal noise
-
-
-def _seed(how: str) -> None:
-    here = ddpshim.world()
-    with ddpshim.shared_random_streams(7) if how == "shared at first" else contextlib.nullcontext():
-        net = ddpshim.wrap_parallel(_net())
-    if how == "alike":
-        torch.manual_seed(7)
-    elif how == "restored":
-        torch.set_rng_state(here.broadcast(torch.get_rng_state()))
-    elif how == "by rank":
-        torch.manual_seed(7 + here.rank)
-    elif how == "shared for a while":
-        with ddpshim.shared_random_streams(7):
-            torch.randn(3)
-    torch.randn(here.rank + 1)
-    _steps(net, torch.optim.SGD(net.parameters(), lr=0.1), 2)
-
-
-def test_equal_noise_is_an_error() -> None:
-    ways = [partial(_seed, how) for how in ("alike", "restored", "by rank", "shared for a while", "shared at first")]
-    for *equal, by_rank, for_a_while, at_first in run_ranks(errors_of, 2, ways, environ={"DDPSHIM_NOISE": "per_rank"}):
-        assert all("ranks [0, 1] draw from the same random stream (torch.initial_seed()" in said for said in equal)
-        assert by_rank == for_a_while == at_first == ""
 
 
 # What users rightly do with gradients

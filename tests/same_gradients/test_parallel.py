@@ -1,4 +1,4 @@
-"""wrap_parallel: N ranks on shards equal one process on the whole batch, whatever method trained."""
+"""wrap_parallel: gradients have the bits of torch's DDP, whatever method trained, and are those of the whole batch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import sys
 import warnings
 from collections import OrderedDict
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,12 +24,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 import ddpshim
 from ddpshim.errors import SyncError
 from ddpshim.job.process_group import ENDS_THREADS
-from ddpshim.model import backward, guard, reducer
-from ddpshim.model.reducer import _FirstGradient
+from ddpshim.model import backward, guard
 from ddpshim.model.wrapper import BareModule, new_keys
 from ddpshim.model.wrapping import best_bucket_cap_mb
 from ddpshim.process.devices import moved
-from ddpshim.process.job import current
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh
 from tests.ranks import errors_of, run_ranks
 
@@ -53,6 +52,13 @@ class Policy(nn.Module):
 
     def forward_train(self, x: torch.Tensor, head: str = "head") -> torch.distributions.Distribution:
         return torch.distributions.Normal(self(x, head), 0.7)
+
+    def compute_loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return ((self.forward(x) - y) ** 2).mean()
+
+    def losses(self, x: torch.Tensor, y: torch.Tensor) -> Iterator[torch.Tensor]:
+        for head in ("head", "other_head"):
+            yield ((self(x, head) - y) ** 2).mean()
 
     def gather(self) -> str:
         return "the module's own"
@@ -91,7 +97,31 @@ def _reentrant_checkpoint(net, x, y):
     assert getattr(net, "num_reductions", 1) == before + 1
 
 
+def _method_in_evaluation_mode(net, x, y):
+    net.eval()
+    net.compute_loss(x, y).backward()
+
+
+def _generator(net, x, y):
+    for loss in net.losses(x, y):
+        loss.backward(retain_graph=True)
+
+
+def _two_methods_and_the_module(net, x, y):
+    inner = net.module if hasattr(net, "module") else net
+    with torch.no_grad():
+        target = net.forward_train(x).mean
+    (net.compute_loss(x, y) + inner(x, "other_head").sub(target).pow(2).mean()).backward()
+
+
+def _checkpoint(net, x, y):
+    from torch.utils.checkpoint import checkpoint
+
+    ((checkpoint(net, x, use_reentrant=False) - y) ** 2).mean().backward()
+
+
 STEPS = [
+    *(_method_in_evaluation_mode, _generator, _two_methods_and_the_module, _checkpoint),
     _distribution,
     _plain_forward,
     _two_forwards,
@@ -243,6 +273,21 @@ def _penalty(wrap, rank, size):
     return net
 
 
+def _lbfgs(wrap, rank, size):
+    net = wrap(_nets()[0])
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.3, max_iter=3)
+    for x in _parts(rank, size):
+
+        def closure(x=x):
+            optimizer.zero_grad()
+            loss = _whole(net(x))
+            loss.backward()
+            return 0.0 * loss.detach() + 1.0  # the loss of one rank's samples would end its search alone
+
+        optimizer.step(closure)
+    return net
+
+
 def _scaled(wrap, rank, size):
     """In the second step one sample overflows: every rank must skip that step, and halve the scale."""
     net, optimizer = _alone_with_sgd(wrap, dtype=torch.float32)
@@ -270,7 +315,7 @@ def _compiled(order, wrap, rank, size):
         warnings.simplefilter("ignore")  # of dynamo's own
         if order == "before" and not is_alone:
             net = torch.compile(net, backend="aot_eager")
-        net = wrap(net)
+        net = wrap(net) if is_alone else wrap(net, bucket_cap_mb=1.0)  # torch splits graphs where buckets end
         if order == "after" and not is_alone:
             net = torch.compile(net, backend="aot_eager")
         elif order == "in place" and not is_alone:
@@ -287,7 +332,7 @@ HAS_SCALER = hasattr(torch.amp, "GradScaler")  # before torch 2.3 it needs a GPU
 WAYS = [
     *(partial(_by_steps, step) for step in STEPS),
     *(_with_options_of_ddp, _frozen_and_thawed, _unfrozen_and_wrapped_again, _accumulate, _tied_weights),
-    *(_actor_and_critic, _penalty),
+    *(_actor_and_critic, _penalty, _lbfgs),
     *([_scaled] if HAS_SCALER else []),
 ]
 COMPILED = [partial(_compiled, order) for order in ("before", "after", "in place")]
@@ -340,6 +385,7 @@ def _rank_rolls_out_alone() -> tuple[int, list[float]]:
             for _ in range(5):
                 net(torch.zeros(1, D_IN, dtype=torch.float64))
         net(torch.zeros(1, D_IN, dtype=torch.float64)).sum()  # gradients enabled, and still nobody is waited for
+        assert type(pickle.loads(pickle.dumps(net))) is Policy
         copied = copy.deepcopy(net)
         assert type(copied) is Policy
         copied(torch.zeros(1, D_IN, dtype=torch.float64)).sum().backward()
@@ -362,7 +408,7 @@ def _rank_wraps_twice() -> list[torch.Tensor]:
     here = ddpshim.world()
     net = _new_policy()
     once = ddpshim.wrap_parallel(net)
-    assert isinstance(once, DistributedDataParallel)
+    assert isinstance(once._ddp, DistributedDataParallel)
     assert [name for name, _ in once.named_parameters()] == [name for name, _ in net.named_parameters()]  # for an EMA
     assert isinstance(ddpshim.wrap_parallel(_new_policy().requires_grad_(False)), BareModule)
     assert ddpshim.wrap_parallel(once) is once
@@ -410,7 +456,7 @@ def _rank_sends_buckets() -> list[Any]:
     sent: list[tuple[int, list[int]]] = []  # how many gradients were there, and whose a bucket had
 
     def hook(state: Any, bucket: Any) -> Any:
-        sent.append((len(came), [places.get(p.data_ptr(), -1) for p in bucket.parameters()]))
+        sent.append((len(came), [places[p.data_ptr()] for p in bucket.parameters()]))
         return allreduce_hook(None, bucket)
 
     hook.__annotations__ = allreduce_hook.__annotations__  # torch looks at them
@@ -438,13 +484,60 @@ def test_buckets_leave_in_the_order_in_which_gradients_come() -> None:
         assert (order[0] // 2, order[-1] // 2) == (1, 3)  # not that of the network's layers
         for came, sent, gradients in got[1:]:
             assert came == order
-            assert [i for _, bucket in sent for i in bucket] == [*order, -1]
+            assert [i for _, bucket in sent for i in bucket] == order
             # Each leaves when its own gradients are there; the hook that counts may run after the one that sends.
-            ends = [sum(len(bucket) for _, bucket in sent[: k + 1]) for k in range(len(sent) - 1)]
+            ends = [sum(len(bucket) for _, bucket in sent[: k + 1]) for k in range(len(sent))]
             assert len(ends) >= 5
             assert all(end - there in (0, 1) for (there, _), end in zip(sent, ends))
             for gradient, first in zip(gradients, got[0][2]):
                 assert torch.equal(gradient, first)
+
+
+# What users of torch's DDP write
+
+
+class _Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(D_IN, 8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, D_OUT))
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.seen += x.sum()
+        return self.layers(x)
+
+
+def _rank_has_hooks() -> dict[str, Any]:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    here, called = ddpshim.world(), []
+
+    def of_buffers(ddp: Any, buffers: dict[str, torch.Tensor]) -> Any:
+        called.append(sorted(buffers))
+        return [torch.distributed.all_reduce(b, async_op=True).get_future() for b in buffers.values()]
+
+    def of_buckets(state: Any, bucket: Any) -> Any:
+        called.append(state)
+        return allreduce_hook(None, bucket)
+
+    of_buckets.__annotations__ = allreduce_hook.__annotations__
+    net = ddpshim.wrap_parallel(_Noisy())
+    net.register_comm_hook("bucket", of_buckets)
+    net._register_buffer_comm_hook(net, of_buffers)
+    net(torch.full((2, D_IN), float(here.rank + 1))).sum().backward()
+    net(torch.zeros(2, D_IN)).sum().backward()
+    with pytest.raises(TypeError, match="Did you mean 'bucket_cap_mb'"):
+        ddpshim.wrap_parallel(_Noisy(), bucket_cap=3)
+    return {"called": called, "seen": net.seen.item(), "size": net._get_ddp_logging_data()["world_size"]}
+
+
+def test_hooks_of_buckets_and_of_buffers_run() -> None:
+    expected = [["module.seen"], "bucket", ["module.seen"], "bucket"]
+    for found in run_ranks(_rank_has_hooks, 2):
+        assert [x if isinstance(x, str) else ["module.seen"] for x in found["called"]] == expected
+        assert found["seen"] == 2 * (2 * D_IN * 3)  # the sum of both ranks, after each forward
+        assert found["size"] == 2
 
 
 def _rank_builds_different() -> list[float]:
@@ -544,32 +637,14 @@ def _actor_and_critics(wrap: Callable[[nn.Module, str], Any], ranks: list[int]) 
     return [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
 
 
-def _rank_trains_actor_and_critics() -> tuple[list[Any], list[torch.Tensor]]:
-    left = []
-
-    def note(name, bucket):
-        left.append((name, bucket.index(), current().progress.is_reducing))
-        work = torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True)
-        return work.get_future().then(lambda future: future.value()[0])
-
-    def wrap(net: nn.Module, name: str) -> Any:
-        torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 104  # torch 2.1: whatever bucket_cap_mb is
-        wrapped = ddpshim.wrap_parallel(net, bucket_cap_mb=0.0001, comm_hook=note, comm_hook_state=name)
-        assert wrapped.process_group is torch.distributed.group.WORLD
-        return wrapped
-
-    return left, _actor_and_critics(wrap, [ddpshim.world().rank])
+def _rank_trains_actor_and_critics() -> list[torch.Tensor]:
+    wrap = lambda net, _: ddpshim.wrap_parallel(net, bucket_cap_mb=0.0001)  # noqa: E731
+    return _actor_and_critics(wrap, [ddpshim.world().rank])
 
 
-def test_networks_of_one_group_send_in_one_order_and_overlap_backward() -> None:
-    (left, weights), (lefts, others) = run_ranks(_rank_trains_actor_and_critics, 2)
-    assert [place[:2] for place in left] == [place[:2] for place in lefts]
-    begun, here = ([(name, is_late) for name, index, is_late in rank if not index] for rank in (left, lefts))
-    assert len(begun) == 5 * 4
-    assert all(is_late for _, is_late in begun[:4])  # nothing is known of the passes yet
-    # The actor sends while backward goes on, behind its critic; where that leaves a head out, both when it ends.
-    assert begun[-4:] == [("first", False), ("second", False), ("first", False), ("actor", False)]
-    assert here[-4:] == [("first", False), ("second", False), ("first", True), ("actor", True)]
+def test_a_rank_may_leave_out_a_part_of_one_of_several_networks() -> None:
+    """Then its buckets leave later, after those of another network."""
+    weights, others = run_ranks(_rank_trains_actor_and_critics, 2)
     for alone, a, b in zip(_actor_and_critics(lambda net, name: net, [0, 1]), weights, others):
         assert torch.equal(a, b)
         assert (alone - a).abs().max() < 1e-12
@@ -624,7 +699,6 @@ def _rank_with_awkward_names() -> list[str]:
         parent = ddpshim.wrap_parallel(nn.ModuleDict({"net": net, "more": nn.Linear(1, 1)}))
     assert len(parent._reduced) == 2
     ddpshim.cleanup()
-    assert not wrapped._handles
     return [net.device, wrapped.reducer, wrapped.logger, wrapped.detach, str(net.weight.grad.sum().item())]
 
 
@@ -663,8 +737,8 @@ def _rank_steps() -> dict[str, object]:
     here = ddpshim.world()
     calls = []
     ddpshim.wrap_parallel(nn.Linear(1, 1))  # the further ones have groups of their own
-    for num_layers in (2, 20):
-        net = ddpshim.wrap_parallel(_normed(num_layers), bucket_cap_mb=0.0005, sync_batchnorm=False)
+    options: dict[str, Any] = {"bucket_cap_mb": 0.0005, "sync_batchnorm": False}
+    for net in [ddpshim.wrap_parallel(_normed(num_layers), **options) for num_layers in (2, 20)]:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for x, _ in _batches(6):  # weights are compared after the first ones
             loss = net(x[here.rank :: 2].float()).pow(2).mean()
@@ -730,12 +804,6 @@ def test_what_no_rank_used_has_no_gradient_and_any_buffer_is_the_main_ranks() ->
         ([[2, 2], [0, 0], None], [1, True, [[5]], [], [0, 0, 0]]),
     ]
     assert others == [first, first]
-
-
-@pytest.mark.unit
-def test_the_hook_of_a_parameter_drops_no_error() -> None:
-    with pytest.raises(RuntimeError, match="while a backward pass began: nothing like that"):
-        getattr(_FirstGradient(lambda: (_ for _ in ()).throw(AttributeError("nothing like that"))), "is_begun", "a")
 
 
 @pytest.mark.unit
@@ -901,22 +969,6 @@ def test_inputs_follow_to_the_device_and_what_is_there_is_left_alone() -> None:
     moved(leaf, torch.device("cpu")).add(1).sum().backward()
     assert moved(leaf, torch.device("cpu")) is leaf
     assert leaf.grad is not None
-
-
-@pytest.mark.unit
-def test_gloo_on_a_stream_of_ones_own_is_refused_where_torch_loses_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = torch.device("cuda", 0)
-    for version, needs in (("2.1.0+cu121", True), ("2.10.1", True), ("2.11.0+cu130", False), ("2.15.0", False)):
-        monkeypatch.setattr(torch, "__version__", version)
-        assert reducer.needs_default_stream(gpu, "gloo") is needs
-        assert not reducer.needs_default_stream(gpu, "nccl")
-        assert not reducer.needs_default_stream(torch.device("cpu"), "gloo")
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: 0)
-    reducer.check_stream(gpu)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: 7)
-    with pytest.raises(SyncError, match=r"on a CUDA stream of its own, through gloo.*Upgrade to torch 2.11"):
-        reducer.check_stream(gpu)
 
 
 @pytest.mark.unit
@@ -1088,7 +1140,9 @@ class _Checkpointed(nn.Module):
 
 
 def _checkpoint_twice(how: str) -> None:
-    ddpshim.wrap_parallel(_Checkpointed(how))(torch.ones(3, 4)).sum().backward()
+    net = ddpshim.wrap_parallel(_Checkpointed(how))
+    net(torch.ones(3, 4)).sum().backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
 
 
 def _layers() -> nn.Module:
@@ -1165,6 +1219,14 @@ def _step_on_unreduced(how: str) -> None:
         loss = ((net(x) - y) ** 2).mean()
         for p, g in zip(net.head.parameters(), torch.autograd.grad(loss, list(net.head.parameters()))):
             p.grad = g
+    elif how == "not used":
+        wrapped = ddpshim.wrap_parallel(_new_policy(), find_unused_parameters=False)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        _plain_forward(wrapped, x, y)
+    elif how == "static":
+        wrapped = ddpshim.wrap_parallel(_new_policy(), static_graph=True)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        _distribution(wrapped, x, y)
     elif how == "unfrozen":
         net.never.requires_grad_(True)
         (net(x).sum() + net.never(x[:, :2]).sum()).backward()
@@ -1182,6 +1244,7 @@ def _convert(how: str) -> None:
     x, y = _batches(1)[0]
     dtype = net.head.weight.dtype
     _plain_forward(net, x[here.rank :: 2].to(dtype), y[here.rank :: 2].to(dtype))
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
 
 
 def _build_different(how: str) -> None:
@@ -1192,29 +1255,30 @@ def _build_different(how: str) -> None:
     ddpshim.wrap_parallel(net)
 
 
-def _use_powersgd(_: str) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
-
-    ddpshim.wrap_parallel(_new_policy(), comm_hook=powerSGD_hook)
-
-
 def _keep_the_graph(_: str) -> None:
+    net = _layers()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch's, of a cycle of references
-        _whole(_layers()(torch.ones(3, 4))).backward(create_graph=True)
+        _whole(net(torch.ones(3, 4))).backward(create_graph=True)
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
 
 
 NOT_REDUCED: list[tuple[Callable[[str], None], str, str]] = [
     (_step_on_unreduced, "no_sync", r"SGD\.step\(\) after a backward pass of Policy under no_sync\(\)"),
     (_step_on_unreduced, "caught", r"a backward pass of Policy never finished"),
     (_step_on_unreduced, "autograd.grad", "gradients of Policy never went through a backward pass"),
+    (_step_on_unreduced, "not used", r"'other_head.weight' of Policy \(4 in all\) got no gradient .*find_unused"),
+    (
+        _step_on_unreduced,
+        "static",
+        "gradients of Policy with static_graph=True were not reduced.*Train through forward",
+    ),
     (_step_on_unreduced, "unfrozen", "'never.weight' of Policy"),
     (_step_on_unreduced, "added", "'adapter.weight' of Policy"),
     (_convert, "float", "of Policy changed its dtype or device after it was wrapped"),
     (_convert, "float and back", "of Policy changed its dtype or device after it was wrapped"),
     (_build_different, "shape", r"parameter 'weight' is \(3, 3\).* on rank 0, \(4, 3\).* on rank 1 \(1 more differ\)"),
     (_build_different, "buffer", r"buffer 'extra' is \(2,\), torch\.float32 on rank 0, missing on rank 1"),
-    (_use_powersgd, "", "PowerSGD sends several messages"),
     (_keep_the_graph, "", r'setup\(batch="global"\)'),
     (_checkpoint_twice, "one", "got a second gradient in one backward pass.*use_reentrant=False"),
     (_checkpoint_twice, "two", "got a second gradient in one backward pass.*use_reentrant=False"),
@@ -1249,5 +1313,5 @@ def test_a_program_that_catches_the_refusal_is_ended(monkeypatch: pytest.MonkeyP
     passes.left = "that of Net ended with MemoryError"
     for _ in range(2):
         with pytest.raises(SyncError, match="never finished: that of Net ended with MemoryError"):
-            backward._check(passes)
+            backward.check(passes)
     assert [type(error) for error in ended] == [SyncError]

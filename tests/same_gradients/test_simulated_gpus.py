@@ -22,6 +22,7 @@ from ddpshim.model import backward
 from ddpshim.process.job import current
 from ddpshim.rows import calls
 from ddpshim.rows.tensor import Counts
+from ddpshim.trainers.unedited import joining
 from ddpshim.trainers.unedited.reads import equal_reads
 from evidence.equivalence import copy_release, make_run_config, source
 from tests import simulated_gpus
@@ -212,14 +213,15 @@ def _with_backend(fn: Callable[..., Any], *args: Any) -> tuple[str, Any]:
 
 
 class _Unused(nn.Module):
-    """A part of it is in no backward pass, another part on rank 0 alone."""
+    """A part of it is in no backward pass; where ranks may differ, another part is used on rank 0 alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.used, self.never, self.odd = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.odd(self.used(x)) if ddpshim.world().is_main else self.used(x)
+        is_odd = ddpshim.world().is_main and not current().door.computes_alike
+        return self.odd(self.used(x)) if is_odd else self.used(x)
 
 
 def _network(kind: str) -> nn.Module:
@@ -241,7 +243,7 @@ _WARM_UP, _STEPS = 10, 3  # weights are compared at the tenth
 def _rank_counts_syncs(kinds: list[str], on_rows: bool = False) -> dict[str, tuple[list[str], list[str]]]:
     here, counted = ddpshim.world(), {}
     if on_rows:
-        current().holds_whole_batches = True
+        current().door = joining.DOOR
         current().at_end.enter_context(calls.installed())
     networks = {kind: _network(kind).to(here.device) for kind in kinds}
     for kind, bare in networks.items():
@@ -285,7 +287,7 @@ def test_no_host_waits_in_a_usual_step(kind: str, counted: Any) -> None:
 def _rank_reads_nan() -> list[str]:
     here, said = ddpshim.world(), list[str]()
     with mock.patch.object(backward, "say", said.append), equal_reads(here):
-        current().holds_whole_batches = True
+        current().door = joining.DOOR
         for number in (1.0, float("nan"), float("nan")):
             torch.tensor(number, device=here.device).item()
     return said
@@ -329,7 +331,8 @@ def _rank_trains_five_networks(at_once: bool) -> tuple[list[tuple[str, str, int]
     here = ddpshim.world()
     torch.manual_seed(1)
     nets = [_Branches().to(here.device) for _ in range(5)]
-    wrapped = [ddpshim.wrap_parallel(net, bucket_cap_mb=0.0002) for net in nets]
+    searches = True if at_once else None
+    wrapped = [ddpshim.wrap_parallel(net, bucket_cap_mb=0.0002, find_unused_parameters=searches) for net in nets]
     optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
     launches: list[tuple[str, str, int]] = []
     for _ in range(4):
@@ -353,6 +356,27 @@ def test_all_ranks_launch_in_one_order_though_one_leaves_a_branch_out(at_once: b
     assert len({communicator for communicator, _, _ in first}) == 1, "all networks share one"
     for mine, others in zip(ours, theirs):
         assert all(torch.equal(a, b) for a, b in zip(mine, others))
+
+
+def _rank_trains_two_networks_at_once() -> str:
+    here = ddpshim.world()
+    nets = [_Branches().to(here.device) for _ in range(2)]
+    wrapped = [ddpshim.wrap_parallel(net) for net in nets]
+    optimizer = torch.optim.SGD(nets[0].parameters(), 0.1)
+    x = torch.randn(4, 8, device=here.device)
+    losses = [net(x, not (here.rank and net is wrapped[1])).pow(2).mean() for net in wrapped]
+    (losses[0] + losses[1]).backward()
+    if here.rank:
+        with pytest.raises(ddpshim.SyncError) as raised:
+            optimizer.step()
+        return str(raised.value)
+    return ""
+
+
+def test_buckets_of_networks_in_another_order_are_an_error() -> None:
+    said = run_ranks(_rank_trains_two_networks_at_once, 2, on_gpus=True)[1]
+    assert said.startswith("parameter 'seldom.weight' of _Branches was used by other ranks only, in one backward pass")
+    assert "find_unused_parameters=True" in said
 
 
 # Calls that work on the CPU
@@ -423,7 +447,8 @@ def test_the_released_robomimic_on_two_gpus_has_the_losses_of_cpus(
         folder.mkdir()
         config = make_run_config(tree, "0.3.0", variant, folder, 5, 2, train__cuda=device == "cuda")
         command = ["ddpshim", "run", "--nproc=2", "-m", "robomimic.scripts.train", "--config", str(config)]
-        said = _run_on_simulated(tree, folder, *command, SIMULATED_GPUS_LOG=str(folder / "log"))
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+        said = _run_on_simulated(tree, folder, *command, SIMULATED_GPUS_LOG=str(folder / "log"), **hidden)
         where = "GPU (torchrun, nccl)" if device == "cuda" else "CPU (torchrun, gloo)"
         assert f"ddpshim: 2 ranks on this machine, {where}" in said
         losses[device] = _losses(said)

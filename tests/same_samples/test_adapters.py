@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from ddpshim import adapters
-from ddpshim.data.loader import make_loader
-from ddpshim.job.world import World
 from ddpshim.launch.runner import Launch, problems_of_program
 from ddpshim.robomimic import adapter as robomimic
+from ddpshim.rows import loader
+from ddpshim.rows.samples import Numbered
 
 
 class Squares(Dataset):  # type: ignore[type-arg]
@@ -61,11 +61,12 @@ def test_only_ours_without_entry_points() -> None:
 
 
 @pytest.mark.usefixtures("toybot")
-def test_a_third_partys_dataset_gives_whole_batches() -> None:
-    world = World(launcher="torchrun")
-    (first, second) = make_loader(Squares(), batch_size=4, world=world)
-    assert (first, second) == (("whole", [0, 1, 4, 9]), ("whole", [16, 25, 36, 49]))
-    assert isinstance(make_loader(Squares(), batch_size=4, world=World()), DataLoader)
+def test_a_third_partys_dataset_is_fetched_by_the_batch() -> None:
+    fetcher = adapters.fetcher_of(Squares())
+    assert isinstance(fetcher, Fetcher)
+    rows = loader._RowsLoader.of(loader.DataLoader(fetcher._dataset, batch_size=4))
+    fetched = rows.dataset.__getitems__(Numbered([0, 1, 2, 3], range(4), 0))
+    assert rows.collate_fn(fetched) == (4, ("whole", [0, 1, 4, 9]))
 
 
 def test_an_adapter_need_not_offer_anything(toybot: types.ModuleType) -> None:

@@ -1,8 +1,11 @@
-"""make_loader: W ranks side by side in one process, compared with a world of one."""
+"""make_loader: W ranks side by side in one process, compared with torch's DistributedSampler and with one order."""
 
-import multiprocessing
+from __future__ import annotations
+
+import inspect
 import random
-import re
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,24 +13,27 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
     get_worker_info,
 )
 
 import ddpshim
-from ddpshim.data.loader import make_loader
-from ddpshim.data.loader_builder import scale_lr
-from ddpshim.data.numbered import without_lists
-from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
 from ddpshim.job.world import World
 from ddpshim.options import Options
 from ddpshim.process import say
-from tests.ranks import own_rows, run_ranks
+from ddpshim.process.job import current
+from ddpshim.rows.samples import without_lists
+from ddpshim.shares.loader import make_loader, scale_lr
+from tests.ranks import run_ranks
+
+GLOBAL_DOOR = r".* setup\(batch=\"global\"\)"
 
 
 class Side:
@@ -35,365 +41,297 @@ class Side:
 
     launcher, is_launched, options, device, local_world_size = "torchrun", True, Options(), torch.device("cpu"), 1
 
-    def __init__(self, rank, world_size, seed, post):
+    def __init__(self, rank: int, world_size: int, seed: int, post: list[Any]) -> None:
         self.rank, self.world_size, self.seed, self.is_main = rank, world_size, seed, rank == 0
         self._post, self._num_read = post, 0
 
-    def gather(self, value):
+    def gather(self, value: Any) -> list[Any]:
         return [value] * self.world_size
 
-    def run_on_main(self, function, *args):
+    def run_on_main(self, function: Any, *args: Any) -> Any:
         if self.is_main:
             self._post.append(function(*args))
         self._num_read += 1
         return self._post[self._num_read - 1]
 
-    def answers_of_main(self, name, value):
-        return self.run_on_main(lambda: value)
 
-    def broadcast(self, value):
-        return self.run_on_main(lambda: value)
-
-
-def side_by_side(world_size, seed=0):
-    post = []
-    return [Side(rank, world_size, seed, post) for rank in range(world_size)]
+@pytest.fixture(autouse=True)
+def _leave() -> Iterator[None]:
+    ddpshim.cleanup()
+    yield
+    current().world = None
 
 
-UNLAUNCHED = World(seed=0)
+def make_loaders(world_size: int, dataset: Any, *args: Any, seed: int = 0, **kwargs: Any) -> list[Any]:
+    """Return the loaders of all ranks. A value that is a function without arguments is called for each rank."""
+    made, post = [], list[Any]()
+    for rank in range(world_size):
+        current().world = Side(rank, world_size, seed, post)  # type: ignore[assignment]
+        own = {name: value() if callable(value) else value for name, value in kwargs.items()}
+        made.append(make_loader(dataset() if callable(dataset) else dataset, *args, **own))
+    return made
 
 
-def make_loaders(world_size, make_dataset, *args, world_seed=0, make=None, **kwargs):
-    worlds = side_by_side(world_size, world_seed)
-    made = make() if make else {}
-    return [make_loader(make_dataset(), *args, world=world, **made, **kwargs) for world in worlds]
+def passes(loaders: list[Any]) -> list[list[list[Any]]]:
+    """Return one pass of each rank: its batches as lists."""
+    return [[batch.tolist() for batch in loader] for loader in loaders]
 
 
-def epoch_of(loaders, limit=None):
-    """The global batches of one pass, put together from all ranks."""
-    passes = []
-    for one in loaders:
-        steps = []
-        for step, batch in enumerate(one):
-            if step == limit:
-                break
-            steps.append(batch.tolist())
-        passes.append(steps)
-    assert len({len(steps) for steps in passes}) == 1
-    together = []
-    for shares in zip(*passes):
-        assert len({len(share) for share in shares}) == 1
-        together.append([sample for share in shares for sample in share])
-    return together
+def together(loaders: list[Any]) -> list[list[int]]:
+    """Return the samples of each global batch of one pass, sorted."""
+    of_ranks = passes(loaders)
+    assert len({len(batches) for batches in of_ranks}) == 1
+    assert all(len({len(share) for share in shares}) == 1 for shares in zip(*of_ranks))
+    return [sorted(sample for share in shares for sample in share) for shares in zip(*of_ranks)]
 
 
-class Numbers(IterableDataset):
+class Numbers(IterableDataset[int]):
     """0, 1, 2, ..., of which each worker gives its share."""
 
-    def __init__(self, length):
+    def __init__(self, length: int) -> None:
         self.length = length
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
         return iter(range(self.length) if info is None else range(info.id, self.length, info.num_workers))
 
 
-class SizedNumbers(Numbers):
-    def __len__(self):
-        return self.length
-
-
-def numbers():
-    return torch.arange(96)
-
-
-def test_without_a_launcher_arguments_go_where_torch_has_them():
-    def collate(items):
-        return len(items)
-
-    def init(worker):
-        del worker
-
+@pytest.mark.ranks
+def test_without_a_launcher_it_is_torchs_loader_with_its_arguments_in_its_order() -> None:
+    names = list(inspect.signature(DataLoader.__init__).parameters)[1:]
+    ours = list(inspect.signature(make_loader).parameters)
+    assert ours[:13] == names[:13]
+    assert {*names} <= {*ours} - {"per_rank_batch", "already_sharded"}
     data = list(range(10))
-    arguments = [data, 3, None, [5, 4, 3, 2], None, 0, collate, False, False, 0, init, None, None]
-    ours = make_loader(*arguments, world=UNLAUNCHED)
-    assert list(ours) == [3, 1]
-    assert ours.worker_init_fn is init
-    assert [len(make_loader(data, 3, drop_last=drops, world=UNLAUNCHED)) for drops in (None, False, True)] == [4, 4, 3]
-    batches = make_loader(data, batch_sampler=[[0, 1], [2]], collate_fn=collate, world=UNLAUNCHED)
-    assert list(batches) == [2, 1]
-    assert list(make_loader(data, batch_size=None, world=UNLAUNCHED)) == data
-    assert type(make_loader(data)) is type(ours) is DataLoader
+    found = make_loader(data, 3, None, [5, 4, 3, 2], None, 0, len, False, False, 0, print, None, None)  # type: ignore[arg-type]
+    assert (type(found), list(found), found.worker_init_fn) == (DataLoader, [3, 1], print)
+    assert [len(make_loader(data, 3, drop_last=drops)) for drops in (None, False, True)] == [4, 4, 3]
+    torch.manual_seed(3)
+    expected = passes([DataLoader(torch.arange(10), 3, shuffle=True, num_workers=2)])  # type: ignore[arg-type]
+    torch.manual_seed(3)
+    assert passes([make_loader(torch.arange(10), 3, shuffle=True, num_workers=2)]) == expected
     with pytest.raises(TypeError, match="no_such_thing"):
-        make_loader(data, no_such_thing=1, world=UNLAUNCHED)
-    with pytest.raises(TypeError, match="no_such_thing"):
-        make_loader(data, no_such_thing=1, world=side_by_side(1)[0])
-
-
-SOURCES = {
-    "sequential": dict,
-    "shuffled": lambda: {"shuffle": True},
-    "random": lambda: {"sampler": RandomSampler(range(96))},
-    "subset": lambda: {"sampler": SubsetRandomSampler(range(5, 85))},
-    "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * 48 + [3.0] * 48, 96)},
-    "batches": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(96)), 8, True)},
-}
+        make_loader(data, no_such_thing=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("source", "num_workers"), [*((source, 0) for source in SOURCES), ("weighted", 2)])
-def test_global_batches_are_those_of_torchs_loader(source, num_workers):
-    options = {"num_workers": num_workers, **({} if source == "batches" else {"batch_size": 8})}
-    torch.manual_seed(7)
-    plain = [DataLoader(numbers(), **SOURCES[source](), **options)]
-    expected = [epoch_of(plain), epoch_of(plain, limit=3), epoch_of(plain)], torch.get_rng_state().tolist()
-    for world_size in (1, 2, 4) if num_workers == 0 else (2,):
-        torch.manual_seed(7)
-        loaders = make_loaders(world_size, numbers, make=SOURCES[source], **options)
-        assert [one.global_batch_size for one in loaders] == [8] * world_size
-        run = [epoch_of(loaders), epoch_of(loaders, limit=3), epoch_of(loaders)]
-        assert (run, torch.get_rng_state().tolist()) == expected
-        assert [one.epoch for one in loaders] == [2] * world_size
-        assert {len(one) for one in loaders} == {len(run[0])}
-    first, abandoned, last = expected[0]
-    if source != "sequential":
-        assert first[:3] != abandoned != last[:3]
-        assert first != last
-    if source != "weighted":
-        seen = [index for batch in first for index in batch]
-        assert len(set(seen)) == len(seen)
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+@pytest.mark.parametrize(("world_size", "num"), [(1, 97), (2, 97), (3, 96)])
+def test_ranks_see_what_distributed_sampler_gives_them(world_size: int, num: int, options: dict[str, Any]) -> None:
+    for shuffle in (False, True):
+        loaders = make_loaders(world_size, torch.arange(num), 12, shuffle, seed=5, **options)
+        for epoch in range(3):
+            expected = []
+            for rank in range(world_size):
+                sampler = DistributedSampler(range(num), world_size, rank, shuffle, seed=5, drop_last=True)  # type: ignore[arg-type]
+                sampler.set_epoch(epoch)
+                data: Any = torch.arange(num)
+                expected += passes([DataLoader(data, 12 // world_size, sampler=sampler, drop_last=True)])
+            assert passes(loaders) == expected
+            assert len({sample for batches in expected for batch in batches for sample in batch}) == 96
+
+
+ORDERS: dict[str, Any] = {
+    "subset": {"sampler": lambda: SubsetRandomSampler(range(5, 85))},
+    "weighted": {"sampler": lambda: WeightedRandomSampler([1.0] * 48 + [3.0] * 48, 96)},
+    "given": {"shuffle": True, "generator": lambda: torch.Generator().manual_seed(7)},
+    "batches": {"batch_size": 1, "batch_sampler": lambda: BatchSampler(RandomSampler(range(96)), 8, True)},
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_order_of_the_callers_is_drawn_once_for_all_and_leaves_random_streams_alone(order: str) -> None:
+    options = {"batch_size": 8, **ORDERS[order]}
+    before = torch.get_rng_state().tolist()
+    of_sizes = []
+    for world_size in (1, 2, 4):
+        loaders = make_loaders(world_size, torch.arange(96), **options)
+        assert [(len(one), one.global_batch_size) for one in loaders] == [(len(loaders[0]), 8)] * world_size
+        of_sizes.append([together(loaders) for _ in range(2)])
+    assert torch.get_rng_state().tolist() == before
+    assert of_sizes[0] == of_sizes[1] == of_sizes[2]
+    first, second = of_sizes[0]
+    assert first != second
+    seen = [sample for batch in first for sample in batch]
+    assert len({*seen}) == len(seen) or order == "weighted"
+    assert order != "weighted" or sum(sample >= 48 for sample in seen) > 60  # 72 of 96 are expected
+
+
+def test_two_passes_side_by_side_are_two_epochs() -> None:
+    [loader] = make_loaders(1, torch.arange(96), 8, True)
+    pairs = [(one.tolist(), other.tolist()) for one, other in zip(loader, loader)]
+    loader.set_epoch(0)
+    assert [[*batches] for batches in zip(*pairs)] == [*passes([loader]), *passes([loader])]
+
+
+@pytest.mark.parametrize("options", [{"shuffle": True}, ORDERS["weighted"], ORDERS["given"]])
+@pytest.mark.parametrize("after", [1, 2, 4])
+def test_a_pass_is_entered_in_the_middle_on_any_number_of_ranks(options: dict[str, Any], after: int) -> None:
+    loaders = make_loaders(2, torch.arange(96), 8, **options)
+    whole = [together(loaders) for _ in range(3)]
+    again = make_loaders(2, torch.arange(96), 8, **options)
+    together(again)
+    iterators = [iter(loader) for loader in again]
+    assert sorted(sample for one in iterators for sample in next(one).tolist()) == whole[1][0]
+    entered = make_loaders(after, torch.arange(96), 8, **options)
+    for rank, loader in enumerate(entered):
+        loader.set_epoch(1, start_step=5)
+        loader.restore_order(again[rank].order_state() if rank < 2 else None, is_inside=True)
+    assert [together(entered) for _ in range(2)] == [whole[1][5:], whole[2]]
+
+
+def test_with_drop_last_false_ranks_share_what_is_left_if_they_divide_it() -> None:
+    loaders = make_loaders(2, torch.arange(20), 8, drop_last=False)
+    assert passes(loaders) == [[[0, 2, 4, 6], [8, 10, 12, 14], [16, 18]], [[1, 3, 5, 7], [9, 11, 13, 15], [17, 19]]]
+    with pytest.raises(
+        DataError, match=rf"20 samples leave 5 .*which 3 ranks.*already_sharded.*mean_over{GLOBAL_DOOR}"
+    ):
+        make_loaders(3, torch.arange(20), 15, drop_last=False)
+
+
+def test_evaluation_counts_each_sample_once_as_the_error_says() -> None:
+    seen = []
+    for rank in range(3):
+        current().world = Side(rank, 3, 0, [])  # type: ignore[assignment]
+        part: Any = Subset(range(20), range(rank, 20, 3))  # type: ignore[arg-type]
+        seen += [i for batch in make_loader(part, 6, already_sharded=True, drop_last=False) for i in batch.tolist()]
+    assert sorted(seen) == [*range(20)]
+
+
+def test_a_loader_reads_as_torchs_does(capsys: pytest.CaptureFixture[str]) -> None:
+    say.say_once.cache_clear()
+    for _ in range(2):
+        loader = make_loaders(2, torch.arange(97), 8, True)[1]
+    assert (loader.batch_size, loader.global_batch_size, loader.drop_last, len(loader)) == (4, 8, True, 12)
+    line = "ddpshim: global batch 8 = 2 ranks x 4; an epoch leaves out 1 of 97 samples\n"
+    assert capsys.readouterr() == ("", line)
+    [_, per_rank] = make_loaders(2, torch.arange(96), 8, per_rank_batch=True)
+    assert (per_rank.batch_size, per_rank.global_batch_size, len(per_rank)) == (8, 16, 6)
+    whole = passes([loader])
+    passes([loader])
+    loader.sampler.set_epoch(0)  # as programs for DistributedSampler do
+    assert passes([loader]) == whole
+
+
+class Windows(Dataset[Any]):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [{"obs": torch.full((3,), float(i)), "index": i} for i in indices]
+
+
+def test_dicts_are_collated_and_batched_fetches_are_used() -> None:
+    _, batch = [next(iter(loader)) for loader in make_loaders(2, Windows(), 8, pin_memory=False)]
+    assert batch["index"].tolist() == [1, 3, 5, 7]
+    assert batch["obs"].shape == (4, 3)
+
+
+class Noise(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(torch.rand(())), random.random(), np.random.rand()], dtype=torch.float64)
+
+
+@pytest.mark.ranks
+def test_workers_are_seeded_by_seed_rank_worker_and_epoch() -> None:
+    def drawn(seed: int) -> list[Any]:
+        loaders = make_loaders(2, Noise(), 4, num_workers=2, seed=seed)
+        return [torch.cat(list(loader)).tolist() for loader in loaders for _ in range(2)]
+
+    before = torch.get_rng_state().tolist()
+    found, other = drawn(0), drawn(1)
+    assert drawn(0) == found
+    values = [value for one in (*found, *other) for row in one for value in row]
+    assert len(set(values)) == len(values) == 2 * 2 * 2 * 4 * 3
+    assert torch.get_rng_state().tolist() == before
+
+
+def test_already_sharded_divides_only_the_batch() -> None:
+    streams = make_loaders(2, Numbers(8), 4, already_sharded=True)
+    assert passes(streams) == [[[0, 1], [2, 3], [4, 5], [6, 7]]] * 2
+    ready = make_loaders(2, Numbers(6), None, already_sharded=True)
+    assert [list(one) for one in ready] == [[*range(6)]] * 2
+    first, second = passes(make_loaders(2, torch.arange(24), 4, True, already_sharded=True))
+    assert sorted(i for batch in first for i in batch) == sorted(i for batch in second for i in batch) == [*range(24)]
+    assert first != second
+    sampler: Any = DistributedSampler(range(24), 2, 1, shuffle=False)  # type: ignore[arg-type]
+    [_, own] = make_loaders(2, torch.arange(24), 4, sampler=sampler, already_sharded=True)
+    assert torch.cat(list(own)).tolist() == [*range(1, 24, 2)]
+
+
+SHARDED = DistributedSampler(range(96), 2, 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "data", "arguments", "text"),
+    [
+        (
+            4,
+            97,
+            {"batch_size": 10},
+            f"batch 10 does not split over 4 ranks \\(2 left over\\).* multiple of 4{GLOBAL_DOOR}",
+        ),
+        (4, 97, {"batch_size": 3}, f"batch 3 does not split over 4 ranks{GLOBAL_DOOR}"),
+        (2, 97, {"batch_size": 128}, f"97 samples leave 97 for the last batch of 128{GLOBAL_DOOR}"),
+        (2, 0, {"batch_size": 4}, "0 samples leave 0 .* or there is none"),
+        (4, 97, {"batch_size": 4, "sampler": [1, 2, 3]}, "3 samples leave 3 for the last batch of 4"),
+        (2, 97, {"batch_size": 4, "sampler": iter([1])}, r"has no __len__"),
+        (
+            2,
+            Windows,
+            {"batch_size": None},
+            f"Windows is a stream, or gives ready batches.*already_sharded{GLOBAL_DOOR}",
+        ),
+        (2, lambda: Numbers(30), {"batch_size": 8}, f"Numbers is a stream.*already_sharded=True{GLOBAL_DOOR}"),
+        (2, 97, {"batch_sampler": [[1, 2]], "per_rank_batch": True}, "per_rank_batch=True with a batch_sampler"),
+        (2, 97, {"batch_size": 8, "sampler": SHARDED}, "DistributedSampler takes one share already.*pass shuffle="),
+        (2, 97, {"batch_sampler": BatchSampler(SHARDED, 8, True)}, "DistributedSampler takes one share already"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused(num_ranks: int, data: Any, arguments: Any, text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        make_loaders(num_ranks, data if callable(data) else torch.arange(data), **arguments)
+
+
+def test_a_batch_of_a_batch_sampler_that_ranks_do_not_divide_is_refused_when_it_comes() -> None:
+    for loader in make_loaders(2, torch.arange(9), batch_sampler=[[0, 1], [2, 3, 4]]):
+        with pytest.raises(DataError, match=f"a batch of 3 samples does not split over 2 ranks{GLOBAL_DOOR}"):
+            list(loader)
+
+
+def test_torchs_own_refusals_stay() -> None:
+    for world in (World(), World(launcher="torchrun"), Side(0, 2, 0, [])):
+        current().world = world  # type: ignore[assignment]
+        data = torch.arange(96)
+        with pytest.raises(ValueError, match="sampler option is mutually exclusive with shuffle"):
+            make_loader(data, 4, True, [1, 2, 3, 4])
+        with pytest.raises(ValueError, match="batch_sampler option is mutually exclusive"):
+            make_loader(data, 4, batch_sampler=[[1, 2]])
+        with pytest.raises(ValueError, match="positive integer"):
+            make_loader(data, 0)
+        with pytest.raises(ValueError, match="persistent_workers option needs num_workers"):
+            make_loader(data, 4, persistent_workers=True)
 
 
 @pytest.mark.parametrize("is_given", [False, True])
 @pytest.mark.parametrize(("size", "num_samples"), [(10, None), (10, 3), (10, 20), (10, 25), (1, None), (70_000, None)])
-def test_a_permutation_is_torchs(size, num_samples, is_given):
+def test_a_permutation_of_row_tensors_is_torchs(size: int, num_samples: Any, is_given: bool) -> None:
     runs = []
     for change in (lambda sampler: sampler, without_lists):
         torch.manual_seed(3)
         generator = torch.Generator().manual_seed(4) if is_given else None
         sampler = RandomSampler(range(size), num_samples=num_samples, generator=generator)
-        passes = [list(change(BatchSampler(sampler, 4, drop_last))) for drop_last in (False, True, False)]
+        found = [list(change(BatchSampler(sampler, 4, drop_last))) for drop_last in (False, True, False)]
         after = [one.get_state().tolist() for one in (torch.default_generator, generator) if one is not None]
-        runs.append((passes, list(change(sampler)), after))
+        runs.append((found, list(change(sampler)), after))
     assert runs[0] == runs[1]
     assert runs[0][0][0] != runs[0][0][2] or size == 1
 
 
-def test_two_passes_side_by_side_are_two_of_torchs():
-    seen = []
-    for make in (lambda: make_loaders(1, numbers, 8, shuffle=True)[0], lambda: DataLoader(numbers(), 8, shuffle=True)):
-        torch.manual_seed(3)
-        loader = make()
-        seen.append([(a.tolist(), b.tolist()) for a, b in zip(loader, loader)])
-    assert seen[0] == seen[1]
-    assert all(a != b for a, b in seen[0])
-
-
-def test_with_drop_last_false_ranks_share_the_rows_that_are_left():
-    for world_size in (1, 2, 4):
-        loaders = make_loaders(world_size, lambda: torch.arange(20), 8, drop_last=False)
-        rows = [own_rows([16, 17, 18, 19], r, world_size) for r in range(world_size)]
-        assert [list(one)[-1].tolist() for one in loaders] == rows
-        assert [len(one) for one in loaders] == [3] * world_size
-
-
-def test_a_batch_of_a_batch_sampler_that_ranks_do_not_divide_names_the_other_door():
-    with pytest.raises(DataError, match=r"The dataset .* has no __len__"):
-        make_loaders(2, object, 4)
-    for loader in make_loaders(2, numbers, batch_sampler=[[0, 1], [2, 3, 4]]):
-        with pytest.raises(DataError, match=r"has 3 indices, which 2 ranks do not divide.* setup\(batch=\"global\"\)"):
-            list(loader)
-    for loader in make_loaders(3, numbers, 8, drop_last=False, already_sharded=True, per_rank_batch=True):
-        assert len(list(loader)) == 12
-
-
-def test_on_ranks_what_is_left_out_by_default_is_said(capsys):
-    for drop_last, num_samples in ((None, 21), (None, 21), (True, 22), (None, 24)):
-        loaders = make_loaders(2, lambda num=num_samples: torch.arange(num), 8, drop_last=drop_last)
-        assert [(len(one), one.drop_last) for one in loaders] == [(num_samples // 8, True)] * 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if " drops " in line]
-    assert len(lines) == 1
-    assert re.search(r"test_loader\.py:\d+ drops 5 of 21 samples in each epoch", lines[0])
-    assert lines[0].endswith("drop_last=False trains on all of them, as one process does")
-
-
-def test_what_is_empty_is_empty_on_any_number_of_ranks():
-    worlds = [*side_by_side(1), *side_by_side(2), World(launcher="torchrun", seed=0)]
-    loaders = [make_loader([], 6, world=one) for one in worlds]
-    assert [(len(one), list(one)) for one in loaders] == [(0, [])] * 4
-
-
-def test_a_loader_reads_as_torchs_does():
-    first, loader = make_loaders(2, numbers, 8, shuffle=True)
-    assert isinstance(loader, ShardedLoader)
-    assert (loader.batch_size, loader.global_batch_size, loader.drop_last) == (4, 8, True)
-    [_, per_rank] = make_loaders(2, numbers, 8, per_rank_batch=True)
-    assert (per_rank.batch_size, per_rank.global_batch_size, len(per_rank)) == (8, 16, 6)
-    for epoch, named in enumerate((loader, loader.sampler, loader.batch_sampler), 5):
-        named.set_epoch(epoch)
-        assert (loader.epoch, len(named)) == (epoch, 12)
-    for one in (first, first, loader, loader):
-        list(one)
-    assert loader.epoch == 8
-
-
-class Windows:
-    def __len__(self):
-        return 16
-
-    def __getitems__(self, indices):
-        return [{"obs": torch.full((3,), float(i)), "index": i} for i in indices]
-
-
-@pytest.mark.ranks
-def test_dicts_are_collated_batched_fetches_are_used_and_ready_batches_are_given_as_they_are():
-    _, batch = [next(iter(loader)) for loader in make_loaders(2, Windows, 8)]
-    assert batch["index"].tolist() == [4, 5, 6, 7]
-    assert batch["obs"].shape == (4, 3)
-    [loader] = make_loaders(1, lambda: [[0, 1], [2], [3, 4, 5]], None, shuffle=True, collate_fn=list)
-    assert sorted(loader) == sorted(loader) == [[0, 1], [2], [3, 4, 5]]
-    assert (len(loader), loader.global_batch_size) == (3, None)
-    assert sorted(make_loaders(1, lambda: Numbers(6), None, num_workers=2)[0]) == list(range(6))
-    [_, loader] = make_loaders(2, lambda: Numbers(6), None, already_sharded=True)
-    assert list(loader) == list(range(6))
-
-
-class Noise:
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return torch.tensor([float(torch.rand(())), random.random(), np.random.rand()], dtype=torch.float64)
-
-
-def noise_of(loader):
-    return torch.cat(list(loader)).tolist()
-
-
-def _rank_draws_in_workers():
-    multiprocessing.current_process()._config["daemon"] = False  # a rank may have workers
-    generator = torch.Generator().manual_seed(1)
-    loader = make_loader(Noise(), 4, num_workers=2, multiprocessing_context="fork", generator=generator)
-    return [noise_of(loader) for _ in range(2)]
-
-
-@pytest.mark.ranks
-def test_with_noise_per_rank_workers_are_seeded_by_rank_worker_and_epoch():
-    drawn, again, other = (
-        run_ranks(_rank_draws_in_workers, 2, environ={"DDPSHIM_NOISE": "per_rank"}, seed=seed) for seed in (0, 0, 1)
-    )
-    assert drawn == again
-    values = [value for runs in (*drawn, *other) for run in runs for row in run for value in row]
-    assert len(set(values)) == len(values) == 2 * 2 * 2 * 4 * 3
-
-
-def test_a_stream_that_every_rank_would_read_whole_is_refused():
-    with pytest.raises(DataError, match=r"Numbers is a stream.*already_sharded=True.*setup\(batch=\"global\"\)"):
-        make_loaders(2, lambda: Numbers(30), 8)
-    assert epoch_of(make_loaders(1, lambda: Numbers(30), 8))[-1] == [*range(16, 24)]
-
-
-class Epochal(IterableDataset):
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        return iter([self.epoch * 100 + number for number in range(8)])
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("kwargs", [{}, {"num_workers": 2, "persistent_workers": True}])
-def test_a_stream_hears_of_its_epoch_also_in_workers_that_live_on(kwargs):
-    [loader] = make_loaders(1, Epochal, 4, **kwargs)
-    firsts = [epoch_of([loader])[0][0] for _ in range(2)]
-    next(iter(loader))
-    firsts.append(epoch_of([loader])[0][0])
-    loader.set_epoch(9)
-    firsts.append(epoch_of([loader])[0][0])
-    assert firsts == [0, 100, 300, 900]
-
-
-def test_length_of_a_stream_counts_steps():
-    shared = {"already_sharded": True}
-    [loader, _] = make_loaders(2, lambda: SizedNumbers(15), 8, **shared)
-    assert (len(loader), len(loader.dataset), loader.dataset.length) == (3, 15, 15)
-    assert len(make_loaders(2, lambda: SizedNumbers(15), 8, drop_last=False, **shared)[0]) == 4
-    [unsized] = make_loaders(1, lambda: Numbers(30), 8)
-    with pytest.raises(TypeError, match="has no len"):
-        len(unsized)
-
-
-def test_already_sharded_divides_only_the_batch():
-    streams = make_loaders(2, lambda: Numbers(8), 4, already_sharded=True)
-    assert [[batch.tolist() for batch in one] for one in streams] == [[[0, 1], [2, 3], [4, 5], [6, 7]]] * 2
-    [first, second] = make_loaders(2, lambda: torch.arange(24), 4, shuffle=True, already_sharded=True)
-    assert (len(first), first.batch_size, first.global_batch_size) == (12, 2, 4)
-    orders = [torch.cat(list(one)).tolist() for one in (first, second)]
-    assert sorted(orders[0]) == sorted(orders[1]) == list(range(24))
-    assert orders[0] != orders[1]
-    sampler = DistributedSampler(range(24), 2, 1, shuffle=False)
-    [_, own] = make_loaders(2, lambda: torch.arange(24), 4, sampler=sampler, already_sharded=True)
-    assert torch.cat(list(own)).tolist() == list(range(1, 24, 2))
-
-
-OTHER_DOOR = r".* setup\(batch=\"global\"\)"
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "num", "arguments", "text"),
-    [
-        (4, 97, {"batch_size": 10}, f"does not split over 4 ranks \\(2 left over\\): .* Use 8 or 12{OTHER_DOOR}"),
-        (4, 97, {"batch_size": 3}, r"Global batch 3 is smaller than 4 ranks: .* use at most 3 ranks \(--nproc 3\)\."),
-        (2, 97, {"batch_size": 128}, r"128 is larger than the 97 samples; .* Use at most 96 \(48 for each rank\)"),
-        (4, 22, {"batch_size": 8, "drop_last": False}, f"leave 6 for the last batch, which 4 ranks do not{OTHER_DOOR}"),
-        (4, 3, {"batch_size": 4, "drop_last": False}, "has 3 samples for 4 ranks; some would train on none"),
-        (2, 0, {"batch_size": 4, "shuffle": True}, "is empty"),  # torch refuses it as well
-        (4, 97, {"batch_size": 4, "sampler": [1, 2, 3]}, r"sampler .* has 3 samples for 4 ranks"),
-        (2, 97, {"batch_size": 4, "sampler": iter([1])}, r"The sampler \(list_iterator\) has no __len__"),
-        (2, 97, {"batch_sampler": []}, "batch_sampler has length 0"),
-        (2, 97, {"batch_sampler": [[1, 2]], "per_rank_batch": True}, "per_rank_batch=True with a batch_sampler"),
-        (2, 97, {"batch_size": 4, "num_workers": 2, "in_order": False}, "in_order=False"),
-    ],
-)
-def test_what_does_not_split_is_refused(num_ranks, num, arguments, text):
-    with pytest.raises(DataError, match=text):
-        make_loaders(num_ranks, lambda: torch.arange(num), **arguments)
-
-
-def test_a_sampler_that_is_a_share_already_is_refused():
-    sharded = DistributedSampler(range(96), 2, 1)
-    for kwargs in ({"batch_size": 8, "sampler": sharded}, {"batch_sampler": BatchSampler(sharded, 8, True)}):
-        with pytest.raises(DataError, match=r"already takes one share of 2 \(rank 1\).* pass shuffle="):
-            make_loaders(2, numbers, **kwargs)
-    whole = DistributedSampler(range(96), 1, 0, shuffle=False)
-    assert epoch_of(make_loaders(2, numbers, 8, sampler=whole))[0] == list(range(8))
-
-
-def test_torchs_own_refusals_stay():
-    for world in (UNLAUNCHED, side_by_side(2)[0]):
-        with pytest.raises(ValueError, match="sampler option is mutually exclusive with shuffle"):
-            make_loader(numbers(), 4, True, [1, 2, 3, 4], world=world)
-        with pytest.raises(ValueError, match="batch_sampler option is mutually exclusive"):
-            make_loader(numbers(), 4, batch_sampler=[[1, 2]], world=world)
-        with pytest.raises(ValueError, match="expected unspecified shuffle option"):
-            make_loader(Numbers(8), 4, True, world=world)
-        with pytest.raises(ValueError, match="positive integer"):
-            make_loader(numbers(), 0, world=world)
-        with pytest.raises(ValueError, match="persistent_workers option needs num_workers"):
-            make_loader(numbers(), 4, persistent_workers=True, world=world)
-
-
-def test_the_global_batch_is_printed_once_by_the_main_rank(capsys):
-    say.say_once.cache_clear()
-    for _ in range(2):
-        make_loaders(2, numbers, 8)
-    make_loaders(1, numbers, 8)
-    printed = capsys.readouterr()
-    assert [line.split(" = ")[1] for line in printed.err.splitlines()] == ["2 ranks x 4", "1 rank x 8"]
-    assert printed.out == ""
-
-
-def test_learning_rate_rules():
+def test_learning_rate_rules() -> None:
     assert [scale_lr(0.5, rule, 4) for rule in ("linear", "sqrt", "none")] == [2.0, 1.0, 0.5]
     assert scale_lr(0.5) == 0.5
     with pytest.raises(DataError, match="rule='cubic' is not a learning-rate rule"):
@@ -403,34 +341,26 @@ def test_learning_rate_rules():
 class FailsLater:
     num_passes = 0
 
-    def __len__(self):
+    def __len__(self) -> int:
         return 8
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[int]:
         self.num_passes += 1
         if self.num_passes > 1:
             raise KeyError("gone")
         return iter(np.random.RandomState().permutation(8).tolist())
 
 
-class Broken:
-    """On rank 1 it cannot be opened."""
-
-    def __len__(self):
-        if ddpshim.world().rank:
-            raise OSError("no such file")
-        return 8
-
-
-def _on_two_ranks():
+def _on_two_ranks() -> Any:
     rank = ddpshim.world().rank
-    loader = make_loader(torch.arange(8), 4, sampler=FailsLater())
+    data: Any = torch.arange(8)
+    loader = make_loader(data, 4, sampler=FailsLater())
     seen = [batch.tolist() for batch in loader]
     attempts = [
         lambda: next(iter(loader)),
         lambda: make_loader(torch.arange(8 + rank), 4),
-        lambda: make_loader(torch.arange(8), 4 + 4 * rank),
-        lambda: make_loader(Broken(), 4),
+        lambda: make_loader(data, 4 + 4 * rank),
+        lambda: make_loader(Subset(data, [*range(rank, 4 + rank)]), 4),
     ]
     errors = []
     for attempt in attempts:
@@ -442,14 +372,13 @@ def _on_two_ranks():
 
 
 @pytest.mark.ranks
-def test_one_draw_and_one_failure_on_two_processes():
+def test_one_draw_and_one_failure_on_two_processes() -> None:
     (seen0, errors0), (seen1, errors1) = run_ranks(_on_two_ranks, 2)
-    assert sorted(index for batch in seen0 + seen1 for index in batch) == list(range(8))
+    assert sorted(index for batch in seen0 + seen1 for index in batch) == [*range(8)]
     assert errors0[0] == "KeyError: 'gone'"
     assert errors1[0].startswith("WorldError")
     assert "KeyError: 'gone'" in errors1[0]
-    assert errors0[1:3] == errors1[1:3]
-    assert "Ranks disagree on the number of samples: 8 on rank 0, 9 on rank 1" in errors0[1]
-    assert "Ranks disagree on the number of steps: 2 on rank 0, 1 on rank 1" in errors0[2]
-    assert "WorldError: rank 1 could not make its loader (OSError: no such file" in errors0[3]
-    assert errors1[3] == "OSError: no such file"
+    assert errors0[1:] == errors1[1:]
+    assert "are (8, 2, 4, []) on rank 0 and (9, 2, 4, []) on rank 1: samples would be" in errors0[1]
+    assert "are (8, 2, 4, []) on rank 0 and (8, 1, 8, []) on rank 1" in errors0[2]
+    assert "hash of the indices of a Subset" in errors0[3]

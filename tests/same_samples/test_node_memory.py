@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +19,12 @@ import torch
 from torch.utils.data import default_collate
 
 import ddpshim
-from ddpshim.data import node_memory
-from ddpshim.data.node_memory import shared_arrays
 from ddpshim.errors import DataError, WorldError
 from ddpshim.job.world import World
 from ddpshim.options import Options
 from ddpshim.process import machine, say
-from ddpshim.robomimic import batches, datasets, node_cache
+from ddpshim.robomimic import batches, calls, node_cache, node_memory
+from ddpshim.robomimic.node_memory import shared_arrays
 from tests import sequences as demos
 from tests.ranks import _server, run_ranks
 
@@ -198,24 +199,29 @@ def test_demonstrations_that_are_not_alike_stay_upstreams(folder: Path) -> None:
     assert problem.startswith(f"{path}: obs/eef_pos of demo_2 is <f4[7, 3], not <f8[7, 3] as after demo_0")
 
 
+def _shared_by_one(share: Any, waiting: Any, here: World) -> Any:
+    return share(waiting, World())
+
+
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_a_launched_training_shares_where_it_can(
     folder: Path, is_shared: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     say.say_once.cache_clear()
-    here = World(launcher="torchrun", options=Options(node_memory=is_shared))
-    monkeypatch.setattr(datasets, "world_of_shares", lambda: here)
+    here = World(launcher="torchrun", world_size=2, options=Options(node_memory=is_shared))
+    monkeypatch.setattr(calls, "world", lambda: here)
+    monkeypatch.setattr(node_cache, "share", functools.partial(_shared_by_one, node_cache.share))
     path = demos.make_file(folder / "demos.hdf5")
     config = SimpleNamespace(train=SimpleNamespace(hdf5_cache_mode="all"))
 
-    def load(obs_keys: list[str]) -> tuple[Any, Any]:
+    def load(config: Any, obs_keys: list[str]) -> tuple[Any, Any]:
         obs_keys.remove("lang")  # as upstream does, since 0.5.0
         made = (demos.make(folder, "all", file=path.name, hdf5_use_swmr=False, seq_length=n) for n in (3, 1))
         return tuple(made)  # type: ignore[return-value]
 
+    monkeypatch.setitem(sys.modules, "robomimic.utils.train_utils", SimpleNamespace(load_data_for_training=load))
     keys = [*demos.LOW_DIM, "lang"]
-    kind = type(demos.make(folder, None, file=path.name))
-    found = datasets._load_once_a_node(load, keys, kind, config)
+    found = calls.load_data_for_training(config, obs_keys=keys)
     assert keys == [*demos.LOW_DIM]
     assert [isinstance(dataset.hdf5_cache, node_cache.Demos) for dataset in found] == [is_shared] * 2
     assert [type(dataset.getitem_cache) is list for dataset in found] == [not is_shared] * 2
@@ -223,7 +229,7 @@ def test_a_launched_training_shares_where_it_can(
         file["data/demo_1/obs/extra"] = 1  # not loaded
         del file["data/demo_3/actions"]
         file["data/demo_3/actions"] = [[0.0] * 3] * 9
-    found = datasets._load_once_a_node(load, [*demos.LOW_DIM, "lang"], kind, config)
+    found = calls.load_data_for_training(config, obs_keys=[*demos.LOW_DIM, "lang"])
     assert type(found[0].getitem_cache) is list
     said = capsys.readouterr().err
     assert ("actions of demo_3 is <f4[9, 3], not <f4[9, 7]" in said) == is_shared

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from torch.utils.data import IterableDataset
 
+import ddpshim
 from ddpshim import DataError, World
-from ddpshim.droid import rlds
+from ddpshim.robomimic import droid
 from tests import rlds as pipeline
+from tests.ranks import errors_of, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +44,6 @@ def test_each_rank_reads_its_own_trajectories_of_one_mixture(folder):
     assert [reading.num_statistics > 0 for reading in ranks] == [True, False]
     assert repr(ranks[0].statistics) == repr(ranks[1].statistics)
     assert len(list(Path(folder).glob("*/*/dataset_statistics_*.json"))) == 2
-    droid, lab = ranks[0].statistics["num_transitions"]
-    assert ranks[0].length == ranks[1].length == int(0.7 * droid * 48 / 51 + 0.3 * lab * 19 / 20) // 2
 
 
 class Rank(World):
@@ -143,7 +143,6 @@ def octo(monkeypatch):
 
 OPTIONS = {
     "shuffle_buffer_size": 1001,
-    "batch_size": 16,
     "traj_transform_threads": 3,
     "traj_read_threads": 48,
     "frame_transform_kwargs": {"num_parallel_calls": 200, "resize_size": {}},
@@ -151,20 +150,20 @@ OPTIONS = {
 
 
 def mix(monkeypatch, world, num_datasets=2, **options):
-    monkeypatch.setattr(rlds, "world_of_shares", lambda: world)
+    monkeypatch.setattr(droid, "world", lambda: world)
     kwargs = [{"name": f"droid_{i}", "data_dir": "/data"} for i in range(num_datasets)]
     weights = [1 / num_datasets] * num_datasets
-    return rlds.make_interleaved_dataset(kwargs, weights, train=True, **{**OPTIONS, **options})
+    return droid.make_interleaved_dataset(kwargs, weights, train=True, **{**OPTIONS, **options})
 
 
 def test_a_rank_gets_its_part_of_everything(monkeypatch, octo):
     monkeypatch.setattr("secrets.randbits", lambda num_bits: 5)  # the main rank draws for all
     ranks = [Rank(rank=r, world_size=8, local_world_size=4, launcher="torchrun", seed=1) for r in range(8)]
-    made = [mix(monkeypatch, rank) for rank in ranks]
+    for rank in ranks:
+        mix(monkeypatch, rank)
     assert octo.mixtures[3] == {
         "train": True,
         "shuffle_buffer_size": 126,
-        "batch_size": 2,
         "traj_transform_threads": 2,  # octo wants one for each of two datasets
         "traj_read_threads": 12,
         "frame_transform_kwargs": {"num_parallel_calls": 50, "resize_size": {}},
@@ -172,51 +171,50 @@ def test_a_rank_gets_its_part_of_everything(monkeypatch, octo):
     assert octo.ram_budget == 250
     assert octo.stops_on_empty_dataset
     assert len(set(octo.seeds)) == 8
-    # 2000 transitions of half weight, of which octo trains on 95 of 100 episodes.
-    assert {rlds.num_samples(dataset.map().map()) for dataset in made} == {950 // 8}
-    with pytest.raises(DataError, match="Global batch 12 does not split over 8 ranks"):
+    with pytest.raises(DataError, match=r"batch_size=12.*give it to rlds_loader"):
         mix(monkeypatch, ranks[0], batch_size=12)
 
 
 def test_statistics_are_of_everything_and_the_data_of_a_share(monkeypatch, octo):
     rank = Rank(rank=1, world_size=2, local_world_size=2, launcher="torchrun", seed=1)
-    monkeypatch.setattr(rlds, "world_of_shares", lambda: rank)
-    rlds.make_dataset_from_rlds("droid", "/data", train=True)
+    monkeypatch.setattr(droid, "world", lambda: rank)
+    droid.make_dataset_from_rlds("droid", "/data", train=True)
     assert octo.splits == ["all", "train[:95%]", "1 of 2 of train[:95%]"]
 
 
 def test_a_split_that_differs_or_is_too_small_is_refused(monkeypatch, octo):
     rank = Rank(rank=0, world_size=96, launcher="torchrun", seed=1)
-    monkeypatch.setattr(rlds, "world_of_shares", lambda: rank)
+    monkeypatch.setattr(droid, "world", lambda: rank)
     with pytest.raises(DataError, match=r"Split train\[:95%\] of droid/1.0.0 has 95 examples for 96 ranks"):
-        rlds.make_dataset_from_rlds("droid", "/data", train=True)
+        droid.make_dataset_from_rlds("droid", "/data", train=True)
     monkeypatch.setattr(Rank, "gather", lambda self, facts: [facts, {**facts, "number of examples": 50}])
-    with pytest.raises(DataError, match="Ranks disagree on the number of examples: 95 on rank 0, 50 on rank 1"):
-        rlds.make_dataset_from_rlds("droid", "/data", train=True)
+    with pytest.raises(DataError, match=r"Ranks have different splits .*95.*50"):
+        droid.make_dataset_from_rlds("droid", "/data", train=True)
 
 
 def test_without_a_launcher_octo_is_called_as_it_was(monkeypatch, octo):
-    made = mix(monkeypatch, World())
+    mix(monkeypatch, World())
     assert octo.mixtures == [{"train": True, **OPTIONS}]
     assert octo.splits == ["all", "train[:95%]"] * 2
     assert not octo.stops_on_empty_dataset
     assert octo.seeds == []
-    assert rlds.num_samples(made) == 950
 
 
-def test_only_a_mixture_has_a_length():
-    with pytest.raises(TypeError, match="its length is unknown"):
-        rlds.num_samples(types.SimpleNamespace(_inputs=list))
+def read_to_the_end():
+    ddpshim.cleanup()
+    here = ddpshim.setup(batch="global", seed=1, device="cpu")
+    batches = iter(droid.rlds_loader(Stream([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]][here.rank]), batch_size=4))
+    assert [next(batches).tolist() for _ in range(2)] == [[1.0, 2.0, 5.0, 6.0], [3.0, 4.0, 7.0, 8.0]]
+    next(batches)
 
 
-def test_the_end_of_a_mixture_is_an_error(monkeypatch):
-    rank = Rank(rank=1, world_size=2, launcher="torchrun", seed=1)
-    monkeypatch.setattr(rlds, "world_of_shares", lambda: rank)
-    loader = rlds.loader(Stream([1.0, 2.0]), batch_size=2, num_workers=0)
-    batches = iter(loader)
-    assert [next(batches).tolist(), next(batches).tolist()] == [[1.0], [2.0]]
-    with pytest.raises(DataError, match=r"The mixture ended on rank 1: .* Use fewer than 2 ranks"):
-        next(batches)
+@pytest.mark.ranks
+def test_ranks_read_a_batch_together_and_the_end_of_a_mixture_is_an_error():
+    alone = droid.rlds_loader(Stream([1.0, 2.0]), batch_size=2)
+    assert [batch.tolist() for batch in alone] == [[1.0, 2.0]]
+    for rank, (said,) in enumerate(run_ranks(errors_of, 2, [read_to_the_end])):
+        assert f"DataError: The mixture ended on rank {rank}: " in said
+        assert "Use fewer than 2 ranks" in said
 
 
 class Stream(IterableDataset):
@@ -225,6 +223,3 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         return iter(self.items)
-
-    def __len__(self):
-        return len(self.items)

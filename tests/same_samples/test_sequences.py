@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,9 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 import ddpshim
-from ddpshim import adapters
-from ddpshim.data.loader import make_loader
-from ddpshim.job.world import World
-from ddpshim.process import say
 from ddpshim.robomimic import batches as sequences
-from ddpshim.robomimic import datasets, node_cache
+from ddpshim.robomimic import node_cache
+from ddpshim.rows import loader
 from tests import sequences as demos
 from tests.preloaded import environment
 from tests.preloaded_commands import python
@@ -28,23 +23,6 @@ from tests.ranks import run_ranks
 from tests.robomimic import require
 
 pytestmark = pytest.mark.robomimic
-HERE = World(launcher="torchrun", seed=1)
-
-
-class Orders:
-    """A sampler with another order in each pass, which does not depend on what workers draw."""
-
-    num_passes = 0
-
-    def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __iter__(self) -> Iterator[int]:
-        self.num_passes += 1
-        return iter(np.random.default_rng(self.num_passes).permutation(self.num_samples).tolist())
 
 
 @pytest.fixture(scope="module")
@@ -163,17 +141,18 @@ def test_patched_code_is_not_known(folder: Path, monkeypatch: pytest.MonkeyPatch
     from robomimic.utils.dataset import SequenceDataset
 
     known = demos.make(folder, "low_dim", _subclass(get_dataset_sampler=lambda self: None))
-    assert sequences.is_known(known)
+    assert sequences._normalizing(known) == [True]
     original = SequenceDataset.get_item
     monkeypatch.setattr(SequenceDataset, "get_item", lambda self, index: original(self, index))
     dataset = demos.make(folder, "low_dim")
-    assert not sequences.is_known(dataset)
-    assert not sequences.is_known([1, 2])
     with pytest.raises(sequences.Unproven, match="the code of SequenceDataset is not one that is known here"):
         sequences.plan(dataset)
+    with pytest.raises(sequences.Unproven, match="list is no dataset of robomimic's"):
+        sequences.plan([1, 2])
     monkeypatch.undo()
     dataset.get_item = lambda index: {}
-    assert not sequences.is_known(dataset)
+    with pytest.raises(sequences.Unproven, match="the code of SequenceDataset is not one that is known here"):
+        sequences.plan(dataset)
 
 
 def test_a_dataset_that_changes_is_fetched_as_it_is(folder: Path) -> None:
@@ -213,40 +192,6 @@ def test_the_data_are_held_once_in_flat_arrays(folder: Path, cache_mode: Any) ->
     assert demos.is_same_batch(copied, other)
 
 
-def _loader(folder: Path, cache_mode: Any, **settings: Any) -> Any:
-    dataset = demos.make(folder, cache_mode, seq_length=3)
-    settings = {"batch_size": 4, "sampler": Orders(len(dataset)), **settings}
-    return make_loader(dataset, world=HERE, **settings)
-
-
-def _passes(loader: Any, num_steps: list[int]) -> list[Any]:
-    """The batches of as many passes, each left after so many of them."""
-    return [[batch for _, batch in zip(range(num), loader)] for num in num_steps]
-
-
-def _is_same_passes(found: list[Any], expected: list[Any]) -> bool:
-    return [len(a) for a in found] == [len(b) for b in expected] and all(
-        sequences._is_same(a, b) for one, other in zip(found, expected) for a, b in zip(one, other)
-    )
-
-
-@pytest.mark.parametrize("cache_mode", ["all", None])
-def test_passes_that_are_abandoned_leave_nothing_to_the_next(folder: Path, cache_mode: Any) -> None:
-    lengths = [3, 1, 8, 2, 8]
-    with pytest.MonkeyPatch.context() as by_sample:
-        by_sample.setattr(adapters, "fetcher_of", lambda dataset: None)
-        reference = _loader(folder, cache_mode)
-    assert reference.collate_fn is default_collate
-    *expected, after = _passes(reference, [*lengths, 8])
-    assert _is_same_passes(_passes(_loader(folder, cache_mode), lengths), expected)
-    loader = _loader(folder, cache_mode, num_workers=2, persistent_workers=True, prefetch_factor=3)
-    assert _is_same_passes(_passes(loader, lengths), expected)
-    workers = loader._iterator._workers
-    assert all(worker.is_alive() for worker in workers)
-    assert _is_same_passes(_passes(loader, [8]), [after])
-    assert loader._iterator._workers is workers
-
-
 def _rows(folder: str, num_workers: int) -> tuple[list[Any], bool]:
     """All numbers of two passes in a program that every rank runs whole; whether they are fetched by the batch."""
     ddpshim.cleanup()
@@ -256,8 +201,8 @@ def _rows(folder: str, num_workers: int) -> tuple[list[Any], bool]:
     dataset = demos.make(Path(folder), "low_dim", seq_length=3)
     how: Any = {"num_workers": num_workers, "multiprocessing_context": "fork"} if num_workers else {}
     torch.manual_seed(4)
-    loader = DataLoader(dataset, 7, shuffle=True, **how)
-    found = [[(key, x.tolist()) for key, x in node_cache._leaves(batch).items()] for _ in range(2) for batch in loader]
+    batches = DataLoader(dataset, 7, shuffle=True, **how)
+    found = [[(key, x.tolist()) for key, x in node_cache._leaves(batch).items()] for _ in range(2) for batch in batches]
     return found, "__getitems__" in vars(dataset)
 
 
@@ -269,45 +214,19 @@ def test_ranks_with_row_tensors_fetch_their_rows_by_the_batch(folder: Path) -> N
         assert by_batch
 
 
-def test_what_robomimics_loaders_are_made_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[dict[str, Any]] = []
-    monkeypatch.setattr(datasets, "make_loader", lambda **options: made.append(options))
-    monkeypatch.setattr(datasets, "world_of_shares", lambda: HERE)
-    known, unknown = demos.make(folder, None), demos.make(folder, None, _subclass(get_item=lambda self, index: {}))
-    for dataset, options in (
-        (known, {"num_workers": 2}),
-        (known, {"num_workers": 0}),
-        (known, {"num_workers": 2, "worker_init_fn": print}),
-        (known, {"num_workers": 2, "collate_fn": default_collate}),
-        (known, {"num_workers": 2, "collate_fn": list}),
-        (unknown, {"num_workers": 2}),
-    ):
-        datasets.loader(dataset=dataset, batch_size=4, **options)
-    assert [options["persistent_workers"] for options in made] == [True, False, False, True, False, False]
-    assert not any(options["pin_memory"] for options in made)
-    monkeypatch.setattr(datasets, "world_of_shares", lambda: replace(HERE, device=torch.device("cuda", 0)))
-    datasets.loader(dataset=known, batch_size=4)
-    assert made[-1]["pin_memory"] is True
-    many = replace(HERE, world_size=len(known) + 1)
-    monkeypatch.setattr(datasets, "world_of_shares", lambda: many)
-    with pytest.raises(ddpshim.DataError, match="Name a filter key with more demonstrations, or, if this is the "):
-        datasets.loader(dataset=known, batch_size=many.world_size, drop_last=True)
+def _rank_reads_code_of_its_own(folder: str) -> tuple[list[int], list[str]]:
+    ddpshim.cleanup()
+    ddpshim.setup(batch="global", seed=1, device="cpu")
+    demos.begin()
+    said: list[str] = []
+    loader.say_once = said.append  # type: ignore[assignment]
+    dataset = demos.make(Path(folder), "low_dim", _subclass(get_item=lambda self, index: {"at": index}))
+    first, *_ = DataLoader(dataset, 4)
+    return first["at"].tolist(), said
 
 
-def test_who_collates_himself_gets_samples(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    seen: list[Any] = []
-
-    def collated(samples: list[Any]) -> Any:
-        seen.append(samples)
-        return default_collate(samples)
-
-    loader = _loader(folder, "low_dim", collate_fn=collated)
-    assert _is_same_passes(_passes(loader, [2]), _passes(_loader(folder, "low_dim"), [2]))
-    assert {type(samples) for samples in seen} == {list}
-    assert not hasattr(loader.dataset, "__getitems__")
-    say.say_once.cache_clear()
-    unknown = demos.make(folder, "low_dim", _subclass(get_item=lambda self, index: {"at": index}))
-    batch = next(iter(make_loader(unknown, 4, world=HERE)))
-    assert batch["at"].tolist() == [0, 1, 2, 3]
-    said = "ddpshim: OwnDataset is read sample by sample, many times slower than by the batch: the code of OwnDataset"
-    assert said in capsys.readouterr().err
+def test_code_that_is_not_known_is_read_sample_by_sample_with_a_line(folder: Path) -> None:
+    demos.make(folder, "low_dim")
+    (found, (line,)), (same, said) = run_ranks(_rank_reads_code_of_its_own, 2, str(folder))
+    assert (found, same, said) == ([0, 1, 2, 3], found, [])
+    assert line.startswith("OwnDataset is read sample by sample, many times slower than by the batch: the code of")

@@ -186,7 +186,6 @@ def test_a_stand_in_is_no_value() -> None:
 
 
 RLOO = Path(__file__).resolve().parents[2] / "examples" / "rloo"
-OWN_DATA = {"DDPSHIM_NOISE": "per_rank"}
 
 
 def _example() -> Any:
@@ -215,7 +214,7 @@ def _fine_tune(out: str, ends_before: int) -> None:
 def test_reinforcement_learning_on_ranks_is_that_of_one_process(tmp_path: Path) -> None:
     alone, together = tmp_path / "alone", tmp_path / "together"
     for out, num_ranks, ends_before in ((alone, 1, 10), (together, 2, 7), (together, 3, 10)):
-        run_ranks(_fine_tune, num_ranks, str(out), ends_before, seed=None, environ=OWN_DATA)
+        run_ranks(_fine_tune, num_ranks, str(out), ends_before, seed=None)
     one, three = (torch.load(out / "policy_000008.pth", weights_only=True) for out in (alone, together))
     for name, value in one.items():
         torch.testing.assert_close(three[name], value, rtol=1e-9, atol=1e-11)
@@ -256,8 +255,8 @@ def _update(num_groups: list[int]) -> Any:
 
 @pytest.mark.ranks
 def test_a_rank_without_valid_groups_takes_part() -> None:
-    ((_, alone),) = run_ranks(_update, 1, [5], seed=None, environ=OWN_DATA)
-    found = run_ranks(_update, 2, [5, 0], seed=None, environ=OWN_DATA)
+    ((_, alone),) = run_ranks(_update, 1, [5], seed=None)
+    found = run_ranks(_update, 2, [5, 0], seed=None)
     assert [num_passes for num_passes, _ in found] == [6, 2]
     for _, weights in found:
         torch.testing.assert_close(weights, alone, rtol=1e-12, atol=1e-14)

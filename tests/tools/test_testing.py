@@ -170,7 +170,7 @@ def _train(spoil: str = "") -> Any:
     policy = ddpshim.wrap_parallel(nn.Linear(8, 2))
     data = TensorDataset(torch.randn(16, 8))
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
-    for (obs,) in ddpshim.make_loader(data, batch_size=8):
+    for (obs,) in ddpshim.make_loader(data, batch_size=8, shuffle=spoil == "its own order"):
         loss = policy(obs).square().mean()
         if spoil == "a sum for a mean":
             loss = loss * len(obs)
@@ -194,6 +194,7 @@ def _train(spoil: str = "") -> Any:
             "its own",
             r"^rank 1 of 2 did not .*\n  result\['rank'\]: .*Expected 0.0 but got 1.0.*\nRanks differ from each other",
         ),
+        ("its own order", r"All ranks agree\. After setup\(\) the order .* by design: .*setup\(batch=\"global\"\)"),
         ("no seed", "One process does not repeat itself either: give the trainer a seed"),
     ],
 )

@@ -302,7 +302,10 @@ def _is_a_file_name(part: Any) -> bool:
 
 PRIVATE = "ddpshim-files-"  # the name of a rank's private folder begins with it
 # Files that these write are never redirected: they have one per process, or are safe with several processes.
-_LIBRARIES = ("ddpshim", "multiprocessing", "importlib", "triton", "numba", "torch._inductor", "torch._dynamo")
+_LIBRARIES = (
+    *("ddpshim", "multiprocessing", "importlib", "triton", "numba", "torch._inductor", "torch._dynamo"),
+    "torch.distributed.elastic",  # the error of a rank, for torchrun's summary
+)
 # These write on behalf of their callers.
 _PASS_ON = ("pathlib", "os", "posixpath", "genericpath", "shutil", "io", "codecs", "gzip", "tempfile", "contextlib")
 _OURS_THAT_PASS_ON = __name__.rpartition(".")[0]

@@ -25,12 +25,15 @@ import torch.distributed as dist
 from torch.utils import data as torch_data
 
 from ddpshim import adapters, variables
-from ddpshim.errors import OptionsError, SyncError
+from ddpshim.errors import SyncError
 from ddpshim.failures import unsynced_check
-from ddpshim.job.group import cleanup, setup, world
-from ddpshim.job.noise import draws_alike
+from ddpshim.job import group
+from ddpshim.job.group import cleanup, world
 from ddpshim.job.world import World
+from ddpshim.model import backward
+from ddpshim.model.mean_gradients import MeanGradients
 from ddpshim.process.after_import import after_import
+from ddpshim.process.doors import GlobalBatches
 from ddpshim.process.job import Job, current
 from ddpshim.process.observed import observe
 from ddpshim.process.replaced import noted, replaced
@@ -43,9 +46,18 @@ from ddpshim.trainers.unedited.clock import Clock, Commands
 from ddpshim.trainers.unedited.file_calls import Locks, in_place
 from ddpshim.trainers.unedited.networks import Networks, say_what_was_divided
 from ddpshim.trainers.unedited.private_files import PrivateFiles
-from ddpshim.trainers.unedited.program import Start, start_again
 from ddpshim.trainers.unedited.reads import equal_reads
+from ddpshim.trainers.unedited.start import Start, start_again
 
+
+def _joined(dataset: Any, batch_size: int, **options: Any) -> DataLoader[Any]:
+    """Return a loader of the rows of all ranks, each of which reads its own part of the data (collective)."""
+    from ddpshim.rows.already_sharded import JoinedLoader
+
+    return JoinedLoader(dataset, batch_size, **options)
+
+
+DOOR = GlobalBatches(wrapper=MeanGradients, loader=DataLoader, joined=_joined)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Classes of diffusion_policy and DP3 that play rollouts: module, name.
 _RUNNERS = (
@@ -71,8 +83,11 @@ def joined(start: Start) -> Iterator[None]:
 
 
 def join_edited(**given: Any) -> World:
-    """Join the job until `cleanup()` or the end of the program, which calls this (collective). See `setup`."""
-    here, job, until = _set_up(**given), current(), contextlib.ExitStack()
+    """Join the job until `cleanup()` or the end of the program, which calls this; see `setup` (collective)."""
+    job, until = current(), contextlib.ExitStack()
+    if job.world is not None:
+        return group.join(DOOR, **given)
+    here = _set_up(**given)
     with noted() as stand_ins:
         until.enter_context(_as_one_program(here))
     until.enter_context(in_place(stand_ins, "torch"))
@@ -103,27 +118,11 @@ def see_one_gpu(local_rank: int) -> None:
 
 
 def _set_up(seed: Optional[int] = None, **given: Any) -> World:
-    """Call `setup`; a program without a seed gets one, as ranks must be equal: weights, data splits (collective)."""
+    """Join the job; a program without a seed gets one, as ranks must be equal: weights, data splits (collective)."""
     see_one_gpu(int(os.environ.get("LOCAL_RANK", 0)))
-    current().holds_whole_batches = True
-    try:
-        here = setup(seed=seed, **given)
-    except BaseException:
-        current().holds_whole_batches = False
-        raise
+    here = group.join(DOOR, seed=seed, **given)
     if seed is None:
-        here = setup(seed=here.broadcast(int(os.environ.get(variables.SEED) or secrets.randbits(62))))
-    if not draws_alike():
-        raise OptionsError(
-            f"noise={here.options.noise}: a program that every rank runs whole draws its data splits and evaluations "
-            "on each rank, and these would differ. Leave the option out."
-        )
-    for name in ("per_rank_batch", "lr_rule"):
-        if name in here.options.changed():
-            raise OptionsError(
-                f"{name}={getattr(here.options, name)}: the program holds whole batches and draws what one process "
-                "draws, so it would do nothing. Leave the option out."
-            )
+        here = group.join(DOOR, seed=here.broadcast(int(os.environ.get(variables.SEED) or secrets.randbits(62))))
     return here
 
 
@@ -158,6 +157,7 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
                 undo.enter_context(part.installed())
             _play_rollouts_on_main(here, files, undo)
             current().part(unsynced_check.Answer).is_settled = True
+            backward.watch()  # first, so that a network that is wrapped as its first pass begins takes part in it
             observe(undo, backward=networks.begin_pass, before_step=networks.note_step)
             undo.enter_context(locks.installed())
             undo.enter_context(equal_reads(here))

@@ -115,7 +115,7 @@ class Networks:
 
     def begin_pass(self, tensors: Any) -> None:
         """Before a backward pass, wrap new networks and compare the loss (collective)."""
-        if not is_compiling() and current().part(Passes).depth <= 1:  # not in a pass of a checkpoint, inside another
+        if not is_compiling() and not current().part(Passes).depth:  # not in a pass of a checkpoint, inside another
             self.wrap()
             self.num_passes += 1
             if is_milestone(self.num_passes):

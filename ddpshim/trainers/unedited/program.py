@@ -13,19 +13,19 @@ import importlib.util
 import os
 import sys
 import sysconfig
-import time
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence, Set
 from importlib.machinery import PathFinder
-from typing import Callable, NoReturn, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from ddpshim import adapters, variables
 from ddpshim.errors import LaunchError, OptionsError
-from ddpshim.options import FLAGS
 from ddpshim.process.after_import import after_import
 from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.say import say
-from ddpshim.variables import PREFIX
+from ddpshim.trainers.unedited.start import Start
+
+if TYPE_CHECKING:
+    from ddpshim.job.world import World
 
 _MOST_FILES = 2000
 _UNREAD = {*sys.builtin_module_names, "ddpshim"}  # packages whose files say nothing about the program
@@ -36,24 +36,6 @@ _DISTRIBUTORS = {
 }
 _JOINS = {"init_process_group", "init_device_mesh"}
 _OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"}
-
-
-@dataclass
-class Start:
-    """How this rank was started, so that it can be restarted.
-
-    Attributes:
-        take_back: restores the replaced names and removes the files that the program has made.
-    """
-
-    argv: Sequence[str]
-    joins: bool = False  # whether its file calls a function that makes a process group
-    at_failure: Callable[[Exception], None] = lambda error: None  # called if the program fails
-    take_back: Callable[[], None] = lambda: None
-    folder: str = field(default_factory=os.getcwd)
-    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
-    time: float = field(default_factory=time.time)
-    process: int = field(default_factory=os.getpid)
 
 
 def patched(argv: Sequence[str]) -> Optional[Sequence[str]]:
@@ -68,36 +50,7 @@ def patched(argv: Sequence[str]) -> Optional[Sequence[str]]:
     from ddpshim.trainers import patching_in_memory
 
     module, rest = (argv[1], argv[2:]) if is_module else (patching_in_memory.module_of(argv[0]), argv[1:])
-    if module is None or (_is_exact() and adapters.function(module.partition(".")[0], "batch_size") is None):
-        return None  # the set's calls may not know programs that hold whole batches
-    return ["-m", module, *rest] if patching_in_memory.patch_program(module) else None
-
-
-def holds_whole_batches(argv: Sequence[str]) -> bool:
-    """Whether the patched program `argv` ("-m", module, ...) must hold whole batches: its ranks get no equal shares.
-
-    So it is with the option `exact`, and if the ranks do not divide the batch. Local.
-    """
-    if _is_exact():
-        return True
-    asked = adapters.function(argv[1].partition(".")[0], "batch_size")
-    size, num_ranks = None if asked is None else asked(argv[2:]), read_launch_env(os.environ).world_size
-    if size is None or size % num_ranks == 0 or FLAGS.get(_option("PER_RANK_BATCH")):
-        return False
-    if read_launch_env(os.environ).rank == 0:
-        say(
-            f"{num_ranks} ranks do not divide the batch of {size}: each holds the whole batch and computes its rows. A "
-            "number of ranks that divides it is faster for small networks"
-        )
-    return True
-
-
-def _is_exact() -> bool:
-    return _option("EXACT") not in ("", "none", "null")
-
-
-def _option(name: str) -> str:
-    return os.environ.get(f"{PREFIX}{name}", "").strip().lower()
+    return ["-m", module, *rest] if module is not None and patching_in_memory.patch_program(module) else None
 
 
 @contextlib.contextmanager
@@ -137,6 +90,20 @@ def distributed(argv: Sequence[str]) -> Iterator[Optional[Start]]:
         yield start
 
 
+def join(**given: Any) -> World:
+    """Join the job as `ddpshim.setup(batch="global", **given)`, which calls this (collective).
+
+    One process loads nothing of what several ranks need.
+    """
+    from ddpshim.job import group
+
+    if not group.has_group() and not read_launch_env(os.environ).is_launched:
+        return group.join(**given)
+    from ddpshim.trainers.unedited.joining import join_edited
+
+    return join_edited(**given)
+
+
 def is_launched() -> bool:
     """Whether this process is a rank of a job. Local."""
     try:
@@ -167,14 +134,6 @@ def module_file(name: str) -> Optional[str]:
             spec = None if inside is None else PathFinder.find_spec(part, inside)
         return None if spec is None else spec.origin
     return None
-
-
-def start_again(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
-    """Replace this process by a rank that runs the program `argv`, with the options of this Python. Local."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    options = ["-u", *["-O"] * sys.flags.optimize, *(f"-W{option}" for option in sys.warnoptions)]
-    os.execve(sys.executable, [sys.executable, *options, "-m", "ddpshim.launch.rank", *argv], environ)
 
 
 class Sources:

@@ -29,6 +29,7 @@ from ddpshim.job.collectives import CROSSED_DEADLINE_S
 from ddpshim.job.world import World
 from ddpshim.model.backward import say_nan
 from ddpshim.process.job import current
+from ddpshim.process.observed import Progress
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import count
 from ddpshim.rows import blocks
@@ -114,7 +115,7 @@ class _EqualReads:
         """Return `tensor`, if the main rank has the same number, else one with its number (collective)."""
         value = self._item(tensor.detach())
         if tensor.is_cuda and value != value:  # losses on a GPU are not read for this: the host would wait
-            say_nan(f"the program reads NaN after {count(current().progress.num_passes, 'backward pass', 'es')}")
+            say_nan(f"the program reads NaN after {count(current().part(Progress).num_passes, 'backward pass', 'es')}")
         bits = struct.unpack("<q", struct.pack("<d", value))[0] if tensor.is_floating_point() else int(value)
         of_main = self._bits_of_main(bits, tensor, line)
         if of_main == bits:

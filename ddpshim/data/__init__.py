@@ -1,1 +1,0 @@
-"""Gives each rank its share of one order of samples: samplers, loaders, and memory that ranks share."""

@@ -1,0 +1,249 @@
+"""Averages gradients over the ranks, where every rank runs the same program on whole batches (`setup(batch="global")`).
+
+These lines, which one can copy into any trainer, give the same gradients:
+
+    for p in network.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: (p.grad.div_(world_size), dist.all_reduce(p.grad)))
+
+What follows sends many gradients in one message, while the backward pass goes on. Since ranks run one program, they
+get gradients of the same parameters in the same order, so that messages need no names and no parameter is unused on
+one rank only; `agree_on_pass` raises where that is not so. Only public hooks of torch are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpshim.errors import SyncError
+from ddpshim.job.world import world
+from ddpshim.model import backward, guard
+from ddpshim.model.broadcasting import Buffers, broadcast_state
+from ddpshim.model.equality import Equality, agree_on_pass, is_milestone
+from ddpshim.model.wrapper import BareModule
+from ddpshim.process.devices import is_capturing
+from ddpshim.process.job import current
+from ddpshim.process.observed import Progress
+
+_NUM_REMEMBERED = 3  # passes that tell the next one: a step of an actor and its critics has so many kinds
+_MOST_KEPT = 256
+
+
+class MeanGradients(guard.Reduced, BareModule):
+    """A network whose gradients are averaged over the ranks. Made by `wrap_parallel`."""
+
+    _buffers_to_send: Optional[Buffers] = None
+    _syncs = True
+
+    def __init__(self, module: nn.Module, bucket_cap_mb: float, broadcast_buffers: bool) -> None:
+        super().__init__(module)
+        broadcast_state(module)
+        reduced = [p for p in module.parameters() if p.requires_grad and not guard.is_owned(p)]
+        self.__dict__["_postponed"] = dict[int, Any]()  # parameters of passes under no_sync, by id
+        self.__dict__["_device"] = reduced[0].device
+        guard.own(self, reduced)
+        current().part(Means).add(self, reduced, int(bucket_cap_mb * 2**20))
+        if broadcast_buffers and any(child._buffers for child in module.modules()):
+            self._buffers_to_send = Buffers(module)
+        if world().options.guard:
+            optimizers = lambda: guard.optimizers_of(self)  # noqa: E731
+            self._equality = Equality(module, broadcast_buffers, self._device, optimizers, guard.companions)
+
+    @property
+    def has_unreduced_gradients(self) -> bool:  # type: ignore[override]
+        return bool(self._postponed)
+
+    @property
+    def is_armed(self) -> bool:  # type: ignore[override]
+        return self in current().part(Means).networks_of_pass()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Return a context in which gradients accumulate on each rank; the next pass outside it averages the sum."""
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+
+class Means:
+    """The gradients of the backward pass that is under way, of all networks of a job.
+
+    A pass sends messages before its end only if it goes on as ranks agreed that it did after the same passes before:
+    gloo ends a process that gets a message of another size, and NCCL hangs, before anything could name the difference.
+    """
+
+    def __init__(self) -> None:
+        self._cap = 0
+        self._parameters, self._numbers = list[Any](), dict[int, int]()  # of all networks; their places, by id
+        self._held: set[int] = set()  # parameters that had a gradient before this pass, by id
+        self._taken: dict[int, MeanGradients] = {}  # in this pass, by number, in the order in which gradients came
+        self._is_expected = True  # whether they came as expected
+        self._left = list[Any]()  # taken, and to be sent when ranks have agreed
+        self._ready, self._num_bytes = list[Any](), 0  # for the next message
+        # Messages under way: the work, and gradients with what to write into them when it has ended.
+        self._sent: list[tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]] = []
+        self._next: Optional[Iterator[int]] = None  # of the expected parameters; None if ranks do not compare them
+        self._before: tuple[int, ...] = ()  # the last passes
+        self._expected: dict[tuple[int, ...], list[int]] = {}  # the parameters of the pass after these
+        passes = backward.watch()
+        passes.before.append(self._begin)
+        passes.after.append(self._finish)
+        passes.unfinished = lambda: next((type(network.module).__name__ for network in self.networks_of_pass()), None)
+
+    def add(self, network: MeanGradients, parameters: Sequence[Any], cap: int) -> None:
+        """Average the gradients of `parameters` from now on, until `cleanup()`. Local."""
+        self._cap = max(self._cap, cap)
+        for p in parameters:
+            self._numbers[id(p)] = len(self._parameters)
+            self._parameters.append(p)  # which also keeps its id from being used again
+            handle = p.register_post_accumulate_grad_hook(lambda p: self._take(network, p))
+            current().at_end.callback(handle.remove)
+
+    def networks_of_pass(self) -> list[MeanGradients]:
+        return [*dict.fromkeys(self._taken.values())]
+
+    def _begin(self) -> None:
+        """Before a pass, note which gradients it will add to. In C, because it looks at every parameter."""
+        gradients = map(operator.attrgetter("grad"), self._parameters)
+        self._held = set(itertools.compress(self._numbers, map(operator.is_not, gradients, itertools.repeat(None))))
+
+    def _take(self, network: MeanGradients, p: Any) -> None:
+        """Take a gradient that is complete."""
+        number = self._numbers[id(p)]
+        if not network._syncs:
+            network._postponed[number] = p
+            return
+        if number in self._taken:
+            raise _twice(network, p)
+        if not self._taken:
+            self._next = iter(self._expected.get(self._before, ())) if world().options.guard else None
+            self._is_expected = True
+        self._taken[number] = network
+        self._is_expected = self._is_expected and (self._next is None or next(self._next, None) == number)
+        if self._is_expected:
+            self._add_to_message(p)
+        else:
+            self._left.append(p)
+
+    def _add_to_message(self, p: Any) -> None:
+        self._ready.append(p)
+        self._num_bytes += p.nbytes
+        if self._num_bytes >= self._cap:
+            self._send()
+
+    @torch.no_grad()
+    def _send(self) -> None:
+        """Send the gradients that are ready, in a message for each dtype (collective, does not wait).
+
+        A new gradient becomes a view of the message, which takes its place in memory. One that existed before the pass
+        is written into: others may hold it, as they may in one process.
+        """
+        by_kind: dict[Any, list[Any]] = {}
+        for p in self._ready:
+            by_kind.setdefault((p.grad.dtype, p.grad.device, p.grad.layout), []).append(p)
+        self._ready, self._num_bytes = [], 0
+        for (*_, layout), params in by_kind.items():
+            if layout is not torch.strided:
+                for p in params:
+                    p.grad = p.grad.detach().coalesce().div_(world().world_size)
+                    self._sent.append((dist.all_reduce(p.grad, async_op=True), []))
+                continue
+            gradients = [p.grad.detach() for p in params]
+            rows, writes = [*map(_flat, gradients)], list[Any]()
+            is_held = [id(p) in self._held or p.grad.requires_grad for p in params]
+            message = _in_one_piece(rows, gradients) if all(is_held) else None
+            if message is None:
+                message = torch.cat(rows)
+                for p, held, old, part in zip(params, is_held, gradients, message.split([*map(len, rows)])):
+                    mean = _shaped(part, old)
+                    if held:
+                        writes.append((old, mean))
+                    else:
+                        p.grad = mean.detach()  # no view for autograd, so that programs may call detach_()
+            self._sent.append((dist.all_reduce(message.div_(world().world_size), async_op=True), writes))
+
+    def _finish(self) -> None:
+        """At the end of a pass that gave gradients, send the rest, and wait for all means (collective)."""
+        if not self._taken:
+            return
+        progress, networks = current().part(Progress), self.networks_of_pass()
+        is_captured = is_capturing(networks[0]._device)
+        if world().options.guard and not is_captured:
+            names, numbers = ", ".join(type(network.module).__name__ for network in networks), [*self._taken]
+            agreed = agree_on_pass(names, numbers, *guard.steps_so_far())
+            if len(self._expected) == _MOST_KEPT:  # each pass leaves out layers at random
+                self._expected.clear()
+            self._expected[self._before] = numbers
+            self._before = (*self._before, agreed)[-_NUM_REMEMBERED:]
+        for network in networks:  # a pass under no_sync may have used parameters that this one did not
+            postponed = network._postponed.items()
+            more = [p for number, p in postponed if number not in self._taken and p.grad is not None]
+            self._held.update(map(id, more))
+            self._left += more
+            network._postponed.clear()
+        for p in self._left:
+            self._add_to_message(p)
+        self._left = []
+        self._send()
+        buffers = [network._buffers_to_send for network in networks if network._buffers_to_send is not None]
+        for one in buffers:
+            one.start()
+        for work, writes in self._sent:
+            work.wait()
+            for gradient, mean in writes:
+                gradient.copy_(mean)
+        for one in buffers:
+            one.finish()
+        self._sent, self._taken = [], {}
+        progress.end_pass(networks[0]._device.type == "cuda" and not is_captured)
+        for network in networks:
+            network.num_reductions += 1
+            if network._equality is not None and is_milestone(network.num_reductions) and not is_captured:
+                network._equality.finish()
+                network._equality.start(network.num_reductions)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of `tensor` as a vector, in the order in which they lie in memory."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.permute(_order(tensor)).reshape(-1)
+
+
+def _shaped(vector: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return `_flat(like)` as `like` again: optimizers are slower if its strides are not those of the weight."""
+    if like.is_contiguous():
+        return vector.view(like.shape)
+    order = _order(like)
+    return vector.view([like.shape[dim] for dim in order]).permute([order.index(dim) for dim in range(like.dim())])
+
+
+def _order(tensor: torch.Tensor) -> list[int]:
+    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+
+
+def _in_one_piece(rows: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> Optional[torch.Tensor]:
+    """Return the memory of `gradients` as a message; None if they do not lie in it as an earlier pass left them."""
+    memory, address = gradients[0].untyped_storage().data_ptr(), gradients[0].data_ptr()
+    for row in rows:
+        if row.data_ptr() != address or row.untyped_storage().data_ptr() != memory:
+            return None
+        address += row.nbytes
+    return rows[0].as_strided((sum(map(len, rows)),), (1,))
+
+
+def _twice(network: MeanGradients, parameter: Any) -> SyncError:
+    name = next((name for name, p in network.module.named_parameters() if p is parameter), "?")
+    return SyncError(
+        f"parameter '{name}' of {type(network.module).__name__} got a second gradient in one backward pass, after the "
+        "first was sent to the other ranks: a layer is used in a backward pass inside this one (a checkpoint with "
+        "use_reentrant=True, an autograd.Function that calls backward). Half of its gradient would be lost. Use "
+        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+    )

@@ -1,0 +1,85 @@
+"""The two meanings of a batch, one class for each: what ranks hold, and what follows from it.
+
+`setup(batch=...)` chooses; `current().door` is the one of this job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Callable, Optional, Union
+
+from ddpshim import lazy
+from ddpshim.errors import OptionsError
+from ddpshim.options import Options
+
+
+@dataclass(frozen=True)
+class LocalBatches:
+    """`setup()`: each rank holds its share of a batch, as with torch's DistributedDataParallel.
+
+    Attributes:
+        batch: the argument of `setup`.
+        draws_alike: whether all ranks draw what one process would; else `split_random_streams` gives each its own.
+        computes_alike: whether a loss, or a gradient that no wrapper has reduced, is the same on all ranks.
+        wrapper: makes the wrapper that reduces a network's gradients; None: torch's DistributedDataParallel.
+        loader: makes the loader that `make_loader` returns; None: one of this rank's shares.
+        joined: makes that of data of which each rank reads a part of its own; None: as of any data.
+    """
+
+    batch = "local"
+    draws_alike = computes_alike = False
+    wrapper: Optional[Callable[..., Any]] = None
+    loader: Optional[Callable[..., Any]] = None
+    joined: Optional[Callable[..., Any]] = None
+
+    def check(self, options: Options) -> None:
+        """Raise OptionsError for options that cannot do here what they say. Local."""
+        if options.exact is not None:
+            raise OptionsError(
+                f"exact={options.exact} with shares of batches: a mean over a share is rounded by the share's size, so "
+                'bits would depend on the number of ranks. Call ddpshim.setup(batch="global"), or start the program '
+                "for one process, unedited, by `python -m ddpshim run`."
+            )
+
+
+@dataclass(frozen=True)
+class GlobalBatches:
+    """`setup(batch="global")` and `run`: every rank runs the program of one process, which holds whole batches.
+
+    See `LocalBatches` for the attributes.
+    """
+
+    batch = "global"
+    draws_alike = computes_alike = True
+    wrapper: Callable[..., Any]
+    loader: Callable[..., Any]
+    joined: Callable[..., Any]
+
+    def check(self, options: Options) -> None:
+        """Raise OptionsError for options that cannot do here what they say. Local."""
+        changed = options.changed()
+        if (name := next((name for name in ("per_rank_batch", "lr_rule") if name in changed), None)) is not None:
+            raise OptionsError(
+                f"{name}={getattr(options, name)}: the program holds whole batches, as one process does, so it would "
+                "do nothing. Leave the option out; batches of a size per rank are for ddpshim.setup(), make_loader and "
+                "wrap_parallel (`python -m ddpshim docs MIGRATION`)."
+            )
+
+
+Door = Union[LocalBatches, GlobalBatches]
+
+
+def refuse(batch: str, given: Mapping[str, Any], known: list[str]) -> None:
+    """Raise OptionsError for arguments that `setup` does not have. Local."""
+    if batch not in ("local", "global"):
+        raise OptionsError(
+            f"setup(batch={batch!r}): it is unclear what the program holds, and ranks would take a share for a whole "
+            'batch. Use "local" (this rank\'s share) or "global" (the whole batch).'
+        )
+    if unknown := [name for name in given if name not in known]:
+        raise OptionsError(
+            f"setup({unknown[0]}=...): there is no such argument, and the run would go on without it"
+            f"{lazy.nearest(unknown[0], [*known, 'batch'])}. Use {', '.join(['batch', *known])}; options of a run are "
+            "given as options=ddpshim.Options(...) or as DDPSHIM_* variables."
+        )

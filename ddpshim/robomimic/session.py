@@ -1,0 +1,230 @@
+"""Saves the progress of a robomimic training, beside the trainer's own files, and writes its records."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+import torch
+
+from ddpshim import variables
+from ddpshim.checkpoint import files as checkpoint
+from ddpshim.checkpoint.progress_folder import plain_content, read_plain, restore_streams
+from ddpshim.checkpoint.resume import Resumable, Stateful
+from ddpshim.errors import DataError
+from ddpshim.job.group import on_cleanup, world
+from ddpshim.model import guard
+from ddpshim.observe.recording import Recorder
+from ddpshim.process import observed
+from ddpshim.process.job import current
+from ddpshim.process.random_streams import rank_states
+from ddpshim.process.say import say, say_once
+from ddpshim.robomimic.algo import AlgoState
+
+FOLDER = "resume"  # folder of the progress, in the folder of the run
+STREAMS = "streams.pt"  # random streams, in FOLDER
+_FIRST_EPOCH = 1  # as the trainer counts
+
+
+def session() -> Session:
+    """Return the training of the current job. Local."""
+    return current().part(Session)
+
+
+class Session:
+    """One training. Without a launcher it changes nothing in the trainer.
+
+    Attributes:
+        seed: the trainer's seed.
+        goes_on: whether this start resumes from an earlier one.
+        progress: saves the position in the training; None if progress is not saved.
+    """
+
+    def __init__(self) -> None:
+        self.seed = 0
+        self.goes_on = False
+        self.progress: Optional[Resumable] = None
+        self._algo: Optional[AlgoState] = None
+        self._recorder: Optional[Recorder] = None
+        self._folder: Optional[Path] = None  # of the progress
+        self._epoch, self._num_steps, self._validates = 0, 0, False
+        self._metrics: dict[str, list[float]] = {}  # each step's, of the training epoch
+        self._is_continued = False  # whether the training epoch began in an earlier start
+
+    def open(self, folder: checkpoint.PathLike) -> None:
+        """Keep records and progress in the existing `folder` (collective)."""
+        here = world()
+        self._folder = Path(folder, FOLDER)
+        if here.is_launched and here.options.record:
+            self._recorder = Recorder(folder)
+            on_cleanup(self._recorder.stop_counting)  # if an epoch raises
+
+    def resume(self, model: Any, logger: Any, start_epoch: int, *best_so_far: Any) -> tuple[Any, ...]:
+        """Return (epoch to start with, *best_so_far) from the progress of an earlier start, else as given (collective).
+
+        From here on SIGTERM and SIGUSR1 make the ranks save, close `logger` and exit with code 75, and progress is
+        saved regularly (`ddpshim.Resumable`): all state of the Algo `model` that training changes, and the logger's
+        data. Does nothing without a launcher, or with the option resume=never.
+        """
+        here = world()
+        if not here.is_launched or self._folder is None or here.options.resume == "never":
+            return (start_epoch, *best_so_far)
+        self._algo = AlgoState(model)
+        kept: dict[str, Stateful] = {"algo": self._algo, "logger": _LoggerState(logger)}
+        self.progress = Resumable(self._folder, kept, before_save=self._keep_metrics, before_exit=logger.close)
+        self.progress.epoch = start_epoch - _FIRST_EPOCH
+        is_repeated = variables.RESUME_FROM in os.environ  # a part of a certified run
+        if (self.goes_on or is_repeated) and self.progress.restore(later_than=(self.progress.epoch, 0)):
+            return (self.progress.epoch + _FIRST_EPOCH, *self.progress.values["best so far"])
+        if start_epoch > _FIRST_EPOCH:
+            self._restore_streams(start_epoch)
+        return (start_epoch, *best_so_far)
+
+    def _keep_streams(self, epoch: int) -> None:
+        """Save the random streams at the start of `epoch`, for resuming from the trainer's own checkpoint. Local."""
+        if self._folder is not None and world().is_main:
+            partial = self._folder / f".{STREAMS}.partial"
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                streams, content = {"epoch": epoch, "streams": rank_states(world().device)}, io.BytesIO()
+                torch.save(plain_content(streams, partial, is_trusted=False), content)  # to a path it is a checkpoint
+                partial.write_bytes(content.getvalue())
+                os.replace(partial, self._folder / STREAMS)
+            except (OSError, RuntimeError) as error:  # RuntimeError: torch on a full disk. Training can continue
+                say_once(f"{partial} could not be written ({error}): a resumed run will draw different random numbers")
+
+    def _restore_streams(self, epoch: int) -> None:
+        """Restore the random streams with which the earlier run began `epoch`; report if not saved (collective)."""
+        here, path = world(), Path(self._folder or "", STREAMS)
+        found = here.run_on_main(lambda: read_plain(path, is_trusted=False) if path.is_file() else {})
+        if isinstance(found, dict) and found.get("epoch") == epoch:
+            restore_streams(found.get("streams"), here.device, path)
+        elif here.is_main:
+            say(f"epoch {epoch} draws different random numbers than the resumed run did: {path} is not of that epoch")
+
+    def begin_epoch(
+        self, loader: Any, epoch: int, num_steps: Optional[int], validates: bool, best_so_far: tuple[Any, ...]
+    ) -> tuple[Any, Optional[int]]:
+        """Return the batches to use instead of `loader`, and how many of its `num_steps` steps are left (collective).
+
+        Ranks wait here until the main rank has finished rollouts and saving. An epoch that was interrupted is
+        completed, and so are its metrics.
+
+        Args:
+            validates: this is a pass over validation data; ranks may save and exit between its batches.
+            best_so_far: saved with the progress for `resume`.
+
+        Raises DataError if the loader has no batch: upstream would fail with a StopIteration without words.
+        """
+        here, training = world(), self.progress
+        if here.is_launched:
+            num_steps = len(loader) if num_steps is None else num_steps
+            if num_steps and not len(loader):
+                raise _no_batch(loader, num_steps, validates)
+            here.barrier()
+        self._epoch, self._num_steps, self._validates = epoch, num_steps or 0, validates
+        if self._recorder is not None:
+            self._recorder.start_counting()
+        if training is None:
+            return loader, num_steps
+        if validates:
+            # `map` begins the pass now, with its draws, even if no batch is asked for.
+            return _Batches(loader, lambda: map(_looked, loader, itertools.repeat(training))), num_steps
+        assert self._algo is not None
+        self._algo.release()
+        number, total = epoch - _FIRST_EPOCH, self._num_steps
+        start = training.step if training.epoch == number else 0
+        training.values["best so far"] = copy.deepcopy(best_so_far)
+        self._metrics, self._is_continued = training.values.get("metrics", {}) if start else {}, start > 0
+        if not start:
+            self._keep_streams(epoch)
+        return _Batches(loader, lambda: training.steps(loader, number, total)), total - start
+
+    def note_step(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Note the metrics of a step, and return them. Local."""
+        if self.progress is not None and not self._validates:
+            for key, value in metrics.items():
+                self._metrics.setdefault(key, []).append(float(value))
+        return metrics
+
+    def end_epoch(self, log: dict[str, float]) -> dict[str, float]:
+        """Return `log`, with the means of all steps of an epoch that an earlier start began (collective).
+
+        Raises SyncError if ranks made different numbers of steps.
+        """
+        if self._recorder is not None:
+            self._recorder.stop_counting()
+        if not self._validates:
+            if self.progress is not None and self._algo is not None:
+                self.progress.end_epoch(self._num_steps)
+                self._algo.hold()
+            guard.check_equal_steps(f"epoch {self._epoch}")
+            if self._is_continued:
+                import numpy  # as upstream computes them
+
+                log = {**log, **{key: float(numpy.mean(values)) for key, values in self._metrics.items()}}
+        if self._recorder is not None:
+            self._recorder.write_epoch(self._epoch, "validation" if self._validates else "training", log)
+        return log
+
+    def end(self) -> None:
+        """Wait until the main rank has saved, and record that training has finished (collective)."""
+        checkpoint.flush()
+        world().barrier()
+        observed.end("finished")
+        if self.progress is not None:
+            self.progress.finish()
+
+    def _keep_metrics(self) -> None:
+        assert self.progress is not None
+        self.progress.values["metrics"] = self._metrics
+
+
+def _no_batch(loader: Any, num_steps: int, validates: bool) -> DataError:
+    return DataError(
+        f"a {'validation' if validates else 'training'} epoch has {num_steps} steps, but its {len(loader.dataset)} "
+        f"samples are fewer than a batch of {loader.batch_size} (train.batch_size): robomimic drops incomplete "
+        "batches, so it has none. Name a filter key with more demonstrations, lower train.batch_size, or, if this is "
+        "the validation set, set experiment.validate to false."
+    )
+
+
+class _LoggerState:
+    """Saves the data of a logger with the progress: robomimic's logs mean and maximum over all rollouts."""
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    def state_dict(self) -> Any:
+        return getattr(self._logger, "_data", None)
+
+    def load_state_dict(self, state: Any) -> None:
+        if state is not None:
+            self._logger._data = state
+
+
+class _Batches:
+    """Other batches with the length and the attributes of a loader."""
+
+    def __init__(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> None:
+        self._loader, self._begin = loader, begin
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._begin()
+
+
+def _looked(batch: Any, training: Resumable) -> Any:
+    """Return `batch`; before it, ranks may save and exit (collective)."""
+    training.look()
+    return batch
