@@ -1,4 +1,4 @@
-"""The trainer of evidence/modes_train.py with the calls that the README names: its first word is global or shares."""
+"""The trainer of evidence/modes_train.py with `setup(batch="global")` and the calls that go with it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import modes_train
 
 import ddpshim
-from ddpshim import checkpoint
 
 
 class Global(modes_train.Door):
@@ -43,33 +41,5 @@ class Global(modes_train.Door):
         ddpshim.cleanup()
 
 
-class Shares(Global):
-    """The loader gives each rank its share of a batch."""
-
-    loader = staticmethod(ddpshim.make_loader)
-
-    def start(self, words: Any) -> None:
-        self.world = ddpshim.setup(seed=1)
-        self.is_main = self.world.is_main
-
-    def mean(self, total: Any, count: Any) -> Any:
-        return self.world.mean_over(total, count)
-
-    def whole(self, loss: Any) -> Any:
-        return lambda *of_rows: loss(*map(self.world.all_gather, of_rows))
-
-    def rows(self, values: Any) -> Any:
-        return self.world.all_gather(values)
-
-    def parts(self, batch: Any, nets: Any) -> Any:
-        return ddpshim.accumulate(batch, *nets, steps=2)
-
-    def save(self, content: Any, path: Path) -> None:
-        checkpoint.save(content, path)
-
-    def wait(self) -> None:
-        self.world.barrier()
-
-
 if __name__ == "__main__":
-    modes_train.main({"global": Global, "shares": Shares}[sys.argv[1]](), sys.argv[2:])
+    modes_train.main(Global(), sys.argv[1:])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import random
 import sys
 from collections.abc import Iterator
@@ -166,7 +165,6 @@ class Words(dict):
 class Door:
     """Where a trainer that calls ddpshim differs from this one, which does not."""
 
-    is_main = True
     loader: Any = data.DataLoader
     training: Any = None  # a Resumable
 
@@ -176,27 +174,10 @@ class Door:
     def wrap(self, net: nn.Module) -> Any:
         return net
 
-    def mean(self, total: Any, count: Any) -> Any:
-        return total / count
-
-    def whole(self, loss: Any) -> Any:
-        return loss
-
-    def rows(self, values: Tensor) -> Tensor:
-        return values
-
-    def parts(self, batch: list[Tensor], nets: list[Any]) -> Any:
-        return zip(*(tensor.chunk(2) for tensor in batch))
-
-    def save(self, content: Any, path: Path) -> None:
-        torch.save(content, path)
-
     def resume(self, objects: Any, values: Any) -> Any:
         return values
 
     def interrupt(self, is_now: bool) -> None: ...
-
-    def wait(self) -> None: ...
 
     def end(self) -> None: ...
 
@@ -233,12 +214,10 @@ class Trainer:
         self.objects |= {name: each for name, each in once.items() if each is not None}
         self.values: dict[str, Any] = {"log": [], "losses": [], "best": float("inf"), "num": 0}
         self.out, self.first = Path("out"), 0
-        if door.is_main:
-            self.out.mkdir(exist_ok=True)
+        self.out.mkdir(exist_ok=True)
         self.resume()
         if words["logging"] == "file":
-            file = self.out / "train.log" if door.is_main else os.devnull
-            logging.basicConfig(filename=file, level=logging.INFO, format="%(message)s")
+            logging.basicConfig(filename=self.out / "train.log", level=logging.INFO, format="%(message)s")
 
     def resume(self) -> None:
         if self.words["resume"].startswith("signal"):
@@ -253,17 +232,16 @@ class Trainer:
 
     def log(self, value: Any) -> None:
         self.values["log"].append(float(value))
-        if self.door.is_main and self.words["logging"] == "print":
+        if self.words["logging"] == "print":
             print(f"log {value:.6e}", flush=True)
         elif self.words["logging"] == "file":
             logging.info("%.6e", value)
-        elif self.door.is_main and self.words["logging"] == "append":
+        elif self.words["logging"] == "append":
             with open(self.out / "log.csv", "a") as file:
                 file.write(f"{value:.6e}\n")
 
-    def losses(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the loss to train on, and that of the whole batch."""
-        door, (x, y, valid) = self.door, batch
+    def loss(self, batch: Any) -> Tensor:
+        x, y, valid = batch
         if self.words["noise"] == "torch":
             x = x + 0.1 * torch.randn_like(x)
         elif self.words["noise"] == "numpy":
@@ -272,15 +250,14 @@ class Trainer:
             out = self.net(x)
             apart = (out - y[:, None]).square().mean(-1)
             if self.words["loss"] == "masked":
-                loss = of_all = door.mean((apart * valid).sum(), valid.sum())
+                loss = (apart * valid).sum() / valid.sum()
             elif self.words["loss"] == "contrastive":
-                compare = door.whole(lambda z, to: F.cross_entropy(z @ to.T, torch.arange(len(z))))
-                loss = of_all = compare(out.mean(1), y.to(out.dtype))
+                loss = F.cross_entropy(out.mean(1) @ y.to(out.dtype).T, torch.arange(len(y)))
             else:
-                loss, of_all = apart.mean(), door.mean(apart.detach().mean() * len(y), len(y))
+                loss = apart.mean()
             for critic in self.critics:
                 loss = loss - 0.1 * critic(torch.cat([x, out], -1)).mean()
-        return loss, of_all
+        return loss
 
     def train_critics(self, x: Tensor, y: Tensor, valid: Tensor) -> None:
         for critic, target, optimizer in zip(self.critics, self.targets, self.optimizers[1:]):
@@ -299,14 +276,14 @@ class Trainer:
 
             def closure() -> Tensor:
                 optimizer.zero_grad()
-                loss, of_all = self.losses(batch)
+                loss = self.loss(batch)
                 loss.backward()
-                return of_all
+                return loss
 
             return optimizer.step(closure)
         is_divided = self.words["accumulate"] == "parts"
-        for part in self.door.parts(batch, self.nets) if is_divided else [batch]:
-            loss, of_all = self.losses(part)
+        for part in zip(*(tensor.chunk(2) for tensor in batch)) if is_divided else [batch]:
+            loss = self.loss(part)
             (loss / (1 + is_divided)).backward()
         if self.words["accumulate"] != "batches" or self.values["num"] % 2 == 0:
             if self.words["clip"] == "norm":
@@ -315,7 +292,7 @@ class Trainer:
                 nn.utils.clip_grad_value_(parameters, 0.01)
             optimizer.step()
             optimizer.zero_grad()
-        return of_all
+        return loss
 
     @torch.no_grad()
     def evaluate(self, score: float) -> float:
@@ -325,25 +302,24 @@ class Trainer:
             apart, hits = [], []
             for x, y, _ in self.valid_loader:
                 out = self.net(x)
-                apart.append(self.door.rows((out - y[:, None]).square().mean((1, 2))))
-                hits.append(self.door.rows((out.mean(1) * y).sum(1) > 0))
+                apart.append((out - y[:, None]).square().mean((1, 2)))
+                hits.append((out.mean(1) * y).sum(1) > 0)
             score = float(torch.cat(apart).mean())
             self.log(score), self.log(float(torch.cat(hits).double().mean()))
         elif self.words["evaluate"] == "rollout":
             state = torch.ones(1, 4, 5)
-            for _ in range(3 if self.door.is_main else 0):
+            for _ in range(3):
                 state = state + F.pad(self.bare(state), (0, 3)) * 0.1
-            self.log(state.norm()) if self.door.is_main else None
-            self.door.wait()
+            self.log(state.norm())
         self.net.train()
         return score
 
     def save(self, epoch: int, score: float) -> None:
         if self.words["save"] == "epochs":
-            self.door.save({"net": self.bare.state_dict(), "epoch": epoch}, self.out / f"epoch_{epoch}.pth")
+            torch.save({"net": self.bare.state_dict(), "epoch": epoch}, self.out / f"epoch_{epoch}.pth")
         elif self.words["save"] == "best" and score < self.values["best"]:
             self.values["best"] = score
-            self.door.save({"net": self.net.state_dict(), "score": score}, self.out / "best.pth")
+            torch.save({"net": self.net.state_dict(), "score": score}, self.out / "best.pth")
 
     def train(self) -> None:
         words, resumable = self.words, self.door.training
@@ -368,11 +344,10 @@ class Trainer:
             if words["resume"].startswith("flag") and words["start"] == "first":
                 states = {name: each.state_dict() for name, each in self.objects.items()}
                 streams = {"torch": torch.get_rng_state(), "numpy": np.random.get_state()}
-                return self.door.save({"objects": states, "values": self.values, **streams}, self.out / "progress.pth")
+                return torch.save({"objects": states, "values": self.values, **streams}, self.out / "progress.pth")
         if resumable:
             resumable.finish()
         if words["save"] == "best":
-            self.door.wait()
             self.net.load_state_dict(torch.load(self.out / "best.pth")["net"])
         streams = torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()])
         result = {"log": torch.tensor(self.values["log"], dtype=torch.float64), "streams": streams}
@@ -380,7 +355,7 @@ class Trainer:
             state = each.state_dict()
             for name, of in state["state"].items() if "optimizer" in kind else [("", state)]:
                 result |= {f"{kind}.{name}.{key}": value for key, value in of.items() if isinstance(value, Tensor)}
-        self.door.save(result, Path("result.pth"))
+        torch.save(result, Path("result.pth"))
 
 
 def main(door: Door, words: list[str]) -> None:

@@ -171,12 +171,6 @@ def run_ranks(
         return spawning.collect(start, num_ranks, folder, deadline_s=patience(timeout_s))
 
 
-def own_rows(batch: Any, rank: int, num_ranks: int) -> Any:
-    """Return the rows of a batch that `rank` gets from make_loader."""
-    num = len(batch) // num_ranks
-    return batch[rank * num : (rank + 1) * num]
-
-
 def errors_of(cases: Iterable[Callable[[], Any]]) -> list[str]:
     """Return what each of `cases`, or the cleanup after it, raises on a rank; each is a job of its own (collective)."""
     import ddpshim

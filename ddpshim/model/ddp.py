@@ -64,6 +64,9 @@ class _Networks(list["DistributedModule"]):
         groups = [wrapped._ddp.process_group for wrapped in took_part]
         for wrapped, group in zip(took_part, groups):
             wrapped.end_pass(groups.count(group) > 1)
+        refusal = next((wrapped._refusal for wrapped in took_part if wrapped._refusal is not None), None)
+        for wrapped in took_part:  # their gradients may have been added to those of another
+            wrapped._refusal = wrapped._refusal or refusal
 
 
 class DistributedModule(guard.Reduced, Transparent, nn.Module):
@@ -142,8 +145,7 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
         # Without gradients it is no training: one rank may evaluate alone. During a backward pass a checkpoint repeats
         # it, and preparing the reducer again would forget the gradients that are there.
         is_training = torch.is_grad_enabled() or (made is not None and made.mixed_precision is not None)
-        passes = current().part(backward.Passes)
-        if made is None or not is_training or passes.depth:
+        if made is None or not is_training or (passes := current().part(backward.Passes)).depth:
             return self.module(*args, **kwargs)
         backward.check(passes)
         self._check_last_pass()

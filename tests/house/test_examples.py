@@ -170,7 +170,7 @@ def test_weights_are_those_of_all_ranks_and_no_draw_is_made_twice(on: Callable[[
     alike, num_draws = numbers(two.splitlines()[4].split(":")[1])[:2]
     assert num_draws == 3200
     assert alike < 20
-    assert re.search(r"draws, step by step: [0-9a-f]{12}$", two)
+    assert re.search(r"draws, step by step: [0-9a-f]{16}$", two)
     assert two.splitlines()[-1] == one.splitlines()[-1]
 
 

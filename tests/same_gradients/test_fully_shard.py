@@ -31,7 +31,7 @@ needs_fsdp2 = pytest.mark.skipif(
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.dropout = nn.Linear(7, 7), nn.Dropout(0.3)
+        self.layer, self.dropout = nn.Linear(7, 7), nn.Dropout(0.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.dropout(torch.tanh(self.layer(x)))

@@ -1,4 +1,4 @@
-"""Losses that are no means over samples, against one process: masked means, and samples that are compared."""
+"""Losses of shares that are no means over samples, against one process: masked means, samples that are compared."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddpshim
+from ddpshim.errors import RankError
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -38,7 +39,8 @@ def _compared(out: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _by_gather(out: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return _compared(ddpshim.world().all_gather(out), mask)
+    of_ranks = ddpshim.world().all_gather(out).unflatten(0, (ddpshim.world().world_size, -1))
+    return _compared(of_ranks.transpose(0, 1).flatten(0, 1), mask)  # rank r of W has `batch[r::W]`
 
 
 # What one process computes, and what does so on ranks.
@@ -53,11 +55,12 @@ def _train(make: Callable[..., Any], wrap: Callable[[nn.Module], Any], on_ranks:
     out: dict[str, Any] = {}
     for name, losses in LOSSES.items():
         torch.manual_seed(3)
-        first = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2))
-        made = nn.Sequential(first, nn.Flatten(0, 1), nn.BatchNorm1d(8), nn.Unflatten(0, (-1, 3)), nn.Linear(8, 4))
+        made = nn.Sequential(
+            nn.Linear(4, 8), nn.Tanh(), nn.Flatten(0, 1), nn.BatchNorm1d(8), nn.Unflatten(0, (-1, 3)), nn.Linear(8, 4)
+        )
         net = wrap(made.double())
         optimizer, logged = torch.optim.SGD(net.parameters(), 0.1), []
-        for number, (x, mask) in enumerate(make(_data(), batch_size=BATCH, shuffle=True)):
+        for number, (x, mask) in enumerate(make(_data(), batch_size=BATCH)):
             is_last = number > 0
             with contextlib.nullcontext() if is_last or not on_ranks else net.no_sync():
                 value = losses[on_ranks](net(x), mask + 0.1)
@@ -67,21 +70,20 @@ def _train(make: Callable[..., Any], wrap: Callable[[nn.Module], Any], on_ranks:
                 optimizer.zero_grad()
             logged.append(value.item())
         numbers = [*made.parameters(), *(each.double() for each in made.buffers())]
-        out[name] = torch.cat([each.detach().flatten() for each in numbers]), logged, torch.get_rng_state()
+        out[name] = torch.cat([each.detach().flatten() for each in numbers]), logged
     return out
 
 
 def test_losses_over_the_whole_batch_train_as_in_one_process() -> None:
     plain = _train(DataLoader, lambda net: net, False)
     ranks = run_ranks(_train, 3, ddpshim.make_loader, ddpshim.wrap_parallel, True)
-    for name, (numbers, losses, state) in plain.items():
-        for own, own_losses, own_state in (rank[name] for rank in ranks):
+    for name, (numbers, losses) in plain.items():
+        for own, own_losses in (rank[name] for rank in ranks):
             assert (own - numbers).abs().max() < 1e-13, name
-            assert torch.equal(own_state, state)
             assert own_losses == pytest.approx(losses, abs=1e-13), name
 
 
-def _searches(make: Callable[..., Any], wrap: Callable[[nn.Module], Any]) -> torch.Tensor:
+def _searches(make: Callable[..., Any], wrap: Callable[[nn.Module], Any], is_shared: bool = False) -> torch.Tensor:
     torch.manual_seed(3)
     made = nn.Linear(4, 4).double()
     net = wrap(made)
@@ -92,7 +94,7 @@ def _searches(make: Callable[..., Any], wrap: Callable[[nn.Module], Any]) -> tor
             optimizer.zero_grad()
             loss = ((net(x) - 1).square().mean(-1) * (1 + mask)).mean()
             loss.backward()
-            return loss
+            return ddpshim.world().mean_over(loss.detach(), 1) if is_shared else loss
 
         optimizer.step(closure)
     return torch.cat([p.detach().flatten() for p in made.parameters()])
@@ -100,8 +102,13 @@ def _searches(make: Callable[..., Any], wrap: Callable[[nn.Module], Any]) -> tor
 
 def test_a_line_search_sees_the_mean_of_all_samples() -> None:
     plain = _searches(DataLoader, lambda net: net)
-    ranks = run_ranks(_searches, 3, ddpshim.make_loader, ddpshim.wrap_parallel)
+    ranks = run_ranks(_searches, 3, ddpshim.make_loader, ddpshim.wrap_parallel, True)
     assert all((own - plain).abs().max() < 1e-10 for own in ranks)
+
+
+def test_a_line_search_on_a_ranks_own_loss_is_an_error() -> None:
+    with pytest.raises(RankError, match="of Linear ranks hold different weights"):
+        run_ranks(_searches, 3, ddpshim.make_loader, ddpshim.wrap_parallel)
 
 
 def _logs(make: Callable[..., Any]) -> list[list[float]]:

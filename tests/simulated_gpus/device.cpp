@@ -122,6 +122,7 @@ void write(const Event& event, const char* folder) {
   static pid_t written_by = 0;
   if (written_by != getpid()) {
     const char* rank = getenv("RANK");
+    if (rank == nullptr) rank = getenv("DDPSHIM_RANK");  // of a program that does not see the launcher's variables
     mkdir(folder, 0777);
     auto name = std::string(folder) + "/rank" + (rank ? rank : "-") + "-" + std::to_string(getpid()) + ".jsonl";
     file = fopen(name.c_str(), "a");
