@@ -6,26 +6,20 @@ exit after it.)
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import threading
 import traceback
 from dataclasses import dataclass, field
-from datetime import timedelta
 from types import TracebackType
-from typing import Any, Callable, NoReturn, Optional, TypeVar, Union
-
-from packaging.version import Version
+from typing import Any, Callable, NoReturn, Optional, Union
 
 from ddpshim.process import observed
 from ddpshim.process.job import Job, current, num_collectives
+from ddpshim.process.job_store import ask_store, claim, is_there
 from ddpshim.process.observed import observe
 from ddpshim.process.say import place
 
-T = TypeVar("T")
-
-_STORE_DEADLINE_S = 5.0
 _OTHER_THREAD_DEADLINE_S = 60.0
 
 
@@ -70,29 +64,6 @@ def begin_checks() -> None:
         return called
 
     observe(job.at_end, backward=check("check_by_hand"), before_step=check("check_step"))
-
-
-def is_there(store: Any, key: str) -> bool:
-    """Return whether `store` holds `key`. Local."""
-    with contextlib.suppress(RuntimeError, ValueError):
-        if hasattr(store, "check"):
-            return bool(store.check([key]))
-        store.wait([key], timedelta(seconds=0.1))  # torch 2.1 has no check(); a late answer counts as no
-        return True
-    return False
-
-
-def claim(store: Any, key: str, value: str) -> str:
-    """Set `key` of `store` to `value` unless another process has set it; returns the value it then holds. Local."""
-    import torch  # not at the top: the self-test's ranks import torch while this process imports it
-
-    # torch before 2.4 creates compare_set's result without holding Python's lock (GIL). A result of one character, as
-    # most ranks are, crashes Python 3.10 (segmentation fault); while other threads run, no version of Python is safe.
-    if Version(torch.__version__).release >= (2, 4):
-        return str(store.compare_set(key, "", value).decode(errors="replace"))
-    if store.add(f"{key}/claims", 1) == 1:
-        store.set(key, value)
-    return str(store.get(key).decode(errors="replace"))  # waits until the first process has set it
 
 
 def rank() -> int:
@@ -157,7 +128,7 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
     try:
         from ddpshim.failures import failure_notes
 
-        failure_notes.report(error, exit_code, me, watched)
+        failure_notes.report(error, exit_code, me, watched, note)
     except BaseException:  # exit even so: peers would wait for a rank that stays
         traceback.print_exception(type(error), error, error.__traceback__, file=sys.__stderr__)
         traceback.print_exc(file=sys.__stderr__)
@@ -186,15 +157,6 @@ def _rank_in(claimed: Union[str, bytes]) -> Optional[int]:
     """Return the rank in `claimed`; None if no rank wrote it: any process that reaches the store can write to it."""
     text = claimed if isinstance(claimed, str) else claimed.decode(errors="replace")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
-
-
-def ask_store(ask: Callable[[Any], T]) -> Optional[T]:
-    """Return `ask(store)`; None without a store, or if the process that serves it has ended."""
-    if (watched := current().watched) is not None:
-        with contextlib.suppress(RuntimeError, ValueError):
-            watched.store.set_timeout(timedelta(seconds=_STORE_DEADLINE_S))
-            return ask(watched.store)
-    return None
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: Optional[TracebackType]) -> None:

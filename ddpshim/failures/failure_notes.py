@@ -17,12 +17,12 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple, Optional, Union
+from typing import Any, Callable, NamedTuple, Optional, Union
 
 from ddpshim import variables
 from ddpshim.errors import SyncError
-from ddpshim.failures import failure
 from ddpshim.process.job import current
+from ddpshim.process.job_store import ask_store, is_there
 from ddpshim.process.say import ranks_called, say
 
 _EXIT_HANDLERS_DEADLINE_S = _LAUNCHER_DEADLINE_S = 5.0
@@ -45,8 +45,8 @@ class Note(NamedTuple):
     traceback: str
 
 
-def report(error: BaseException, exit_code: int, me: int, watched: Optional[failure.Watched]) -> None:
-    """Report `error` to the job, the launcher and stderr, and run exit handlers."""
+def report(error: BaseException, exit_code: int, me: int, watched: Any, note: Callable[[BaseException], int]) -> None:
+    """Report `error` to the job (by `note`), the launcher and stderr, and run exit handlers."""
     sigterms: list[int] = []
     with contextlib.suppress(ValueError):  # not the main thread
         # A launcher that has seen another rank end sends SIGTERM: delay it until the records are written.
@@ -55,7 +55,7 @@ def report(error: BaseException, exit_code: int, me: int, watched: Optional[fail
         if hasattr(signal, "SIGCHLD"):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     write(error, exit_code)
-    first = failure.note(error)
+    first = note(error)
     with contextlib.suppress(ValueError):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if sigterms:
@@ -80,7 +80,7 @@ def report(error: BaseException, exit_code: int, me: int, watched: Optional[fail
         say(f"rank {me} was interrupted" if isinstance(error, KeyboardInterrupt) else line, directly=True)
         # A launcher kills all other ranks when it sees one end, and torchrun blames the one that ended in
         # the earliest second: exit only after the first rank has printed its traceback and exited.
-        failure.ask_store(lambda store: store.wait(["left"], timedelta(seconds=2 * _EXIT_HANDLERS_DEADLINE_S)))
+        ask_store(lambda store: store.wait(["left"], timedelta(seconds=2 * _EXIT_HANDLERS_DEADLINE_S)))
         time.sleep(1.1)
     handlers = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
     handlers.start()
@@ -89,7 +89,7 @@ def report(error: BaseException, exit_code: int, me: int, watched: Optional[fail
         with contextlib.suppress(OSError, ValueError, AttributeError):
             out.flush()
     if first == me:
-        failure.ask_store(lambda store: store.set("left", "1"))
+        ask_store(lambda store: store.set("left", "1"))
 
 
 def _short(error: BaseException) -> str:
@@ -118,7 +118,7 @@ def _explained(error: BaseException) -> BaseException:
 def _why(rank: int) -> str:
     """Return where `rank` failed, in parentheses, for the line of another rank; "" if unknown."""
     key = f"why/{rank}"
-    told = failure.ask_store(lambda store: store.get(key).decode() if failure.is_there(store, key) else None)
+    told = ask_store(lambda store: store.get(key).decode() if is_there(store, key) else None)
     return f" ({told})" if told else ""
 
 

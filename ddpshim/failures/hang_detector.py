@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from ddpshim.errors import SyncError
 from ddpshim.failures import failure
 from ddpshim.process.job import Job
+from ddpshim.process.job_store import claim, is_there
 from ddpshim.process.observed import Progress
 from ddpshim.process.say import count, say
 from ddpshim.process.users_line import users_line
@@ -161,8 +162,8 @@ class Watch:
         is_late, question, me = self._see() or self._asks_now, f"asked/{self._round + 1}", str(self._rank)
         if self._gets_no_errors and self._is_on_gpu and self._waits.is_waiting:
             self._end_in_vain()
-        asks = is_late and failure.claim(self._store, question, me) == me
-        if not asks and not failure.is_there(self._store, question):
+        asks = is_late and claim(self._store, question, me) == me
+        if not asks and not is_there(self._store, question):
             return
         from ddpshim.failures.standings import Verdict, judge
 
@@ -176,7 +177,7 @@ class Watch:
             return
         self._store.set(f"stands/{self._round}/{self._rank}", json.dumps(self._standing()))
         key, end = f"verdict/{self._round}", time.monotonic() + 2 * _ANSWER_S + self._every_s
-        while not failure.is_there(self._store, key):
+        while not is_there(self._store, key):
             if time.monotonic() > end or self._ended.is_set():
                 return
             self._pause()
@@ -232,7 +233,7 @@ class Watch:
     def _stored(self, key: str) -> Optional[Standing]:
         from ddpshim.failures.standings import Standing
 
-        return Standing(*json.loads(self._store.get(key))) if failure.is_there(self._store, key) else None
+        return Standing(*json.loads(self._store.get(key))) if is_there(self._store, key) else None
 
     def _answers(self) -> dict[int, Optional[Standing]]:
         """Return the state of each other rank; None for one that does not answer in time."""

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any, Optional
 
 from ddpshim.errors import LaunchError
-from ddpshim.failures import failure
+from ddpshim.process.job_store import claim, is_there
 from ddpshim.process.place import LaunchEnv
 from ddpshim.process.say import ranks_called
 
@@ -156,7 +156,7 @@ def _call_the_roll(store: Any, env: LaunchEnv, timeout_s: float) -> None:
     """
     store.set(f"here/{env.rank}", socket.gethostname())
     num_here, me = store.add("here", 1), f"WORLD_SIZE={env.world_size} on rank {env.rank}"
-    first = failure.claim(store, "first", me)
+    first = claim(store, "first", me)
     if first.partition(" ")[0] != me.partition(" ")[0]:
         # All ranks wait for this key, so that those that joined before get the error too.
         store.set("complete", f"{first}, but {me}: they would wait for different ranks")
@@ -165,7 +165,7 @@ def _call_the_roll(store: Any, env: LaunchEnv, timeout_s: float) -> None:
     try:
         store.wait(["complete"], timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        missing = [rank for rank in range(env.world_size) if not failure.is_there(store, f"here/{rank}")]
+        missing = [rank for rank in range(env.world_size) if not is_there(store, f"here/{rank}")]
         ranks = f"{ranks_called(missing)} {'are' if missing[1:] else 'is'} missing"
         raise LaunchError(
             f"{env.world_size - len(missing)} of {env.world_size} ranks joined within {timeout_s:g} s; {ranks}, and "

@@ -20,6 +20,7 @@ from ddpshim.failures import failure
 from ddpshim.job.world import N, T, World, as_divisor
 from ddpshim.process import messages
 from ddpshim.process.job import current
+from ddpshim.process.job_store import is_there
 from ddpshim.process.observed import Progress
 from ddpshim.process.say import described
 from ddpshim.process.users_line import users_line
@@ -176,8 +177,8 @@ def comes(store: Any, rank: int, key: str, end: float) -> bool:
     """Return whether `rank` sets `key` before `end`. Polls, because torch prints a warning if a wait times out."""
     pause = FIRST_PAUSE_S
     with contextlib.suppress(RuntimeError, ValueError):  # the process that serves the store has ended
-        while not (store.check([key]) if hasattr(store, "check") else failure.is_there(store, key)):
-            if time.monotonic() > end or (pause > 0.1 and failure.is_there(store, f"watch/left/{rank}")):
+        while not (store.check([key]) if hasattr(store, "check") else is_there(store, key)):
+            if time.monotonic() > end or (pause > 0.1 and is_there(store, f"watch/left/{rank}")):
                 return False
             time.sleep(pause)
             pause = min(2 * pause, 0.2)
@@ -194,7 +195,7 @@ def main_sets(here: World, key: str, end: float) -> bool:
             raise failure.caused_by(
                 first, WorldError(f"rank {here.rank} waits for the main rank, and rank {first} failed")
             )
-        if time.monotonic() > end or failure.is_there(store, "watch/left/0"):
+        if time.monotonic() > end or is_there(store, "watch/left/0"):
             return False
     return True
 

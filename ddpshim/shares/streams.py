@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ddpshim.failures.failure import is_there
 from ddpshim.job.world import world
 from ddpshim.process import messages
 from ddpshim.process.devices import is_capturing
 from ddpshim.process.job import current, derive_seed
+from ddpshim.process.job_store import is_there
 from ddpshim.process.observed import note, observe
 from ddpshim.process.random_streams import rank_states, seed_own_streams
 from ddpshim.process.say import ranks_called, say

@@ -34,7 +34,7 @@ from ddpshim.job import process_group
 from ddpshim.launch import spawning
 from ddpshim.observe import records
 from ddpshim.options import Options
-from ddpshim.process import devices
+from ddpshim.process import devices, job_store
 from ddpshim.process import job as jobs
 from ddpshim.process.devices import backend_of, choose_backend
 from ddpshim.process.job import current
@@ -111,7 +111,7 @@ def test_what_many_claim_at_once_one_gets(version: str, monkeypatch: pytest.Monk
 
     def claim(rank: int) -> str:
         start.wait(DEADLINE_S)
-        return failure.claim(store, "failed", str(rank))  # of one character: it ended Python 3.10 with torch 2.1
+        return job_store.claim(store, "failed", str(rank))  # of one character: it ended Python 3.10 with torch 2.1
 
     with ThreadPoolExecutor(10) as ranks:
         told = list(ranks.map(claim, range(10)))
@@ -670,8 +670,8 @@ def test_a_rank_that_the_launcher_ends_has_written_down_why_first(tmp_path: Path
 
 def test_a_store_on_a_busy_host_is_asked_until_it_answers() -> None:
     late = SimpleNamespace(wait=lambda *_: _fail(RuntimeError("Wait timeout")), check=lambda keys: keys == ["here/1"])
-    assert failure.is_there(late, "here/1")
-    assert not failure.is_there(late, "here/2")
+    assert job_store.is_there(late, "here/1")
+    assert not job_store.is_there(late, "here/2")
 
 
 # --- the real torchrun, and ranks that are forked by it

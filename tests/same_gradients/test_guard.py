@@ -19,9 +19,9 @@ from torch import nn
 
 import ddpshim
 from ddpshim.errors import SyncError
-from ddpshim.failures import failure
 from ddpshim.job.process_group import ENDS_THREADS
 from ddpshim.model import backward, difference, guard
+from ddpshim.process import job_store
 from ddpshim.process.job import current
 from tests.ranks import errors_of, free_port, run_ranks
 
@@ -347,7 +347,7 @@ class _Patient:
     def check(self, keys: list[str]) -> bool:
         if not keys[0].endswith(self._end_of_key) and not keys[0].startswith("watch/"):
             self._store.wait(keys, timedelta(seconds=50))
-        return failure.is_there(self._store, keys[0])
+        return job_store.is_there(self._store, keys[0])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
