@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ddpshim.errors import LaunchError
 from ddpshim.launch.spawning import spawn
 from ddpshim.process.job import current
-from ddpshim.process.place import PLACE
+from ddpshim.process.launch_env import PLACE
 from ddpshim.process.say import count, ranks_called
 
 _MOST_SHOWN = 5

@@ -66,7 +66,7 @@ def guards_own_ms() -> dict[str, float]:
 
 # Python runs it before each rank's program: the recorder hands its methods to torch before the program starts.
 AT_START = """
-from ddpshim.process.after_import import after_import
+from ddpshim.process.replaced import after_import
 
 def time_recorder():
     from evidence.certified_steps import time_recorder

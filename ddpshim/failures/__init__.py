@@ -1,1 +1,1 @@
-"""Finds and names what ends a job: errors, hangs, signals, ranks that cannot meet or that train separate models."""
+"""Finds and names what ends a job: errors, hangs, signals, ranks that train separate models."""

@@ -1,18 +1,17 @@
 """Ends the job when a rank fails, and names the first failing rank once, with its traceback.
-
-(torch's elastic agent takes the earliest failure as the root cause, so ranks that fail because of another rank must
-exit after it.)
+torch's elastic agent takes the earliest failure as the root cause, so ranks that fail because of another exit after it.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
 import traceback
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Callable, NoReturn, Optional, Union
+from typing import Any, NoReturn, Optional, Union
 
 from ddpshim.process import observed
 from ddpshim.process.job import Job, current, num_collectives
@@ -54,16 +53,14 @@ def begin_checks() -> None:
     job = current()
     job.num_collectives = num_collectives()  # later ones are the program's own
 
-    def check(name: str) -> Callable[..., None]:
-        def called(*given: Any) -> None:
-            if not job.has_networks:
-                from ddpshim.failures import unsynced_check
+    def check(name: str, *given: Any) -> None:
+        if not job.has_networks:
+            from ddpshim.failures import unsynced_check
 
-                getattr(unsynced_check, name)(*given)
+            getattr(unsynced_check, name)(*given)
 
-        return called
-
-    observe(job.at_end, backward=check("check_by_hand"), before_step=check("check_step"))
+    by_hand, step = functools.partial(check, "check_by_hand"), functools.partial(check, "check_step")
+    observe(job.at_end, backward=by_hand, before_step=step)
 
 
 def rank() -> int:

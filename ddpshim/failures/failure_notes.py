@@ -1,7 +1,4 @@
-"""Reports how a rank failed: on stderr, to torchrun, and in a note for `run` and `spawn`; loaded when one fails.
-
-Each rank writes one note, once, when an exception leaves the program or is given to `ddpshim.abort`.
-"""
+"""Reports how a rank failed: on stderr, to torchrun, and in a note for `run` and `spawn`; loaded when one fails."""
 
 from __future__ import annotations
 
@@ -30,19 +27,12 @@ _LONGEST = 300  # characters of an error in the line of a rank that did not fail
 
 
 class Note(NamedTuple):
-    """How a rank failed.
+    """How a rank failed."""
 
-    Attributes:
-        moment: in seconds since 1970.
-        exit_code: the process's exit code.
-        lost_a_peer: whether the error only says that another rank is gone, or has failed.
-        traceback: as Python prints it; empty for a SystemExit.
-    """
-
-    moment: float
+    moment: float  # in seconds since 1970
     exit_code: int
-    lost_a_peer: bool
-    traceback: str
+    lost_a_peer: bool  # whether the error only says that another rank is gone, or has failed
+    traceback: str  # as Python prints it; empty for a SystemExit
 
 
 def report(error: BaseException, exit_code: int, me: int, watched: Any, note: Callable[[BaseException], int]) -> None:
@@ -103,13 +93,12 @@ def _explained(error: BaseException) -> BaseException:
     watched = current().watched
     if watched is None or watched.watch is None:
         return error
-    me = watched.rank
+    me = f"rank {watched.rank}"
     if lost_a_peer(error) and (left := watched.watch.describe_left()):
-        why = "waits for a rank that has already left the job, and would hang"
-        text = f"rank {me} {why}:\n{left}\n{SAME_WAY}."
+        text = f"{me} waits for a rank that has already left the job, and would hang:\n{left}\n{SAME_WAY}."
     elif is_late(error) and (verdict := watched.watch.await_verdict()):
         who = ranks_called(verdict.named) if verdict.named else "another rank"
-        text = f"{who} did not answer rank {me} within the timeout ({_short(error)}): {verdict.text}"
+        text = f"{who} did not answer {me} within the timeout ({_short(error)}): {verdict.text}"
     else:
         return error
     return SyncError(text).with_traceback(error.__traceback__)
@@ -136,10 +125,8 @@ def _record_for_torchrun(error: Exception) -> None:
 
 
 def write(error: BaseException, exit_code: int, *, knows_cause: bool = False) -> None:
-    """Write this rank's note, if `run` or `spawn` started it. Local.
-
-    Only with `knows_cause` it replaces an earlier note, whose moment it keeps. Raises nothing if it cannot be written:
-    the rank must end anyway, and its exit code is used.
+    """Write this rank's note, once, if `run` or `spawn` started it. Local. Raises nothing: the rank must end anyway.
+    Only with `knows_cause` it replaces an earlier note, whose moment it keeps.
     """
     folder = os.environ.get(variables.RUN_DIR)
     rank = os.environ.get("RANK", os.environ.get(variables.RANK))

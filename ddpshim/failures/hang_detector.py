@@ -1,8 +1,8 @@
 """Reports where each rank is when one waits in a collective for too long, with a thread in each rank.
 
 The thread looks once a second, which costs steps nothing. If its rank waits too long (`Waits`), it asks the others
-through the job's store, and judges by their answers which rank is missing (`standings`). Each thread answers for its
-rank, even if the rank sleeps or reads from a terminal.
+through the job's store, and judges by their answers which rank is missing (`judge`). Each thread answers for its rank,
+by its stack (`place_of`), even if the rank sleeps or reads from a terminal.
 """
 
 from __future__ import annotations
@@ -10,24 +10,23 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from datetime import timedelta
+from traceback import FrameSummary
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from ddpshim.errors import SyncError
 from ddpshim.failures import failure
 from ddpshim.process.job import Job
 from ddpshim.process.job_store import claim, is_there
 from ddpshim.process.observed import Progress
-from ddpshim.process.say import count, say
-from ddpshim.process.users_line import users_line
-
-if TYPE_CHECKING:
-    from ddpshim.failures.standings import Place, Standing, Verdict
+from ddpshim.process.say import count, ranks_called, say
+from ddpshim.process.users_line import is_torchs_or_ours, is_users, short, shown, users_line
 
 _LOOK_EVERY_S = 1.0
 _QUIET_S = 3.0  # the stack is read only if the rank has made no progress for so long
@@ -40,6 +39,79 @@ FLOOR_S = 30.0  # a rank may always wait so long, and three times its longest wa
 _FACTOR = 3.0
 _LATE_S = 5.0  # a longer time between two looks means that the process itself was stopped
 NCCL_GRACE_S = 60.0  # nccl's watchdog waits so much longer than this one
+MOVES_S = 3.0  # a rank that made progress within this time is working
+_DECLARED_S = 600.0  # work that one rank is known to do alone is not reported before
+DEADLOCK_S = 10.0  # ranks that wait in different places for so long will wait forever
+# Frames that are not shown: outermost in every program, or innermost because a rank is asked for its place, or ends.
+_AROUND = (
+    *("python/runpy.py", "<frozen", "python/contextlib.py", "ddpshim/launch/", "ddpshim/failures/"),
+    *("ddpshim/process/users_line.py", "ddpshim/process/job.py"),
+    *("ddpshim/job/group.py", "ddpshim/job/process_group.py"),
+)
+_MOST_FRAMES = 10
+
+# Work that one rank may do alone for any time: (file, function, name), found in its stack. A wait for it is not
+# reported for ten minutes.
+_SECTIONS = (
+    ("ddpshim/job/collectives.py", "run_on_main", "World.run_on_main"),
+    ("ddpshim/checkpoint/", "", "a save"),
+    ("ddpshim/evaluation/", "", "a rollout"),
+    ("ddpshim/robomimic/rollout.py", "", "a rollout"),
+    ("robomimic/utils/train_utils.py", "rollout_with_stats", "a rollout"),
+    ("robomimic/utils/train_utils.py", "save_model", "a save"),
+    ("ddpshim/robomimic/node_memory.py", "", "reading a dataset"),
+    ("ddpshim/robomimic/node_cache.py", "", "reading a dataset"),
+    ("ddpshim/robomimic/calls.py", "load_data_for_training", "reading a dataset"),
+    ("robomimic/utils/dataset.py", "load_dataset_in_memory", "reading a dataset"),
+    ("python/bdb.py", "", "a debugger"),
+)
+_PASSES = "torch/autograd/", "ddpshim/model/mean_gradients.py"
+_WORLDS = ("ddpshim/job/world.py", "ddpshim/job/collectives.py")
+# Functions of ddpshim that wait for other ranks outside of torch.distributed's own functions.
+_WAITS = {
+    ("ddpshim/job/collectives.py", "pairs"): "a message to all ranks",
+    ("ddpshim/job/collectives.py", "table"): "a gather of tensors",
+    ("ddpshim/job/collectives.py", "add_up"): "a sum of tensors",
+    ("ddpshim/job/collectives.py", "backward"): "a sum of gradients",
+    ("ddpshim/rows/blocks.py", "gather_alike"): "a gather of rows",
+    ("ddpshim/job/collectives.py", "gather_with_deadline"): "World.gather_with_deadline",
+    ("ddpshim/job/collectives.py", "result"): "a check between two steps",
+    ("ddpshim/model/equality.py", "finish"): "the comparison of weights",
+    ("ddpshim/job/debugger.py", "_meet"): "a debugger, for the main rank",
+}
+
+
+class Place(NamedTuple):
+    """A thread's current activity."""
+
+    waits_in: Optional[str]  # the collective in which it waits for other ranks; None if it works itself
+    section: Optional[str]  # the work that it does, if that may take arbitrarily long
+    site: str  # the innermost line of the user's program
+    lines: list[str]  # its stack, as in a traceback
+
+
+class Standing(NamedTuple):
+    """A rank's state, as it reports it; see `Place` and `observed.Progress`."""
+
+    num_passes: int
+    batch: Optional[Sequence[int]]
+    waits_in: Optional[str]
+    section: Optional[str]
+    site: str
+    lines: list[str]
+    still_s: float = 0.0  # without progress
+    has_left: bool = False  # the job, or its program has ended
+
+
+class Verdict(NamedTuple):
+    """What is wrong, by a rank's question about the others."""
+
+    named: Sequence[int]  # the missing ranks, if any
+    text: str  # which rank waits for which, and where each rank is
+    ends_job: bool = False  # waiting is useless
+
+
+Standings = Mapping[int, Optional[Standing]]  # by rank; None: it gave no answer
 
 
 class Waits:
@@ -52,30 +124,22 @@ class Waits:
         self._most_s = timeout_s / 2
         self._longest_s: dict[str, float] = {}  # by line
         self._state: Hashable = None
-        self._site: Optional[str] = None
+        self.site: Optional[str] = None
         self._since = self._last_look = 0.0
         self._factor = 1.0
 
     def look(self, now: float, state: Hashable, site: Optional[str]) -> bool:
-        """Return whether this rank has waited too long. Local.
-
-        Args:
-            now: the time in seconds.
-            state: a different value if the rank has made progress.
-            site: the line at which it waits; None if it does not wait.
+        """Return whether this rank has waited too long `now` (s), at line `site`, None if it does not wait. Local.
+        `state` differs after progress.
         """
         if now - self._last_look > _LATE_S:
             self._since += now - self._last_look
         self._last_look = now
         if state != self._state:
-            if self._site is not None:
-                self._longest_s[self._site] = max(self._longest_s.get(self._site, 0.0), self.waited_s)
-            self._state, self._site, self._since, self._factor = state, site, now, 1.0
+            if self.site is not None:
+                self._longest_s[self.site] = max(self._longest_s.get(self.site, 0.0), self.waited_s)
+            self._state, self.site, self._since, self._factor = state, site, now, 1.0
         return site is not None and self.waited_s > self.deadline_s(site)
-
-    @property
-    def is_waiting(self) -> bool:
-        return self._site is not None
 
     @property
     def waited_s(self) -> float:
@@ -91,15 +155,10 @@ class Waits:
 
 
 class Watch:
-    """The thread, and what it has seen of its rank.
+    """The thread, which watches the thread that made this object until `end`, and what it has seen of its rank.
 
-    Args:
-        gets_no_errors: as under nccl, where a rank whose GPU waits for a dead rank gets no error, but is killed later,
-            and blamed.
-
-    Attributes:
-        thread: watches the thread that made this object, from its start until `end`.
-        verdict: the last one, until the rank makes progress; None if nothing was wrong.
+    `gets_no_errors`: as under nccl, where a rank whose GPU waits for a dead rank gets no error, but is killed later,
+    and blamed. `verdict`: the last one, until the rank makes progress; None if nothing was wrong.
     """
 
     def __init__(self, job: Job, rank: int, world_size: int, timeout_s: float, gets_no_errors: bool) -> None:
@@ -145,8 +204,6 @@ class Watch:
 
     def describe_left(self) -> str:
         """Return which ranks have left the job, and after what; empty if none has. Local."""
-        from ddpshim.failures.standings import describe
-
         left = {rank: their for rank in self._ranks if (their := self._stored(f"left/{rank}")) is not None}
         mine = f"  rank {self._rank}: {count(self._job.part(Progress).num_passes, 'backward pass', 'es')} so far"
         return f"{mine}\n{describe(left, list(left))}" if left else ""
@@ -160,13 +217,11 @@ class Watch:
     def _look(self) -> None:
         """Look at the rank; ask the others if it has waited too long, and answer a rank that asks."""
         is_late, question, me = self._see() or self._asks_now, f"asked/{self._round + 1}", str(self._rank)
-        if self._gets_no_errors and self._is_on_gpu and self._waits.is_waiting:
+        if self._gets_no_errors and self._is_on_gpu and self._waits.site is not None:
             self._end_in_vain()
         asks = is_late and claim(self._store, question, me) == me
         if not asks and not is_there(self._store, question):
             return
-        from ddpshim.failures.standings import Verdict, judge
-
         self._round += 1
         if asks:
             standings = {**self._answers(), self._rank: self._standing()}
@@ -202,37 +257,34 @@ class Watch:
             self._counted, self._waiting, self.verdict, self._counted_at = counted, None, None, now
         if now - self._counted_at < self._quiet_s:
             return self._waits.look(now, counted, None)
-        (place, frames), cpu_s = self._place(), _cpu_seconds_of(self._watched)
+        (place, frames), cpu_s = self._place(), 0.0
+        with contextlib.suppress(AttributeError, OSError):  # not every system says it
+            cpu_s = time.clock_gettime(time.pthread_getcpuclockid(self._watched))
         spins = self._is_on_gpu or (place.waits_in or "").startswith("World.")
         if not spins and cpu_s > self._cpu_s + 0.02:
             self._cpu_s = cpu_s  # a pass that computes, and calls of torch's own collectives, may have the same stack
-        code = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
+        code = tuple((id(frame.f_code), frame.f_lasti) for frame, _ in frames)
         state = (counted, code, self._cpu_s if place.waits_in is not None else 0.0)
         is_late = self._waits.look(now, state, place.site if place.waits_in is not None else None)
         if place.waits_in is not None and not self._job.is_failing():
             self._waiting = self._standing(place)
         return is_late
 
-    def _place(self) -> tuple[Place, list[FrameType]]:
-        """Return the rank's activity, and its stack."""
-        from ddpshim.failures.standings import frames_of, place_of
-
-        progress, frames = self._job.part(Progress), frames_of(self._watched)
-        stack = traceback.StackSummary.extract(((frame, frame.f_lineno) for frame in frames), lookup_lines=False)
+    def _place(self) -> tuple[Place, list[tuple[FrameType, int]]]:
+        """Return the rank's activity, and its stack with line numbers, outermost frame first; empty if it has ended."""
+        progress, innermost = self._job.part(Progress), sys._current_frames().get(self._watched)
+        frames = [] if innermost is None else [*traceback.walk_stack(innermost)][::-1]
+        stack = traceback.StackSummary.extract(frames, lookup_lines=False)
         self._is_on_gpu = self._waits.waited_s > _GPU_AFTER_S and progress.waits_on_gpu()
         return place_of(stack, progress, self._is_on_gpu), frames
 
     def _standing(self, place: Optional[Place] = None) -> Standing:
-        from ddpshim.failures.standings import Standing
-
         if self._job.is_failing() and self._waiting is not None:  # torch ended its wait: what counts is where it waited
             return self._waiting
         progress, place = self._job.part(Progress), place or self._place()[0]
         return Standing(progress.num_passes, progress.batch, *place, still_s=self._waits.waited_s)
 
     def _stored(self, key: str) -> Optional[Standing]:
-        from ddpshim.failures.standings import Standing
-
         return Standing(*json.loads(self._store.get(key))) if is_there(self._store, key) else None
 
     def _answers(self) -> dict[int, Optional[Standing]]:
@@ -268,8 +320,101 @@ def begin(job: Job, rank: int, world_size: int, timeout_s: float, gets_no_errors
     watch.thread.start()
 
 
-def _cpu_seconds_of(thread: int) -> float:
-    """Return the CPU seconds that a thread of this process has used; 0 if the system does not say."""
-    with contextlib.suppress(AttributeError, OSError):
-        return time.clock_gettime(time.pthread_getcpuclockid(thread))
-    return 0.0
+def place_of(stack: list[FrameSummary], progress: Progress, waits_on_gpu: bool = False) -> Place:
+    """Return the activity of a thread with this stack, outermost frame first. Local."""
+    stack = [frame for frame in stack if not short(frame.filename).startswith(_AROUND)]
+    files = [(short(frame.filename), frame.name) for frame in stack]
+    own = [frame for frame in stack if not is_torchs_or_ours(frame.filename)]
+    innermost = ([frame for frame in own if is_users(frame.filename)] or own or stack or [FrameSummary("", 0, "")])[-1]
+    if waits_on_gpu:
+        waits_in: Optional[str] = f"backward pass {progress.num_passes}"
+    elif progress.is_reducing and any(file.startswith(_PASSES) for file, _ in files):
+        waits_in = f"backward pass {progress.num_passes + 1}"
+    else:
+        waits_in = _collective(files, progress)
+    found = (s[2] for s in _SECTIONS for at in files if s[0] in at[0] and s[1] in ("", at[1]))
+    section = None if waits_in else next(found, None)
+    site = shown(innermost.filename, innermost.lineno) if stack else "at the end of its program"
+    if waits_in is not None and own:
+        stack = stack[: stack.index(own[-1]) + 1]  # without torch's frames
+    return Place(waits_in, section, site, "".join(traceback.format_list(stack[-_MOST_FRAMES:])).splitlines())
+
+
+def _collective(files: list[tuple[str, str]], progress: Progress) -> Optional[str]:
+    """Return the collective of World or torch in which a thread with these files and functions is; None if in none."""
+    waits_in: Optional[str] = None
+    for file, function in reversed(files):
+        if file == "torch/distributed/distributed_c10d.py":
+            waits_in = f"torch.distributed.{function}"
+        elif (file, function) in _WAITS:
+            waits_in = _WAITS[file, function]
+        elif file in _WORLDS and waits_in is not None and not function.startswith("_"):
+            waits_in = f"World.{function} (collective {progress.num_collectives} of World's)"
+        elif not file.startswith(("torch/", "ddpshim/", "python/")):
+            break
+    return waits_in
+
+
+def judge(standings: Standings, asker: int) -> Optional[Verdict]:
+    """Return which ranks are missing if rank `asker` has waited too long; None if it may wait. Local.
+    It ends the job where waiting is useless: all have waited for ten seconds, in different places, or the missing ranks
+    have left.
+    """
+    mine, others = standings[asker], [theirs for theirs in standings.values() if theirs is not None]
+    if mine is None or mine.waits_in is None:
+        return None
+    if any(theirs.section and not theirs.has_left for theirs in others) and mine.still_s < _DECLARED_S:
+        return None
+    away = [rank for rank, theirs in standings.items() if theirs is None or theirs.has_left or theirs.waits_in is None]
+    named = away or _apart(standings)
+    waited = f"rank {asker} has waited {mine.still_s:.0f} s in {mine.waits_in} ({mine.site})"
+    where = f"Where each rank is:\n{describe(standings, named)}"
+    if not named:
+        none = "and so have all others: none is missing; their messages differ, or their network fails"
+        return Verdict([], f"{waited}, {none}. {where}")
+    said = f"{waited} for {ranks_called(named)}" if away else f"{waited}, while others wait elsewhere"
+    have_left = all((theirs := standings[rank]) is not None and theirs.has_left for rank in named)
+    is_deadlock = not away and all(theirs.still_s >= DEADLOCK_S for theirs in others)
+    if not (have_left or is_deadlock):
+        return Verdict(named, f"{said}. {where}")
+    from ddpshim.failures.failure_notes import SAME_WAY
+
+    why = f"; {ranks_called(named)} left the job" if have_left else ""
+    to_do = f"{SAME_WAY} (DDPSHIM_GUARD=0 turns this check off)"
+    return Verdict(named, f"{said}{why}: ranks would hang until a timeout. {to_do}. {where}", ends_job=True)
+
+
+def _apart(standings: Standings) -> list[int]:
+    """Return the ranks that wait in another collective than most; in a tie, those with fewer backward passes."""
+    by_place: dict[Optional[str], list[int]] = {}
+    for rank, theirs in standings.items():
+        by_place.setdefault(theirs and theirs.waits_in, []).append(rank)
+
+    most = max(by_place.values(), key=lambda ranks: (len(ranks), getattr(standings[ranks[0]], "num_passes", 0)))
+    return [rank for rank in standings if rank not in most]
+
+
+def describe(standings: Standings, named: Sequence[int]) -> str:
+    """Return a line for each rank (one line for ranks in the same place), and the stacks of the named ranks. Local."""
+    ranks_at = dict[str, list[int]]()
+    for rank, theirs in standings.items():
+        if rank not in named:
+            ranks_at.setdefault(_where(theirs), []).append(rank)
+    lines = [f"  {ranks_called(ranks)}: {where}" for where, ranks in ranks_at.items()]
+    for rank in named:
+        theirs = standings[rank]
+        lines += [f"  rank {rank}: {_where(theirs)}", *(f"    {line}" for line in (theirs.lines if theirs else []))]
+    return "\n".join(lines)
+
+
+def _where(theirs: Optional[Standing]) -> str:
+    if theirs is None:
+        return "gave no answer: its process is stopped or gone, or holds the GIL"
+    made = count(theirs.num_passes, "backward pass", "es")
+    if theirs.batch is not None:
+        made += f", batch {theirs.batch[1]} of epoch {theirs.batch[0]}"
+    if theirs.has_left:
+        return f"{made}; has left the job ({theirs.site})"
+    does = f"waits in {theirs.waits_in}" if theirs.waits_in else f"is in {theirs.section or 'its own code'}"
+    since = f"for {theirs.still_s:.0f} s" if theirs.still_s > MOVES_S else "and moves"
+    return f"{made}; {does} ({theirs.site}), {since}"

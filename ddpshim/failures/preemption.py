@@ -1,7 +1,5 @@
-"""Records signals that ask a training to stop, so that all ranks act on them at the same step.
-
-A handler cannot contact other ranks: it may interrupt a collective. `ddpshim.checkpoint.resume` reads the record. The
-launcher kills a rank that comes to no place to save at.
+"""Records signals that ask a training to stop, so that all ranks act on them at the same step (`checkpoint.resume`).
+A handler cannot contact other ranks: it may interrupt a collective.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Optional
 
@@ -18,29 +15,27 @@ from ddpshim.failures import failure
 
 # SIGTERM: torchrun, kill, the end of a SLURM job. SIGUSR1: the usual choice for `sbatch --signal`, sent before the end.
 SIGNALS = ("SIGTERM", "SIGUSR1")
+_NUMBERS = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
 
 
-@dataclass
 class _Signals:
-    """The signal that asked this rank to end, and the handlers that `listen` replaced."""
-
-    asked: Optional[str] = None
-    is_left: bool = False  # the world has ended: the next `listen` starts afresh
-    previous: dict[int, Any] = field(default_factory=dict)
+    asked: Optional[str] = None  # the signal that asked this rank to end
+    is_left = False  # the world has ended: the next `listen` starts afresh
 
 
 _state = _Signals()
+_previous: dict[int, Any] = {}  # the handlers that `listen` replaced
 
 
 def listen() -> None:
     """Record SIGTERM and SIGUSR1 from now on, instead of ending at once. Local; main thread only; idempotent."""
     if _state.is_left:
         unlisten()
-    if _state.previous or threading.current_thread() is not threading.main_thread():
+    if _previous or threading.current_thread() is not threading.main_thread():
         return
     _state.asked, _state.is_left = None, False
-    for number in (getattr(signal, name) for name in SIGNALS if hasattr(signal, name)):
-        _state.previous[number] = signal.signal(number, _note)
+    for number in _NUMBERS:
+        _previous[number] = signal.signal(number, _note)
 
 
 def unlisten(is_complete: bool = False) -> None:
@@ -49,11 +44,11 @@ def unlisten(is_complete: bool = False) -> None:
     If the training `is_complete`, SIGUSR1 is then ignored unless there was another handler: it asks for a save, and by
     default would kill a process that has nothing left to save, and fail the job.
     """
-    for number, handler in _state.previous.items():
+    for number, handler in _previous.items():
         signal.signal(number, handler or signal.SIG_DFL)
         if is_complete and number != signal.SIGTERM and signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, signal.SIG_IGN)
-    _state.previous.clear()
+    _previous.clear()
     _state.asked = None
 
 
@@ -76,16 +71,15 @@ def asked() -> Optional[str]:
 
 def ignore_in_worker() -> None:
     """Ignore these signals in a data worker: they are meant for the rank, which ends its workers. Local."""
-    for name in SIGNALS:
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in _NUMBERS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _in_child() -> None:
     """In a forked process, which is not a rank, let SIGTERM end it again."""
-    for number, handler in _state.previous.items():
+    for number, handler in _previous.items():
         signal.signal(number, (handler or signal.SIG_DFL) if number == signal.SIGTERM else signal.SIG_IGN)
-    _state.previous.clear()
+    _previous.clear()
     _state.asked = None
 
 

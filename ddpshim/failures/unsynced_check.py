@@ -1,5 +1,4 @@
 """Ends a job whose ranks train separate models, by an optimizer or by hand, because no gradients were exchanged.
-
 Imports no torch: the program decides when it is imported.
 """
 
@@ -10,12 +9,14 @@ import contextlib
 import functools
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from ddpshim import variables
 from ddpshim.errors import LaunchError, SyncError
 from ddpshim.process.job import current, num_collectives
 from ddpshim.process.observed import observe
+from ddpshim.process.replaced import after_import
 
 _OTHERS = ("horovod", "mpi4py", "deepspeed", "colossalai", "torch_xla")  # a program may distribute itself with these
 _MOST_PASSES = 32  # backward passes that are checked for weights that change by hand
@@ -23,19 +24,16 @@ _MOST_NODES, _MOST_WEIGHTS, _MOST_NUMBERS = 1000, 8, 64
 
 
 class Answer:
-    """The state of this check in a job; when it is settled, no step is checked any more."""
+    """The state of this check in a job."""
 
-    def __init__(self) -> None:
-        self.is_settled = False
-        self.num_passes = 0  # backward passes that were checked
-        self.weights: list[tuple[Any, Any]] = []  # some parameters of the last pass, and their first numbers
+    is_settled = False  # then no step is checked any more
+    num_passes = 0  # backward passes that were checked
+    weights: Sequence[tuple[Any, Any]] = ()  # some parameters of the last pass, and their first numbers
 
 
 @functools.cache
 def watch() -> None:
     """Check every optimizer step in this process, once it imports torch, until it ends. Local."""
-    from ddpshim.process.after_import import after_import
-
     until = contextlib.ExitStack()
     atexit.register(until.close)
     after_import("torch", lambda: observe(until, backward=check_by_hand, before_step=check_step))
@@ -71,7 +69,7 @@ def _weights_of(tensors: Any) -> list[Any]:
     from torch.nn import Parameter
 
     losses = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-    pending = [node for node in (getattr(loss, "grad_fn", None) for loss in losses) if node is not None]
+    pending = [*filter(None, (getattr(loss, "grad_fn", None) for loss in losses))]
     found, seen = [], set(pending)
     for node in pending:  # it grows in the loop
         variable = getattr(node, "variable", None)
@@ -110,7 +108,9 @@ def _num_alone(answer: Answer) -> int:
         before, now = job.num_collectives, num_collectives()
         is_shared = not job.world.options.guard or before is None or now is None or now > before
         return 1 if is_shared else job.world.world_size
-    if job.left is not None or _distributes_itself():
+    distributed = sys.modules.get("torch.distributed")
+    has_group = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if job.left is not None or has_group or not sys.modules.keys().isdisjoint(_OTHERS):
         return 1
     from ddpshim.options import Options  # here: a program that distributes itself needs neither
     from ddpshim.process.launch_env import read_launch_env
@@ -120,9 +120,3 @@ def _num_alone(answer: Answer) -> int:
     except LaunchError:
         return 1  # `setup` reports it, if the program calls it
     return size if size > 1 and Options.read().guard else 1
-
-
-def _distributes_itself() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    has_group = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    return has_group or any(name in sys.modules for name in _OTHERS)

@@ -1,5 +1,4 @@
 """Defines `WorldOfRanks`, the World of several ranks, and gathers and sums tensors over all ranks.
-
 World's own collectives use a CPU group, or the job's store.
 """
 
@@ -27,7 +26,6 @@ from ddpshim.process.users_line import users_line
 
 CROSSED_DEADLINE_S = 10.0
 FIRST_PAUSE_S = 5e-5  # a program may look at the clock several times a step, and then other ranks wait here
-_NUM_KEPT = 4  # values of `answers_of_main` that stay in the store for each name; no rank is further behind
 
 
 class WorldOfRanks(World):
@@ -121,22 +119,6 @@ class WorldOfRanks(World):
                 received[rank] = messages.unpacked(job.store.get(f"{key}/{rank}"), rank)
         return dict(sorted(received.items()))
 
-    def answers_of_main(self, name: str, value: T) -> T:
-        number, store = self._job.next_number(f"answers_of_main/{name}"), self._job.store
-        key = f"answers_of_main/{name}/{number}"
-        if self.is_main:
-            store.set(key, messages.packed(value))
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can delete keys
-                store.delete_key(f"answers_of_main/{name}/{number - _NUM_KEPT}")
-            return value
-        timeout_s = self.options.side_timeout_s
-        if not main_sets(self, key, time.monotonic() + timeout_s):
-            raise WorldError(
-                f"rank {self.rank} made call {number + 1} of {name}, but the main rank did not within {timeout_s:g} "
-                "s, or has left; they would continue with different values. Let every rank make the same calls."
-            )
-        return cast(T, messages.unpacked(store.get(key), 0))
-
     def run_on_main(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         name = getattr(function, "__qualname__", type(function).__name__)
         what = f"run_on_main({name})"
@@ -201,9 +183,7 @@ def main_sets(here: World, key: str, end: float) -> bool:
 
 
 def begin_gather(everyones: list[torch.Tensor], own: torch.Tensor, group: Any) -> Any:
-    """Begin to gather `own`, and return the work (collective). It is `dist.all_gather` without its checks, which take
-    as long.
-
+    """Begin to gather `own`, and return the work (collective): `dist.all_gather` without its checks, which take long.
     `own` and all `everyones` are contiguous, and of one shape, type and device.
     """
     if own.is_complex():
@@ -213,9 +193,8 @@ def begin_gather(everyones: list[torch.Tensor], own: torch.Tensor, group: Any) -
 
 
 def pairs(own: tuple[int, int], size: int, group: Any) -> list[tuple[int, int]]:
-    """Return two int64 of each of `size` ranks; the second identifies the collective in which a rank is (collective).
-
-    Every message of World's collectives begins with such a pair, so that ranks in different ones detect it.
+    """Return two int64 of each of `size` ranks (collective). The second identifies the collective in which a rank is:
+    every message of World's collectives begins with such a pair, so that ranks in different ones detect it.
     """
     everyones = torch.empty((size, 2), dtype=torch.int64, device="cpu")
     mine = torch.tensor(own, dtype=torch.int64, device="cpu")
@@ -263,14 +242,13 @@ def new_group(backend: Optional[str] = None) -> Any:
 
 
 class _Group:
-    """The process group for messages within forward and backward passes, separate from the buckets' group."""
-
     def __init__(self) -> None:
         self.made = new_group()
 
 
 def group() -> Any:
-    """Return the group for messages within forward and backward passes (the first call is collective)."""
+    """Return the group for messages within forward and backward passes, which is not that of the buckets (the first
+    call is collective)."""
     return current().part(_Group).made
 
 

@@ -15,8 +15,9 @@ import pdb
 import sys
 import threading
 import time
+import traceback
 from types import FrameType
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 from ddpshim.failures import failure_notes
 from ddpshim.job.collectives import comes
@@ -36,17 +37,7 @@ _FETCHING = ("torch/utils/data/_utils/fetch.py", "ddpshim/rows/loader.py")
 
 
 class _Stops:
-    """Whether this rank follows the main rank through a stop, in this job."""
-
-    follows = False
-
-
-class _Message(NamedTuple):
-    """What the main rank sends: its number, the line of the program at which that rank is, and what it does there."""
-
-    number: int
-    place: str
-    what: str
+    follows = False  # this rank follows the main rank through a stop, in this job
 
 
 class _Lines(io.TextIOBase):
@@ -85,13 +76,14 @@ class _Lines(io.TextIOBase):
         """On another rank: wait until the main rank stops at the same line; return whether this rank stops too."""
         stops = current().part(_Stops)
         while (received := self._receive()) is not None:
-            if received.what == _QUITS:
+            number, place, what = received
+            if what == _QUITS:
                 raise SystemExit(1)
-            if received.what == _STOPS and received.place == self._place:
-                current().store.set(f"debugger/{received.number}/{self._rank}", "here")
+            if what == _STOPS and place == self._place:
+                current().store.set(f"debugger/{number}/{self._rank}", "here")
                 stops.follows = True
                 return True
-            if received.what == _GOES_ON and stops.follows:  # it went on from a line that this rank does not run
+            if what == _GOES_ON and stops.follows:  # it went on from a line that this rank does not run
                 stops.follows = False
                 return False
         return False
@@ -103,7 +95,7 @@ class _Lines(io.TextIOBase):
             self._send(line)
             return line
         received = self._receive()
-        return "" if received is None else received.what
+        return "" if received is None else received[2]
 
     def go_on(self) -> None:
         """Tell the other ranks that this rank goes on, and does not stop at the next line."""
@@ -123,7 +115,7 @@ class _Lines(io.TextIOBase):
             failure_notes.write(bdb.BdbQuit(said), 1)  # before the other ranks' notes: `run` has nothing to add
             self._send(_QUITS)
         else:
-            while not self._alone and (received := self._receive()) is not None and received.what != _QUITS:
+            while not self._alone and (received := self._receive()) is not None and received[2] != _QUITS:
                 continue
         raise SystemExit(1)
 
@@ -134,12 +126,13 @@ class _Lines(io.TextIOBase):
         current().store.set(f"debugger/{number}", messages.packed([self._place, what]))
         return number
 
-    def _receive(self) -> Optional[_Message]:
-        """Return the main rank's next message; None if that rank has left."""
+    def _receive(self) -> Optional[tuple[int, str, str]]:
+        """Return the main rank's next message: its number, where that rank is, what it does; None if it has left."""
         number, store = current().next_number("debugger"), current().store
         if not comes(store, 0, f"debugger/{number}", math.inf):
             return None
-        return _Message(number, *messages.unpacked(store.get(f"debugger/{number}"), 0))
+        place, what = messages.unpacked(store.get(f"debugger/{number}"), 0)
+        return number, place, what
 
 
 def changed(made: pdb.Pdb, given: dict[str, Any]) -> dict[str, Any]:
@@ -197,10 +190,6 @@ def _rank() -> int:
     return read_launch_env(os.environ).rank if world is None else world.rank
 
 
-def _files(frame: Optional[FrameType]) -> list[str]:
+def _files(frame: FrameType) -> list[str]:
     """Return the file of `frame` and of each caller, innermost first."""
-    files = []
-    while frame is not None:
-        files.append(frame.f_code.co_filename)
-        frame = frame.f_back
-    return files
+    return [caller.f_code.co_filename for caller, _ in traceback.walk_stack(frame)]

@@ -1,7 +1,4 @@
-"""Joins the job for `setup()`, and leaves it in `cleanup()`.
-
-A plain process has no group: what makes and ends one is in `process_group`.
-"""
+"""Joins the job for `setup()`, and leaves it in `cleanup()`; makes no process group (`process_group` does)."""
 
 from __future__ import annotations
 
@@ -12,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 import torch
 
 from ddpshim.errors import WorldError
-from ddpshim.job.world import World, has_group, on_cleanup, single_device, world  # noqa: F401
+from ddpshim.job.world import World, has_group, has_launcher, on_cleanup, single_device, world  # noqa: F401
 from ddpshim.options import Options
 from ddpshim.process.job import Job, current, leave, seed_everything
-from ddpshim.process.launch_env import read_launch_env, read_num_restarts
 
 if TYPE_CHECKING:
     from ddpshim.process.doors import Door
+    from ddpshim.process.launch_env import LaunchEnv
 
 
 def current_or_new_world() -> World:
@@ -50,12 +47,18 @@ def join(
     options = Options.read() if options is None else options
     timeout_s = options.timeout_s if timeout_s is None else timeout_s
     side_timeout_s = options.side_timeout_s if side_timeout_s is None else side_timeout_s
-    env = None if has_group() else read_launch_env(os.environ)
-    if env is not None and not env.is_launched:
-        if env.in_allocation:  # it could be taken for a rank
+    env: Optional[LaunchEnv] = None
+    num_restarts = 0
+    if has_launcher():
+        from ddpshim.process.launch_env import read_counts, read_launch_env
+
+        env = None if has_group() else read_launch_env(os.environ)
+        num_restarts = max(read_counts(os.environ).values())
+    if not has_group() and (env is None or not env.is_launched):
+        if env is not None and env.in_allocation:  # it could be taken for a rank
             from ddpshim.process.say import say
 
-            say(str(env.reason))
+            say(env.reason)
         made = World(device=single_device(device), options=options, _job=job)
     else:
         from ddpshim.job import process_group
@@ -72,7 +75,7 @@ def join(
         from ddpshim.job.precision import compute_alike
 
         compute_alike(made, options.exact)
-    job.world, job.left = replace(made, seed=seed, num_restarts=read_num_restarts(os.environ)), None
+    job.world, job.left = replace(made, seed=seed, num_restarts=num_restarts), None
     if seed is not None:
         seed_everything(seed)
     if options.precision != "float32":
@@ -117,9 +120,7 @@ def _check_same(made: World, asked: dict[str, Any]) -> None:
 
 def settle_rounding() -> None:
     """Make MKL choose now how it rounds tanh, sin, exp and the like, so that this process rounds as others do. Local.
-
-    On some machines a process's first such call is sometimes rounded differently from all later ones. Without MKL
-    nothing changes.
+    On some machines a process's first such call is sometimes rounded differently from all later ones.
     """
     for dtype in (torch.float32, torch.float64):
         torch.tanh(torch.zeros(16, dtype=dtype, device="cpu"))  # the default device may be another

@@ -1,8 +1,4 @@
-"""Sets how a rank computes: autocast for the option `precision`, equal kernels for `exact`.
-
-With `precision` it raises an error if the program trains without it; with `exact` a rank's results do not depend on
-the number of ranks.
-"""
+"""Sets how a rank computes: autocast for the option `precision`, the same kernels on any rank for `exact`."""
 
 from __future__ import annotations
 
@@ -58,9 +54,7 @@ def compute_alike(here: World, exact: int) -> None:
 
 
 class _Entered:
-    """Whether the program has used autocast."""
-
-    is_so = False
+    is_so = False  # the program has used autocast
 
 
 def autocast(here: World) -> Any:

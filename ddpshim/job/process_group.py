@@ -1,6 +1,5 @@
 """Makes the job's process group, or uses the program's, and ends what it has made.
-
-Other modules use torch's process group only for networks: gradients, weights, buffers.
+Other modules use it only for networks: gradients, weights, buffers.
 """
 
 from __future__ import annotations
@@ -22,15 +21,16 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from ddpshim.errors import LaunchError, OptionsError
-from ddpshim.failures import failure, hang_detector, rendezvous
+from ddpshim.failures import failure, hang_detector
 from ddpshim.job import shared_pdb
 from ddpshim.job.collectives import WorldOfRanks
 from ddpshim.job.world import World, has_group
 from ddpshim.options import Options
+from ddpshim.process import job_store
 from ddpshim.process.devices import agree_on_backend, backend_of, bind_device
 from ddpshim.process.job import Job, current
 from ddpshim.process.job import leave as leave_job
-from ddpshim.process.place import LaunchEnv
+from ddpshim.process.launch_env import LaunchEnv
 from ddpshim.process.say import count, say
 
 # torch before 2.8 joins gloo's threads while it holds Python's lock (GIL), and a thread that frees its last message
@@ -69,7 +69,6 @@ def join(
     side_timeout_s: float,
 ) -> World:
     """Return the World of a launched process, in a new group; in the program's own if `env` is None (collective).
-
     Raises what `setup` raises.
     """
     if env is None:
@@ -148,10 +147,8 @@ def leave(ended: Job, made: World) -> None:
 
 
 def _leave(process: int, cleanup: Callable[[], None]) -> None:
-    """End gloo's threads if a program ends without `cleanup`: one that is alive when Python ends may abort it.
-
-    Local: it compares nothing, so that a rank that ends by `sys.exit` waits for no other. `process` called `setup`; a
-    fork of it has none of these threads.
+    """End gloo's threads if a program ends without `cleanup`: one that is alive when Python ends may abort it. Local:
+    no rank waits for another. `process` called `setup`; a fork of it has none of these threads.
     """
     job = current()
     if job.world is None or os.getpid() != process or job.is_failing() or not has_group():
@@ -192,7 +189,7 @@ def _make_group(
             "collective would fail. Leave backend= out, or give the rank a GPU."
         )
     # The store still holds the keys of an earlier world of this process: each world has its own prefix.
-    store = rendezvous.meet(env, f"ddpshim/{next(_worlds)}", timeout_s)
+    store = job_store.meet(env, f"ddpshim/{next(_worlds)}", timeout_s)
     backend = backend or backend_of(bound) or agree_on_backend(store, env.rank, env.world_size, bound)
     # The default arguments of this module keep the group that exists at its import (by torch's DDP): import it before.
     importlib.import_module("torch.distributed.nn.functional")

@@ -16,17 +16,12 @@ if TYPE_CHECKING:
     from ddpshim.job.world import World
 
 
-def over_ranks(here: World, value: Any, mean: bool) -> Any:
-    """Return the sum or mean of `value` over the ranks; see `World.sum` (collective)."""
-    return reduce(here.gather(_on_cpu(value)), mean, like=value)
-
-
-def _on_cpu(value: Any) -> Any:
+def on_cpu(value: Any) -> Any:
     """Return `value` with its tensors, including those in a mapping, on the CPU and detached. Local."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, Mapping):
-        return {key: _on_cpu(item) for key, item in value.items()}
+        return {key: on_cpu(item) for key, item in value.items()}
     return value
 
 

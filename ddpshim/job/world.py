@@ -1,7 +1,4 @@
-"""Defines `World`: this process's place in its job, frozen, with what its collectives do in one process.
-
-`collectives.WorldOfRanks` is that of several ranks.
-"""
+"""Defines `World`: this process's place in its job, frozen, with what its collectives do in one process."""
 
 from __future__ import annotations
 
@@ -15,11 +12,15 @@ import torch.distributed as dist
 from ddpshim.errors import WorldError
 from ddpshim.options import Options
 from ddpshim.process.job import Job, current
-from ddpshim.process.launch_env import read_launch_env
 
 if TYPE_CHECKING:
     from ddpshim.job.running import Running
 
+# With these the variables of launchers begin: `process.launch_env` knows them, and which launcher sets which.
+_OF_LAUNCHERS = (
+    *("DDPSHIM_LAUNCHER", "RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_"),
+    *("SLURM_", "SUBMITIT_", "OMPI_", "MV2_", "PMI_"),
+)
 T = TypeVar("T")
 N = TypeVar("N", float, torch.Tensor)
 
@@ -140,9 +141,9 @@ class World:
         Integers add exactly, floats with one rounding (math.fsum), tensors in float64 or int64. Raises WorldError if
         ranks hold different keys or shapes, or something that cannot be added.
         """
-        from ddpshim.job.running import over_ranks
+        from ddpshim.job.running import on_cpu, reduce
 
-        return over_ranks(self, value, mean=False)
+        return reduce(self.gather(on_cpu(value)), mean=False, like=value)
 
     def mean(self, value: Any) -> Any:
         """Return the mean over ranks (collective); see `sum`. A mean of integers is a float.
@@ -150,9 +151,9 @@ class World:
         Every rank counts once: with 2 entries on one rank and 1 on another, the one weighs as much as the two. For the
         mean over entries, use `mean_over`, or sum both totals and counts (`sum`, `running`).
         """
-        from ddpshim.job.running import over_ranks
+        from ddpshim.job.running import on_cpu, reduce
 
-        return over_ranks(self, value, mean=True)
+        return reduce(self.gather(on_cpu(value)), mean=True, like=value)
 
     def mean_over(self, total: N, count: Any) -> N:
         """Return the mean over the entries of all ranks; `total` is the sum over this rank's (collective).
@@ -210,12 +211,6 @@ class World:
         """
         return {0: value}
 
-    def answers_of_main(self, name: str, value: T) -> T:
-        """Return, in each rank's n-th call with this `name`, the main rank's value of its n-th call. The main rank does
-        not wait. Raises WorldError if that call is not made within `side_timeout_s`.
-        """
-        return value
-
     def run_on_main(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run `function` on the main rank only; every rank gets its result (collective).
 
@@ -232,7 +227,12 @@ def world() -> World:
     """
     if (last := current().world or current().left) is not None:
         return last
-    if has_group() or read_launch_env(os.environ).is_launched:
+    is_rank = has_group()
+    if not is_rank and has_launcher():
+        from ddpshim.process.launch_env import read_launch_env  # here: a plain process does not need it
+
+        is_rank = read_launch_env(os.environ).is_launched
+    if is_rank:
         raise WorldError(
             "ddpshim.world() was called before ddpshim.setup() in a launched process; every rank would act as the "
             "only one. Call ddpshim.setup() first."
@@ -243,6 +243,11 @@ def world() -> World:
 def on_cleanup(callback: Callable[[], None]) -> None:
     """Make `cleanup()` call this; calls run in reverse order. Local."""
     current().at_end.callback(callback)
+
+
+def has_launcher() -> bool:
+    """Return whether variables of a launcher or a scheduler are set; the process may be no rank. Local."""
+    return any(name.startswith(_OF_LAUNCHERS) for name in os.environ)
 
 
 def has_group() -> bool:

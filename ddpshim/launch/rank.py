@@ -22,7 +22,7 @@ from typing import Any, Optional
 from ddpshim import variables
 from ddpshim.failures import unsynced_check
 from ddpshim.job import shared_pdb
-from ddpshim.process.after_import import after_import
+from ddpshim.process.replaced import after_import
 from ddpshim.process.say import say
 from ddpshim.trainers.unedited import program
 from ddpshim.trainers.unedited.start import run_as_main

@@ -28,12 +28,11 @@ from typing import Any, Optional
 
 from ddpshim import adapters, variables
 from ddpshim.errors import LaunchError, OptionsError
-from ddpshim.failures.rendezvous import check_address
 from ddpshim.launch import ranks_of_run
 from ddpshim.observe.records import FOLDER
 from ddpshim.options import Options
-from ddpshim.process.launch_env import EXIT_REQUEUE, read_launch_env
-from ddpshim.process.place import LaunchEnv
+from ddpshim.process.job_store import check_address
+from ddpshim.process.launch_env import EXIT_REQUEUE, LaunchEnv, read_launch_env
 from ddpshim.process.say import copy_to_screen, say
 from ddpshim.trainers.unedited.program import module_file
 from ddpshim.variables import PREFIX
@@ -124,7 +123,7 @@ def _run_ranks(job: Launch, run_dir: str) -> tuple[Mapping[int, Any], list[int]]
     from torch.distributed import run as torchrun  # takes seconds, so after the checks that do not need it
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from ddpshim.failures.rendezvous import stay_on_this_machine
+    from ddpshim.process.job_store import stay_on_this_machine
 
     if (job.nnodes or 1) == 1:
         stay_on_this_machine()

@@ -26,10 +26,10 @@ from ddpshim import variables
 from ddpshim.errors import LaunchError, RankError
 from ddpshim.failures import unsynced_check
 from ddpshim.failures.failure_notes import Note, lost_a_peer, put
-from ddpshim.failures.rendezvous import stay_on_this_machine
 from ddpshim.job import group
 from ddpshim.launch import ranks_of_run
 from ddpshim.process.job import begin_next
+from ddpshim.process.job_store import stay_on_this_machine
 from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.say import ranks_called, say_once
 

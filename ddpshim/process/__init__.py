@@ -1,1 +1,1 @@
-"""Knows and changes this process by itself: launcher, devices, machine, messages; no group of ranks."""
+"""Knows and changes this process by itself: launcher, store, devices, machine, messages; no group of ranks."""

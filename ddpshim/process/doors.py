@@ -1,7 +1,4 @@
-"""The two meanings of a batch, one class for each: what ranks hold, and what follows from it.
-
-`setup(batch=...)` chooses; `current().door` is the one of this job.
-"""
+"""The two meanings of a batch, one class each: `setup(batch=...)` chooses, `current().door` is that of this job."""
 
 from __future__ import annotations
 
@@ -16,22 +13,14 @@ from ddpshim.options import Options
 
 @dataclass(frozen=True)
 class LocalBatches:
-    """`setup()`: each rank holds its share of a batch, as with torch's DistributedDataParallel.
+    """`setup()`: each rank holds its share of a batch, as with torch's DistributedDataParallel."""
 
-    Attributes:
-        batch: the argument of `setup`.
-        draws_alike: whether all ranks draw what one process would; else `split_random_streams` gives each its own.
-        computes_alike: whether a loss, or a gradient that no wrapper has reduced, is the same on all ranks.
-        wrapper: makes the wrapper that reduces a network's gradients; None: torch's DistributedDataParallel.
-        loader: makes the loader that `make_loader` returns; None: one of this rank's shares.
-        joined: makes that of data of which each rank reads a part of its own; None: as of any data.
-    """
-
-    batch = "local"
-    draws_alike = computes_alike = False
-    wrapper: Optional[Callable[..., Any]] = None
-    loader: Optional[Callable[..., Any]] = None
-    joined: Optional[Callable[..., Any]] = None
+    batch = "local"  # the argument of `setup`
+    draws_alike = False  # all ranks draw what one process would; else `split_random_streams` gives each its own
+    computes_alike = False  # a loss, or a gradient that no wrapper has reduced, is the same on all ranks
+    wrapper: Optional[Callable[..., Any]] = None  # reduces a network's gradients; None: DistributedDataParallel does
+    loader: Optional[Callable[..., Any]] = None  # makes that of `make_loader`; None: one of this rank's shares
+    joined: Optional[Callable[..., Any]] = None  # makes that of data of which each rank reads a part of its own
 
     def check(self, options: Options) -> None:
         """Raise OptionsError for options that cannot do here what they say. Local."""
@@ -45,10 +34,7 @@ class LocalBatches:
 
 @dataclass(frozen=True)
 class GlobalBatches:
-    """`setup(batch="global")` and `run`: every rank runs the program of one process, which holds whole batches.
-
-    See `LocalBatches` for the attributes.
-    """
+    """`setup(batch="global")` and `run`: every rank runs the program of one process, which holds whole batches."""
 
     batch = "global"
     draws_alike = computes_alike = True

@@ -1,7 +1,4 @@
-"""Holds all state of this process's job, and its seeds; `cleanup()` replaces the state with an empty one.
-
-State that outlives a job belongs to the process: see the list in tests/house/test_layout.py.
-"""
+"""Holds all state of this process's job, which `cleanup()` replaces by an empty one, and its seeds."""
 
 from __future__ import annotations
 
@@ -22,39 +19,27 @@ P = TypeVar("P")
 
 
 class Job:
-    """A job, from before `setup()` to `cleanup()`.
-
-    Attributes:
-        world: the World that `setup` made; None before.
-        left: the World of the previous job; its rank remains valid.
-        store: keys and values that all ranks of this world, and no other world, see; None without other ranks.
-        group: the default process group, if `setup` made it.
-        control: the CPU group of World's own collectives.
-        timeout: how long training collectives wait, if `setup` made the group.
-        num_collectives: how many collectives the default group had made when the job began; None if unknown.
-        has_networks: whether `wrap_parallel` was called, so that all ranks have the main rank's weights.
-        is_split: whether ranks have random streams of their own.
-        door: what ranks hold of a batch, and what follows.
-        watched: set by `failure.arm`.
-        before_end, at_end: callbacks that `end` calls, each stack in reverse order.
-    """
+    """A job, from before `setup()` to `cleanup()`."""
 
     def __init__(self) -> None:
-        self.world: Optional[World] = None
-        self.left: Optional[World] = None
-        self.store: Any = None
-        self.group: Any = None
-        self.control: Any = None
-        self.timeout: Optional[timedelta] = None
-        self.has_networks = self.is_split = False
-        self.watched: Optional[Watched] = None
-        self.num_collectives: Optional[int] = None
+        self.world: Optional[World] = None  # that `setup` made
+        self.left: Optional[World] = None  # of the previous job; its rank remains valid
+        self.store: Any = None  # keys and values that all ranks of this world, and no other world, see
+        self.group: Any = None  # the default process group, if `setup` made it
+        self.control: Any = None  # the CPU group of World's own collectives
+        self.timeout: Optional[timedelta] = None  # how long training collectives wait, if `setup` made the group
+        self.has_networks = False  # `wrap_parallel` was called, so that all ranks have the main rank's weights
+        self.is_split = False  # ranks have random streams of their own
+        self.watched: Optional[Watched] = None  # set by `failure.arm`
+        self.num_collectives: Optional[int] = None  # of the default group when the job began; None if unknown
+        # Callbacks that `end` calls, each stack in reverse order.
         self.before_end, self.at_end = contextlib.ExitStack(), contextlib.ExitStack()
         self._numbers: dict[str, int] = {}
         self._parts: dict[type, Any] = {}
 
     @functools.cached_property
     def door(self) -> Door:
+        """What ranks hold of a batch, and what follows."""
         from ddpshim.process.doors import LocalBatches  # here: a process without a launcher asks for none
 
         return LocalBatches()

@@ -94,20 +94,13 @@ def _called(
 
 
 class Progress:
-    """This rank's progress in its job.
+    """This rank's progress in its job."""
 
-    Attributes:
-        num_passes: backward passes whose gradients were reduced.
-        num_collectives: collectives of `World`.
-        batch: epoch and step of the last batch from `make_loader`; None before.
-        is_reducing: whether the host is in a backward pass: it computes, or waits for other ranks.
-    """
-
-    def __init__(self) -> None:
-        self.num_passes = self.num_collectives = 0
-        self.batch: Optional[tuple[int, int]] = None
-        self.is_reducing = False
-        self._event: Any = None
+    num_passes = 0  # backward passes whose gradients were reduced
+    num_collectives = 0  # of `World`
+    batch: Optional[tuple[int, int]] = None  # epoch and step of the last batch from `make_loader`
+    is_reducing = False  # the host is in a backward pass: it computes, or waits for other ranks
+    _event: Any = None
 
     def end_pass(self, is_on_gpu: bool) -> None:
         """Record that a backward pass is over, at least for the host. Local."""
@@ -129,9 +122,8 @@ class Progress:
 class StepClock:
     """A clock that stands still while this rank does what is no part of a step: it saves, or plays episodes."""
 
-    def __init__(self) -> None:
-        self._stood_still = 0.0
-        self._since: Optional[float] = None
+    _stood_still = 0.0
+    _since: Optional[float] = None
 
     def now(self) -> float:
         """Return seconds. Local."""
@@ -140,15 +132,13 @@ class StepClock:
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
         """Stand still in this block. Local; blocks may be nested."""
-        if self._since is not None:
-            yield
-            return
-        self._since = time.perf_counter()
+        outer, self._since = self._since, self._since or time.perf_counter()
         try:
             yield
         finally:
-            self._stood_still += time.perf_counter() - self._since
-            self._since = None
+            if outer is None:
+                self._stood_still += time.perf_counter() - self._since
+            self._since = outer
 
 
 def outside_steps() -> contextlib.AbstractContextManager[None]:
@@ -156,23 +146,19 @@ def outside_steps() -> contextlib.AbstractContextManager[None]:
     return current().part(StepClock).stopped()
 
 
-def live_objects(kind: type) -> list[Any]:
-    """Return all objects of class `kind` in this process. Local.
+def live_modules() -> list[Any]:
+    """Return every torch.nn.Module whose __init__ has run. Local.
 
     A tuple that another thread is building (torch's pinning thread, say) may be among all objects, and that thread gets
     a SystemError if it goes on while a list of them exists (bpo-15108). So no thread may run in between.
     """
+    from torch.nn import Module
+
     before = sys.getswitchinterval()
     sys.setswitchinterval(_MOST_S)
     try:
         time.sleep(2 * before)  # threads that wait for their turn wait by the old interval until then
-        return [o for o in gc.get_objects() if issubclass(type(o), kind)]
+        found = [o for o in gc.get_objects() if issubclass(type(o), Module)]
     finally:
         sys.setswitchinterval(before)
-
-
-def live_modules() -> list[Any]:
-    """Return every torch.nn.Module whose __init__ has run. Local."""
-    from torch import nn
-
-    return [module for module in live_objects(nn.Module) if "_modules" in module.__dict__]
+    return [module for module in found if "_modules" in module.__dict__]

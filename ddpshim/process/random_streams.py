@@ -46,10 +46,8 @@ def seed_own_streams(seed: int) -> None:
 
 
 class _Shared:
-    """How many blocks of `shared_random_streams` are open, and the seed for this rank's streams at their end."""
-
-    depth = 0
-    own_seed: Optional[int] = None
+    depth = 0  # of open blocks of `shared_random_streams`
+    own_seed: Optional[int] = None  # for this rank's streams at their end
 
 
 _shared = _Shared()
@@ -116,16 +114,13 @@ def restore_global_states(states: dict[str, Any]) -> None:
 
 def rank_states(device: torch.device) -> dict[str, Any]:
     """Return `global_states`, and under "cuda" the state of `device` if it is a GPU, else None. Local."""
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return {**global_states(), "cuda": cuda}
+    return {**global_states(), "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None}
 
 
 def is_same_state(one: Any, other: Any) -> bool:
     """Return whether two states of one generator, from `rank_states`, are equal. Local."""
-    if one is other:
-        return True
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
+    if one is other or isinstance(one, torch.Tensor):
+        return one is other or torch.equal(one, other)
     if isinstance(one, tuple) and len(one) > 1 and hasattr(one[1], "tobytes"):  # numpy's
         return bool(one[2:] == other[2:] and one[1].tobytes() == other[1].tobytes())
     return bool(one == other)

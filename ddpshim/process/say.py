@@ -27,10 +27,7 @@ def copy_to_screen(output: bytes) -> None:
 
 
 def _new_line() -> str:
-    """Return what ends the line that a progress bar has left unfinished; "" if there is none. Local.
-
-    Known are what `run` has copied to the screen, and tqdm's bars.
-    """
+    """Return what ends the line that tqdm's bar, or what `run` has copied to the screen, left unfinished. Local."""
     global _has_open_line
     bars = getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ())
     is_open, _has_open_line = _has_open_line or bool(bars), False

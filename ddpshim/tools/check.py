@@ -17,7 +17,7 @@ from typing import Optional
 from ddpshim.errors import LaunchError
 from ddpshim.launch import ranks_of_run, runner
 from ddpshim.launch.runner import Launch, make_log_dir, run
-from ddpshim.process.place import PLACE
+from ddpshim.process.launch_env import PLACE
 from ddpshim.process.say import count, say
 from ddpshim.tools import new_files, watching
 from ddpshim.tools.judging import Proof, judge

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 import ddpshim
-from ddpshim.failures import failure, failure_notes, hang_detector, standings
-from ddpshim.failures.hang_detector import Waits, Watch
-from ddpshim.failures.standings import Standing, describe, judge, place_of
+from ddpshim.failures import failure, failure_notes, hang_detector
+from ddpshim.failures.hang_detector import Standing, Waits, Watch, describe, judge, place_of
 from ddpshim.model import guard
 from ddpshim.process.job import Job, current
 from ddpshim.process.observed import Progress
@@ -137,7 +136,7 @@ def test_what_a_stack_says(stack: list[FrameSummary], waits_in: Optional[str], s
 
 
 def test_each_function_that_waits_exists() -> None:
-    for file, function in standings._WAITS:
+    for file, function in hang_detector._WAITS:
         assert f"def {function}(" in (OURS.parent / file).read_text(), (file, function)
 
 
@@ -185,7 +184,7 @@ def _wait_apart(folder: Path) -> None:
 
     failure.abort = abort  # type: ignore[assignment]
     hang_detector.FLOOR_S, hang_detector._LOOK_EVERY_S = 0.2, 0.05
-    hang_detector._ANSWER_S, standings.DEADLOCK_S = 1.0, 0.1
+    hang_detector._ANSWER_S, hang_detector.DEADLOCK_S = 1.0, 0.1
     _watch()._every_s = _watch()._quiet_s = 0.05
     net = ddpshim.wrap_parallel(torch.nn.Linear(2, 1))
     net(torch.ones(1, 2)).sum().backward()

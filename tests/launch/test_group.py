@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 import ddpshim
 from ddpshim import LaunchError, World, WorldError, cleanup, setup
 from ddpshim.errors import OptionsError, RankError
-from ddpshim.failures import failure, rendezvous
+from ddpshim.failures import failure
 from ddpshim.job import process_group
 from ddpshim.launch import spawning
 from ddpshim.observe import records
@@ -56,7 +56,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in filter(LAUNCHER_VARIABLES.fullmatch, list(os.environ)):
         monkeypatch.delenv(name)
     monkeypatch.setattr(jobs, "_current", jobs.Job())
-    monkeypatch.setattr(rendezvous, "_state", rendezvous._StoreOfJob())
+    monkeypatch.setattr(job_store, "_state", job_store._StoreOfJob())
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     yield
     cleanup()
@@ -237,7 +237,7 @@ def test_device_is_bound_before_all_else(
     monkeypatch.setattr(torch.cuda, "set_device", seen.append)
     for name in ("init", "_lazy_init", "current_device", "get_device_properties", "manual_seed_all"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: seen.append(name))
-    monkeypatch.setattr(rendezvous, "meet", stop)
+    monkeypatch.setattr(job_store, "meet", stop)
     place = {"RANK": 2, "WORLD_SIZE": 4, "LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 4, "MASTER_ADDR": "h", "MASTER_PORT": 9}
     for name, value in place.items():
         monkeypatch.setenv(name, str(value))
@@ -731,7 +731,8 @@ FAILURES = {
     "where others wait for its answer": (0, """
     try:
         signal.signal(signal.SIGTERM, lambda *_: None)  # as of a program that saves first
-        fail() if world.rank == 0 else world.answers_of_main("a question", 0)
+        from ddpshim.job.collectives import main_sets
+        fail() if world.rank == 0 else main_sets(world, "an answer", time.monotonic() + 50)
     finally:
         ddpshim.cleanup()
     """),

@@ -10,11 +10,10 @@ import zlib
 import pytest
 
 from ddpshim.errors import LaunchError
-from ddpshim.failures import rendezvous
-from ddpshim.failures.rendezvous import check_address
-from ddpshim.process.launch_env import read_launch_env
-from ddpshim.process.launchers import first_host
-from ddpshim.process.place import LaunchEnv
+from ddpshim.job.world import _OF_LAUNCHERS
+from ddpshim.process import job_store
+from ddpshim.process.job_store import check_address
+from ddpshim.process.launch_env import LaunchEnv, first_host, read_launch_env
 from tests.ranks import free_port
 
 TORCHRUN = {
@@ -150,6 +149,7 @@ def test_reads(environ, expected):
     env = read(environ)
     assert place(env) == expected
     assert env.is_launched == (env.launcher != "none")
+    assert not env.is_launched or any(name.startswith(_OF_LAUNCHERS) for name in environ)  # or nobody reads them
 
 
 def test_agent_store_and_the_reason():
@@ -293,7 +293,7 @@ def taken():
 @pytest.mark.parametrize("addr", ["localhost", "127.0.0.1", socket.gethostname()])
 def test_check_port_taken(taken, addr):
     with pytest.raises(LaunchError) as caught:
-        rendezvous.meet(dataclasses.replace(taken, master_addr=addr), "job", 1800)  # before it waits for peers
+        job_store.meet(dataclasses.replace(taken, master_addr=addr), "job", 1800)  # before it waits for peers
     assert_three_parts(str(caught.value), [f"MASTER_PORT={taken.master_port}", addr, "free port"])
 
 
@@ -337,5 +337,5 @@ def test_a_name_that_does_not_resolve_is_said_at_once(errors, num_asked, said, m
         with pytest.raises(
             LaunchError, match=rf"MASTER_ADDR='gpu1' does not resolve .*{said}\): rank 1 could not reach"
         ):
-            rendezvous.meet(env, "job", 1800)
+            job_store.meet(env, "job", 1800)
     assert asked == ["gpu1"] * num_asked

@@ -25,8 +25,8 @@ from torch import nn
 from ddpshim import variables
 from ddpshim.job.world import World
 from ddpshim.process import machine
-from ddpshim.process.after_import import after_import
 from ddpshim.process.job import current
+from ddpshim.process.replaced import after_import
 from ddpshim.trainers.unedited import file_calls, joining, networks, program
 from tests.preloaded import DEADLINE_PASSED, as_torchrun_says, environment, preloaded, start_afresh
 

@@ -17,7 +17,7 @@ import ddpshim
 from ddpshim.errors import RolloutError
 from ddpshim.evaluation import evaluating
 from ddpshim.evaluation.evaluating import Evaluation, exact_interval, networks_of
-from ddpshim.failures.standings import place_of
+from ddpshim.failures.hang_detector import place_of
 from ddpshim.process import observed
 from ddpshim.process.observed import Progress
 from tests.ranks import run_ranks

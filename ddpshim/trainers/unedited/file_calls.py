@@ -22,9 +22,8 @@ from typing import Any, Callable, Optional
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from ddpshim import variables
-from ddpshim.process.after_import import after_import
 from ddpshim.process.job import current
-from ddpshim.process.replaced import replaced
+from ddpshim.process.replaced import after_import, replaced
 from ddpshim.process.say import say_on_main
 from ddpshim.process.users_line import is_users, users_line
 

@@ -32,11 +32,10 @@ from ddpshim.job.group import cleanup, world
 from ddpshim.job.world import World
 from ddpshim.model import backward
 from ddpshim.model.mean_gradients import MeanGradients
-from ddpshim.process.after_import import after_import
 from ddpshim.process.doors import GlobalBatches
 from ddpshim.process.job import Job, current
 from ddpshim.process.observed import observe
-from ddpshim.process.replaced import noted, replaced
+from ddpshim.process.replaced import after_import, noted, replaced
 from ddpshim.process.say import say_on_main
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import calls

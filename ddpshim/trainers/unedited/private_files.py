@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 import torch
 
 from ddpshim.job.world import World
-from ddpshim.process.after_import import after_import
 from ddpshim.process.job import current
-from ddpshim.process.replaced import replaced
+from ddpshim.process.replaced import after_import, replaced
 from ddpshim.rows.gradients import plain
 from ddpshim.rows.tensor import Counts, on_whole
 from ddpshim.trainers.unedited.file_calls import LeftAlone, in_place, seen_by, watched

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from ddpshim import adapters, variables
 from ddpshim.errors import LaunchError, OptionsError
-from ddpshim.process.after_import import after_import
 from ddpshim.process.launch_env import read_launch_env
+from ddpshim.process.replaced import after_import
 from ddpshim.process.say import say
 from ddpshim.trainers.unedited.start import Start
 
