@@ -6,10 +6,8 @@ program makes 12 steps with batches of 16, 16, 16 and 2 rows, and changes someth
 
 from __future__ import annotations
 
-import collections
 import os
 import random
-import threading
 import time
 from typing import Any, Callable, Optional
 
@@ -32,7 +30,7 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 1)
         self.drop, self.extra, self.scale, self.kept = nn.Dropout(0.2), extra, 1.0, None
-        self.settings: dict[str, Any] = {"power": 1, "factors": [1.0, 2.0]}
+        self.settings = {"factors": [1.0, 2.0]}
         self.register_buffer("shift", torch.zeros(8))
 
     def forward(self, x: Tensor, *more: Any, **named: Any) -> Any:
@@ -73,47 +71,18 @@ def at(name: str, *steps: int, change: Callable[[Net], Any]) -> None:
     program(name, lambda net, step, _: change(net) if step in steps else None)
 
 
-def sets(name: str, *values: Any) -> Change:
-    return lambda net, step, _: setattr(net, name, values[step * len(values) // 12])
-
-
-def put(where: Any, key: Any) -> Change:
-    """Return a change that puts a number into the container that `where` finds in the network."""
-    return lambda net, step, _: where(net).__setitem__(key, float(step // 5 + 1))
-
-
 # The network's own.
-program("attribute", sets("scale", 1.0, 3.0, 0.5))
-program("every_step", lambda net, step, _: setattr(net, "scale", 1 + step / 10))
-program("schedule_of_dropout", lambda net, step, _: setattr(net.drop, "p", 0.1 * (step // 4)))
+program("attribute", lambda net, step, _: setattr(net, "scale", (1.0, 3.0, 0.5)[step // 4]))
 program("training_and_evaluation", lambda net, step, _: net.train(step % 3 > 0))
-program("dictionary", put(lambda net: net.settings, "power"), lambda net, y: y * net.settings["power"])
-program("list", put(lambda net: net.settings["factors"], 1), lambda net, y: y * net.settings["factors"][1])
 program(
     "list_grows",
     lambda net, step, _: net.settings["factors"].append(1.5),
     lambda net, y: y * len(net.settings["factors"]),
 )
-program("buffer_in_place", lambda net, step, _: net.shift.add_(0.1))
 program("buffer_anew", lambda net, step, _: setattr(net, "shift", torch.full((8,), step / 10)))
-program("another_function", sets("extra", None, lambda net, y: y.sin(), lambda net, y: y.cos() * 2))
 
 
-at("layer_replaced", 5, change=lambda net: setattr(net, "second", nn.Linear(8, 8).requires_grad_(False)))
-at("layer_is_another_kind", 5, change=lambda net: setattr(net, "drop", nn.Softplus()))
 at("layer_wrapped", 3, 7, change=lambda net: setattr(net, "drop", nn.Sequential(net.drop, nn.Dropout(0.5))))
-
-
-def _patch_forward(net: Net) -> None:
-    net.second.forward = lambda y: 0.5 * F.linear(y, net.second.weight)
-
-
-def _patch_class(net: Net) -> None:
-    net.__class__ = type("Net", (Net,), {"forward": lambda self, x: Net.forward(self, x) * 2})
-
-
-at("forward_patched", 4, change=_patch_forward)
-at("class_patched", 4, change=_patch_class)
 
 
 class _Doubled(nn.Softplus):
@@ -161,11 +130,7 @@ def code_replaced(log: Log) -> Trained:
 
 for _each in (methods_patched, functions_patched, code_replaced):
     PROGRAMS.add(_each)
-
-
 at("hook_added", 4, change=lambda net: net.second.register_forward_hook(lambda module, given, out: out * 1.5))
-at("hook_before", 4, change=lambda net: net.second.register_forward_pre_hook(lambda module, given: (given[0] + 0.1,)))
-at("hook_of_itself", 4, change=lambda net: net.register_forward_hook(lambda module, given, out: out * 1.5))
 at(
     *("hook_of_gradients", 4),
     change=lambda net: net.second.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,)),
@@ -189,9 +154,7 @@ def hook_of_all(log: Log) -> Trained:
 PROGRAMS.add(hook_of_all)
 
 
-at("frozen", 4, 8, change=lambda net: net.first.requires_grad_(not net.first.weight.requires_grad))
 at("all_frozen_but_the_last", 4, change=lambda net: net.requires_grad_(False).last.requires_grad_(True))
-at("weights_loaded", 5, change=lambda net: net.load_state_dict({k: x * 0.5 for k, x in net.state_dict().items()}))
 
 
 def _set_data(net: Net) -> None:
@@ -213,16 +176,6 @@ program(
 )
 
 
-def adapters(net: Net, step: int, optimizer: torch.optim.Optimizer) -> None:
-    if step == 0:
-        net.lora = nn.Linear(8, 8, bias=False)
-        optimizer.add_param_group({"params": net.lora.parameters()})
-    net.is_adapted = step % 6 < 3
-
-
-program("adapters", adapters, lambda net, y: y + net.lora(y) if net.is_adapted else y)
-
-
 # What is not the network's.
 def set_global(net: Net, step: int, _: Any) -> None:
     global SCALE
@@ -230,8 +183,6 @@ def set_global(net: Net, step: int, _: Any) -> None:
 
 
 program("a_global", set_global, lambda net, y: y * SCALE)
-_BOX = [1.0]
-program("a_closure", lambda net, step, _: _BOX.__setitem__(0, 1.0 + step // 4), lambda net, y: y * _BOX[0])
 
 
 def _by_default(net: Net, y: Tensor, by: float = 1.0) -> Tensor:
@@ -239,23 +190,6 @@ def _by_default(net: Net, y: Tensor, by: float = 1.0) -> Tensor:
 
 
 program("a_default", lambda net, step, _: setattr(_by_default, "__defaults__", (1.0 + step // 4,)), _by_default)
-
-
-def _counted(net: Net, y: Tensor) -> Tensor:
-    net.settings["power"] += 1
-    return y / net.settings["power"]
-
-
-program("a_counter", extra=_counted)
-_TURNS = collections.defaultdict(int)
-
-
-def _in_turn(net: Net, y: Tensor) -> Tensor:
-    _TURNS[id(net)] += 1
-    return y.sin() if _TURNS[id(net)] % 2 else y.cos()
-
-
-program("in_turn", extra=_in_turn)
 program(
     "a_variable",
     lambda net, step, _: os.environ.__setitem__("POWER_OF_NET", str(1 + step // 4)),
@@ -264,10 +198,7 @@ program(
 program("a_clock", extra=lambda net, y: y * (2.0 if time.time() > 1e9 else 1.0) + 0 * (time.perf_counter() > 0))
 program("pythons_draws", extra=lambda net, y: y * random.random())
 program("numpys_draws", extra=lambda net, y: y * float(np.random.rand()))
-program("numpys_arrays", extra=lambda net, y: y + torch.from_numpy(np.random.randn(8)).to(y.dtype))
 program("unused_draws", extra=lambda net, y: (torch.randn_like(y), torch.rand(3), y)[-1])
-program("draws_of_a_generator", extra=lambda net, y: y + torch.rand(8, generator=_GENERATOR))
-_GENERATOR = torch.Generator().manual_seed(3)
 program("seeds_inside", extra=lambda net, y: (torch.manual_seed(5), y + torch.rand(8))[1])
 
 
@@ -300,7 +231,6 @@ def _with(context: Callable[[int], Any]) -> Any:
 
 
 program("autocast", call=_with(lambda step: torch.autocast("cpu", torch.bfloat16, enabled=step % 2 == 1)))
-program("no_grad", call=_with(lambda step: torch.set_grad_enabled(step % 3 > 0)))
 program("inference", call=_with(lambda step: torch.inference_mode(step % 3 == 0)))
 
 
@@ -313,12 +243,7 @@ program("no_grad_inside", extra=lambda net, y: y + _without(y))
 
 
 # What a call gets, returns and keeps.
-program("another_size", call=lambda net, x, step: torch.cat([net(x[: len(x) // 2]), net(x[len(x) // 2 :])]))
 program("twice", call=lambda net, x, step: net(net(x).expand(-1, 6).contiguous() + x))
-program("a_number", extra=lambda net, y, n=1: y * n, call=lambda net, x, step: net(x, step // 4 + 1))
-program(
-    "a_mask", extra=lambda net, y, mask=None: y * mask, call=lambda net, x, step: net(x, mask=(x[:, :1] > 0).float())
-)
 program(
     "a_dictionary_of_its_own",
     extra=lambda net, y, given: given.__setitem__("y", y) or y * given["scale"],
@@ -329,14 +254,6 @@ program(
     extra=lambda net, y, given: given.__setitem__("x", given["x"] * 2) or y * given["x"].mean(1, keepdim=True),
     call=lambda net, x, step: (lambda given: net(x, given) + given["x"].mean(1, keepdim=True))({"x": x + 1}),
 )
-
-
-def _keeps(net: Net, y: Tensor) -> Tensor:
-    before, net.kept = net.kept, y.detach()
-    return y if before is None or len(before) != len(y) else y + 0.1 * before
-
-
-program("keeps_a_tensor", extra=_keeps)
 
 
 def _keeps_mean(net: Net, y: Tensor) -> Tensor:
@@ -358,45 +275,9 @@ def _carried(net: Net, x: Tensor, step: int) -> Tensor:
 
 
 program("state_carried_over", call=_carried)
-program("reads_a_number", extra=lambda net, y: y * 2 if y.sum().item() > 0 else y)
 program(
     "writes_into_its_argument", extra=lambda net, y: y.mul_(2), call=lambda net, x, step: net(x.add_(0.1)) + x[:, :1]
 )
-program("returns_its_argument", extra=lambda net, y: y, call=lambda net, x, step: nn.Identity()(net(x)))
-
-
-def _in_a_thread(net: Net, step: int, _: Any) -> None:
-    thread = threading.Thread(target=lambda: setattr(net, "scale", 1.0 + step // 4))
-    thread.start()
-    thread.join()
-
-
-program("a_thread", _in_a_thread)
-
-
-class _Decoder(nn.Module):
-    """Attends to the batch from queries, a tensor of its own with as many rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerDecoderLayer(8, 2, 16, 0.2, bias=False)
-        self.queries, self.tokens = nn.Parameter(torch.randn(3, 1, 8)), nn.Embedding(4, 8)
-
-    def forward(self, y: Tensor, num: int) -> Tensor:
-        queries = self.queries[:num].expand(-1, len(y), -1)
-        places = torch.arange(num).repeat(len(y), 1)
-        assert (places >= 0).all(), "places"
-        return self.layer(queries, memory=torch.stack([y, self.tokens(places).mean(1)])).mean(0)
-
-
-def _decoder(net: Net, step: int, optimizer: torch.optim.Optimizer) -> None:
-    if step == 0:
-        net.decoder = _Decoder()
-        optimizer.add_param_group({"params": net.decoder.parameters()})
-    net.settings["num"] = 1 + step % 3
-
-
-program("queries", _decoder, lambda net, y: y + net.decoder(y, net.settings["num"]))
 
 
 def _norm(net: Net, step: int, optimizer: torch.optim.Optimizer) -> None:
@@ -407,7 +288,6 @@ def _norm(net: Net, step: int, optimizer: torch.optim.Optimizer) -> None:
 
 # Each of the two runs that prove a capture must get BatchNorm's result as it was before it is written to.
 program("relu_in_place_after_batchnorm", _norm, lambda net, y: F.relu(net.norm(y), inplace=True))
-program("written_after_batchnorm", _norm, lambda net, y: net.norm(y).add_(1))
 
 if __name__ == "__main__":
     main(PROGRAMS)

@@ -98,15 +98,6 @@ def mixed_precision_with_a_scaler(log: Log) -> Trained:
 
 
 @program
-def convolutions(log: Log) -> Trained:
-    net = nn.Sequential(
-        *(nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.GroupNorm(4, 16)),
-        *(nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(0.1), nn.Linear(64, 1)),
-    ).to(DEVICE)
-    return fit(log, net, loader((3, 20, 20), (1,)))
-
-
-@program
 def channels_last(log: Log) -> Trained:
     convolutions = nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Dropout2d(0.2), nn.AdaptiveAvgPool2d(2)
     net = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(64, 1))
@@ -135,9 +126,9 @@ def images_shifted_at_random(log: Log) -> Trained:
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.rnn, self.head = kind(6, 16, 2, batch_first=True, dropout=0.3), nn.Linear(16, 1)
+        self.rnn, self.head = nn.LSTM(6, 16, 2, batch_first=True, dropout=0.3), nn.Linear(16, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.rnn(x)[0][:, -1])  # type: ignore[no-any-return]
@@ -162,8 +153,7 @@ PROGRAMS.update(
     plain=lambda log: fit(log, mlp()),
     data_parallel=lambda log: fit(log, nn.DataParallel(mlp())),
     mixed_precision_bfloat16=lambda log: fit(log, mlp(), loss_of=loss_in_bfloat16),
-    lstm_with_dropout=lambda log: fit(log, Recurrent(nn.LSTM).to(DEVICE), loader((7, 6), (1,))),
-    gru_with_dropout=lambda log: fit(log, Recurrent(nn.GRU).to(DEVICE), loader((7, 6), (1,))),
+    lstm_with_dropout=lambda log: fit(log, Recurrent().to(DEVICE), loader((7, 6), (1,))),
     attention_with_dropout=lambda log: fit(log, Attention().to(DEVICE), loader((8, 6), (1,))),
     attention_with_dropout_efficient=lambda log: fit(
         log, Attention("EFFICIENT_ATTENTION").to(DEVICE), loader((8, 6), (1,))
@@ -172,20 +162,6 @@ PROGRAMS.update(
         log, Attention("FLASH_ATTENTION").to(DEVICE), loader((8, 6), (1,)), loss_in_bfloat16
     ),
 )
-
-
-@program
-def transformer(log: Log) -> Trained:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(6, 32), nn.Linear(32, 1)
-            self.body = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, 0.1), 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.body(self.first(x).transpose(0, 1)).mean(0))  # type: ignore[no-any-return]
-
-    return fit(log, Net().to(DEVICE), loader((8, 6), (1,)))
 
 
 @fitted
@@ -273,13 +249,6 @@ def compiled(log: Log) -> Trained:
 
 
 @program
-def compiled_in_place(log: Log) -> Trained:
-    net = mlp()
-    net.compile()
-    return fit(log, net)
-
-
-@program
 def compiled_function(log: Log) -> Trained:
     @torch.compile
     def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -326,22 +295,6 @@ def average_of_weights_on_the_host(log: Log) -> Trained:
         return F.mse_loss(net(x), y)
 
     return [*fit(log, net, loss_of=loss), average]
-
-
-@program
-def losses_kept_on_the_gpu(log: Log) -> Trained:
-    """Many losses are added up on the GPU, and read at the end of an epoch."""
-    net, total = mlp(), torch.zeros((), device=DEVICE)
-
-    def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        nonlocal total
-        each = F.smooth_l1_loss(net(x), y, reduction="none")
-        total = total + each.detach().sum()
-        return each.mean()
-
-    trained = fit(log, net, loss_of=loss)
-    log(total.item() / 50)
-    return trained
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD
 
 from tests.one_process.parts import by_loss, classes, data, loader, mlp, train
@@ -23,12 +22,6 @@ from tests.one_process.runner import Log, Programs, Trained, main
 PROGRAMS = Programs()
 idiom = PROGRAMS.add
 trains = functools.partial(by_loss, PROGRAMS)
-
-
-def binary(n: int = 50, features: int = 6) -> tuple[Tensor, Tensor]:
-    """Return inputs (N, features) and 0 or 1 as a float (N,)."""
-    x = torch.randn(n, features)
-    return x, (x[:, 0] > 0.5).to(x.dtype)
 
 
 def sequences(n: int = 50, length: int = 7, features: int = 3) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,15 +62,10 @@ def masked(mean_of: Callable[[Tensor, Tensor], Tensor]) -> None:
 MASKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "masked_over_item": lambda e, m: (e * m).sum() / m.sum().item(),
     "masked_over_len_of_nonzero": lambda e, m: (e * m).sum() / len(torch.nonzero(m)),
-    "masked_over_numpy_sum": lambda e, m: (e * m).sum() / float(np.sum(m.numpy() > 0)),
-    "masked_over_python_sum": lambda e, m: (e * m).sum() / sum(int(length) for length in m.sum(-1).tolist()),
-    "masked_means_divided": lambda e, m: (e * m).mean() / m.mean(),
     "masked_by_boolean_index": lambda e, m: e[m.bool()].mean() + e[m > 0].sum() / e[m > 0].shape[0],
     "masked_by_flat_nonzero": lambda e, m: e.reshape(-1).index_select(0, m.reshape(-1).nonzero().squeeze(1)).mean(),
     "masked_nanmean": lambda e, m: torch.where(m > 0, e, torch.nan).nanmean(),
     "masked_dot_product": lambda e, m: e.view(-1) @ m.view(-1) / m.sum(),
-    "masked_per_sequence_then_mean": lambda e, m: ((e * m).sum(1) / m.sum(1)).mean(),
-    "masked_sum_per_sequence_over_batch": lambda e, m: (e * m).sum(dim=1).sum() / e.shape[0],
     # The batch is cut to its own longest sequence.
     "masked_lengths_of_the_batch": lambda e, m: (e * m)[:, : int(m.sum(1).max())].mean(),
     # Relative to numpy's mean, by its weights.
@@ -91,23 +79,6 @@ def masked_by_assignment(e: Tensor, m: Tensor) -> Tensor:
     e = e.clone()
     e[m == 0] = 0.0
     return e.sum() / (m != 0).sum()
-
-
-@masked
-def masked_loop_over_rows(e: Tensor, m: Tensor) -> Tensor:
-    losses = []
-    for i in range(e.size(0)):
-        losses.append(e[i, : int(m[i].sum())].mean())
-    return torch.stack(losses).mean()
-
-
-@masked
-def masked_only_if_any(e: Tensor, m: Tensor) -> Tensor:
-    late = m[:, 4:] * (e[:, 4:].detach() > 0.5)
-    loss = (e * m).sum() / m.sum()
-    if late.any():
-        loss = loss + (e[:, 4:] * late).sum() / late.sum()
-    return loss
 
 
 # Tokens, counts and labels that are ignored
@@ -147,25 +118,7 @@ def items_counted_before_accumulation(log: Log) -> Trained:
     return [net]
 
 
-# Weights and ratios
-
-
-@trains(batches=lambda: loader(*binary()))
-def weights_of_the_batch(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
-    """Positives count more, by their share of the batch."""
-    positives = y.sum()
-    weight = (len(y) - positives) / positives.clamp(min=1)
-    return F.binary_cross_entropy_with_logits(net(x).squeeze(-1), y, pos_weight=weight)
-
-
-@trains()
-def importance_weights(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
-    """As in prioritised replay: weights by rank of the error, relative to the largest of the batch."""
-    error = (net(x) - y).squeeze(-1)
-    weights = (1 + error.detach().abs().argsort().argsort()).to(error.dtype) ** -0.5
-    weights = weights / weights.max()
-    log((error.abs() + 1e-6).detach().numpy().max())
-    return (weights * error.square()).mean()
+# Weights
 
 
 @idiom
@@ -202,15 +155,6 @@ def supervised_contrast(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
     return -per_sample.sum() / found.sum().clamp(min=1)
 
 
-@trains(lambda: mlp(out=3), batches=lambda: loader(*classes()))
-def hardest_triplets(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
-    distances = torch.cdist(net(x), net(x))
-    same = y[:, None] == y[None]
-    farthest = (distances * same).max(1)[0]
-    nearest = (distances + 1e3 * same).min(1)[0]
-    return F.relu(farthest - nearest + 0.3).mean()
-
-
 @trains(lambda: mlp(out=4))
 def cross_correlation(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
     """As Barlow Twins and VICReg: features are normalised over the batch."""
@@ -219,13 +163,6 @@ def cross_correlation(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
     c = a.T @ b / len(x)
     off = c.flatten()[:-1].view(3, 5)[:, 1:].pow(2).sum()
     return (torch.diagonal(c) - 1).pow(2).sum() + 5e-3 * off + F.relu(1 - one.var(dim=0).sqrt()).mean()
-
-
-@trains(lambda: mlp(out=4), batches=lambda: loader(*classes()))
-def mixup(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
-    share, order = np.random.beta(0.4, 0.4), torch.randperm(x.size(0))
-    out = net(share * x + (1 - share) * x[order])
-    return share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, y[order])
 
 
 @trains()
@@ -304,45 +241,7 @@ def normalised_advantages(log: Log) -> Trained:
     return [net]
 
 
-@idiom
-def free_bits_and_annealing(log: Log) -> Trained:
-    net, decoder, seen = mlp(out=4), mlp(2, 6), 0
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        nonlocal seen
-        seen += len(x)
-        mean, logvar = net(x).chunk(2, dim=1)
-        z = mean + (0.5 * logvar).exp() * torch.randn_like(mean)
-        divergence = -0.5 * (1 + logvar - mean.pow(2) - logvar.exp())
-        log(divergence.sum(1).mean().item())
-        bits = torch.clamp(divergence.mean(0), min=0.05).sum()
-        return F.mse_loss(decoder(z), x, reduction="sum") / x.size(0) + min(1.0, seen / 30) * bits
-
-    return train(log, nn.ModuleList([net, decoder]), loss_of)
-
-
 # Logs, metrics and what follows from them
-
-
-@idiom
-def tallies_in_tensors(log: Log) -> Trained:
-    net, confusion, correct, total = mlp(out=4), torch.zeros(4, 4), torch.zeros(()), 0
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        nonlocal correct, total
-        logits = net(x)
-        _, predicted = logits.max(1)
-        total += y.size(0)
-        correct += predicted.eq(y).sum()
-        confusion.add_(torch.bincount(4 * y + predicted, minlength=16).view(4, 4))
-        top = logits.topk(2, 1)[1].t().eq(y.view(1, -1).expand(2, -1)).reshape(-1).float().sum(0, keepdim=True)
-        log(100.0 * correct / total, top.mul_(100.0 / y.size(0)).item())
-        return F.cross_entropy(logits, y)
-
-    trained = train(log, net, loss_of, loader(*classes()))
-    overlap = confusion.diag() / (confusion.sum(0) + confusion.sum(1) - confusion.diag()).clamp(min=1)
-    log(confusion, overlap.mean().item())
-    return trained
 
 
 @idiom
@@ -363,27 +262,6 @@ def scores_of_a_validation_set(log: Log) -> Trained:
     area = (order[positive].sum() - positive.sum() * (positive.sum() + 1) / 2) / (positive.sum() * (~positive).sum())
     log(1 - squares / ((truth - truth.mean()) ** 2).sum(), math.sqrt(squares / len(truth)), area)
     return trained
-
-
-@idiom
-def outliers_left_out(log: Log) -> Trained:
-    """Steps with a large gradient, and samples above the median of the batch, are left out."""
-    net, skipped = mlp(), 0
-    optimizer = SGD(net.parameters(), lr=0.1)
-    for x, y in loader(*data(), size=7):
-        errors = (net(x) - y).square().flatten()
-        kept = errors <= errors.median()
-        loss = errors[kept].mean()
-        optimizer.zero_grad()
-        loss.backward()
-        norm = clip_grad_norm_(net.parameters(), 0.5)
-        if norm > 1.0:
-            skipped += 1
-            continue
-        optimizer.step()
-        log(norm.item(), kept.sum().item())
-    log(skipped)
-    return [net]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from evidence.field.left import without_clock
 NEEDED = ["hydra", "zarr", "numba", "diffusers", "einops", "dill", "pandas", "wandb"]
 
 
-def test_comparing_sees_what_differs(tmp_path: Path) -> None:
+def test_comparing_sees_what_differs() -> None:
     tensor = torch.ones(2)
     assert compare.difference(tensor, tensor + 0.5) == 0.5
     assert compare.difference(tensor, torch.ones(3)) == float("inf")

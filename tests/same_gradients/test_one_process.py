@@ -1,6 +1,6 @@
 """Programs for one process (tests/one_process), which know nothing of ranks, on three ranks against one process.
 
-Every second of the idioms and every fourth of the hostile programs runs here; tests/one_process/runner.py says how to
+Every second of the idioms and every third of the hostile programs runs here; tests/one_process/runner.py says how to
 run all. Batches are of 16 and 7 of 50 samples, which three ranks do not divide. `DDPSHIM_ROWS=all` divides even tiny
 networks.
 """
@@ -34,15 +34,15 @@ REFUSED = {
 # `python -m evidence.one_gpu` runs all of them.
 OF_GPUS = ["gpus.pinned_by_workers", "gpus.compiled_in_one_piece", "gpus.dropout_of_expanded_rows"]
 ALWAYS = [
-    *("hostile.asarray_written", "hostile.views_of_parameters", "hostile.batches_that_combine_samples"),
-    *("hostile.compiled_eager", "hostile.compiled_in_place", "hostile.gradients_that_keep_their_graph", *OF_GPUS),
+    *("hostile.asarray_written", "hostile.views_of_parameters", "hostile.gradients_that_keep_their_graph"),
+    *("hostile.compiled_eager", "hostile.compiled_in_place", *OF_GPUS),
 ]
 # Of each kind: the network's own, its class, hooks, what is not the network's, and what a call gets and keeps.
 CHANGING = [
     *("attribute", "list_grows", "layer_wrapped", "methods_patched", "hook_of_all", "hook_of_gradients"),
     *("all_frozen_but_the_last", "weights_shared", "a_global", "seeds_inside", "inference", "no_grad_inside"),
     *("a_dictionary_of_its_own", "twice", "keeps_a_mean", "writes_into_its_argument"),
-    *("relu_in_place_after_batchnorm", "written_after_batchnorm"),
+    "relu_in_place_after_batchnorm",
 ]
 # In which rounding does not grow from step to step.
 STEADY = [
@@ -55,7 +55,7 @@ def _every(number: int, file: str) -> list[str]:
     return [name for name in PROGRAMS if name.startswith(file) and name not in ALWAYS][::number]
 
 
-ON_RANKS = [*_every(2, "idioms."), *_every(4, "hostile."), *ALWAYS]
+ON_RANKS = [*_every(2, "idioms."), *_every(3, "hostile."), *ALWAYS]
 CAPTURED = [*(f"changing.{name}" for name in CHANGING), "idioms.ignore_index", "idioms.gradient_penalty"]
 EXACT = [*STEADY, *_every(1, "layouts."), *OF_GPUS]
 

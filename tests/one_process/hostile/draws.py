@@ -11,16 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, distributions, nn
 
 from tests.one_process.hostile.parts import (
-    Net,
     change,
     changed,
-    fit,
     logged_change,
     program,
-    sequences,
     trains,
 )
-from tests.one_process.parts import loader, mlp
+from tests.one_process.parts import mlp
 from tests.one_process.runner import Log, Trained
 
 
@@ -63,34 +60,6 @@ def many_distributions(log: Log, x: Tensor) -> Tensor:
     drawn = drawn + distributions.RelaxedOneHotCategorical(torch.tensor(1.0), logits=x).rsample()
     log(distributions.Bernoulli(logits=x).sample(), distributions.OneHotCategorical(logits=x).sample())
     return x + 0.1 * (drawn + distributions.StudentT(4.0, x, p).sample())
-
-
-@program
-def attention_dropout(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        h, weights = net.attention(x, x, x, need_weights=True)
-        log(weights.mean((0, 1)))
-        h, _ = net.attention(h, x, x, need_weights=False)
-        q = h.unflatten(-1, (2, 4)).transpose(1, 2)
-        h = F.scaled_dot_product_attention(q, q, q, dropout_p=0.3, is_causal=True).transpose(1, 2).flatten(2)
-        return net.head(net.layer(h))
-
-    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.2, batch_first=True)
-    net = Net(forward, attention=nn.MultiheadAttention(8, 2, 0.3, batch_first=True), head=nn.Linear(8, 1), layer=layer)
-    return fit(log, net, loader(*sequences(features=8)[:2]))
-
-
-@program
-def recurrent_dropout(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        h, _ = net.lstm(x)
-        h, _ = net.gru(h.transpose(0, 1))
-        return net.head(h.transpose(0, 1))
-
-    lstm = nn.LSTM(3, 6, 2, batch_first=True, dropout=0.3, bidirectional=True)
-    return fit(
-        log, Net(forward, lstm=lstm, gru=nn.GRU(12, 6, 2, dropout=0.5), head=nn.Linear(6, 1)), loader(*sequences()[:2])
-    )
 
 
 @program

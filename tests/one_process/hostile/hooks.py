@@ -155,14 +155,6 @@ def function_that_differentiates(x: Tensor) -> Tensor:
     return Solved.apply(lambda h: (h * h).tanh() * 0.5, x) + Solved.apply(lambda h: h.softmax(0), x)
 
 
-@trains()
-def function_with_double_backward(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
-    x.requires_grad_()
-    out = net(Centred.apply(x) + SetUp.apply(x, x)[0])
-    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    return F.mse_loss(out, y) + (slope.norm(dim=1) - 1).square().mean()
-
-
 @computes(lambda: {"body": nn.Linear(6, 6), "middle": nn.Linear(6, 6), "head": nn.Linear(6, 1)})
 def hooks_on_hidden_values(net: Net, x: Tensor) -> Tensor:
     h = net.body(x).tanh()
@@ -286,20 +278,6 @@ def hooks_on_modules_backward(log: Log) -> Trained:
     net[2].register_full_backward_pre_hook(lambda module, of_output: (of_output[0] / of_output[0].abs().max(),))
     net.register_full_backward_hook(backward_hook)
     return fit(log, net)
-
-
-@program
-def hooks_on_all_modules(log: Log) -> Trained:
-    everywhere = nn.modules.module
-    handles = [
-        everywhere.register_module_forward_hook(lambda module, args, out: log(type(module).__name__, out.std())),
-        everywhere.register_module_forward_pre_hook(lambda module, args: log(args[0].shape[0])),
-        everywhere.register_module_full_backward_hook(lambda module, to_input, of_output: log(of_output[0].norm())),
-    ]
-    out = fit(log, mlp())
-    for handle in handles:
-        handle.remove()
-    return out
 
 
 @trains()

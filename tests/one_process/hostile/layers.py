@@ -12,7 +12,6 @@ from torch.optim import SGD
 
 from tests.one_process.hostile.parts import (
     Net,
-    computes,
     fit,
     images,
     program,
@@ -47,34 +46,6 @@ def batch_norms(log: Log) -> Trained:
 
 
 @program
-def convolution_over_the_batch(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        over = net.conv(x.t()[None])[0].t()  # the batch is time
-        unbatched = net.image(x.view(1, len(x), 6))[0]
-        return net.head(x + over + unbatched + net.pool(x.t()).t() + F.avg_pool1d(x.t()[None], 3, 1, 1)[0].t())
-
-    net = Net(forward, conv=nn.Conv1d(6, 6, 3, padding=1), image=nn.Conv2d(1, 1, 3, padding=1))
-    net.head, net.pool = nn.Linear(6, 1), nn.MaxPool1d(3, 1, 1)
-    return fit(log, net)
-
-
-@program
-def ctc_loss(log: Log) -> Trained:
-    net = nn.GRU(3, 5)
-
-    def loss_of(x: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
-        scores = net(x.transpose(0, 1))[0].log_softmax(-1)
-        steps = torch.full((len(x),), 5)
-        joined = torch.cat([row[: n // 2] for row, n in zip(labels, lengths)])
-        flat = F.ctc_loss(scores, joined, steps, lengths // 2, zero_infinity=True, reduction="none")
-        log(flat)
-        return nn.CTCLoss(zero_infinity=True)(scores, labels, steps, lengths // 2) + flat.mean()
-
-    x, _, lengths = sequences()
-    return train(log, net, loss_of, loader(x, torch.randint(1, 5, (50, 4)), lengths))
-
-
-@program
 def sparse_gradients(log: Log) -> Trained:
     table, head = nn.Embedding(20, 4, sparse=True), nn.Linear(4, 1)
     optimizers = [torch.optim.SparseAdam(table.parameters(), 0.05, eps=1e-3), SGD(head.parameters(), 0.1)]
@@ -87,35 +58,6 @@ def sparse_gradients(log: Log) -> Trained:
         for optimizer in optimizers:
             optimizer.step()
     return [table, head]
-
-
-@computes(
-    lambda: {"attention": nn.MultiheadAttention(8, 2, batch_first=True), "head": nn.Linear(8, 1)},
-    batches=lambda: loader(*sequences(features=8)[:2], size=10),
-)
-def attention_of_all_kinds(net: Net, x: Tensor) -> Tensor:
-    a, w = net.attention(x, x, x, key_padding_mask=x[..., 0] > 1.5, need_weights=True)
-    turned = x.transpose(0, 1)
-    b, _ = net.attention(turned[:, :, :], turned, turned)  # the batch as the length: another meaning
-    q = x.unflatten(-1, (2, 4)).transpose(1, 2)
-    c = F.scaled_dot_product_attention(q, q[:1].expand_as(q), q, attn_mask=w[:, None]).transpose(1, 2).flatten(2)
-    d = F.scaled_dot_product_attention(turned, turned, turned, is_causal=True)
-    return net.head(a + b.transpose(0, 1) + c + d.transpose(0, 1))
-
-
-@program
-def complex_numbers(log: Log) -> Trained:
-    net = nn.Linear(6, 6)
-    w = nn.Parameter(torch.randn(6, 6, dtype=torch.promote_types(torch.get_default_dtype(), torch.complex64)) / 3)
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        z = torch.complex(net(x), x.flip(1)) @ w
-        z = z * torch.exp(1j * x) + torch.polar(x.abs(), x)
-        log(z[0], z.is_conj(), torch.is_complex(z), z.sum())
-        return (z.abs().mean(1, keepdim=True) - y).abs().mean() + (z.real * z.conj().imag).mean() + z.mH.H.real.mean()
-
-    log(*steps(SGD([*net.parameters(), w], 0.1), loss_of))
-    return [net, w]
 
 
 @program

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,23 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
-from tests.one_process.hostile.parts import Net, change, changed, fit, logged_change, program, trains
+from tests.one_process.hostile.parts import Net, change, changed, fit, logged_change, program
 from tests.one_process.parts import data, loader, mlp, train
 from tests.one_process.runner import Log, Trained
-
-
-@change
-def parts_written(x: Tensor) -> Tensor:
-    x[:, 0] = x[:, 1] * 2
-    x[..., -1] += 1
-    row = x[1]
-    row += 1
-    x.select(0, -1).neg_()
-    x[0, 2] = 5
-    x.narrow(0, len(x) // 2, 1).fill_(0.2)
-    x.narrow(1, 2, 2).fill_(0.3)
-    x.detach().tensor_split(2)[0].mul_(2)
-    return x
 
 
 @change
@@ -61,24 +46,6 @@ def out_arguments(log: Log) -> Trained:
         return x + buffer[: len(x)] * mean + both[len(x) :] + values * 0.1
 
     return changed(log, change)
-
-
-@program
-def inplace_layers(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        h = net.a(x)
-        kept = h
-        net.relu(h)
-        h = net.drop(net.b(kept + h) * 1)
-        again = h.view(-1)
-        F.elu_(h)
-        other = x * 1
-        F.leaky_relu(other, 0.3, inplace=True)
-        return net.c(h + again.view(h.shape) + other)
-
-    parts = {k: nn.Linear(6, 6) for k in "ab"}
-    net = Net(forward, relu=nn.ReLU(inplace=True), drop=nn.Dropout(0.5, inplace=True), c=nn.Linear(6, 1), **parts)
-    return fit(log, net)
 
 
 @change
@@ -147,40 +114,6 @@ def reinterpreted_written(x: Tensor) -> Tensor:
     return x
 
 
-@program
-def integers_and_masks_in_place(log: Log) -> Trained:
-    table = nn.Embedding(16, 6)
-
-    def loss_of(x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
-        mask = x > 0
-        mask &= x < 1
-        mask[0] = True
-        mask ^= torch.tensor([True, False] * 3)
-        ids += 1
-        ids <<= 1
-        ids %= 15
-        ids[-1] = 3
-        x **= 2
-        x //= 0.3
-        return F.mse_loss((table(ids) * mask + 0.1 * x).sum(1, keepdim=True), y)
-
-    x, y = data()
-    return train(log, table, loss_of, loader(x, torch.randint(8, (50,)), y))
-
-
-@change
-def masks_assigned(x: Tensor) -> Tensor:
-    x.masked_fill_(x.abs() > 2, 0.5)
-    x.masked_fill_(torch.rand(len(x), 1) < 0.3, -1)
-    x.masked_scatter_(x > 1.4, torch.arange(x.numel(), dtype=x.dtype) / 50)
-    x[x > 1] = 1
-    kept = x.sum(1) > 0
-    x[kept] = x[kept].mean(0) + 0.1
-    x[~kept, 1:3] *= 2
-    x[x < -1] *= torch.rand(int((x < -1).sum()))
-    return x
-
-
 @logged_change
 def foreach_in_place(log: Log, x: Tensor) -> Tensor:
     parts = [x.detach(), x.detach()[1:], torch.ones(len(x), 6)]
@@ -207,17 +140,6 @@ def added_to_plain_tensors(log: Log) -> Trained:
         return losses.mean()
 
     return [*train(log, net, loss_of), sums, total, per_sample]
-
-
-@trains(lambda: mlp(out=3))
-def outputs_written(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
-    out = net(x) * 1
-    out[:, 0] *= 2
-    out[2:4] = 0
-    out[torch.arange(len(x)) % 3 == 0] += y[torch.arange(len(x)) % 3 == 0]
-    out[:, 1:].mul_(x[:, :2])
-    out.view(-1)[::5].sub_(1)
-    return (out - y).square().mean()
 
 
 @program

@@ -17,22 +17,6 @@ from tests.one_process.runner import Log, Trained
 
 
 @program
-def cells_in_a_python_loop(log: Log) -> Trained:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        h = x.new_zeros(x.shape[0], 6)
-        c = torch.zeros_like(h)
-        outs = []
-        for t in range(x.shape[1]):
-            h, c = net.lstm(x[:, t], (h, c))
-            h = net.gru(x[:, t], net.norm(h))
-            outs += [net.head(h)]
-        return torch.stack(outs, dim=1)
-
-    parts = {"lstm": nn.LSTMCell(3, 6), "gru": nn.GRUCell(3, 6), "norm": nn.LayerNorm(6), "head": nn.Linear(6, 1)}
-    return fit(log, Net(forward, **parts), loader(*sequences()[:2]))
-
-
-@program
 def packed_sequences(log: Log) -> Trained:
     def forward(net: Net, x: Tensor, lengths: Tensor) -> Tensor:
         packed = rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
@@ -65,16 +49,6 @@ def data_parallel_in_dimension_one(log: Log) -> Trained:
         return F.mse_loss(out, y.transpose(0, 1))
 
     return train(log, net, loss_of, loader(*sequences()[:2]))
-
-
-@computes(lambda: {"body": nn.Linear(3, 6), "head": nn.Linear(6, 1)}, batches=lambda: loader(*sequences()[:2], size=10))
-def dimensions_merged_and_separated(net: Net, x: Tensor) -> Tensor:
-    b, t = x.shape[:2]
-    h = net.body(x.view(b * t, -1)).view(b, t, -1)
-    h = h + net.body(x.flatten(0, 1)).reshape(-1, t, 6)
-    mixed = h.transpose(0, 1).reshape(b, t, 6)  # mixes samples
-    k = h.reshape(b * t // 5, 5, 6).sum(1, keepdim=True) + h.reshape(t, b, 6).mean(0)[:, None]
-    return net.head(h + 0.1 * mixed + 0.1 * k) + h.view(-1, 2).sum(1).view(b, t, 3).mean(-1, keepdim=True)
 
 
 @program

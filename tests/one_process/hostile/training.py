@@ -30,18 +30,6 @@ def gradients_of_parameters(log: Log) -> Trained:
     return [net]
 
 
-@trains()
-def gradients_of_inputs(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
-    x.requires_grad_()
-    out = net(x)
-    (slope,) = torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True)
-    h = net[0](x)
-    (of_hidden,) = torch.autograd.grad(net[2](net[1](h)).sum(), h, retain_graph=True)
-    log(slope.abs().max(), slope[0], of_hidden.mean(0))
-    adversarial = (x + 0.1 * slope.sign()).detach()
-    return F.mse_loss(net(adversarial), y) + slope.square().sum(1).mean()
-
-
 @trains(lambda: mlp(out=2))
 def jacobian_rows(net: Any, log: Log, x: Tensor, y: Tensor) -> Tensor:
     x.requires_grad_()
@@ -159,30 +147,6 @@ def several_backward_calls(log: Log) -> Trained:
 
 
 @program
-def adversaries(log: Log) -> Trained:
-    generator, critic = mlp(4, 6), mlp()
-    of_g, of_c = SGD(generator.parameters(), 0.1), SGD(critic.parameters(), 0.1)
-    bce = nn.BCEWithLogitsLoss()
-    for (real,) in loader(data()[0]):
-        one, zero = torch.ones(real.size(0), 1), torch.zeros(real.size(0), 1)
-        fake = generator(torch.randn(real.size(0), 4))
-        for p in critic.parameters():
-            p.requires_grad_(True)
-        of_c.zero_grad()
-        loss = bce(critic(real), one) + bce(critic(fake.detach()), zero)
-        loss.backward()
-        of_c.step()
-        for p in critic.parameters():
-            p.requires_grad_(False)
-        of_g.zero_grad()
-        fooled = bce(critic(fake), one)
-        fooled.backward()
-        of_g.step()
-        log(loss.item(), fooled.item(), fake.mean(), fake.std(0))
-    return [generator, critic]
-
-
-@program
 def parameters_without_gradients(log: Log) -> Trained:
     def forward(net: Net, x: Tensor) -> Tensor:
         h = net.body(x).tanh()
@@ -214,34 +178,6 @@ def unfrozen_later(log: Log) -> Trained:
             net[0].requires_grad_(True)
             optimizer.add_param_group({"params": net[0].parameters(), "lr": 0.05})
     return [net]
-
-
-@program
-def tied_weights(log: Log) -> Trained:
-    def forward(net: Net, ids: Tensor) -> Tensor:
-        h = net.embedding(ids)
-        return net.out(net.body(h) + h)
-
-    net = Net(forward, embedding=nn.Embedding(9, 6), body=nn.Linear(6, 6), out=nn.Linear(6, 9, bias=False))
-    net.out.weight = net.embedding.weight
-    net.body.weight = nn.Parameter(net.body.weight.t().clone())
-    ids = torch.randint(9, (50, 5))
-    return train(log, net, lambda x, y: F.cross_entropy(net(x).mT, y), loader(ids, ids.roll(-1, 1)))
-
-
-@program
-def latents_of_samples(log: Log) -> Trained:
-    table, decoder = nn.Embedding(50, 4), mlp(4)
-    whole = torch.zeros(50, 4, requires_grad=True)
-    optimizer = Adam([*table.parameters(), *decoder.parameters(), whole], 0.01, eps=1e-3)
-    for index, y in loader(torch.arange(50), data()[1]):
-        latent = table(index) + whole[index]
-        loss = F.mse_loss(decoder(latent), y) + 0.01 * latent.norm(dim=1).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        log(loss.item(), whole.grad.abs().sum(), whole.grad[index].sum())
-    return [table, decoder, whole]
 
 
 @program
