@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Optional
 
 from ddpshim import variables
@@ -31,14 +30,18 @@ _OURS = (__file__, run_as_main.__code__.co_filename, runpy.__file__, "<frozen ru
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run `script.py ARGS` or `-m package.module ARGS` as `python` would, in a process that a launcher started as a
-    rank."""
+    """Run `script.py ARGS` or `-m package.module ARGS` as `python` would, in a rank that a launcher started."""
     if "RANK" in os.environ and os.getpgrp() != os.getpid():
         # torch 2.1 leaves ranks in the terminal's group: Ctrl-C would reach them directly and through `run`.
         os.setsid()
     sys.modules["ddpshim.launch.rank"] = sys.modules["__main__"]  # for `import ddpshim.auto`
-    if variables.RANK_LOGS in os.environ:
-        _redirect_output(os.environ[variables.RANK_LOGS])
+    if (folder := os.environ.get(variables.RANK_LOGS)) is not None:
+        # Descriptors, for output of libraries, workers and a crashing interpreter.
+        rank = os.environ.get("RANK") or os.environ[variables.RANK]
+        file = os.open(os.path.join(folder, f"rank_{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.close(file)
     # Nothing of the program has been imported yet.
     recorder: AbstractContextManager[Any] = contextlib.nullcontext()
     if certificate := os.environ.get(variables.CERTIFY):
@@ -52,28 +55,15 @@ def main(argv: Sequence[str]) -> None:
     else:
         unsynced_check.watch()
     with recorder:
-        _run(argv)
-
-
-def _redirect_output(folder: str) -> None:
-    """Redirect file descriptors 1 and 2 to this rank's log: output of libraries, workers and a crashing interpreter."""
-    rank = os.environ.get("RANK") or os.environ[variables.RANK]
-    file = os.open(os.path.join(folder, f"rank_{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
-
-
-def _run(argv: Sequence[str]) -> None:
-    patched = program.patched(argv)
-    joined = program.distributed(argv) if patched is None else contextlib.nullcontext()  # which joins by itself
-    with contextlib.ExitStack() as until, joined as start:
-        shared_pdb.share(until)
-        if start is None:
-            after_import("hydra.core.utils", _one_output_folder)
-        else:  # a warning of DDP, which the program does not use
-            warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-        _run_program(patched or argv, start)
+        patched = program.patched(argv)
+        joined = program.distributed(argv) if patched is None else contextlib.nullcontext()  # which joins by itself
+        with contextlib.ExitStack() as until, joined as start:
+            shared_pdb.share(until)
+            if start is None:
+                after_import("hydra.core.utils", _one_output_folder)
+            else:  # a warning of DDP, which the program does not use
+                warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
+            _run_program(patched or argv, start)
 
 
 def _one_output_folder() -> None:
@@ -84,7 +74,7 @@ def _one_output_folder() -> None:
         sys.modules["hydra.core.utils"].datetime = type("datetime", (datetime,), {"now": lambda: moment})  # type: ignore[attr-defined]
 
 
-def _run_program(argv: Sequence[str], start: Optional[program.Start] = None) -> None:
+def _run_program(argv: Sequence[str], start: Optional[program.Start]) -> None:
     try:
         run_as_main(argv)
     except SystemExit as error:
@@ -96,7 +86,8 @@ def _run_program(argv: Sequence[str], start: Optional[program.Start] = None) -> 
     except (Exception, KeyboardInterrupt) as error:
         from ddpshim.failures import failure_notes
 
-        error.__traceback__ = _without_our_frames(error.__traceback__)
+        while (trace := error.__traceback__) is not None and trace.tb_frame.f_code.co_filename in _OURS:
+            error.__traceback__ = trace.tb_next
         if start is not None and isinstance(error, Exception):
             start.at_failure(error)
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
@@ -108,12 +99,6 @@ def _run_program(argv: Sequence[str], start: Optional[program.Start] = None) -> 
         else:  # set by `ddpshim.setup`: it names the first failing rank
             sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(code)
-
-
-def _without_our_frames(trace: Optional[TracebackType]) -> Optional[TracebackType]:
-    while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
-        trace = trace.tb_next
-    return trace
 
 
 if __name__ == "__main__":

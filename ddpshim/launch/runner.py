@@ -1,5 +1,4 @@
-"""Implements `python -m ddpshim run`: torchrun with checks before the start, a log for each rank, the first failure
-last.
+"""Implements `python -m ddpshim run`: torchrun with checks first, a log for each rank, and the first failure last.
 
 torchrun's agent runs in this process, and starts and watches the ranks. Exit code: 0 if every rank succeeded; the code
 of the first rank to fail, or 128 + N if signal N ended it; 2 if a check failed.
@@ -9,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import os
 import re
@@ -21,23 +21,26 @@ import time
 import tokenize
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, Optional
 
 from ddpshim import adapters, variables
 from ddpshim.errors import LaunchError, OptionsError
-from ddpshim.launch import ranks_of_run
+from ddpshim.failures.failure_notes import Note, meaning_of
 from ddpshim.observe.records import FOLDER
 from ddpshim.options import Options
-from ddpshim.process.job_store import check_address
+from ddpshim.process.job_store import check_address, stay_on_this_machine
 from ddpshim.process.launch_env import EXIT_REQUEUE, LaunchEnv, read_launch_env
 from ddpshim.process.say import copy_to_screen, say
 from ddpshim.trainers.unedited.program import module_file
 from ddpshim.variables import PREFIX
 
+_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+_NUM_LINES_SHOWN = 20
 _NUM_LINES_SEARCHED = 500  # at the end of rank 0's log, for its traceback
+_NUM_LINES_OF_WATCHDOG = 200  # nccl's watchdog prints stacks after its message
 
 
 @dataclass(frozen=True)
@@ -82,25 +85,22 @@ def run(job: Launch) -> int:
         # Sets of strings must have the same order in all ranks: a script may number its classes by it.
         if os.environ.get("PYTHONHASHSEED", "random") == "random":
             os.environ["PYTHONHASHSEED"] = "0"
-        os.environ.pop(variables.CHECK, None)
-        if job.proof is not None:
-            os.environ[variables.CHECK] = job.proof
-        screen: AbstractContextManager[None] = contextlib.nullcontext()
-        if log_dir is not None:
-            os.environ[variables.RANK_LOGS] = str(log_dir)
-            if job.proof is None:  # `check` shows its own lines, and the output only of a run that fails
-                say(f"each rank's output goes to {log_dir}/rank_N.log")
-            if not job.node_rank and job.proof is None:
-                screen = _shown_on_screen(log_dir / "rank_0.log")
-        with screen:
+        os.environ[variables.CHECK] = job.proof or ""
+        with contextlib.ExitStack() as screen:
+            if log_dir is not None:
+                os.environ[variables.RANK_LOGS] = str(log_dir)
+                if job.proof is None:  # `check` shows its own lines, and the output only of a run that fails
+                    say(f"each rank's output goes to {log_dir}/rank_N.log")
+                    if not job.node_rank:
+                        screen.enter_context(_shown_on_screen(log_dir / "rank_0.log"))
             failures, received = _run_ranks(job, run_dir)
         records = Path(run_dir, FOLDER)
         if not failures:
             if records.exists() and job.proof is None:
                 say(f"build a report of this run: python -m ddpshim report {shlex.quote(records.read_text())}")
             return 0
-        notes = ranks_of_run.read(run_dir)
-        first, code = ranks_of_run.first(failures, notes, log_dir)
+        notes = notes_in(run_dir)
+        first, code = first_to_fail(failures, notes, log_dir)
         if code == EXIT_REQUEUE:  # no failure
             again = "To resume, unless a scheduler requeues this job"
             say(f"the ranks saved their progress and stopped (exit code {code}). {again}: {_resuming_command()}")
@@ -123,14 +123,18 @@ def _run_ranks(job: Launch, run_dir: str) -> tuple[Mapping[int, Any], list[int]]
     from torch.distributed import run as torchrun  # takes seconds, so after the checks that do not need it
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from ddpshim.process.job_store import stay_on_this_machine
-
+    how = [f"--nproc-per-node={job.nproc}", f"--max-restarts={job.max_restarts}", "--monitor-interval=0.1"]
     if (job.nnodes or 1) == 1:
         stay_on_this_machine()
+        # The kernel chooses a free port. The address is given because the host's own name may not resolve.
+        how += ["--standalone", "--local-addr=127.0.0.1"]
+    else:
+        how += [f"--nnodes={job.nnodes}", f"--node-rank={job.node_rank}"]
+        how += [f"--master-addr={job.master_addr}", f"--master-port={job.master_port}"]
     logging.disable(logging.ERROR)  # the agent's own reports: they would come after the traceback
-    with ranks_of_run.passed_on_by_agent(job.grace_s) as received:
+    with _passed_on_by_agent(job.grace_s) as received:
         try:
-            options = torchrun.parse_args(torchrun_arguments(job, run_dir))
+            options = torchrun.parse_args([*how, f"--log-dir={run_dir}", "-m", "ddpshim.launch.rank"])
             # Not through torchrun's parser, which rejects the program's own `--nproc` or `--log` as ambiguous.
             options.training_script_args = job.command
             torchrun.run(options)
@@ -206,8 +210,8 @@ def problems_of_program(job: Launch) -> Iterator[str]:
 
 def _problems_of_nodes(job: Launch) -> Iterator[str]:
     nnodes, node_rank = job.nnodes or 1, job.node_rank or 0
+    given = {"--node-rank": job.node_rank, "--master-addr": job.master_addr, "--master-port": job.master_port}
     if nnodes == 1:
-        given = {"--master-addr": job.master_addr, "--master-port": job.master_port, "--node-rank": job.node_rank}
         alone = [f"{name}={value}" for name, value in given.items() if value]
         if alone:
             yield (
@@ -220,10 +224,7 @@ def _problems_of_nodes(job: Launch) -> Iterator[str]:
             f"--node-rank={node_rank} is not below --nnodes={nnodes}: the nodes would wait for one that does not "
             f"exist. Number them from 0 to {nnodes - 1}."
         )
-    missing = [
-        name for name, value in (("--node-rank", job.node_rank), ("--master-addr", job.master_addr)) if value is None
-    ]
-    if missing:
+    if missing := [name for name in ("--node-rank", "--master-addr") if given[name] is None]:
         yield (
             f"--nnodes={nnodes} without {' and '.join(missing)}: the nodes would not find each other. Give every "
             "node the address of node 0, and its own number, from 0."
@@ -287,8 +288,7 @@ def _check_gpus(job: Launch) -> None:
     if not job.nproc.isdecimal() or not 0 < num_gpus < int(job.nproc):
         return
     # `check` and `exact` ask whether ranks compute the same, not how fast.
-    is_wanted = os.environ.get("DDPSHIM_EXACT") or os.environ.get("DDPSHIM_BACKEND") or job.proof is not None
-    if not is_wanted:
+    if not (os.environ.get("DDPSHIM_EXACT") or os.environ.get("DDPSHIM_BACKEND") or job.proof is not None):
         raise LaunchError(
             f"--nproc={job.nproc}, but torch sees {num_gpus} GPU{'s' * (num_gpus > 1)}: ranks would share one, which "
             f"is slower than fewer ranks. Use --nproc={num_gpus}, or CUDA_VISIBLE_DEVICES= (empty) to train on the "
@@ -299,38 +299,21 @@ def _check_gpus(job: Launch) -> None:
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus))))
 
 
-def torchrun_arguments(job: Launch, run_dir: str) -> list[str]:
-    if (job.nnodes or 1) == 1:
-        # The kernel chooses a free port. The address is given because the host's own name may not resolve.
-        meet = ["--standalone", "--local-addr=127.0.0.1"]
-    else:
-        meet = [f"--nnodes={job.nnodes}", f"--node-rank={job.node_rank}"]
-        meet += [f"--master-addr={job.master_addr}", f"--master-port={job.master_port}"]
-    how = [f"--nproc-per-node={job.nproc}", f"--max-restarts={job.max_restarts}", "--monitor-interval=0.1"]
-    return [*meet, *how, f"--log-dir={run_dir}", "-m", "ddpshim.launch.rank"]
-
-
 @contextlib.contextmanager
 def _shown_on_screen(log: Path) -> Iterator[None]:
     """Within the block, copy what is appended to `log` to stdout."""
-    start = log.stat().st_size if log.exists() else 0
     ended = threading.Event()
 
     def follow() -> None:
-        while not log.exists():
-            if ended.wait(0.05) and not log.exists():  # a rank may have written and ended during this wait
-                return
         # A closed pipe (`| head`) ends the display, not the training.
-        with log.open("rb") as file, contextlib.suppress(BrokenPipeError):
-            file.seek(start)
-            while True:
-                is_last = ended.is_set()  # before reading, so that no later text is lost
+        with file, contextlib.suppress(BrokenPipeError):
+            is_last = False
+            while not is_last:
+                is_last = ended.wait(0.05)  # before reading, so that no later text is lost
                 for chunk in iter(lambda: file.read(1 << 16), b""):
                     copy_to_screen(chunk)
-                if is_last:
-                    return
-                ended.wait(0.05)
 
+    file = log.open("ab+")  # makes it if no rank has yet, and begins at its end
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()
     try:
@@ -359,10 +342,7 @@ def _error_in(traceback: str) -> str:
 
 
 def _report(rank: int, code: int, log_dir: Optional[Path], traceback: str, is_shown: bool) -> None:
-    """Print which rank failed first, and last its traceback, or else the end of its log; no traceback twice.
-
-    `is_shown`: whether rank 0's output is on the screen.
-    """
+    """Print which rank failed first, and last its traceback or the end of its log; `is_shown`: rank 0's output is."""
     said = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     said += " (out of memory? see dmesg)" * (code in (-signal.SIGKILL, 128 + signal.SIGKILL))
     error = _error_in(traceback)
@@ -371,7 +351,7 @@ def _report(rank: int, code: int, log_dir: Optional[Path], traceback: str, is_sh
         return
     log = log_dir / f"rank_{rank}.log"
     # Rank 0 may have noted a traceback that it did not print: another rank was first, or the launcher ended it.
-    end = ranks_of_run.end_of(log_dir / "rank_0.log", _NUM_LINES_SEARCHED)
+    end = end_of(log_dir / "rank_0.log", _NUM_LINES_SEARCHED)
     has_quit = traceback.startswith("bdb.BdbQuit")  # the debugger, and rank 0 has printed it in other words
     if traceback and is_shown and (traceback.rstrip() in end or (rank == 0 and has_quit)):
         # The same error as rank 0's; or its own, the last thing on the screen unless a data worker has spoken since.
@@ -381,6 +361,124 @@ def _report(rank: int, code: int, log_dir: Optional[Path], traceback: str, is_sh
         say(f"rank {rank} failed first: {error} (it {said}; its log is {log}):")
         print(traceback.rstrip(), file=sys.stderr, flush=True)
     else:
-        if (rank > 0 or not is_shown) and (end := ranks_of_run.end_of(log)):
+        if (rank > 0 or not is_shown) and (end := end_of(log)):
             say(f"{log} ends:\n{end}")
         say(f"rank {rank} failed first: it {said} (its log is {log})")
+
+
+@contextlib.contextmanager
+def _passed_on_by_agent(grace_s: float) -> Iterator[list[int]]:
+    """Within the block, signals go to the ranks, and torch's agent keeps watching them until they end.
+
+    Yields the signals received so far, a list that grows. Each is passed on once, and not to data workers, which would
+    die. Ranks that take more than `grace_s` seconds to stop are killed.
+
+    Without this, the agent ends in a traceback at SIGTERM, kills ranks after half a minute, and drops their exit codes;
+    at SIGUSR1 it dies and leaves them running.
+    """
+    from torch.distributed.elastic.multiprocessing import PContext
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    agents_start = PContext.start
+    running: list[PContext] = []  # the ranks of each start; the last are the current ones
+    received: list[int] = []
+    too_early: list[int] = []  # received before the ranks started
+    before = {signum: signal.getsignal(signum) for signum in (getattr(signal, name) for name in _SIGNALS)}
+
+    def send(signum: int) -> None:
+        for pid in running[-1].pids().values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
+    def give_up(name: str) -> None:
+        say(f"ranks still ran {grace_s:g} s after {name}, and were killed")
+        send(signal.SIGKILL)
+
+    def pass_on(signum: int, frame: Optional[FrameType]) -> None:
+        name = signal.Signals(signum).name
+        if signum in received:
+            if signum == signal.SIGINT:
+                send(signal.SIGKILL)
+            return
+        received.append(signum)
+        asks_to_end = signum not in (signal.SIGUSR1, signal.SIGUSR2)  # ranks decide what these mean
+        say(f"{name}, passed on to the ranks{f', which have {grace_s:g} s to stop' if asks_to_end else ''}")
+        if running[-1].pids():
+            send(signum)
+        else:  # the ranks are still being started
+            too_early.append(signum)
+        if asks_to_end:
+            timer = threading.Timer(grace_s, give_up, [name])
+            timer.daemon = True
+            timer.start()
+
+    def start(context: PContext) -> None:
+        if running:  # the agent is about to restart the ranks
+            ended = running[-1].wait(0)
+            failures = ended.failures if ended is not None else {}
+            if received or any(failure.exitcode == EXIT_REQUEUE for failure in failures.values()):
+                by_rank = {int(running[-1].envs[local]["RANK"]): failure for local, failure in failures.items()}
+                raise ChildFailedError(context.name, by_rank)
+            for note in Path(os.environ[variables.RUN_DIR]).glob("failed.*"):
+                note.unlink()  # some rank may never write another one
+        launch = context._start
+
+        def listen_and_launch() -> None:
+            running.append(context)
+            for signum, handler in before.items():  # replaces the handlers that the agent has just set
+                # Under nohup, SIGHUP stays ignored: another handler would end the job at the logout.
+                signal.signal(signum, signal.SIG_IGN if handler == signal.SIG_IGN else pass_on)
+            launch()  # a signal during this would make the agent abandon the ranks that it has started
+            for signum in too_early:
+                send(signum)
+
+        context._start = listen_and_launch  # type: ignore[method-assign]
+        agents_start(context)
+
+    # Until the ranks start: torch waits for other nodes in C++, where Python's own handler of Ctrl-C cannot run.
+    if before[signal.SIGINT] == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    PContext.start = start  # type: ignore[method-assign,assignment]
+    try:
+        yield received
+    finally:
+        PContext.start = agents_start  # type: ignore[method-assign]
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def notes_in(run_dir: str) -> dict[int, Note]:
+    """Return the notes of the ranks that failed, by rank. Local."""
+    return {int(file.suffix[1:]): Note(*json.loads(file.read_text())) for file in Path(run_dir).glob("failed.*")}
+
+
+def first_to_fail(
+    seen: Mapping[int, Any], notes: Mapping[int, Note], log_dir: Optional[Path] = None
+) -> tuple[int, int]:
+    """Return the rank that failed first, and its exit code; `seen`: torch's `ProcessFailure` by rank. Local."""
+
+    def order(rank: int) -> tuple[int, int, bool, float]:
+        # First ranks with an error of their own, then those that only lost a peer (perhaps before the agent saw the
+        # peer end), last those that the agent ended because of another one. Among them the earliest; the agent's times
+        # are whole seconds, and within one second a rank with a note counts as first.
+        own = notes.get(rank)
+        if own is not None:
+            return int(own.lost_a_peer), int(own.moment), False, own.moment
+        code = seen[rank].exitcode
+        # nccl's watchdog ends a process that waits for another one by SIGABRT: it only lost a peer.
+        end = "" if log_dir is None else end_of(log_dir / f"rank_{rank}.log", _NUM_LINES_OF_WATCHDOG)
+        waited = code == -signal.SIGABRT and (log_dir is None or meaning_of(end) is not None)
+        return 2 if code == -signal.SIGTERM else int(waited), int(seen[rank].timestamp), True, 0.0
+
+    first = min({*seen, *notes}, key=order)
+    return first, notes[first].exit_code if first in notes else seen[first].exitcode
+
+
+def end_of(log: Path, num_lines: int = _NUM_LINES_SHOWN) -> str:
+    """Return the last lines of `log`, of a progress bar the last state; "" if it does not exist. Local."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - (1 << 16)))
+        lines = file.read().decode(errors="replace").rstrip().split("\n")[-num_lines:]
+        return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)

@@ -27,7 +27,7 @@ from ddpshim.errors import LaunchError, RankError
 from ddpshim.failures import unsynced_check
 from ddpshim.failures.failure_notes import Note, lost_a_peer, put
 from ddpshim.job import group
-from ddpshim.launch import ranks_of_run
+from ddpshim.launch.runner import end_of, first_to_fail, notes_in
 from ddpshim.process.job import begin_next
 from ddpshim.process.job_store import stay_on_this_machine
 from ddpshim.process.launch_env import read_launch_env
@@ -144,10 +144,10 @@ def collect(
                 process.kill()
                 process.join()
     if failed:
-        told = {rank: note for rank, note in ranks_of_run.read(folder).items() if note.traceback}
+        told = {rank: note for rank, note in notes_in(folder).items() if note.traceback}
         notes = {rank: told.get(rank) or _unreported(processes[rank]) for rank in failed}
-        rank, _ = ranks_of_run.first({}, notes)
-        printed = ranks_of_run.end_of(Path(folder, f"rank_{rank}.log"))
+        rank, _ = first_to_fail({}, notes)
+        printed = end_of(Path(folder, f"rank_{rank}.log"))
         last_words = f"\nThe last lines that it printed:\n{printed}" if printed else ""
         raise RankError(f"rank {rank} of {num_ranks} failed first:\n{notes[rank].traceback}{last_words}")
     if pending:
@@ -215,8 +215,11 @@ def _become_rank(rank: int, nproc: int, private: str, deadline_s: Optional[float
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    if rank > 0:
-        _print_into(Path(private, f"rank_{rank}.log"))
+    if rank > 0:  # sys.stdout too: a notebook's streams are not file descriptors
+        stream = open(os.path.join(private, f"rank_{rank}.log"), "a", buffering=1)  # noqa: SIM115 - as below
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+        sys.stdout = sys.stderr = sys.__stdout__ = sys.__stderr__ = stream  # type: ignore[misc]
     if deadline_s is not None:
         stack = open(os.path.join(private, f"stack.{rank}"), "w")  # noqa: SIM115 - for as long as the process lives
         faulthandler.dump_traceback_later(deadline_s, file=stack)
@@ -255,14 +258,6 @@ def _end_with_parent() -> None:
     assert parent is not None
     wait([parent.sentinel])
     os._exit(1)  # the parent was killed, so nobody waits for this rank
-
-
-def _print_into(log: Path) -> None:
-    """Redirect this process's output to `log`, sys.stdout too: a notebook's streams are not file descriptors."""
-    stream = log.open("a", buffering=1)
-    os.dup2(stream.fileno(), 1)
-    os.dup2(stream.fileno(), 2)
-    sys.stdout = sys.stderr = sys.__stdout__ = sys.__stderr__ = stream  # type: ignore[misc]
 
 
 def _leave_one_thread(num_threads: int) -> None:

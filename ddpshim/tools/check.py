@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Optional
 
 from ddpshim.errors import LaunchError
-from ddpshim.launch import ranks_of_run, runner
-from ddpshim.launch.runner import Launch, make_log_dir, run
+from ddpshim.launch import runner
+from ddpshim.launch.runner import Launch, end_of, make_log_dir, run
 from ddpshim.process.launch_env import PLACE
 from ddpshim.process.say import count, say
 from ddpshim.tools import new_files, watching
@@ -29,8 +29,7 @@ _NEVER_COMPARED = "numbers that the program prints, logs or saves beside its net
 def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None) -> Proof:
     """Run `job` on ranks and `alone` in one process (default: the same program), and return the comparison.
 
-    The output of each run goes to a log, and the files that the runs make are removed. Raises LaunchError if one of
-    them cannot run or makes no step.
+    Raises LaunchError if one of them cannot run or makes no step.
     """
     runner.check(job, os.environ)
     alone = alone or job
@@ -41,27 +40,21 @@ def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None) 
         say(f"2 runs of {settings.steps} steps; their output goes to {logs}, and files that they make are removed")
         try:
             _run_alone(alone, folder, logs, settings)
-            ranks = replace(job, proof=name, nproc=str(settings.num_ranks), log_dir=str(logs))
-            return _judged(ranks, folder, settings)
+            say(f"run 2: the same program on {settings.num_ranks} ranks")
+            code = run(replace(job, proof=name, nproc=str(settings.num_ranks), log_dir=str(logs)))
         finally:
             for sentence in new_files.remove(folder):
                 say(sentence)
-
-
-def _judged(job: Launch, folder: Path, settings: ProofSettings) -> Proof:
-    """Run `job` on ranks, and compare it with the runs in one process."""
-    say(f"run 2: the same program on {settings.num_ranks} ranks")
-    code = run(job)
-    num_steps = [_num_steps(folder, f"rank_{rank}") for rank in range(settings.num_ranks)]
-    proof = judge(folder, settings.num_ranks)
+        num_steps = [_num_steps(folder, f"rank_{rank}") for rank in range(settings.num_ranks)]
+        proof = judge(folder, settings.num_ranks)
     if (code or not all(num_steps)) and (proof.parting is None or proof.parting.what == "steps"):
-        said = "" if code else f" Rank 0 ended with:\n{ranks_of_run.end_of(Path(job.log_dir or '', 'rank_0.log'))}"
+        said = "" if code else f" Rank 0 ended with:\n{end_of(logs / 'rank_0.log')}"
         raise LaunchError(
             f"the ranks made {num_steps} steps and ended with exit code {code}: there is nothing to compare. "
-            f"Make the trainer run on several ranks first; their output is in {job.log_dir}.{said}"
+            f"Make the trainer run on several ranks first; their output is in {logs}.{said}"
         )
     if code:
-        failed = f"the ranks ended with exit code {code} after {num_steps} steps; their output is in {job.log_dir}"
+        failed = f"the ranks ended with exit code {code} after {num_steps} steps; their output is in {logs}"
         proof = replace(proof, notes=[*proof.notes, failed])
     return proof
 
@@ -74,7 +67,7 @@ def _run_alone(job: Launch, folder: Path, logs: Path, settings: ProofSettings) -
         new_files.remove(folder)  # the ranks must not find the checkpoints of this one
         if _num_steps(folder, ONE):
             return
-        said = ranks_of_run.end_of(logs / f"{ONE}.log")
+        said = end_of(logs / f"{ONE}.log")
         say(f"made no step: {said.rpartition(chr(10))[2]}")
         (folder / f"{ONE}.jsonl").unlink(missing_ok=True)
     raise LaunchError(
@@ -99,7 +92,7 @@ def _run_one(job: Launch, folder: Path, logs: Path, environ: Mapping[str, str], 
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**kept, "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", "1"), **environ},
+            env={"OMP_NUM_THREADS": "1", **kept, **environ},
             timeout=timeout_s,
             check=False,
         )
