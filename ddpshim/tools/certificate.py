@@ -75,17 +75,15 @@ class Repetition:
     is_exact: bool = True  # False: compared up to rounding
 
 
-def set_up(folder: Path, file: Path, every: int, seed: int, **repetition: Any) -> None:
-    """Write what `recording` reads, and set the variables for the ranks.
+def _set_up(folder: Path, **chosen: Any) -> None:
+    """Write what a `Certifier` reads, and set the variables for the ranks.
 
-    `repetition`: first, the step of its checkpoint; marks, their steps; last, of its marks; ends, whether the program
-    goes on from there to its end.
+    `chosen`: file, every, seed, and of a repetition: first, the step of its checkpoint; marks, their steps; last, of
+    its marks; ends, whether the program goes on from there to its end.
     """
     path = folder / "certificate.json"
-    chosen = {"file": str(file), "every": every, "seed": seed}
-    chosen |= {"first": 0, "marks": [], "last": None, "ends": True, **repetition}
-    path.write_text(json.dumps(chosen))
-    os.environ.update({variables.CERTIFY: str(path), variables.SEED: str(seed)})
+    path.write_text(json.dumps({"first": 0, "marks": [], "last": None, "ends": True, **chosen}))
+    os.environ.update({variables.CERTIFY: str(path), variables.SEED: str(chosen["seed"])})
 
 
 def certify(path: Path, every: int, job: Launch) -> int:
@@ -118,7 +116,7 @@ def certify(path: Path, every: int, job: Launch) -> int:
         os.environ[_EXACT] = str(int(job.nproc) * (job.nnodes or 1))
     os.environ.setdefault(_SAVE_EVERY, str(_MARKS_OF_A_STRETCH * every))
     with tempfile.TemporaryDirectory(prefix="ddpshim-certify-") as name:
-        set_up(Path(name), path, every, seed)
+        _set_up(Path(name), file=str(path), every=every, seed=seed)
         return run(job)
 
 
@@ -141,7 +139,7 @@ def verify(path: Path, job: Optional[Launch], steps: Optional[tuple[int, int]], 
     first, last = _stretch(found["marks"], steps)
     # Not from `first` itself: whether its checkpoint holds what its mark says shows only in a run that passes it.
     start = max((step for step in saved if step < first), default=0)
-    program = found["program"] if job is None else [*(["-m"] * job.is_module), job.program, *job.arguments]
+    program = found["program"] if job is None else job.command
     odd, of_machine = [*_other_facts(found, program)], [*_other_machine(found["facts"]["environment"])]
     for text in (*odd, *of_machine):
         say(text)
@@ -236,7 +234,8 @@ def _again(
         os.environ[variables.RESUME_FROM] = THE_BEGINNING if saved is None else str(saved.resolve())
         # The last mark of a program that ended may have been made where it saved or ended, not after its step.
         at = marks[:-1] if ends and last % found["every"] else marks
-        set_up(folder, file, found["every"], found["seed"], first=start, marks=at, last=last, ends=ends)
+        given = {name: found[name] for name in ("every", "seed")}
+        _set_up(folder, file=str(file), **given, first=start, marks=at, last=last, ends=ends)
         try:
             code = run(job)
         finally:
@@ -298,16 +297,14 @@ def read(path: Path, first: int = 0) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(read_bytes(path))
         if document["certificate"] != SCHEMA:
             raise ValueError(f"its field 'certificate' is not {SCHEMA}")
-        missing = [name for name in _FIELDS if name not in document]
-        if missing:
+        if missing := [name for name in _FIELDS if name not in document]:
             raise ValueError(f"it has no field {missing[0]!r}")
         if document["first"] != first:
             raise ValueError(f"it begins after step {document['first']}")
         for mark in document["marks"]:
             if mark["step"] - len(mark["losses"]) != first:
-                raise ValueError(
-                    f"the mark of step {mark['step']} does not follow that of step {first}: steps are missing"
-                )
+                at = f"the mark of step {mark['step']}"
+                raise ValueError(f"{at} does not follow that of step {first}: steps are missing")
             first = mark["step"]
         for saved in document["checkpoints"]:
             if os.path.basename(saved["file"]) != saved["file"]:

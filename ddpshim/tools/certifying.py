@@ -44,7 +44,6 @@ class Certifier(StepRecorder):
         self._program, self._seed = program, int(chosen["seed"])
         self._num_steps: Optional[int] = None  # None: no step was made yet
         self._first: int = chosen["first"]
-        self._rank = 0
         self._losses: list[list[Any]] = [[]]  # of the backward passes of each step since the last mark, and the next
         self._stepped: dict[int, Any] = {}  # optimizers, since the last mark, in the order of their first steps
         self._document: dict[str, Any] = {}
@@ -78,17 +77,18 @@ class Certifier(StepRecorder):
 
     def _begin(self) -> None:
         """Learn the number of the first step; all ranks count alike (collective)."""
-        here = current().world
+        job, here = current(), current().world
         if here is None or here.options.exact is None:
             raise CertificateError(
                 "this program is not distributed by ddpshim, or without the option exact, so its bits would depend on "
                 "the number of ranks, and nobody could check them on another. Set DDPSHIM_EXACT, and do not set "
                 "DDPSHIM_UNEDITED=off."
             )
-        saves = current().part(ProgressFiles)
+        saves = job.part(ProgressFiles)
         saves.also.append(self._keep)
-        saves.before.append(self._mark_save)  # a later start begins at a mark
-        self._rank = here.rank
+        # A later start begins at a mark; a repetition has its last one there.
+        saves.before.append(lambda: self._mark_between(not self._is_repeating or self._num_steps == self._last))
+        job.before_end.callback(lambda: self._mark_between(not job.is_failing() and not is_failure(sys.exc_info()[1])))
         if not self._is_repeating and self._rank == 0:
             if saves.restored is not None:
                 self._continue(saves.restored)
@@ -98,11 +98,9 @@ class Certifier(StepRecorder):
                     "none: its certificate would name them as its own. Move the folder and the certificate away."
                 )
         self._num_steps = self._marked = here.gather(self._first)[0]
-        current().before_end.callback(self._mark_end)
 
     def _continue(self, restored: Path) -> None:
         """Continue the certificate of the start that saved the file `restored`. Local."""
-        found = certificate.read(self._path) if self._path.exists() else {"checkpoints": []}
         # By their names: a start that was killed has not listed its last one.
         kept = certificate.folder_of(self._path).glob(f"step_*_{restored.name}") if self._path.exists() else ()
         step = max((int(path.name.split("_")[1]) for path in kept), default=None)
@@ -111,6 +109,7 @@ class Certifier(StepRecorder):
                 f"this start resumes from {restored}, which {self._path} does not know: the certificate would not say "
                 "how the run came there. Certify a run from its beginning, with an empty folder of its own."
             )
+        found = certificate.read(self._path)
         for name in ("marks", "checkpoints"):
             found[name] = [item for item in found[name] if item["step"] <= step]
         self._document, self._first, self._marked = found, step, step
@@ -144,19 +143,9 @@ class Certifier(StepRecorder):
         mark = {"step": self._num_steps, "losses": losses}
         self._written = [self._writer.submit(self._add, mark, weights)]
 
-    def _mark_save(self) -> None:
-        """Record the state where a file is saved; in a repetition after the last step alone. Local."""
-        if not self._is_repeating or self._num_steps == self._last:
-            self._mark_between()
-
-    def _mark_end(self) -> None:
-        """Record the state at the end of the program too. Local."""
-        if not current().is_failing() and not is_failure(sys.exc_info()[1]):
-            self._mark_between()
-
-    def _mark_between(self) -> None:
-        """Record the state between two steps, unless it is recorded. Local."""
-        if self._num_steps and self._num_steps != self._marked:
+    def _mark_between(self, is_due: bool) -> None:
+        """Record the state between two steps, where a file is saved or the program ends, unless it is there. Local."""
+        if is_due and self._num_steps and self._num_steps != self._marked:
             following = self._losses.pop()
             self._mark()
             self._losses.append(following)
@@ -169,7 +158,19 @@ class Certifier(StepRecorder):
 
     def _add(self, mark: dict[str, Any], weights: list[Any]) -> None:
         """Hash a mark's weights, and write the certificate. In a thread of its own."""
-        self._document = self._document or self._head()
+        if not self._document:
+            self._document = {
+                "certificate": certificate.SCHEMA,
+                "program": self._program,
+                "exact": world().options.exact,
+                "ranks": world().world_size,
+                "every": self._every,
+                "first": self._first,
+                "seed": self._seed,
+                "facts": self._facts(),
+                "marks": [],
+                "checkpoints": [],
+            }
         made = hashlib.sha256()
         for tensor in weights:
             made.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -179,20 +180,6 @@ class Certifier(StepRecorder):
         self._num_new += 1
         if self._num_new * _OLD_PER_NEW > len(self._document["marks"]):
             self._write(is_complete=False)
-
-    def _head(self) -> dict[str, Any]:
-        return {
-            "certificate": certificate.SCHEMA,
-            "program": self._program,
-            "exact": world().options.exact,
-            "ranks": world().world_size,
-            "every": self._every,
-            "first": self._first,
-            "seed": self._seed,
-            "facts": self._facts(),
-            "marks": [],
-            "checkpoints": [],
-        }
 
     def _facts(self) -> dict[str, Any]:
         read = {"code": self._reads.code(), "data": self._reads.data()}
@@ -217,7 +204,7 @@ class Certifier(StepRecorder):
         """Write the end of the certificate; `is_complete`: the program ended by itself without an error. Local."""
         self._undo.close()
         if not self._written:
-            if self._rank == 0 and int(os.environ.get("RANK", 0)) == 0:
+            if self._rank == 0:
                 say(f"no certificate: the program made {self._num_steps or 'no'} steps, and none of them was recorded")
             return
         try:
@@ -235,7 +222,7 @@ class Certifier(StepRecorder):
     def _stop(self) -> None:
         """End this process once its peers have made their last step, so that the program does not continue."""
         self._end(is_complete=False)
-        self._mark_over(self._rank)
+        (self._folder / f"over_{self._rank}").touch()
         self._end_with_peers(world().world_size, _DEADLINE_S)
 
 

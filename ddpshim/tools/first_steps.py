@@ -41,10 +41,9 @@ def _example(arguments: argparse.Namespace) -> int:
 
 
 def write(folder: Path) -> str:
-    """Write the config and its data into a folder; return text with the commands that train on them. Local.
+    """Write the config, which works from any folder, and its data; return text with the commands that train on them.
 
-    Does not import torch. The config has absolute paths, so it can be run from any folder. Raises TargetError, and
-    writes nothing, if a config with other contents exists.
+    Raises TargetError, and writes nothing, if a config with other contents exists.
     """
     home = next(path for name in _HOMES if (path := Path(__file__).parent / name).is_dir())
     folder = folder.expanduser().resolve()

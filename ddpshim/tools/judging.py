@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Optional
 
-from ddpshim.tools.records import Parting, RunRecords, equal_noise, wrong_in_all
-from ddpshim.tools.sketches import SINGLE, difference, distance, eps_of, ratio
-from ddpshim.tools.watching import ONE
+import torch
+
+from ddpshim.process.say import count
+from ddpshim.tools.watching import NUM_SIGNS, ONE, read
 
 # Below these a difference counts as rounding: relative to the loss, to the gradient, to the distance a weight moved.
 _LOSS, _GRADIENT, _WEIGHT = 1e-5, 1e-4, 1e-2
@@ -23,6 +24,7 @@ _GROWS = 100.0
 # full steps. Weights differ only if those that do have this part of all that moved.
 _PART = 0.3
 _SEED = "seed"
+_SINGLE = float(torch.finfo(torch.float32).eps)
 # In bfloat16 or float16 a loss may be rounded once, and a gradient once for each layer: so many times eps.
 _TIMES_EPS = {_LOSS: 2, _GRADIENT: 10, _WEIGHT: 10}
 _MAKE_LOADER = (
@@ -46,6 +48,60 @@ _OWN_ORDER = (
 )
 _OWN_NOISE = "random numbers (each rank draws its own, as under any DistributedDataParallel)"
 _Found = Optional[tuple[str, str, str, str, str]]  # of a Parting all but the step
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first difference between the ranks and the one process."""
+
+    step: int  # from 1
+    # seed, samples, noise, weights at the start, loss, gradients, learning rate, weights, optimizer, networks, steps
+    what: str
+    where: str  # which tensors, backward pass or optimizer
+    place: str  # file:line of the user's program
+    found: str
+    meaning: str  # the usual cause
+
+
+class RunRecords:
+    """The records of one process, by step and kind."""
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self.records = read(folder, run)
+        self.num_steps = len(self.all("step"))
+        self.is_cut = bool(self.all("cut"))  # ended by the proof, not by the program
+        self.error = next((r["error"] for r in self.all("failed")), "")
+
+    def all(self, kind: str) -> list[dict[str, Any]]:
+        return [r for r in self.records if r["kind"] == kind]
+
+    def same(self, kind: str, step: int, optimizer: int) -> Optional[dict[str, Any]]:
+        return next((r for r in self.of(kind, step) if r["optimizer"] == optimizer), None)
+
+    def first_step(self, optimizer: int) -> dict[str, Any]:
+        """Return the record of an optimizer's first step, which has its parameters' names and first weights too."""
+        return next(r for r in self.all("gradients") if r["optimizer"] == optimizer)
+
+    def of(self, kind: str, step: int) -> list[dict[str, Any]]:
+        return [r for r in self.records if r["kind"] == kind and r["t"] == step]
+
+    def draws(self) -> list[dict[str, Any]]:
+        """Return the backward passes of batches for which this process drew random numbers, which are its own."""
+        return [loss for batch, loss in self.trained() if batch["streams"] not in (None, loss["streams"])]
+
+    def trained_on(self, step: int) -> list[dict[str, Any]]:
+        """Return the batches of a step that were followed by a backward pass."""
+        return [batch for batch, loss in self.trained() if loss["t"] == step]
+
+    def trained(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Yield each batch that a backward pass followed, with the first one's loss."""
+        last: Optional[dict[str, Any]] = None
+        for record in self.records:
+            if record["kind"] == "batch":
+                last = record
+            elif record["kind"] == "loss" and last is not None:
+                yield last, record
+                last = None
 
 
 @dataclass(frozen=True)
@@ -76,14 +132,54 @@ class Proof:
 def judge(folder: Path, num_ranks: int) -> Proof:
     """Return the proof, computed from the records in `folder`."""
     one, ranks = RunRecords(folder, ONE), [RunRecords(folder, f"rank_{rank}") for rank in range(num_ranks)]
-    num_steps, wrong = min(run.num_steps for run in (one, *ranks)), [*wrong_in_all(one, ranks[0])]
+    num_steps, wrong = min(run.num_steps for run in (one, *ranks)), [*_wrong_in_all(one, ranks[0])]
     compared = _Comparison(one, ranks)
-    parting = _unseeded(one, compared.first()) or equal_noise(ranks)
-    notes = [*_notes(compared)]
-    if parting is not None or compared.by_design or not num_steps:
-        own = compared.by_design if parting is None else []
-        return Proof(False, num_steps, num_ranks, by_design=own, parting=parting, notes=notes, wrong=wrong)
-    return Proof(True, num_steps, num_ranks, _difference_of_weights(one, ranks[0]), notes=notes, wrong=wrong)
+    parting = _unseeded(one, compared.first()) or _equal_noise(ranks)
+    by_design, notes = compared.by_design if parting is None else [], [*_notes(compared)]
+    is_same = parting is None and not by_design and num_steps > 0
+    difference = _difference_of_weights(one, ranks[0]) if is_same else None
+    return Proof(is_same, num_steps, num_ranks, difference, by_design, parting, notes, wrong)
+
+
+def _wrong_in_all(one: RunRecords, main_rank: RunRecords) -> Iterator[Parting]:
+    """Yield what is wrong however many ranks there are, so that no comparison shows it."""
+    passes: dict[int, list[dict[str, Any]]] = {}
+    for batch, _ in main_rank.trained():
+        passes.setdefault(batch["pass_number"], []).append(batch)
+    orders: dict[Any, list[Sequence[str]]] = {}
+    for passed in passes.values():
+        about = passed[0]
+        key = about["place"], about["num_samples"], about["shuffles"]
+        if about["sampler"] == "DistributedSampler":
+            orders.setdefault(key, []).append([name for batch in passed for name in batch["samples"] or ()])
+    for (place, _, shuffles), (first, *others) in orders.items():
+        if shuffles is False:
+            found, meaning = "training data come in one order in every pass", "DistributedSampler(shuffle=False)"
+            yield Parting(1, "order", "", place, found, meaning)
+        elif any(min(len(first), len(o)) > 3 and all(a == b for a, b in zip(first, o)) for o in others):
+            found = "a pass over the training data has the order of the first one"
+            yield Parting(1, "order", "", place, found, "sampler.set_epoch(epoch) is not called")
+    for number in sorted({r["optimizer"] for r in one.all("gradients")}):
+        steps = [r for r in one.all("gradients") if r["optimizer"] == number]
+        names = steps[0]["names"]
+        if names and not any(gradient is not None for r in steps for gradient in r["gradients"]):
+            found = f"none of its {count(len(names), 'parameter')} got a gradient in any step: it trains nothing"
+            meaning = "it holds the parameters of another network: made before a copy, a wrap or a new layer"
+            yield Parting(1, "optimizer", f"optimizer {number + 1}", steps[0]["place"], found, meaning)
+
+
+def _equal_noise(ranks: Sequence[RunRecords]) -> Optional[Parting]:
+    """Return a Parting if all ranks draw from generators in one state, so that their samples share random numbers."""
+    firsts, draws = [run.all("batch")[:1] for run in ranks], [record for run in ranks for record in run.draws()]
+    streams = {first[0]["streams"] if first else None for first in firsts}
+    if len(ranks) < 2 or not draws or None in streams or len(streams) > 1:
+        return None
+    found = "before the first batch all ranks' generators are in the same state, and noise is drawn for samples"
+    meaning = (
+        "ranks draw the same noise, each for its own samples: seed them with a hash of seed and rank "
+        "(ddpshim.split_random_streams() does) after networks are built"
+    )
+    return Parting(1, "noise", "", draws[0]["place"], found, meaning)
 
 
 def _unseeded(one: RunRecords, found: Optional[Parting]) -> Optional[Parting]:
@@ -100,21 +196,16 @@ def _unseeded(one: RunRecords, found: Optional[Parting]) -> Optional[Parting]:
 
 
 class _Comparison:
-    """Compares ranks with the one process.
-
-    Attributes:
-        by_design: what is another one than in one process, without a mistake.
-    """
+    """Compares ranks with the one process; `by_design`: what is another one there, without a mistake."""
 
     def __init__(self, one: RunRecords, ranks: Sequence[RunRecords]) -> None:
         self.one, self.ranks = one, ranks
         self._largest: dict[Any, float] = {}
         self._of_rounding: set[str] = set()  # names of weights that rounding alone moves
-        self.dtype = max((r["dtype"] for r in one.all("loss")), key=eps_of, default="float32")
-        self.eps = eps_of(self.dtype) if eps_of(self.dtype) > SINGLE else 0.0
-        own_order = _OWN_ORDER if self._has_own_order() else None
-        own_noise = _OWN_NOISE if any(run.draws() for run in ranks) else None
-        self.by_design = [own for own in (own_order, own_noise) if own is not None]
+        self.dtype = max((r["dtype"] for r in one.all("loss")), key=_eps_of, default="float32")
+        self.eps = _eps_of(self.dtype) if _eps_of(self.dtype) > _SINGLE else 0.0
+        self.by_design = [_OWN_ORDER] if self._has_own_order() else []
+        self.by_design += [_OWN_NOISE] if any(run.draws() for run in ranks) else []
 
     def first(self) -> Optional[Parting]:
         """Return the first difference; None if there is none."""
@@ -135,15 +226,12 @@ class _Comparison:
         return is_allowed
 
     def _drawn(self, step: int) -> Optional[tuple[Any, Any, Any, list[Counter[str]]]]:
-        """Return the batches of a step in one process and on the ranks, and their samples; None if not all are known.
-
-        Of a batch that every rank has whole, the main rank's counts.
-        """
+        """Return the batches of a step in one process and on the ranks, and their samples; None if some are not."""
         alone, spread = self.one.trained_on(step), [run.trained_on(step) for run in self.ranks]
         if not alone or not all(spread):
             return None
         mine = Counter(name for batch in alone for name in batch["samples"] or ())
-        of_ranks = [
+        of_ranks = [  # of a batch that every rank has whole, the main rank's counts
             Counter(name for batch in own if not (rank and batch["whole"]) for name in batch["samples"] or ())
             for rank, own in enumerate(spread)
         ]
@@ -174,7 +262,7 @@ class _Comparison:
             meaning = f"each rank takes a batch as large as the one process's{_MAKE_LOADER}"
         elif size != of_all:
             meaning = "the batch of a step has another size"
-        elif of_one.startswith("Weighted") and not of_main.startswith(("Weighted", "Sharded")):
+        elif of_one.startswith("Weighted") and not of_main.startswith("Weighted"):
             meaning = f"the weights of {of_one} are lost: ranks draw by {of_main}"
         elif alone[0]["pass_number"] > self.one.trained_on(0)[0]["pass_number"]:
             meaning = "passes over the data differ from the second on: set_epoch is not called, or with a wrong number"
@@ -185,10 +273,7 @@ class _Comparison:
         return "samples", "", spread[0][0]["place"], found, meaning
 
     def _lengths(self, step: int) -> _Found:
-        """Look for batches of this step that are equally large, in a pass over the data with another number of them.
-
-        Rates that depend on the length of the loader differ from then on, so this cause is looked for before them.
-        """
+        """Look for equal batches in passes of another length: first, since rates depend on the length of the loader."""
         alone, spread = self.one.trained_on(step), [run.trained_on(step) for run in self.ranks]
         if not alone or not all(spread) or alone[0]["size"] != sum(own[0]["size"] for own in spread):
             return None
@@ -228,13 +313,8 @@ class _Comparison:
             where, place, dtypes = f"backward pass {i + 1}", record["place"], {own["dtype"] for own in others}
             if dtypes != {record["dtype"]}:
                 found = f"computed in {record['dtype']} in one process, in {', '.join(sorted(dtypes))} on ranks"
-                return (
-                    "loss",
-                    where,
-                    place,
-                    found,
-                    "autocast, or the dtype of the networks, is another one on the ranks",
-                )
+                meaning = "autocast, or the dtype of the networks, is another one on the ranks"
+                return "loss", where, place, found, meaning
             for j, (value, *theirs) in enumerate(zip(record["losses"], *(own["losses"] for own in others))):
                 mean, scale = math.fsum(theirs) / len(theirs), max(abs(value), 1e-12)
                 if not self._allows(("loss", i, j), abs(mean - value) / scale, _LOSS):
@@ -275,29 +355,24 @@ class _Comparison:
         for record in self.one.of("gradients", step):
             for rank, run in enumerate(self.ranks):
                 theirs = run.same("gradients", step, record["optimizer"])
-                if theirs is not None and any(abs(a - b) > 1e-9 * abs(a) for a, b in zip(record["lr"], theirs["lr"])):
-                    found = f"{record['lr']} in one process, {theirs['lr']} on rank {rank}"
-                    meaning = (
-                        "it is scaled by the number of ranks, a schedule steps more often, or each rank has its own"
-                    )
-                    return "learning rate", f"optimizer {record['optimizer'] + 1}", theirs["place"], found, meaning
+                if theirs is None or not any(abs(a - b) > 1e-9 * abs(a) for a, b in zip(record["lr"], theirs["lr"])):
+                    continue
+                found = f"{record['lr']} in one process, {theirs['lr']} on rank {rank}"
+                meaning = "it is scaled by the number of ranks, a schedule steps more often, or each rank has its own"
+                return "learning rate", f"optimizer {record['optimizer'] + 1}", theirs["place"], found, meaning
         return None
 
     def _weights(self, step: int) -> _Found:
         for record in self.one.of("step", step + 1):
-            number, mine, eps = record["optimizer"], record["weights"], eps_of(self.dtype)
+            number, mine, eps = record["optimizer"], record["weights"], _eps_of(self.dtype)
             first = self.one.first_step(number)
             found = [own for run in self.ranks if (own := run.same("step", step + 1, number))]
             for theirs in found:
                 tensors = [*zip(first["weights"], mine, theirs["weights"])]
-                odd = [
-                    i
-                    for i, own in enumerate(tensors)
-                    if not self._allows(("weights", number, i), _moved(*own, eps), _WEIGHT)
-                ]
-                are_equal = all(
-                    difference(theirs["weights"][i], own["weights"][i]) <= 1e-6 for own in found for i in odd
-                )
+                apart = [_moved(*own, eps) for own in tensors]
+                odd = [i for i, own in enumerate(apart) if not self._allows(("weights", number, i), own, _WEIGHT)]
+                pairs = ((theirs["weights"][i], own["weights"][i]) for own in found for i in odd)
+                are_equal = all(difference(*pair) <= 1e-6 for pair in pairs)
                 moved = [distance(begun, now) for begun, now, _ in tensors]
                 if are_equal and math.hypot(*(moved[i] for i in odd)) <= _PART * math.hypot(*moved):
                     self._of_rounding.update(first["names"][i] for i in odd)
@@ -309,9 +384,8 @@ class _Comparison:
         return None
 
     def _networks(self, step: int) -> _Found:
-        mine, theirs = (
-            next((r["tensors"] for r in run.of("state", step + 1)), None) for run in (self.one, self.ranks[0])
-        )
+        runs = self.one, self.ranks[0]
+        mine, theirs = (next((r["tensors"] for r in run.of("state", step + 1)), None) for run in runs)
         if mine is None or theirs is None:
             return None
         begun = next(iter(self.one.all("state")))["tensors"]
@@ -332,10 +406,7 @@ class _Comparison:
         return "networks", _shown(odd), _place(self.ranks[0], step), found, meaning
 
     def _steps(self, step: int) -> _Found:
-        """Look for a process that does not make this step, or with another optimizer.
-
-        A process that the proof ended has not refused the step.
-        """
+        """Look for a process that does not make this step though the proof did not end it, or by another optimizer."""
         one, runs = self.one, (self.one, *self.ranks)
         steps = [next(iter(run.of("step", step + 1)), None) for run in runs]
         made = [record for record in steps if record is not None]
@@ -404,6 +475,37 @@ def _differing(mine: Mapping[str, Any], theirs: Mapping[str, Any], parts: Callab
     return odd
 
 
+def distance(one: Any, other: Any) -> float:
+    """Return the norm of two tensors' difference; None counts as zeros, and NaN differs from numbers by infinity."""
+    if one is None or other is None:
+        return float((one or other or [0.0])[0])
+    apart = math.sqrt(sum((a - b) ** 2 for a, b in zip(one[1:], other[1:])) / NUM_SIGNS)
+    if apart != apart:
+        return 0.0 if str(one) == str(other) else math.inf
+    return apart
+
+
+def difference(one: Any, other: Any) -> float:
+    """Return the norm of two tensors' difference relative to the first; infinity if one is None and the other not 0."""
+    apart = distance(one, other)
+    if one is None or other is None:
+        return math.inf if apart else 0.0
+    return apart / one[0] if one[0] else (math.inf if apart else 0.0)
+
+
+def ratio(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
+    """Return the best factor in `other` = factor * `one`, and what remains of `other`, relative to `one`."""
+    square = sum(a * a for a in one[1:])
+    factor = sum(a * b for a, b in zip(one[1:], other[1:])) / square if square else 0.0
+    left = math.sqrt(sum((factor * a - b) ** 2 for a, b in zip(one[1:], other[1:])) / (square or 1.0))
+    return factor, left
+
+
+def _eps_of(name: str) -> float:
+    """Return the distance from 1 to the next number of the dtype with this name, "bfloat16"."""
+    return float(torch.finfo(getattr(torch, name)).eps)
+
+
 def _shown(names: Sequence[str]) -> str:
     return _named([re.sub(r"~\w+#\d+", "", name) for name in names], range(len(names)))
 
@@ -433,7 +535,7 @@ def _range(numbers: Sequence[int]) -> str:
 def _notes(compared: _Comparison) -> Iterator[str]:
     one, ranks = compared.one, compared.ranks
     if compared.eps:
-        yield f"computed in {compared.dtype}: rounding is {compared.eps / SINGLE:,.0f} times larger than in float32"
+        yield f"computed in {compared.dtype}: rounding is {compared.eps / _SINGLE:,.0f} times larger than in float32"
     if one.num_steps and not one.all("batch"):
         yield "no batch came from a DataLoader: samples were not compared"
     if one.error and not any(run.error for run in ranks):

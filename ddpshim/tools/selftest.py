@@ -51,7 +51,6 @@ PROVES = {
     "data workers": f"{_SAME}, with two data workers whose samples draw",
     "killed rank": "a killed rank ends the job, and is named",
 }
-_NAMES = ("dropout", "BatchNorm", "data workers")
 
 
 @dataclass
@@ -69,15 +68,10 @@ class Result:
 
 
 def selftest(nproc: Optional[int] = None, gpu: bool = False, timeout_s: float = 120.0) -> bool:
-    """Run the checks in order, print each result, and return whether all passed.
+    """Run the checks in order until one fails, print each result, and return whether all passed.
 
-    The first failure ends the test: what follows would fail for the same reason. Raises LaunchError before anything
-    starts if `gpu` finds no GPU, or if there would be one rank.
-
-    Args:
-        nproc: the number of ranks; None: that of the GPUs, from 2 to 8.
-        gpu: refuse a machine without GPUs.
-        timeout_s: of each job.
+    `nproc`: the number of ranks (None: that of the GPUs, from 2 to 8); `timeout_s`: of each job. Raises LaunchError
+    before anything starts if there would be one rank, or with `gpu` on a machine without GPUs.
     """
     num_gpus = _number_of_gpus(gpu)
     nproc = nproc or min(max(num_gpus, 2), _MOST_RANKS)
@@ -116,10 +110,10 @@ class _Jobs:
         yield Result("one process", not code, seconds, said if code else "")
         code, seconds, said = self._run(program, str(several))
         if code:
-            yield Result(_NAMES[0], False, seconds, said)
+            yield Result("dropout", False, seconds, said)
         found, expected = (json.loads(path.read_text()) for path in (several, one))
-        for name in _NAMES:
-            yield compared(name, found[name], expected[name], seconds / len(_NAMES))
+        for name in expected:
+            yield compared(name, found[name], expected[name], seconds / len(expected))
         code, seconds, said = self._run(_RANKS)
         named = re.search(r"rank 1\b[^\n]*SIGKILL", said)
         is_good = code == 128 + signal.SIGKILL and named is not None
@@ -134,35 +128,23 @@ class _Jobs:
         """Run a command to its end; return its exit code (124 at the deadline), seconds, and its last lines."""
         begun = time.monotonic()
         with tempfile.TemporaryFile("w+", errors="replace") as output:
-            process = subprocess.Popen(
-                command,
-                cwd=self._folder,
-                env=self._environ,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+            streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+            process = subprocess.Popen(command, cwd=self._folder, env=self._environ, **streams)
             try:
                 code = process.wait(self._timeout_s)
             except subprocess.TimeoutExpired:
                 code = 124
-            finally:
-                _end(process)
+            finally:  # if it still runs: `run` ends its ranks when it gets SIGTERM
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(20)
+                process.kill()
+                process.wait()
             output.seek(0)
             lines = output.read().strip().splitlines()[-_NUM_LAST_LINES:]
         if code == 124:
             lines.append(f"not finished within {self._timeout_s:g} s; a slow machine needs a longer --timeout")
         return code, time.monotonic() - begun, "\n".join(lines)
-
-
-def _end(process: subprocess.Popen[Any]) -> None:
-    """End a job: `run` ends its ranks when it gets SIGTERM."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-    process.kill()
-    process.wait()
 
 
 def compared(name: str, found: Mapping[str, Any], expected: Mapping[str, Any], seconds: float) -> Result:

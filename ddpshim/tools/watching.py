@@ -30,18 +30,17 @@ from torch.utils.data import DataLoader
 
 from ddpshim.process.job import current
 from ddpshim.process.observed import live_modules, observe
-from ddpshim.process.random_streams import rank_states
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 from ddpshim.process.users_line import users_line
 from ddpshim.shares.sharded import Shares
 from ddpshim.tools.new_files import NewFiles
-from ddpshim.tools.sketches import of_graph, sketch
 from ddpshim.trainers.unedited.private_files import switch_loggers_off
 from ddpshim.trainers.unedited.start import run_as_main
 
 SETTINGS = "settings.json"
 ONE = "one"  # name of the run in one process; the ranks' runs are "rank_0", "rank_1", ...
+NUM_SIGNS = 8
 _MAX_BATCHES = 1000
 _NO_PASS = {
     "sampler": "",
@@ -63,23 +62,20 @@ class ProofSettings:
 
 
 class StepRecorder:
-    """Sees what this process does in its steps, but not what its forked children do."""
+    """Sees what this process does in its steps, not what its forked children do; `folder`: of all processes."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: of all processes of the job."""
         self._folder, self._process, self._undo = folder, os.getpid(), contextlib.ExitStack()
+        self._rank = int(os.environ.get("RANK", 0))
 
     def _observe(self, **calls: Callable[..., None]) -> None:
         """Start calling functions: `observed.observe`, in this process."""
 
-        def here(call: Callable[..., None]) -> Callable[..., None]:
-            def called(*args: Any) -> None:
-                if os.getpid() == self._process:
-                    call(*args)
+        def here(call: Callable[..., None], *args: Any) -> None:
+            if os.getpid() == self._process:
+                call(*args)
 
-            return called
-
-        observe(self._undo, **{moment: here(call) for moment, call in calls.items()})
+        observe(self._undo, **{moment: functools.partial(here, call) for moment, call in calls.items()})
 
     def _leave_no_traces(self) -> None:
         """Record new files, so that they can be removed, and let the program ask no server and no user."""
@@ -88,7 +84,7 @@ class StepRecorder:
         self._undo.enter_context(replaced(builtins, "input", lambda prompt="": "n"))
 
     def _end_with_peers(self, num: int, timeout_s: float) -> NoReturn:
-        """End this process and its data workers once `num` processes have called `_mark_over`."""
+        """End this process and its data workers once `num` ranks have made a file "over_N"."""
         end = time.monotonic() + timeout_s
         # A peer may still be receiving the last gradients from this one.
         while len(list(self._folder.glob("over_*"))) < num and time.monotonic() < end:
@@ -100,10 +96,6 @@ class StepRecorder:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
-
-    def _mark_over(self, rank: int) -> None:
-        """Let peers know that this rank has finished."""
-        (self._folder / f"over_{rank}").touch()
 
 
 def is_failure(error: Optional[BaseException]) -> bool:
@@ -121,7 +113,7 @@ class RankRecorder(StepRecorder):
 
     def __init__(self, folder: Path, run: str) -> None:
         super().__init__(folder)
-        self._run, self._rank, self._is_rank = run, int(os.environ.get("RANK", 0)), run.startswith("rank")
+        self._is_rank = run.startswith("rank")
         self._settings = ProofSettings(**json.loads((folder / SETTINGS).read_text()))
         self._file = (folder / f"{run}.jsonl").open("a", buffering=1)
         self._optimizers: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # number, steps
@@ -146,7 +138,7 @@ class RankRecorder(StepRecorder):
 
         self._undo.enter_context(replaced(DataLoader, "__iter__", begin_and_record))
         self._observe(
-            before_batch=self._see_end_of_batch,
+            before_batch=lambda batches: self._see_state(),
             batch=self._see_batch,
             backward=self._see_loss,
             before_step=self._before_step,
@@ -166,8 +158,7 @@ class RankRecorder(StepRecorder):
         self._undo.close()
 
     def _write(self, kind: str, **values: Any) -> None:
-        if os.getpid() == self._process:
-            self._file.write(json.dumps({"kind": kind, "t": self._num_steps, **values}) + "\n")
+        self._file.write(json.dumps({"kind": kind, "t": self._num_steps, **values}) + "\n")
 
     # Inputs
 
@@ -178,19 +169,16 @@ class RankRecorder(StepRecorder):
         size, samples = samples_of(batch)
         of_pass = self._passes.get(batches) or _NO_PASS
         about = {"size": size, "samples": samples, "whole": _is_of_all_ranks(batch, size), **of_pass}
-        self._write("batch", number=self._num_batches, streams=self._own_streams(), place=users_line(), **about)
+        self._write("batch", streams=self._own_streams(), place=users_line(), **about)
 
     def _own_streams(self) -> Optional[int]:
         """Return a number for the state of this rank's own random streams; None if they are those of one process."""
         job = current()
         if not self._is_rank or (job.world is not None and job.door.draws_alike):
             return None
-        states = rank_states(_device())
-        found = (states[name] for name in ("torch", "cuda") if states[name] is not None)
-        return zlib.crc32(b"".join(state.numpy().tobytes() for state in found))
-
-    def _see_end_of_batch(self, batches: Any) -> None:
-        self._see_state()
+        states = [torch.default_generator.get_state()]
+        states += [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+        return zlib.crc32(b"".join(state.numpy().tobytes() for state in states))
 
     # Outputs
 
@@ -261,7 +249,7 @@ class RankRecorder(StepRecorder):
         if self._is_due:
             self._write("cut")
         if self._is_rank:
-            self._mark_over(self._rank)
+            (self._folder / f"over_{self._rank}").touch()
 
     def _give_up(self) -> None:
         """End a rank that has not made its steps in time: it may wait for another one forever."""
@@ -328,8 +316,53 @@ def _tensors(batch: Any) -> Iterator[Any]:
             yield from _tensors(value)
 
 
+@functools.lru_cache(maxsize=64)
+def _signs(size: int) -> torch.Tensor:
+    # A bit of each byte is the sign of an entry. A hash: torch's random functions may be replaced in this process.
+    return torch.frombuffer(bytearray(hashlib.shake_256().digest(size)), dtype=torch.uint8)
+
+
+def sketch(tensor: Optional[torch.Tensor]) -> Optional[list[float]]:
+    """Return the norm of `tensor` followed by its sketch, from which `judging` tells how far two differ; None for None.
+
+    A sketch is the sum of a tensor's entries with random signs, for eight sets of signs: the root mean square of the
+    differences of two sketches estimates the norm of the tensors' difference (Alon, Matias and Szegedy, "The space
+    complexity of approximating the frequency moments", 1996). Uses none of the program's random generators.
+    """
+    if tensor is None:
+        return None
+    with torch.no_grad():
+        values = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
+        flat = values.reshape(-1).to("cpu", torch.float64)
+        if not flat.numel():
+            return [0.0] * (1 + NUM_SIGNS)
+        signs = _signs(flat.numel())
+        return [float(flat.norm()), *(float(flat.where(signs >> i & 1 > 0, -flat).sum()) for i in range(NUM_SIGNS))]
+
+
 def _sketches(tensors: Sequence[Any]) -> list[Any]:
     return [sketch(tensor) for tensor in tensors]
+
+
+def of_graph(losses: Sequence[Any]) -> torch.dtype:
+    """Return the coarsest floating dtype among the results from which `losses` were computed. Local.
+
+    With autocast it is bfloat16 or float16, although losses and gradients are float32. Only results that need a
+    gradient are looked at: a frozen network in bfloat16 gives every process the same features.
+    """
+    seen, waiting = set(), [loss.grad_fn for loss in losses]
+    coarsest = torch.float32
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [inner for inner, _ in node.next_functions]
+        for about in getattr(node, "_input_metadata", None) or ():
+            dtype = getattr(about, "dtype", None)
+            if dtype is not None and dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(coarsest).eps:
+                coarsest = dtype
+    return coarsest
 
 
 def _plain(name: str) -> str:
@@ -370,11 +403,6 @@ def _is_of_all_ranks(batch: Any, size: int) -> bool:
     from ddpshim.rows.loader import Fetched
 
     return not (isinstance(batch, Fetched) and batch.num_rows != size)
-
-
-def _device() -> torch.device:
-    is_on_gpu = torch.cuda.is_initialized()
-    return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
 
 
 if __name__ == "__main__":  # with a folder, the name of the run, and the program with its arguments

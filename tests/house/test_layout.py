@@ -196,7 +196,7 @@ def test_public_names() -> None:
 OF_THE_PROCESS = {
     "adapters.packages": "what is installed",
     "checkpoint.files._writer": "a thread, for as long as it may have files to write",
-    "tools.sketches._signs": "a function of a number",
+    "tools.watching._signs": "a function of a number",
     "job.process_group._kept": "groups that torch before 2.8 cannot end",
     "job.process_group._worlds": "how many there were: a store keeps the keys of the one before",
     "failures.unsynced_check.watch": "torch's hook of all optimizers is the process's",

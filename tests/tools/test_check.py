@@ -20,7 +20,7 @@ from packaging.version import Version
 from ddpshim import variables
 from ddpshim.errors import LaunchError
 from ddpshim.launch.runner import Launch
-from ddpshim.tools import check, judging, new_files, sketches, watching
+from ddpshim.tools import check, judging, new_files, watching
 from ddpshim.trainers.unedited.file_calls import watched
 from evidence import bugs
 from tests.preloaded import environment, start_afresh
@@ -33,12 +33,12 @@ BUGS = {bug.name: bug for bug in bugs.BUGS}
 def test_sketch_tells_size_of_difference() -> None:
     one = torch.randn(5000, generator=torch.Generator().manual_seed(0))
     other = one + 1e-3 * torch.randn(5000, generator=torch.Generator().manual_seed(1))
-    told = sketches.difference(sketches.sketch(one), sketches.sketch(other))
+    told = judging.difference(watching.sketch(one), watching.sketch(other))
     assert told == pytest.approx(float((one - other).norm() / one.norm()), rel=0.5)
-    assert sketches.difference(sketches.sketch(one), sketches.sketch(one.clone())) == 0
-    assert sketches.difference(sketches.sketch(one), None) == math.inf
-    assert sketches.difference(None, sketches.sketch(torch.zeros(3))) == 0
-    factor, left = sketches.ratio(sketches.sketch(one) or [], sketches.sketch(2 * one) or [])
+    assert judging.difference(watching.sketch(one), watching.sketch(one.clone())) == 0
+    assert judging.difference(watching.sketch(one), None) == math.inf
+    assert judging.difference(None, watching.sketch(torch.zeros(3))) == 0
+    factor, left = judging.ratio(watching.sketch(one) or [], watching.sketch(2 * one) or [])
     assert (factor, left) == (pytest.approx(2.0), pytest.approx(0.0, abs=1e-6))
 
 
@@ -55,14 +55,14 @@ def _write(
     is_share: bool = False,
 ) -> None:
     """Write the records of a run. `draws`: what its own generator is at first, from which it draws for each batch."""
-    tensor = sketches.sketch(torch.tensor([1.0, 2.0]))
+    tensor = watching.sketch(torch.tensor([1.0, 2.0]))
     lines: list[dict[str, object]] = []
     for t in range(num_steps):
         if samples:
             of_pass = {"sampler": "RandomSampler", "pass_number": 1, "num_batches": num_batches, "num_samples": 10}
             batch = {"size": len(samples), "samples": list(samples), "whole": False, "shuffles": None}
             batch.update(is_share=is_share, streams=f"{draws}{t}" if draws else None)
-            lines.append({"kind": "batch", "t": t, "number": t + 1, "place": "train.py:2", **batch, **of_pass})
+            lines.append({"kind": "batch", "t": t, "place": "train.py:2", **batch, **of_pass})
         streams = f"{draws}{t + 1}" if draws else None
         of_loss = {
             "losses": [loss[t] if isinstance(loss, list) else loss],
@@ -71,7 +71,7 @@ def _write(
             "place": "train.py:3",
         }
         lines.append({"kind": "loss", "t": t, **of_loss})
-        own = [sketches.sketch(torch.tensor([1.0, -3.0]) * gradient)]
+        own = [watching.sketch(torch.tensor([1.0, -3.0]) * gradient)]
         about = {"optimizer": 0, "place": "train.py:4"}
         lines.append(
             {"kind": "gradients", "t": t, "gradients": own, "lr": [0.1], "names": ["w"], "weights": [tensor], **about}
@@ -146,12 +146,12 @@ def _write_weights(folder: Path, run: str, biases: list[float], copies: bool = F
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:
         if line["kind"] == "gradients":
-            line.update(names=["w", "b"], gradients=[sketches.sketch(moved[0]), None])
-            line.update(weights=[sketches.sketch(one) for one in begun])
+            line.update(names=["w", "b"], gradients=[watching.sketch(moved[0]), None])
+            line.update(weights=[watching.sketch(one) for one in begun])
         elif line["kind"] == "step":
-            line.update(weights=[sketches.sketch(one) for one in moved])
+            line.update(weights=[watching.sketch(one) for one in moved])
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    tensors = {"Net~1#1.ema.b": sketches.sketch(moved[1])} if copies else {"Net~1#1.mean": sketches.sketch(moved[1])}
+    tensors = {"Net~1#1.ema.b": watching.sketch(moved[1])} if copies else {"Net~1#1.mean": watching.sketch(moved[1])}
     _add(folder, run, "state", t=1, tensors=tensors)
 
 
@@ -255,7 +255,7 @@ def test_the_difference_of_weights_is_that_after_the_last_common_step(tmp_path: 
         _add(tmp_path, run, "cut")
     path = tmp_path / "rank_0.jsonl"
     *lines, step, cut = path.read_text().splitlines()
-    changed = {**json.loads(step), "weights": [sketches.sketch(torch.tensor([1.0, 2.0 + 1e-5]))]}
+    changed = {**json.loads(step), "weights": [watching.sketch(torch.tensor([1.0, 2.0 + 1e-5]))]}
     path.write_text("\n".join([*lines, json.dumps(changed), cut, ""]))
     proof = judging.judge(tmp_path, 1)
     assert proof.difference == pytest.approx(4.5e-6, rel=0.5)
@@ -288,14 +288,14 @@ def test_samples_of_a_pass(tmp_path: Path, of_ranks: tuple[str, str], num_batche
 def test_precision_of_a_backward_pass() -> None:
     net = torch.nn.Linear(8, 4)
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
-    assert sketches.of_graph([net(x).sum()]) == torch.float32
+    assert watching.of_graph([net(x).sum()]) == torch.float32
     # Before torch 2.6 nodes do not show dtypes: every graph counts as float32 (docs/check.md).
     shown = torch.bfloat16 if Version(torch.__version__).release >= (2, 6) else torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert sketches.of_graph([net(x).float().mean()]) == shown
+        assert watching.of_graph([net(x).float().mean()]) == shown
         with torch.no_grad():
             frozen = net(x).float()
-    assert sketches.of_graph([net.weight.sum() * frozen.sum()]) == torch.float32
+    assert watching.of_graph([net.weight.sum() * frozen.sum()]) == torch.float32
 
 
 @pytest.mark.unit
