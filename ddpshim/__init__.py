@@ -5,19 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, Optional, TypedDict, Union
 
 from ddpshim import lazy, version
-from ddpshim.errors import (
-    CheckpointError,
-    DataError,
-    DdpShimError,
-    LaunchError,
-    OptionsError,
-    PatchError,
-    RankError,
-    ReportError,
-    RolloutError,
-    SyncError,
-    WorldError,
-)
+from ddpshim.errors import CheckpointError as CheckpointError
+from ddpshim.errors import DataError as DataError
+from ddpshim.errors import DdpShimError as DdpShimError
+from ddpshim.errors import LaunchError as LaunchError
+from ddpshim.errors import OptionsError as OptionsError
+from ddpshim.errors import PatchError as PatchError
+from ddpshim.errors import RankError as RankError
+from ddpshim.errors import ReportError as ReportError
+from ddpshim.errors import RolloutError as RolloutError
+from ddpshim.errors import SyncError as SyncError
+from ddpshim.errors import WorldError as WorldError
 from ddpshim.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -69,20 +67,7 @@ _NAMES = {
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "CheckpointError",
-    "DataError",
-    "DdpShimError",
-    "LaunchError",
-    "OptionsError",
-    "PatchError",
-    "RankError",
-    "ReportError",
-    "RolloutError",
-    "SyncError",
-    "WorldError",
-    *sorted([*_HOMES, "setup"]),
-]
+__all__ = [*(name for name in globals().copy() if name.endswith("Error")), *sorted([*_HOMES, "setup"])]
 
 
 class Arguments(TypedDict, total=False):

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional, Union
+from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
 
 from ddpshim import version
 from ddpshim.errors import DdpShimError, LaunchError, ReportError
@@ -48,7 +48,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             arguments.is_module, (arguments.program, *arguments.arguments) = True, arguments.arguments
         if getattr(arguments, "starts_ranks", False):
             _refuse_without_torch_or_fork()
-        code: int = arguments.run(arguments)
+        return int(arguments.run(arguments))
     except KeyboardInterrupt:
         say("interrupted")
         return 130
@@ -61,7 +61,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except OSError as error:
         say(f"{error}; the command stopped. Name files and folders that it can read and write.")
         return 2
-    return code
 
 
 def script() -> int:
@@ -209,39 +208,40 @@ def _add_check(commands: Commands) -> None:
     check.add_argument("--timeout", type=positive, default=300, metavar="S", help=text)
     check.add_argument("--json", action="store_true", help="for programs")
     _add_program(check, nargs="?")
-    run = functools.partial(_check, check.error)
-    check.set_defaults(run=run, default_nproc=2, starts_ranks=True)
+    check.set_defaults(run=_check, error=check.error, default_nproc=2, starts_ranks=True)
 
 
-def _check(error: Callable[[str], Any], arguments: argparse.Namespace) -> int:
+def _check(arguments: argparse.Namespace) -> int:
     from ddpshim.tools.check import as_text, check
     from ddpshim.tools.watching import ProofSettings
 
     if arguments.certificate is not None:
-        return _check_certificate(error, arguments)
+        return _check_certificate(arguments)
     if arguments.program is None:
-        error("the following arguments are required: program")
+        arguments.error("the following arguments are required: program")
     job, alone = _launch(arguments), None
     if arguments.nproc < 2:
-        error("argument --nproc/--nproc-per-node: must be at least 2: one rank has nothing to be compared with")
+        arguments.error(
+            "argument --nproc/--nproc-per-node: must be at least 2: one rank has nothing to be compared with"
+        )
     if isinstance(arguments.steps, tuple):
-        error("argument --steps: A:B is for --certificate; give the number of steps to compare")
+        arguments.error("argument --steps: A:B is for --certificate; give the number of steps to compare")
     if arguments.one:
         try:
             words = shlex.split(arguments.one)
         except ValueError as unclosed:
-            error(f"argument --one: {unclosed}: {arguments.one!r}")
+            arguments.error(f"argument --one: {unclosed}: {arguments.one!r}")
         alone = _launch(_parser().parse_args(["run", "--nproc", "1", *words]))
     proof = check(job, ProofSettings(arguments.steps or 20, arguments.nproc, arguments.timeout), alone)
     print(_as_json(proof) if arguments.json else as_text(proof))
     return 2 if proof.is_unknown else int(not proof.is_same or bool(proof.wrong))
 
 
-def _check_certificate(error: Callable[[str], Any], arguments: argparse.Namespace) -> int:
+def _check_certificate(arguments: argparse.Namespace) -> int:
     from ddpshim.tools.certificate import as_text, verify
 
     if isinstance(arguments.steps, int):
-        error("argument --steps: with --certificate give the first and the last one, as A:B")
+        arguments.error("argument --steps: with --certificate give the first and the last one, as A:B")
     num_ranks = arguments.nproc or 1
     job = _launch(arguments) if arguments.program else None
     verdict = verify(arguments.certificate, job, arguments.steps, num_ranks)
@@ -392,9 +392,7 @@ def natural(text: str, least: int = 0) -> int:
     return int(text)
 
 
-def positive(text: str) -> int:
-    """A whole number from 1 up."""
-    return natural(text, least=1)
+positive = functools.partial(natural, least=1)
 
 
 def port(text: str) -> int:

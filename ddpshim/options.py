@@ -28,11 +28,14 @@ class Kind(NamedTuple):
     parse: Callable[[Any], Any]
 
 
-def _flag(raw: Any) -> bool:
-    value = FLAGS.get(raw.strip().lower()) if isinstance(raw, str) else raw
-    if not isinstance(value, bool):
-        raise ValueError
-    return value
+def _one_of(allowed: str, values: Mapping[str, Any]) -> Kind:
+    def parse(raw: Any) -> Any:
+        value = values.get(raw.strip().lower()) if isinstance(raw, str) else raw
+        if not any(value is known for known in values.values()):
+            raise ValueError
+        return value
+
+    return Kind(allowed, parse)
 
 
 def _number(kind: type, allowed: str) -> Kind:
@@ -48,19 +51,13 @@ def _number(kind: type, allowed: str) -> Kind:
     return Kind(allowed, parse)
 
 
-_FLAG = Kind("true or false (yes/no, on/off, 1/0)", _flag)
+_FLAG = _one_of("true or false (yes/no, on/off, 1/0)", FLAGS)
 _WHOLE = _number(int, "a whole number of at least 1")
 _POSITIVE = _number(float, "a number above 0")
 
 
 def choice(*names: str) -> Kind:
-    def parse(raw: Any) -> str:
-        value = raw.strip().lower() if isinstance(raw, str) else raw
-        if value not in names:
-            raise ValueError
-        return str(value)
-
-    return Kind(", ".join(names[:-1]) + f" or {names[-1]}", parse)
+    return _one_of(", ".join(names[:-1]) + f" or {names[-1]}", {name: name for name in names})
 
 
 def _or_none(kind: Kind) -> Kind:
@@ -212,7 +209,7 @@ class Options:
 
 def _parse(found: Mapping[str, tuple[str, Any]], problems: list[str]) -> dict[str, Any]:
     """Return the parsed values of `found`, a (source, raw value) by name; raise one OptionsError for all problems."""
-    values, problems = {}, list(problems)
+    values: dict[str, Any] = {}
     for f in fields(Options):
         if f.name in found:
             source, raw = found[f.name]

@@ -39,7 +39,13 @@ def on_ranks(
         RankError: a rank failed or was too slow. The message names the first one, with its traceback.
         LaunchError: ranks cannot be forked: this process has used a GPU, or is itself in a job.
     """
-    results: list[Any] = spawn(_as_rank, nproc, function, gpus, every_rank=True, deadline_s=deadline_s)
+
+    def as_rank() -> Any:
+        if not gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return function()
+
+    results: list[Any] = spawn(as_rank, nproc, every_rank=True, deadline_s=deadline_s)
     return results
 
 
@@ -118,12 +124,6 @@ def assert_same_training(
         f"{ranks_called(list(differing))} of {nproc} did not train as one process does (tolerance {tolerance:g}): "
         f"{len(lines)} of {count(len(expected), 'value')} differ on rank {rank}.{shown}{more}\n{why}"
     )
-
-
-def _as_rank(function: Callable[[], Any], gpus: bool) -> Any:
-    if not gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    return function()
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:

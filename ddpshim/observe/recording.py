@@ -41,7 +41,6 @@ def record(folder: records.PathLike) -> Iterator[Recorder]:
         _note_failure(error)
         raise
     finally:
-        recorder.stop_counting()
         records.end("finished")  # without effect after a failure: the first end counts
 
 
@@ -108,13 +107,10 @@ class Recorder:
         if self._times is not None and self._begun is not None:
             self._counted, self._begun = self._times.read(since=self._begun, leaves_step=True), None
 
-    def write_epoch(
-        self, epoch: int, phase: str, own: Mapping[str, Any], mean: Optional[Mapping[str, Any]] = None
-    ) -> None:
-        """Record a pass over data: this rank's metrics and, if the trainer computed it, the mean of ranks. Local."""
+    def write_epoch(self, epoch: int, phase: str, own: Mapping[str, Any]) -> None:
+        """Record a pass over data, with this rank's metrics. Local."""
         counted, self._counted = self._counted, {}
-        metrics = {"own": numbers(own), "mean": numbers(mean or {}), "memory": _memory(self._device)}
-        records.note("epoch", epoch=epoch, phase=phase, **metrics, **counted)
+        records.note("epoch", epoch=epoch, phase=phase, own=numbers(own), memory=_memory(self._device), **counted)
 
 
 class StepTimes:
@@ -134,9 +130,8 @@ class StepTimes:
         self._num_batches = self._num_optimizer_steps = 0
         self._part: Optional[str] = None  # None: no step
         self._since = self._clock.now()
-        observe(
-            job.at_end, around_batch=self._waiting, before_step=self._begin_optimizer, after_step=self._end_optimizer
-        )
+        of_steps = {"before_step": self._begin_optimizer, "after_step": self._end_optimizer}
+        observe(job.at_end, around_batch=self._waiting, **of_steps)
 
     def read(self, since: Optional[records.Record] = None, leaves_step: bool = False) -> records.Record:
         """Return `steps`, and `seconds` by part, counted up to now, or between an earlier answer and now.
