@@ -48,6 +48,7 @@ EVERY_WAY = f"{PARALLEL}every_way_to_train_equals_one_process"
 ONE_PROCESS = f"{PARALLEL}one_process_passes_everything_through"
 STRICT = f"{PARALLEL}what_cannot_be_reduced_says_what_to_do"
 TWICE = f"{PARALLEL}wrapping_twice_and_child_then_parent_reduces_once"
+TORCHS_OWN = "same_gradients/test_torchs_own.py::test_wrap_parallel_in_ddps_place"
 THREE_RANKS = "same_gradients/test_one_process.py::test_three_ranks_compute"
 CAPTURED = "same_gradients/test_capture.py::test_what_is_not_certain"
 CHANGED = "same_gradients/test_one_process.py::test_captured_calls_see_what_changes"
@@ -68,7 +69,7 @@ SEAMS = [
     Seam("_NoopSaveInputs", "rows/gradients.py", "test_a_checkpoint_saves_its_arguments", "torch/utils/checkpoint.py"),
     Seam("_rebuild_buckets", "model/ddp.py", f"{PARALLEL}buckets_leave_in_the_order", REDUCER),
     Seam("_static_graph_delay_allreduce_enqueued", "model/ddp.py", STRICT, WRAPPER),
-    Seam("_register_buffer_comm_hook", "model/ddp.py", f"{PARALLEL}hooks_of_buckets_and_of_buffers", WRAPPER),
+    Seam("_register_buffer_comm_hook", "model/ddp.py", TORCHS_OWN, WRAPPER),
     Seam("_set_params_and_buffers_to_ignore_for_model", "model/ddp.py", TWICE, WRAPPER),
     Seam("_ddp_params_and_buffers_to_ignore", "model/ddp.py", TWICE, WRAPPER),
     Seam("_foreach_norm", "robomimic/algo.py", READS, "torch/nn/utils/clip_grad.py"),

@@ -11,6 +11,7 @@ from evidence import torch_ddp_tests
 QUICK = [
     "test_ddp_broadcast_buffer",
     "test_ddp_broadcast_buffer_via_hook",
+    "test_ddp_comm_hook_logging",
     "test_ddp_forward_backward_hook",
     "test_ddp_namedtuple",
     "test_ddp_returns_tensor_with_no_grad",
