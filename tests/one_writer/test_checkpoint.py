@@ -221,7 +221,7 @@ class Trainings:
     def whole(self, variant: str) -> Any:
         """The run without a break, and beside it what was left of one whose second rank was killed in epoch 3."""
         whole = self.run(variant, self.folder / f"{variant}-whole", 2)
-        seen_until_then = 2 * (STEPS * BATCH + 3 * BATCH) // 2
+        seen_until_then = 2 * (STEPS * BATCH // 2 + 3 * BATCH)  # half of each batch, and validation
         self.run(variant, self.folder / f"{variant}-killed", 2, fault=f"kill:1:{seen_until_then + STEPS * BATCH // 4}")
         return whole
 
