@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import sys
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any, Callable, Optional
@@ -14,7 +14,6 @@ from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 
 Call = Callable[..., Any]
-_MOST_S = 1.0  # longer than a search through a few million objects
 _records: Any = None
 
 
@@ -149,16 +148,16 @@ def outside_steps() -> contextlib.AbstractContextManager[None]:
 def live_modules() -> list[Any]:
     """Return every torch.nn.Module whose __init__ has run. Local.
 
-    A tuple that another thread is building (torch's pinning thread, say) may be among all objects, and that thread gets
-    a SystemError if it goes on while a list of them exists (bpo-15108). So no thread may run in between.
+    A tuple that another thread is building (torch's pinning thread, say) is among all objects, and that thread gets
+    a SystemError if it goes on while a list of them exists (bpo-15108). So one call of C makes the list, searches it
+    and empties it: no thread runs in between.
     """
     from torch.nn import Module
 
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(_MOST_S)
-    try:
-        time.sleep(2 * before)  # threads that wait for their turn wait by the old interval until then
-        found = [o for o in gc.get_objects() if issubclass(type(o), Module)]
-    finally:
-        sys.setswitchinterval(before)
+    lists, each = list[list[Any]](), itertools.chain.from_iterable
+    fill: Any = filter(None, map(lists.append, map(gc.get_objects, [None])))
+    empty: Any = filter(None, map(list.clear, [lists]))
+    are_modules = map(issubclass, map(type, each(lists)), itertools.repeat(Module))
+    # The last item ends `are_modules`, which would keep the list.
+    found = list(itertools.compress(itertools.chain(fill, each(lists), empty, [None]), are_modules))
     return [module for module in found if "_modules" in module.__dict__]
