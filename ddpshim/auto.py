@@ -18,8 +18,7 @@ def _start_as_a_rank() -> None:
         return
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # a spawned child, before it has a parent
         return
-    from ddpshim.trainers.unedited.program import is_launched
-    from ddpshim.trainers.unedited.start import start_again
+    from ddpshim.trainers.unedited.program import Start, is_launched
 
     if not is_launched():
         return
@@ -31,7 +30,7 @@ def _start_as_a_rank() -> None:
         )
     spec = getattr(main, "__spec__", None)
     program = [sys.argv[0]] if spec is None else ["-m", spec.name.removesuffix(".__main__")]
-    start_again([*program, *sys.argv[1:]], os.environ)
+    Start([*program, *sys.argv[1:]]).again(os.environ)
 
 
 _start_as_a_rank()

@@ -159,7 +159,7 @@ def _with_act() -> None:
 
 def networks(model: Any) -> dict[str, torch.Tensor]:
     """Return all parameters and buffers of an Algo and its inner ones by name: networks, targets and the EMA."""
-    from ddpshim.robomimic.algo import algos
+    from ddpshim.robomimic.session import algos
 
     out = {}
     for number, algo in enumerate(algos(model)):
@@ -173,7 +173,7 @@ def networks(model: Any) -> dict[str, torch.Tensor]:
 
 def moments(model: Any) -> dict[str, torch.Tensor]:
     """Return the optimizer state of an Algo and its inner ones, by name."""
-    from ddpshim.robomimic.algo import algos
+    from ddpshim.robomimic.session import algos
 
     out = {}
     for number, algo in enumerate(algos(model)):

@@ -60,7 +60,6 @@ _SECTIONS = (
     ("robomimic/utils/train_utils.py", "rollout_with_stats", "a rollout"),
     ("robomimic/utils/train_utils.py", "save_model", "a save"),
     ("ddpshim/robomimic/node_memory.py", "", "reading a dataset"),
-    ("ddpshim/robomimic/node_cache.py", "", "reading a dataset"),
     ("ddpshim/robomimic/calls.py", "load_data_for_training", "reading a dataset"),
     ("robomimic/utils/dataset.py", "load_dataset_in_memory", "reading a dataset"),
     ("python/bdb.py", "", "a debugger"),

@@ -24,9 +24,8 @@ from ddpshim.job import shared_pdb
 from ddpshim.process.replaced import after_import
 from ddpshim.process.say import say
 from ddpshim.trainers.unedited import program
-from ddpshim.trainers.unedited.start import run_as_main
 
-_OURS = (__file__, run_as_main.__code__.co_filename, runpy.__file__, "<frozen runpy>")
+_OURS = (__file__, program.__file__, runpy.__file__, "<frozen runpy>")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -76,7 +75,7 @@ def _one_output_folder() -> None:
 
 def _run_program(argv: Sequence[str], start: Optional[program.Start]) -> None:
     try:
-        run_as_main(argv)
+        program.run_as_main(argv)
     except SystemExit as error:
         if error.code:
             from ddpshim.failures import failure_notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import sys
@@ -29,7 +30,11 @@ def problems(module: str, arguments: Sequence[str]) -> Iterator[str]:
     """A config that does not exist, and torchvision, without which robomimic's networks cannot be imported."""
     if module != "robomimic.scripts.train":
         return
-    config = _config_of(arguments)
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--config")
+    config = None
+    with contextlib.suppress(argparse.ArgumentError):  # --config without a value: the trainer prints its usage
+        config = parser.parse_known_args(arguments)[0].config
     if config is not None and not os.path.exists(config):
         yield (
             f"--config {config} does not exist (in {os.getcwd()}): no rank could read it. Correct the path; `python "
@@ -38,13 +43,3 @@ def problems(module: str, arguments: Sequence[str]) -> Iterator[str]:
     if importlib.util.find_spec("robomimic") and not importlib.util.find_spec("torchvision"):
         needed = f"pip install --no-deps {TORCHVISION}" if TORCHVISION else OTHER_TORCHVISION
         yield f"torchvision is not installed, which robomimic imports: no rank could start. Install it: {needed}"
-
-
-def _config_of(arguments: Sequence[str]) -> Optional[str]:
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    parser.add_argument("--config")
-    try:
-        found: Optional[str] = parser.parse_known_args(arguments)[0].config
-    except argparse.ArgumentError:  # --config without a value: the trainer prints its usage
-        return None
-    return found

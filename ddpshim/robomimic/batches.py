@@ -4,7 +4,7 @@ Values, types and the order of keys equal those of the dataset's `__getitem__` a
 bit: the dataset's code must be known here, and a few samples are compared before batches are fetched this way.
 Otherwise they are fetched sample by sample, as without ddpshim.
 
-Data that a dataset caches is in flat arrays (`node_cache`). Data that it reads from the file (`hdf5_cache_mode` null,
+Data that a dataset caches is in flat arrays (`node_memory`). Data that it reads from the file (`hdf5_cache_mode` null,
 and images with "low_dim") is still read from there, through a memory map, and not loaded.
 """
 
@@ -25,8 +25,8 @@ from typing import Any, Callable, NamedTuple, Optional, Union
 import torch
 from torch.utils.data import default_collate
 
-from ddpshim.robomimic import node_cache
-from ddpshim.robomimic.node_cache import left_as_found
+from ddpshim.robomimic import node_memory
+from ddpshim.robomimic.node_memory import left_as_found
 
 # By the digest of SAMPLE_METHODS: whether SequenceDataset normalises observations; else the trainer does.
 RELEASES = {
@@ -63,7 +63,7 @@ def plan(dataset: Any) -> Plan:
     """
     parts, normalizing = getattr(dataset, "datasets", [dataset]), _normalizing(dataset)
     for part in parts:
-        node_cache.flatten(part)
+        node_memory.flatten(part)
     windows = [Windows(part, normalizes) for part, normalizes in zip(parts, normalizing)]
     return Several(dataset, windows) if hasattr(dataset, "datasets") else windows[0]
 
@@ -78,7 +78,7 @@ def attach(dataset: Any) -> Optional[str]:
     try:
         planned = plan(dataset)
         planned.compare()
-    except (Unproven, node_cache.Unlike) as reason:
+    except (Unproven, node_memory.Unlike) as reason:
         return str(reason)
     except Exception as error:  # an unfamiliar file, which the dataset itself may be able to read
         return f"{type(error).__name__}: {error}"

@@ -11,9 +11,11 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Optional
+
+import torch
 
 from ddpshim.checkpoint.progress_folder import find_progress, last_save, leave_if_finished
 from ddpshim.errors import LaunchError
@@ -29,10 +31,11 @@ from ddpshim.process.job import current
 from ddpshim.process.observed import outside_steps
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say, say_once
-from ddpshim.robomimic import batches, node_cache, node_memory, rollout
-from ddpshim.robomimic.algo import algos, norms_read_at_once
-from ddpshim.robomimic.session import FOLDER, session
+from ddpshim.robomimic import batches, node_memory, rollout
+from ddpshim.robomimic.session import FOLDER, algos, session
 from ddpshim.variables import RANK_LOGS
+
+_BACKPROP_DIGEST = "33cd2d929a81b581"  # of TorchUtils.backprop_for_loss in 0.3.0, 0.4.0, 0.5.0, and master at d309eae
 
 
 def get_exp_dir(config: Any, **options: Any) -> Any:
@@ -51,8 +54,9 @@ def get_exp_dir(config: Any, **options: Any) -> Any:
         current().at_end.enter_context(discarded)
     render_on_own_gpu(here)
     training.seed = config.train.seed
-    newest = here.run_on_main(_newest_start, config, options.get("resume", False))
-    if newest is not None and not options.get("resume"):
+    is_asked = options.get("resume", False)  # an older start than the last is never resumed
+    newest = here.run_on_main(lambda: next(reversed(_starts(config)), None) if _wants_to_go_on(is_asked) else None)
+    if newest is not None and not is_asked:
         leave_if_finished(newest / FOLDER)
     if newest is not None and here.run_on_main(find_progress, newest / FOLDER) is not None:
         training.goes_on, directories = True, _existing(config, options, newest)
@@ -75,9 +79,9 @@ def load_data_for_training(config: Any, obs_keys: Any, **options: Any) -> tuple[
     wanted = config.train.hdf5_cache_mode is not None and here.options.node_memory
     if not (wanted and here.world_size > 1 and node_memory.is_supported()):
         return load(obs_keys=obs_keys)  # type: ignore[no-any-return]
-    with node_cache.without_cache(Datasets.SequenceDataset) as waiting:
+    with node_memory.without_cache(Datasets.SequenceDataset) as waiting:
         datasets = load(obs_keys=obs_keys)
-    problem = node_cache.share(waiting, here)
+    problem = node_memory.share(waiting, here)
     if problem is None:
         for dataset in filter(None, datasets):  # before the loader, which would allocate its own arrays
             batches.attach(dataset)
@@ -130,7 +134,7 @@ def run_epoch(
 
     here, training, log_info = world(), session(), model.log_info
     validates = options.get("validate", False)
-    batches, left = training.begin_epoch(data_loader, epoch, num_steps, validates, best_so_far)
+    data, left = training.begin_epoch(data_loader, epoch, num_steps, validates, best_so_far)
     if here.is_launched:
         _restore_counters(model, epoch, len(data_loader) if num_steps is None else num_steps)
     with contextlib.ExitStack() as meanwhile:
@@ -138,7 +142,7 @@ def run_epoch(
         if here.is_launched:
             meanwhile.enter_context(norms_read_at_once())
             meanwhile.enter_context(replaced(model, "log_info", lambda info: training.note_step(log_info(info))))
-        ran = TrainUtils.run_epoch(model=model, data_loader=batches, epoch=epoch, num_steps=left, **options)
+        ran = TrainUtils.run_epoch(model=model, data_loader=data, epoch=epoch, num_steps=left, **options)
     return training.end_epoch(ran[0] if isinstance(ran, tuple) else ran)  # DROID's returns its iterator as well
 
 
@@ -163,6 +167,49 @@ def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Optional[Mapp
             observed.note("rollout", environment=name, interval=ends, **played)
         return logs, videos
     training.leave(reason)  # outside of the handler, since this is not a failure
+
+
+@contextlib.contextmanager
+def norms_read_at_once() -> Iterator[None]:
+    """In this block, robomimic's `backprop_for_loss` reads all norms at once, if its code is known. Local.
+
+    Upstream reads the norm of every gradient separately, 94 in a step of a transformer: a GPU waits for each.
+    """
+    import robomimic.utils.torch_utils as TorchUtils
+
+    upstreams = vars(TorchUtils).get("backprop_for_loss")
+    if not hasattr(upstreams, "__code__") or batches.digest(upstreams) != _BACKPROP_DIGEST:
+        yield  # unknown code may do something else
+        return
+    with replaced(TorchUtils, "backprop_for_loss", backprop_for_loss):
+        yield
+
+
+def backprop_for_loss(
+    net: torch.nn.Module,
+    optim: torch.optim.Optimizer,
+    loss: torch.Tensor,
+    max_grad_norm: Optional[float] = None,
+    retain_graph: bool = False,
+) -> Any:
+    """Do the same as upstream's, but read all norms at once. Local."""
+    optim.zero_grad()
+    loss.backward(retain_graph=retain_graph)
+    if max_grad_norm is not None:
+        torch.nn.utils.clip_grad_norm_(net.parameters(), max_grad_norm)
+    gradients = [p.grad.detach() for p in net.parameters() if p.grad is not None]
+    total = _sum_of_squares(gradients)  # before the step: an optimizer may write to gradients
+    optim.step()
+    return total
+
+
+def _sum_of_squares(gradients: list[torch.Tensor]) -> float:
+    kinds = {(g.device, g.dtype, g.layout) for g in gradients}
+    if len(kinds) != 1 or gradients[0].is_sparse:
+        squares = [g.norm(2).pow(2).item() for g in gradients]
+    else:
+        squares = torch.stack(torch._foreach_norm(gradients, 2)).pow(2).tolist()
+    return float(sum(squares))
 
 
 def _interval(rate: Optional[float], episodes: Optional[int]) -> Optional[tuple[float, float]]:
@@ -205,11 +252,6 @@ def _starts(config: Any) -> list[Path]:
 
     output = Path(robomimic.__path__[0], os.path.expanduser(config.train.output_dir), config.experiment.name)
     return sorted(logs.parent for logs in output.glob("*/logs"))
-
-
-def _newest_start(config: Any, is_asked: bool) -> Optional[Path]:
-    """Return the folder of the last start if this one may resume it. Older ones are never resumed."""
-    return next(reversed(_starts(config)), None) if _wants_to_go_on(is_asked) else None
 
 
 def _existing(config: Any, options: dict[str, Any], start: Path) -> tuple[Any, ...]:

@@ -118,49 +118,18 @@ def make_interleaved_dataset(
     Pass the numbers of one process: the shuffle buffer is divided over the ranks, threads and tf.data's buffer memory
     over the ranks of this node. `rlds_loader` makes the batches. Each rank draws from its shares with the given
     weights, and so do all ranks together. Random choices (mixture, shuffle, subsampling, augmentation) differ between
-    ranks and between starts: `tf.random.set_seed` gets a new number each time. A fixed seed would not make two runs
-    equal, since octo reads in no fixed order.
+    ranks and between starts: `tf.random.set_seed` gets a new number each time.
 
     Raises DataError if a dataset has fewer trajectories than there are ranks, or octo is to make the batches.
     """
     from octo.data import dataset as octo_data
 
-    if world().is_launched:
-        return _make_shares(octo_data, dataset_kwargs_list, sample_weights, {"train": train, **options})
-    return octo_data.make_interleaved_dataset(dataset_kwargs_list, sample_weights, train=train, **options)
-
-
-def rlds_loader(dataset: Any, batch_size: int, **options: Any) -> Any:
-    """Return torch's DataLoader; launched, one whose batches are the rows of all ranks' shares, read once (collective).
-
-    Iterating raises DataError if octo's filters left nothing of this rank's share of a dataset.
-    """
-    if not world().is_launched:
-        return DataLoader(dataset, batch_size=batch_size, **options)
-    return JoinedLoader(_Endless(dataset), batch_size, **options)
-
-
-class _Endless(IterableDataset[Any]):
-    """Iterates over `dataset`, and raises at its end: octo repeats its data forever, unless there is none."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self._dataset
-        here = world()
-        raise DataError(
-            f"The mixture ended on rank {here.rank}: filters (success, language) left this rank no trajectory of "
-            f"one dataset; ranks would train on different mixtures. Use fewer than {here.world_size} ranks, or leave "
-            "out the dataset with few trajectories."
-        )
-
-
-def _make_shares(octo_data: Any, dataset_kwargs_list: Any, sample_weights: Any, options: dict[str, Any]) -> Any:
+    here, share = world(), {"train": train, **options}
+    if not here.is_launched:
+        return octo_data.make_interleaved_dataset(dataset_kwargs_list, sample_weights, **share)
     import tensorflow as tf
     from dlimp import DLataset
 
-    here, share = world(), {**options}
     share["shuffle_buffer_size"] = _divided(options["shuffle_buffer_size"], here.world_size)
     if options.get("batch_size") is not None:
         raise DataError(
@@ -187,6 +156,32 @@ def _make_shares(octo_data: Any, dataset_kwargs_list: Any, sample_weights: Any, 
     dataset = made.with_options(budget)
     dataset.dataset_statistics, dataset.sample_weights = made.dataset_statistics, made.sample_weights
     return dataset
+
+
+def rlds_loader(dataset: Any, batch_size: int, **options: Any) -> Any:
+    """Return torch's DataLoader; launched, one whose batches are the rows of all ranks' shares, read once (collective).
+
+    Iterating raises DataError if octo's filters left nothing of this rank's share of a dataset.
+    """
+    if not world().is_launched:
+        return DataLoader(dataset, batch_size=batch_size, **options)
+    return JoinedLoader(_Endless(dataset), batch_size, **options)
+
+
+class _Endless(IterableDataset[Any]):
+    """Iterates over `dataset`, and raises at its end: octo repeats its data forever, unless there is none."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._dataset
+        here = world()
+        raise DataError(
+            f"The mixture ended on rank {here.rank}: filters (success, language) left this rank no trajectory of "
+            f"one dataset; ranks would train on different mixtures. Use fewer than {here.world_size} ranks, or leave "
+            "out the dataset with few trajectories."
+        )
 
 
 def _share_maker(octo_data: Any) -> Callable[..., Any]:

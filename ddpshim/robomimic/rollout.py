@@ -198,7 +198,8 @@ class _RolloutsOfEpoch:
             of_env = _seed_of_environment(seed, name, turn) if in_turn else own
             result, shown = self._play_turn(env, horizon, own, of_env, turn < here.world_size)
             if shown:
-                frames[turn] = _pack(shown)
+                # Compressed, because a rank keeps them until all episodes of the environment are played.
+                frames[turn] = zlib.compress(messages.dumps(shown), 1)
             return result
 
         # Fixed turns: each part of a vector environment is seeded for certain episodes.
@@ -257,28 +258,17 @@ class _RolloutsOfEpoch:
         """Append all turns to the video of `name` on the main rank, one turn in memory at a time (collective)."""
         suffix = "" if self.epoch is None else f"_epoch_{self.epoch}"
         path = self.video_path or os.path.join(self.video_dir or "", f"{name}{suffix}.mp4")  # as upstream names it
-        failed: list[Exception] = []
-
-        def raise_failure() -> None:
-            if failed:
-                raise failed[0]
-
         for turn in range(num_turns):
             src, packed = turn % self.here.world_size, frames.pop(turn, b"")
             if src != 0:  # the main rank has its own
                 packed = self.here.broadcast(packed, src=src)
-            if self.here.is_main and not failed:
-                try:
-                    self._append(name, path, messages.loads(zlib.decompress(packed)) if packed else [])
-                except Exception as error:  # raised later: other ranks still send frames
-                    failed.append(error)
-        self.here.run_on_main(raise_failure)  # on all ranks
+            self.here.run_on_main(self._append, name, path, packed)
 
-    def _append(self, name: str, path: str, frames: list[Any]) -> None:
+    def _append(self, name: str, path: str, packed: bytes) -> None:
         """Append frames to the video, which is opened at its first frame, as ffmpeg makes no empty file."""
         import imageio
 
-        for frame in frames:
+        for frame in messages.loads(zlib.decompress(packed)) if packed else ():
             if path not in self._writers:
                 self._writers[path] = imageio.get_writer(path, fps=20)
             self._videos[name] = path
@@ -293,11 +283,6 @@ class _RolloutsOfEpoch:
                 self.data_logger.record(f"Rollout/{key}/{name}", value, self.epoch, log_stats=True)
         print(f"\nEpoch {self.epoch} Rollouts took {statistics['time']}s (avg) with results:")
         print(f"Env: {name}\n{json.dumps(statistics, sort_keys=True, indent=4)}")
-
-
-def _pack(frames: list[Any]) -> bytes:
-    """Compress frames, because a rank keeps them until all episodes of the environment are played."""
-    return zlib.compress(messages.dumps(frames), 1)
 
 
 def _mean(episodes: list[dict[str, float]]) -> dict[str, Any]:

@@ -1,10 +1,12 @@
-"""Saves the progress of a robomimic training, beside the trainer's own files, and writes its records."""
+"""Saves the progress of a robomimic training, beside the trainer's own files, and writes its records.
+
+robomimic is imported inside the functions only.
+"""
 
 from __future__ import annotations
 
 import copy
 import io
-import itertools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +18,7 @@ from ddpshim import variables
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint.progress_folder import plain_content, read_plain, restore_streams
 from ddpshim.checkpoint.resume import Resumable, Stateful
-from ddpshim.errors import DataError
+from ddpshim.errors import CheckpointError, DataError
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.model import guard
 from ddpshim.observe.recording import Recorder
@@ -24,7 +26,6 @@ from ddpshim.process import observed
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import rank_states
 from ddpshim.process.say import say, say_once
-from ddpshim.robomimic.algo import AlgoState
 
 FOLDER = "resume"  # folder of the progress, in the folder of the run
 STREAMS = "streams.pt"  # random streams, in FOLDER
@@ -76,7 +77,7 @@ class Session:
             return (start_epoch, *best_so_far)
         self._algo = AlgoState(model)
         kept: dict[str, Stateful] = {"algo": self._algo, "logger": _LoggerState(logger)}
-        self.progress = Resumable(self._folder, kept, before_save=self._keep_metrics, before_exit=logger.close)
+        self.progress = Resumable(self._folder, kept, before_exit=logger.close)
         self.progress.epoch = start_epoch - _FIRST_EPOCH
         is_repeated = variables.RESUME_FROM in os.environ  # a part of a certified run
         if (self.goes_on or is_repeated) and self.progress.restore(later_than=(self.progress.epoch, 0)):
@@ -125,7 +126,12 @@ class Session:
         if here.is_launched:
             num_steps = len(loader) if num_steps is None else num_steps
             if num_steps and not len(loader):
-                raise _no_batch(loader, num_steps, validates)
+                raise DataError(
+                    f"a {'validation' if validates else 'training'} epoch has {num_steps} steps, but its "
+                    f"{len(loader.dataset)} samples are fewer than a batch of {loader.batch_size} (train.batch_size): "
+                    "robomimic drops incomplete batches, so it has none. Name a filter key with more demonstrations, "
+                    "lower train.batch_size, or, if this is the validation set, set experiment.validate to false."
+                )
             here.barrier()
         self._epoch, self._num_steps, self._validates = epoch, num_steps or 0, validates
         if self._recorder is not None:
@@ -133,14 +139,20 @@ class Session:
         if training is None:
             return loader, num_steps
         if validates:
+
+            def looked(batch: Any) -> Any:
+                training.look()  # here ranks may save and exit
+                return batch
+
             # `map` begins the pass now, with its draws, even if no batch is asked for.
-            return _Batches(loader, lambda: map(_looked, loader, itertools.repeat(training))), num_steps
+            return _Batches(loader, lambda: map(looked, loader)), num_steps
         assert self._algo is not None
         self._algo.release()
         number, total = epoch - _FIRST_EPOCH, self._num_steps
         start = training.step if training.epoch == number else 0
         training.values["best so far"] = copy.deepcopy(best_so_far)
-        self._metrics, self._is_continued = training.values.get("metrics", {}) if start else {}, start > 0
+        self._metrics = training.values["metrics"] = training.values.get("metrics", {}) if start else {}
+        self._is_continued = start > 0
         if not start:
             self._keep_streams(epoch)
         return _Batches(loader, lambda: training.steps(loader, number, total)), total - start
@@ -180,19 +192,6 @@ class Session:
         if self.progress is not None:
             self.progress.finish()
 
-    def _keep_metrics(self) -> None:
-        assert self.progress is not None
-        self.progress.values["metrics"] = self._metrics
-
-
-def _no_batch(loader: Any, num_steps: int, validates: bool) -> DataError:
-    return DataError(
-        f"a {'validation' if validates else 'training'} epoch has {num_steps} steps, but its {len(loader.dataset)} "
-        f"samples are fewer than a batch of {loader.batch_size} (train.batch_size): robomimic drops incomplete "
-        "batches, so it has none. Name a filter key with more demonstrations, lower train.batch_size, or, if this is "
-        "the validation set, set experiment.validate to false."
-    )
-
 
 class _LoggerState:
     """Saves the data of a logger with the progress: robomimic's logs mean and maximum over all rollouts."""
@@ -224,7 +223,87 @@ class _Batches:
         return self._begin()
 
 
-def _looked(batch: Any, training: Resumable) -> Any:
-    """Return `batch`; before it, ranks may save and exit (collective)."""
-    training.look()
-    return batch
+def algos(model: Any) -> Iterator[Any]:
+    """Yield `model` and the algorithms inside it (hbc and iris hold planners, actors and value functions)."""
+    from robomimic.algo.algo import Algo
+
+    inner = [value for value in vars(model).values() if isinstance(value, Algo)]
+    for algo in inner:
+        yield from algos(algo)
+    if "nets" in vars(model):
+        yield model
+
+
+class AlgoState:
+    """All state of an Algo and its inner ones that training changes: networks, EMA, optimizers, schedules, counters."""
+
+    def __init__(self, model: Any) -> None:
+        self._algos = list(algos(model))
+        self._before = [_counters(algo) for algo in self._algos]
+        self._held: Optional[list[dict[str, Any]]] = None
+
+    def hold(self) -> None:
+        """Save schedules and counters as they are now: a resumed trainer repeats its changes after an epoch."""
+        self._held = copy.deepcopy([self._light(*pair) for pair in zip(self._algos, self._before)])
+
+    def release(self) -> None:
+        """Save the current schedules and counters again."""
+        self._held = None
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        out = []
+        for i, algo in enumerate(self._algos):
+            light = self._light(algo, self._before[i]) if self._held is None else self._held[i]
+            ema = getattr(algo, "ema", None)
+            optimizers = [o.state_dict()["state"] for o in flat(vars(algo).get("optimizers"))]
+            heavy = {
+                "nets": algo.nets.state_dict(),
+                "ema": None if ema is None else ema.averaged_model.state_dict(),
+                "optimizers": optimizers,
+            }
+            out.append({**heavy, **light})
+        return out
+
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        current = self.state_dict()
+        for kind in ("optimizers", "lr_schedulers", "ema"):
+            was, now = ([len(part[kind] or ()) for part in parts] for parts in (state, current))
+            if was != now:
+                raise CheckpointError(
+                    f"the progress has {kind} of sizes {was}, the algorithm {now}; a part of it would start over. "
+                    "Resume with the config that the run was started with, or set DDPSHIM_RESUME=never."
+                )
+        for algo, saved in zip(self._algos, state):
+            algo.nets.load_state_dict(saved["nets"])
+            for o, held, groups in zip(flat(vars(algo).get("optimizers")), saved["optimizers"], saved["param_groups"]):
+                o.load_state_dict({"state": held, "param_groups": groups})
+            for schedule, held in zip(flat(vars(algo).get("lr_schedulers")), saved["lr_schedulers"]):
+                schedule.load_state_dict(held)
+            vars(algo).update(saved["counters"])
+            if saved["ema"] is not None:
+                algo.ema.averaged_model.load_state_dict(saved["ema"])
+                vars(algo.ema).update(saved["ema_counters"])
+
+    @staticmethod
+    def _light(algo: Any, before: dict[str, Any]) -> dict[str, Any]:
+        ema = getattr(algo, "ema", None)
+        return {
+            "param_groups": [o.state_dict()["param_groups"] for o in flat(vars(algo).get("optimizers"))],
+            "lr_schedulers": [s.state_dict() for s in flat(vars(algo).get("lr_schedulers"))],
+            # Only those that training has changed: the others come from the config, which may differ after a resume.
+            "counters": {name: n for name, n in _counters(algo).items() if before.get(name) != n},
+            "ema_counters": {} if ema is None else _counters(ema),
+        }
+
+
+def _counters(owner: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(owner).items() if type(value) in (int, float)}
+
+
+def flat(made: Any) -> list[Any]:
+    """Return the optimizers or schedules of an Algo as one list; it keeps them by name, in lists, or as None."""
+    if isinstance(made, Mapping):
+        made = list(made.values())
+    if isinstance(made, list):
+        return [inner for value in made for inner in flat(value)]
+    return [] if made is None else [made]

@@ -36,7 +36,7 @@ from ddpshim.process.users_line import users_line
 from ddpshim.shares.sharded import Shares
 from ddpshim.tools.new_files import NewFiles
 from ddpshim.trainers.unedited.private_files import switch_loggers_off
-from ddpshim.trainers.unedited.start import run_as_main
+from ddpshim.trainers.unedited.program import run_as_main
 
 SETTINGS = "settings.json"
 ONE = "one"  # name of the run in one process; the ranks' runs are "rank_0", "rank_1", ...

@@ -109,13 +109,10 @@ class PatchedFiles(importlib.abc.MetaPathFinder):
         self._sources = sources
 
     def find_spec(self, name: str, path: Optional[Sequence[str]], target: object = None) -> Optional[ModuleSpec]:
-        if name not in self._sources:
-            return None
-        found = PathFinder.find_spec(name, path)
-        if found is None or found.origin is None:
-            return found
-        loader = _Loader(name, found.origin, self._sources[name])
-        return importlib.util.spec_from_file_location(name, found.origin, loader=loader)
+        found = PathFinder.find_spec(name, path) if name in self._sources else None
+        if found is not None and found.origin is not None:
+            found.loader = _Loader(name, found.origin, self._sources[name])
+        return found
 
 
 def _module_of(name: str) -> str:

@@ -23,7 +23,6 @@ ROOT = Path(__file__).parents[2]
 TRAINERS = (
     "evaluation.environments",
     "observe.report",
-    "robomimic.algo",
     "robomimic.batches",
     "robomimic.calls",
     "robomimic.droid",

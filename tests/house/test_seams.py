@@ -72,7 +72,7 @@ SEAMS = [
     Seam("_register_buffer_comm_hook", "model/ddp.py", TORCHS_OWN, WRAPPER),
     Seam("_set_params_and_buffers_to_ignore_for_model", "model/ddp.py", TWICE, WRAPPER),
     Seam("_ddp_params_and_buffers_to_ignore", "model/ddp.py", TWICE, WRAPPER),
-    Seam("_foreach_norm", "robomimic/algo.py", READS, "torch/nn/utils/clip_grad.py"),
+    Seam("_foreach_norm", "robomimic/calls.py", READS, "torch/nn/utils/clip_grad.py"),
     Seam("_BatchNorm", "model/wrapping.py", f"{PARALLEL}batchnorm_", "torch/nn/modules/batchnorm.py"),
     Seam("_get_default_store", "job/process_group.py", "house/test_trust.py::test_what_somebody_wrote_to", C10D),
     Seam("_BaseDataLoaderIter", "process/observed.py", "test_every_loader_goes_through_one_next", LOADER),

@@ -13,7 +13,7 @@ import torch
 from ddpshim.job.world import World
 from ddpshim.observe.report import load, verdict
 from ddpshim.options import Options
-from ddpshim.robomimic import algo, calls
+from ddpshim.robomimic import calls
 from evidence.equivalence import (
     VALIDATION,
     Run,
@@ -74,7 +74,7 @@ def _rank_counts_reads() -> None:
         batch = model.process_batch_for_training(batch)
         for number in range(3):
             torch.manual_seed(number)  # dropout
-            with algo.norms_read_at_once() if is_ours else contextlib.nullcontext():
+            with calls.norms_read_at_once() if is_ours else contextlib.nullcontext():
                 reads_of.update(item=0, tolist=0)
                 logs.append(model.log_info(model.train_on_batch(batch, epoch=1)))
                 read.append(dict(reads_of))

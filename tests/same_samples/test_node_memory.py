@@ -23,7 +23,7 @@ from ddpshim.errors import DataError, WorldError
 from ddpshim.job.world import World
 from ddpshim.options import Options
 from ddpshim.process import machine, say
-from ddpshim.robomimic import batches, calls, node_cache, node_memory
+from ddpshim.robomimic import batches, calls, node_memory
 from ddpshim.robomimic.node_memory import shared_arrays
 from tests import sequences as demos
 from tests.ranks import _server, run_ranks
@@ -134,9 +134,9 @@ def folder(tmp_path: Path) -> Path:
 def _shared(folder: Path, mode: str, **settings: Any) -> tuple[Any, Any]:
     """A dataset with upstream's cache, and one with the node's."""
     upstream = demos.make(folder, mode, **settings)
-    with node_cache.without_cache(type(upstream)) as waiting:
+    with node_memory.without_cache(type(upstream)) as waiting:
         shared = demos.make(folder, mode, **settings)
-    assert node_cache.share(waiting, World()) is None
+    assert node_memory.share(waiting, World()) is None
     return upstream, shared
 
 
@@ -192,9 +192,9 @@ def test_demonstrations_that_are_not_alike_stay_upstreams(folder: Path) -> None:
         del file["data/demo_2/obs/eef_pos"]
         file["data/demo_2/obs/eef_pos"] = values
     kind = type(demos.make(folder, "low_dim", file=path.name))
-    with node_cache.without_cache(kind) as waiting:
+    with node_memory.without_cache(kind) as waiting:
         demos.make(folder, "all", file=path.name)
-    problem = node_cache.share(waiting, World())
+    problem = node_memory.share(waiting, World())
     assert problem is not None
     assert problem.startswith(f"{path}: obs/eef_pos of demo_2 is <f4[7, 3], not <f8[7, 3] as after demo_0")
 
@@ -210,7 +210,7 @@ def test_a_launched_training_shares_where_it_can(
     say.say_once.cache_clear()
     here = World(launcher="torchrun", world_size=2, options=Options(node_memory=is_shared))
     monkeypatch.setattr(calls, "world", lambda: here)
-    monkeypatch.setattr(node_cache, "share", functools.partial(_shared_by_one, node_cache.share))
+    monkeypatch.setattr(node_memory, "share", functools.partial(_shared_by_one, node_memory.share))
     path = demos.make_file(folder / "demos.hdf5")
     config = SimpleNamespace(train=SimpleNamespace(hdf5_cache_mode="all"))
 
@@ -223,7 +223,7 @@ def test_a_launched_training_shares_where_it_can(
     keys = [*demos.LOW_DIM, "lang"]
     found = calls.load_data_for_training(config, obs_keys=keys)
     assert keys == [*demos.LOW_DIM]
-    assert [isinstance(dataset.hdf5_cache, node_cache.Demos) for dataset in found] == [is_shared] * 2
+    assert [isinstance(dataset.hdf5_cache, node_memory.Demos) for dataset in found] == [is_shared] * 2
     assert [type(dataset.getitem_cache) is list for dataset in found] == [not is_shared] * 2
     with demos.h5py.File(path, "r+") as file:
         file["data/demo_1/obs/extra"] = 1  # not loaded

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, default_collate
 
 import ddpshim
 from ddpshim.robomimic import batches as sequences
-from ddpshim.robomimic import node_cache
+from ddpshim.robomimic import node_memory
 from ddpshim.rows import loader
 from tests import sequences as demos
 from tests.preloaded import environment
@@ -202,7 +202,9 @@ def _rows(folder: str, num_workers: int) -> tuple[list[Any], bool]:
     how: Any = {"num_workers": num_workers, "multiprocessing_context": "fork"} if num_workers else {}
     torch.manual_seed(4)
     batches = DataLoader(dataset, 7, shuffle=True, **how)
-    found = [[(key, x.tolist()) for key, x in node_cache._leaves(batch).items()] for _ in range(2) for batch in batches]
+    found = [
+        [(key, x.tolist()) for key, x in node_memory._leaves(batch).items()] for _ in range(2) for batch in batches
+    ]
     return found, "__getitems__" in vars(dataset)
 
 

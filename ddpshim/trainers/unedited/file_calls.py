@@ -224,15 +224,13 @@ class CLibraries:
         """Redirect ffmpeg's output, which is how videos are written, and for all programs files this rank has made."""
 
         def stand_in(process: Any, args: Any, *more: Any, **kwargs: Any) -> Any:
+            command, last = args, None
             if isinstance(args, (list, tuple)) and args:
-                redirected = [self._argument(part) for part in args]
-                if os.path.basename(os.fsdecode(args[0])).startswith("ffmpeg") and _is_a_file_name(args[-1]):
-                    redirected[-1] = self._writes(args[-1])
-                else:
-                    _report_popen(args[0], sys._getframe(1))
-                args = redirected
+                command, last, args = args[0], args[-1], [self._argument(part) for part in args]
+            if _is_a_file_name(last) and os.path.basename(os.fsdecode(command)).startswith("ffmpeg"):
+                args[-1] = self._writes(last)
             else:
-                _report_popen(args, sys._getframe(1))
+                _report_popen(command, sys._getframe(1))
             if kwargs.get("cwd") is not None:
                 kwargs["cwd"] = self._reads(kwargs["cwd"])
             real(process, args, *more, **kwargs)

@@ -1,27 +1,327 @@
-"""One rank's view of the files: its own changes, on top of the files that existed when the job began.
+"""Stand-ins for `open` and os's functions that take paths, on ranks that are not main, and the files that they show.
 
-Paths in this file are absolute and contain no folder that is a link; `View.find` returns such paths. A file that a rank
-has made is at the same path below the rank's private folder, `View.top`.
+A `View` is one rank's own changes, on top of the files that existed when the job began. Its paths are absolute and
+contain no folder that is a link; `View.find` returns such paths. A file that a rank has made is at the same path below
+the rank's private folder, `View.top`.
 """
 
 from __future__ import annotations
 
 import _io
+import contextlib
 import errno
+import functools
 import os
 import posix
 import shutil
 import stat
+import sys
 import tempfile
-from typing import Optional
+from collections.abc import Iterable, Iterator
+from types import FrameType, FunctionType, MethodType
+from typing import Any, Callable, Optional, TypeVar
 
 from ddpshim.errors import SyncError
-from ddpshim.trainers.unedited.file_calls import PRIVATE, is_special
+from ddpshim.process.users_line import users_line
+from ddpshim.trainers.unedited.file_calls import PRIVATE, CLibraries, LeftAlone, is_special, may_write
 from ddpshim.trainers.unedited.main_file_log import Before, MainsChanges, MainsSaves
-from ddpshim.variables import RUN_DIR
+from ddpshim.variables import RANK, RUN_DIR
 
+T = TypeVar("T")
+
+_READING = ("stat", "lstat", "access", "statvfs", "listxattr", "getxattr", "pathconf")
+_CHANGING = ("truncate", "chmod", "chown", "lchown", "utime", "setxattr", "removexattr")
+_OF_LINKS = ("lstat", "readlink", "lchown", "mkdir", "unlink", "remove", "rmdir")  # never follow the last part
+_DELETED = " (deleted)"  # Linux appends this in /proc to the path of a removed file
 _MOST_LINKS = 40
 _MOST_FOLDERS = 10_000  # folders whose path without links is cached
+
+
+class Files:
+    """Python's file functions for a `View`, with the names and arguments of os."""
+
+    def __init__(self, view: View, left: LeftAlone) -> None:
+        self.view, self._left = view, left
+
+    def stand_ins(self) -> dict[int, Any]:
+        """Return the stand-ins by the id of the function that each replaces."""
+        own = ("listdir", "scandir", "chdir", "getcwd", "getcwdb", "open", "symlink", "link", "rename")
+        made = {**{name: getattr(self, name) for name in own}, "replace": self.rename}
+        for names, act, is_written in (
+            ((*_READING, "readlink"), self._read, False),
+            ((*_CHANGING, "mkdir"), self._change, True),
+            (("unlink", "remove", "rmdir"), self._remove, True),
+        ):
+            made |= {name: self._stand_in(name, act, is_written) for name in names if hasattr(posix, name)}
+        return {**{id(getattr(posix, name)): made[name] for name in made}, id(_io.open): self.open_file}
+
+    def place_to_read(self, path: Any) -> Any:
+        """Return the path that a library should read instead of `path`. For libraries that open files in C."""
+        found = self._path(path)
+        return path if found is None else self.view.place_with_content(self.view.find(found))
+
+    def place_to_write(self, path: Any, keeps: bool = False, is_new: bool = False) -> Any:
+        """Return the path that a library should write to; `keeps`: the file starts with its earlier content."""
+        found = self._path(path, is_written=True)
+        if found is None:
+            return path
+        found = self.view.find(found)
+        if keeps:
+            self.view.place_with_content(found)  # raises if it is not known, and so cannot be kept
+        return self.view.place_to_write(found, keeps, is_new)
+
+    def libraries(self) -> CLibraries:
+        """Return what redirects files that libraries open in C."""
+        return CLibraries(self.place_to_read, self.place_to_write)
+
+    def refuse(self, path: str, event: str, frame: FrameType, source: str) -> None:
+        """Raise SyncError if the caller in `frame` writes to a path that other ranks see, past these stand-ins."""
+        path = os.path.normpath(path)
+        # A function of Python that opens the file is asked itself; `path` may be a folder that only this rank has.
+        opener = frame.f_locals["opener"] if frame.f_code is Files.open_file.__code__ else None
+        is_asked = isinstance(getattr(opener, "func", opener), (FunctionType, MethodType))
+        is_private = path.startswith(self.view.top) or self._left.has(path) or self._left.is_asked_by(frame)
+        if not (is_asked or is_private):
+            raise SyncError(
+                f"{users_line()} writes to {path} ({event}) through a function that ddpshim cannot intercept, on a "
+                "rank that is not main; all ranks would write there and corrupt the file. Use open or sqlite3.connect, "
+                f"or call os functions as os.NAME (os.mkdir), or write only if os.environ['{RANK}'] is '0'."
+            )
+
+    # Reading
+
+    def _stand_in(self, name: str, act: Callable[..., Any], is_written: bool) -> Callable[..., Any]:
+        """Return the stand-in for a function that takes a path; `act`: what it does with a path of the view."""
+        real = getattr(posix, name)
+
+        def stand_in(path: Any = ".", *args: Any, dir_fd: Optional[int] = None, **kwargs: Any) -> Any:
+            found = self._path(path, dir_fd, is_written)
+            if found is None:
+                return real(path, *args, **({} if dir_fd is None else {"dir_fd": dir_fd}), **kwargs)
+            follows = name not in _OF_LINKS and kwargs.get("follow_symlinks", True)
+            answer = self._do(lambda: act(real, found, follows, *args, **kwargs), path)
+            return os.fsencode(answer) if isinstance(answer, str) and isinstance(path, bytes) else answer
+
+        return stand_in
+
+    def _read(self, real: Callable[..., Any], path: str, follows: bool, *args: Any, **kwargs: Any) -> Any:
+        return real(self.view.locate(path, follows)[1], *args, **kwargs)
+
+    def _change(self, real: Callable[..., Any], path: str, follows: bool, *args: Any, **kwargs: Any) -> Any:
+        is_new = real is posix.mkdir
+        return real(self.view.place_to_write(self.view.find(path, follows), not is_new, is_new), *args, **kwargs)
+
+    def _remove(self, real: Callable[..., Any], path: str, follows: bool) -> None:
+        self.view.remove(self.view.find(path, follows), is_folder=real is posix.rmdir)
+
+    def listdir(self, path: Any = None) -> list[Any]:
+        path = "." if path is None else path
+        found = self._folder(path)
+        if found is None:
+            return posix.listdir(path)
+
+        def names() -> list[str]:
+            folder, place = self.view.locate(found)
+            return self.view.names(folder) if _is_folder(place) else posix.listdir(place)
+
+        made = self._do(names, path)
+        return [os.fsencode(name) for name in made] if isinstance(path, bytes) else made
+
+    def scandir(self, path: Any = None) -> Any:
+        path = "." if path is None else path
+        found = self._folder(path)
+        if found is None:
+            return posix.scandir(path)
+
+        def listing() -> Any:
+            folder, place = self.view.locate(found)
+            if not _is_folder(place):
+                return posix.scandir(place)
+            if isinstance(path, int):  # entries show only their name, but need a path for stat
+                return Listing(Entry(name, os.path.join(found, name), name) for name in self.view.names(folder))
+            if place == folder and self.view.folder == posix.getcwd():
+                with posix.scandir(path) as entries:  # before `has_own`, which then knows what main has removed by now
+                    listed = [*entries]
+                if not self.view.has_own(folder):
+                    return Listing(listed)
+            given = os.fspath(path)
+            encoded = os.fsencode if isinstance(given, bytes) else str
+            names = [encoded(name) for name in self.view.names(folder)]
+            return Listing(Entry(name, os.path.join(given, name)) for name in names)
+
+        return self._do(listing, path)
+
+    def getcwd(self) -> str:
+        return self.view.folder
+
+    def getcwdb(self) -> bytes:
+        return os.fsencode(self.view.folder)
+
+    def chdir(self, path: Any) -> None:
+        found = self._path(path)
+
+        def change() -> None:
+            folder, place = (None, path) if found is None else self.view.locate(found)
+            posix.chdir(place)
+            self.view.folder = folder or posix.getcwd()
+
+        self._do(change, path)
+
+    # Writing
+
+    def open_file(self, file: Any, mode: str = "r", *args: Any, opener: Any = None, **kwargs: Any) -> Any:
+        """open"""
+        if opener is None or getattr(opener, "__module__", None) == "pathlib":  # Python 3.9: it calls os.open
+            opener = functools.partial(self.open, mode=0o666)
+        kwargs["opener"] = opener
+        return _io.open(file, mode, *args, **kwargs)
+
+    def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: Optional[int] = None) -> int:
+        writes = may_write(flags)
+        found = self._path(path, dir_fd, is_written=writes)
+        if found is None:
+            return posix.open(path, flags, mode, dir_fd=dir_fd)
+        follows = not flags & os.O_NOFOLLOW
+
+        def opened() -> int:
+            if not writes:
+                return posix.open(self.view.place_with_content(self.view.locate(found, follows)[0]), flags, mode)
+            is_new = flags & (os.O_CREAT | os.O_EXCL) == os.O_CREAT | os.O_EXCL
+            is_kept = not flags & os.O_TRUNC or not flags & os.O_CREAT
+            if flags & os.O_RDWR and is_kept:
+                self.view.place_with_content(self.view.find(found, follows))  # raises if it is not known
+            return posix.open(self.view.place_to_write(self.view.find(found, follows), is_kept, is_new), flags, mode)
+
+        return self._do(opened, path)
+
+    def rename(self, src: Any, dst: Any, *, src_dir_fd: Optional[int] = None, dst_dir_fd: Optional[int] = None) -> None:
+        """os.rename, os.replace"""
+        source = self._path(src, src_dir_fd, is_written=True)
+        to = self._path(dst, dst_dir_fd, is_written=True)
+        if source is None and to is None:
+            posix.rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+            return
+        if source is not None and to is not None:
+            self._move(src, dst, source, to, follows=False)
+            return
+
+        # Between this rank's files and those that are not redirected: these may be on different file systems.
+        def copy() -> None:
+            place = src if source is None else self.view.place_with_content(self.view.find(source, follows=False))
+            if not stat.S_ISREG(posix.lstat(place).st_mode):
+                raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), src, None, dst)
+            _copy_file(place, dst if to is None else self.view.place_to_write(self.view.find(to), keeps=False))
+
+        self._do(copy, src, dst)
+        if source is None:
+            posix.unlink(src, dir_fd=src_dir_fd)
+        else:
+            self.view.remove(self.view.find(source, follows=False), is_folder=False)
+
+    def link(self, src: Any, dst: Any, **kwargs: Any) -> None:
+        source, to = self._path(src, is_written=True), self._path(dst, is_written=True)
+        if source is None or to is None:
+            posix.link(src, dst, **kwargs)
+            return
+        self._move(src, dst, source, to, kwargs.get("follow_symlinks", True), keeps_source=True)
+
+    def _move(self, src: Any, dst: Any, source: str, to: str, follows: bool, keeps_source: bool = False) -> None:
+        view = self.view
+        self._do(lambda: view.move(view.find(source, follows), view.find(to, False), keeps_source), src, dst)
+
+    def symlink(self, src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: Optional[int] = None) -> None:
+        found = self._path(dst, dir_fd, is_written=True)
+        if found is None:
+            posix.symlink(src, dst, dir_fd=dir_fd)
+            return
+        self._do(lambda: self.view.link_to(os.fsdecode(src), self.view.find(found, follows=False)), src, dst)
+
+    def _folder(self, path: Any) -> Optional[str]:
+        """`_path`, also for the descriptor of an open folder."""
+        return self._path(_path_of(path) if isinstance(path, int) else path)
+
+    def _path(self, path: Any, dir_fd: Optional[int] = None, is_written: bool = False) -> Optional[str]:
+        """Return `path` as an absolute path; None if the view does not handle it."""
+        if isinstance(path, int):
+            return None
+        path = os.fsdecode(path)  # accepts a Path too
+        if not path:
+            return None  # the real function raises its error
+        if dir_fd is not None and not os.path.isabs(path):
+            path = os.path.join(_path_of(dir_fd), path)
+        path = os.path.normpath(os.path.join(self.view.folder, path))
+        if is_written:
+            frame = sys._getframe(2)
+            if self._left.takes_note(path, frame) or self._left.is_asked_by(frame):
+                return None
+        return None if self._left.has(path) else path
+
+    def _do(self, call: Callable[[], T], path: Any, to: Any = None) -> T:
+        """Return the result of `call`, which may be called twice; errors name the path that the program gave."""
+        try:
+            try:
+                return call()
+            except FileNotFoundError:
+                if not self.view.catch_up():
+                    raise
+                return call()  # the main rank has just removed the file, and this rank knows that now
+        except OSError as error:
+            if error.filename is not None:
+                error.filename, error.filename2 = path, to
+            raise
+
+
+class Entry:
+    """Stands in for os.DirEntry."""
+
+    def __init__(self, name: Any, place: Any, path: Any = None) -> None:
+        """`place`: the path for stat; `path`: the path to show, if different."""
+        self.name, self.path, self._place = name, place if path is None else path, place
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        return os.stat(self._place, follow_symlinks=follow_symlinks)
+
+    def _has(self, kind: Callable[[int], bool], follow_symlinks: bool) -> bool:
+        try:
+            return kind(self.stat(follow_symlinks=follow_symlinks).st_mode)
+        except FileNotFoundError:
+            return False
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        return self._has(stat.S_ISDIR, follow_symlinks)
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        return self._has(stat.S_ISREG, follow_symlinks)
+
+    def is_symlink(self) -> bool:
+        return self._has(stat.S_ISLNK, False)
+
+    def is_junction(self) -> bool:
+        return False
+
+    def inode(self) -> int:
+        return self.stat(follow_symlinks=False).st_ino
+
+    def __fspath__(self) -> Any:
+        return self.path
+
+    def __repr__(self) -> str:
+        return f"<DirEntry {self.name!r}>"
+
+
+class Listing(contextlib.AbstractContextManager[Any], Iterator[Any]):
+    """Stands in for the iterator that os.scandir returns."""
+
+    def __init__(self, entries: Iterable[Any]) -> None:
+        self._entries = iter(entries)
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entries = iter(())
+
+    close = __exit__
 
 
 class View:
@@ -273,11 +573,8 @@ class View:
         self._make_own(folder)
 
     def _make_own(self, folder: str) -> None:
-        missing = []
-        while not _is_folder(self.top + folder):
-            missing.append(folder)
-            folder = os.path.dirname(folder)
-        for folder in reversed(missing):
+        if not _is_folder(self.top + folder):
+            self._make_own(os.path.dirname(folder))
             posix.mkdir(self.top + folder)
 
     def _copy(self, path: str, place: str, own: str) -> None:
@@ -297,25 +594,24 @@ class View:
         elif place != own and stat.S_ISLNK(info.st_mode):
             posix.symlink(posix.readlink(place), own)
         elif place != own:
-            copy_file(place, own)
+            _copy_file(place, own)
             posix.utime(own, ns=(info.st_atime_ns, info.st_mtime_ns))
             posix.chmod(own, stat.S_IMODE(info.st_mode) | stat.S_IRUSR | stat.S_IWUSR)
 
     def _check_target(self, source: str, is_folder: bool, to: str, must_be_new: bool) -> None:
-        place = self.place(to) if to not in self._saves else ""
-        if to in self._saves or not _exists(place):
-            number = errno.EEXIST if must_be_new and to in self._saves else 0
-        elif must_be_new:
-            number = errno.EEXIST
-        elif stat.S_ISDIR(posix.lstat(place).st_mode):
+        is_saved = to in self._saves
+        mode = 0 if is_saved else _mode(self.place(to))
+        if must_be_new:
+            number = errno.EEXIST if is_saved or mode else 0
+        elif stat.S_ISDIR(mode):
             number = 0 if is_folder and not self.names(to) else (errno.ENOTEMPTY if is_folder else errno.EISDIR)
         else:
-            number = errno.ENOTDIR if is_folder else 0
+            number = errno.ENOTDIR if is_folder and mode else 0
         if number:
             raise _error(number, source, to)
 
 
-def copy_file(source: str, to: str) -> None:
+def _copy_file(source: str, to: str) -> None:
     """Copy a file's bytes. Calls no function that is replaced in the program."""
     with _io.open(posix.open(source, os.O_RDONLY), "rb") as reading:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -346,3 +642,9 @@ def _remove_quietly(path: str) -> None:
 
 def _error(number: int, path: str, to: Optional[str] = None) -> OSError:
     return OSError(number, os.strerror(number), path, None, to)
+
+
+def _path_of(descriptor: int) -> str:
+    """Return the path of an open file or folder, also if the main rank has removed it since."""
+    path = posix.readlink(f"/proc/self/fd/{descriptor}")
+    return path[: -len(_DELETED)] if path.endswith(_DELETED) and not posix.fstat(descriptor).st_nlink else path

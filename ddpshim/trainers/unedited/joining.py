@@ -18,7 +18,7 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, Callable, NoReturn, Optional
+from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional
 
 import torch
 import torch.distributed as dist
@@ -44,9 +44,11 @@ from ddpshim.rows.tensor import Counts
 from ddpshim.trainers.unedited.clock import Clock, Commands
 from ddpshim.trainers.unedited.file_calls import Locks, in_place
 from ddpshim.trainers.unedited.networks import Networks, say_what_was_divided
-from ddpshim.trainers.unedited.private_files import PrivateFiles
+from ddpshim.trainers.unedited.private_files import PrivateFiles, Rollouts
 from ddpshim.trainers.unedited.reads import equal_reads
-from ddpshim.trainers.unedited.start import Start, start_again
+
+if TYPE_CHECKING:
+    from ddpshim.trainers.unedited.program import Start
 
 
 def _joined(dataset: Any, batch_size: int, **options: Any) -> DataLoader[Any]:
@@ -137,7 +139,10 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
         undo.enter_context(replaced(optimizer, "add_param_group", _seen(optimizer.add_param_group)))
         if here.options.exact is None:  # whose number of threads must not depend on the number of ranks
             undo.enter_context(_cores_shared(here.local_world_size))
-        undo.enter_context(_one_process_shown())
+        rank = os.environ.get("RANK", "0")
+        undo.enter_context(_in_one_process())
+        undo.callback(os.environ.pop, variables.RANK, None)
+        os.environ[variables.RANK] = rank
 
         def take_back() -> None:
             undo.close()
@@ -175,8 +180,6 @@ def _play_rollouts_on_main(here: World, files: PrivateFiles, until: contextlib.E
     """Until `until` ends, also for classes that an adapter names. Local."""
 
     def take(module: str, name: str) -> None:
-        from ddpshim.trainers.unedited.rollouts import Rollouts
-
         base = getattr(sys.modules[module], name)
         until.enter_context(replaced(base, "__init_subclass__", Rollouts(base, here, files).hook()))
 
@@ -209,18 +212,6 @@ def _gpus_shown(num_gpus: int) -> Iterator[None]:
 
     with replaced(torch.cuda, "device_count", device_count), replaced(kind, "__setitem__", set_item):
         yield
-
-
-@contextlib.contextmanager
-def _one_process_shown() -> Iterator[None]:
-    """Within this block the program finds no variables of a launcher. Local."""
-    rank = os.environ.get("RANK", "0")
-    with in_one_process():
-        os.environ[variables.RANK] = rank
-        try:
-            yield
-        finally:
-            del os.environ[variables.RANK]
 
 
 @contextlib.contextmanager
@@ -281,12 +272,12 @@ def noticed(start: Start) -> Iterator[None]:
         until.enter_context(replaced(dist, "is_initialized", is_shown))
         for name in ("setup", "wrap_parallel", "make_loader"):
             put(sys.modules["ddpshim"], name, f"it calls ddpshim.{name}")
-        until.callback(after_import("accelerate", lambda: _show_accelerate_one_process(start, until)))
+        until.callback(after_import("accelerate", lambda: _leave_what_accelerate_divides(start, until)))
         yield
 
 
 @contextlib.contextmanager
-def in_one_process() -> Iterator[None]:
+def _in_one_process() -> Iterator[None]:
     """Within this block, no launcher is found in the environment. Local."""
     hidden = {name: value for name, value in os.environ.items() if name.startswith(_LAUNCHERS)}
     for name in hidden:
@@ -297,11 +288,10 @@ def in_one_process() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-def _show_accelerate_one_process(start: Start, until: contextlib.ExitStack) -> None:
-    """Make accelerate behave on each rank as in one process, until `until` ends."""
-    state = sys.modules["accelerate.state"].PartialState
+def _leave_what_accelerate_divides(start: Start, until: contextlib.ExitStack) -> None:
+    """Until `until` ends, restart a program that has accelerate divide its model."""
     accelerator = sys.modules["accelerate.accelerator"].Accelerator
-    make, begin = accelerator.__init__, state.__init__
+    make = accelerator.__init__
 
     @functools.wraps(make)
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -312,13 +302,7 @@ def _show_accelerate_one_process(start: Start, until: contextlib.ExitStack) -> N
             leave_alone(start, f"accelerate divides its model ({', '.join(asked)})")
         make(self, *args, **kwargs)
 
-    @functools.wraps(begin)
-    def begun(self: Any, *args: Any, **kwargs: Any) -> None:
-        with in_one_process():
-            begin(self, *args, **kwargs)
-
     until.enter_context(replaced(accelerator, "__init__", made))
-    until.enter_context(replaced(state, "__init__", begun))
 
 
 def _stand_in(start: Start, original: Callable[..., Any], found: str) -> Callable[..., Any]:
@@ -354,7 +338,7 @@ def leave_alone(start: Start, found: str, error: Optional[Exception] = None) -> 
     if is_served_here:
         time.sleep(_LAST_ANSWER_S)
     os.chdir(start.folder)
-    start_again(start.argv, {**start.environ, variables.UNEDITED: "off"})
+    start.again({**start.environ, variables.UNEDITED: "off"})
 
 
 def leave_alone_if_it_joins(start: Start, error: Exception) -> None:

@@ -106,18 +106,15 @@ class MainsChanges:
 
     def states(self) -> dict[str, Any]:
         """Return {path: (mtime, size, inode)} of the paths that other ranks do not see as they are on disk."""
-        with self._lock:
-            return {path: (info.st_mtime_ns, info.st_size, info.st_ino) for path, info in self._hidden()}
-
-    def _hidden(self) -> Iterator[tuple[str, os.stat_result]]:
-        waiting = [*self._sent]
+        found, waiting = dict[str, Any](), [*self._sent]
         while waiting:
             path = waiting.pop()
             with contextlib.suppress(OSError):
                 info = posix.lstat(path)
-                if stat.S_ISDIR(info.st_mode) and (path not in self._sent or self._sent[path] == "nothing"):
+                if stat.S_ISDIR(info.st_mode) and self._sent.get(path, "nothing") == "nothing":
                     waiting += [os.path.join(path, name) for name in posix.listdir(path)]
-                yield path, info
+                found[path] = info.st_mtime_ns, info.st_size, info.st_ino
+        return found
 
     def may_have_changed(self, path: str) -> bool:
         """Whether `path` may have changed since the job began, by the clock of its file system."""

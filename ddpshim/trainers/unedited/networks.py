@@ -35,7 +35,6 @@ from ddpshim.rows.calls import Calls
 from ddpshim.rows.gradients import plain
 from ddpshim.rows.tensor import Counts
 
-Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 _ROUNDING = 1e-3
 _DEADLINE_S = 600.0
 _NUM_PLACES = 3
@@ -259,7 +258,7 @@ def choose(roots: Iterable[nn.Module], params: list[Any]) -> list[nn.Module]:
     return chosen
 
 
-def shapes_of(module: nn.Module) -> Shapes:
+def shapes_of(module: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Return the names and shapes of a module's parameters."""
     return tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
 

@@ -1,4 +1,4 @@
-"""Lets only the main rank write, in a program for one process.
+"""Lets only the main rank write, and play the rollouts of some codebases, in a program for one process.
 
 Files that another rank opens for writing, makes, removes, moves or links go to a private temporary folder that only
 this rank sees, on top of the files that existed when the job began. See docs/same_experiment.md.
@@ -9,12 +9,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import inspect
 import io
 import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
@@ -22,15 +23,15 @@ import torch
 
 from ddpshim.job.world import World
 from ddpshim.process.job import current
+from ddpshim.process.random_streams import rank_states, restore_rank_states
 from ddpshim.process.replaced import after_import, replaced
 from ddpshim.rows.gradients import plain
 from ddpshim.rows.tensor import Counts, on_whole
 from ddpshim.trainers.unedited.file_calls import LeftAlone, in_place, seen_by, watched
 from ddpshim.trainers.unedited.main_file_log import MainsChanges, MainsSaves, MainsWrites
-from ddpshim.trainers.unedited.stand_ins import Files
 
 if TYPE_CHECKING:
-    from ddpshim.trainers.unedited.file_overlay import View
+    from ddpshim.trainers.unedited.file_overlay import Files
 
 T = TypeVar("T")
 
@@ -50,8 +51,7 @@ class PrivateFiles:
         self._saves = MainsSaves(world)
         self._changes = MainsChanges(world, started)
         self._left = LeftAlone()
-        self._files: Optional[Files] = None
-        self._view: Optional[View] = None
+        self._files: Optional[Files] = None  # of a rank that is not main
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -63,14 +63,14 @@ class PrivateFiles:
                 libraries, stand_ins = seen_by(writes.see), writes.stand_ins()
                 undo.enter_context(watched(writes.see))
             else:
-                from ddpshim.trainers.unedited.file_overlay import View
+                from ddpshim.trainers.unedited.file_overlay import Files, View
 
-                self._view = View(self._changes, self._saves)
-                self._files = Files(self._view, self._left)
+                view = View(self._changes, self._saves)
+                self._files = Files(view, self._left)
                 libraries, stand_ins = self._files.libraries(), self._files.stand_ins()
-                undo.callback(self._view.remove_all)
-                atexit.register(self._view.remove_all)  # a rank that fails ends without leaving this block
-                undo.callback(atexit.unregister, self._view.remove_all)
+                undo.callback(view.remove_all)
+                atexit.register(view.remove_all)  # a rank that fails ends without leaving this block
+                undo.callback(atexit.unregister, view.remove_all)
                 undo.callback(os.chdir, os.getcwd())
                 # Otherwise shutil.rmtree refuses a folder that the main rank removes after its lstat: it then opens
                 # a copy with another inode.
@@ -92,13 +92,12 @@ class PrivateFiles:
 
     def see_what_is_shared(self) -> None:
         """Show this rank what the main rank has made for all ranks so far."""
-        if self._view is not None:
-            self._view.see_what_is_shared()
+        if self._files is not None:
+            self._files.view.see_what_is_shared()
 
     def remove_new(self) -> None:
         """On the main rank, remove the files and folders that the program has made so far. Local."""
-        if self._world.is_main:
-            self._changes.remove_new()
+        self._changes.remove_new()
 
     def shown_to_all(self, run: Callable[[], T]) -> T:
         """Return the result of `run` on the main rank; files that its processes change are shown to all ranks."""
@@ -119,8 +118,8 @@ class PrivateFiles:
                 f = self._files.place_to_write(f)
             self._save(obj, f, *args, **kwargs)
             return
-        if self._view is not None:
-            self._view.leave_to_main(path)
+        if self._files is not None:
+            self._files.view.leave_to_main(path)
             return
         with self._counts.alone():
             if isinstance(f, (str, os.PathLike)):
@@ -152,12 +151,9 @@ class PrivateFiles:
                 return None
             f = f.name
         path = os.path.abspath(os.fsdecode(f))
-        path = os.path.realpath(path) if self._view is None else self._view.find(path)
-        if path in self._saves:
-            return path
-        if self._left.has(path) or (os.path.exists(path) and not os.path.isfile(path)):  # a pipe, a device
-            return None
-        return path
+        path = os.path.realpath(path) if self._files is None else self._files.view.find(path)
+        is_other = self._left.has(path) or (os.path.exists(path) and not os.path.isfile(path))  # a pipe, a device
+        return None if is_other and path not in self._saves else path
 
 
 def switch_loggers_off() -> None:
@@ -214,3 +210,75 @@ def inherited(files: Files) -> Iterator[None]:
 
     with replaced(BaseProcess, "__init__", init):
         yield
+
+
+class Rollouts:
+    """The rollouts of a job by subclasses of `base`: made, and their `run` called, only on the main rank.
+
+    Other ranks get what it found. Otherwise each rank would need as many simulators as one process, and would decide
+    differently if one of them is not deterministic.
+    """
+
+    def __init__(self, base: Any, world: World, files: PrivateFiles) -> None:
+        self._base, self._world, self._files, self._counts = base, world, files, current().part(Counts)
+
+    def hook(self) -> Any:
+        """Return the `__init_subclass__` of the base that replaces `__init__` and `run` of each subclass."""
+        base = self._base
+
+        def made(kind: Any, /, **arguments: Any) -> None:
+            super(base, kind).__init_subclass__(**arguments)
+            for name, instead in (("__init__", self._make), ("run", self._play)):
+                method = getattr(kind, name)
+                if not hasattr(method, "is_on_main"):
+                    setattr(kind, name, instead(method))
+                    getattr(kind, name).is_on_main = True
+
+        return classmethod(made)
+
+    def _make(self, method: Callable[..., None]) -> Callable[..., None]:
+        """Return the stand-in for `__init__`. Other ranks run only that of the base, so they make no environments."""
+        play, base = self._play(method), self._base
+
+        @functools.wraps(method)
+        def make(runner: Any, *args: Any, **kwargs: Any) -> None:
+            if self._counts.is_in_lock_step() and not self._world.is_main:
+                given = {**kwargs, **inspect.signature(method).bind(runner, *args, **kwargs).arguments}
+                names = [name for name in [*inspect.signature(base.__init__).parameters][1:] if name in given]
+                base.__init__(runner, **{name: given[name] for name in names})
+            play(runner, *args, **kwargs)
+
+        return make
+
+    def _play(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def play(runner: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._counts.is_in_lock_step():  # this rank alone makes the call, or plays already
+                return method(runner, *args, **kwargs)
+            own, device = [], self._world.device
+
+            def alone() -> Any:
+                with self._counts.alone():
+                    own.append(method(runner, *args, **kwargs))
+                return _portable(own[0]), rank_states(device)
+
+            with self._files.apart():
+                found, states = self._world.run_on_main(alone)
+            if not self._world.is_main:
+                restore_rank_states(states, device)
+            return own[0] if own else found
+
+        return play
+
+
+def _portable(value: Any) -> Any:
+    """Return `value` with only numbers, text, tensors and arrays; None replaces others, such as a video to log."""
+    if isinstance(value, Mapping):
+        return {key: _portable(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return (tuple if isinstance(value, tuple) else list)(map(_portable, value))
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if type(value).__module__ in ("numpy", "torch"):
+        return value.item() if not getattr(value, "shape", (1,)) else value
+    return None

@@ -1,7 +1,7 @@
-"""Decides whether to distribute an unedited program, and joins the job when it imports torch. Imports no torch.
+"""Runs an unedited program as `python` would; decides whether to distribute it, and joins the job at `import torch`.
 
 Before a program runs, its file and the local modules that it imports are read for how it distributes itself. Modules
-that only a configuration names are found while it runs: `joining.py`.
+that only a configuration names are found while it runs: `joining.py`. This file imports no torch.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import runpy
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence, Set
-from importlib.machinery import PathFinder
-from typing import TYPE_CHECKING, Any, Optional
+import time
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from importlib.machinery import PathFinder, SourceFileLoader
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional
 
 from ddpshim import adapters, variables
 from ddpshim.errors import LaunchError, OptionsError
 from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.replaced import after_import
 from ddpshim.process.say import say
-from ddpshim.trainers.unedited.start import Start
 
 if TYPE_CHECKING:
     from ddpshim.job.world import World
@@ -36,6 +39,31 @@ _DISTRIBUTORS = {
 }
 _JOINS = {"init_process_group", "init_device_mesh"}
 _OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"}
+
+
+@dataclass
+class Start:
+    """How this rank was started, so that it can be restarted.
+
+    Attributes:
+        take_back: restores the replaced names and removes the files that the program has made.
+    """
+
+    argv: Sequence[str]
+    joins: bool = False  # whether its file calls a function that makes a process group
+    at_failure: Callable[[Exception], None] = lambda error: None  # called if the program fails
+    take_back: Callable[[], None] = lambda: None
+    folder: str = field(default_factory=os.getcwd)
+    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    time: float = field(default_factory=time.time)
+    process: int = field(default_factory=os.getpid)
+
+    def again(self, environ: Mapping[str, str]) -> NoReturn:
+        """Replace this process by a rank that runs the program, with the options of this Python. Local."""
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        options = ["-u", *["-O"] * sys.flags.optimize, *(f"-W{option}" for option in sys.warnoptions)]
+        os.execve(sys.executable, [sys.executable, *options, "-m", "ddpshim.launch.rank", *self.argv], environ)
 
 
 def patched(argv: Sequence[str]) -> Optional[Sequence[str]]:
@@ -88,6 +116,27 @@ def distributed(argv: Sequence[str]) -> Iterator[Optional[Start]]:
         if not asks_for_rank and "isaacgym" not in sources.packages:
             importlib.import_module("torch")
         yield start
+
+
+def run_as_main(argv: Sequence[str]) -> None:
+    """Run `script.py ARGS` or `-m package.module ARGS` in this process as `python` would."""
+    is_module = argv[0] == "-m"
+    name, *arguments = argv[is_module:]
+    sys.argv = [name, *arguments]
+    if is_module:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        return
+    if not getattr(sys.flags, "safe_path", False):  # python -P (3.11) puts no folder there
+        sys.path[0] = os.path.dirname(os.path.abspath(name))
+    if name.endswith((".pyc", ".pyz", ".zip")):
+        runpy.run_path(os.path.abspath(name), run_name="__main__")
+        return
+    # As `python name` does: `__file__` is absolute and sys.argv[0] is as given; runpy makes them equal.
+    main = ModuleType("__main__")
+    main.__file__ = os.path.abspath(name)
+    main.__loader__ = SourceFileLoader("__main__", main.__file__)
+    sys.modules["__main__"] = main
+    exec(main.__loader__.source_to_code(main.__loader__.get_data(main.__file__), main.__file__), vars(main))
 
 
 def join(**given: Any) -> World:

@@ -139,16 +139,13 @@ class _EqualReads:
 
         def of_main(told: list[Any]) -> int:
             if any(theirs != tag for _, theirs in told):
-                self._refuse(place)
+                raise blocks.are_apart(self._here.gather_with_deadline("crossed", place, CROSSED_DEADLINE_S))
             self._fetches_all = self._fetches_all or any(theirs != told[0][0] for theirs, _ in told)
             return int(told[0][0])
 
         fetches = known[1] <= _NUM_FETCHED or self._fetches_all
         found = blocks.tell((bits, tag), of_main, fetches, place)
         return bits if found is None else int(found)
-
-    def _refuse(self, place: str) -> None:
-        raise blocks.are_apart(self._here.gather_with_deadline("crossed", place, CROSSED_DEADLINE_S))
 
 
 @functools.lru_cache(maxsize=1024)
