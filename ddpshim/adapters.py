@@ -20,7 +20,7 @@ from importlib import metadata
 from typing import Any, Callable, Optional, Protocol
 
 GROUP = "ddpshim.trainers"
-_BUILT_IN = {"robomimic": "robomimic.adapter"}
+_BUILT_IN = {"robomimic": "robomimic"}
 
 
 class Fetcher(Protocol):

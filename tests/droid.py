@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 import ddpshim
-from ddpshim.trainers import patch_sets, patching
+from ddpshim.trainers import patching
 from evidence.equivalence import DATA, ROOT, Run
 from examples.recorded_train import record_samples
 from tests import trainer
@@ -159,11 +159,11 @@ def copy_tree(patch_set: str, folder: Path, way: str = "patched") -> Path:
         if way == "patched":
             patching.apply(str(tree), set_name=patch_set)
         elif way == "two lines":
-            whole = next(each for each in patch_sets.load_sets() if each.name == patch_set)
+            whole = next(each for each in patching.load_sets() if each.name == patch_set)
             first = {name: diffs for name, diffs in whole.patches.items() if name.endswith("01-two-lines.patch")}
             for diff in next(iter(first.values())):
                 path = tree / diff.path
-                path.write_bytes(patch_sets.transform(first, diff.path, path.read_bytes(), "patched"))
+                path.write_bytes(patching.transform(first, diff.path, path.read_bytes(), "patched"))
     return tree
 
 

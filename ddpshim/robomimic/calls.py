@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional
 
@@ -169,8 +169,7 @@ def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Optional[Mapp
     training.leave(reason)  # outside of the handler, since this is not a failure
 
 
-@contextlib.contextmanager
-def norms_read_at_once() -> Iterator[None]:
+def norms_read_at_once() -> contextlib.AbstractContextManager[Any]:
     """In this block, robomimic's `backprop_for_loss` reads all norms at once, if its code is known. Local.
 
     Upstream reads the norm of every gradient separately, 94 in a step of a transformer: a GPU waits for each.
@@ -179,10 +178,8 @@ def norms_read_at_once() -> Iterator[None]:
 
     upstreams = vars(TorchUtils).get("backprop_for_loss")
     if not hasattr(upstreams, "__code__") or batches.digest(upstreams) != _BACKPROP_DIGEST:
-        yield  # unknown code may do something else
-        return
-    with replaced(TorchUtils, "backprop_for_loss", backprop_for_loss):
-        yield
+        return contextlib.nullcontext()  # unknown code may do something else
+    return replaced(TorchUtils, "backprop_for_loss", backprop_for_loss)
 
 
 def backprop_for_loss(
@@ -198,17 +195,12 @@ def backprop_for_loss(
     if max_grad_norm is not None:
         torch.nn.utils.clip_grad_norm_(net.parameters(), max_grad_norm)
     gradients = [p.grad.detach() for p in net.parameters() if p.grad is not None]
-    total = _sum_of_squares(gradients)  # before the step: an optimizer may write to gradients
-    optim.step()
-    return total
-
-
-def _sum_of_squares(gradients: list[torch.Tensor]) -> float:
     kinds = {(g.device, g.dtype, g.layout) for g in gradients}
     if len(kinds) != 1 or gradients[0].is_sparse:
         squares = [g.norm(2).pow(2).item() for g in gradients]
     else:
         squares = torch.stack(torch._foreach_norm(gradients, 2)).pow(2).tolist()
+    optim.step()  # after the norms: an optimizer may write to gradients
     return float(sum(squares))
 
 

@@ -256,12 +256,8 @@ class AlgoState:
             light = self._light(algo, self._before[i]) if self._held is None else self._held[i]
             ema = getattr(algo, "ema", None)
             optimizers = [o.state_dict()["state"] for o in flat(vars(algo).get("optimizers"))]
-            heavy = {
-                "nets": algo.nets.state_dict(),
-                "ema": None if ema is None else ema.averaged_model.state_dict(),
-                "optimizers": optimizers,
-            }
-            out.append({**heavy, **light})
+            averaged = None if ema is None else ema.averaged_model.state_dict()
+            out.append({"nets": algo.nets.state_dict(), "ema": averaged, "optimizers": optimizers, **light})
         return out
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:

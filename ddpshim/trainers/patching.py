@@ -1,36 +1,344 @@
-"""Chooses a patch set by the content of files; checks, applies, reverts and reports it: `python -m ddpshim patch`.
+"""Reads patch sets, and applies, reverts and reports the one that fits a package: `python -m ddpshim patch`.
 
-Only content hashes decide what is written. Of sets that do not fit, the nearest is the one whose lines are found most;
-a version string is printed, and breaks ties.
+``patches/<codebase>/<version>/`` has unified diffs and ``manifest.json``, with the sha256 of every target file before
+and after. Only these hashes decide what is written. Of sets that do not fit, the nearest is the one whose lines are
+found most; a version string is printed, and breaks ties.
+
+Diffs are read strictly and applied exactly: no fuzz, no offset, both directions. They are bytes, so that encodings and
+line endings stay unchanged. GNU patch and ``git apply`` are not used: the first moves a hunk to another place where it
+fits, the second can exit 0 without changing anything.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import importlib.util
+import json
 import os
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
+from ddpshim import adapters
 from ddpshim.errors import PatchError, TargetError
-from ddpshim.trainers.patch_sets import (
-    PatchSet,
-    build_manifest,
-    load_sets,
-    read,
-    sha256,
-    transform,
-    transform_moved,
-)
+from ddpshim.reading import read_bytes
 
+_FILE = re.compile(rb"--- a/([^\t\n]+)[^\n]*\n\+\+\+ b/\1(?:\t[^\n]*)?\n")
+_HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 _WORDS = {"original": "not applied", "patched": "applied"}
+
+
+class Hunk(NamedTuple):
+    """Replaces the lines `old`, from index `at` (from 0) of the original file, by `new`."""
+
+    at: int
+    old: tuple[bytes, ...]
+    new: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class FileDiff:
+    """All hunks of one patch file for one target file; `path` is without the ``a/`` and ``b/``.
+
+    `is_at_home`: the diff was made from that file; else the lines of each hunk occur there once, at other places.
+    """
+
+    path: str
+    hunks: tuple[Hunk, ...]
+    is_at_home: bool = True
+
+
+class Hashes(NamedTuple):
+    """sha256 of one file."""
+
+    original: str
+    patched: str
+
+
+@dataclass(frozen=True)
+class PatchSet:
+    """One folder of diffs. `name` is ``codebase/version``, `package` the top folder of all its files."""
+
+    name: str
+    codebase: str
+    version: str
+    base: str
+    package: str
+    patches: Mapping[str, tuple[FileDiff, ...]]
+    files: Mapping[str, Hashes]
+
+
+def default_patches_root() -> Path:
+    """Return the folder of patch sets: package data of a wheel, else beside the package in a checkout."""
+    here = Path(__file__).resolve().parents[1]  # of ddpshim
+    return here / "patches" if (here / "patches").is_dir() else here.parent / "patches"
+
+
+def load_sets() -> tuple[PatchSet, ...]:
+    """Return every patch set of ddpshim and of adapters, by name.
+
+    Raises PatchError if one is malformed, or a root has none.
+    """
+    offers = (adapters.function(package, "patch_sets") for package in adapters.packages())
+    roots = [default_patches_root(), *(offer() for offer in offers if offer is not None)]
+    folders = []
+    for root in roots:
+        found = sorted({path.parent for path in [*root.glob("*/*/manifest.json"), *root.glob("*/*/*.patch")]})
+        if not found:
+            raise TargetError(
+                f"No patch set under {root}; there is nothing to apply. Install ddpshim, or the package that offers "
+                "that folder, from a wheel or a full checkout."
+            )
+        folders += found
+    return tuple(_load_set(folder) for folder in folders)
+
+
+def build_manifest(patch_dir: Path, source_root: Path, base: str, borrowed: Sequence[Path] = ()) -> dict[str, Any]:
+    """Write and return ``manifest.json`` for the diffs in `patch_dir`, from an unpatched tree. For maintainers.
+
+    `source_root` contains the package folder. `base` is free text that names the commit or release. `borrowed`: patches
+    of another set that also fit this release, at other lines. Raises PatchError if a diff does not fit the tree, or a
+    file cannot be read or written.
+    """
+    patches = _read_patches(patch_dir, [os.path.relpath(path, patch_dir).replace(os.sep, "/") for path in borrowed])
+    if not patches:
+        no_folder = "" if patch_dir.is_dir() else ", which is not a folder"
+        raise TargetError(f"No *.patch in {patch_dir}{no_folder}; the set would change nothing. Put diffs there first.")
+    files: dict[str, Hashes] = {}
+    for name in _targets(patches):
+        content = read(source_root / name)
+        files[name] = Hashes(sha256(content), sha256(transform(patches, name, content, "patched")))
+    codebase, version = patch_dir.resolve().parts[-2:]
+    manifest = {
+        "codebase": codebase,
+        "version": version,
+        "base": base,
+        "patches": [*patches],
+        "files": {name: hashes._asdict() for name, hashes in files.items()},
+    }
+    where = patch_dir / "manifest.json"
+    try:
+        where.unlink(missing_ok=True)  # a pipe would wait for a reader
+        where.write_text(json.dumps(manifest, indent=2) + "\n")
+    except OSError as error:
+        raise TargetError(
+            f"{where} cannot be written ({error}); the set could not be used. Make the folder writable."
+        ) from error
+    return manifest
+
+
+def transform(patches: Mapping[str, tuple[FileDiff, ...]], name: str, content: bytes, wanted: str) -> bytes:
+    """Return `content` of the file `name` with all its diffs applied (`wanted` patched) or reversed (original)."""
+    diffs = [diff for patch in patches.values() for diff in patch if diff.path == name]
+    for diff in diffs if wanted == "patched" else reversed(diffs):
+        content = apply_diff(diff, content, reverse=wanted == "original")
+    return content
+
+
+def transform_moved(patch_set: PatchSet, name: str, content: bytes) -> tuple[bytes, list[str]]:
+    """Return `content` of the file `name` of no release, with each hunk applied whose lines occur exactly once. Local.
+
+    And a line for each hunk that was not.
+    """
+    lacking = list[str]()
+    for patch, diffs in patch_set.patches.items():
+        for diff in (diff for diff in diffs if diff.path == name):
+            content, odd = apply_where_found(diff, content)
+            lacking += [f"{name}, {patch}, {problem}" for problem in odd]
+    return content, lacking
+
+
+def _load_set(folder: Path) -> PatchSet:
+    where = folder / "manifest.json"
+    cure = f"Run `python -m ddpshim patch manifest {folder} --source ROOT --base TEXT`, or reinstall ddpshim."
+    try:
+        manifest = json.loads(read(where))
+        patches = _read_patches(folder, [name for name in manifest["patches"] if "/" in name])
+        listed, base = manifest["patches"], str(manifest["base"])
+        files = {str(name): Hashes(h["original"], h["patched"]) for name, h in manifest["files"].items()}
+        codebase, version = str(manifest["codebase"]), str(manifest["version"])
+    except (PatchError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise PatchError(f"{where} is not a manifest ({error!r:.200}); the set cannot be trusted. {cure}") from error
+    packages = {name.split("/")[0] for name in files}
+    if (
+        listed != list(patches)
+        or set(files) != set(_targets(patches))
+        or (codebase, version) != folder.resolve().parts[-2:]
+        or len(packages) != 1
+        or any(hashes.original == hashes.patched for hashes in files.values())
+    ):
+        raise PatchError(
+            f"{where} does not describe the diffs beside it (their names, their target files in one package, "
+            f"the folder's name, two hashes for each file); the set cannot be trusted. {cure}"
+        )
+    return PatchSet(f"{codebase}/{version}", codebase, version, base, packages.pop(), patches, files)
+
+
+def _read_patches(folder: Path, borrowed: Sequence[str]) -> dict[str, tuple[FileDiff, ...]]:
+    """Return the diffs of each patch, in the order of file names.
+
+    Keys: the file name, or the relative path for a patch of another set.
+    """
+    names = [*(path.name for path in folder.glob("*.patch")), *borrowed]
+    patches = {}
+    for name in sorted(names, key=lambda name: name.rpartition("/")[2]):
+        diffs = parse_diff(read(folder / name), str(folder / name))
+        is_own = "/" not in name
+        patches[name] = tuple(diff if is_own else replace(diff, is_at_home=False) for diff in diffs)
+    return patches
+
+
+def _targets(patches: Mapping[str, tuple[FileDiff, ...]]) -> list[str]:
+    return sorted({diff.path for diffs in patches.values() for diff in diffs})
+
+
+def read(path: Path) -> bytes:
+    """Return the content of a file; raises TargetError if it cannot be read."""
+    try:
+        return read_bytes(path)
+    except OSError as error:
+        raise TargetError(
+            f"Could not read {path}: {error}. Nothing was done. Check the path and the permissions."
+        ) from error
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+# Diffs
+
+
+def apply_diff(diff: FileDiff, content: bytes, *, reverse: bool = False) -> bytes:
+    """Return the content after `diff`, or before it with `reverse`. Local.
+
+    Raises PatchError if a line is not exactly where the diff says.
+    """
+    changed, odd = apply_where_found(diff, content, reverse=reverse, is_moved=not diff.is_at_home)
+    if odd:
+        raise PatchError(
+            f"{diff.path}, {odd[0]}; the hunk would change the wrong code. Nothing was changed; use the content that "
+            "the diff was made from."
+        )
+    return changed
+
+
+def apply_where_found(
+    diff: FileDiff, content: bytes, *, reverse: bool = False, is_moved: bool = True
+) -> tuple[bytes, list[str]]:
+    """Apply the hunks whose old lines are found; with `reverse`, take them back. Local.
+
+    `is_moved`: they are found if they occur exactly once, at any place; else only at the diff's own place. Returns the
+    content, and a line for each hunk that was not applied.
+    """
+    lines, odd, shift = _split(content), list[str](), 0
+    for hunk in diff.hunks:
+        old, new = (hunk.new, hunk.old) if reverse else (hunk.old, hunk.new)
+        if is_moved and not old:
+            odd.append(f"line {hunk.at}: has no unchanged line to find it by; place it by hand")
+            continue
+        at = hunk.at + shift
+        asked = range(len(lines) - len(old) + 1) if is_moved else [at][: at <= len(lines)]
+        places = [place for place in asked if tuple(lines[place : place + len(old)]) == old]
+        if len(places) != 1:
+            first = next((line.strip() for line in old if line.strip()), b"")
+            where = f"at lines {', '.join(str(place + 1) for place in places)}" if places else "nowhere"
+            where = where if is_moved else f"not there, in a file of {len(lines)} lines"
+            odd.append(f"line {hunk.at + 1}: {_show(first)} and the lines after it occur {where}")
+            continue
+        lines[places[0] : places[0] + len(old)] = new
+        shift += 0 if reverse else len(new) - len(old)  # reversed, the lines after it are back in their place
+    if any(not line.endswith(b"\n") for line in lines[:-1]):
+        odd.append("a line without a newline is followed by another, which would join the two")
+    return b"".join(lines), odd
+
+
+def parse_diff(text: bytes, name: str) -> tuple[FileDiff, ...]:
+    """Return the file diffs of one patch file in order; free text (a DEP-3 header) may precede the first.
+
+    `name` is for messages. Raises PatchError with the line number if the text is not a well-formed diff of existing
+    files: wrong counts, a path that leaves the tree, a rename or mode change. (The manifest's hashes show the rest.)
+    """
+    lines, at, is_prose = _split(text), 0, True
+    found: list[tuple[str, list[Hunk]]] = []
+    try:
+        while at < len(lines):
+            line, following = lines[at], b"".join(lines[at + 1 : at + 2])
+            match = _HUNK.match(line)
+            if line.startswith(b"--- ") and following.startswith(b"+++ "):
+                found.append((_path(line + following), []))
+                at += 2
+            elif match is not None and found:
+                start, num_old, num_new = (1 if number is None else int(number) for number in match.groups())
+                at += 1
+                size, old, new = _counted(lines[at:], num_old, num_new)
+                # With a count of 0, the header names the line *before* the gap, otherwise the first line itself.
+                found[-1][1].append(Hunk(start - (num_old > 0), old, new))
+                at += size
+            elif line.startswith((b"diff ", b"index ")) or (is_prose and not found):
+                is_prose = is_prose and not line.startswith(b"diff ")
+                at += 1
+            else:
+                raise ValueError(
+                    f"{_show(line)} is neither a hunk, a file header nor inside a hunk's counts (renames, mode "
+                    "changes, new and deleted files are not for patch sets)"
+                )
+        if not all(hunks for _, hunks in found) or not found:
+            raise ValueError("no `--- a/…` and `+++ b/…` pair found, or one without a hunk")
+    except ValueError as error:
+        raise PatchError(
+            f"{name} line {at + 1}: {error}; applying it would be a guess. Make the patch again with `diff -u` from "
+            "the two files."
+        ) from None
+    return tuple(FileDiff(path, tuple(hunks)) for path, hunks in found)
+
+
+def _path(header: bytes) -> str:
+    """Return the path in the two lines before the hunks of a file. Raises ValueError if it is not one in the tree."""
+    match = _FILE.fullmatch(header)
+    path = "" if match is None else match.group(1).decode(errors="replace")
+    parts = path.split("/")
+    if len(parts) < 2 or not all(part.strip(".") for part in parts) or "\\" in path:
+        raise ValueError(f"{_show(header)} is not `--- a/PACKAGE/FILE` and `+++ b/` the same, inside the tree")
+    return path
+
+
+def _counted(lines: Sequence[bytes], num_old: int, num_new: int) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:
+    """Return how many of the lines are a hunk's, and the lines that it removes or keeps, and those it adds or keeps."""
+    old, new, at = list[bytes](), list[bytes](), 0
+    while (len(old), len(new)) != (num_old, num_new):
+        line = b"".join(lines[at : at + 1])
+        # A line without newline means that the patch file was cut off, not a "\\ No newline" line.
+        is_line = line.startswith((b" ", b"-", b"+")) and line.endswith(b"\n")
+        if not is_line or len(old) > num_old or len(new) > num_new:
+            raise ValueError(f"the hunk counts {num_old},{num_new} lines but has {len(old)},{len(new)}")
+        tag, body, at = line[:1], line[1:], at + 1
+        if b"".join(lines[at : at + 1]).startswith(b"\\"):
+            body, at = body[: -len(b"\n")], at + 1
+        if tag != b"+":
+            old.append(body)
+        if tag != b"-":
+            new.append(body)
+    return at, tuple(old), tuple(new)
+
+
+def _split(content: bytes) -> list[bytes]:
+    """Return lines with their newline, split at LF only: `bytes.splitlines` would also split at a lone CR."""
+    return re.findall(rb"[^\n]*\n|[^\n]+", content)
+
+
+def _show(line: bytes) -> str:
+    return repr(line.decode(errors="replace"))
+
+
+# What a package has
 
 
 @dataclass(frozen=True)

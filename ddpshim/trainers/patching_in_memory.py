@@ -21,8 +21,7 @@ from ddpshim import adapters
 from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.say import say
 from ddpshim.reading import read_bytes
-from ddpshim.trainers.patch_sets import PatchSet, load_sets, transform_moved
-from ddpshim.trainers.patching import FileStatus, looks, turned
+from ddpshim.trainers.patching import FileStatus, PatchSet, load_sets, looks, transform_moved, turned
 
 
 class Patched(NamedTuple):

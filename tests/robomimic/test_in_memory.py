@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ddpshim import adapters
-from ddpshim.trainers import patch_sets, patching_in_memory
+from ddpshim.trainers import patching, patching_in_memory
 from evidence.equivalence import copy_release, make_run_config, source
 from tests import droid
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh
@@ -52,7 +52,7 @@ def make_set(root: Path, before: dict[str, str], after: dict[str, str]) -> None:
     (root / "01-all.patch").write_text("Description: twice\n---\n" + "".join(line for diff in diffs for line in diff))
     pristine = root.parent / "pristine"
     write(pristine, before)
-    patch_sets.build_manifest(root, pristine, "1")
+    patching.build_manifest(root, pristine, "1")
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def load(tmp_path: Path, sets: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     """Installs the package with these texts, and has its tool patched; all is as before at the end."""
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.setattr(adapters, "packages", lambda: {"areas": "json"})
-    monkeypatch.setattr(patch_sets, "default_patches_root", lambda: sets)
+    monkeypatch.setattr(patching, "default_patches_root", lambda: sets)
 
     def install(files: dict[str, str], module: str = "areas.tool") -> bool:
         write(tmp_path / "tree", {**FILES, **files})
@@ -163,25 +163,25 @@ RELEASE, TRAINER = "0.3.0", ("-m", "robomimic.scripts.train")
 
 
 @pytest.mark.robomimic
-@pytest.mark.parametrize("patch_set", patch_sets.load_sets(), ids=lambda patch_set: patch_set.name)
-def test_every_hunk_of_a_set_stands_once_in_its_release(patch_set: patch_sets.PatchSet) -> None:
+@pytest.mark.parametrize("patch_set", patching.load_sets(), ids=lambda patch_set: patch_set.name)
+def test_every_hunk_of_a_set_stands_once_in_its_release(patch_set: patching.PatchSet) -> None:
     """Or no fork of it could be patched. In memory it has the very text of the patched file."""
     tree = droid.source(patch_set.name) if "droid" in patch_set.codebase else source(patch_set.version)
     if tree is None:
         pytest.skip(f"DDPSHIM_UPSTREAM has no {patch_set.name} (see patches/README.md)")
     for name, hashes in patch_set.files.items():
         content = (tree / name).read_bytes()
-        assert patch_sets.sha256(content) == hashes.original
+        assert patching.sha256(content) == hashes.original
         moved = content
         for diff in (diff for diffs in patch_set.patches.values() for diff in diffs if diff.path == name):
-            moved, odd = patch_sets.apply_where_found(diff, moved)
+            moved, odd = patching.apply_where_found(diff, moved)
             assert odd == []
-        assert patch_sets.sha256(moved) == hashes.patched
-        assert patch_sets.transform(patch_set.patches, name, moved, "original") == content, "it is reverted"
+        assert patching.sha256(moved) == hashes.patched
+        assert patching.transform(patch_set.patches, name, moved, "original") == content, "it is reverted"
         assert moved != content
     found, lacking = patching_in_memory.fit(tree / "robomimic", [patch_set])
     texts = {name: found.sources[name[: -len(".py")].replace("/", ".")] for name in patch_set.files}
-    assert {name: patch_sets.sha256(text) for name, text in texts.items()} == {
+    assert {name: patching.sha256(text) for name, text in texts.items()} == {
         name: hashes.patched for name, hashes in patch_set.files.items()
     }
     assert lacking == []

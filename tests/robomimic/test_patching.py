@@ -17,9 +17,18 @@ import pytest
 import ddpshim
 from ddpshim.__main__ import main
 from ddpshim.errors import PatchError
-from ddpshim.trainers import patch_sets
-from ddpshim.trainers.patch_sets import apply_diff, apply_where_found, build_manifest, load_sets, parse_diff, sha256
-from ddpshim.trainers.patching import apply, revert, status
+from ddpshim.trainers import patching
+from ddpshim.trainers.patching import (
+    apply,
+    apply_diff,
+    apply_where_found,
+    build_manifest,
+    load_sets,
+    parse_diff,
+    revert,
+    sha256,
+    status,
+)
 from tests.preloaded_commands import patience
 
 LIBRARY = Path(ddpshim.__file__).parent
@@ -131,7 +140,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toy:
     write_set(patches / "toybot" / "1.0", SET_A, write_package(tmp_path / "pristine", ORIGINAL))
     newer = write_package(tmp_path / "newer", {"train.py": NEWER, "common.py": COMMON})
     write_set(patches / "toybot" / "2.0", SET_B, newer, "commit 89abcdef0")
-    monkeypatch.setattr(patch_sets, "default_patches_root", lambda: patches)
+    monkeypatch.setattr(patching, "default_patches_root", lambda: patches)
     return Toy(patches, write_package(tmp_path / "site", ORIGINAL))
 
 
@@ -198,11 +207,11 @@ def test_a_package_patched_by_another_ddpshim_is_sent_to_that_one(
     older = tmp_path / "older"
     write_set(older / "toybot" / "1.0", {"01.patch": SET_A["01-launch.patch"]}, toy.root)
     with monkeypatch.context() as other:
-        other.setattr(patch_sets, "default_patches_root", lambda: older)
+        other.setattr(patching, "default_patches_root", lambda: older)
         apply(toy.target)
     with pytest.raises(PatchError, match=r"If another version of ddpshim has patched it, revert with that"):
         apply(toy.target)
-    monkeypatch.setattr(patch_sets, "default_patches_root", lambda: older)
+    monkeypatch.setattr(patching, "default_patches_root", lambda: older)
     revert(toy.target)
     assert_holds(toy.package, ORIGINAL)
 
@@ -329,8 +338,8 @@ def test_a_folder_that_cannot_be_written_changes_nothing(toy: Toy, monkeypatch: 
 @pytest.mark.launch
 def test_many_processes_at_once_end_in_one_apply(toy: Toy) -> None:
     script = (
-        "import sys, pathlib; from ddpshim.trainers import patch_sets, patching\n"
-        "patch_sets.default_patches_root = lambda: pathlib.Path(sys.argv[2])\n"
+        "import sys, pathlib; from ddpshim.trainers import patching\n"
+        "patching.default_patches_root = lambda: pathlib.Path(sys.argv[2])\n"
         "print(patching.apply(sys.argv[1]).status.state)"
     )
     environment = {**os.environ, "PYTHONPATH": str(LIBRARY.parent)}

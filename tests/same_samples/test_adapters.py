@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from torch.utils.data import Dataset
 
-from ddpshim import adapters
+from ddpshim import adapters, robomimic
 from ddpshim.launch.runner import Launch, problems_of_program
-from ddpshim.robomimic import adapter as robomimic
 from ddpshim.rows import loader
 from ddpshim.rows.samples import Numbered
 
@@ -56,7 +55,7 @@ def toybot(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
 
 
 def test_only_ours_without_entry_points() -> None:
-    assert adapters.packages() == {"robomimic": "ddpshim.robomimic.adapter"}
+    assert adapters.packages() == {"robomimic": "ddpshim.robomimic"}
     assert adapters.fetcher_of(Squares()) is None
 
 
