@@ -196,7 +196,9 @@ class Windows:
         flat = {} if dataset.hdf5_cache is None else dataset.hdf5_cache.flat
         with left_as_found(dataset):
             self._stats = _stats(dataset)
-            for key in self._keys():
+            groups = ["obs", *(["next_obs"] if dataset.load_next_obs or dataset.goal_mode is not None else [])]
+            of_groups = (f"{group}/{key}" for group in groups for key in dataset.obs_keys)
+            for key in dict.fromkeys([*dataset.dataset_keys, *of_groups]):
                 if key in flat:
                     _refuse_strange_type(key, flat[key].dtype, flat[key].shape[1:])
                 else:
@@ -204,11 +206,6 @@ class Windows:
         if dataset.hdf5_cache_mode == "all":  # its samples were cached with these statistics
             self._stats = copy.deepcopy(self._stats)
         self._languages = _languages(dataset)
-
-    def _keys(self) -> list[str]:
-        of = self.dataset
-        groups = ["obs", *(["next_obs"] if of.load_next_obs or of.goal_mode is not None else [])]
-        return list(dict.fromkeys([*of.dataset_keys, *(f"{group}/{key}" for group in groups for key in of.obs_keys)]))
 
     def _refuse_strange_tables(self) -> None:
         of, ends = self.dataset, [*self._starts[1:], len(self.dataset)]

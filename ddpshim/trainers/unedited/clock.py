@@ -214,7 +214,8 @@ class Commands:
 
     def _completed(self, line: str, *args: Any, check: bool = False, **kwargs: Any) -> Any:
         """subprocess.run. If the output goes to an open file, each rank writes it to its own file."""
-        files = {name: kwargs[name] for name in ("stdout", "stderr") if _is_a_file(kwargs.get(name))}
+        given = {name: kwargs.get(name) for name in ("stdout", "stderr")}
+        files = {name: to for name, to in given.items() if hasattr(to, "fileno") or (isinstance(to, int) and to >= 0)}
         kwargs |= dict.fromkeys(files, subprocess.PIPE)
         command = args[0] if args else kwargs.get("args")
         kind, *found = self._handed_out(line, lambda: _outcome(args, kwargs))
@@ -252,10 +253,6 @@ class _Stream(io.StringIO):
     def close(self) -> Optional[int]:  # type: ignore[override]
         super().close()
         return (self._code << 8 if self._code > 0 else self._code) or None
-
-
-def _is_a_file(given: Any) -> bool:
-    return hasattr(given, "fileno") or (isinstance(given, int) and given >= 0)
 
 
 def _outcome(args: Any, kwargs: Any) -> list[Any]:

@@ -212,19 +212,22 @@ class Sources:
             if path in seen:
                 continue
             seen.add(path)
-            tree = _parsed(path)
-            if tree is not None:
-                imports, names = [*_imports(path, tree)], {*_names(tree)}
-                self.own_way = _first_of({"ddpshim"}, path, imports)
-                self.by_ddpshim = self.own_way is not None
-                if len(seen) == 1:  # the program
-                    self.own_way = self.own_way or _first_of(_DISTRIBUTORS, path, imports) or _joins(path, tree)
-                    self.joins = not _JOINS.isdisjoint(names)
-                self.asks_for_rank |= not _OF_RANKS.isdisjoint(names)
-                self.packages |= {name.partition(".")[0] for name, _ in imports}
-                for name, _ in imports:
-                    if name.partition(".")[0] not in _UNREAD:
-                        pending += self._files_of(name)
+            try:
+                with open(path, "rb") as file:
+                    tree = ast.parse(file.read())
+            except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+                continue  # it is not Python
+            imports, names = [*_imports(path, tree)], {*_names(tree)}
+            self.own_way = _first_of({"ddpshim"}, path, imports)
+            self.by_ddpshim = self.own_way is not None
+            if len(seen) == 1:  # the program
+                self.own_way = self.own_way or _first_of(_DISTRIBUTORS, path, imports) or _joins(path, tree)
+                self.joins = not _JOINS.isdisjoint(names)
+            self.asks_for_rank |= not _OF_RANKS.isdisjoint(names)
+            self.packages |= {name.partition(".")[0] for name, _ in imports}
+            for name, _ in imports:
+                if name.partition(".")[0] not in _UNREAD:
+                    pending += self._files_of(name)
 
     def _files_of(self, name: str) -> Iterator[str]:
         """Yield the files that `import name` executes, without installed packages."""
@@ -243,15 +246,6 @@ def _is_installed(folder: str) -> bool:
     installed = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     inside = any(os.path.join(folder, "").startswith(os.path.join(path, "")) for path in installed)
     return inside or not {"site-packages", "dist-packages"}.isdisjoint(folder.split(os.sep)) or folder.endswith(".zip")
-
-
-def _parsed(path: str) -> Optional[ast.Module]:
-    """Return the syntax of a file; None if it is not Python."""
-    try:
-        with open(path, "rb") as file:
-            return ast.parse(file.read())
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
 
 
 def _imports(path: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
