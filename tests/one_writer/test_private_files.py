@@ -540,6 +540,8 @@ def test_children_see_the_files_of_their_rank(tmp_path: Path) -> None:
         with childs.open_file(tmp_path / "of_child", "w") as file:
             file.write("x")
         assert Path(tmp_path, "of_child").read_text() == "x"
+        childs.rename(tmp_path / "saved.pt", tmp_path / "moved.pt")
+        assert childs.place_to_read(tmp_path / "moved.pt") == str(tmp_path / "moved.pt")
     assert not Path(tmp_path, "of_child").exists()
     passed = pickle.loads(packed)
     gc.collect()

@@ -236,7 +236,7 @@ class MainsSaves:
         self._num += 1
         self._num_to[path] = self._num_to.get(path, 0) + 1
         self._there[path] = self._num, self._num_to[path]
-        if self._world.is_main:
+        if os.getpid() == self._process and self._world.is_main:
             # In this order: `wait_for` takes the total as proof that the count of each path is up to date.
             self._world.count(f"saved to {path}", 1)
             self._world.count("saved", 1)
