@@ -1,4 +1,4 @@
-"""Keeps one copy of an array per node, in memory, for all its ranks and data workers; so also what robomimic caches.
+"""Keeps one copy of an array per node, in memory, for all its ranks and data workers; also of what robomimic caches.
 
 The arrays are in a file without a name. The ranks of a node open it through the rank that made it, and workers inherit
 or receive its descriptor. The kernel frees it when the last of these processes ends, even in a crash.

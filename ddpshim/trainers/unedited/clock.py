@@ -214,7 +214,7 @@ class Commands:
 
     def _completed(self, line: str, *args: Any, check: bool = False, **kwargs: Any) -> Any:
         """subprocess.run. If the output goes to an open file, each rank writes it to its own file."""
-        given = {name: kwargs.get(name) for name in ("stdout", "stderr")}
+        given: dict[str, Any] = {name: kwargs.get(name) for name in ("stdout", "stderr")}
         files = {name: to for name, to in given.items() if hasattr(to, "fileno") or (isinstance(to, int) and to >= 0)}
         kwargs |= dict.fromkeys(files, subprocess.PIPE)
         command = args[0] if args else kwargs.get("args")
