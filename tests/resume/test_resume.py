@@ -356,18 +356,6 @@ def _enters(kind: str, **options: Any) -> list[Any]:
 WORKERS: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
 
 
-def _enters_each() -> dict[str, list[Any]]:
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may have data workers
-    hows: list[dict[str, Any]] = [{}, WORKERS, {**WORKERS, "persistent_workers": True}]
-    return {f"{kind}, {how}": _enters(kind, **how) for how in hows for kind in ([*LOADERS][3:] if how else LOADERS)}
-
-
-def test_a_pass_entered_in_the_middle_has_the_batches_that_are_left_also_with_workers() -> None:
-    for entered in run_ranks(_enters_each, 2):
-        assert {kind for kind, found in entered.items() if found != [N // B, True, True, True]} == set()
-        assert len(entered) == len(LOADERS) + 4
-
-
 class _Draws(list[int]):
     """Each sample draws in its own way, and every fifth not at all."""
 

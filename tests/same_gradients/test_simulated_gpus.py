@@ -233,10 +233,6 @@ def _network(kind: str) -> nn.Module:
     }[kind]()
 
 
-# What may wait in a usual step: a part of the line that does, and why.
-_MAY_WAIT = {
-    "/agreement.py read": "what was reduced four backward passes ago is there: the host looks, and does not wait",
-}
 _WARM_UP, _STEPS = 10, 3  # weights are compared at the tenth
 
 
@@ -262,10 +258,8 @@ def _rank_counts_syncs(kinds: list[str], on_rows: bool = False) -> dict[str, tup
 
 
 def _may_wait(event: Event) -> bool:
-    """Whether neither ddpshim nor torch's reducer waits here, or with a reason."""
-    file, _, rest = event.cause.partition(":")
-    where = f"/{file.rpartition('/')[2]} {rest.rpartition(' ')[2]}"
-    return where in _MAY_WAIT or (bool(event.cause) and "/ddpshim/" not in event.cause)
+    """Whether neither ddpshim nor torch's reducer waits here."""
+    return bool(event.cause) and "/ddpshim/" not in event.cause
 
 
 _KINDS = ["linear", "unused", "transformer", "batchnorm"]

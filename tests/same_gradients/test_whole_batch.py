@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddpshim
-from ddpshim.errors import RankError
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -83,7 +82,7 @@ def test_losses_over_the_whole_batch_train_as_in_one_process() -> None:
             assert own_losses == pytest.approx(losses, abs=1e-13), name
 
 
-def _searches(make: Callable[..., Any], wrap: Callable[[nn.Module], Any], is_shared: bool = False) -> torch.Tensor:
+def _searches(make: Callable[..., Any], wrap: Callable[[nn.Module], Any]) -> torch.Tensor:
     torch.manual_seed(3)
     made = nn.Linear(4, 4).double()
     net = wrap(made)
@@ -94,7 +93,7 @@ def _searches(make: Callable[..., Any], wrap: Callable[[nn.Module], Any], is_sha
             optimizer.zero_grad()
             loss = ((net(x) - 1).square().mean(-1) * (1 + mask)).mean()
             loss.backward()
-            return ddpshim.world().mean_over(loss.detach(), 1) if is_shared else loss
+            return ddpshim.world().mean_over(loss.detach(), 1)  # in one process the loss
 
         optimizer.step(closure)
     return torch.cat([p.detach().flatten() for p in made.parameters()])
@@ -102,13 +101,8 @@ def _searches(make: Callable[..., Any], wrap: Callable[[nn.Module], Any], is_sha
 
 def test_a_line_search_sees_the_mean_of_all_samples() -> None:
     plain = _searches(DataLoader, lambda net: net)
-    ranks = run_ranks(_searches, 3, ddpshim.make_loader, ddpshim.wrap_parallel, True)
+    ranks = run_ranks(_searches, 3, ddpshim.make_loader, ddpshim.wrap_parallel)
     assert all((own - plain).abs().max() < 1e-10 for own in ranks)
-
-
-def test_a_line_search_on_a_ranks_own_loss_is_an_error() -> None:
-    with pytest.raises(RankError, match="of Linear ranks hold different weights"):
-        run_ranks(_searches, 3, ddpshim.make_loader, ddpshim.wrap_parallel)
 
 
 def _logs(make: Callable[..., Any]) -> list[list[float]]:

@@ -164,16 +164,21 @@ def test_two_passes_side_by_side_are_two_epochs() -> None:
     assert [[*batches] for batches in zip(*pairs)] == [*passes([loader]), *passes([loader])]
 
 
-@pytest.mark.parametrize("options", [{"shuffle": True}, ORDERS["weighted"], ORDERS["given"]])
+WORKERS = {"shuffle": True, "num_workers": 2, "persistent_workers": True}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("given", [{"shuffle": True}, WORKERS, ORDERS["weighted"], ORDERS["given"], ORDERS["batches"]])
 @pytest.mark.parametrize("after", [1, 2, 4])
-def test_a_pass_is_entered_in_the_middle_on_any_number_of_ranks(options: dict[str, Any], after: int) -> None:
-    loaders = make_loaders(2, torch.arange(96), 8, **options)
+def test_a_pass_is_entered_in_the_middle_on_any_number_of_ranks(given: dict[str, Any], after: int) -> None:
+    options = {"batch_size": 8, **given}
+    loaders = make_loaders(2, torch.arange(96), **options)
     whole = [together(loaders) for _ in range(3)]
-    again = make_loaders(2, torch.arange(96), 8, **options)
+    again = make_loaders(2, torch.arange(96), **options)
     together(again)
     iterators = [iter(loader) for loader in again]
     assert sorted(sample for one in iterators for sample in next(one).tolist()) == whole[1][0]
-    entered = make_loaders(after, torch.arange(96), 8, **options)
+    entered = make_loaders(after, torch.arange(96), **options)
     for rank, loader in enumerate(entered):
         loader.set_epoch(1, start_step=5)
         loader.restore_order(again[rank].order_state() if rank < 2 else None, is_inside=True)
