@@ -95,7 +95,8 @@ def _become_different(how: str) -> None:
     target = _net().requires_grad_(False)
     wrapped = ddpshim.wrap_parallel(net)
     ddpshim.wrap_parallel(target)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    average = ddpshim.watch(copy.deepcopy(net))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.1 * here.rank if how == "decay" else 0.0)
     _steps(wrapped, optimizer, 5)
     if here.is_main:
         if how == "loaded":
@@ -115,7 +116,24 @@ def _become_different(how: str) -> None:
             net[1].adapter = nn.Linear(2, 2)
         elif how == "target":
             target[0].weight.data.zero_()
+        elif how == "step":
+            optimizer.step()
     _steps(wrapped, optimizer, 6)
+    if here.is_main:  # weights are compared no more, until the end
+        if how == "last weights":
+            net[0].weight.data.add_(1)
+        elif how == "rate":
+            optimizer.param_groups[0]["lr"] = 1.0
+        elif how == "moments":
+            optimizer.state[net[0].weight]["exp_avg_sq"].add_(1)
+        elif how == "average":
+            average[0].weight.data.add_(1)
+    _steps(wrapped, optimizer, 1)
+
+
+def _cross_collectives() -> None:
+    here = ddpshim.world()
+    here.barrier() if here.is_main else here.broadcast(1)  # type: ignore[func-returns-value]
 
 
 def _train_twice() -> None:
@@ -197,6 +215,7 @@ def _turn_off() -> None:
 
 
 DIFFERENT = "of Sequential ranks hold different weights or settings"
+AT_THE_END = "^SyncError: at the end of the job ranks hold different weights or settings"
 REPLACED = r"SGD\.step\(\): gradients of Sequential were replaced .* \(after 3 of them;"
 CASES: list[tuple[Callable[[], None], str]] = [
     (
@@ -211,6 +230,25 @@ CASES: list[tuple[Callable[[], None], str]] = [
     (partial(_become_different, "removed"), "parameter 'frozen' missing on rank 0, sums to 2.0"),
     (partial(_become_different, "added"), r"parameter '1.adapter.weight' sums to .* on rank 0, missing on rank 1"),
     (partial(_become_different, "target"), r"network 0 of those that are not trained \(Sequential\)"),
+    (partial(_become_different, "step"), f"after 10 backward passes {DIFFERENT}: parameter '0.weight' sums to"),
+    (
+        partial(_become_different, "decay"),
+        "^SyncError: after .* weight_decay of group 0 of AdamW 0 is 0.0 on rank 0, 0.1 on rank 1",
+    ),
+    (partial(_become_different, "last weights"), f"{AT_THE_END}: parameter '0.weight' of network 0"),
+    (partial(_become_different, "rate"), f"{AT_THE_END}: parameter '0.weight' of network 0 .* more differ"),
+    (
+        partial(_become_different, "moments"),
+        rf"{AT_THE_END}: parameter '0.weight' of network 0 \(Sequential\) sums to",
+    ),
+    (
+        partial(_become_different, "average"),
+        rf"{AT_THE_END}: parameter '0.weight' of network 1 of those that are not trained \(Sequential\) sums",
+    ),
+    (
+        _cross_collectives,
+        "different collectives: rank 0 in barrier at .*:[0-9]+; rank 1 in broadcast from rank 0 at .*:[0-9]+",
+    ),
     (_train_twice, f"after 1 backward passes {DIFFERENT}: parameter '0.weight' of network 1 of those that are not"),
     (_update_without_an_optimizer, f"after 2 backward passes {DIFFERENT}"),
     (partial(_set_gradients_later, True), REPLACED),
@@ -293,14 +331,6 @@ def _put_back(net, _):
     optimizer.step()
 
 
-def _copied_optimizer(net, _):
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    _steps(net, optimizer, 2)
-    other = torch.optim.SGD(net.parameters(), lr=0.1)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    other.step()
-
-
 def _other_networks_gradients(net, _):
     bare = _net()  # not wrapped, and trained alike on all ranks: on one rank's data it would be an error
     with torch.no_grad():
@@ -315,7 +345,6 @@ RIGHTLY = [
     (_merged_by_hand, None),
     (_sharpness_aware, None),
     (_put_back, None),
-    (_copied_optimizer, None),
     (_other_networks_gradients, None),
 ]
 
