@@ -127,7 +127,7 @@ def play_again(trained: Sequence[Found], plain: Path, folder: Path, plan: Plan) 
     episodes = {"num_episodes": plan.num_again, "horizon": HORIZON, "seed": 4321}
     task.write_text(json.dumps({"checkpoints": [f.path for f in trained if f.path], "episodes": episodes}))
     with task.with_suffix(".txt").open("w") as output:
-        command = [sys.executable, "-m", "tests.episodes", str(task)]
+        command = [sys.executable, "-m", "evidence.episodes", str(task)]
         subprocess.run(command, env=environment(plain), stdout=output, stderr=subprocess.STDOUT, check=True)
     played = json.loads(task.with_suffix(".found.json").read_text())
     return [replace(f, again=played[f.path]["successes"]) if f.path else f for f in trained]

@@ -1,4 +1,4 @@
-"""Counts how often policies lift the cube in robosuite: `python -m tests.episodes FILE`, of evidence/to_success.py.
+"""Counts how often policies lift the cube in robosuite: `python -m evidence.episodes FILE`, of to_success.py.
 
 FILE describes the checkpoints and the episodes; the answer is written beside it. robomimic is the published release,
 and ddpshim cannot be imported.
