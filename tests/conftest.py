@@ -36,7 +36,7 @@ LONGEST = [
     for name in (
         *("one_process", "rows", "check"),
         *("simulated_gpus", "robomimic", "examples", "resume", "parallel", "docs", "runner"),
-        *("group", "data_kinds", "equivalence", "noise", "course", "guard", "report", "types", "unedited"),
+        *("group", "data_kinds", "equivalence", "noise", "course", "guard", "report", "unedited"),
         *("rollout", "launch_matrix", "faults", "selftest", "packaging", "options", "background", "sampler", "slurm"),
         *("layout", "checkpoint"),
     )
@@ -55,15 +55,13 @@ def pytest_configure(config: pytest.Config) -> None:
 TIERS = {
     **dict.fromkeys(("guard", "parallel", "resume", "seams", "second_job", "sequences"), "ranks"),
     **dict.fromkeys(("background", "bootstrap", "data_kinds", "debugger", "droid", "equivalence", "field"), "launch"),
-    **dict.fromkeys(
-        ("examples", "examples_launch", "import_cost", "launch_matrix", "once_more", "packaging", "unedited"), "launch"
-    ),
-    **dict.fromkeys(("rlds", "robocasa", "robomimic", "rollout", "runner"), "launch"),
+    **dict.fromkeys(("examples", "examples_launch", "launch_matrix", "once_more", "packaging"), "launch"),
+    **dict.fromkeys(("rlds", "robocasa", "robomimic", "rollout", "runner", "unedited"), "launch"),
 }
 
 # What is printed, pages and types: they seldom fail, and take as long as what users feel. `bootstrap.py test --daily`
 # runs them; these few of them always run.
-DAILY = ("course", "docs", "printed", "reference", "site", "types")
+DAILY = ("course", "docs", "printed", "reference", "site")
 QUICK = (
     "test_each_function_says_whether_ranks_must_call_it_together",
     "test_every_page_is_in_a_list",

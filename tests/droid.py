@@ -44,22 +44,10 @@ ACTIONS = {"action/abs_pos": 3, "action/abs_rot_6d": 6, "action/gripper_position
 BATCH_SIZE = 8
 WAYS = ("patched", "two lines", "unedited", "plain")  # on disk, by the first patch alone, in memory, not at all
 _STAND_INS = [
-    "cv2",
-    "scipy",
-    "scipy.spatial",
-    "scipy.spatial.transform",
-    "transformers",
-    "tensorflow",
-    "tensorflow_graphics",
-    "tensorflow_graphics.geometry",
-    "tensorflow_graphics.geometry.transformation",
-    "octo",
-    "octo.data",
-    "octo.data.dataset",
-    "octo.data.utils",
-    "octo.data.utils.data_utils",
-    "octo.utils",
-    "octo.utils.spec",
+    *("cv2", "scipy", "scipy.spatial", "scipy.spatial.transform", "transformers", "tensorflow"),
+    *("tensorflow_graphics", "tensorflow_graphics.geometry", "tensorflow_graphics.geometry.transformation"),
+    *("octo", "octo.data", "octo.data.dataset", "octo.data.utils", "octo.data.utils.data_utils"),
+    *("octo.utils", "octo.utils.spec"),
 ]
 
 

@@ -19,55 +19,24 @@ PAGE = ROOT / "docs" / "api.md"
 WIDTH = 100  # the longest signature on one line
 CHAPTERS = {
     "Job": ("setup", "cleanup", "world", "World", "job.running.Running", "Options", "abort", "spawn"),
-    "Model": (
-        "wrap_parallel",
-        "unwrap",
-        "accumulate",
-        "split_random_streams",
-        "shared_random_streams",
-    ),
+    "Model": ("wrap_parallel", "unwrap", "accumulate", "split_random_streams", "shared_random_streams"),
     "Data": (
-        "make_loader",
-        "shares.sharded.ShardedLoader",
-        "on_device",
-        "scale_lr",
-        "check_equal_steps",
-        "watch",
-        "deal",
-        "shared_arrays",
-        "robomimic.node_memory.SharedArrays",
+        *("make_loader", "shares.sharded.ShardedLoader", "on_device", "scale_lr", "check_equal_steps", "watch", "deal"),
+        *("shared_arrays", "robomimic.node_memory.SharedArrays"),
     ),
     "Checkpoints": (
-        "Resumable",
-        "checkpoint.save",
-        "checkpoint.save_in_background",
-        "checkpoint.flush",
-        "checkpoint.copy",
-        "checkpoint.written",
-        "checkpoint.keep_newest",
-        "checkpoint.find_latest",
-        "checkpoint.find_damage",
+        *("Resumable", "checkpoint.save", "checkpoint.save_in_background", "checkpoint.flush", "checkpoint.copy"),
+        *("checkpoint.written", "checkpoint.keep_newest", "checkpoint.find_latest", "checkpoint.find_damage"),
     ),
     "Evaluation": (
-        "evaluate",
-        "evaluation.evaluating.Evaluation",
-        "evaluation.evaluating.Episode",
+        *("evaluate", "evaluation.evaluating.Evaluation", "evaluation.evaluating.Episode"),
         "evaluation.evaluating.exact_interval",
     ),
     "Profile and records": ("profile", "record", "observe.recording.Recorder"),
     "Tests of a trainer": ("testing.on_ranks", "testing.assert_same_training"),
     "Errors": (
-        "DdpShimError",
-        "LaunchError",
-        "RankError",
-        "OptionsError",
-        "WorldError",
-        "SyncError",
-        "DataError",
-        "RolloutError",
-        "CheckpointError",
-        "PatchError",
-        "ReportError",
+        *("DdpShimError", "LaunchError", "RankError", "OptionsError", "WorldError", "SyncError", "DataError"),
+        *("RolloutError", "CheckpointError", "PatchError", "ReportError"),
     ),
 }
 HEAD = """# API reference
@@ -88,14 +57,10 @@ def page() -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
 
 
-def _heading(name: str) -> str:
-    return f"ddpshim.{name}"
-
-
 def _entry(name: str, thing: Any, level: int = 3) -> Iterator[str]:
     """Yield a name's heading, signature and docstring; for a class also its public methods."""
     thing = thing.final_target if thing.is_alias else thing
-    yield f"{'#' * level} {_heading(name) if level == 3 else name}\n"
+    yield f"{'#' * level} {'ddpshim.' * (level == 3)}{name}\n"
     if thing.is_function or (thing.is_class and not name.endswith("Error")):
         yield f"```python\n{_signature(name.rpartition('.')[2], thing)}\n```\n"
     yield from _text(thing)
@@ -114,18 +79,13 @@ def _signature(name: str, thing: Any) -> str:
         if parameter.kind is griffe.ParameterKind.keyword_only and not any(part.startswith("*") for part in parts):
             parts.append("*")
         stars = {"variadic positional": "*", "variadic keyword": "**"}.get(parameter.kind.value, "")
-        default = "" if stars or parameter.default is None else f" = {_default(parameter)}"
-        parts.append(f"{stars}{parameter.name}: {parameter.annotation}{default}")
+        default = parameter.default.arguments[0] if _is_option(parameter) else parameter.default
+        # griffe writes a dataclass's default_factory as a call of a lambda.
+        shown = "" if stars or default is None else re.sub(r"\(lambda: (.*)\)\(\)$", r"\1", f" = {default}")
+        parts.append(f"{stars}{parameter.name}: {parameter.annotation}{shown}")
     returns = "" if thing.is_class else f" -> {thing.returns}"
     line = f"{name}({', '.join(parts)}){returns}"
     return line if len(line) <= WIDTH else f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){returns}"
-
-
-def _default(parameter: Any) -> str:
-    if _is_option(parameter):
-        return str(parameter.default.arguments[0])
-    # griffe writes a dataclass's default_factory as a call of a lambda.
-    return re.sub(r"^\(lambda: (.*)\)\(\)$", r"\1", str(parameter.default))
 
 
 def _is_option(parameter: Any) -> bool:

@@ -142,10 +142,7 @@ def problem(
         return f"raises {own_error!r:.300}"
     if not torch.equal(own_state, state):
         return "another state of the generator"
-    for name, one, other, other_seen in (
-        ("result", wanted, found, seen[0]),
-        ("arguments", given, given_rows, seen[1]),
-    ):
+    for name, one, other, other_seen in (("result", wanted, found, seen[0]), ("arguments", given, given_rows, seen[1])):
         for old, new in zip(flat(one), flat(other)):
             if isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor) and not has_random_result:
                 if (

@@ -25,7 +25,6 @@ from ddpshim.robomimic import batches
 LOW_DIM, IMAGE = ("eef_pos", "eef_quat", "object"), "agentview_image"
 LENGTHS = (12, 6, 7, 9)
 SHORT_LENGTHS = (12, 3, 1, 9)  # some shorter than a window
-STORAGE: dict[str, Any] = {}
 # Settings in addition to those of `make`; each is combined with each cache mode.
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},

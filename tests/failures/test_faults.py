@@ -1,7 +1,7 @@
 """Rows of evidence/faults.md that are quick to check and differ in kind; the rest is `python -m evidence.fault_table`.
 
-Exceptions in the dataset and in a save, a killed rank and an existing experiment are in test_robomimic.py; exceptions
-in workers and exits are in tests/promises.
+A killed rank and an existing experiment are in test_robomimic.py; exceptions, also in data workers, and exits are in
+tests/promises.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from ddpshim.errors import SyncError
 from ddpshim.failures import failure, failure_notes
 from ddpshim.process.job import current
 from evidence import pages
-from evidence.equivalence import source
 from evidence.fault_table import COLUMNS, FAULTS, PAGE, RELEASE, Fault, complaints, inject, rows_of
+from tests.robomimic import require
 
 NAMES = ["sigterm", "disk-full", "other-config", "world-size"]
 
 
 @pytest.fixture(scope="session")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if source(RELEASE) is None:
-        pytest.skip(f"robomimic {RELEASE} is neither installed nor under DDPSHIM_UPSTREAM")
+    require(RELEASE)
     return tmp_path_factory.mktemp("faults")
 
 

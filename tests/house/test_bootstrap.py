@@ -108,11 +108,6 @@ def test_what_is_installed_in_which_order_and_that_a_second_run_asks_nobody(
         else:  # a torch comes, or goes
             machine.torch = None if machine.torch else machine.root
         assert [len(_pip(machine.run("demo"))) for _ in range(2)] == [2, 0]
-    machine.fails_at = "--no-warn-conflicts"
-    with pytest.raises(SystemExit):
-        machine.run("install")
-    machine.fails_at = ""
-    assert machine.run("demo")[0] == ["-m", "venv", str(machine.venv)], "what failed is made again"
 
 
 @pytest.mark.parametrize("fails_at", ["venv", "--no-warn-conflicts", "--no-deps"])

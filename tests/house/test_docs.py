@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 from unittest import mock
@@ -19,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import ddpshim
 from ddpshim.job.world import World
 from evidence.equivalence import copy_release, make_run_config
-from tests.house.test_printed import markdown
+from tests.house.test_printed import all_messages, markdown
 from tests.preloaded import environment, kill_all_in, preloaded
 from tests.preloaded_commands import patience
 
@@ -146,28 +144,6 @@ def test_a_trainer_goes_through_both_doors(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-def test_three_ranks_divide_any_batch(tmp_path: Path) -> None:
-    """Batches of 30, and at last one of 3 samples."""
-    found = []
-    for name, run in (("trainer", "python"), ("whole_batches", "python -m ddpshim run --nproc 3")):
-        inside = tmp_path / name
-        inside.mkdir()
-        text = (MIGRATION / f"{name}.py").read_text()
-        for old, new in (("batch_size=100", "batch_size=30"), ("range(2000, 2400)", "range(2000, 2123)")):
-            assert old in text
-            text = text.replace(old, new)
-        (inside / "trainer.py").write_text(text)
-        losses = _losses(_run(f"{run} trainer.py", inside))
-        (best,) = inside.glob("runs/*/best.pth")
-        found.append((losses, torch.load(best)["policy"]))
-    (before, best_before), (ranks, best) = found
-    assert len(before) == 6
-    assert ranks == pytest.approx(before, abs=2e-6)  # six digits are printed
-    assert min(before[1::2]) < before[5], "the last epoch is the best one"
-    assert max((best[name] - value).abs().max().item() for name, value in best_before.items()) < 1e-5
-
-
-@pytest.mark.launch
 def test_a_migration_by_hand_is_found(tmp_path: Path) -> None:
     for name in ("whole_batches.py", "by_hand.py"):
         shutil.copy(MIGRATION / name, tmp_path)
@@ -202,23 +178,13 @@ def test_the_lines_on_bars_and_loggers_run(tmp_path: Path, is_main: bool) -> Non
     assert calls.SummaryWriter.return_value.add_scalar.call_count == 6 * is_main
 
 
-def _texts() -> Iterator[str]:
-    """Each text in the library's sources, with a mark where a value is put in."""
-    for path in (ROOT / "ddpshim").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
-
-
 def test_the_messages_of_the_guide_are_those_of_the_library() -> None:
     page = (ROOT / "MIGRATION.md").read_text()
     rows = page[page.index("Messages from ddpshim:") : page.index("Messages from torch, NCCL")].splitlines()
     firsts = [row.split(" | ")[0] for row in rows if row.startswith("| `")]
     messages = [message for first in firsts for message in re.findall("`(.+?)`", first) if " " in message]
     assert len(messages) == 19
-    texts = list(_texts())
+    texts = [text for _, text in all_messages()]
     for message in messages:
         between_values = _VALUE.split(message)
         parts = [re.escape(part.strip()) for part in between_values]

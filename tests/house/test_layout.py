@@ -17,9 +17,19 @@ import ddpshim
 import ddpshim.__main__ as command_line
 from ddpshim.tools import first_steps
 from tests import loaded
-from tests.wings import CHOOSE_BY_NAME, FACES, OPEN, WINGS
+from tests.preloaded_commands import python
 
 ROOT = Path(__file__).parents[2]
+# Each folder imports only those above it, and itself.
+WINGS = [
+    *("process", "failures", "job", "shares", "model", "checkpoint", "evaluation", "observe", "rows", "trainers"),
+    *("robomimic", "launch", "tools"),
+]
+# The files beside the folders: all may import them, and they import only each other.
+OPEN = ["adapters", "errors", "lazy", "options", "reading", "variables", "version"]
+# These may import anything, inside functions.
+FACES = ["__init__", "__main__", "auto", "testing"]
+CHOOSE_BY_NAME = {"launch.rank": {"tools"}}  # inside functions
 TRAINERS = (
     "evaluation.environments",
     "observe.report",
@@ -32,12 +42,9 @@ TRAINERS = (
 ALLOWED = {"torch", "packaging", "ddpshim", *sys.stdlib_module_names} if sys.version_info >= (3, 10) else None
 
 
-def _is_for_types(node: ast.stmt) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-
-
 def _nodes(tree: ast.Module) -> list[ast.AST]:
-    for_types = {inner for node in tree.body if _is_for_types(node) for inner in ast.walk(node)}
+    conditions = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    for_types = {inner for node in conditions for inner in ast.walk(node)}
     return [node for node in ast.walk(tree) if node not in for_types]
 
 
@@ -347,6 +354,27 @@ def _check_ceiling(num_lines: int, ceiling: int, what: str, name: str) -> None:
         f"the {what} {num_lines} lines, more than {ceiling}: import what serves an option that is off, a failure or an "
         "absent case in its branch, or remove something (`python -m tests.loaded` lists the files)"
     )
+
+
+NAMES = """
+import sys, torch
+before = set(sys.modules)
+import ddpshim
+print(*sorted(set(sys.modules) - before))
+for name in ddpshim.__all__:
+    getattr(ddpshim, name)
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+@pytest.mark.launch
+def test_no_public_name_loads_dynamo_fsdp_or_anything_foreign() -> None:
+    alone, all_names = (line.split() for line in python("-c", NAMES).splitlines())
+    assert alone == ["ddpshim", "ddpshim.errors", "ddpshim.lazy", "ddpshim.version"]
+    assert "ddpshim.model.parallel" in all_names
+    assert [name for name in all_names if name.startswith(("torch._dynamo", "torch.distributed.fsdp"))] == []
+    if ALLOWED:
+        assert {name.partition(".")[0] for name in all_names} <= ALLOWED
 
 
 @pytest.mark.launch

@@ -39,7 +39,7 @@ PARSER = command_line._parser()
 OBJECTS = {"ddpshim": ddpshim, "world": World(), "checkpoint": checkpoint}
 
 
-def _messages() -> Iterator[tuple[str, str]]:
+def all_messages() -> Iterator[tuple[str, str]]:
     """File and text of each constant of the library, docstrings included, which `help` shows."""
     for file in sorted((ROOT / "ddpshim").rglob("*.py")):
         name, tree = str(file.relative_to(ROOT)), ast.parse(file.read_text(encoding="utf-8"))
@@ -130,7 +130,7 @@ def _unseen_by_users(text: str) -> list[str]:
     return re.findall(r"(?:docs|examples|evidence|patches)/[\w/.-]+\.\w+|(?:See |\()MIGRATION\.md", text)
 
 
-@pytest.mark.parametrize("texts", [_pages, _messages])
+@pytest.mark.parametrize("texts", [_pages, all_messages])
 def test_what_is_printed_exists(texts: object) -> None:
     found = [*texts()]  # type: ignore[operator]
     assert sum(1 for _, text in found for _ in _commands(text)) > 30
@@ -156,7 +156,7 @@ def test_what_does_not_exist_is_found() -> None:
 
 def test_messages_name_pages_that_the_wheel_has() -> None:
     """Elsewhere than in the first lines of a file, which those read who have its source."""
-    for name, text in _messages():
+    for name, text in all_messages():
         tree = (ROOT / name).read_text(encoding="utf-8")
         if not tree.startswith(f'"""{text[:40]}'):
             assert _unseen_by_users(text) == [], (name, text)

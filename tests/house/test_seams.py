@@ -44,7 +44,6 @@ class Seam(NamedTuple):
 
 
 PARALLEL, ROWS = "same_gradients/test_parallel.py::test_", "same_gradients/test_rows.py::test_rules_equal_the_whole"
-EVERY_WAY = f"{PARALLEL}every_way_to_train_equals_one_process"
 ONE_PROCESS = f"{PARALLEL}one_process_passes_everything_through"
 STRICT = f"{PARALLEL}what_cannot_be_reduced_says_what_to_do"
 TWICE = f"{PARALLEL}wrapping_twice_and_child_then_parent_reduces_once"

@@ -526,14 +526,8 @@ def _open_mpi(rank: int, port: int) -> dict[str, str]:
     return {f"{prefix}RANK": str(rank), f"{prefix}SIZE": "2", **local}
 
 
-def _slurm(rank: int, port: int) -> dict[str, str]:
-    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    task = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0"}
-    return {"SLURM_JOB_ID": str(port), "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "node1", **step, **task}
-
-
 @pytest.mark.ranks
-@pytest.mark.parametrize(("launcher", "environ"), [("torchrun", _by_hand), ("openmpi", _open_mpi), ("slurm", _slurm)])
+@pytest.mark.parametrize(("launcher", "environ"), [("torchrun", _by_hand), ("openmpi", _open_mpi)])
 def test_two_processes_of(launcher: str, environ: Callable[[int, int], dict[str, str]], tmp_path: Path) -> None:
     port = free_port()
     found, log = run_environs(_facts, [environ(rank, port) for rank in range(2)], tmp_path, 8)

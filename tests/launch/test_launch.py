@@ -116,10 +116,7 @@ READ = {
         {**SUBMITIT, "SLURM_JOB_ID": "42", "SLURM_NTASKS": "1"},
         f"submitit: {SECOND}127.0.0.1:{PORT_OF_SUBMITIT}",
     ),
-    "submitit of one": (
-        {**SUBMITIT, "SUBMITIT_LOCAL_GLOBALID": "0", "SUBMITIT_LOCAL_NTASKS": "1"},
-        f"none: {SINGLE}",
-    ),
+    "submitit of one": ({**SUBMITIT, "SUBMITIT_LOCAL_GLOBALID": "0", "SUBMITIT_LOCAL_NTASKS": "1"}, f"none: {SINGLE}"),
     "mpich": ({**MPICH, **AT_4000}, f"pmi: {SECOND}127.0.0.1:4000"),
     "mvapich sets PMI too": (
         {**MVAPICH, "PMI_RANK": "2", "PMI_SIZE": "4"},
@@ -249,10 +246,7 @@ def test_first_host(nodelist, host):
     assert first_host(nodelist) == host
 
 
-@pytest.mark.parametrize(
-    "nodelist",
-    ["", "a,", ",a", "a,,b", "a[", "a]", "a[]", "a[1", "a[[1]]", "a[x]", "a b"],
-)
+@pytest.mark.parametrize("nodelist", ["", "a,", ",a", "a,,b", "a[", "a]", "a[]", "a[1", "a[[1]]", "a[x]", "a b"])
 def test_bad_nodelist(nodelist):
     with pytest.raises(LaunchError) as caught:
         first_host(nodelist)

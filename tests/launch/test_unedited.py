@@ -259,10 +259,7 @@ train(model, DataLoader(Items(), 8), epochs=1)
 @pytest.mark.parametrize(
     ("source", "line"),
     [
-        (
-            "import torch\nimport lightning\n",
-            "program.py:2 imports lightning: taken for a program that",
-        ),
+        ("import torch\nimport lightning\n", "program.py:2 imports lightning: taken for a program that"),
         (
             "import torch.distributed as dist\nif __name__ == '__main__':\n    dist.init_process_group()\n",
             "program.py calls init_process_group: taken",

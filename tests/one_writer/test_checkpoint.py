@@ -18,9 +18,10 @@ from torch import nn
 import ddpshim
 from ddpshim import checkpoint
 from evidence import equivalence
-from evidence.equivalence import VALIDATION, copy_release, largest_difference, make_config, make_data, source
+from evidence.equivalence import VALIDATION, copy_release, largest_difference, make_config, make_data
 from tests import ranks
 from tests.ranks import run_ranks
+from tests.robomimic import require
 
 
 def _load(path: Path) -> Any:
@@ -233,8 +234,7 @@ class Trainings:
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Trainings:
-    if source(RESUMABLE) is None:
-        pytest.skip(f"robomimic {RESUMABLE} is neither installed nor under DDPSHIM_UPSTREAM; see patches/README.md")
+    require(RESUMABLE)
     return Trainings(tmp_path_factory.mktemp("resume"), releases)
 
 

@@ -95,10 +95,7 @@ def _rank_evaluates(num: int) -> tuple[list[Any], str, list[str]]:
     here = ddpshim.world()
     torch.manual_seed(here.rank)  # of training: of no account
     net = ddpshim.wrap_parallel(Net())
-    found = [
-        ddpshim.evaluate(Reach, net, num),
-        ddpshim.evaluate(OldReach, net, num, horizon=5, ends_at_success=False),
-    ]
+    found = [ddpshim.evaluate(Reach, net, num), ddpshim.evaluate(OldReach, net, num, horizon=5, ends_at_success=False)]
     said = []
     if here.world_size > 1:
         odd = here.rank == 1

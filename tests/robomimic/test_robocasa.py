@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any, Optional
 
-import h5py
-import numpy as np
 import pytest
 import torch
 
@@ -167,55 +165,6 @@ def test_a_failing_episode_ends_its_evaluation_and_no_more(
 def test_of_a_first_episode_that_fails_there_are_no_statistics(trainer: Trainer) -> None:
     run = _evaluate(trainer, 2, fault="toy_env:0:1")
     assert _statistics(run) == [{"Return": -1, "Success_Rate": -1, "Time_Episode": -1, "time": -1}] * 2
-
-
-def test_weights_of_datasets_are_kept_and_errors_computed_once(trainer: Trainer, tmp_path: Path) -> None:
-    paths = [make_data(tmp_path, num_demos=n) for n in (10, 3)]
-    settings = {
-        "train__data": [{"path": str(path), "weight": w, "lang": "lift"} for path, w in zip(paths, (1.0, 20.0))],
-        "train__hdf5_cache_mode": "low_dim",  # several datasets are refused with "all"
-        "train__action_config": {"actions": {"normalization": "min_max"}},
-        "experiment__mse__enabled": True,
-        "experiment__mse__num_samples": 1,
-        "experiment__mse__every_n_epochs": 1,
-        "epochs": 1,
-    }
-    one, two = (trainer("bc_transformer_all_steps", n, **settings) for n in (1, 2))
-    alone, first, second = (o["batches"]["Train"] for run in (one, two) for o in run.observed)
-    assert first == second == alone
-    assert [len(batch) for batch in alone] == [100] * 5
-    for observed in two.observed:
-        assert largest_difference(observed["networks"], one.observed[0]["networks"]) < 1e-5
-    drawn = np.ravel(alone)
-    large, small = (_num_samples(path) for path in paths)
-    expected = 20 * small / (20 * small + large)
-    assert abs((drawn >= large).mean() - expected) < 4 * np.sqrt(expected * (1 - expected) / len(drawn))
-    assert expected > 2 * small / (large + small), "unweighted draws would do"
-    errors = [_after(run, "MSE Log Epoch 1\n") for run in (one, two)]
-    assert [run.log.count("MSE Log Epoch") for run in (one, two)] == [2, 2]
-    assert errors[1]["Train/action_mse_error"] == pytest.approx(errors[0]["Train/action_mse_error"], rel=1e-3)
-
-
-def _num_samples(path: Path) -> int:
-    with h5py.File(path) as file:
-        return sum(int(demo.attrs["num_samples"]) for demo in file["data"].values())
-
-
-def _after(run: Run, text: str) -> dict[str, float]:
-    found: dict[str, float] = json.JSONDecoder().raw_decode(run.log.split(text)[1])[0]
-    return found
-
-
-def test_another_runs_checkpoint_is_where_all_ranks_begin(trainer: Trainer) -> None:
-    before = trainer("bc_language", None, module=TRAINER)
-    path = max(before.folder.glob("out/*/*/models/*.pth"))
-    run = trainer("bc_language", 2, experiment__ckpt_path=str(path), train__seed=5, steps=1, epochs=1)
-    saved = {f"0.{key}": value for key, value in before.checkpoint["model"].items()}
-    for observed in run.observed:
-        # One step of Adam moves a weight by its learning rate at most; from other weights it would be far.
-        assert 0 < largest_difference(observed["networks"], saved) < 2e-3
-        assert largest_difference(observed["initial"], saved) > 0.1
-        assert largest_difference(observed["networks"], run.observed[0]["networks"]) == 0
 
 
 def test_a_training_that_was_left_goes_on_in_its_directory(trainer: Trainer, releases: Path) -> None:

@@ -14,13 +14,7 @@ from ddpshim.job.world import World
 from ddpshim.observe.report import load, verdict
 from ddpshim.options import Options
 from ddpshim.robomimic import calls
-from evidence.equivalence import (
-    VALIDATION,
-    Run,
-    copy_release,
-    largest_difference,
-    train,
-)
+from evidence.equivalence import VALIDATION, Run, copy_release, largest_difference, train
 from tests.ranks import run_ranks
 from tests.robomimic import Trainer, require, trainings
 
@@ -186,7 +180,6 @@ def test_one_experiment_is_written_by_the_main_rank(trainer: Trainer) -> None:
 GUARDED = [
     ("weights", "bc", "after 10 backward passes of ModuleDict ranks hold different weights or settings: parameter '"),
     ("target", "td3_bc", "actor_target.nets.mlp._model.0.weight' of network 0 (ModuleDict) sums to"),
-    ("skip", "bc", "in backward pass 5 ("),
 ]
 
 
@@ -195,11 +188,7 @@ def test_guards_speak_up_in_the_trainer(trainer: Trainer, kind: str, variant: st
     run = trainer(variant, 2, module="tests.faults", fault=f"{kind}:1:5", check=False)
     assert run.exit_code != 0
     assert text in run.log, run.log[-3000:]
-    if kind == "skip":  # no number is read there that ranks compare: it is a hang, whose places are named
-        assert "for rank 1. Where each rank is:" in run.log
-        assert "train_utils.py:560" in run.log
-    else:
-        assert "SyncError" in run.log
+    assert "SyncError" in run.log
 
 
 @pytest.mark.unit

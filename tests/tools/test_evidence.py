@@ -1,4 +1,4 @@
-"""Tests of what the benchmarks are measured and reported with; not of what they measure."""
+"""Programs of evidence: what benchmarks are reported with, and the collection of silent bugs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from evidence import benchmarks, image_bc, to_success
+from evidence import benchmarks, bugs, image_bc, to_success
+from evidence.bugs import BUGS, PAGE, Answer, Bug
 from evidence.results import Result, alternate, median_and_quartiles, ratio
 
 
@@ -97,3 +98,55 @@ def test_the_ports_of_the_trainer_apply_and_the_readme_counts_their_lines(patch:
     assert f"import {'Accelerator' if patch == 'accelerate' else 'Fabric'}" in ported
     readme = (image_bc.ROOT / "README.md").read_text()
     assert re.search(rf"evidence/ports/{patch}\.patch\).*\| {image_bc.num_changed(patch)} \|", readme)
+
+
+# Silent bugs
+
+NAMED = {bug.name: bug for bug in BUGS}
+TOLD = bugs.read_page(PAGE.read_text())
+
+
+def _bug(*means: str) -> Bug:
+    return Bug("a bug", "data", ["https://github.com/someone/trainer/issues/1"], ["raw"], frozenset(means), False, {})
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_program_and_its_twin(bug: Bug) -> None:
+    for trainer in bug.trainers:
+        buggy, clean = (bug.program(trainer, is_clean) for is_clean in (False, True))
+        assert buggy != clean
+        for program in (buggy, clean):
+            compile(program, bug.name, "exec")
+
+
+def test_the_page_is_about_the_collection() -> None:
+    """Where it fails: python -m evidence.bugs --write evidence/bugs.md (minutes; with --only WORDS, the rest stays)."""
+    assert set(TOLD) == set(NAMED)
+    page = PAGE.read_text()
+    tables = bugs.report([TOLD[bug.name] for bug in BUGS])
+    assert page.partition(bugs.START)[2] == "\n" + tables
+    (together,) = (line for line in tables.splitlines() if line.startswith("| together |"))
+    found, alarms = re.findall(r"(\d+) of 63", together)
+    assert f"[bugs](bugs.md): {found} of 63, with {alarms} false alarm" in (PAGE.parent / "README.md").read_text()
+
+
+def test_what_counts_as_found() -> None:
+    """The answer names the bug, and is not given of the twin as well."""
+    said = {"check": Answer(["gradients", "order"], where="head.weight and 1 more")}
+    silent = {"check": Answer()}
+    assert bugs.Result(_bug("order"), said, silent).right("check") == ["order"]
+    assert bugs.Result(_bug("order"), said, {"check": Answer(["order"])}).right("check") == []
+    assert bugs.Result(_bug("gradients:head.weight"), said, silent).is_found
+    assert not bugs.Result(_bug("gradients:body.weight", "noise"), said, silent).is_found
+    page = bugs.report([bugs.Result(_bug("order"), said, silent), bugs.Result(_bug("loss"), said, said)])
+    assert "| check | 1 of 2 (50%) | 1 of 2 (50%) |" in page
+    assert "| together | 1 of 2 (50%) | 1 of 2 (50%) |" in page
+
+
+@pytest.mark.launch
+def test_guards_find_as_the_page_says() -> None:
+    """What `check` finds: tests/tools/test_check.py."""
+    bug = NAMED["a checkpoint is loaded on the main rank alone"]
+    for is_clean, told in enumerate((TOLD[bug.name].buggy, TOLD[bug.name].clean)):
+        assert bugs.look("guards", bug.program(bug.trainers[-1], bool(is_clean))) == Answer(told["guards"].findings)
+    assert TOLD[bug.name].right("guards")
