@@ -146,9 +146,9 @@ def _explain(passes: Passes, error: Exception) -> None:
 def second_gradient(which: str) -> SyncError:
     """Return the error for a parameter with two gradients in one pass, of which the reducer sent the first. Local."""
     return SyncError(
-        f"{which} got a second gradient in one backward pass, after the first was sent to the other ranks: its "
-        "layer is used in two parts of the network that are checkpointed with use_reentrant=True, or in one and "
-        "outside it. Half of its gradient would be lost. Use torch.utils.checkpoint.checkpoint(..., "
+        f"{which} got a second gradient in one backward pass, after the first was sent to the other ranks: its layer "
+        "is used again in a pass inside this one (parts checkpointed with use_reentrant=True, an autograd.Function "
+        "that calls backward). Half of its gradient would be lost. Use torch.utils.checkpoint.checkpoint(..., "
         "use_reentrant=False)."
     )
 

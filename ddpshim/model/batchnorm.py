@@ -43,7 +43,7 @@ def _stand_in(original: Callable[..., Any]) -> Callable[..., Any]:
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Any:
-        if not training or not torch.is_grad_enabled() or current().door.computes_alike:
+        if not training or not torch.is_grad_enabled():
             return original(input, running_mean, running_var, weight, bias, training, momentum, eps)
         return over_ranks(input, running_mean, running_var, weight, bias, momentum, eps, collectives.group())
 
@@ -59,12 +59,9 @@ def over_ranks(
     momentum: float,
     eps: float,
     group: Any,
-    counts: Optional[tuple[int, ...]] = None,
+    counts: Optional[tuple[int, ...]] = None,  # of each rank's values of a channel, if they are known
 ) -> torch.Tensor:
-    """Return `batch_norm` in training of this rank's rows `x`, normalised over those of all ranks (collective).
-
-    `counts`: the number of each rank's values of a channel, if it is known.
-    """
+    """Return `batch_norm` in training of this rank's rows `x`, normalised over those of all ranks (collective)."""
     wide = x if x.dtype in _WIDE else x.float()
     weight, bias = (one if one is None or one.dtype == wide.dtype else one.to(wide.dtype) for one in (weight, bias))
     out, mean, variance, count = _Normalise.apply(wide, weight, bias, eps, group, counts)  # type: ignore[no-untyped-call]

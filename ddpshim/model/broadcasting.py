@@ -14,11 +14,12 @@ _MESSAGE_BYTES = 250 * 1024 * 1024
 
 
 class Buffers:
-    """A module's buffers, of which all ranks get the main rank's."""
+    """A module's buffers, of which all ranks get the main rank's, if it is asked for."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, is_asked: bool) -> None:
         # Their places and not the tensors, because a module may replace a tensor.
-        self._places = [(child._buffers, name) for child in module.modules() for name in child._buffers]
+        modules = module.modules() if is_asked else ()
+        self._places = [(child._buffers, name) for child in modules for name in child._buffers]
         self._sent: list[tuple[Any, torch.Tensor, list[torch.Tensor]]] = []
 
     def start(self) -> None:

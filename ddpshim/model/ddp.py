@@ -12,8 +12,6 @@ the pass runs. Then the others get a gradient of zeros, which completes torch's 
 from __future__ import annotations
 
 import contextlib
-import difflib
-import functools
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Optional
@@ -23,12 +21,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpshim import lazy
 from ddpshim.errors import SyncError
 from ddpshim.job.collectives import new_group
-from ddpshim.job.world import world
 from ddpshim.model import backward, guard
 from ddpshim.model.broadcasting import Buffers
-from ddpshim.model.equality import Equality, is_milestone
+from ddpshim.model.equality import is_milestone
 from ddpshim.model.wrapper import Transparent
 from ddpshim.process.devices import moved
 from ddpshim.process.job import current
@@ -84,7 +82,6 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
     _refusal: Optional[SyncError] = None  # why the last pass was not reduced
     # Parameters that the pass did not use: the place, and whether there was a gradient of an earlier one.
     _missed: Sequence[tuple[int, Any, bool]] = ()
-    _buffers_to_send: Optional[Buffers] = None
 
     def __init__(self, module: nn.Module, find_unused_parameters: Optional[bool], **ddp: Any) -> None:
         nn.Module.__init__(self)
@@ -109,12 +106,10 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
         # A builtin: no Python code runs for each parameter of a step.
         handles = [p.register_post_accumulate_grad_hook(seen.append) for p in reduced]
         sends_buffers = bool(getattr(made, "forward_sync_buffers", made.broadcast_buffers))
-        if is_of_all and sends_buffers and any(child._buffers for child in module.modules()):
-            self._buffers_to_send = Buffers(module)
+        mine["_sent_buffers"] = Buffers(module, is_of_all and sends_buffers)
         self._syncs_in_forward = not is_of_all
-        if is_of_all and world().options.guard:
-            optimizers = functools.partial(guard.optimizers_of, self)
-            self._equality = Equality(module, sends_buffers, self._first.device, optimizers, guard.companions)
+        if is_of_all:
+            self._compare_over_ranks(sends_buffers, self._first.device)
         current().part(_Networks).append(self)
         current().at_end.callback(self._leave_job)
         for handle in handles:
@@ -223,11 +218,11 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
         if self.num_reductions == 1 and not (self._ddp.static_graph or self._is_joining):
             # Else in the second forward, which one rank alone may run, or after a pass of another network began.
             self._ddp.reducer._rebuild_buckets()
-        if self._buffers_to_send is not None and not self._syncs_in_forward:
+        if not self._syncs_in_forward:
             if self.num_reductions == 1 and self._equality is not None:
                 self._equality.look_at_own_buffers()
-            self._buffers_to_send.start()
-            self._buffers_to_send.finish()
+            self._sent_buffers.start()
+            self._sent_buffers.finish()
         device = self._first.device
         current().part(Progress).end_pass(device.type == "cuda")
         if self._equality is not None and is_milestone(self.num_reductions):
@@ -296,9 +291,8 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
 
     def _leave_job(self) -> None:
         """Forget DDP, whose hooks end with it: the module then trains like a bare one. Local."""
-        guard.disown(self.module.parameters())
         self.__dict__.update(_ddp=None, _hosts=None, _accumulators=[])
-        self._equality = self._buffers_to_send = None
+        self._equality = None
 
 
 def _give_zeros(parameters: list[Any]) -> None:
@@ -356,9 +350,8 @@ def check_options(given: Iterable[str]) -> None:
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     for name in given:
         if name not in known or name in ("self", "module"):
-            close = difflib.get_close_matches(name, known, 1)
             raise TypeError(
                 f"wrap_parallel() got an unexpected option '{name}', which torch {torch.__version__}'s "
-                "DistributedDataParallel does not have either; it would have no effect. "
-                + (f"Did you mean '{close[0]}'?" if close else "Leave it out.")
+                "DistributedDataParallel does not have either, and it would have no effect"
+                f"{lazy.nearest(name, [*known]) or '. Leave it out.'}"
             )

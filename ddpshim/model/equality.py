@@ -1,7 +1,7 @@
 """Compares across ranks what must be equal (weights, buffers, optimizers, untrained networks, random streams).
 
 Checksums are sent while training continues and read at the next step. Only if they differ do ranks exchange, through
-the job's store, what tells the difference (`ddpshim.model.difference`).
+the job's store, what tells the difference (`refuse`).
 
 In each backward pass a message of two numbers shows whether all ranks are at one step (`agree_on_pass`).
 """
@@ -9,6 +9,7 @@ In each backward pass a message of two numbers shows whether all ranks are at on
 from __future__ import annotations
 
 import itertools
+import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Callable, Optional, Union
@@ -20,22 +21,29 @@ from torch import nn
 from ddpshim.errors import SyncError
 from ddpshim.job.collectives import pairs, peers
 from ddpshim.job.group import world
-from ddpshim.model import difference
-from ddpshim.model.difference import INTEGERS, OPT_OUT, Tensors, kind_of
 from ddpshim.process import observed
 from ddpshim.process.devices import is_capturing
 from ddpshim.process.job import current
-from ddpshim.process.random_streams import digest
+from ddpshim.process.random_streams import digest, rank_states, restore_rank_states
 from ddpshim.process.say import count, say
 from ddpshim.process.users_line import users_line
 from ddpshim.shares.streams import draws_alike
+
+SAME_STATE = (
+    "Build, load and change networks and optimizers equally on every rank, step schedulers with numbers of all ranks, "
+    "and let every gradient come from loss.backward()"
+)
+OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+Tensors = dict[str, torch.Tensor]  # by what messages call them
+Facts = dict[str, Any]  # settings, and the numbers of tensors, by name
 
 _SYNCED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)  # their statistics are of all ranks
 
 Optimizers = Sequence[torch.optim.Optimizer]
 Named = Sequence[tuple[str, Optional[torch.Tensor]]]
 _ALL_BITS = 2**64
-_SMALL = 1024  # numbers
+_DEADLINE_S = 120.0  # after a common step ranks are only seconds apart
 _MEETING_DEADLINE_S = 20.0
 _IN_A_PASS = zlib.crc32(b"backward pass")
 
@@ -45,17 +53,19 @@ def is_milestone(number: int) -> bool:
     return number in (1, 2, 10, 100) or (number > 0 and number % 1000 == 0)
 
 
-def agree_on_pass(network: str, gradients: Sequence[int], num_steps: int, rates: Sequence[float]) -> int:
+def agree_on_pass(
+    network: str, gradients: Sequence[int], num_steps: int, rates: Sequence[float], cure: Optional[str] = None
+) -> int:
     """Return a number for the gradients of this backward pass (collective).
 
-    Raises SyncError on all ranks if they are not in one pass with the same gradients.
-
-    The message is as those of World: a rank that is in another collective sees it, and does not hang.
+    Raises SyncError on all ranks if they are not in one pass with the same gradients. The message is as those of World:
+    a rank that is in another collective sees it, and does not hang.
 
     Args:
         network: the name of the network, or the names.
         gradients: numbers of the parameters that got a gradient, in order: those of other ranks meet them.
         num_steps, rates: steps of optimizers so far, and the learning rates of the last one.
+        cure: for the error; default what is to be done in any program.
     """
     here, num_passes = world(), current().part(observed.Progress).num_passes + 1
     kind = zlib.crc32(repr(gradients).encode())
@@ -71,7 +81,7 @@ def agree_on_pass(network: str, gradients: Sequence[int], num_steps: int, rates:
     where = [f"rank {rank}: {of_ranks.get(rank, 'in no backward pass')}" for rank in range(here.world_size)]
     raise SyncError(
         f"ranks are at different steps, or computed gradients of different parameters; they would be mixed up, and "
-        f"ranks would train different models. {'; '.join(where)}. {SAME_WAY} ({OPT_OUT})."
+        f"ranks would train different models. {'; '.join(where)}. {cure or SAME_WAY} ({OPT_OUT})."
     )
 
 
@@ -80,9 +90,6 @@ class Equality:
 
     `start` sends checksums while training continues, and `finish` reads those of all ranks. So no rank waits, and ranks
     that reach several wrappers in different orders do not block each other.
-
-    Attributes:
-        sent: the comparison in progress: (work, this rank's numbers and those of each rank, num_reductions).
     """
 
     def __init__(
@@ -93,20 +100,14 @@ class Equality:
         optimizers: Callable[[], Optimizers],
         companions: Callable[[], Tensors],
     ) -> None:
-        """Prepare to compare `module`, with its buffers if ranks share them. Local.
-
-        Args:
-            device: from which checksums are sent.
-            optimizers: returns the optimizers that step the module.
-            companions: returns the tensors of networks that are not reduced but must be equal.
-        """
+        """Prepare to compare `module`, its optimizers and companions, with checksums sent from `device`. Local."""
         self.module, self._with_buffers, self._device = module, with_buffers, device
         self._optimizers, self.companions = optimizers, companions
         modules = module.modules() if with_buffers else ()
         # Buffers that only the main rank's broadcast makes equal.
         self._unsynced = [(m, name) for m in modules if not isinstance(m, _SYNCED) for name in m._buffers]
         self._own_buffers: Optional[torch.Tensor] = None
-        self.sent: Any = None
+        self.sent: Any = None  # in progress: (work, this rank's numbers and those of each rank, num_reductions)
 
     def tensors(self) -> Tensors:
         """Return the tensors that must be equal: of the module, and of its optimizers' state. Local."""
@@ -167,10 +168,10 @@ class Equality:
         """Raise SyncError if `numbers`, of which each has a value for each rank, differ where they must not."""
         (tensors, settings, streams), others = numbers[:3], numbers[3:]
         if len({*streams}) > 1:
-            difference.take_streams(num_reductions)
+            _take_streams(num_reductions)
         if len({*tensors}) > 1 or len({*settings}) > 1:
             when = f"after {num_reductions} backward passes of {type(self.module).__name__}"
-            difference.refuse(when, self.settings(), {**self.tensors(), **self.companions()})
+            refuse(when, self.settings(), {**self.tensors(), **self.companions()})
             return
         if world().is_main:
             self._name_own_buffers(others)
@@ -233,44 +234,100 @@ def _to(here: torch.Tensor, device: torch.device) -> torch.Tensor:
 def bits_of_rows(rows: Sequence[Union[int, Named]], device: torch.device) -> torch.Tensor:
     """Return an int64 on `device` for each row: rows with equal numbers are taken as equal. Local.
 
-    Different numbers may still mean equal rows, if only the bits of NaNs differ. Small tensors are joined, so that a
-    policy's hundreds take a few operations; a larger one takes one or two.
+    Different numbers may still mean equal rows, if only the bits of NaNs differ.
     """
-    constants, parts = [], dict[Any, list[tuple[torch.Tensor, int, int]]]()
+    constants, parts = [], dict[torch.device, list[tuple[torch.Tensor, int, int]]]()
     for number, row in enumerate(rows):
         total, weight = row if isinstance(row, int) else 0, 1
         for name, tensor in () if isinstance(row, int) else row:
-            total += weight * (zlib.crc32(name.encode()) + kind_of(tensor))
-            for integers in _integers_of(tensor):
-                kind = integers.device, integers.dtype, integers.numel() <= _SMALL
-                parts.setdefault(kind, []).append((integers, weight, number))
+            total += weight * (zlib.crc32(name.encode()) + _kind_of(tensor))
+            if tensor is not None and _has_bits(tensor):
+                parts.setdefault(tensor.device, []).append((_sum_of_bits(tensor), weight, number))
             weight = weight * 31 % _ALL_BITS
         constants.append(total)
     bits = _sent(constants, device)
-    for (*_, is_small), part in parts.items():
-        vectors, weights, numbers = zip(*part)
-        sums = _sums_of(vectors) if is_small else torch.stack([vector.sum(dtype=torch.int64) for vector in vectors])
-        bits.index_add_(0, _sent(numbers, device), _to(sums, device) * _sent(weights, device))
+    for part in parts.values():
+        sums, weights, numbers = zip(*part)
+        bits.index_add_(0, _sent(numbers, device), _to(torch.stack(sums), device) * _sent(weights, device))
     return bits
 
 
-def _integers_of(tensor: Optional[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the bits as vectors of integers: those of a large tensor as 8-byte integers (fastest), and the rest."""
-    if tensor is None or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized or not tensor.numel():
-        return []
-    t = tensor.detach()
-    t = (torch.view_as_real(t) if t.is_complex() else t).contiguous().view(-1)
-    size, num = t.element_size(), t.numel()
-    if num <= _SMALL or size == 8:
-        return [t.view(INTEGERS[size])]
-    if t.storage_offset() * size % 8:  # cuDNN puts the weights of a network one after the other in memory
-        t = t.clone()
-    even = num - num % (8 // size)
-    return [t[:even].view(torch.int64), *([t[even:].view(INTEGERS[size])] if num > even else [])]
+def _has_bits(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_quantized)
 
 
-def _sums_of(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the int64 sum of each vector; all are of one type, on one device."""
-    ends = torch.tensor([vector.numel() for vector in vectors], device="cpu").cumsum(0) - 1
-    until = torch.cat([*vectors]).cumsum(0, dtype=torch.int64)[_to(ends, vectors[0].device)]
-    return until.diff(prepend=until.new_zeros(1))
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    t = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return t.view(_INTEGERS[t.element_size()]).sum(dtype=torch.int64)
+
+
+def refuse(when: str, settings: Mapping[str, str], tensors: Tensors) -> None:
+    """Raise SyncError on all ranks, which names the first difference between them (collective).
+
+    Not if only the bits of NaNs differ.
+    """
+    own: Facts = {**settings, **{name: numbers_of(tensor) for name, tensor in tensors.items()}}
+    found = described(world().gather_with_deadline("facts", own, _DEADLINE_S))
+    if found is not None:
+        raise SyncError(
+            f"{when} ranks hold different weights or settings: {found}. They train different models, and only the "
+            f"main rank's is saved. {SAME_STATE} ({OPT_OUT})."
+        )
+
+
+def described(of_ranks: Mapping[int, Facts]) -> Optional[str]:
+    """Describe the first fact that differs, with all ranks' values; None if all are equal (NaNs are). Local."""
+    by_name = {name: [of.get(name) for of in of_ranks.values()] for facts in of_ranks.values() for name in facts}
+    found = [(name, values) for name, values in by_name.items() if any(value != values[0] for value in values)]
+    if not found:
+        return None
+    name, values = found[0]
+    is_setting = any(isinstance(value, str) for value in values)
+    on_ranks = (f"{_shown(value)} on rank {rank}" for rank, value in zip(of_ranks, values))
+    more = f" ({len(found) - 1} more differ)" if len(found) > 1 else ""
+    return f"{name} {'is ' if is_setting else ''}{', '.join(on_ranks)}{more}"
+
+
+def _shown(fact: Any) -> str:
+    """Return text for a fact: a tensor's sum, with its checksum since sums may be equal; else the value itself."""
+    if fact is None:
+        return "missing"
+    if isinstance(fact, str):
+        return fact
+    checksum, total, _ = fact
+    return f"sums to {struct.unpack('d', struct.pack('q', total))[0]!r} (#{checksum % 65521:04x})"
+
+
+def numbers_of(tensor: torch.Tensor) -> list[int]:
+    """Return three ints: a checksum of bits and kind, the bits of the float64 sum that messages show, the kind. Local.
+
+    Unlike in `bits_of_rows` all NaNs are equal.
+    """
+    t, kind = tensor.detach(), _kind_of(tensor)
+    if not _has_bits(t):
+        return [kind, 0, kind]
+    if t.is_complex():
+        t = torch.view_as_real(t)
+    if t.is_floating_point() and t.element_size() > 1:
+        t = torch.nan_to_num(t)
+    total = (t.to(torch.float64) if t.element_size() == 1 else t).sum(dtype=torch.float64)
+    return [int(_sum_of_bits(t)) + kind, int(total.view(torch.int64)), kind]
+
+
+def _kind_of(tensor: Optional[torch.Tensor]) -> int:
+    """Return a number that depends on dtype and shape; 0 for None."""
+    if tensor is None:
+        return 0
+    return (zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode()) + 1) << 24
+
+
+def _take_streams(number: int) -> None:
+    """Set the random streams of all ranks to the main rank's (collective)."""
+    here = world()
+    restore_rank_states(here.broadcast(rank_states(here.device)), here.device)
+    observed.note("mended", what="random streams", reductions=number)
+    if here.is_main:
+        say(
+            f"after {number} backward passes ranks had drawn different random numbers: something draws on one "
+            "rank only (a log, a rollout). All ranks continue with the main rank's streams"
+        )

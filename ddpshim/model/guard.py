@@ -5,6 +5,7 @@ A failed check raises SyncError. The option `guard` (DDPSHIM_GUARD=0) turns the 
 
 from __future__ import annotations
 
+import functools
 import weakref
 import zlib
 from collections import deque
@@ -20,8 +21,8 @@ from ddpshim.errors import SyncError
 from ddpshim.failures import failure
 from ddpshim.job.group import world
 from ddpshim.model import backward
-from ddpshim.model.difference import OPT_OUT, Tensors
-from ddpshim.model.equality import Equality, bits_of_rows
+from ddpshim.model.broadcasting import Buffers
+from ddpshim.model.equality import OPT_OUT, Equality, Tensors, bits_of_rows, refuse
 from ddpshim.process import observed
 from ddpshim.process.job import current
 from ddpshim.process.observed import observe
@@ -32,7 +33,7 @@ REDUCED = "_ddpshim_reduced"  # set on the gradients of the first step after a r
 
 
 class Reduced:
-    """What the checks read of a wrapper that reduces gradients; those that are not changed have these values.
+    """What wrappers that reduce gradients have in common; those that are not changed have these values.
 
     They are attributes of the class, because others that are set on a wrapper become its module's.
 
@@ -48,6 +49,14 @@ class Reduced:
     has_unreduced_gradients = is_armed = is_uneven = False
     _refusal: Optional[SyncError] = None
     _equality: Optional[Equality] = None  # none if each rank holds different weights
+    _syncs: bool  # whether passes are reduced now
+    _sent_buffers: Buffers
+
+    def _compare_over_ranks(self, with_buffers: bool, device: torch.device) -> None:
+        """Compare this network over ranks from now on, unless the guards are off. Local."""
+        if world().options.guard:
+            optimizers = functools.partial(optimizers_of, self)
+            self._equality = Equality(self.module, with_buffers, device, optimizers, companions)
 
 
 class GuardState:
@@ -55,7 +64,7 @@ class GuardState:
 
     def __init__(self) -> None:
         # Which wrapper reduces a parameter's gradient, by the parameter's id: tensors compare by element, and a
-        # wrapper keeps its parameters alive until it disowns them.
+        # wrapper, which is kept here, keeps its parameters alive.
         self.owners: dict[int, Reduced] = {}
         self.companions: list[nn.Module] = []  # not trained, but must be equal
         # The wrappers that an optimizer's last step changed, by id, with their num_reductions.
@@ -72,12 +81,6 @@ def _watched() -> GuardState:
 def own(wrapper: Reduced, parameters: Iterable[torch.Tensor]) -> None:
     """Record that `wrapper` reduces the gradients of `parameters`. Local."""
     _watched().owners.update((id(p), wrapper) for p in parameters)
-
-
-def disown(parameters: Iterable[torch.Tensor]) -> None:
-    """Forget which wrappers reduce the gradients of `parameters`. Local."""
-    for p in parameters:
-        _watched().owners.pop(id(p), None)
 
 
 def is_owned(parameter: torch.Tensor) -> bool:
@@ -191,9 +194,7 @@ def _compare_in_the_end() -> None:
 def _refuse_unequal(hashes: list[int], what: str) -> None:
     """Raise SyncError on all ranks if these hashes, one per rank, differ."""
     if len(set(hashes)) > 1:
-        from ddpshim.model import difference
-
-        difference.refuse(f"at the end of {what}", *_everything())
+        refuse(f"at the end of {what}", *_everything())
 
 
 def _hash_of_all() -> int:

@@ -12,7 +12,6 @@ one rank only; `agree_on_pass` raises where that is not so. Only public hooks of
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
@@ -22,15 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpshim.errors import SyncError
 from ddpshim.job.world import world
 from ddpshim.model import backward, guard
 from ddpshim.model.broadcasting import Buffers, broadcast_state
-from ddpshim.model.equality import Equality, agree_on_pass, is_milestone
+from ddpshim.model.equality import agree_on_pass, is_milestone
 from ddpshim.model.wrapper import BareModule
 from ddpshim.process.devices import is_capturing
 from ddpshim.process.job import current
 from ddpshim.process.observed import Progress
+from ddpshim.process.replaced import replaced
 
 _NUM_REMEMBERED = 3  # passes that tell the next one: a step of an actor and its critics has so many kinds
 _MOST_KEPT = 256
@@ -39,22 +38,17 @@ _MOST_KEPT = 256
 class MeanGradients(guard.Reduced, BareModule):
     """A network whose gradients are averaged over the ranks. Made by `wrap_parallel`."""
 
-    _buffers_to_send: Optional[Buffers] = None
-    _syncs = True
-
     def __init__(self, module: nn.Module, bucket_cap_mb: float, broadcast_buffers: bool) -> None:
         super().__init__(module)
         broadcast_state(module)
         reduced = [p for p in module.parameters() if p.requires_grad and not guard.is_owned(p)]
-        self.__dict__["_postponed"] = dict[int, Any]()  # parameters of passes under no_sync, by id
-        self.__dict__["_device"] = reduced[0].device
+        mine = self.__dict__
+        mine["_postponed"] = dict[int, Any]()  # parameters of passes under no_sync, by id
+        mine["_device"], mine["_syncs"] = reduced[0].device, True
+        mine["_sent_buffers"] = Buffers(module, broadcast_buffers)
         guard.own(self, reduced)
         current().part(Means).add(self, reduced, int(bucket_cap_mb * 2**20))
-        if broadcast_buffers and any(child._buffers for child in module.modules()):
-            self._buffers_to_send = Buffers(module)
-        if world().options.guard:
-            optimizers = lambda: guard.optimizers_of(self)  # noqa: E731
-            self._equality = Equality(module, broadcast_buffers, self._device, optimizers, guard.companions)
+        self._compare_over_ranks(broadcast_buffers, self._device)
 
     @property
     def has_unreduced_gradients(self) -> bool:  # type: ignore[override]
@@ -64,14 +58,9 @@ class MeanGradients(guard.Reduced, BareModule):
     def is_armed(self) -> bool:  # type: ignore[override]
         return self in current().part(Means).networks_of_pass()
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> Any:
         """Return a context in which gradients accumulate on each rank; the next pass outside it averages the sum."""
-        before, self._syncs = self._syncs, False
-        try:
-            yield
-        finally:
-            self._syncs = before
+        return replaced(self, "_syncs", False)
 
 
 class Means:
@@ -123,7 +112,8 @@ class Means:
             network._postponed[number] = p
             return
         if number in self._taken:
-            raise _twice(network, p)
+            name = next((name for name, other in network.module.named_parameters() if other is p), "?")
+            raise backward.second_gradient(f"parameter '{name}' of {type(network.module).__name__}")
         if not self._taken:
             self._next = iter(self._expected.get(self._before, ())) if world().options.guard else None
             self._is_expected = True
@@ -159,16 +149,13 @@ class Means:
                 continue
             gradients = [p.grad.detach() for p in params]
             rows, writes = [*map(_flat, gradients)], list[Any]()
-            is_held = [id(p) in self._held or p.grad.requires_grad for p in params]
-            message = _in_one_piece(rows, gradients) if all(is_held) else None
-            if message is None:
-                message = torch.cat(rows)
-                for p, held, old, part in zip(params, is_held, gradients, message.split([*map(len, rows)])):
-                    mean = _shaped(part, old)
-                    if held:
-                        writes.append((old, mean))
-                    else:
-                        p.grad = mean.detach()  # no view for autograd, so that programs may call detach_()
+            message = torch.cat(rows)
+            for p, old, part in zip(params, gradients, message.split([*map(len, rows)])):
+                mean = _shaped(part, old)
+                if id(p) in self._held or p.grad.requires_grad:
+                    writes.append((old, mean))
+                else:
+                    p.grad = mean.detach()  # no view for autograd, so that programs may call detach_()
             self._sent.append((dist.all_reduce(message.div_(world().world_size), async_op=True), writes))
 
     def _finish(self) -> None:
@@ -194,15 +181,14 @@ class Means:
             self._add_to_message(p)
         self._left = []
         self._send()
-        buffers = [network._buffers_to_send for network in networks if network._buffers_to_send is not None]
-        for one in buffers:
-            one.start()
+        for network in networks:
+            network._sent_buffers.start()
         for work, writes in self._sent:
             work.wait()
             for gradient, mean in writes:
                 gradient.copy_(mean)
-        for one in buffers:
-            one.finish()
+        for network in networks:
+            network._sent_buffers.finish()
         self._sent, self._taken = [], {}
         progress.end_pass(networks[0]._device.type == "cuda" and not is_captured)
         for network in networks:
@@ -227,23 +213,3 @@ def _shaped(vector: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def _order(tensor: torch.Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-
-
-def _in_one_piece(rows: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> Optional[torch.Tensor]:
-    """Return the memory of `gradients` as a message; None if they do not lie in it as an earlier pass left them."""
-    memory, address = gradients[0].untyped_storage().data_ptr(), gradients[0].data_ptr()
-    for row in rows:
-        if row.data_ptr() != address or row.untyped_storage().data_ptr() != memory:
-            return None
-        address += row.nbytes
-    return rows[0].as_strided((sum(map(len, rows)),), (1,))
-
-
-def _twice(network: MeanGradients, parameter: Any) -> SyncError:
-    name = next((name for name, p in network.module.named_parameters() if p is parameter), "?")
-    return SyncError(
-        f"parameter '{name}' of {type(network.module).__name__} got a second gradient in one backward pass, after the "
-        "first was sent to the other ranks: a layer is used in a backward pass inside this one (a checkpoint with "
-        "use_reentrant=True, an autograd.Function that calls backward). Half of its gradient would be lost. Use "
-        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
-    )

@@ -65,6 +65,8 @@ def wrap_parallel(
             cannot share the module: it is scripted, or distributed already.
         TypeError: DistributedDataParallel has no such option.
     """
+    given = {**locals(), **ddp}
+    del given["module"], given["ddp"]
     if ddp:
         from ddpshim.model.ddp import check_options
 
@@ -93,28 +95,15 @@ def wrap_parallel(
         check_shard([name for name, value in refused.items() if value is not None])
     if is_alone:
         several = not here.is_launched and torch.cuda.is_available() and torch.cuda.device_count() > 1
-        is_spread = several and any(p.is_cuda for p in module.parameters())
         wrapped: Any = BareModule(module)
-        if is_spread:
+        if several and any(p.is_cuda for p in module.parameters()):
             from ddpshim.model.wrapping import SpreadModule
 
             wrapped = SpreadModule(module)
     else:
         from ddpshim.model import wrapping
 
-        wrapped = wrapping.wrap(
-            module,
-            here,
-            shard=shard,
-            sync_batchnorm=sync_batchnorm,
-            broadcast_buffers=broadcast_buffers,
-            find_unused_parameters=find_unused_parameters,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            bucket_cap_mb=bucket_cap_mb,
-            comm_hook=comm_hook,
-            comm_hook_state=comm_hook_state,
-            **ddp,
-        )
+        wrapped = wrapping.wrap(module, here, **given)
     current().has_networks = True
     if here.is_launched:
         from ddpshim.shares.streams import watch_noise

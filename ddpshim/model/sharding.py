@@ -9,25 +9,29 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ddpshim.errors import SyncError
 from ddpshim.job.group import world
 from ddpshim.model import backward, guard
 from ddpshim.model.broadcasting import Buffers, broadcast_state
+from ddpshim.model.equality import agree_on_pass
 from ddpshim.model.wrapper import BareModule
+from ddpshim.process.devices import is_capturing
 from ddpshim.process.job import current
 from ddpshim.process.observed import Progress, observe
 from ddpshim.process.replaced import replaced
 
 # The main rank may write a large file between two calls of `state_dict`. Ranks that hang are found much earlier.
 _DEADLINE_S = 3600.0
+_USE_ALL = (
+    "A sharded network mixes gradients of different parameters: use all of them in every pass (add 0 * output.sum() of "
+    "those that are left out), or leave shard out"
+)
 
 
 class _Sharding:
@@ -44,9 +48,6 @@ class ShardedModule(guard.Reduced, BareModule):
 
     # Of the class, because other names that are set on a wrapper become its module's.
     _has_run = False
-    _syncs = True
-    _sent: Any = None
-    _buffers_to_send: Optional[Buffers] = None
 
     def __init__(self, module: nn.Module, methods: Sequence[str], sync_buffers: bool) -> None:
         fsdp = _fsdp()
@@ -61,10 +62,9 @@ class ShardedModule(guard.Reduced, BareModule):
         fsdp.fully_shard(module)
         super().__init__(module)
         mine = self.__dict__
-        mine["_name"] = name_of_class
+        mine["_name"], mine["_syncs"] = name_of_class, True
         mine["_parts"] = dict(module.named_parameters())
-        if sync_buffers and [*module.buffers()]:
-            self._buffers_to_send = Buffers(module)
+        mine["_sent_buffers"] = Buffers(module, sync_buffers)
         module.register_forward_pre_hook(lambda *_: self._note_run())
         for name in methods:
             fsdp.register_fsdp_forward_method(module, name)
@@ -81,13 +81,10 @@ class ShardedModule(guard.Reduced, BareModule):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Return a context in which gradients accumulate on each rank; the next pass outside it reduces the sum."""
-        before, self._syncs = self._syncs, False
-        self.module.set_requires_gradient_sync(False)  # type: ignore[operator]
-        try:
+        with contextlib.ExitStack() as after, replaced(self, "_syncs", False) as before:
+            after.callback(self.module.set_requires_gradient_sync, before)  # type: ignore[arg-type]
+            self.module.set_requires_gradient_sync(False)  # type: ignore[operator]
             yield
-        finally:
-            self._syncs = before
-            self.module.set_requires_gradient_sync(before)  # type: ignore[operator]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise SyncError(
@@ -115,35 +112,14 @@ class ShardedModule(guard.Reduced, BareModule):
                     "ranks would train different models. Return tensors, or name the method that returns the loss: "
                     'wrap_parallel(policy, shard=["compute_loss"]).'
                 )
-        self.num_reductions += 1
-        if self._buffers_to_send is not None:
-            self._buffers_to_send.start()
-            self._buffers_to_send.finish()
         device = next(iter(self._parts.values())).device
+        if world().options.guard and not is_capturing(device):
+            used = [i for i, p in enumerate(self._parts.values()) if p.grad is not None]
+            agree_on_pass(self._name, used, *guard.steps_so_far(), _USE_ALL)
+        self.num_reductions += 1
+        self._sent_buffers.start()
+        self._sent_buffers.finish()
         current().part(Progress).end_pass(device.type == "cuda")
-        if world().options.guard:
-            self._compare_unused(device)
-
-    def _compare_unused(self, device: torch.device) -> None:
-        """Raise SyncError if ranks used different parameters. On a GPU a pass later, so that the host does not wait."""
-        names = [name for name, p in self._parts.items() if p.requires_grad and p.grad is None]
-        own = torch.tensor([zlib.crc32(repr(names).encode()), len(names)], device=device)
-        everyones = [torch.empty_like(own) for _ in range(world().world_size)]
-        work = dist.all_gather(everyones, own, async_op=True)
-        before, self._sent = self._sent, (everyones, work)
-        if device.type == "cpu":
-            before, self._sent = self._sent, None
-        if before is not None:
-            rows, started = before
-            started.wait()
-            counts = torch.stack(rows).tolist()
-            if any(row != counts[0] for row in counts):
-                raise SyncError(
-                    f"ranks left out different parameters of {self._name} in a backward pass "
-                    f"({', '.join(f'{num} on rank {rank}' for rank, (_, num) in enumerate(counts))}); in a sharded "
-                    "network, gradients of different parameters were then mixed. Use all parameters in every pass "
-                    "(add 0 * output.sum() of those that are left out), or leave shard out."
-                )
 
 
 def check_shard(others: Sequence[str]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import operator
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Callable
 
 import torch
 from torch import nn
@@ -19,6 +19,21 @@ def is_compiling() -> bool:
     """Whether torch compiles the caller. Local."""
     ask = getattr(torch.compiler, "is_compiling", None)  # torch 2.1 lacks it, and has a graph break here
     return ask is not None and ask()
+
+
+def _of_module(function: Callable[..., Any]) -> Any:
+    """Return a method that calls `function` of the module in the wrapper's place."""
+    return lambda wrapper, *args: function(wrapper.module, *args)
+
+
+def _by_module(name: str) -> Any:
+    """Return a method that the module runs, and that returns the wrapper."""
+
+    def method(wrapper: Transparent, *args: Any, **kwargs: Any) -> Transparent:
+        getattr(wrapper.module, name)(*args, **kwargs)
+        return wrapper
+
+    return method
 
 
 class Transparent:
@@ -85,17 +100,7 @@ class Transparent:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    def train(self, mode: bool = True) -> Any:
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Any:
-        self.module.eval()
-        return self
-
-    def apply(self, fn: Any) -> Any:
-        self.module.apply(fn)
-        return self
+    train, eval, apply, _apply = map(_by_module, ("train", "eval", "apply", "_apply"))
 
     def no_sync(self) -> Any:
         """Return a context in which gradients only accumulate; in one process it changes nothing."""
@@ -109,10 +114,6 @@ class Transparent:
         `for i, part in enumerate(parts): with net.accumulate(is_last=i == k - 1): (loss(part) / k).backward()`.
         """
         return contextlib.nullcontext() if is_last else self.no_sync()
-
-    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        self.module._apply(fn, *args, **kwargs)
-        return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the bare module's state with its keys, on any number of ranks."""
@@ -131,20 +132,11 @@ class Transparent:
         state_dict.update({prefix + new: value for new, value in values.items()})
         self.module._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def __getitem__(self, key: Any) -> Any:
-        return self.module[key]  # type: ignore[index]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.module[key] = value  # type: ignore[operator]
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self.module  # type: ignore[operator]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.module)  # type: ignore[call-overload, no-any-return]
-
-    def __len__(self) -> int:
-        return len(self.module)  # type: ignore[arg-type]
+    # Of containers.
+    __getitem__ = _of_module(operator.getitem)
+    __setitem__ = _of_module(operator.setitem)
+    __contains__ = _of_module(operator.contains)
+    __iter__, __len__ = _of_module(iter), _of_module(len)
 
     def __bool__(self) -> bool:
         try:

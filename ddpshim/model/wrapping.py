@@ -26,8 +26,7 @@ _OTHERS = ("FullyShardedDataParallel", "FSDP", "FSDPModule", "ReplicateModule", 
 
 
 def wrap(module: nn.Module, here: World, *, shard: Union[bool, Sequence[str]], sync_batchnorm: bool, **ddp: Any) -> Any:
-    """Return `module` in the wrapper that reduces its gradients; the arguments are those of `wrap_parallel`
-    (collective)."""
+    """Return `module` in the wrapper that reduces its gradients; arguments as of `wrap_parallel` (collective)."""
     _check_tensors(module, here)
     _check_same_structure(module, here)
     if here.options.exact is not None:  # the program holds whole batches: `ddpshim.rows.pieces` adds up gradients
@@ -36,7 +35,8 @@ def wrap(module: nn.Module, here: World, *, shard: Union[bool, Sequence[str]], s
         _refuse_ddp_around_wrapped()
         if here.options.guard:
             guard.watch_optimizers()
-    if sync_batchnorm and any(isinstance(child, nn.modules.batchnorm._BatchNorm) for child in module.modules()):
+    has_batchnorm = any(isinstance(child, nn.modules.batchnorm._BatchNorm) for child in module.modules())
+    if sync_batchnorm and has_batchnorm and not current().door.computes_alike:  # else by a rule of `rows`
         from ddpshim.model import batchnorm
 
         batchnorm.sync()
@@ -185,7 +185,7 @@ def _check_same_structure(module: nn.Module, here: World) -> None:
         sums = {name: float(p.detach().abs().double().nansum()) for name, p in module.named_parameters()}
     of_ranks, sums_of_ranks = zip(*here.gather((mine, sums)))
     if any(theirs != of_ranks[0] for theirs in of_ranks):
-        from ddpshim.model.difference import SAME_STATE, described
+        from ddpshim.model.equality import SAME_STATE, described
 
         raise SyncError(
             f"ranks wrap different {type(module).__name__}s: {described(dict(enumerate(of_ranks)))}; gradients of "
@@ -202,15 +202,11 @@ def _check_same_structure(module: nn.Module, here: World) -> None:
 
 
 class SpreadModule(BareModule):
-    """A wrapper for one process on several GPUs: `forward` is spread over them, any other method runs on the first.
-
-    torch's DataParallel is an attribute and not a base class: it looks up `dim`, `gather` and others on itself, and a
-    module may have attributes of these names.
-    """
+    """A wrapper for one process on several GPUs: `forward` is spread over them, any other method runs on the first."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self.__dict__["spread"] = DataParallel(module)
+        self.__dict__["spread"] = DataParallel(module)  # no base class: its `dim` or `gather` may be the module's
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["spread"](*args, **kwargs)

@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddpshim.errors import DataError
 from ddpshim.job.group import current_or_new_world
-from ddpshim.job.world import World
 
 
 class _MapStyle(Protocol):
@@ -80,10 +79,10 @@ def scale_lr(lr: float, rule: Optional[str] = None, world_size: Optional[int] = 
     >>> scale_lr(1e-4, "linear", world_size=4)
     0.0004
     """
-    here = current_or_new_world() if rule is None or world_size is None else None
-    if rule is None and here is not None:
-        rule = here.options.lr_rule if here.options.per_rank_batch else "linear"
-    size: int = cast(World, here).world_size if world_size is None else world_size
+    if rule is None:
+        options = current_or_new_world().options
+        rule = options.lr_rule if options.per_rank_batch else "linear"
+    size = current_or_new_world().world_size if world_size is None else world_size
     factors = {"linear": float(size), "sqrt": float(size**0.5), "none": 1.0}
     if rule not in factors:
         raise DataError(f"rule={rule!r} is not a learning-rate rule. Use linear, sqrt or none.")

@@ -185,7 +185,7 @@ REFUSED: dict[Callable[[torch.Tensor], None], str] = {
     _made_before: "SGD.step(): it was made before wrap_parallel(..., shard=True) and holds 'first.weight'",
     _not_reduced: "AdamW.step() after a backward pass of Policy under no_sync()",
     _distribution: "the gradient of 'layer.weight' of Gaussian was not reduced over the ranks",
-    _used_differently: "ranks left out different parameters of Policy in a backward pass (2 on rank 0, 2 on rank 1)",
+    _used_differently: "A sharded network mixes gradients of different parameters: use all of them in every pass",
     _saved_by_one: "did not call state_dict()",
     _pickled: "a Policy that is sharded (shard=True) was pickled",
     _with_a_hook: "wrap_parallel(shard=...) with comm_hook",

@@ -20,7 +20,7 @@ from torch import nn
 import ddpshim
 from ddpshim.errors import SyncError
 from ddpshim.job.process_group import ENDS_THREADS
-from ddpshim.model import backward, difference, guard
+from ddpshim.model import backward, equality, guard
 from ddpshim.process import job_store
 from ddpshim.process.job import current
 from tests.ranks import errors_of, free_port, run_ranks
@@ -52,7 +52,7 @@ def _steps(net: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> 
 
 
 def _sum(tensor: torch.Tensor) -> int:
-    return difference.numbers_of(tensor)[0]
+    return equality.numbers_of(tensor)[0]
 
 
 @pytest.mark.unit
@@ -76,7 +76,7 @@ def test_the_checksum_sees_every_bit_but_not_which_nan() -> None:
     balanced = torch.tensor([1.0, -1.0])
     up = torch.nextafter(balanced, balanced + 1)
     assert _sum(up) == _sum(balanced)
-    assert difference.numbers_of(up) != difference.numbers_of(balanced)
+    assert equality.numbers_of(up) != equality.numbers_of(balanced)
     nans = torch.tensor([0x7FC00000, -0x400000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
     assert bool(nans.isnan().all())
     assert len({_sum(nan) for nan in nans}) == 1

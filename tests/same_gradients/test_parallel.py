@@ -931,7 +931,7 @@ def test_another_wrapper_is_refused() -> None:
 
     with pytest.raises(SyncError, match="Pretend is distributed already, by torch's DistributedDataParallel"):
         ddpshim.wrap_parallel(Pretend())
-    with pytest.raises(TypeError, match="Did you mean 'bucket_cap_mb'"):
+    with pytest.raises(TypeError, match="did you mean bucket_cap_mb"):
         ddpshim.wrap_parallel(nn.Linear(2, 2), bucket_cap=3)
     with pytest.raises(SyncError, match="wrap_parallel got a dict, which is not an nn"):
         ddpshim.wrap_parallel({"policy": nn.Linear(2, 2)})
