@@ -59,24 +59,18 @@ class Ranks(NamedTuple):
 
 
 class State:
-    """The state of row tensors in a job.
-
-    Attributes:
-        ranks: this rank, or, while a piece is computed, this piece among all.
-        num_pieces: into how many pieces rows are divided.
-        is_in_piece: whether a piece is being computed (`pieces`).
-        factor: by how much gradients inside blocks are larger than a rank's share.
-        num_messages: how often wholes were gathered, or added up.
-        news: what this rank tells others before the next backward pass or gather, and what judges it.
-    """
+    """The state of row tensors in a job."""
 
     def __init__(self) -> None:
         world = current().world
+        # This rank, or, while a piece is computed, this piece among all.
         self.ranks = Ranks(0, 1) if world is None else Ranks(world.rank, world.world_size)
         exact = None if world is None else world.options.exact
-        self.num_pieces, self.is_in_piece = exact or self.ranks.size, False
-        self.factor = 1 if exact is not None else self.ranks.size
-        self.num_messages = 0
+        self.num_pieces = exact or self.ranks.size  # into which rows are divided
+        self.is_in_piece = False  # one is being computed (`pieces`)
+        self.factor = 1 if exact is not None else self.ranks.size  # of gradients inside blocks to a rank's share
+        self.num_messages = 0  # how often wholes were gathered, or added up
+        # What this rank tells others before the next backward pass or gather, what judges it, and its place.
         self.news: list[tuple[tuple[int, int], Callable[[list[Any]], Any], str]] = []
 
 
@@ -205,8 +199,7 @@ def gather_alike(own: torch.Tensor, everyones: Optional[list[torch.Tensor]] = No
 
 
 def _layout(of_block: Any, strides_of_block: Any, dim: int, size: int) -> tuple[list[int], list[int]]:
-    """Return the shape and strides of a whole, whose dimension `dim` has `size`, in one process: dense, in the order of
-    the block's dimensions in memory. Local."""
+    """Return shape and strides of a whole in one process: dense, in the order of the block's dimensions in memory."""
     shape, strides, step = [*of_block], [0] * len(of_block), 1
     shape[dim] = size
     for i in sorted(range(len(shape)), key=lambda i: (strides_of_block[i], -i)):
@@ -233,22 +226,11 @@ def added_up(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of all ranks' tensors (collective)."""
     settle()
     current().part(State).num_messages += 1
-    is_small = tensor.dtype in (torch.float16, torch.bfloat16)
-    total = (
-        tensor.detach().to(torch.float32) if is_small else tensor.detach().clone(memory_format=torch.contiguous_format)
-    )
-    if ranks().size == 1:
-        return total.to(tensor.dtype)
-    if total.is_complex():
-        dist.all_reduce(torch.view_as_real(total), group=group())
-    else:
-        dist.all_reduce(total.contiguous(), group=group())
+    dtype = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
+    total = tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+    if ranks().size > 1:
+        dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, group=group())
     return total.to(tensor.dtype)
-
-
-def differ(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors differ on any rank (collective)."""
-    return bool(added_up(torch.tensor([not torch.equal(one, other)], dtype=torch.int32, device=one.device)).item())
 
 
 class GatherBlocks(torch.autograd.Function):
@@ -290,8 +272,7 @@ class Mean(torch.autograd.Function):
 
 
 def same(whole: torch.Tensor) -> torch.Tensor:
-    """Return a whole tensor that each rank uses with its rows: its gradient is the sum of the ranks' (backward:
-    collective)."""
+    """Return a whole that each rank uses with its rows: its gradient is the ranks' sum (backward: collective)."""
     used = whole.view_as(whole)
     used.register_hook(Mean.apply)  # no function of its own: its view would refuse changes of `whole` in place
     return used

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 import ddpshim
-from ddpshim.rows import calls, gradients, rules
+from ddpshim.rows import blocks, calls, gradients, rules
 from ddpshim.rows.tensor import RULES, Rows, divided
 from tests import row_cases, row_walk
 from tests.ranks import run_ranks
@@ -672,6 +672,14 @@ def test_every_function_of_torch() -> None:
         assert problems == {}
         assert found == {}
         assert unused - set(UNUSED) - OPERATORS == set()
+
+
+def _sum_of_ranks() -> list[float]:
+    return blocks.added_up(torch.ones(3, 2, dtype=torch.bfloat16).t()).flatten().tolist()
+
+
+def test_a_sum_over_ranks_in_any_layout() -> None:
+    assert run_ranks(_sum_of_ranks, 2) == [[2.0] * 6] * 2
 
 
 def test_a_functions_apply_may_be_a_method_of_c() -> None:
