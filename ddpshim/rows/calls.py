@@ -13,7 +13,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Callable, Optional, cast
+from typing import Any, Callable, Optional
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from ddpshim import variables
 from ddpshim.errors import OptionsError, SyncError
 from ddpshim.model.wrapper import Transparent, is_compiling
+from ddpshim.process.devices import moved
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 from ddpshim.process.users_line import users_line
@@ -47,58 +48,43 @@ TRACING = _Tracing()
 
 
 class Known:
-    """What is known of a module whose calls get row tensors.
-
-    Attributes:
-        num_operations: how many of its calls' operations were computed.
-        others: what a network inside does that a graph would compute otherwise; "" if there is nothing.
-        regions: `capture.CapturedCalls` by what makes calls alike.
-        refused: why no call of it is captured, so that its children's may be; "" if one is, or may be.
-    """
+    """What is known of a module whose calls get row tensors."""
 
     def __init__(self) -> None:
-        self.num_operations, self.others = 0, ""
-        self.regions: dict[Any, Any] = {}
-        self.refused = ""
+        self.num_operations = 0  # of its calls, that were computed
+        self.others = ""  # what a network inside does that a graph would compute otherwise
+        self.regions: dict[Any, Any] = {}  # `capture.CapturedCalls` by what makes calls alike
+        self.refused = ""  # why no call of it is captured, so that its children's may be
 
 
 class Calls:
-    """The calls of networks in a job.
-
-    Attributes:
-        is_inside: whether a network computes on rows now.
-        dim: the dimension of the rows.
-        original: torch's nn.Module.__call__, while it is replaced.
-        least_work: multiplications of a call that is divided.
-        is_off: whether nothing is divided now: inside torch.func, torch.jit and torch.compile.
-        counting: what is known of a module whose call runs, and may be captured as a whole.
-        captures: what is known of modules whose calls get row tensors.
-        least_operations: of a module, before its calls are captured.
-        before_wholes: called before torch.func, torch.jit or torch.compile computes, inside which no call is seen.
-    """
+    """The calls of networks in a job."""
 
     def __init__(self) -> None:
-        self.is_inside = self.is_off = False
-        self.counting: Optional[Known] = None
-        self.dim, self.original = 0, cast(Any, None)
+        self.is_inside = False  # a network computes on rows now
+        self.is_off = False  # nothing is divided now: inside torch.func, torch.jit and torch.compile
+        self.counting: Optional[Known] = None  # the module whose call runs, and may be captured as a whole
+        self.dim = 0  # of the rows
+        self.original: Any = None  # torch's nn.Module.__call__, while it is replaced
+        # Called before torch.func, torch.jit or torch.compile computes, inside which no call is seen.
         self.before_wholes: Callable[[], None] = lambda: None
         choice = os.environ.get(variables.ROWS, "auto").strip().lower()
         if choice not in _LEAST_WORK:
             raise OptionsError(
                 f"{variables.ROWS}={choice!r}: which calls are divided is unclear. Use auto, all or off."
             )
-        self.least_work = _LEAST_WORK[choice]
+        self.least_work = _LEAST_WORK[choice]  # multiplications of a call that is divided
         self.captures: weakref.WeakKeyDictionary[nn.Module, Known] = weakref.WeakKeyDictionary()
         world = current().world
+        # Of a module, before its calls are captured.
         self.least_operations = _LEAST_OPERATIONS["off" if world is None else world.options.capture]
         self._sizes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
     def num_parameters(self, module: nn.Module) -> int:
         """Return the number of entries of the parameters of `module`, as it was at its first call. Local."""
         if module not in self._sizes:
-            self._sizes[module] = sum(
-                p.numel() for p in module.parameters() if not isinstance(p, nn.UninitializedParameter)
-            )
+            known = (p for p in module.parameters() if not isinstance(p, nn.UninitializedParameter))
+            self._sizes[module] = sum(p.numel() for p in known)
         return self._sizes[module]
 
 
@@ -300,11 +286,7 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.device_ids:
             device = torch.device("cuda", self.device_ids[0])
-
-            def moved(x: Any) -> Any:
-                return x.to(device) if isinstance(x, T) else x
-
-            inputs, kwargs = mapped(moved, inputs), mapped(moved, kwargs)
+            inputs, kwargs = moved(inputs, device), moved(kwargs, device)
         calls = current().part(Calls)
         with replaced(calls, "dim", self.dim), replaced(calls, "is_inside", False):
             return self.module(*inputs, **kwargs)

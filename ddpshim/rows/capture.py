@@ -59,10 +59,7 @@ _OURS = {torch._C._set_grad_enabled, torch._dynamo.allow_in_graph(met_by_rows)}
 
 
 def is_supported() -> bool:
-    """Whether this torch has what captures stand on. Local.
-
-    Up to 2.11 no guard sees that the defaults or the name of a function change.
-    """
+    """Whether this torch has what captures stand on: up to 2.11 no guard sees a function's defaults change. Local."""
     if getattr(torch._dynamo.config, "skip_guards_on_constant_func_defaults", True):
         return False
     places = torch._dynamo.eval_frame, torch._dynamo.variables.torch, torch._dynamo.guards
@@ -93,12 +90,9 @@ def _make_region(number: int) -> Any:
 
 
 def _own(value: Any, views: list[Any]) -> Any:
-    """Return a copy of the containers with views of the tensors, so that no stand-in is returned or kept.
-
-    `views`: pairs of a tensor and its view, for tensors that are given more than once.
-    """
+    """Return a copy of the containers with views of the tensors, so that no stand-in is returned or kept."""
     if isinstance(value, _T):
-        for given, view in views:
+        for given, view in views:  # a tensor may be given more than once
             if given is value:
                 return view
         views.append((value, value.view_as(value)))
@@ -285,21 +279,15 @@ def _classes_of(module: nn.Module) -> list[tuple[Any, list[Any]]]:
 
 
 class CapturedCalls:
-    """The calls of a module with row tensors of one kind.
-
-    Attributes:
-        device: of the row tensors.
-        stand_ins: tensors without values, of the wholes' shapes.
-        rows: the row tensors of this call, in their order.
-        refused: why it is computed by the rules; "" if it is not.
-        has_run: whether this call has computed something.
-    """
+    """The calls of a module with row tensors of one kind."""
 
     def __init__(self, rows: list[Rows]) -> None:
         self._classes: list[tuple[Any, list[Any]]] = []  # Dynamo takes their methods for granted
-        self.rows, self.refused, self.has_run, self._num_graphs = rows, "", False, 0
-        self.device = rows[0].block.device
-        with torch._subclasses.FakeTensorMode():
+        self.rows, self.device = rows, rows[0].block.device  # of this call, in their order
+        self.refused = ""  # why it is computed by the rules
+        self.has_run = False  # this call has computed something
+        self._num_graphs = 0
+        with torch._subclasses.FakeTensorMode():  # of the wholes' shapes, without values
             self.stand_ins = [rules.template(x).requires_grad_(x.block.requires_grad) for x in rows]
         self._function = _make_region(current().next_number("captured region"))
         self._compile = torch._dynamo.optimize(self._made, nopython=True, dynamic=False)(self._function)

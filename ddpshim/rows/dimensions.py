@@ -12,7 +12,7 @@ from ddpshim.rows import blocks
 from ddpshim.rows.blocks import LEAST_ROWS, Part
 from ddpshim.rows.rules import (
     Mixed,
-    Rule,
+    OfRows,
     T,
     argument,
     elementwise,
@@ -20,11 +20,11 @@ from ddpshim.rows.rules import (
     made,
     meeting,
     met,
-    of_rows,
     place_of,
     row_wise,
     rule,
-    whole_if_mixed,
+    rule_if_alike,
+    rule_of_rows,
 )
 from ddpshim.rows.tensor import Counts, Rows
 
@@ -82,23 +82,16 @@ row_wise("view_as_complex", where=lambda rows, *_: rows.dimension < rows.dim() -
 row_wise("view_as_real", moves=True)
 
 
-def _is_number_of_classes(_: Rows, others: Any, kwargs: Any) -> bool:
-    num = argument(others, kwargs, 0, "num_classes")  # else the largest class of all rows
-    return isinstance(num, int) and num > 0
+# Without a number of classes: as many as the largest class of all rows says.
+row_wise("one_hot", where=lambda _, others, kwargs: argument(others, kwargs, 0, "num_classes", -1) > 0, moves=True)
 
 
-row_wise("one_hot", where=_is_number_of_classes, moves=True)
+def _removing(position: int, default: Any = None, takes_numbers: bool = True) -> OfRows:
+    """Return the rule of functions over dimensions, given at `position` after the first, that they remove or keep.
 
-
-def _removing(position: int, default: Any = None, takes_numbers: bool = True) -> Rule:
-    """Return the rule of functions over dimensions that they remove, or keep if they are asked to.
-
-    Args:
-        position: that of the dimensions, after the first argument; `default` if they are not given.
-        takes_numbers: whether all other arguments are dimensions if they are numbers: x.count_nonzero(0, 1).
+    `takes_numbers`: whether all other arguments are dimensions if they are numbers: x.count_nonzero(0, 1).
     """
 
-    @of_rows
     def over(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
         if _has_tensors(others, kwargs):
             return NotImplemented
@@ -113,14 +106,13 @@ def _removing(position: int, default: Any = None, takes_numbers: bool = True) ->
     return over
 
 
-_REDUCING = rule(_REMOVING)(_removing(0))
-rule("norm vector_norm quantile nanquantile")(_removing(1, takes_numbers=False))
-rule("select", moves=True)(_removing(0, takes_numbers=False))
-rule("unbind", moves=True)(_removing(0, default=0))
+_REDUCING = rule_of_rows(_REMOVING)(_removing(0))
+rule_of_rows("norm vector_norm quantile nanquantile")(_removing(1, takes_numbers=False))
+rule_of_rows("select", moves=True)(_removing(0, takes_numbers=False))
+rule_of_rows("unbind", moves=True)(_removing(0, default=0))
 
 
-@rule("cosine_similarity cross vecdot")
-@whole_if_mixed
+@rule_if_alike("cosine_similarity cross vecdot")
 def _of_two(func: Any, args: Any, kwargs: Any) -> Any:
     """Two tensors that broadcast, over a dimension that remains if it is `cross`."""
     part, place = place_of((*args, *kwargs.values()))
@@ -198,8 +190,7 @@ def _shape_after(func: Any, shape: Any, others: Any, kwargs: Any) -> list[int]:
     return [*func(torch.empty(shape, device="meta"), *map(empty, others), **named).shape]
 
 
-@rule("view reshape view_as reshape_as flatten unflatten ravel", moves=True)
-@of_rows
+@rule_of_rows("view reshape view_as reshape_as flatten unflatten ravel", moves=True)
 def _reshape(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     name, given = func.__name__, (*others, *kwargs.values())
     unknown = (torch.dtype,) if name in ("view_as", "reshape_as") else (torch.dtype, T)
@@ -213,20 +204,18 @@ def _reshape(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     return made(block, rows, dim, part)
 
 
-@rule(
+@rule_of_rows(
     "transpose swapaxes swapdims t permute movedim moveaxis unsqueeze squeeze adjoint",
     *getters("T mT H mH"),
     moves=True,
 )
-@of_rows
 def _moved(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     shape = [3 if dim == rows.dimension else 1 if size == 1 else 2 for dim, size in enumerate(rows.shape)]
     dim = _shape_after(func, shape, others, kwargs).index(3)
     return made(func(rows.block, *others, **kwargs), rows, dim)
 
 
-@rule("expand expand_as broadcast_to", moves=True)
-@of_rows
+@rule_of_rows("expand expand_as broadcast_to", moves=True)
 def _expand(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     shape = _shape_after(func, rows.shape, others, kwargs)
     dim = len(shape) - rows.dim() + rows.dimension
@@ -234,8 +223,7 @@ def _expand(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     return made(rows.block.expand(shape), rows, dim)
 
 
-@rule("repeat tile")
-@of_rows
+@rule_of_rows("repeat tile")
 def _repeat(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     times = [*(others[0] if isinstance(others[0], (list, tuple)) else others)] if others else []
     if not times or not all(isinstance(one, int) for one in times):
@@ -248,8 +236,7 @@ def _repeat(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     return made(rows.block.repeat(times), rows, dim, Part(rows.part.outer * times[dim], rows.part.cuts))
 
 
-@rule("repeat_interleave")
-@of_rows
+@rule_of_rows("repeat_interleave")
 def _repeat_each(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     times, part = argument(others, kwargs, 0, "repeats"), rows.part
     if not isinstance(times, int) or times < 1 or kwargs.get("output_size") is not None:
@@ -260,8 +247,7 @@ def _repeat_each(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     return made(func(rows.block, *others, **kwargs), rows, None, part)
 
 
-@rule(torch._C._VariableFunctions.broadcast_tensors, moves=True)  # type: ignore[attr-defined]
-@whole_if_mixed
+@rule_if_alike(torch._C._VariableFunctions.broadcast_tensors, moves=True)  # type: ignore[attr-defined]
 def _broadcast(func: Any, args: Any, kwargs: Any) -> Any:
     given = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
     place_of(given)
@@ -271,8 +257,7 @@ def _broadcast(func: Any, args: Any, kwargs: Any) -> Any:
     return tuple(value.expand(shape) for value in given)
 
 
-@rule("cat concat concatenate stack", moves=True)
-@whole_if_mixed
+@rule_if_alike("cat concat concatenate stack", moves=True)
 def _joined(func: Any, args: Any, kwargs: Any) -> Any:
     given, dim = argument(args, kwargs, 0, "tensors"), argument(args, kwargs, 1, "dim", 0)
     part, place = place_of([given])
@@ -321,15 +306,13 @@ def _index(rows: Rows, index: Any) -> int:
     return found[0]
 
 
-@rule(T.__getitem__, moves=True)
-@of_rows
+@rule_of_rows(T.__getitem__, moves=True)
 def _get(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     dim = _index(rows, *others)
     return made(func(rows.block, *others), rows, dim)
 
 
-@rule(T.__setitem__, moves=True)
-@of_rows
+@rule_of_rows(T.__setitem__, moves=True)
 def _set(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     index, value = others
     dim = _index(rows, index)
@@ -354,11 +337,10 @@ def _has_all_rows(value: Any, rows: Rows) -> bool:
     return type(value) is not Rows or (value.dimension, value.part) == (rows.dimension, rows.part)
 
 
-def _along(position: int) -> Rule:
+def _along(position: int) -> OfRows:
     """Return the rule of functions by an index along another dimension, if all tensors have all rows."""
     is_elsewhere = _elsewhere(position)
 
-    @of_rows
     def along(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
         given = (*others, *kwargs.values())
         if not is_elsewhere(rows, others, kwargs) or not all(_has_all_rows(value, rows) for value in given):
@@ -368,8 +350,8 @@ def _along(position: int) -> Rule:
     return along
 
 
-_BY_INDEX = rule("gather scatter scatter_add scatter_reduce")(_along(0))
-rule("take_along_dim")(_along(1))
+_BY_INDEX = rule_of_rows("gather scatter scatter_add scatter_reduce")(_along(0))
+rule_of_rows("take_along_dim")(_along(1))
 
 
 @rule("scatter_ scatter_add_", moves=True)

@@ -263,9 +263,8 @@ def _on_wholes(cls: Any) -> Any:
     made = _made.get(cls)
     if made is None:
         base: Any = torch.autograd.Function
-        names = [
-            name for name in ("forward", "backward", "vjp", "jvp") if getattr(cls, name) is not getattr(base, name)
-        ]
+        methods = ("forward", "backward", "vjp", "jvp")
+        names = [name for name in methods if getattr(cls, name) is not getattr(base, name)]
         parts = {name: staticmethod(stand_in(getattr(cls, name), _in_wholes)) for name in names}
         made = _made[cls] = type(cls)(cls.__name__, (cls,), {**parts, "__module__": cls.__module__})
         _made[made] = made
@@ -315,8 +314,7 @@ def installed() -> Iterator[None]:
             (T, "retain_grad", _retain_grad),
             (T, "register_post_accumulate_grad_hook", _register_post_hook),
         ):
-            if hasattr(owner, name):
-                put(owner, name, stand_in(getattr(owner, name), instead))
+            put(owner, name, stand_in(getattr(owner, name), instead))
         put(torch.autograd.Function, "apply", apply_of_rows(vars(torch.autograd.Function)["apply"]))
         put(torch_checkpoint.CheckpointFunction, "apply", staticmethod(_checkpoint))
         if hasattr(torch_checkpoint, "_NoopSaveInputs"):

@@ -19,19 +19,17 @@ from ddpshim.rows.rules import (
     made,
     meeting,
     met,
-    of_rows,
     place_of,
     row_tensor,
     row_wise,
-    rule,
+    rule_if_alike,
+    rule_of_rows,
     used_by_rows,
-    whole_if_mixed,
 )
 from ddpshim.rows.tensor import Capturing, Rows, whole
 
 
-@rule("matmul mm bmm mv __matmul__ __rmatmul__")
-@whole_if_mixed
+@rule_if_alike("matmul mm bmm mv __matmul__ __rmatmul__")
 def _product(func: Any, args: Any, kwargs: Any) -> Any:
     """(..., M, K) times (..., K, N), with the rows in M, in N, or in one of the dimensions before them."""
     one, other = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "mat2", kwargs.get("other"))
@@ -54,15 +52,11 @@ def _product(func: Any, args: Any, kwargs: Any) -> Any:
         return row_tensor(block, place - any(is_vector), part)
     if place != (2 if type(one) is Rows else 1):
         raise Mixed  # the rows are added up
-    block = func(
-        one.block if type(one) is Rows else used_by_rows(one),
-        other.block if type(other) is Rows else used_by_rows(other),
-    )
+    block = func(*(x.block if type(x) is Rows else used_by_rows(x) for x in (one, other)))
     return row_tensor(block, place - (type(one) is Rows and is_vector[1]), part)
 
 
-@rule("addmm baddbmm")
-@whole_if_mixed
+@rule_if_alike("addmm baddbmm")
 def _product_and_sum(func: Any, args: Any, kwargs: Any) -> Any:
     if len(args) < 3 or type(args[1]) is not Rows:
         return NotImplemented
@@ -74,8 +68,7 @@ def _product_and_sum(func: Any, args: Any, kwargs: Any) -> Any:
     return made(block, args[1], 0)
 
 
-@rule("cdist")
-@of_rows
+@rule_of_rows("cdist")
 def _distances(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     """(..., P, M) and (..., R, M), with the rows in P, or in a dimension before it."""
     part, place = place_of((rows, others[0]))
@@ -85,8 +78,7 @@ def _distances(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     return row_tensor(func(rows.block, other, *others[1:], **kwargs), place, part)
 
 
-@rule(torch._C._VariableFunctions.einsum)  # type: ignore[attr-defined]
-@whole_if_mixed
+@rule_if_alike(torch._C._VariableFunctions.einsum)  # type: ignore[attr-defined]
 def _einsum(func: Any, args: Any, kwargs: Any) -> Any:
     equation = args[0]
     given = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
@@ -159,8 +151,7 @@ row_wise(
 )
 
 
-@rule("grid_sampler grid_sampler_2d grid_sampler_3d")
-@whole_if_mixed
+@rule_if_alike("grid_sampler grid_sampler_2d grid_sampler_3d")
 def _sampled(func: Any, args: Any, kwargs: Any) -> Any:
     part, place = place_of(args)
     if place != args[0].dim() or any(x.shape[0] != part.size for x in args[:2]):
@@ -168,8 +159,7 @@ def _sampled(func: Any, args: Any, kwargs: Any) -> Any:
     return row_tensor(met(func, args, kwargs, part, place), place, part)
 
 
-@rule(torch.batch_norm)
-@of_rows
+@rule_of_rows(torch.batch_norm)
 def _batch_norm(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     """In training: over the rows of all ranks (collective, and once differentiable)."""
     if len(others) < 7 or rows.dimension:
@@ -186,22 +176,17 @@ def _batch_norm(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     return made(func(rows.block, *map(used_by_rows, others)), rows)
 
 
-@rule(torch.embedding)
-@whole_if_mixed
+@rule_if_alike(torch.embedding)
 def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
     """Args: weight, indices, padding_idx, scale_grad_by_freq, sparse."""
-    if (
-        len(args) < 2
-        or type(args[1]) is not Rows
-        or any(argument(args, kwargs, *x) for x in ((3, "scale_grad_by_freq"), (4, "sparse")))
-    ):
+    is_odd = argument(args, kwargs, 3, "scale_grad_by_freq") or argument(args, kwargs, 4, "sparse")
+    if len(args) < 2 or type(args[1]) is not Rows or is_odd:
         return NotImplemented
     args[1].memory.pull()
     return made(func(used_by_rows(args[0]), args[1].block, *args[2:], **kwargs), args[1])
 
 
-@rule("scaled_dot_product_attention")
-@whole_if_mixed
+@rule_if_alike("scaled_dot_product_attention")
 def _attention(func: Any, args: Any, kwargs: Any) -> Any:
     if argument(args, kwargs, 4, "dropout_p", 0.0):
         return _attention_that_draws(*args, **kwargs)
@@ -234,8 +219,7 @@ def _attention_that_draws(
     return torch.dropout(weights.softmax(-1), dropout_p, True) @ value
 
 
-@rule("lstm gru rnn_tanh rnn_relu")
-@of_rows
+@rule_of_rows("lstm gru rnn_tanh rnn_relu")
 def _recurrent(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     """Others: states, parameters, has_biases, num_layers, dropout, train, bidirectional, batch_first."""
     if len(others) != 8 or isinstance(others[1], T) or (others[4] and others[5] and others[3] > 1):
@@ -252,8 +236,7 @@ def _recurrent(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     return (made(out[0], rows), *(Rows(state, 1, rows.part) for state in out[1:]))
 
 
-@rule("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
-@whole_if_mixed
+@rule_if_alike("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
 def _recurrent_cell(func: Any, args: Any, kwargs: Any) -> Any:
     part, place = place_of(args[:2])
     if place != 2 or kwargs:
@@ -271,7 +254,6 @@ def _total(losses: Rows, kind: int, name: str) -> torch.Tensor:
 def _elementwise_loss(position: int) -> Rule:
     """Return the rule of a loss whose argument `position` is the kind of reduction: 0 none, 1 mean, 2 sum."""
 
-    @whole_if_mixed
     def loss(func: Any, args: Any, kwargs: Any) -> Any:
         kind = argument(args, kwargs, position, "reduction")
         if kind not in (0, 1, 2) or (kind and current().part(State).is_in_piece):
@@ -287,15 +269,14 @@ def _elementwise_loss(position: int) -> Rule:
     return loss
 
 
-rule(*(getattr(torch._C._nn, name) for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")), torch.kl_div)(
-    _elementwise_loss(2)
-)
-rule(torch._C._nn.binary_cross_entropy)(_elementwise_loss(3))
-rule(torch.binary_cross_entropy_with_logits)(_elementwise_loss(4))
+for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
+    rule_if_alike(getattr(torch._C._nn, name))(_elementwise_loss(2))
+rule_if_alike(torch.kl_div)(_elementwise_loss(2))
+rule_if_alike(torch._C._nn.binary_cross_entropy)(_elementwise_loss(3))
+rule_if_alike(torch.binary_cross_entropy_with_logits)(_elementwise_loss(4))
 
 
-@rule(torch._C._nn.cross_entropy_loss, torch._C._nn.nll_loss_nd)
-@whole_if_mixed
+@rule_if_alike(torch._C._nn.cross_entropy_loss, torch._C._nn.nll_loss_nd)
 def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
     """Args: logits (B, C, ...), classes (B, ...) or probabilities (B, C, ...), weights of classes, reduction, and the
     class that does not count."""

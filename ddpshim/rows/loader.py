@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import random
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional, TypeVar, cast
+from typing import Any, Optional, TypeVar, cast
 
 import torch
 from torch.utils import data as torch_data
@@ -24,13 +25,13 @@ from ddpshim.errors import DataError
 from ddpshim.job.group import world
 from ddpshim.job.passes import Enterable, generator_states, restore_generators
 from ddpshim.model import guard
-from ddpshim.process.job import current
-from ddpshim.process.random_streams import digest, global_states, restore_global_states
+from ddpshim.process.job import current, derive_seed
+from ddpshim.process.random_streams import digest, global_states, restore_global_states, seed_globals
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say_once
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
-from ddpshim.rows.samples import Numbered, SampleStreams, start_worker, without_lists
+from ddpshim.rows.samples import Fetched, Numbered, SampleStreams, start_worker, without_lists
 from ddpshim.rows.tensor import Counts, Rows, leaves
 
 T_co = TypeVar("T_co", covariant=True)
@@ -39,11 +40,6 @@ _END = object()
 _NUM_WAITED = 10  # batches of a loader for which ranks wait for each other's news; then for the first of each pass
 _MOST_LEVELS = 4  # of attributes of a dataset, in which a generator is looked for
 _GENERATORS = ("Generator", "RandomState", "BitGenerator")  # of numpy, which may not be loaded
-
-
-class Fetched(NamedTuple):
-    num_rows: int  # of all ranks
-    rows: Any  # of this rank
 
 
 class DataLoader(torch_data.DataLoader[T_co], Enterable):
@@ -120,7 +116,7 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
                     self._of_rows.first = first - num_left_out
                 batches = iter(self._of_rows)
             _leave_out(batches, num_left_out, self)
-        return batches if is_plain else batches_of_rows(self, batches)
+        return batches if is_plain else _batches_of_rows(self, batches)
 
 
 def _leave_out(batches: Any, num: int, loader: DataLoader[Any]) -> None:
@@ -141,7 +137,7 @@ def _fetching() -> contextlib.AbstractContextManager[Any]:
     return replaced(current().part(Counts), "is_fetching", True)
 
 
-def batches_of_rows(loader: DataLoader[Any], batches: Any) -> Iterator[Any]:
+def _batches_of_rows(loader: DataLoader[Any], batches: Any) -> Iterator[Any]:
     """Yield the batches of one pass (collective)."""
     num_passes = guard.num_reductions()
     loader.news.begin_pass()
@@ -174,8 +170,8 @@ class _RowsLoader(torch_data.DataLoader[Any]):
             if reason is not None and world().is_main:
                 kind = type(loader.dataset).__name__
                 say_once(f"{kind} is read sample by sample, many times slower than by the batch: {reason}")
-        streams = _Streams(loader.dataset, collate, blocks.ranks(), loader.num_workers)
-        vars(made).update(dataset=streams, collate_fn=streams.collated_rows, _iterator=None, first=0)
+        streams = SampleStreams(loader.dataset, collate, blocks.ranks(), loader.num_workers)
+        vars(made).update(dataset=streams, collate_fn=streams.collated, _iterator=None, first=0)
         if loader.num_workers:
             vars(made)["worker_init_fn"] = functools.partial(start_worker, loader.worker_init_fn)
         return cast(_RowsLoader, made)
@@ -203,22 +199,10 @@ class _OwnRows:
         for step, indices in enumerate(batches, first):
             part = blocks.part_of(len(indices))
             rows = range(len(indices)) if part is None else range(*part.bounds(*here))
-            whole = [*indices]
-            numbered = Numbered(whole, rows, step)
+            numbered = Numbered([*indices], rows, step)
             if step < first + self._num_workers:
                 numbered.before = before[step % self._num_workers :: self._num_workers]
             yield numbered
-
-
-class _Streams(SampleStreams):
-    """The dataset of a program that every rank runs whole, with the draws that it makes in one process."""
-
-    def __getitems__(self, indices: Any) -> Any:
-        return len(indices.whole), super().__getitems__(indices)
-
-    def collated_rows(self, given: Any) -> Fetched:
-        num_rows, samples = given
-        return Fetched(num_rows, self.collated(samples))
 
 
 def _walked(of_tensor: Any, of_texts: Any, batch: Any) -> Any:
@@ -296,6 +280,87 @@ def _with_rows(fetched: Any, news: News) -> Any:
 
 def _kinds(batch: Any) -> list[Any]:
     return [(x.dtype, x.shape[1:]) if isinstance(x, torch.Tensor) else type(x).__name__ for x in leaves(batch)]
+
+
+class JoinedLoader(DataLoader[Any]):
+    """Loads batches of `batch_size` rows, of which each rank reads its block from its own `dataset` (collective).
+
+    10 samples in a batch, 3 ranks: it has 3 samples of rank 0's data, 3 of rank 1's and 4 of rank 2's, in this order.
+    Nothing is read twice or sent. The loss and its gradients are those of one process that holds this batch; but no
+    process reads the data in this order, so the run is not that of one process.
+
+    A pass ends with the last whole batch of the rank that has the fewest; a dataset without `__len__` must end after
+    equally many batches on all ranks, else WorldError says where each is. Random draws of the dataset, its sampler and
+    workers are this rank's own; the training's streams stay equal on all ranks. A pass cannot be entered in the middle.
+
+    Raises DataError if a rank would have fewer than two rows of a batch, or with `drop_last=False`.
+    """
+
+    def __init__(self, dataset: Any, batch_size: int, **options: Any) -> None:
+        here, part = world(), blocks.part_of(batch_size)
+        if part is None:
+            raise DataError(
+                f"Global batch {batch_size} on {here.world_size} ranks leaves a rank fewer than {blocks.LEAST_ROWS} "
+                f"rows, so it could not be divided. Use at least {blocks.LEAST_ROWS * here.world_size}."
+            )
+        if options.pop("drop_last", None) is False:
+            raise DataError(
+                "drop_last=False with data of which each rank reads its own part: the ranks' last batches have any "
+                "sizes, so they make no batch. Leave it out; the samples that are left are not used."
+            )
+        start, end = part.bounds(*blocks.ranks())
+        super().__init__(dataset, end - start, drop_last=True, **options)
+        try:
+            own = super().__len__()
+        except TypeError:
+            own = None
+        known = [num for num in here.gather(own) if num is not None]
+        self._num_steps = min(known) if known else None
+        self._num_own, self._num_rows = end - start, batch_size
+        vars(self)["batch_size"] = batch_size  # which torch forbids to set: the program's batch is the whole one
+        self.news = News(self.place, num_waited=0)  # a rank whose data has ended must not be waited for
+        self._of_rows: Any = self if current().part(blocks.State).num_pieces > 1 else None  # its batches become rows
+        self._own_states = global_states()
+        with self._own_streams():
+            seed_globals(derive_seed(here.seed or 0, "own data", here.rank))
+
+    def __len__(self) -> int:
+        return super().__len__() if self._num_steps is None else self._num_steps
+
+    def _pass(self, first: int) -> Iterator[Any]:
+        return _batches_of_rows(self, self._own_batches())
+
+    def _own_batches(self) -> Iterator[Any]:
+        """Yield this rank's rows of each batch; other ranks do the same (collective at the end)."""
+        with self._own_streams():
+            batches = super(DataLoader, self).__iter__()  # torch's own
+        for step in itertools.count():
+            if step == self._num_steps:
+                return
+            with self._own_streams():
+                batch = next(batches, None)
+            if batch is None:
+                break
+            odd = [x.shape for x in leaves(batch) if hasattr(x, "shape") and x.shape[:1] != (self._num_own,)]
+            if odd:
+                raise DataError(
+                    f"{self.place}: a tensor of shape {tuple(odd[0])} in a batch with {self._num_own} samples of this "
+                    "rank: its first dimension is not the samples, so it is no block of rows. Change the collate_fn."
+                )
+            yield batch if self._of_rows is None else Fetched(self._num_rows, batch)
+        blocks.tell((0, 0), lambda told: None, False, f"has read all of its data at {self.place}")
+        blocks.settle()  # raises if another rank takes a batch
+
+    @contextlib.contextmanager
+    def _own_streams(self) -> Iterator[None]:
+        """Within this block random draws are this rank's own: others fetch other samples. Local."""
+        alike = global_states()
+        restore_global_states(self._own_states)
+        try:
+            yield
+        finally:
+            self._own_states = global_states()
+            restore_global_states(alike)
 
 
 def _can_divide(loader: DataLoader[Any]) -> bool:

@@ -118,10 +118,6 @@ def _own_pieces() -> range:
     return range(here.rank * each, (here.rank + 1) * each)
 
 
-def _of_piece(of: dict[int, Any], i: int, value: Any) -> Any:
-    return of[id(value)][i] if id(value) in of else value
-
-
 class Expand(torch.autograd.Function):
     """A block -> its view with more rows in other dimensions; the backward pass adds these up piece by piece.
 
@@ -184,7 +180,7 @@ def in_pieces(rule: Callable[..., Any]) -> Callable[..., Any]:
                 of[id(x)] = ForPieces.apply(x, len(own))  # type: ignore[no-untyped-call]
         found = []
         for i, number in enumerate(own):
-            inside = mapped(functools.partial(_of_piece, of, i), (args, kwargs))
+            inside = mapped(lambda x, i=i: of[id(x)][i] if id(x) in of else x, (args, kwargs))  # type: ignore[misc]
             ranks = Ranks(number, state.num_pieces)  # for which this one computes the piece
             with replaced(state, "ranks", ranks), replaced(state, "is_in_piece", True):
                 found.append(rule(func, *inside))

@@ -23,7 +23,8 @@ from ddpshim.rows.tensor import RULES, Capturing, Counts, Rows, RowsMemory, cut,
 T = torch.Tensor
 _NAMESPACES = (torch, T, torch._C._nn, torch._C._VariableFunctions, torch.special, torch.linalg, torch.fft, F)
 
-Rule = Callable[[Any, Any, Any], Any]
+Rule = Callable[[Any, Any, Any], Any]  # gets the function, its arguments, and those by name
+OfRows = Callable[[Any, Rows, Any, Any], Any]  # gets the first argument apart
 
 # With broadcasting.
 ELEMENTWISE = """
@@ -47,11 +48,8 @@ clone contiguous float double half bfloat16 int long short char byte bool cfloat
 zeros_like ones_like full_like conj resolve_conj resolve_neg
 """
 # Those that change their first argument, as far as torch has them: `add_`, `__iadd__`.
-IN_PLACE = " ".join(
-    (
-        *(f"__i{name[2:]}" if name.startswith("__") else f"{name}_" for name in ELEMENTWISE.split()),
-        *("copy_", "zero_", "fill_", "__irshift__"),
-    )
+IN_PLACE = "copy_ zero_ fill_ __irshift__ " + " ".join(
+    f"__i{name[2:]}" if name.startswith("__") else f"{name}_" for name in ELEMENTWISE.split()
 )
 ABOUT = """
 size dim ndimension numel nelement element_size is_floating_point is_complex get_device __len__ __hash__ is_tensor
@@ -112,10 +110,7 @@ def row_tensor(block: torch.Tensor, place: int, part: Part, memory: Optional[Row
 
 
 def place_of(values: Iterable[Any]) -> tuple[Part, int]:
-    """Return (part, place of the rows, counted from the last dimension) of all row tensors in `values`. Local.
-
-    Raises Mixed if they differ, or if there are none.
-    """
+    """Return the part, and the place from the last dimension, of the rows in `values`; raises Mixed if not one."""
     found: Optional[tuple[Part, int]] = None
     for value in values:
         kind = type(value)
@@ -222,7 +217,7 @@ def whole_if_mixed(inner: Rule) -> Rule:
 _OF_NUMPY = {"axis": "dim", "keepdims": "keepdim"}  # torch takes these too
 
 
-def of_rows(inner: Callable[[Any, Rows, Any, Any], Any]) -> Rule:
+def of_rows(inner: OfRows) -> Rule:
     """Return a rule for functions of a row tensor, which is their first argument: `inner` gets it apart. Local."""
 
     @whole_if_mixed
@@ -235,21 +230,28 @@ def of_rows(inner: Callable[[Any, Rows, Any, Any], Any]) -> Rule:
     return checked
 
 
+def rule_if_alike(*given: Any, moves: bool = False) -> Callable[[Rule], Rule]:
+    """Register a rule as `rule` does, by `whole_if_mixed`. Local."""
+    return lambda inner: rule(*given, moves=moves)(whole_if_mixed(inner))
+
+
+def rule_of_rows(*given: Any, moves: bool = False) -> Callable[[OfRows], Rule]:
+    """Register a rule as `rule` does, by `of_rows`. Local."""
+    return lambda inner: rule(*given, moves=moves)(of_rows(inner))
+
+
 def row_wise(*given: Any, where: Callable[[Rows, Any, Any], bool] = lambda *_: True, moves: bool = False) -> None:
     """Register functions that compute each row of their first argument by itself, from all other arguments. Local.
 
-    Args:
-        where: whether they do so for a row tensor, the other arguments, and those by name.
+    `where`: whether they do so for a row tensor, the other arguments, and those by name.
     """
 
-    @of_rows
+    @rule_of_rows(*given, moves=moves)
     def computed(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
         if not where(rows, others, kwargs):
             return NotImplemented
         named = {name: used_by_rows(value) for name, value in kwargs.items()}
         return made(func(rows.block, *map(used_by_rows, others), **named), rows)
-
-    rule(*given, moves=moves)(computed)
 
 
 @whole_if_mixed
@@ -272,8 +274,7 @@ def _where(func: Any, args: Any, kwargs: Any) -> Any:
     return elementwise(func, args, kwargs) if len(args) == 3 else NotImplemented  # of one: the places of True
 
 
-@rule("to type type_as", moves=True)
-@whole_if_mixed
+@rule_if_alike("to type type_as", moves=True)
 def _as_type(func: Any, args: Any, kwargs: Any) -> Any:
     """Of another tensor, only type and device are used."""
     rows = args[0]
@@ -284,8 +285,7 @@ def _as_type(func: Any, args: Any, kwargs: Any) -> Any:
     return made(out, rows) if type(rows) is Rows and isinstance(out, T) else out
 
 
-@rule(IN_PLACE)
-@whole_if_mixed
+@rule_if_alike(IN_PLACE)
 def in_place(func: Any, args: Any, kwargs: Any) -> Any:
     part, place = place_of((*args, *kwargs.values()) if kwargs else args)
     rows = args[0] if args else None
@@ -304,8 +304,7 @@ def _about(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-@rule(OF_BLOCK, *getters(ATTRIBUTES_OF_BLOCK), moves=True)
-@whole_if_mixed
+@rule_if_alike(OF_BLOCK, *getters(ATTRIBUTES_OF_BLOCK), moves=True)
 def _of_block(func: Any, args: Any, kwargs: Any) -> Any:
     return func(args[0].block, *args[1:], **kwargs)
 
@@ -348,8 +347,7 @@ def _empty(func: Any, args: Any, kwargs: Any) -> Any:
     return made(func(args[0].block, *args[1:], **kwargs), args[0])
 
 
-@rule("normal_ uniform_ random_ exponential_ log_normal_ cauchy_ geometric_ bernoulli_", moves=True)
-@of_rows
+@rule_of_rows("normal_ uniform_ random_ exponential_ log_normal_ cauchy_ geometric_ bernoulli_", moves=True)
 def _drawn_in_place(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     if any(isinstance(value, T) for value in (*others, *kwargs.values())):
         return NotImplemented
@@ -360,8 +358,7 @@ def _drawn_in_place(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     return rows
 
 
-@rule(torch.dropout, torch.feature_dropout, torch.dropout_, moves=True)
-@of_rows
+@rule_of_rows(torch.dropout, torch.feature_dropout, torch.dropout_, moves=True)
 def _dropout(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     p, trains = argument(others, kwargs, 0, "p"), argument(others, kwargs, 1, "train")
     is_of_features = func is torch.feature_dropout and (rows.dimension or rows.part.outer > 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 from torch.utils.data import BatchSampler, ConcatDataset, Dataset, RandomSampler, StackDataset, Subset, get_worker_info
@@ -46,6 +46,11 @@ def without_lists(sampler: Any) -> Any:
     return _Permuted(sampler) if type(sampler) is RandomSampler and not sampler.replacement else sampler
 
 
+class Fetched(NamedTuple):
+    num_rows: int  # of all ranks
+    rows: Any  # of this rank
+
+
 class Numbered(list[Any]):
     """A rank's indices of one step, with its number in the pass; both are also sent to data workers.
 
@@ -55,19 +60,19 @@ class Numbered(list[Any]):
         before: batches that the same worker fetched earlier in the pass, before the pass was interrupted.
     """
 
-    def __init__(self, whole: Sequence[Any], rows: Sequence[int], step: int) -> None:
+    def __init__(self, whole: list[Any], rows: Sequence[int], step: int) -> None:
         super().__init__(whole[row] for row in rows)
-        self.whole, self.rows, self.step = [*whole], rows, step
+        self.whole, self.rows, self.step = whole, rows, step
         self.before: list[Sequence[Any]] = []
 
 
-def has_drawn(before: dict[str, Any]) -> bool:
+def _has_drawn(before: dict[str, Any]) -> bool:
     """Whether a generator's state is not that of `before`, an earlier `global_states()`."""
     now = global_states()
     return any(name in before and not is_same_state(before[name], state) for name, state in now.items())
 
 
-def fetched(dataset: Any, indices: Sequence[Any]) -> Any:
+def _fetched(dataset: Any, indices: Sequence[Any]) -> Any:
     """Return the samples at `indices`, as torch's loader fetches them."""
     by_batch = getattr(dataset, "__getitems__", None)
     return by_batch([*indices]) if by_batch else [dataset[index] for index in indices]
@@ -97,14 +102,11 @@ def joins_samples(dataset: Any) -> bool:
 
 
 class _FetchedBatch(list[Any]):
-    """A rank's samples of a batch, with the samples of all ranks.
-
-    Attributes:
-        is_batch: `whole` is no list of samples but a batch, which `__getitems__` has made; this list is then empty.
-    """
+    """A rank's samples of a batch, with the samples of all ranks."""
 
     def __init__(self, whole: Any, indices: Numbered) -> None:
         self.whole, self.rows, self.num_rows = whole, indices.rows, len(indices.whole)
+        # Whether `whole` is no list of samples but a batch, which `__getitems__` has made; this list is then empty.
         self.is_batch = not isinstance(whole, Sequence) or len(whole) != self.num_rows
         super().__init__(() if self.is_batch else (whole[row] for row in self.rows))
 
@@ -140,12 +142,10 @@ class SampleStreams(Dataset[Any]):
                 "would load its rows only"
             )
 
-    def __getitem__(self, index: Any) -> Any:
-        return self.dataset[index]
+    def __getitems__(self, indices: Any) -> Any:  # Numbered
+        return len(indices.whole), self._samples(indices)
 
-    def __getitems__(self, indices: list[Any]) -> Any:
-        if not isinstance(indices, Numbered):
-            return fetched(self.dataset, indices)
+    def _samples(self, indices: Numbered) -> Any:
         if indices.step <= self._last_step:  # another pass
             self._draws = self._joins or None
         self._last_step = indices.step
@@ -153,31 +153,35 @@ class SampleStreams(Dataset[Any]):
             self._draw_for_batches_before(indices)
         before = global_states()
         if self._draws is False:
-            samples = fetched(self.dataset, indices)
-            if has_drawn(before):
+            samples = _fetched(self.dataset, indices)
+            if _has_drawn(before):
                 raise DataError(
                     f"a sample of {self._name} draws random numbers, and those of earlier batches in this pass did "
                     "not. Other ranks do not draw them, so they would train with other noise. Draw for each sample"
                 )
             return samples
-        whole = fetched(self.dataset, indices.whole)
+        whole = _fetched(self.dataset, indices.whole)
         if self._world_size == 1:
             return whole
-        if self._draws is None and has_drawn(before):
+        if self._draws is None and _has_drawn(before):
             self._continue_with_whole_batches("draws random numbers for a sample")
         return _FetchedBatch(whole, indices)
 
     def _draw_for_batches_before(self, indices: Numbered) -> None:
         """Make the draws of this worker for the batches before `indices`, if it draws for these."""
         before = global_states()
-        self._collate(fetched(self.dataset, indices.whole))
-        if has_drawn(before):
+        self._collate(_fetched(self.dataset, indices.whole))
+        if _has_drawn(before):
             restore_global_states(before)
             for batch in indices.before:
-                self._collate(fetched(self.dataset, batch))
+                self._collate(_fetched(self.dataset, batch))
 
-    def collated(self, samples: Any) -> Any:
+    def collated(self, given: Any) -> Fetched:
         """Collate samples with the loader's collate_fn; if that draws, collate the whole batch and take own rows."""
+        num_rows, samples = given
+        return Fetched(num_rows, self._collated(samples))
+
+    def _collated(self, samples: Any) -> Any:
         if isinstance(samples, _FetchedBatch) and samples.is_batch:
             try:
                 return _rows_of(self._collate(samples.whole), samples.num_rows, samples.rows)
@@ -190,7 +194,7 @@ class SampleStreams(Dataset[Any]):
         batch = self._collate([*samples] if isinstance(samples, _FetchedBatch) else samples)
         if self._world_size == 1:
             return batch
-        draws = has_drawn(before)
+        draws = _has_drawn(before)
         if not isinstance(samples, _FetchedBatch):
             if draws:
                 self._print_once(

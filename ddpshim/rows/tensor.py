@@ -12,7 +12,7 @@ import contextlib
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
@@ -20,6 +20,7 @@ import torch
 from ddpshim.errors import SyncError
 from ddpshim.process.devices import mapped as mapped
 from ddpshim.process.job import current
+from ddpshim.process.replaced import replaced
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
 from ddpshim.rows.blocks import GatherBlocks, Part, Scatter
@@ -36,26 +37,15 @@ _DETACHING = {"detach", "lift_fresh", "alias", "_to_copy"}
 
 
 class Counts:
-    """Counts of a job's operations on row tensors.
-
-    Attributes:
-        on_rows: number of operations that were computed on blocks.
-        replayed: how many of them by a tape (`capture`).
-        refused: why calls were not captured, by the name of the network.
-        gathered: number of gathers, by line of the program and function.
-        num_bytes: bytes of the wholes, in the same way.
-        is_fetching: whether a loader is producing a batch.
-        is_alone: whether this rank runs something that others do not.
-        lock: returns the file whose lock this rank holds, for which others wait; "" if there is none.
-    """
+    """Counts of a job's operations on row tensors, and whether all ranks make them."""
 
     def __init__(self) -> None:
-        self.on_rows = self.replayed = 0
-        self.refused: dict[str, str] = {}
-        self.gathered: Counter[tuple[str, str]] = Counter()
-        self.num_bytes: Counter[tuple[str, str]] = Counter()
-        self.is_fetching = self.is_alone = False
-        self.lock: Callable[[], str] = str
+        self.on_rows = self.replayed = 0  # operations that were computed on blocks; how many of them by a tape
+        self.refused: dict[str, str] = {}  # why calls were not captured, by the name of the network
+        self.gathered: Counter[tuple[str, str]] = Counter()  # number, by line of the program and function
+        self.num_bytes: Counter[tuple[str, str]] = Counter()  # of the wholes, in the same way
+        self.is_fetching = self.is_alone = False  # a loader produces a batch; this rank runs what others do not
+        self.lock: Callable[[], str] = str  # returns the file whose lock this rank holds, for which others wait, or ""
         self._thread, self._process = threading.get_ident(), os.getpid()
 
     def is_in_lock_step(self) -> bool:
@@ -66,15 +56,9 @@ class Counts:
         is_backward = torch._C._current_graph_task_id() >= 0  # in autograd's own threads
         return (is_backward or threading.get_ident() == self._thread) and os.getpid() == self._process
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Within this block this rank does something that others do not, so it must not gather. Local."""
-        before = self.is_alone
-        self.is_alone = before or threading.get_ident() == self._thread
-        try:
-            yield
-        finally:
-            self.is_alone = before
+    def alone(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which this rank does something that others do not, so it must not gather. Local."""
+        return replaced(self, "is_alone", self.is_alone or threading.get_ident() == self._thread)
 
 
 class Capturing:
@@ -91,8 +75,7 @@ class Capturing:
 class _Mirror:
     """A whole tensor of which `rows` is this rank's block, and which the program may read or change.
 
-    Attributes:
-        is_source: whether the block was cut from it: then it is the tensor of the program, with all its gradient.
+    `is_source`: whether the block was cut from it: then it is the tensor of the program, with all its gradient.
     """
 
     def __init__(self, rows: Rows, whole: torch.Tensor, is_exposed: bool, is_source: bool = False) -> None:
@@ -102,17 +85,10 @@ class _Mirror:
 
     def is_of(self, rows: Rows) -> bool:
         """Whether the block of `rows` is this one, in memory and in shape. Local."""
+        if (self.dim, self.part) != (rows.dimension, rows.part):
+            return False
         one, other = self.block, rows.block
-        if one is not other and not (
-            shares_memory(one, other)
-            and one.shape == other.shape
-            and one.stride() == other.stride()
-            and one.storage_offset() == other.storage_offset()
-        ):
-            return False
-        if (one.is_conj(), one.is_neg()) != (other.is_conj(), other.is_neg()):
-            return False
-        return one.dtype == other.dtype and (self.dim, self.part) == (rows.dimension, rows.part)
+        return one is other or (shares_memory(one, other) and _view_of(one) == _view_of(other))
 
     def has_changed(self) -> bool:
         """Whether the program has written into the whole since the last copy: the same answer on all ranks. Local."""
@@ -140,16 +116,12 @@ class _Mirror:
 
 
 class RowsMemory:
-    """What row tensors that share memory have in common.
-
-    Attributes:
-        num_writes: how often it was written through a row tensor.
-    """
+    """What row tensors that share memory have in common."""
 
     __slots__ = ("mirrors", "num_writes")
 
     def __init__(self) -> None:
-        self.num_writes = 0
+        self.num_writes = 0  # through a row tensor
         self.mirrors: list[_Mirror] = []
 
     def pull(self) -> None:
@@ -168,24 +140,15 @@ class RowsMemory:
 
 
 class Rows(torch.Tensor):
-    """A row tensor.
+    """A row tensor."""
 
-    Attributes:
-        block: this rank's rows; part of this rank's graph.
-        dimension: the dimension of the rows.
-        part: how it is divided.
-        place: the part, and the dimension counted from the last one, which is 1.
-        sizes: its shape.
-        memory: shared with all row tensors that share its memory.
-    """
-
-    block: torch.Tensor
-    dimension: int
-    part: Part
-    place: tuple[Part, int]
+    block: torch.Tensor  # this rank's rows; part of this rank's graph
+    dimension: int  # of the rows
+    part: Part  # how it is divided
+    place: tuple[Part, int]  # the part, and the dimension counted from the last one, which is 1
     sizes: torch.Size
-    memory: RowsMemory
-    cached: Optional[tuple[Any, torch.Tensor, int]]
+    memory: RowsMemory  # shared with all row tensors that share its memory
+    cached: Optional[tuple[Any, torch.Tensor, int]]  # the whole, with what it depends on, and its version
 
     @staticmethod
     def __new__(cls, block: torch.Tensor, dimension: int, part: Part, memory: Optional[RowsMemory] = None) -> Rows:
@@ -359,7 +322,9 @@ def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     for rows, made, version in found:
         has_changed = _version(made) != version or (name in _UNCOUNTED and made is args[0])
         if made.is_inference():
-            has_changed = blocks.differ(blocks.own(made, rows.dimension, rows.part), rows.block)
+            is_other = not torch.equal(blocks.own(made, rows.dimension, rows.part), rows.block)
+            on_ranks = torch.tensor([is_other], dtype=torch.int32, device=made.device)
+            has_changed = bool(blocks.added_up(on_ranks).item())
         if has_changed:
             if made.shape != rows.shape or made.dtype != rows.dtype:
                 raise SyncError(
@@ -401,6 +366,11 @@ def written(rows: Rows, made: torch.Tensor) -> None:
     rows.memory.wrote()
     key = rows.memory.num_writes, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     rows.cached = key, made, _version(made)
+
+
+def _view_of(x: torch.Tensor) -> Any:
+    """Return what tells apart views of one memory. Local."""
+    return x.dtype, x.shape, x.stride(), x.storage_offset(), x.is_conj(), x.is_neg()
 
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

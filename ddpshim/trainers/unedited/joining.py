@@ -39,7 +39,7 @@ from ddpshim.process.replaced import after_import, noted, replaced
 from ddpshim.process.say import say_on_main
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import calls
-from ddpshim.rows.loader import DataLoader
+from ddpshim.rows.loader import DataLoader, JoinedLoader
 from ddpshim.rows.tensor import Counts
 from ddpshim.trainers.unedited.clock import Clock, Commands
 from ddpshim.trainers.unedited.file_calls import Locks, in_place
@@ -50,15 +50,7 @@ from ddpshim.trainers.unedited.reads import equal_reads
 if TYPE_CHECKING:
     from ddpshim.trainers.unedited.program import Start
 
-
-def _joined(dataset: Any, batch_size: int, **options: Any) -> DataLoader[Any]:
-    """Return a loader of the rows of all ranks, each of which reads its own part of the data (collective)."""
-    from ddpshim.rows.already_sharded import JoinedLoader
-
-    return JoinedLoader(dataset, batch_size, **options)
-
-
-DOOR = GlobalBatches(wrapper=MeanGradients, loader=DataLoader, joined=_joined)
+DOOR = GlobalBatches(wrapper=MeanGradients, loader=DataLoader, joined=JoinedLoader)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Classes of diffusion_policy and DP3 that play rollouts: module, name.
 _RUNNERS = (
