@@ -49,10 +49,7 @@ def broadcast_state(module: nn.Module) -> None:
 
 
 def _sent(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Any, torch.Tensor, list[torch.Tensor]]]:
-    """Broadcast `tensors`, and yield (work, message, the tensors in it) of each message, without waiting (collective).
-
-    No Python code runs for each tensor: it is part of each step.
-    """
+    """Broadcast `tensors`; yield (work, message, the tensors in it) of each message, without waiting (collective)."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)

@@ -262,10 +262,7 @@ def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refuse(when: str, settings: Mapping[str, str], tensors: Tensors) -> None:
-    """Raise SyncError on all ranks, which names the first difference between them (collective).
-
-    Not if only the bits of NaNs differ.
-    """
+    """Raise SyncError on all ranks, which names their first difference, if it is not in bits of NaNs (collective)."""
     own: Facts = {**settings, **{name: numbers_of(tensor) for name, tensor in tensors.items()}}
     found = described(world().gather_with_deadline("facts", own, _DEADLINE_S))
     if found is not None:
@@ -299,10 +296,7 @@ def _shown(fact: Any) -> str:
 
 
 def numbers_of(tensor: torch.Tensor) -> list[int]:
-    """Return three ints: a checksum of bits and kind, the bits of the float64 sum that messages show, the kind. Local.
-
-    Unlike in `bits_of_rows` all NaNs are equal.
-    """
+    """Return a checksum, in which all NaNs are equal, the bits of the float64 sum for messages, and the kind. Local."""
     t, kind = tensor.detach(), _kind_of(tensor)
     if not _has_bits(t):
         return [kind, 0, kind]

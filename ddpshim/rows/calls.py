@@ -127,10 +127,7 @@ def _shared(given: Iterable[Any], dim: int, num: int) -> dict[int, Any]:
 
 
 def met_by_rows(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that a network gets, divided where one of them is a row tensor. Local.
-
-    It is a call in the graphs of `capture`: where Dynamo traces, no tensor is a row tensor.
-    """
+    """Return what a network gets, divided where one is a row tensor: a call in graphs, as Dynamo sees none. Local."""
     found = _dimension_and_size(None, given)
     shared = {} if found is None else _shared(given, *found)
     return tuple(shared.get(id(x), x) for x in given)

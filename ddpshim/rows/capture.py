@@ -263,10 +263,7 @@ class _Graph:
 
 
 def _states_of_eager(original: Callable[[], Any]) -> Callable[[], Any]:
-    """Return the stand-in for Dynamo's table of what code finds that asks whether it is compiled: it is not.
-
-    Except for `region`, which asks by a function that nobody else calls.
-    """
+    """Return a stand-in for Dynamo's table of what says to code that it is compiled: only `region` is told."""
     ours = torch._dynamo.eval_frame._is_in_optimized_module
     return lambda: {function: found and function is ours for function, found in original().items()}
 

@@ -278,8 +278,7 @@ rule_if_alike(torch.binary_cross_entropy_with_logits)(_elementwise_loss(4))
 
 @rule_if_alike(torch._C._nn.cross_entropy_loss, torch._C._nn.nll_loss_nd)
 def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
-    """Args: logits (B, C, ...), classes (B, ...) or probabilities (B, C, ...), weights of classes, reduction, and the
-    class that does not count."""
+    """Args: logits (B, C, ...), classes (B, ...) or probabilities (B, C, ...), weights, reduction, ignored class."""
     if kwargs or len(args) < 5 or args[3] not in (0, 1, 2):
         return NotImplemented
     if args[3] and (current().part(State).is_in_piece or args[2] is not None):

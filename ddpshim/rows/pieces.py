@@ -56,7 +56,6 @@ def dense(tensor: torch.Tensor, order: Optional[list[int]] = None) -> torch.Tens
     """Return a tensor in a layout, and at an address, that do not depend on what it is a part of. Local.
 
     So is its gradient, and the gradient of that: a backward pass may make it a part of one of more pieces.
-
     `order`: its dimensions from the one with the largest stride to the one with the smallest; default as they are.
     """
     order = _order_in_memory(tensor) if order is None else order
