@@ -2,24 +2,31 @@
 
 The caller decides when to save and what: a wrapped network's state has the keys of the bare network. A file saved in
 the background is on disk a moment later; functions that write, copy, find or remove files wait for it first.
+
+For that, torch's own serializer copies an object into memory, so the file is the one that `torch.save` would have
+written. A thread writes that copy without Python's interpreter lock (from torch 2.2 on), while training continues.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import glob
 import os
+import pickle
 import secrets
 import shutil
+import sys
 import threading
 import time
 import warnings
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Optional, Union
+from typing import Any, Callable, Optional, Union
 
 import torch
 
@@ -29,15 +36,13 @@ from ddpshim.job.group import on_cleanup, world
 from ddpshim.process import observed
 from ddpshim.process.job import current
 from ddpshim.process.observed import outside_steps
-from ddpshim.process.say import say
-
-if TYPE_CHECKING:
-    from ddpshim.checkpoint.background import Background, Copy
+from ddpshim.process.say import described, say
 
 PathLike = Union[str, "os.PathLike[str]"]
 _PARTIAL = ".partial"
 _LEAST_BYTES = 32 << 20  # smaller files are written directly, which is faster
 _FAILING_DEADLINE_S = 5.0
+_NICE = 5
 # In the RuntimeErrors of torch's writer.
 _OF_TORCHS_WRITER = ("PytorchStreamWriter", "inline_container", "Parent directory", "iostream error")
 
@@ -45,10 +50,8 @@ _OF_TORCHS_WRITER = ("PytorchStreamWriter", "inline_container", "Parent director
 def save(obj: Any, path: PathLike) -> None:
     """Save `obj` to the file `path`, for `torch.load`. The main rank writes; local: other ranks do not wait.
 
-    At any moment `path` is either the old file or the complete new one. The same with one process.
-
-    Raises:
-        CheckpointError: on the main rank, the file could not be written; the old one is unchanged.
+    At any moment `path` is either the old file or the complete new one. The same with one process. Raises
+    CheckpointError on the main rank if the file could not be written; the old one is unchanged.
     """
     if world().is_main:
         with whole(path) as partial:
@@ -60,10 +63,8 @@ def save_in_background(obj: Any, path: PathLike) -> None:
 
     A thread writes the same file as :func:`save`. One file is written at a time: the next call waits for it, and so do
     `flush`, functions of this module that use files, `cleanup` and the end of the program. If the program is killed
-    before that, the old file is unchanged. If `obj` is small or memory is short, this calls `save`.
-
-    Raises:
-        CheckpointError: on the main rank, the previous file could not be written, or it is clear that this one cannot.
+    before that, the old file is unchanged. If `obj` is small or memory is short, this calls `save`. Raises
+    CheckpointError on the main rank if the previous file could not be written, or it is clear that this one cannot.
     """
     if not world().is_main:
         return
@@ -91,7 +92,6 @@ def save_in_background(obj: Any, path: PathLike) -> None:
 
 def afterwards(function: Callable[..., Any], *args: Any) -> None:
     """Call `function(*args)` after all background saves, in their thread; if none is pending, now and here. Local.
-
     It is not called if a save failed.
     """
     if (writer := _busy()) is not None:
@@ -102,9 +102,7 @@ def afterwards(function: Callable[..., Any], *args: Any) -> None:
 
 def flush() -> None:
     """Wait until all background saves are on disk. Local.
-
-    Raises:
-        CheckpointError: a file could not be written; the old one is unchanged.
+    Raises CheckpointError if a file could not be written; the old one is unchanged.
     """
     if (writer := _busy()) is not None:
         with outside_steps():
@@ -114,11 +112,8 @@ def flush() -> None:
 def copy(source: PathLike, path: PathLike) -> None:
     """Copy the file `source` to `path`, in the way of :func:`save`. Local.
 
-    If background saves are pending, their thread copies after them, and this does not wait.
-
-    Raises:
-        FileNotFoundError: on the main rank, `source` does not exist.
-        CheckpointError: on the main rank, as for `save`; from the thread, a later call raises it.
+    If background saves are pending, their thread copies after them, and this does not wait. On the main rank it raises
+    FileNotFoundError if `source` does not exist, and CheckpointError as `save`; from the thread, a later call does.
     """
     if world().is_main:
         afterwards(_copy, os.path.abspath(source), os.path.abspath(path))
@@ -143,10 +138,8 @@ def written(path: PathLike, tell: Callable[[str], None] = lambda folder: None) -
     """Yield a temporary file's name, which is moved to `path` after the block, or removed after an error. Local.
 
     It has the name of `path`, which torch.save writes into the file, in a hidden folder `.NAME.*.partial`, of which
-    `tell` is told before it is made. A killed process leaves it; the next write of `path` removes it.
-
-    Raises:
-        CheckpointError: this file, or an earlier one in the background, could not be written.
+    `tell` is told before it is made. A killed process leaves it; the next write of `path` removes it. Raises
+    CheckpointError if this file, or an earlier one in the background, could not be written.
     """
     flush()
     final = os.fspath(path)
@@ -173,12 +166,10 @@ def written(path: PathLike, tell: Callable[[str], None] = lambda folder: None) -
 
 
 def keep_newest(folder: PathLike, pattern: str, num_kept: int) -> list[Path]:
-    """Remove all files of `folder` that match `pattern` except the newest `num_kept`; return those removed.
+    """Remove all files of `folder` that match `pattern` except the newest `num_kept`; return those removed. Local.
 
-    The main rank removes; on other ranks the list is empty. Local.
-
-    Raises:
-        CheckpointError: `num_kept` is below 1, so nothing would be left to resume from.
+    The main rank removes; on other ranks the list is empty. Raises CheckpointError if `num_kept` is below 1: nothing
+    would be left to resume from.
     """
     if num_kept < 1:
         raise CheckpointError(
@@ -230,26 +221,109 @@ def find_damage(path: PathLike) -> Optional[str]:
     return None if any(name.endswith("data.pkl") for name in names) else "it is not one of torch's files"
 
 
+class Background:
+    """A thread that runs jobs in order, and the memory of the object that it writes. The program ends after its jobs.
+    If one fails, the later ones are left out, until `wait` has raised that.
+    """
+
+    def __init__(self) -> None:
+        self.owner, self.thread_id = os.getpid(), 0
+        self.pending: list[tuple[Future[None], str]] = []  # jobs and what they do, until `wait` has seen their ends
+        self._thread = ThreadPoolExecutor(1, "ddpshim-saves", self._begin)
+        self.copy = Copy()
+
+    def do(self, job: Callable[[], Any], what: str) -> None:
+        """Submit `job`, which runs after the earlier ones if they all succeed; `what` names it in errors."""
+        self.pending.append((self._thread.submit(self._run, job), what))
+
+    def wait(self, timeout_s: Optional[float] = None) -> None:
+        """Wait for all jobs, at most `timeout_s`. Raises CheckpointError if one failed; no job is pending then."""
+        if wait([job for job, _ in self.pending], timeout_s).not_done:
+            return
+        ended, self.pending = self.pending, []
+        for number, (job, _) in enumerate(ended):
+            if (error := job.exception()) is not None:
+                said = str(error) if isinstance(error, CheckpointError) else described(error)
+                left_out = ", ".join(what for _, what in ended[number + 1 :])
+                raise CheckpointError(f"{said} Left out because of it: {left_out}." if left_out else said)
+
+    def _begin(self) -> None:
+        self.thread_id = threading.get_ident()
+        if sys.platform == "linux":  # elsewhere it would be the whole process's
+            os.nice(_NICE)  # training must not wait for a core
+
+    def _run(self, job: Callable[[], Any]) -> None:
+        if not any(earlier.done() and earlier.exception() for earlier, _ in self.pending):
+            job()
+
+
+class Copy:
+    """A copy of an object in memory, in the form in which torch writes it."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, Any] = {}  # bytes, text, or the type of a storage with its content
+        self._earlier: dict[str, Any] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of its tensors."""
+        return sum(len(record[1]) for record in self._records.values() if isinstance(record, tuple))
+
+    def take(self, obj: Any) -> None:
+        """Copy `obj`; the memory of the earlier copy is used again where a tensor has the same size.
+        Raises what `torch.save` would raise, and others if torch's internals have changed.
+        """
+        self._earlier, self._records = self._records, {}
+        with outside_steps():
+            torch.serialization._save(obj, self, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
+        self._earlier = {}
+
+    def write_record(self, name: str, content: Any, num_bytes: int) -> None:
+        """Take a record, as torch's writer does: bytes, text or a storage (before torch 2.2, its address)."""
+        if isinstance(content, (bytes, str)) or num_bytes == 0:
+            self._records[name] = content if isinstance(content, (bytes, str)) else b""
+            return
+        _, memory = self._earlier.get(name, (None, b""))
+        if len(memory) != num_bytes:
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        ctypes.memmove(memory.data_ptr(), content if isinstance(content, int) else content.data_ptr(), num_bytes)
+        self._records[name] = type(content), memory
+
+    def write(self, path: str) -> None:
+        """Write the file that `torch.save` would have written to `path`."""
+        with torch.serialization._open_zipfile_writer(path) as file:
+            for name, record in self._records.items():
+                if not isinstance(record, tuple):
+                    file.write_record(name, record, len(record))
+                    continue
+                kind, memory = record
+                file.write_record(name, memory.data_ptr() if kind is int else memory.untyped_storage(), len(memory))
+
+
 _writer: Optional[Background] = None
 
 
 def _started() -> Background:
     """Return the thread that writes; start it if there is none."""
     global _writer
-    if _writer is None or not _writer.is_here:
-        from ddpshim.checkpoint.background import Background
-
-        _writer = Background()
+    if (writer := _present()) is None:
+        _writer = writer = Background()
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
         if current().world is not None:
             on_cleanup(_at_cleanup)
-    return _writer
+    return writer
 
 
 def _busy() -> Optional[Background]:
     """Return the thread if saves are pending, or one failed and this was not raised yet; else None."""
-    return _writer if _writer is not None and _writer.is_here and _writer.is_busy else None
+    return writer if (writer := _present()) is not None and writer.pending else None
+
+
+def _present() -> Optional[Background]:
+    """Return the thread if this process started it (a fork has none), and this is not that thread; else None."""
+    is_here = _writer is not None and _writer.owner == os.getpid() and _writer.thread_id != threading.get_ident()
+    return _writer if is_here else None
 
 
 def _is_for_the_background(num_bytes: int, path: PathLike) -> bool:
@@ -259,7 +333,7 @@ def _is_for_the_background(num_bytes: int, path: PathLike) -> bool:
     from ddpshim.process import machine
 
     folder = os.path.dirname(os.path.realpath(path))
-    more = num_bytes - (_writer.copy.num_bytes if _writer is not None and _writer.is_here else 0)
+    more = num_bytes - (writer.copy.num_bytes if (writer := _present()) is not None else 0)
     return (
         2 * more <= (machine.memory().available_bytes or 0)
         and os.access(folder, os.W_OK)

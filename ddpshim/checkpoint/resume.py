@@ -67,20 +67,14 @@ class Stateful(Protocol):
 
 
 class ProgressFiles:
-    """What a certificate needs of this job's files of progress.
-
-    Attributes:
-        restored: the file that was restored, on the main rank.
-        is_off: whether nothing is saved: a part of a certified run is repeated, beside the user's own files.
-        before: called on every rank before a save, or where one could have been made (collective).
-        also: return, for a file, a function with its arguments to call once it is on disk.
-    """
+    """What a certificate needs of this job's files of progress."""
 
     def __init__(self) -> None:
-        self.restored: Optional[Path] = None
+        self.restored: Optional[Path] = None  # the file that was restored, on the main rank
+        # Nothing is saved: a part of a certified run is repeated, beside the user's own files.
         self.is_off = bool(os.environ.get(variables.RESUME_FROM))
-        self.before: list[Callable[[], None]] = []
-        self.also: list[Callable[[Path], tuple[Any, ...]]] = []
+        self.before: list[Callable[[], None]] = []  # collective: before a save, or where one could have been made
+        self.also: list[Callable[[Path], tuple[Any, ...]]] = []  # for a file: what to call once it is on disk
 
 
 class Resumable:
@@ -491,13 +485,11 @@ class Resumable:
                 "would be seen twice. Use ddpshim.make_loader and a launcher (torchrun, even for one process)."
             )
         states, here = found["random"], self._world
-        self._order = found["order"][here.rank if len(states) == here.world_size else 0]
-        if draws_alike():
-            restore_streams(states[0], here.device, self.folder)
-        elif len(states) == here.world_size:
-            restore_streams(states[here.rank], here.device, self.folder)
-        elif _are_alike(states):
-            restore_streams(states[0], here.device, self.folder)  # equal streams stay so: ranks may slice a permutation
+        is_same_size = len(states) == here.world_size
+        self._order = found["order"][here.rank if is_same_size else 0]
+        if draws_alike() or is_same_size or _are_alike(states):  # equal streams stay so: ranks may slice a permutation
+            own = states[here.rank if is_same_size and not draws_alike() else 0]
+            restore_streams(own, here.device, self.folder)
         else:
             seed_everything(derive_seed(here.seed or 0, "rank", here.rank, "resumed", self.epoch, start))
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import ddpshim
 from ddpshim.checkpoint import files as checkpoint
-from ddpshim.checkpoint.background import Copy
+from ddpshim.checkpoint.files import Copy
 from ddpshim.errors import CheckpointError, RankError
 from ddpshim.failures import failure
 from ddpshim.process import machine

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._device import DeviceContext
 
 import ddpshim
-from ddpshim.checkpoint.background import Copy
+from ddpshim.checkpoint.files import Copy
 from ddpshim.model import backward
 from ddpshim.process.job import current
 from ddpshim.rows import calls
