@@ -1,7 +1,5 @@
 """Distributes tasks over the ranks by their costs, and the turns (episodes) of an evaluation, whose results it gathers.
-
-In an evaluation ranks wait for each other only at the end. Until then they share counters in the store: the turns
-given out, those played, and whether one has failed.
+Ranks wait for each other only at its end. Until then they share counters in the store.
 """
 
 from __future__ import annotations
@@ -35,8 +33,7 @@ def deal(tasks: Sequence[T], costs: Optional[Sequence[float]] = None) -> list[tu
         tasks: the same on all ranks, in the same order.
         costs: of each task, at least 0, in any unit (seconds, episodes); the main rank's are used. Default: equal.
 
-    Raises:
-        DataError: ranks have different tasks, or costs are invalid.
+    Raises DataError if ranks have different tasks, or costs are invalid.
     """
     here, tasks = world(), list(tasks)
     known = [task if isinstance(task, (str, int, float)) else None for task in tasks]
@@ -76,9 +73,8 @@ def _holders(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
 
 def render_on_own_gpu(here: World) -> None:
     """Make EGL renderers use the GPU of this rank, if it computes on one: call it before environments are made. Local.
-
-    Sets MUJOCO_EGL_DEVICE_ID and EGL_DEVICE_ID in `os.environ`, unless they are set. EGL also counts the GPUs that
-    torch does not see.
+    Sets MUJOCO_EGL_DEVICE_ID and EGL_DEVICE_ID in `os.environ`, unless they are set. EGL counts GPUs that torch
+    does not see, too.
     """
     if not here.is_launched or here.device.type != "cuda":
         return
@@ -93,20 +89,14 @@ def render_on_own_gpu(here: World) -> None:
 class Deal:
     """The turns of one evaluation, and the results of all ranks. All ranks make one, with the same arguments.
 
-    A rank that is done takes the next turn, so that ranks with short episodes play more of them.
-
-    Attributes:
-        results: by turn; empty before `play`.
-        failed_at: the first turn that failed; the number of turns if none did.
-        text: the message about it; "" if none failed.
-        own: the exception of this rank's own turn, if one failed.
+    A rank that is done takes the next turn, so that ranks with short episodes play more of them. `is_fixed`: rank r of
+    W plays turns r, r + W, r + 2W and so on, however long they take.
     """
 
     def __init__(self, here: World, num_turns: int, *, is_fixed: bool = False) -> None:
-        """`is_fixed`: rank r of W plays turns r, r + W, r + 2W and so on, however long they take."""
-        self.results: dict[int, Any] = {}
-        self.failed_at, self.text = num_turns, ""
-        self.own: Optional[BaseException] = None
+        self.results: dict[int, Any] = {}  # by turn; empty before `play`
+        self.failed_at, self.text = num_turns, ""  # the first turn that failed, and the message about it
+        self.own: Optional[BaseException] = None  # the exception of this rank's own turn
         self._name = f"rollouts/{current().next_number('rollouts')}"
         self._here, self._num_turns, self._is_fixed = here, num_turns, is_fixed
 
@@ -121,14 +111,12 @@ class Deal:
     ) -> None:
         """Play this rank's turns, and gather the results of all ranks (collective).
 
-        All ranks stop after their current turn if a turn failed, or if `is_told_to_end` returned True on one. An
-        exception of `play` is kept for `raise_failure`.
+        All ranks stop after their current turn if a turn failed (with `ends_at_failure`), or if `is_told_to_end`,
+        called before each, returned True on one. An exception of `play` is kept for `raise_failure`.
 
         Args:
             play: called with a turn's number; returns its result, plain values.
             what: called with the number of a failed turn; returns its name: "environment 'Lift', episode 3".
-            is_told_to_end: called before each turn.
-            ends_at_failure: False: other ranks continue after a failure.
             played: called with the number of turns that all ranks have played so far.
         """
         for turn in self._turns():

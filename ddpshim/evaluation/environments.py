@@ -1,11 +1,9 @@
-"""Seeds an environment's generators for an episode, wherever they are, and detects unseeded ones.
-
-numpy is imported inside the functions only.
-"""
+"""Seeds an environment's generators for an episode, wherever they are, and detects unseeded ones."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import pickle
 import random
@@ -32,24 +30,15 @@ _LEFT_OUT = ("numpy", "mujoco", "xml", "threading", "logging", "multiprocessing"
 
 @dataclass
 class Shown:
-    """What the start of an episode shows about the randomness of its environment.
+    """What the start of an episode shows about the randomness of its environment."""
 
-    Attributes:
-        start: a digest of the numbers in the first observation; None if there are none.
-        is_known: whether the environment took a seed, or drew from a generator that ddpshim seeds.
-        is_repeatable: False if one seed gave two different starts.
-    """
-
-    start: Optional[int] = None
-    is_known: bool = True
-    is_repeatable: bool = True
+    start: Optional[int] = None  # a digest of the numbers in the first observation; None if there are none
+    is_known: bool = True  # the environment took a seed, or drew from a generator that ddpshim seeds
+    is_repeatable: bool = True  # False if one seed gave two different starts
 
 
 def name_unseeded(name: str, episodes: Iterable[Shown], here: World) -> None:
-    """Print once, on the main rank, if episodes of all ranks start differently because of an unseeded generator. Local.
-
-    So it is if they differ without a draw from a seeded generator.
-    """
+    """Print once, on the main rank, if episodes start differently without a draw from a seeded generator. Local."""
     kept = list(episodes)
     starts = {one.start for one in kept if not one.is_known}
     if here.is_main and (len(starts) > 1 or not all(one.is_repeatable for one in kept)):
@@ -65,21 +54,26 @@ def seeded(env: Any, seed: int, is_checked: bool = False) -> Iterator[Shown]:
     """Make the episode of `env` in this block depend on `seed` alone; yield what it shows. Local.
 
     The caller seeds the global generators. If the environment's `reset` takes a seed, the next reset gets one;
-    otherwise its method `seed`, if any, is called. Generators in its attributes are seeded in place.
-
-    Args:
-        is_checked: reset an environment twice if it takes a seed but draws from no generator that was found.
+    otherwise its method `seed`, if any, is called. Generators in its attributes are seeded in place. `is_checked`:
+    reset an environment twice if it takes a seed but draws from no generator that was found.
     """
     shown, own = Shown(), seed % 2**31
     with contextlib.ExitStack() as stack:
-        resets = [_SeededReset(layer.reset) for layer in _layers(env) if _takes_seed(layer)]
-        for layer, reset in zip(filter(_takes_seed, _layers(env)), resets):
-            stack.enter_context(replaced(layer, "reset", reset))
+        seedable = [layer for layer in _layers(env) if _takes_seed(layer)]
+        unseeded: set[int] = set()  # layers whose next reset gets the seed; later ones in the episode get none
+
+        def reset(number: int, reset_layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if number in unseeded and kwargs.get("seed") is None and not args:
+                kwargs["seed"] = own
+            unseeded.discard(number)
+            return reset_layer(*args, **kwargs)
+
+        for number, layer in enumerate(seedable):
+            stack.enter_context(replaced(layer, "reset", functools.partial(reset, number, layer.reset)))
 
         def give_seed() -> bool:
-            for reset in resets:
-                reset.seed = own
-            return bool(resets) or _call_seed(env, own)
+            unseeded.update(range(len(seedable)))
+            return bool(seedable) or _call_seed(env, own)
 
         takes_seed = give_seed()
         generators = list(own_generators(env))
@@ -101,20 +95,6 @@ def seeded(env: Any, seed: int, is_checked: bool = False) -> Iterator[Shown]:
 
         stack.enter_context(replaced(env, "reset", watched))
         yield shown
-
-
-class _SeededReset:
-    """An environment's reset, which gets the seed once; later resets in the episode get none."""
-
-    def __init__(self, reset: Callable[..., Any]) -> None:
-        self._reset = reset
-        self.seed: Optional[int] = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.seed is not None and kwargs.get("seed") is None and not args:
-            kwargs["seed"] = self.seed
-        self.seed = None
-        return self._reset(*args, **kwargs)
 
 
 def own_generators(env: Any) -> Iterator[Any]:
@@ -161,12 +141,10 @@ def _layers(env: Any) -> Iterator[Any]:
 
 def _held_by(holder: Any) -> list[Any]:
     """Return the values in `holder` that may be or hold a generator."""
-    if isinstance(holder, dict):
-        values = list(holder.values())
-    elif isinstance(holder, (list, tuple, deque)):
+    if isinstance(holder, (list, tuple, deque)):
         values = list(holder)
     else:
-        values = list(getattr(holder, "__dict__", {}).values())
+        values = list((holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})).values())
     plain = (str, bytes, int, float, bool, type, type(None), types.ModuleType, types.FunctionType, types.MethodType)
     kept = [value for value in values[:1000] if not isinstance(value, (*plain, torch.nn.Module, torch.Tensor))]
     homes = [str(type(value).__module__) for value in kept]

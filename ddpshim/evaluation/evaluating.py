@@ -1,7 +1,4 @@
-"""Evaluates a policy on all ranks (`evaluate`): plays seeded episodes of gym or gymnasium environments.
-
-numpy is imported inside the functions only.
-"""
+"""Evaluates a policy on all ranks (`evaluate`): plays seeded episodes of gym or gymnasium environments."""
 
 from __future__ import annotations
 
@@ -145,12 +142,8 @@ def evaluate(
     here, start = world(), time.perf_counter()
     rules = _Rules((here.seed or 0) if seed is None else seed, horizon, ends_at_success, is_success)
     _check(here, policy, rules, num_episodes, confidence)
-    player = current().part(_Player)
-
-    def play(number: int) -> tuple[Any, Any]:
-        return player.play(make_env, policy, rules, number)
-
-    render_on_own_gpu(world())
+    play = functools.partial(current().part(_Player).play, make_env, policy, rules)
+    render_on_own_gpu(here)
     deal = Deal(here, num_episodes)
     with outside_steps():
         deal.play(play, lambda number: f"episode {number}")
@@ -189,12 +182,11 @@ def exact_interval(successes: int, episodes: int, confidence: float = 0.95) -> t
             "interval. Give a confidence between 0 and 1, and no more successes than episodes."
         )
 
-    def at_least(rate: float, k: int) -> float:
-        return math.fsum(math.exp(chance(rate, i)) for i in range(k, episodes + 1))
+    ways = [math.lgamma(episodes + 1) - math.lgamma(k + 1) - math.lgamma(episodes - k + 1) for k in range(episodes + 1)]
 
-    def chance(rate: float, k: int) -> float:
-        ways = math.lgamma(episodes + 1) - math.lgamma(k + 1) - math.lgamma(episodes - k + 1)
-        return ways + k * math.log(rate) + (episodes - k) * math.log1p(-rate)
+    def at_least(rate: float, k: int) -> float:
+        won, lost = math.log(rate), math.log1p(-rate)
+        return math.fsum(math.exp(ways[i] + i * won + (episodes - i) * lost) for i in range(k, episodes + 1))
 
     def rate_at(k: int, probability: float) -> float:
         low, high = 0.0, 1.0
@@ -219,8 +211,7 @@ class _Player:
 
     def play(self, make_env: Callable[[], Any], policy: Any, rules: _Rules, number: int) -> tuple[Any, Any]:
         """Play an episode; return the fields of its `Episode` and `Shown`. Local.
-
-        The process's random streams, the modes of networks and the number of threads are restored.
+        Random streams, the modes of networks and the number of threads are restored.
         """
         if self._make_env is not make_env:
             self._close()
@@ -280,7 +271,14 @@ def _rewards(env: Any, act: Callable[[Any], Any], rules: _Rules) -> tuple[bool, 
         observation = observation[0]  # (observation, info): gymnasium, gym from 0.26 on
     horizon = _MOST_STEPS if rules.horizon is None else rules.horizon
     for _ in range(horizon):
-        observation, reward, *ends, info = _checked(env, env.step(act(observation)))
+        step = env.step(act(observation))
+        if type(step) is not tuple or len(step) not in (4, 5) or not isinstance(step[-1], Mapping):
+            raise RolloutError(
+                f"a step of the environment ({type(env).__name__}) returned {type(step).__name__}, and not "
+                "observation, reward, done (or terminated, truncated) and a dictionary; these would be confused. Wrap "
+                "it to follow gym or gymnasium."
+            )
+        observation, reward, *ends, info = step
         rewards.append(float(reward))
         has_succeeded |= bool(rules.is_success(env, info)) if rules.is_success else _says_success(env, info)
         if any(map(bool, ends)) or (has_succeeded and rules.ends_at_success):
@@ -291,16 +289,6 @@ def _rewards(env: Any, act: Callable[[Any], Any], rules: _Rules) -> tuple[bool, 
                 f"an episode did not end in {_MOST_STEPS} steps; the evaluation might never end. Give it a horizon."
             )
     return has_succeeded, rewards
-
-
-def _checked(env: Any, step: Any) -> Any:
-    if type(step) is tuple and len(step) in (4, 5) and isinstance(step[-1], Mapping):
-        return step
-    raise RolloutError(
-        f"a step of the environment ({type(env).__name__}) returned {type(step).__name__}, and not observation, "
-        "reward, done (or terminated, truncated) and a dictionary; these would be confused. Wrap it to follow gym "
-        "or gymnasium."
-    )
 
 
 def _says_success(env: Any, info: Mapping[str, Any]) -> bool:
@@ -322,7 +310,6 @@ def _says_success(env: Any, info: Mapping[str, Any]) -> bool:
 @contextlib.contextmanager
 def _acting(policy: Any) -> Iterator[Callable[[Any], Any]]:
     """Yield a function from observation to action; the policy's networks are in evaluation mode meanwhile. Local.
-
     On one thread: the last bits of a sum depend on the number of threads, and that depends on the launcher.
     """
     networks = networks_of(policy)
