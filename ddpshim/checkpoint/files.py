@@ -92,6 +92,7 @@ def save_in_background(obj: Any, path: PathLike) -> None:
 
 def afterwards(function: Callable[..., Any], *args: Any) -> None:
     """Call `function(*args)` after all background saves, in their thread; if none is pending, now and here. Local.
+
     It is not called if a save failed.
     """
     if (writer := _busy()) is not None:
@@ -102,6 +103,7 @@ def afterwards(function: Callable[..., Any], *args: Any) -> None:
 
 def flush() -> None:
     """Wait until all background saves are on disk. Local.
+
     Raises CheckpointError if a file could not be written; the old one is unchanged.
     """
     if (writer := _busy()) is not None:
@@ -223,6 +225,7 @@ def find_damage(path: PathLike) -> Optional[str]:
 
 class Background:
     """A thread that runs jobs in order, and the memory of the object that it writes. The program ends after its jobs.
+
     If one fails, the later ones are left out, until `wait` has raised that.
     """
 
@@ -271,6 +274,7 @@ class Copy:
 
     def take(self, obj: Any) -> None:
         """Copy `obj`; the memory of the earlier copy is used again where a tensor has the same size.
+
         Raises what `torch.save` would raise, and others if torch's internals have changed.
         """
         self._earlier, self._records = self._records, {}

@@ -109,6 +109,7 @@ def find_progress(folder: files.PathLike) -> Optional[Path]:
 
 def plain_content(value: Any, path: files.PathLike, is_trusted: bool) -> dict[str, Any]:
     """Return `value` in the form for `torch.save` to `path`. Local; tensors are not copied.
+
     Raises CheckpointError if a part of it needs pickle and `is_trusted` is False.
     """
     try:
@@ -123,6 +124,7 @@ def plain_content(value: Any, path: files.PathLike, is_trusted: bool) -> dict[st
 
 def read_plain(path: files.PathLike, is_trusted: bool) -> Any:
     """Return the value whose `plain_content` was written to `path`, with tensors on the CPU. Local.
+
     Raises CheckpointError if the file cannot be read or has another format, or needs pickle and is not trusted.
     """
     try:

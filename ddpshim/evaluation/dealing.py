@@ -1,4 +1,5 @@
 """Distributes tasks over the ranks by their costs, and the turns (episodes) of an evaluation, whose results it gathers.
+
 Ranks wait for each other only at its end. Until then they share counters in the store.
 """
 
@@ -73,6 +74,7 @@ def _holders(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
 
 def render_on_own_gpu(here: World) -> None:
     """Make EGL renderers use the GPU of this rank, if it computes on one: call it before environments are made. Local.
+
     Sets MUJOCO_EGL_DEVICE_ID and EGL_DEVICE_ID in `os.environ`, unless they are set. EGL counts GPUs that torch
     does not see, too.
     """

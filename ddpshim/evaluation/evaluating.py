@@ -211,6 +211,7 @@ class _Player:
 
     def play(self, make_env: Callable[[], Any], policy: Any, rules: _Rules, number: int) -> tuple[Any, Any]:
         """Play an episode; return the fields of its `Episode` and `Shown`. Local.
+
         Random streams, the modes of networks and the number of threads are restored.
         """
         if self._make_env is not make_env:
@@ -310,6 +311,7 @@ def _says_success(env: Any, info: Mapping[str, Any]) -> bool:
 @contextlib.contextmanager
 def _acting(policy: Any) -> Iterator[Callable[[Any], Any]]:
     """Yield a function from observation to action; the policy's networks are in evaluation mode meanwhile. Local.
+
     On one thread: the last bits of a sum depend on the number of threads, and that depends on the launcher.
     """
     networks = networks_of(policy)

@@ -1,4 +1,5 @@
 """Ends the job when a rank fails, and names the first failing rank once, with its traceback.
+
 torch's elastic agent takes the earliest failure as the root cause, so ranks that fail because of another exit after it.
 """
 

@@ -126,6 +126,7 @@ def _record_for_torchrun(error: Exception) -> None:
 
 def write(error: BaseException, exit_code: int, *, knows_cause: bool = False) -> None:
     """Write this rank's note, once, if `run` or `spawn` started it. Local. Raises nothing: the rank must end anyway.
+
     Only with `knows_cause` it replaces an earlier note, whose moment it keeps.
     """
     folder = os.environ.get(variables.RUN_DIR)

@@ -129,6 +129,7 @@ class Waits:
 
     def look(self, now: float, state: Hashable, site: Optional[str]) -> bool:
         """Return whether this rank has waited too long `now` (s), at line `site`, None if it does not wait. Local.
+
         `state` differs after progress.
         """
         if now - self._last_look > _LATE_S:
@@ -356,6 +357,7 @@ def _collective(files: list[tuple[str, str]], progress: Progress) -> Optional[st
 
 def judge(standings: Standings, asker: int) -> Optional[Verdict]:
     """Return which ranks are missing if rank `asker` has waited too long; None if it may wait. Local.
+
     It ends the job where waiting is useless: all have waited for ten seconds, in different places, or the missing ranks
     have left.
     """

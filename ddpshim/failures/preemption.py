@@ -1,4 +1,5 @@
 """Records signals that ask a training to stop, so that all ranks act on them at the same step (`checkpoint.resume`).
+
 A handler cannot contact other ranks: it may interrupt a collective.
 """
 

@@ -1,4 +1,5 @@
 """Ends a job whose ranks train separate models, by an optimizer or by hand, because no gradients were exchanged.
+
 Imports no torch: the program decides when it is imported.
 """
 

@@ -1,4 +1,5 @@
 """Defines `WorldOfRanks`, the World of several ranks, and gathers and sums tensors over all ranks.
+
 World's own collectives use a CPU group, or the job's store.
 """
 
@@ -184,6 +185,7 @@ def main_sets(here: World, key: str, end: float) -> bool:
 
 def begin_gather(everyones: list[torch.Tensor], own: torch.Tensor, group: Any) -> Any:
     """Begin to gather `own`, and return the work (collective): `dist.all_gather` without its checks, which take long.
+
     `own` and all `everyones` are contiguous, and of one shape, type and device.
     """
     if own.is_complex():

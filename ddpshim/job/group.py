@@ -120,6 +120,7 @@ def _check_same(made: World, asked: dict[str, Any]) -> None:
 
 def settle_rounding() -> None:
     """Make MKL choose now how it rounds tanh, sin, exp and the like, so that this process rounds as others do. Local.
+
     On some machines a process's first such call is sometimes rounded differently from all later ones.
     """
     for dtype in (torch.float32, torch.float64):

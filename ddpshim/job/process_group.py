@@ -1,4 +1,5 @@
 """Makes the job's process group, or uses the program's, and ends what it has made.
+
 Other modules use it only for networks: gradients, weights, buffers.
 """
 
@@ -69,6 +70,7 @@ def join(
     side_timeout_s: float,
 ) -> World:
     """Return the World of a launched process, in a new group; in the program's own if `env` is None (collective).
+
     Raises what `setup` raises.
     """
     if env is None:

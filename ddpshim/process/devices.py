@@ -40,6 +40,7 @@ def agree_on_backend(store: Any, rank: int, world_size: int, device: torch.devic
 
 def backend_of(device: torch.device) -> Optional[str]:
     """Return the backend for an accelerator other than CUDA, from torch's own list; None for CPUs and CUDA. Local.
+
     Raises LaunchError if torch has no backend for its memory.
     """
     if device.type in ("cpu", "cuda", "meta"):
@@ -67,6 +68,7 @@ def _gpu_identity(device: torch.device) -> Optional[str]:
 
 def bind_device(rank: int, local_rank: int, device: Union[str, torch.device, None] = None) -> torch.device:
     """Return this rank's device, and make it current before anything else uses CUDA. Local.
+
     Raises LaunchError if `device` is a GPU and torch sees none.
     """
     wanted = torch.device(device) if device is not None else None

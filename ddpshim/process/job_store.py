@@ -185,6 +185,7 @@ def _of_this_start(store: Any, env: LaunchEnv, timeout: timedelta) -> Any:
 
 def _call_the_roll(store: Any, env: LaunchEnv, timeout_s: float) -> None:
     """Wait until every rank of the job has joined (collective).
+
     Raises LaunchError, on all ranks that have joined, if one has another world size, or if some do not join.
     """
     store.set(f"here/{env.rank}", socket.gethostname())

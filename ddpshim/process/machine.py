@@ -1,4 +1,5 @@
 """Measures the cores, memory and limits that this process has, including a container's.
+
 All is local, reads a few small files, and is None if the system does not say (macOS, Windows).
 """
 
@@ -38,6 +39,7 @@ def core_quota() -> Optional[float]:
 
 def num_cores() -> int:
     """Return the number of cores that this process can use, at least 1, given its quota and its affinity.
+
     A launcher may bind each rank to its own cores.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -43,6 +43,7 @@ class Broken(ValueError):
 
 def take_apart(value: Any, trusted: bool = False) -> tuple[bytes, list[torch.Tensor]]:
     """Return `value` as a pickle, and the tensors in it, which are not copied. Local.
+
     Raises NotPlain, with its place, for an object of another class than `_SAFE`, unless `trusted`.
     """
     file, tensors = io.BytesIO(), list[torch.Tensor]()
@@ -57,6 +58,7 @@ def take_apart(value: Any, trusted: bool = False) -> tuple[bytes, list[torch.Ten
 
 def put_together(outline: bytes, tensors: list[torch.Tensor], trusted: bool = False) -> Any:
     """Return the value that `take_apart` converted. Local.
+
     Raises NotPlain if it contains other objects, unless `trusted`, and Broken if it does not come from `take_apart`.
     """
     try:
@@ -87,6 +89,7 @@ def loads(message: bytes, trusted: bool = False) -> Any:
 
 def packed(value: Any, trusts_peers: bool = False) -> bytes:
     """Return the message for `value` to other ranks. Local.
+
     Raises WorldError if it holds other objects than `_SAFE` and peers are not trusted, and pickle's own errors.
     """
     try:

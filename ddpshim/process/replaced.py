@@ -44,6 +44,7 @@ def noted() -> Iterator[StandIns]:
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[Any]:
     """Within the block, `owner` (a module, a class, an object) has `value` as `name`; yields the previous value. Local.
+
     The name is restored exactly: if the owner only inherited it, it is inherited again.
     """
     kept = vars(owner).get(name, _ABSENT)
@@ -75,6 +76,7 @@ def after_import(name: str, call: Callable[[], None]) -> Callable[[], None]:
 
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds its module as Python would, and stays until it is executed: many find a module and never import it.
+
     One for each name: several would find the module through each other.
     """
 
