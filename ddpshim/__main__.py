@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import importlib.util
 import json
 import os
@@ -392,7 +391,9 @@ def natural(text: str, least: int = 0) -> int:
     return int(text)
 
 
-positive = functools.partial(natural, least=1)
+def positive(text: str) -> int:
+    """A whole number from 1 up."""
+    return natural(text, least=1)
 
 
 def port(text: str) -> int:
