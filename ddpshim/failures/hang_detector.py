@@ -164,10 +164,7 @@ class Watch:
     def __init__(self, job: Job, rank: int, world_size: int, timeout_s: float, gets_no_errors: bool) -> None:
         import torch.distributed as dist
 
-        store = job.store
-        if hasattr(store, "clone"):  # newer torch: a separate connection, which the rank's own waits do not block
-            store = store.clone()
-            store.set_timeout(timedelta(seconds=_STORE_S))
+        store = job.store if job.second_store is None else job.second_store
         self.verdict: Optional[Verdict] = None
         self._rank, self._ranks, self._store = rank, range(world_size), dist.PrefixStore("watch", store)
         self._job, self._watched = job, threading.get_ident()
@@ -308,6 +305,16 @@ class Watch:
         if verdict is not None and (self._rank in (0, *verdict.named) or len(self._ranks) <= _MOST_PRINT):
             say(verdict.text, directly=True)
         self._waits.postpone()
+
+
+def connect(job: Job) -> None:
+    """Connect to the store once more, if torch can: the rank's own waits do not block this connection. Local.
+
+    Before a collective of `setup`: after it the main rank, which may serve the store, may end.
+    """
+    if hasattr(job.store, "clone"):
+        job.second_store = job.store.clone()
+        job.second_store.set_timeout(timedelta(seconds=_STORE_S))
 
 
 def begin(job: Job, rank: int, world_size: int, timeout_s: float, gets_no_errors: bool = False) -> None:

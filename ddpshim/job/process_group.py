@@ -95,6 +95,8 @@ def join(
         made = replace(made, launcher=env.launcher)
     made = replace(made, local_rank=place[0], local_world_size=place[1], node_rank=place[2], device=bound)
     keep_freed_memory()
+    if world_size > 1 and options.guard:
+        hang_detector.connect(job)
     _check_same_options(made)
     return made
 

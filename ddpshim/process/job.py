@@ -25,6 +25,7 @@ class Job:
         self.world: Optional[World] = None  # that `setup` made
         self.left: Optional[World] = None  # of the previous job; its rank remains valid
         self.store: Any = None  # keys and values that all ranks of this world, and no other world, see
+        self.second_store: Any = None  # another connection to it, for the thread that watches; None if torch makes none
         self.group: Any = None  # the default process group, if `setup` made it
         self.control: Any = None  # the CPU group of World's own collectives
         self.timeout: Optional[timedelta] = None  # how long training collectives wait, if `setup` made the group

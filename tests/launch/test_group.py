@@ -662,6 +662,24 @@ def test_a_rank_that_the_launcher_ends_has_written_down_why_first(tmp_path: Path
     assert (end["how"], end["first"], end["error"]) == ("failed", 1, "RuntimeError: closed by peer")
 
 
+def _leave_at_once_or_begin_late() -> float:
+    began, begin = time.monotonic(), process_group.begin
+    if os.environ["RANK"] == "1":
+        process_group.begin = lambda *args: (time.sleep(1.5), begin(*args))  # type: ignore[assignment]
+    setup(device="cpu")
+    cleanup()
+    return time.monotonic() - began
+
+
+@pytest.mark.ranks
+def test_the_rank_that_serves_the_store_may_end_before_another_has_begun(tmp_path: Path) -> None:
+    port = free_port()
+    environs = [{**_by_hand(rank, port), "DDPSHIM_GUARD": "1"} for rank in range(2)]
+    (first, last), log = run_environs(_leave_at_once_or_begin_late, environs, tmp_path)
+    assert last > first + 1
+    assert "failed to connect" not in log
+
+
 def test_a_store_on_a_busy_host_is_asked_until_it_answers() -> None:
     late = SimpleNamespace(wait=lambda *_: _fail(RuntimeError("Wait timeout")), check=lambda keys: keys == ["here/1"])
     assert job_store.is_there(late, "here/1")
