@@ -5,8 +5,7 @@ Started by evidence/equivalence.py:
 - `python -m tests.observed FOLDER PRECISION [trainer arguments]` is one process of a training;
 - `python -m tests.observed --load FILE` loads checkpoints in a process that cannot import ddpshim.
 
-DDPSHIM_FAULT names a fault (see tests/faults.py). With OBSERVED_CLOCK the clock counts calls and samples instead of
-seconds.
+DDPSHIM_FAULT names a fault (see tests/faults.py).
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import importlib.util
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +39,6 @@ def _in_float64() -> None:
     TensorUtils.to_float = lambda x: TensorUtils.recursive_dict_list_tuple_apply(
         x, {torch.Tensor: torch.Tensor.double, np.ndarray: lambda a: a.astype(np.float64), type(None): lambda n: n}
     )
-
-
-class _Clock:
-    """Replaces both clocks of a process: a microsecond passes at each call, a millisecond for each fetched sample."""
-
-    def __init__(self) -> None:
-        self._ticks = int(time.time()) << 20  # in 2**-20 s, so that sums are exact
-        time.time = time.perf_counter = self._read
-
-    def _read(self) -> float:
-        self._ticks += 1
-        return self._ticks / 2**20
-
-    def fetched(self) -> None:
-        self._ticks += 1 << 10
 
 
 def _write_down_networks(out: dict[str, Any]) -> None:
@@ -198,14 +181,8 @@ def observe(folder: str, precision: str, arguments: list[str]) -> None:
         _in_float64()
     _with_small_unet()
     _with_act()
-    samples, clock = out.setdefault("samples", {}), _Clock() if "OBSERVED_CLOCK" in os.environ else None
-
-    def fetched(key: str, index: int) -> None:
-        samples.setdefault(key, []).append(index)
-        if clock is not None:
-            clock.fetched()
-
-    record_samples(fetched)
+    samples = out.setdefault("samples", {})
+    record_samples(lambda key, index: samples.setdefault(key, []).append(index))
     _write_down_data(out)
     _write_down_networks(out)
     if "DDPSHIM_FAULT" in os.environ:

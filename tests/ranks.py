@@ -30,14 +30,8 @@ from tests.preloaded_commands import SOCKET, commands, patience
 # modules that run with `python -m`, such as ddpshim.launch.rank, nor ddpshim.auto, whose import has effects.
 OURS = (
     *("pytest", "torch.utils.serialization", "ddpshim.launch.runner", "ddpshim.model.parallel"),
-    *(
-        "ddpshim.shares.sharded",
-        "ddpshim.checkpoint.resume",
-        "ddpshim.observe.recording",
-        "ddpshim.evaluation.evaluating",
-    ),
-    "ddpshim.trainers.unedited.joining",
-    "ddpshim.robomimic.calls",
+    *("ddpshim.shares.sharded", "ddpshim.checkpoint.resume", "ddpshim.observe.recording"),
+    *("ddpshim.evaluation.evaluating", "ddpshim.trainers.unedited.joining", "ddpshim.robomimic.calls"),
 )
 _MODULES = ["torch", "torch._dynamo", "torch.nn.parallel.distributed", "torch.distributed.run", "tests.ranks", *OURS]
 
@@ -50,15 +44,21 @@ class _Context(multiprocessing.context.ForkServerContext):
         return multiprocessing.context.ForkServerProcess(*args, **kwargs)
 
 
+def _run_forked(server: Any, **variables: str) -> None:
+    """Have `server` be a fork of the process at SOCKET, which has already imported torch."""
+    own = spawn.get_executable()
+    spawn.set_executable(str(commands() / "python"))
+    with mock.patch.dict(os.environ, variables):
+        server.ensure_running()
+    spawn.set_executable(own)
+
+
 @functools.cache
 def _start_server() -> None:
     _server.set_forkserver_preload(_MODULES)
-    if SOCKET in os.environ:  # tests/conftest.py has started a process that has already imported them
+    if SOCKET in os.environ:  # of tests/conftest.py
         resource_tracker.ensure_running()
-        own = spawn.get_executable()
-        spawn.set_executable(str(commands() / "python"))
-        forkserver.ensure_running()
-        spawn.set_executable(own)
+        _run_forked(forkserver)
 
 
 _server = _Context()
@@ -69,16 +69,10 @@ def _gpu_server() -> forkserver.ForkServer:
     """Start another server, whose torch has simulated GPUs."""
     from tests.preloaded import preloaded  # it imports this
 
-    server, own = forkserver.ForkServer(), spawn.get_executable()
+    server = forkserver.ForkServer()
     server.set_forkserver_preload(_MODULES)
-    variables = {
-        **simulated_gpus.environment(4, SIMULATED_GPUS_GENERATOR="cpu"),
-        SOCKET: preloaded(on_gpus=True).socket,
-    }
-    spawn.set_executable(str(commands() / "python"))
-    with mock.patch.dict(os.environ, variables):
-        server.ensure_running()
-    spawn.set_executable(own)
+    gpus = simulated_gpus.environment(4, SIMULATED_GPUS_GENERATOR="cpu")
+    _run_forked(server, **gpus, **{SOCKET: preloaded(on_gpus=True).socket})
     return server
 
 

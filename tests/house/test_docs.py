@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -18,8 +17,7 @@ import ddpshim
 from ddpshim.job.world import World
 from evidence.equivalence import copy_release, make_run_config
 from tests.house.test_printed import all_messages, markdown
-from tests.preloaded import environment, kill_all_in, preloaded
-from tests.preloaded_commands import patience
+from tests.preloaded import environment, start_afresh
 
 ROOT = Path(__file__).parents[2]
 RELEASE = "0.3.0"
@@ -43,20 +41,9 @@ def _section(title: str) -> list[Block]:
 def _run(commands: str, folder: Path, tree: Optional[Path] = None) -> str:
     """What a shell prints that stops at the first command with another exit code than is written behind it."""
     checked = _EXPECTED.sub(r"code=0; \1 || code=$?; [ $code = \2 ] || { echo exit code $code; exit 1; }", commands)
-    process = subprocess.Popen(
-        ["bash", "-e", "-u", "-o", "pipefail", "-c", checked],
-        cwd=folder,
-        env=preloaded().shell_environment(environment(tree)),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        said, _ = process.communicate(timeout=patience(300))
-    finally:
-        kill_all_in(folder)
-    assert process.returncode == 0, f"{commands}\nended with {process.returncode}:\n{said[-6000:]}"
+    bash = "import os, sys; os.execvp('bash', ['bash', '-euo', 'pipefail', '-c', sys.argv[1]])"
+    code, said = start_afresh(["-c", bash, checked], environment(tree), folder, 300)
+    assert code == 0, f"{commands}\nended with {code}:\n{said[-6000:]}"
     return said
 
 

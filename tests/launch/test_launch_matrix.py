@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests import ranks
-from tests.preloaded import environment, preloaded
+from tests.preloaded import environment, preloaded, start_afresh
 from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).parents[2]
@@ -45,9 +45,9 @@ def agents(folder: Path, launcher: str, *options: str, num_nodes: int = 1) -> Re
 
 def forked(folder: Path, environ: dict[str, str]) -> Reports:
     """What a process in this environment wrote."""
-    said = {**environment(), "GLOO_SOCKET_IFNAME": "lo", **environ}
-    job = preloaded().start([([SCRIPT, str(folder)], said)], folder)
-    assert job.wait(DEADLINE_S) == 0, (folder / "output.txt").read_text()
+    environ = {**environment(), "GLOO_SOCKET_IFNAME": "lo", **environ}
+    code, said = start_afresh([SCRIPT, str(folder)], environ, folder, DEADLINE_S)
+    assert code == 0, said
     return _reports(folder)
 
 

@@ -59,3 +59,26 @@ def trainings(folder: Path, releases: Path, release: str, num_steps: int) -> Tra
         return kept[name]
 
     return run
+
+
+def written_down(run: Run) -> list[list[str]]:
+    """Return what the environment of each rank wrote: see tests/toy_env.py."""
+    return [file.read_text().splitlines() for file in sorted(run.folder.glob("toy_env_*.txt"))]
+
+
+def episodes(run: Run) -> list[list[tuple[float, ...]]]:
+    """Return the initial draws of each rank's episodes."""
+    return [[tuple(json.loads(line.split(" ", 1)[1])) for line in rank if line[0] == "e"] for rank in written_down(run)]
+
+
+def statistics(run: Run) -> list[dict[str, float]]:
+    return [json.JSONDecoder().raw_decode(part)[0] for part in run.log.split("Env: Toy\n")[1:]]
+
+
+def check_statistics(one: Run, other: Run) -> None:
+    """Assert that the evaluations of two epochs found the same."""
+    assert len(statistics(one)) == len(statistics(other)) == 2
+    for before, after in zip(statistics(one), statistics(other)):
+        assert list(after) == list(before) == ["Horizon", "Return", "Success_Rate", "Time_Episode", "time"]
+        for key in ("Horizon", "Return", "Success_Rate"):
+            assert after[key] == pytest.approx(before[key], rel=1e-6)

@@ -139,12 +139,10 @@ def test_one_experiment_is_written_by_the_main_rank(trainer: Trainer) -> None:
 
 LOAD = """
 import sys, torch
-from tests import droid
+from tests import droid, observed
 droid.install_stand_ins()
-import robomimic.algo.diffusion_policy as diffusion_policy, functools
-diffusion_policy.ConditionalUnet1D = functools.partial(
-    diffusion_policy.ConditionalUnet1D, down_dims=[16, 32], n_groups=4, diffusion_step_embed_dim=16)
-import robomimic.utils.file_utils as FileUtils
+observed._with_small_unet()
+import functools, robomimic.utils.file_utils as FileUtils
 torch.load = functools.partial(torch.load, weights_only=False)
 assert "ddpshim.robomimic" not in sys.modules
 policy, _ = FileUtils.policy_from_checkpoint(ckpt_path=sys.argv[1], device=torch.device("cpu"))

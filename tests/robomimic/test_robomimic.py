@@ -178,8 +178,8 @@ def test_one_experiment_is_written_by_the_main_rank(trainer: Trainer) -> None:
 
 
 GUARDED = [
-    ("weights", "bc", "after 10 backward passes of ModuleDict ranks hold different weights or settings: parameter '"),
-    ("target", "td3_bc", "actor_target.nets.mlp._model.0.weight' of network 0 (ModuleDict) sums to"),
+    ("weights@model", "bc", "10 backward passes of ModuleDict ranks hold different weights or settings: parameter '"),
+    ("target@td3", "td3_bc", "actor_target.nets.mlp._model.0.weight' of network 0 (ModuleDict) sums to"),
 ]
 
 

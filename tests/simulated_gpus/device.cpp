@@ -859,54 +859,6 @@ void foreach_copy(at::TensorList to, at::TensorList from, bool non_blocking) {
   for (size_t i = 0; i < to.size(); i++) const_cast<at::Tensor&>(to[i]).copy_(from[i], non_blocking);
 }
 
-// torch takes these of CUDA for recurrent networks where cuDNN is not there; the CPU has none of them.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(const at::Tensor& from_input, const at::Tensor& from_hidden,
-                                                         const at::Tensor& cx, const std::optional<at::Tensor>& bias_input,
-                                                         const std::optional<at::Tensor>& bias_hidden) {
-  auto gates = from_input + from_hidden;
-  if (bias_input && bias_input->defined()) gates = gates + *bias_input + *bias_hidden;
-  auto parts = gates.chunk(4, 1);
-  auto in = parts[0].sigmoid(), forget = parts[1].sigmoid(), cell = parts[2].tanh(), out = parts[3].sigmoid();
-  auto cy = forget * cx + in * cell;
-  return {out * cy.tanh(), cy, at::cat({in, forget, cell, out}, 1)};
-}
-std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell_backward(const std::optional<at::Tensor>& grad_hy,
-                                                                  const std::optional<at::Tensor>& grad_cy,
-                                                                  const at::Tensor& cx, const at::Tensor& cy,
-                                                                  const at::Tensor& workspace, bool has_bias) {
-  auto parts = workspace.chunk(4, 1);
-  auto in = parts[0], forget = parts[1], cell = parts[2], out = parts[3];
-  auto tanh = cy.tanh();
-  at::Tensor of_cy = grad_cy && grad_cy->defined() ? *grad_cy : at::zeros_like(cy);
-  at::Tensor of_out = at::zeros_like(cy);
-  if (grad_hy && grad_hy->defined()) {
-    of_cy = of_cy + *grad_hy * out * (1 - tanh * tanh);
-    of_out = *grad_hy * tanh * out * (1 - out);
-  }
-  auto of_gates = at::cat({of_cy * cell * in * (1 - in), of_cy * cx * forget * (1 - forget), of_cy * in * (1 - cell * cell), of_out}, 1);
-  return {of_gates, of_cy * forget, has_bias ? of_gates.sum(0) : at::Tensor()};
-}
-std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& from_input, const at::Tensor& from_hidden, const at::Tensor& hx,
-                                            const std::optional<at::Tensor>& bias_input,
-                                            const std::optional<at::Tensor>& bias_hidden) {
-  bool has_bias = bias_input && bias_input->defined();
-  auto i = (has_bias ? from_input + *bias_input : from_input).chunk(3, 1);
-  auto h = (has_bias ? from_hidden + *bias_hidden : from_hidden).chunk(3, 1);
-  auto reset = (i[0] + h[0]).sigmoid(), update = (i[1] + h[1]).sigmoid(), made = (i[2] + reset * h[2]).tanh();
-  return {(hx - made) * update + made, at::cat({reset, update, made, hx, h[2]}, 1)};
-}
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gru_cell_backward(const at::Tensor& grad,
-                                                                                       const at::Tensor& workspace,
-                                                                                       bool has_bias) {
-  auto parts = workspace.chunk(5, 1);
-  auto reset = parts[0], update = parts[1], made = parts[2], hx = parts[3], hidden = parts[4];
-  auto of_update = grad * (hx - made) * update * (1 - update);
-  auto of_made = grad * (1 - update) * (1 - made * made);
-  auto of_reset = of_made * hidden * reset * (1 - reset);
-  auto of_input = at::cat({of_reset, of_update, of_made}, 1), of_hidden = at::cat({of_reset, of_update, of_made * reset}, 1);
-  return {of_input, of_hidden, grad * update, has_bias ? of_input.sum(0) : at::Tensor(), has_bias ? of_hidden.sum(0) : at::Tensor()};
-}
-
 }  // namespace
 
 at::Tensor host_alias(const at::Tensor& tensor) { return alias_of(tensor, host_storage(tensor.storage())); }
@@ -944,10 +896,6 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("is_set_to", is_set_to);
   m.impl("_fused_sdp_choice", fused_sdp_choice);
   m.impl("_foreach_copy_", foreach_copy);
-  m.impl("_thnn_fused_lstm_cell", lstm_cell);
-  m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
-  m.impl("_thnn_fused_gru_cell", gru_cell);
-  m.impl("_thnn_fused_gru_cell_backward", gru_cell_backward);
 }
 
 }  // namespace simulated
