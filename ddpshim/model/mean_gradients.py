@@ -43,9 +43,8 @@ class MeanGradients(guard.Reduced, BareModule):
         broadcast_state(module)
         reduced = [p for p in module.parameters() if p.requires_grad and not guard.is_owned(p)]
         mine = self.__dict__
-        mine["_postponed"] = dict[int, Any]()  # parameters of passes under no_sync, by id
-        mine["_device"], mine["_syncs"] = reduced[0].device, True
-        mine["_sent_buffers"] = Buffers(module, broadcast_buffers)
+        mine["_syncs"], mine["_postponed"] = True, dict[int, Any]()  # parameters of passes under no_sync, by id
+        mine["_device"], mine["_sent_buffers"] = reduced[0].device, Buffers(module, broadcast_buffers)
         guard.own(self, reduced)
         current().part(Means).add(self, reduced, int(bucket_cap_mb * 2**20))
         self._compare_over_ranks(broadcast_buffers, self._device)
@@ -149,13 +148,16 @@ class Means:
                 continue
             gradients = [p.grad.detach() for p in params]
             rows, writes = [*map(_flat, gradients)], list[Any]()
-            message = torch.cat(rows)
-            for p, old, part in zip(params, gradients, message.split([*map(len, rows)])):
-                mean = _shaped(part, old)
-                if id(p) in self._held or p.grad.requires_grad:
-                    writes.append((old, mean))
-                else:
-                    p.grad = mean.detach()  # no view for autograd, so that programs may call detach_()
+            is_held = [id(p) in self._held or p.grad.requires_grad for p in params]
+            message = _in_one_piece(rows, gradients) if all(is_held) else None
+            if message is None:
+                message = torch.cat(rows)
+                for p, held, old, part in zip(params, is_held, gradients, message.split([*map(len, rows)])):
+                    mean = _shaped(part, old)
+                    if held:
+                        writes.append((old, mean))
+                    else:
+                        p.grad = mean.detach()  # no view for autograd, so that programs may call detach_()
             self._sent.append((dist.all_reduce(message.div_(world().world_size), async_op=True), writes))
 
     def _finish(self) -> None:
@@ -213,3 +215,13 @@ def _shaped(vector: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def _order(tensor: torch.Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+
+
+def _in_one_piece(rows: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> Optional[torch.Tensor]:
+    """Return the memory of `gradients` as a message; None if they do not lie in it as an earlier pass left them."""
+    memory, address = gradients[0].untyped_storage().data_ptr(), gradients[0].data_ptr()
+    for row in rows:
+        if row.data_ptr() != address or row.untyped_storage().data_ptr() != memory:
+            return None
+        address += row.nbytes
+    return rows[0].as_strided((sum(map(len, rows)),), (1,))
