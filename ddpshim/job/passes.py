@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
 import torch
+from torch.utils.data import Subset
 
 
 class Enterable:
@@ -62,3 +63,12 @@ def layers(sampler: Any) -> Iterator[Any]:
         seen.add(id(sampler))
         yield sampler
         sampler = getattr(sampler, "sampler", None)
+
+
+def indices_of(dataset: Any) -> list[int]:
+    """Return a hash of the indices of each Subset around the program's own dataset: ranks' splits must be equal."""
+    found = []
+    while isinstance(dataset, Subset):
+        found.append(hash(tuple(int(index) for index in dataset.indices)))
+        dataset = dataset.dataset
+    return found

@@ -16,8 +16,7 @@ class LocalBatches:
     """`setup()`: each rank holds its share of a batch, as with torch's DistributedDataParallel."""
 
     batch = "local"  # the argument of `setup`
-    draws_alike = False  # all ranks draw what one process would; else `split_random_streams` gives each its own
-    computes_alike = False  # a loss, or a gradient that no wrapper has reduced, is the same on all ranks
+    computes_alike = False  # all ranks draw and compute what one process would, also what no wrapper has reduced
     wrapper: Optional[Callable[..., Any]] = None  # reduces a network's gradients; None: DistributedDataParallel does
     loader: Optional[Callable[..., Any]] = None  # makes that of `make_loader`; None: one of this rank's shares
     joined: Optional[Callable[..., Any]] = None  # makes that of data of which each rank reads a part of its own
@@ -37,7 +36,7 @@ class GlobalBatches:
     """`setup(batch="global")` and `run`: every rank runs the program of one process, which holds whole batches."""
 
     batch = "global"
-    draws_alike = computes_alike = True
+    computes_alike = True
     wrapper: Callable[..., Any]
     loader: Callable[..., Any]
     joined: Callable[..., Any]

@@ -23,7 +23,7 @@ from torch.utils import data as torch_data
 from ddpshim import adapters
 from ddpshim.errors import DataError
 from ddpshim.job.group import world
-from ddpshim.job.passes import Enterable, generator_states, restore_generators
+from ddpshim.job.passes import Enterable, generator_states, indices_of, restore_generators
 from ddpshim.model import guard
 from ddpshim.process.job import current, derive_seed
 from ddpshim.process.random_streams import digest, global_states, restore_global_states, seed_globals
@@ -394,11 +394,7 @@ def _has_generator(value: Any, num_levels: int, seen: set[int]) -> bool:
 
 def _check_same_indices(loader: DataLoader[Any]) -> None:
     """Raise DataError if ranks hold different parts of the data (collective)."""
-    inner, own = loader.dataset, []
-    while isinstance(inner, torch_data.Subset):
-        own.append(hash(tuple(int(index) for index in inner.indices)))
-        inner = inner.dataset
-    everyones = world().gather(own)
+    everyones = world().gather(indices_of(loader.dataset))
     odd = next((rank for rank, theirs in enumerate(everyones) if theirs != everyones[0]), None)
     if odd is not None:
         raise DataError(

@@ -217,27 +217,25 @@ def whole_if_mixed(inner: Rule) -> Rule:
 _OF_NUMPY = {"axis": "dim", "keepdims": "keepdim"}  # torch takes these too
 
 
-def of_rows(inner: OfRows) -> Rule:
-    """Return a rule for functions of a row tensor, which is their first argument: `inner` gets it apart. Local."""
-
-    @whole_if_mixed
-    def checked(func: Any, args: Any, kwargs: Any) -> Any:
-        if not args or type(args[0]) is not Rows:
-            return NotImplemented
-        args[0].memory.pull()
-        return inner(func, args[0], args[1:], kwargs)
-
-    return checked
-
-
 def rule_if_alike(*given: Any, moves: bool = False) -> Callable[[Rule], Rule]:
     """Register a rule as `rule` does, by `whole_if_mixed`. Local."""
     return lambda inner: rule(*given, moves=moves)(whole_if_mixed(inner))
 
 
 def rule_of_rows(*given: Any, moves: bool = False) -> Callable[[OfRows], Rule]:
-    """Register a rule as `rule` does, by `of_rows`. Local."""
-    return lambda inner: rule(*given, moves=moves)(of_rows(inner))
+    """Register a rule of functions of a row tensor, which is their first argument: it gets that apart. Local."""
+
+    def register(inner: OfRows) -> Rule:
+        @rule_if_alike(*given, moves=moves)
+        def checked(func: Any, args: Any, kwargs: Any) -> Any:
+            if not args or type(args[0]) is not Rows:
+                return NotImplemented
+            args[0].memory.pull()
+            return inner(func, args[0], args[1:], kwargs)
+
+        return checked
+
+    return register
 
 
 def row_wise(*given: Any, where: Callable[[Rows, Any, Any], bool] = lambda *_: True, moves: bool = False) -> None:

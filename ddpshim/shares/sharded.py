@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Callable, Optional, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Subset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from ddpshim.errors import DataError
 from ddpshim.failures import preemption
-from ddpshim.job.passes import Enterable, generator_states, layers, restore_generators
+from ddpshim.job.passes import Enterable, generator_states, indices_of, layers, restore_generators
 from ddpshim.job.world import World
 from ddpshim.process.job import current, derive_seed
 from ddpshim.process.observed import Progress
@@ -107,7 +107,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
     def check_alike(self, here: World) -> None:
         """Raise DataError if ranks have other data, or would make other steps (collective)."""
         num, steps, batch = len(self.dataset), len(self), self.global_batch_size  # type: ignore[arg-type]
-        facts = here.gather((num, steps, batch, _indices_of(self.dataset)))
+        facts = here.gather((num, steps, batch, indices_of(self.dataset)))
         odd = next((rank for rank, theirs in enumerate(facts) if theirs != facts[0]), None)
         if odd is not None:
             raise DataError(
@@ -152,15 +152,6 @@ def _start_worker(start: Optional[Callable[[int], None]], worker: int) -> None:
     preemption.ignore_in_worker()
     if start is not None:
         start(worker)
-
-
-def _indices_of(dataset: Any) -> list[int]:
-    """Return a hash of the indices of each Subset around the program's own dataset: ranks' splits must be equal."""
-    found = []
-    while isinstance(dataset, Subset):
-        found.append(hash(tuple(int(index) for index in dataset.indices)))
-        dataset = dataset.dataset
-    return found
 
 
 class Shares:

@@ -21,7 +21,7 @@ _NUM_INTERVALS = 3  # between steps of optimizers; a permutation moves a stream 
 
 def draws_alike() -> bool:
     """Return whether ranks draw what one process would, because every rank holds whole batches. Local."""
-    return world().world_size == 1 or current().door.draws_alike
+    return world().world_size == 1 or current().door.computes_alike
 
 
 def split_random_streams() -> None:
@@ -66,7 +66,8 @@ class _EqualNoise:
         if self._is_done or is_capturing(here.device):
             return
         if len(after) <= _NUM_INTERVALS:
-            after.append({name: _hash(state) for name, state in rank_states(here.device).items()})
+            states = rank_states(here.device).items()
+            after.append({name: hashlib.blake2b(messages.packed(state)).hexdigest() for name, state in states})
             if len(after) <= _NUM_INTERVALS:
                 return
             moves = {name: sum(a.get(name) != b[name] for a, b in zip(after, after[1:])) for name in after[0]}
@@ -94,7 +95,3 @@ class _EqualNoise:
                 say(text)
                 break
         return True
-
-
-def _hash(state: Any) -> str:
-    return hashlib.blake2b(messages.packed(state), digest_size=8).hexdigest()

@@ -174,7 +174,7 @@ class RankRecorder(StepRecorder):
     def _own_streams(self) -> Optional[int]:
         """Return a number for the state of this rank's own random streams; None if they are those of one process."""
         job = current()
-        if not self._is_rank or (job.world is not None and job.door.draws_alike):
+        if not self._is_rank or (job.world is not None and job.door.computes_alike):
             return None
         states = [torch.default_generator.get_state()]
         states += [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []

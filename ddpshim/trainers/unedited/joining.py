@@ -131,10 +131,10 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
         undo.enter_context(replaced(optimizer, "add_param_group", _seen(optimizer.add_param_group)))
         if here.options.exact is None:  # whose number of threads must not depend on the number of ranks
             undo.enter_context(_cores_shared(here.local_world_size))
-        rank = os.environ.get("RANK", "0")
-        undo.enter_context(_in_one_process())
+        hidden = {name: os.environ.pop(name) for name in [*os.environ] if name.startswith(_LAUNCHERS)}
+        undo.callback(os.environ.update, hidden)
         undo.callback(os.environ.pop, variables.RANK, None)
-        os.environ[variables.RANK] = rank
+        os.environ[variables.RANK] = hidden.get("RANK", "0")
 
         def take_back() -> None:
             undo.close()
@@ -266,18 +266,6 @@ def noticed(start: Start) -> Iterator[None]:
             put(sys.modules["ddpshim"], name, f"it calls ddpshim.{name}")
         until.callback(after_import("accelerate", lambda: _leave_what_accelerate_divides(start, until)))
         yield
-
-
-@contextlib.contextmanager
-def _in_one_process() -> Iterator[None]:
-    """Within this block, no launcher is found in the environment. Local."""
-    hidden = {name: value for name, value in os.environ.items() if name.startswith(_LAUNCHERS)}
-    for name in hidden:
-        del os.environ[name]
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
 
 
 def _leave_what_accelerate_divides(start: Start, until: contextlib.ExitStack) -> None:
