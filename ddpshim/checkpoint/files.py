@@ -139,8 +139,8 @@ def whole(path: PathLike, tell: Callable[[str], None] = lambda folder: None) -> 
 def written(path: PathLike, tell: Callable[[str], None] = lambda folder: None) -> Iterator[str]:
     """Yield a temporary file's name, which is moved to `path` after the block, or removed after an error. Local.
 
-    It has the name of `path`, which torch.save writes into the file, in a hidden folder `.NAME.*.partial`, of which
-    `tell` is told before it is made. A killed process leaves it; the next write of `path` removes it. Raises
+    It has the name of `path`, which torch.save writes into the file, in a hidden folder `.NAME.*.partial`. `tell` is
+    called with that folder before it exists. A killed process leaves it; the next write of `path` removes it. Raises
     CheckpointError if this file, or an earlier one in the background, could not be written.
     """
     flush()

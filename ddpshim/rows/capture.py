@@ -263,7 +263,7 @@ class _Graph:
 
 
 def _states_of_eager(original: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a stand-in for Dynamo's table of what says to code that it is compiled: only `region` is told."""
+    """Return a stand-in for Dynamo's table: code that asks whether it is compiled hears no, `region` yes. Local."""
     ours = torch._dynamo.eval_frame._is_in_optimized_module
     return lambda: {function: found and function is ours for function, found in original().items()}
 

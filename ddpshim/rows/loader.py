@@ -52,7 +52,7 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
         self._of_rows: Optional[_RowsLoader] = None
         self._is_divided: Optional[bool] = None
         self._first = 0  # step of the next pass
-        self._begins_with: Optional[dict[str, Any]] = None  # its random streams, of an interrupted run
+        self._begins_with: Optional[dict[str, Any]] = None  # random streams, as in an interrupted run
         self._has_seed = False  # whether it draws no seed of workers, because that run's workers stayed
         self._begun_with: Optional[dict[str, Any]] = None  # the streams of this pass
 
