@@ -7,7 +7,7 @@ left is overhead: CPU time of rank 0's main thread. Doors in alternation: one pr
 DistributedSampler, accelerate (if installed), `setup()` with `make_loader` and `wrap_parallel` (shares), and `run` of
 the unchanged program, with its networks captured and by the rules of row tensors alone. On a machine with one GPU the
 ranks share it, through the nccl that is there (2.30 and later can): what the main thread takes is then as on two GPUs,
-a step's time is not.
+a step's time is not. MAIN_THREAD_WIDE=1 gives a CPU the widths of a GPU, and batches of 32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from evidence.main_thread_train import IS_WIDE, NETWORKS, PARTS
+from evidence.main_thread_train import IS_GPU, NETWORKS, PARTS
 from evidence.results import Result, alternate, main, measured, median_and_quartiles, ratio
 
 PROGRAM = Path(__file__).with_name("main_thread_train.py")
@@ -38,14 +38,14 @@ DEADLINE_S = 400
 def measure(door: str, names: Iterable[str], num_steps: int) -> dict[str, Any]:
     """Run the program once; return what it found for each network."""
     kind, launcher, variables = DOORS[door]
-    if IS_WIDE and launcher:
+    if IS_GPU and launcher:
         variables = {**variables, **_SHARED}
     return measured([*launcher, str(PROGRAM), kind, ",".join(names), str(num_steps)], variables, DEADLINE_S)
 
 
 def run(quick: bool, names: Iterable[str] = NETWORKS) -> Iterator[Result]:
     num_rounds, num_steps = (1, 60) if quick else (3, 150)
-    has_accelerate = importlib.util.find_spec("accelerate") and not IS_WIDE  # it would give each rank its own GPU
+    has_accelerate = importlib.util.find_spec("accelerate") and not IS_GPU  # it would give each rank its own GPU
     doors = [door for door in DOORS if door != "accelerate" or has_accelerate]
     found: dict[str, list[Any]] = alternate(
         {door: lambda door=door: measure(door, names, num_steps) for door in doors}, num_rounds

@@ -11,6 +11,7 @@ import copy
 import ctypes
 import importlib
 import json
+import os
 import sys
 import time
 from collections import Counter, OrderedDict, defaultdict
@@ -28,7 +29,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from evidence import one_process_programs as programs
 
 DEVICE = programs.DEVICE
-IS_WIDE = DEVICE.type == "cuda"
+IS_GPU = DEVICE.type == "cuda"
+IS_WIDE = IS_GPU or os.environ.get("MAIN_THREAD_WIDE") == "1"
 BATCH_SIZE, NUM_BATCHES, WARM_UP = (32 if IS_WIDE else 8), 50, 30
 PARTS = ("load", "noise", "forward", "loss", "zero", "backward", "optimizer", "ema", "read")
 
@@ -222,7 +224,7 @@ def waits(step: Callable[[], Any]) -> dict[str, int]:
 
 def main(door: str, names: str, num_steps: int, out: str) -> None:
     torch.set_num_threads(1)
-    if IS_WIDE:
+    if IS_GPU:
         torch.cuda.set_device(0)  # ranks share it
         mapped = Path("/proc/self/maps").read_text().splitlines()
         sleep = 4  # cudaDeviceScheduleBlockingSync: waiting is no CPU time
@@ -230,7 +232,7 @@ def main(door: str, names: str, num_steps: int, out: str) -> None:
     if door == "shares":
         importlib.import_module("ddpshim").setup(seed=0)
     elif door in ("ddp", "accelerate"):
-        dist.init_process_group("nccl" if IS_WIDE else "gloo")
+        dist.init_process_group("nccl" if IS_GPU else "gloo")
     torch.manual_seed(0)
     made = {name: _make(name) for name in names.split(",")}  # before a training draws
     found = {}
