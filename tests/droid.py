@@ -151,7 +151,7 @@ def copy_tree(patch_set: str, folder: Path, way: str = "patched") -> Path:
             first = {name: diffs for name, diffs in whole.patches.items() if name.endswith("01-two-lines.patch")}
             for diff in next(iter(first.values())):
                 path = tree / diff.path
-                path.write_bytes(patching.transform(first, diff.path, path.read_bytes(), "patched"))
+                path.write_bytes(patching.transform(first, diff.path, path.read_bytes(), "patched")[0])
     return tree
 
 

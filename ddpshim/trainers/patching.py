@@ -67,7 +67,6 @@ class PatchSet:
     """One folder of diffs. `name` is ``codebase/version``, `package` the top folder of all its files."""
 
     name: str
-    codebase: str
     version: str
     base: str
     package: str
@@ -114,7 +113,13 @@ def build_manifest(patch_dir: Path, source_root: Path, base: str, borrowed: Sequ
     files: dict[str, Hashes] = {}
     for name in _targets(patches):
         content = read(source_root / name)
-        files[name] = Hashes(sha256(content), sha256(transform(patches, name, content, "patched")))
+        changed, lacking = transform(patches, name, content, "patched")
+        if lacking:
+            raise PatchError(
+                f"{lacking[0]}; the hunk would change the wrong code. Nothing was changed; use the content that the "
+                "diff was made from."
+            )
+        files[name] = Hashes(sha256(content), sha256(changed))
     codebase, version = patch_dir.resolve().parts[-2:]
     manifest = {
         "codebase": codebase,
@@ -134,24 +139,18 @@ def build_manifest(patch_dir: Path, source_root: Path, base: str, borrowed: Sequ
     return manifest
 
 
-def transform(patches: Mapping[str, tuple[FileDiff, ...]], name: str, content: bytes, wanted: str) -> bytes:
-    """Return `content` of the file `name` with all its diffs applied (`wanted` patched) or reversed (original)."""
-    diffs = [diff for patch in patches.values() for diff in patch if diff.path == name]
-    for diff in diffs if wanted == "patched" else reversed(diffs):
-        content = apply_diff(diff, content, reverse=wanted == "original")
-    return content
+def transform(
+    patches: Mapping[str, tuple[FileDiff, ...]], name: str, content: bytes, wanted: str, *, is_moved: bool = False
+) -> tuple[bytes, list[str]]:
+    """Return `content` of the file `name` with all its diffs applied (`wanted` patched) or reversed (original). Local.
 
-
-def transform_moved(patch_set: PatchSet, name: str, content: bytes) -> tuple[bytes, list[str]]:
-    """Return `content` of the file `name` of no release, with each hunk applied whose lines occur exactly once. Local.
-
-    And a line for each hunk that was not.
+    And a line for each hunk that was not. `is_moved`: the file is of no release; hunks may be at any place.
     """
+    diffs = [(patch, diff) for patch, held in patches.items() for diff in held if diff.path == name]
     lacking = list[str]()
-    for patch, diffs in patch_set.patches.items():
-        for diff in (diff for diff in diffs if diff.path == name):
-            content, odd = apply_where_found(diff, content)
-            lacking += [f"{name}, {patch}, {problem}" for problem in odd]
+    for patch, diff in diffs if wanted == "patched" else reversed(diffs):
+        content, odd = apply_diff(diff, content, reverse=wanted == "original", is_moved=is_moved)
+        lacking += [f"{name}, {patch}, {problem}" for problem in odd]
     return content, lacking
 
 
@@ -178,7 +177,7 @@ def _load_set(folder: Path) -> PatchSet:
             f"{where} does not describe the diffs beside it (their names, their target files in one package, "
             f"the folder's name, two hashes for each file); the set cannot be trusted. {cure}"
         )
-    return PatchSet(f"{codebase}/{version}", codebase, version, base, packages.pop(), patches, files)
+    return PatchSet(f"{codebase}/{version}", version, base, packages.pop(), patches, files)
 
 
 def _read_patches(folder: Path, borrowed: Sequence[str]) -> dict[str, tuple[FileDiff, ...]]:
@@ -190,8 +189,7 @@ def _read_patches(folder: Path, borrowed: Sequence[str]) -> dict[str, tuple[File
     patches = {}
     for name in sorted(names, key=lambda name: name.rpartition("/")[2]):
         diffs = parse_diff(read(folder / name), str(folder / name))
-        is_own = "/" not in name
-        patches[name] = tuple(diff if is_own else replace(diff, is_at_home=False) for diff in diffs)
+        patches[name] = tuple(replace(diff, is_at_home="/" not in name) for diff in diffs)
     return patches
 
 
@@ -216,29 +214,15 @@ def sha256(content: bytes) -> str:
 # Diffs
 
 
-def apply_diff(diff: FileDiff, content: bytes, *, reverse: bool = False) -> bytes:
-    """Return the content after `diff`, or before it with `reverse`. Local.
-
-    Raises PatchError if a line is not exactly where the diff says.
-    """
-    changed, odd = apply_where_found(diff, content, reverse=reverse, is_moved=not diff.is_at_home)
-    if odd:
-        raise PatchError(
-            f"{diff.path}, {odd[0]}; the hunk would change the wrong code. Nothing was changed; use the content that "
-            "the diff was made from."
-        )
-    return changed
-
-
-def apply_where_found(
-    diff: FileDiff, content: bytes, *, reverse: bool = False, is_moved: bool = True
+def apply_diff(
+    diff: FileDiff, content: bytes, *, reverse: bool = False, is_moved: bool = False
 ) -> tuple[bytes, list[str]]:
-    """Apply the hunks whose old lines are found; with `reverse`, take them back. Local.
+    """Return the content after `diff`, or before it with `reverse`, and a line for each hunk that was not found. Local.
 
-    `is_moved`: they are found if they occur exactly once, at any place; else only at the diff's own place. Returns the
-    content, and a line for each hunk that was not applied.
+    `is_moved`, or the diff of another file: a hunk is found if its old lines occur exactly once, at any place; else
+    only at the diff's own place.
     """
-    lines, odd, shift = _split(content), list[str](), 0
+    lines, odd, shift, is_moved = _split(content), list[str](), 0, is_moved or not diff.is_at_home
     for hunk in diff.hunks:
         old, new = (hunk.new, hunk.old) if reverse else (hunk.old, hunk.new)
         if is_moved and not old:
@@ -395,12 +379,12 @@ def status(target: str = "robomimic", set_name: Optional[str] = None) -> Status:
             f"ddpshim carries no patch set {set_name!r} for {package}; there is nothing to compare "
             f"{directory} with. Use one of: {', '.join(s.name for s in sets)}."
         )
-    nearest, *others = looks(directory, chosen)
-    fitting = [nearest, *(look for look in others if look.state != "unknown")]
-    if nearest.state != "unknown" and any(look.patch_set.files != nearest.patch_set.files for look in fitting):
+    found = looks(directory, chosen)
+    fitting = [look for look in found if look.state != "unknown"]
+    if any(look.patch_set.files != fitting[0].patch_set.files for look in fitting):
         names = ", ".join(sorted(look.patch_set.name for look in fitting))
         raise PatchError(f"{directory} matches several different sets ({names}). Choose one with --set.")
-    return nearest
+    return found[0]
 
 
 def looks(directory: Path, sets: Sequence[PatchSet]) -> list[Status]:
@@ -409,7 +393,8 @@ def looks(directory: Path, sets: Sequence[PatchSet]) -> list[Status]:
 
     def distance(look: Status) -> tuple[Any, ...]:
         unknown = [file for file in look.files if file.state == "unknown"]
-        lacking = sum(len(transform_moved(look.patch_set, file.name, file.content)[1]) for file in unknown)
+        patches = look.patch_set.patches
+        lacking = sum(len(transform(patches, f.name, f.content, "patched", is_moved=True)[1]) for f in unknown)
         return look.state == "unknown", -look.num_known, lacking, look.patch_set.version != stated
 
     return sorted(found, key=distance)
@@ -436,11 +421,9 @@ def _turn(wanted: str, target: str, set_name: Optional[str], writes: bool = True
     if look.state == "unknown":
         raise PatchError(_refusal(look))
     changes = [(file, turned(look.patch_set, file, wanted)) for file in look.files if file.state != wanted]
-    names = tuple(file.name for file, _ in changes)
-    if not writes:
-        return Outcome(look, names)
-    _write(look.directory, changes)
-    return Outcome(_look_at(look.patch_set, look.directory), names)
+    if writes:
+        _write(look.directory, changes)
+    return Outcome(_look_at(look.patch_set, look.directory), tuple(file.name for file, _ in changes))
 
 
 def turned(patch_set: PatchSet, file: FileStatus, wanted: str) -> bytes:
@@ -450,7 +433,7 @@ def turned(patch_set: PatchSet, file: FileStatus, wanted: str) -> bytes:
     """
     if file.state == wanted:
         return file.content
-    content = transform(patch_set.patches, file.name, file.content, wanted)
+    content, _ = transform(patch_set.patches, file.name, file.content, wanted)
     found, expected = sha256(content), getattr(patch_set.files[file.name], wanted)
     if found != expected:
         raise PatchError(

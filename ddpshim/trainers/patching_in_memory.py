@@ -21,18 +21,16 @@ from ddpshim import adapters
 from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.say import say
 from ddpshim.reading import read_bytes
-from ddpshim.trainers.patching import FileStatus, PatchSet, load_sets, looks, transform_moved, turned
+from ddpshim.trainers.patching import PatchSet, Status, load_sets, looks, transform, turned
 
 
 class Patched(NamedTuple):
-    """The patched text of each module that the set `name` changes, without those that are patched on disk.
-
-    `moved`: files of no release, in which each hunk's lines occur exactly once, at any place.
-    """
+    """The patched text of each module that the set `name` changes, without those that are patched on disk."""
 
     name: str
     sources: dict[str, bytes]
-    moved: tuple[str, ...]
+    moved: list[str]  # files of no release, in which each hunk's lines occur exactly once, at any place
+    lacking: list[str]  # a line for each hunk that has no place
 
 
 def module_of(path: str) -> Optional[str]:
@@ -61,14 +59,14 @@ def patch_program(module: str) -> bool:
     files = {folder / name.split("/", 1)[1] for found in sets for name in found.files if _module_of(name) == module}
     if not files or any(map(imports_ddpshim, files)):  # patched on disk, or a fork into which a set was merged
         return False
-    found, lacking = fit(folder, sets)
+    found = fit(folder, sets)
     is_main = read_launch_env(os.environ).rank == 0
-    if lacking:
+    if found.lacking:
         if is_main:
             say(
                 f"{folder} is not a release that ddpshim knows, and no patch set fits its lines: it is distributed as "
                 f"any other program (python -m ddpshim docs run). {found.name}, the nearest, has no place for:"
-                "\n  " + "\n  ".join(lacking)
+                "\n  " + "\n  ".join(found.lacking)
             )
         return False
     if found.moved and is_main:
@@ -89,15 +87,14 @@ def imports_ddpshim(file: Path) -> bool:
         return False
 
 
-def fit(folder: Path, sets: Sequence[PatchSet]) -> tuple[Patched, list[str]]:
-    """Return the package in `folder` patched by the set that fits, and no lines; or a line for each hunk without place.
+def fit(folder: Path, sets: Sequence[PatchSet]) -> Patched:
+    """Return the package in `folder` patched by the set that fits; if none does, by the nearest, as far as it fits.
 
     A set fits if the files are those of its release, or else if each hunk's lines occur exactly once; the nearest
     release is tried first.
     """
     found = looks(folder, sets)
-    tried = (_patched(look.patch_set, look.files) for look in found)
-    return next((each for each in tried if not each[1]), None) or _patched(found[0].patch_set, found[0].files)
+    return next((each for each in map(_patched, found) if not each.lacking), None) or _patched(found[0])
 
 
 class PatchedFiles(importlib.abc.MetaPathFinder):
@@ -119,19 +116,19 @@ def _module_of(name: str) -> str:
     return ".".join(path[:-1] if path[-1] == "__init__" else path)
 
 
-def _patched(patch_set: PatchSet, files: Sequence[FileStatus]) -> tuple[Patched, list[str]]:
-    """Return these files patched by the set, and a line for each hunk that has no place in them."""
-    sources, moved, lacking = {}, [], []
-    for file in files:
+def _patched(look: Status) -> Patched:
+    made = Patched(look.patch_set.name, {}, [], [])
+    for file in look.files:
         if file.state == "missing":
-            lacking.append(f"{file.name}: does not exist")
+            made.lacking.append(f"{file.name}: does not exist")
         elif file.state == "original":
-            sources[_module_of(file.name)] = turned(patch_set, file, "patched")
+            made.sources[_module_of(file.name)] = turned(look.patch_set, file, "patched")
         elif file.state == "unknown":
-            sources[_module_of(file.name)], odd = transform_moved(patch_set, file.name, file.content)
-            lacking += odd
-            moved.append(file.name)
-    return Patched(patch_set.name, sources, tuple(moved)), lacking
+            patches, module = look.patch_set.patches, _module_of(file.name)
+            made.sources[module], odd = transform(patches, file.name, file.content, "patched", is_moved=True)
+            made.lacking.extend(odd)
+            made.moved.append(file.name)
+    return made
 
 
 class _Loader(SourceFileLoader):

@@ -166,7 +166,7 @@ RELEASE, TRAINER = "0.3.0", ("-m", "robomimic.scripts.train")
 @pytest.mark.parametrize("patch_set", patching.load_sets(), ids=lambda patch_set: patch_set.name)
 def test_every_hunk_of_a_set_stands_once_in_its_release(patch_set: patching.PatchSet) -> None:
     """Or no fork of it could be patched. In memory it has the very text of the patched file."""
-    tree = droid.source(patch_set.name) if "droid" in patch_set.codebase else source(patch_set.version)
+    tree = droid.source(patch_set.name) if "droid" in patch_set.name else source(patch_set.version)
     if tree is None:
         pytest.skip(f"DDPSHIM_UPSTREAM has no {patch_set.name} (see patches/README.md)")
     for name, hashes in patch_set.files.items():
@@ -174,17 +174,17 @@ def test_every_hunk_of_a_set_stands_once_in_its_release(patch_set: patching.Patc
         assert patching.sha256(content) == hashes.original
         moved = content
         for diff in (diff for diffs in patch_set.patches.values() for diff in diffs if diff.path == name):
-            moved, odd = patching.apply_where_found(diff, moved)
+            moved, odd = patching.apply_diff(diff, moved, is_moved=True)
             assert odd == []
         assert patching.sha256(moved) == hashes.patched
-        assert patching.transform(patch_set.patches, name, moved, "original") == content, "it is reverted"
+        assert patching.transform(patch_set.patches, name, moved, "original") == (content, []), "it is reverted"
         assert moved != content
-    found, lacking = patching_in_memory.fit(tree / "robomimic", [patch_set])
+    found = patching_in_memory.fit(tree / "robomimic", [patch_set])
     texts = {name: found.sources[name[: -len(".py")].replace("/", ".")] for name in patch_set.files}
     assert {name: patching.sha256(text) for name, text in texts.items()} == {
         name: hashes.patched for name, hashes in patch_set.files.items()
     }
-    assert lacking == []
+    assert found.lacking == []
 
 
 def _train(
