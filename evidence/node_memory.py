@@ -87,7 +87,7 @@ def _fetch_sample_by_sample() -> None:
     from ddpshim.robomimic import calls
 
     adapters.fetcher_of = lambda dataset: None
-    calls.batches.attach = lambda *_, **__: None  # type: ignore[assignment,misc]
+    calls.batches.WindowFetcher.attach = lambda fetcher: None  # type: ignore[assignment,misc]
 
 
 def _pss_bytes(pids: list[Any]) -> int:

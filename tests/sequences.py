@@ -144,7 +144,7 @@ def look_at(folder: Path) -> dict[str, str]:
     found = {}
     for (name, settings), cache_mode in itertools.product(kinds().items(), ("all", "low_dim", None)):
         dataset, other = (make(folder, cache_mode, **settings) for _ in range(2))
-        reason = batches.attach(dataset)
+        reason = batches.WindowFetcher(dataset).attach()
         found[f"{name}, {cache_mode}"] = reason or ("same" if is_same_batch(dataset, other) else "different")
     module: Any = importlib.import_module("robomimic.utils.dataset")
     if hasattr(module, "MetaDataset"):
@@ -156,7 +156,7 @@ def look_at(folder: Path) -> dict[str, str]:
                 parts = [make(folder, cache_mode, file=file, **normal) for file in (None, "other.hdf5")]
                 with _silent():
                     metas.append(module.MetaDataset(parts, [1.0, 2.0]))
-            reason = batches.attach(metas[0])
+            reason = batches.WindowFetcher(metas[0]).attach()
             same = "same" if reason is None and is_same_batch(*metas) else "different"
             found[f"several, {cache_mode}"] = reason or same
     return found

@@ -21,10 +21,9 @@ _HOMES = {**dict.fromkeys((*_CALLS, "run_epoch"), "calls"), "deal_episodes": "ro
 
 __all__ = sorted(_HOMES)
 
-_ITS_NEWEST_PYTHON = (3, 11)
-# Works beside any torch, with --no-deps; newer versions fail except with their own torch.
-TORCHVISION = "torchvision==0.16.2" if sys.version_info[:2] <= _ITS_NEWEST_PYTHON else None
-OTHER_TORCHVISION = "the torchvision that belongs to your torch: https://pytorch.org/get-started/previous-versions"
+TORCHVISION = "the torchvision that belongs to your torch: https://pytorch.org/get-started/previous-versions"
+if sys.version_info < (3, 12):  # this one works beside any torch; newer versions fail except with their own torch
+    TORCHVISION = "pip install --no-deps torchvision==0.16.2"
 
 
 def __getattr__(name: str) -> Any:
@@ -56,5 +55,4 @@ def problems(module: str, arguments: Sequence[str]) -> Iterator[str]:
             "-m ddpshim example` writes a config to try."
         )
     if importlib.util.find_spec("robomimic") and not importlib.util.find_spec("torchvision"):
-        needed = f"pip install --no-deps {TORCHVISION}" if TORCHVISION else OTHER_TORCHVISION
-        yield f"torchvision is not installed, which robomimic imports: no rank could start. Install it: {needed}"
+        yield f"torchvision is not installed, which robomimic imports: no rank could start. Install it: {TORCHVISION}"

@@ -56,44 +56,32 @@ def concerns(dataset: Any) -> bool:
     return isinstance(dataset, tuple(kind for kind in kinds if kind is not None))
 
 
-def plan(dataset: Any) -> Plan:
-    """Return how to fetch batches of `dataset`, whose cached data become flat arrays. Local.
-
-    Raises Unproven or Unlike if these batches are not known to equal the dataset's own samples.
-    """
-    parts, normalizing = getattr(dataset, "datasets", [dataset]), _normalizing(dataset)
-    for part in parts:
-        node_memory.flatten(part)
-    windows = [Windows(part, normalizes) for part, normalizes in zip(parts, normalizing)]
-    return Several(dataset, windows) if hasattr(dataset, "datasets") else windows[0]
-
-
-def attach(dataset: Any) -> Optional[str]:
-    """Make torch's loaders fetch whole batches of `dataset` (`collate`). Local. Return the reason if they can't.
-
-    Data that the dataset caches are flat arrays from then on.
-    """
-    if isinstance(vars(dataset).get("__getitems__"), _Fetch):
-        return None
-    try:
-        planned = plan(dataset)
-        planned.compare()
-    except (Unproven, node_memory.Unlike) as reason:
-        return str(reason)
-    except Exception as error:  # an unfamiliar file, which the dataset itself may be able to read
-        return f"{type(error).__name__}: {error}"
-    dataset.__getitems__ = _Fetch(planned)
-    return None
-
-
 class WindowFetcher(NamedTuple):
     """Implements `ddpshim.adapters.Fetcher` for one dataset."""
 
     dataset: Any
 
     def attach(self) -> Optional[str]:
-        """Make torch's loaders fetch whole batches of the dataset. Local. Return the reason if they can't."""
-        return attach(self.dataset)
+        """Make torch's loaders fetch whole batches of the dataset. Local. Return the reason if they can't.
+
+        Data that the dataset caches are flat arrays from then on.
+        """
+        dataset = self.dataset
+        if getattr(vars(dataset).get("__getitems__"), "func", None) is _Samples:
+            return None
+        try:
+            parts, normalizing = getattr(dataset, "datasets", [dataset]), _normalizing(dataset)
+            for part in parts:
+                node_memory.flatten(part)
+            windows = [Windows(part, normalizes) for part, normalizes in zip(parts, normalizing)]
+            plan: Plan = Several(dataset, windows) if hasattr(dataset, "datasets") else windows[0]
+            plan.compare()
+        except (Unproven, node_memory.Unlike) as reason:
+            return str(reason)
+        except Exception as error:  # an unfamiliar file, which the dataset itself may be able to read
+            return f"{type(error).__name__}: {error}"
+        dataset.__getitems__ = functools.partial(_Samples, plan)  # which torch's fetcher calls
+        return None
 
     def collate(self) -> Callable[[Any], Any]:
         """Return the collate function for the loader."""
@@ -105,36 +93,25 @@ def collate(samples: Any) -> Any:
     return samples.collated() if isinstance(samples, _Samples) else default_collate(samples)
 
 
-class _Fetch(NamedTuple):
-    """The function that torch's fetcher calls as `dataset.__getitems__`."""
-
-    plan: Plan
-
-    def __call__(self, indices: Sequence[int]) -> _Samples:
-        return _Samples(self.plan, indices)
-
-
 class _Samples(Sequence[Any]):
     """The samples at `indices`: made by the dataset itself when accessed, or collated as one batch."""
 
-    def __init__(self, planned: Plan, indices: Sequence[int]) -> None:
-        self._plan, self._indices = planned, indices
-        self._made: Optional[list[Any]] = None
+    def __init__(self, plan: Plan, indices: Sequence[int]) -> None:
+        self._plan, self._indices = plan, indices
 
     def collated(self) -> Any:
         batch = self._plan.batch(self._indices)
-        return default_collate(self._all()) if batch is None else batch
+        return default_collate(self._all) if batch is None else batch
 
+    @functools.cached_property
     def _all(self) -> list[Any]:
-        if self._made is None:
-            self._made = [self._plan.dataset[index] for index in self._indices]
-        return self._made
+        return [self._plan.dataset[index] for index in self._indices]
 
     def __len__(self) -> int:
         return len(self._indices)
 
     def __getitem__(self, at: Any) -> Any:
-        return self._all()[at]
+        return self._all[at]
 
 
 @functools.lru_cache(maxsize=32)
@@ -186,13 +163,13 @@ class Windows:
         demos = dataset.demos
         self._starts = np.array([dataset._demo_id_to_start_indices[demo] for demo in demos])
         self._lengths = np.array([dataset._demo_id_to_demo_length[demo] for demo in demos])
-        self.first_rows = np.concatenate([[0], np.cumsum(self._lengths)[:-1]])
+        self._first_rows = np.concatenate([[0], np.cumsum(self._lengths)[:-1]])
         self._before = dataset.n_frame_stack - 1
         self._offset = 0 if dataset.pad_frame_stack else self._before
         self._window = np.arange(-self._before, dataset.seq_length)
         self._goal = self._lengths - 1 - (0 if dataset.pad_seq_length else dataset.seq_length - 1)
         self._refuse_strange_tables()
-        self.mapped: dict[str, _Region] = {}
+        self._mapped: dict[str, _Region] = {}
         flat = {} if dataset.hdf5_cache is None else dataset.hdf5_cache.flat
         with left_as_found(dataset):
             self._stats = _stats(dataset)
@@ -231,7 +208,7 @@ class Windows:
             raise Unproven(f"{key} is shorter than its demonstration")
         ((shape, dtype),) = kinds
         _refuse_strange_type(key, dtype, shape)
-        self.mapped[key] = _Region(self.dataset.hdf5_path, key, found)
+        self._mapped[key] = _Region(self.dataset.hdf5_path, key, found)
 
     def batch(self, indices: Sequence[int]) -> Optional[dict[str, Any]]:
         """Return the collated samples at `indices`; None if only the dataset itself can make them. Local."""
@@ -243,24 +220,35 @@ class Windows:
         demo = np.searchsorted(self._starts, at, side="right") - 1
         length = self._lengths[demo][:, None]
         time = (at - self._starts[demo] + self._offset)[:, None] + self._window
-        here, last = _RowsOfDemos(self, demo, time.clip(0, length - 1)), _RowsOfDemos(self, demo, self._goal[demo])
+        here, last = self._rows(demo[:, None], time.clip(0, length - 1)), self._rows(demo, self._goal[demo])
         mask = ((time >= 0) & (time < length))[..., None]
         return _each(torch.from_numpy, self._sample(at, here, last, mask, demo))
 
-    def _sample(self, at: Any, here: _RowsOfDemos, last: _RowsOfDemos, mask: Any, demo: Any) -> dict[str, Any]:
+    def _rows(self, demo: Any, time: Any) -> _Rows:
+        """Return what takes the rows of any key at given times of given demonstrations."""
+        at = self._first_rows[demo] + time
+
+        def take(key: str) -> Any:
+            if key in self._mapped:
+                return self._mapped[key].take(demo, time)
+            return self.dataset.hdf5_cache.flat[key].take(at, axis=0)
+
+        return take
+
+    def _sample(self, at: Any, here: _Rows, last: _Rows, mask: Any, demo: Any) -> dict[str, Any]:
         """Build all samples of a batch at once, with the steps by which upstream builds one sample, in their order."""
         import numpy as np
 
         of = self._settings
         masked = {"pad_mask": mask} if of["get_pad_mask"] else {}
         keys: Sequence[str] = of["obs_keys"]
-        meta: dict[str, Any] = {**{key: here[key] for key in of["dataset_keys"]}, **masked}
-        meta["obs"] = self._normalized({**{key: here[f"obs/{key}"] for key in keys}, **masked})
+        meta: dict[str, Any] = {**{key: here(key) for key in of["dataset_keys"]}, **masked}
+        meta["obs"] = self._normalized({**{key: here(f"obs/{key}") for key in keys}, **masked})
         if of["load_next_obs"]:
-            meta["next_obs"] = self._normalized({**{key: here[f"next_obs/{key}"] for key in keys}, **masked})
+            meta["next_obs"] = self._normalized({**{key: here(f"next_obs/{key}") for key in keys}, **masked})
         if of["goal_mode"] is not None:
             always = {"pad_mask": np.ones((len(at), 1), bool)} if masked else {}
-            meta["goal_obs"] = self._normalized({**{key: last[f"next_obs/{key}"] for key in keys}, **always})
+            meta["goal_obs"] = self._normalized({**{key: last(f"next_obs/{key}") for key in keys}, **always})
         if of["action_keys"] is not None:
             actions = []
             for key in of["action_keys"]:
@@ -271,8 +259,7 @@ class Windows:
             meta["index"] = at.astype(np.int64)
         if self._languages is not None:
             name, rows = self._languages
-            length = here.time.shape[1]
-            meta["obs"][name] = np.repeat(rows[demo][:, None], length, axis=1)
+            meta["obs"][name] = np.repeat(rows[demo][:, None], len(self._window), axis=1)
         return meta
 
     def _normalized(self, obs: dict[str, Any]) -> dict[str, Any]:
@@ -335,22 +322,7 @@ class Several:
 
 
 Plan = Union[Windows, Several]
-
-
-class _RowsOfDemos:
-    """The rows of any key at given times of given demonstrations."""
-
-    def __init__(self, windows: Windows, demo: Any, time: Any) -> None:
-        self.time = time
-        self._windows = windows
-        self._demo = demo if time.ndim == 1 else demo[:, None]
-        self._rows = windows.first_rows[self._demo] + time
-
-    def __getitem__(self, key: str) -> Any:
-        windows = self._windows
-        if key in windows.mapped:
-            return windows.mapped[key].take(self._demo, self.time)
-        return windows.dataset.hdf5_cache.flat[key].take(self._rows, axis=0)
+_Rows = Callable[[str], Any]  # of a key
 
 
 class _Region:

@@ -17,6 +17,7 @@ from typing import Any, Optional
 
 import torch
 
+from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint.progress_folder import find_progress, last_save, leave_if_finished
 from ddpshim.errors import LaunchError
 from ddpshim.evaluation.dealing import render_on_own_gpu
@@ -84,7 +85,7 @@ def load_data_for_training(config: Any, obs_keys: Any, **options: Any) -> tuple[
     problem = node_memory.share(waiting, here)
     if problem is None:
         for dataset in filter(None, datasets):  # before the loader, which would allocate its own arrays
-            batches.attach(dataset)
+            batches.WindowFetcher(dataset).attach()
         return datasets  # type: ignore[no-any-return]
     if here.is_main:
         say_once(f"{problem}: each rank loads its own copy, as upstream does")
@@ -92,8 +93,12 @@ def load_data_for_training(config: Any, obs_keys: Any, **options: Any) -> tuple[
 
 
 def finish() -> None:
-    """Mark the training as finished when the main rank has saved its files (collective)."""
-    session().end()
+    """Wait until the main rank has saved its files, and record that training has finished (collective)."""
+    checkpoint.flush()
+    world().barrier()
+    observed.end("finished")
+    if (progress := session().progress) is not None:
+        progress.finish()
 
 
 def failed(error: BaseException) -> None:

@@ -36,7 +36,6 @@ from ddpshim.process.say import described, size
 
 _ALIGNMENT = 64
 _SHARED_MEMORY = "/dev/shm"
-_WHAT = "make the arrays that a node shares"
 
 Spec = tuple[Sequence[int], torch.dtype]
 
@@ -90,16 +89,16 @@ def shared_arrays(
         arrays = SharedArrays(_make(num_bytes), specs)
         return os.getpid(), arrays.descriptor
 
-    def see() -> None:
+    def see_and_fill() -> None:
         nonlocal arrays
         if arrays is None:
             pid, descriptor = made[ranks[0]]
             arrays = SharedArrays(os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC), specs)
+        fill(arrays, ranks.index(here.rank), len(ranks))
 
-    made = on_each_rank(here, _WHAT, make if here.rank == ranks[0] else lambda: None)
-    on_each_rank(here, _WHAT, see)
+    made = _on_each_rank(here, make if here.rank == ranks[0] else lambda: None)
+    _on_each_rank(here, see_and_fill)
     assert arrays is not None
-    on_each_rank(here, _WHAT, fill, arrays, ranks.index(here.rank), len(ranks))
     return arrays
 
 
@@ -177,12 +176,12 @@ def _make(num_bytes: int) -> int:
     return descriptor
 
 
-def on_each_rank(here: World, what: str, function: Callable[..., Any], *args: Any) -> list[Any]:
+def _on_each_rank(here: World, function: Callable[[], Any]) -> list[Any]:
     """Return the result of `function` on each rank (collective); an exception on one rank is raised on all."""
     error: Optional[BaseException] = None
     value = None
     try:
-        value = function(*args)
+        value = function()
     except BaseException as raised:  # raised below, because the other ranks wait in the gather
         error = raised
     failed = None if error is None else (isinstance(error, DataError), described(error), str(error))
@@ -192,8 +191,9 @@ def on_each_rank(here: World, what: str, function: Callable[..., Any], *args: An
     for rank, (_, problem) in enumerate(everyones):
         if problem is not None:
             is_ours, shown, text = problem
-            lost = f"rank {rank} could not {what} ({shown}); rank {here.rank} would hang. See that rank's traceback."
-            raise failure.caused_by(rank, DataError(f"on rank {rank}: {text}") if is_ours else WorldError(lost))
+            lost = f"rank {rank} could not make the arrays that a node shares ({shown}); rank {here.rank} would hang."
+            told = DataError(f"on rank {rank}: {text}") if is_ours else WorldError(f"{lost} See that rank's traceback.")
+            raise failure.caused_by(rank, told)
     return [value for value, _ in everyones]
 
 
@@ -382,15 +382,12 @@ class Demos(Mapping[str, Any]):
 
     `cache[demo]["obs"][key]` is (T, ...), and so is `cache[demo][key]`. Passing it to another process copies no data
     that is shared.
-
-    Attributes:
-        flat: (T of all demonstrations, ...), by path, such as `obs/eef`.
     """
 
     def __init__(self, arrays: Mapping[str, torch.Tensor], prefix: str, shape: _Shape) -> None:
         self._arrays, self._prefix, self._shape = arrays, prefix, shape
         self._place = {name: index for index, name in enumerate(shape.names)}
-        self.flat: dict[str, Any] = {}
+        self.flat: dict[str, Any] = {}  # (T of all demonstrations, ...), by path, such as `obs/eef`
         self._tree: dict[str, Any] = {}
         for path, (dtype, rest) in shape.kinds.items():
             flat = arrays[prefix + path].numpy().view(dtype).reshape((shape.starts[-1], *rest))

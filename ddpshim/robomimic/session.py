@@ -22,7 +22,6 @@ from ddpshim.errors import CheckpointError, DataError
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.model import guard
 from ddpshim.observe.recording import Recorder
-from ddpshim.process import observed
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import rank_states
 from ddpshim.process.say import say, say_once
@@ -38,18 +37,12 @@ def session() -> Session:
 
 
 class Session:
-    """One training. Without a launcher it changes nothing in the trainer.
-
-    Attributes:
-        seed: the trainer's seed.
-        goes_on: whether this start resumes from an earlier one.
-        progress: saves the position in the training; None if progress is not saved.
-    """
+    """One training. Without a launcher it changes nothing in the trainer."""
 
     def __init__(self) -> None:
-        self.seed = 0
-        self.goes_on = False
-        self.progress: Optional[Resumable] = None
+        self.seed = 0  # the trainer's
+        self.goes_on = False  # this start resumes from an earlier one
+        self.progress: Optional[Resumable] = None  # saves the position in the training; None if it is not saved
         self._algo: Optional[AlgoState] = None
         self._recorder: Optional[Recorder] = None
         self._folder: Optional[Path] = None  # of the progress
@@ -183,14 +176,6 @@ class Session:
         if self._recorder is not None:
             self._recorder.write_epoch(self._epoch, "validation" if self._validates else "training", log)
         return log
-
-    def end(self) -> None:
-        """Wait until the main rank has saved, and record that training has finished (collective)."""
-        checkpoint.flush()
-        world().barrier()
-        observed.end("finished")
-        if self.progress is not None:
-            self.progress.finish()
 
 
 class _LoggerState:

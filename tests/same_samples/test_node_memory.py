@@ -170,7 +170,7 @@ INDICES = [7, 0, 20]
 def test_batches_and_spawned_workers_have_the_same_copy(folder: Path, mode: str) -> None:
     upstream, shared = _shared(folder, mode, **demos.KINDS["images"])
     expected = default_collate([upstream[index] for index in INDICES])
-    assert batches.attach(shared) is None
+    assert batches.WindowFetcher(shared).attach() is None
     assert batches._is_same(demos.fetch(shared, INDICES), expected)
     receive, send = _server.Pipe(duplex=False)
     worker = _server.Process(target=_read, args=(shared, send), daemon=True)

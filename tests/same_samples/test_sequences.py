@@ -53,12 +53,11 @@ def test_the_comparison_can_fail(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     mask = sequences.Windows._sample
 
     def shifted(self: Any, at: Any, here: Any, *args: Any) -> Any:
-        here._rows = np.maximum(here._rows - 1, 0)
-        return mask(self, at, here, *args)
+        return mask(self, at, lambda key: np.roll(here(key), 1, axis=1), *args)
 
     monkeypatch.setattr(sequences.Windows, "_sample", shifted)
     dataset = demos.make(folder, "low_dim", seq_length=3)
-    assert "come out different" in str(sequences.attach(dataset))
+    assert "come out different" in str(sequences.WindowFetcher(dataset).attach())
     assert not hasattr(dataset, "__getitems__")
 
 
@@ -82,7 +81,7 @@ def test_a_file_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
     for seed in (0, 1):
         demos.make_file(tmp_path / "new.hdf5", seed=seed).replace(tmp_path / "demos.hdf5")
         dataset, other = (demos.make(tmp_path, None, file="demos.hdf5", **demos.KINDS["images"]) for _ in range(2))
-        assert sequences.attach(dataset) is None
+        assert sequences.WindowFetcher(dataset).attach() is None
         assert demos.is_same_batch(dataset, other)
 
 
@@ -131,7 +130,7 @@ def test_what_is_not_proven_is_fetched_sample_by_sample(folder: Path) -> None:
     }
     for reason, make in makes.items():
         dataset = make()
-        assert reason in str(sequences.attach(dataset))
+        assert reason in str(sequences.WindowFetcher(dataset).attach())
         assert not hasattr(dataset, "__getitems__")
         assert dataset._hdf5_file is None, "workers would inherit it"
     assert makes["of OwnDataset is not one"]() is not None
@@ -146,18 +145,18 @@ def test_patched_code_is_not_known(folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(SequenceDataset, "get_item", lambda self, index: original(self, index))
     dataset = demos.make(folder, "low_dim")
     with pytest.raises(sequences.Unproven, match="the code of SequenceDataset is not one that is known here"):
-        sequences.plan(dataset)
+        sequences._normalizing(dataset)
     with pytest.raises(sequences.Unproven, match="list is no dataset of robomimic's"):
-        sequences.plan([1, 2])
+        sequences._normalizing([1, 2])
     monkeypatch.undo()
     dataset.get_item = lambda index: {}
     with pytest.raises(sequences.Unproven, match="the code of SequenceDataset is not one that is known here"):
-        sequences.plan(dataset)
+        sequences._normalizing(dataset)
 
 
 def test_a_dataset_that_changes_is_fetched_as_it_is(folder: Path) -> None:
     dataset, other = demos.make(folder, "low_dim", seq_length=3), demos.make(folder, "low_dim", seq_length=4)
-    assert sequences.attach(dataset) is None
+    assert sequences.WindowFetcher(dataset).attach() is None
     dataset.seq_length = 4
     assert demos.is_same_batch(dataset, other)
     with pytest.raises(KeyError):
@@ -167,8 +166,8 @@ def test_a_dataset_that_changes_is_fetched_as_it_is(folder: Path) -> None:
 @pytest.mark.parametrize("cache_mode", ["all", "low_dim", None])
 def test_the_data_are_held_once_in_flat_arrays(folder: Path, cache_mode: Any) -> None:
     dataset, other = (demos.make(folder, cache_mode, obs_keys=(*demos.LOW_DIM, demos.IMAGE)) for _ in range(2))
-    assert sequences.attach(dataset) is None
-    assert sequences.attach(dataset) is None, "a second loader on it"
+    assert sequences.WindowFetcher(dataset).attach() is None
+    assert sequences.WindowFetcher(dataset).attach() is None, "a second loader on it"
     if cache_mode is None:
         assert dataset.hdf5_cache is None
     else:
