@@ -68,18 +68,20 @@ def observe(
     if after_step is not None:
         until.callback(optimizer.register_optimizer_step_post_hook(after_step).remove)
     if backward is not None:
-        until.enter_context(replaced(torch.autograd, "backward", _called(torch.autograd.backward, before=backward)))
+        until.enter_context(replaced(torch.autograd, "backward", called(torch.autograd.backward, before=backward)))
     if before_batch or batch or around_batch:
         batches = torch.utils.data.dataloader._BaseDataLoaderIter
-        called = _called(batches.__next__, before_batch, batch, around_batch or contextlib.nullcontext)
-        until.enter_context(replaced(batches, "__next__", called))
+        making = called(batches.__next__, before_batch, batch, around_batch or contextlib.nullcontext)
+        until.enter_context(replaced(batches, "__next__", making))
 
 
-def _called(
+def called(
     original: Call, before: Optional[Call] = None, after: Optional[Call] = None, context: Call = contextlib.nullcontext
 ) -> Call:
+    """Return `original` with calls around it: `before` gets its first argument, `after` also its result. Local."""
+
     @functools.wraps(original)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
         subject = args[0] if args else kwargs["tensors"]
         with context(subject):
             if before is not None:
@@ -89,7 +91,7 @@ def _called(
                 after(subject, result)
             return result
 
-    return called
+    return stand_in
 
 
 class Progress:

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import sys
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Optional
@@ -161,7 +160,7 @@ def test_the_order_of_networks_is_that_of_their_parameters(monkeypatch: pytest.M
         watched.append([])
         monkeypatch.setattr(networks.guard, "watch", lambda net: watched[-1].append(copies.index(net)))
         found = networks.Networks()
-        found.wrapped = [weakref.ref(net) for net in nets]
+        found.wrapped = list(nets)
         found._watch_copies([*order])
     assert sorted(watched[0]) == [0, 3], "ranks do not know which of equal copies is which"
     assert watched == [watched[0]] * len(watched)

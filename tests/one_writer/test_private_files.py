@@ -547,7 +547,7 @@ def test_children_see_the_files_of_their_rank(tmp_path: Path) -> None:
     gc.collect()
     assert os.listdir is not posix.listdir, "it is in place as long as the process object is there"
     assert "log.txt" not in os.listdir(tmp_path)
-    passed.until.close()
+    passed.close()
     assert os.listdir is posix.listdir
 
 

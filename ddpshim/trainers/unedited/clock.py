@@ -56,7 +56,6 @@ class Clock:
         self._world = world
         self._is_asking = False  # inside a real function, whose own calls of replaced functions must not be shared
         self._numbers: dict[str, int] = {}  # number of the last call from each line
-        self._are_programs: dict[str, bool] = {}  # whether a file belongs to the program
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -127,18 +126,11 @@ class Clock:
             return None
         while frame is not None and frame.f_globals.get("__name__") in _PASS_ON:
             frame = frame.f_back
-        if frame is None or not self._is_programs(frame) or not current().part(Counts).is_in_lock_step():
+        if frame is None:
             return None
-        return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-    def _is_programs(self, frame: FrameType) -> bool:
-        file = frame.f_code.co_filename
-        known = self._are_programs.get(file)
-        if known is None:
-            package = str(frame.f_globals.get("__name__")).partition(".")[0]
-            is_others = file.startswith("<frozen") or is_pythons(file) or package in _LIBRARIES
-            known = self._are_programs[file] = not is_others
-        return known
+        file, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__")).partition(".")[0]
+        is_others = package in _LIBRARIES or file.startswith("<frozen") or is_pythons(file)
+        return None if is_others or not current().part(Counts).is_in_lock_step() else f"{file}:{frame.f_lineno}"
 
     def answers_of_main(self, line: str, ask: Callable[[], T]) -> T:
         """Return the main rank's result of `ask`. Other ranks wait for it.
@@ -194,23 +186,21 @@ class Commands:
     def __init__(self, clock: Clock, files: PrivateFiles) -> None:
         self._clock, self._files = clock, files
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """Within this block, the program's calls use the stand-ins."""
-        # subprocess's other functions call the first two, on behalf of their callers.
-        made: list[tuple[Any, Any]] = [(subprocess.run, self._completed), (subprocess.call, self._code)]
-        made += [(os.system, self._system), (os.popen, self._stream)]
-        with in_place({id(real): self._clock.stand_in(real, instead) for real, instead in made}):
-            yield
+    def installed(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the program's calls use the stand-ins."""
+        made: list[tuple[Any, Any]] = [
+            (subprocess.run, self._completed),  # subprocess's others call this and the next, on behalf of their callers
+            (subprocess.call, lambda *args, **kwargs: self._completed(*args, **kwargs).returncode),
+            (os.system, lambda line, command: self._handed_out(line, lambda: _system(command))),
+            (os.popen, self._stream),
+        ]
+        return in_place({id(real): self._clock.stand_in(real, instead) for real, instead in made})
 
     def _handed_out(self, line: str, run: Callable[[], Any]) -> Any:
         """Return the main rank's result of `run`; then all ranks see the files that it wrote."""
         result = self._clock.answers_of_main(line, lambda: self._files.shown_to_all(run))
         self._files.see_what_is_shared()
         return result
-
-    def _system(self, line: str, command: Any) -> int:
-        return self._handed_out(line, lambda: _system(command))  # type: ignore[no-any-return]
 
     def _completed(self, line: str, *args: Any, check: bool = False, **kwargs: Any) -> Any:
         """subprocess.run. If the output goes to an open file, each rank writes it to its own file."""
@@ -232,9 +222,6 @@ class Commands:
         if check and found[0]:
             raise subprocess.CalledProcessError(found[0], command, *outputs.values())  # type: ignore[arg-type]
         return subprocess.CompletedProcess(command, found[0], *outputs.values())  # type: ignore[arg-type]
-
-    def _code(self, line: str, *args: Any, **kwargs: Any) -> int:
-        return self._completed(line, *args, **kwargs).returncode  # type: ignore[no-any-return]
 
     def _stream(self, line: str, command: str, mode: str = "r", buffering: int = -1) -> Any:
         if mode != "r":

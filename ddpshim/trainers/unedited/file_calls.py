@@ -227,10 +227,15 @@ class CLibraries:
             command, last = args, None
             if isinstance(args, (list, tuple)) and args:
                 command, last, args = args[0], args[-1], [self._argument(part) for part in args]
-            if _is_a_file_name(last) and os.path.basename(os.fsdecode(command)).startswith("ffmpeg"):
+            is_text = isinstance(last, str) and ":" not in last and not last.startswith("-")
+            is_file = is_text or isinstance(last, os.PathLike)
+            if is_file and os.path.basename(os.fsdecode(command)).startswith("ffmpeg"):
                 args[-1] = self._writes(last)
-            else:
-                _report_popen(command, sys._getframe(1))
+            elif current().world is not None and is_users(sys._getframe(1).f_code.co_filename):
+                say_on_main(
+                    f"{users_line()}: every rank starts {command!r} by subprocess.Popen, so all of them write its "
+                    "files. With subprocess.run, which waits for the command, only the main rank runs it"
+                )
             if kwargs.get("cwd") is not None:
                 kwargs["cwd"] = self._reads(kwargs["cwd"])
             real(process, args, *more, **kwargs)
@@ -263,15 +268,6 @@ def sqlite_file(database: Any) -> tuple[str, bool]:
     return ("" if mode == "memory" or path == ":memory:" else path), mode == "ro"
 
 
-def _report_popen(command: Any, frame: FrameType) -> None:
-    """Report that every rank runs this command, if a line of the program starts it without waiting."""
-    if current().world is not None and is_users(frame.f_code.co_filename):
-        say_on_main(
-            f"{users_line(frame)}: every rank starts {command!r} by subprocess.Popen, so all of them write its files. "
-            "With subprocess.run, which waits for the command, only the main rank runs it"
-        )
-
-
 def _redirected(
     redirect: Callable[[Any], Any], position: int, keyword: str, real: Callable[..., Any]
 ) -> Callable[..., Any]:
@@ -291,10 +287,6 @@ def _place(redirect: Callable[[Any], Any], path: Any) -> Any:
         return path  # the number of a camera, or an open file
     place = redirect(path)
     return os.fsencode(place) if isinstance(path, bytes) else str(place)
-
-
-def _is_a_file_name(part: Any) -> bool:
-    return isinstance(part, os.PathLike) or (isinstance(part, str) and ":" not in part and not part.startswith("-"))
 
 
 PRIVATE = "ddpshim-files-"  # the name of a rank's private folder begins with it
@@ -361,11 +353,9 @@ class Locks:
     def __init__(self) -> None:
         self._places, self._held = LeftAlone(), dict[int, str]()  # the file of each locked descriptor
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """Within this block, `fcntl.flock` and `fcntl.lockf` are replaced: they note what the main thread locks."""
-        with in_place({id(real): self._noted(real) for real in (fcntl.flock, fcntl.lockf)}):
-            yield
+    def installed(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which `fcntl.flock` and `fcntl.lockf` note what the main thread locks."""
+        return in_place({id(real): self._noted(real) for real in (fcntl.flock, fcntl.lockf)})
 
     def held(self) -> str:
         """Return a file that the main thread, which asks, has locked; "" if there is none."""

@@ -23,7 +23,7 @@ from typing import Any, Callable, Optional, TypeVar
 
 from ddpshim.errors import SyncError
 from ddpshim.process.users_line import users_line
-from ddpshim.trainers.unedited.file_calls import PRIVATE, CLibraries, LeftAlone, is_special, may_write
+from ddpshim.trainers.unedited.file_calls import PRIVATE, LeftAlone, is_special, may_write
 from ddpshim.trainers.unedited.main_file_log import Before, MainsChanges, MainsSaves
 from ddpshim.variables import RANK, RUN_DIR
 
@@ -69,10 +69,6 @@ class Files:
         if keeps:
             self.view.place_with_content(found)  # raises if it is not known, and so cannot be kept
         return self.view.place_to_write(found, keeps, is_new)
-
-    def libraries(self) -> CLibraries:
-        """Return what redirects files that libraries open in C."""
-        return CLibraries(self.place_to_read, self.place_to_write)
 
     def refuse(self, path: str, event: str, frame: FrameType, source: str) -> None:
         """Raise SyncError if the caller in `frame` writes to a path that other ranks see, past these stand-ins."""
@@ -454,15 +450,13 @@ class View:
         """os.rename, or os.link with `keeps_source`; also of files in `saves`."""
         if source == to:
             return
-        if not _is_folder(self.place(os.path.dirname(to))):
-            raise _error(errno.ENOENT, source, to)
+        self._make_folder_of(to)
         if source in self._saves:
             for path in (source, to):
                 _remove_quietly(self.top + path)
         else:
             info = posix.lstat(self.place(source))
             self._check_target(source, stat.S_ISDIR(info.st_mode), to, keeps_source)
-            self._make_folder_of(to)
             self._make_folder_of(source)
             self._copy(source, self.place(source), self.top + source)
             if _exists(self.top + to) and stat.S_ISDIR(info.st_mode):
@@ -534,15 +528,13 @@ class View:
                 self._to_be_shown.append(before.path)  # until `see_what_is_shared`
             elif before.kind == "nothing":
                 self._gone.add(before.path)  # also if this rank has made something there: it stays visible on top
-            elif not (_exists(self.top + before.path) or self._is_hidden(before.path)):
+            elif not (_exists(self.top + before.path) or self._is_hidden(before.path) or before.path in self._saves):
                 self._restore(before)
         return bool(news)
 
     def _restore(self, before: Before) -> None:
         """Recreate, for this rank, what was at a path before the main rank changed it."""
         own = self.top + before.path
-        if before.path in self._saves:
-            return
         self._make_own(os.path.dirname(before.path))
         if before.kind == "folder":
             posix.mkdir(own)

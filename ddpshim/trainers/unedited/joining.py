@@ -18,7 +18,7 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional
+from typing import TYPE_CHECKING, Any, NoReturn, Optional
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from ddpshim.model import backward
 from ddpshim.model.mean_gradients import MeanGradients
 from ddpshim.process.doors import GlobalBatches
 from ddpshim.process.job import Job, current
-from ddpshim.process.observed import observe
+from ddpshim.process.observed import called, observe
 from ddpshim.process.replaced import after_import, noted, replaced
 from ddpshim.process.say import say_on_main
 from ddpshim.process.users_line import users_line
@@ -128,7 +128,7 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
             undo.enter_context(replaced(module, "DataLoader", DataLoader))
         undo.callback(networks.forget)
         optimizer = torch.optim.Optimizer
-        undo.enter_context(replaced(optimizer, "add_param_group", _seen(optimizer.add_param_group)))
+        undo.enter_context(replaced(optimizer, "add_param_group", called(optimizer.add_param_group, after=_take_note)))
         if here.options.exact is None:  # whose number of threads must not depend on the number of ranks
             undo.enter_context(_cores_shared(here.local_world_size))
         hidden = {name: os.environ.pop(name) for name in [*os.environ] if name.startswith(_LAUNCHERS)}
@@ -139,12 +139,11 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
         def take_back() -> None:
             undo.close()
             if here.world_size > 1:
-                files.remove_new()
+                files.changes.remove_new()
 
         if start is not None:
             start.take_back = take_back
-            undo.enter_context(noticed(start))
-            start.at_failure = functools.partial(leave_alone_if_it_joins, start)
+            _notice(start, undo)
         if here.world_size > 1:
             since = time.time() if start is None else start.time
             counts.lock = locks.held
@@ -190,8 +189,7 @@ def _gpus_shown(num_gpus: int) -> Iterator[None]:
     set_one = kind.__setitem__
 
     def device_count() -> int:
-        asks = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
-        return count() if asks in ("torch", "ddpshim") else num_gpus
+        return count() if _asks() in ("torch", "ddpshim") else num_gpus
 
     def set_item(self: Any, name: Any, value: Any) -> None:
         if self is not os.environ or name != _VISIBLE or value == self.get(_VISIBLE):
@@ -206,9 +204,8 @@ def _gpus_shown(num_gpus: int) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _cores_shared(num_ranks: int) -> Iterator[None]:
-    """Within this block the program gets at most a rank's share of the cores for its threads. Local.
+def _cores_shared(num_ranks: int) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which the program gets at most a rank's share of the cores for its threads. Local.
 
     On more, the ranks' threads wait for each other in each operation. (robomimic sets two threads.)
     """
@@ -220,19 +217,11 @@ def _cores_shared(num_ranks: int) -> Iterator[None]:
 
         original(num if num < 1 else min(num, max(1, machine.num_cores() // num_ranks)))
 
-    with replaced(torch, "set_num_threads", set_num_threads):
-        yield
+    return replaced(torch, "set_num_threads", set_num_threads)
 
 
-def _seen(add: Callable[..., None]) -> Callable[..., None]:
-    """Return the stand-in for Optimizer.add_param_group."""
-
-    @functools.wraps(add)
-    def add_param_group(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-        add(self, *args, **kwargs)
-        current().part(Networks).take_note(self)
-
-    return add_param_group
+def _take_note(optimizer: torch.optim.Optimizer, _: None) -> None:
+    current().part(Networks).take_note(optimizer)
 
 
 _LAST_ANSWER_S = 0.2  # time for other ranks to read the last answer of the store, which the main rank hosts
@@ -244,28 +233,42 @@ _STRATEGIES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG", "TP")
 _PLUGINS = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
 
 
-@contextlib.contextmanager
-def noticed(start: Start) -> Iterator[None]:
-    """Within this block, restart a program that creates a process group or calls ddpshim."""
+def _notice(start: Start, until: contextlib.ExitStack) -> None:
+    """Until `until` ends, restart a program that creates a process group, or could and fails, or calls ddpshim."""
     is_initialized = dist.is_initialized
-    with contextlib.ExitStack() as until:
 
-        def put(owner: Any, name: str, found: str) -> None:
-            if hasattr(owner, name):
-                until.enter_context(replaced(owner, name, _stand_in(start, getattr(owner, name), found)))
+    def put(owner: Any, name: str, found: str) -> None:
+        original: Any = getattr(owner, name, None)
 
-        def is_shown() -> bool:
-            """False for the program, which would otherwise divide work or writing among ranks by itself."""
-            asks = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
-            return asks in ("torch", "ddpshim") and is_initialized()
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            if _asks() == "ddpshim" or os.getpid() != start.process:
+                return original(*args, **kwargs)
+            leave_alone(start, found)
 
-        for name in ("init_process_group", "init_device_mesh"):
-            put(dist, name, f"it calls torch.distributed.{name}")
-        until.enter_context(replaced(dist, "is_initialized", is_shown))
-        for name in ("setup", "wrap_parallel", "make_loader"):
-            put(sys.modules["ddpshim"], name, f"it calls ddpshim.{name}")
-        until.callback(after_import("accelerate", lambda: _leave_what_accelerate_divides(start, until)))
-        yield
+        if original is not None:
+            until.enter_context(replaced(owner, name, instead))
+
+    def is_shown() -> bool:
+        """False for the program, which would otherwise divide work or writing among ranks by itself."""
+        return _asks() in ("torch", "ddpshim") and is_initialized()
+
+    def leave_if_it_joins(error: Exception) -> None:
+        if not current().has_networks:  # it may need a launcher
+            leave_alone(start, f"{error!r} in one process, and it can make a process group", error)
+
+    if start.joins:
+        start.at_failure = leave_if_it_joins
+    for name in ("init_process_group", "init_device_mesh"):
+        put(dist, name, f"it calls torch.distributed.{name}")
+    until.enter_context(replaced(dist, "is_initialized", is_shown))
+    for name in ("setup", "wrap_parallel", "make_loader"):
+        put(sys.modules["ddpshim"], name, f"it calls ddpshim.{name}")
+    until.callback(after_import("accelerate", lambda: _leave_what_accelerate_divides(start, until)))
+
+
+def _asks() -> str:
+    """Return the package that calls the stand-in which calls this."""
+    return str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0]
 
 
 def _leave_what_accelerate_divides(start: Start, until: contextlib.ExitStack) -> None:
@@ -285,16 +288,6 @@ def _leave_what_accelerate_divides(start: Start, until: contextlib.ExitStack) ->
     until.enter_context(replaced(accelerator, "__init__", made))
 
 
-def _stand_in(start: Start, original: Callable[..., Any], found: str) -> Callable[..., Any]:
-    def instead(*args: Any, **kwargs: Any) -> Any:
-        asks = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
-        if asks == "ddpshim" or os.getpid() != start.process:
-            return original(*args, **kwargs)
-        leave_alone(start, found)
-
-    return instead
-
-
 def leave_alone(start: Start, found: str, error: Optional[Exception] = None) -> NoReturn:
     """Restart this rank without changes to the program (collective). Raises SyncError if networks were wrapped.
 
@@ -312,16 +305,9 @@ def leave_alone(start: Start, found: str, error: Optional[Exception] = None) -> 
         f"alone ({variables.UNEDITED}=off skips the restart)"
     )
     here.barrier()
-    is_served_here = here.is_main
     start.take_back()
     cleanup()
-    if is_served_here:
+    if here.is_main:
         time.sleep(_LAST_ANSWER_S)
     os.chdir(start.folder)
     start.again({**start.environ, variables.UNEDITED: "off"})
-
-
-def leave_alone_if_it_joins(start: Start, error: Exception) -> None:
-    """Restart a program that failed before it made a network and can make a process group: it may need a launcher."""
-    if start.joins and not current().has_networks:
-        leave_alone(start, f"{error!r} in one process, and it can make a process group", error)

@@ -23,6 +23,7 @@ from typing import Any, Callable, NamedTuple, Optional
 from ddpshim.errors import SyncError
 from ddpshim.job.world import World
 from ddpshim.process import messages
+from ddpshim.process.replaced import replaced
 from ddpshim.trainers.unedited.file_calls import LeftAlone
 
 _MOST_BYTES = 64 << 10  # larger files are sent without content: other ranks know only that they existed
@@ -32,16 +33,11 @@ _THREADS_S = 10.0  # a save in a thread may end this much later than one that be
 
 
 class Before(NamedTuple):
-    """The state of `path` before the main rank changed it: `kind` is "nothing", "folder", "link" or "file".
-
-    The kind "shared" means that all ranks see the main rank's file at `path` from now on.
-
-    `content`: a link's target or a file's bytes; None for a large file.
-    """
+    """The state of `path` before the main rank changed it."""
 
     path: str
-    kind: str
-    content: Optional[bytes] = None
+    kind: str  # nothing, folder, link or file; "shared": from now on all ranks see the main rank's file at `path`
+    content: Optional[bytes] = None  # a link's target or a file's bytes; None for a large file
     size: int = 0
     modified_ns: int = 0
     mode: int = 0
@@ -58,26 +54,21 @@ class MainsChanges:
         self._world, self._since = world, started - _SLACK_S
         self._process, self._lock = os.getpid(), threading.RLock()
         self._sent: dict[str, str] = {}
-        self._num_read, self._num_apart = 0, 0
+        self._num_read, self._is_apart = 0, False
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_process": None}  # inactive in a child process
 
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """Within this block, all ranks see what the main rank changes."""
-        self._num_apart += 1
-        try:
-            yield
-        finally:
-            self._num_apart -= 1
+    def apart(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which the main rank's changes are shown to all ranks."""
+        return replaced(self, "_is_apart", True)
 
     def tell(self, path: str) -> None:
         """Send the state of `path` (absolute, its folder without links). Call before the main rank changes it."""
         if os.getpid() != self._process:
             return
         with self._lock:
-            if self._num_apart:
+            if self._is_apart:
                 before = Before(path, "shared")
             elif path in self._sent or self._is_new(path):
                 return

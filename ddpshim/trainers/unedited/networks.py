@@ -7,6 +7,7 @@ not wrapped, but compared between ranks.
 from __future__ import annotations
 
 import gc
+import math
 import os
 import threading
 import warnings
@@ -42,7 +43,7 @@ _LEAST_GATHERS = 100  # a short program's are not worth a line
 
 
 def say_what_was_divided() -> None:
-    """Print which share of the operations was computed on rows, and what gathered most, on the main rank."""
+    """Print, on the main rank, which share of the operations was computed on rows and replayed, and what gathered."""
     counts = current().part(Counts)
     num = sum(counts.gathered.values())
     if not world().is_main or counts.on_rows + num < _LEAST_GATHERS:
@@ -51,27 +52,17 @@ def say_what_was_divided() -> None:
         f"{os.path.basename(line)} ({name or 'read'}, {times} times, {size(counts.num_bytes[line, name])})"
         for (line, name), times in counts.gathered.most_common(_NUM_PLACES)
     ]
-    percent = 100 * counts.on_rows / (counts.on_rows + num)
+    percent, share = 100 * counts.on_rows / (counts.on_rows + num), counts.replayed / max(1, counts.on_rows)
     whole = f" Whole batches were needed at {', '.join(most)}" if most else ""
-    say(f"{percent:.0f}% of the operations on batches were divided among the ranks{_captured(counts)}.{whole}")
+    refused = "; ".join(f"{name}: {reason}" for name, reason in [*counts.refused.items()][:_NUM_PLACES])
+    why = f" ({refused})" if share < 0.5 and refused else ""
+    captured = f", {100 * share:.0f}% of them captured{why}" if counts.replayed or refused else ""
+    say(f"{percent:.0f}% of the operations on batches were divided among the ranks{captured}.{whole}")
     if world().options.exact is None:
         say(
             "float32 losses equal those of one process in 6 to 8 digits at first and in fewer later, because rounding "
             "grows (python -m ddpshim docs same_experiment)"
         )
-
-
-def _captured(counts: Counts) -> str:
-    """Return which share of the operations on rows was replayed, and, if it is small, which networks were not."""
-    share = counts.replayed / max(1, counts.on_rows)
-    if not counts.replayed and not counts.refused:
-        return ""
-    why = "; ".join(f"{name}: {reason}" for name, reason in [*counts.refused.items()][:_NUM_PLACES])
-    return f", {100 * share:.0f}% of them captured" + (f" ({why})" if share < 0.5 and why else "")
-
-
-def _is_close(one: float, two: float) -> bool:
-    return one == two or abs(one - two) <= _ROUNDING * max(abs(one), abs(two)) or (one != one and two != two)
 
 
 def _may_wrap() -> bool:
@@ -80,16 +71,11 @@ def _may_wrap() -> bool:
 
 
 class Networks:
-    """The networks that one program trains.
-
-    Attributes:
-        wrapped: the outermost modules.
-        num_passes: outermost backward passes since an optimizer got parameters; at its first step, 1.
-    """
+    """The networks that one program trains."""
 
     def __init__(self) -> None:
-        self.wrapped: list[weakref.ref[nn.Module]] = []
-        self.num_passes = 0
+        self.wrapped: list[nn.Module] = []  # the outermost modules
+        self.num_passes = 0  # outermost backward passes since an optimizer got parameters; at its first step, 1
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         # The lines of the optimizers, in the order in which these were made.
         self._places: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
@@ -126,7 +112,9 @@ class Networks:
         found = world().gather_with_deadline("losses", own, _DEADLINE_S)
         expected = next(iter(found.values()))
         for rank, theirs in found.items():
-            if not all(_is_close(x, y) for x, y in zip(expected, theirs)) or len(expected) != len(theirs):
+            pairs = zip(expected, theirs)
+            are_close = all(math.isclose(x, y, rel_tol=_ROUNDING) or (x != x and y != y) for x, y in pairs)
+            if not are_close or len(expected) != len(theirs):
                 raise SyncError(
                     f"{users_line()}: rank 0 computed the loss {expected} and rank {rank} {theirs}; every "
                     "rank runs the whole program, so it should be the same on all, and the step would be wrong. Draw "
@@ -149,16 +137,14 @@ class Networks:
     def _wrap_before_forward(self, module: nn.Module, inputs: Any) -> None:
         # The backward pass would be too late: wrapping sends the main rank's weights, but the graph has the old ones.
         # First ask for torch.compile: it would trace this hook, and compute in parts what it compiles whole otherwise.
-        if not is_compiling() and _may_wrap() and self._is_trained(module):
+        if is_compiling() or not _may_wrap() or not module._parameters:
+            return
+        if not self._ids().isdisjoint(map(id, module._parameters.values())):
             self.wrap()
 
     def _wrap_before_wholes(self) -> None:
         if _may_wrap() and self._is_stale:
             self.wrap()
-
-    def _is_trained(self, module: nn.Module) -> bool:
-        """Whether `module` directly holds parameters of an optimizer."""
-        return bool(module._parameters) and not self._ids().isdisjoint(map(id, module._parameters.values()))
 
     def _ids(self) -> set[int]:
         """Return the ids of all optimizers' parameters."""
@@ -205,7 +191,7 @@ class Networks:
                 wrap_parallel(root)
             except SyncError as error:
                 raise SyncError(f"{place}: {error}") from error
-            self.wrapped.append(weakref.ref(root))
+            self.wrapped.append(root)
         self._watch_copies(roots)
 
     def _watch_copies(self, roots: list[nn.Module]) -> None:
@@ -213,9 +199,9 @@ class Networks:
 
         Copies that already differ between ranks are reported instead.
         """
-        wrapped = [module for reference in self.wrapped if (module := reference()) is not None]
-        known = {shapes_of(module) for root in wrapped for module in root.modules()} - {()}
-        owned = {id(p) for root in wrapped for p in root.parameters()} | current().part(guard.GuardState).owners.keys()
+        known = {shapes_of(module) for root in self.wrapped for module in root.modules()} - {()}
+        owned = {id(p) for root in self.wrapped for p in root.parameters()}
+        owned |= current().part(guard.GuardState).owners.keys()
         owned |= self._ids()  # a network of a later optimizer is no copy
         copies = [
             root

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, TypeVar
 
 import torch
 
@@ -27,7 +27,7 @@ from ddpshim.process.random_streams import rank_states, restore_rank_states
 from ddpshim.process.replaced import after_import, replaced
 from ddpshim.rows.gradients import plain
 from ddpshim.rows.tensor import Counts, on_whole
-from ddpshim.trainers.unedited.file_calls import LeftAlone, in_place, seen_by, watched
+from ddpshim.trainers.unedited.file_calls import CLibraries, LeftAlone, in_place, seen_by, watched
 from ddpshim.trainers.unedited.main_file_log import MainsChanges, MainsSaves, MainsWrites
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class PrivateFiles:
         self._process = os.getpid()
         self._save, self._load = torch.save, torch.load
         self._saves = MainsSaves(world)
-        self._changes = MainsChanges(world, started)
+        self.changes = MainsChanges(world, started)
         self._left = LeftAlone()
         self._files: Optional[Files] = None  # of a rank that is not main
 
@@ -59,15 +59,16 @@ class PrivateFiles:
         with contextlib.ExitStack() as undo:
             if self._world.is_main:
                 after_import("wandb", functools.partial(_share_wandb, True))
-                writes = MainsWrites(self._changes, self._saves, self._left)
+                writes = MainsWrites(self.changes, self._saves, self._left)
                 libraries, stand_ins = seen_by(writes.see), writes.stand_ins()
                 undo.enter_context(watched(writes.see))
             else:
                 from ddpshim.trainers.unedited.file_overlay import Files, View
 
-                view = View(self._changes, self._saves)
+                view = View(self.changes, self._saves)
                 self._files = Files(view, self._left)
-                libraries, stand_ins = self._files.libraries(), self._files.stand_ins()
+                libraries = CLibraries(self._files.place_to_read, self._files.place_to_write)
+                stand_ins = self._files.stand_ins()
                 undo.callback(view.remove_all)
                 atexit.register(view.remove_all)  # a rank that fails ends without leaving this block
                 undo.callback(atexit.unregister, view.remove_all)
@@ -86,7 +87,7 @@ class PrivateFiles:
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """Within this block, only the main rank works (a rollout); afterwards other ranks see the files it wrote."""
-        with self._changes.apart():
+        with self.changes.apart():
             yield
         self.see_what_is_shared()
 
@@ -95,19 +96,15 @@ class PrivateFiles:
         if self._files is not None:
             self._files.view.see_what_is_shared()
 
-    def remove_new(self) -> None:
-        """On the main rank, remove the files and folders that the program has made so far. Local."""
-        self._changes.remove_new()
-
     def shown_to_all(self, run: Callable[[], T]) -> T:
         """Return the result of `run` on the main rank; files that its processes change are shown to all ranks."""
-        before = self._changes.states()
+        before = self.changes.states()
         result = run()
-        after = self._changes.states()
-        with self._changes.apart():
+        after = self.changes.states()
+        with self.changes.apart():
             for path in sorted(before.keys() | after.keys()):
                 if before.get(path) != after.get(path):
-                    self._changes.tell(path)
+                    self.changes.tell(path)
         return result
 
     def save(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
@@ -123,10 +120,10 @@ class PrivateFiles:
             return
         with self._counts.alone():
             if isinstance(f, (str, os.PathLike)):
-                self._changes.tell(path)
+                self.changes.tell(path)
                 from ddpshim.checkpoint import files as checkpoint
 
-                with checkpoint.whole(path, self._changes.tell) as partial:
+                with checkpoint.whole(path, self.changes.tell) as partial:
                     self._save(obj, partial, *args, **kwargs)
             else:
                 self._save(obj, f, *args, **kwargs)
@@ -184,32 +181,31 @@ def _share_wandb(is_main: bool) -> None:
         wandb.init = begin
 
 
-class _Passed:
-    """Replaces Python's functions by those of `files` in the process that unpickles it, while that process lives."""
+class _Passed(NamedTuple):
+    """In the process that unpickles it, `files` are seen while that process lives."""
 
-    def __init__(self, files: Files) -> None:
-        self.files, self.until = files, contextlib.ExitStack()
+    files: Files
 
-    def __getstate__(self) -> Files:
-        return self.files
-
-    def __setstate__(self, files: Files) -> None:
-        self.__init__(files)  # type: ignore[misc]
-        self.until.enter_context(in_place(files.stand_ins()))
-        self.until.enter_context(files.libraries().installed())
+    def __reduce__(self) -> Any:
+        return _in_child, (self.files,)
 
 
-@contextlib.contextmanager
-def inherited(files: Files) -> Iterator[None]:
-    """Within this block, new child processes see `files`."""
+def _in_child(files: Files) -> contextlib.ExitStack:
+    until = contextlib.ExitStack()
+    until.enter_context(in_place(files.stand_ins()))
+    until.enter_context(CLibraries(files.place_to_read, files.place_to_write).installed())
+    return until
+
+
+def inherited(files: Files) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which new child processes see `files`."""
     passed, made = _Passed(files), BaseProcess.__init__
 
     def init(process: BaseProcess, *args: Any, **kwargs: Any) -> None:
         made(process, *args, **kwargs)
         process.ddpshim_files = passed  # type: ignore[attr-defined]
 
-    with replaced(BaseProcess, "__init__", init):
-        yield
+    return replaced(BaseProcess, "__init__", init)
 
 
 class Rollouts:

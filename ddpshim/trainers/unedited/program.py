@@ -43,16 +43,12 @@ _OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORL
 
 @dataclass
 class Start:
-    """How this rank was started, so that it can be restarted.
-
-    Attributes:
-        take_back: restores the replaced names and removes the files that the program has made.
-    """
+    """How this rank was started, so that it can be restarted."""
 
     argv: Sequence[str]
     joins: bool = False  # whether its file calls a function that makes a process group
     at_failure: Callable[[Exception], None] = lambda error: None  # called if the program fails
-    take_back: Callable[[], None] = lambda: None
+    take_back: Callable[[], None] = lambda: None  # restores replaced names, and removes files that the program has made
     folder: str = field(default_factory=os.getcwd)
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     time: float = field(default_factory=time.time)
@@ -186,21 +182,15 @@ def module_file(name: str) -> Optional[str]:
 
 
 class Sources:
-    """What the files of a program say: its own, and the local modules that they import.
-
-    Attributes:
-        own_way: how the program distributes itself, with file and line; None if it does not seem to.
-        by_ddpshim: whether it does so through ddpshim.
-        joins: whether its own file calls a function that makes a process group, perhaps only under a launcher.
-        packages: what they import, by the first part of the name.
-        asks_for_rank: whether one names a variable of a rank.
-    """
+    """What the files of a program say: its own, and the local modules that they import."""
 
     def __init__(self, program: Optional[str]) -> None:
         """`program`: its file; None if there is no file to read."""
-        self.own_way: Optional[str] = None
-        self.by_ddpshim = self.joins = self.asks_for_rank = False
-        self.packages = set[str]()
+        self.own_way: Optional[str] = None  # how it distributes itself, with file and line; None: it does not seem to
+        self.by_ddpshim = False  # it does so through ddpshim
+        self.joins = False  # its own file calls a function that makes a process group, perhaps only under a launcher
+        self.asks_for_rank = False  # a file names a variable of a rank
+        self.packages = set[str]()  # what the files import, by the first part of the name
         if program is None or not program.endswith(".py"):
             return
         roots = [os.path.dirname(os.path.abspath(program)), *(path or os.getcwd() for path in sys.path)]
@@ -269,7 +259,9 @@ def _names(tree: ast.Module) -> Iterator[str]:
 
 def _joins(path: str, tree: ast.Module) -> Optional[str]:
     """Say which function a file calls, under no condition, that makes a process group; None if there is none."""
-    conditional = {inside for node in ast.walk(tree) if _depends(node) for inside in ast.walk(node)}
+    ifs = [node for node in ast.walk(tree) if isinstance(node, (ast.If, ast.IfExp))]
+    if_main = [node for node in ifs if any(getattr(name, "id", "") == "__name__" for name in ast.walk(node.test))]
+    conditional = {inside for node in ifs if node not in if_main for inside in ast.walk(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and node not in conditional:
             name = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
@@ -286,13 +278,6 @@ def _first_of(packages: Set[str], path: str, imports: Sequence[tuple[str, int]])
     return None
 
 
-def _depends(node: ast.AST) -> bool:
-    """Whether what is inside runs under a condition: not `if __name__ == "__main__"`."""
-    if not isinstance(node, (ast.If, ast.IfExp)):
-        return False
-    return not any(isinstance(name, ast.Name) and name.id == "__name__" for name in ast.walk(node.test))
-
-
 def _absolute(path: str, node: ast.ImportFrom) -> str:
     """Return the module of a `from` import; a relative one is resolved from the outermost folder with __init__.py."""
     if not node.level:
@@ -302,5 +287,4 @@ def _absolute(path: str, node: ast.ImportFrom) -> str:
     while os.path.isfile(os.path.join(folder, "__init__.py")):
         folder, name = os.path.split(folder)
         parts.insert(0, name)
-    above = parts[: len(parts) - node.level + 1]
-    return ".".join([*above, *([node.module] if node.module else [])])
+    return ".".join(filter(None, [*parts[: len(parts) - node.level + 1], node.module]))
