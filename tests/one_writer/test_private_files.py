@@ -7,6 +7,7 @@ rank has ended (or before it has begun): whatever it sees and decides has to be 
 from __future__ import annotations
 
 import _sqlite3
+import atexit
 import contextlib
 import functools
 import gc
@@ -519,6 +520,16 @@ def test_a_program_that_fails_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(ZeroDivisionError), files.installed():
             fails(tmp_path)
     assert list(tmp_path.rglob("*")) == [tmp_path / "temporary"]
+
+
+def test_a_rank_that_ends_by_exit_handlers_leaves_nothing(tmp_path: Path) -> None:
+    files = PrivateFiles(worlds()[1], time.time())
+    with mock.patch.object(atexit, "register") as register, files.installed():
+        Path(tmp_path, "made").write_text("of this rank")
+        assert files._files is not None
+        register.call_args[0][0]()
+        assert not os.path.exists(files._files.view.top)
+    assert not list(tmp_path.iterdir())
 
 
 def test_children_see_the_files_of_their_rank(tmp_path: Path) -> None:

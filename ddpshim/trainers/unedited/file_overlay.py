@@ -325,7 +325,7 @@ class View:
 
     def __init__(self, changes: MainsChanges, saves: MainsSaves) -> None:
         self.top = os.path.realpath(tempfile.mkdtemp(prefix=PRIVATE, dir=os.environ.get(RUN_DIR)))
-        self.folder = posix.getcwd()
+        self.folder, self._process = posix.getcwd(), os.getpid()
         self._changes, self._saves = changes, saves
         # Both sets stand for their paths and everything below them.
         self._gone: set[str] = set()  # removed, or absent when the job began
@@ -335,8 +335,9 @@ class View:
         self._folders: dict[str, str] = {}
 
     def remove_all(self) -> None:
-        """Remove all that this rank has made."""
-        shutil.rmtree(self.top, ignore_errors=True)
+        """Remove all that this rank has made; nothing in a forked child, which may run exit handlers."""
+        if os.getpid() == self._process:
+            shutil.rmtree(self.top, ignore_errors=True)
 
     # Finding paths
 

@@ -69,9 +69,9 @@ class PrivateFiles:
                 self._files = Files(view, self._left)
                 libraries = CLibraries(self._files.place_to_read, self._files.place_to_write)
                 stand_ins = self._files.stand_ins()
-                undo.callback(view.remove_all)
-                atexit.register(view.remove_all)  # a rank that fails ends without leaving this block
-                undo.callback(atexit.unregister, view.remove_all)
+                undo.callback(view.remove_all)  # when Python's own functions are back
+                atexit.register(undo.close)  # a rank that fails ends without leaving this block
+                undo.callback(atexit.unregister, undo.close)
                 undo.callback(os.chdir, os.getcwd())
                 # Otherwise shutil.rmtree refuses a folder that the main rank removes after its lstat: it then opens
                 # a copy with another inode.
