@@ -5,11 +5,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import cProfile
 import pickle
+import pstats
 import re
 import sys
 import warnings
-from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,25 +112,14 @@ def _checkpoint(net, x, y):
 
 
 STEPS = [
-    *(_method_in_evaluation_mode, _two_methods_and_the_module, _checkpoint),
-    _distribution,
-    _plain_forward,
-    _two_forwards,
-    _two_backwards_over_one_forward,
-    _accumulated,
-    _reentrant_checkpoint,
+    *(_method_in_evaluation_mode, _two_methods_and_the_module, _checkpoint, _distribution, _plain_forward),
+    *(_two_forwards, _two_backwards_over_one_forward, _accumulated, _reentrant_checkpoint),
 ]
 
 
 def _batches(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(5)
-    return [
-        (
-            torch.randn(B, D_IN, generator=generator, dtype=torch.float64),
-            torch.randn(B, D_OUT, generator=generator, dtype=torch.float64),
-        )
-        for _ in range(steps)
-    ]
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return [(draw(B, D_IN), draw(B, D_OUT)) for _ in range(steps)]
 
 
 def _train(net: nn.Module, way, rank: int, size: int, steps: int = 4) -> nn.Module:
@@ -271,6 +261,24 @@ def _scaled(wrap, rank, size):
     return net
 
 
+def _with_batchnorm(wrap, rank, size):
+    """BatchNorm of both shapes, one of them without weights, and a loss that no scale hides."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        of_rows = nn.Linear(D_IN, 12), nn.BatchNorm1d(12, affine=False), nn.Unflatten(1, (3, 2, 2))
+        of_pictures = nn.BatchNorm2d(3, momentum=None), nn.ReLU(), nn.Flatten(), nn.Linear(12, 1)
+        net = wrap(nn.Sequential(*of_rows, *of_pictures).double())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for x in _parts(rank, size):
+        optimizer.zero_grad()
+        (net(x).exp() * x[:, :1]).mean().backward()
+        optimizer.step()
+    with torch.no_grad():  # no share of a batch: no collective
+        alone = nn.functional.batch_norm(torch.tensor([[1.0], [3.0 + rank]]), None, None, training=True)
+    assert alone.mean().abs() < 1e-6
+    return net
+
+
 def _compiled(order, wrap, rank, size):
     net = module = _nets()[0]
     is_alone = wrap is BareModule
@@ -295,7 +303,7 @@ HAS_SCALER = hasattr(torch.amp, "GradScaler")  # before torch 2.3 it needs a GPU
 WAYS = [
     *(partial(_by_steps, step) for step in STEPS),
     *(_with_options_of_ddp, _frozen_and_thawed, _unfrozen_and_wrapped_again, _accumulate),
-    *(_actor_and_critic, _penalty),
+    *(_actor_and_critic, _penalty, _with_batchnorm),
     *([_scaled] if HAS_SCALER else []),
 ]
 COMPILED = [partial(_compiled, order) for order in ("before", "after", "in place")]
@@ -310,7 +318,11 @@ def _outcome(way, wrap, rank: int, size: int) -> tuple[dict[str, torch.Tensor], 
 
 def _rank_trains(ways: list[Any]) -> list[Any]:
     here, wrap = ddpshim.world(), partial(ddpshim.wrap_parallel, bucket_cap_mb=0.0002)
-    return [_outcome(way, wrap, here.rank, here.world_size) for way in ways]
+    batch_norm = nn.functional.batch_norm
+    trained = [_outcome(way, wrap, here.rank, here.world_size) for way in ways]
+    ddpshim.cleanup()
+    assert nn.functional.batch_norm is batch_norm
+    return trained
 
 
 @pytest.mark.parametrize(
@@ -320,8 +332,7 @@ def _rank_trains(ways: list[Any]) -> list[Any]:
         pytest.param(
             *(COMPILED, 2),
             marks=pytest.mark.skipif(
-                sys.version_info >= (3, 12) and not HAS_SCALER,
-                reason="dynamo of torch 2.1 needs Python 3.11",
+                sys.version_info >= (3, 12) and not HAS_SCALER, reason="dynamo of torch 2.1 needs Python 3.11"
             ),
         ),
     ],
@@ -386,11 +397,7 @@ def _rank_wraps_twice() -> list[torch.Tensor]:
     out = whole["child"](x[here.rank :: 2]) + whole["extra"](x[here.rank :: 2])
     ((out - y[here.rank :: 2]) ** 2).mean().backward()
     torch.optim.SGD(whole.parameters(), lr=0.1).step()
-    assert list(parent.state_dict()) == [
-        *(f"child.{k}" for k in net.state_dict()),
-        "extra.weight",
-        "extra.bias",
-    ]
+    assert list(parent.state_dict()) == [*(f"child.{k}" for k in net.state_dict()), "extra.weight", "extra.bias"]
     return [p.detach().clone() for p in parent.parameters()]
 
 
@@ -398,19 +405,6 @@ def test_wrapping_twice_and_child_then_parent_reduces_once() -> None:
     ranks = run_ranks(_rank_wraps_twice, 2)
     for a, b in zip(*ranks):
         assert torch.equal(a, b)
-
-
-class _LastFirst(nn.Module):
-    """Runs its layers in another order than it has them, as a U-Net does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for i in (3, 5, 0, 4, 2, 1):
-            x = self.layers[i](x).tanh()
-        return x
 
 
 def _rank_sends_buckets() -> list[Any]:
@@ -426,7 +420,7 @@ def _rank_sends_buckets() -> list[Any]:
     hook.__annotations__ = allreduce_hook.__annotations__  # torch looks at them
 
     with ddpshim.shared_random_streams(0):
-        net = _LastFirst()
+        net = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
     places = {p.data_ptr(): i for i, p in enumerate(net.parameters())}
     torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 64 * 64 * 4  # torch 2.1: whatever bucket_cap_mb is
     wrapped = ddpshim.wrap_parallel(net, bucket_cap_mb=64 * 64 * 4 / 2**20, comm_hook=hook)
@@ -436,25 +430,24 @@ def _rank_sends_buckets() -> list[Any]:
     for _ in range(3):
         came.clear()
         sent.clear()
-        net.zero_grad()
-        wrapped(torch.full((2, 64), 0.1 * (ddpshim.world().rank + 1))).sum().backward()
-        got.append((list(came), list(sent), [p.grad.clone() for p in net.parameters()]))
+        x = torch.full((2, 64), 0.1 * (ddpshim.world().rank + 1))
+        for layer in (3, 5, 0, 4, 2, 1):  # not in the order in which the network has them, as in a U-Net
+            x = wrapped[layer](x).tanh()
+        x.sum().backward()
+        got.append((list(came), list(sent)))
     return got
 
 
 def test_buckets_leave_in_the_order_in_which_gradients_come() -> None:
-    for got in run_ranks(_rank_sends_buckets, 2):
-        order = got[0][0]
-        assert (order[0] // 2, order[-1] // 2) == (1, 3)  # not that of the network's layers
-        for came, sent, gradients in got[1:]:
+    for (order, _), *later in run_ranks(_rank_sends_buckets, 2):
+        assert (order[0] // 2, order[-1] // 2) == (1, 3)
+        for came, sent in later:
             assert came == order
             assert [i for _, bucket in sent for i in bucket] == order
             # Each leaves when its own gradients are there; the hook that counts may run after the one that sends.
             ends = [sum(len(bucket) for _, bucket in sent[: k + 1]) for k in range(len(sent))]
             assert len(ends) >= 5
             assert all(end - there in (0, 1) for (there, _), end in zip(sent, ends))
-            for gradient, first in zip(gradients, got[0][2]):
-                assert torch.equal(gradient, first)
 
 
 def _rank_builds_different() -> list[float]:
@@ -537,11 +530,12 @@ class _Critic(nn.Module):
         return found + self.head(x).pow(2).mean() if has_head else found
 
 
-def _actor_and_critics(wrap: Callable[[nn.Module, str], Any], ranks: list[int]) -> list[torch.Tensor]:
+def _actor_and_critics(wrap: Callable[[nn.Module], Any], ranks: list[int]) -> list[torch.Tensor]:
     """Critics alone, then an actor through one of them, of which rank 1 leaves out a head."""
     torch.manual_seed(3)
     actor, critics = nn.Linear(D_IN, D_IN).double(), [_Critic().double() for _ in range(2)]
-    wrapped = [wrap(net, name) for net, name in zip([actor, *critics], ["actor", "first", "second"])]
+    for net in (actor, *critics):
+        wrap(net)  # the bare modules are trained
     optimizer = torch.optim.SGD([p for net in (actor, *critics) for p in net.parameters()], lr=0.1)
     for whole, _ in _batches(5):
         for critic, inputs in ((critics[0], lambda x: x), (critics[1], lambda x: x), (critics[0], actor)):
@@ -550,31 +544,19 @@ def _actor_and_critics(wrap: Callable[[nn.Module, str], Any], ranks: list[int]) 
                 has_head = not rank or inputs is not actor
                 (critic(inputs(whole[rank::2]), has_head) / len(ranks)).backward()
             optimizer.step()
-    assert len(wrapped) == 3
     return [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
 
 
 def _rank_trains_actor_and_critics() -> list[torch.Tensor]:
-    wrap = lambda net, _: ddpshim.wrap_parallel(net, bucket_cap_mb=0.0001)  # noqa: E731
-    return _actor_and_critics(wrap, [ddpshim.world().rank])
+    return _actor_and_critics(partial(ddpshim.wrap_parallel, bucket_cap_mb=0.0001), [ddpshim.world().rank])
 
 
 def test_a_rank_may_leave_out_a_part_of_one_of_several_networks() -> None:
     """Then its buckets leave later, after those of another network."""
     weights, others = run_ranks(_rank_trains_actor_and_critics, 2)
-    for alone, a, b in zip(_actor_and_critics(lambda net, name: net, [0, 1]), weights, others):
+    for alone, a, b in zip(_actor_and_critics(BareModule, [0, 1]), weights, others):
         assert torch.equal(a, b)
         assert (alone - a).abs().max() < 1e-12
-
-
-class WithBatchNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(D_IN)
-        self.out = nn.Linear(D_IN, D_OUT)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.norm(x))
 
 
 class Awkward(nn.Module):
@@ -617,19 +599,10 @@ def _normed(num_layers: int) -> nn.Sequential:
         return nn.Sequential(*(layer for three in layers for layer in three))
 
 
-def _num_python_calls(act) -> int:
-    calls = 0
-
-    def count(frame, event, argument) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
-        act()
-    finally:
-        sys.setprofile(None)
-    return calls
+def _num_python_calls(act: Callable[[], Any]) -> int:
+    profile = cProfile.Profile(builtins=False)
+    profile.runcall(act)
+    return pstats.Stats(profile).total_calls  # type: ignore[attr-defined, no-any-return]
 
 
 def _rank_steps() -> tuple[list[int], list[int]]:
@@ -702,68 +675,10 @@ def test_the_size_of_a_bucket() -> None:
     assert best_bucket_cap_mb(nets[2].requires_grad_(False), "gloo") == 1
 
 
-class _Normed(nn.Module):
-    """BatchNorm of both shapes, one of them without weights, and a loss that no scale hides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pictures = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3, momentum=None), nn.ReLU())
-        self.rows = nn.Sequential(nn.Linear(12, 5), nn.BatchNorm1d(5, affine=False), nn.Linear(5, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.rows(self.pictures(x).flatten(1)).exp() * x.mean((1, 2, 3))[:, None]).mean()
-
-
-def _pictures() -> torch.Tensor:
-    return (torch.arange(12 * 18, dtype=torch.float64).view(12, 2, 3, 3) * 0.7).sin() + torch.arange(12.0)[
-        :, None, None, None
-    ]
-
-
-def _with_batchnorm(wrap: Callable[[nn.Module], Any], mine: slice) -> Any:
-    torch.manual_seed(1)
-    net = wrap(_Normed().double())
-    losses = []
-    for _ in range(3):
-        loss = net(_pictures()[mine])
-        net.zero_grad()
-        loss.backward()
-        torch.optim.SGD(net.parameters(), lr=0.1).step()
-        losses.append(loss.item())
-    alone = net.eval()(_pictures()).item(), nn.BatchNorm2d(2)(torch.ones(2, 2, 1, 1)).abs().max().item()
-    return losses, {key: value.clone() for key, value in net.state_dict().items()}, alone
-
-
-def _rank_has_batchnorm() -> Any:
-    here = ddpshim.world()
-    original = nn.functional.batch_norm
-    out = _with_batchnorm(ddpshim.wrap_parallel, slice(here.rank, None, here.world_size))
-    replaced = nn.functional.batch_norm is not original
-    with torch.no_grad():  # no share of a batch: no collective
-        mean = nn.functional.batch_norm(torch.tensor([[1.0], [3.0 + here.rank]]), None, None, training=True).mean()
-    ddpshim.cleanup()
-    return out, replaced, mean.item(), nn.functional.batch_norm is original
-
-
-def test_batchnorm_normalises_by_the_batch_of_all_ranks() -> None:
-    losses, state, alone = _with_batchnorm(lambda net: net, slice(None))
-    ranks = run_ranks(_rank_has_batchnorm, 3)
-    for (_, own_state, own_alone), replaced, mean, is_back in ranks:
-        assert replaced
-        assert is_back
-        assert mean == pytest.approx(0, abs=1e-6)
-        assert list(own_state) == list(state)
-        for key, value in state.items():
-            assert (own_state[key] - value).abs().max() < 1e-11, key
-        assert own_alone == pytest.approx(alone, abs=1e-11)
-    means = [sum(of_ranks) / len(of_ranks) for of_ranks in zip(*(out[0] for out, *_ in ranks))]
-    assert means == pytest.approx(losses, abs=1e-11)
-
-
 def _rank_has_one_sample(sync_batchnorm: bool) -> str:
-    net = ddpshim.wrap_parallel(WithBatchNorm(), sync_batchnorm=sync_batchnorm)
+    net = ddpshim.wrap_parallel(nn.BatchNorm1d(2), sync_batchnorm=sync_batchnorm)
     try:
-        net.norm(torch.full((1, net.norm.num_features), float(ddpshim.world().rank)))
+        net.module(torch.full((1, 2), float(ddpshim.world().rank)))
     except ValueError as error:
         return str(error)
     return ""
@@ -815,7 +730,7 @@ def test_one_process_passes_everything_through(one: BareModule) -> None:
     with pytest.raises(RuntimeError, match=r"Unexpected key.*nonsense"):
         one.load_state_dict({**one.state_dict(), "nonsense": torch.zeros(1)})
     before = nn.functional.batch_norm
-    ddpshim.wrap_parallel(WithBatchNorm())
+    ddpshim.wrap_parallel(nn.BatchNorm1d(2))
     assert nn.functional.batch_norm is before
 
 
@@ -892,11 +807,8 @@ class WithChildCalledModule(nn.Module):
         (nn.Linear(2, 2), ["module._orig_mod.weight", "module._orig_mod.bias"]),
         (WithChildCalledModule(), ["weight", "module.weight", "module.bias"]),
         (WithChildCalledModule(), ["module.weight", "module.module.weight", "module.module.bias"]),
-        (nn.Sequential(OrderedDict(submodule=nn.Linear(2, 2))), ["submodule.module.weight", "submodule.module.bias"]),
-        (
-            nn.Sequential(OrderedDict(prior_module=nn.Linear(2, 2))),
-            ["module.prior_module.weight", "module.prior_module.bias"],
-        ),
+        (nn.ModuleDict({"submodule": nn.Linear(2, 2)}), ["submodule.module.weight", "submodule.module.bias"]),
+        (nn.ModuleDict({"prior_module": nn.Linear(2, 2)}), ["module.prior_module.weight", "module.prior_module.bias"]),
     ],
 )
 def test_keys_with_and_without_prefixes_load(net: nn.Module, keys: list[str]) -> None:
@@ -968,10 +880,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: torch.jit.script(nn.Linear(2, 2)), "RecursiveScriptModule is scripted or traced.*Wrap the orig"),
     (lambda: torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), "TopLevelTracedModule is scripted or traced"),
     (lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "'0' of Sequential is scripted or traced"),
-    (
-        lambda: nn.ModuleDict({"a": DistributedDataParallel(nn.Linear(2, 2))}),
-        "'a' of ModuleDict is distributed already",
-    ),
+    (lambda: nn.Sequential(DistributedDataParallel(nn.Linear(2, 2))), "'0' of Sequential is distributed already"),
     (lambda: DistributedDataParallel(nn.Linear(2, 2)), "is distributed already, by torch's DistributedDataParallel"),
     (_replicated, "Linear is distributed already, by torch's (DDP|replicate).*bare module"),
     (_fully_sharded, "'0' of Sequential is distributed already, by torch's (FSDPModule|FSDP)"),
@@ -1038,44 +947,29 @@ def _layers() -> nn.Module:
     return ddpshim.wrap_parallel(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)))
 
 
-def _raise_once(net: nn.Module) -> None:
-    raised = []
-
+def _retry(_: str) -> None:
     def hook(gradient: torch.Tensor) -> None:
-        if not raised:
-            raised.append(1)
-            assert gradient.sum() > 1e6
+        assert gradient.sum() > 1e6
 
-    net[0].weight.register_hook(hook)
-
-
-def _retry(how: str) -> None:
     net, x = _layers(), torch.ones(3, 4)
-    if how == "out of memory":
-        _raise_once(net)
+    net[0].weight.register_hook(hook)
     with contextlib.suppress(AssertionError):
-        (net(x) if how == "out of memory" else net[0](x)).sum().backward()
-    net.zero_grad()
-    net(x).sum().backward()
+        net(x).sum().backward()
+    net(x)
 
 
-def _step_in_hooks(how: str) -> None:
+def _step_in_hooks(_: str) -> None:
     net = _layers()
-    if how == "torch's":
-        from torch.distributed.optim import _apply_optimizer_in_backward
-
-        _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
-    for p in net.parameters() if how != "torch's" else ():
+    for p in net.parameters():
         optimizer = torch.optim.SGD([p], lr=0.1)
         p.register_post_accumulate_grad_hook(lambda p, optimizer=optimizer: optimizer.step())
     net(torch.ones(3, 4)).sum().backward()
 
 
-def _without_graph(how: str) -> None:
-    net = _layers()
-    with torch.inference_mode() if how == "inference" else torch.no_grad():
-        out = net(torch.ones(3, 4))
-    (out - 1).sum().backward()
+def _without_graph(_: str) -> None:
+    with torch.no_grad():
+        out = _layers()(torch.ones(3, 4))
+    out.sum().backward()
 
 
 def _compiled_autograd(_: str) -> None:
@@ -1157,11 +1051,7 @@ NOT_REDUCED: list[tuple[Callable[[str], None], str, str]] = [
     (_step_on_unreduced, "caught", r"a backward pass of Policy never finished"),
     (_step_on_unreduced, "autograd.grad", "gradients of Policy never went through a backward pass"),
     (_step_on_unreduced, "not used", r"'other_head.weight' of Policy \(4 in all\) got no gradient .*find_unused"),
-    (
-        _step_on_unreduced,
-        "static",
-        "gradients of Policy with static_graph=True were not reduced.*Train through forward",
-    ),
+    (_step_on_unreduced, "static", "gradients of Policy with static_graph=True were not reduced.*Train through for"),
     (_step_on_unreduced, "unfrozen", "'never.weight' of Policy"),
     (_step_on_unreduced, "added", "'adapter.weight' of Policy"),
     (_convert, "float", "of Policy changed its dtype or device after it was wrapped"),
@@ -1171,19 +1061,9 @@ NOT_REDUCED: list[tuple[Callable[[str], None], str, str]] = [
     (_keep_the_graph, "", r'setup\(batch="global"\)'),
     (_checkpoint_twice, "one", "got a second gradient in one backward pass.*use_reentrant=False"),
     (_checkpoint_twice, "two", "got a second gradient in one backward pass.*use_reentrant=False"),
-    (
-        _without_graph,
-        "inference",
-        r"backward\(\) of a loss that depends on no parameter.* inference_mode is for evaluation",
-    ),
-    (_without_graph, "no_grad", r"under torch.inference_mode\(\) or torch.no_grad\(\)"),
-    (
-        _retry,
-        "out of memory",
-        r"that of \w+ ended with AssertionError \(.*test_parallel.py, line \d+, in hook: assert",
-    ),
-    (_step_in_hooks, "torch's", r"SGD.step\(\) inside a backward pass .*Step after loss.backward"),
-    (_step_in_hooks, "of optimizers", r"SGD.step\(\) inside a backward pass"),
+    (_without_graph, "", r"loss that depends on no parameter.*torch.no_grad\(\).* inference_mode is for evaluation"),
+    (_retry, "", r"that of \w+ ended with AssertionError \(.*test_parallel.py, line \d+, in hook: assert"),
+    (_step_in_hooks, "", r"SGD.step\(\) inside a backward pass .*Step after loss.backward"),
     (_compiled_autograd, "", "a backward pass under compiled autograd.*compiled_autograd off"),
 ]
 
