@@ -217,34 +217,26 @@ def _turn_off() -> None:
 DIFFERENT = "of Sequential ranks hold different weights or settings"
 AT_THE_END = "^SyncError: at the end of the job ranks hold different weights or settings"
 REPLACED = r"SGD\.step\(\): gradients of Sequential were replaced .* \(after 3 of them;"
+# What `_become_different` does, and the error.
+DIFFERENCES = {
+    "loaded": rf"after 10 backward passes {DIFFERENT}: parameter 'frozen' "
+    r"sums to 4.0 \(#\w+\) on rank 0, sums to 2.0 \(#\w+\) on rank 1 \(4 more differ\)",
+    "last bit": "parameter '2.bias' sums to",
+    "frozen": r"parameter 'frozen' sums to 4.0 \(#\w+\) on rank 0, sums to 2.0",
+    "nan": "parameter 'frozen' sums to 1.0 .* on rank 0, sums to 2.0",
+    "dtype": "parameter 'frozen' sums to 2.0 .* on rank 0, sums to 2.0",
+    "removed": "parameter 'frozen' missing on rank 0, sums to 2.0",
+    "added": r"parameter '1.adapter.weight' sums to .* on rank 0, missing on rank 1",
+    "target": r"network 0 of those that are not trained \(Sequential\)",
+    "step": f"after 10 backward passes {DIFFERENT}: parameter '0.weight' sums to",
+    "decay": "^SyncError: after .* weight_decay of group 0 of AdamW 0 is 0.0 on rank 0, 0.1 on rank 1",
+    "last weights": f"{AT_THE_END}: parameter '0.weight' of network 0",
+    "rate": f"{AT_THE_END}: parameter '0.weight' of network 0 .* more differ",
+    "moments": rf"{AT_THE_END}: parameter '0.weight' of network 0 \(Sequential\) sums to",
+    "average": rf"{AT_THE_END}: parameter '0.weight' of network 1 of those that are not trained \(Sequential\) sums",
+}
 CASES: list[tuple[Callable[[], None], str]] = [
-    (
-        partial(_become_different, "loaded"),
-        rf"after 10 backward passes {DIFFERENT}: parameter 'frozen' "
-        r"sums to 4.0 \(#\w+\) on rank 0, sums to 2.0 \(#\w+\) on rank 1 \(4 more differ\)",
-    ),
-    (partial(_become_different, "last bit"), "parameter '2.bias' sums to"),
-    (partial(_become_different, "frozen"), r"parameter 'frozen' sums to 4.0 \(#\w+\) on rank 0, sums to 2.0"),
-    (partial(_become_different, "nan"), "parameter 'frozen' sums to 1.0 .* on rank 0, sums to 2.0"),
-    (partial(_become_different, "dtype"), "parameter 'frozen' sums to 2.0 .* on rank 0, sums to 2.0"),
-    (partial(_become_different, "removed"), "parameter 'frozen' missing on rank 0, sums to 2.0"),
-    (partial(_become_different, "added"), r"parameter '1.adapter.weight' sums to .* on rank 0, missing on rank 1"),
-    (partial(_become_different, "target"), r"network 0 of those that are not trained \(Sequential\)"),
-    (partial(_become_different, "step"), f"after 10 backward passes {DIFFERENT}: parameter '0.weight' sums to"),
-    (
-        partial(_become_different, "decay"),
-        "^SyncError: after .* weight_decay of group 0 of AdamW 0 is 0.0 on rank 0, 0.1 on rank 1",
-    ),
-    (partial(_become_different, "last weights"), f"{AT_THE_END}: parameter '0.weight' of network 0"),
-    (partial(_become_different, "rate"), f"{AT_THE_END}: parameter '0.weight' of network 0 .* more differ"),
-    (
-        partial(_become_different, "moments"),
-        rf"{AT_THE_END}: parameter '0.weight' of network 0 \(Sequential\) sums to",
-    ),
-    (
-        partial(_become_different, "average"),
-        rf"{AT_THE_END}: parameter '0.weight' of network 1 of those that are not trained \(Sequential\) sums",
-    ),
+    *((partial(_become_different, how), text) for how, text in DIFFERENCES.items()),
     (
         _cross_collectives,
         "different collectives: rank 0 in barrier at .*:[0-9]+; rank 1 in broadcast from rank 0 at .*:[0-9]+",
@@ -267,7 +259,7 @@ def test_what_makes_ranks_differ_is_named_and_nothing_else() -> None:
 # What users rightly do with gradients
 
 
-def _twice_after_one_backward(net, set_to_none):
+def _twice_after_one_backward(set_to_none, net):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for step in range(3):
         optimizer.zero_grad(set_to_none=set_to_none)
@@ -278,7 +270,7 @@ def _twice_after_one_backward(net, set_to_none):
     optimizer.step()
 
 
-def _several_optimizers(net, _):
+def _several_optimizers(net):
     first, second = torch.optim.Adam(net[0].parameters()), torch.optim.SGD(net[2].parameters(), lr=0.1)
     both = torch.optim.AdamW(net.parameters(), foreach=True)
     for step in range(3):
@@ -289,7 +281,7 @@ def _several_optimizers(net, _):
     both.step()
 
 
-def _merged_by_hand(net, _):
+def _merged_by_hand(net):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(3):
         optimizer.zero_grad()
@@ -302,7 +294,7 @@ def _merged_by_hand(net, _):
         optimizer.step()
 
 
-def _sharpness_aware(net, _):
+def _sharpness_aware(net):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(3):
         optimizer.zero_grad()
@@ -319,7 +311,7 @@ def _sharpness_aware(net, _):
         optimizer.step()
 
 
-def _put_back(net, _):
+def _put_back(net):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     _loss(net).backward()
     kept = [p.grad for p in net.parameters()]
@@ -331,7 +323,20 @@ def _put_back(net, _):
     optimizer.step()
 
 
-def _other_networks_gradients(net, _):
+def _searches_along_a_line(net):
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = _loss(net)
+        loss.backward()
+        return ddpshim.world().mean_over(loss.detach(), 1)
+
+    for _ in range(2):
+        optimizer.step(closure)
+
+
+def _other_networks_gradients(net):
     bare = _net()  # not wrapped, and trained alike on all ranks: on one rank's data it would be an error
     with torch.no_grad():
         bare(_batch())
@@ -339,22 +344,18 @@ def _other_networks_gradients(net, _):
 
 
 RIGHTLY = [
-    (_twice_after_one_backward, True),
-    (_twice_after_one_backward, False),
-    (_several_optimizers, None),
-    (_merged_by_hand, None),
-    (_sharpness_aware, None),
-    (_put_back, None),
-    (_other_networks_gradients, None),
+    *(partial(_twice_after_one_backward, set_to_none) for set_to_none in (True, False)),
+    *(_several_optimizers, _merged_by_hand, _sharpness_aware, _put_back, _searches_along_a_line),
+    _other_networks_gradients,
 ]
 
 
 def _rank_does_what_is_right() -> list[list[float]]:
     out = []
     for view in (True, False):
-        for way, option in RIGHTLY:
+        for way in RIGHTLY:
             net = ddpshim.wrap_parallel(_net(), gradient_as_bucket_view=view)
-            way(net, option)
+            way(net)
             out.append([p.detach().sum().item() for p in net.parameters()])
     return out
 
@@ -462,22 +463,6 @@ def test_ranks_meet_again_in_the_job_after_one_where_a_rank_stayed_away() -> Non
     assert lost.startswith("RuntimeError: ")
     assert ("by peer" if ENDS_THREADS else "Timed out") in lost  # groups that cannot be ended stay connected
     assert later == later_too == ["", ""]
-
-
-def _rank_cleans_up() -> int:
-    net = ddpshim.wrap_parallel(_net())
-    target = ddpshim.wrap_parallel(_net().requires_grad_(False))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    _steps(net, optimizer, 1)
-    assert current().part(guard.GuardState).companions == [target.module]
-    ddpshim.cleanup()
-    _by_hand(net)
-    optimizer.step()
-    return len(vars(current())["_parts"])
-
-
-def test_cleanup_takes_the_guards_away() -> None:
-    assert run_ranks(_rank_cleans_up, 2) == [0, 0]
 
 
 def _nan_on_rank_1() -> list[str]:
