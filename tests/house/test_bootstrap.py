@@ -10,25 +10,16 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+import bootstrap
 from examples import same_experiment
 from tests.preloaded import preloaded
 from tests.preloaded_commands import commands, patience
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60
-
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bootstrap", ROOT / "bootstrap.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Machine:
@@ -41,15 +32,14 @@ class Machine:
         self.modules: set[str] = set()
         self.calls: list[list[str]] = []
         self.fails_at = ""
-        self.module = _load()
         shutil.copytree(ROOT / "requirements", self.root / "requirements")
         for name in ("pyproject.toml", "setup.py"):
             shutil.copy(ROOT / name, self.root)
-        monkeypatch.setattr(self.module, "ROOT", self.root)
-        monkeypatch.setattr(self.module, "call", self._call)
-        monkeypatch.setattr(self.module, "has", lambda _, module: module in self.modules)
-        monkeypatch.setattr(self.module, "torch_of_the_caller", lambda _: self.torch)
-        monkeypatch.setattr(self.module, "FIRST_TOO_NEW", (99, 0))
+        monkeypatch.setattr(bootstrap, "ROOT", self.root)
+        monkeypatch.setattr(bootstrap, "call", self._call)
+        monkeypatch.setattr(bootstrap, "has", lambda _, module: module in self.modules)
+        monkeypatch.setattr(bootstrap, "torch_of_the_caller", lambda _: self.torch)
+        monkeypatch.setattr(bootstrap, "FIRST_TOO_NEW", (99, 0))
         self._monkeypatch = monkeypatch
 
     def _call(self, command: list[str], held: tuple[int, ...] = ()) -> None:
@@ -58,7 +48,7 @@ class Machine:
         if self.fails_at and self.fails_at in words:
             sys.exit(7)
         if words[:2] == ["-m", "venv"]:
-            python = self.module.python_of(Path(words[2]))
+            python = bootstrap.python_of(Path(words[2]))
             python.parent.mkdir(parents=True)
             python.symlink_to(sys.executable)
             (Path(words[2]) / "lib").mkdir()
@@ -70,7 +60,7 @@ class Machine:
         """What one start of the script calls, each without the Python in front."""
         self.calls.clear()
         self._monkeypatch.setattr(sys, "argv", ["bootstrap.py", *arguments, "--venv", str(self.venv)])
-        self.module.main()
+        bootstrap.main()
         return list(self.calls)
 
 
@@ -92,13 +82,10 @@ def test_what_is_installed_in_which_order_and_that_a_second_run_asks_nobody(
 ) -> None:
     venv, *installed, demo = machine.run("demo")
     assert (venv, demo) == (["-m", "venv", str(machine.venv)], ["examples/same_experiment.py"])
-    assert _pip(installed) == [
-        ["--no-warn-conflicts", machine.module.TORCH, *RESOLVED],
-        ["--no-deps", *NO_DEPS, "-e", "."],
-    ]
+    assert _pip(installed) == [["--no-warn-conflicts", bootstrap.TORCH, *RESOLVED], ["--no-deps", *NO_DEPS, "-e", "."]]
     with monkeypatch.context() as unasked:
-        unasked.setattr(machine.module, "asked", None)
-        unasked.setattr(machine.module, "locked", None)
+        unasked.setattr(bootstrap, "asked", None)
+        unasked.setattr(bootstrap, "locked", None)
         assert machine.run("demo", "--steps", "20") == [["examples/same_experiment.py", "--steps", "20"]]
     assert _pip(machine.run("install")) == [["--no-warn-conflicts", *RESOLVED], ["--no-deps", "-e", "."]]
     for name in ("requirements/test.txt", "requirements/new.txt", "pyproject.toml", "setup.py", "", ""):
@@ -131,16 +118,16 @@ def test_what_failed_or_was_killed_on_the_way_is_made_again(
 
 def test_an_environment_whose_python_is_gone_is_made_again(machine: Machine) -> None:
     machine.run("install")
-    python = machine.module.python_of(machine.venv)
+    python = bootstrap.python_of(machine.venv)
     python.unlink()
     python.symlink_to("/no/such/python")
     assert ["-m", "venv", str(machine.venv)] in machine.run("demo")
-    machine.module.empty(machine.venv)
-    assert [path.name for path in machine.venv.iterdir()] == [machine.module.MADE], "who made it stays known"
+    bootstrap.empty(machine.venv)
+    assert [path.name for path in machine.venv.iterdir()] == [bootstrap.MADE], "who made it stays known"
 
 
 def test_somebody_elses_environment_is_filled_and_never_emptied(machine: Machine) -> None:
-    python = machine.module.python_of(machine.venv)
+    python = bootstrap.python_of(machine.venv)
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
     theirs = machine.venv / "theirs"
@@ -151,7 +138,7 @@ def test_somebody_elses_environment_is_filled_and_never_emptied(machine: Machine
             machine.run("demo")
     machine.fails_at = ""
     # Here pip may report conflicts: they may be with packages of theirs.
-    assert _pip(machine.run("demo")) == [[machine.module.TORCH, *RESOLVED], ["--no-deps", *NO_DEPS, "-e", "."]]
+    assert _pip(machine.run("demo")) == [[bootstrap.TORCH, *RESOLVED], ["--no-deps", *NO_DEPS, "-e", "."]]
     python.unlink()
     with pytest.raises(SystemExit, match="has no working Python with pip"):
         machine.run("demo")
@@ -163,8 +150,8 @@ def test_another_python_is_refused_before_anything_is_changed(
 ) -> None:
     for of, name, value, said in (
         (sys, "version_info", (3, 8, 18, "final", 0), r"ddpshim needs 3\.9 or newer; nothing was changed"),
-        (machine.module.importlib.util, "find_spec", lambda _: None, "python3-venv"),  # no ensurepip
-        (machine.module, "FIRST_TOO_NEW", (3, 0), r"Python 3\.\d+, .* Run bootstrap.py with Python 3.9, 3.10 or 3.11"),
+        (bootstrap.importlib.util, "find_spec", lambda _: None, "python3-venv"),  # no ensurepip
+        (bootstrap, "FIRST_TOO_NEW", (3, 0), r"Python 3\.\d+, .* Run bootstrap.py with Python 3.9, 3.10 or 3.11"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(of, name, value)
@@ -172,12 +159,12 @@ def test_another_python_is_refused_before_anything_is_changed(
                 machine.run("demo")
         assert machine.calls == []
         assert not machine.venv.exists()
-    monkeypatch.setattr(machine.module, "FIRST_TOO_NEW", (3, 0))
+    monkeypatch.setattr(bootstrap, "FIRST_TOO_NEW", (3, 0))
     machine.modules.add("torchvision")  # it was installed in some other way
     assert machine.run("demo")[-1] == ["examples/same_experiment.py"]
-    python, stamp = machine.module.python_of(machine.venv), machine.venv / machine.module.STAMP
+    python, stamp = bootstrap.python_of(machine.venv), machine.venv / bootstrap.STAMP
     with monkeypatch.context() as patch:
-        patch.setattr(machine.module, "THIS_PYTHON", "cpython-399")
+        patch.setattr(bootstrap, "THIS_PYTHON", "cpython-399")
         with pytest.raises(SystemExit, match=r"made with cpython-\d+, .*--venv \.venv-cpython-399"):
             machine.run("demo")
         assert (machine.calls, stamp.exists()) == ([], True)
@@ -208,16 +195,15 @@ def test_the_torch_of_the_caller_is_seen_through_paths_with_spaces(tmp_path: Pat
     ]
 
 
-def test_the_lock_is_held_until_the_last_that_writes_has_ended(tmp_path: Path) -> None:
+def test_the_lock_is_held_until_the_last_that_writes_has_ended_and_its_exit_code_comes_back(tmp_path: Path) -> None:
     fcntl = pytest.importorskip("fcntl")
-    bootstrap, folder = _load(), tmp_path / ".venv"
     started, may_end = tmp_path / "started", tmp_path / "may_end"
     code = (
         "import pathlib, sys, time; started, may_end = map(pathlib.Path, sys.argv[1:]); started.touch()\n"
         f"end = time.monotonic() + {DEADLINE_S}\n"
         "while not may_end.exists() and time.monotonic() < end: time.sleep(0.01)"
     )
-    with bootstrap.locked(folder) as held:
+    with bootstrap.locked(tmp_path / ".venv") as held:
         command = [sys.executable, "-c", code, str(started), str(may_end)]
         pip = threading.Thread(target=bootstrap.call, args=(command, held), daemon=True)
         pip.start()
@@ -230,6 +216,10 @@ def test_the_lock_is_held_until_the_last_that_writes_has_ended(tmp_path: Path) -
         may_end.touch()
         pip.join(DEADLINE_S)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for ends, code in (("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)):
+        with pytest.raises(SystemExit) as ended:
+            bootstrap.call([sys.executable, "-c", f"import os, sys; {ends}"])
+        assert ended.value.code == code
 
 
 def test_arguments_of_test_go_to_pytest_but_for_fast_and_daily(machine: Machine) -> None:
@@ -241,10 +231,6 @@ def test_arguments_of_test_go_to_pytest_but_for_fast_and_daily(machine: Machine)
     assert machine.run("test", "--daily") == [*linters, tests]
     with pytest.raises(SystemExit):
         machine.run("demo", "--fast")
-    for ends, code in (("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)):
-        with pytest.raises(SystemExit) as ended:
-            _load().call([sys.executable, "-c", f"import os, sys; {ends}"])
-        assert ended.value.code == code
 
 
 # The demo
