@@ -9,28 +9,19 @@ import stat
 import subprocess
 import sys
 import tempfile
+from importlib.util import spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Callable, NamedTuple
 
 import pytest
 
-import ddpshim
 from ddpshim.__main__ import main
 from ddpshim.errors import PatchError
 from ddpshim.trainers import patching
-from ddpshim.trainers.patching import (
-    apply,
-    apply_diff,
-    build_manifest,
-    load_sets,
-    parse_diff,
-    revert,
-    sha256,
-    status,
-)
+from ddpshim.trainers.patching import apply, revert, status
 from tests.preloaded_commands import patience
 
-LIBRARY = Path(ddpshim.__file__).parent
 TRAIN = "import torch\n\n\ndef train(model):\n    model.fit()\n    return model\n"
 TRAIN_PATCHED = "import torch\nimport ddpshim\n\n\ndef train(model):\n    ddpshim.fit(model)\n    return model\n"
 LOOP = "one\ntwo\nthree"  # no newline at the end
@@ -120,7 +111,7 @@ def write_set(folder: Path, diffs: dict[str, str], source: Path, base: str = "to
     folder.mkdir(parents=True)
     for name, text in diffs.items():
         (folder / name).write_bytes(text.encode())
-    build_manifest(folder, source, base)
+    patching.build_manifest(folder, source, base)
 
 
 def contents(package: Path) -> dict[str, bytes]:
@@ -231,16 +222,11 @@ def test_target_is_found_through_an_editable_finder(toy: Toy, monkeypatch: pytes
     renamed = toy.root / "src_of_toybot"
     toy.package.rename(renamed)
 
-    class Finder:
-        @staticmethod
-        def find_spec(name: str, path: object = None, target: object = None) -> object:
-            from importlib.util import spec_from_file_location
+    def find_spec(name: str, path: object = None, target: object = None) -> object:
+        found = spec_from_file_location(name, renamed / "__init__.py", submodule_search_locations=[str(renamed)])
+        return found if name == "toybot" else None
 
-            if name != "toybot":
-                return None
-            return spec_from_file_location(name, renamed / "__init__.py", submodule_search_locations=[str(renamed)])
-
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, SimpleNamespace(find_spec=find_spec)])
     apply("toybot")
     assert_holds(renamed, PATCHED)
 
@@ -341,7 +327,7 @@ def test_many_processes_at_once_end_in_one_apply(toy: Toy) -> None:
         "patching.default_patches_root = lambda: pathlib.Path(sys.argv[2])\n"
         "print(patching.apply(sys.argv[1]).status.state)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(LIBRARY.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", script, toy.target, str(toy.patches)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(4)]
     printed = [process.communicate(timeout=patience(120))[0].strip() for process in running]
@@ -373,21 +359,21 @@ def test_a_damaged_set_is_refused(toy: Toy) -> None:
             apply(toy.target)
     (folder / "manifest.json").unlink()
     with pytest.raises(PatchError, match="patch manifest"):
-        load_sets()
+        patching.load_sets()
     shutil.rmtree(toy.patches)
     with pytest.raises(PatchError, match="No patch set under"):
-        load_sets()
+        patching.load_sets()
     assert contents(toy.package) == before
 
 
 def test_a_manifest_needs_the_tree_its_diffs_were_made_from(toy: Toy, tmp_path: Path) -> None:
     apply(toy.target)
     with pytest.raises(PatchError, match=r"toybot/common\.py, 02-fit\.patch, line 1: 'shared = True' .* not there"):
-        build_manifest(toy.patches / "toybot" / "1.0", toy.root, "x")
+        patching.build_manifest(toy.patches / "toybot" / "1.0", toy.root, "x")
     with pytest.raises(PatchError, match="Could not read"):
-        build_manifest(toy.patches / "toybot" / "1.0", tmp_path, "x")
+        patching.build_manifest(toy.patches / "toybot" / "1.0", tmp_path, "x")
     with pytest.raises(PatchError, match=r"No \*.patch"):
-        build_manifest(tmp_path, toy.root, "x")
+        patching.build_manifest(tmp_path, toy.root, "x")
 
 
 def test_a_set_borrows_the_patches_of_another_release(toy: Toy, tmp_path: Path) -> None:
@@ -396,10 +382,10 @@ def test_a_set_borrows_the_patches_of_another_release(toy: Toy, tmp_path: Path) 
     folder.mkdir()
     root = write_package(tmp_path / "twice", {name: text * 2 for name, text in ORIGINAL.items()})
     with pytest.raises(PatchError, match=r"occur at lines .* the wrong code"):
-        build_manifest(folder, root, "toybot 1.1", lent)
+        patching.build_manifest(folder, root, "toybot 1.1", lent)
     assert not (folder / "manifest.json").exists()
     root = write_package(tmp_path / "moved", {name: f"# a new head\n\n{text}" for name, text in ORIGINAL.items()})
-    made = build_manifest(folder, root, "toybot 1.1", lent)
+    made = patching.build_manifest(folder, root, "toybot 1.1", lent)
     assert made["patches"] == ["../1.0/01-launch.patch", "../1.0/02-fit.patch"]
     before = contents(root / "toybot")
     done = apply(str(root))
@@ -435,25 +421,25 @@ OF_GIT = b"prose\ndiff --git a/p/f b/p/f\nindex 123..456 100644\n" + HEAD
 )
 def test_hunks_apply_and_reverse(diff: bytes, old: bytes, new: bytes) -> None:
     for head in (HEAD, OF_GIT):
-        (parsed,) = parse_diff(head + diff, "test.patch")
-        assert apply_diff(parsed, old) == (new, [])
-        assert apply_diff(parsed, new, reverse=True) == (old, [])
+        (parsed,) = patching.parse_diff(head + diff, "test.patch")
+        assert patching.apply_diff(parsed, old) == (new, [])
+        assert patching.apply_diff(parsed, new, reverse=True) == (old, [])
 
 
 @pytest.mark.parametrize(
     "old", [b"x\na\nb\nc\n", b"a\nB\nc\n", b"a\n", b"", b"a\nb", b"a\nb \nc\n", b"a\r\nb\r\nc\r\n"]
 )
 def test_no_fuzz_and_no_offset(old: bytes) -> None:
-    (diff,) = parse_diff(HEAD + b"@@ -2 +2 @@\n-b\n+B\n", "test.patch")
-    (odd,) = apply_diff(diff, old)[1]
+    (diff,) = patching.parse_diff(HEAD + b"@@ -2 +2 @@\n-b\n+B\n", "test.patch")
+    (odd,) = patching.apply_diff(diff, old)[1]
     assert odd.startswith("line 2: 'b' and the lines after it occur not there, in a file of ")
 
 
 def test_an_insertion_beyond_the_end_or_after_a_cut_line_is_refused() -> None:
-    (diff,) = parse_diff(HEAD + b"@@ -3,0 +4 @@\n+x\n", "test.patch")
-    assert "a file of 2 lines" in apply_diff(diff, b"a\nb\n")[1][0]
-    assert "would join the two" in apply_diff(diff, b"a\nb\nc")[1][0]
-    assert apply_diff(diff, b"a\n", is_moved=True) == (
+    (diff,) = patching.parse_diff(HEAD + b"@@ -3,0 +4 @@\n+x\n", "test.patch")
+    assert "a file of 2 lines" in patching.apply_diff(diff, b"a\nb\n")[1][0]
+    assert "would join the two" in patching.apply_diff(diff, b"a\nb\nc")[1][0]
+    assert patching.apply_diff(diff, b"a\n", is_moved=True) == (
         b"a\n",
         ["line 3: has no unchanged line to find it by; place it by hand"],
     )
@@ -480,7 +466,7 @@ def test_an_insertion_beyond_the_end_or_after_a_cut_line_is_refused() -> None:
 )
 def test_malformed_diffs_are_refused(text: bytes, reason: str) -> None:
     with pytest.raises(PatchError, match=reason) as caught:
-        parse_diff(text, "01.patch")
+        patching.parse_diff(text, "01.patch")
     assert str(caught.value).startswith("01.patch line ")
 
 
@@ -508,9 +494,9 @@ def test_commands_print_and_give_exit_codes(toy: Toy, capsys: pytest.CaptureFixt
     assert run("status", *target) == (
         0,
         f"toybot/1.0 in {toy.package}: not applied\n"
-        f"  original  {sha256(COMMON.encode())[:12]}  toybot/common.py\n"
-        f"  original  {sha256(LOOP.encode())[:12]}  toybot/sub/loop.py\n"
-        f"  original  {sha256(TRAIN.encode())[:12]}  toybot/train.py\n",
+        f"  original  {patching.sha256(COMMON.encode())[:12]}  toybot/common.py\n"
+        f"  original  {patching.sha256(LOOP.encode())[:12]}  toybot/sub/loop.py\n"
+        f"  original  {patching.sha256(TRAIN.encode())[:12]}  toybot/train.py\n",
         "",
     )
     assert run("check", *target) == (0, f"toybot/1.0 in {toy.package}: would change 3 files\n", "")
@@ -523,7 +509,7 @@ def test_commands_print_and_give_exit_codes(toy: Toy, capsys: pytest.CaptureFixt
     assert (code, out.splitlines()[0]) == (0, "toybot/1.0: not applied, nothing to do")
 
     write_package(toy.root, {"train.py": "edited\n"})
-    edited = sha256(b"edited\n")
+    edited = patching.sha256(b"edited\n")
     for action in ("check", "apply", "revert"):
         code, out, err = run(action, *target)
         assert (code, out) == (1, "")
@@ -540,4 +526,4 @@ def test_commands_print_and_give_exit_codes(toy: Toy, capsys: pytest.CaptureFixt
     pristine = str(toy.root.parent / "pristine")
     code, out, _ = run("manifest", str(folder), "--source", pristine, "--base", "again")
     assert code == 0
-    assert load_sets()[0].base == "again"
+    assert patching.load_sets()[0].base == "again"

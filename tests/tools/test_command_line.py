@@ -44,11 +44,9 @@ NEED_TORCH = [command for command in COMMANDS if PARSERS[command].get_default("s
 
 # How each is called in a folder with `train.py`, a robomimic that no patch set fits, and the records of a run. Targets
 # are paths: a name would be the package that is installed beside these tests, which `apply` would change.
+OF_TARGETS: list[Command] = [("patch", name) for name in ("status", "check", "apply", "revert")]
 SAMPLES: dict[Command, list[str]] = {
-    ("patch", "status"): ["--target", "installed/robomimic"],
-    ("patch", "check"): ["--target", "installed/robomimic"],
-    ("patch", "apply"): ["--target", "installed/robomimic"],
-    ("patch", "revert"): ["--target", "installed/robomimic"],
+    **{command: ["--target", "installed/robomimic"] for command in OF_TARGETS},
     ("patch", "manifest"): ["patches", "--source", "tree", "--base", "abc"],
     ("run",): ["--nproc=2", "train.py", "--lr", "1"],
     ("slurm",): ["--time", "30", "train.py", "--lr", "1"],
@@ -61,10 +59,7 @@ SAMPLES: dict[Command, list[str]] = {
 
 # For each option that takes a file or folder: a call in which that is missing, and the exit code.
 MISSING: dict[tuple[Command, str], tuple[list[str], int]] = {
-    (("patch", "status"), "target"): (["--target", "absent"], 2),
-    (("patch", "check"), "target"): (["--target", "absent"], 2),
-    (("patch", "apply"), "target"): (["--target", "absent"], 2),
-    (("patch", "revert"), "target"): (["--target", "absent"], 2),
+    **{(command, "target"): (["--target", "absent"], 2) for command in OF_TARGETS},
     (("patch", "manifest"), "directory"): (["absent", "--source", "tree", "--base", "abc"], 2),
     (("patch", "manifest"), "source"): (["patches", "--source", "absent", "--base", "abc"], 2),
     (("patch", "manifest"), "borrow"): ([*SAMPLES["patch", "manifest"], "--borrow", "absent/01.patch"], 2),

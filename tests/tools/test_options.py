@@ -125,17 +125,7 @@ def test_a_variable_that_is_no_option() -> None:
 # What the world does with them
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    ddpshim.cleanup()  # of a world that a test before has left
-    yield
-    ddpshim.cleanup()
-    current().left = None
-
-
-def test_the_world_holds_them(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_world_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ddpshim.scale_lr(0.1, world_size=4) == pytest.approx(0.4)
     ddpshim.cleanup()
     monkeypatch.setenv("DDPSHIM_PER_RANK_BATCH", "1")
@@ -155,7 +145,7 @@ def test_the_world_holds_them(alone: None, monkeypatch: pytest.MonkeyPatch) -> N
     assert current().world is None
 
 
-def test_bf16_computes_in_bf16_and_sees_weights_that_were_stepped_inside(alone: None) -> None:
+def test_bf16_computes_in_bf16_and_sees_weights_that_were_stepped_inside() -> None:
     here = ddpshim.setup(options=Options(precision="bf16"), device="cpu")
     net = nn.Linear(2, 2, bias=False)
     with here.autocast():
@@ -188,24 +178,23 @@ def test_options_that_differ_between_ranks_are_refused_on_all() -> None:
     assert texts[0].startswith("option keep_checkpoints is 3 on rank 0 and 4 on rank 1; ranks would train differently")
 
 
-def _gradients(steps: int) -> list[float]:
-    with ddpshim.shared_random_streams(0):
-        net = ddpshim.wrap_parallel(nn.Linear(3, 1))
-    x = torch.arange(36.0).reshape(12, 3)[ddpshim.world().rank :: 2]
-    for part in ddpshim.accumulate({"x": [x], "name": "x"}, net, steps=steps):
-        assert part["name"] == "x"
-        (net(part["x"][0]).square().mean() / steps).backward()
-    assert net.num_reductions == 1
-    return net.weight.grad.flatten().tolist()  # type: ignore[no-any-return]
-
-
-def _all_gradients() -> list[list[float]]:
-    return [_gradients(steps) for steps in (1, 2, 3)]
+def _gradients() -> list[list[float]]:
+    found = []
+    for steps in (1, 2, 3):
+        with ddpshim.shared_random_streams(0):
+            net = ddpshim.wrap_parallel(nn.Linear(3, 1))
+        x = torch.arange(36.0).reshape(12, 3)[ddpshim.world().rank :: 2]
+        for part in ddpshim.accumulate({"x": [x], "name": "x"}, net, steps=steps):
+            assert part["name"] == "x"
+            (net(part["x"][0]).square().mean() / steps).backward()
+        assert net.num_reductions == 1
+        found.append(net.weight.grad.flatten().tolist())
+    return found
 
 
 @pytest.mark.ranks
 def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
-    first, second = run_ranks(_all_gradients, 2)
+    first, second = run_ranks(_gradients, 2)
     assert first == second
     for gradient in first[1:]:
         assert gradient == pytest.approx(first[0], rel=1e-6)
