@@ -52,7 +52,7 @@ TORCHS = ("torch._dynamo", "torch.nn.parallel.distributed", "torch.distributed.l
 FOREIGN = ("h5py", "imageio", "matplotlib.pyplot", "tensorboardX", "torchvision")
 ROBOMIMICS = ("robomimic.algo", "robomimic.utils.train_utils")
 LAUNCHERS = ("ddpshim", "torch.distributed.run")
-SHOW_STACKS = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None  # prints all threads' stacks to stderr
+SHOW_STACKS = signal.SIGRTMIN + 9  # prints all threads' stacks to stderr
 SHOW_STACKS_S = 3.0
 Command = tuple[Sequence[str], dict[str, str]]  # a module or a file of Python, or `-c`, with arguments; the environment
 
@@ -113,7 +113,7 @@ def show_stacks(folder: Path) -> None:
         with contextlib.suppress(OSError):
             status = Path(f"/proc/{pid}/status").read_text()
             caught = int(re.findall(r"^SigCgt:\s*(\w+)", status, re.MULTILINE)[0], 16)
-            if SHOW_STACKS is not None and caught >> (SHOW_STACKS - 1) & 1:
+            if caught >> (SHOW_STACKS - 1) & 1:
                 os.kill(pid, SHOW_STACKS)
     time.sleep(SHOW_STACKS_S)  # a kill must not cut the stacks off
 
@@ -334,8 +334,7 @@ def main() -> None:
     settle_rounding()  # otherwise one plain run in fifty differs from the others in the last digit
     # As in a terminal: without job control, a shell's background processes ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if SHOW_STACKS is not None:
-        faulthandler.register(SHOW_STACKS, 2)
+    faulthandler.register(SHOW_STACKS, 2)
     # So that the collector does not visit imported objects at the end of each process: a second of CPU.
     gc.collect()
     gc.freeze()

@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
         os.execv(sys.executable, [sys.executable, *argv])
     numbers = {getattr(signal, name) for name in PASSED_ON}
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # until the fork's process id is known
-    files = [file for file in map(int, os.listdir("/dev/fd")) if _is_open(file) and os.get_inheritable(file)]
+    files = [file for file in map(int, os.listdir("/dev/fd")) if _is_inherited(file)]
     answers = ask(where, asked, dict(os.environ), os.getcwd(), dict(zip(files, files)))
     pid = int(answers.readline())
 
@@ -59,13 +59,10 @@ def ask(where: str, argv: list[str], environ: dict[str, str], folder: str, files
         return server.makefile("r")
 
 
-def _is_open(file: int) -> bool:
-    """Whether `file` is open; the descriptor with which /dev/fd was listed is closed by now."""
-    try:
-        os.fstat(file)
-    except OSError:
-        return False
-    return True
+def _is_inherited(file: int) -> bool:
+    with contextlib.suppress(OSError):  # the descriptor with which /dev/fd was listed is closed by now
+        return os.get_inheritable(file)
+    return False
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -134,6 +133,14 @@ class Terminal:
             continue
         return self.seen[self._read :]
 
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        kill_all_in(self.folder)
+        self.process.kill()
+        self.process.wait()
+
     def exit_code(self) -> int:
         return self.process.wait(patience(DEADLINE_S))
 
@@ -141,23 +148,12 @@ class Terminal:
         return "".join(log.read_text() for log in self.folder.glob(f"ddpshim-logs/*/rank_{rank}.log"))
 
 
-@contextlib.contextmanager
-def terminal(folder: Path, program: str, *arguments: str) -> Iterator[Terminal]:
-    made = Terminal(folder, program, *arguments)
-    try:
-        yield made
-    finally:
-        kill_all_in(folder)
-        made.process.kill()
-        made.process.wait()
-
-
 def test_an_unedited_program_is_one_program_in_the_debugger(tmp_path: Path) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as plain:
         exec(UNEDITED.replace("breakpoint()", "scale = 2.0"), {})
     first, second = plain.getvalue().splitlines()
     assert first.endswith("of (10, 1)")
-    with terminal(tmp_path, UNEDITED) as screen:
+    with Terminal(tmp_path, UNEDITED) as screen:
         screen.until("(Pdb) ")
         assert screen.answer("p losses.shape, losses.tolist().__len__()") == "(torch.Size([10, 1]), 10)\n"
         (loss,) = re.findall(r"^tensor\((.*), grad_fn=<MulBackward0>\)\n$", screen.answer("p loss"))
@@ -172,7 +168,7 @@ def test_an_unedited_program_is_one_program_in_the_debugger(tmp_path: Path) -> N
 
 
 def test_each_rank_of_an_edited_trainer_does_what_is_typed(tmp_path: Path) -> None:
-    with terminal(tmp_path, EDITED, "all", "main") as screen:
+    with Terminal(tmp_path, EDITED, "all", "main") as screen:
         assert "-> if world.is_main" in screen.until("(Pdb) ")
         assert screen.answer("p world.rank, world.sum(len(x)), world.sum(x.sum().item())") == "(0, 12, 66.0)\n"
         said = screen.answer("n")  # into the branch of the main rank
@@ -191,7 +187,7 @@ def test_each_rank_of_an_edited_trainer_does_what_is_typed(tmp_path: Path) -> No
 
 
 def test_where_ranks_fetch_their_samples_the_main_rank_stops_alone(tmp_path: Path) -> None:
-    with terminal(tmp_path, EDITED, "data", "error") as screen:
+    with Terminal(tmp_path, EDITED, "data", "error") as screen:
         assert "__getitem__()\n-> return" in screen.until("(Pdb) ")
         while "-> step / 0" not in screen.answer("c"):
             continue
@@ -208,7 +204,7 @@ def test_where_ranks_fetch_their_samples_the_main_rank_stops_alone(tmp_path: Pat
 
 @pytest.mark.parametrize("is_interrupted", [True, False])
 def test_the_debugger_ends_with_ctrl_c_and_with_its_input(tmp_path: Path, is_interrupted: bool) -> None:
-    with terminal(tmp_path, EDITED, "all") as screen:
+    with Terminal(tmp_path, EDITED, "all") as screen:
         screen.until("(Pdb) ")
         if is_interrupted:
             screen.process.send_signal(signal.SIGINT)

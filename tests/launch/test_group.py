@@ -34,11 +34,10 @@ from ddpshim.job import process_group
 from ddpshim.launch import spawning
 from ddpshim.observe import records
 from ddpshim.options import Options
-from ddpshim.process import devices, job_store
-from ddpshim.process import job as jobs
+from ddpshim.process import devices, job_store, messages
 from ddpshim.process.devices import backend_of, choose_backend
 from ddpshim.process.job import current
-from tests.preloaded import preloaded, working_in
+from tests.preloaded import as_torchrun_says, preloaded, working_in
 from tests.preloaded_commands import patience
 from tests.ranks import _server, free_port, run_ranks
 
@@ -52,12 +51,10 @@ KILLED_AFTER_S = 30.0  # by torchrun: ranks that it has told to end, and did not
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No launcher, and a ddpshim that has made no world; the other tests' after the test."""
+    """No launcher, and a store of no job; the other tests' after the test."""
     for name in filter(LAUNCHER_VARIABLES.fullmatch, list(os.environ)):
         monkeypatch.delenv(name)
-    monkeypatch.setattr(jobs, "_current", jobs.Job())
     monkeypatch.setattr(job_store, "_state", job_store._StoreOfJob())
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     yield
     cleanup()
     assert not dist.is_initialized()
@@ -142,7 +139,7 @@ def test_seed_is_given_late_but_not_after_the_split() -> None:
     torch.manual_seed(5)
     random.seed(5)
     assert drawn == (torch.rand(1).item(), random.random())
-    jobs.current().world, jobs.current().is_split = World(launcher="torchrun"), True
+    current().world, current().is_split = World(launcher="torchrun"), True
     with pytest.raises(WorldError, match="every rank would now draw the same noise"):
         setup(seed=6)
 
@@ -202,7 +199,7 @@ def test_choose_backend(gpus: list[Optional[str]], backend: str, reason: Optiona
 
 
 @pytest.mark.unit
-def test_accelerators_other_than_cudas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerators_other_than_cudas(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     listed = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "mps": "gloo"}
     monkeypatch.setattr(torch.distributed.Backend, "default_device_backend_map", listed)
     assert backend_of(torch.device("xpu", 0)) == "xccl"
@@ -214,10 +211,10 @@ def test_accelerators_other_than_cudas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: parts)
     gpus = [devices._gpu_identity(torch.device("cuda", 0)) for _ in range(2)]
     assert choose_backend(gpus) == ("gloo", "2 ranks share 1 GPU")
-
-
-class _Stop(Exception):
-    pass
+    store = dist.HashStore()
+    store.set("gpu/1", messages.packed(None))
+    assert devices.agree_on_backend(store, 0, 2, torch.device("cuda", 0)) == "gloo"
+    assert capsys.readouterr().err == "ddpshim: 1 of 2 ranks have no GPU: gloo instead of nccl\n"
 
 
 @pytest.mark.parametrize(
@@ -230,7 +227,7 @@ def test_device_is_bound_before_all_else(
 
     def stop(*_: Any) -> None:
         seen.append("rendezvous")
-        raise _Stop
+        raise InterruptedError
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
@@ -241,7 +238,7 @@ def test_device_is_bound_before_all_else(
     place = {"RANK": 2, "WORLD_SIZE": 4, "LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 4, "MASTER_ADDR": "h", "MASTER_PORT": 9}
     for name, value in place.items():
         monkeypatch.setenv(name, str(value))
-    with pytest.raises(_Stop):
+    with pytest.raises(InterruptedError):
         setup(device=device)
     assert seen == [bound, "rendezvous"]
 
@@ -256,11 +253,6 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, asked: dict[st
 
 
 # --- numbers, on ranks that adopt a group
-
-
-class _Opaque:
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
 
 def _numbers() -> None:
@@ -298,7 +290,7 @@ def _numbers() -> None:
     assert here.gather({"rank": rank}) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
     for value in (2**53 + 1, 0.1, None, "text", b"\0", {"a": [1, (2, {3})]}, torch.float16, float("inf")):
         assert here.broadcast(value if rank == 2 else object(), src=2) == value
-    assert here.broadcast(_Opaque(torch.arange(3)) if rank == 0 else None).value.tolist() == [0, 1, 2]
+    assert here.broadcast(SimpleNamespace(value=torch.arange(3)) if rank == 0 else None).value.tolist() == [0, 1, 2]
 
 
 @pytest.mark.ranks
@@ -554,30 +546,8 @@ def _patient() -> float:
 
 @pytest.mark.ranks
 def test_side_work_outlasts_the_timeout_of_training(tmp_path: Path) -> None:
-    port = free_port()
-    found, _ = run_environs(_patient, [_by_hand(rank, port) for rank in range(2)], tmp_path)
+    found, _ = run_environs(_patient, as_torchrun_says(2), tmp_path)
     assert found[0] > 5.5
-
-
-def _ranks_on_gpus() -> tuple[str, Optional[str]]:
-    """Two ranks of a machine with one GPU, which the second does not see; nothing is ever put on it."""
-    has_gpu = os.environ["RANK"] == "0"
-    torch.cuda.is_available = lambda: has_gpu
-    torch.cuda.device_count = lambda: 1
-    torch.cuda.set_device = lambda _: None
-    torch.cuda.get_device_properties = lambda _: SimpleNamespace(uuid="GPU-1", name="A GPU")
-    here = setup()
-    assert here.sum(1) == 2
-    cleanup()
-    return str(here.device), here.backend
-
-
-@pytest.mark.ranks
-def test_gloo_where_a_gpu_is_missing(tmp_path: Path) -> None:
-    port = free_port()
-    found, log = run_environs(_ranks_on_gpus, [_by_hand(rank, port) for rank in range(2)], tmp_path)
-    assert found == [("cuda:0", "gloo"), ("cpu", "gloo")]
-    assert log.count("1 of 2 ranks have no GPU: gloo instead") == log.count("instead of nccl") == 1
 
 
 def _fail_without_a_text() -> None:
@@ -630,9 +600,7 @@ def _fail_and_abort(bad: int, waits_in: str) -> None:
     ],
 )
 def test_the_peer_says_in_one_line_who_failed_first(bad: int, waits_in: str, said: str, tmp_path: Path) -> None:
-    port = free_port()
-    environs = [_by_hand(rank, port) for rank in range(2)]
-    _, log = run_environs(_fail_and_abort, environs, tmp_path, bad, waits_in, exit_code=1)
+    _, log = run_environs(_fail_and_abort, as_torchrun_says(2), tmp_path, bad, waits_in, exit_code=1)
     assert log.count("Traceback (most recent call last)") == log.count("\nAssertionError\n") == 1
     assert f"ddpshim: rank {bad} ({socket.gethostname()}) failed:\nTraceback" in log
     (line,) = (line for line in log.splitlines() if "stops because" in line)
@@ -673,8 +641,7 @@ def _leave_at_once_or_begin_late() -> float:
 
 @pytest.mark.ranks
 def test_the_rank_that_serves_the_store_may_end_before_another_has_begun(tmp_path: Path) -> None:
-    port = free_port()
-    environs = [{**_by_hand(rank, port), "DDPSHIM_GUARD": "1"} for rank in range(2)]
+    environs = [{**place, "DDPSHIM_GUARD": "1"} for place in as_torchrun_says(2)]
     (first, last), log = run_environs(_leave_at_once_or_begin_late, environs, tmp_path)
     assert last > first + 1
     assert "failed to connect" not in log

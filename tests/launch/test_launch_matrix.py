@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -18,13 +17,13 @@ from typing import Any
 import pytest
 
 from tests import ranks
-from tests.preloaded import environment, preloaded
+from tests.preloaded import environment, preloaded, start_afresh
 from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "tests" / "matrix_train.py")
 DEADLINE_S = 240
-ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+ENVIRON = {**environment(), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 Reports = list[dict[str, Any]]
 
 
@@ -45,9 +44,8 @@ def agents(folder: Path, launcher: str, *options: str, num_nodes: int = 1) -> Re
 
 def forked(folder: Path, environ: dict[str, str]) -> Reports:
     """What a process in this environment wrote."""
-    said = {**environment(), "GLOO_SOCKET_IFNAME": "lo", **environ}
-    job = preloaded().start([([SCRIPT, str(folder)], said)], folder)
-    assert job.wait(DEADLINE_S) == 0, (folder / "output.txt").read_text()
+    code, said = start_afresh([SCRIPT, str(folder)], {**ENVIRON, **environ}, folder, DEADLINE_S)
+    assert code == 0, said
     return _reports(folder)
 
 

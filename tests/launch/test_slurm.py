@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -93,32 +92,22 @@ class Batch:
             "STUB_TASKS_PER_NODE": directives["ntasks-per-node"],
         }
         self.job_id, environ = given["SLURM_JOB_ID"], preloaded().shell_environment(given)
-        with (folder / "screen").open("w") as screen:
-            self.process = subprocess.Popen(
-                ["bash", "job.sh"],
-                cwd=folder,
-                env=environ,
-                stdout=screen,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        bash = "import os; os.execvp('bash', ['bash', 'job.sh'])"
+        self.process = preloaded().start([(["-c", bash], environ)], folder)
 
     def wait_for(self, *names: str) -> None:
         end = time.monotonic() + DEADLINE_S
         while not all((self.folder / name).exists() for name in names):
-            assert self.process.poll() is None, self.screen
+            assert self.process.pids, self.screen
             assert time.monotonic() < end, self.screen
-            time.sleep(0.02)
+            self.process.see(0.02)
 
     def exit_code(self) -> int:
-        try:
-            return self.process.wait(DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"the job goes on:\n{self.screen}") from None
+        return self.process.wait(DEADLINE_S)
 
     @property
     def screen(self) -> str:
-        return (self.folder / "screen").read_text()
+        return (self.folder / "output.txt").read_text()
 
     @property
     def was_requeued(self) -> bool:
@@ -137,9 +126,7 @@ def batch(tmp_path: Path) -> Iterator[Starter]:
 
     yield start
     for job in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(job.process.pid, signal.SIGKILL)
-        job.process.wait()
+        job.process.kill()
 
 
 def check_shell(script: Path) -> None:
@@ -214,7 +201,7 @@ def test_the_ranks_are_signalled_save_and_the_job_is_requeued(
     numbers = range(2 * ranks_per_node)
     job.wait_for("tasks", *(f"ready_{number}" for number in numbers))
     if launcher == "srun":
-        job.process.send_signal(signal.SIGUSR1)  # the shell may get it, too
+        job.process.send(signal.SIGUSR1)  # the shell may get it, too
     for task in (tmp_path / "tasks").read_text().split():
         os.kill(int(task), signal.SIGUSR1)
     assert job.exit_code() == 75, job.screen
