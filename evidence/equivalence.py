@@ -151,17 +151,22 @@ def make_config(
         **changes,
         **{key.replace("__", "."): value for key, value in extra.items()},
     }
+    set_dotted(config, settings)
+    if (tree / "robomimic" / "algo" / "act.py").exists():
+        _complete_for_robocasa(config)
+    made = folder / f"{variant}.json"
+    made.write_text(json.dumps(config))
+    return made
+
+
+def set_dotted(config: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Change `config` by settings whose names are dotted paths."""
     for dotted, value in settings.items():
         *path, last = dotted.split(".")
         section = config
         for part in path:
             section = section.setdefault(part, {})
         section[last] = value
-    if (tree / "robomimic" / "algo" / "act.py").exists():
-        _complete_for_robocasa(config)
-    made = folder / f"{variant}.json"
-    made.write_text(json.dumps(config))
-    return made
 
 
 def _complete_for_robocasa(config: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ are replaced by ones that do nothing. With IN_FLOAT64 everything is computed in 
 
 from __future__ import annotations
 
-import functools
 import importlib.machinery
 import importlib.util
 import json
@@ -29,7 +28,7 @@ import torch
 
 import ddpshim
 from ddpshim.trainers import patching
-from evidence.equivalence import DATA, ROOT, Run
+from evidence.equivalence import DATA, ROOT, Run, set_dotted
 from examples.recorded_train import record_samples
 from tests import trainer
 from tests.preloaded import start_afresh
@@ -122,12 +121,7 @@ def make_config(tree: Path, folder: Path, **extra: Any) -> dict[str, Any]:
         "observation.encoder.rgb.obs_randomizer_kwargs": [{}, crop],
         **{key.replace("__", "."): value for key, value in extra.items()},
     }
-    for dotted, value in settings.items():
-        *path, last = dotted.split(".")
-        section = config
-        for part in path:
-            section = section.setdefault(part, {})
-        section[last] = value
+    set_dotted(config, settings)
     return config
 
 
@@ -254,7 +248,7 @@ def install_stand_ins() -> None:
 
 
 def observe(folder: str, script: str, arguments: list[str]) -> None:
-    from tests.observed import _in_float64
+    from tests.observed import _in_float64, _with_small_unet
 
     rank = os.environ.get("RANK", "plain")  # a program on ranks does not see it
     install_stand_ins()
@@ -285,10 +279,7 @@ def observe(folder: str, script: str, arguments: list[str]) -> None:
 
     record_samples(fetched)
     algorithms.algo_factory = observed_factory
-    # It has 66 million parameters with any config: too many for a test.
-    diffusion_policy.ConditionalUnet1D = functools.partial(
-        diffusion_policy.ConditionalUnet1D, down_dims=[16, 32], n_groups=4, diffusion_step_embed_dim=16
-    )
+    _with_small_unet()
     sys.argv = [f"{script}.py", *arguments]
     runpy.run_module(f"robomimic.scripts.{script}", run_name="__main__", alter_sys=True)
     out["networks"], out["noise"] = networks(models[0]), torch.randn(4)

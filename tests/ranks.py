@@ -30,14 +30,8 @@ from tests.preloaded_commands import SOCKET, commands, patience
 # modules that run with `python -m`, such as ddpshim.launch.rank, nor ddpshim.auto, whose import has effects.
 OURS = (
     *("pytest", "torch.utils.serialization", "ddpshim.launch.runner", "ddpshim.model.parallel"),
-    *(
-        "ddpshim.shares.sharded",
-        "ddpshim.checkpoint.resume",
-        "ddpshim.observe.recording",
-        "ddpshim.evaluation.evaluating",
-    ),
-    "ddpshim.trainers.unedited.joining",
-    "ddpshim.robomimic.calls",
+    *("ddpshim.shares.sharded", "ddpshim.checkpoint.resume", "ddpshim.observe.recording"),
+    *("ddpshim.evaluation.evaluating", "ddpshim.trainers.unedited.joining", "ddpshim.robomimic.calls"),
 )
 _MODULES = ["torch", "torch._dynamo", "torch.nn.parallel.distributed", "torch.distributed.run", "tests.ranks", *OURS]
 
@@ -50,15 +44,21 @@ class _Context(multiprocessing.context.ForkServerContext):
         return multiprocessing.context.ForkServerProcess(*args, **kwargs)
 
 
+def _run_forked(server: Any, **variables: str) -> None:
+    """Have `server` be a fork of the process at SOCKET, which has already imported torch."""
+    own = spawn.get_executable()
+    spawn.set_executable(str(commands() / "python"))
+    with mock.patch.dict(os.environ, variables):
+        server.ensure_running()
+    spawn.set_executable(own)
+
+
 @functools.cache
 def _start_server() -> None:
     _server.set_forkserver_preload(_MODULES)
-    if SOCKET in os.environ:  # tests/conftest.py has started a process that has already imported them
+    if SOCKET in os.environ:  # of tests/conftest.py
         resource_tracker.ensure_running()
-        own = spawn.get_executable()
-        spawn.set_executable(str(commands() / "python"))
-        forkserver.ensure_running()
-        spawn.set_executable(own)
+        _run_forked(forkserver)
 
 
 _server = _Context()
@@ -69,16 +69,10 @@ def _gpu_server() -> forkserver.ForkServer:
     """Start another server, whose torch has simulated GPUs."""
     from tests.preloaded import preloaded  # it imports this
 
-    server, own = forkserver.ForkServer(), spawn.get_executable()
+    server = forkserver.ForkServer()
     server.set_forkserver_preload(_MODULES)
-    variables = {
-        **simulated_gpus.environment(4, SIMULATED_GPUS_GENERATOR="cpu"),
-        SOCKET: preloaded(on_gpus=True).socket,
-    }
-    spawn.set_executable(str(commands() / "python"))
-    with mock.patch.dict(os.environ, variables):
-        server.ensure_running()
-    spawn.set_executable(own)
+    gpus = simulated_gpus.environment(4, SIMULATED_GPUS_GENERATOR="cpu")
+    _run_forked(server, **gpus, **{SOCKET: preloaded(on_gpus=True).socket})
     return server
 
 
@@ -99,10 +93,10 @@ def _enter(
     size: int,
     folder: str,
     deadline_s: float,
-    seed: Any,
     environ: dict[str, str],
     on_gpus: bool,
     args: Any,
+    asked: dict[str, Any],
 ) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
@@ -124,11 +118,11 @@ def _enter(
         if on_gpus:  # with a launcher's variables, so that `setup` selects the GPU and makes the groups
             names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
             os.environ.update(zip(names, map(str, (rank, rank, size, size))))
-            ddpshim.setup(seed=seed, timeout_s=deadline_s, side_timeout_s=deadline_s)
+            ddpshim.setup(timeout_s=deadline_s, side_timeout_s=deadline_s, **asked)
         else:
             store, timeout = dist.FileStore(os.path.join(folder, "store"), size), timedelta(seconds=deadline_s)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-            ddpshim.setup(seed=seed, device="cpu", side_timeout_s=deadline_s)
+            ddpshim.setup(device="cpu", side_timeout_s=deadline_s, **asked)
         try:
             return fn(*args)
         finally:
@@ -144,13 +138,14 @@ def run_ranks(
     num_ranks: int,
     *args: Any,
     timeout_s: float = 60,
-    seed: Any = 0,
     environ: Optional[dict[str, str]] = None,
     on_gpus: bool = False,
+    **asked: Any,
 ) -> list[Any]:
     """Return the results of `fn(*args)` on all ranks; raise RankError with the first failing rank's traceback.
 
-    `environ` is added to the environment before `ddpshim.setup`. `on_gpus`: each rank has a simulated GPU, and nccl.
+    `environ` is added to the environment before `ddpshim.setup(**asked)`, whose seed is 0 if none is given. `on_gpus`:
+    each rank has a simulated GPU, and nccl.
     """
     from ddpshim.launch import spawning  # not at the top: tests/loaded.py counts the modules that a trainer loads
 
@@ -163,7 +158,7 @@ def run_ranks(
             meanwhile.enter_context(mock.patch.object(forkserver, "connect_to_new_process", start))
 
         def start(rank: int) -> Any:
-            entering = (fn, rank, num_ranks, folder, timeout_s, seed, environ or {}, on_gpus, args)
+            entering = (fn, rank, num_ranks, folder, timeout_s, environ or {}, on_gpus, args, {"seed": 0, **asked})
             process = _server.Process(target=_enter, args=entering, daemon=True)
             process.start()
             return process

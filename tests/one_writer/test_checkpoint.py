@@ -17,8 +17,7 @@ from torch import nn
 
 import ddpshim
 from ddpshim import checkpoint
-from evidence import equivalence
-from evidence.equivalence import VALIDATION, copy_release, largest_difference, make_config, make_data
+from evidence.equivalence import VALIDATION, Run, copy_release, largest_difference, make_config, make_data, train
 from tests import ranks
 from tests.ranks import run_ranks
 from tests.robomimic import require
@@ -179,9 +178,6 @@ def test_the_main_rank_writes_what_code_with_and_without_ddpshim_loads(tmp_path:
 
 STEPS, BATCH = 5, 100
 RESUMABLE = "0.5.0"
-KILLED = "from tests import faults, observed; observed._with_small_unet(); faults.main()"
-OBSERVED = "import sys; from tests import observed; observed.observe({folder!r}, 'float32', sys.argv[1:])"
-TOY_ENV = "from tests import faults; faults._use_toy_env(); "
 # What a training has beside its variant's settings.
 KINDS: dict[str, dict[str, Any]] = {
     "td3_bc": {"algo__actor__update_freq": 3},  # no divisor of the steps before the break: the count matters
@@ -203,33 +199,24 @@ class Trainings:
         self.folder, self.tree = folder, copy_release(RESUMABLE, releases)
         self.data = make_data(folder, num_demos=50)
 
-    def run(self, kind: str, folder: Path, num_ranks: int, *options: str, fault: str = "") -> Any:
-        folder.mkdir(exist_ok=True)
-        variant = kind.split("+")[0]
+    def run(self, kind: str, what: str, num_ranks: int, *options: str, killed_at: int = 0) -> Run:
         settings = {"train__data": [{"path": str(self.data)}], **VALIDATION, **KINDS.get(kind, {})}
-        config = make_config(self.tree, variant, self.data, folder, STEPS, 4, **settings)
-        start = TOY_ENV if "experiment__rollout__enabled" in settings else ""
-        (folder / "program.py").write_text(start + (KILLED if fault else OBSERVED.format(folder=str(folder))))
-        argv = [str(folder / "program.py"), "--config", str(config), *options]
-        environ = {"DDPSHIM_FAULT": fault} if fault else {}
-        code, log = equivalence.fork(self.tree, argv, folder, num_ranks, environ, 200)
-        assert bool(code) == bool(fault), log[-6000:]
-        observed = (
-            [] if fault else [torch.load(folder / f"observed_{r}.pt", weights_only=False) for r in range(num_ranks)]
-        )
-        return equivalence.Run(observed, folder, log, code)
+        config = make_config(self.tree, kind.split("+")[0], self.data, self.folder, STEPS, 4, **settings)
+        fault = f"{'kill' if killed_at else 'none'}{'+toy_env' if 'rollouts' in kind else ''}:1:{killed_at}"
+        how: dict[str, Any] = {"environ": {"DDPSHIM_FAULT": fault}, "check": not killed_at, "forked": True}
+        run = train(self.tree, config, self.folder / f"{kind}-{what}", num_ranks, options=options, **how)
+        assert bool(run.exit_code) == bool(killed_at), run.log[-6000:]
+        return run
 
-    def whole(self, variant: str) -> Any:
+    def whole(self, kind: str) -> Run:
         """The run without a break, and beside it what was left of one whose second rank was killed in epoch 3."""
-        whole = self.run(variant, self.folder / f"{variant}-whole", 2)
         seen_until_then = 2 * (STEPS * BATCH // 2 + 3 * BATCH)  # half of each batch, and validation
-        self.run(variant, self.folder / f"{variant}-killed", 2, fault=f"kill:1:{seen_until_then + STEPS * BATCH // 4}")
-        return whole
+        self.run(kind, "killed", 2, killed_at=seen_until_then + STEPS * BATCH // 4)
+        return self.run(kind, "whole", 2)
 
-    def resumed(self, variant: str, num_ranks: int) -> Any:
-        folder = self.folder / f"{variant}-resumed-{num_ranks}"
-        shutil.copytree(self.folder / f"{variant}-killed", folder)
-        return self.run(variant, folder, num_ranks, "--resume")
+    def resumed(self, kind: str, num_ranks: int) -> Run:
+        shutil.copytree(self.folder / f"{kind}-killed", self.folder / f"{kind}-resumed")
+        return self.run(kind, "resumed", num_ranks, "--resume")
 
 
 @pytest.fixture(scope="module")
@@ -238,8 +225,8 @@ def trainings(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Train
     return Trainings(tmp_path_factory.mktemp("resume"), releases)
 
 
-def _last(run: Any, name: str = "last.pth") -> Any:
-    (path,) = run.folder.glob(f"out/*/*/{name}")
+def _last(run: Run) -> Any:
+    (path,) = run.folder.glob("out/*/*/last.pth")
     return torch.load(path, weights_only=False)
 
 

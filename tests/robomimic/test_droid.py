@@ -3,53 +3,41 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any, Optional
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-import ddpshim
 from ddpshim.process.random_streams import rank_states, restore_rank_states
 from ddpshim.robomimic import droid as adapter
 from evidence.equivalence import Run, largest_difference
-from tests.droid import (
-    BATCH_SIZE,
-    DROID,
-    FORK,
-    LOW_DIM,
-    TREES,
-    copy_tree,
-    environ_of,
-    make_config,
-    make_data,
-    source,
-    train,
-)
+from tests import droid
+from tests.droid import BATCH_SIZE, DROID, FORK, TREES
 from tests.preloaded_commands import python
 from tests.ranks import run_ranks
+from tests.robomimic import Trainer, kept
 
-FLOAT64: dict[str, Any] = {"name": "float64", "environ": {"IN_FLOAT64": "1"}}
-Trainer = Callable[..., Run]
+FLOAT64: dict[str, Any] = {"environ": {"IN_FLOAT64": "1"}}
 
 
 def _require(patch_set: str) -> None:
-    if source(patch_set) is None:
+    if droid.source(patch_set) is None:
         pytest.skip(f"DDPSHIM_UPSTREAM has no {TREES[patch_set]}, a git archive of that commit (see patches/README.md)")
 
 
 @pytest.fixture(scope="session")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
-    """Trains on four trajectories of unequal weight, and keeps the run for tests that ask for the same one."""
-    folder = tmp_path_factory.mktemp("droid")
-    done: dict[str, Run] = {}
+    """Trains on four trajectories of unequal weight, once for the same arguments."""
+    folder, numbers = tmp_path_factory.mktemp("droid"), itertools.count()
 
+    @kept
     def run(
         num_ranks: Optional[int],
         *,
-        name: str = "",
         patch_set: str = DROID,
         way: str = "patched",
         environ: Optional[dict[str, str]] = None,
@@ -57,15 +45,12 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
         script: str = "train",
         **settings: Any,
     ) -> Run:
-        key = f"{TREES[patch_set]}-{num_ranks}-{way}-{name}"
-        if key not in done:
-            _require(patch_set)
-            tree = copy_tree(patch_set, folder, way)
-            paths = make_data(folder / "data")
-            settings.setdefault("train__data", [{"path": path, "weight": 1 + i} for i, path in enumerate(paths)])
-            config = make_config(tree, folder, **settings)
-            done[key] = train(tree, config, folder / key, num_ranks, environ, check, script)
-        return done[key]
+        _require(patch_set)
+        tree = droid.copy_tree(patch_set, folder, way)
+        paths = droid.make_data(folder / "data")
+        settings.setdefault("train__data", [{"path": path, "weight": 1 + i} for i, path in enumerate(paths)])
+        config = droid.make_config(tree, folder, **settings)
+        return droid.train(tree, config, folder / f"{num_ranks}-{next(numbers)}", num_ranks, environ, check, script)
 
     return run
 
@@ -112,15 +97,15 @@ def test_ranks_train_what_the_released_trainer_trains(
 
 @pytest.mark.upstream
 def test_one_experiment_is_written_by_the_main_rank(trainer: Trainer) -> None:
-    how = {**FLOAT64, "name": "own", "train__num_data_workers": 1}
     three = trainer(
         3,
+        **FLOAT64,
+        train__num_data_workers=1,
         experiment__save__every_n_seconds=0,
         experiment__logging__log_tb=True,
         experiment__mse__enabled=True,
         experiment__mse__num_samples=2,
         experiment__mse__visualize=False,
-        **how,
     )
     plain = trainer(None, way="plain", **FLOAT64)
     # The noise of the errors that are logged comes after the first epoch's steps.
@@ -139,12 +124,10 @@ def test_one_experiment_is_written_by_the_main_rank(trainer: Trainer) -> None:
 
 LOAD = """
 import sys, torch
-from tests import droid
+from tests import droid, observed
 droid.install_stand_ins()
-import robomimic.algo.diffusion_policy as diffusion_policy, functools
-diffusion_policy.ConditionalUnet1D = functools.partial(
-    diffusion_policy.ConditionalUnet1D, down_dims=[16, 32], n_groups=4, diffusion_step_embed_dim=16)
-import robomimic.utils.file_utils as FileUtils
+observed._with_small_unet()
+import functools, robomimic.utils.file_utils as FileUtils
 torch.load = functools.partial(torch.load, weights_only=False)
 assert "ddpshim.robomimic" not in sys.modules
 policy, _ = FileUtils.policy_from_checkpoint(ckpt_path=sys.argv[1], device=torch.device("cpu"))
@@ -162,11 +145,11 @@ torch.save(droid.networks(algo), sys.argv[2])
 @pytest.mark.upstream
 def test_unpatched_code_loads_the_checkpoint_of_three_ranks_and_acts(trainer: Trainer, tmp_path: Path) -> None:
     run = trainer(3, way="unedited", **FLOAT64)
-    tree = copy_tree(DROID, tmp_path, "plain")
+    tree = droid.copy_tree(DROID, tmp_path, "plain")
     written = max(run.folder.glob("out/*/*/models/*.pth"))
     keys = torch.load(written, weights_only=False)["model"]["nets"]
     assert all(key.split(".")[2] == "module" for key in keys), list(keys)[:3]
-    python("-c", LOAD, str(written), str(tmp_path / "loaded.pt"), environ=environ_of(tree))
+    python("-c", LOAD, str(written), str(tmp_path / "loaded.pt"), environ=droid.environ_of(tree))
     loaded = torch.load(tmp_path / "loaded.pt", weights_only=False)
     assert largest_difference(loaded, run.observed[0]["networks"]) < 1e-6  # float64 there, float32 here
 
@@ -177,7 +160,6 @@ def test_ranks_start_from_a_checkpoint_of_the_unpatched_trainer(trainer: Trainer
     given = max(plain.folder.glob("out/*/*/models/*.pth"))
     two = trainer(
         2,
-        name="from_checkpoint",
         environ={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"},
         experiment__ckpt_path=str(given),
         experiment__epoch_every_n_steps=1,
@@ -191,7 +173,7 @@ def test_ranks_start_from_a_checkpoint_of_the_unpatched_trainer(trainer: Trainer
 
 @pytest.mark.upstream
 def test_a_failing_rank_ends_the_job(trainer: Trainer) -> None:
-    run = trainer(2, name="fails", check=False, environ={"FAIL_AT": "1:6"})
+    run = trainer(2, check=False, environ={"FAIL_AT": "1:6"})
     assert run.exit_code != 0
     assert "finished run successfully" not in run.log
     assert run.log.count(") failed:\nTraceback (most recent call last)") == 1, run.log[-3000:]
@@ -202,16 +184,16 @@ def test_a_failing_rank_ends_the_job(trainer: Trainer) -> None:
 def test_a_signal_ends_it_and_it_goes_on_with_the_samples_that_were_left(trainer: Trainer) -> None:
     # Ranks look up together before the third step however fast they are, and leave before the one after it.
     how: dict[str, Any] = {**FLOAT64, "experiment__epoch_every_n_steps": 2, "train__num_epochs": 3}
-    whole = trainer(None, way="plain", **{**how, "name": "whole"})
+    whole = trainer(None, way="plain", **how)
     how["environ"] = {**how["environ"], "SIGNAL_AT": "1:6"}
-    left = trainer(2, check=False, **{**how, "name": "left"})
+    left = trainer(2, check=False, **how)
     assert left.exit_code != 0, left.log[-2000:]
     assert "is saved in" in left.log
     progress = list(left.folder.glob("out/*/*/resume/*.pth"))
     assert progress, left.log[-2000:]
     config = json.loads((left.folder / "config.json").read_text())
     tree = left.folder.parent / f"{TREES[DROID]}-patched"
-    again = train(tree, config, left.folder, 3, {**FLOAT64["environ"], "DDPSHIM_RESUME": "always"})
+    again = droid.train(tree, config, left.folder, 3, {**FLOAT64["environ"], "DDPSHIM_RESUME": "always"})
     assert "resuming at epoch 1, step 1, of a run on 2 ranks" in again.log
     assert len(list((left.folder / "out" / "droid").iterdir())) == 1
     left_over = whole.observed[0]["samples"][3 * BATCH_SIZE :]
@@ -235,13 +217,12 @@ def test_ranks_train_one_model_on_rlds_data(trainer: Trainer, patch_set: str, sc
     python("-c", code, str(tmp_path))
     run = trainer(
         2,
-        name="rlds",
         patch_set=patch_set,
         script=script,
         experiment__name="droid" if script == "train" else None,  # then it has the time in it
         experiment__mse__enabled=True,
         experiment__mse__every_n_epochs=2,
-        observation__modalities__obs__low_dim=LOW_DIM[:2],
+        observation__modalities__obs__low_dim=droid.LOW_DIM[:2],
         train__data=None,
         train__data_format="droid_rlds",
         train__data_path=str(tmp_path),
@@ -264,8 +245,6 @@ def test_ranks_train_one_model_on_rlds_data(trainer: Trainer, patch_set: str, sc
 
 def _epochs() -> tuple[list[list[int]], list[list[int]]]:
     """The samples of three epochs, and of the last two of them in a loader that enters there."""
-    ddpshim.cleanup()
-    ddpshim.setup(batch="global", seed=1, device="cpu")
     runs: list[list[list[int]]] = []
     saved: Any = None
     for start in (0, 1):
@@ -284,7 +263,7 @@ def _epochs() -> tuple[list[list[int]], list[list[int]]]:
 
 @pytest.mark.ranks
 def test_epochs_go_on_in_the_pass_where_the_last_one_ended() -> None:
-    (first, again), (second, _) = run_ranks(_epochs, 2)
+    (first, again), (second, _) = run_ranks(_epochs, 2, batch="global", seed=1)
     assert first == second
     seen = [first[epoch][at : at + 4] for epoch in range(3) for at in (0, 4, 8)]
     passes = [seen[0] + seen[1], seen[2] + seen[3], seen[4] + seen[5]]  # of two steps each

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Optional
 
 import pytest
 import torch
 
-from evidence.equivalence import (
-    Run,
-    copy_release,
-    largest_difference,
-    make_config,
-    make_data,
-    make_run_config,
-    source,
-    train,
-    train_all,
-)
-from tests.robomimic import Trainer, require, trainings
-from tests.robomimic.test_rollout import NUM_EPISODES, SETTINGS, _statistics
+from evidence.equivalence import Run, copy_release, largest_difference, source, train
+from tests.robomimic import Trainer, check_statistics, check_weights, episodes, noted, statistics, trainings
+from tests.robomimic.test_rollout import NUM_EPISODES, SETTINGS
 
 pytestmark = [pytest.mark.robomimic, pytest.mark.upstream]
 RELEASE = "robocasa"
@@ -37,18 +26,14 @@ def test_without_a_launcher_it_is_the_unpatched_program(trainer: Trainer) -> Non
     plain, patched = (trainer("bc_language", None, patched=p, module=TRAINER) for p in (False, True))
     assert len(plain.losses()) == 2
     assert patched.losses() == plain.losses()
-    before, after = plain.checkpoint["model"], patched.checkpoint["model"]
-    assert list(before) == list(after)
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    check_weights(plain, patched)
 
 
-def test_act_with_a_backbone_that_one_rank_loads(trainer: Trainer, tmp_path: Path) -> None:
+def test_act_with_a_backbone_that_one_rank_loads(trainer: Trainer) -> None:
     found = source(RELEASE)
     if found is None or not (found / "act" / "detr").is_dir():
         pytest.skip("tonyzhaozh/act at 73071e1, a submodule of the branch, is not beside it under DDPSHIM_UPSTREAM")
-    tree = copy_release(RELEASE, tmp_path)
-    config = make_run_config(tree, RELEASE, "act", tmp_path, 2, 1)
-    one, two = train_all(tree, [(config, tmp_path / str(n), n) for n in (1, 2)])
+    one, two = (trainer("act", n, steps=2, epochs=1) for n in (1, 2))
     assert all(observed["batches"]["Train"] == one.observed[0]["batches"]["Train"] for observed in two.observed)
     start, alone = one.observed[0]["initial"], one.observed[0]["networks"]
     moved = [key for key in start if not torch.equal(start[key], alone[key])]
@@ -68,103 +53,59 @@ ROLLOUTS = {**SETTINGS, "steps": 1, "epochs": 2, "experiment__env": "Toy"}
 BATCHED = {"experiment__rollout__batched": True, "experiment__rollout__num_batch_envs": 2, "train__batch_size": 96}
 
 
-@pytest.fixture(scope="module")
-def evaluated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Trainings that learn nothing, with rollouts, by name and number of ranks."""
-    require(RELEASE)
-    folder = tmp_path_factory.mktemp("rollouts")
-    tree = copy_release(RELEASE, folder)
-    data = [{"path": str(make_data(folder, num_demos=50)), "lang": "lift it"}]
-    kinds: dict[str, tuple[dict[str, Any], list[int]]] = {
-        "in turn": ({}, [1, 2]),
-        "at once": (BATCHED, [1, 3]),
-        "2 episodes": ({"experiment__rollout__n": 2}, [2]),
-        "3 episodes": ({"experiment__rollout__n": 3}, [2]),
-    }
-    jobs, names = [], []
-    for kind, (more, ranks) in kinds.items():
-        (folder / kind).mkdir()
-        config = make_config(tree, "bc_gmm", folder, folder / kind, **{**ROLLOUTS, "train__data": data, **more})
-        jobs += [(config, folder / kind / str(n), n) for n in ranks]
-        names += [f"{kind} {n}" for n in ranks]
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("DDPSHIM_FAULT", "toy_env::0")
-        return dict(zip(names, train_all(tree, jobs)))
-
-
 def _evaluate(trainer: Trainer, num_ranks: Optional[int], fault: str = "toy_env::0", **more: Any) -> Run:
+    """A training that learns nothing, with rollouts."""
     return trainer("bc_gmm", num_ranks, fault=fault, module="tests.faults", **{**ROLLOUTS, **more})
 
 
-def _written_down(run: Run) -> list[list[str]]:
-    files = sorted(run.folder.glob("toy_env_*.txt"))
-    return [file.read_text().splitlines() for file in files]
-
-
-def _episodes(run: Run) -> list[list[Any]]:
-    return [[json.loads(line.split(" ", 1)[1]) for line in rank if line[0] == "e"] for rank in _written_down(run)]
-
-
-def _check_statistics(one: Run, other: Run) -> None:
-    assert len(_statistics(one)) == len(_statistics(other)) == 2
-    for before, after in zip(_statistics(one), _statistics(other)):
-        assert list(after) == list(before) == ["Horizon", "Return", "Success_Rate", "Time_Episode", "time"]
-        for key in ("Horizon", "Return", "Success_Rate"):
-            assert after[key] == pytest.approx(before[key], rel=1e-6)
-
-
-def test_environments_made_in_turn_are_played_by_all_ranks(evaluated: dict[str, Run]) -> None:
-    one, two = evaluated["in turn 1"], evaluated["in turn 2"]
-    (alone,) = _episodes(one)
+def test_environments_made_in_turn_are_played_by_all_ranks(trainer: Trainer) -> None:
+    one, two = (_evaluate(trainer, n) for n in (1, 2))
+    (alone,) = episodes(one)
     assert len(alone) == 2 * NUM_EPISODES
-    for rank, played in enumerate(_episodes(two)):
+    for rank, played in enumerate(episodes(two)):
         assert played == [alone[e * NUM_EPISODES + i] for e in (0, 1) for i in range(rank, NUM_EPISODES, 2)]
-    _check_statistics(one, two)
+    check_statistics(one, two)
     first, second = ([draws[0] for draws in alone[e * NUM_EPISODES :][:NUM_EPISODES]] for e in (0, 1))
     assert first == second, "as upstream, every evaluation starts from the states of one seed"
     assert len(set(first)) == NUM_EPISODES
-    for written in _written_down(two):
+    for written in noted(two):
         assert [line for line in written if line[0] != "e"] == ["made", "closed"] * 2
-    best = _statistics(one)[0]["Success_Rate"]
+    best = statistics(one)[0]["Success_Rate"]
     assert 0 < best < 1
     assert f"model_epoch_1_Toy_success_{best}.pth" in [p.name for p in two.folder.glob("out/*/*/models/*.pth")]
 
 
-def test_several_episodes_at_once_are_dealt_to_the_ranks(evaluated: dict[str, Run]) -> None:
-    one, two = evaluated["at once 1"], evaluated["at once 3"]
-    (alone,) = _episodes(one)
+def test_several_episodes_at_once_are_dealt_to_the_ranks(trainer: Trainer) -> None:
+    one, two = (_evaluate(trainer, n, **BATCHED) for n in (1, 3))
+    (alone,) = episodes(one)
     assert len(alone) == 2 * 6, "three turns of two"
-    assert len({tuple(draws) for draws in alone}) == 6, "both evaluations, and no others"
-    played = _episodes(two)
+    assert len(set(alone)) == 6, "both evaluations, and no others"
+    played = episodes(two)
     assert [len(rank) for rank in played] == [4, 4, 4]
     assert sorted(draws for rank in played for draws in rank) == sorted(alone)
-    _check_statistics(one, two)
+    check_statistics(one, two)
 
 
 def test_without_a_launcher_rollouts_are_upstreams_function(trainer: Trainer) -> None:
     plain, patched = (_evaluate(trainer, None, patched=p, train__seed=3) for p in (False, True))
-    assert [draws[0] for draws in _episodes(plain)[0]] == [draws[0] for draws in _episodes(patched)[0]]
+    assert [draws[0] for draws in episodes(plain)[0]] == [draws[0] for draws in episodes(patched)[0]]
     assert "ranks=" not in patched.log
     at_once = _evaluate(trainer, None, **BATCHED)
-    assert len(_statistics(at_once)) == 2
+    assert len(statistics(at_once)) == 2
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_failing_episode_ends_its_evaluation_and_no_more(
-    trainer: Trainer, evaluated: dict[str, Run], rank: int
-) -> None:
-    number = 2 + rank  # the second that the rank plays
-    run = _evaluate(trainer, 2, fault=f"toy_env:{rank}:2")
-    text = f"ddpshim: environment 'Toy', episode {number} failed on rank {rank} (ValueError: the toy broke on purpose ("
+def test_a_failing_episode_ends_its_evaluation_and_no_more(trainer: Trainer) -> None:
+    run = _evaluate(trainer, 2, fault="toy_env:1:2")
+    text = "ddpshim: environment 'Toy', episode 3 failed on rank 1 (ValueError: the toy broke on purpose ("
     assert run.log.count(text) == 2
-    assert run.log.count(f"As without ddpshim, the statistics are of the {number} before it.") == 2
+    assert run.log.count("As without ddpshim, the statistics are of the 3 before it.") == 2
     assert ", in reset\n" in run.log, "the environment's own traceback is gone"
-    _check_statistics(evaluated[f"{number} episodes 2"], run)
+    check_statistics(_evaluate(trainer, 2, experiment__rollout__n=3), run)
 
 
 def test_of_a_first_episode_that_fails_there_are_no_statistics(trainer: Trainer) -> None:
     run = _evaluate(trainer, 2, fault="toy_env:0:1")
-    assert _statistics(run) == [{"Return": -1, "Success_Rate": -1, "Time_Episode": -1, "time": -1}] * 2
+    assert statistics(run) == [{"Return": -1, "Success_Rate": -1, "Time_Episode": -1, "time": -1}] * 2
 
 
 def test_a_training_that_was_left_goes_on_in_its_directory(trainer: Trainer, releases: Path) -> None:
