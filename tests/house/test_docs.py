@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 from unittest import mock
 
 import pytest
@@ -18,8 +17,7 @@ import ddpshim
 from ddpshim.job.world import World
 from evidence.equivalence import copy_release, make_run_config
 from tests.house.test_printed import all_messages, markdown
-from tests.preloaded import environment, kill_all_in, preloaded
-from tests.preloaded_commands import patience
+from tests.preloaded import environment, start_afresh
 
 ROOT = Path(__file__).parents[2]
 RELEASE = "0.3.0"
@@ -29,34 +27,19 @@ _VALUE = re.compile(r"'[^']*'|\bcuda:\d|\bepoch \d|\d+|\bX\b|\bPolicy\b|\b[A-Z_]
 _EXPECTED = re.compile(r"^(.*\S)\s+# exit code (\d+)$", re.MULTILINE)
 
 
-class Block(NamedTuple):
-    language: str
-    text: str
-
-
-def _section(title: str) -> list[Block]:
+def _blocks(title: str, language: str) -> list[str]:
+    """The texts of the blocks in a section of the guide."""
     sections = re.split(r"^## ", (ROOT / "MIGRATION.md").read_text(), flags=re.MULTILINE)
     (found,) = (section for section in sections if section.startswith(title))
-    return [Block(*match) for match in _BLOCK.findall(found)]
+    return [text for kind, text in _BLOCK.findall(found) if kind == language]
 
 
 def _run(commands: str, folder: Path, tree: Optional[Path] = None) -> str:
     """What a shell prints that stops at the first command with another exit code than is written behind it."""
     checked = _EXPECTED.sub(r"code=0; \1 || code=$?; [ $code = \2 ] || { echo exit code $code; exit 1; }", commands)
-    process = subprocess.Popen(
-        ["bash", "-e", "-u", "-o", "pipefail", "-c", checked],
-        cwd=folder,
-        env=preloaded().shell_environment(environment(tree)),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        said, _ = process.communicate(timeout=patience(300))
-    finally:
-        kill_all_in(folder)
-    assert process.returncode == 0, f"{commands}\nended with {process.returncode}:\n{said[-6000:]}"
+    bash = "import os, sys; os.execvp('bash', ['bash', '-euo', 'pipefail', '-c', sys.argv[1]])"
+    code, said = start_afresh(["-c", bash, checked], environment(tree), folder, 300)
+    assert code == 0, f"{commands}\nended with {code}:\n{said[-6000:]}"
     return said
 
 
@@ -81,7 +64,7 @@ def test_robomimic_as_released(tmp_path: Path) -> None:
     tree = copy_release(RELEASE, tmp_path, "plain")
     before = {path: path.read_bytes() for path in tree.rglob("*.py")}
     make_run_config(tree, RELEASE, "bc", tmp_path, 3, 1).rename(tmp_path / "bc.json")
-    unedited, patched = (block.text for block in _section("1.") if block.language == "sh")
+    unedited, patched = _blocks("1.", "sh")
     _run(unedited, tmp_path, tree)
     _run(patched, tmp_path, tree)
     assert len(list(tmp_path.glob("out/*/*/models/*.pth"))) == 3
@@ -98,7 +81,7 @@ def test_a_fork_of_robomimic(tmp_path: Path) -> None:
     edited.write_text(source.replace("def train(config, device):", "print('my fork')\n\n\ndef train(config, device):"))
     assert edited.read_text() != source
     make_run_config(plain, RELEASE, "bc", tmp_path, 3, 1).rename(tmp_path / "bc.json")
-    status, merge, train = (block.text for block in _section("2.") if block.language == "sh")
+    status, merge, train = _blocks("2.", "sh")
     assert "unknown   " in _run(status, tmp_path)
     _run(merge, tmp_path)
     merged = edited.read_text()
@@ -118,9 +101,8 @@ MIGRATION = ROOT / "examples" / "migration"
 def test_a_trainer_goes_through_both_doors(tmp_path: Path) -> None:
     source = (MIGRATION / "trainer.py").read_text()
     (tmp_path / "trainer.py").write_text(source)
-    blocks = _section("3.")
-    on_three, (alone, on_two) = (block.text.splitlines() for block in blocks if block.language == "sh")
-    three_lines, shares = (block.text for block in blocks if block.language == "diff")
+    on_three, (alone, on_two) = (text.splitlines() for text in _blocks("3.", "sh"))
+    three_lines, shares = _blocks("3.", "diff")
     assert len([line for line in three_lines.splitlines() if line[0] in "+-"]) <= 5
     for name, diff in (("whole_batches.py", three_lines), ("shares.py", shares)):
         made, example = (text.split("\n", 1)[1] for text in (_apply(diff, source), (MIGRATION / name).read_text()))
@@ -147,13 +129,13 @@ def test_a_trainer_goes_through_both_doors(tmp_path: Path) -> None:
 def test_a_migration_by_hand_is_found(tmp_path: Path) -> None:
     for name in ("whole_batches.py", "by_hand.py"):
         shutil.copy(MIGRATION / name, tmp_path)
-    (commands,) = (block.text for block in _section("4.") if block.language == "sh")
+    (commands,) = _blocks("4.", "sh")
     for command, verdict in zip(commands.splitlines(), ("yes", "no")):
         assert f"the same experiment: {verdict}" in _run(command, tmp_path)
 
 
 def test_the_lines_on_checkpoints_run(tmp_path: Path) -> None:
-    (lines,) = (block.text for block in _section("Common pitfalls") if "checkpoint.save(" in block.text)
+    (lines,) = (text for text in _blocks("Common pitfalls", "python") if "checkpoint.save(" in text)
     policy = torch.nn.Linear(2, 2)
     names: dict[str, Any] = {"policy": policy, "epoch": 3, "folder": tmp_path, "world": World()}
     exec(lines, names)
@@ -163,7 +145,7 @@ def test_the_lines_on_checkpoints_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_main", [True, False])
 def test_the_lines_on_bars_and_loggers_run(tmp_path: Path, is_main: bool) -> None:
-    (lines,) = (block.text for block in _section("Common pitfalls") if "wandb.init" in block.text)
+    (lines,) = (text for text in _blocks("Common pitfalls", "python") if "wandb.init" in text)
     policy, calls = torch.nn.Linear(2, 1), mock.MagicMock()
     loader = ddpshim.make_loader(torch.utils.data.TensorDataset(torch.ones(6, 2), torch.ones(6, 1)), batch_size=2)
     world = mock.Mock(is_main=is_main, mean_over=World().mean_over)

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Callable
 
 import pytest
@@ -20,26 +18,21 @@ from torch.utils.data import DataLoader, TensorDataset
 import ddpshim
 from examples import how_it_works, resume, two_nodes
 from tests.examples import PAGE, ROOT, Row, printed, rows, shown
-from tests.preloaded import environment, preloaded
+from tests.preloaded import environment, preloaded, start_afresh
+from tests.preloaded_commands import commands
 from tests.ranks import run_ranks
 
 FOLDER = ROOT / "examples"
 DEADLINE_S = 120
 TABLE, OTHERS = rows(PAGE.read_text())
 LAUNCHED = ["weighted_datasets", "diffusion_ema", "accumulation_bf16", "rollouts"]
+ENVIRON = {**environment(), "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 NUMBER = r"[-+]?\d+(?:\.\d+)?(?:e[-+]\d+)?"
 
 
 def commands_of(name: str) -> list[str]:
     text = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text())) or ""
     return [line.strip().split("  ")[0] for line in text.splitlines() if line.startswith("    python ")]
-
-
-def forked(words: list[str], folder: Path) -> tuple[int, str]:
-    argv = words[1:] if words[0] == "-m" else words
-    environ = {**environment(), "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    code = preloaded().start([(argv, environ)], folder).wait(DEADLINE_S)
-    return code, (folder / "output.txt").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +46,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
             (folder / "examples").symlink_to(FOLDER)
             python, *words = command.split()
             assert python == "python"
-            code, said = forked(words, folder)
+            code, said = start_afresh(words, ENVIRON, folder, DEADLINE_S)
             assert code == 0, said
             done[command] = printed(said)
         return done[command]
@@ -209,16 +202,18 @@ def test_rollouts_have_the_statistics_of_one_rank(on: Callable[[str, int], str])
     assert one[2:] == two[3:]
 
 
-def test_an_interrupted_training_goes_on_on_one_rank_and_on_three(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(command: list[str], **_: Any) -> Any:
-        python, *words = command
-        assert python == sys.executable
-        folder = Path(words[words.index("--out") + 1])
-        return SimpleNamespace(returncode=forked(words, folder)[0])
+@pytest.fixture
+def forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes that an example starts are forked."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in preloaded().shell_environment(ENVIRON).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "executable", str(commands() / "python"))
 
-    monkeypatch.setattr(resume, "subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
+
+def test_an_interrupted_training_goes_on_on_one_rank_and_on_three(
+    tmp_path: Path, forks: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     resume.demo(tmp_path)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "uninterrupted, on 1 rank: 160 steps"
@@ -233,38 +228,11 @@ def test_an_interrupted_training_goes_on_on_one_rank_and_on_three(
     assert words("\n".join(lines)) == words_shown("python examples/resume.py --demo")
 
 
-class _Agents:
-    """Stands for `subprocess`: the processes of an example, forked together when the first is waited for."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._commands: list[tuple[list[str], dict[str, str]]] = []
-        self._code: int | None = None
-
-    def Popen(self, command: list[str]) -> Any:
-        python, module, *argv = command
-        assert (python, module) == (sys.executable, "-m")
-        self._commands.append((argv, {**environment(), "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}))
-        return SimpleNamespace(wait=self._wait, terminate=lambda: None)
-
-    def _wait(self, deadline_s: float | None = None) -> int:
-        if self._code is None:
-            assert deadline_s is not None
-            self._code = preloaded().start(self._commands, self._folder).wait(deadline_s)
-        return self._code
-
-
-def test_two_agents_make_two_nodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(two_nodes, "subprocess", _Agents(tmp_path))
-    code = two_nodes.emulate()
-    said = (tmp_path / "output.txt").read_text()
-    assert code == 0, said
-    own = capsys.readouterr().out
-    assert own == "exit codes of the agents: [0, 0]\n"
-    lines = printed(said).splitlines()
-    assert words("\n".join([*lines, own.rstrip()])) == words_shown("python examples/two_nodes.py")
+def test_two_agents_make_two_nodes(forks: None, capfd: pytest.CaptureFixture[str]) -> None:
+    assert two_nodes.emulate() == 0
+    lines = printed(capfd.readouterr().out).splitlines()
+    assert words("\n".join(lines)) == words_shown("python examples/two_nodes.py")
+    assert lines[-1] == "exit codes of the agents: [0, 0]"
     assert lines[0].startswith("4 ranks, loss of rank 0 ")
     table = [numbers(line) for line in lines[2:6]]
     assert [row[:3] for row in table] == [[0, 0, 0], [1, 0, 1], [2, 1, 0], [3, 1, 1]]

@@ -25,7 +25,6 @@ import sqlite3
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Callable
 from unittest import mock
@@ -244,15 +243,6 @@ def checkpoints() -> Any:
     return seen, os.path.isfile("models/2.pt"), os.path.exists("models/0.pt")
 
 
-@contextlib.contextmanager
-def logging_to(path: str) -> Iterator[logging.Logger]:
-    logger, handler = logging.getLogger("test_private_files"), logging.FileHandler(path)
-    logger.addHandler(handler)
-    yield logger
-    logger.removeHandler(handler)
-    handler.close()
-
-
 def by_libraries() -> Any:
     """What opens files by itself, past Python."""
     seen: list[Any] = []
@@ -293,8 +283,8 @@ def by_libraries() -> Any:
             runs.close()
     Path("text").write_text("of this rank")
     seen.append(subprocess.run(["cat", "text"], capture_output=True, text=True, check=True).stdout)
-    with logging_to("events.log") as logger:
-        logger.warning("logged")
+    with contextlib.closing(logging.FileHandler("events.log")) as handler:
+        handler.handle(logging.makeLogRecord({"msg": "logged"}))
     writer = tensorboardX.SummaryWriter("board")
     writer.add_scalar("loss", 1.0, 1)
     writer.close()
