@@ -36,6 +36,7 @@ from ddpshim.process.launch_env import EXIT_REQUEUE
 from ddpshim.process.say import say
 from ddpshim.trainers.unedited.joining import see_one_gpu
 from tests import ranks
+from tests.launch.test_launch import SLURM
 from tests.preloaded import kill_all_in, working_in
 from tests.preloaded_commands import patience
 
@@ -221,7 +222,7 @@ def test_the_end_of_a_run_says_where_its_report_is(
     for name in [name for name in os.environ if name in ("RANK", "WORLD_SIZE")]:
         monkeypatch.delenv(name)
     (tmp_path / "train.py").touch()
-    for name in (variables.RUN_DIR, variables.RANK_LOGS, "PYTHONHASHSEED"):
+    for name in (variables.RUN_DIR, variables.RANK_LOGS, "PYTHONHASHSEED", "GLOO_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")  # put back after the test
     assert runner.run(Launch("train.py", nproc="2", has_logs=False)) == 0
     assert capsys.readouterr().err.endswith(
@@ -550,14 +551,9 @@ def test_ranks_and_gpus(
 
 
 STEP = {
-    "SLURM_JOB_ID": "42",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-    "SLURM_STEP_NODELIST": "gpu[1-2]",
+    **SLURM,
+    **{"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_NODEID": "1"},
+    **{"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "gpu[1-2]"},
 }
 
 

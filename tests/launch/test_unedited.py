@@ -27,6 +27,7 @@ from ddpshim.process import machine
 from ddpshim.process.job import current
 from ddpshim.process.replaced import after_import
 from ddpshim.trainers.unedited import file_calls, joining, networks, program
+from evidence.compare import largest_difference
 from tests.preloaded import DEADLINE_PASSED, as_torchrun_says, environment, preloaded, start_afresh
 
 DEADLINE_S = 90
@@ -109,11 +110,6 @@ def succeeded(ran: Ran) -> Ran:
     return ran
 
 
-def difference(one: Any, two: Any) -> float:
-    assert one.keys() == two.keys()
-    return max(float((one[key] - two[key]).abs().max()) for key in one)
-
-
 def compared(
     tmp_path: Path,
     script: str,
@@ -126,7 +122,7 @@ def compared(
     """What `script` did in one process, and the same on ranks: what they said, and weights.pth up to `weights`."""
     plain = succeeded(run(tmp_path, script, 1, is_plain=True, **environ))
     ranks = succeeded(run(tmp_path, script, num_ranks, **environ))
-    assert difference(*(torch.load(ran.folder / "weights.pth") for ran in (plain, ranks))) <= weights
+    assert largest_difference(*(torch.load(ran.folder / "weights.pth") for ran in (plain, ranks))) <= weights
     for rank, what in itertools.product(range(num_ranks), (*equal, *close)):
         found, expected = ranks.said(rank, what), plain.said(0, what)
         assert len(found) == len(expected) > 0
@@ -291,7 +287,7 @@ torch.save([model, torch.rand(3)], "all.pth")
     one = succeeded(run(tmp_path, script, 1))
     (before, drawn), (after, drawn_too) = (torch.load(r.folder / "all.pth", weights_only=False) for r in (plain, one))
     assert type(after) is nn.DataParallel
-    assert difference(before.state_dict(), after.state_dict()) == 0
+    assert largest_difference(before.state_dict(), after.state_dict()) == 0
     assert torch.equal(drawn, drawn_too)
     assert plain.said(0, "trained on") == one.said(0, "trained on")
 

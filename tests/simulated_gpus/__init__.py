@@ -48,10 +48,6 @@ def environment(num: int = 2, **more: str) -> dict[str, str]:
     return {NUM: str(num), LIBRARY: str(folder), "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), **more}
 
 
-def is_active() -> bool:
-    return "simulated_gpus_c" in sys.modules
-
-
 class Event(NamedTuple):
     kind: str  # sync, launch, race, communicator
     what: str
@@ -94,7 +90,7 @@ class Log:
 
 
 def library() -> Any:
-    if not is_active():
+    if "simulated_gpus_c" not in sys.modules:
         raise RuntimeError("this process has no simulated GPUs: start it by `python -m tests.simulated_gpus PROGRAM`")
     return sys.modules["simulated_gpus_c"]
 

@@ -47,18 +47,16 @@ def built() -> tuple[Optional[Path], Optional[str]]:
     if compiler is None:
         return None, "there is no g++"
     said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    digest = hashlib.sha256("\0".join([version, sys.version, said, *_texts()]).encode()).hexdigest()[:16]
+    texts = [(_HERE / name).read_text() for name in _SOURCES]
+    digest = hashlib.sha256("\0".join([version, sys.version, said, *texts]).encode()).hexdigest()[:16]
     folder = _cache() / f"torch-{version}-{digest}"
-    with _locked(folder.with_name(f"{folder.name}.lock")):
+    with folder.with_name(f"{folder.name}.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
         if not (folder / LIBRARY).exists():
             reason = _build(compiler, root, folder)
             if reason is not None:
                 return None, reason
     return folder, None
-
-
-def _texts() -> list[str]:
-    return [(_HERE / name).read_text() for name in _SOURCES]
 
 
 def _cache() -> Path:
@@ -69,13 +67,6 @@ def _cache() -> Path:
             if os.access(folder, os.W_OK):
                 return folder
     raise RuntimeError("neither the user's cache nor the folder for temporary files can be written")
-
-
-@contextlib.contextmanager
-def _locked(file: Path):  # type: ignore[no-untyped-def]
-    with file.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        yield
 
 
 def _build(compiler: str, torch: Path, folder: Path) -> Optional[str]:

@@ -26,8 +26,9 @@ from ddpshim.errors import RankError
 from ddpshim.observe import digits, recording, records
 from ddpshim.observe.report import figure, findings, load, markdown, verdict
 from ddpshim.robomimic import calls as robomimic
-from evidence.equivalence import VALIDATION, copy_release, largest_difference, make_config, make_data, source, train
+from evidence.equivalence import VALIDATION, copy_release, largest_difference, make_config, make_data, train
 from tests.ranks import run_ranks
+from tests.robomimic import require
 
 ROOT = Path(__file__).parents[2]
 START = 1_000_000.0
@@ -418,8 +419,7 @@ def test_evaluations_are_written_down(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def _train_robomimic(releases: Path, folder: Path, **how: Any) -> Any:
-    if source("0.3.0") is None:
-        pytest.skip("robomimic 0.3.0 is not installed (pip install --no-deps robomimic==0.3.0)")
+    require("0.3.0")
     folder.mkdir(exist_ok=True)
     tree = copy_release("0.3.0", releases, "unedited")
     config = make_config(
