@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from ddpshim.launch import rank
-from tests.launch.test_unedited import Ran, difference, run, succeeded
+from evidence.compare import largest_difference
+from tests.launch.test_unedited import Ran, run, succeeded
 
 TRAINER = """
 import logging
@@ -171,7 +172,7 @@ torch.save(trained.state_dict(), "weights.pth")
 def test_an_unedited_lightning_trainer_for_one_device_trains_on_ranks_as_in_one_process(tmp_path: Path) -> None:
     plain = succeeded(run(tmp_path, LIGHTNING, 1, is_plain=True))
     ranks = succeeded(run(tmp_path, LIGHTNING, 2, DDPSHIM_UNEDITED="on"))
-    assert difference(*(torch.load(ran.folder / "weights.pth") for ran in (plain, ranks))) < 1e-12
+    assert largest_difference(*(torch.load(ran.folder / "weights.pth") for ran in (plain, ranks))) < 1e-12
     assert _files(ranks.folder / "kept") == _files(plain.folder / "kept")
     assert "Trained (97 parameters), stepped by Adam, is trained by all ranks together" in ranks.logs[0]
 
@@ -228,7 +229,7 @@ def test_a_program_that_uses_accelerate_is_that_of_one_process(tmp_path: Path) -
     plain, two = succeeded(run(tmp_path, ACCELERATED, 1, is_plain=True)), succeeded(run(tmp_path, ACCELERATED, 2))
     assert (two.folder / "log.txt").read_text() == (plain.folder / "log.txt").read_text()
     for name in ("0.pth", "1.pth"):
-        assert difference(*(torch.load(ran.folder / name) for ran in (plain, two))) < 1e-12
+        assert largest_difference(*(torch.load(ran.folder / name) for ran in (plain, two))) < 1e-12
     assert two.said(0, "processes") == two.said(1, "processes") == plain.said(0, "processes")
 
 
