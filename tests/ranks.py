@@ -112,6 +112,7 @@ def _enter(
     from ddpshim.launch import spawning
 
     def call() -> Any:
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have workers
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         os.environ.update(environ)

@@ -317,50 +317,24 @@ for _ in other: next(one.parameters()).mean().backward()  # zip left it at its l
 batch = next(iter(loader))  # and then trained on, again and again
 say("drawn", torch.rand(4, 8).tolist())
 
-# Loaders of all kinds that train; then fine-tuning in eval mode.
+# A stream and a part that train; then fine-tuning in eval mode.
 class Stream(data.IterableDataset):
     def __iter__(self):
         yield from ((i, *rest) for i, *rest in random.sample([Items()[i] for i in range(40)], 40))
 
 model = nn.DataParallel(network())
-random.seed(1)
-parts = data.random_split(Items(), [32, 8])[0], data.Subset(Items(), np.random.permutation(40)[:32])
-loaders = [DataLoader(dataset, batch_size=8) for dataset in (Items(), Stream(), *parts)]
-loaders.append(DataLoader(Items(), 8, sampler=data.WeightedRandomSampler([1, 2, 3, 4] * 10, 24)))
-loaders.append(DataLoader(Items(), batch_sampler=data.BatchSampler(data.RandomSampler(Items()), 8, drop_last=True)))
-for loader in loaders:
-    train(model, loader)
-model.eval()  # fine-tuning in eval mode
+for dataset in (Stream(), data.random_split(Items(), [32, 8])[0]):
+    train(model, DataLoader(dataset, batch_size=8))
+model.eval()
 for index, x, y in DataLoader(Items(), batch_size=8, shuffle=True):
     (model(x) ** 2).sum().backward()
     say("trained on", index.tolist())
-
-# Workers that stay are seeded once, by passes that train and evaluate.
-second = network(dropout=0.1)
-optimizer = torch.optim.SGD(second.parameters(), 0.1)
-for looks_first in (True, False):
-    loader = DataLoader(Items(), 8, shuffle=True, num_workers=1, persistent_workers=True)
-    for trains in (not looks_first, looks_first, not looks_first):
-        second.train()
-        if trains:
-            for index, x, y in loader:
-                optimizer.zero_grad()
-                out = second(x.requires_grad_())
-                (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-                (nn.functional.mse_loss(out, y.double()) + slope.pow(2).mean()).backward()
-                optimizer.step()
-        else:
-            for index, x, y in loader:
-                with torch.no_grad():
-                    say("looked at", [*index.tolist(), float(second(x).mean())])
-    say("drawn", torch.rand(2).tolist())
-torch.save({**model.state_dict(), **{f"second {name}": p for name, p in second.state_dict().items()}}, "weights.pth")
+torch.save(model.state_dict(), "weights.pth")
 """
 
 
-def test_orders_draws_and_workers_are_those_of_the_plain_script_on_every_rank(tmp_path: Path) -> None:
-    how = {"equal": ("trained on", "drawn"), "close": ("looked at",), "weights": 1e-12}
-    _, ranks = compared(tmp_path, ORDERS_AND_DRAWS, 2, **how)  # type: ignore[arg-type]
+def test_orders_and_draws_are_those_of_the_plain_script_on_every_rank(tmp_path: Path) -> None:
+    _, ranks = compared(tmp_path, ORDERS_AND_DRAWS, 2, equal=("trained on", "drawn"), close=(), weights=1e-12)
     for said_without_need in ("weights differed between ranks", "Grad strides"):
         assert said_without_need not in "".join(ranks.logs)
     divided = (

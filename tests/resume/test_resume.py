@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import multiprocessing
 import os
 import random
 import shutil
@@ -55,13 +54,9 @@ def _train(
     batch_size: int = B,
     num_steps: Optional[int] = None,
     in_background: bool = False,
-    batch: str = "local",
 ) -> tuple[list[list[int]], dict[str, torch.Tensor], list[float], Any]:
     """(samples of each step, weights, noise drawn in each step, exit code); `left`: rank, epoch, step of a signal."""
     here = ddpshim.world()
-    if batch == "global":
-        ddpshim.cleanup()
-        here = ddpshim.setup(batch="global", seed=0, device="cpu")
     if in_background:
         checkpoint._LEAST_BYTES = 0
     resume._LOOK_EVERY_S = 0.0  # ranks meet at every step: a toy's training is over within half a second
@@ -86,8 +81,7 @@ def _train(
                     left = None
                 noise.append(torch.rand(()).item())
                 training.values["steps"] = training.values.get("steps", 0) + 1
-                own = [*range(len(index))] if batch == "local" else [*range(here.rank, len(index), here.world_size)]
-                seen.append([index.tolist()[row] for row in own])
+                seen.append(index.tolist())
                 optimizer.zero_grad()
                 net(x).pow(2).mean().backward()
                 optimizer.step()
@@ -153,28 +147,21 @@ def _together(results: list[Any]) -> list[list[int]]:
     return [sorted(i for step in steps for i in step) for steps in zip(*(seen for seen, *_ in results))]
 
 
-@pytest.mark.parametrize(
-    ("size", "others", "num_steps", "in_background", "batch"),
-    [(2, 4, 12, True, "local"), (3, 2, None, False, "global")],
-)
-def test_a_signal_on_one_rank_costs_no_sample(
-    tmp_path: Path, size: int, others: int, num_steps: Optional[int], in_background: bool, batch: str
-) -> None:
-    whole = run_ranks(_train, size, str(tmp_path / "whole"), None, B, num_steps, False, batch)
-    left = tmp_path / "left"
+def test_a_signal_on_one_rank_costs_no_sample(tmp_path: Path) -> None:
+    left, num_steps = tmp_path / "left", 12
+    whole = run_ranks(_train, 2, str(tmp_path / "whole"), None, B, num_steps)
     # The process in the background imports torch with what others leave it of the cores.
-    first = run_ranks(_train, size, str(left), (size - 1, 1, 2), B, num_steps, in_background, batch, timeout_s=200)
-    assert [code for *_, code in first] == [EXIT_REQUEUE] * size
-    num_first = len(first[0][0])
-    assert (num_steps or N // B) + 2 < num_first < EPOCHS * (num_steps or N // B)
+    first = run_ranks(_train, 2, str(left), (1, 1, 2), B, num_steps, True, timeout_s=200)
+    assert [code for *_, code in first] == [EXIT_REQUEUE] * 2
+    assert num_steps + 2 < len(first[0][0]) < EPOCHS * num_steps
     shutil.copytree(left, tmp_path / "others")
-    for folder, num_ranks, tolerance in ((left, size, 0.0), (tmp_path / "others", others, 1e-12)):
-        rest = run_ranks(_train, num_ranks, str(folder), None, B, num_steps, False, batch)
+    for folder, num_ranks, tolerance in ((left, 2, 0.0), (tmp_path / "others", 4, 1e-12)):
+        rest = run_ranks(_train, num_ranks, str(folder), None, B, num_steps)
         assert _together(first) + _together(rest) == _together(whole)
         for _, weights, _, _ in rest:
             for name, value in whole[0][1].items():
                 torch.testing.assert_close(weights[name], value, rtol=0, atol=tolerance)
-        if num_ranks == size:
+        if num_ranks == 2:
             for before, after, uninterrupted in zip(first, rest, whole):
                 assert before[2] + after[2] == uninterrupted[2]
         assert not folder.exists(), "a finished training leaves no progress behind"
@@ -327,18 +314,36 @@ class _Later(_AtOnce):
         yield from super().__iter__()
 
 
-NUMBERS = list(range(N))
+class _Draws(list[int]):
+    """Each sample draws in its own way, and every fifth not at all."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if index % 5 == 0:
+            return 1.0 * index
+        return index + [torch.rand(()).item, random.random, np.random.rand][index % 3]()
+
+
+def _joined(samples: list[float]) -> torch.Tensor:
+    return torch.tensor(samples) + torch.rand(())
+
+
+NUMBERS, DRAWS = list(range(N)), _Draws(range(N))
+GIVEN = torch.Generator().manual_seed(7)
 LOADERS: dict[str, Callable[[], dict[str, Any]]] = {
-    "shuffled": lambda: {"dataset": NUMBERS, "batch_size": B, "shuffle": True},
-    "sampler": lambda: {"dataset": NUMBERS, "batch_size": B, "sampler": RandomSampler(NUMBERS)},
-    "batch sampler": lambda: {"dataset": NUMBERS, "batch_sampler": BatchSampler(RandomSampler(NUMBERS), B, True)},
-    "drawn at once": lambda: {"dataset": NUMBERS, "batch_sampler": _AtOnce()},
-    "drawn later": lambda: {"dataset": NUMBERS, "batch_sampler": _Later()},
+    "shuffled": lambda: {"batch_size": B, "shuffle": True},
+    "sampler": lambda: {"batch_size": B, "sampler": RandomSampler(NUMBERS)},
+    "batch sampler": lambda: {"batch_sampler": BatchSampler(RandomSampler(NUMBERS), B, True)},
+    "drawn at once": lambda: {"batch_sampler": _AtOnce()},
+    "drawn later": lambda: {"batch_sampler": _Later()},
+    "in its own order": lambda: {"batch_size": B, "sampler": RandomSampler(NUMBERS, generator=GIVEN)},
+    "draws": lambda: {"batch_size": B, "shuffle": True},
+    "collates": lambda: {"batch_size": B, "shuffle": True, "collate_fn": _joined},
 }
+WORKERS: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
 
 
 def _enters(kind: str, **options: Any) -> list[Any]:
-    loader = ddpshim.make_loader(**LOADERS[kind](), **options)
+    loader = ddpshim.make_loader(DRAWS if kind in ("draws", "collates") else NUMBERS, **LOADERS[kind](), **options)
     here = torch.device("cpu")
     loader.set_epoch(4)
     batches = iter(loader)
@@ -353,43 +358,11 @@ def _enters(kind: str, **options: Any) -> list[Any]:
     return [len(whole), rest == whole[3:], again == after, after != whole]
 
 
-WORKERS: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
-
-
-class _Draws(list[int]):
-    """Each sample draws in its own way, and every fifth not at all."""
-
-    def __getitem__(self, index: Any) -> Any:
-        if index % 5 == 0:
-            return 1.0 * index
-        return index + [torch.rand(()).item, random.random, np.random.rand][index % 3]()
-
-
-def _joined(samples: list[float]) -> torch.Tensor:
-    return torch.tensor(samples) + torch.rand(())
-
-
-DRAWS = _Draws(range(N))
-OF_ROWS: dict[str, Callable[[], dict[str, Any]]] = {
-    **LOADERS,
-    "in its own order": lambda: {
-        "dataset": NUMBERS,
-        "batch_size": B,
-        "sampler": RandomSampler(NUMBERS, generator=GIVEN),
-    },
-    "draws": lambda: {"dataset": DRAWS, "batch_size": B, "shuffle": True},
-    "collates": lambda: {"dataset": DRAWS, "batch_size": B, "shuffle": True, "collate_fn": _joined},
-}
-GIVEN = torch.Generator().manual_seed(7)
-
-
 def _enters_rows() -> dict[str, list[Any]]:
     here = ddpshim.world()
     ddpshim.cleanup()
     ddpshim.setup(batch="global", seed=1, device="cpu")
-    LOADERS.update(OF_ROWS)
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may have data workers
-    entered = {kind: _enters(kind) for kind in OF_ROWS}
+    entered = {kind: _enters(kind) for kind in LOADERS}
     by_workers = ["drawn at once", "drawn later", "draws", "collates"] if here.world_size > 1 else ["draws"]
     return {**entered, **{f"{kind}, by workers": _enters(kind, **WORKERS) for kind in by_workers}}
 
@@ -398,7 +371,7 @@ def _enters_rows() -> dict[str, list[Any]]:
 def test_a_pass_over_row_tensors_is_entered_with_its_order_and_draws(num_ranks: int) -> None:
     for entered in run_ranks(_enters_rows, num_ranks):
         assert {kind for kind, found in entered.items() if found != [N // B, True, True, True]} == set()
-        assert {*OF_ROWS, "draws, by workers"} <= {*entered}
+        assert {*LOADERS, "draws, by workers"} <= {*entered}
 
 
 def _rank_resumes_its_own_share(folder: str) -> list[list[int]]:

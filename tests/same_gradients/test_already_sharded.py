@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,10 +22,8 @@ BATCH, NUM_STEPS = 10, 4
 class Trajectories(IterableDataset[Any]):
     """A rank's own part of a stream: it draws noise and the order, as a shuffle buffer does; texts are of one rank."""
 
-    def __init__(self, rank: int, num: int, has_length: bool) -> None:
+    def __init__(self, rank: int, num: int) -> None:
         self._rank, self._num = rank, num
-        if has_length:
-            self.__class__ = Known
 
     def __iter__(self) -> Iterator[Any]:
         for i in range(self._num):
@@ -66,10 +63,9 @@ def _train(loader: Any) -> list[dict[str, Any]]:
 
 def _of_ranks(num_workers: int, has_length: bool) -> tuple[list[dict[str, Any]], Any]:
     here = _begin()
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a rank may have workers
     how: Any = {"num_workers": num_workers, "multiprocessing_context": "fork"} if num_workers else {}
     num = BATCH * NUM_STEPS // here.world_size + (here.rank if has_length else 0)
-    loader = JoinedLoader(Trajectories(here.rank, num, has_length), BATCH, **how)
+    loader = JoinedLoader((Known if has_length else Trajectories)(here.rank, num), BATCH, **how)
     steps = _train(loader)
     whole = [{**step, "x": torch.as_tensor(step["x"].tolist())} for step in steps]
     return whole, (torch.get_rng_state(), loader.batch_size, len(loader) if has_length else None)
@@ -126,7 +122,7 @@ def test_datasets_are_shuffled_by_each_rank() -> None:
 
 def _unequal() -> Any:
     here = _begin()
-    _train(JoinedLoader(Trajectories(here.rank, 5 * 20 + 5 * here.rank, False), BATCH))
+    _train(JoinedLoader(Trajectories(here.rank, 5 * 20 + 5 * here.rank), BATCH))
 
 
 def _too_small() -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 from pathlib import Path
 from typing import Any
@@ -195,7 +194,6 @@ def _rows(folder: str, num_workers: int) -> tuple[list[Any], bool]:
     """All numbers of two passes in a program that every rank runs whole; whether they are fetched by the batch."""
     ddpshim.cleanup()
     ddpshim.setup(batch="global", seed=1, device="cpu")
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a rank may have workers
     demos.begin()
     dataset = demos.make(Path(folder), "low_dim", seq_length=3)
     how: Any = {"num_workers": num_workers, "multiprocessing_context": "fork"} if num_workers else {}
