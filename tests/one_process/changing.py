@@ -6,6 +6,7 @@ program makes 12 steps with batches of 16, 16, 16 and 2 rows, and changes someth
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import time
@@ -93,6 +94,7 @@ class _Doubled(nn.Softplus):
 _OF_DOUBLED = _Doubled.forward
 
 
+@PROGRAMS.add
 def methods_patched(log: Log) -> Trained:
     def change(net: Net, step: int, _: Any) -> None:
         net.drop = net.drop if step else _Doubled()
@@ -101,6 +103,7 @@ def methods_patched(log: Log) -> Trained:
     return trained(log, change)
 
 
+@PROGRAMS.add
 def functions_patched(log: Log) -> Trained:
     sin = torch.sin
 
@@ -114,6 +117,7 @@ def functions_patched(log: Log) -> Trained:
         torch.sin = sin
 
 
+@PROGRAMS.add
 def code_replaced(log: Log) -> Trained:
     def inner(y: Tensor) -> Tensor:
         return y * 2
@@ -128,8 +132,6 @@ def code_replaced(log: Log) -> Trained:
     return trained(log, change, lambda net, y: inner(y))
 
 
-for _each in (methods_patched, functions_patched, code_replaced):
-    PROGRAMS.add(_each)
 at("hook_added", 4, change=lambda net: net.second.register_forward_hook(lambda module, given, out: out * 1.5))
 at(
     *("hook_of_gradients", 4),
@@ -137,21 +139,16 @@ at(
 )
 
 
+@PROGRAMS.add
 def hook_of_all(log: Log) -> Trained:
-    handles: list[Any] = []
+    add = nn.modules.module.register_module_forward_hook
+    with contextlib.ExitStack() as added:
 
-    def change(net: Net, step: int, _: Any) -> None:
-        if step == 4:
-            handles.append(nn.modules.module.register_module_forward_hook(lambda module, given, out: out * 1.1))
+        def change(net: Net, step: int, _: Any) -> None:
+            if step == 4:
+                added.callback(add(lambda module, given, out: out * 1.1).remove)
 
-    try:
         return trained(log, change)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-PROGRAMS.add(hook_of_all)
 
 
 at("all_frozen_but_the_last", 4, change=lambda net: net.requires_grad_(False).last.requires_grad_(True))

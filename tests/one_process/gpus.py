@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.one_process.runner import Log, Programs, Trained, main
@@ -38,9 +38,8 @@ def fit(
     net: nn.Module,
     batches: Any = None,
     loss_of: Callable[[Any, Tensor, Tensor], Tensor] = lambda net, x, y: F.mse_loss(net(x), y),
-    optimizer: Optional[Optimizer] = None,
 ) -> Trained:
-    optimizer = SGD(net.parameters(), 0.05, momentum=0.9) if optimizer is None else optimizer
+    optimizer = SGD(net.parameters(), 0.05, momentum=0.9)
     batches = batches or loader((6,), (1,))
     for _ in range(2):
         for x, y in batches:

@@ -55,8 +55,10 @@ def trained_by_mean(mean_of: Callable[[Tensor, Tensor], Tensor], log: Log) -> Tr
     return train(log, net, loss_of, loader(*sequences()))
 
 
-def masked(mean_of: Callable[[Tensor, Tensor], Tensor]) -> None:
-    PROGRAMS[mean_of.__name__] = functools.partial(trained_by_mean, mean_of)
+def masked_by_assignment(e: Tensor, m: Tensor) -> Tensor:
+    e = e.clone()
+    e[m == 0] = 0.0
+    return e.sum() / (m != 0).sum()
 
 
 MASKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -70,15 +72,9 @@ MASKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "masked_lengths_of_the_batch": lambda e, m: (e * m)[:, : int(m.sum(1).max())].mean(),
     # Relative to numpy's mean, by its weights.
     "masked_numpy_average": lambda e, m: (e * m / m.sum()).sum() / np.average(e.detach().numpy(), weights=m.numpy()),
+    "masked_by_assignment": masked_by_assignment,
 }
 PROGRAMS.update((name, functools.partial(trained_by_mean, mean_of)) for name, mean_of in MASKED.items())
-
-
-@masked
-def masked_by_assignment(e: Tensor, m: Tensor) -> Tensor:
-    e = e.clone()
-    e[m == 0] = 0.0
-    return e.sum() / (m != 0).sum()
 
 
 # Tokens, counts and labels that are ignored

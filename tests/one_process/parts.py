@@ -52,11 +52,7 @@ def steps(
 
 
 def train(
-    log: Log,
-    net: nn.Module,
-    loss_of: Callable[..., Tensor],
-    batches: Optional[Iterable[Any]] = None,
-    lr: float = 0.1,
+    log: Log, net: nn.Module, loss_of: Callable[..., Tensor], batches: Optional[Iterable[Any]] = None, lr: float = 0.1
 ) -> Trained:
     """Train `net` by SGD for one pass over `batches`; log each loss."""
     for loss in steps(SGD(net.parameters(), lr), loss_of, batches):

@@ -1,6 +1,6 @@
 """Runs short programs for one process, each from the same seeds, and writes what they logged and trained.
 
-`python -m tests.one_process.hostile OUT [--only A,B] [--double] [--nudge] [--device cuda]` writes OUT/results.json
+`python -m tests.one_process.hostile OUT [--only A,B] [--nudge] [--device cuda]` writes OUT/results.json
 after every program: {name: {"log": [...], "weights": [...], "error": null or text}}.
 """
 
@@ -85,14 +85,11 @@ def main(programs: Programs, argv: Optional[list[str]] = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", type=lambda names: names.split(","), default=list(programs))
-    parser.add_argument("--double", action="store_true", help="float64 as the default dtype")
     parser.add_argument("--nudge", action="store_true", help="change the last bit of the initial weights and data")
     parser.add_argument("--device", help="where tensors are made")
     options = parser.parse_args(argv)
     if options.device:
         compute_on(options.device)
-    if options.double:
-        torch.set_default_dtype(torch.float64)
     if options.nudge:
         nudge()
     options.out.mkdir(parents=True, exist_ok=True)

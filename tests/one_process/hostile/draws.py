@@ -10,13 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributions, nn
 
-from tests.one_process.hostile.parts import (
-    change,
-    changed,
-    logged_change,
-    program,
-    trains,
-)
+from tests.one_process.hostile.parts import change, changed, logged_change, program, trains
 from tests.one_process.parts import mlp
 from tests.one_process.runner import Log, Trained
 

@@ -10,14 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from tests.one_process.hostile.parts import (
-    Net,
-    fit,
-    images,
-    program,
-    sequences,
-    trains,
-)
+from tests.one_process.hostile.parts import Net, fit, images, program, sequences, trains
 from tests.one_process.parts import data, loader, mlp, steps, train
 from tests.one_process.runner import Log, Trained
 

@@ -81,9 +81,7 @@ def logged_change(function: Callable[[Log, Tensor], Tensor]) -> None:
 
 
 def computes(
-    parts: Callable[[], dict[str, Any]],
-    batches: Callable[[], Optional[Iterable[Any]]] = lambda: None,
-    lr: float = 0.1,
+    parts: Callable[[], dict[str, Any]], batches: Callable[[], Optional[Iterable[Any]]] = lambda: None, lr: float = 0.1
 ) -> Callable[[Callable[..., Any]], None]:
     """Return a decorator that registers the program which fits a network of `parts`, whose forward is the function.
 
