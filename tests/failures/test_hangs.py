@@ -105,10 +105,8 @@ def test_what_is_said_of_many_ranks() -> None:
 
 
 BACKWARD = FrameSummary(str(TORCH / "autograd" / "graph.py"), 9, "_engine_run_backward")
-TRAIN, GATHER = (
-    FrameSummary(os.path.join(os.sep, "project", "torch", "train.py"), 40, "main"),
-    FrameSummary(str(OURS / "job" / "collectives.py"), 7, "gather"),
-)
+TRAIN = FrameSummary(os.path.join(os.sep, "project", "torch", "train.py"), 40, "main")
+GATHER = FrameSummary(str(OURS / "job" / "collectives.py"), 7, "gather")
 C10D = FrameSummary(str(TORCH / "distributed" / "distributed_c10d.py"), 3, "all_gather_object")
 MAINS = FrameSummary(str(OURS / "job" / "collectives.py"), 8, "run_on_main")
 

@@ -19,8 +19,7 @@ SAID = {
 
 
 @pytest.mark.parametrize(
-    ("how", "door"),
-    [*((how, "") for how in SAID), ("raises", "global"), ("killed", "shares"), ("dataset", "shares")],
+    ("how", "door"), [*((how, "") for how in SAID), ("raises", "global"), ("killed", "shares"), ("dataset", "shares")]
 )
 def test_the_first_failure_is_the_last_line(how: str, door: str, tmp_path: Path) -> None:
     code, words = SAID[how]

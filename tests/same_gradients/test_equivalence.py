@@ -10,24 +10,17 @@ from typing import Any
 
 import pytest
 
-from evidence.equivalence import compare, deviations, source, write
+from evidence.equivalence import compare, deviations, write
 from evidence.variants import WHY
+from tests.robomimic import require
 
 RELEASE = "0.3.0"
-VARIANTS = [
-    "iql",
-    "cql",
-    "bcq",
-    "td3_bc",
-    "hbc",
-    "bc_transformer",
-]  # iql logs maxima of a batch; a VAE is in bcq and hbc
+VARIANTS = ["iql", "cql", "bcq", "td3_bc", "hbc", "bc_transformer"]  # iql logs maxima; a VAE is in bcq and hbc
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> dict[str, dict[str, Any]]:
-    if source(RELEASE) is None:
-        pytest.skip(f"robomimic {RELEASE} is neither installed nor under DDPSHIM_UPSTREAM")
+    require(RELEASE)
     folder = tmp_path_factory.mktemp("equivalence")
     compared = compare(RELEASE, VARIANTS, [2], folder, "float64", steps=5, releases=releases)
     return {row["algorithm"]: row for row in compared}
@@ -47,8 +40,7 @@ def test_ranks_equal_the_release_as_it_is_with_its_noise_on(rows: dict[str, dict
 
 @pytest.mark.robomimic
 def test_in_float32_an_image_encoder_is_as_near_as_its_rounding(tmp_path: Path, releases: Path) -> None:
-    if source(RELEASE) is None:
-        pytest.skip(f"robomimic {RELEASE} is neither installed nor under DDPSHIM_UPSTREAM")
+    require(RELEASE)
     (row,) = compare(RELEASE, ["bc_image"], [2], tmp_path, steps=5, releases=releases)
     assert row["networks"] < WHY["bc_image"][0]
     assert row["same samples"]
@@ -56,19 +48,9 @@ def test_in_float32_an_image_encoder_is_as_near_as_its_rounding(tmp_path: Path, 
 
 
 GOOD: dict[str, Any] = {
-    "algorithm": "cql",
-    "ranks": 2,
-    "moved": 1e-2,
-    "networks": 1e-8,
-    "target networks": 1e-8,
-    "ema": None,
-    "start": 0.0,
-    "between ranks": 0.0,
-    "loss": 1e-8,
-    "moments": 1e-8,
-    "same samples": True,
-    "same states": True,
-    "checkpoint keys": True,
+    **{"algorithm": "cql", "ranks": 2, "moved": 1e-2, "ema": None, "start": 0.0, "between ranks": 0.0},
+    **dict.fromkeys(("networks", "target networks", "loss", "moments"), 1e-8),
+    **dict.fromkeys(("same samples", "same states", "checkpoint keys"), True),
     "unpatched loads it": "yes",
 }
 

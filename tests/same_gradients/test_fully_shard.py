@@ -44,18 +44,18 @@ class Policy(nn.Module):
         self.blocks, self.last = nn.ModuleList([Block(), Block()]), nn.Linear(7, 3)
         self.other = nn.Linear(7, 3)  # used where it is asked for
 
-    def forward(self, x: torch.Tensor, head: str = "last") -> torch.Tensor:
+    def _hidden(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(self.first(x))
         for block in self.blocks:
             x = block(x)
-        return getattr(self, head)(x)
+        return x
+
+    def forward(self, x: torch.Tensor, head: str = "last") -> torch.Tensor:
+        return getattr(self, head)(self._hidden(x))
 
     def compute_loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Reaches into layers, as `forward` does."""
-        x = self.norm(self.first(x))
-        for block in self.blocks:
-            x = block(x)
-        return (self.last(x) - y).square().mean()
+        return (self.last(self._hidden(x)) - y).square().mean()
 
 
 def _make(shard: Shard) -> tuple[Any, torch.optim.Optimizer, Any]:

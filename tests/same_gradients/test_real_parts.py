@@ -1,4 +1,4 @@
-"""Programs of hydra, zarr, TensorBoard, Lightning, accelerate and W&B (if installed), which `run` distributes."""
+"""Programs of hydra, zarr, TensorBoard, Lightning and accelerate, which `run` distributes."""
 
 from __future__ import annotations
 
@@ -57,24 +57,19 @@ def needs(*packages: str, how: str = "-r requirements/test.txt") -> pytest.MarkD
     return pytest.mark.skipif(bool(lacking), reason=f"lacking {lacking}: pip install {how}")
 
 
-def _scalars(file: Path) -> list[tuple[str, int, float]]:
-    """The names, steps and values in a file of events, each record of which is whole."""
+def _losses(folder: Path) -> list[tuple[int, float]]:
+    """The steps and values in the only file of events below `folder`, each record of which is whole."""
     from tensorboardX.proto.event_pb2 import Event
 
+    (file,) = folder.rglob("events.out.tfevents.*")
     data, at, found = file.read_bytes(), 0, []
     while at < len(data):
         (size,) = struct.unpack_from("<Q", data, at)
         event = Event.FromString(data[at + 12 : at + 12 + size])
-        found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+        found += [(event.step, value.simple_value) for value in event.summary.value]
         at += size + 16
     assert at == len(data), "the last record is cut off"
     return found
-
-
-def _losses(folder: Path) -> list[tuple[int, float]]:
-    """The steps and values in the only file of events below `folder`."""
-    (file,) = folder.rglob("events.out.tfevents.*")
-    return [(step, value) for _, step, value in _scalars(file)]
 
 
 def _run_folder(ran: Ran) -> Path:
@@ -175,28 +170,6 @@ def test_an_unedited_lightning_trainer_for_one_device_trains_on_ranks_as_in_one_
     assert largest_difference(*(torch.load(ran.folder / "weights.pth") for ran in (plain, ranks))) < 1e-12
     assert _files(ranks.folder / "kept") == _files(plain.folder / "kept")
     assert "Trained (97 parameters), stepped by Adam, is trained by all ranks together" in ranks.logs[0]
-
-
-LOGGED = """
-import wandb
-
-model, loader = network(), DataLoader(Items(), 8, shuffle=True)
-run = wandb.init(project="p", mode="offline", dir=".", settings=wandb.Settings(console="off"))
-train(model, loader, 1)
-for step in range(3):
-    run.log({"step": step})
-run.finish()
-"""
-
-
-@pytest.mark.launch
-@needs("wandb", how="wandb==0.18.7")
-def test_an_offline_run_of_wandb_is_one_folder(tmp_path: Path) -> None:
-    ranks = succeeded(run(tmp_path, LOGGED, 2))
-    (folder,) = (path for path in ranks.folder.glob("wandb/*") if path.is_dir() and not path.is_symlink())
-    assert folder.name.startswith("offline-run-")
-    (file,) = folder.glob("run-*.wandb")
-    assert file.stat().st_size > 0
 
 
 ACCELERATED = """

@@ -242,28 +242,13 @@ def shapes(n: int) -> Calls:
 def indices(n: int) -> Calls:
     picks: list[Any] = [
         *(0, -1, slice(None), slice(1, 3), slice(None, None, 2), None, ..., [1, 0], torch.tensor([1, 0, 1]), True),
-        *(
-            (slice(None), 1),
-            (slice(None), slice(1, 3)),
-            (..., 0),
-            (..., None),
-            (slice(None), None, 1),
-            (slice(0, n), 2),
-        ),
+        *((slice(None), 1), (slice(None), slice(1, 3)), (..., 0), (slice(None), None, 1), (slice(0, n), 2)),
         *((slice(None), [0, 1]), (slice(None), torch.tensor([[1, 0]])), (..., torch.tensor([1])), (1, ..., 0)),
-        *(
-            (slice(None), torch.tensor([True, False, True])),
-            (slice(None), 0, torch.tensor([1, 0])),
-            (0, slice(None), [1]),
-        ),
+        *((slice(None), torch.tensor([True, False, True])), (slice(None), 0, torch.tensor([1, 0]))),
         *((slice(None), [0, 1], [1, 0]), (slice(None), torch.tensor(1)), (slice(None), slice(None), torch.tensor([1]))),
-        *(
-            (slice(None), 0, None, [1, 0]),
-            (slice(None), torch.rand(3, 4) > 0.5),
-            (torch.rand(n) > 0.5),
-            slice(0, n - 1),
-        ),
-        *((slice(None), slice(None, None, 2), 1), (slice(0, 2 * n), 1), (slice(-n, None), 1), (slice(n, None), 1)),
+        *((slice(None), 0, None, [1, 0]), (slice(None), torch.rand(3, 4) > 0.5), (0, slice(None), [1])),
+        *((..., None), torch.rand(n) > 0.5, slice(0, n - 1), (slice(n, None), 1)),
+        *((slice(None), slice(None, None, 2), 1), (slice(0, 2 * n), 1), (slice(-n, None), 1)),
     ]
     for pick in picks:
         yield call(lambda t, i=pick: t[i], x(n, 3, 4))
@@ -440,13 +425,14 @@ def in_layers(n: int) -> Calls:
     yield call(F.embedding, classes(n, 3), w(5, 4), padding_idx=1)
     yield call(F.embedding, classes(4, rows=None), x(n, 4))
     yield call(F.embedding_bag, classes(n, 3), w(5, 4))
+    layers: Any = {"num_layers": 2, "bidirectional": True}
     for kind in (torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN):
-        yield call(_recurrent(kind), x(n, 3, 4), True)
-        yield call(_recurrent(kind), x(3, n, 4, rows=1), False)
-        yield call(_recurrent(kind), x(n, 3, 4), False)
-        yield call(_recurrent_cell(getattr(torch.nn, f"{kind.__name__}Cell")), x(n, 4))
-    yield call(_recurrent(torch.nn.RNN, nonlinearity="relu"), x(n, 3, 4), True)
-    yield call(_recurrent_cell(torch.nn.RNNCell, nonlinearity="relu"), x(n, 4))
+        yield call(_recurrent(kind, batch_first=True, **layers), x(n, 3, 4))
+        yield call(_recurrent(kind, **layers), x(3, n, 4, rows=1))
+        yield call(_recurrent(kind, **layers), x(n, 3, 4))
+        yield call(_recurrent(getattr(torch.nn, f"{kind.__name__}Cell")), x(n, 4))
+    yield call(_recurrent(torch.nn.RNN, nonlinearity="relu", batch_first=True, **layers), x(n, 3, 4))
+    yield call(_recurrent(torch.nn.RNNCell, nonlinearity="relu"), x(n, 4))
     for reduction in ("none", "mean", "sum"):
         logits = F.binary_cross_entropy_with_logits
         for loss in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, logits):
@@ -467,14 +453,6 @@ def _batch_norm(t: Any) -> Any:
 
 
 def _recurrent(kind: Any, **options: Any) -> Callable[..., Any]:
-    def run(t: Any, batch_first: bool) -> Any:
-        row_cases.seed(0)
-        return kind(4, 3, 2, batch_first=batch_first, bidirectional=True, dtype=D, **options)(t)
-
-    return run
-
-
-def _recurrent_cell(kind: Any, **options: Any) -> Callable[..., Any]:
     def run(t: Any) -> Any:
         row_cases.seed(0)
         return kind(4, 3, dtype=D, **options)(t)

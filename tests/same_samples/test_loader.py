@@ -268,29 +268,22 @@ def test_already_sharded_divides_only_the_batch() -> None:
 
 
 SHARDED = DistributedSampler(range(96), 2, 1)  # type: ignore[arg-type]
+IN_ROWS: list[Any] = [  # refused with the call that has no such limit
+    (4, 97, {"batch_size": 10}, r"batch 10 does not split over 4 ranks \(2 left over\).* multiple of 4"),
+    (4, 97, {"batch_size": 3}, "batch 3 does not split over 4 ranks"),
+    (2, 97, {"batch_size": 128}, "97 samples leave 97 for the last batch of 128"),
+    (2, Windows, {"batch_size": None}, "Windows is a stream, or gives ready batches.*already_sharded"),
+    (2, lambda: Numbers(30), {"batch_size": 8}, "Numbers is a stream.*already_sharded=True"),
+]
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "data", "arguments", "text"),
     [
-        (
-            4,
-            97,
-            {"batch_size": 10},
-            f"batch 10 does not split over 4 ranks \\(2 left over\\).* multiple of 4{GLOBAL_DOOR}",
-        ),
-        (4, 97, {"batch_size": 3}, f"batch 3 does not split over 4 ranks{GLOBAL_DOOR}"),
-        (2, 97, {"batch_size": 128}, f"97 samples leave 97 for the last batch of 128{GLOBAL_DOOR}"),
+        *((*case, text + GLOBAL_DOOR) for *case, text in IN_ROWS),
         (2, 0, {"batch_size": 4}, "0 samples leave 0 .* or there is none"),
         (4, 97, {"batch_size": 4, "sampler": [1, 2, 3]}, "3 samples leave 3 for the last batch of 4"),
         (2, 97, {"batch_size": 4, "sampler": iter([1])}, r"has no __len__"),
-        (
-            2,
-            Windows,
-            {"batch_size": None},
-            f"Windows is a stream, or gives ready batches.*already_sharded{GLOBAL_DOOR}",
-        ),
-        (2, lambda: Numbers(30), {"batch_size": 8}, f"Numbers is a stream.*already_sharded=True{GLOBAL_DOOR}"),
         (2, 97, {"batch_sampler": [[1, 2]], "per_rank_batch": True}, "per_rank_batch=True with a batch_sampler"),
         (2, 97, {"batch_size": 8, "sampler": SHARDED}, "DistributedSampler takes one share already.*pass shuffle="),
         (2, 97, {"batch_sampler": BatchSampler(SHARDED, 8, True)}, "DistributedSampler takes one share already"),

@@ -1,8 +1,8 @@
 """DROID's data through octo's own pipeline, on two ranks: see tests/rlds.py, which prints what is asserted here."""
 
 import sys
-import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.utils.data import IterableDataset
@@ -62,28 +62,20 @@ class Rank(World):
 @pytest.fixture
 def octo(monkeypatch):
     """Stand-ins for tensorflow, dlimp and octo that write down what they are asked for."""
-    asked = types.SimpleNamespace(seeds=[], splits=[], mixtures=[])
+    asked = SimpleNamespace(seeds=[], splits=[], mixtures=[])
+
+    def made_options(ram_budget=None):
+        return SimpleNamespace(autotune=SimpleNamespace(ram_budget=ram_budget))
 
     class Dataset:
-        is_mixed = False
-
-        def __init__(self, source=None):
-            self.source = source
-
         def options(self):
-            return types.SimpleNamespace(autotune=types.SimpleNamespace(ram_budget=1000))
+            return made_options(1000)
 
         def with_options(self, options):
             asked.ram_budget = options.autotune.ram_budget
-            return Dataset(self)
+            return Dataset()
 
-        def map(self):
-            return Dataset(self)
-
-        def _inputs(self):
-            return [] if self.source is None else [self.source]
-
-    class DLataset(Dataset):
+    class DLataset:
         @staticmethod
         def from_rlds(builder, split, shuffle=True):
             asked.splits.append(split)
@@ -107,30 +99,19 @@ def octo(monkeypatch):
         mixed.dataset_statistics, mixed.sample_weights = [statistics for _, statistics in made], weights
         return mixed
 
-    class Splits(dict):
-        total_num_examples = 100
-
-    size = types.SimpleNamespace(num_examples=95)
-    info = types.SimpleNamespace(splits=Splits({"train[:95%]": size}), full_name="droid/1.0.0")
-    tfds = types.SimpleNamespace(
-        builder=lambda name, data_dir: types.SimpleNamespace(info=info),
+    info = SimpleNamespace(splits={"train[:95%]": SimpleNamespace(num_examples=95)}, full_name="droid/1.0.0")
+    tfds = SimpleNamespace(
+        builder=lambda name, data_dir: SimpleNamespace(info=info),
         even_splits=lambda split, n, drop_remainder: [f"{rank} of {n} of {split}" for rank in range(n)],
     )
-    tf = types.SimpleNamespace(
-        data=types.SimpleNamespace(
-            AUTOTUNE=-1, Options=lambda: types.SimpleNamespace(autotune=types.SimpleNamespace(ram_budget=None))
-        ),
-        random=types.SimpleNamespace(set_seed=asked.seeds.append),
-    )
     functions = {"make_dataset_from_rlds": make_dataset_from_rlds, "make_interleaved_dataset": make_interleaved_dataset}
-    module = types.SimpleNamespace(**functions)
+    module, random = SimpleNamespace(**functions), SimpleNamespace(set_seed=asked.seeds.append)
     stand_ins = {
-        "tensorflow": tf,
+        "tensorflow": SimpleNamespace(data=SimpleNamespace(AUTOTUNE=-1, Options=made_options), random=random),
         "tensorflow_datasets": tfds,
-        "dlimp": types.SimpleNamespace(DLataset=DLataset),
-        "octo": types.SimpleNamespace(),
-        "octo.data": types.SimpleNamespace(dataset=module),
-        "octo.data.dataset": module,
+        "dlimp": SimpleNamespace(DLataset=DLataset),
+        "octo": SimpleNamespace(),
+        "octo.data": SimpleNamespace(dataset=module),
     }
     for name, stand_in in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, stand_in)
@@ -149,11 +130,10 @@ OPTIONS = {
 }
 
 
-def mix(monkeypatch, world, num_datasets=2, **options):
+def mix(monkeypatch, world, **options):
     monkeypatch.setattr(droid, "world", lambda: world)
-    kwargs = [{"name": f"droid_{i}", "data_dir": "/data"} for i in range(num_datasets)]
-    weights = [1 / num_datasets] * num_datasets
-    return droid.make_interleaved_dataset(kwargs, weights, train=True, **{**OPTIONS, **options})
+    kwargs = [{"name": f"droid_{i}", "data_dir": "/data"} for i in range(2)]
+    return droid.make_interleaved_dataset(kwargs, [0.5, 0.5], train=True, **{**OPTIONS, **options})
 
 
 def test_a_rank_gets_its_part_of_everything(monkeypatch, octo):
