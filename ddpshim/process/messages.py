@@ -37,10 +37,6 @@ class NotPlain(TypeError):
     """A value, or a part of one, is an object of a class that is not safe to rebuild."""
 
 
-class Broken(ValueError):
-    """The data were not written by `take_apart`."""
-
-
 def take_apart(value: Any, trusted: bool = False) -> tuple[bytes, list[torch.Tensor]]:
     """Return `value` as a pickle, and the tensors in it, which are not copied. Local.
 
@@ -59,32 +55,9 @@ def take_apart(value: Any, trusted: bool = False) -> tuple[bytes, list[torch.Ten
 def put_together(outline: bytes, tensors: list[torch.Tensor], trusted: bool = False) -> Any:
     """Return the value that `take_apart` converted. Local.
 
-    Raises NotPlain if it contains other objects, unless `trusted`, and Broken if it does not come from `take_apart`.
+    Raises NotPlain if it contains other objects, unless `trusted`, and any error if it does not come from `take_apart`.
     """
-    try:
-        return _Reader(io.BytesIO(outline), tensors, trusted).load()
-    except NotPlain:
-        raise
-    except Exception as error:  # pickle may raise anything for foreign bytes
-        raise _broken(error) from error
-
-
-def dumps(value: Any, trusted: bool = False) -> bytes:
-    """Return `value` as a message, for `loads`. Local. Raises what `take_apart` raises."""
-    (outline, tensors), rest = take_apart(value, trusted), io.BytesIO()
-    if tensors:
-        torch.save(tensors, rest)
-    return b"".join((len(outline).to_bytes(_LENGTH, "little"), outline, rest.getbuffer()))
-
-
-def loads(message: bytes, trusted: bool = False) -> Any:
-    """Return the value that `dumps` converted to `message`. Local. Raises what `put_together` raises."""
-    end = _LENGTH + int.from_bytes(message[:_LENGTH], "little")
-    try:
-        tensors = torch.load(io.BytesIO(message[end:]), weights_only=True) if message[end:] else []
-    except Exception as error:  # torch too
-        raise _broken(error) from error
-    return put_together(message[_LENGTH:end], tensors, trusted)
+    return _Reader(io.BytesIO(outline), tensors, trusted).load()
 
 
 def packed(value: Any, trusts_peers: bool = False) -> bytes:
@@ -93,20 +66,26 @@ def packed(value: Any, trusts_peers: bool = False) -> bytes:
     Raises WorldError if it holds other objects than `_SAFE` and peers are not trusted, and pickle's own errors.
     """
     try:
-        return dumps(value, trusts_peers)
+        (outline, tensors), rest = take_apart(value, trusts_peers), io.BytesIO()
     except NotPlain as error:
         raise WorldError(f"a value cannot be sent to other ranks ({error}): {_NOT_ALLOWED}.") from None
+    if tensors:
+        torch.save(tensors, rest)
+    return b"".join((len(outline).to_bytes(_LENGTH, "little"), outline, rest.getbuffer()))
 
 
 def unpacked(message: bytes, sender: int, trusts_peers: bool = False) -> Any:
     """Return the value of `message`. Local. Raises WorldError for objects if peers are not trusted, and for junk."""
+    end = _LENGTH + int.from_bytes(message[:_LENGTH], "little")
     try:
-        return loads(message, trusts_peers)
+        tensors = torch.load(io.BytesIO(message[end:]), weights_only=True) if message[end:] else []
+        return put_together(message[_LENGTH:end], tensors, trusts_peers)
     except NotPlain:
         raise WorldError(f"rank {sender} sent an object: {_NOT_ALLOWED}.") from None
-    except Broken as error:
+    except Exception as error:  # pickle and torch may raise anything for foreign bytes
+        said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
         raise WorldError(
-            f"rank {sender} sent bytes that are not a message of ddpshim ({error}); ranks would continue with "
+            f"rank {sender} sent bytes that are not a message of ddpshim ({said}); ranks would continue with "
             "different values. Install the same ddpshim everywhere, and check whether another process can reach the "
             "ranks' ports, MASTER_PORT among them."
         ) from error
@@ -130,10 +109,6 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
         raise ValueError(f"not bytes, but a tensor of {tensor.dtype} on {tensor.device}")
     tensor = tensor.contiguous()
     return ctypes.string_at(tensor.data_ptr(), tensor.numel())  # as fast as numpy, without it
-
-
-def _broken(error: Exception) -> Broken:
-    return Broken(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}")
 
 
 def _array(dtype: str, shape: list[int], content: torch.Tensor, is_scalar: bool) -> Any:

@@ -199,7 +199,7 @@ class _RolloutsOfEpoch:
             result, shown = self._play_turn(env, horizon, own, of_env, turn < here.world_size)
             if shown:
                 # Compressed, because a rank keeps them until all episodes of the environment are played.
-                frames[turn] = zlib.compress(messages.dumps(shown), 1)
+                frames[turn] = zlib.compress(messages.packed(shown), 1)
             return result
 
         # Fixed turns: each part of a vector environment is seeded for certain episodes.
@@ -262,13 +262,13 @@ class _RolloutsOfEpoch:
             src, packed = turn % self.here.world_size, frames.pop(turn, b"")
             if src != 0:  # the main rank has its own
                 packed = self.here.broadcast(packed, src=src)
-            self.here.run_on_main(self._append, name, path, packed)
+            self.here.run_on_main(self._append, name, path, packed, src)
 
-    def _append(self, name: str, path: str, packed: bytes) -> None:
-        """Append frames to the video, which is opened at its first frame, as ffmpeg makes no empty file."""
+    def _append(self, name: str, path: str, packed: bytes, src: int) -> None:
+        """Append the frames of rank `src` to the video, opened at its first frame, as ffmpeg makes no empty file."""
         import imageio
 
-        for frame in messages.loads(zlib.decompress(packed)) if packed else ():
+        for frame in messages.unpacked(zlib.decompress(packed), src) if packed else ():
             if path not in self._writers:
                 self._writers[path] = imageio.get_writer(path, fps=20)
             self._videos[name] = path

@@ -5,6 +5,7 @@ Docs: docs/same_experiment.md.
 
 from __future__ import annotations
 
+import io
 import pickle
 from fractions import Fraction
 from pathlib import Path
@@ -44,6 +45,10 @@ class _Bomb:
         return Path.touch, (self._path,)
 
 
+def _sent(value: Any) -> Any:
+    return messages.unpacked(messages.packed(value), 0)
+
+
 @pytest.mark.unit
 def test_plain_values_come_back_as_they_were() -> None:
     numpy = pytest.importorskip("numpy")
@@ -55,16 +60,16 @@ def test_plain_values_come_back_as_they_were() -> None:
         "random": ddpshim.process.random_streams.global_states(),
         "scalar": numpy.float64(0.1),
     }
-    back = messages.loads(messages.dumps(value))
+    back = _sent(value)
     states, expected = back.pop("random"), value.pop("random")
     assert back == value
     assert list(map(type, back["a"])) == list(map(type, value["a"]))
     assert type(back["scalar"]) is numpy.float64
     assert all(map(ddpshim.process.random_streams.is_same_state, states.values(), expected.values()))
-    array = messages.loads(messages.dumps(numpy.arange(6.0).reshape(2, 3).T))
+    array = _sent(numpy.arange(6.0).reshape(2, 3).T)
     assert array.tolist() == [[0, 3], [1, 4], [2, 5]]
     array[0, 0] = 9  # a copy of its own
-    assert messages.loads(messages.dumps(normed))._metadata == normed._metadata
+    assert _sent(normed)._metadata == normed._metadata
     net = torch.nn.Linear(1, 1)
     optimizer = torch.optim.Adam(net.parameters())
     net(torch.ones(1, 1)).sum().backward()
@@ -74,7 +79,7 @@ def test_plain_values_come_back_as_they_were() -> None:
     for stateful in (optimizer, *schedules):
         if "anneal_func" in stateful.state_dict():
             continue  # OneCycleLR of torch 2.1 keeps a function, for which `trust_progress` is asked
-        stateful.load_state_dict(messages.loads(messages.dumps(stateful.state_dict())))
+        stateful.load_state_dict(_sent(stateful.state_dict()))
     tied = torch.zeros(2)
     _, tensors = messages.take_apart([tied, tied])
     assert [tensor is tied for tensor in tensors] == [True, True]
@@ -83,12 +88,12 @@ def test_plain_values_come_back_as_they_were() -> None:
 @pytest.mark.unit
 def test_objects_are_named_and_junk_is_no_value(tmp_path: Path) -> None:
     with pytest.raises(messages.NotPlain, match=r"\['a'\]\[1\] is a .*_Bomb"):
-        messages.dumps({"a": [1, _Bomb(tmp_path)]})
+        messages.take_apart({"a": [1, _Bomb(tmp_path)]})
     deep: list[Any] = []
     for _ in range(20000):
         deep = [deep]
     with pytest.raises(messages.NotPlain, match="nested too deeply"):
-        messages.dumps(deep)
+        messages.take_apart(deep)
     bomb = pickle.dumps(_Bomb(tmp_path / "ran"))
     for outline in (
         *(bomb, pickle.dumps(eval), pickle.dumps(torch.load), pickle.dumps(Path.touch)),
@@ -97,16 +102,17 @@ def test_objects_are_named_and_junk_is_no_value(tmp_path: Path) -> None:
     ):
         with pytest.raises(messages.NotPlain):
             messages.put_together(outline, [])
+    torch.save([torch.zeros(2)], a_tensor := io.BytesIO())
+    told = "rank 3 sent bytes that are not a message of ddpshim"
     bytes_of, array = pickle.dumps(torch.zeros)[:-1], pickle.dumps(messages._array)[:-1]
     no_arrays = [array + b"(" + pickle.dumps(args)[2:-1] + b"tR." for args in (("O", [1]), ("f8", [9]), ())]
     for outline in (*no_arrays, bytes_of[:9], pickle.dumps([1])[:-1], b"", b"K\x07Q.", b"\x8c\x01xQ."):
-        with pytest.raises(messages.Broken):
-            messages.put_together(outline, [torch.zeros(2)])
+        with pytest.raises(WorldError, match=told):
+            messages.unpacked(len(outline).to_bytes(8, "little") + outline + a_tensor.getvalue(), 3)
     for message in (b"", b"\0" * 8, (1 << 62).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"N." + bomb):
-        with pytest.raises(messages.Broken):
-            messages.loads(message)
-        with pytest.raises(WorldError, match="rank 3 sent bytes that are not a message of ddpshim"):
-            messages.unpacked(message, 3, trusts_peers=True)
+        for trusts_peers in (False, True):
+            with pytest.raises(WorldError, match=told):
+                messages.unpacked(message, 3, trusts_peers)
     packed = messages.packed([_Bomb(tmp_path / "ran")], trusts_peers=True)
     with pytest.raises(WorldError, match="rank 1 sent an object: with trust_peers=no"):
         messages.unpacked(packed, 1)
