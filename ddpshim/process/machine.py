@@ -5,7 +5,6 @@ All is local, reads a few small files, and is None if the system does not say (m
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
@@ -18,11 +17,10 @@ _ROOT = Path("/")
 
 
 class MainMemory(NamedTuple):
-    """Bytes of main memory; `limit_bytes` is the limit of this process's containers, if below `total_bytes`."""
+    """Bytes of main memory."""
 
-    total_bytes: Optional[int]
     available_bytes: Optional[int]  # without swapping, and without reaching the limit
-    limit_bytes: Optional[int]
+    limit_bytes: Optional[int]  # of this process's containers, if below the machine's memory
 
 
 def core_quota() -> Optional[float]:
@@ -62,13 +60,10 @@ def memory() -> MainMemory:
     """Return the machine's memory, and how much of it this process can use."""
     stated = re.findall(r"^(MemTotal|MemAvailable):\s*(\d+) kB", _read(_ROOT / "proc/meminfo") or "", re.MULTILINE)
     sizes = {name: int(number) * 1024 for name, number in stated}
-    total, available, limit = sizes.get("MemTotal"), sizes.get("MemAvailable"), None
-    if total is None:
-        with contextlib.suppress(AttributeError, ValueError, OSError):  # macOS has the total, Windows nothing
-            total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available, limit = sizes.get("MemAvailable"), None
     for folder in _cgroups("memory"):
         most = _number(_read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes"))
-        if most is None or (total is not None and most >= total):
+        if most is None or most >= sizes.get("MemTotal", math.inf):
             continue
         used = _number(_read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")) or 0
         # Cached files count as used, but are dropped when memory is needed.
@@ -76,7 +71,7 @@ def memory() -> MainMemory:
         left = max(0, most - used + (int(cached[1]) if cached else 0))
         limit = most if limit is None else min(limit, most)
         available = left if available is None else min(available, left)
-    return MainMemory(total, available, limit)
+    return MainMemory(available, limit)
 
 
 def _cgroups(controller: str) -> Iterator[Path]:
@@ -90,9 +85,7 @@ def _cgroups(controller: str) -> Iterator[Path]:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        for mount in dict.fromkeys(
-            (base / controllers, base / controller) if controllers else (base, base / "unified")
-        ):
+        for mount in (base / controllers, base / controller) if controllers else (base, base / "unified"):
             folder = mount / path.strip("/")
             while folder != mount:
                 yield folder

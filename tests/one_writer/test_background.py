@@ -135,7 +135,7 @@ def test_small_files_impossible_places_and_a_lack_of_memory_are_seen_to_at_once(
     go_on = _stopped(monkeypatch)
     monkeypatch.setattr(checkpoint, "_LEAST_BYTES", 1000)
     checkpoint.save_in_background(torch.zeros(10), tmp_path / "small.pth")
-    monkeypatch.setattr(machine, "memory", lambda: machine.MainMemory(None, 5_000_000, None))
+    monkeypatch.setattr(machine, "memory", lambda: machine.MainMemory(5_000_000, None))
     checkpoint.save_in_background(torch.zeros(1_000_000), tmp_path / "large.pth")
     assert sorted(os.listdir(tmp_path)) == ["large.pth", "small.pth"]
     go_on.set()

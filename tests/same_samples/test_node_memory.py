@@ -77,7 +77,7 @@ def test_ranks_share_one_copy() -> None:
 def _does_not_fit() -> tuple[str, str, str]:
     here = ddpshim.world()
     with pytest.MonkeyPatch.context() as short:
-        short.setattr(machine, "memory", lambda: machine.MainMemory(2 * 10**6, 2 * 10**6, None))
+        short.setattr(machine, "memory", lambda: machine.MainMemory(2 * 10**6, None))
         with pytest.raises(DataError) as small:
             shared_arrays(SPECS, _fill)
     with pytest.raises(DataError) as unlike:
