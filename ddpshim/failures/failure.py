@@ -30,7 +30,6 @@ class Watched:
     rank: int
     store: Any
     previous_hook: Any  # sys.excepthook before `arm`
-    is_told_to_end: bool = False  # a SIGTERM has arrived
     watch: Any = None  # ddpshim.failures.hang_detector.Watch, with the option guard
     ending: threading.Lock = field(default_factory=threading.Lock)  # held by the thread that ends this rank
 
@@ -77,13 +76,6 @@ def first() -> Optional[int]:
     return None if claimed is None else _rank_in(claimed)
 
 
-def told_to_end() -> None:
-    """Record that a launcher is ending this rank, so that `abort` need not wait for it. Local; for signal handlers."""
-    watched = current().watched
-    if watched is not None:
-        watched.is_told_to_end = True
-
-
 def on_the_way_out() -> bool:
     """Return whether an exception is ending this rank, for code in a `finally`; if so, claims the failure. Local."""
     error = sys.exc_info()[1]
@@ -126,7 +118,7 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
     try:
         from ddpshim.failures import failure_notes
 
-        failure_notes.report(error, exit_code, me, watched, note)
+        failure_notes.report(error, exit_code, me, note)
     except BaseException:  # exit even so: peers would wait for a rank that stays
         traceback.print_exception(type(error), error, error.__traceback__, file=sys.__stderr__)
         traceback.print_exc(file=sys.__stderr__)

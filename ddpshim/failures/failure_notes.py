@@ -14,10 +14,11 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, Optional, Union
+from typing import Callable, NamedTuple, Optional, Union
 
 from ddpshim import variables
 from ddpshim.errors import SyncError
+from ddpshim.failures import preemption
 from ddpshim.process.job import current
 from ddpshim.process.job_store import ask_store, is_there
 from ddpshim.process.say import ranks_called, say
@@ -35,7 +36,7 @@ class Note(NamedTuple):
     traceback: str  # as Python prints it; empty for a SystemExit
 
 
-def report(error: BaseException, exit_code: int, me: int, watched: Any, note: Callable[[BaseException], int]) -> None:
+def report(error: BaseException, exit_code: int, me: int, note: Callable[[BaseException], int]) -> None:
     """Report `error` to the job (by `note`), the launcher and stderr, and run exit handlers."""
     sigterms: list[int] = []
     with contextlib.suppress(ValueError):  # not the main thread
@@ -53,7 +54,7 @@ def report(error: BaseException, exit_code: int, me: int, watched: Any, note: Ca
     if first == me and lost_a_peer(error):
         # The peer was killed and could not report it. A launcher sees that, blames it and ends this rank in seconds.
         say(f"rank {me} lost a peer ({type(error).__name__})", directly=True)
-        if watched is not None and watched.is_told_to_end:
+        if preemption.asked() == "SIGTERM":
             os._exit(exit_code)
         time.sleep(_LAUNCHER_DEADLINE_S)
     if first == me:
@@ -96,7 +97,7 @@ def _explained(error: BaseException) -> BaseException:
     me = f"rank {watched.rank}"
     if lost_a_peer(error) and (left := watched.watch.describe_left()):
         text = f"{me} waits for a rank that has already left the job, and would hang:\n{left}\n{SAME_WAY}."
-    elif is_late(error) and (verdict := watched.watch.await_verdict()):
+    elif meaning_of(str(error)) == LATE and (verdict := watched.watch.await_verdict()):
         who = ranks_called(verdict.named) if verdict.named else "another rank"
         text = f"{who} did not answer {me} within the timeout ({_short(error)}): {verdict.text}"
     else:
@@ -183,11 +184,6 @@ def lost_a_peer(error: Optional[BaseException]) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def is_late(error: BaseException) -> bool:
-    """Return whether `error` says that another rank timed out. Local."""
-    return meaning_of(str(error)) == LATE
 
 
 # What to do where ranks wait for each other in different places.

@@ -80,24 +80,15 @@ _WAITS = {
 }
 
 
-class Place(NamedTuple):
-    """A thread's current activity."""
+class Standing(NamedTuple):
+    """A rank's state, as it reports it; see `observed.Progress`."""
 
+    num_passes: int
+    batch: Optional[Sequence[int]]
     waits_in: Optional[str]  # the collective in which it waits for other ranks; None if it works itself
     section: Optional[str]  # the work that it does, if that may take arbitrarily long
     site: str  # the innermost line of the user's program
     lines: list[str]  # its stack, as in a traceback
-
-
-class Standing(NamedTuple):
-    """A rank's state, as it reports it; see `Place` and `observed.Progress`."""
-
-    num_passes: int
-    batch: Optional[Sequence[int]]
-    waits_in: Optional[str]
-    section: Optional[str]
-    site: str
-    lines: list[str]
     still_s: float = 0.0  # without progress
     has_left: bool = False  # the job, or its program has ended
 
@@ -254,32 +245,31 @@ class Watch:
             self._counted, self._waiting, self.verdict, self._counted_at = counted, None, None, now
         if now - self._counted_at < self._quiet_s:
             return self._waits.look(now, counted, None)
-        (place, frames), cpu_s = self._place(), 0.0
+        (mine, frames), cpu_s = self._place(), 0.0
         with contextlib.suppress(AttributeError, OSError):  # not every system says it
             cpu_s = time.clock_gettime(time.pthread_getcpuclockid(self._watched))
-        spins = self._is_on_gpu or (place.waits_in or "").startswith("World.")
+        spins = self._is_on_gpu or (mine.waits_in or "").startswith("World.")
         if not spins and cpu_s > self._cpu_s + 0.02:
             self._cpu_s = cpu_s  # a pass that computes, and calls of torch's own collectives, may have the same stack
         code = tuple((id(frame.f_code), frame.f_lasti) for frame, _ in frames)
-        state = (counted, code, self._cpu_s if place.waits_in is not None else 0.0)
-        is_late = self._waits.look(now, state, place.site if place.waits_in is not None else None)
-        if place.waits_in is not None and not self._job.is_failing():
-            self._waiting = self._standing(place)
+        state = (counted, code, self._cpu_s if mine.waits_in is not None else 0.0)
+        is_late = self._waits.look(now, state, mine.site if mine.waits_in is not None else None)
+        if mine.waits_in is not None and not self._job.is_failing():
+            self._waiting = mine._replace(still_s=self._waits.waited_s)
         return is_late
 
-    def _place(self) -> tuple[Place, list[tuple[FrameType, int]]]:
-        """Return the rank's activity, and its stack with line numbers, outermost frame first; empty if it has ended."""
+    def _place(self) -> tuple[Standing, list[tuple[FrameType, int]]]:
+        """Return the rank's state, and its stack with line numbers, outermost frame first; empty if it has ended."""
         progress, innermost = self._job.part(Progress), sys._current_frames().get(self._watched)
         frames = [] if innermost is None else [*traceback.walk_stack(innermost)][::-1]
         stack = traceback.StackSummary.extract(frames, lookup_lines=False)
         self._is_on_gpu = self._waits.waited_s > _GPU_AFTER_S and progress.waits_on_gpu()
         return place_of(stack, progress, self._is_on_gpu), frames
 
-    def _standing(self, place: Optional[Place] = None) -> Standing:
+    def _standing(self) -> Standing:
         if self._job.is_failing() and self._waiting is not None:  # torch ended its wait: what counts is where it waited
             return self._waiting
-        progress, place = self._job.part(Progress), place or self._place()[0]
-        return Standing(progress.num_passes, progress.batch, *place, still_s=self._waits.waited_s)
+        return self._place()[0]._replace(still_s=self._waits.waited_s)
 
     def _stored(self, key: str) -> Optional[Standing]:
         return Standing(*json.loads(self._store.get(key))) if is_there(self._store, key) else None
@@ -327,8 +317,8 @@ def begin(job: Job, rank: int, world_size: int, timeout_s: float, gets_no_errors
     watch.thread.start()
 
 
-def place_of(stack: list[FrameSummary], progress: Progress, waits_on_gpu: bool = False) -> Place:
-    """Return the activity of a thread with this stack, outermost frame first. Local."""
+def place_of(stack: list[FrameSummary], progress: Progress, waits_on_gpu: bool = False) -> Standing:
+    """Return the state of a rank with this stack, outermost frame first. Local."""
     stack = [frame for frame in stack if not short(frame.filename).startswith(_AROUND)]
     files = [(short(frame.filename), frame.name) for frame in stack]
     own = [frame for frame in stack if not is_torchs_or_ours(frame.filename)]
@@ -344,7 +334,8 @@ def place_of(stack: list[FrameSummary], progress: Progress, waits_on_gpu: bool =
     site = shown(innermost.filename, innermost.lineno) if stack else "at the end of its program"
     if waits_in is not None and own:
         stack = stack[: stack.index(own[-1]) + 1]  # without torch's frames
-    return Place(waits_in, section, site, "".join(traceback.format_list(stack[-_MOST_FRAMES:])).splitlines())
+    lines = "".join(traceback.format_list(stack[-_MOST_FRAMES:])).splitlines()
+    return Standing(progress.num_passes, progress.batch, waits_in, section, site, lines)
 
 
 def _collective(files: list[tuple[str, str]], progress: Progress) -> Optional[str]:
@@ -397,7 +388,6 @@ def _apart(standings: Standings) -> list[int]:
     by_place: dict[Optional[str], list[int]] = {}
     for rank, theirs in standings.items():
         by_place.setdefault(theirs and theirs.waits_in, []).append(rank)
-
     most = max(by_place.values(), key=lambda ranks: (len(ranks), getattr(standings[ranks[0]], "num_passes", 0)))
     return [rank for rank in standings if rank not in most]
 

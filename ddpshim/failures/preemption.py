@@ -12,8 +12,6 @@ import threading
 from types import FrameType
 from typing import Any, Optional
 
-from ddpshim.failures import failure
-
 # SIGTERM: torchrun, kill, the end of a SLURM job. SIGUSR1: the usual choice for `sbatch --signal`, sent before the end.
 SIGNALS = ("SIGTERM", "SIGUSR1")
 _NUMBERS = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
@@ -90,5 +88,3 @@ if hasattr(os, "register_at_fork"):
 
 def _note(number: int, frame: Optional[FrameType]) -> None:
     _state.asked = signal.Signals(number).name
-    if number == signal.SIGTERM:
-        failure.told_to_end()

@@ -83,4 +83,3 @@ def test_what_comes_on_top_of_a_lost_peer_is_not_the_first_failure() -> None:
 def test_what_gloo_and_nccl_say_of_other_ranks(text: str, meaning: Optional[str]) -> None:
     assert failure_notes.meaning_of(text) == meaning
     assert failure_notes.lost_a_peer(RuntimeError(text)) == (meaning == "lost")
-    assert failure_notes.is_late(RuntimeError(text)) == (meaning == "late")
