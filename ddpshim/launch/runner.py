@@ -232,7 +232,7 @@ def _problems_of_nodes(job: Launch) -> Iterator[str]:
     if job.master_addr is not None:
         where = job.master_addr, job.master_port
         try:
-            check_address(LaunchEnv("torchrun", node_rank, 0, nnodes, 1, node_rank, *where, False, ""))
+            check_address(LaunchEnv("", "torchrun", node_rank, 0, nnodes, 1, node_rank, *where))
         except LaunchError as error:
             yield str(error)
 

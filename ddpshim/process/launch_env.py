@@ -85,16 +85,16 @@ class LaunchEnv:
     order, and is -1 if they visibly do not.
     """
 
-    launcher: str  # "torchrun" | "openmpi" | "pmi" | "submitit" | "slurm" | "none"
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    node_rank: int
-    master_addr: Optional[str]  # None without a launcher, perhaps also with one rank
-    master_port: Optional[int]  # the same
-    agent_store: bool  # torchrun's agent already serves the store at `master_port`, so rank 0 must not
     reason: str  # which variables decided, or why a scheduler's were ignored, in one line
+    launcher: str = "none"  # "torchrun" | "openmpi" | "pmi" | "submitit" | "slurm" | "none"
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    node_rank: int = 0
+    master_addr: Optional[str] = None  # None without a launcher, perhaps also with one rank
+    master_port: Optional[int] = None  # the same
+    agent_store: bool = False  # torchrun's agent already serves the store at `master_port`, so rank 0 must not
     in_allocation: bool = False  # a single process though a scheduler's variables are set: `reason` should be printed
 
     @property
@@ -117,7 +117,7 @@ def read_launch_env(environ: Mapping[str, str]) -> LaunchEnv:
     seen = (launcher for launcher, names in _SIGNS.items() if any(name in environ for name in names))
     launcher = environ.get(LAUNCHER) or next(seen, "none")
     if launcher == "none":
-        return _alone(f"{forced or 'no launcher variable was seen'}, so this is a single process")
+        return LaunchEnv(f"{forced or 'no launcher variable was seen'}, so this is a single process")
     if launcher not in _LAUNCHERS:
         raise LaunchError(
             f"{forced} is not a launcher: this process would have to guess its rank, and {HANG}. Set DDPSHIM_LAUNCHER "
@@ -136,18 +136,18 @@ def read_launch_env(environ: Mapping[str, str]) -> LaunchEnv:
     if one.names is _SLURM and not forced and not _is_in_step(variables):
         shown = variables.shown("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_STEP_ID", *_SLURM[:2], "SLURM_PTY_PORT")
         reason = f"SLURM variables ({shown}), but not of an srun with several tasks: this is a single process"
-        return _alone(reason, in_allocation=True)
+        return LaunchEnv(reason, in_allocation=True)
     found = variables.shown(LAUNCHER, *itertools.chain(*one.job_ids), *one.names)
     rank, world_size = variables.need(one.names[:2], found)
     variables.check_below(rank, one.names.rank, world_size, one.names.world_size)
     if launcher == "submitit" and world_size == 1 and not forced:
-        return _alone(f"one task of submitit ({found})")
+        return LaunchEnv(f"one task of submitit ({found})")
     read_local = _local_of_srun if one.names is _SLURM else _local
     local_rank, size, node_rank = read_local(variables, one.names, rank, world_size, found)
     address, port = _master(variables, one, size, world_size, found)
     agents = launcher == "torchrun" and variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True"
     agents = agents and None not in (address, port)
-    return LaunchEnv(one.name, rank, local_rank, world_size, size, node_rank, address, port, agents, found)
+    return LaunchEnv(found, one.name, rank, local_rank, world_size, size, node_rank, address, port, agents)
 
 
 def read_counts(environ: Mapping[str, str]) -> dict[str, int]:
@@ -173,10 +173,6 @@ def first_host(nodelist: str, name: str = "nodelist") -> str:
         )
     first: str = re.findall(host_pattern, nodelist)[0]
     return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", first)
-
-
-def _alone(reason: str, in_allocation: bool = False) -> LaunchEnv:
-    return LaunchEnv("none", 0, 0, 1, 1, 0, None, None, False, reason, in_allocation)
 
 
 class _Variables(dict[str, str]):
