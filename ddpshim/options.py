@@ -90,14 +90,10 @@ class Options:
         86400.0, _POSITIVE, "how long ranks wait while one rank works alone (saves, rollouts)"
     )
     trust_peers: bool = option(
-        True,
-        _FLAG,
-        "false: ranks do not unpickle objects that other ranks send (`World.gather`, `broadcast`, `run_on_main`)",
+        True, _FLAG, "false: ranks do not unpickle objects of other ranks (`World.gather`, `broadcast`, `run_on_main`)"
     )
     per_rank_batch: bool = option(
-        False,
-        _FLAG,
-        'batch sizes of `make_loader` are per rank, not global; not with `run` and `setup(batch="global")`',
+        False, _FLAG, 'batch sizes of `make_loader` are per rank, not global; not with `run` or `setup(batch="global")`'
     )
     exact: Optional[int] = option(
         None,
@@ -125,9 +121,7 @@ class Options:
     checkpoint_every_s: Optional[float] = option(600.0, _or_none(_POSITIVE), "save training progress every N seconds")
     keep_checkpoints: int = option(2, _WHOLE, "number of progress files to keep")
     background_save: bool = option(
-        True,
-        _FLAG,
-        "write progress of 32 MB or more in a thread; ranks wait until they are copied in memory",
+        True, _FLAG, "write progress of 32 MB or more in a thread; ranks wait until they are copied in memory"
     )
     resume: str = option(
         "auto",
@@ -142,9 +136,7 @@ class Options:
         "in the job",
     )
     guard: bool = option(
-        True,
-        _FLAG,
-        "compare weights and random streams, check optimizer steps, name ranks that are missing in a collective",
+        True, _FLAG, "compare weights and random streams, check optimizer steps, name ranks missing in a collective"
     )
     record: bool = option(
         True,

@@ -16,27 +16,19 @@ import torch
 
 from ddpshim import variables
 from ddpshim.checkpoint import files as checkpoint
-from ddpshim.checkpoint.progress_folder import (
-    find_progress,
-    keep_newest,
-    leave_if_finished,
-    mark_finished,
-    plain_content,
-    read_plain,
-    restore_streams,
-)
+from ddpshim.checkpoint import progress_folder
 from ddpshim.errors import CheckpointError, DataError, SyncError
 from ddpshim.failures import preemption
 from ddpshim.job.group import cleanup, on_cleanup, world
 from ddpshim.job.passes import Enterable, order_of, restore_generators
 from ddpshim.job.running import Running
 from ddpshim.model import guard, sharding
-from ddpshim.process import observed
+from ddpshim.process import messages, observed
 from ddpshim.process.devices import computes_on
 from ddpshim.process.job import current, derive_seed, seed_everything
 from ddpshim.process.launch_env import EXIT_REQUEUE
 from ddpshim.process.observed import observe
-from ddpshim.process.random_streams import is_same_state, rank_states
+from ddpshim.process.random_streams import rank_states
 from ddpshim.process.say import count, say, say_on_main
 from ddpshim.shares.streams import draws_alike
 
@@ -178,7 +170,7 @@ class Resumable:
         If an earlier start of this job has finished the training, this process ends with exit code 0.
         The main rank reads; it renames truncated or damaged files, says so, and uses the one before.
         """
-        leave_if_finished(self.folder)
+        progress_folder.leave_if_finished(self.folder)
         found = self._world.run_on_main(self._read, later_than)
         if found is None:
             return False
@@ -407,10 +399,10 @@ class Resumable:
             shutil.rmtree(left, ignore_errors=True)  # from a process that was killed while writing
         written = self.folder / f"epoch_{self.epoch:06d}_step_{self.step:09d}.pth"
         save = checkpoint.save_in_background if self._in_background else checkpoint.save
-        save(plain_content(content, written, self._world.options.trust_progress), written)
+        save(progress_folder.plain_content(content, written, self._world.options.trust_progress), written)
         for also in saves.also:
             checkpoint.afterwards(*also(written))
-        checkpoint.afterwards(keep_newest, written, self._num_kept)
+        checkpoint.afterwards(progress_folder.keep_newest, written, self._num_kept)
 
     def leave(self, reason: str) -> NoReturn:
         """Save, and exit with code 75, on all ranks (collective)."""
@@ -442,13 +434,13 @@ class Resumable:
             checkpoint.flush()
             shutil.rmtree(self.folder, ignore_errors=True)
             if self._world.is_launched:
-                mark_finished(self.folder)
+                progress_folder.mark_finished(self.folder)
 
     def _read(self, later_than: tuple[int, int]) -> Optional[dict[str, Any]]:
-        path = find_progress(self.folder)
+        path = progress_folder.find_progress(self.folder)
         if path is None:
             return None
-        found: dict[str, Any] = read_plain(path, self._world.options.trust_progress)
+        found: dict[str, Any] = progress_folder.read_plain(path, self._world.options.trust_progress)
         there: Any = found if isinstance(found, dict) else {}
         odd = [name for name, kinds in _PARTS.items() if not isinstance(there.get(name, ...), kinds)]
         odd += [] if odd or found["random"] else ["random"]
@@ -487,9 +479,10 @@ class Resumable:
         states, here = found["random"], self._world
         is_same_size = len(states) == here.world_size
         self._order = found["order"][here.rank if is_same_size else 0]
-        if draws_alike() or is_same_size or _are_alike(states):  # equal streams stay so: ranks may slice a permutation
+        are_equal = len({messages.packed(state) for state in states}) == 1
+        if draws_alike() or is_same_size or are_equal:  # equal streams stay so: ranks may slice a permutation
             own = states[here.rank if is_same_size and not draws_alike() else 0]
-            restore_streams(own, here.device, self.folder)
+            progress_folder.restore_streams(own, here.device, self.folder)
         else:
             seed_everything(derive_seed(here.seed or 0, "rank", here.rank, "resumed", self.epoch, start))
 
@@ -501,15 +494,6 @@ def _begun(loader: Any) -> Iterator[Any]:
         return iter(loader)
     finally:
         loader.generator = own
-
-
-def _are_alike(states: list[dict[str, Any]]) -> bool:
-    """Whether all ranks had equal random streams, from their `rank_states`. Local."""
-    first, *others = states
-    return all(
-        {*first} == {*other} and all(is_same_state(state, other[name]) for name, state in first.items())
-        for other in others
-    )
 
 
 def _holds_own_gradients() -> bool:
