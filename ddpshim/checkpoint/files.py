@@ -130,9 +130,8 @@ def whole(path: PathLike, tell: Callable[[str], None] = lambda folder: None) -> 
     start, final = time.perf_counter(), os.path.abspath(path)
     with outside_steps(), written(path, tell) as partial:
         yield partial
-    if observed.is_recorded():
-        seconds = time.perf_counter() - start
-        observed.note("checkpoint", path=final, bytes=os.stat(final).st_size, seconds=seconds, in_background=False)
+    seconds = time.perf_counter() - start
+    observed.note("checkpoint", path=final, bytes=os.stat(final).st_size, seconds=seconds, in_background=False)
 
 
 @contextlib.contextmanager

@@ -82,7 +82,8 @@ def join(
     if env is None or world_size > 1:  # a single rank needs none, and a thread of gloo would wake up 100 times a second
         job.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=side_timeout_s))
     world_of = WorldOfRanks if world_size > 1 else World
-    made = world_of(rank=rank, world_size=world_size, backend=backend, launcher="adopted", options=options, _job=job)
+    launcher = "adopted" if env is None else env.launcher
+    made = world_of(rank=rank, world_size=world_size, backend=backend, launcher=launcher, options=options, _job=job)
     if env is None:
         hosts = made.gather(socket.gethostname())
         local = [other for other in range(world_size) if hosts[other] == hosts[rank]]
@@ -92,7 +93,6 @@ def join(
         place = local.index(rank), len(local), [*dict.fromkeys(hosts)].index(hosts[rank])
     else:
         place = env.local_rank, env.local_world_size, env.node_rank
-        made = replace(made, launcher=env.launcher)
     made = replace(made, local_rank=place[0], local_world_size=place[1], node_rank=place[2], device=bound)
     keep_freed_memory()
     if world_size > 1 and options.guard:

@@ -81,7 +81,7 @@ def bind_device(rank: int, local_rank: int, device: Union[str, torch.device, Non
                 "device= out to use the CPU, or check the driver and CUDA_VISIBLE_DEVICES."
             )
         return torch.device("cpu")
-    asked = wanted.index if wanted is not None else None
+    asked = None if wanted is None else wanted.index
     index = asked if asked is not None else local_rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -86,11 +86,10 @@ def leave(ended: Job, world: World) -> None:
         current().left, ended.left = world, None
 
 
-def begin_next() -> Job:
-    """Replace the current job with an empty one; returns the old one. Local."""
+def begin_next() -> None:
+    """Replace the current job with an empty one. Local."""
     global _current
-    ended, _current = _current, Job()
-    return ended
+    _current = Job()
 
 
 def seed_everything(seed: int) -> None:

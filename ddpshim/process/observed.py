@@ -23,11 +23,6 @@ def record_to(records: Any) -> None:
     _records = records
 
 
-def is_recorded() -> bool:
-    """Return whether this run is recorded. Local."""
-    return _records is not None
-
-
 def note(kind: str, **values: Any) -> None:
     """Record an event, if this run is recorded. Local."""
     if _records is not None:

@@ -291,16 +291,14 @@ class _Comparison:
         return "samples", "", spread[0][0]["place"], found, meaning
 
     def _start(self, step: int) -> _Found:
-        for alone in self.one.of("begun", step):
-            for rank, run in enumerate(self.ranks):
-                for theirs in run.of("begun", step):
-                    mine, own = alone["tensors"], theirs["tensors"]
-                    odd = _differing(mine, own, lambda name, a, b: difference(a, b) > 1e-6)
-                    if odd:
-                        size = max(difference(mine[name], own.get(name)) for name in odd)
-                        found = f"rank {rank} begins with other values (relative difference {size:.1e})"
-                        meaning = "networks are built from a different seed or in a different order, and not broadcast"
-                        return "weights at the start", _shown(odd), _place(run, step), found, meaning
+        for rank, run in enumerate(self.ranks):
+            for alone, theirs in zip(self.one.of("begun", step), run.of("begun", step)):  # one, or none
+                mine, own = alone["tensors"], theirs["tensors"]
+                if odd := _differing(mine, own, lambda name, a, b: difference(a, b) > 1e-6):
+                    size = max(difference(mine[name], own.get(name)) for name in odd)
+                    found = f"rank {rank} begins with other values (relative difference {size:.1e})"
+                    meaning = "networks are built from a different seed or in a different order, and not broadcast"
+                    return "weights at the start", _shown(odd), _place(run, step), found, meaning
         return None
 
     def _losses(self, step: int) -> _Found:
@@ -470,8 +468,7 @@ def _differing(mine: Mapping[str, Any], theirs: Mapping[str, Any], parts: Callab
         for order in itertools.permutations(known) if len(known) < 5 else [tuple(known)]:
             pairs = [(name, name.replace(a, b, 1)) for a, b in zip(known, order) for name in names[a]]
             found.append([a for a, b in pairs if b in theirs and parts(a, mine[a], theirs[b])])
-        found.sort(key=len)
-        odd += found[0]
+        odd += sorted(found, key=len)[0]
     return odd
 
 
