@@ -8,9 +8,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ddpshim import variables
@@ -69,19 +70,20 @@ def _weights_of(tensors: Any) -> list[Any]:
     """Return some of the parameters on which a loss depends."""
     from torch.nn import Parameter
 
+    held = (getattr(node, "variable", None) for node in itertools.islice(graph_of(tensors), _MOST_NODES))
+    return [*itertools.islice((found for found in held if isinstance(found, Parameter)), _MOST_WEIGHTS)]
+
+
+def graph_of(tensors: Any) -> Iterator[Any]:
+    """Yield the nodes of the graph from which a loss, or several, were computed, the nearest first. Local."""
     losses = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-    pending = [*filter(None, (getattr(loss, "grad_fn", None) for loss in losses))]
-    found, seen = [], set(pending)
-    for node in pending:  # it grows in the loop
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Parameter):
-            found.append(variable)
-        if len(found) == _MOST_WEIGHTS or len(seen) > _MOST_NODES:
-            break
+    nodes = [*filter(None, (getattr(loss, "grad_fn", None) for loss in losses))]
+    seen = set(nodes)
+    for node in nodes:  # it grows in the loop
+        yield node
         more = [inner for inner, _ in node.next_functions if inner is not None and inner not in seen]
-        pending += more
+        nodes += more
         seen.update(more)
-    return found
 
 
 def _refuse(found: str, answer: Answer) -> None:

@@ -184,10 +184,7 @@ def _of_this_start(store: Any, env: LaunchEnv, timeout: timedelta) -> Any:
 
 
 def _call_the_roll(store: Any, env: LaunchEnv, timeout_s: float) -> None:
-    """Wait until every rank of the job has joined (collective).
-
-    Raises LaunchError, on all ranks that have joined, if one has another world size, or if some do not join.
-    """
+    """Wait until every rank of the job has joined (collective). Raises LaunchError on all ranks that have, if not."""
     store.set(f"here/{env.rank}", socket.gethostname())
     num_here, me = store.add("here", 1), f"WORLD_SIZE={env.world_size} on rank {env.rank}"
     first = claim(store, "first", me)

@@ -28,6 +28,7 @@ import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from ddpshim.failures.unsynced_check import graph_of
 from ddpshim.process.job import current
 from ddpshim.process.observed import live_modules, observe
 from ddpshim.process.replaced import replaced
@@ -350,14 +351,8 @@ def of_graph(losses: Sequence[Any]) -> torch.dtype:
     With autocast it is bfloat16 or float16, although losses and gradients are float32. Only results that need a
     gradient are looked at: a frozen network in bfloat16 gives every process the same features.
     """
-    seen, waiting = set(), [loss.grad_fn for loss in losses]
     coarsest = torch.float32
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [inner for inner, _ in node.next_functions]
+    for node in graph_of(losses):
         for about in getattr(node, "_input_metadata", None) or ():
             dtype = getattr(about, "dtype", None)
             if dtype is not None and dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(coarsest).eps:
