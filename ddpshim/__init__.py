@@ -67,7 +67,10 @@ _NAMES = {
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
-__all__ = [*(name for name in globals().copy() if name.endswith("Error")), *sorted([*_HOMES, "setup"])]
+__all__ = [
+    *("CheckpointError", "DataError", "DdpShimError", "LaunchError", "OptionsError", "PatchError", "RankError"),
+    *("ReportError", "RolloutError", "SyncError", "WorldError", *sorted([*_HOMES, "setup"])),
+]
 
 
 class Arguments(TypedDict, total=False):

@@ -26,16 +26,6 @@ def _of_module(function: Callable[..., Any]) -> Any:
     return lambda wrapper, *args: function(wrapper.module, *args)
 
 
-def _by_module(name: str) -> Any:
-    """Return a method that the module runs, and that returns the wrapper."""
-
-    def method(wrapper: Transparent, *args: Any, **kwargs: Any) -> Transparent:
-        getattr(wrapper.module, name)(*args, **kwargs)
-        return wrapper
-
-    return method
-
-
 class Transparent:
     """A wrapper that has its module's parameters, children, attributes and keys, under the same names.
 
@@ -53,16 +43,12 @@ class Transparent:
         for name in shared:
             mine[name] = getattr(module, name)
         mine["module"] = module
-        children = [name for name, _ in module.named_children()]
-        for name in [*vars(module), *module._parameters, *module._buffers, *children]:
-            if not name.startswith("_") and name not in Transparent.__dict__ and hasattr(type(self), name):
-                mine[name] = getattr(module, name)  # a child called `join`, an attribute `gather`
-        for name in dir(type(module)):
-            theirs = getattr(type(module), name)
-            if not callable(theirs) or name.startswith("_") or name in Transparent.__dict__:
-                continue
-            if hasattr(type(self), name) and theirs is not getattr(nn.Module, name, None):
-                mine[name] = getattr(module, name)  # a method of the module that the wrapper has, too
+        own = {*vars(module), *module._parameters, *module._buffers, *module._modules}
+        for name in {*own, *dir(type(module))}:
+            theirs = getattr(type(module), name, None)
+            is_its = name in own or (callable(theirs) and theirs is not getattr(nn.Module, name, None))
+            if is_its and not name.startswith("_") and name not in Transparent.__dict__ and hasattr(type(self), name):
+                mine[name] = getattr(module, name)  # a child called `join`, an attribute `gather`, a method
 
     def __getattr__(self, name: str) -> Any:
         if "module" not in self.__dict__:
@@ -82,14 +68,12 @@ class Transparent:
     @property
     def training(self) -> bool:
         """Whether the module is in training mode; this is the module's flag, not a copy."""
-        module = self.__dict__.get("module")
-        return True if module is None else module.training
+        return self.module.training if "module" in self.__dict__ else True
 
     @training.setter
     def training(self, mode: bool) -> None:
-        module = self.__dict__.get("module")
-        if module is not None:
-            module.training = mode
+        if "module" in self.__dict__:
+            self.module.training = mode
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._autocast is None or not self.module.training:
@@ -100,7 +84,21 @@ class Transparent:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    train, eval, apply, _apply = map(_by_module, ("train", "eval", "apply", "_apply"))
+    def train(self, mode: bool = True) -> Any:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Any:
+        self.module.eval()
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        self.module.apply(fn)
+        return self
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.module._apply(*args, **kwargs)
+        return self
 
     def no_sync(self) -> Any:
         """Return a context in which gradients only accumulate; in one process it changes nothing."""
@@ -181,10 +179,9 @@ def new_keys(keys: Iterable[str], module: nn.Module) -> dict[str, str]:
     keys, own = list(keys), module.state_dict()
     if all(key in own for key in keys):
         return {key: key for key in keys}
-    for prefix in _PREFIXES:
-        cut = len(prefix) + 1
-        if all(key.startswith(prefix + ".") and key[cut:] in own for key in keys):
-            return {key: key[cut:] for key in keys}
+    for prefix in (f"{name}." for name in _PREFIXES):
+        if all(key.startswith(prefix) and key[len(prefix) :] in own for key in keys):
+            return {key: key[len(prefix) :] for key in keys}
     by_bare: dict[str, list[str]] = {}
     for key in own:
         by_bare.setdefault(_bare_key(key), []).append(key)
