@@ -103,8 +103,8 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
         seen = mine["_seen"] = list[Any]()  # the parameters that got a gradient in this pass
         mine["_accumulators"], mine["_first"] = [*map(_accumulator, reduced)], own[0][1]
         guard.own(self, [p for _, p in own])
-        # A builtin: no Python code runs for each parameter of a step.
-        handles = [p.register_post_accumulate_grad_hook(seen.append) for p in reduced]
+        for p in reduced:  # a builtin: no Python code runs for each parameter of a step
+            current().at_end.callback(p.register_post_accumulate_grad_hook(seen.append).remove)
         sends_buffers = bool(getattr(made, "forward_sync_buffers", made.broadcast_buffers))
         mine["_sent_buffers"] = Buffers(module, is_of_all and sends_buffers)
         self._syncs_in_forward = not is_of_all
@@ -112,8 +112,6 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
             self._compare_over_ranks(sends_buffers, self._first.device)
         current().part(_Networks).append(self)
         current().at_end.callback(self._leave_job)
-        for handle in handles:
-            current().at_end.callback(handle.remove)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -2,13 +2,10 @@
 
 Checksums are sent while training continues and read at the next step. Only if they differ do ranks exchange, through
 the job's store, what tells the difference (`refuse`).
-
-In each backward pass a message of two numbers shows whether all ranks are at one step (`agree_on_pass`).
 """
 
 from __future__ import annotations
 
-import itertools
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,14 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpshim.errors import SyncError
-from ddpshim.job.collectives import pairs, peers
 from ddpshim.job.group import world
 from ddpshim.process import observed
 from ddpshim.process.devices import is_capturing
-from ddpshim.process.job import current
 from ddpshim.process.random_streams import digest, rank_states, restore_rank_states
-from ddpshim.process.say import count, say
-from ddpshim.process.users_line import users_line
+from ddpshim.process.say import say
 from ddpshim.shares.streams import draws_alike
 
 SAME_STATE = (
@@ -44,45 +38,11 @@ Optimizers = Sequence[torch.optim.Optimizer]
 Named = Sequence[tuple[str, Optional[torch.Tensor]]]
 _ALL_BITS = 2**64
 _DEADLINE_S = 120.0  # after a common step ranks are only seconds apart
-_MEETING_DEADLINE_S = 20.0
-_IN_A_PASS = zlib.crc32(b"backward pass")
 
 
 def is_milestone(number: int) -> bool:
     """Whether to compare in this backward pass: 1, 2, 10, 100 and every 1000. Pass 2 sees the effects of step 1."""
     return number in (1, 2, 10, 100) or (number > 0 and number % 1000 == 0)
-
-
-def agree_on_pass(
-    network: str, gradients: Sequence[int], num_steps: int, rates: Sequence[float], cure: Optional[str] = None
-) -> int:
-    """Return a number for the gradients of this backward pass (collective).
-
-    Raises SyncError on all ranks if they are not in one pass with the same gradients. The message is as those of World:
-    a rank that is in another collective sees it, and does not hang.
-
-    Args:
-        network: the name of the network, or the names.
-        gradients: numbers of the parameters that got a gradient, in order: those of other ranks meet them.
-        num_steps, rates: steps of optimizers so far, and the learning rates of the last one.
-        cure: for the error; default what is to be done in any program.
-    """
-    here, num_passes = world(), current().part(observed.Progress).num_passes + 1
-    kind = zlib.crc32(repr(gradients).encode())
-    own = zlib.crc32(repr((num_passes, num_steps, rates)).encode(), kind), _IN_A_PASS
-    if len({*pairs(own, here.world_size, peers(here))}) == 1:
-        return kind
-    from ddpshim.failures.failure_notes import SAME_WAY
-
-    told = f"backward pass {num_passes}, of {network}, with {count(len(gradients), 'gradient')}, "
-    told += f"after {count(num_steps, 'optimizer step')}"
-    told += f" (the last at learning rate {', '.join(map(str, rates))})" if rates else ""
-    of_ranks = here.gather_with_deadline("positions", f"{told}; at {users_line()}", _MEETING_DEADLINE_S)
-    where = [f"rank {rank}: {of_ranks.get(rank, 'in no backward pass')}" for rank in range(here.world_size)]
-    raise SyncError(
-        f"ranks are at different steps, or computed gradients of different parameters; they would be mixed up, and "
-        f"ranks would train different models. {'; '.join(where)}. {cure or SAME_WAY} ({OPT_OUT})."
-    )
 
 
 class Equality:
@@ -100,7 +60,6 @@ class Equality:
         optimizers: Callable[[], Optimizers],
         companions: Callable[[], Tensors],
     ) -> None:
-        """Prepare to compare `module`, its optimizers and companions, with checksums sent from `device`. Local."""
         self.module, self._with_buffers, self._device = module, with_buffers, device
         self._optimizers, self.companions = optimizers, companions
         modules = module.modules() if with_buffers else ()
@@ -165,25 +124,30 @@ class Equality:
         observed.note("guard", passed=True, **facts)
 
     def _compare(self, numbers: list[list[int]], num_reductions: int) -> None:
-        """Raise SyncError if `numbers`, of which each has a value for each rank, differ where they must not."""
+        """Raise SyncError if `numbers`, each with a value for each rank, differ where they must not (collective).
+
+        Streams that differ become the main rank's. A line says if a buffer was updated from each rank's own samples.
+        """
         (tensors, settings, streams), others = numbers[:3], numbers[3:]
+        here = world()
         if len({*streams}) > 1:
-            _take_streams(num_reductions)
+            restore_rank_states(here.broadcast(rank_states(here.device)), here.device)
+            observed.note("mended", what="random streams", reductions=num_reductions)
+            if here.is_main:
+                say(
+                    f"after {num_reductions} backward passes ranks had drawn different random numbers: something draws "
+                    "on one rank only (a log, a rollout). All ranks continue with the main rank's streams"
+                )
         if len({*tensors}) > 1 or len({*settings}) > 1:
             when = f"after {num_reductions} backward passes of {type(self.module).__name__}"
             refuse(when, self.settings(), {**self.tensors(), **self.companions()})
             return
-        if world().is_main:
-            self._name_own_buffers(others)
-
-    def _name_own_buffers(self, numbers: list[list[int]]) -> None:
-        """Print a line if each rank updated a buffer from its own share of the samples."""
-        pairs = (place for place, of_ranks in zip(self._unsynced, numbers) if len({*of_ranks}) > 1)
-        for home, name in itertools.islice(pairs, 1):
+        own = (place for place, of_ranks in zip(self._unsynced, others) if len({*of_ranks}) > 1)
+        if here.is_main and (found := next(own, None)) is not None:
             say(
-                f"buffer '{name}' of a {type(home).__name__} differed between ranks, and all get the main rank's. If "
-                "it is updated from each rank's own samples, update it from those of all ranks (ddpshim.world().mean, "
-                ".all_gather); if it is drawn, seed its generator"
+                f"buffer '{found[1]}' of a {type(found[0]).__name__} differed between ranks, and all get the main "
+                "rank's. If it is updated from each rank's own samples, update it from those of all ranks "
+                "(ddpshim.world().mean, .all_gather); if it is drawn, seed its generator"
             )
 
 
@@ -318,15 +282,3 @@ def _kind_of(tensor: Optional[torch.Tensor]) -> int:
     if tensor is None:
         return 0
     return (zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode()) + 1) << 24
-
-
-def _take_streams(number: int) -> None:
-    """Set the random streams of all ranks to the main rank's (collective)."""
-    here = world()
-    restore_rank_states(here.broadcast(rank_states(here.device)), here.device)
-    observed.note("mended", what="random streams", reductions=number)
-    if here.is_main:
-        say(
-            f"after {number} backward passes ranks had drawn different random numbers: something draws on one "
-            "rank only (a log, a rollout). All ranks continue with the main rank's streams"
-        )

@@ -9,7 +9,7 @@ import functools
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any, Optional, TypeVar
@@ -19,16 +19,19 @@ from torch import nn
 
 from ddpshim.errors import SyncError
 from ddpshim.failures import failure
+from ddpshim.job.collectives import pairs, peers
 from ddpshim.job.group import world
 from ddpshim.model import backward
-from ddpshim.model.broadcasting import Buffers
 from ddpshim.model.equality import OPT_OUT, Equality, Tensors, bits_of_rows, refuse
 from ddpshim.process import observed
 from ddpshim.process.job import current
 from ddpshim.process.observed import observe
-from ddpshim.process.say import say
+from ddpshim.process.say import count, say
+from ddpshim.process.users_line import users_line
 
 DEADLINE_S = 120.0  # how long a rank that has ended its epoch, or the job, waits for the others
+_MEETING_DEADLINE_S = 20.0
+_IN_A_PASS = zlib.crc32(b"backward pass")
 REDUCED = "_ddpshim_reduced"  # set on the gradients of the first step after a reduction, and on those of a file
 
 
@@ -36,21 +39,15 @@ class Reduced:
     """What wrappers that reduce gradients have in common; those that are not changed have these values.
 
     They are attributes of the class, because others that are set on a wrapper become its module's.
-
-    Attributes:
-        num_reductions: backward passes whose gradients were reduced.
-        has_unreduced_gradients: whether a pass ran under no_sync() since.
-        is_armed: whether a pass that will be reduced has computed its first gradient and not ended.
-        is_uneven: whether ranks rightly make different numbers of passes: it trained in join().
     """
 
     module: nn.Module
-    num_reductions = 0
-    has_unreduced_gradients = is_armed = is_uneven = False
+    num_reductions = 0  # backward passes whose gradients were reduced
+    has_unreduced_gradients = False  # a pass ran under no_sync() since
+    is_armed = False  # a pass that will be reduced has computed its first gradient and not ended
+    is_uneven = False  # ranks rightly make different numbers of passes: it trained in join()
     _refusal: Optional[SyncError] = None
     _equality: Optional[Equality] = None  # none if each rank holds different weights
-    _syncs: bool  # whether passes are reduced now
-    _sent_buffers: Buffers
 
     def _compare_over_ranks(self, with_buffers: bool, device: torch.device) -> None:
         """Compare this network over ranks from now on, unless the guards are off. Local."""
@@ -213,11 +210,6 @@ def _everything() -> tuple[dict[str, str], Tensors]:
     return settings, {**tensors, **companions()}
 
 
-def steps_so_far() -> tuple[int, list[float]]:
-    """Return how many steps optimizers made on reduced gradients, and the learning rates of the last one. Local."""
-    return _watched().num_steps, _watched().rates
-
-
 def num_reductions() -> int:
     """Return how many backward passes of all networks were reduced so far. Local."""
     return sum(wrapped.num_reductions for wrapped in _wrappers() if not wrapped.is_uneven)
@@ -225,6 +217,36 @@ def num_reductions() -> int:
 
 def _wrappers() -> list[Reduced]:
     return list({id(wrapped): wrapped for wrapped in _watched().owners.values()}.values())
+
+
+def agree_on_pass(network: str, gradients: Sequence[int], cure: Optional[str] = None) -> int:
+    """Return a number for the gradients of this backward pass (collective).
+
+    Raises SyncError on all ranks if they are not in one pass with the same gradients. The message is as those of World:
+    a rank that is in another collective sees it, and does not hang.
+
+    Args:
+        network: the name of the network, or the names.
+        gradients: numbers of the parameters that got a gradient, in order: those of other ranks meet them.
+        cure: for the error; default what is to be done in any program.
+    """
+    here, num_passes = world(), current().part(observed.Progress).num_passes + 1
+    num_steps, rates = _watched().num_steps, _watched().rates
+    kind = zlib.crc32(repr(gradients).encode())
+    own = zlib.crc32(repr((num_passes, num_steps, rates)).encode(), kind), _IN_A_PASS
+    if len({*pairs(own, here.world_size, peers(here))}) == 1:
+        return kind
+    from ddpshim.failures.failure_notes import SAME_WAY
+
+    told = f"backward pass {num_passes}, of {network}, with {count(len(gradients), 'gradient')}, "
+    told += f"after {count(num_steps, 'optimizer step')}"
+    told += f" (the last at learning rate {', '.join(map(str, rates))})" if rates else ""
+    of_ranks = here.gather_with_deadline("positions", f"{told}; at {users_line()}", _MEETING_DEADLINE_S)
+    where = [f"rank {rank}: {of_ranks.get(rank, 'in no backward pass')}" for rank in range(here.world_size)]
+    raise SyncError(
+        f"ranks are at different steps, or computed gradients of different parameters; they would be mixed up, and "
+        f"ranks would train different models. {'; '.join(where)}. {cure or SAME_WAY} ({OPT_OUT})."
+    )
 
 
 def _check_closure(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 from ddpshim.job.world import world
 from ddpshim.model import backward, guard
 from ddpshim.model.broadcasting import Buffers, broadcast_state
-from ddpshim.model.equality import agree_on_pass, is_milestone
+from ddpshim.model.equality import is_milestone
 from ddpshim.model.wrapper import BareModule
 from ddpshim.process.devices import is_capturing
 from ddpshim.process.job import current
@@ -168,7 +168,7 @@ class Means:
         is_captured = is_capturing(networks[0]._device)
         if world().options.guard and not is_captured:
             names, numbers = ", ".join(type(network.module).__name__ for network in networks), [*self._taken]
-            agreed = agree_on_pass(names, numbers, *guard.steps_so_far())
+            agreed = guard.agree_on_pass(names, numbers)
             if len(self._expected) == _MOST_KEPT:  # each pass leaves out layers at random
                 self._expected.clear()
             self._expected[self._before] = numbers
@@ -202,19 +202,25 @@ class Means:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return the numbers of `tensor` as a vector, in the order in which they lie in memory."""
-    return tensor.view(-1) if tensor.is_contiguous() else tensor.permute(_order(tensor)).reshape(-1)
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.permute(order_in_memory(tensor)).reshape(-1)
 
 
 def _shaped(vector: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return `_flat(like)` as `like` again: optimizers are slower if its strides are not those of the weight."""
     if like.is_contiguous():
         return vector.view(like.shape)
-    order = _order(like)
-    return vector.view([like.shape[dim] for dim in order]).permute([order.index(dim) for dim in range(like.dim())])
+    order = order_in_memory(like)
+    return moved_back(vector.view([like.shape[dim] for dim in order]), order)
 
 
-def _order(tensor: torch.Tensor) -> list[int]:
+def order_in_memory(tensor: torch.Tensor) -> list[int]:
+    """Return the dimensions from the one with the largest stride to the one with the smallest. Local."""
     return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+
+
+def moved_back(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """Return what was permuted by `order` in its own order of dimensions. Local."""
+    return tensor.permute([order.index(i) for i in range(tensor.dim())])
 
 
 def _in_one_piece(rows: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> Optional[torch.Tensor]:

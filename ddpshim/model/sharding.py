@@ -19,7 +19,6 @@ from ddpshim.errors import SyncError
 from ddpshim.job.group import world
 from ddpshim.model import backward, guard
 from ddpshim.model.broadcasting import Buffers, broadcast_state
-from ddpshim.model.equality import agree_on_pass
 from ddpshim.model.wrapper import BareModule
 from ddpshim.process.devices import is_capturing
 from ddpshim.process.job import current
@@ -115,7 +114,7 @@ class ShardedModule(guard.Reduced, BareModule):
         device = next(iter(self._parts.values())).device
         if world().options.guard and not is_capturing(device):
             used = [i for i, p in enumerate(self._parts.values()) if p.grad is not None]
-            agree_on_pass(self._name, used, *guard.steps_so_far(), _USE_ALL)
+            guard.agree_on_pass(self._name, used, _USE_ALL)
         self.num_reductions += 1
         self._sent_buffers.start()
         self._sent_buffers.finish()
