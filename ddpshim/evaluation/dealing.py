@@ -5,6 +5,7 @@ Ranks wait for each other only at its end. Until then they share counters in the
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -152,14 +153,9 @@ class Deal:
         return bool(self._count("told to end"))
 
     def _turns(self) -> Iterator[int]:
-        turn = self._here.rank
-        while True:
-            if not self._is_fixed:
-                turn = self._count("dealt", 1) - 1
-            if turn >= self._num_turns:
-                return
-            yield turn
-            turn += self._here.world_size
+        dealt = (self._count("dealt", 1) - 1 for _ in itertools.count())
+        fixed = itertools.count(self._here.rank, self._here.world_size)
+        return itertools.takewhile(lambda turn: turn < self._num_turns, fixed if self._is_fixed else dealt)
 
     def _count(self, what: str, by: int = 0) -> int:
         return self._here.count(f"{self._name}/{what}", by)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import pickle
 import random
 import types
@@ -103,20 +104,25 @@ def own_generators(env: Any) -> Iterator[Any]:
 
     kinds = (numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator)
     layers = list(_layers(env))
-    seen = {id(layer): layer for layer in layers}  # kept alive, so that no other object gets the same id
-    first = [getattr(layer, name, None) for layer in layers for name in _FIRST]
-    left: deque[tuple[list[Any], int]] = deque([([held for held in first if isinstance(held, kinds)], 0)])
-    left.extend((_held_by(layer), 1) for layer in layers)
-    while left and len(seen) < _NUM_OBJECTS:
-        values, depth = left.popleft()
+    first = [held for layer in layers for name in _FIRST if isinstance(held := getattr(layer, name, None), kinds)]
+    for held in reached([first, *map(_held_by, layers)], _held_by, _DEPTH, _NUM_OBJECTS):
+        if isinstance(held, kinds) and not isinstance(held, random.SystemRandom):  # which cannot be seeded
+            yield held
+
+
+def reached(
+    start: Iterable[list[Any]], held_by: Callable[[Any], list[Any]], depth: int, most: float = math.inf
+) -> Iterator[Any]:
+    """Yield about `most` objects, each once: those of `start`, what `held_by` returns of these, and so on. Local."""
+    seen: dict[int, Any] = {}  # kept alive, so that no other object gets the same id
+    left = deque((values, 1) for values in start)
+    while left and len(seen) < most:
+        values, level = left.popleft()
         for held in values:
-            if id(held) in seen:
-                continue
-            seen[id(held)] = held
-            if not isinstance(held, kinds):
-                left.extend([(_held_by(held), depth + 1)] if depth < _DEPTH else [])
-            elif not isinstance(held, random.SystemRandom):  # which cannot be seeded
+            if id(held) not in seen:
+                seen[id(held)] = held
                 yield held
+                left.extend([(held_by(held), level + 1)] if level < depth else [])
 
 
 def reseed(generator: Any, seed: int) -> None:

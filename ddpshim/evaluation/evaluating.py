@@ -30,7 +30,7 @@ IsSuccess = Callable[[Any, Mapping[str, Any]], bool]
 _SUCCESS_KEYS = ("success", "is_success")  # in a step's info: metaworld, gymnasium-robotics
 _BEGINS_EPISODE = ("reset", "start_episode")  # diffusion_policy's and LeRobot's policies, robomimic's
 _MOST_STEPS = 100_000
-_DEPTH, _NUM_HELD = 4, 100  # limits of the search for a policy's networks
+_DEPTH, _NUM_HELD = 5, 100  # limits of the search for a policy's networks
 _NUM_CHECKED = 2  # episodes whose environment is checked for unseeded generators
 _NUM_HALVINGS = 60  # of the range in which an end of the interval is
 
@@ -351,19 +351,9 @@ def _num_writes(networks: list[torch.nn.Module]) -> int:
 
 def networks_of(policy: Any) -> list[torch.nn.Module]:
     """Return the networks that the policy is, holds or calls, also those of the object whose method it is. Local."""
-    found: dict[int, torch.nn.Module] = {}
-    seen: set[int] = set()
-    left = [(policy, 0)]
-    while left:
-        held, depth = left.pop()
-        if id(held) in seen:
-            continue
-        seen.add(id(held))
-        if isinstance(held, torch.nn.Module):
-            found[id(unwrap(held))] = unwrap(held)
-        elif depth < _DEPTH:
-            left += [(value, depth + 1) for value in _held_by(held)]
-    return list(found.values())
+    held = environments.reached([[policy]], _held_by, _DEPTH)
+    found = [unwrap(one) for one in held if isinstance(one, torch.nn.Module)]
+    return [*{id(network): network for network in found}.values()]
 
 
 def _held_by(holder: Any) -> list[Any]:
@@ -376,7 +366,7 @@ def _held_by(holder: Any) -> list[Any]:
         return [holder.func, *holder.args, *holder.keywords.values()]
     if isinstance(holder, (dict, list, tuple)):
         return list(holder.values() if isinstance(holder, dict) else holder)[:_NUM_HELD]
-    is_plain = isinstance(holder, (type, types.ModuleType, torch.Tensor))
+    is_plain = isinstance(holder, (type, types.ModuleType, torch.Tensor, torch.nn.Module))
     return [] if is_plain else list(getattr(holder, "__dict__", {}).values())[:_NUM_HELD]
 
 
