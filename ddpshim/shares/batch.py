@@ -10,7 +10,7 @@ import torch
 
 from ddpshim.errors import DataError
 from ddpshim.job.group import world
-from ddpshim.process.devices import mapped
+from ddpshim.process.devices import mapped, moved
 
 
 def accumulate(batch: Any, *networks: Any, steps: int) -> Iterator[Any]:
@@ -81,18 +81,17 @@ class _OnDevice:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._loader:
-            sent: list[torch.Tensor] = []
+            yield self._sent(batch)
 
-            def send(value: Any, sent: list[torch.Tensor] = sent) -> Any:
-                if not isinstance(value, torch.Tensor):
-                    return value
-                sent.append(value.to(self._device, non_blocking=value.is_pinned()))
-                return sent[-1]
+    def _sent(self, batch: Any) -> Any:
+        with torch.cuda.stream(self._stream):
+            sent = moved(batch, self._device)
+        computes = torch.cuda.current_stream(self._device)
+        computes.wait_stream(self._stream)
 
-            with torch.cuda.stream(self._stream):
-                moved = mapped(send, batch)
-            computes = torch.cuda.current_stream(self._device)
-            computes.wait_stream(self._stream)
-            for tensor in sent:
-                tensor.record_stream(computes)  # its memory is reused only after that stream has used it
-            yield moved
+        def used(x: Any) -> Any:
+            if isinstance(x, torch.Tensor) and x.is_cuda:
+                x.record_stream(computes)  # its memory is reused only after that stream has used it
+            return x
+
+        return mapped(used, sent)
