@@ -15,7 +15,7 @@ import random
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Optional, TypeVar, cast
+from typing import Any, Optional, TypeVar
 
 import torch
 from torch.utils import data as torch_data
@@ -35,9 +35,9 @@ from ddpshim.rows.samples import Fetched, Numbered, SampleStreams, start_worker,
 from ddpshim.rows.tensor import Counts, Rows, leaves
 
 T_co = TypeVar("T_co", covariant=True)
+_TorchsLoader = torch_data.DataLoader  # now: `trainers` replaces the name
 
 _END = object()
-_NUM_WAITED = 10  # batches of a loader for which ranks wait for each other's news; then for the first of each pass
 _MOST_LEVELS = 4  # of attributes of a dataset, in which a generator is looked for
 _GENERATORS = ("Generator", "RandomState", "BitGenerator")  # of numpy, which may not be loaded
 
@@ -45,16 +45,20 @@ _GENERATORS = ("Generator", "RandomState", "BitGenerator")  # of numpy, which ma
 class DataLoader(torch_data.DataLoader[T_co], Enterable):
     """torch's DataLoader with the same attributes, whose passes can begin in the middle."""
 
+    _num_waited = 10  # batches for which ranks wait for each other's news; then for the first of each pass
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.place = users_line()
-        self.news = News(self.place)
-        self._of_rows: Optional[_RowsLoader] = None
+        self._num_waits = self._num_waited  # how often this rank still waits for the others' news
+        self._known: tuple[Any, int] = (None, 0)  # kinds of a batch, and their hash
+        self._of_rows: Any = None
         self._is_divided: Optional[bool] = None
         self._first = 0  # step of the next pass
-        self._begins_with: Optional[dict[str, Any]] = None  # random streams, as in an interrupted run
-        self._has_seed = False  # whether it draws no seed of workers, because that run's workers stayed
-        self._begun_with: Optional[dict[str, Any]] = None  # the streams of this pass
+        # Random streams of this pass, and whether it has a seed of workers that stay; and of the next one after an
+        # interruption.
+        self._begun_with: Optional[dict[str, Any]] = None
+        self._begins_with: Optional[dict[str, Any]] = None
 
     def can_enter(self) -> bool:
         # A class of the program's may count passes in a way of its own.
@@ -72,23 +76,24 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
 
     def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
         if state is not None:
-            self._begins_with = state["begun with"] if is_inside else {"generators": state["generators"]}
-            self._has_seed = state["begun with"]["has seed"] if is_inside else state["workers stay"]
+            next_one = {"generators": state["generators"], "has seed": state["workers stay"]}
+            self._begins_with = state["begun with"] if is_inside else next_one
 
     def _workers_stay(self) -> bool:
         return (self if self._of_rows is None else self._of_rows)._iterator is not None
 
     def __iter__(self) -> Any:
         (first, self._first), (states, self._begins_with) = (self._first, 0), (self._begins_with, None)
-        now, generator = global_states(), self.generator
+        now, generator, has_seed = global_states(), self.generator, False
         if states is not None:
             restore_global_states(states)
             restore_generators(self, states["generators"])
-        has_seed = self._has_seed or self._workers_stay()
-        self._begun_with = {**global_states(), "generators": generator_states(self), "has seed": has_seed}
+            has_seed = states["has seed"]
+        stays = {"generators": generator_states(self), "has seed": has_seed or self._workers_stay()}
+        self._begun_with = {**global_states(), **stays}
         try:
-            if self._has_seed:
-                self.generator, self._has_seed = torch.Generator(), False
+            if has_seed:
+                self.generator = torch.Generator()
             return self._pass(first)
         finally:
             self.generator = generator
@@ -97,26 +102,80 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
 
     def _pass(self, first: int) -> Any:
         """Begin a pass at step `first`, with all draws for its order."""
-        counts = current().part(Counts)
-        is_plain = current().part(blocks.State).num_pieces == 1 or not counts.is_in_lock_step()
+        is_plain = current().part(blocks.State).num_pieces == 1 or not current().part(Counts).is_in_lock_step()
         if not is_plain and self._is_divided is None:
             self._is_divided = _can_divide(self)
             if self._is_divided:
                 _check_same_indices(self)
-                self._of_rows = _RowsLoader.of(self)
+                self._of_rows = rows_loader(self)
         num_left_out = first
         # Now, since torch draws the seed of workers when a pass begins.
-        with contextlib.nullcontext() if is_plain else _fetching():
+        with contextlib.nullcontext() if is_plain else replaced(current().part(Counts), "is_fetching", True):
             if is_plain or self._of_rows is None:
                 batches = super().__iter__()
             else:
                 vars(self._of_rows)["generator"] = self.generator
                 if self.num_workers:  # each gets the batches that it would have got
                     num_left_out = first % self.num_workers
-                    self._of_rows.first = first - num_left_out
+                    self._of_rows.batch_sampler.first = first - num_left_out
                 batches = iter(self._of_rows)
             _leave_out(batches, num_left_out, self)
-        return batches if is_plain else _batches_of_rows(self, batches)
+        return batches if is_plain else self._batches_of_rows(batches)
+
+    def _batches_of_rows(self, batches: Any) -> Iterator[Any]:
+        """Yield the batches of one pass (collective)."""
+        num_passes = guard.num_reductions()
+        self._num_waits = max(self._num_waits, min(1, self._num_waited))
+        try:
+            while True:
+                with replaced(current().part(Counts), "is_fetching", True):
+                    batch = next(batches, _END)
+                if batch is _END:
+                    break
+                yield batch if self._of_rows is None else self._with_rows(batch)
+        finally:
+            batches = None  # ends an abandoned pass now, on every rank: Python up to 3.10 keeps this frame
+        if guard.num_reductions() != num_passes:
+            guard.check_equal_steps(f"a pass over the DataLoader of {self.place}")
+
+    def _with_rows(self, fetched: Any) -> Any:
+        """Return the batch with row tensors (collective)."""
+        (num_rows, batch), here = fetched, world()
+        part = blocks.part_of(num_rows)
+        if part is None:
+            return batch
+        self._tell(num_rows, batch)
+
+        def texts(own: Any) -> Any:
+            blocks.settle()  # another rank may have no batch
+            return type(own)([one for theirs in here.gather(own) for one in theirs])
+
+        return _walked(lambda x: Rows(x, 0, part), texts, batch)
+
+    def _tell(self, num_rows: int, batch: Any) -> None:
+        """Raise DataError if samples differ between ranks in shape or type (collective).
+
+        Now, or before the next message of the training: once a loader's batches are known, no rank waits.
+        """
+        if world().world_size == 1:
+            return
+        kinds = num_rows, [kind for kind in _kinds(batch) if kind != "str"]
+        if kinds != self._known[0]:
+            self._known = kinds, zlib.crc32(repr(kinds).encode())
+        waits = self._num_waits > 0
+        self._num_waits -= waits
+
+        def judge(told: list[Any]) -> None:
+            if all(one == told[0] for one in told):
+                return
+            of_ranks = world().gather(repr(_kinds(batch)))
+            raise DataError(
+                f"{self.place}: samples of one batch differ in shape or type: {of_ranks[0]} on rank 0, and "
+                f"{next(x for x in of_ranks if x != of_ranks[0])} on another. torch's collate cannot join them. Make "
+                "samples alike, or give the loader a collate_fn"
+            )
+
+        blocks.tell((num_rows, self._known[1]), judge, waits, f"takes a batch of the DataLoader of {self.place}")
 
 
 def _leave_out(batches: Any, num: int, loader: DataLoader[Any]) -> None:
@@ -132,69 +191,37 @@ def _leave_out(batches: Any, num: int, loader: DataLoader[Any]) -> None:
         )
 
 
-def _fetching() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which a loader produces a batch. Local."""
-    return replaced(current().part(Counts), "is_fetching", True)
-
-
-def _batches_of_rows(loader: DataLoader[Any], batches: Any) -> Iterator[Any]:
-    """Yield the batches of one pass (collective)."""
-    num_passes = guard.num_reductions()
-    loader.news.begin_pass()
-    try:
-        while True:
-            with _fetching():
-                batch = next(batches, _END)
-            if batch is _END:
-                break
-            yield batch if loader._of_rows is None else _with_rows(batch, loader.news)
-    finally:
-        batches = None  # ends an abandoned pass now, on every rank: Python up to 3.10 keeps this frame
-    if guard.num_reductions() != num_passes:
-        guard.check_equal_steps(f"a pass over the DataLoader of {loader.place}")
-
-
-class _RowsLoader(torch_data.DataLoader[Any]):
-    """A copy of a loader, whose batches are `Fetched`. `first`: the step at which the next pass begins."""
-
-    first: int
-
-    @classmethod
-    def of(cls, loader: DataLoader[Any]) -> _RowsLoader:
-        made: Any = copy.copy(loader)
-        made.__class__ = cls
-        fetcher, collate = adapters.fetcher_of(loader.dataset), loader.collate_fn
-        if fetcher is not None:
-            reason = fetcher.attach()
-            collate = fetcher.collate() if reason is None else collate
-            if reason is not None and world().is_main:
-                kind = type(loader.dataset).__name__
-                say_once(f"{kind} is read sample by sample, many times slower than by the batch: {reason}")
-        streams = SampleStreams(loader.dataset, collate, blocks.ranks(), loader.num_workers)
-        vars(made).update(dataset=streams, collate_fn=streams.collated, _iterator=None, first=0)
-        if loader.num_workers:
-            vars(made)["worker_init_fn"] = functools.partial(start_worker, loader.worker_init_fn)
-        return cast(_RowsLoader, made)
-
-    @property
-    def _index_sampler(self) -> Any:
-        return _OwnRows(without_lists(self.batch_sampler), self.first, self.num_workers)
+def rows_loader(loader: DataLoader[Any]) -> Any:
+    """Return a copy of a loader, whose batches are `Fetched`."""
+    made: Any = copy.copy(loader)
+    made.__class__ = _TorchsLoader
+    fetcher, collate = adapters.fetcher_of(loader.dataset), loader.collate_fn
+    if fetcher is not None:
+        reason = fetcher.attach()
+        collate = fetcher.collate() if reason is None else collate
+        if reason is not None and world().is_main:
+            kind = type(loader.dataset).__name__
+            say_once(f"{kind} is read sample by sample, many times slower than by the batch: {reason}")
+    streams, own = SampleStreams(loader.dataset, collate, loader.num_workers), _OwnRows(loader)
+    vars(made).update(dataset=streams, collate_fn=streams.collated, batch_sampler=own, _iterator=None)
+    if loader.num_workers:
+        vars(made)["worker_init_fn"] = functools.partial(start_worker, loader.worker_init_fn)
+    return made
 
 
 class _OwnRows:
-    """The batches of a sampler from step `first` on, as this rank's indices with those of all ranks."""
+    """The batches of a loader from step `first` of a pass on, as this rank's indices with those of all ranks."""
 
-    def __init__(self, batches: Any, first: int, num_workers: int) -> None:
-        self._batches, self._first, self._num_workers = batches, first, num_workers
-
-    def __len__(self) -> int:
-        return len(self._batches)
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._batches: Any = without_lists(loader.batch_sampler)
+        self._num_workers, self.first = loader.num_workers, 0
 
     def __iter__(self) -> Iterator[Numbered]:
-        return self._parts(iter(self._batches))  # now: a sampler may draw, before torch draws the seed of workers
+        # Now: a sampler may draw, before torch draws the seed of workers.
+        return self._parts(iter(self._batches), self.first)
 
-    def _parts(self, batches: Iterator[Any]) -> Iterator[Numbered]:
-        here, first = blocks.ranks(), self._first
+    def _parts(self, batches: Iterator[Any], first: int) -> Iterator[Numbered]:
+        here = blocks.ranks()
         before: list[Sequence[Any]] = [[*next(batches)] for _ in range(first)]
         for step, indices in enumerate(batches, first):
             part = blocks.part_of(len(indices))
@@ -224,60 +251,6 @@ def _walked(of_tensor: Any, of_texts: Any, batch: Any) -> Any:
     return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
 
 
-class News:
-    """What ranks tell each other of each batch: the shapes and types of its samples.
-
-    Once a loader's batches are known, no rank waits: the news are read before the next message of the training.
-    """
-
-    def __init__(self, place: str, num_waited: int = _NUM_WAITED) -> None:
-        self._place = place
-        self._num_waits, self._num_in_a_pass = num_waited, min(1, num_waited)
-        self._known: tuple[Any, int] = (None, 0)  # kinds of a batch, and their hash
-
-    def begin_pass(self) -> None:
-        self._num_waits = max(self._num_in_a_pass, self._num_waits)
-
-    def tell(self, num_rows: int, batch: Any) -> None:
-        """Raise DataError, now or before the next message, if samples differ (collective)."""
-        if world().world_size == 1:
-            return
-        kinds = num_rows, [kind for kind in _kinds(batch) if kind != "str"]
-        if kinds != self._known[0]:
-            self._known = kinds, zlib.crc32(repr(kinds).encode())
-        waits = self._num_waits > 0
-        self._num_waits -= waits
-
-        def judge(told: list[Any]) -> None:
-            if any(one != told[0] for one in told):
-                self._refuse(batch)
-
-        blocks.tell((num_rows, self._known[1]), judge, waits, f"takes a batch of the DataLoader of {self._place}")
-
-    def _refuse(self, batch: Any) -> None:
-        of_ranks = world().gather(repr(_kinds(batch)))
-        raise DataError(
-            f"{self._place}: samples of one batch differ in shape or type: {of_ranks[0]} on rank 0, and "
-            f"{next(x for x in of_ranks if x != of_ranks[0])} on another. torch's collate cannot join them. Make "
-            "samples alike, or give the loader a collate_fn"
-        )
-
-
-def _with_rows(fetched: Any, news: News) -> Any:
-    """Return the batch with row tensors (collective)."""
-    (num_rows, batch), here = fetched, world()
-    part = blocks.part_of(num_rows)
-    if part is None:
-        return batch
-    news.tell(num_rows, batch)
-
-    def texts(own: Any) -> Any:
-        blocks.settle()  # another rank may have no batch
-        return type(own)([one for theirs in here.gather(own) for one in theirs])
-
-    return _walked(lambda x: Rows(x, 0, part), texts, batch)
-
-
 def _kinds(batch: Any) -> list[Any]:
     return [(x.dtype, x.shape[1:]) if isinstance(x, torch.Tensor) else type(x).__name__ for x in leaves(batch)]
 
@@ -295,6 +268,8 @@ class JoinedLoader(DataLoader[Any]):
 
     Raises DataError if a rank would have fewer than two rows of a batch, or with `drop_last=False`.
     """
+
+    _num_waited = 0  # a rank whose data has ended must not be waited for
 
     def __init__(self, dataset: Any, batch_size: int, **options: Any) -> None:
         here, part = world(), blocks.part_of(batch_size)
@@ -318,7 +293,6 @@ class JoinedLoader(DataLoader[Any]):
         self._num_steps = min(known) if known else None
         self._num_own, self._num_rows = end - start, batch_size
         vars(self)["batch_size"] = batch_size  # which torch forbids to set: the program's batch is the whole one
-        self.news = News(self.place, num_waited=0)  # a rank whose data has ended must not be waited for
         self._of_rows: Any = self if current().part(blocks.State).num_pieces > 1 else None  # its batches become rows
         self._own_states = global_states()
         with self._own_streams():
@@ -328,7 +302,7 @@ class JoinedLoader(DataLoader[Any]):
         return super().__len__() if self._num_steps is None else self._num_steps
 
     def _pass(self, first: int) -> Iterator[Any]:
-        return _batches_of_rows(self, self._own_batches())
+        return self._batches_of_rows(self._own_batches())
 
     def _own_batches(self) -> Iterator[Any]:
         """Yield this rank's rows of each batch; other ranks do the same (collective at the end)."""

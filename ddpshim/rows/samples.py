@@ -13,6 +13,7 @@ from ddpshim.errors import DataError
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import global_states, is_same_state, restore_global_states
 from ddpshim.process.say import say, say_once
+from ddpshim.rows import blocks
 
 _NUM_AT_ONCE = 2**15  # indices of a permutation that become Python's ints
 
@@ -52,18 +53,12 @@ class Fetched(NamedTuple):
 
 
 class Numbered(list[Any]):
-    """A rank's indices of one step, with its number in the pass; both are also sent to data workers.
-
-    Attributes:
-        whole: the indices of all ranks.
-        rows: the positions of this rank's indices in `whole`.
-        before: batches that the same worker fetched earlier in the pass, before the pass was interrupted.
-    """
+    """A rank's indices of one step, with its number in the pass; both are also sent to data workers."""
 
     def __init__(self, whole: list[Any], rows: Sequence[int], step: int) -> None:
         super().__init__(whole[row] for row in rows)
-        self.whole, self.rows, self.step = whole, rows, step
-        self.before: list[Sequence[Any]] = []
+        self.whole, self.rows, self.step = whole, rows, step  # of all ranks; the positions of this rank's in them
+        self.before: list[Sequence[Any]] = []  # batches of the same worker, before the pass was interrupted
 
 
 def _has_drawn(before: dict[str, Any]) -> bool:
@@ -101,16 +96,6 @@ def joins_samples(dataset: Any) -> bool:
     return any(map(joins_samples, _inside(dataset))) if is_known else True
 
 
-class _FetchedBatch(list[Any]):
-    """A rank's samples of a batch, with the samples of all ranks."""
-
-    def __init__(self, whole: Any, indices: Numbered) -> None:
-        self.whole, self.rows, self.num_rows = whole, indices.rows, len(indices.whole)
-        # Whether `whole` is no list of samples but a batch, which `__getitems__` has made; this list is then empty.
-        self.is_batch = not isinstance(whole, Sequence) or len(whole) != self.num_rows
-        super().__init__(() if self.is_batch else (whole[row] for row in self.rows))
-
-
 class _Said(dict[str, torch.Tensor]):
     """By dataset, in memory that workers share: whether a line said that loading is slow, and one that draws differ."""
 
@@ -123,10 +108,9 @@ class SampleStreams(Dataset[Any]):
     continues with whole batches; if not, with its rows alone. A first draw for a later batch is refused.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any], share: tuple[int, int], num_workers: int) -> None:
-        """`share`: (rank, number of ranks)."""
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], num_workers: int) -> None:
         self.dataset, self._collate = dataset, collate
-        self._rank, self._world_size = share
+        self._rank, self._world_size = blocks.ranks()
         self._joins, self._name = joins_samples(dataset), name_of(dataset)
         # Whether it draws, or joins samples, in this pass; None until the first batch is collated.
         self._draws: Optional[bool] = self._joins or None
@@ -142,10 +126,8 @@ class SampleStreams(Dataset[Any]):
                 "would load its rows only"
             )
 
-    def __getitems__(self, indices: Any) -> Any:  # Numbered
-        return len(indices.whole), self._samples(indices)
-
-    def _samples(self, indices: Numbered) -> Any:
+    def __getitems__(self, indices: Any) -> Any:
+        """Return the indices (Numbered), samples, and whether these are of all ranks, of which there are several."""
         if indices.step <= self._last_step:  # another pass
             self._draws = self._joins or None
         self._last_step = indices.step
@@ -159,13 +141,11 @@ class SampleStreams(Dataset[Any]):
                     f"a sample of {self._name} draws random numbers, and those of earlier batches in this pass did "
                     "not. Other ranks do not draw them, so they would train with other noise. Draw for each sample"
                 )
-            return samples
-        whole = _fetched(self.dataset, indices.whole)
-        if self._world_size == 1:
-            return whole
-        if self._draws is None and _has_drawn(before):
+            return indices, samples, False
+        whole, are_several = _fetched(self.dataset, indices.whole), self._world_size > 1
+        if are_several and self._draws is None and _has_drawn(before):
             self._continue_with_whole_batches("draws random numbers for a sample")
-        return _FetchedBatch(whole, indices)
+        return indices, whole, are_several
 
     def _draw_for_batches_before(self, indices: Numbered) -> None:
         """Make the draws of this worker for the batches before `indices`, if it draws for these."""
@@ -178,35 +158,34 @@ class SampleStreams(Dataset[Any]):
 
     def collated(self, given: Any) -> Fetched:
         """Collate samples with the loader's collate_fn; if that draws, collate the whole batch and take own rows."""
-        num_rows, samples = given
-        return Fetched(num_rows, self._collated(samples))
+        indices, samples, are_of_all = given
+        num_rows, before = len(indices.whole), global_states()
+        if are_of_all:
+            return Fetched(num_rows, self._rows_of_all(samples, num_rows, indices.rows))
+        batch = self._collate(samples)
+        if self._world_size > 1 and _has_drawn(before):
+            self._print_once(
+                f"{_name(self._collate)} draws random numbers now but did not for the first batch: one process "
+                "would draw different ones",
+                is_seen_by_all=False,
+            )
+        return Fetched(num_rows, batch)
 
-    def _collated(self, samples: Any) -> Any:
-        if isinstance(samples, _FetchedBatch) and samples.is_batch:
+    def _rows_of_all(self, whole: Any, num_rows: int, rows: Sequence[int]) -> Any:
+        if not isinstance(whole, Sequence) or len(whole) != num_rows:  # a batch, which `__getitems__` has made
             try:
-                return _rows_of(self._collate(samples.whole), samples.num_rows, samples.rows)
+                return _rows_of(self._collate(whole), num_rows, rows)
             except _Indivisible:
                 raise DataError(
-                    f"the __getitems__ of {self._name} was asked for {samples.num_rows} samples, and what it returns "
+                    f"the __getitems__ of {self._name} was asked for {num_rows} samples, and what it returns "
                     "has not one row for each: ranks would take other samples. Return a list of as many samples."
                 ) from None
         before = global_states()
-        batch = self._collate([*samples] if isinstance(samples, _FetchedBatch) else samples)
-        if self._world_size == 1:
-            return batch
-        draws = _has_drawn(before)
-        if not isinstance(samples, _FetchedBatch):
-            if draws:
-                self._print_once(
-                    f"{_name(self._collate)} draws random numbers now but did not for the first batch: one process "
-                    "would draw different ones",
-                    is_seen_by_all=False,
-                )
-            return batch
-        if draws:
+        batch = self._collate([whole[row] for row in rows])
+        if _has_drawn(before):
             restore_global_states(before)
             try:
-                batch = _rows_of(self._collate([*samples.whole]), samples.num_rows, samples.rows)
+                batch = _rows_of(self._collate([*whole]), num_rows, rows)
             except _Indivisible:
                 self._print_once(
                     f"{_name(self._collate)} draws random numbers for a batch that cannot be divided: one process "

@@ -75,7 +75,7 @@ SEAMS = [
     Seam("_BatchNorm", "model/wrapping.py", f"{PARALLEL}batchnorm_", "torch/nn/modules/batchnorm.py"),
     Seam("_get_default_store", "job/process_group.py", "house/test_trust.py::test_what_somebody_wrote_to", C10D),
     Seam("_BaseDataLoaderIter", "process/observed.py", "test_every_loader_goes_through_one_next", LOADER),
-    Seam("_iterator _index_sampler", "rows/loader.py", "test_workers_that_stay", LOADER),
+    Seam("_iterator", "rows/loader.py", "test_workers_that_stay", LOADER),
     Seam("_save _open_zipfile_writer", "checkpoint/files.py", TO_THE_BYTE, "torch/serialization.py"),
     Seam("_remote_module_", "tools/certificate.py", OF_TORCH, "torch/distributed/nn/jit/instantiator.py"),
     Seam("_input_metadata", "tools/watching.py", PRECISION, "torch/csrc/autograd"),

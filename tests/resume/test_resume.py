@@ -343,7 +343,9 @@ WORKERS: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
 
 
 def _enters(kind: str, **options: Any) -> list[Any]:
-    loader = ddpshim.make_loader(DRAWS if kind in ("draws", "collates") else NUMBERS, **LOADERS[kind](), **options)
+    """How many batches a pass has; whether it is entered as it was, in a new loader, with the pass after it."""
+    data = DRAWS if kind in ("draws", "collates") else NUMBERS
+    loader, entered = (ddpshim.make_loader(data, **LOADERS[kind](), **options) for _ in range(2))
     here = torch.device("cpu")
     loader.set_epoch(4)
     batches = iter(loader)
@@ -351,10 +353,10 @@ def _enters(kind: str, **options: Any) -> list[Any]:
     order, streams = loader.order_state(), rank_states(here)
     whole += [batch.tolist() for batch in batches]
     after = [batch.tolist() for batch in loader]
-    loader.set_epoch(4, start_step=3)
-    loader.restore_order(order, is_inside=True)
+    entered.set_epoch(4, start_step=3)
+    entered.restore_order(order, is_inside=True)
     restore_rank_states(streams, here)
-    rest, again = ([batch.tolist() for batch in loader] for _ in range(2))
+    rest, again = ([batch.tolist() for batch in entered] for _ in range(2))
     return [len(whole), rest == whole[3:], again == after, after != whole]
 
 
@@ -364,6 +366,7 @@ def _enters_rows() -> dict[str, list[Any]]:
     ddpshim.setup(batch="global", seed=1, device="cpu")
     entered = {kind: _enters(kind) for kind in LOADERS}
     by_workers = ["drawn at once", "drawn later", "draws", "collates"] if here.world_size > 1 else ["draws"]
+    entered["draws, by workers that stay"] = _enters("draws", **WORKERS, persistent_workers=True)
     return {**entered, **{f"{kind}, by workers": _enters(kind, **WORKERS) for kind in by_workers}}
 
 

@@ -63,7 +63,7 @@ def test_only_ours_without_entry_points() -> None:
 def test_a_third_partys_dataset_is_fetched_by_the_batch() -> None:
     fetcher = adapters.fetcher_of(Squares())
     assert isinstance(fetcher, Fetcher)
-    rows = loader._RowsLoader.of(loader.DataLoader(fetcher._dataset, batch_size=4))
+    rows = loader.rows_loader(loader.DataLoader(fetcher._dataset, batch_size=4))
     fetched = rows.dataset.__getitems__(Numbered([0, 1, 2, 3], range(4), 0))
     assert rows.collate_fn(fetched) == (4, ("whole", [0, 1, 4, 9]))
 
