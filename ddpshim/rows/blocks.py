@@ -70,8 +70,13 @@ class State:
         self.is_in_piece = False  # one is being computed (`pieces`)
         self.factor = 1 if exact is not None else self.ranks.size  # of gradients inside blocks to a rank's share
         self.num_messages = 0  # how often wholes were gathered, or added up
+        self.tape: Any = None  # writes down the calls on blocks, if the call of a network is being captured
         # What this rank tells others before the next backward pass or gather, what judges it, and its place.
         self.news: list[tuple[tuple[int, int], Callable[[list[Any]], Any], str]] = []
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that is one call for a tape."""
+        return function(*args) if self.tape is None else self.tape.call(function, args)
 
 
 def tell(own: tuple[int, int], judge: Callable[[list[Any]], Any], waits: bool, place: str) -> Any:
@@ -179,10 +184,14 @@ def _plan(part: Part, here: Ranks, dim: int, shape: Any, strides: Any, dtype: to
     """Return each rank's number of rows, the whole's shape and strides, and whether it is the blocks one by one."""
     bounds = [part.bounds(rank, here.size) for rank in range(here.size)]
     counts = [end - start for start, end in bounds]
-    of_whole = _layout(shape, strides, dim, part.size)
-    dense = torch.empty(of_whole[0], device="meta").stride()
+    # In one process it is dense, in the order of the block's dimensions in memory.
+    of_whole, strides_of_whole, step = [*shape], [0] * len(shape), 1
+    of_whole[dim] = part.size
+    for i in sorted(range(len(shape)), key=lambda i: (strides[i], -i)):
+        strides_of_whole[i], step = step, step * max(1, of_whole[i])
+    is_dense = strides_of_whole == [*torch.empty(of_whole, device="meta").stride()]
     is_alike = here.size > 1 and len({*counts}) == 1 and dtype in _SENT_AS_THEY_ARE
-    return counts, *of_whole, is_alike and dim == 0 and part.outer == 1 and (*of_whole[1],) == dense
+    return counts, of_whole, strides_of_whole, is_alike and dim == 0 and part.outer == 1 and is_dense
 
 
 def gather_alike(own: torch.Tensor, everyones: Optional[list[torch.Tensor]] = None) -> list[torch.Tensor]:
@@ -196,30 +205,6 @@ def gather_alike(own: torch.Tensor, everyones: Optional[list[torch.Tensor]] = No
         everyones = [torch.empty_like(own) for _ in range(state.ranks.size)]
     begin_gather(everyones, own, group()).wait()
     return everyones
-
-
-def _layout(of_block: Any, strides_of_block: Any, dim: int, size: int) -> tuple[list[int], list[int]]:
-    """Return shape and strides of a whole in one process: dense, in the order of the block's dimensions in memory."""
-    shape, strides, step = [*of_block], [0] * len(of_block), 1
-    shape[dim] = size
-    for i in sorted(range(len(shape)), key=lambda i: (strides_of_block[i], -i)):
-        strides[i], step = step, step * max(1, shape[i])
-    return shape, strides
-
-
-def strides_of_whole(block: torch.Tensor, dim: int, size: int) -> list[int]:
-    """Return the strides that the whole has in one process, if `block` is a view as the whole is. Local."""
-    own, of_rows = block.shape[dim], block.stride(dim)
-    return [stride * size // own if stride > of_rows else stride for stride in block.stride()]
-
-
-def offset_of_whole(block: torch.Tensor, dim: int, size: int) -> int:
-    """Return the place in memory of the whole's first number, if `block` is a view as the whole is. Local."""
-    of_rows, num, first = max(1, block.stride(dim)), block.shape[dim], int(block.storage_offset())
-    if of_rows == max(block.stride()):
-        return first % of_rows  # the block may also be a part of the whole
-    outer, rest = divmod(first, num * of_rows)
-    return outer * size * of_rows + rest
 
 
 def added_up(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,15 +20,14 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from ddpshim import variables
-from ddpshim.errors import OptionsError, SyncError
+from ddpshim.errors import OptionsError
 from ddpshim.model.wrapper import Transparent, is_compiling
 from ddpshim.process.devices import moved
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
-from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks, dimensions, gradients, layers  # noqa: F401 (they register their rules)
 from ddpshim.rows.rules import T
-from ddpshim.rows.tensor import Capturing, Counts, Rows, divided, is_plain, leaves, mapped, on_whole, write_back
+from ddpshim.rows.tensor import Counts, Rows, divided, is_plain, leaves, mapped, on_whole, write_back
 
 # By DDPSHIM_ROWS: the multiplications of a call that is divided. A smaller one takes less time than to divide it.
 _LEAST_WORK = {"auto": 1 << 20, "all": 0, "off": math.inf}
@@ -37,22 +36,16 @@ _LEAST_OPERATIONS = {"auto": 30_000, "force": 0, "off": math.inf}
 
 _FEWEST_OPERATIONS = 4  # of a call: to know that nothing has changed takes as long as the rules of some
 
-
-class _Tracing:
-    """`is_on`: whether `capture` calls a network, which sees all calls inside. Dynamo asks it at each call."""
-
-    is_on = False
-
-
-TRACING = _Tracing()
+is_tracing = False  # `capture` calls a network, and Dynamo sees all calls inside, which look at this
 
 
 class Known:
-    """What is known of a module whose calls get row tensors."""
+    """What is known of a module whose calls may be divided."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
+        known = (p for p in module.parameters() if not isinstance(p, nn.UninitializedParameter))
+        self.num_parameters = sum(p.numel() for p in known)  # their entries, at the first call
         self.num_operations = 0  # of its calls, that were computed
-        self.others = ""  # what a network inside does that a graph would compute otherwise
         self.regions: dict[Any, Any] = {}  # `capture.CapturedCalls` by what makes calls alike
         self.refused = ""  # why no call of it is captured, so that its children's may be
 
@@ -74,31 +67,30 @@ class Calls:
                 f"{variables.ROWS}={choice!r}: which calls are divided is unclear. Use auto, all or off."
             )
         self.least_work = _LEAST_WORK[choice]  # multiplications of a call that is divided
-        self.captures: weakref.WeakKeyDictionary[nn.Module, Known] = weakref.WeakKeyDictionary()
         world = current().world
         # Of a module, before its calls are captured.
         self.least_operations = _LEAST_OPERATIONS["off" if world is None else world.options.capture]
-        self._sizes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[nn.Module, Known] = weakref.WeakKeyDictionary()
 
-    def num_parameters(self, module: nn.Module) -> int:
-        """Return the number of entries of the parameters of `module`, as it was at its first call. Local."""
-        if module not in self._sizes:
-            known = (p for p in module.parameters() if not isinstance(p, nn.UninitializedParameter))
-            self._sizes[module] = sum(p.numel() for p in known)
-        return self._sizes[module]
+    def known(self, module: nn.Module) -> Known:
+        found = self._known.get(module)
+        if found is None:
+            found = self._known[module] = Known(module)
+        return found
 
 
 def with_rows(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return the stand-in for nn.Module.__call__."""
+    call_on_wholes = on_wholes(call)
 
     @functools.wraps(call)
     def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if TRACING.is_on:
+        if is_tracing:
             return call(module, *args, **kwargs) if len(args) + len(kwargs) < 2 else _traced(call, module, args, kwargs)
         if is_compiling() or current().part(Calls).is_off:
             return call(module, *args, **kwargs)
         if computes_wholes(module):
-            return _computed_whole(call, (module, *args), kwargs)
+            return call_on_wholes(module, *args, **kwargs)
         given, calls = leaves((args, kwargs)), current().part(Calls)
         found = _dimension_and_size(module, given)
         if found is None and not any(type(x) is Rows for x in given):
@@ -109,7 +101,7 @@ def with_rows(call: Callable[..., Any]) -> Callable[..., Any]:
             if found is None:
                 return _of_rows(call, module, args, kwargs)
             if calls.counting is not None and len(_tensors(given)) > len(_tensors((*args, *kwargs.values()))):
-                calls.counting.others = "a network inside divides a tensor of its own"  # in a container
+                calls.counting.refused = "a network inside divides a tensor of its own"  # in a container
             shared = _shared(given, *found)
             args, kwargs = mapped(lambda x: shared.get(id(x), x), (args, kwargs), copies)
             return _of_rows(call, module, args, kwargs)
@@ -152,12 +144,9 @@ def _of_rows(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
     calls = current().part(Calls)
     if calls.counting or calls.least_operations == math.inf or isinstance(module, (Transparent, nn.DataParallel)):
         return call(module, *args, **kwargs)
-    known = calls.captures.get(module)
-    if known is None:
-        known = calls.captures[module] = Known()
+    known, counts = calls.known(module), current().part(Counts)
     if known.refused:
         return call(module, *args, **kwargs)
-    counts = current().part(Counts)
     before, calls.counting = counts.on_rows, known
     try:
         if known.num_operations > calls.least_operations:
@@ -169,10 +158,10 @@ def _of_rows(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
         calls.counting = None
         num = counts.on_rows - before
         known.num_operations += num
-        is_small = num < _FEWEST_OPERATIONS and not known.regions
-        known.refused = known.refused or ("it is small" if is_small else known.others)
-        if known.others:
-            counts.refused.setdefault(type(module).__name__, known.others)
+        if known.refused:
+            counts.refused.setdefault(type(module).__name__, known.refused)
+        elif num < _FEWEST_OPERATIONS and not known.regions:
+            known.refused = "it is small"
 
 
 def computes_wholes(module: nn.Module) -> bool:
@@ -208,7 +197,7 @@ def _dimension_and_size(module: Optional[nn.Module], given: Sequence[Any]) -> Op
     first = next((x.shape[calls.dim] for x in given if is_plain(x) and x.dim() > calls.dim), None)
     if first is None or blocks.part_of(first) is None:
         return None
-    return (calls.dim, first) if first * calls.num_parameters(module) >= calls.least_work else None
+    return (calls.dim, first) if first * calls.known(module).num_parameters >= calls.least_work else None
 
 
 @contextlib.contextmanager
@@ -223,25 +212,23 @@ def nothing_divided() -> Iterator[None]:
         yield
 
 
-def _computed_whole(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return what `function`, whose operations are not seen, computes of wholes (collective if it gets row tensors)."""
-    calls = current().part(Calls)
-    if calls.counting is not None:
-        calls.counting.others = "something inside is compiled"
-    if not calls.is_off and current().part(Counts).is_in_lock_step():
-        calls.before_wholes()
-    with nothing_divided():
-        return on_whole(function, args, kwargs)
-
-
 def on_wholes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` that gets wholes, and divides nothing inside. It is collective if it gets row tensors."""
+    """Return `function`, whose operations are not seen, with wholes, of which nothing is divided inside.
+
+    It is collective if it gets row tensors.
+    """
 
     @functools.wraps(function)
     def computed(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return function(*args, **kwargs)
-        return _computed_whole(function, args, kwargs)
+        calls = current().part(Calls)
+        if calls.counting is not None:
+            calls.counting.refused = "something inside is compiled"
+        if not calls.is_off and current().part(Counts).is_in_lock_step():
+            calls.before_wholes()
+        with nothing_divided():
+            return on_whole(function, args, kwargs)
 
     return computed
 
@@ -260,15 +247,6 @@ def _making(original: Callable[..., Any]) -> Callable[..., Any]:
         return on_wholes(found)
 
     return made
-
-
-def _refuse_rows(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-    if any(isinstance(x, Rows) for x in tensors):
-        raise SyncError(
-            f"{users_line()}: {original.__name__} of a batch that is divided over the ranks: the hook "
-            "would get one rank's gradients. Use x.register_hook(...) for each tensor."
-        )
-    return original(tensors, *args, **kwargs)
 
 
 class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
@@ -302,7 +280,7 @@ def _bodies_of(original: Callable[..., bool]) -> Callable[..., bool]:
         given = args[0] if len(args) == 1 and type(args[0]) in (tuple, list) else args
         kinds = {type(x) for x in given if isinstance(x, T)}
         is_other = not kinds <= {Rows, T, nn.Parameter}
-        return is_other or (torch._C._is_torch_function_mode_enabled() and current().part(Capturing).tape is None)
+        return is_other or (torch._C._is_torch_function_mode_enabled() and current().part(blocks.State).tape is None)
 
     return has_function
 
@@ -343,6 +321,4 @@ def installed() -> Iterator[None]:
                     makes = name not in ("vjp", "jvp", "linearize")
                     put(owner, name, (_making if makes else on_wholes)(getattr(owner, name)))
         put(torch, "vmap", _making(torch.vmap))
-        hooks = torch.autograd.graph.register_multi_grad_hook
-        put(torch.autograd.graph, hooks.__name__, gradients.stand_in(hooks, _refuse_rows))
         yield

@@ -12,6 +12,7 @@ A compiled graph could take the tape's place: `_Graph._run`.
 
 from __future__ import annotations
 
+import math
 import operator
 import types
 import warnings
@@ -28,10 +29,10 @@ from ddpshim.model.guard import GuardState
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import is_same_state, rank_states, restore_rank_states
 from ddpshim.process.replaced import replaced
-from ddpshim.rows import blocks, rules
-from ddpshim.rows.calls import TRACING, Calls, Known, met_by_rows
+from ddpshim.rows import blocks, calls, rules
+from ddpshim.rows.calls import Calls, Known, met_by_rows
 from ddpshim.rows.tape import Refused, Results, Tape, are_equal, check_assertion, have_equal_graphs
-from ddpshim.rows.tensor import RULES, Capturing, Counts, Rows, leaves, mapped, memory_of
+from ddpshim.rows.tensor import RULES, Counts, Rows, leaves, mapped, memory_of
 
 _MOST_REGIONS = 8  # of a module: by shapes and types of row tensors
 _MOST_GRAPHS = 4  # of a region: by what the module's Python does
@@ -137,7 +138,7 @@ def _prepare(graph: torch.fx.GraphModule) -> None:
 
 
 def _asserted(condition: torch.Tensor, message: str) -> None:
-    current().part(Capturing).call(check_assertion, condition, message)
+    current().part(blocks.State).call(check_assertion, condition, message)
 
 
 def _blocks(values: Any) -> list[Any]:
@@ -211,8 +212,8 @@ class _Graph:
         region, counts, state = self._region, current().part(Counts), current().part(blocks.State)
         whole = [x for x in given if isinstance(x, _T) and type(x) is not Rows]
         before = [x._version for x in whole], [x.memory.num_writes for x in region.rows], state.num_messages
-        num_before, recorder, tape = counts.on_rows, current().part(Capturing), Tape(_blocks(given))
-        with replaced(recorder, "tape", tape), tape:
+        num_before, tape = counts.on_rows, Tape(_blocks(given))
+        with replaced(state, "tape", tape), tape:
             outputs = self._graph.forward(*given)
         self._num_operations, self._is_proven = counts.on_rows - num_before, False
         try:
@@ -238,11 +239,11 @@ class _Graph:
 
     def _prove(self, given: list[Any]) -> Any:
         """Compute by the rules, and once more by the tape; give the tape up where one bit differs."""
-        inputs, recorder, device, results = _blocks(given), current().part(Capturing), self._region.device, Results()
+        inputs, state, device, results = _blocks(given), current().part(blocks.State), self._region.device, Results()
         for i in self._written:
             inputs[i] = inputs[i].clone()
         before = rank_states(device)
-        with replaced(recorder, "tape", results):
+        with replaced(state, "tape", results):
             outputs = self._graph.forward(*given)
         after = rank_states(device)
         restore_rank_states(before, device)
@@ -252,7 +253,7 @@ class _Graph:
             pairs += [(given[i], inputs[i]) for i in self._written]
             is_alike = all(are_equal(*pair) and have_equal_graphs(*pair) for pair in pairs)
             now = rank_states(device)
-            if not is_alike or not all(is_same_state(now[name], state) for name, state in after.items()):
+            if not is_alike or not all(is_same_state(now[name], one) for name, one in after.items()):
                 raise Refused("its replay differs from the rules")
             self._is_proven = True
         except Refused as why:
@@ -330,18 +331,21 @@ class CapturedCalls:
 
 def captured(known: Known, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Return what the call of a network on row tensors returns; capture it, or replay it."""
+    of_job = current().part(Calls)
     if not known.regions and not is_supported():
-        known.refused = "this torch's Dynamo is another"
+        of_job.least_operations = math.inf  # of no network
+        return call(module, *args, **kwargs)
     given = leaves((args, kwargs))
     rows = [*{id(x): x for x in given if type(x) is Rows}.values()]
-    if known.refused or not rows or not _is_ordinary():
+    if not rows or not _is_ordinary():
         return call(module, *args, **kwargs)
     for x in rows:
         if x.memory.mirrors:
             x.memory.pull()
     key = (
         torch.is_grad_enabled(),
-        *((x.sizes, x.place, x.dtype, x.block.stride(), x.block.requires_grad, _alignment(x)) for x in rows),
+        *((x.sizes, x.place, x.dtype, x.block.stride(), x.block.requires_grad) for x in rows),
+        *(x.block.is_cuda and rules.offset_of_whole(x) for x in rows),  # by which a GPU's kernel of dropout draws
     )
     region = known.regions.get(key)
     if region is None:
@@ -352,8 +356,7 @@ def captured(known: Known, call: Callable[..., Any], module: nn.Module, args: An
         region = known.regions[key] = CapturedCalls(rows)
     if region.refused:
         return call(module, *args, **kwargs)
-    calls = current().part(Calls)
-    calls.is_off = TRACING.is_on = True
+    of_job.is_off = calls.is_tracing = True
     try:
         return region(module, rows, args, kwargs)
     except Exception as problem:
@@ -362,10 +365,9 @@ def captured(known: Known, call: Callable[..., Any], module: nn.Module, args: An
         found = getattr(problem, "inner_exception", problem)
         region.refused = str(found).strip().partition("\n")[0] or type(found).__name__
     finally:
-        calls.is_off = TRACING.is_on = False
+        of_job.is_off = calls.is_tracing = False
         if region.refused and all(one.refused for one in known.regions.values()):
             known.refused = region.refused  # its children are looked at from now on
-            current().part(Counts).refused.setdefault(type(module).__name__, region.refused)
     return call(module, *args, **kwargs)
 
 
@@ -373,8 +375,7 @@ def _is_ordinary() -> bool:
     """Whether nothing looks at each operation now, and row tensors are divided among ranks, not in pieces. Local."""
     state = current().part(blocks.State)
     return (
-        state.num_pieces == state.ranks.size
-        and state.factor == state.ranks.size
+        state.factor == state.num_pieces
         and current().part(Counts).is_in_lock_step()
         and not torch.is_inference_mode_enabled()
         and torch._C._current_graph_task_id() < 0
@@ -382,12 +383,6 @@ def _is_ordinary() -> bool:
         and torch.utils._python_dispatch._get_current_dispatch_mode() is None
         and not any(vars(nn.modules.module).get(name) for name in _HOOKS_OF_ALL)
     )
-
-
-def _alignment(x: Rows) -> int:
-    """Return what a GPU's kernel of dropout draws by, as its rule does. Local."""
-    offset = blocks.offset_of_whole(x.block, x.dimension, x.part.size) if x.block.is_cuda else 0
-    return offset % rules.ALIGNED_NUM
 
 
 def _are_plain_containers(value: Any) -> bool:

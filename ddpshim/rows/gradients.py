@@ -241,6 +241,15 @@ def _register_post_hook(original: Any, self: Any, hook: Callable[[Any], Any]) ->
     return original(self, later)
 
 
+def _refuse_rows(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    if any(isinstance(x, Rows) for x in tensors):
+        raise SyncError(
+            f"{users_line()}: {original.__name__} of a batch that is divided over the ranks: the hook "
+            "would get one rank's gradients. Use x.register_hook(...) for each tensor."
+        )
+    return original(tensors, *args, **kwargs)
+
+
 # Functions of the program.
 _made: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -313,6 +322,7 @@ def installed() -> Iterator[None]:
             (T, "register_hook", _register_hook),
             (T, "retain_grad", _retain_grad),
             (T, "register_post_accumulate_grad_hook", _register_post_hook),
+            (torch.autograd.graph, "register_multi_grad_hook", _refuse_rows),
         ):
             put(owner, name, stand_in(getattr(owner, name), instead))
         put(torch.autograd.Function, "apply", apply_of_rows(vars(torch.autograd.Function)["apply"]))

@@ -26,7 +26,7 @@ from ddpshim.rows.rules import (
     rule_of_rows,
     used_by_rows,
 )
-from ddpshim.rows.tensor import Capturing, Rows, whole
+from ddpshim.rows.tensor import Rows, whole
 
 
 @rule_if_alike("matmul mm bmm mv __matmul__ __rmatmul__")
@@ -114,11 +114,11 @@ def _is_first_of(num_dims: int) -> Any:
     return lambda rows, *_: rows.dimension == 0 and rows.dim() == num_dims
 
 
-def _is_before_sizes(position: int, name: str, per_dimension: int) -> Any:
+def _is_before_sizes(name: str, per_dimension: int) -> Any:
     """Return whether the rows are in a dimension before the last ones, to which an argument's numbers belong. Local."""
 
     def is_before(rows: Rows, others: Any, kwargs: Any) -> bool:
-        return rows.dim() - rows.dimension > len(argument(others, kwargs, position, name)) // per_dimension
+        return rows.dim() - rows.dimension > len(argument(others, kwargs, 0, name)) // per_dimension
 
     return is_before
 
@@ -126,8 +126,8 @@ def _is_before_sizes(position: int, name: str, per_dimension: int) -> Any:
 row_wise("linear", where=lambda rows, *_: rows.dimension < rows.dim() - 1)
 row_wise("prelu", where=lambda rows, *_: rows.dimension != 1)  # which is that of the weights
 row_wise("bucketize")
-row_wise(torch._C._nn.pad, where=_is_before_sizes(0, "pad", 2))
-row_wise("layer_norm rms_norm", where=_is_before_sizes(0, "normalized_shape", 1))
+row_wise(torch._C._nn.pad, where=_is_before_sizes("pad", 2))
+row_wise("layer_norm rms_norm", where=_is_before_sizes("normalized_shape", 1))
 row_wise("group_norm", where=lambda rows, *_: rows.dimension == 0)
 row_wise(
     "instance_norm",  # without statistics that it changes
@@ -172,7 +172,7 @@ def _batch_norm(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
         counts = tuple(each * (end - start) for start, end in (part.bounds(rank, size) for rank in range(size)))
         of_layer = running_mean, running_var, used_by_rows(weight), used_by_rows(bias), momentum, eps
         with_state = (rows.block, *of_layer, group(), counts)
-        return made(current().part(Capturing).call(batchnorm.over_ranks, *with_state), rows)
+        return made(current().part(State).call(batchnorm.over_ranks, *with_state), rows)
     return made(func(rows.block, *map(used_by_rows, others)), rows)
 
 
@@ -269,14 +269,13 @@ def _elementwise_loss(position: int) -> Rule:
     return loss
 
 
-for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
-    rule_if_alike(getattr(torch._C._nn, name))(_elementwise_loss(2))
-rule_if_alike(torch.kl_div)(_elementwise_loss(2))
-rule_if_alike(torch._C._nn.binary_cross_entropy)(_elementwise_loss(3))
+NN = torch._C._nn
+rule_if_alike(NN.mse_loss, NN.l1_loss, NN.smooth_l1_loss, NN.huber_loss, torch.kl_div)(_elementwise_loss(2))
+rule_if_alike(NN.binary_cross_entropy)(_elementwise_loss(3))
 rule_if_alike(torch.binary_cross_entropy_with_logits)(_elementwise_loss(4))
 
 
-@rule_if_alike(torch._C._nn.cross_entropy_loss, torch._C._nn.nll_loss_nd)
+@rule_if_alike(NN.cross_entropy_loss, NN.nll_loss_nd)
 def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
     """Args: logits (B, C, ...), classes (B, ...) or probabilities (B, C, ...), weights, reduction, ignored class."""
     if kwargs or len(args) < 5 or args[3] not in (0, 1, 2):

@@ -14,6 +14,7 @@ from typing import Any, Callable, Optional
 
 import torch
 
+from ddpshim.model.mean_gradients import moved_back, order_in_memory
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 from ddpshim.rows import blocks, rules
@@ -58,28 +59,18 @@ def dense(tensor: torch.Tensor, order: Optional[list[int]] = None) -> torch.Tens
     So is its gradient, and the gradient of that: a backward pass may make it a part of one of more pieces.
     `order`: its dimensions from the one with the largest stride to the one with the smallest; default as they are.
     """
-    order = _order_in_memory(tensor) if order is None else order
+    order = order_in_memory(tensor) if order is None else order
     made = tensor.permute(order).contiguous()
-    made = _moved_back(made.clone() if made.data_ptr() % _ALIGNMENT else made, order)
+    made = moved_back(made.clone() if made.data_ptr() % _ALIGNMENT else made, order)
     if made.requires_grad and not made.is_leaf:
         made.register_hook(dense)
     return made
 
 
-def _order_in_memory(tensor: torch.Tensor) -> list[int]:
-    """Return the dimensions from the one with the largest stride to the one with the smallest."""
-    strides = tensor.stride()
-    return sorted(range(tensor.dim()), key=lambda i: (-strides[i], i))
-
-
-def _moved_back(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """Return what was permuted by `order` in its own order of dimensions."""
-    return tensor.permute([order.index(i) for i in range(tensor.dim())])
-
-
 def parted(rows: Rows) -> list[Rows]:
     """Return a row tensor for each piece of this rank. Local."""
-    sizes, dim, block, outer = _sizes(rows.part), rows.dimension, rows.block, rows.part.outer
+    cuts, dim, block, outer = rows.part.cuts, rows.dimension, rows.block, rows.part.outer
+    sizes = [cuts[i + 1] - cuts[i] for i in _own_pieces()]  # of one `outer`
     if len(sizes) == 1:
         found: Sequence[torch.Tensor] = [block]
     elif outer == 1:
@@ -95,20 +86,15 @@ def joined(pieces: Sequence[Rows]) -> Rows:
     found = [piece.block for piece in pieces]
     for one in found:
         if one.requires_grad and not one.is_leaf:  # its gradient may be a part of that of more pieces
-            one.register_hook(functools.partial(dense, order=_order_in_memory(one)))
+            one.register_hook(functools.partial(dense, order=order_in_memory(one)))
     if len(found) == 1:
         return Rows(dense(found[0]), dim, first.part)
     if outer > 1:
         found = [one.unflatten(dim, (outer, one.shape[dim] // outer)) for one in found]
         dim += 1
-    order = _order_in_memory(found[0])
-    block = _moved_back(torch.cat([one.permute(order) for one in found], order.index(dim)), order)
+    order = order_in_memory(found[0])
+    block = moved_back(torch.cat([one.permute(order) for one in found], order.index(dim)), order)
     return Rows(block.flatten(dim - 1, dim) if outer > 1 else block, first.dimension, first.part)
-
-
-def _sizes(part: Part) -> list[int]:
-    """Return the number of rows (of one `outer`) of each piece of this rank."""
-    return [part.cuts[i + 1] - part.cuts[i] for i in _own_pieces()]
 
 
 def _own_pieces() -> range:

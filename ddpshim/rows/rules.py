@@ -18,7 +18,7 @@ from ddpshim.model.guard import GuardState
 from ddpshim.process.job import current
 from ddpshim.rows import blocks
 from ddpshim.rows.blocks import Part, same
-from ddpshim.rows.tensor import RULES, Capturing, Counts, Rows, RowsMemory, cut, mapped, shares_memory
+from ddpshim.rows.tensor import RULES, Counts, Rows, RowsMemory, cut, mapped, shares_memory
 
 T = torch.Tensor
 _NAMESPACES = (torch, T, torch._C._nn, torch._C._VariableFunctions, torch.special, torch.linalg, torch.fft, F)
@@ -179,7 +179,8 @@ def used_by_rows(value: Any) -> Any:
         if type(value) is not T and type(value) is not torch.nn.Parameter:
             raise Mixed
         if value.requires_grad and torch.is_grad_enabled() and not is_reduced(value):
-            return value if current().part(blocks.State).is_in_piece else current().part(Capturing).call(same, value)
+            state = current().part(blocks.State)
+            return value if state.is_in_piece else state.call(same, value)
         return value
     if type(value) is list or type(value) is tuple:
         return type(value)([used_by_rows(inner) for inner in value])
@@ -314,7 +315,8 @@ def _stride(func: Any, args: Any, kwargs: Any) -> Any:
 
 def template(rows: Rows, device: Any = None) -> torch.Tensor:
     """Return a whole tensor without values in the memory layout that it has in one process. Local."""
-    strides = blocks.strides_of_whole(rows.block, rows.dimension, rows.part.size)
+    num, of_rows = rows.block.shape[rows.dimension], rows.block.stride(rows.dimension)
+    strides = [stride * rows.part.size // num if stride > of_rows else stride for stride in rows.block.stride()]
     return torch.empty_strided(rows.shape, strides, dtype=rows.dtype, device=device or rows.device)
 
 
@@ -372,7 +374,17 @@ def _dropout(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     return rows
 
 
-ALIGNED_NUM = 16  # a kernel that loads several numbers at once begins at a multiple of at most as many
+_ALIGNED_NUM = 16  # a kernel that loads several numbers at once begins at a multiple of at most as many
+
+
+def offset_of_whole(rows: Rows) -> int:
+    """Return the place in memory of the whole's first number in one process, modulo _ALIGNED_NUM. Local."""
+    block = rows.block
+    of_rows, num, first = max(1, block.stride(rows.dimension)), block.shape[rows.dimension], int(block.storage_offset())
+    if of_rows == max(block.stride()):
+        return first % of_rows % _ALIGNED_NUM  # the block may also be a part of the whole
+    outer, rest = divmod(first, num * of_rows)
+    return (outer * rows.part.size * of_rows + rest) % _ALIGNED_NUM
 
 
 def _mask(func: Any, rows: Rows, p: float) -> torch.Tensor:
@@ -381,12 +393,12 @@ def _mask(func: Any, rows: Rows, p: float) -> torch.Tensor:
     On a CPU, and in place, torch draws for a dense tensor; a GPU's kernel draws by the strides and the address that its
     argument has.
     """
+    whole = template(rows, "meta")
     if func is torch.dropout_ or (func is torch.dropout and rows.device.type == "cpu"):
-        layout = _dense(rows.sizes, (*blocks.strides_of_whole(rows.block, rows.dimension, rows.part.size),))
+        layout = _dense(rows.sizes, whole.stride())
         drawn = torch.empty_strided(*layout, dtype=rows.dtype, device=rows.device).bernoulli_(1 - p)
         return blocks.own(drawn, rows.dimension, rows.part) / (1 - p)
-    whole = template(rows, "meta")
-    first = blocks.offset_of_whole(rows.block, rows.dimension, rows.part.size) % ALIGNED_NUM
+    first = offset_of_whole(rows)
     size = first + 1 + sum((num - 1) * stride for num, stride in zip(whole.shape, whole.stride()))
     ones = rows.block.new_ones(size).as_strided(whole.shape, whole.stride(), first)
     return blocks.own(func(ones, p, True), rows.dimension, rows.part)

@@ -61,17 +61,6 @@ class Counts:
         return replaced(self, "is_alone", self.is_alone or threading.get_ident() == self._thread)
 
 
-class Capturing:
-    """`tape` writes down the calls on blocks, if the call of a network is being captured."""
-
-    def __init__(self) -> None:
-        self.tape: Any = None
-
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function that is one call for a tape."""
-        return function(*args) if self.tape is None else self.tape.call(function, args)
-
-
 class _Mirror:
     """A whole tensor of which `rows` is this rank's block, and which the program may read or change.
 
@@ -228,8 +217,8 @@ def write_back(copies: list[Any]) -> None:
 
 def cut(whole: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
     """Return this rank's block of `whole`, as part of its graph (its backward pass is collective)."""
-    if whole.requires_grad and torch.is_grad_enabled() and not current().part(blocks.State).is_in_piece:
-        made: torch.Tensor = current().part(Capturing).call(Scatter.apply, whole, dim, part)
+    if whole.requires_grad and torch.is_grad_enabled() and not (state := current().part(blocks.State)).is_in_piece:
+        made: torch.Tensor = state.call(Scatter.apply, whole, dim, part)
         return made
     return blocks.own(whole, dim, part)
 
