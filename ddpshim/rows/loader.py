@@ -31,7 +31,7 @@ from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say_once
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
-from ddpshim.rows.samples import Fetched, Numbered, SampleStreams, start_worker, without_lists
+from ddpshim.rows.samples import Fetched, Numbered, SampleStreams, start_worker
 from ddpshim.rows.tensor import Counts, Rows, leaves
 
 T_co = TypeVar("T_co", covariant=True)
@@ -213,7 +213,7 @@ class _OwnRows:
     """The batches of a loader from step `first` of a pass on, as this rank's indices with those of all ranks."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._batches: Any = without_lists(loader.batch_sampler)
+        self._batches: Any = loader.batch_sampler
         self._num_workers, self.first = loader.num_workers, 0
 
     def __iter__(self) -> Iterator[Numbered]:

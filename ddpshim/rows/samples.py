@@ -3,48 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Callable, NamedTuple, Optional
 
 import torch
-from torch.utils.data import BatchSampler, ConcatDataset, Dataset, RandomSampler, StackDataset, Subset, get_worker_info
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, get_worker_info
 
 from ddpshim.errors import DataError
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import global_states, is_same_state, restore_global_states
 from ddpshim.process.say import say, say_once
 from ddpshim.rows import blocks
-
-_NUM_AT_ONCE = 2**15  # indices of a permutation that become Python's ints
-
-
-class _Permuted:
-    """The order of a RandomSampler without replacement, drawn as torch does, but stored as a tensor.
-
-    torch's sampler makes a list of Python's ints, which takes 40 bytes a sample on every rank. Here it is 4.
-    """
-
-    def __init__(self, sampler: RandomSampler) -> None:
-        self._sampler = sampler
-
-    def __iter__(self) -> Iterator[int]:
-        num, num_samples, given = len(self._sampler.data_source), self._sampler.num_samples, self._sampler.generator
-        generator = torch.Generator() if given is None else given
-        if given is None:
-            generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-        is_small = num < 2**31 and generator.device.type == "cpu"  # int32 then gives the same numbers
-        options: Any = {"dtype": torch.int32 if is_small else torch.int64, "device": generator.device}
-        for left in range(num_samples, -1, -num):
-            if left or given is not None:  # torch draws once more at the end
-                for part in torch.randperm(num, generator=generator, **options)[:left].split(_NUM_AT_ONCE):
-                    yield from part.tolist()
-
-
-def without_lists(sampler: Any) -> Any:
-    """Return `sampler`, with torch's RandomSampler in it replaced by one that needs less memory."""
-    if type(sampler) is BatchSampler:
-        return BatchSampler(without_lists(sampler.sampler), sampler.batch_size, sampler.drop_last)
-    return _Permuted(sampler) if type(sampler) is RandomSampler and not sampler.replacement else sampler
 
 
 class Fetched(NamedTuple):

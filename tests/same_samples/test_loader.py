@@ -29,7 +29,6 @@ from ddpshim.job.world import World
 from ddpshim.options import Options
 from ddpshim.process import say
 from ddpshim.process.job import current
-from ddpshim.rows.samples import without_lists
 from ddpshim.shares.loader import make_loader, scale_lr
 from tests.ranks import run_ranks
 
@@ -312,21 +311,6 @@ def test_torchs_own_refusals_stay() -> None:
             make_loader(data, 0)
         with pytest.raises(ValueError, match="persistent_workers option needs num_workers"):
             make_loader(data, 4, persistent_workers=True)
-
-
-@pytest.mark.parametrize("is_given", [False, True])
-@pytest.mark.parametrize(("size", "num_samples"), [(10, None), (10, 3), (10, 20), (10, 25), (1, None), (70_000, None)])
-def test_a_permutation_of_row_tensors_is_torchs(size: int, num_samples: Any, is_given: bool) -> None:
-    runs = []
-    for change in (lambda sampler: sampler, without_lists):
-        torch.manual_seed(3)
-        generator = torch.Generator().manual_seed(4) if is_given else None
-        sampler = RandomSampler(range(size), num_samples=num_samples, generator=generator)
-        found = [list(change(BatchSampler(sampler, 4, drop_last))) for drop_last in (False, True, False)]
-        after = [one.get_state().tolist() for one in (torch.default_generator, generator) if one is not None]
-        runs.append((found, list(change(sampler)), after))
-    assert runs[0] == runs[1]
-    assert runs[0][0][0] != runs[0][0][2] or size == 1
 
 
 def test_learning_rate_rules() -> None:
