@@ -311,7 +311,9 @@ def inject(fault: Fault, folder: Path, work: Path, forked: bool = False) -> Outc
             job.start(_run(folder), [*_run(folder)[:-1], str(folder / "config2.json")], environs=[{}, {}])
         code = job.wait(JOB_DEADLINE_S)
         ended = time.time()
-    moment = folder / "fault_moment"
+    moment = folder / "fault_moment"  # written by tests.faults
+    if moment.exists() and moment.stat().st_size:
+        began = moment.stat().st_mtime
     screen = (folder / "output.txt").read_text(errors="replace")
     logs = "".join(p.read_text(errors="replace") for p in sorted(folder.glob("ddpshim-logs/*/rank_*.log")))
     named = NAMED.search(screen)
@@ -321,7 +323,7 @@ def inject(fault: Fault, folder: Path, work: Path, forked: bool = False) -> Outc
     left += [f"/dev/shm/{name}" for name in _lasting(set(os.listdir("/dev/shm")) - shared)]
     return Outcome(
         code,
-        ended - (float(moment.read_text()) if moment.exists() else began),
+        ended - began,
         None if named is None else int(named[1] or named[2]),
         screen,
         logs,
