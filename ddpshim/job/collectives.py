@@ -156,28 +156,30 @@ def peers(here: World) -> Any:
     return here._job.control
 
 
-def comes(store: Any, rank: int, key: str, end: float) -> bool:
-    """Return whether `rank` sets `key` before `end`. Polls, because torch prints a warning if a wait times out."""
+def comes(store: Any, rank: int, key: str, end: float) -> Optional[bool]:
+    """Return whether `rank` sets `key` before `end`; None if the process that serves the store has ended.
+
+    Polls, because torch prints a warning if a wait times out.
+    """
     pause = FIRST_PAUSE_S
-    with contextlib.suppress(RuntimeError, ValueError):  # the process that serves the store has ended
+    with contextlib.suppress(RuntimeError, ValueError):
         while not (store.check([key]) if hasattr(store, "check") else is_there(store, key)):
             if time.monotonic() > end or (pause > 0.1 and is_there(store, f"watch/left/{rank}")):
                 return False
             time.sleep(pause)
             pause = min(2 * pause, 0.2)
         return True
-    return False
+    return None
 
 
 def main_sets(here: World, key: str, end: float) -> bool:
     """Return whether the main rank sets `key` of the store before `end`. Raises WorldError if a rank has failed."""
     store = here._job.store  # torch's own wait would notice neither a failure nor a signal
-    while not comes(store, 0, key, min(end, time.monotonic() + 1)):
+    while not (came := comes(store, 0, key, min(end, time.monotonic() + 1))):
         first = failure.first()
-        if first is not None:
-            raise failure.caused_by(
-                first, WorldError(f"rank {here.rank} waits for the main rank, and rank {first} failed")
-            )
+        if first is not None or came is None:
+            why = f"rank {first} failed" if first is not None else "it has ended: the job's store does not answer"
+            raise failure.caused_by(first or 0, WorldError(f"rank {here.rank} waits for the main rank, and {why}"))
         if time.monotonic() > end or is_there(store, "watch/left/0"):
             return False
     return True

@@ -365,10 +365,13 @@ class _Comparison:
             number, mine, eps = record["optimizer"], record["weights"], _eps_of(self.dtype)
             first = self.one.first_step(number)
             found = [own for run in self.ranks if (own := run.same("step", step + 1, number))]
+            limit = max(_WEIGHT, _TIMES_EPS[_WEIGHT] * self.eps)
             for theirs in found:
                 tensors = [*zip(first["weights"], mine, theirs["weights"])]
                 apart = [_moved(*own, eps) for own in tensors]
                 odd = [i for i, own in enumerate(apart) if not self._allows(("weights", number, i), own, _WEIGHT)]
+                of_rounding = (i for i, own in enumerate(tensors) if not apart[i] and _moved(*own) > limit)
+                self._of_rounding.update(first["names"][i] for i in of_rounding)
                 pairs = ((theirs["weights"][i], own["weights"][i]) for own in found for i in odd)
                 are_equal = all(difference(*pair) <= 1e-6 for pair in pairs)
                 moved = [distance(begun, now) for begun, now, _ in tensors]

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, cast
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ from ddpshim import LaunchError, World, WorldError, cleanup, setup
 from ddpshim.errors import OptionsError, RankError
 from ddpshim.failures import failure
 from ddpshim.job import process_group
+from ddpshim.job.collectives import main_sets
 from ddpshim.launch import spawning
 from ddpshim.observe import records
 from ddpshim.options import Options
@@ -737,6 +738,15 @@ def test_a_failing_rank_ends_the_job(where: str, tmp_path: Path) -> None:
     assert re.search(rf"rank +: {bad} ", root), log
     assert "Traceback (most recent call last)" in root, log
     assert said in root, log
+
+
+def test_a_rank_that_waits_for_the_main_rank_notices_that_it_was_killed() -> None:
+    def check(keys: list[str]) -> bool:
+        raise dist.DistStoreError("Broken pipe")  # the store was the main rank's
+
+    job: Any = SimpleNamespace(store=SimpleNamespace(check=check))
+    with pytest.raises(WorldError, match="rank 1 waits for the main rank, and it has ended"):
+        main_sets(cast(World, SimpleNamespace(rank=1, _job=job)), "an answer", time.monotonic() + 50)
 
 
 @pytest.mark.launch

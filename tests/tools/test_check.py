@@ -138,10 +138,12 @@ def test_rounding_grows_from_step_to_step_and_a_mistake_is_there_at_once(
     assert judging.judge(tmp_path, 2).is_same == is_same
 
 
-def _write_weights(folder: Path, run: str, biases: list[float], copies: bool = False) -> None:
-    """Write a step in which 100 weights and a bias move by 1, the bias in a direction of its own."""
-    _write(folder, run)
-    begun, moved = [torch.zeros(100), torch.zeros(1)], [torch.ones(100), torch.tensor(biases)]
+def _write_weights(
+    folder: Path, run: str, bias: float, copies: bool = False, begun_with: float = 0.0, dtype: str = "float32"
+) -> None:
+    """Write a step in which 100 weights move by 1, and a bias in a direction of its own."""
+    _write(folder, run, dtype=dtype)
+    begun, moved = [torch.zeros(100), torch.tensor([begun_with])], [torch.ones(100), torch.tensor([bias])]
     path = folder / f"{run}.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:
@@ -151,22 +153,26 @@ def _write_weights(folder: Path, run: str, biases: list[float], copies: bool = F
         elif line["kind"] == "step":
             line.update(weights=[watching.sketch(one) for one in moved])
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    tensors = {"Net~1#1.ema.b": watching.sketch(moved[1])} if copies else {"Net~1#1.mean": watching.sketch(moved[1])}
-    _add(folder, run, "state", t=1, tensors=tensors)
+    name = "Net~1#1.ema.b" if copies else "Net~1#1.mean"
+    for t in range(2) if begun_with else [1]:
+        _add(folder, run, "state", t=t, tensors={name: watching.sketch(moved[1] if t else begun[1])})
 
 
 @pytest.mark.unit
 def test_weights_that_rounding_alone_moves_are_no_difference(tmp_path: Path) -> None:
     """Adam moves a bias before BatchNorm by full steps at random; its average follows it. A buffer does not."""
-    _write_weights(tmp_path, "one", [1.0], copies=True)
+    _write_weights(tmp_path, "one", 1.0, copies=True)
     for rank in (0, 1):
-        _write_weights(tmp_path, f"rank_{rank}", [-1.0], copies=True)
+        _write_weights(tmp_path, f"rank_{rank}", -1.0, copies=True)
     assert judging.judge(tmp_path, 2).is_same
-    _write_weights(tmp_path, "rank_1", [1.0], copies=True)
+    _write_weights(tmp_path, "rank_1", 1.0, copies=True)
     assert _parting(tmp_path).what == "weights", "they differ between ranks, which rounding does not"
     for run, bias in {"one": 1.0, "rank_0": -1.0, "rank_1": -1.0}.items():
-        _write_weights(tmp_path, run, [bias])
+        _write_weights(tmp_path, run, bias)
     assert (_parting(tmp_path).what, _parting(tmp_path).where) == ("networks", "Net.mean")
+    for run, bias in {"one": 1.001, "rank_0": 1.002, "rank_1": 1.002}.items():
+        _write_weights(tmp_path, run, bias, copies=True, begun_with=1.0, dtype="bfloat16")
+    assert judging.judge(tmp_path, 2).is_same, "the bias moved by less than one bit of bfloat16"
 
 
 @pytest.mark.unit
