@@ -28,11 +28,6 @@ def _wrap(net: nn.Module, bucket_cap_mb: float = 1.0) -> Any:
     return ddpshim.wrap_parallel(net, bucket_cap_mb=bucket_cap_mb)
 
 
-def _begin() -> None:
-    ddpshim.cleanup()
-    ddpshim.setup(batch="global", seed=0, device="cpu")
-
-
 def _x(rank: int) -> torch.Tensor:
     return torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
 
@@ -87,7 +82,6 @@ def _expected(net: nn.Module) -> torch.Tensor:
 def _rank_accumulates(bucket_cap_mb: float) -> int:
     """Everything that a program may do with gradients between passes and in them."""
     plain = _Net()
-    _begin()
     net, rank = _wrap(_Net(), bucket_cap_mb), ddpshim.world().rank
     plain.load_state_dict(net.state_dict())
     expected, params = _expected(plain), [*net.parameters()]
@@ -144,11 +138,10 @@ def _rank_accumulates(bucket_cap_mb: float) -> int:
 
 @pytest.mark.parametrize("bucket_cap_mb", [1e-5, 1.0])
 def test_sums_hooks_and_memory_are_those_of_one_process(bucket_cap_mb: float) -> None:
-    assert run_ranks(_rank_accumulates, NUM_RANKS, bucket_cap_mb) == [8] * NUM_RANKS
+    assert run_ranks(_rank_accumulates, NUM_RANKS, bucket_cap_mb, batch="global") == [8] * NUM_RANKS
 
 
 def _rank_has_sparse_gradients() -> torch.Tensor:
-    _begin()
     net, rank = _wrap(nn.Embedding(8, 2, sparse=True)), ddpshim.world().rank
     for _ in range(2):
         value = net(torch.tensor([rank, rank + 1, 5])).sum()
@@ -160,12 +153,11 @@ def _rank_has_sparse_gradients() -> torch.Tensor:
 
 
 def test_sparse_gradients_are_averaged_where_any_rank_has_some() -> None:
-    for found in run_ranks(_rank_has_sparse_gradients, NUM_RANKS):
+    for found in run_ranks(_rank_has_sparse_gradients, NUM_RANKS, batch="global"):
         assert found.tolist() == pytest.approx([1, 2, 2, 1, 0, 3, 0, 0])
 
 
 def _rank_trains_several() -> list[Any]:
-    _begin()
     rank, nets = ddpshim.world().rank, [_wrap(nn.Linear(2, 2), 1e-6) for _ in range(5)]
     num_sent = []
     for kinds in [(0, 1, 2, 3, 4), (0,), (1, 2)] * 3:
@@ -182,12 +174,13 @@ def _rank_trains_several() -> list[Any]:
 
 def test_several_networks_share_passes_and_send_early_in_those_that_repeat() -> None:
     """A pass sends nothing before its end until ranks agreed on one after the same passes before."""
-    for at_first, later in run_ranks(_rank_trains_several, NUM_RANKS):
+    for at_first, later in run_ranks(_rank_trains_several, NUM_RANKS, batch="global"):
         assert at_first == 0 < later
 
 
 def _trained() -> Any:
-    _begin()
+    ddpshim.cleanup()
+    ddpshim.setup(batch="global", seed=0, device="cpu")
     net = _wrap(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), 1e-6)
     for _ in range(4):
         _value(net(torch.ones(1, 3))).backward()
