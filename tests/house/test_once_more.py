@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -60,8 +61,5 @@ def test_what_is_marked_and_passes_alone_is_no_failure(tmp_path: Path, more: str
 
 @pytest.mark.unit
 def test_what_comes_to_no_end_alone_fails(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
-    def late(*args: object, **options: object) -> None:
-        raise subprocess.TimeoutExpired("pytest", 600)
-
-    monkeypatch.setattr(subprocess, "run", late)
+    monkeypatch.setattr(subprocess, "run", Mock(side_effect=subprocess.TimeoutExpired("pytest", 600)))
     assert once_more._passes("test_it.py::test_marked", pytestconfig) is False

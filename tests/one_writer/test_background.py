@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -139,13 +140,9 @@ def test_small_files_impossible_places_and_a_lack_of_memory_are_seen_to_at_once(
     checkpoint.save_in_background(torch.zeros(1_000_000), tmp_path / "large.pth")
     assert sorted(os.listdir(tmp_path)) == ["large.pth", "small.pth"]
     go_on.set()
-
-    def no_memory(*args: Any, **options: Any) -> None:
-        raise OSError(28, "No space left on device (on purpose)")
-
     monkeypatch.undo()
     monkeypatch.setattr(checkpoint, "_LEAST_BYTES", 0)
-    monkeypatch.setattr(torch, "empty", no_memory)
+    monkeypatch.setattr(torch, "empty", Mock(side_effect=OSError(28, "No space left on device (on purpose)")))
     with pytest.warns(UserWarning, match=r"a.pth was written while training waited, .*on purpose"):
         checkpoint.save_in_background(torch.ones(2), tmp_path / "a.pth")
     assert checkpoint.find_damage(tmp_path / "a.pth") is None

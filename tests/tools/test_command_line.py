@@ -16,6 +16,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -209,10 +210,7 @@ def test_what_is_missing(command: Command, name: str, here: Path, capfd: pytest.
 def test_a_program_that_cannot_be_run(
     command: Command, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: str) -> None:
-        raise PermissionError(13, "Permission denied", path)
-
-    monkeypatch.setattr(tokenize, "open", refuse)
+    monkeypatch.setattr(tokenize, "open", Mock(side_effect=PermissionError(13, "Permission denied", "train.py")))
     for argv, said in (
         *((["-m", module], f"-m {module}: no such module") for module in ("absent", "absent.train", "json.absent")),
         (["--", "-m", "absent"], "-m absent: no such module"),
@@ -265,10 +263,7 @@ def test_pages_are_listed_printed_and_searched(capsys: pytest.CaptureFixture[str
 
 
 def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(arguments: argparse.Namespace) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(first_steps, "_docs", interrupted)
+    monkeypatch.setattr(first_steps, "_docs", Mock(side_effect=KeyboardInterrupt))
     assert _call(["docs"]) == 130
     assert capsys.readouterr() == ("", "ddpshim: interrupted\n")
 

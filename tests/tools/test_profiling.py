@@ -90,18 +90,8 @@ def test_steps_without_a_loader_end_with_the_optimizer(clock: Any) -> None:
 
 
 def test_a_loader_that_reads_another_waits_once(clock: Any) -> None:
-    class Outer(Dataset[Any]):
-        def __init__(self) -> None:
-            self.inner = iter(DataLoader(_Samples(clock, 1.0)))
-
-        def __len__(self) -> int:
-            return 3
-
-        def __getitem__(self, index: int) -> Any:
-            return next(self.inner)
-
-    times = current().part(StepTimes)
-    for _ in DataLoader(Outer()):
+    times, inner = current().part(StepTimes), iter(DataLoader(_Samples(clock, 1.0)))
+    for _ in DataLoader(range(3), collate_fn=lambda _: next(inner)):  # type: ignore[arg-type]
         clock.now += 0.5
     assert times.read() == {"steps": 3, "seconds": {"data_wait": 3.0, "compute": 1.5, "optimizer": 0.0}}
 

@@ -9,6 +9,7 @@ import socket
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -130,9 +131,7 @@ def test_a_bug_report_has_torchs_words_and_three_lines(
     assert "NCCL_DEBUG=INFO" in launch
     assert f"{machine.num_cores()} cores usable of" in last
 
-    def fail(*_: object) -> None:
-        raise RuntimeError("CUDA error: invalid device ordinal")
-
+    fail = Mock(side_effect=RuntimeError("CUDA error: invalid device ordinal"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", fail)
     monkeypatch.setattr(machine, "memory", fail)
