@@ -323,19 +323,6 @@ def _put_back(net):
     optimizer.step()
 
 
-def _searches_along_a_line(net):
-    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=4, line_search_fn="strong_wolfe")
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = _loss(net)
-        loss.backward()
-        return ddpshim.world().mean_over(loss.detach(), 1)
-
-    for _ in range(2):
-        optimizer.step(closure)
-
-
 def _other_networks_gradients(net):
     bare = _net()  # not wrapped, and trained alike on all ranks: on one rank's data it would be an error
     with torch.no_grad():
@@ -345,7 +332,7 @@ def _other_networks_gradients(net):
 
 RIGHTLY = [
     *(partial(_twice_after_one_backward, set_to_none) for set_to_none in (True, False)),
-    *(_several_optimizers, _merged_by_hand, _sharpness_aware, _put_back, _searches_along_a_line),
+    *(_several_optimizers, _merged_by_hand, _sharpness_aware, _put_back),
     _other_networks_gradients,
 ]
 
@@ -463,6 +450,22 @@ def test_ranks_meet_again_in_the_job_after_one_where_a_rank_stayed_away() -> Non
     assert lost.startswith("RuntimeError: ")
     assert ("by peer" if ENDS_THREADS else "Timed out") in lost  # groups that cannot be ended stay connected
     assert later == later_too == ["", ""]
+
+
+def _rank_cleans_up() -> int:
+    net = ddpshim.wrap_parallel(_net())
+    target = ddpshim.wrap_parallel(_net().requires_grad_(False))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    _steps(net, optimizer, 1)
+    assert current().part(guard.GuardState).companions == [target.module]
+    ddpshim.cleanup()
+    _by_hand(net)
+    optimizer.step()
+    return len(vars(current())["_parts"])
+
+
+def test_cleanup_takes_the_guards_away() -> None:
+    assert run_ranks(_rank_cleans_up, 2) == [0, 0]
 
 
 def _nan_on_rank_1() -> list[str]:

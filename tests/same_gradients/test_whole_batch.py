@@ -82,6 +82,29 @@ def test_losses_over_the_whole_batch_train_as_in_one_process() -> None:
             assert own_losses == pytest.approx(losses, abs=1e-13), name
 
 
+def _searches(make: Callable[..., Any], wrap: Callable[[nn.Module], Any]) -> torch.Tensor:
+    torch.manual_seed(3)
+    made = nn.Linear(4, 4).double()
+    net = wrap(made)
+    optimizer = torch.optim.LBFGS(net.parameters(), 9.0, max_iter=6, line_search_fn="strong_wolfe")
+    for x, mask in make(_data(), batch_size=BATCH):
+
+        def closure(x: torch.Tensor = x, mask: torch.Tensor = mask) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = ((net(x) - 1).square().mean(-1) * (1 + mask)).mean()
+            loss.backward()
+            return ddpshim.world().mean_over(loss.detach(), 1)  # in one process the loss
+
+        optimizer.step(closure)
+    return torch.cat([p.detach().flatten() for p in made.parameters()])
+
+
+def test_a_line_search_sees_the_mean_of_all_samples() -> None:
+    plain = _searches(DataLoader, lambda net: net)
+    ranks = run_ranks(_searches, 3, ddpshim.make_loader, ddpshim.wrap_parallel)
+    assert all((own - plain).abs().max() < 1e-10 for own in ranks)
+
+
 def _logs(make: Callable[..., Any]) -> list[list[float]]:
     """Of each batch: its mean, as a number and as a tensor, and how many entries are valid, as a fraction."""
     world, rows = ddpshim.world(), []
