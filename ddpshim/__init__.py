@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Optional, TypedDict, Union
+from typing import TYPE_CHECKING, Any, Literal, Optional, Union
 
 from ddpshim import lazy, version
 from ddpshim.errors import CheckpointError as CheckpointError
@@ -20,7 +20,6 @@ from ddpshim.version import __version__ as __version__
 
 if TYPE_CHECKING:
     import torch
-    from typing_extensions import Unpack
 
     from ddpshim.checkpoint.resume import Resumable as Resumable
     from ddpshim.evaluation.dealing import deal as deal
@@ -73,18 +72,16 @@ __all__ = [
 ]
 
 
-class Arguments(TypedDict, total=False):
-    """What `setup` takes beside `batch`."""
-
-    seed: Optional[int]
-    device: Union[str, torch.device, None]
-    backend: Optional[str]
-    timeout_s: Optional[float]
-    side_timeout_s: Optional[float]
-    options: Optional[Options]
-
-
-def setup(*, batch: Literal["local", "global"] = "local", **given: Unpack[Arguments]) -> World:
+def setup(
+    *,
+    batch: Literal["local", "global"] = "local",
+    seed: Optional[int] = None,
+    device: Union[str, torch.device, None] = None,
+    backend: Optional[str] = None,
+    timeout_s: Optional[float] = None,
+    side_timeout_s: Optional[float] = None,
+    options: Optional[Options] = None,
+) -> World:
     """Return the World of this process; joins the job that the launcher's variables describe.
 
     Collective under a launcher; in a plain `python train.py` it starts nothing, and both values of `batch` are one
@@ -109,14 +106,17 @@ def setup(*, batch: Literal["local", "global"] = "local", **given: Unpack[Argume
 
     Raises:
         LaunchError: launch variables are missing, malformed or contradictory, or the port is in use.
-        OptionsError: options or arguments are wrong, or options differ between ranks.
+        OptionsError: options are wrong, or differ between ranks; another `batch`.
         WorldError: called again with arguments that contradict the first call.
     """
     version.check_torch()
-    if batch not in ("local", "global") or not given.keys() <= Arguments.__annotations__.keys():
-        from ddpshim.process import doors
-
-        doors.refuse(batch, given, [*Arguments.__annotations__])
+    if batch not in ("local", "global"):
+        raise OptionsError(
+            f"setup(batch={batch!r}): it is unclear what the program holds, and ranks would take a share for a whole "
+            'batch. Use "local" (this rank\'s share) or "global" (the whole batch).'
+        )
+    given: dict[str, Any] = {"seed": seed, "device": device, "backend": backend, "options": options}
+    given.update(timeout_s=timeout_s, side_timeout_s=side_timeout_s)
     if batch == "global":
         from ddpshim.trainers.unedited import program
 

@@ -123,12 +123,9 @@ def _add_report(commands: Commands) -> None:
     )
     text = "folder of a run; two or more folders or files are compared with the first"
     report.add_argument("folder", type=Path, nargs="+", metavar="RUN_DIR", help=text)
-    text = "where to write (default: report.html in RUN_DIR; Markdown and comparisons: the screen; --export: RUN_DIR)"
+    text = "where to write (default: report.html in RUN_DIR; Markdown and comparisons: the screen)"
     report.add_argument("--out", type=Path, metavar="PATH", help=text)
-    ways = report.add_mutually_exclusive_group()
-    ways.add_argument("--markdown", action="store_true", help="print the report without charts; needs no plotly")
-    text = "write the curves of means over ranks instead: TensorBoard events, or an offline run for `wandb sync`"
-    ways.add_argument("--export", choices=("tensorboard", "wandb"), help=text)
+    report.add_argument("--markdown", action="store_true", help="print the report without charts; needs no plotly")
     report.set_defaults(run=_report)
 
 
@@ -136,9 +133,6 @@ def _report(arguments: argparse.Namespace) -> int:
     from ddpshim.observe import digits, report
 
     (first, *others), out = arguments.folder, arguments.out
-    if arguments.export:
-        print(*(report.export(report.load(folder), out, arguments.export) for folder in arguments.folder), sep="\n")
-        return 0
     code, text = 0, ""
     for other in others:
         found, verdict = digits.compare(first, other)

@@ -217,8 +217,6 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
             # Else in the second forward, which one rank alone may run, or after a pass of another network began.
             self._ddp.reducer._rebuild_buckets()
         if not self._syncs_in_forward:
-            if self.num_reductions == 1 and self._equality is not None:
-                self._equality.look_at_own_buffers()
             self._sent_buffers.start()
             self._sent_buffers.finish()
         device = self._first.device

@@ -32,8 +32,6 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 Tensors = dict[str, torch.Tensor]  # by what messages call them
 Facts = dict[str, Any]  # settings, and the numbers of tensors, by name
 
-_SYNCED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)  # their statistics are of all ranks
-
 Optimizers = Sequence[torch.optim.Optimizer]
 Named = Sequence[tuple[str, Optional[torch.Tensor]]]
 _ALL_BITS = 2**64
@@ -62,10 +60,6 @@ class Equality:
     ) -> None:
         self.module, self._with_buffers, self._device = module, with_buffers, device
         self._optimizers, self.companions = optimizers, companions
-        modules = module.modules() if with_buffers else ()
-        # Buffers that only the main rank's broadcast makes equal.
-        self._unsynced = [(m, name) for m in modules if not isinstance(m, _SYNCED) for name in m._buffers]
-        self._own_buffers: Optional[torch.Tensor] = None
         self.sent: Any = None  # in progress: (work, this rank's numbers and those of each rank, num_reductions)
 
     def tensors(self) -> Tensors:
@@ -87,12 +81,6 @@ class Equality:
             if key not in ("params", "param_names")
         }
 
-    def look_at_own_buffers(self) -> None:
-        """Record checksums of this rank's own buffers, before the main rank's replace them. Local."""
-        buffers = [home._buffers.get(name) for home, name in self._unsynced]
-        rows = [[("", buffer if type(buffer) is torch.Tensor else None)] for buffer in buffers]
-        self._own_buffers = bits_of_rows(rows, self._device)
-
     def start(self, num_reductions: int) -> None:
         """Send this rank's checksums (collective, does not wait)."""
         mine = bits_of_rows(
@@ -103,8 +91,6 @@ class Equality:
             ],
             self._device,
         )
-        if self._own_buffers is not None:  # in the first comparison, on every rank
-            mine, self._own_buffers = torch.cat([mine, self._own_buffers]), None
         everyones = [torch.empty_like(mine) for _ in range(world().world_size)]
         work = dist.all_gather(everyones, mine, async_op=True)
         self.sent = (work, [mine, *everyones], num_reductions)  # a GPU may still read `mine`
@@ -126,10 +112,9 @@ class Equality:
     def _compare(self, numbers: list[list[int]], num_reductions: int) -> None:
         """Raise SyncError if `numbers`, each with a value for each rank, differ where they must not (collective).
 
-        Streams that differ become the main rank's. A line says if a buffer was updated from each rank's own samples.
+        Streams that differ become the main rank's.
         """
-        (tensors, settings, streams), others = numbers[:3], numbers[3:]
-        here = world()
+        (tensors, settings, streams), here = numbers, world()
         if len({*streams}) > 1:
             restore_rank_states(here.broadcast(rank_states(here.device)), here.device)
             observed.note("mended", what="random streams", reductions=num_reductions)
@@ -141,14 +126,6 @@ class Equality:
         if len({*tensors}) > 1 or len({*settings}) > 1:
             when = f"after {num_reductions} backward passes of {type(self.module).__name__}"
             refuse(when, self.settings(), {**self.tensors(), **self.companions()})
-            return
-        own = (place for place, of_ranks in zip(self._unsynced, others) if len({*of_ranks}) > 1)
-        if here.is_main and (found := next(own, None)) is not None:
-            say(
-                f"buffer '{found[1]}' of a {type(found[0]).__name__} differed between ranks, and all get the main "
-                "rank's. If it is updated from each rank's own samples, update it from those of all ranks "
-                "(ddpshim.world().mean, .all_gather); if it is drawn, seed its generator"
-            )
 
 
 def _state_of(optimizers: Optimizers, module: nn.Module) -> Tensors:

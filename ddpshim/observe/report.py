@@ -1,4 +1,4 @@
-"""Reads a run from its ranks' records; writes its report, as Markdown or HTML, and its curves. Imports no torch."""
+"""Reads a run from its ranks' records; writes its report, as Markdown or HTML. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib
 import math
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from ddpshim.observe.records import PARTS, Record, main_loss
 from ddpshim.process.say import count, ranks_called, say, size
 
 _FACTS = ("world_size", "backend", "device", "gpu", "seed", "options", "ddpshim", "torch", "Python")
-_WRITERS = {"tensorboard": ("torch.utils.tensorboard", "tensorboardX"), "wandb": ("wandb",)}
 
 Curve = dict[float, float]  # the value at each epoch or step
 Rows = list[list[str]]  # of a table; the first one names the columns
@@ -273,28 +271,6 @@ def figure(run: Run) -> Any:
         ms = [1000 * record["seconds"][part] / record["steps"] for record in timed.values()]
         drawn.add_trace(go.Bar(x=[f"rank {rank}" for rank in timed], y=ms, name=part.replace("_", " ")), row=3, col=1)
     return drawn.update_layout(barmode="stack", height=1100)
-
-
-def export(run: Run, out: Optional[Path], kind: str) -> Path:
-    """Write a run's curves as "tensorboard" or "wandb", below `out` or the run's folder; return their folder. Local.
-
-    Raises ReportError if the package that writes them is not installed.
-    """
-    folder, writer = out or run.folder, imported(*_WRITERS[kind])
-    if writer is None:
-        raise ReportError(f"{kind} is not installed; no curve would be written. Run `pip install {kind}`.")
-    folder.mkdir(parents=True, exist_ok=True)
-    if kind == "tensorboard":
-        with contextlib.closing(writer.SummaryWriter(str(folder / kind))) as file:
-            for name, curve in run.curves.items():
-                for epoch, value in curve.items():
-                    file.add_scalar(name, value, int(epoch))
-    else:
-        os.environ.setdefault("WANDB_MODE", "offline")
-        with writer.init(dir=str(folder), name=folder.absolute().name) as logged:
-            for epoch in sorted({epoch for curve in run.curves.values() for epoch in curve}):
-                logged.log({"epoch": epoch, **{n: curve[epoch] for n, curve in run.curves.items() if epoch in curve}})
-    return folder / kind
 
 
 def imported(*names: str) -> Any:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Callable, Optional, Union
 
-from ddpshim import lazy
 from ddpshim.errors import OptionsError
 from ddpshim.options import Options
 
@@ -53,18 +51,3 @@ class GlobalBatches:
 
 
 Door = Union[LocalBatches, GlobalBatches]
-
-
-def refuse(batch: str, given: Mapping[str, Any], known: list[str]) -> None:
-    """Raise OptionsError for arguments that `setup` does not have. Local."""
-    if batch not in ("local", "global"):
-        raise OptionsError(
-            f"setup(batch={batch!r}): it is unclear what the program holds, and ranks would take a share for a whole "
-            'batch. Use "local" (this rank\'s share) or "global" (the whole batch).'
-        )
-    if unknown := [name for name in given if name not in known]:
-        raise OptionsError(
-            f"setup({unknown[0]}=...): there is no such argument, and the run would go on without it"
-            f"{lazy.nearest(unknown[0], [*known, 'batch'])}. Use {', '.join(['batch', *known])}; options of a run are "
-            "given as options=ddpshim.Options(...) or as DDPSHIM_* variables."
-        )

@@ -413,7 +413,7 @@ def test_setup_for_whole_batches_in_one_process() -> None:
     cleanup()
     with pytest.raises(OptionsError, match=r"'whole'.*take a share.*\"local\".* or \"global\""):
         setup(batch="whole")  # type: ignore[arg-type]
-    with pytest.raises(OptionsError, match=r"sed=\.\.\..*without it; did you mean seed\?.*options="):
+    with pytest.raises(TypeError, match="'sed'"):
         setup(sed=1)  # type: ignore[call-arg]
     assert current().world is None
 

@@ -11,7 +11,6 @@ import re
 import runpy
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -168,26 +167,6 @@ def test_what_cannot_be_reported(tmp_path: Path, capsys: Any) -> None:
     assert "holds no records of a run" in first
     assert f"of 2 runs; one would hide the others. Name one: {tmp_path / 'a'}, {run}." in second
     assert {load(place).folder for place in (run.parent, run)} == {run}
-
-
-def test_curves_go_to_tensorboard_and_wandb(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tensorboardX", reason="pip install -r requirements/robomimic.txt")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    rows: list[dict[str, float]] = []
-    logged = contextlib.nullcontext(SimpleNamespace(log=rows.append))
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda dir, name: logged))
-    for rank in (0, 1):
-        _put(tmp_path / "run", rank, _start(rank), _epoch(1, 1.0 + rank), _rollout(1, 0.75), _end())
-    for kind in ("tensorboard", "wandb"):
-        argv = ["report", str(tmp_path / "run"), "--export", kind, "--out", str(tmp_path / "out")]
-        assert command_line.main(argv) == 0
-        assert capsys.readouterr().out == f"{tmp_path / 'out' / kind}\n"
-    expected = {"training/Loss": 1.5, "rollout/Lift/Success_Rate": 0.75, "rollout/Lift/Return": 2.0}
-    assert digits._read(tmp_path / "out", "TensorBoard") == {name: {1: value} for name, value in expected.items()}
-    assert rows == [{"epoch": 1, **expected}]
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert command_line.main(argv) == 2
-    assert "wandb is not installed" in capsys.readouterr().err
 
 
 # Two runs
