@@ -1,4 +1,4 @@
-"""Builds the documentation site from the Markdown of this repository: `python -m tests.site`."""
+"""Builds the documentation site from the Markdown of this repository: `python -m docs.site.build`."""
 
 project = "ddpshim"
 author = "The ddpshim developers"

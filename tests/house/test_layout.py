@@ -147,15 +147,6 @@ def test_circles_of_imports_only_fall() -> None:
     inner = {module: path for module, path in MODULES.items() if module not in FACES}
     circles = _circles({module: _named(path.read_text()) - {module, *FACES} for module, path in inner.items()})
     assert circles == CIRCLES
-    lazy = 'def f():\n    import_module("ddpshim.rows.loader")\n    from ddpshim.job import group'
-    assert _named(f'{lazy}\nif TYPE_CHECKING:\n    import ddpshim.auto\n["-m", "ddpshim.launch.rank"]') == {
-        "rows.loader",
-        "job.group",
-    }
-    assert _circles({"a": {"b", "d"}, "b": {"c"}, "c": {"a"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}) == [
-        ["a", "b", "c"],
-        ["d", "e"],
-    ]
 
 
 CONSTRUCTORS = {"tensor", "empty", "zeros", "ones", "arange", "full", "randperm", "rand", "randn", "randint", "eye"}
@@ -171,19 +162,6 @@ def _made_anywhere(source: str) -> list[str]:
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     made = [call for call in calls if ast.unparse(call.func) in {f"torch.{name}" for name in CONSTRUCTORS}]
     return [ast.unparse(call) for call in made if not {"device", None} & {keyword.arg for keyword in call.keywords}]
-
-
-def test_the_check_of_imports_can_fail() -> None:
-    assert _wrong_imports("job.group", "from ddpshim.model.parallel import wrap_parallel") == ["ddpshim.model.parallel"]
-    assert _wrong_imports("job.group", "def f():\n    from ddpshim import rows") == ["ddpshim.rows"]
-    assert _wrong_imports("options", "from ddpshim.job import group") == ["ddpshim.job"]
-    assert _wrong_imports("launch.rank", "from ddpshim.tools import check") == ["ddpshim.tools"]
-    assert _wrong_imports("launch.rank", "def f():\n    from ddpshim.tools import check") == []
-    assert _wrong_imports("shares.loader", "from ddpshim.robomimic import batches") == ["ddpshim.robomimic"]
-    if ALLOWED:
-        assert _wrong_imports("job.group", "def f():\n    import numpy") == ["numpy"]
-        assert _wrong_imports("robomimic.rollout", "import robomimic") == ["robomimic"]
-        assert _wrong_imports("robomimic.rollout", "def f():\n    import robomimic.algo") == []
 
 
 def test_public_names() -> None:
@@ -248,8 +226,6 @@ def _state(source: str) -> set[str]:
 def test_a_job_is_one_object() -> None:
     found = {f"{module}.{name}" for module, path in MODULES.items() for name in _state(path.read_text())}
     assert found == set(OF_THE_PROCESS), "what a job keeps belongs to it: job.current().part(YourClass)"
-    source = "_seen = []\nA = []\ndef f():\n    global _n\n    _n = 1\n@functools.cache\ndef g(): ...\n"
-    assert _state(source) == {"_seen", "_n", "g"}
 
 
 EXAMPLES = [module for module, path in MODULES.items() if ">>> " in path.read_text()]
@@ -293,7 +269,6 @@ def test_the_readme_ends_with_the_file_tree() -> None:
     assert len(lines) <= 25
     wings = [path.split("/")[1] for path in lines if path.startswith("ddpshim/") and path.count("/") == 2]
     assert list(dict.fromkeys(wings)) == WINGS, "in the order in which they may import each other"
-    assert dict(_in_tree("a/  x\n  b/  y\n    c.py  z\nd  w")) == {"a/": "x", "a/b/": "y", "a/b/c.py": "z", "d": "w"}
 
 
 def test_the_readme_is_short_and_robomimics_page_runs_what_the_example_writes(
@@ -327,10 +302,10 @@ def test_the_readme_is_short_and_robomimics_page_runs_what_the_example_writes(
     assert "Install robomimic first: python -m ddpshim docs start" in capsys.readouterr().out
 
 
-# Lines of ddpshim in a process at its end, and in all files. They only fall: the goals are 1,400, 5,500, 11,500 and
-# 23,700.
-CEILINGS = {"plain": 1487, "launched": 6045, "run": 11737}
-PACKAGE_CEILING = 24187
+# Lines of ddpshim in a process at its end, and in all files. They only fall: the goals are 1,400, 4,500, 11,000 and
+# 21,000.
+CEILINGS = {"plain": 1478, "launched": 5908, "run": 11425}
+PACKAGE_CEILING = 23699
 OF_A_LAUNCHED_TRAINER = {
     *("errors", "lazy", "options", "variables", "version", "process", "failures", "job", "shares", "model"),
 }

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import ddpshim
-from tests import site
+from docs.site import build
 from tests.house.test_printed import markdown
 
 
 def test_every_page_is_in_a_list() -> None:
-    listed = re.findall(r"^(?:.*<)?/([\w/]+)>?$", (site.CONF / "index.md").read_text(), re.MULTILINE)
+    listed = re.findall(r"^(?:.*<)?/([\w/]+)>?$", (build.CONF / "index.md").read_text(), re.MULTILINE)
     pages = {page[: -len(".md")] for page in markdown()} - {"docs/site/index"}
     assert sorted(listed) == sorted(pages | {"docs/api"})  # which the site makes
 
@@ -24,7 +24,7 @@ def test_every_page_is_in_a_list() -> None:
 def test_it_builds_without_a_warning(tmp_path: Path) -> None:
     if importlib.util.find_spec("myst_parser") is None:
         pytest.skip("needs sphinx: pip install -r requirements/site.txt")
-    site.build(tmp_path / "site")
+    build.build(tmp_path / "site")
     built = {page.relative_to(tmp_path / "site") for page in (tmp_path / "site").rglob("*.html")}
     assert {Path("index.html"), Path("search.html"), Path("README.html"), Path("docs/check.html")} <= built
 
@@ -32,7 +32,7 @@ def test_it_builds_without_a_warning(tmp_path: Path) -> None:
 @pytest.mark.launch
 def test_the_reference_has_every_public_name() -> None:
     pytest.importorskip("griffe")
-    from tests.reference import page
+    from docs.site.reference import page
 
     headings = re.findall(r"^### ddpshim\.(.+)$", page(), re.MULTILINE)
     assert set(ddpshim.__all__) <= set(headings)

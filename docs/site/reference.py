@@ -1,4 +1,4 @@
-"""Writes docs/api.md from the docstrings, by griffe: `python -m tests.reference`.
+"""Writes docs/api.md from the docstrings, by griffe: `python -m docs.site.reference`.
 
 It is a page of the site, and in no commit.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import griffe
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "api.md"
 WIDTH = 100  # the longest signature on one line
 CHAPTERS = {
@@ -41,7 +41,7 @@ CHAPTERS = {
 }
 HEAD = """# API reference
 
-Written by `python -m tests.reference` from the docstrings. *Collective* means that all ranks must make the call,
+Written by `python -m docs.site.reference` from the docstrings. *Collective* means that all ranks must make the call,
 *local* that it waits for nobody. Times and sizes have their unit in their name: `_s` is seconds, `_mb` megabytes.
 """
 

@@ -1,6 +1,6 @@
 """Builds the documentation site from the Markdown of this repository, for reading offline.
 
-python -m tests.site [--out out/site]
+python -m docs.site.build [--out out/site]
 
 A warning of the generator (a broken link, a page in no list) is an error. `pip install -r requirements/site.txt` first.
 """
@@ -13,15 +13,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-CONF = ROOT / "docs" / "site"
+ROOT = Path(__file__).resolve().parents[2]
+CONF = Path(__file__).parent
 DEADLINE_S = 600
 
 
 def build(out: Path) -> None:
     """Write the site into the folder `out`. Raises CalledProcessError at a warning."""
+    from docs.site import reference
     from examples.course import notebooks
-    from tests import reference
 
     reference.write()
     notebooks.write()
