@@ -60,7 +60,7 @@ def joins_samples(dataset: Any) -> bool:
     by_batch = getattr(dataset, "__getitems__", None)
     if not by_batch:
         return False
-    module = getattr(by_batch, "__module__", None) or ""
+    module = getattr(getattr(by_batch, "func", by_batch), "__module__", None) or ""  # of what a partial calls
     is_known = module.startswith(("torch.utils.data.", "ddpshim."))  # these fetch each sample alone
     return any(map(joins_samples, _inside(dataset))) if is_known else True
 

@@ -15,6 +15,7 @@ import ddpshim
 from ddpshim.robomimic import batches as sequences
 from ddpshim.robomimic import node_memory
 from ddpshim.rows import loader
+from ddpshim.rows.samples import joins_samples
 from tests import sequences as demos
 from tests.preloaded import environment
 from tests.preloaded_commands import python
@@ -167,6 +168,7 @@ def test_the_data_are_held_once_in_flat_arrays(folder: Path, cache_mode: Any) ->
     dataset, other = (demos.make(folder, cache_mode, obs_keys=(*demos.LOW_DIM, demos.IMAGE)) for _ in range(2))
     assert sequences.WindowFetcher(dataset).attach() is None
     assert sequences.WindowFetcher(dataset).attach() is None, "a second loader on it"
+    assert not joins_samples(dataset), "each rank fetches its own rows"
     if cache_mode is None:
         assert dataset.hdf5_cache is None
     else:
