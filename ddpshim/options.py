@@ -136,7 +136,7 @@ class Options:
         "in the job",
     )
     guard: bool = option(
-        True, _FLAG, "compare weights and random streams, check optimizer steps, name ranks missing in a collective"
+        True, _FLAG, "compare weights and RNG state, check optimizer steps, name ranks missing in a collective"
     )
     record: bool = option(
         True,

@@ -110,14 +110,11 @@ class Equality:
         observed.note("guard", passed=True, **facts)
 
     def _compare(self, numbers: list[list[int]], num_reductions: int) -> None:
-        """Raise SyncError if `numbers`, each with a value for each rank, differ where they must not (collective).
-
-        Streams that differ become the main rank's.
-        """
+        """Raise SyncError for numbers that differ between ranks; all get the main rank's RNG state (collective)."""
         (tensors, settings, streams), here = numbers, world()
         if len({*streams}) > 1:
             restore_rank_states(here.broadcast(rank_states(here.device)), here.device)
-            observed.note("mended", what="random streams", reductions=num_reductions)
+            observed.note("mended", what="RNG state", reductions=num_reductions)
             if here.is_main:
                 say(
                     f"after {num_reductions} backward passes ranks had drawn different random numbers: something draws "

@@ -220,10 +220,13 @@ class _Comparison:
     def _allows(self, key: Any, apart: float, least: float) -> bool:
         """Whether the difference `apart` counts as rounding. Call it in the order of steps: the limit only grows."""
         seen = self._largest.get(key, 0.0)
-        is_allowed = apart <= max(least, _TIMES_EPS[least] * self.eps, _GROWS * seen)
+        is_allowed = apart <= max(self._least_limit(least), _GROWS * seen)
         if is_allowed:
             self._largest[key] = max(seen, apart)
         return is_allowed
+
+    def _least_limit(self, least: float) -> float:
+        return max(least, _TIMES_EPS[least] * self.eps)
 
     def _drawn(self, step: int) -> Optional[tuple[Any, Any, Any, list[Counter[str]]]]:
         """Return the batches of a step in one process and on the ranks, and their samples; None if some are not."""
@@ -365,11 +368,11 @@ class _Comparison:
             number, mine, eps = record["optimizer"], record["weights"], _eps_of(self.dtype)
             first = self.one.first_step(number)
             found = [own for run in self.ranks if (own := run.same("step", step + 1, number))]
-            limit = max(_WEIGHT, _TIMES_EPS[_WEIGHT] * self.eps)
             for theirs in found:
                 tensors = [*zip(first["weights"], mine, theirs["weights"])]
                 apart = [_moved(*own, eps) for own in tensors]
                 odd = [i for i, own in enumerate(apart) if not self._allows(("weights", number, i), own, _WEIGHT)]
+                limit = self._least_limit(_WEIGHT)
                 of_rounding = (i for i, own in enumerate(tensors) if not apart[i] and _moved(*own) > limit)
                 self._of_rounding.update(first["names"][i] for i in of_rounding)
                 pairs = ((theirs["weights"][i], own["weights"][i]) for own in found for i in odd)
