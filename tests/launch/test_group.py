@@ -551,6 +551,26 @@ def test_side_work_outlasts_the_timeout_of_training(tmp_path: Path) -> None:
     assert found[0] > 5.5
 
 
+def _ranks_on_gpus() -> tuple[str, Optional[str]]:
+    """Two ranks of a machine with one GPU, which the second does not see; nothing is ever put on it."""
+    has_gpu = os.environ["RANK"] == "0"
+    torch.cuda.is_available = lambda: has_gpu
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.set_device = lambda _: None
+    torch.cuda.get_device_properties = lambda _: SimpleNamespace(uuid="GPU-1", name="A GPU")
+    here = setup()
+    assert here.sum(1) == 2
+    cleanup()
+    return str(here.device), here.backend
+
+
+@pytest.mark.ranks
+def test_gloo_where_a_gpu_is_missing(tmp_path: Path) -> None:
+    found, log = run_environs(_ranks_on_gpus, as_torchrun_says(2), tmp_path)
+    assert found == [("cuda:0", "gloo"), ("cpu", "gloo")]
+    assert log.count("1 of 2 ranks have no GPU: gloo instead") == log.count("instead of nccl") == 1
+
+
 def _fail_without_a_text() -> None:
     num_boom = 0
     assert num_boom

@@ -116,6 +116,13 @@ def test_three_ranks_train_the_same_experiment(pairs: Pairs, kind: str) -> None:
 
 
 @pytest.mark.robomimic
+def test_how_samples_are_read_changes_nothing(pairs: Pairs) -> None:
+    for run, reference in zip(pairs["workers"], pairs["cache_all"]):
+        assert run.observed[0]["batches"] == reference.observed[0]["batches"]
+        assert largest_difference(run.observed[0]["networks"], reference.observed[0]["networks"]) == 0
+
+
+@pytest.mark.robomimic
 def test_a_pass_ends_and_another_begins_within_an_epoch(pairs: Pairs) -> None:
     batches = pairs["small_filter_keys"][0].observed[0]["batches"]
     first_epoch = batches["Train"][:STEPS]
