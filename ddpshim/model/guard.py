@@ -60,9 +60,10 @@ class GuardState:
     """The state of the checks in a job: `job.current().part(GuardState)`."""
 
     def __init__(self) -> None:
-        # Which wrapper reduces a parameter's gradient, by the parameter's id: tensors compare by element, and a
-        # wrapper, which is kept here, keeps its parameters alive.
+        # Which wrapper reduces a parameter's gradient, by the id: tensors compare by element. Parameters that
+        # a program has replaced since are kept too, or a new one could have the id of one.
         self.owners: dict[int, Reduced] = {}
+        self.owned: list[torch.Tensor] = []
         self.companions: list[nn.Module] = []  # not trained, but must be equal
         # The wrappers that an optimizer's last step changed, by id, with their num_reductions.
         self.steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple[Reduced, int]]]
@@ -77,7 +78,10 @@ def _watched() -> GuardState:
 
 def own(wrapper: Reduced, parameters: Iterable[torch.Tensor]) -> None:
     """Record that `wrapper` reduces the gradients of `parameters`. Local."""
-    _watched().owners.update((id(p), wrapper) for p in parameters)
+    watched = _watched()
+    for p in parameters:
+        watched.owners[id(p)] = wrapper
+        watched.owned.append(p)
 
 
 def is_owned(parameter: torch.Tensor) -> bool:

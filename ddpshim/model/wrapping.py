@@ -175,14 +175,17 @@ def _check_tensors(module: nn.Module, here: World) -> None:
 
 def _check_same_structure(module: nn.Module, here: World) -> None:
     """Refuse modules whose tensors differ between ranks; warn if weights had different values (collective)."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())  # by torch's DDP
+    parameters = {name: p for name, p in module.named_parameters() if name not in ignored}
     mine = {
         f"parameter '{name}'": f"{tuple(p.shape)}, {p.dtype}, {'trained' if p.requires_grad else 'frozen'}"
-        for name, p in module.named_parameters()
+        for name, p in parameters.items()
     }
     # A buffer that one rank lacks would end the process without an error, in torch's broadcast.
-    mine.update((f"buffer '{name}'", f"{tuple(b.shape)}, {b.dtype}") for name, b in module.named_buffers())
+    buffers = ((name, b) for name, b in module.named_buffers() if name not in ignored)
+    mine.update((f"buffer '{name}'", f"{tuple(b.shape)}, {b.dtype}") for name, b in buffers)
     with torch.no_grad():
-        sums = {name: float(p.detach().abs().double().nansum()) for name, p in module.named_parameters()}
+        sums = {name: float(p.detach().abs().double().nansum()) for name, p in parameters.items()}
     of_ranks, sums_of_ranks = zip(*here.gather((mine, sums)))
     if any(theirs != of_ranks[0] for theirs in of_ranks):
         from ddpshim.model.equality import SAME_STATE, described

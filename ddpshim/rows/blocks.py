@@ -131,9 +131,16 @@ def factor() -> int:
     return current().part(State).factor
 
 
-def part_of(num_rows: int) -> Optional[Part]:
-    """Return how `num_rows` rows are divided; None if a piece would have fewer than LEAST_ROWS. Local."""
-    return _part_of(num_rows, current().part(State).num_pieces)
+def num_pieces() -> int:
+    return current().part(State).num_pieces
+
+
+def part_of(num_rows: int, num: Optional[int] = None) -> Optional[Part]:
+    """Return how `num_rows` rows are divided, into `num` pieces in a data worker, which knows no job. Local.
+
+    None if a piece would have fewer than LEAST_ROWS.
+    """
+    return _part_of(num_rows, num or num_pieces())
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,24 +1,18 @@
-"""A DataLoader that fetches this rank's rows of each batch only, and hands out row tensors.
-
-Order, batches, workers and random draws are torch's own, on every rank. Whole batches are fetched where rows alone
-could differ: a collate function or a `__getitems__` of the program, a dataset that draws random numbers (so each
-loader's first batch), a batch too small to divide.
-"""
+"""A DataLoader that hands out row tensors. Order, batches, workers and random draws are those of one process."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import itertools
-import random
-import sys
+import secrets
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Optional, TypeVar
 
 import torch
 from torch.utils import data as torch_data
+from torch.utils.data import _DatasetKind
 
 from ddpshim import adapters
 from ddpshim.errors import DataError
@@ -28,18 +22,18 @@ from ddpshim.model import guard
 from ddpshim.process.job import current, derive_seed
 from ddpshim.process.random_streams import digest, global_states, restore_global_states, seed_globals
 from ddpshim.process.replaced import replaced
-from ddpshim.process.say import say_once
+from ddpshim.process.say import say_on_main, say_once
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
-from ddpshim.rows.samples import Fetched, Numbered, SampleStreams, start_worker
+from ddpshim.rows.probe import Found, first_difference, probed
+from ddpshim.rows.relay import IS_POSSIBLE, Address
+from ddpshim.rows.samples import Batches, Fetched, Numbered, Own, joins_samples, name_of, walked
 from ddpshim.rows.tensor import Counts, Rows, leaves
 
 T_co = TypeVar("T_co", covariant=True)
 _TorchsLoader = torch_data.DataLoader  # now: `trainers` replaces the name
 
 _END = object()
-_MOST_LEVELS = 4  # of attributes of a dataset, in which a generator is looked for
-_GENERATORS = ("Generator", "RandomState", "BitGenerator")  # of numpy, which may not be loaded
 
 
 class DataLoader(torch_data.DataLoader[T_co], Enterable):
@@ -53,7 +47,7 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
         self._num_waits = self._num_waited  # how often this rank still waits for the others' news
         self._known: tuple[Any, int] = (None, 0)  # kinds of a batch, and their hash
         self._of_rows: Any = None
-        self._is_divided: Optional[bool] = None
+        self._is_decided = False  # how batches are fetched
         self._first = 0  # step of the next pass
         # Random streams of this pass, and whether it has a seed of workers that stay; and of the next one after an
         # interruption.
@@ -103,11 +97,8 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
     def _pass(self, first: int) -> Any:
         """Begin a pass at step `first`, with all draws for its order."""
         is_plain = current().part(blocks.State).num_pieces == 1 or not current().part(Counts).is_in_lock_step()
-        if not is_plain and self._is_divided is None:
-            self._is_divided = _can_divide(self)
-            if self._is_divided:
-                _check_same_indices(self)
-                self._of_rows = rows_loader(self)
+        if not is_plain and not self._is_decided:
+            self._is_decided, self._of_rows = True, rows_loader(self)
         num_left_out = first
         # Now, since torch draws the seed of workers when a pass begins.
         with contextlib.nullcontext() if is_plain else replaced(current().part(Counts), "is_fetching", True):
@@ -115,7 +106,9 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
                 batches = super().__iter__()
             else:
                 vars(self._of_rows)["generator"] = self.generator
-                if self.num_workers:  # each gets the batches that it would have got
+                self._of_rows.dataset.begin_pass()
+                if self.num_workers and isinstance(self._of_rows.batch_sampler, _OwnRows):
+                    # Each worker gets the batches that it would have got.
                     num_left_out = first % self.num_workers
                     self._of_rows.batch_sampler.first = first - num_left_out
                 batches = iter(self._of_rows)
@@ -143,14 +136,18 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
         (num_rows, batch), here = fetched, world()
         part = blocks.part_of(num_rows)
         if part is None:
-            return batch
+            return walked(lambda x: x.rows if isinstance(x, Own) else x, batch)
         self._tell(num_rows, batch)
 
-        def texts(own: Any) -> Any:
+        def whole(x: Any) -> Any:
+            if not isinstance(x, Own):
+                return x
+            if isinstance(x.rows, torch.Tensor):
+                return Rows(x.rows, 0, part)
             blocks.settle()  # another rank may have no batch
-            return type(own)([one for theirs in here.gather(own) for one in theirs])
+            return type(x.rows)([one for theirs in here.gather(x.rows) for one in theirs])
 
-        return _walked(lambda x: Rows(x, 0, part), texts, batch)
+        return walked(whole, batch)
 
     def _tell(self, num_rows: int, batch: Any) -> None:
         """Raise DataError if samples differ between ranks in shape or type (collective).
@@ -192,21 +189,60 @@ def _leave_out(batches: Any, num: int, loader: DataLoader[Any]) -> None:
 
 
 def rows_loader(loader: DataLoader[Any]) -> Any:
-    """Return a copy of a loader, whose batches are `Fetched`."""
+    """Return a copy of a loader whose batches are `Fetched`; None if each rank's whole batch is plain (collective)."""
+    found, here = probed(loader) if loader._dataset_kind == _DatasetKind.Map else Found("a stream", False), world()
+    told = here.gather((indices_of(loader.dataset), found))
+    _check_same_data(loader, told)
+    fetches_own = _is_torchs(loader) and not any(theirs.why for _, theirs in told)
+    is_apart = loader.num_workers > 0 and not isinstance(loader.dataset, torch_data.IterDataPipe)
+    if not (fetches_own or is_apart or _is_torchs(loader)):
+        return None
+    is_relayed = is_apart and here.local_world_size > 1 and IS_POSSIBLE and not any(f.is_shared for _, f in told)
+    token = here.broadcast(secrets.token_hex(16))
+    if _is_torchs(loader) and not fetches_own and here.world_size > 1:
+        _say_how(loader, next(theirs.why for _, theirs in told if theirs.why), is_relayed)
     made: Any = copy.copy(loader)
     made.__class__ = _TorchsLoader
     fetcher, collate = adapters.fetcher_of(loader.dataset), loader.collate_fn
     if fetcher is not None:
         reason = fetcher.attach()
         collate = fetcher.collate() if reason is None else collate
-        if reason is not None and world().is_main:
+        if reason is not None and here.is_main:
             kind = type(loader.dataset).__name__
             say_once(f"{kind} is read sample by sample, many times slower than by the batch: {reason}")
-    streams, own = SampleStreams(loader.dataset, collate, loader.num_workers), _OwnRows(loader)
-    vars(made).update(dataset=streams, collate_fn=streams.collated, batch_sampler=own, _iterator=None)
+    address = Address(token, here.rank, here.local_rank, here.local_world_size) if is_relayed else None
+    batches = Batches(loader, collate, address, fetches_own)
+    vars(made).update(dataset=batches, collate_fn=_as_it_is, in_order=True, _iterator=None)
+    if loader._dataset_kind == _DatasetKind.Iterable:
+        vars(made).update(batch_sampler=None)
+    elif loader._auto_collation:
+        vars(made).update(batch_sampler=_OwnRows(loader))
     if loader.num_workers:
-        vars(made)["worker_init_fn"] = functools.partial(start_worker, loader.worker_init_fn)
+        vars(made).update(worker_init_fn=batches.start_worker)
     return made
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _say_how(loader: DataLoader[Any], why: str, is_relayed: bool) -> None:
+    how = "one data worker of a node fetches each batch for all its ranks, as in one process"
+    if not is_relayed:
+        how = "each rank fetches every whole batch and keeps its rows, which makes loading as slow as in one process"
+    say_on_main(f"{name_of(loader.dataset)}: {why}. {how[0].upper()}{how[1:]}")
+
+
+def _is_torchs(loader: DataLoader[Any]) -> bool:
+    """Whether a batch is samples that torch's own functions join."""
+    collates: Any = getattr(torch_data._utils.collate, "default_collate_fn_map", {})
+    return (
+        loader._dataset_kind == _DatasetKind.Map
+        and loader._auto_collation
+        and loader.collate_fn is torch_data.default_collate
+        and all(function.__module__.startswith("torch.") for function in collates.values())
+        and not joins_samples(loader.dataset)
+    )
 
 
 class _OwnRows:
@@ -226,29 +262,10 @@ class _OwnRows:
         for step, indices in enumerate(batches, first):
             part = blocks.part_of(len(indices))
             rows = range(len(indices)) if part is None else range(*part.bounds(*here))
-            numbered = Numbered([*indices], rows, step)
+            numbered = Numbered([*indices], rows)
             if step < first + self._num_workers:
                 numbered.before = before[step % self._num_workers :: self._num_workers]
             yield numbered
-
-
-def _walked(of_tensor: Any, of_texts: Any, batch: Any) -> Any:
-    """Return a batch of torch's default collate with its tensors and its lists of text replaced."""
-    if isinstance(batch, torch.Tensor):
-        return of_tensor(batch)
-    if isinstance(batch, Mapping):
-        changed = {key: _walked(of_tensor, of_texts, value) for key, value in batch.items()}
-        if type(batch) is dict or not hasattr(batch, "update"):
-            return changed
-        copied: Any = copy.copy(batch)
-        copied.update(changed)
-        return copied
-    if isinstance(batch, (list, tuple)) and batch and all(isinstance(one, (str, bytes)) for one in batch):
-        return of_texts(batch)
-    if not isinstance(batch, (list, tuple)):
-        return batch
-    parts = [_walked(of_tensor, of_texts, one) for one in batch]
-    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
 
 
 def _kinds(batch: Any) -> list[Any]:
@@ -321,7 +338,7 @@ class JoinedLoader(DataLoader[Any]):
                     f"{self.place}: a tensor of shape {tuple(odd[0])} in a batch with {self._num_own} samples of this "
                     "rank: its first dimension is not the samples, so it is no block of rows. Change the collate_fn."
                 )
-            yield batch if self._of_rows is None else Fetched(self._num_rows, batch)
+            yield batch if self._of_rows is None else Fetched(self._num_rows, walked(Own, batch))
         blocks.tell((0, 0), lambda told: None, False, f"has read all of its data at {self.place}")
         blocks.settle()  # raises if another rank takes a batch
 
@@ -337,42 +354,18 @@ class JoinedLoader(DataLoader[Any]):
             restore_global_states(alike)
 
 
-def _can_divide(loader: DataLoader[Any]) -> bool:
-    return (
-        not isinstance(loader.dataset, torch_data.IterableDataset)
-        and loader.collate_fn is torch_data.default_collate
-        and loader.batch_sampler is not None
-        and getattr(loader, "in_order", True)
-        and not _has_generator(loader.dataset, _MOST_LEVELS, set())
-    )
-
-
-def _has_generator(value: Any, num_levels: int, seen: set[int]) -> bool:
-    """Whether an object holds a random generator of its own, whose state a rank's rows alone would change. Local."""
-    if id(value) in seen or not num_levels:
-        return False
-    seen.add(id(value))
-    if isinstance(value, (random.Random, torch.Generator)):
-        return True
-    if type(value).__module__.partition(".")[0] == "numpy":
-        return type(value).__name__ in _GENERATORS
-    if isinstance(value, (list, tuple)):
-        of = slice(64)  # not by a program's own __getitem__
-        items = list.__getitem__(value, of) if isinstance(value, list) else tuple.__getitem__(value, of)
-        return any(_has_generator(one, num_levels - 1, seen) for one in items)
-    inner = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-    if not isinstance(inner, dict) or isinstance(value, (type, torch.nn.Module)) or type(value) is type(sys):
-        return False
-    return any(_has_generator(one, num_levels - 1, seen) for one in [*inner.values()][:256])
-
-
-def _check_same_indices(loader: DataLoader[Any]) -> None:
-    """Raise DataError if ranks hold different parts of the data (collective)."""
-    everyones = world().gather(indices_of(loader.dataset))
-    odd = next((rank for rank, theirs in enumerate(everyones) if theirs != everyones[0]), None)
-    if odd is not None:
-        raise DataError(
-            f"{loader.place}: the Subsets of ranks 0 and {odd} have different indices; a sample would be used for "
-            "training on one rank and for validation on another. Draw the split from torch's, numpy's or Python's "
-            "global generator, or with a fixed seed (np.random.default_rng(0))."
-        )
+def _check_same_data(loader: DataLoader[Any], told: Sequence[tuple[list[int], Found]]) -> None:
+    """Raise DataError if ranks hold different data, or different parts of it. Local."""
+    for rank, (indices, found) in enumerate(told):
+        if indices != told[0][0]:
+            raise DataError(
+                f"{loader.place}: the Subsets of ranks 0 and {rank} have different indices; a sample would be used "
+                "for training on one rank and for validation on another. Draw the split from torch's, numpy's or "
+                "Python's global generator, or with a fixed seed (np.random.default_rng(0))."
+            )
+        if what := first_difference(told[0][1], found):
+            raise DataError(
+                f"{loader.place}: ranks 0 and {rank} have different data: {what}. Samples would be trained on twice or "
+                "never. Sort lists of files (os.listdir has no order, nor has a set), and give ranks one version of "
+                "the data. If each rank reads its own part: make_loader(already_sharded=True)."
+            )

@@ -1,45 +1,232 @@
-"""Fetches a batch's samples with the random draws that one process makes for it."""
+"""Fetches batches as one process does, and gives this rank its rows: in the process or the data worker of one process.
+
+`Batches` stands in for the dataset of torch's loader, whose fetcher it calls. A rank fetches its own rows only where
+samples are functions of their index (`probe`); elsewhere one data worker of a node fetches a batch for all its ranks
+(`relay`), or each rank fetches it whole.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
-from typing import Any, Callable, NamedTuple, Optional
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
-from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, get_worker_info
+from torch._utils import ExceptionWrapper
+from torch.utils.data import ConcatDataset, StackDataset, Subset, _DatasetKind, get_worker_info
 
 from ddpshim.errors import DataError
-from ddpshim.process.job import current
 from ddpshim.process.random_streams import global_states, is_same_state, restore_global_states
-from ddpshim.process.say import say, say_once
 from ddpshim.rows import blocks
+from ddpshim.rows.relay import Address, Lines
+
+
+class Own(NamedTuple):
+    """A part of a batch that one process has whole: this rank's rows of a tensor, or of a list of texts."""
+
+    rows: Any
 
 
 class Fetched(NamedTuple):
     num_rows: int  # of all ranks
-    rows: Any  # of this rank
+    batch: Any  # with `Own` where only this rank's rows are
 
 
 class Numbered(list[Any]):
-    """A rank's indices of one step, with its number in the pass; both are also sent to data workers."""
+    """A rank's indices of one step; also sent to data workers."""
 
-    def __init__(self, whole: list[Any], rows: Sequence[int], step: int) -> None:
+    def __init__(self, whole: list[Any], rows: range) -> None:
         super().__init__(whole[row] for row in rows)
-        self.whole, self.rows, self.step = whole, rows, step  # of all ranks; the positions of this rank's in them
+        self.whole = whole  # of all ranks
         self.before: list[Sequence[Any]] = []  # batches of the same worker, before the pass was interrupted
 
 
-def _has_drawn(before: dict[str, Any]) -> bool:
-    """Whether a generator's state is not that of `before`, an earlier `global_states()`."""
+def walked(of_part: Callable[[Any], Any], batch: Any) -> Any:
+    """Return a batch with `of_part` of its tensors, texts and `Own` parts, and of the lists of texts in it. Local."""
+    if isinstance(batch, (torch.Tensor, Own)):
+        return of_part(batch)
+    if isinstance(batch, Mapping):
+        changed = {key: walked(of_part, value) for key, value in batch.items()}
+        if type(batch) is dict or not hasattr(batch, "update"):
+            return changed
+        copied: Any = copy.copy(batch)
+        copied.update(changed)
+        return copied
+    if not isinstance(batch, (list, tuple)):
+        return batch
+    if batch and all(isinstance(one, (str, bytes)) for one in batch):
+        return of_part(batch)
+    parts = [walked(of_part, one) for one in batch]
+    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    found: list[Any] = []
+    walked(found.append, batch)
+    return [x for x in found if isinstance(x, torch.Tensor)]
+
+
+def divisible(batch: Any, num_rows: int) -> Any:
+    """Return a whole batch with `Own` around each tensor whose rows give every rank a part of it. Local."""
+    found = _tensors(batch)
+    memory = {x.untyped_storage().data_ptr() for x in found if x.layout is torch.strided and x.numel()}
+    if len(memory) < sum(x.numel() > 0 for x in found):
+        return batch  # two are views of one memory, or one is given twice: a change of one is seen in the other
+
+    def marked(x: Any) -> Any:
+        if type(x) is not torch.Tensor or x.layout is not torch.strided or x.shape[:1] != (num_rows,):
+            return x
+        is_dense = x.stride() == torch.empty_like(x, device="meta").stride()
+        return Own(x) if is_dense and not x.requires_grad else x
+
+    return walked(marked, batch)
+
+
+def of_rank(marked: Any, start: int, end: int) -> Any:
+    """Return what `divisible` returned for the rank with these rows. Local."""
+    return walked(lambda x: Own(x.rows[start:end].clone()) if isinstance(x, Own) else x, marked)
+
+
+def has_drawn(before: dict[str, Any]) -> bool:
+    """Whether a generator's state is not that of `before`, an earlier `global_states()`. Local."""
     now = global_states()
     return any(name in before and not is_same_state(before[name], state) for name, state in now.items())
 
 
-def _fetched(dataset: Any, indices: Sequence[Any]) -> Any:
-    """Return the samples at `indices`, as torch's loader fetches them."""
-    by_batch = getattr(dataset, "__getitems__", None)
-    return by_batch([*indices]) if by_batch else [dataset[index] for index in indices]
+class Batches:
+    """The batches of a torch loader, in place of its dataset: with indices, or one after the other. Local."""
+
+    def __init__(self, loader: Any, collate: Any, address: Optional[Address], fetches_own: bool) -> None:
+        self.dataset, self._collate = loader.dataset, collate
+        self._kind, self._joins = loader._dataset_kind, loader._auto_collation
+        self._size, self._drop_last = loader.batch_size, loader.drop_last
+        self._ranks, self._num_pieces = blocks.ranks(), blocks.num_pieces()
+        self._address, self._fetches_own = address, fetches_own
+        self._start: Optional[Callable[[int], None]] = loader.worker_init_fn
+        self._fetcher: Any = None
+        self._error: Optional[ExceptionWrapper] = None  # of what comes before a worker's first batch
+        self._lines: Optional[Lines] = None
+        self._num_joined = 0  # samples of the last batch
+
+    def begin_pass(self) -> None:
+        """Make the workers of the next pass meet at another address."""
+        if self._address is not None:
+            self._address = self._address._replace(name=f"{self._address.name}+")
+
+    def start_worker(self, worker: int) -> None:
+        """Initialise a data worker as the program does, where it fetches: torch's info names its dataset."""
+        info: Any = get_worker_info()
+        if info is not None:
+            object.__setattr__(info, "dataset", self.dataset)
+        if self._address is not None:
+            self._lines = Lines(self._address, worker)
+        if self._start is not None and self._fetches_here():
+            self._noting_errors(self._start, worker)
+
+    def _fetches_here(self) -> bool:
+        return self._lines is None or self._lines.is_owner or self._fetches_own
+
+    def _noting_errors(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function; other ranks raise its error too, with the first batch."""
+        if self._lines is None:
+            return function(*args)
+        try:
+            return function(*args)
+        except Exception:
+            self._error = self._error or ExceptionWrapper(where=self._lines.where)
+
+    def _begin(self) -> None:
+        arguments = self.dataset, self._joins, self._joined, self._drop_last
+        self._fetcher = self._noting_errors(_DatasetKind.create_fetcher, self._kind, *arguments)
+
+    def _joined(self, samples: Any) -> Any:
+        self._num_joined = len(samples) if self._joins and hasattr(samples, "__len__") else 0
+        return self._collate(samples)
+
+    def __iter__(self) -> Any:
+        if self._fetches_here():
+            self._begin()
+        indices = [None] * self._size if self._joins else None
+        return iter(lambda: self.__getitem__(indices), None)
+
+    def __getitems__(self, indices: Numbered) -> Any:
+        return self.__getitem__(indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a batch as `Fetched`, or the error that each rank raises. Raises StopIteration as torch's fetcher."""
+        if self._fetcher is None and self._error is None and self._fetches_here():
+            self._begin()
+        if self._fetches_own:
+            return self._own(index)
+        return self._whole(index) if self._lines is None else self._once(index, self._lines)
+
+    def _own(self, indices: Numbered) -> Any:
+        """Fetch this rank's samples; if one draws, or fails, on any rank of the node: as if none had been fetched."""
+        before, lines = global_states(), self._lines
+        batch = None
+        try:
+            batch = self._fetcher.fetch([*indices])
+        except Exception:
+            if lines is None:
+                raise
+        is_alike = batch is not None and not has_drawn(before)
+        if lines is None and not is_alike:
+            raise DataError(
+                f"a sample of {name_of(self.dataset)} draws random numbers, and those before did not. Other ranks do "
+                "not draw them, so they would train with other noise. Draw for each sample, or use data workers "
+                "(num_workers=1), of which one then fetches for all ranks of a node"
+            )
+        if lines is None or lines.all(is_alike):
+            whole = walked(lambda x: x if isinstance(x, Own) else Own(x), batch)
+            return Fetched(len(indices.whole), whole)
+        restore_global_states(before)
+        self._fetches_own = False
+        return self._once(indices, lines)
+
+    def _marked(self, index: Any) -> Fetched:
+        if isinstance(index, Numbered):
+            for indices in index.before:  # for their draws, and what samples remember
+                self._fetcher.fetch(indices)
+        batch = self._fetcher.fetch(index.whole if isinstance(index, Numbered) else index)
+        if isinstance(index, Numbered):
+            num_rows = len(index.whole)
+        elif self._joins:
+            num_rows = self._num_joined
+        else:  # a batch of the program's own
+            sizes = {x.shape[:1] for x in _tensors(batch)}
+            num_rows = sizes.pop()[0] if len(sizes) == 1 and () not in sizes else 0
+        is_enough = num_rows >= blocks.LEAST_ROWS * self._num_pieces
+        return Fetched(num_rows, divisible(batch, num_rows) if is_enough else batch)
+
+    def _part(self, whole: Fetched, rank: int) -> Fetched:
+        if whole.num_rows < blocks.LEAST_ROWS * self._num_pieces:
+            return whole
+        part = blocks.part_of(whole.num_rows, self._num_pieces)
+        assert part is not None
+        return Fetched(whole.num_rows, of_rank(whole.batch, *part.bounds(rank, self._ranks.size)))
+
+    def _whole(self, index: Any) -> Fetched:
+        return self._part(self._marked(index), self._ranks.rank)
+
+    def _once(self, index: Any, lines: Lines) -> Union[Fetched, ExceptionWrapper]:
+        if not lines.is_owner:
+            got = lines.receive()
+            if got is None:
+                raise StopIteration
+            return got  # type: ignore[no-any-return]
+        whole: Any = None
+        try:
+            whole, self._error = self._error or self._marked(index), None
+        except Exception as error:
+            if isinstance(error, StopIteration) and self._kind == _DatasetKind.Iterable:
+                lines.send(lambda rank: None)
+                raise
+            whole = ExceptionWrapper(where=lines.where)
+        if isinstance(whole, ExceptionWrapper):
+            lines.send(lambda rank: whole)
+            return whole
+        lines.send(lambda rank: self._part(whole, rank))
+        return self._part(whole, self._ranks.rank)
 
 
 def _inside(dataset: Any) -> list[Any]:
@@ -63,152 +250,3 @@ def joins_samples(dataset: Any) -> bool:
     module = getattr(getattr(by_batch, "func", by_batch), "__module__", None) or ""  # of what a partial calls
     is_known = module.startswith(("torch.utils.data.", "ddpshim."))  # these fetch each sample alone
     return any(map(joins_samples, _inside(dataset))) if is_known else True
-
-
-class _Said(dict[str, torch.Tensor]):
-    """By dataset, in memory that workers share: whether a line said that loading is slow, and one that draws differ."""
-
-
-class SampleStreams(Dataset[Any]):
-    """`dataset` with the random streams of one process.
-
-    In one process a worker, or the training process, fetches whole batches. So each rank fetches the first batch of a
-    pass whole. If fetching or collating it draws from the global generators of Python, numpy or torch, the rank
-    continues with whole batches; if not, with its rows alone. A first draw for a later batch is refused.
-    """
-
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any], num_workers: int) -> None:
-        self.dataset, self._collate = dataset, collate
-        self._rank, self._world_size = blocks.ranks()
-        self._joins, self._name = joins_samples(dataset), name_of(dataset)
-        # Whether it draws, or joins samples, in this pass; None until the first batch is collated.
-        self._draws: Optional[bool] = self._joins or None
-        self._last_step = -1
-        self._said = current().part(_Said).setdefault(self._name, torch.zeros(2, dtype=torch.int8, device="cpu"))
-        if num_workers:
-            with contextlib.suppress(RuntimeError, OSError):  # without shared memory each worker prints its lines
-                self._said.share_memory_()
-        if self._joins and self._rank == 0 < self._world_size - 1:
-            say_once(
-                f"the __getitems__ of {self._name} may combine the samples of a batch: each rank loads every whole "
-                "batch and keeps its rows, which makes loading as slow as in one process. Without it each rank "
-                "would load its rows only"
-            )
-
-    def __getitems__(self, indices: Any) -> Any:
-        """Return the indices (Numbered), samples, and whether these are of all ranks, of which there are several."""
-        if indices.step <= self._last_step:  # another pass
-            self._draws = self._joins or None
-        self._last_step = indices.step
-        if indices.before:
-            self._draw_for_batches_before(indices)
-        before = global_states()
-        if self._draws is False:
-            samples = _fetched(self.dataset, indices)
-            if _has_drawn(before):
-                raise DataError(
-                    f"a sample of {self._name} draws random numbers, and those of earlier batches in this pass did "
-                    "not. Other ranks do not draw them, so they would train with other noise. Draw for each sample"
-                )
-            return indices, samples, False
-        whole, are_several = _fetched(self.dataset, indices.whole), self._world_size > 1
-        if are_several and self._draws is None and _has_drawn(before):
-            self._continue_with_whole_batches("draws random numbers for a sample")
-        return indices, whole, are_several
-
-    def _draw_for_batches_before(self, indices: Numbered) -> None:
-        """Make the draws of this worker for the batches before `indices`, if it draws for these."""
-        before = global_states()
-        self._collate(_fetched(self.dataset, indices.whole))
-        if _has_drawn(before):
-            restore_global_states(before)
-            for batch in indices.before:
-                self._collate(_fetched(self.dataset, batch))
-
-    def collated(self, given: Any) -> Fetched:
-        """Collate samples with the loader's collate_fn; if that draws, collate the whole batch and take own rows."""
-        indices, samples, are_of_all = given
-        num_rows, before = len(indices.whole), global_states()
-        if are_of_all:
-            return Fetched(num_rows, self._rows_of_all(samples, num_rows, indices.rows))
-        batch = self._collate(samples)
-        if self._world_size > 1 and _has_drawn(before):
-            self._print_once(
-                f"{_name(self._collate)} draws random numbers now but did not for the first batch: one process "
-                "would draw different ones",
-                is_seen_by_all=False,
-            )
-        return Fetched(num_rows, batch)
-
-    def _rows_of_all(self, whole: Any, num_rows: int, rows: Sequence[int]) -> Any:
-        if not isinstance(whole, Sequence) or len(whole) != num_rows:  # a batch, which `__getitems__` has made
-            try:
-                return _rows_of(self._collate(whole), num_rows, rows)
-            except _Indivisible:
-                raise DataError(
-                    f"the __getitems__ of {self._name} was asked for {num_rows} samples, and what it returns "
-                    "has not one row for each: ranks would take other samples. Return a list of as many samples."
-                ) from None
-        before = global_states()
-        batch = self._collate([whole[row] for row in rows])
-        if _has_drawn(before):
-            restore_global_states(before)
-            try:
-                batch = _rows_of(self._collate([*whole]), num_rows, rows)
-            except _Indivisible:
-                self._print_once(
-                    f"{_name(self._collate)} draws random numbers for a batch that cannot be divided: one process "
-                    "would draw different ones"
-                )
-            if self._draws is None:
-                self._continue_with_whole_batches(f"is collated by {_name(self._collate)}, which draws random numbers")
-        elif self._draws is None:
-            self._draws = False
-        return batch
-
-    def _continue_with_whole_batches(self, what: str) -> None:
-        self._draws = True
-        self._print_once(
-            f"{what}: to draw what one process draws, each rank loads every whole batch and keeps its rows, which "
-            "makes loading as slow as in one process",
-            kind=0,
-        )
-
-    def _print_once(self, what: str, is_seen_by_all: bool = True, kind: int = 1) -> None:
-        """Print a line about the dataset, once per kind: on rank 0, or on any rank if others may not see it."""
-        if not (self._rank and is_seen_by_all) and not self._said[kind].item():
-            self._said[kind] = 1
-            say(f"{self._name} {what}")
-
-
-class _Indivisible(Exception):
-    """Raised for a collated batch with a part that cannot be divided into rows."""
-
-
-def _rows_of(batch: Any, num_rows: int, rows: Sequence[int]) -> Any:
-    """Return `rows` of a collated batch. Raises _Indivisible."""
-    if hasattr(batch, "shape") and len(batch.shape):
-        if batch.shape[0] != num_rows:
-            raise _Indivisible
-        return batch[list(rows)]
-    if isinstance(batch, dict):
-        return {key: _rows_of(part, num_rows, rows) for key, part in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        if len(batch) == num_rows and not all(hasattr(part, "shape") and len(part.shape) for part in batch):
-            return type(batch)([batch[row] for row in rows])
-        parts = [_rows_of(part, num_rows, rows) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    raise _Indivisible
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__)
-
-
-def start_worker(start: Optional[Callable[[int], None]], worker: int) -> None:
-    """Initialise a data worker with the user's `start`: torch's worker info names the user's own dataset. Local."""
-    info: Any = get_worker_info()
-    if info is not None and isinstance(info.dataset, SampleStreams):
-        object.__setattr__(info, "dataset", info.dataset.dataset)
-    if start is not None:
-        start(worker)

@@ -1,0 +1,313 @@
+"""Samples are functions of their index, as a probe shows, or fetched once: batches have the bits of one process."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import functools
+import multiprocessing
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Callable, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+
+import ddpshim
+from ddpshim.process.random_streams import digest
+from ddpshim.rows import probe
+from ddpshim.rows.tensor import leaves
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+X = torch.arange(200.0).reshape(50, 4).sin()
+RNG, PY, GENERATOR = np.random.default_rng(0), random.Random(0), torch.Generator()
+FOLDER = Path(tempfile.mkdtemp())
+_VISITS: collections.Counter[int] = collections.Counter()
+_COUNT = multiprocessing.Value("i", 0)
+
+
+class Data(Dataset[Any]):
+    """50 samples, which `get` returns."""
+
+    rng = np.random.default_rng(2)
+
+    def __init__(self, get: Callable[[Any, int], Any], **held: Any) -> None:
+        self.get = get
+        vars(self).update(held)
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.get(self, i)
+
+
+def _closure() -> Callable[[Any, int], Any]:
+    own = np.random.default_rng(1)
+    return lambda data, i: X[i] + float(own.normal())
+
+
+def _counted(data: Any, i: int) -> Any:
+    _VISITS[i] += 1
+    return X[i] * _VISITS[i]
+
+
+def _with_the_one_before(data: Any, i: int) -> Any:
+    last, data.last = getattr(data, "last", X[i]), X[i]
+    return X[i] + last
+
+
+def _evicts(data: Any, i: int) -> Any:
+    cache = vars(data).setdefault("cache", collections.OrderedDict())
+    cache[i] = 1
+    return X[i], len(cache)
+
+
+def _seeks(data: Any, i: int) -> Any:
+    data.file.seek(4 * i)
+    return X[i] + len(data.file.read(4))
+
+
+def _tells_all(data: Any, i: int) -> Any:
+    with _COUNT.get_lock():
+        _COUNT.value += 1
+    return X[i]
+
+
+def _caches(data: Any, i: int) -> Any:
+    file = FOLDER / f"{i}"
+    if not file.exists():
+        file.write_text("1")
+    return X[i]
+
+
+def _saves(data: Any, i: int) -> Any:
+    file = FOLDER / f"{i}.pth"
+    if not file.exists():
+        torch.save(X[i], file)
+    return torch.load(file)
+
+
+def _file(text: str = "0123456789" * 40) -> Any:
+    (FOLDER / "lines").write_text(text)
+    return open(FOLDER / "lines")
+
+
+FUNCTIONS: dict[str, Callable[[], Any]] = {
+    "a tensor": lambda: Data(lambda data, i: X[i]),
+    "a list of tensors": lambda: [*X],
+    "a cache": lambda: Data(lambda data, i: vars(data).setdefault(i, X[i] * 2)),
+    "lru_cache": lambda: Data(lambda data, i: functools.lru_cache(None)(lambda j: X[j] * 2)(i)),
+    "a seed by index": lambda: Data(lambda data, i: X[i] + float(np.random.default_rng(i).normal())),
+    "an open file": lambda: Data(_seeks, file=_file()),
+    "dicts and texts": lambda: Data(lambda data, i: {"x": (X[i], i, 0.5), "text": f"{i}"}),
+    "a shared tensor that is read": lambda: Data(lambda data, i: data.shared[i] + 0, shared=X.clone().share_memory_()),
+}
+OTHERS: dict[str, Callable[[], Any]] = {
+    "torch": lambda: Data(lambda data, i: X[i] + torch.rand(())),
+    "numpy": lambda: Data(lambda data, i: X[i] + np.random.rand()),
+    "Python": lambda: Data(lambda data, i: X[i] + random.random()),
+    "a generator of the file": lambda: Data(lambda data, i: X[i] + float(RNG.normal())),
+    "a Random of the file": lambda: Data(lambda data, i: X[i] + PY.random()),
+    "torch's of the file": lambda: Data(lambda data, i: X[i] + torch.rand((), generator=GENERATOR)),
+    "a closure": lambda: Data(_closure()),
+    "a class": lambda: Data(lambda data, i: X[i] + float(data.rng.normal())),
+    "visits": lambda: Data(_counted),
+    "the one before": lambda: Data(_with_the_one_before),
+    "the size of a cache": lambda: Data(_evicts),
+    "the next line": lambda: Data(lambda data, i: (X[i], data.file.read(2)), file=_file()),
+    "time": lambda: Data(lambda data, i: time.time_ns()),
+    "the system": lambda: Data(lambda data, i: os.urandom(4)),
+    "an error": lambda: Data(lambda data, i: 1 // 0),
+    "an object": lambda: Data(lambda data, i: ctypes.c_int(i)),
+    "a counter of processes": lambda: Data(_tells_all),
+    "a shared tensor that is written": lambda: Data(
+        lambda data, i: data.shared[i].add_(1).clone(), shared=X.clone().share_memory_()
+    ),
+    "a file that it writes": lambda: Data(_caches),
+    "a file that torch writes": lambda: Data(_saves),
+    "no end": lambda: Data(lambda data, i: time.sleep(1000)),
+}
+
+
+@pytest.mark.parametrize("kind", [*FUNCTIONS, *OTHERS])
+def test_the_probe(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_DEADLINE_S", 1 if kind == "no end" else 60)
+    data = {**FUNCTIONS, **OTHERS}[kind]()
+    place = data.file.tell() if hasattr(data, "file") else 0
+    before = digest(), GENERATOR.get_state(), RNG.bit_generator.state, PY.getstate()
+    found = probe.probed(DataLoader(data, 8, shuffle=True))
+    assert bool(found.why) == (kind in OTHERS), found
+    assert torch.equal(before[1], GENERATOR.get_state())
+    assert (digest(), RNG.bit_generator.state, PY.getstate()) == (before[0], *before[2:])
+    assert (not _VISITS, _COUNT.value, {file.name for file in FOLDER.iterdir()} <= {"lines"}) == (True, 0, True)
+    if hasattr(data, "file"):
+        assert os.lseek(data.file.fileno(), 0, os.SEEK_CUR) == place
+        data.file.close()
+    if hasattr(data, "shared"):
+        assert torch.equal(data.shared, X)
+
+
+def test_the_first_workers_dataset_is_probed() -> None:
+    def start(worker: int) -> None:
+        get_worker_info().dataset.own = np.random.default_rng(worker)
+
+    def get(data: Any, i: int) -> Any:
+        return X[i] + (data.own.random() if hasattr(data, "own") else 0)
+
+    assert not probe.probed(DataLoader(Data(get), 8)).why
+    assert probe.probed(DataLoader(Data(get), 8, num_workers=2, worker_init_fn=start)).why
+
+
+def test_ranks_with_other_data_are_told_the_sample() -> None:
+    one, other = (probe.probed(DataLoader(Data(lambda data, i, by=by: X[i] * by), 8)) for by in (1, 1.5))  # type: ignore[misc]
+    near = probe.probed(DataLoader(Data(lambda data, i: X[i] * (1 + 1e-6)), 8))
+    assert [probe.first_difference(one, theirs) for theirs in (one, near, other)] == ["", "", "sample 0 is another"]
+    longer = probe.probed(DataLoader([*X, X[0]], 8, shuffle=True))
+    assert "the first batch has index" in probe.first_difference(one, longer)
+
+
+# Batches on three ranks
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for i in range(first, 47, step):
+            yield X[i] + torch.rand(()), random.random(), f"text {i}"
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    texts: list[str]
+
+
+def _collate(samples: list[Any]) -> Any:
+    """A batch with a tensor for each sample, one for all, a list, two views of one memory, and a draw."""
+    x = default_collate([x for x, _ in samples])
+    return {
+        "pair": Pair(x * torch.rand(()), [f"{i}" for _, i in samples]),
+        "sum": x.sum(0),
+        "views": [x[:, 0], x[:, 1]],
+    }
+
+
+def _fails_at_30(data: Any, i: int) -> Any:
+    if i == 30:
+        raise ValueError("sample 30 is broken")
+    return X[i] + torch.rand(())
+
+
+def _replaces_30(data: Any, i: int) -> Any:
+    """A broken sample is replaced by a random other one: the first draw comes late."""
+    while i == 30:
+        i = int(torch.randint(50, ()))
+    return X[i]
+
+
+def _own_start(worker: int) -> None:
+    np.random.seed(torch.initial_seed() % 2**32)
+    get_worker_info().dataset.start = worker  # type: ignore[union-attr]
+
+
+def _of_worker(data: Any, i: int) -> Any:
+    return X[i] + np.random.rand() + getattr(data, "start", -1)
+
+
+def _joined(data: Any, indices: Any) -> Any:
+    return [X[i] + len(indices) for i in indices]
+
+
+def _whole(batch: Any) -> list[Any]:
+    return [x.tolist() if isinstance(x, torch.Tensor) else x for x in leaves(batch)]
+
+
+def _passes(loader: Any, ends: tuple[int, ...] = (99, 99)) -> list[Any]:
+    """What passes over a loader give, each abandoned before a step."""
+    found: list[Any] = []
+    for end in ends:
+        with contextlib.suppress(ZeroDivisionError):
+            for step, batch in enumerate(loader):
+                if step == end:
+                    break
+                found.append(_whole(batch))
+    return found
+
+
+def _side_by_side(loader: Any) -> list[Any]:
+    return [_whole(both) for both in zip(loader, loader)]
+
+
+WORKERS = {"num_workers": 2, "multiprocessing_context": "fork"}
+KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any], Any]] = {
+    "samples that draw": (OTHERS["torch"], {}, _passes),
+    "a generator of the file": (OTHERS["a generator of the file"], {}, _passes),
+    "visits": (OTHERS["visits"], {}, _passes),
+    "workers that stay": (OTHERS["visits"], {"persistent_workers": True}, functools.partial(_passes, ends=(2, 99, 99))),
+    "a pass that is abandoned": (OTHERS["numpy"], {}, functools.partial(_passes, ends=(1, 3, 99))),
+    "two passes side by side": (OTHERS["torch"], {}, _side_by_side),
+    "functions of their index": (FUNCTIONS["dicts and texts"], {}, _passes),
+    "a first draw that comes late": (lambda: Data(_replaces_30), {"shuffle": True}, _passes),
+    "a stream": (Stream, {}, _passes),
+    "a spawned worker": (
+        Stream,
+        {"multiprocessing_context": "spawn", "num_workers": 1},
+        functools.partial(_passes, ends=(99,)),
+    ),
+    "a stream of samples": (Stream, {"batch_size": None}, _passes),
+    "batches of the program's own": (
+        lambda: Data(lambda data, i: X[: 9 + i % 4] + torch.rand(())),
+        {"batch_size": None},
+        _passes,
+    ),
+    "a collate function": (lambda: Data(lambda data, i: (X[i], i)), {"collate_fn": _collate}, _passes),
+    "__getitems__": (lambda: type("Joins", (Data,), {"__getitems__": _joined})(OTHERS["torch"]().get), {}, _passes),
+    "worker_init_fn": (lambda: Data(_of_worker), {"worker_init_fn": _own_start}, _passes),
+    "a batch sampler": (
+        OTHERS["torch"],
+        {"batch_sampler": [[3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8, 9, 7, 9]]},
+        _passes,
+    ),
+    "one worker": (OTHERS["Python"], {"num_workers": 1}, _passes),
+    "four workers": (OTHERS["Python"], {"num_workers": 4, "prefetch_factor": 1}, _passes),
+    "no worker": (OTHERS["a closure"], {"num_workers": 0, "multiprocessing_context": None}, _passes),
+    "a counter of processes": (OTHERS["a counter of processes"], {}, _passes),
+}
+
+
+def _seen(kind: str) -> Any:
+    make, options, walk = KINDS[kind]
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    _VISITS.clear()
+    batches = {} if {"batch_sampler", "batch_size"} & {*options} else {"batch_size": 11}
+    loader: Any = torch.utils.data.DataLoader(make(), **{**WORKERS, **batches, **options})
+    return walk(loader), digest()
+
+
+def _of_ranks() -> Any:
+    ddpshim.cleanup()
+    alone = {kind: _seen(kind) for kind in KINDS}
+    global RNG
+    RNG = np.random.default_rng(0)
+    ddpshim.setup(batch="global", seed=1, device="cpu")
+    return alone, {kind: _seen(kind) for kind in KINDS}
+
+
+def test_batches_of_three_ranks_have_the_bits_of_one_process() -> None:
+    for alone, three in run_ranks(_of_ranks, 3):
+        for kind in KINDS:
+            (batches, state), (batches_of_three, state_of_three) = alone[kind], three[kind]
+            assert state == state_of_three, kind
+            assert len(batches) == len(batches_of_three) > 2, kind
+            assert batches == batches_of_three, kind
