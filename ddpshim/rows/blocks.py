@@ -203,9 +203,9 @@ def _plan(part: Part, here: Ranks, dim: int, shape: Any, strides: Any, dtype: to
 
 def gather_alike(own: torch.Tensor, everyones: Optional[list[torch.Tensor]] = None) -> list[torch.Tensor]:
     """Return all ranks' tensors, which have one shape, in `everyones` if it is given (collective)."""
-    settle()
     state = current().part(State)
     state.num_messages += 1
+    settle()
     if state.ranks.size == 1:
         return [own]
     if everyones is None:
@@ -216,8 +216,8 @@ def gather_alike(own: torch.Tensor, everyones: Optional[list[torch.Tensor]] = No
 
 def added_up(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of all ranks' tensors (collective)."""
-    settle()
     current().part(State).num_messages += 1
+    settle()
     dtype = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
     total = tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
     if ranks().size > 1:

@@ -27,7 +27,7 @@ from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 from ddpshim.rows import blocks, dimensions, gradients, layers  # noqa: F401 (they register their rules)
 from ddpshim.rows.rules import T
-from ddpshim.rows.tensor import Counts, Rows, divided, is_plain, leaves, mapped, on_whole, write_back
+from ddpshim.rows.tensor import Counts, Rows, divided, end_rows, is_plain, leaves, mapped, on_whole, write_back
 
 # By DDPSHIM_ROWS: the multiplications of a call that is divided. A smaller one takes less time than to divide it.
 _LEAST_WORK = {"auto": 1 << 20, "all": 0, "off": math.inf}
@@ -293,6 +293,7 @@ def installed() -> Iterator[None]:
         def put(owner: Any, name: str, value: Any) -> None:
             undo.enter_context(replaced(owner, name, value))
 
+        undo.callback(end_rows)
         undo.enter_context(gradients.installed())
         # It keeps torch's nn.Module.__call__ when it is imported, which the first wrapper does anyway.
         importlib.import_module("torch._dynamo")

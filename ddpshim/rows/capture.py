@@ -2,9 +2,10 @@
 
 torch's Dynamo traces the call with stand-ins of its row tensors, which have the shape of the whole batch. So its graph
 is that of one process, and its guards say for how long the graph is what the program's Python would compute. The graph
-runs once on the row tensors, and a tape writes down the calls on blocks. From then on the tape runs in place
-of graph and rules, with the parameters, buffers and blocks of the day. The first replay is compared with the rules, bit
-by bit. Where anything is in doubt the call is computed by the rules, as ever.
+runs once beside the program's Python, and a tape writes down the calls on blocks. From then on the tape runs in place
+of graph and rules, with the parameters, buffers and blocks of the day. Its first replay, and later ones now and then,
+are compared with the program's Python, bit by bit, for what no guard sees. Where anything is in doubt the call is
+computed by the rules, as ever.
 
 A tape sends what the rules send, in the same order (the statistics of BatchNorm), so ranks need not agree on captures.
 A compiled graph could take the tape's place: `_Graph._run`.
@@ -12,18 +13,21 @@ A compiled graph could take the tape's place: `_Graph._run`.
 
 from __future__ import annotations
 
+import dis
 import math
 import operator
+import os
 import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any, NoReturn, Optional
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from ddpshim.errors import SyncError
 from ddpshim.model.batchnorm import over_ranks
 from ddpshim.model.guard import GuardState
 from ddpshim.process.job import current
@@ -31,11 +35,12 @@ from ddpshim.process.random_streams import is_same_state, rank_states, restore_r
 from ddpshim.process.replaced import replaced
 from ddpshim.rows import blocks, calls, rules
 from ddpshim.rows.calls import Calls, Known, met_by_rows
-from ddpshim.rows.tape import Refused, Results, Tape, are_equal, check_assertion, have_equal_graphs
+from ddpshim.rows.tape import NoMessages, Refused, Results, Tape, are_equal, check_assertion, have_equal_graphs
 from ddpshim.rows.tensor import RULES, Counts, Rows, leaves, mapped, memory_of
 
 _MOST_REGIONS = 8  # of a module: by shapes and types of row tensors
 _MOST_GRAPHS = 4  # of a region: by what the module's Python does
+_AUDITED = {1, 10, 100, 1000}  # replays of a graph that are compared with the program's Python, and each last again
 _T = torch.Tensor
 # Of Dynamo: what its guards leave out by default, and what its graph may not hold.
 _CONFIG: dict[str, Any] = {
@@ -55,6 +60,9 @@ _STATEFUL: tuple[str, ...] = ("autocast", "inference", "seed", "rng_state", "set
 _STATEFUL += ("retain_grad", "data_ptr", "requires_grad_", "storage", "numpy", "checkpoint", "assert", "deterministic")
 _STATEFUL += ("set_num", "vmap", "jvp")
 _HOOKS_OF_ALL = [name for name in vars(nn.modules.module) if name.startswith("_global_") and name.endswith("hooks")]
+_KNOWN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep, "<")
+_UNSEEN = {"environ", "getenv", "getenvb", "__dict__", "vars", "globals", "locals"}
+_HANDLES = {"CHECK_EXC_MATCH", "SETUP_FINALLY", "JUMP_IF_NOT_EXC_MATCH"}
 _CONTAINERS = (tuple, list, dict, OrderedDict)
 _OURS = {torch._C._set_grad_enabled, torch._dynamo.allow_in_graph(met_by_rows)}
 
@@ -155,7 +163,7 @@ class _Graph:
         self._region, self._graph = region, graph
         self._places: Optional[list[tuple[int, int]]] = None  # (place, which row tensor) of inputs that are stand-ins
         self._run: Optional[Callable[..., Any]] = None
-        self._is_proven, self._owned = False, [False]
+        self._num_replays, self._owned = 0, [False]
 
     def __call__(self, *args: Any) -> Any:
         region, given, counts = self._region, [*args], current().part(Counts)
@@ -170,10 +178,11 @@ class _Graph:
         owners = current().part(GuardState).owners
         owned = [id(args[i]) in owners for i in self._leaves]  # whether a wrapper reduces its gradient
         if self._run is None or owned != self._owned:
-            self._owned = owned
-            return self._record(given)
-        if not self._is_proven:
-            return self._prove(given)
+            self._owned, self._num_replays = owned, 0
+            self._beside_python(given, self._recorded)
+        self._num_replays += 1
+        if self._num_replays in _AUDITED or self._num_replays % max(_AUDITED) == 0:
+            self._beside_python(given, self._replayed)
         for place, number in self._places:
             given[place] = region.rows[number].block
         counts.on_rows += self._num_operations
@@ -207,60 +216,112 @@ class _Graph:
             raise Refused("its results are also wholes")
         return (x.dimension, x.part, owner, id(x.memory)) if same is None else same
 
-    def _record(self, given: list[Any]) -> Any:
-        """Compute by the rules, and write down the tape."""
-        region, counts, state = self._region, current().part(Counts), current().part(blocks.State)
-        whole = [x for x in given if isinstance(x, _T) and type(x) is not Rows]
-        before = [x._version for x in whole], [x.memory.num_writes for x in region.rows], state.num_messages
-        num_before, tape = counts.on_rows, Tape(_blocks(given))
-        with replaced(state, "tape", tape), tape:
-            outputs = self._graph.forward(*given)
-        self._num_operations, self._is_proven = counts.on_rows - num_before, False
+    def _beside_python(self, given: list[Any], compute: Callable[..., list[torch.Tensor]]) -> NoReturn:
+        """Raise _Computed with what the program's Python returns, after a comparison with `compute`, bit by bit.
+
+        `compute` gets copies of what it may write into, and the messages that the Python has got. Where it differs, the
+        call is given up, or if replays were used already, the job.
+        """
+        region, state, counts = self._region, current().part(blocks.State), current().part(Counts)
+        results, device = Results(), region.device
+        inputs = [x.clone() if _may_be_written(x) else x for x in given]
+        trained = [x for x in given if isinstance(x, _T) and type(x) is not Rows and x.requires_grad]
+        before = rank_states(device), state.num_messages, [*map(_num_writes, (*trained, *region.rows))]
+        with replaced(state, "tape", results):
+            out = region.by_python()
+        after, num_before = rank_states(device), counts.on_rows
         try:
-            if state.num_messages != before[2]:
+            if state.num_messages != before[1]:
                 raise Refused("it gathers wholes")
-            changed = [x for x, version in zip(whole, before[0]) if x._version != version]
-            self._written = [i for i, x in enumerate(given) if any(x is one for one in changed)]
-            memories = [memory_of(x) for x in (*whole, *(m.whole for x in region.rows for m in x.memory.mirrors))]
-            is_shared = any(x.requires_grad or memories.count(memory_of(x)) > 1 for x in changed)
-            if is_shared or [x.memory.num_writes for x in region.rows] != before[1]:
+            if [*map(_num_writes, (*trained, *region.rows))] != before[2]:
                 raise Refused("it writes into its arguments")
-            self._results = [self._how(x) for x in outputs]
-            self._text, self._known = tape.text(_blocks(outputs))
-            self._run = self._compiled({})
+            restore_rank_states(before[0], device)
+            with replaced(state, "num_messages", NoMessages()):
+                found = compute(given, inputs, results)
+            now = rank_states(device)
+            if not all(is_same_state(now[name], one) for name, one in after.items()):
+                raise Refused("its replay draws other random numbers than its Python")
+            if not all(are_equal(x, y) for x, y in zip(given, inputs) if x is not y):
+                raise Refused("its replay writes other values than its Python")
+            known = {id(x) for x in (*given, *region.rows)}
+            seen = [x.block if type(x) is Rows else x for x in _tensors_in(out) if id(x) not in known]
+            if not seen or not all(any(are_equal(x, y) and have_equal_graphs(x, y) for y in found) for x in seen):
+                raise Refused("its replay differs from its Python")
         except Refused as why:
+            if self._num_replays > 1:
+                raise SyncError(
+                    f"a captured call of {region.name} was compared with the program's Python after "
+                    f"{self._num_replays} replays: {why}. Something has changed that torch's guards do not see (a "
+                    "cache, the environment, what was missing when it was captured), and some steps since the last "
+                    "comparison may be wrong. Go on from an earlier checkpoint, with DDPSHIM_CAPTURE=off."
+                ) from None
             region.refused = str(why)
-        return outputs
+        finally:
+            restore_rank_states(after, device)
+            counts.on_rows = num_before
+        raise _Computed(out)
+
+    def _recorded(self, given: list[Any], inputs: list[Any], results: Results) -> list[torch.Tensor]:
+        """Compute the graph by the rules, and write down the tape."""
+        region, counts, state = self._region, current().part(Counts), current().part(blocks.State)
+        whole = [(x, copy) for x, copy in zip(given, inputs) if isinstance(x, _T) and type(x) is not Rows]
+        versions = [copy._version for _, copy in whole]
+        num_before, tape = counts.on_rows, Tape(_blocks(inputs), results)
+        with replaced(state, "tape", tape), tape:
+            outputs = self._graph.forward(*inputs)
+        self._num_operations = counts.on_rows - num_before
+        changed = [x for (x, copy), version in zip(whole, versions) if copy._version != version]
+        mirrors = [m.whole for x in region.rows for m in x.memory.mirrors]
+        memories = [memory_of(x) for x in (*(x for x, _ in whole), *mirrors)]
+        if any(memories.count(memory_of(x)) > 1 for x in changed):
+            raise Refused("it writes into its arguments")
+        self._results = [self._how(x) for x in outputs]
+        self._text, self._known = tape.text(_blocks(outputs))
+        self._run = self._compiled({})
+        return _blocks(outputs)
+
+    def _replayed(self, given: list[Any], inputs: list[Any], results: Results) -> list[torch.Tensor]:
+        again = {name: results.again for name, function in self._known.items() if function is over_ranks}
+        return self._compiled(again)(*_blocks(inputs))  # type: ignore[no-any-return]
 
     def _compiled(self, others: dict[str, Any]) -> Any:
         known = {**self._known, **others}
         exec(compile(self._text, "<tape>", "exec"), known)
         return known["run"]
 
-    def _prove(self, given: list[Any]) -> Any:
-        """Compute by the rules, and once more by the tape; give the tape up where one bit differs."""
-        inputs, state, device, results = _blocks(given), current().part(blocks.State), self._region.device, Results()
-        for i in self._written:
-            inputs[i] = inputs[i].clone()
-        before = rank_states(device)
-        with replaced(state, "tape", results):
-            outputs = self._graph.forward(*given)
-        after = rank_states(device)
-        restore_rank_states(before, device)
-        again = {name: results.again for name, function in self._known.items() if function is over_ranks}
-        try:
-            pairs = [*zip(_blocks(outputs), self._compiled(again)(*inputs))]
-            pairs += [(given[i], inputs[i]) for i in self._written]
-            is_alike = all(are_equal(*pair) and have_equal_graphs(*pair) for pair in pairs)
-            now = rank_states(device)
-            if not is_alike or not all(is_same_state(now[name], one) for name, one in after.items()):
-                raise Refused("its replay differs from the rules")
-            self._is_proven = True
-        except Refused as why:
-            self._region.refused = str(why)
-        finally:
-            restore_rank_states(after, device)
-        return outputs
+
+class _Computed(BaseException):
+    """Carries what the program's Python has returned out of the call in place of which it ran."""
+
+
+def _may_be_written(x: Any) -> bool:
+    return isinstance(x, _T) and type(x) is not Rows and not x.requires_grad
+
+
+def _num_writes(x: Any) -> int:
+    return x.memory.num_writes if type(x) is Rows else x._version
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of nested containers and objects."""
+    found = []
+    for x in leaves(value):
+        if isinstance(x, _T):
+            found.append(x)
+        elif hasattr(x, "__dict__") and not isinstance(x, (type, nn.Module)):
+            found += [y for y in leaves([*vars(x).values()]) if isinstance(y, _T)]
+    return found
+
+
+def _check_code(codes: Any) -> None:
+    """Raise Refused if the program's Python depends on what no guard of Dynamo sees. Local."""
+    for code in codes or ():
+        if code.co_filename.startswith(_KNOWN) or f"{os.sep}einops{os.sep}" in code.co_filename:
+            continue
+        if names := _UNSEEN & {*code.co_names}:
+            raise Refused(f"{code.co_name} reads {min(names)}, of which nobody sees a change")
+        if any(step.opname in _HANDLES for step in dis.get_instructions(code)):
+            raise Refused(f"{code.co_name} handles exceptions")
 
 
 def _states_of_eager(original: Callable[[], Any]) -> Callable[[], Any]:
@@ -279,7 +340,10 @@ def _classes_of(module: nn.Module) -> list[tuple[Any, list[Any]]]:
 class CapturedCalls:
     """The calls of a module with row tensors of one kind."""
 
-    def __init__(self, rows: list[Rows]) -> None:
+    by_python: Callable[[], Any]  # makes this call as the program does
+
+    def __init__(self, name: str, rows: list[Rows]) -> None:
+        self.name = name  # of the network
         self._classes: list[tuple[Any, list[Any]]] = []  # Dynamo takes their methods for granted
         self.rows, self.device = rows, rows[0].block.device  # of this call, in their order
         self.refused = ""  # why it is computed by the rules
@@ -297,6 +361,7 @@ class CapturedCalls:
         self._num_graphs += 1
         if self._num_graphs > _MOST_GRAPHS:
             raise Refused("its Python differs from call to call")
+        _check_code(torch._dynamo.utils.get_traced_code())
         return _Graph(self, graph, examples)
 
     def __call__(self, module: nn.Module, rows: list[Rows], args: Any, kwargs: Any) -> Any:
@@ -353,12 +418,23 @@ def captured(known: Known, call: Callable[..., Any], module: nn.Module, args: An
         can_stand_in = kinds <= {(Rows, False), (_T, False), (_T, True)} and _are_plain_containers((args, kwargs))
         if len(known.regions) == _MOST_REGIONS or not can_stand_in:
             return call(module, *args, **kwargs)
-        region = known.regions[key] = CapturedCalls(rows)
+        region = known.regions[key] = CapturedCalls(type(module).__name__, rows)
     if region.refused:
         return call(module, *args, **kwargs)
+
+    def by_python() -> Any:
+        of_job.is_off = calls.is_tracing = False
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            of_job.is_off = calls.is_tracing = True
+
     of_job.is_off = calls.is_tracing = True
+    region.by_python = by_python
     try:
         return region(module, rows, args, kwargs)
+    except _Computed as made:
+        return made.args[0]
     except Exception as problem:
         if region.has_run:
             raise
@@ -366,6 +442,7 @@ def captured(known: Known, call: Callable[..., Any], module: nn.Module, args: An
         region.refused = str(found).strip().partition("\n")[0] or type(found).__name__
     finally:
         of_job.is_off = calls.is_tracing = False
+        del region.by_python
         if region.refused and all(one.refused for one in known.regions.values()):
             known.refused = region.refused  # its children are looked at from now on
     return call(module, *args, **kwargs)

@@ -28,6 +28,13 @@ class Refused(Exception):
     """A call that is not captured; the text says why."""
 
 
+class NoMessages:
+    """In place of the number of messages: who would send one is refused."""
+
+    def __add__(self, _: int) -> int:
+        raise Refused("it gathers wholes")
+
+
 def check_assertion(condition: torch.Tensor, message: str) -> None:
     """Do what `assert condition, message` does of a tensor that all ranks hold whole. Local."""
     if not condition:
@@ -42,9 +49,9 @@ class _Variable:
 class Tape(TorchFunctionMode):
     """Writes down the calls on blocks while it is entered."""
 
-    def __init__(self, inputs: list[Any]) -> None:
+    def __init__(self, inputs: list[Any], results: Results) -> None:
         super().__init__()
-        self._inputs = inputs
+        self._inputs, self._known = inputs, results
         self._calls: list[tuple[Any, Any, Any]] = []
         self._names = {id(x): f"a{i}" for i, x in reversed([*enumerate(inputs)]) if isinstance(x, _T)}
         self._kept: list[Any] = []  # alive: an id would be given again
@@ -65,7 +72,7 @@ class Tape(TorchFunctionMode):
     def call(self, function: Callable[..., Any], args: Any) -> Any:
         """Call a function of ddpshim that is one call of the tape, whatever it computes inside."""
         with replaced(self, "_is_paused", True):
-            out = function(*args)
+            out = (self._known.again if function is over_ranks else function)(*args)
         self._write(function, args, {}, out)
         return out
 

@@ -9,6 +9,7 @@ copied into the other before the next use.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 from collections import Counter
@@ -192,6 +193,33 @@ class Rows(torch.Tensor):
             )
         with torch.no_grad():
             return on_whole(func, args, kwargs or {})
+
+
+class EndedRows(Rows):
+    """A row tensor whose job has ended: no rank has the whole."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, *_: Any) -> Any:  # type: ignore[override]
+        raise SyncError(
+            f"{users_line()}: {getattr(func, '__name__', func)} of a batch that was divided over the ranks, after the "
+            "job has ended (in atexit, a finalizer, or after cleanup()): each rank has its own rows only. Read it "
+            "before: float(loss), x.tolist(), x.numpy()."
+        )
+
+    __torch_dispatch__ = as_subclass = __torch_function__  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(self).__torch_function__("pickling")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return type(self).__torch_function__("copy.deepcopy")
+
+
+def end_rows() -> None:
+    """Make each row tensor that outlives the job an error where it is used. Local."""
+    for one in gc.get_objects():
+        if type(one) is Rows:
+            one.__class__ = EndedRows
 
 
 def leaves(value: Any) -> list[Any]:

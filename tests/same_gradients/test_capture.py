@@ -6,6 +6,8 @@ tests/one_process/changing.py has programs that change something between two cal
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 from typing import Any, Callable, NamedTuple, Optional
 from unittest import mock
 
@@ -93,6 +95,41 @@ def _joins(net: Net, y: Tensor) -> Any:
     return net.join([torch.ones(7, 2), y])[:, 2:]
 
 
+@functools.lru_cache(maxsize=None)
+def _features(width: int) -> Tensor:
+    return torch.randn(width)
+
+
+def _draws_once(net: Net, y: Tensor) -> Tensor:
+    return y + _features(8)
+
+
+def _environment(net: Net, y: Tensor) -> Tensor:
+    return y * float(os.environ.get("A_GAIN", "1"))
+
+
+def _makes_what_is_missing(net: Net, y: Tensor) -> Tensor:
+    try:
+        before: Any = net.made
+    except AttributeError:
+        before = torch.zeros(8)
+    return y + before
+
+
+class _Gain:
+    value = 2.0
+
+    def scaled(self, y: Tensor) -> Tensor:
+        return y * self.value
+
+
+_HIDDEN = [[_Gain()]]
+
+
+def _by_a_hidden_object(net: Net, y: Tensor) -> Tensor:
+    return _HIDDEN[0][0].scaled(y)
+
+
 CAPTURED = (None, _notes_usage, _asserts, _decodes)
 REFUSED: dict[Any, str] = {
     **dict.fromkeys(CAPTURED, ""),
@@ -104,6 +141,9 @@ REFUSED: dict[Any, str] = {
     _without_rule: "it gathers wholes",
     _by_generator: "",
     _counts: "its Python differs from call to call",
+    _draws_once: "its replay draws other random numbers than its Python",
+    _environment: "_environment reads environ, of which nobody sees a change",
+    _makes_what_is_missing: "_makes_what_is_missing handles exceptions",
 }
 
 
@@ -129,6 +169,7 @@ def _trained(net: Net, num_steps: int = 8) -> list[Any]:
 
 def _of_one(inside: Any, is_on: bool) -> tuple[list[Any], str, int]:
     torch.manual_seed(0)
+    _features.cache_clear()
     net, counts = Net(inside), current().part(Counts)
     before = counts.replayed
     with _capturing(is_on) as found:
@@ -145,6 +186,21 @@ def _until_it_fails() -> bool:
         with pytest.raises(AssertionError, match="too large"):
             net(divided(torch.randn(7, 6)))
         return counts.replayed > before
+
+
+def _until_it_is_audited() -> str:
+    """What a class's method computes changes, and no module holds an object of the class."""
+    net, original = Net(_by_a_hidden_object), _Gain.scaled
+    with _capturing():
+        _trained(net, 5)
+        _Gain.scaled = lambda self, y: y * 3  # type: ignore[method-assign]
+        try:
+            _trained(net, 9)
+        except ddpshim.errors.SyncError as error:
+            return str(error)
+        finally:
+            _Gain.scaled = original  # type: ignore[method-assign]
+        return next(iter(current().part(calls.Calls).known(net).regions.values())).refused
 
 
 class _Loses(nn.Module):
@@ -178,6 +234,7 @@ class Found(NamedTuple):
     on_one_rank: Any = None
     shared: Any = None
     has_failed: bool = False
+    audited: str = ""
 
 
 def _rank_captures() -> Found:
@@ -190,7 +247,16 @@ def _rank_captures() -> Found:
         with_a_difference = _of_one(None, True)
     captured = [_of_one(inside, True) for inside in REFUSED]
     on_one_rank = _of_one(None, ddpshim.world().rank == 0)
-    return Found(by_rules, without_dynamo, captured, with_a_difference, on_one_rank, _shared(), _until_it_fails())
+    return Found(
+        by_rules,
+        without_dynamo,
+        captured,
+        with_a_difference,
+        on_one_rank,
+        _shared(),
+        _until_it_fails(),
+        _until_it_is_audited(),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +295,11 @@ def test_a_replay_that_differs_is_given_up(found: list[Found]) -> None:
     why = "a message of the replay differs from that of the rules"
     for of_rank in found:
         assert of_rank.with_a_difference == (of_rank.by_rules[0], why, 0)
+
+
+def test_a_change_that_no_guard_sees_ends_the_job_at_the_next_comparison(found: list[Found]) -> None:
+    for of_rank in found:
+        assert "a captured call of Net was compared with the program's Python after 10 replays" in of_rank.audited
 
 
 def test_ranks_need_not_agree(found: list[Found]) -> None:
