@@ -22,9 +22,9 @@ def record_samples(seen: Callable[[str, int], None]) -> None:
     original = _MapDatasetFetcher.fetch
 
     def recorded(self: _MapDatasetFetcher, indices: list[int]) -> object:
-        dataset = getattr(self.dataset, "dataset", self.dataset)
-        for index in indices:
-            seen(str(getattr(dataset, "filter_by_attribute", None)), int(index))
+        if not hasattr(self.dataset, "dataset"):  # ddpshim's loader calls this once more, for the dataset itself
+            for index in indices:
+                seen(str(getattr(self.dataset, "filter_by_attribute", None)), int(index))
         return original(self, indices)
 
     _MapDatasetFetcher.fetch = recorded

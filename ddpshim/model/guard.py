@@ -60,8 +60,7 @@ class GuardState:
     """The state of the checks in a job: `job.current().part(GuardState)`."""
 
     def __init__(self) -> None:
-        # Which wrapper reduces a parameter's gradient, by the id: tensors compare by element. Parameters that
-        # a program has replaced since are kept too, or a new one could have the id of one.
+        # The wrapper that reduces a parameter's gradient, by its id, which no new one gets: parameters are kept.
         self.owners: dict[int, Reduced] = {}
         self.owned: list[torch.Tensor] = []
         self.companions: list[nn.Module] = []  # not trained, but must be equal
@@ -78,10 +77,8 @@ def _watched() -> GuardState:
 
 def own(wrapper: Reduced, parameters: Iterable[torch.Tensor]) -> None:
     """Record that `wrapper` reduces the gradients of `parameters`. Local."""
-    watched = _watched()
-    for p in parameters:
-        watched.owners[id(p)] = wrapper
-        watched.owned.append(p)
+    _watched().owned += (kept := [*parameters])
+    _watched().owners.update((id(p), wrapper) for p in kept)
 
 
 def is_owned(parameter: torch.Tensor) -> bool:

@@ -182,7 +182,7 @@ def _check_same_structure(module: nn.Module, here: World) -> None:
         for name, p in parameters.items()
     }
     # A buffer that one rank lacks would end the process without an error, in torch's broadcast.
-    buffers = ((name, b) for name, b in module.named_buffers() if name not in ignored)
+    buffers = (pair for pair in module.named_buffers() if pair[0] not in ignored)
     mine.update((f"buffer '{name}'", f"{tuple(b.shape)}, {b.dtype}") for name, b in buffers)
     with torch.no_grad():
         sums = {name: float(p.detach().abs().double().nansum()) for name, p in parameters.items()}

@@ -12,7 +12,6 @@ from typing import Any, Optional, TypeVar
 
 import torch
 from torch.utils import data as torch_data
-from torch.utils.data import _DatasetKind
 
 from ddpshim import adapters
 from ddpshim.errors import DataError
@@ -190,7 +189,19 @@ def _leave_out(batches: Any, num: int, loader: DataLoader[Any]) -> None:
 
 def rows_loader(loader: DataLoader[Any]) -> Any:
     """Return a copy of a loader whose batches are `Fetched`; None if each rank's whole batch is plain (collective)."""
-    found, here = probed(loader) if loader._dataset_kind == _DatasetKind.Map else Found("a stream", False), world()
+    here = world()
+    collate: Any = loader.collate_fn
+    join: Any = list
+    fetcher = adapters.fetcher_of(loader.dataset)
+    if fetcher is not None:
+        reason = fetcher.attach()
+        if reason is None:
+            collate = join = fetcher.collate()
+        else:
+            kind = type(loader.dataset).__name__
+            say_on_main(f"{kind} is read sample by sample, many times slower than by the batch: {reason}")
+    is_stream = isinstance(loader.dataset, torch_data.IterableDataset)
+    found = Found("a stream", False) if is_stream else probed(loader, join)
     told = here.gather((indices_of(loader.dataset), found))
     _check_same_data(loader, told)
     fetches_own = _is_torchs(loader) and not any(theirs.why for _, theirs in told)
@@ -203,19 +214,12 @@ def rows_loader(loader: DataLoader[Any]) -> Any:
         _say_how(loader, next(theirs.why for _, theirs in told if theirs.why), is_relayed)
     made: Any = copy.copy(loader)
     made.__class__ = _TorchsLoader
-    fetcher, collate = adapters.fetcher_of(loader.dataset), loader.collate_fn
-    if fetcher is not None:
-        reason = fetcher.attach()
-        collate = fetcher.collate() if reason is None else collate
-        if reason is not None and here.is_main:
-            kind = type(loader.dataset).__name__
-            say_once(f"{kind} is read sample by sample, many times slower than by the batch: {reason}")
     address = Address(token, here.rank, here.local_rank, here.local_world_size) if is_relayed else None
     batches = Batches(loader, collate, address, fetches_own)
     vars(made).update(dataset=batches, collate_fn=_as_it_is, in_order=True, _iterator=None)
-    if loader._dataset_kind == _DatasetKind.Iterable:
+    if is_stream:
         vars(made).update(batch_sampler=None)
-    elif loader._auto_collation:
+    elif loader.batch_sampler is not None:
         vars(made).update(batch_sampler=_OwnRows(loader))
     if loader.num_workers:
         vars(made).update(worker_init_fn=batches.start_worker)
@@ -237,8 +241,8 @@ def _is_torchs(loader: DataLoader[Any]) -> bool:
     """Whether a batch is samples that torch's own functions join."""
     collates: Any = getattr(torch_data._utils.collate, "default_collate_fn_map", {})
     return (
-        loader._dataset_kind == _DatasetKind.Map
-        and loader._auto_collation
+        not isinstance(loader.dataset, torch_data.IterableDataset)
+        and loader.batch_sampler is not None
         and loader.collate_fn is torch_data.default_collate
         and all(function.__module__.startswith("torch.") for function in collates.values())
         and not joins_samples(loader.dataset)

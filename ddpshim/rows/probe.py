@@ -14,7 +14,6 @@ import math
 import os
 import pickle
 import random
-import resource
 import select
 import signal
 import stat
@@ -25,11 +24,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Callable, NamedTuple
 
 import torch
-from torch.utils.data import _DatasetKind
-from torch.utils.data._utils import worker as torchs_worker
+from torch.utils import data as torch_data
 
 from ddpshim.process.job import derive_seed
 from ddpshim.process.random_streams import global_states, seed_globals
+from ddpshim.rows.samples import fetcher
 
 _DEADLINE_S = 5
 _NUM_COMPARED = 4  # samples, over ranks
@@ -49,17 +48,20 @@ class Found(NamedTuple):
     is_shared: bool = False  # it holds what processes tell each other by
 
 
-def probed(loader: Any) -> Found:
-    """Probe the dataset of a torch loader, as its first data worker would fetch from it. Local."""
+def probed(loader: Any, join: Callable[[Any], Any] = list) -> Found:
+    """Probe the dataset of a torch loader, as its first data worker would fetch from it. Local.
+
+    `join`: what makes of fetched samples something whose parts are known.
+    """
     tensors: list[torch.Tensor] = []
     if kind := _shared(loader.dataset, _MOST_LEVELS, set(), tensors):
         return Found(f"it holds a {kind} of multiprocessing, by which processes tell each other", False, is_shared=True)
     if sum(x.nbytes for x in tensors) > _MOST_SHARED:
         return Found("it holds tensors in shared memory", False, is_shared=True)
-    return _by_child(loader, tensors)._replace(is_shared=bool(tensors))
+    return _by_child(loader, join, tensors)._replace(is_shared=bool(tensors))
 
 
-def _by_child(loader: Any, tensors: list[torch.Tensor]) -> Found:
+def _by_child(loader: Any, join: Callable[[Any], Any], tensors: list[torch.Tensor]) -> Found:
     if not hasattr(os, "fork"):
         return Found("this system has no fork", False)
     places = _places_in_files()
@@ -72,7 +74,7 @@ def _by_child(loader: Any, tensors: list[torch.Tensor]) -> Found:
         child = os.fork()
     if child == 0:
         try:
-            os.write(writes, pickle.dumps(_in_child(loader, tensors, writes)))
+            os.write(writes, pickle.dumps(_in_child(loader, join, tensors, writes)))
         finally:
             os._exit(0)
     os.close(writes)
@@ -110,13 +112,13 @@ def _places_in_files() -> dict[int, int]:
     return {file: os.lseek(file, 0, os.SEEK_CUR) for file, mode in _open_files() if stat.S_ISREG(mode)}
 
 
-def _in_child(loader: Any, tensors: list[torch.Tensor], answer: int) -> Found:
+def _in_child(loader: Any, join: Callable[[Any], Any], tensors: list[torch.Tensor], answer: int) -> Found:
     before = [x.clone() for x in tensors]
     try:
         _isolate(answer)
         if loader.num_workers:
             _become_first_worker(loader)
-        found = _compared(loader)
+        found = _compared(loader, join)
     except _Writes as error:
         found = Found(f"it writes for a sample ({error})", False)
     except BaseException as error:
@@ -131,6 +133,7 @@ def _in_child(loader: Any, tensors: list[torch.Tensor], answer: int) -> Found:
 def _isolate(answer: int) -> None:
     """Make this process one that changes nothing outside of its memory."""
     import fcntl
+    import resource
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
@@ -143,7 +146,7 @@ def _isolate(answer: int) -> None:
             os.dup2(null, file)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     sys.addaudithook(_refuse_writing)
-    torch.save = _save  # type: ignore[assignment] # it opens a file in C
+    torch.save = _save  # it opens a file in C
     torch.set_num_threads(1)
 
 
@@ -167,26 +170,26 @@ def _become_first_worker(loader: Any) -> None:
     torch.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
-    torchs_worker._worker_info = torchs_worker.WorkerInfo(
-        id=0, num_workers=loader.num_workers, seed=seed, dataset=loader.dataset
-    )
+    torchs = torch_data._utils.worker
+    info = torchs.WorkerInfo(id=0, num_workers=loader.num_workers, seed=seed, dataset=loader.dataset)
+    torchs._worker_info = info
     if loader.worker_init_fn is not None:
         loader.worker_init_fn(0)
 
 
-def _compared(loader: Any) -> Found:
-    batches = loader.batch_sampler if loader._auto_collation else ([index] for index in loader.sampler)
+def _compared(loader: Any, join: Callable[[Any], Any]) -> Found:
+    batches = loader.batch_sampler or ([index] for index in loader.sampler)
     indices = [*itertools.islice(itertools.chain.from_iterable(batches), _NUM_COMPARED)]
     if not indices:
         return Found("it is empty", False)
-    fetcher = _DatasetKind.create_fetcher(_DatasetKind.Map, loader.dataset, True, lambda samples: samples, False)
+    torchs = fetcher(loader.dataset, True, join, False)
     has_drawn = False
 
     def fetched(index: Any) -> tuple[bytes, list[float]]:
         nonlocal has_drawn
         seed_globals(derive_seed(0, "probe", repr(index)))
         before = _digest()
-        sample = fetcher.fetch([index])
+        sample = torchs.fetch([index])
         has_drawn = has_drawn or _digest() != before
         return facts_of(sample)
 
@@ -271,8 +274,8 @@ def _shared(value: Any, num_levels: int, seen: set[int], tensors: list[torch.Ten
         if value.device.type == "cpu" and value.is_shared():
             tensors.append(value)
         return ""
-    is_shared_array = isinstance(value, _CTYPES) and hasattr(value, "_wrapper")
-    if type(value).__module__.startswith("multiprocessing.") or is_shared_array:
+    modules = {kind.__module__ for kind in type(value).__mro__}
+    if type(value).__module__.startswith("multiprocessing.") or ("_ctypes" in modules and hasattr(value, "_wrapper")):
         return type(value).__name__
     if isinstance(value, (list, tuple)):
         part = slice(64)  # not by a program's own __getitem__
@@ -280,9 +283,6 @@ def _shared(value: Any, num_levels: int, seen: set[int], tensors: list[torch.Ten
     else:
         inner = _held(value)
     return next(filter(None, (_shared(one, num_levels - 1, seen, tensors) for one in inner)), "")
-
-
-_CTYPES = (ctypes.Array, ctypes._SimpleCData)
 
 
 def _held(value: Any) -> list[Any]:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional
 
 import torch
-from torch._utils import ExceptionWrapper
-from torch.utils.data import ConcatDataset, StackDataset, Subset, _DatasetKind, get_worker_info
+from torch.utils import data as torch_data
 
 from ddpshim.errors import DataError
 from ddpshim.process.random_streams import global_states, is_same_state, restore_global_states
@@ -98,13 +97,13 @@ class Batches:
 
     def __init__(self, loader: Any, collate: Any, address: Optional[Address], fetches_own: bool) -> None:
         self.dataset, self._collate = loader.dataset, collate
-        self._kind, self._joins = loader._dataset_kind, loader._auto_collation
+        self._joins = loader.batch_sampler is not None
         self._size, self._drop_last = loader.batch_size, loader.drop_last
         self._ranks, self._num_pieces = blocks.ranks(), blocks.num_pieces()
         self._address, self._fetches_own = address, fetches_own
         self._start: Optional[Callable[[int], None]] = loader.worker_init_fn
         self._fetcher: Any = None
-        self._error: Optional[ExceptionWrapper] = None  # of what comes before a worker's first batch
+        self._error: Any = None  # of what comes before a worker's first batch
         self._lines: Optional[Lines] = None
         self._num_joined = 0  # samples of the last batch
 
@@ -115,7 +114,7 @@ class Batches:
 
     def start_worker(self, worker: int) -> None:
         """Initialise a data worker as the program does, where it fetches: torch's info names its dataset."""
-        info: Any = get_worker_info()
+        info: Any = torch_data.get_worker_info()
         if info is not None:
             object.__setattr__(info, "dataset", self.dataset)
         if self._address is not None:
@@ -133,11 +132,11 @@ class Batches:
         try:
             return function(*args)
         except Exception:
-            self._error = self._error or ExceptionWrapper(where=self._lines.where)
+            self._error = self._error or torch._utils.ExceptionWrapper(where=self._lines.where)
 
     def _begin(self) -> None:
         arguments = self.dataset, self._joins, self._joined, self._drop_last
-        self._fetcher = self._noting_errors(_DatasetKind.create_fetcher, self._kind, *arguments)
+        self._fetcher = self._noting_errors(fetcher, *arguments)
 
     def _joined(self, samples: Any) -> Any:
         self._num_joined = len(samples) if self._joins and hasattr(samples, "__len__") else 0
@@ -208,21 +207,21 @@ class Batches:
     def _whole(self, index: Any) -> Fetched:
         return self._part(self._marked(index), self._ranks.rank)
 
-    def _once(self, index: Any, lines: Lines) -> Union[Fetched, ExceptionWrapper]:
+    def _once(self, index: Any, lines: Lines) -> Any:
         if not lines.is_owner:
             got = lines.receive()
             if got is None:
                 raise StopIteration
-            return got  # type: ignore[no-any-return]
+            return got
         whole: Any = None
         try:
             whole, self._error = self._error or self._marked(index), None
         except Exception as error:
-            if isinstance(error, StopIteration) and self._kind == _DatasetKind.Iterable:
+            if isinstance(error, StopIteration) and isinstance(self.dataset, torch_data.IterableDataset):
                 lines.send(lambda rank: None)
                 raise
-            whole = ExceptionWrapper(where=lines.where)
-        if isinstance(whole, ExceptionWrapper):
+            whole = torch._utils.ExceptionWrapper(where=lines.where)
+        if not isinstance(whole, Fetched):
             lines.send(lambda rank: whole)
             return whole
         lines.send(lambda rank: self._part(whole, rank))
@@ -231,10 +230,17 @@ class Batches:
 
 def _inside(dataset: Any) -> list[Any]:
     """Return the datasets that one of torch's own holds."""
-    if isinstance(dataset, Subset):
+    if isinstance(dataset, torch_data.Subset):
         return [dataset.dataset]
-    held = dataset.datasets if isinstance(dataset, (ConcatDataset, StackDataset)) else ()
+    held = dataset.datasets if isinstance(dataset, (torch_data.ConcatDataset, torch_data.StackDataset)) else ()
     return [*held.values()] if isinstance(held, dict) else [*held]
+
+
+def fetcher(dataset: Any, joins: bool, collate: Callable[[Any], Any], drop_last: bool) -> Any:
+    """Return torch's own fetcher of a loader's batches. Local."""
+    is_stream = isinstance(dataset, torch_data.IterableDataset)
+    kinds = torch_data._DatasetKind
+    return kinds.create_fetcher(kinds.Iterable if is_stream else kinds.Map, dataset, joins, collate, drop_last)
 
 
 def name_of(dataset: Any) -> str:

@@ -14,7 +14,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any, NoReturn, Optional
 
 import torch
 
@@ -199,20 +199,25 @@ class EndedRows(Rows):
     """A row tensor whose job has ended: no rank has the whole."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, *_: Any) -> Any:  # type: ignore[override]
+    def __torch_function__(cls, func: Any, types: Any = (), args: Any = (), kwargs: Any = None) -> NoReturn:
         raise SyncError(
             f"{users_line()}: {getattr(func, '__name__', func)} of a batch that was divided over the ranks, after the "
             "job has ended (in atexit, a finalizer, or after cleanup()): each rank has its own rows only. Read it "
             "before: float(loss), x.tolist(), x.numpy()."
         )
 
-    __torch_dispatch__ = as_subclass = __torch_function__  # type: ignore[assignment]
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
+        cls.__torch_function__(func)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return type(self).__torch_function__("pickling")
+    def as_subclass(self, cls: Any) -> NoReturn:
+        type(self).__torch_function__("as_subclass")
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        return type(self).__torch_function__("copy.deepcopy")
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        type(self).__torch_function__("pickling")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        type(self).__torch_function__("copying")
 
 
 def end_rows() -> None:

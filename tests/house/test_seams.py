@@ -50,6 +50,7 @@ TWICE = f"{PARALLEL}wrapping_twice_and_child_then_parent_reduces_once"
 TORCHS_OWN = "same_gradients/test_torchs_own.py::test_wrap_parallel_in_ddps_place"
 THREE_RANKS = "same_gradients/test_one_process.py::test_three_ranks_compute"
 CAPTURED = "same_gradients/test_capture.py::test_what_is_not_certain"
+ONCE = "same_samples/test_fetched_once.py::test_"
 CHANGED = "same_gradients/test_one_process.py::test_captured_calls_see_what_changes"
 SEEN = "test_a_backward_pass_forward_derivatives"
 PRECISION = "tools/test_check.py::test_precision_of_a_backward_pass"
@@ -61,6 +62,7 @@ READS = "robomimic/test_robomimic.py::test_a_step_reads_all_norms_at_once"
 AGENT = "torch/distributed/elastic/multiprocessing/api.py"
 WRAPPER = "torch/nn/parallel/distributed.py, DistributedDataParallel.__init__ and _ddp_init_helper"
 REDUCER = "torch/csrc/distributed/c10d/reducer.cpp"
+DATA_UTILS = "torch/utils/data/_utils"
 LOADER = "torch/utils/data/dataloader.py"
 MODULE = "torch/nn/modules/module.py, Module.__init__"
 C10D = "torch/distributed/distributed_c10d.py"
@@ -75,6 +77,14 @@ SEAMS = [
     Seam("_BatchNorm", "model/wrapping.py", f"{PARALLEL}batchnorm_", "torch/nn/modules/batchnorm.py"),
     Seam("_get_default_store", "job/process_group.py", "house/test_trust.py::test_what_somebody_wrote_to", C10D),
     Seam("_BaseDataLoaderIter", "process/observed.py", "test_every_loader_goes_through_one_next", LOADER),
+    Seam("_DatasetKind", "rows/samples.py", f"{ONCE}batches_of_three", "torch/utils/data/dataloader.py"),
+    Seam("_utils ExceptionWrapper", "rows/samples.py", f"{ONCE}batches_of_three", "torch/_utils.py"),
+    Seam("_utils _worker_info WorkerInfo", "rows/probe.py", f"{ONCE}the_first_workers", f"{DATA_UTILS}/worker.py"),
+    Seam(
+        "_utils default_collate_fn_map", "rows/loader.py", f"{ONCE}entries_of_the_program", f"{DATA_UTILS}/collate.py"
+    ),
+    Seam("get_traced_code", "rows/capture.py", CAPTURED, "torch/_dynamo/utils.py"),
+    Seam("_wrapper _ctypes", "rows/probe.py", f"{ONCE}the_probe", "multiprocessing/sharedctypes.py"),
     Seam("_iterator", "rows/loader.py", "test_workers_that_stay", LOADER),
     Seam("_save _open_zipfile_writer", "checkpoint/files.py", TO_THE_BYTE, "torch/serialization.py"),
     Seam("_remote_module_", "tools/certificate.py", OF_TORCH, "torch/distributed/nn/jit/instantiator.py"),

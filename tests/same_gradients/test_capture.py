@@ -95,7 +95,7 @@ def _joins(net: Net, y: Tensor) -> Any:
     return net.join([torch.ones(7, 2), y])[:, 2:]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _features(width: int) -> Tensor:
     return torch.randn(width)
 

@@ -22,7 +22,7 @@ from ddpshim.errors import SyncError
 from ddpshim.job.process_group import ENDS_THREADS
 from ddpshim.model import backward, equality, guard
 from ddpshim.process import job_store
-from ddpshim.process.job import current
+from ddpshim.process.job import begin_next, current
 from tests.ranks import errors_of, free_port, run_ranks
 
 B, D_IN, D_OUT = 8, 5, 3
@@ -492,3 +492,15 @@ def test_the_first_rank_with_a_loss_that_is_nan_is_named_once() -> None:
         said,
     )
     assert of_other == []
+
+
+@pytest.mark.unit
+def test_a_parameter_that_was_replaced_is_kept_so_no_new_one_is_taken_for_it() -> None:
+    class Wrapper(guard.Reduced):
+        pass
+
+    try:
+        guard.own(Wrapper(), [nn.Parameter(torch.ones(2)) for _ in range(50)])
+        assert not any(guard.is_owned(nn.Parameter(torch.ones(2))) for _ in range(200))
+    finally:
+        begin_next()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import ctypes
 import functools
 import multiprocessing
 import os
+import pickle
 import random
 import tempfile
 import time
@@ -21,8 +23,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 import ddpshim
+from ddpshim.errors import SyncError
 from ddpshim.process.random_streams import digest
-from ddpshim.rows import probe
+from ddpshim.rows import loader, probe
 from ddpshim.rows.tensor import leaves
 from tests.ranks import run_ranks
 
@@ -175,6 +178,13 @@ def test_ranks_with_other_data_are_told_the_sample() -> None:
     assert "the first batch has index" in probe.first_difference(one, longer)
 
 
+def test_entries_of_the_program_in_torchs_collate_see_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain: Any = DataLoader(Data(lambda data, i: X[i]), 8)
+    assert loader._is_torchs(plain)
+    monkeypatch.setitem(torch.utils.data._utils.collate.default_collate_fn_map, Data, lambda batch, **_: batch)
+    assert not loader._is_torchs(plain)
+
+
 # Batches on three ranks
 
 
@@ -291,8 +301,8 @@ def _seen(kind: str) -> Any:
     random.seed(5)
     _VISITS.clear()
     batches = {} if {"batch_sampler", "batch_size"} & {*options} else {"batch_size": 11}
-    loader: Any = torch.utils.data.DataLoader(make(), **{**WORKERS, **batches, **options})
-    return walk(loader), digest()
+    batches_of: Any = torch.utils.data.DataLoader(make(), **{**WORKERS, **batches, **options})
+    return walk(batches_of), digest()
 
 
 def _of_ranks() -> Any:
@@ -302,6 +312,26 @@ def _of_ranks() -> Any:
     RNG = np.random.default_rng(0)
     ddpshim.setup(batch="global", seed=1, device="cpu")
     return alone, {kind: _seen(kind) for kind in KINDS}
+
+
+def _outlives() -> list[str]:
+    ddpshim.cleanup()
+    ddpshim.setup(batch="global", seed=1, device="cpu")
+    (batch, *_) = torch.utils.data.DataLoader(Data(lambda data, i: X[i]), 12)
+    out = torch.nn.Linear(4, 2)(batch)
+    ddpshim.cleanup()
+    said = []
+    uses = float, torch.Tensor.tolist, pickle.dumps, copy.deepcopy, np.asarray, repr, torch.sum, torch.Tensor.clone
+    for use in uses:
+        with pytest.raises(SyncError, match="after the job has ended") as error:
+            use(out)
+        said.append(str(error.value))
+    return said
+
+
+def test_a_row_tensor_that_outlives_its_job_is_an_error() -> None:
+    for said in run_ranks(_outlives, 2):
+        assert all("Read it before" in text for text in said)
 
 
 def test_batches_of_three_ranks_have_the_bits_of_one_process() -> None:
