@@ -27,7 +27,6 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 import ddpshim
 from ddpshim.process.random_streams import global_states
-from ddpshim.rows.loader import Fetched
 from examples.recorded_train import record_samples
 from tests import faults, trainer
 
@@ -106,9 +105,8 @@ def _write_down_data(out: dict[str, Any]) -> None:
 
     def indexed(fetcher: Any, indices: list[int]) -> Any:
         batch = fetch(fetcher, indices)
-        rows = batch.rows if isinstance(batch, Fetched) else batch  # a rank's own, of which row tensors are made later
-        if isinstance(rows, dict):
-            rows.setdefault("index", torch.tensor(indices))  # as 0.5.0 does; 0.3.0 and 0.4.0 don't
+        if isinstance(batch, dict):
+            batch.setdefault("index", torch.tensor(indices))  # as 0.5.0 does; 0.3.0 and 0.4.0 don't
         return batch
 
     TrainUtils.run_epoch, _MapDatasetFetcher.fetch = observed_run_epoch, indexed

@@ -191,26 +191,27 @@ def rows_loader(loader: DataLoader[Any]) -> Any:
     """Return a copy of a loader whose batches are `Fetched`; None if each rank's whole batch is plain (collective)."""
     here = world()
     collate: Any = loader.collate_fn
-    join: Any = list
+    is_torchs, is_known = _is_torchs(loader), False
     fetcher = adapters.fetcher_of(loader.dataset)
     if fetcher is not None:
         reason = fetcher.attach()
         if reason is None:
-            collate = join = fetcher.collate()
-        else:
+            collate, is_known = fetcher.collate(), True  # it fetches each sample alone
+        elif here.is_main:
             kind = type(loader.dataset).__name__
-            say_on_main(f"{kind} is read sample by sample, many times slower than by the batch: {reason}")
+            say_once(f"{kind} is read sample by sample, many times slower than by the batch: {reason}")
     is_stream = isinstance(loader.dataset, torch_data.IterableDataset)
-    found = Found("a stream", False) if is_stream else probed(loader, join)
+    found = Found("a stream", False) if is_stream else probed(loader, collate if is_torchs else list)
     told = here.gather((indices_of(loader.dataset), found))
     _check_same_data(loader, told)
-    fetches_own = _is_torchs(loader) and not any(theirs.why for _, theirs in told)
-    is_apart = loader.num_workers > 0 and not isinstance(loader.dataset, torch_data.IterDataPipe)
-    if not (fetches_own or is_apart or _is_torchs(loader)):
+    is_torchs = is_torchs and (is_known or not joins_samples(loader.dataset))
+    fetches_own = is_torchs and not any(theirs.why for _, theirs in told)
+    is_apart = loader.num_workers > 0 and not isinstance(loader.dataset, getattr(torch_data, "IterDataPipe", ()))
+    if not (is_apart or is_torchs):
         return None
     is_relayed = is_apart and here.local_world_size > 1 and IS_POSSIBLE and not any(f.is_shared for _, f in told)
     token = here.broadcast(secrets.token_hex(16))
-    if _is_torchs(loader) and not fetches_own and here.world_size > 1:
+    if is_torchs and not fetches_own and here.world_size > 1:
         _say_how(loader, next(theirs.why for _, theirs in told if theirs.why), is_relayed)
     made: Any = copy.copy(loader)
     made.__class__ = _TorchsLoader
@@ -245,7 +246,6 @@ def _is_torchs(loader: DataLoader[Any]) -> bool:
         and loader.batch_sampler is not None
         and loader.collate_fn is torch_data.default_collate
         and all(function.__module__.startswith("torch.") for function in collates.values())
-        and not joins_samples(loader.dataset)
     )
 
 

@@ -13,6 +13,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any, Callable, NamedTuple
 
 import torch
@@ -87,22 +88,28 @@ class Lines:
     def receive(self) -> Any:
         """Return what the owner has sent."""
         line = self._lines()[-1]
-        try:
+        with self._naming():
             (size,) = struct.unpack("<q", _read(line, 8))
             return torch.load(io.BytesIO(_read(line, size)), weights_only=False)
-        except (EOFError, ConnectionResetError):
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, ConnectionResetError, BrokenPipeError):
             raise DataError(
-                f"{self._owner}, which fetches this batch for all ranks of the node, has ended: it was killed, or its "
-                "rank failed. Its rank says why"
+                f"{self._owner}, which fetches batches for all ranks of the node, or one of those that get their rows, "
+                "has ended: it was killed, or its rank failed. Its rank says why"
             ) from None
 
     def all(self, answer: bool) -> bool:
         """Return whether `answer` is true on the owner and on all its peers."""
         lines = self._lines()
-        if not self.is_owner:
-            lines[-1].sendall(bytes([answer]))
-            return bool(_read(lines[-1], 1)[0])
-        answers = [answer, *(bool(_read(line, 1)[0]) for line in lines.values())]
+        with self._naming():
+            if not self.is_owner:
+                lines[-1].sendall(bytes([answer]))
+                return bool(_read(lines[-1], 1)[0])
+            answers = [answer, *(bool(_read(line, 1)[0]) for line in lines.values())]
         for line in lines.values():
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 line.sendall(bytes([all(answers)]))

@@ -515,10 +515,9 @@ def test_torchruns_restarts_go_on_where_the_rank_failed(tmp_path: Path, releases
     require("0.3.0")
     tree, data = copy_release("0.3.0", releases), equivalence.make_data(tmp_path, num_demos=50)
     config = equivalence.make_config(tree, "bc", data, tmp_path, 5, 1, train__data=str(data))
-    # Rank 1 reads the first batch whole, then its 50 rows of each: it fails in the fourth step of every start, and the
-    # second has three steps left. That is a step after the last save, which was on the disk before rank 0 took part in
-    # the third.
-    faults = {"DDPSHIM_FAULT": "raise:1:225", "DDPSHIM_CHECKPOINT_EVERY_N_STEPS": "2"}
+    # Rank 1 reads its 50 rows of each batch: it fails in the fourth step of every start, and the second has three steps
+    # left. That is a step after the last save, which was on the disk before rank 0 took part in the third.
+    faults = {"DDPSHIM_FAULT": "raise:1:175", "DDPSHIM_CHECKPOINT_EVERY_N_STEPS": "2"}
     run = ["ddpshim", "run", "--nproc", "2", "--max-restarts", "3", "-m", "tests.faults", "--config", str(config)]
     code, said = equivalence.fork(tree, run, tmp_path, None, faults, 250)
     assert code == 0, said[-3000:]

@@ -59,6 +59,7 @@ def test_only_ours_without_entry_points() -> None:
     assert adapters.fetcher_of(Squares()) is None
 
 
+@pytest.mark.ranks
 @pytest.mark.usefixtures("toybot")
 def test_a_third_partys_dataset_is_fetched_by_the_batch() -> None:
     fetcher = adapters.fetcher_of(Squares())
