@@ -95,7 +95,7 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
 
     def _pass(self, first: int) -> Any:
         """Begin a pass at step `first`, with all draws for its order."""
-        is_plain = current().part(blocks.State).num_pieces == 1 or not current().part(Counts).is_in_lock_step()
+        is_plain = blocks.num_pieces() == 1 or not current().part(Counts).is_in_lock_step()
         if not is_plain and not self._is_decided:
             self._is_decided, self._of_rows = True, rows_loader(self)
         num_left_out = first
@@ -201,7 +201,7 @@ def rows_loader(loader: DataLoader[Any]) -> Any:
             kind = type(loader.dataset).__name__
             say_once(f"{kind} is read sample by sample, many times slower than by the batch: {reason}")
     is_stream = isinstance(loader.dataset, torch_data.IterableDataset)
-    found = Found("a stream", False) if is_stream else probed(loader, collate if is_torchs else list)
+    found = Found("a stream") if is_stream else probed(loader, collate if is_torchs else list)
     told = here.gather((indices_of(loader.dataset), found))
     _check_same_data(loader, told)
     is_torchs = is_torchs and (is_known or not joins_samples(loader.dataset))
@@ -314,7 +314,7 @@ class JoinedLoader(DataLoader[Any]):
         self._num_steps = min(known) if known else None
         self._num_own, self._num_rows = end - start, batch_size
         vars(self)["batch_size"] = batch_size  # which torch forbids to set: the program's batch is the whole one
-        self._of_rows: Any = self if current().part(blocks.State).num_pieces > 1 else None  # its batches become rows
+        self._of_rows: Any = self if blocks.num_pieces() > 1 else None  # its batches become rows
         self._own_states = global_states()
         with self._own_streams():
             seed_globals(derive_seed(here.seed or 0, "own data", here.rank))

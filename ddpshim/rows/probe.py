@@ -27,7 +27,7 @@ import torch
 from torch.utils import data as torch_data
 
 from ddpshim.process.job import derive_seed
-from ddpshim.process.random_streams import global_states, seed_globals
+from ddpshim.process.random_streams import digest, seed_globals
 from ddpshim.rows.samples import fetcher
 
 _DEADLINE_S = 5
@@ -43,7 +43,6 @@ class Found(NamedTuple):
     """What a probe has found."""
 
     why: str  # samples may depend on more than their index; empty: they are functions of it
-    draws: bool  # only because they draw from the global generators
     samples: tuple[tuple[str, list[float]], ...] = ()  # the first ones that are: index, and sums of what they hold
     is_shared: bool = False  # it holds what processes tell each other by
 
@@ -55,15 +54,15 @@ def probed(loader: Any, join: Callable[[Any], Any] = list) -> Found:
     """
     tensors: list[torch.Tensor] = []
     if kind := _shared(loader.dataset, _MOST_LEVELS, set(), tensors):
-        return Found(f"it holds a {kind} of multiprocessing, by which processes tell each other", False, is_shared=True)
+        return Found(f"it holds a {kind} of multiprocessing, by which processes tell each other", is_shared=True)
     if sum(x.nbytes for x in tensors) > _MOST_SHARED:
-        return Found("it holds tensors in shared memory", False, is_shared=True)
+        return Found("it holds tensors in shared memory", is_shared=True)
     return _by_child(loader, join, tensors)._replace(is_shared=bool(tensors))
 
 
 def _by_child(loader: Any, join: Callable[[Any], Any], tensors: list[torch.Tensor]) -> Found:
     if not hasattr(os, "fork"):
-        return Found("this system has no fork", False)
+        return Found("this system has no fork")
     places = _places_in_files()
     reads, writes = os.pipe()
     for stream in (sys.stdout, sys.stderr):
@@ -86,7 +85,7 @@ def _by_child(loader: Any, join: Callable[[Any], Any], tensors: list[torch.Tenso
         for file, place in places.items():
             with contextlib.suppress(OSError):
                 os.lseek(file, place, os.SEEK_SET)
-    return pickle.loads(answer) if answer else Found("a probe of it did not end", False)
+    return pickle.loads(answer) if answer else Found("a probe of it did not end")
 
 
 def _read(file: int, child: int) -> bytes:
@@ -120,13 +119,13 @@ def _in_child(loader: Any, join: Callable[[Any], Any], tensors: list[torch.Tenso
             _become_first_worker(loader)
         found = _compared(loader, join)
     except _Writes as error:
-        found = Found(f"it writes for a sample ({error})", False)
+        found = Found(f"it writes for a sample ({error})")
     except BaseException as error:
-        found = Found(f"a probe of it ends with {type(error).__name__}: {error}"[:200], False)
+        found = Found(f"a probe of it ends with {type(error).__name__}: {error}"[:200])
     for tensor, old in zip(tensors, before):
         if not torch.equal(tensor, old):
             tensor.copy_(old)
-            found = Found("it writes into memory that processes share", False)
+            found = Found("it writes into memory that processes share")
     return found
 
 
@@ -181,29 +180,23 @@ def _compared(loader: Any, join: Callable[[Any], Any]) -> Found:
     batches = loader.batch_sampler or ([index] for index in loader.sampler)
     indices = [*itertools.islice(itertools.chain.from_iterable(batches), _NUM_COMPARED)]
     if not indices:
-        return Found("it is empty", False)
+        return Found("it is empty")
     torchs = fetcher(loader.dataset, True, join, False)
     has_drawn = False
 
     def fetched(index: Any) -> tuple[bytes, list[float]]:
         nonlocal has_drawn
         seed_globals(derive_seed(0, "probe", repr(index)))
-        before = _digest()
+        before = digest()
         sample = torchs.fetch([index])
-        has_drawn = has_drawn or _digest() != before
+        has_drawn = has_drawn or digest() != before
         return facts_of(sample)
 
     first, *others = map(fetched, indices)
     if fetched(indices[0])[0] != first[0]:
-        return Found("a sample depends on more than its index", False)
+        return Found("a sample depends on more than its index")
     samples = tuple((repr(index), sums) for index, (_, sums) in zip(indices, [first, *others]))
-    return Found("it draws random numbers for a sample" if has_drawn else "", has_drawn, samples)
-
-
-def _digest() -> bytes:
-    states = global_states()
-    states["torch"] = bytes(states["torch"].tolist())
-    return pickle.dumps(states)
+    return Found("it draws random numbers for a sample" if has_drawn else "", samples)
 
 
 def facts_of(sample: Any) -> tuple[bytes, list[float]]:
@@ -259,7 +252,8 @@ def first_difference(one: Found, other: Found) -> str:
 
 
 def _is_near(one: float, other: float) -> bool:
-    return one == other or math.isclose(one, other, rel_tol=_RELATIVE, abs_tol=_RELATIVE) or (one != one != other)
+    both = math.isnan(one) and math.isnan(other)
+    return both or math.isclose(one, other, rel_tol=_RELATIVE, abs_tol=_RELATIVE)
 
 
 def _shared(value: Any, num_levels: int, seen: set[int], tensors: list[torch.Tensor]) -> str:

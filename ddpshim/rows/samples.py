@@ -170,10 +170,12 @@ class Batches:
                 raise
         is_alike = batch is not None and not has_drawn(before)
         if lines is None and not is_alike:
+            worker = ", or use a data worker (num_workers=1), which fetches for all ranks of a node"
             raise DataError(
                 f"a sample of {name_of(self.dataset)} draws random numbers, and those before did not. Other ranks do "
-                "not draw them, so they would train with other noise. Draw for each sample, or use data workers "
-                "(num_workers=1), of which one then fetches for all ranks of a node"
+                "not draw them, so they would train with other noise. Draw for each sample"
+                + worker
+                * (torch_data.get_worker_info() is None)
             )
         if lines is None or lines.all(is_alike):
             whole = walked(lambda x: x if isinstance(x, Own) else Own(x), batch)
@@ -194,14 +196,13 @@ class Batches:
         else:  # a batch of the program's own
             sizes = {x.shape[:1] for x in _tensors(batch)}
             num_rows = sizes.pop()[0] if len(sizes) == 1 and () not in sizes else 0
-        is_enough = num_rows >= blocks.LEAST_ROWS * self._num_pieces
-        return Fetched(num_rows, divisible(batch, num_rows) if is_enough else batch)
+        part = blocks.part_of(num_rows, self._num_pieces)
+        return Fetched(num_rows, batch if part is None else divisible(batch, num_rows))
 
     def _part(self, whole: Fetched, rank: int) -> Fetched:
-        if whole.num_rows < blocks.LEAST_ROWS * self._num_pieces:
-            return whole
         part = blocks.part_of(whole.num_rows, self._num_pieces)
-        assert part is not None
+        if part is None:
+            return whole
         return Fetched(whole.num_rows, of_rank(whole.batch, *part.bounds(rank, self._ranks.size)))
 
     def _whole(self, index: Any) -> Fetched:

@@ -174,6 +174,8 @@ def test_ranks_with_other_data_are_told_the_sample() -> None:
     one, other = (probe.probed(DataLoader(Data(lambda data, i, by=by: X[i] * by), 8)) for by in (1, 1.5))  # type: ignore[misc]
     near = probe.probed(DataLoader(Data(lambda data, i: X[i] * (1 + 1e-6)), 8))
     assert [probe.first_difference(one, theirs) for theirs in (one, near, other)] == ["", "", "sample 0 is another"]
+    missing = probe.probed(DataLoader(Data(lambda data, i: X[i] * float("nan")), 8))
+    assert [probe.first_difference(missing, theirs) for theirs in (missing, one)] == ["", "sample 0 is another"]
     longer = probe.probed(DataLoader([*X, X[0]], 8, shuffle=True))
     assert "the first batch has index" in probe.first_difference(one, longer)
 
