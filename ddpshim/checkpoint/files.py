@@ -3,19 +3,18 @@
 The caller decides when to save and what: a wrapped network's state has the keys of the bare network. A file saved in
 the background is on disk a moment later; functions that write, copy, find or remove files wait for it first.
 
-For that, torch's own serializer copies an object into memory, so the file is the one that `torch.save` would have
-written. A thread writes that copy without Python's interpreter lock (from torch 2.2 on), while training continues.
+For that, `torch.save` writes into memory. A thread writes that copy to the file without Python's interpreter lock,
+while training continues.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import functools
 import glob
+import io
 import os
-import pickle
 import secrets
 import shutil
 import sys
@@ -74,18 +73,11 @@ def save_in_background(obj: Any, path: PathLike) -> None:
     if not _is_for_the_background(num_bytes, path):
         save(obj, path)
         return
-    writer = _started()
-    try:
-        writer.copy.take(obj)
-    except Exception as error:
-        save(obj, path)  # raises if `obj` itself cannot be saved
-        warnings.warn(
-            f"{os.fspath(path)} was written while training waited, because its content could not be copied "
-            f"in memory ({type(error).__name__}: {error}). DDPSHIM_BACKGROUND_SAVE=no avoids the attempt.",
-            stacklevel=2,
-        )
-        return
-    final = os.path.abspath(path)
+    writer, final = _started(), os.path.abspath(path)
+    with outside_steps():
+        writer.copy.seek(0)  # and keep the memory of the earlier copy
+        torch.save(obj, writer.copy)
+        writer.copy.truncate()
     writer.do(functools.partial(_write, writer.copy, final), final)
     observed.note("checkpoint", path=final, bytes=num_bytes, seconds=time.perf_counter() - start, in_background=True)
 
@@ -232,7 +224,7 @@ class Background:
         self.owner, self.thread_id = os.getpid(), 0
         self.pending: list[tuple[Future[None], str]] = []  # jobs and what they do, until `wait` has seen their ends
         self._thread = ThreadPoolExecutor(1, "ddpshim-saves", self._begin)
-        self.copy = Copy()
+        self.copy = io.BytesIO()
 
     def do(self, job: Callable[[], Any], what: str) -> None:
         """Submit `job`, which runs after the earlier ones if they all succeed; `what` names it in errors."""
@@ -257,50 +249,6 @@ class Background:
     def _run(self, job: Callable[[], Any]) -> None:
         if not any(earlier.done() and earlier.exception() for earlier, _ in self.pending):
             job()
-
-
-class Copy:
-    """A copy of an object in memory, in the form in which torch writes it."""
-
-    def __init__(self) -> None:
-        self._records: dict[str, Any] = {}  # bytes, text, or the type of a storage with its content
-        self._earlier: dict[str, Any] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of its tensors."""
-        return sum(len(record[1]) for record in self._records.values() if isinstance(record, tuple))
-
-    def take(self, obj: Any) -> None:
-        """Copy `obj`; the memory of the earlier copy is used again where a tensor has the same size.
-
-        Raises what `torch.save` would raise, and others if torch's internals have changed.
-        """
-        self._earlier, self._records = self._records, {}
-        with outside_steps():
-            torch.serialization._save(obj, self, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
-        self._earlier = {}
-
-    def write_record(self, name: str, content: Any, num_bytes: int) -> None:
-        """Take a record, as torch's writer does: bytes, text or a storage (before torch 2.2, its address)."""
-        if isinstance(content, (bytes, str)) or num_bytes == 0:
-            self._records[name] = content if isinstance(content, (bytes, str)) else b""
-            return
-        _, memory = self._earlier.get(name, (None, b""))
-        if len(memory) != num_bytes:
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        ctypes.memmove(memory.data_ptr(), content if isinstance(content, int) else content.data_ptr(), num_bytes)
-        self._records[name] = type(content), memory
-
-    def write(self, path: str) -> None:
-        """Write the file that `torch.save` would have written to `path`."""
-        with torch.serialization._open_zipfile_writer(path) as file:
-            for name, record in self._records.items():
-                if not isinstance(record, tuple):
-                    file.write_record(name, record, len(record))
-                    continue
-                kind, memory = record
-                file.write_record(name, memory.data_ptr() if kind is int else memory.untyped_storage(), len(memory))
 
 
 _writer: Optional[Background] = None
@@ -336,7 +284,7 @@ def _is_for_the_background(num_bytes: int, path: PathLike) -> bool:
     from ddpshim.process import machine
 
     folder = os.path.dirname(os.path.realpath(path))
-    more = num_bytes - (writer.copy.num_bytes if (writer := _present()) is not None else 0)
+    more = num_bytes - (writer.copy.getbuffer().nbytes if (writer := _present()) is not None else 0)
     return (
         2 * more <= (machine.memory().available_bytes or 0)
         and os.access(folder, os.W_OK)
@@ -344,9 +292,9 @@ def _is_for_the_background(num_bytes: int, path: PathLike) -> bool:
     )
 
 
-def _write(taken: Copy, path: str) -> None:
-    with written(path) as partial:
-        taken.write(partial)
+def _write(copy: io.BytesIO, path: str) -> None:
+    with written(path) as partial, copy.getbuffer() as content:
+        Path(partial).write_bytes(content)
 
 
 def _copy(source: PathLike, path: PathLike) -> None:

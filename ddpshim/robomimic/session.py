@@ -10,7 +10,7 @@ import io
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any, Optional
 
 import torch
 
@@ -25,6 +25,7 @@ from ddpshim.observe.recording import Recorder
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import rank_states
 from ddpshim.process.say import say, say_once
+from ddpshim.shares.batch import Batches
 
 FOLDER = "resume"  # folder of the progress, in the folder of the run
 STREAMS = "streams.pt"  # random streams, in FOLDER
@@ -138,7 +139,7 @@ class Session:
                 return batch
 
             # `map` begins the pass now, with its draws, even if no batch is asked for.
-            return _Batches(loader, lambda: map(looked, loader)), num_steps
+            return Batches(loader, lambda: map(looked, loader)), num_steps
         assert self._algo is not None
         self._algo.release()
         number, total = epoch - _FIRST_EPOCH, self._num_steps
@@ -148,7 +149,7 @@ class Session:
         self._is_continued = start > 0
         if not start:
             self._keep_streams(epoch)
-        return _Batches(loader, lambda: training.steps(loader, number, total)), total - start
+        return Batches(loader, lambda: training.steps(loader, number, total)), total - start
 
     def note_step(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
         """Note the metrics of a step, and return them. Local."""
@@ -190,22 +191,6 @@ class _LoggerState:
     def load_state_dict(self, state: Any) -> None:
         if state is not None:
             self._logger._data = state
-
-
-class _Batches:
-    """Other batches with the length and the attributes of a loader."""
-
-    def __init__(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> None:
-        self._loader, self._begin = loader, begin
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._begin()
 
 
 def algos(model: Any) -> Iterator[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import torch
 
@@ -57,21 +57,37 @@ def on_device(batches: Iterable[Any], device: Optional[torch.device] = None) -> 
 
     For a loader, or `Resumable.steps`: `for batch in ddpshim.on_device(loader): ...`. Pinned tensors
     (`pin_memory=True`) are copied on a separate stream, while the GPU computes the previous step; for others the host
-    waits.
+    waits. Dtypes stay: uint8 images are copied as bytes.
 
     >>> [batch["x"].device.type for batch in on_device([{"x": torch.ones(1)}], torch.device("cpu"))]
     ['cpu']
     """
     device = world().device if device is None else device
-    return batches if device.type == "cpu" else _OnDevice(batches, device)
+    if device.type == "cpu":
+        return batches
+    stream: Any = torch.cuda.Stream(device)
+
+    def sent(batch: Any) -> Any:
+        with torch.cuda.stream(stream):
+            copied = moved(batch, device)
+        computes = torch.cuda.current_stream(device)
+        computes.wait_stream(stream)
+
+        def used(x: Any) -> Any:
+            if isinstance(x, torch.Tensor) and x.is_cuda:
+                x.record_stream(computes)  # its memory is reused only after that stream has used it
+            return x
+
+        return mapped(used, copied)
+
+    return Batches(batches, lambda: map(sent, batches))
 
 
-class _OnDevice:
-    """`loader` with the tensors of its batches on the GPU `device`. Dtypes stay: uint8 images are copied as bytes."""
+class Batches:
+    """Other batches with the length and the attributes of a loader."""
 
-    def __init__(self, loader: Any, device: torch.device) -> None:
-        self._loader, self._device = loader, device
-        self._stream: Any = torch.cuda.Stream(device)
+    def __init__(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> None:
+        self._loader, self._begin = loader, begin
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -80,18 +96,4 @@ class _OnDevice:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
-            yield self._sent(batch)
-
-    def _sent(self, batch: Any) -> Any:
-        with torch.cuda.stream(self._stream):
-            sent = moved(batch, self._device)
-        computes = torch.cuda.current_stream(self._device)
-        computes.wait_stream(self._stream)
-
-        def used(x: Any) -> Any:
-            if isinstance(x, torch.Tensor) and x.is_cuda:
-                x.record_stream(computes)  # its memory is reused only after that stream has used it
-            return x
-
-        return mapped(used, sent)
+        return self._begin()

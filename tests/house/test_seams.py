@@ -55,7 +55,6 @@ CHANGED = "same_gradients/test_one_process.py::test_captured_calls_see_what_chan
 SEEN = "test_a_backward_pass_forward_derivatives"
 PRECISION = "tools/test_check.py::test_precision_of_a_backward_pass"
 IN_BACKGROUND = "one_writer/test_background.py"
-TO_THE_BYTE = f"{IN_BACKGROUND}::test_the_file_is_that_of_torch_to_the_byte"
 OF_TORCH = "tools/test_certificate.py::test_code_that_torch_writes"
 SHARED = "same_gradients/test_unshared.py::test_after_setup_gradients_have"
 READS = "robomimic/test_robomimic.py::test_a_step_reads_all_norms_at_once"
@@ -86,7 +85,6 @@ SEAMS = [
     Seam("get_traced_code", "rows/capture.py", CAPTURED, "torch/_dynamo/utils.py"),
     Seam("_wrapper _ctypes", "rows/probe.py", f"{ONCE}the_probe", "multiprocessing/sharedctypes.py"),
     Seam("_iterator", "rows/loader.py", "test_workers_that_stay", LOADER),
-    Seam("_save _open_zipfile_writer", "checkpoint/files.py", TO_THE_BYTE, "torch/serialization.py"),
     Seam("_remote_module_", "tools/certificate.py", OF_TORCH, "torch/distributed/nn/jit/instantiator.py"),
     Seam("_input_metadata", "tools/watching.py", PRECISION, "torch/csrc/autograd"),
     Seam("_orig_mod", "model/wrapper.py", "test_a_compiled_module_holds", "torch/_dynamo/eval_frame.py"),
