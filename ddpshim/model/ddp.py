@@ -23,9 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpshim import lazy
 from ddpshim.errors import SyncError
-from ddpshim.job.collectives import new_group
+from ddpshim.job.collectives import Buffers, new_group
 from ddpshim.model import backward, guard
-from ddpshim.model.broadcasting import Buffers
 from ddpshim.model.equality import is_milestone
 from ddpshim.model.wrapper import Transparent
 from ddpshim.process.devices import moved

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddpshim.job.collectives import Buffers, broadcast_state
 from ddpshim.job.world import world
 from ddpshim.model import backward, guard
-from ddpshim.model.broadcasting import Buffers, broadcast_state
 from ddpshim.model.equality import is_milestone
 from ddpshim.model.wrapper import BareModule
 from ddpshim.process.devices import is_capturing

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from ddpshim.errors import SyncError
+from ddpshim.job.collectives import Buffers, broadcast_state
 from ddpshim.job.group import world
 from ddpshim.model import backward, guard
-from ddpshim.model.broadcasting import Buffers, broadcast_state
 from ddpshim.model.wrapper import BareModule
 from ddpshim.process.devices import is_capturing
 from ddpshim.process.job import current

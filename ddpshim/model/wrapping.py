@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddpshim.errors import SyncError
+from ddpshim.job.collectives import broadcast_state
 from ddpshim.job.world import World
 from ddpshim.model import guard
-from ddpshim.model.broadcasting import broadcast_state
 from ddpshim.model.wrapper import BareModule, Transparent
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 
 from ddpshim.failures.unsynced_check import graph_of
 from ddpshim.process.job import current
-from ddpshim.process.observed import live_modules, observe
+from ddpshim.process.observed import called, live_modules, observe
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 from ddpshim.process.users_line import users_line
@@ -128,16 +128,12 @@ class RankRecorder(StepRecorder):
 
     def __enter__(self) -> None:
         self._leave_no_traces()
-        begin = DataLoader.__iter__
 
-        @functools.wraps(begin)
-        def begin_and_record(loader: Any) -> Any:
-            batches = begin(loader)
+        def see_pass(loader: Any, batches: Any) -> None:
             self._num_passes += 1
             self._passes[getattr(batches, "_batches", batches)] = _about_pass(loader, self._num_passes)
-            return batches
 
-        self._undo.enter_context(replaced(DataLoader, "__iter__", begin_and_record))
+        self._undo.enter_context(replaced(DataLoader, "__iter__", called(DataLoader.__iter__, after=see_pass)))
         self._observe(
             before_batch=lambda batches: self._see_state(),
             batch=self._see_batch,
