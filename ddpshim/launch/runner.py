@@ -86,6 +86,8 @@ def run(job: Launch) -> int:
         if os.environ.get("PYTHONHASHSEED", "random") == "random":
             os.environ["PYTHONHASHSEED"] = "0"
         os.environ[variables.CHECK] = job.proof or ""
+        if job.proof is not None:
+            os.environ.setdefault("DDPSHIM_CAPTURE", "force")  # within its few steps; a longer run captures too
         with contextlib.ExitStack() as screen:
             if log_dir is not None:
                 os.environ[variables.RANK_LOGS] = str(log_dir)

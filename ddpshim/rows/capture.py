@@ -163,6 +163,7 @@ class _Graph:
         self._region, self._graph = region, graph
         self._places: Optional[list[tuple[int, int]]] = None  # (place, which row tensor) of inputs that are stand-ins
         self._run: Optional[Callable[..., Any]] = None
+        self._results: Any = None  # how each output of the tape is made a row tensor; None: there is no tape
         self._num_replays, self._owned = 0, [False]
 
     def __call__(self, *args: Any) -> Any:
@@ -183,10 +184,14 @@ class _Graph:
         self._num_replays += 1
         if self._num_replays in _AUDITED or self._num_replays % max(_AUDITED) == 0:
             self._beside_python(given, self._replayed)
+        if self._results is None:
+            num_before, outputs = counts.on_rows, self._run(*given)
+            counts.replayed += counts.on_rows - num_before
+            return outputs
+        counts.replayed += self._num_operations
         for place, number in self._places:
             given[place] = region.rows[number].block
         counts.on_rows += self._num_operations
-        counts.replayed += self._num_operations
         return self._as_rows(self._run(*given))
 
     def _as_rows(self, outputs: list[Any]) -> list[Any]:
@@ -262,10 +267,13 @@ class _Graph:
         raise _Computed(out)
 
     def _recorded(self, given: list[Any], inputs: list[Any], results: Results) -> list[torch.Tensor]:
-        """Compute the graph by the rules, and write down the tape."""
+        """Compute the graph by the rules, and write down the tape; with `exact` the graph itself is replayed."""
         region, counts, state = self._region, current().part(Counts), current().part(blocks.State)
         whole = [(x, copy) for x, copy in zip(given, inputs) if isinstance(x, _T) and type(x) is not Rows]
         versions = [copy._version for _, copy in whole]
+        if state.factor != state.num_pieces:  # each operation is computed in pieces
+            self._run = self._graph.forward
+            return _blocks(self._graph.forward(*inputs))
         num_before, tape = counts.on_rows, Tape(_blocks(inputs), results)
         with replaced(state, "tape", tape), tape:
             outputs = self._graph.forward(*inputs)
@@ -281,6 +289,8 @@ class _Graph:
         return _blocks(outputs)
 
     def _replayed(self, given: list[Any], inputs: list[Any], results: Results) -> list[torch.Tensor]:
+        if self._results is None:
+            return _blocks(self._run(*inputs))  # type: ignore[misc]
         again = {name: results.again for name, function in self._known.items() if function is over_ranks}
         return self._compiled(again)(*_blocks(inputs))  # type: ignore[no-any-return]
 
@@ -449,11 +459,9 @@ def captured(known: Known, call: Callable[..., Any], module: nn.Module, args: An
 
 
 def _is_ordinary() -> bool:
-    """Whether nothing looks at each operation now, and row tensors are divided among ranks, not in pieces. Local."""
-    state = current().part(blocks.State)
+    """Whether nothing looks at each operation now. Local."""
     return (
-        state.factor == state.num_pieces
-        and current().part(Counts).is_in_lock_step()
+        current().part(Counts).is_in_lock_step()
         and not torch.is_inference_mode_enabled()
         and torch._C._current_graph_task_id() < 0
         and not torch._C._is_torch_function_mode_enabled()

@@ -59,7 +59,7 @@ _VARIABLES = (
     "ATEN_CPU_CAPABILITY",
 )
 _LEFT_OUT = ("TRUST", "CHECKPOINT", "KEEP", "RESUME", "BACKGROUND")
-_EXACT, _SAVE_EVERY = "DDPSHIM_EXACT", "DDPSHIM_CHECKPOINT_EVERY_N_STEPS"
+_EXACT, _SAVE_EVERY, _CAPTURE = "DDPSHIM_EXACT", "DDPSHIM_CHECKPOINT_EVERY_N_STEPS", "DDPSHIM_CAPTURE"
 _MARKS_OF_A_STRETCH = 5
 _CLOSE = 1e-3  # of a loss, where the hardware rounds differently
 
@@ -114,6 +114,7 @@ def certify(path: Path, every: int, job: Launch) -> int:
             )
         job = nodes_of_scheduler(job, os.environ)
         os.environ[_EXACT] = str(int(job.nproc) * (job.nnodes or 1))
+    os.environ.setdefault(_CAPTURE, "force")
     os.environ.setdefault(_SAVE_EVERY, str(_MARKS_OF_A_STRETCH * every))
     with tempfile.TemporaryDirectory(prefix="ddpshim-certify-") as name:
         _set_up(Path(name), file=str(path), every=every, seed=seed)
@@ -230,7 +231,7 @@ def _again(
         for name in names_of_variables():
             os.environ.pop(name, None)
         os.environ.update({name: chosen[name] for name in names_of_variables() if name in chosen})
-        os.environ[_EXACT] = str(found["exact"])
+        os.environ.update({_EXACT: str(found["exact"]), _CAPTURE: "off"})  # so that it shows what a capture got wrong
         os.environ[variables.RESUME_FROM] = THE_BEGINNING if saved is None else str(saved.resolve())
         # The last mark of a program that ended may have been made where it saved or ended, not after its step.
         at = marks[:-1] if ends and last % found["every"] else marks

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from ddpshim.errors import CertificateError
+from ddpshim.rows.capture import is_supported
 from ddpshim.tools import certificate
 from evidence import certificates, results
 from tests.preloaded import environment, preloaded
@@ -91,6 +92,47 @@ def test_hostile_file_gets_a_sentence(made: Path, tmp_path: Path, change: object
         (tmp_path / "run.json").write_bytes(content)
         with pytest.raises(CertificateError, match="Nothing was run"):
             certificate.read(tmp_path / "run.json")
+
+
+_CAPTURED = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+class Gain:
+    def of(self): return 1.0
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.last = nn.Linear(4, 64), nn.Linear(64, 1)
+    def forward(self, x):
+        return self.last(torch.tanh(self.hidden(x)) * GAINS[0][0].of() * 2)
+
+GAINS = [[Gain()]]
+torch.manual_seed(0)
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for step, x in enumerate(DataLoader(torch.randn(72, 4), 12)):
+    if step == 4:
+        Gain.of = lambda self: 3.0
+    loss = net(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.skipif(not is_supported(), reason="captures need torch 2.12")
+def test_what_a_capture_gets_wrong_is_a_difference(tmp_path: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change that no guard sees, between two replays that are compared: a repetition is without captures."""
+    monkeypatch.setenv("DDPSHIM_ROWS", "all")
+    (tmp_path / "train.py").write_text(_CAPTURED)
+    certify = ("run", "--nproc", "2", "--certify", "run.json", "--certify-every", "1", "train.py")
+    certificates.ddpshim(tmp_path, *certify)
+    said = certificates.ddpshim(tmp_path, "check", "--certificate", "run.json", "--steps", "3:6", code=1)
+    assert "loss: differs first in step 5" in said
 
 
 @pytest.mark.launch
