@@ -31,6 +31,7 @@ from ddpshim.process.launch_env import EXIT_REQUEUE
 from evidence import pages
 from evidence.equivalence import VALIDATION, copy_release, make_config, make_data
 from tests.preloaded import Forked, environment, kill_all_in, preloaded, working_in
+from tests.preloaded_commands import patience
 from tests.ranks import free_port
 
 RELEASE, VARIANT = "0.3.0", "bc"
@@ -288,7 +289,7 @@ def inject(fault: Fault, folder: Path, work: Path, forked: bool = False) -> Outc
         job = _Job(fault, tree, folder, forked)
         if fault.way == "twice":
             job.start(_run(folder))
-            job.wait(JOB_DEADLINE_S)
+            job.wait(patience(JOB_DEADLINE_S))
             job = _Job(fault, tree, folder, forked)
         stack.callback(job.kill)
         began = time.time()
@@ -309,7 +310,7 @@ def inject(fault: Fault, folder: Path, work: Path, forked: bool = False) -> Outc
             config["train"]["output_dir"] = str(folder / "out2")
             (folder / "config2.json").write_text(json.dumps(config))
             job.start(_run(folder), [*_run(folder)[:-1], str(folder / "config2.json")], environs=[{}, {}])
-        code = job.wait(JOB_DEADLINE_S)
+        code = job.wait(patience(JOB_DEADLINE_S))
         ended = time.time()
     moment = folder / "fault_moment"  # written by tests.faults
     if moment.exists() and moment.stat().st_size:
@@ -368,8 +369,8 @@ def complaints(fault: Fault, outcome: Outcome) -> list[str]:
     said = []
     if outcome.exit_code != fault.exit_code:
         said.append(f"exit code {outcome.exit_code}, not {fault.exit_code}")
-    if outcome.seconds > fault.limit_s:
-        said.append(f"{outcome.seconds:.1f} s, not {fault.limit_s:g}")
+    if outcome.seconds > (limit_s := patience(fault.limit_s)):
+        said.append(f"{outcome.seconds:.1f} s, not {limit_s:g}")
     if fault.rank is not None and outcome.named != fault.rank:
         said.append(f"names rank {outcome.named}, not {fault.rank}")
     if fault.once:

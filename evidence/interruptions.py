@@ -31,6 +31,7 @@ from evidence.equivalence import Run
 from examples.recorded_train import record_samples
 from tests import observed, trainer
 from tests.preloaded import as_torchrun_says, preloaded
+from tests.preloaded_commands import patience
 
 STEPS, EPOCHS = 25, 8
 START_DEADLINE_S = 120
@@ -78,7 +79,7 @@ def _run_once(
     argv = ["evidence.interruptions", "--rank", str(start), str(folder / "config.json")]
     ranks = preloaded(tree).start([(argv, environ) for environ in environs], folder)
     progress = folder / f"steps_{start}_0.txt"
-    deadline = time.monotonic() + START_DEADLINE_S
+    deadline = time.monotonic() + patience(START_DEADLINE_S)
     while end is not None and ranks.pids and time.monotonic() < deadline:
         if progress.exists() and len(progress.read_text().splitlines()) > end[1]:
             name, _, whom = end[0].partition(" to ")

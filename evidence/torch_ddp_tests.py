@@ -30,6 +30,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Callable
 
+from tests.preloaded_commands import patience
+
 MODULE = "torch.testing._internal.distributed.distributed_test"
 TABLE = Path(__file__).with_suffix(".md")
 DEADLINE_S = 70
@@ -181,7 +183,7 @@ def outcome(name: str, is_wrapped: bool) -> str:
         for process in ranks:
             process.start()
         for process in ranks:
-            process.join(DEADLINE_S)
+            process.join(patience(DEADLINE_S))
             process.kill()
         files = [Path(folder, f"rank{rank}") for rank in range(2)]
         found = [file.read_text() if file.exists() else "a rank ended or hangs" for file in files]

@@ -19,6 +19,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.preloaded_commands import patience
+
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "examples" / "README.md"
 DEADLINE_S = 300
@@ -65,7 +67,7 @@ def run(command: str, folder: Path) -> tuple[str, float, float]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     ran = subprocess.run(
-        words, cwd=folder, env=environ, stdout=subprocess.PIPE, timeout=DEADLINE_S, text=True, check=True
+        words, cwd=folder, env=environ, stdout=subprocess.PIPE, timeout=patience(DEADLINE_S), text=True, check=True
     )
     wall, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     return printed(ran.stdout), wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -10,14 +10,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+
+from tests.preloaded_commands import patience
 
 _DEADLINE_S = 600
 # Set in the second run. Not DDPSHIM_…: the library would refuse it as an unknown option.
 _AGAIN = "TESTS_ONCE_MORE"
 _MARKS = {"launch", "train"}
+_NEVER = {"unit", "ranks"}  # a folder is a keyword too, as tests/launch is
 _MAX_RERUN = 3  # if more tests fail at once, the cause is not a race
 
 
@@ -28,7 +32,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if reporter is None or _AGAIN in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
         return
     failed = reporter.stats.get("failed", [])
-    again = [report for report in failed if not _MARKS.isdisjoint(report.keywords)]
+    again = [one for one in failed if _MARKS & one.keywords.keys() and not _NEVER & one.keywords.keys()]
     if not 0 < len(again) <= _MAX_RERUN:
         return
     for report in again:
@@ -43,7 +47,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             session.exitstatus = pytest.ExitCode.OK
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:
+    yield  # to be below pytest's own summary, which has a line for each skipped test: there nobody reads on
     for report in terminalreporter.stats.get("flaky", []):
         terminalreporter.write_sep("=", f"FLAKY {report.nodeid}: failed, then passed alone", yellow=True)
         terminalreporter.write_line(report.longreprtext)
@@ -56,7 +62,8 @@ def _passes(nodeid: str, config: pytest.Config) -> bool:
     root = Path(config.rootpath)
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", nodeid]
     try:
-        ran = subprocess.run(command, cwd=root, env={**os.environ, _AGAIN: "1"}, timeout=_DEADLINE_S, check=False)
+        environ, limit_s = {**os.environ, _AGAIN: "1"}, patience(_DEADLINE_S)
+        ran = subprocess.run(command, cwd=root, env=environ, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
         return False
     return ran.returncode == 0

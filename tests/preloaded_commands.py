@@ -23,10 +23,13 @@ IMPORT_S = "import_s"  # a file beside the socket with that process's import tim
 
 
 def patience(deadline_s: float) -> float:
-    """Return the deadline for this machine under its current load, longer by the same factor as importing torch."""
+    """Return the deadline for this machine under its current load.
+
+    It is longer by the same factor as importing torch was, or as processes want to run for each core now.
+    """
     file = Path(os.environ.get(SOCKET, "")).with_name(IMPORT_S) if SOCKET in os.environ else None
     measured_s = float(file.read_text()) if file is not None and file.exists() else 0.0
-    return deadline_s * max(1.0, measured_s / _QUIET_IMPORT_S)
+    return deadline_s * max(1.0, measured_s / _QUIET_IMPORT_S, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def python(

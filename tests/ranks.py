@@ -148,6 +148,7 @@ def run_ranks(
     `environ` is added to the environment before `ddpshim.setup(**asked)`, whose seed is 0 if none is given. `on_gpus`:
     each rank has a simulated GPU, and nccl.
     """
+    timeout_s = patience(timeout_s)
     from ddpshim.launch import spawning  # not at the top: tests/loaded.py counts the modules that a trainer loads
 
     if on_gpus:
@@ -164,7 +165,7 @@ def run_ranks(
             process.start()
             return process
 
-        return spawning.collect(start, num_ranks, folder, deadline_s=patience(timeout_s))
+        return spawning.collect(start, num_ranks, folder, deadline_s=timeout_s)
 
 
 def errors_of(cases: Iterable[Callable[[], Any]]) -> list[str]:

@@ -20,6 +20,7 @@ from ddpshim.failures.hang_detector import Standing, Waits, Watch, describe, jud
 from ddpshim.model import guard
 from ddpshim.process.job import Job, current
 from ddpshim.process.observed import Progress
+from tests.preloaded_commands import patience
 from tests.ranks import run_ranks
 
 TIMEOUT_S = 1800.0
@@ -159,9 +160,9 @@ def _stay_away() -> list[str]:
     hang_detector.FLOOR_S, hang_detector._LOOK_EVERY_S = 0.2, 0.05
     _watch()._every_s = _watch()._quiet_s = 0.05
     if here.rank == 1:
-        is_said.wait(20)
+        is_said.wait(patience(20))
     net(torch.ones(1, 2)).sum().backward()
-    assert is_said.wait(20)
+    assert is_said.wait(patience(20))
     return said
 
 
@@ -170,7 +171,7 @@ def test_a_rank_that_stays_away_is_named_on_all_ranks_with_its_stack() -> None:
     for said in run_ranks(_stay_away, 2):
         assert "in backward pass 2 (tests/failures/test_hangs.py" in said[0]
         assert " for rank 1. Where each rank is:" in said[0]
-        assert "is_said.wait(20)" in said[0]
+        assert "is_said.wait(patience(20))" in said[0]
 
 
 def _wait_apart(folder: Path) -> None:

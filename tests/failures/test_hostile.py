@@ -24,6 +24,7 @@ import ddpshim.__main__ as command_line
 from ddpshim import Options
 from ddpshim.errors import OptionsError
 from ddpshim.trainers import patching
+from tests.preloaded_commands import patience
 from tests.tools.test_command_line import COMMANDS, MISSING, PARSERS, SAMPLES, Command, _call, fill
 
 pytestmark = pytest.mark.unit
@@ -74,9 +75,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for module, name in ((command_line, "_parser"), (patching, "load_sets")):  # they are the same for all calls
         monkeypatch.setattr(module, name, functools.cache(getattr(module, name)))
     before = signal.signal(signal.SIGALRM, waited)
-    signal.alarm(_WAITS_S)
+    signal.setitimer(signal.ITIMER_REAL, patience(_WAITS_S))
     yield tmp_path
-    signal.alarm(0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
 
 
@@ -94,7 +95,7 @@ def _put(path: Path, kind: str) -> None:
 
 def _said(argv: list[str], capsys: pytest.CaptureFixture[str], codes: tuple[int, ...]) -> str:
     """What a call that gives one of these codes printed: an answer, or a sentence."""
-    signal.alarm(_WAITS_S)  # begins anew with each call
+    signal.setitimer(signal.ITIMER_REAL, patience(_WAITS_S))  # begins anew with each call
     code = _call(argv)
     out, err = capsys.readouterr()
     assert code in codes, (argv, code, err)

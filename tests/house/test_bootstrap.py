@@ -200,7 +200,7 @@ def test_the_lock_is_held_until_the_last_that_writes_has_ended_and_its_exit_code
     started, may_end = tmp_path / "started", tmp_path / "may_end"
     code = (
         "import pathlib, sys, time; started, may_end = map(pathlib.Path, sys.argv[1:]); started.touch()\n"
-        f"end = time.monotonic() + {DEADLINE_S}\n"
+        f"end = time.monotonic() + {patience(DEADLINE_S)}\n"
         "while not may_end.exists() and time.monotonic() < end: time.sleep(0.01)"
     )
     with bootstrap.locked(tmp_path / ".venv") as held:
@@ -214,7 +214,7 @@ def test_the_lock_is_held_until_the_last_that_writes_has_ended_and_its_exit_code
         with pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         may_end.touch()
-        pip.join(DEADLINE_S)
+        pip.join(patience(DEADLINE_S))
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     for ends, code in (("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)):
         with pytest.raises(SystemExit) as ended:

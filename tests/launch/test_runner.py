@@ -343,7 +343,7 @@ def test_what_a_rank_says_of_its_end_is_whole_or_not_there(
     failure_notes.write(lost, 1)
     failure_notes.write(ValueError("what came of it"), 3)
     said = "RuntimeError: Connection reset by peer\n"
-    assert runner.notes_in(str(tmp_path)) == {1: (pytest.approx(time.time(), abs=60), 1, True, said)}
+    assert runner.notes_in(str(tmp_path)) == {1: (pytest.approx(time.time(), abs=patience(60)), 1, True, said)}
     failure_notes.write(ValueError("rank 0 left early"), 1, knows_cause=True)
     assert runner.notes_in(str(tmp_path))[1][2:] == (False, "ValueError: rank 0 left early\n")
     (tmp_path / "failed.1").unlink()
@@ -425,7 +425,7 @@ def test_ranks_that_do_not_end_are_killed_when_their_time_is_over(tmp_path: Path
         job.send(signal.SIGTERM)
         assert job.exit_code() == 137
         assert working_in(tmp_path) == []
-    assert 1 <= time.monotonic() - start < 20
+    assert 1 <= time.monotonic() - start < patience(20)
     assert "ddpshim: ranks still ran 1 s after SIGTERM, and were killed" in job.screen
     assert "out of memory" not in job.screen
     assert re.findall("got .*", job.log(0)) == ["got SIGUSR1", "got SIGTERM"]

@@ -96,7 +96,7 @@ class Batch:
         self.process = preloaded().start([(["-c", bash], environ)], folder)
 
     def wait_for(self, *names: str) -> None:
-        end = time.monotonic() + DEADLINE_S
+        end = time.monotonic() + patience(DEADLINE_S)
         while not all((self.folder / name).exists() for name in names):
             assert self.process.pids, self.screen
             assert time.monotonic() < end, self.screen

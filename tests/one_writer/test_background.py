@@ -20,6 +20,7 @@ from ddpshim.checkpoint import files as checkpoint
 from ddpshim.errors import CheckpointError, RankError
 from ddpshim.failures import failure
 from ddpshim.process import machine
+from tests.preloaded_commands import patience
 from tests.ranks import run_ranks
 
 
@@ -51,7 +52,7 @@ def _stopped(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     go_on, write = threading.Event(), checkpoint._write
 
     def write_later(*args: Any) -> None:
-        assert go_on.wait(30)
+        assert go_on.wait(patience(30))
         write(*args)
 
     monkeypatch.setattr(checkpoint, "_write", write_later)

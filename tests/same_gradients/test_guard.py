@@ -23,6 +23,7 @@ from ddpshim.job.process_group import ENDS_THREADS
 from ddpshim.model import backward, equality, guard
 from ddpshim.process import job_store
 from ddpshim.process.job import begin_next, current
+from tests.preloaded_commands import patience
 from tests.ranks import errors_of, free_port, run_ranks
 
 B, D_IN, D_OUT = 8, 5, 3
@@ -363,7 +364,7 @@ class _Patient:
 
     def check(self, keys: list[str]) -> bool:
         if not keys[0].endswith(self._end_of_key) and not keys[0].startswith("watch/"):
-            self._store.wait(keys, timedelta(seconds=50))
+            self._store.wait(keys, timedelta(seconds=patience(50)))
         return job_store.is_there(self._store, keys[0])
 
     def __getattr__(self, name: str) -> Any:
@@ -382,7 +383,7 @@ def _rank_ends_epochs(num_steps: list[list[int]], stays_away: int) -> list[str]:
         if here.rank == stays_away and epoch == 2:
             break
         try:
-            guard.DEADLINE_S = {1: 50, 2: 0.2}[epoch]
+            guard.DEADLINE_S = {1: patience(50), 2: 0.2}[epoch]
             ddpshim.check_equal_steps(f"epoch {epoch}")
             said.append("")
         except SyncError as error:
@@ -416,7 +417,7 @@ def _rank_has_jobs(port: int, is_alone: bool) -> list[str]:
     place = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
     for job in range(3):
-        ddpshim.setup(device="cpu", timeout_s=50)
+        ddpshim.setup(device="cpu", timeout_s=patience(50))
         if not ENDS_THREADS:  # it would end the rank that waits for one that has left
             current().watched.watch.end()  # type: ignore[union-attr]
         net = ddpshim.wrap_parallel(_net())
@@ -427,7 +428,7 @@ def _rank_has_jobs(port: int, is_alone: bool) -> list[str]:
                     _loss(net).backward()
                 net.__dict__["num_reductions"] += 1
             # In the first job alone nobody comes, however long the other rank waits.
-            guard.DEADLINE_S = 0.2 if job == 0 and is_alone else 50
+            guard.DEADLINE_S = 0.2 if job == 0 and is_alone else patience(50)
             ddpshim.check_equal_steps(f"job {job}")
             said.append("")
         except (SyncError, RuntimeError) as error:

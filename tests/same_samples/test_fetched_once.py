@@ -27,6 +27,7 @@ from ddpshim.errors import SyncError
 from ddpshim.process.random_streams import digest
 from ddpshim.rows import loader, probe
 from ddpshim.rows.tensor import leaves
+from tests.preloaded_commands import patience
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -143,7 +144,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("kind", [*FUNCTIONS, *OTHERS])
 def test_the_probe(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_DEADLINE_S", 1 if kind == "no end" else 60)
+    monkeypatch.setattr(probe, "_DEADLINE_S", 1 if kind == "no end" else patience(60))
     data = {**FUNCTIONS, **OTHERS}[kind]()
     place = data.file.tell() if hasattr(data, "file") else 0
     before = digest(), GENERATOR.get_state(), RNG.bit_generator.state, PY.getstate()

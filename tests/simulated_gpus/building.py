@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Optional
 
+from tests.preloaded_commands import patience
+
 TORCH = "2.13."  # the one whose inner classes the sources know
 _HERE = Path(__file__).parent
 _SOURCES = ("simulated.h", "device.cpp", "python.cpp", "building.py")
@@ -82,7 +84,7 @@ def _build(compiler: str, torch: Path, folder: Path) -> Optional[str]:
     command += [str(out / "all.cpp"), f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}"]
     command += ["-lc10", "-ltorch_cpu", "-ltorch_python", "-o", str(out / LIBRARY)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_DEADLINE_S)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience(_DEADLINE_S))
     except subprocess.TimeoutExpired:
         return f"the compiler was busy for {_DEADLINE_S} s"
     if done.returncode:

@@ -144,7 +144,7 @@ def test_signature_of_the_page(made: Path, tmp_path: Path) -> None:
 
     def code(command: str) -> int:
         return subprocess.run(
-            command, shell=True, cwd=tmp_path, capture_output=True, timeout=60, check=False
+            command, shell=True, cwd=tmp_path, capture_output=True, timeout=patience(60), check=False
         ).returncode
 
     assert code("ssh-keygen -t ed25519 -N '' -f KEY") == 0
