@@ -29,7 +29,7 @@ def patience(deadline_s: float) -> float:
     """
     file = Path(os.environ.get(SOCKET, "")).with_name(IMPORT_S) if SOCKET in os.environ else None
     measured_s = float(file.read_text()) if file is not None and file.exists() else 0.0
-    return deadline_s * max(1.0, measured_s / _QUIET_IMPORT_S, os.getloadavg()[0] / (os.cpu_count() or 1))
+    return deadline_s * max(1.0, measured_s / _QUIET_IMPORT_S, min(4.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 def python(
