@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -22,9 +23,19 @@ from ddpshim.failures import preemption
 from ddpshim.process.job import current
 from ddpshim.process.job_store import ask_store, is_there
 from ddpshim.process.say import ranks_called, say
+from ddpshim.process.users_line import OURS
 
 _EXIT_HANDLERS_DEADLINE_S = _LAUNCHER_DEADLINE_S = 5.0
 _LONGEST = 300  # characters of an error in the line of a rank that did not fail first
+_REST_OF_FRAME = r".*\n(?:    .*\n|  \[Previous line .*\n)*"
+_OF_DECORATOR = r".*/(?:torch/_dynamo/\w+|torch/utils/_contextlib|contextlib|functools|runpy)\.py|<frozen runpy>"
+_DECORATORS = rf'(?:  File "(?:{_OF_DECORATOR})"{_REST_OF_FRAME})*'  # between two of ddpshim's, or of one
+_OUR_FRAMES = re.compile(
+    rf'^{_DECORATORS}  File "{re.escape(OURS + os.sep)}{_REST_OF_FRAME}{_DECORATORS}', re.MULTILINE
+)
+_WITHOUT_FRAMES = re.compile(  # an error that ddpshim itself has handled
+    r"^Traceback \(most recent call last\):\n(?! ).*?\n\nDuring handling of .*?:\n\n", re.MULTILINE | re.DOTALL
+)
 
 
 class Note(NamedTuple):
@@ -61,9 +72,8 @@ def report(error: BaseException, exit_code: int, me: int, note: Callable[[BaseEx
         if (explained := _explained(error)) is not error:
             error = explained
             write(error, exit_code, knows_cause=True)
-        lines = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
         what = "was interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        say(f"rank {me} ({socket.gethostname()}) {what}:\n{lines}", directly=True)
+        say(f"rank {me} ({socket.gethostname()}) {what}:\n{traceback_of(error).rstrip()}", directly=True)
         if isinstance(error, Exception):
             _record_for_torchrun(error)
     else:
@@ -81,6 +91,16 @@ def report(error: BaseException, exit_code: int, me: int, note: Callable[[BaseEx
             out.flush()
     if first == me:
         ask_store(lambda store: store.set("left", "1"))
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return what Python prints of `error`, without the frames of ddpshim, so that it looks as in one process. Local.
+
+    Also in the text of a data worker's traceback. DDPSHIM_TRACEBACK=full shows them.
+    """
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    is_full = os.environ.get(variables.TRACEBACK) == "full"
+    return text if is_full else _WITHOUT_FRAMES.sub("", _OUR_FRAMES.sub("", text))
 
 
 def _short(error: BaseException) -> str:
@@ -137,13 +157,13 @@ def write(error: BaseException, exit_code: int, *, knows_cause: bool = False) ->
     note = Path(folder, f"failed.{rank}")
     if note.exists() and not knows_cause:
         return
-    lines = [] if isinstance(error, SystemExit) else traceback.format_exception(type(error), error, error.__traceback__)
+    text = "" if isinstance(error, SystemExit) else traceback_of(error)
     lost = lost_a_peer(error) or str(error.__dict__.get("first_failure", rank)) != rank
     # torch's agent compares when processes ended, in whole seconds: ranks that fail because of this one may end
     # earlier, and then the agent ends this one, perhaps while it writes. So the note appears only when complete.
     try:
         moment = Note(*json.loads(note.read_text())).moment if note.exists() else time.time()
-        put(folder, rank, Note(moment, exit_code, lost, "".join(lines)))
+        put(folder, rank, Note(moment, exit_code, lost, text))
     except OSError as cause:
         say(f"{note} cannot be written ({cause}); nobody will know why rank {rank} failed", directly=True)
 

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import runpy
 import signal
 import sys
-import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -24,8 +22,6 @@ from ddpshim.job import shared_pdb
 from ddpshim.process.replaced import after_import
 from ddpshim.process.say import say
 from ddpshim.trainers.unedited import program
-
-_OURS = (__file__, program.__file__, runpy.__file__, "<frozen runpy>")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -85,16 +81,14 @@ def _run_program(argv: Sequence[str], start: Optional[program.Start]) -> None:
     except (Exception, KeyboardInterrupt) as error:
         from ddpshim.failures import failure_notes
 
-        while (trace := error.__traceback__) is not None and trace.tb_frame.f_code.co_filename in _OURS:
-            error.__traceback__ = trace.tb_next
         if start is not None and isinstance(error, Exception):
             start.at_failure(error)
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         failure_notes.write(error, code)
         if sys.excepthook is sys.__excepthook__:
             what = "was interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            say(f"rank {os.environ.get('RANK') or os.environ.get('SLURM_PROCID')} {what}:")
-            traceback.print_exception(type(error), error, error.__traceback__)  # also lines that are in no file
+            rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
+            say(f"rank {rank} {what}:\n{failure_notes.traceback_of(error).rstrip()}")
         else:  # set by `ddpshim.setup`: it names the first failing rank
             sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(code)

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import warnings
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from ddpshim import variables
 from ddpshim.errors import LaunchError, RankError
 from ddpshim.failures import unsynced_check
-from ddpshim.failures.failure_notes import Note, lost_a_peer, put
+from ddpshim.failures.failure_notes import Note, lost_a_peer, put, traceback_of
 from ddpshim.job import group
 from ddpshim.launch.runner import end_of, first_to_fail, notes_in
 from ddpshim.process.job import begin_next
@@ -167,10 +166,7 @@ def report(folder: str, rank: int, call: Callable[[], Any]) -> None:
             what = f"{type(result).__name__} cannot be sent to the process that waits for it: {error}"
             raise TypeError(f"{what}. Return tensors, numbers, texts, and lists and mappings of them.") from error
     except BaseException as error:
-        trace = error.__traceback__
-        while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next
-        text = "".join(traceback.format_exception(type(error), error, trace))
+        text = traceback_of(error)
         try:
             put(folder, rank, Note(time.time(), 1, lost_a_peer(error), text))
         except OSError:  # a full disk: the screen, or the rank's log, has the error

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import traceback
 from collections.abc import Sequence
 
 from ddpshim.errors import DdpShimError
+from ddpshim.process.users_line import is_users
 
 _has_open_line = False  # `copy_to_screen` has left a line unfinished
 
@@ -60,11 +62,14 @@ def described(error: BaseException) -> str:
 
 
 def place(error: BaseException) -> str:
-    """ "train.py, line 12, in step": where `error` was raised, with the source line if it has no text. Local."""
-    frames = traceback.extract_tb(error.__traceback__)
+    """ "train.py, line 12, in step": the program's line that raised `error`; its source if that has no text. Local."""
+    frames = [*traceback.extract_tb(error.__traceback__)]
+    if "\nOriginal Traceback " in str(error):  # of a data worker, as text
+        told = re.findall(r'  File "(.+)", line (\d+), in (.+)', str(error))
+        frames += [traceback.FrameSummary(file, int(line), name) for file, line, name in told]
     if not frames:
         return ""
-    last = frames[-1]
+    last = next((frame for frame in reversed(frames) if is_users(frame.filename)), frames[-1])
     source = "" if str(error) or not last.line else f": {last.line}"
     return f"{last.filename}, line {last.lineno}, in {last.name}{source}"
 

@@ -9,7 +9,7 @@ import traceback
 from types import FrameType
 from typing import Optional
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PYTHON = os.path.dirname(os.__file__)
 _relative = functools.lru_cache(maxsize=4096)(os.path.relpath)
 
@@ -65,7 +65,7 @@ def is_pythons(file: str) -> bool:
 def short(file: str) -> str:
     """Return a file's name from "torch/", "ddpshim/" or "python/" on, if it belongs to one; else unchanged. Local."""
     torch = sys.modules.get("torch")
-    roots = {"ddpshim": _OURS, "torch": os.path.dirname(getattr(torch, "__file__", None) or "/no torch")}
+    roots = {"ddpshim": OURS, "torch": os.path.dirname(getattr(torch, "__file__", None) or "/no torch")}
     for name, root in roots.items():
         if file.startswith(root + os.sep):
             return name + file[len(root) :].replace(os.sep, "/")

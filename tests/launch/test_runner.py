@@ -33,7 +33,8 @@ from ddpshim.launch.runner import Launch
 from ddpshim.observe import records
 from ddpshim.options import Options
 from ddpshim.process.launch_env import EXIT_REQUEUE
-from ddpshim.process.say import say
+from ddpshim.process.say import place, say
+from ddpshim.process.users_line import OURS
 from ddpshim.trainers.unedited.joining import see_one_gpu
 from tests import ranks
 from tests.launch.test_launch import SLURM
@@ -300,6 +301,54 @@ def test_an_error_has_its_type_and_the_first_line_of_its_message() -> None:
             named = runner._error_in(traceback.format_exc())
         text = message.strip().partition("\n")[0]
         assert named == (f"RuntimeError: {text}" if text else "RuntimeError")
+
+
+OURS_BETWEEN = """
+import contextlib
+
+@contextlib.contextmanager
+def around():
+    yield
+
+@around()
+def call(function, depth=0):
+    if depth < 9:
+        return call(function, depth + 1)
+    try:
+        {}["absent"]
+    except KeyError:
+        function()
+"""
+
+
+@pytest.mark.unit
+def test_a_traceback_has_the_frames_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(OURS_BETWEEN, f"{OURS}/rows/between.py", "exec"), names)
+
+    def fail() -> None:
+        file = f"{OURS}/rows/samples.py"
+        worker = (
+            f'  File "{file}", line 1, in fetch\n    fetched\n  File "data.py", line 7, in item\n    x\nValueError: 7'
+        )
+        raise ValueError(
+            f"Caught in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n{worker}"
+        )
+
+    def shown() -> str:
+        with pytest.raises(ValueError, match="Caught") as caught:
+            names["call"](fail)
+        assert place(caught.value) == "data.py, line 7, in item"
+        return failure_notes.traceback_of(caught.value)
+
+    text = shown()
+    assert re.findall(r"  File .*, in (.*)", text) == ["shown", "fail", "item"]
+    assert text.startswith("Traceback (most recent call last):\n  File")
+    assert text.endswith('last):\n  File "data.py", line 7, in item\n    x\nValueError: 7\n')
+    monkeypatch.setenv(variables.TRACEBACK, "full")
+    text = shown()
+    assert "KeyError: 'absent'\n\nDuring handling" in text
+    assert text.count(f'  File "{OURS}/rows/') > 2
 
 
 @pytest.mark.unit
