@@ -4,7 +4,6 @@ PREFIX = "DDPSHIM_"
 LAUNCHER = "DDPSHIM_LAUNCHER"  # which launcher's variables to use if those of several are set
 RANK_LOGS = "DDPSHIM_RANK_LOGS"  # folder for the output of each rank of `run`; unset if output goes to the screen
 RUN_DIR = "DDPSHIM_RUN_DIR"  # a private folder of one `run`, where failing ranks record when and how they failed
-BEGAN = "began"  # a file in RUN_DIR that is made when `run` begins
 UNEDITED = "DDPSHIM_UNEDITED"  # whether to distribute an unedited program: on, off, auto
 ROWS = "DDPSHIM_ROWS"  # auto; all: divide also what is too small to gain; off: compute whole batches on every rank
 TRACEBACK = "DDPSHIM_TRACEBACK"  # full: tracebacks show the frames of ddpshim, too

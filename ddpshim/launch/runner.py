@@ -29,6 +29,7 @@ from typing import Any, Optional
 from ddpshim import adapters, variables
 from ddpshim.errors import LaunchError, OptionsError
 from ddpshim.failures.failure_notes import Note, meaning_of
+from ddpshim.launch.rank import BEGAN
 from ddpshim.observe.records import FOLDER
 from ddpshim.options import Options
 from ddpshim.process.job_store import check_address, stay_on_this_machine
@@ -81,7 +82,7 @@ def run(job: Launch) -> int:
     _check_gpus(job)
     with tempfile.TemporaryDirectory(prefix="ddpshim-run-") as run_dir:
         os.environ[variables.RUN_DIR] = run_dir
-        Path(run_dir, variables.BEGAN).touch()
+        Path(run_dir, BEGAN).touch()
         # Sets of strings must have the same order in all ranks: a script may number its classes by it.
         if os.environ.get("PYTHONHASHSEED", "random") == "random":
             os.environ["PYTHONHASHSEED"] = "0"
