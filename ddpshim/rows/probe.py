@@ -28,6 +28,7 @@ from torch.utils import data as torch_data
 
 from ddpshim.process.job import derive_seed
 from ddpshim.process.random_streams import digest, seed_globals
+from ddpshim.process.replaced import replaced
 from ddpshim.rows.samples import fetcher
 
 _DEADLINE_S = 5
@@ -181,8 +182,14 @@ def _compared(loader: Any, join: Callable[[Any], Any]) -> Found:
     indices = [*itertools.islice(itertools.chain.from_iterable(batches), _NUM_COMPARED)]
     if not indices:
         return Found("it is empty")
-    torchs = fetcher(loader.dataset, True, join, False)
     has_drawn = False
+
+    def joined(samples: Any) -> Any:
+        # In a worker torch's collate joins in shared memory, which is a file.
+        with replaced(torch_data._utils.worker, "_worker_info", None):
+            return join(samples)
+
+    torchs = fetcher(loader.dataset, True, joined, False)
 
     def fetched(index: Any) -> tuple[bytes, list[float]]:
         nonlocal has_drawn

@@ -169,6 +169,8 @@ def test_the_first_workers_dataset_is_probed() -> None:
 
     assert not probe.probed(DataLoader(Data(get), 8)).why
     assert probe.probed(DataLoader(Data(get), 8, num_workers=2, worker_init_fn=start)).why
+    plain: Any = DataLoader(Data(get), 8, num_workers=2)  # torch's collate, which asks whether it is in a worker
+    assert probe.probed(plain, plain.collate_fn).why == ""
 
 
 def test_ranks_with_other_data_are_told_the_sample() -> None:
