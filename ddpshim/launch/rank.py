@@ -23,8 +23,6 @@ from ddpshim.process.replaced import after_import
 from ddpshim.process.say import say
 from ddpshim.trainers.unedited import program
 
-BEGAN = "began"  # a file in RUN_DIR that is made when `run` begins
-
 
 def main(argv: Sequence[str]) -> None:
     """Run `script.py ARGS` or `-m package.module ARGS` as `python` would, in a rank that a launcher started."""
@@ -65,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _one_output_folder() -> None:
     """Make hydra's `${now:...}` the time at which `run` began: ranks that start in different seconds share a folder."""
-    began = os.path.join(os.environ.get(variables.RUN_DIR, ""), BEGAN)
+    began = os.path.join(os.environ.get(variables.RUN_DIR, ""), program.BEGAN)
     if os.path.exists(began):
         moment = datetime.fromtimestamp(os.stat(began).st_mtime)
         sys.modules["hydra.core.utils"].datetime = type("datetime", (datetime,), {"now": lambda: moment})  # type: ignore[attr-defined]

@@ -29,13 +29,12 @@ from typing import Any, Optional
 from ddpshim import adapters, variables
 from ddpshim.errors import LaunchError, OptionsError
 from ddpshim.failures.failure_notes import Note, meaning_of
-from ddpshim.launch.rank import BEGAN
 from ddpshim.observe.records import FOLDER
 from ddpshim.options import Options
 from ddpshim.process.job_store import check_address, stay_on_this_machine
 from ddpshim.process.launch_env import EXIT_REQUEUE, LaunchEnv, read_launch_env
 from ddpshim.process.say import copy_to_screen, say
-from ddpshim.trainers.unedited.program import module_file
+from ddpshim.trainers.unedited.program import BEGAN, module_file
 from ddpshim.variables import PREFIX
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")

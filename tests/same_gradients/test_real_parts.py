@@ -127,8 +127,8 @@ main()
 def test_ranks_of_an_edited_hydra_program_have_one_folder(tmp_path: Path) -> None:
     job = tmp_path / "job"
     job.mkdir()
-    (job / rank.BEGAN).touch()
-    os.utime(job / rank.BEGAN, (0, 0.25))
+    (job / rank.program.BEGAN).touch()
+    os.utime(job / rank.program.BEGAN, (0, 0.25))
     ranks = succeeded(run(tmp_path, EDITED, 2, DDPSHIM_RUN_DIR=str(job)))
     folders = [Path(ranks.said(number, "folder")[0]) for number in (0, 1)]
     assert folders[0] == folders[1]

@@ -30,6 +30,7 @@ from ddpshim.process.say import say
 if TYPE_CHECKING:
     from ddpshim.job.world import World
 
+BEGAN = "began"  # a file in RUN_DIR that is made when `run` begins
 _MOST_FILES = 2000
 _UNREAD = {*sys.builtin_module_names, "ddpshim"}  # packages whose files say nothing about the program
 # Packages that distribute a program, if its own file imports them.
