@@ -24,7 +24,6 @@ import shutil
 import sqlite3
 import subprocess
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any, Callable
@@ -244,34 +243,6 @@ def checkpoints() -> Any:
     return seen, os.path.isfile("models/2.pt"), os.path.exists("models/0.pt")
 
 
-def rotated() -> Any:
-    """Keeps the newest two checkpoints by time of change, also of a thread that saves; returns what was kept."""
-    os.makedirs("run")
-    kept = []
-    for epoch, name in enumerate("07418"):
-        path = f"run/{name}.pt"
-
-        def save(path: str = path, epoch: int = epoch) -> None:
-            torch.save({"epoch": "x" * 1000 * (epoch + 1)}, f"{path}.tmp")
-            os.replace(f"{path}.tmp", path)
-
-        thread = threading.Thread(target=save)
-        thread.start()
-        thread.join()
-        time.sleep(0.02)  # the times of two files differ
-        for old in sorted(glob.glob("run/*.pt"), key=os.path.getmtime)[:-2]:
-            os.remove(old)
-        kept.append([(file, os.path.getsize(file)) for file in sorted(glob.glob("run/*.pt"), key=os.path.getctime)])
-    assert [[Path(file).stem for file, _ in files] for files in kept] == [
-        ["0"],
-        ["0", "7"],
-        ["7", "4"],
-        ["4", "1"],
-        ["1", "8"],
-    ]
-    return kept
-
-
 def by_libraries() -> Any:
     """What opens files by itself, past Python."""
     seen: list[Any] = []
@@ -324,7 +295,7 @@ def by_libraries() -> Any:
     return seen, Path("curve.png").stat().st_size > 100
 
 
-PROGRAMS = [numbered_folder, written_files, removed_and_moved, lists, checkpoints, rotated]
+PROGRAMS = [numbered_folder, written_files, removed_and_moved, lists, checkpoints]
 
 
 @pytest.mark.parametrize("program", [*PROGRAMS, pytest.param(by_libraries, marks=pytest.mark.ranks)])
@@ -337,7 +308,7 @@ def test_each_rank_sees_and_the_disk_has_what_one_process_would(tmp_path: Path, 
     before = tree(tmp_path / "ranks")
     assert as_rank(peer, tmp_path / "ranks", program) == alone, "a rank that comes late"
     assert before == tree(tmp_path / "ranks") == tree(tmp_path / "alone")
-    if program not in (checkpoints, rotated):  # for which a rank waits
+    if program is not checkpoints:  # for which a rank waits
         main, peer = worlds()
         early = tree(tmp_path / "early")
         assert as_rank(peer, tmp_path / "early", program) == alone, "a rank that comes first"

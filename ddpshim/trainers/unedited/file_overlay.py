@@ -101,9 +101,7 @@ class Files:
         return stand_in
 
     def _read(self, real: Callable[..., Any], path: str, follows: bool, *args: Any, **kwargs: Any) -> Any:
-        path, place = self.view.locate(path, follows)
-        answer = real(place, *args, **kwargs)
-        return self.view.saves.as_saved(path, answer) if isinstance(answer, os.stat_result) else answer
+        return real(self.view.locate(path, follows)[1], *args, **kwargs)
 
     def _change(self, real: Callable[..., Any], path: str, follows: bool, *args: Any, **kwargs: Any) -> Any:
         is_new = real is posix.mkdir
@@ -260,8 +258,9 @@ class Files:
             try:
                 return call()
             except FileNotFoundError:
-                self.view.catch_up()
-                return call()  # the main rank may just have removed the file, and this rank knows that now
+                if not self.view.catch_up():
+                    raise
+                return call()  # the main rank has just removed the file, and this rank knows that now
         except OSError as error:
             if error.filename is not None:
                 error.filename, error.filename2 = path, to
@@ -327,7 +326,7 @@ class View:
     def __init__(self, changes: MainsChanges, saves: MainsSaves) -> None:
         self.top = os.path.realpath(tempfile.mkdtemp(prefix=PRIVATE, dir=os.environ.get(RUN_DIR)))
         self.folder, self._process = posix.getcwd(), os.getpid()
-        self._changes, self.saves = changes, saves
+        self._changes, self._saves = changes, saves
         # Both sets stand for their paths and everything below them.
         self._gone: set[str] = set()  # removed, or absent when the job began
         self._shown: set[str] = set()  # made by the main rank for all ranks
@@ -346,7 +345,7 @@ class View:
         """Return the program's `path` as an absolute path without links; `follows`: also resolve its last part."""
         for _ in range(_MOST_LINKS):
             path = self._in_its_folder(path)
-            place = self.place(path) if follows and path not in self.saves else ""
+            place = self.place(path) if follows and path not in self._saves else ""
             if not stat.S_ISLNK(_mode(place)):
                 return path
             path = os.path.join(os.path.dirname(path), posix.readlink(place))
@@ -362,11 +361,10 @@ class View:
         own = self.top + path
         if _exists(own):
             return own
-        if path in self.saves:
-            is_newer = self.saves.wait_for(path)
-            if is_newer is None or (_exists(path) and not is_newer):
+        if path in self._saves:
+            if not self._saves.wait_for(path) or _exists(path):
                 return path
-            # The main rank has saved or removed it again, as this rank will: until then an empty file represents it.
+            # The main rank has removed it again, as this rank will: until then an empty file represents it.
             self._make_own(os.path.dirname(path))
             posix.close(posix.open(own, os.O_WRONLY | os.O_CREAT))
             self._unknown.add(path)
@@ -380,7 +378,7 @@ class View:
     def place_with_content(self, path: str) -> str:
         """Return the `place` of a file to be read. Raises SyncError if its earlier content is no longer known."""
         place = self.place(path)
-        if path in self._unknown:
+        if path in self._unknown or self._saves.is_newer(path):
             raise SyncError(
                 f"{path} is read on this rank after the main rank changed or removed it; ranks would read different "
                 "files. Read it before the main rank changes it, for example in an earlier training step."
@@ -391,7 +389,7 @@ class View:
         """Return where to write the file at `path`; `keeps`: with its content; `is_new`: it must not exist yet."""
         own = self.top + path
         self._make_folder_of(path)  # first, because it may take in news
-        place = None if path in self.saves else self.place(path)
+        place = None if path in self._saves else self.place(path)
         if place is not None and is_special(place):
             return place
         if is_new and (place is None or _exists(place)):
@@ -402,7 +400,7 @@ class View:
             posix.mkdir(own)
         if place is not None and not _exists(place) and not self._is_hidden(path):
             self._gone.add(path)  # hides the file that the main rank makes there
-        self.saves.forget(path)
+        self._saves.forget(path)
         self._unknown.discard(path)
         return own
 
@@ -412,7 +410,7 @@ class View:
         if not self._is_hidden(folder):
             self._look(folder)
         own_names = {*(posix.listdir(own) if _is_folder(own) else ())}
-        own_names |= {*self.saves.in_folder(folder)}
+        own_names |= {*self._saves.in_folder(folder)}
         gone = {os.path.basename(path) for path in self._gone if os.path.dirname(path) == folder}
         shared = {*found} - gone if not self._is_hidden(folder) else set()
         shared |= {os.path.basename(path) for path in self._shown if os.path.dirname(path) == folder}
@@ -424,7 +422,7 @@ class View:
             return True
         self._look(folder)
         has_gone = any(os.path.dirname(path) == folder for path in self._gone)
-        return has_gone or _is_folder(self.top + folder) or bool(self.saves.in_folder(folder))
+        return has_gone or _is_folder(self.top + folder) or bool(self._saves.in_folder(folder))
 
     # Changing files
 
@@ -432,11 +430,11 @@ class View:
         """Record that the main rank saves the file at `path`, and drop this rank's own."""
         _remove_quietly(self.top + path)
         self._unknown.discard(path)
-        self.saves.note(path)
+        self._saves.note(path)
 
     def remove(self, path: str, is_folder: bool) -> None:
         """os.rmdir, or os.unlink."""
-        if path in self.saves:
+        if path in self._saves:
             _remove_quietly(self.top + path)
         else:
             mode = posix.lstat(self.place(path)).st_mode
@@ -454,7 +452,7 @@ class View:
         if source == to:
             return
         self._make_folder_of(to)
-        if source in self.saves:
+        if source in self._saves:
             for path in (source, to):
                 _remove_quietly(self.top + path)
         else:
@@ -466,7 +464,7 @@ class View:
                 posix.rmdir(self.top + to)
             (posix.link if keeps_source else posix.replace)(self.top + source, self.top + to)
         self._unknown.discard(to)
-        self.saves.move(source, to, keeps_source)
+        self._saves.move(source, to, keeps_source)
         if not keeps_source:
             self._forget(source)
             self._gone.add(to)  # hides the previous file or folder there
@@ -483,7 +481,7 @@ class View:
         for path in self._to_be_shown:
             self._gone.discard(path)
             self._shown.add(path)
-            self.saves.forget(path)
+            self._saves.forget(path)
             self._unknown.discard(path)
             if not _is_folder(self.top + path):
                 _remove_quietly(self.top + path)
@@ -523,15 +521,17 @@ class View:
         if self._changes.may_have_changed(path):
             self.catch_up()
 
-    def catch_up(self) -> None:
-        """Take in the main rank's changes."""
-        for before in self._changes.news():
+    def catch_up(self) -> bool:
+        """Take in the main rank's changes; return whether there were new ones."""
+        news = [*self._changes.news()]
+        for before in news:
             if before.kind == "shared":
                 self._to_be_shown.append(before.path)  # until `see_what_is_shared`
             elif before.kind == "nothing":
                 self._gone.add(before.path)  # also if this rank has made something there: it stays visible on top
-            elif not (_exists(self.top + before.path) or self._is_hidden(before.path) or before.path in self.saves):
+            elif not (_exists(self.top + before.path) or self._is_hidden(before.path) or before.path in self._saves):
                 self._restore(before)
+        return bool(news)
 
     def _restore(self, before: Before) -> None:
         """Recreate, for this rank, what was at a path before the main rank changed it."""
@@ -553,7 +553,7 @@ class View:
             posix.chmod(own, before.mode | stat.S_IRWXU)
 
     def _forget(self, path: str) -> None:
-        self.saves.forget(path)
+        self._saves.forget(path)
         self._unknown.discard(path)
         self._shown.discard(path)
         self._gone.add(path)
@@ -582,7 +582,7 @@ class View:
                 posix.mkdir(own, stat.S_IMODE(info.st_mode) | stat.S_IRWXU)
             for name in names:
                 inner = os.path.join(path, name)
-                if inner not in self.saves:
+                if inner not in self._saves:
                     self._copy(inner, self.place(inner), self.top + inner)
         elif place != own and stat.S_ISLNK(info.st_mode):
             posix.symlink(posix.readlink(place), own)
@@ -592,7 +592,7 @@ class View:
             posix.chmod(own, stat.S_IMODE(info.st_mode) | stat.S_IRUSR | stat.S_IWUSR)
 
     def _check_target(self, source: str, is_folder: bool, to: str, must_be_new: bool) -> None:
-        is_saved = to in self.saves
+        is_saved = to in self._saves
         mode = 0 if is_saved else _mode(self.place(to))
         if must_be_new:
             number = errno.EEXIST if is_saved or mode else 0

@@ -205,7 +205,7 @@ class MainsSaves:
         self._world, self._process = world, os.getpid()
         self._num = 0
         self._num_to: dict[str, int] = {}
-        self._states = dict[str, Any]()
+        self._is_newer: dict[str, bool] = {}
         self._there: dict[str, tuple[int, int]] = {}  # the number of its last save, among all and among those to it
 
     def __getstate__(self) -> dict[str, Any]:
@@ -214,22 +214,9 @@ class MainsSaves:
     def __contains__(self, path: str) -> bool:
         return path in self._there
 
-    def as_saved(self, path: str, info: os.stat_result) -> os.stat_result:
-        """Return `info` with the size and times that the file of the last save had on the main rank.
-
-        Programs keep their newest files by these times. Call it after `wait_for`.
-        """
-        if path not in self._there or os.getpid() != self._process:
-            return info
-        number = self._there[path][1]
-        if self._states.get(path, (0,))[0] != number:
-            state: Any = messages.unpacked(self._world._job.store.get(messages.key(f"saved/{path}/{number}")), 0)
-            self._states[path] = number, *state
-        size, *times = self._states[path][1:]
-        seconds = [time_ns / 1e9 for time_ns in times]
-        named = {f"st_{name}time": time_s for name, time_s in zip("amc", seconds)}
-        named |= {f"st_{name}time_ns": time_ns for name, time_ns in zip("amc", times)}
-        return os.stat_result([*info[:6], size, *map(int, seconds)], named)
+    def is_newer(self, path: str) -> bool:
+        """Whether the main rank has saved to `path` more often than this rank. Valid after `wait_for`."""
+        return path in self._there and self._is_newer.get(path, False)
 
     def in_folder(self, folder: str) -> list[str]:
         """Return the names of the saved files in `folder`."""
@@ -241,11 +228,6 @@ class MainsSaves:
         self._num_to[path] = self._num_to.get(path, 0) + 1
         self._there[path] = self._num, self._num_to[path]
         if os.getpid() == self._process and self._world.is_main:
-            state = [0, *[time.time_ns()] * 3]
-            with contextlib.suppress(OSError):  # another thread of the program may have removed it
-                info = posix.stat(path)
-                state = [info.st_size, info.st_mtime_ns, info.st_mtime_ns, info.st_ctime_ns]
-            self._world._job.store.set(messages.key(f"saved/{path}/{self._num_to[path]}"), messages.packed(state))
             # In this order: `wait_for` takes the total as proof that the count of each path is up to date.
             self._world.count(f"saved to {path}", 1)
             self._world.count("saved", 1)
@@ -262,15 +244,13 @@ class MainsSaves:
             if not keeps_source:
                 self.forget(path)
 
-    def wait_for(self, path: str) -> Optional[bool]:
-        """Wait until the main rank has written `path`; return whether it has done so more often than this rank.
-
-        Returns None in a child process, which cannot wait: it shares its parent's connection to the store.
+    def wait_for(self, path: str) -> bool:
+        """Wait until the main rank has written `path`; return False in a child process, which cannot wait.
 
         Raises SyncError if the main rank does not write it in time.
         """
         if os.getpid() != self._process:
-            return None
+            return False  # a child shares its parent's connection to the store and must not use it
         count, timeout_s = self._world.count, self._world.options.timeout_s
         number, number_to_path = self._there[path]
         end, is_late = time.monotonic() + timeout_s, False
@@ -278,6 +258,7 @@ class MainsSaves:
             if not is_late and count("saved") >= number:
                 is_late, end = True, min(end, time.monotonic() + _THREADS_S)
             time.sleep(_TICK_S)
+        self._is_newer[path] = found > number_to_path
         if found < number_to_path:
             raise SyncError(
                 f"rank {self._world.rank} is to load {path}, its save number {number}, but of the main rank's "
@@ -285,4 +266,4 @@ class MainsSaves:
                 "load a different model, or none. Make file names and decisions equal on all ranks: do not base "
                 "them on a rank's own training loss."
             )
-        return found > number_to_path
+        return True
