@@ -28,7 +28,6 @@ from torch.utils import data as torch_data
 
 from ddpshim.process.job import derive_seed
 from ddpshim.process.random_streams import digest, seed_globals
-from ddpshim.process.replaced import replaced
 from ddpshim.rows.samples import fetcher
 
 _DEADLINE_S = 5
@@ -186,8 +185,10 @@ def _compared(loader: Any, join: Callable[[Any], Any]) -> Found:
 
     def joined(samples: Any) -> Any:
         # In a worker torch's collate joins in shared memory, which is a file.
-        with replaced(torch_data._utils.worker, "_worker_info", None):
-            return join(samples)
+        worker, info = torch_data._utils.worker, torch_data.get_worker_info()
+        worker._worker_info = None
+        out, worker._worker_info = join(samples), info
+        return out
 
     torchs = fetcher(loader.dataset, True, joined, False)
 
