@@ -13,6 +13,7 @@ A compiled graph could take the tape's place: `_Graph._run`.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import math
 import operator
@@ -184,15 +185,16 @@ class _Graph:
         self._num_replays += 1
         if self._num_replays in _AUDITED or self._num_replays % max(_AUDITED) == 0:
             self._beside_python(given, self._replayed)
+        num_before = counts.on_rows
         if self._results is None:
-            num_before, outputs = counts.on_rows, self._run(*given)
-            counts.replayed += counts.on_rows - num_before
-            return outputs
-        counts.replayed += self._num_operations
-        for place, number in self._places:
-            given[place] = region.rows[number].block
-        counts.on_rows += self._num_operations
-        return self._as_rows(self._run(*given))
+            outputs = self._run(*given)
+        else:
+            for place, number in self._places:
+                given[place] = region.rows[number].block
+            counts.on_rows += self._num_operations
+            outputs = self._as_rows(self._run(*given))
+        counts.replayed += counts.on_rows - num_before
+        return outputs
 
     def _as_rows(self, outputs: list[Any]) -> list[Any]:
         rows, found = self._region.rows, []
@@ -271,11 +273,10 @@ class _Graph:
         region, counts, state = self._region, current().part(Counts), current().part(blocks.State)
         whole = [(x, copy) for x, copy in zip(given, inputs) if isinstance(x, _T) and type(x) is not Rows]
         versions = [copy._version for _, copy in whole]
-        if state.factor != state.num_pieces:  # each operation is computed in pieces
-            self._run = self._graph.forward
-            return _blocks(self._graph.forward(*inputs))
-        num_before, tape = counts.on_rows, Tape(_blocks(inputs), results)
-        with replaced(state, "tape", tape), tape:
+        # Where each operation is computed in pieces, no tape can be written.
+        tape = Tape(_blocks(inputs), results) if state.factor == state.num_pieces else None
+        num_before = counts.on_rows
+        with replaced(state, "tape", tape), tape or contextlib.nullcontext():
             outputs = self._graph.forward(*inputs)
         self._num_operations = counts.on_rows - num_before
         changed = [x for (x, copy), version in zip(whole, versions) if copy._version != version]
@@ -283,6 +284,9 @@ class _Graph:
         memories = [memory_of(x) for x in (*(x for x, _ in whole), *mirrors)]
         if any(memories.count(memory_of(x)) > 1 for x in changed):
             raise Refused("it writes into its arguments")
+        if tape is None:
+            self._run = self._graph.forward
+            return _blocks(outputs)
         self._results = [self._how(x) for x in outputs]
         self._text, self._known = tape.text(_blocks(outputs))
         self._run = self._compiled({})

@@ -83,10 +83,11 @@ def _build(compiler: str, torch: Path, folder: Path) -> Optional[str]:
     command += ["-DUSE_C10D_GLOO", "-DUSE_DISTRIBUTED", *(word for path in include for word in ("-isystem", str(path)))]
     command += [str(out / "all.cpp"), f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}"]
     command += ["-lc10", "-ltorch_cpu", "-ltorch_python", "-o", str(out / LIBRARY)]
+    limit_s = patience(_DEADLINE_S)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience(_DEADLINE_S))
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
     except subprocess.TimeoutExpired:
-        return f"the compiler was busy for {_DEADLINE_S} s"
+        return f"the compiler was busy for {limit_s:g} s"
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         return f"they do not compile: {next((line for line in lines if 'error' in line), lines[-1] if lines else '?')}"
