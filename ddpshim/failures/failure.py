@@ -76,13 +76,20 @@ def first() -> Optional[int]:
     return None if claimed is None else _rank_in(claimed)
 
 
+def silent() -> list[int]:
+    """Return the ranks that have not reported a failure. Local."""
+    last = current().world or current().left
+    ranks = range(0 if last is None else last.world_size)
+    return ask_store(lambda store: [rank for rank in ranks if not is_there(store, f"why/{rank}")]) or []
+
+
 def on_the_way_out() -> bool:
     """Return whether an exception is ending this rank, for code in a `finally`; if so, claims the failure. Local."""
     error = sys.exc_info()[1]
     if current().watched is None or error is None or (isinstance(error, SystemExit) and not error.code):
         return False
     # Claim it now: peers fail as soon as this rank's connections close, and would claim to be the first.
-    _claim(error)
+    claim_first(error)
     return True
 
 
@@ -90,7 +97,7 @@ def note(error: BaseException) -> int:
     """Record in the store and the run's records that `error` ends this rank; returns the first rank to fail. Local."""
     from ddpshim.failures.failure_notes import lost_a_peer
 
-    first = _claim(error)
+    first = claim_first(error)
     observed.end("failed", error=f"{type(error).__name__}: {error}", first=first, lost_a_peer=lost_a_peer(error))
     return first
 
@@ -125,8 +132,8 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
     os._exit(exit_code)
 
 
-def _claim(error: BaseException) -> int:
-    """Return the rank that failed first: this one, unless another is named in the store already."""
+def claim_first(error: BaseException) -> int:
+    """Return the rank that failed first: this one, unless another is named in the store already. Local."""
     if "first_failure" in error.__dict__:
         return int(error.__dict__["first_failure"])
     raised = f" in {where}" if (where := place(error)) else ""  # another thread's error may never have been raised

@@ -19,7 +19,7 @@ from typing import Callable, NamedTuple, Optional, Union
 
 from ddpshim import variables
 from ddpshim.errors import SyncError
-from ddpshim.failures import preemption
+from ddpshim.failures import failure, preemption
 from ddpshim.process.job import current
 from ddpshim.process.job_store import ask_store, is_there
 from ddpshim.process.say import ranks_called, say
@@ -45,6 +45,7 @@ class Note(NamedTuple):
     exit_code: int
     lost_a_peer: bool  # whether the error only says that another rank is gone, or has failed
     traceback: str  # as Python prints it; empty for a SystemExit
+    is_first: bool = True  # whether no other rank had claimed to be the first, which is what ranks print
 
 
 def report(error: BaseException, exit_code: int, me: int, note: Callable[[BaseException], int]) -> None:
@@ -117,6 +118,11 @@ def _explained(error: BaseException) -> BaseException:
     me = f"rank {watched.rank}"
     if lost_a_peer(error) and (left := watched.watch.describe_left()):
         text = f"{me} waits for a rank that has already left the job, and would hang:\n{left}\n{SAME_WAY}."
+    elif lost_a_peer(error) and (silent := failure.silent()):
+        text = (
+            f"{ranks_called(silent)} ended without an error in the middle of the job (os._exit, exit code 0, killed), "
+            f"and {me} would wait forever ({_short(error)}). Let all ranks end together, or raise an error."
+        )
     elif meaning_of(str(error)) == LATE and (verdict := watched.watch.await_verdict()):
         who = ranks_called(verdict.named) if verdict.named else "another rank"
         text = f"{who} did not answer {me} within the timeout ({_short(error)}): {verdict.text}"
@@ -159,11 +165,12 @@ def write(error: BaseException, exit_code: int, *, knows_cause: bool = False) ->
         return
     text = "" if isinstance(error, SystemExit) else traceback_of(error)
     lost = lost_a_peer(error) or str(error.__dict__.get("first_failure", rank)) != rank
+    is_first = failure.claim_first(error) == failure.rank()
     # torch's agent compares when processes ended, in whole seconds: ranks that fail because of this one may end
     # earlier, and then the agent ends this one, perhaps while it writes. So the note appears only when complete.
     try:
         moment = Note(*json.loads(note.read_text())).moment if note.exists() else time.time()
-        put(folder, rank, Note(moment, exit_code, lost, text))
+        put(folder, rank, Note(moment, exit_code, lost, text, is_first))
     except OSError as cause:
         say(f"{note} cannot be written ({cause}); nobody will know why rank {rank} failed", directly=True)
 

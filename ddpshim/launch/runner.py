@@ -459,18 +459,21 @@ def first_to_fail(
 ) -> tuple[int, int]:
     """Return the rank that failed first, and its exit code; `seen`: torch's `ProcessFailure` by rank. Local."""
 
-    def order(rank: int) -> tuple[int, int, bool, float]:
-        # First ranks with an error of their own, then those that only lost a peer (perhaps before the agent saw the
-        # peer end), last those that the agent ended because of another one. Among them the earliest; the agent's times
-        # are whole seconds, and within one second a rank with a note counts as first.
+    def order(rank: int) -> tuple[int, bool, int, bool, float]:
+        # First ranks with an error of their own, then one that the agent saw ended by SIGTERM before it ended others,
+        # then those that only lost a peer (perhaps before the agent saw the peer end), last those that the agent ended
+        # because of another one. Among them the one that claimed to be the first (the other ranks have printed its
+        # name), or the earliest; the agent's times are whole seconds, and within one second a rank with a note counts
+        # as first.
         own = notes.get(rank)
         if own is not None:
-            return int(own.lost_a_peer), int(own.moment), False, own.moment
+            return 2 * own.lost_a_peer, not own.is_first, int(own.moment), False, own.moment
         code = seen[rank].exitcode
         # nccl's watchdog ends a process that waits for another one by SIGABRT: it only lost a peer.
         end = "" if log_dir is None else end_of(log_dir / f"rank_{rank}.log", _NUM_LINES_OF_WATCHDOG)
         waited = code == -signal.SIGABRT and (log_dir is None or meaning_of(end) is not None)
-        return 2 if code == -signal.SIGTERM else int(waited), int(seen[rank].timestamp), True, 0.0
+        ended = code == -signal.SIGTERM and (1 if rank == next(iter(seen)) else 3)
+        return ended or 2 * waited, False, int(seen[rank].timestamp), True, 0.0
 
     first = min({*seen, *notes}, key=order)
     return first, notes[first].exit_code if first in notes else seen[first].exitcode

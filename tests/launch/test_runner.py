@@ -362,6 +362,10 @@ def test_a_traceback_has_the_frames_of_the_program(monkeypatch: pytest.MonkeyPat
         ({0: (10.3, 1, False), 1: (10.2, 3, False)}, {0: (10, 1), 1: (12, -15)}, (1, 3)),
         ({0: (10.3, 1, False), 1: (10.2, 3, True)}, {0: (10, 1), 1: (12, -15)}, (0, 1)),
         ({}, {0: (10, -15), 1: (11, 4)}, (1, 4)),
+        # Ranks printed that rank 1 was first; SIGTERM from outside, to rank 1, and then from the agent.
+        ({0: (10.2, 1, False, False), 1: (10.3, 3, False)}, {0: (10, 1), 1: (10, 3)}, (1, 3)),
+        ({0: (10.3, 1, True)}, {1: (10, -15), 0: (10, -15), 2: (10, -15)}, (1, -15)),
+        ({0: (10.3, 1, True)}, {0: (10, 1), 1: (10, -15)}, (0, 1)),
         # nccl's watchdog has ended ranks 0 and 3, and not rank 2, in which something of its own aborts.
         ({}, {0: (10, -6), 1: (10, -9)}, (1, -9)),
         ({}, {0: (10, -6), 2: (11, -6)}, (2, -6)),
@@ -372,7 +376,7 @@ def test_who_failed_first(said: Any, seen: Any, first: tuple[int, int], tmp_path
     watchdog = "[E ProcessGroupNCCL.cpp:605] [Rank {}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7"
     for number in (0, 3):
         (tmp_path / f"rank_{number}.log").write_text(watchdog.format(number))
-    own = {number: failure_notes.Note(*what, "") for number, what in said.items()}
+    own = {number: failure_notes.Note(*what[:3], "", *what[3:]) for number, what in said.items()}
     ends = {number: SimpleNamespace(timestamp=moment, exitcode=code) for number, (moment, code) in seen.items()}
     assert runner.first_to_fail(ends, own, tmp_path) == first
 
@@ -392,12 +396,13 @@ def test_what_a_rank_says_of_its_end_is_whole_or_not_there(
     failure_notes.write(lost, 1)
     failure_notes.write(ValueError("what came of it"), 3)
     said = "RuntimeError: Connection reset by peer\n"
-    assert runner.notes_in(str(tmp_path)) == {1: (pytest.approx(time.time(), abs=patience(60)), 1, True, said)}
+    assert runner.notes_in(str(tmp_path)) == {1: (pytest.approx(time.time(), abs=patience(60)), 1, True, said, True)}
     failure_notes.write(ValueError("rank 0 left early"), 1, knows_cause=True)
-    assert runner.notes_in(str(tmp_path))[1][2:] == (False, "ValueError: rank 0 left early\n")
+    assert runner.notes_in(str(tmp_path))[1][2:] == (False, "ValueError: rank 0 left early\n", True)
     (tmp_path / "failed.1").unlink()
     failure_notes.write(failure.caused_by(1, WorldError("its own")), 1)
     assert not runner.notes_in(str(tmp_path))[1].lost_a_peer
+    assert not runner.notes_in(str(tmp_path))[1].is_first, "another rank than this process's, which is 0 without a job"
     (tmp_path / "failed.1").unlink()
     failure_notes.write(failure.caused_by(0, WorldError("call failed on the main rank (EOFError)")), 1)
     time.sleep(0.01)  # so that rank 0 is later

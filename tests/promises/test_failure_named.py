@@ -14,6 +14,7 @@ SAID = {
     "raises": (1, "ArithmeticError: the loss is no number"),
     "killed": (137, "SIGKILL (out of memory? see dmesg)"),
     "exits": (3, "exit code 3"),
+    "leaves": (1, "SyncError: rank 1 ended without an error in the middle of the job (os._exit, exit code 0, killed)"),
     "dataset": (1, "ValueError: sample 13 is broken"),
 }
 

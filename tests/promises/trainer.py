@@ -50,6 +50,8 @@ def fail(how: str, step: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "exits":
             os._exit(3)
+        if how == "leaves":
+            os._exit(0)
         if how == "hangs":
             time.sleep(3600)
 
