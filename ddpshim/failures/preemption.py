@@ -5,13 +5,18 @@ A handler cannot contact other ranks: it may interrupt a collective.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
+from pathlib import Path
 from types import FrameType
 from typing import Any, Optional
 
+from ddpshim import variables
+
+LISTENS = "listens"  # a file in RUN_DIR: a rank saves and stops at SIGTERM, and its training can be resumed
 # SIGTERM: torchrun, kill, the end of a SLURM job. SIGUSR1: the usual choice for `sbatch --signal`, sent before the end.
 SIGNALS = ("SIGTERM", "SIGUSR1")
 _NUMBERS = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
@@ -28,6 +33,8 @@ _previous: dict[int, Any] = {}  # the handlers that `listen` replaced
 
 def listen() -> None:
     """Record SIGTERM and SIGUSR1 from now on, instead of ending at once. Local; main thread only; idempotent."""
+    with contextlib.suppress(KeyError, OSError):
+        Path(os.environ[variables.RUN_DIR], LISTENS).touch()
     if _state.is_left:
         unlisten()
     if _previous or threading.current_thread() is not threading.main_thread():

@@ -29,6 +29,7 @@ from typing import Any, Optional
 from ddpshim import adapters, variables
 from ddpshim.errors import LaunchError, OptionsError
 from ddpshim.failures.failure_notes import Note, meaning_of
+from ddpshim.failures.preemption import LISTENS, SIGNALS
 from ddpshim.observe.records import FOLDER
 from ddpshim.options import Options
 from ddpshim.process.job_store import check_address, stay_on_this_machine
@@ -109,12 +110,12 @@ def run(job: Launch) -> int:
         elif any(code in (-signum, 128 + signum, -signal.SIGKILL) for signum in received):  # requested (-9: too slow)
             where = "" if log_dir is None else f"; their logs are in {log_dir}"
             name = signal.Signals(-code if code < 0 else code - 128).name
-            lost = "" if name in ("SIGTERM", "SIGUSR1") else f"{name} saves nothing; SIGTERM (`kill`) saves and stops. "
             say(f"stopped by {name}{where}")
-            say(
-                f"{lost}ddpshim saved nothing now: a program that resumes by itself goes on from its own last save, "
-                f"one with ddpshim.Resumable by: {_resuming_command()}"
-            )
+            how = "saved nothing now: a program that resumes by itself goes on from its own last save"
+            if Path(run_dir, LISTENS).exists():
+                how = "saved nothing" if name in SIGNALS else f"{name} saves nothing; SIGTERM (`kill`) saves and stops"
+                how += f". To resume from the last save: {_resuming_command()}"
+            say(how)
         else:
             _report(first, code, log_dir, notes[first].traceback if first in notes else "", job.proof is None)
         return 128 - code if code < 0 else code

@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessHandler
 import ddpshim.__main__ as command_line
 from ddpshim import variables
 from ddpshim.errors import LaunchError, WorldError
-from ddpshim.failures import failure, failure_notes
+from ddpshim.failures import failure, failure_notes, preemption
 from ddpshim.launch import runner
 from ddpshim.launch.runner import Launch
 from ddpshim.observe import records
@@ -104,6 +104,7 @@ elif what == "restart":
         wait_for("never") if rank == 0 else sys.exit(3)
 elif what == "linger":
     try:
+        (pathlib.Path(os.environ["DDPSHIM_RUN_DIR"]) / rest[1]).touch()
         (here / f"ready_{rank}").touch()  # inside: the signal comes as soon as it is there
         wait_for("never")
     finally:
@@ -450,9 +451,10 @@ def test_a_signal_that_comes_while_the_ranks_are_started(tmp_path: Path, name: s
     assert f"ddpshim: stopped by {name}" in job.screen
 
 
-@pytest.mark.parametrize("last", [0, 1])
-def test_ctrl_c(tmp_path: Path, last: int) -> None:
-    with Running(tmp_path, "linger", str(last)) as job:
+@pytest.mark.parametrize(("last", "listens"), [(0, False), (1, True)])
+def test_ctrl_c(tmp_path: Path, last: int, listens: bool) -> None:
+    arguments = "linger", str(last), preemption.LISTENS if listens else "no_Resumable"
+    with Running(tmp_path, *arguments) as job:
         job.wait_for("ready_0", "ready_1")
         job.send(signal.SIGINT)
         assert job.exit_code() == 130
@@ -462,10 +464,11 @@ def test_ctrl_c(tmp_path: Path, last: int) -> None:
     (log_dir,) = (tmp_path / "ddpshim-logs").glob("2*")
     stopped, how_to_resume = job.screen.splitlines()[-2:]
     assert stopped == f"ddpshim: stopped by SIGINT; their logs are in {log_dir}"
-    again = f"DDPSHIM_RESUME=always python -m ddpshim run --nproc=2 train.py linger {last}"
+    again = f"DDPSHIM_RESUME=always python -m ddpshim run --nproc=2 train.py {' '.join(arguments)}"
     assert how_to_resume == (
-        "ddpshim: SIGINT saves nothing; SIGTERM (`kill`) saves and stops. ddpshim saved nothing now: a program that "
-        f"resumes by itself goes on from its own last save, one with ddpshim.Resumable by: {again}"
+        f"ddpshim: SIGINT saves nothing; SIGTERM (`kill`) saves and stops. To resume from the last save: {again}"
+        if listens
+        else "ddpshim: saved nothing now: a program that resumes by itself goes on from its own last save"
     )
 
 

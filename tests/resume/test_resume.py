@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import ddpshim
+from ddpshim import variables
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint import resume
 from ddpshim.checkpoint.progress_folder import find_progress, last_save
@@ -417,9 +418,11 @@ def test_a_stream_of_shares_cannot_be_entered_in_the_middle(tmp_path: Path) -> N
 
 
 @pytest.mark.unit
-def test_listening_gives_the_signals_back() -> None:
+def test_listening_gives_the_signals_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    monkeypatch.setenv(variables.RUN_DIR, str(tmp_path))
     preemption.listen()
+    assert [file.name for file in tmp_path.iterdir()] == [preemption.LISTENS], "for the last lines of `run`"
     assert preemption.asked() is None
     os.kill(os.getpid(), signal.SIGUSR1)
     assert preemption.asked() == "SIGUSR1"
