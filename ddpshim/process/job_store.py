@@ -180,6 +180,7 @@ def _of_this_start(store: Any, env: LaunchEnv, timeout: timedelta) -> Any:
             with contextlib.suppress(RuntimeError, ValueError) if patience else contextlib.nullcontext():
                 store.wait([f"ddpshim/heard/{mine}/{theirs}"], timedelta(seconds=max(0.01, patience)))
                 is_heard = True
+        store.delete_key(f"ddpshim/hello/{rank}")  # a rank that starts again says it again
     return PrefixStore(mine, store)
 
 

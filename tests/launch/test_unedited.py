@@ -214,6 +214,63 @@ if rank != "none":
     assert (line in ranks.logs[0]) == is_alone
 
 
+def test_a_program_that_starts_itself_again_is_a_rank_again(tmp_path: Path) -> None:
+    """With its folder, files, variables and Python's options: once by the path, once without most variables."""
+    script = """
+number = int(os.environ.get("STARTS", 0))
+model = network()
+if number == 0:
+    os.makedirs("run")
+    os.chdir("run")
+else:
+    model.load_state_dict(torch.load("last.pth"))
+train(model, DataLoader(Items(), 8, shuffle=True), epochs=1)
+torch.save(model.state_dict(), "../weights.pth" if number == 2 else "last.pth")
+with open("log.txt", "a") as file:
+    file.write("started\\n")
+places = os.path.basename(os.getcwd()), sorted(os.listdir("..")), sorted(os.listdir()), os.environ.get("RANK")
+say("start", [number, places, sys.flags.optimize, len(open("log.txt").readlines())])
+os.environ["STARTS"] = str(number + 1)
+if number == 0:
+    os.execv(sys.executable, [*sys.orig_argv[:1], "-O", os.path.abspath(__file__)])
+if number == 1:
+    kept = {name: os.environ[name] for name in ("STARTS", "PATH", "PYTHONPATH") if name in os.environ}
+    os.execle(sys.executable, sys.executable, "-W", "ignore", "-X", "dev", __file__, kept)
+"""
+    equal = ("trained on",)
+    plain, ranks = compared(tmp_path, script, 3, equal, (), 1e-12)
+    for rank in range(3):
+        for seen, expected in zip(ranks.said(rank, "start"), plain.said(0, "start")):
+            outside = [name for name in expected[1][1] if name in ("run", "train.py")]
+            assert seen[:1] + seen[2:] == expected[:1] + expected[2:]
+            assert [*seen[1][::2], seen[1][3]] == [*expected[1][::2], None]
+            assert outside == ["run", "train.py"]
+            assert {*outside} <= {*seen[1][1]}
+    assert [seen[0::2] for seen in ranks.said(0, "start")] == [[0, 0], [1, 1], [2, 0]]
+    assert (ranks.folder / "run" / "log.txt").read_text() == "started\n" * 3
+
+
+def test_another_program_in_place_of_the_program_is_refused(tmp_path: Path) -> None:
+    script = """
+child = os.fork()
+if not child:
+    os.execvp("true", ["true"])
+say("child", os.waitpid(child, 0)[1])
+try:
+    os.execvp("no program has this name", ["no"])
+except FileNotFoundError:
+    say("child", "none")
+os.execvp("true", ["true", "as an argument"])
+"""
+    ranks = run(tmp_path, script, 2)
+    assert ranks.exit_codes == [1, 1]
+    for rank in range(2):
+        assert ranks.said(rank, "child") == [0, "none"]
+    line = len((HEAD + script).splitlines())
+    assert f"train.py:{line}: os.exec* replaces the program by ['/" in "".join(ranks.logs)
+    assert "/true', 'as an argument']; each rank would run that for itself" in "".join(ranks.logs)
+
+
 def test_the_rank_that_locks_a_shared_cache_first_fills_it_and_waits_for_nobody(tmp_path: Path) -> None:
     """The main rank waits for the lock; the other, which holds it, must not wait for the main rank's clock.
 

@@ -136,13 +136,17 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
         undo.callback(os.environ.pop, variables.RANK, None)
         os.environ[variables.RANK] = hidden.get("RANK", "0")
 
-        def take_back() -> None:
+        def leave(removes_new: bool) -> None:
+            here.barrier()
             undo.close()
-            if here.world_size > 1:
+            if removes_new and here.world_size > 1:
                 files.changes.remove_new()
+            cleanup()
+            if here.is_main:
+                time.sleep(_LAST_ANSWER_S)
 
         if start is not None:
-            start.take_back = take_back
+            start.leave = leave
             _notice(start, undo)
         if here.world_size > 1:
             since = time.time() if start is None else start.time
@@ -293,7 +297,7 @@ def leave_alone(start: Start, found: str, error: Optional[Exception] = None) -> 
 
     `error`: with which the program ended, if it did.
     """
-    here, line = world(), users_line(error=error)
+    line = users_line(error=error)
     if current().has_networks:
         raise SyncError(
             f"{line}: {found}, after ddpshim has distributed it as a program for one process; both "
@@ -304,10 +308,6 @@ def leave_alone(start: Start, found: str, error: Optional[Exception] = None) -> 
         f"{line}: {found}, so the program distributes itself. ddpshim restarts it and leaves it "
         f"alone ({variables.UNEDITED}=off skips the restart)"
     )
-    here.barrier()
-    start.take_back()
-    cleanup()
-    if here.is_main:
-        time.sleep(_LAST_ANSWER_S)
+    start.leave(True)
     os.chdir(start.folder)
     start.again({**start.environ, variables.UNEDITED: "off"})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import importlib.util
 import os
@@ -22,10 +23,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional
 
 from ddpshim import adapters, variables
-from ddpshim.errors import LaunchError, OptionsError
+from ddpshim.errors import LaunchError, OptionsError, SyncError
 from ddpshim.process.launch_env import read_launch_env
-from ddpshim.process.replaced import after_import
+from ddpshim.process.replaced import after_import, replaced
 from ddpshim.process.say import say
+from ddpshim.process.users_line import users_line
 
 if TYPE_CHECKING:
     from ddpshim.job.world import World
@@ -40,6 +42,13 @@ _DISTRIBUTORS = {
 }
 _JOINS = {"init_process_group", "init_device_mesh"}
 _OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"}
+# Variables that make a process a rank, which the program cannot change, by their beginnings.
+_OF_JOB = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_", "TORCHELASTIC_", "PMI"),
+    *("OMPI_", "MV2_", "MPI_LOCAL", "SLURM_", "SUBMITIT_", variables.PREFIX, "CUDA_VISIBLE_DEVICES"),
+)
+_RANK = ["-m", "ddpshim.launch.rank"]
+_execve = os.execve
 
 
 @dataclass
@@ -49,18 +58,54 @@ class Start:
     argv: Sequence[str]
     joins: bool = False  # whether its file calls a function that makes a process group
     at_failure: Callable[[Exception], None] = lambda error: None  # called if the program fails
-    take_back: Callable[[], None] = lambda: None  # restores replaced names, and removes files that the program has made
+    # Leaves the job, and restores replaced names (collective); if asked, removes files that the program has made.
+    leave: Callable[[bool], None] = lambda removes_new: None
+    file: str = ""  # of the program, as a real path; "" if it is not known
     folder: str = field(default_factory=os.getcwd)
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     time: float = field(default_factory=time.time)
     process: int = field(default_factory=os.getpid)
 
-    def again(self, environ: Mapping[str, str]) -> NoReturn:
-        """Replace this process by a rank that runs the program, with the options of this Python. Local."""
+    def again(self, environ: Mapping[str, str], options: Optional[Sequence[str]] = None) -> NoReturn:
+        """Replace this process by a rank that runs the program, by default with the options of this Python. Local."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        options = ["-u", *["-O"] * sys.flags.optimize, *(f"-W{option}" for option in sys.warnoptions)]
-        os.execve(sys.executable, [sys.executable, *options, "-m", "ddpshim.launch.rank", *self.argv], environ)
+        if options is None:
+            options = [*["-O"] * sys.flags.optimize, *(f"-W{option}" for option in sys.warnoptions)]
+        _execve(sys.executable, [sys.executable, "-u", *options, *_RANK, *self.argv], environ)
+
+    def execv(self, real: Callable[..., Any], path: Any, args: Any, env: Optional[Mapping[Any, Any]] = None) -> Any:
+        """os.execv or os.execve of the program. Its own file starts again as a rank (collective).
+
+        Raises SyncError for all else, which would run once for each rank.
+        """
+        given = () if env is None else (env,)
+        if os.getpid() != self.process or not (isinstance(path, int) or os.access(path, os.X_OK)):
+            return real(path, args, *given)  # of a forked child; or an error, after which os.execvp tries another path
+        found = "" if isinstance(path, int) else os.fsdecode(path)
+        argv, options = [*map(os.fsdecode, args)][1:], list[str]()
+        if os.path.realpath(found) == self.file:
+            argv = [found, *argv]
+        elif _is_this_python(found):
+            while argv and argv[0].startswith("-") and argv[0] not in ("-m", "-c", "-"):
+                num = 1 + (argv[0] in ("-W", "-X"))
+                options, argv = options + argv[:num], argv[num:]
+            argv = argv[2:] if argv[:2] == _RANK else argv  # of sys.orig_argv
+        else:
+            argv = []
+        if not argv or _file_of(argv) != self.file:
+            raise SyncError(
+                f"{users_line()}: os.exec* replaces the program by {[found, *args[1:]]}; each rank would run that for "
+                "itself, outside of the job, and write the same files. Start another program by subprocess.run, "
+                "which only the main rank does; the program itself may start again, by this Python."
+            )
+        folder = os.getcwd()
+        self.leave(False)
+        os.chdir(folder)
+        kept = os.environ if env is None else {os.fsdecode(name): os.fsdecode(value) for name, value in env.items()}
+        environ = {"PYTHONHASHSEED": "0"} | {name: kept[name] for name in kept if not name.startswith(_OF_JOB)}
+        environ |= {name: value for name, value in self.environ.items() if name.startswith(_OF_JOB)}
+        Start(argv).again(environ, options)
 
 
 def patched(argv: Sequence[str]) -> Optional[Sequence[str]]:
@@ -88,7 +133,8 @@ def distributed(argv: Sequence[str]) -> Iterator[Optional[Start]]:
     if not is_launched() or _wanted() == "off":
         yield None
         return
-    sources = Sources(module_file(argv[1]) if argv[0] == "-m" else argv[0])
+    file = _file_of(argv)
+    sources = Sources(file or None)
     if sources.own_way is not None and _wanted() != "on":
         if not sources.by_ddpshim and read_launch_env(os.environ).rank == 0:
             say(
@@ -99,8 +145,10 @@ def distributed(argv: Sequence[str]) -> Iterator[Optional[Start]]:
             )
         yield None
         return
-    start = Start(argv, sources.joins)
+    start = Start(argv, sources.joins, file=file)
     with contextlib.ExitStack() as until:
+        for real in (os.execv, os.execve):  # Python's others call these
+            until.enter_context(replaced(os, real.__name__, functools.partial(start.execv, real)))
 
         def begin() -> None:
             if os.getpid() == start.process:
@@ -165,6 +213,18 @@ def _wanted() -> str:
             f"{variables.UNEDITED}={choice!r}: whether to distribute the program is unclear. Use on or off."
         )
     return choice
+
+
+def _is_this_python(path: str) -> bool:
+    """Whether it is `sys.executable`, or another name in its folder: that of a virtual environment links elsewhere."""
+    ours, path = (os.path.abspath(one) for one in (sys.executable, path))
+    return os.path.dirname(ours) == os.path.dirname(path) and os.path.realpath(ours) == os.path.realpath(path)
+
+
+def _file_of(argv: Sequence[str]) -> str:
+    """Return the real path of the file that `python *argv` runs; "" if there is none."""
+    file = module_file(argv[1]) if argv[0] == "-m" and argv[1:] else argv[0]
+    return os.path.realpath(file) if file else ""
 
 
 def module_file(name: str) -> Optional[str]:
