@@ -37,6 +37,15 @@ _WHY_LOSS = (
     "loss that is not a mean over samples (divided by a rank's own count, or comparing samples), or a loss that is "
     "scaled"
 )
+_WHY_LATER_LOSS = (
+    "samples and weights are the same, and losses were equal in the steps before: what has changed on some ranks since "
+    "(eval mode, a buffer, a normaliser), or a loss divided by a rank's own count, which had been equal (masks)"
+)
+_WHY_LOSS_OF_WHOLES = (
+    "samples and weights are the same, and ddpshim computes whole batches: a loss that the program scales by the "
+    "number of ranks, something outside of torch that differs between ranks, or a mistake of ddpshim: does it differ "
+    "with DDPSHIM_CAPTURE=off, and with DDPSHIM_ROWS=off too?"
+)
 _BY_MORE = "by more than 1% of the distance they moved"
 _BEFORE_A_STEP = ("samples", "weights at the start", "loss")  # what a missing seed changes in the first step
 _LOOKS = ("samples", "lengths", "start", "losses", "gradients", "rates", "weights", "networks", "steps")
@@ -321,8 +330,24 @@ class _Comparison:
                 if not self._allows(("loss", i, j), abs(mean - value) / scale, _LOSS):
                     shown = ", ".join(f"{v:.8g}" for v in theirs)
                     found = f"{value:.8g} in one process, {mean:.8g} as the mean of the ranks' ({shown})"
-                    return "loss", where, place, found, _WHY_LOSS
+                    return "loss", where, place, found, self._why_loss(step)
         return None
+
+    def _why_loss(self, step: int) -> str:
+        """Return why losses of a step differ: weights may do so by less than what counts, after the step before."""
+        for record, run in itertools.product(self.one.of("step", step), self.ranks):
+            first, theirs = self.one.first_step(record["optimizer"]), run.same("step", step, record["optimizer"])
+            tensors = zip(first["names"], first["weights"], record["weights"], theirs["weights"] if theirs else ())
+            kept = [own for name, *own in tensors if name not in self._of_rounding]
+            apart, moved = (math.hypot(*(distance(own[i], own[1]) for own in kept)) for i in (2, 0))
+            if apart > self._least_limit(_GRADIENT) * moved:
+                return (
+                    f"after the step before, weights differ by {apart / moved if moved else math.inf:.1g} of the "
+                    "distance they moved: the optimizer has another learning rate or other settings"
+                )
+        if all(own["streams"] is None for run in self.ranks for own in run.of("loss", step)):
+            return _WHY_LOSS_OF_WHOLES
+        return _WHY_LATER_LOSS if step else _WHY_LOSS
 
     def _gradients(self, step: int) -> _Found:
         for record in self.one.of("gradients", step):

@@ -138,6 +138,35 @@ def test_rounding_grows_from_step_to_step_and_a_mistake_is_there_at_once(
     assert judging.judge(tmp_path, 2).is_same == is_same
 
 
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("losses", "streams", "moved", "says"),
+    [
+        ([2.0, 1.0], 7, 0.0, "BatchNorm that takes its statistics over a rank's samples"),
+        ([1.0, 2.0], 7, 0.0, "losses were equal in the steps before"),
+        ([1.0, 2.0], None, 0.0, "with DDPSHIM_CAPTURE=off, and with DDPSHIM_ROWS=off"),
+        ([1.0, 2.0], 7, 5e-3, "weights differ by 0.005 of the distance they moved: the optimizer has another learn"),
+    ],
+)
+def test_why_a_loss_differs(
+    tmp_path: Path, losses: list[float], streams: Optional[int], moved: float, says: str
+) -> None:
+    """What the first step has shown to be right is not named, nor what cannot be where ddpshim computes the batch."""
+    for run in ("one", "rank_0"):
+        is_rank = run == "rank_0"
+        _write(tmp_path, run, loss=losses if is_rank else 1.0, num_steps=2, samples="ab")
+        path = tmp_path / f"{run}.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            line["streams"] = streams if is_rank else None
+            if line["kind"] == "step":
+                line["weights"] = [watching.sketch(torch.tensor([2.0, 2.0 + moved * is_rank]))]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = _parting(tmp_path, 1)
+    assert (found.what, found.step) == ("loss", losses.index(2.0) + 1)
+    assert says in found.meaning
+
+
 def _write_weights(
     folder: Path, run: str, bias: float, copies: bool = False, begun_with: float = 0.0, dtype: str = "float32"
 ) -> None:
