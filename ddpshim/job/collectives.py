@@ -40,12 +40,9 @@ class WorldOfRanks(World):
         return obj if self.is_main else cast(T, StandIn())
 
     def barrier(self) -> None:
-        self._gather(None, "barrier")
+        self.gather(None, "barrier")
 
-    def gather(self, value: T) -> list[T]:
-        return self._gather(value, "gather")
-
-    def _gather(self, value: Any, what: str) -> list[Any]:
+    def gather(self, value: T, what: str = "gather") -> list[T]:
         group, trusts = peers(self), self.options.trust_peers
         own = messages.tensor_of(messages.packed(value, trusts))
         lengths = self._lengths(own.numel(), group, what)

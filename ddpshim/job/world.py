@@ -115,8 +115,8 @@ class World:
     def barrier(self) -> None:
         """Wait until every rank has called it, for up to `side_timeout_s` (collective)."""
 
-    def gather(self, value: T) -> list[T]:
-        """Return every rank's value, in rank order, on every rank (collective).
+    def gather(self, value: T, what: str = "gather") -> list[T]:
+        """Return every rank's value, in rank order, on every rank (collective); WorldError if `what` differs.
 
         Numbers, text, bytes, tensors, arrays, and tuples, lists, sets and mappings of them are sent as they are; other
         objects are pickled, unless the option `trust_peers` is off.

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ddpshim.errors import WorldError
-from ddpshim.job.collectives import begin_gather, group, pairs, peers
+from ddpshim.job.collectives import CROSSED_DEADLINE_S, begin_gather, group, pairs, peers
 from ddpshim.job.group import world
 from ddpshim.process.job import current
 
@@ -80,16 +80,19 @@ class State:
 
 
 def tell(own: tuple[int, int], judge: Callable[[list[Any]], Any], waits: bool, place: str) -> Any:
-    """Tell all ranks two integers. `judge` gets those of all ranks: now, and its answer is returned, or if they differ,
-    before the next backward pass or gather (collective if `waits`, and each _MOST_NEWS times).
+    """Tell all ranks two integers: a number, and a hash of `place`, what this rank does, and where.
 
-    `place`: what this rank does, and where, for an error.
+    `judge` gets those of all ranks: now, and its answer is returned, or if they differ, before the next backward pass
+    or gather (collective if `waits`, and each _MOST_NEWS times). Raises WorldError if ranks are at different places.
     """
     state, here = current().part(State), world()
     if waits or len(state.news) == _MOST_NEWS:
         settle(place)
     if waits:
-        return judge(pairs(own, here.world_size, peers(here)))
+        told = pairs(own, here.world_size, peers(here))
+        if any(theirs != own[1] for _, theirs in told):
+            raise are_apart(here.gather_with_deadline("crossed", place, CROSSED_DEADLINE_S))
+        return judge(told)
     state.news.append((own, judge, place))
     return None
 
@@ -107,7 +110,7 @@ def settle(place: str = "computes a backward pass, or gathers") -> None:
         return
     everyones = here.gather([*((*pair, False, where) for pair, _, where in news), (0, 0, True, place)])
     for i, told in enumerate(zip(*everyones)):
-        if len({(is_end, where.split()[0]) for *_, is_end, where in told}) > 1:  # files may have other names on others
+        if len({(theirs, is_end) for _, theirs, is_end, _ in told}) > 1:
             raise are_apart(dict(enumerate(where for *_, where in told)))
         if i < len(news):
             news[i][1]([pair for *pair, _, _ in told])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import os
 import secrets
 import zlib
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,7 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.place = users_line()
+        self._num_passes = 0
         self._num_waits = self._num_waited  # how often this rank still waits for the others' news
         self._known: tuple[Any, int] = (None, 0)  # kinds of a batch, and their hash
         self._of_rows: Any = None
@@ -117,26 +119,31 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
     def _batches_of_rows(self, batches: Any) -> Iterator[Any]:
         """Yield the batches of one pass (collective)."""
         num_passes = guard.num_reductions()
+        self._num_passes += 1
         self._num_waits = max(self._num_waits, min(1, self._num_waited))
         try:
-            while True:
+            for step in itertools.count(1):
                 with replaced(current().part(Counts), "is_fetching", True):
                     batch = next(batches, _END)
                 if batch is _END:
                     break
-                yield batch if self._of_rows is None else self._with_rows(batch)
+                yield (
+                    batch
+                    if self._of_rows is None
+                    else self._with_rows(batch, f"batch {step} of pass {self._num_passes}")
+                )
         finally:
             batches = None  # ends an abandoned pass now, on every rank: Python up to 3.10 keeps this frame
         if guard.num_reductions() != num_passes:
             guard.check_equal_steps(f"a pass over the DataLoader of {self.place}")
 
-    def _with_rows(self, fetched: Any) -> Any:
+    def _with_rows(self, fetched: Any, number: str) -> Any:
         """Return the batch with row tensors (collective)."""
         (num_rows, batch), here = fetched, world()
         part = blocks.part_of(num_rows)
         if part is None:
             return walked(lambda x: x.rows if isinstance(x, Own) else x, batch)
-        self._tell(num_rows, batch)
+        self._tell(num_rows, batch, number)
 
         def whole(x: Any) -> Any:
             if not isinstance(x, Own):
@@ -148,8 +155,8 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
 
         return walked(whole, batch)
 
-    def _tell(self, num_rows: int, batch: Any) -> None:
-        """Raise DataError if samples differ between ranks in shape or type (collective).
+    def _tell(self, num_rows: int, batch: Any, number: str) -> None:
+        """Raise DataError if samples differ between ranks in shape or type, WorldError if batches do (collective).
 
         Now, or before the next message of the training: once a loader's batches are known, no rank waits.
         """
@@ -171,7 +178,9 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
                 "samples alike, or give the loader a collate_fn"
             )
 
-        blocks.tell((num_rows, self._known[1]), judge, waits, f"takes a batch of the DataLoader of {self.place}")
+        tag = zlib.crc32(f"{number} {os.path.basename(self.place)}".encode(errors="backslashreplace"))
+        place = f"takes a batch of the DataLoader of {self.place} ({number})"
+        blocks.tell((self._known[1], tag), judge, waits, place)
 
 
 def _leave_out(batches: Any, num: int, loader: DataLoader[Any]) -> None:
@@ -202,7 +211,7 @@ def rows_loader(loader: DataLoader[Any]) -> Any:
             say_once(f"{kind} is read sample by sample, many times slower than by the batch: {reason}")
     is_stream = isinstance(loader.dataset, torch_data.IterableDataset)
     found = Found("a stream") if is_stream else probed(loader, collate if is_torchs else list)
-    told = here.gather((indices_of(loader.dataset), found))
+    told = here.gather((indices_of(loader.dataset), found), f"the DataLoader of {os.path.basename(loader.place)}")
     _check_same_data(loader, told)
     is_torchs = is_torchs and (is_known or not joins_samples(loader.dataset))
     fetches_own = is_torchs and not any(theirs.why for _, theirs in told)

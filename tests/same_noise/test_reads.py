@@ -15,11 +15,13 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import TensorDataset
 
 import ddpshim
 from ddpshim.errors import WorldError
 from ddpshim.process.job import current
 from ddpshim.rows import blocks
+from ddpshim.rows.loader import DataLoader
 from ddpshim.rows.tensor import Counts
 from ddpshim.trainers.unedited.reads import equal_reads
 from tests.one_process.parts import below
@@ -146,6 +148,15 @@ def _part(kind: str) -> None:
             if i == 11 and here.is_main:
                 torch.zeros(()).item()
         blocks.settle()
+    elif "loader" in kind or "batch" in kind:
+        one = DataLoader(TensorDataset(torch.zeros(12, 2)), 4)
+        other = DataLoader(TensorDataset(torch.zeros(12, 2)), 4)
+        if kind == "another loader, later":
+            next(iter(one)), next(iter(other))
+        batches = iter(one if here.is_main or kind == "another batch" else other)
+        next(batches)
+        if kind == "another batch":
+            next(iter(one) if here.is_main else batches)
     elif here.is_main:
         here.gather(1)
     else:
@@ -158,9 +169,19 @@ def _error_of(kind: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("kind", ["another line", "another line, later", "a collective"])
+@pytest.mark.parametrize(
+    "kind", ["another line", "another line, later", "a collective", "another loader", "another loader, later"]
+)
 def test_ranks_that_read_at_different_lines_stop(kind: str) -> None:
     for text in run_ranks(_error_of, 2, kind):
-        lines = re.findall(r"test_reads\.py:(\d+)", text)
+        lines = re.findall(r"rank \d .*?test_reads\.py:(\d+)", text)
         assert len(lines) == 2, text
         assert lines[0] != lines[1]
+
+
+def test_ranks_that_take_other_batches_of_one_loader_stop() -> None:
+    for text in run_ranks(_error_of, 2, "another batch"):
+        assert re.findall(r"rank \d takes a batch of .*?test_reads.py:\d+ \((.*?)\)", text) == [
+            "batch 1 of pass 2",
+            "batch 2 of pass 1",
+        ]
