@@ -312,7 +312,7 @@ def installed() -> Iterator[None]:
                     known_to_script[id(stand_in)] = "aten::has_torch_function"
                     undo.callback(known_to_script.pop, id(stand_in))
         put(torch, "compile", _making(torch.compile))
-        for name in ("trace", "trace_module"):
+        for name in ("trace", "trace_module", "_get_trace_graph"):
             put(torch.jit, name, on_wholes(getattr(torch.jit, name)))
         for kind in (torch.jit.ScriptFunction, torch._C.ScriptMethod):  # what they compute is not seen
             put(kind, "__call__", on_wholes(kind.__call__))
