@@ -26,9 +26,10 @@ from typing import Any, Callable, NamedTuple
 import torch
 from torch.utils import data as torch_data
 
-from ddpshim.process.job import derive_seed
+from ddpshim.process.job import current, derive_seed
 from ddpshim.process.random_streams import digest, seed_globals
 from ddpshim.rows.samples import fetcher
+from ddpshim.rows.tensor import Counts
 
 _DEADLINE_S = 5
 _NUM_COMPARED = 4  # samples, over ranks
@@ -113,6 +114,7 @@ def _places_in_files() -> dict[int, int]:
 
 def _in_child(loader: Any, join: Callable[[Any], Any], tensors: list[torch.Tensor], answer: int) -> Found:
     before = [x.clone() for x in tensors]
+    current().part(Counts).is_fetching = True
     try:
         _isolate(answer)
         if loader.num_workers:

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -269,6 +270,51 @@ os.execvp("true", ["true", "as an argument"])
     line = len((HEAD + script).splitlines())
     assert f"train.py:{line}: os.exec* replaces the program by ['/" in "".join(ranks.logs)
     assert "/true', 'as an argument']; each rank would run that for itself" in "".join(ranks.logs)
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_child_process_may_evaluate_and_ends_its_rank_if_it_trains(start: str, tmp_path: Path) -> None:
+    """Also where a dataset steps an optimizer of its own, which is no training, in the process and in a worker."""
+    script = f"""
+class Fitted(Items):
+    def __getitem__(self, index):
+        p = torch.ones(4, dtype=torch.float64, requires_grad=True)
+        fit = torch.optim.SGD([p], lr=0.1)
+        p.square().sum().backward()
+        fit.step()
+        return index, p.detach() * index / 40, torch.ones(1)
+
+def child(model, trains, results):
+    torch.set_num_threads(1)
+    if trains:
+        train(model, DataLoader(Items(), 8))
+    else:
+        results.put(sum(float(model(x).detach().sum()) for _, x, _ in DataLoader(Items(), 8)))
+
+if __name__ == "__main__":
+    model = network()
+    for workers in (0, 1):
+        begin = {start!r} if workers else None
+        train(model, DataLoader(Fitted(8), 4, num_workers=workers, multiprocessing_context=begin))
+    context = torch.multiprocessing.get_context({start!r})
+    results = context.Queue()
+    for trains in (False, True):
+        process = context.Process(target=child, args=(model, trains, results))
+        process.start()
+        say("result", results.get())
+        process.join()
+"""
+    ranks = run(tmp_path, script, 3)
+    assert {*ranks.exit_codes} == {-signal.SIGKILL}
+    results = [ranks.said(rank, "result") for rank in range(3)]
+    assert results == [results[0]] * 3
+    assert len(results[0]) == 1
+    # A forked child has the hooks of a network that is wrapped: its backward pass would be collective.
+    line = len((HEAD + script).partition("            optimizer.step()")[0].splitlines()) + (start == "spawn")
+    for rank in range(3):
+        note = (ranks.folder / "job" / f"failed.{rank}").read_text()
+        assert f"train.py:{line}: a child process of the program trains." in note
+        assert ranks.said(rank, "trained on")[-1] == [4, 5, 6, 7]
 
 
 def test_the_rank_that_locks_a_shared_cache_first_fills_it_and_waits_for_nobody(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from ddpshim.process.users_line import users_line
 from ddpshim.rows.calls import Calls
 from ddpshim.rows.gradients import plain
 from ddpshim.rows.tensor import Counts
+from ddpshim.trainers.unedited.program import refuse_training
 
 _ROUNDING = 1e-3
 _DEADLINE_S = 600.0
@@ -81,6 +82,7 @@ class Networks:
         self._places: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
         self._is_stale = False  # an optimizer got parameters since the last `wrap`
         self._before_forward: Any = None
+        self._process = os.getpid()
 
     def take_note(self, optimizer: torch.optim.Optimizer) -> None:
         """Record an optimizer that just got parameters, so that its networks are wrapped. Local."""
@@ -94,13 +96,22 @@ class Networks:
 
     def note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Before the first step of an optimizer: its training may have begun with the last pass. Local."""
+        self._refuse_in_child()
         if optimizer not in self._stepped:
             self._stepped.add(optimizer)
             self.num_passes = 1
 
+    def _refuse_in_child(self) -> None:
+        is_datasets = current().part(Counts).is_fetching  # also in its workers, which are forked while it fetches
+        if os.getpid() != self._process and not is_datasets:
+            refuse_training(self._process)
+
     def begin_pass(self, tensors: Any) -> None:
         """Before a backward pass, wrap new networks and compare the loss (collective)."""
-        if not is_compiling() and not current().part(Passes).depth:  # not in a pass of a checkpoint, inside another
+        if os.getpid() != self._process:  # a pass without networks that are wrapped is the child's own
+            if self.wrapped:
+                self._refuse_in_child()
+        elif not is_compiling() and not current().part(Passes).depth:  # not in a pass of a checkpoint, inside another
             self.wrap()
             self.num_passes += 1
             if is_milestone(self.num_passes):
@@ -158,7 +169,7 @@ class Networks:
                 "share; the others would wait for the lock, and this rank for them. Release it before training, or "
                 "lock a file beside the program: of those each rank has its own."
             )
-        if is_compiling() or not self._is_stale:
+        if is_compiling() or not self._is_stale or os.getpid() != self._process:
             return
         self._is_stale = False
         self.forget()

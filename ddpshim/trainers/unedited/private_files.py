@@ -29,6 +29,7 @@ from ddpshim.rows.gradients import plain
 from ddpshim.rows.tensor import Counts, on_whole
 from ddpshim.trainers.unedited.file_calls import CLibraries, LeftAlone, in_place, seen_by, watched
 from ddpshim.trainers.unedited.main_file_log import MainsChanges, MainsSaves, MainsWrites
+from ddpshim.trainers.unedited.program import watch_child
 
 if TYPE_CHECKING:
     from ddpshim.trainers.unedited.file_overlay import Files
@@ -76,10 +77,10 @@ class PrivateFiles:
                 # Otherwise shutil.rmtree refuses a folder that the main rank removes after its lstat: it then opens
                 # a copy with another inode.
                 undo.enter_context(replaced(shutil, "_use_fd_functions", False))
-                undo.enter_context(inherited(self._files))
                 undo.enter_context(watched(self._files.refuse))
                 switch_loggers_off()
             stand_ins |= {id(self._save): self.save, id(self._load): self.load}
+            undo.enter_context(inherited(self._files))
             undo.enter_context(libraries.installed())
             undo.enter_context(in_place(stand_ins))
             yield
@@ -182,24 +183,26 @@ def _share_wandb(is_main: bool) -> None:
 
 
 class _Passed(NamedTuple):
-    """In the process that unpickles it, `files` are seen while that process lives."""
+    """In the process that unpickles it, `files` are seen while that process lives, and it must not train."""
 
-    files: Files
+    files: Optional[Files]
+    process: int
 
-    def __reduce__(self) -> Any:
-        return _in_child, (self.files,)
+    def __reduce__(self) -> Any:  # the main rank's files are those of the disk
+        return (watch_child, (self.process,)) if self.files is None else (_in_child, (*self,))
 
 
-def _in_child(files: Files) -> contextlib.ExitStack:
+def _in_child(files: Files, process: int) -> contextlib.ExitStack:
+    watch_child(process)
     until = contextlib.ExitStack()
     until.enter_context(in_place(files.stand_ins()))
     until.enter_context(CLibraries(files.place_to_read, files.place_to_write).installed())
     return until
 
 
-def inherited(files: Files) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which new child processes see `files`."""
-    passed, made = _Passed(files), BaseProcess.__init__
+def inherited(files: Optional[Files]) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which new child processes see `files`, and end this rank if they train."""
+    passed, made = _Passed(files, os.getpid()), BaseProcess.__init__
 
     def init(process: BaseProcess, *args: Any, **kwargs: Any) -> None:
         made(process, *args, **kwargs)
