@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 from types import FrameType
-from typing import Optional
+from typing import Any, Callable, Optional
 
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PYTHON = os.path.dirname(os.__file__)
@@ -24,15 +24,33 @@ def users_line(
     frame = frame or sys._getframe(1)
     for raised, _ in traceback.walk_tb(error.__traceback__ if error is not None else None):
         frame = raised
-    installed, package = "", _started_package()
+    place = _place(frame)
+    return default if place is None else shown(*place)
+
+
+def _place(frame: Optional[FrameType]) -> Optional[tuple[str, int]]:
+    installed, package = None, _started_package()
     while frame is not None:
-        file = frame.f_code.co_filename
+        place = file, _ = frame.f_code.co_filename, frame.f_lineno
         if _is_of_program(file, package):
-            return shown(file, frame.f_lineno)
-        if not installed and not is_torchs_or_ours(file):
-            installed = shown(file, frame.f_lineno)
+            return place
+        if installed is None and not is_torchs_or_ours(file):
+            installed = place
         frame = frame.f_back
-    return installed or default
+    return installed
+
+
+def warning_at_users_line(original: Callable[..., str]) -> Callable[..., str]:
+    """Return the stand-in for warnings.formatwarning, by which a warning of ddpshim's lines is of the user's. Local."""
+
+    def formatwarning(message: Any, category: Any, filename: str, lineno: int, line: Optional[str] = None) -> str:
+        if filename.startswith(OURS + os.sep):
+            frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
+            at = next((frame for frame in frames if frame.f_code.co_filename == filename), None)
+            filename, lineno = _place(at) or (filename, lineno)
+        return original(message, category, filename, lineno, line)
+
+    return formatwarning
 
 
 def is_users(file: str) -> bool:

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Optional
@@ -34,7 +35,7 @@ from ddpshim.observe import records
 from ddpshim.options import Options
 from ddpshim.process.launch_env import EXIT_REQUEUE
 from ddpshim.process.say import place, say
-from ddpshim.process.users_line import OURS
+from ddpshim.process.users_line import OURS, warning_at_users_line
 from ddpshim.trainers.unedited.joining import see_one_gpu
 from tests import ranks
 from tests.launch.test_launch import SLURM
@@ -350,6 +351,25 @@ def test_a_traceback_has_the_frames_of_the_program(monkeypatch: pytest.MonkeyPat
     text = shown()
     assert "KeyError: 'absent'\n\nDuring handling" in text
     assert text.count(f'  File "{OURS}/rows/') > 2
+
+
+@pytest.mark.unit
+def test_a_warning_has_the_line_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of torch's C++ code has, which knows only the frame that calls it: a stand-in's."""
+    names: dict[str, Any] = {}
+    exec(compile("import warnings\ndef read(): warnings.warn('slow')", f"{OURS}/rows/between.py", "exec"), names)
+    said: list[str] = []
+
+    def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+        said.append(warnings.formatwarning(message, category, filename, lineno, line))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", show)
+        monkeypatch.setattr(warnings, "formatwarning", warning_at_users_line(warnings.formatwarning))
+        names["read"]()
+    line = sys._getframe().f_lineno - 1
+    assert said == [f'{__file__}:{line}: UserWarning: slow\n  names["read"]()\n']
 
 
 @pytest.mark.unit

@@ -17,6 +17,7 @@ import os
 import secrets
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, Optional
 
@@ -37,7 +38,7 @@ from ddpshim.process.job import Job, current
 from ddpshim.process.observed import called, observe
 from ddpshim.process.replaced import after_import, noted, replaced
 from ddpshim.process.say import say_on_main
-from ddpshim.process.users_line import users_line
+from ddpshim.process.users_line import users_line, warning_at_users_line
 from ddpshim.rows import calls
 from ddpshim.rows.loader import DataLoader, JoinedLoader
 from ddpshim.rows.tensor import Counts
@@ -126,6 +127,7 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
     with contextlib.ExitStack() as undo:
         for module in (torch_data, torch_data.dataloader):
             undo.enter_context(replaced(module, "DataLoader", DataLoader))
+        undo.enter_context(replaced(warnings, "formatwarning", warning_at_users_line(warnings.formatwarning)))
         undo.callback(networks.forget)
         optimizer = torch.optim.Optimizer
         undo.enter_context(replaced(optimizer, "add_param_group", called(optimizer.add_param_group, after=_take_note)))
