@@ -16,12 +16,12 @@ from torch.utils import data as torch_data
 
 from ddpshim import adapters
 from ddpshim.errors import DataError
+from ddpshim.failures.failure import abort
 from ddpshim.job.group import world
 from ddpshim.job.passes import Enterable, generator_states, indices_of, restore_generators
 from ddpshim.model import guard
 from ddpshim.process.job import current, derive_seed
 from ddpshim.process.random_streams import digest, global_states, restore_global_states, seed_globals
-from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say_on_main, say_once
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
@@ -102,7 +102,7 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
             self._is_decided, self._of_rows = True, rows_loader(self)
         num_left_out = first
         # Now, since torch draws the seed of workers when a pass begins.
-        with contextlib.nullcontext() if is_plain else replaced(current().part(Counts), "is_fetching", True):
+        with contextlib.nullcontext() if is_plain else current().part(Counts).fetching():
             if is_plain or self._of_rows is None:
                 batches = super().__iter__()
             else:
@@ -118,12 +118,12 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
 
     def _batches_of_rows(self, batches: Any) -> Iterator[Any]:
         """Yield the batches of one pass (collective)."""
-        num_passes = guard.num_reductions()
+        num_passes, counts = guard.num_reductions(), current().part(Counts)
         self._num_passes += 1
         self._num_waits = max(self._num_waits, min(1, self._num_waited))
         try:
             for step in itertools.count(1):
-                with replaced(current().part(Counts), "is_fetching", True):
+                with counts.fetching():
                     batch = next(batches, _END)
                 if batch is _END:
                     break
@@ -134,7 +134,7 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
                 )
         finally:
             batches = None  # ends an abandoned pass now, on every rank: Python up to 3.10 keeps this frame
-        if guard.num_reductions() != num_passes:
+        if counts.is_in_own_thread() and guard.num_reductions() != num_passes:
             guard.check_equal_steps(f"a pass over the DataLoader of {self.place}")
 
     def _with_rows(self, fetched: Any, number: str) -> Any:
@@ -143,13 +143,23 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
         part = blocks.part_of(num_rows)
         if part is None:
             return walked(lambda x: x.rows if isinstance(x, Own) else x, batch)
-        self._tell(num_rows, batch, number)
+        is_ahead = not current().part(Counts).is_in_own_thread()  # a thread of the program's: it may send nothing
+        if not is_ahead:
+            self._tell(num_rows, batch, number)
 
         def whole(x: Any) -> Any:
             if not isinstance(x, Own):
                 return x
             if isinstance(x.rows, torch.Tensor):
                 return Rows(x.rows, 0, part)
+            if is_ahead:
+                abort(  # an error would end the thread alone, and the program would wait for it
+                    DataError(
+                        f"{self.place}: texts of a batch that data workers load, in a thread of the program: each rank "
+                        "has those of its own rows, and would train with them only. Begin the pass in that thread, "
+                        "iter(loader), or set num_workers=0: then each rank loads whole batches."
+                    )
+                )
             blocks.settle()  # another rank may have no batch
             return type(x.rows)([one for theirs in here.gather(x.rows) for one in theirs])
 

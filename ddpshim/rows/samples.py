@@ -8,6 +8,7 @@ samples are functions of their index (`probe`); elsewhere one data worker of a n
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -27,7 +28,7 @@ class Own(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    num_rows: int  # of all ranks
+    num_rows: int  # of all ranks; 0: the batch is whole on each
     batch: Any  # with `Own` where only this rank's rows are
 
 
@@ -155,6 +156,9 @@ class Batches:
         """Return a batch as `Fetched`, or the error that each rank raises. Raises StopIteration as torch's fetcher."""
         if self._fetcher is None and self._error is None and self._fetches_here():
             self._begin()
+        if threading.current_thread() is not threading.main_thread():
+            # The program's: what others draw meanwhile would be taken for a sample's, and it may read what it gets.
+            return Fetched(0, self._marked(index).batch)
         if self._fetches_own:
             return self._own(index)
         return self._whole(index) if self._lines is None else self._once(index, self._lines)

@@ -45,7 +45,7 @@ class Counts:
         self.refused: dict[str, str] = {}  # why calls were not captured, by the name of the network
         self.gathered: Counter[tuple[str, str]] = Counter()  # number, by line of the program and function
         self.num_bytes: Counter[tuple[str, str]] = Counter()  # of the wholes, in the same way
-        self.is_fetching = self.is_alone = False  # a loader produces a batch; this rank runs what others do not
+        self.is_fetching = self.is_alone = False  # see the contexts below
         self.lock: Callable[[], str] = str  # returns the file whose lock this rank holds, for which others wait, or ""
         self._thread, self._process = threading.get_ident(), os.getpid()
 
@@ -59,7 +59,15 @@ class Counts:
 
     def alone(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which this rank does something that others do not, so it must not gather. Local."""
-        return replaced(self, "is_alone", self.is_alone or threading.get_ident() == self._thread)
+        return self._flagged("is_alone")
+
+    def fetching(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which a loader produces a batch. Local."""
+        return self._flagged("is_fetching")
+
+    def _flagged(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        # Another thread is in lock step with nobody anyway, and would take the flag from this one, or leave it set.
+        return replaced(self, name, True) if threading.get_ident() == self._thread else contextlib.nullcontext()
 
 
 class _Mirror:

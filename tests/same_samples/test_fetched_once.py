@@ -10,8 +10,10 @@ import functools
 import multiprocessing
 import os
 import pickle
+import queue
 import random
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -262,7 +264,31 @@ def _side_by_side(loader: Any) -> list[Any]:
     return [_whole(both) for both in zip(loader, loader)]
 
 
+def _ahead(loader: Any, ends: tuple[int, ...] = (99, 99), reads: Any = None) -> list[Any]:
+    """The same of passes that begin here and that a thread walks, which may read batches too."""
+
+    def produced(walk: Any) -> Iterator[Any]:
+        batches: queue.Queue[Any] = queue.Queue(2)
+
+        def produce() -> None:
+            for batch in walk:
+                batches.put((batch, reads and reads(leaves(batch)[0])))
+            batches.put(None)
+
+        threading.Thread(target=produce, daemon=True).start()
+        return iter(batches.get, None)
+
+    found: list[Any] = []
+    for end in ends:
+        for step, (batch, read) in enumerate(produced(iter(loader))):
+            if step == end:
+                break
+            found.append([read, _whole(batch)])
+    return found
+
+
 WORKERS = {"num_workers": 2, "multiprocessing_context": "fork"}
+NO_WORKER = {"num_workers": 0, "multiprocessing_context": None}
 KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any], Any]] = {
     "samples that draw": (OTHERS["torch"], {}, _passes),
     "a generator of the file": (OTHERS["a generator of the file"], {}, _passes),
@@ -294,8 +320,16 @@ KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any], Any]] = {
     ),
     "one worker": (OTHERS["Python"], {"num_workers": 1}, _passes),
     "four workers": (OTHERS["Python"], {"num_workers": 4, "prefetch_factor": 1}, _passes),
-    "no worker": (OTHERS["a closure"], {"num_workers": 0, "multiprocessing_context": None}, _passes),
+    "no worker": (OTHERS["a closure"], NO_WORKER, _passes),
     "a counter of processes": (OTHERS["a counter of processes"], {}, _passes),
+    "a thread, draws": (OTHERS["torch"], {"shuffle": True}, functools.partial(_ahead, ends=(1, 99))),
+    "a thread, own rows": (FUNCTIONS["a tensor"], {"shuffle": True}, functools.partial(_ahead, ends=(1, 99))),
+    "a thread, no worker": (
+        FUNCTIONS["dicts and texts"],
+        {"shuffle": True, **NO_WORKER},
+        functools.partial(_ahead, reads=lambda x: float(x.mean())),
+    ),
+    "a thread, draws, no worker": (OTHERS["numpy"], {"shuffle": True, **NO_WORKER}, _ahead),
 }
 
 
