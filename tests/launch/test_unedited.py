@@ -451,6 +451,14 @@ def test_orders_and_draws_are_those_of_the_plain_script_on_every_rank(tmp_path: 
     assert ranks.logs[0].count(digits) == 1
 
 
+def test_a_program_without_a_seed_is_promised_no_digits(tmp_path: Path) -> None:
+    file = tmp_path / "unseeded.py"
+    file.write_text(f"{HEAD}train(network(), DataLoader(Items(), 8), epochs=9)".replace("torch.manual_seed(7)\n", ""))
+    log = succeeded(run(tmp_path, str(file), 2)).logs[0]
+    assert log.endswith("differs in each run, also in one process, so the losses of two runs do\n")
+    assert "digits" not in log
+
+
 ROLLS_OUT = """
 np.random.seed(0)
 from diffusion_policy.env_runner.base_image_runner import BaseImageRunner

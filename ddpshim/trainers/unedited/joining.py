@@ -117,6 +117,7 @@ def _set_up(seed: Optional[int] = None, **given: Any) -> World:
     here = group.join(DOOR, seed=seed, **given)
     if seed is None:
         here = group.join(DOOR, seed=here.broadcast(int(os.environ.get(variables.SEED) or secrets.randbits(62))))
+        current().part(Networks).drawn_seed = here.seed
     return here
 
 

@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import nn
@@ -59,7 +59,12 @@ def say_what_was_divided() -> None:
     why = f" ({refused})" if share < 0.5 and refused else ""
     captured = f", {100 * share:.0f}% of them captured{why}" if counts.replayed or refused else ""
     say(f"{percent:.0f}% of the operations on batches were divided among the ranks{captured}.{whole}")
-    if world().options.exact is None:
+    if torch.initial_seed() == current().part(Networks).drawn_seed:
+        say(
+            "the program does not seed torch (torch.manual_seed): what it draws (weights, the order of samples, noise) "
+            "differs in each run, also in one process, so the losses of two runs do"
+        )
+    elif world().options.exact is None:
         say(
             "float32 losses equal those of one process in 6 to 8 digits at first and in fewer later, because rounding "
             "grows (python -m ddpshim docs same_experiment)"
@@ -75,6 +80,7 @@ class Networks:
     """The networks that one program trains."""
 
     def __init__(self) -> None:
+        self.drawn_seed: Optional[int] = None  # with which ranks began, if the program gave none
         self.wrapped: list[nn.Module] = []  # the outermost modules
         self.num_passes = 0  # outermost backward passes since an optimizer got parameters; at its first step, 1
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
