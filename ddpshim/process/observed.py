@@ -143,18 +143,22 @@ def outside_steps() -> contextlib.AbstractContextManager[None]:
 
 
 def live_modules() -> list[Any]:
-    """Return every torch.nn.Module whose __init__ has run. Local.
+    """Return every torch.nn.Module whose __init__ has run. Local."""
+    from torch.nn import Module
+
+    return [module for module in live(Module) if "_modules" in module.__dict__]
+
+
+def live(kind: type) -> list[Any]:
+    """Return every object of a class or its subclasses, in an order that differs between ranks. Local.
 
     A tuple that another thread is building (torch's pinning thread, say) is among all objects, and that thread gets
     a SystemError if it goes on while a list of them exists (bpo-15108). So one call of C makes the list, searches it
     and empties it: no thread runs in between.
     """
-    from torch.nn import Module
-
     lists, each = list[list[Any]](), itertools.chain.from_iterable
     fill: Any = filter(None, map(lists.append, map(gc.get_objects, [None])))
     empty: Any = filter(None, map(list.clear, [lists]))
-    are_modules = map(issubclass, map(type, each(lists)), itertools.repeat(Module))
-    # The last item ends `are_modules`, which would keep the list.
-    found = list(itertools.compress(itertools.chain(fill, each(lists), empty, [None]), are_modules))
-    return [module for module in found if "_modules" in module.__dict__]
+    are_found = map(issubclass, map(type, each(lists)), itertools.repeat(kind))
+    # The last item ends `are_found`, which would keep the list.
+    return list(itertools.compress(itertools.chain(fill, each(lists), empty, [None]), are_found))

@@ -9,7 +9,6 @@ copied into the other before the next use.
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import threading
 from collections import Counter
@@ -21,6 +20,7 @@ import torch
 from ddpshim.errors import SyncError
 from ddpshim.process.devices import mapped as mapped
 from ddpshim.process.job import current
+from ddpshim.process.observed import live
 from ddpshim.process.replaced import replaced
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
@@ -45,7 +45,7 @@ class Counts:
         self.refused: dict[str, str] = {}  # why calls were not captured, by the name of the network
         self.gathered: Counter[tuple[str, str]] = Counter()  # number, by line of the program and function
         self.num_bytes: Counter[tuple[str, str]] = Counter()  # of the wholes, in the same way
-        self.is_fetching = self.is_alone = False  # see the contexts below
+        self.is_fetching = self.is_alone = self.is_searching = False  # see the contexts below
         self.lock: Callable[[], str] = str  # returns the file whose lock this rank holds, for which others wait, or ""
         self._thread, self._process = threading.get_ident(), os.getpid()
 
@@ -64,6 +64,10 @@ class Counts:
     def fetching(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which a loader produces a batch. Local."""
         return self._flagged("is_fetching")
+
+    def searching(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which all modules are walked, in an order that differs between ranks. Local."""
+        return self._flagged("is_searching")
 
     def _flagged(self, name: str) -> contextlib.AbstractContextManager[Any]:
         # Another thread is in lock step with nobody anyway, and would take the flag from this one, or leave it set.
@@ -230,7 +234,7 @@ class EndedRows(Rows):
 
 def end_rows() -> None:
     """Make each row tensor that outlives the job an error where it is used. Local."""
-    for one in gc.get_objects():
+    for one in live(Rows):
         if type(one) is Rows:
             one.__class__ = EndedRows
 

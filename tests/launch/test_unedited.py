@@ -556,6 +556,22 @@ REFUSED = {
         "train.py:41: a batch that is divided over the ranks is used in another thread or process",
         {},
     ),
+    "texts in a thread": (
+        "import threading\nloader = DataLoader([('text', torch.ones(2))] * 24, 8, num_workers=1)\n"
+        "def walk(batches):\n    for batch in batches:\n        pass\n"
+        "thread = threading.Thread(target=walk, args=(iter(loader),))\nthread.start()\nthread.join()\n"
+        "threading.Event().wait()",
+        "train.py:37: texts of a batch that data workers load, in a thread of the program",
+        {},
+    ),
+    "parameters in another order": (
+        "params = [*nn.Sequential(*[nn.Linear(2, 2) for _ in range(40)]).parameters()]\n"
+        "random.Random(os.getpid()).shuffle(params)\n"
+        "optimizer = torch.optim.SGD(params)\n"
+        "sum(p.sum() for p in params).backward()",
+        "train.py:38: SGD got its parameters in another order on another rank",
+        {},
+    ),
 }
 
 

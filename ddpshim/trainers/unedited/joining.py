@@ -47,6 +47,7 @@ from ddpshim.trainers.unedited.file_calls import Locks, in_place
 from ddpshim.trainers.unedited.networks import Networks, say_what_was_divided
 from ddpshim.trainers.unedited.private_files import PrivateFiles, Rollouts
 from ddpshim.trainers.unedited.reads import equal_reads
+from ddpshim.trainers.unedited.set_order import make_alike
 
 if TYPE_CHECKING:
     from ddpshim.trainers.unedited.program import Start
@@ -152,6 +153,7 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
             start.leave = leave
             _notice(start, undo)
         if here.world_size > 1:
+            make_alike()
             since = time.time() if start is None else start.time
             counts.lock = locks.held
             files, clock = PrivateFiles(here, since), Clock(here)

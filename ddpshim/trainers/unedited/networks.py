@@ -191,12 +191,15 @@ class Networks:
         if world().world_size == 1:
             current().has_networks = True
             return
+        self._check_order(optimizer, missing)
         gc.collect()  # ranks collect garbage at different times, so dead modules would differ between ranks
         modules = [module for module in live_modules() if not isinstance(module, Transparent)]
         children = {id(child) for module in modules for child in module._modules.values()}
         roots = [module for module in modules if id(module) not in children]
-        place = self._places[optimizer]
-        for root in choose(roots, missing):
+        place, counts = self._places[optimizer], current().part(Counts)
+        with counts.searching():
+            chosen = choose(roots, missing)
+        for root in chosen:
             if isinstance(root, torch.jit.ScriptModule):
                 continue  # it is computed whole, and so are its gradients
             number = sum(p.numel() for p in root.parameters() if p.requires_grad)
@@ -209,7 +212,18 @@ class Networks:
             except SyncError as error:
                 raise SyncError(f"{place}: {error}") from error
             self.wrapped.append(root)
-        self._watch_copies(roots)
+        with counts.searching():
+            self._watch_copies(roots)
+
+    def _check_order(self, optimizer: torch.optim.Optimizer, params: list[Any]) -> None:
+        """Raise SyncError if ranks gave an optimizer parameters in different orders (collective)."""
+        told = world().gather([(tuple(p.shape), _sum_of([p])) for p in params if not is_lazy(p)])
+        if any(theirs != told[0] and sorted(theirs) == sorted(told[0]) for theirs in told):
+            raise SyncError(
+                f"{self._places[optimizer]}: {type(optimizer).__name__} got its parameters in another order on another "
+                "rank, as from a set of objects, whose order is that of addresses: a rank would train one network with "
+                "the gradients and the state of another. Give it a list in the order of the program."
+            )
 
     def _watch_copies(self, roots: list[nn.Module]) -> None:
         """Watch copies: networks with the shapes of a wrapped module, but other parameters (collective).
@@ -226,7 +240,7 @@ class Networks:
             if not any(p.is_meta or is_lazy(p) or id(p) in owned for p in root.parameters())
             and shapes_of(root) in known
         ]
-        facts = [repr((type(copy).__name__, shapes_of(copy), _sum_of(copy))) for copy in copies]
+        facts = [repr((type(copy).__name__, shapes_of(copy), _sum_of(copy.parameters()))) for copy in copies]
         counts = [Counter(found) for found in world().gather(facts)]
         for fact, copy in sorted(zip(facts, copies), key=lambda pair: pair[0]):
             if any(count[fact] != counts[0][fact] for count in counts):
@@ -252,7 +266,7 @@ def choose(roots: Iterable[nn.Module], params: list[Any]) -> list[nn.Module]:
 
     def order(one: tuple[nn.Module, list[int]]) -> tuple[Any, ...]:
         root, own = one
-        return -len(wanted.intersection(own)), -len(own), own, str(type(root)), _sum_of(root)
+        return -len(wanted.intersection(own)), -len(own), own, str(type(root)), _sum_of(root.parameters())
 
     for root, own in sorted(held, key=order):
         if not wanted.isdisjoint(own):
@@ -266,6 +280,6 @@ def shapes_of(module: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
     return tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
 
 
-def _sum_of(module: nn.Module) -> float:
+def _sum_of(params: Iterable[Any]) -> float:
     with torch.no_grad():
-        return sum(float(p.detach().abs().double().sum()) for p in module.parameters() if not (p.is_meta or is_lazy(p)))
+        return sum(float(p.detach().abs().double().sum()) for p in params if not (p.is_meta or is_lazy(p)))
