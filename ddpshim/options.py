@@ -106,6 +106,13 @@ class Options:
         choice("auto", "force", "off"),
         "under `run`: replay networks without Python, once that pays; force: from the second call on",
     )
+    draws: str = option(
+        "one_process",
+        choice("one_process", "sample"),
+        "under `run`: sample: what a sample draws depends on its pass and its index alone, so that each rank fetches "
+        "its own rows; other numbers than those of the plain program, but equal on any number of ranks, also on one, "
+        "and of data workers",
+    )
     lr_rule: str = option(
         "none",
         choice("linear", "sqrt", "none"),

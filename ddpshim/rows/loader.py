@@ -25,7 +25,8 @@ from ddpshim.process.random_streams import digest, global_states, restore_global
 from ddpshim.process.say import say_on_main, say_once
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
-from ddpshim.rows.probe import Found, first_difference, probed
+from ddpshim.rows.draws import by_sample
+from ddpshim.rows.probe import DRAWS, Found, first_difference, probed
 from ddpshim.rows.relay import IS_POSSIBLE, Address
 from ddpshim.rows.samples import Batches, Fetched, Numbered, Own, joins_samples, name_of, walked
 from ddpshim.rows.tensor import Counts, Rows, leaves
@@ -44,12 +45,12 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.place = users_line()
-        self._num_passes = 0
         self._num_waits = self._num_waited  # how often this rank still waits for the others' news
         self._known: tuple[Any, int] = (None, 0)  # kinds of a batch, and their hash
+        self._by_sample: Any = None  # a copy for whose samples generators are seeded
         self._of_rows: Any = None
         self._is_decided = False  # how batches are fetched
-        self._first = 0  # step of the next pass
+        self._first = self._num_passes = 0  # step of the next pass; passes that have begun
         # Random streams of this pass, and whether it has a seed of workers that stay; and of the next one after an
         # interruption.
         self._begun_with: Optional[dict[str, Any]] = None
@@ -66,16 +67,18 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
         return {
             "generators": generator_states(self),
             "workers stay": self._workers_stay(),
+            "passes": self._num_passes,
             "begun with": self._begun_with,
         }
 
     def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
         if state is not None:
-            next_one = {"generators": state["generators"], "has seed": state["workers stay"]}
+            next_one = {"generators": state["generators"], "has seed": state["workers stay"], "passes": state["passes"]}
             self._begins_with = state["begun with"] if is_inside else next_one
 
     def _workers_stay(self) -> bool:
-        return (self if self._of_rows is None else self._of_rows)._iterator is not None
+        made = [loader for loader in (self._of_rows, self._by_sample, self) if loader is not None]
+        return made[0]._iterator is not None
 
     def __iter__(self) -> Any:
         (first, self._first), (states, self._begins_with) = (self._first, 0), (self._begins_with, None)
@@ -83,8 +86,10 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
         if states is not None:
             restore_global_states(states)
             restore_generators(self, states["generators"])
-            has_seed = states["has seed"]
+            has_seed, self._num_passes = states["has seed"], states["passes"]
         stays = {"generators": generator_states(self), "has seed": has_seed or self._workers_stay()}
+        stays["passes"] = self._num_passes
+        self._num_passes += current().part(Counts).is_in_lock_step()  # else other ranks would not have counted it
         self._begun_with = {**global_states(), **stays}
         try:
             if has_seed:
@@ -98,13 +103,20 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
     def _pass(self, first: int) -> Any:
         """Begin a pass at step `first`, with all draws for its order."""
         is_plain = blocks.num_pieces() == 1 or not current().part(Counts).is_in_lock_step()
+        if self._by_sample is None and _draws_by_sample(self):
+            self._by_sample = by_sample(self)
+        if self._by_sample is not None:
+            self._by_sample.indices.num_passes = self._num_passes
         if not is_plain and not self._is_decided:
-            self._is_decided, self._of_rows = True, rows_loader(self)
+            self._is_decided, self._of_rows = True, rows_loader(self, self._by_sample)
         num_left_out = first
         # Now, since torch draws the seed of workers when a pass begins.
         with contextlib.nullcontext() if is_plain else current().part(Counts).fetching():
-            if is_plain or self._of_rows is None:
+            if (is_plain or self._of_rows is None) and self._by_sample is None:
                 batches = super().__iter__()
+            elif is_plain or self._of_rows is None:
+                vars(self._by_sample)["generator"] = self.generator
+                batches = iter(self._by_sample)
             else:
                 vars(self._of_rows)["generator"] = self.generator
                 self._of_rows.dataset.begin_pass()
@@ -119,7 +131,6 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
     def _batches_of_rows(self, batches: Any) -> Iterator[Any]:
         """Yield the batches of one pass (collective)."""
         num_passes, counts = guard.num_reductions(), current().part(Counts)
-        self._num_passes += 1
         self._num_waits = max(self._num_waits, min(1, self._num_waited))
         try:
             for step in itertools.count(1):
@@ -206,8 +217,21 @@ def _leave_out(batches: Any, num: int, loader: DataLoader[Any]) -> None:
         )
 
 
-def rows_loader(loader: DataLoader[Any]) -> Any:
-    """Return a copy of a loader whose batches are `Fetched`; None if each rank's whole batch is plain (collective)."""
+def _draws_by_sample(loader: DataLoader[Any]) -> bool:
+    here = current().world
+    return (
+        here is not None
+        and here.options.draws == "sample"
+        and not isinstance(loader.dataset, torch_data.IterableDataset)  # its samples have no index
+        and adapters.fetcher_of(loader.dataset) is None  # it fetches by the batch, and draws nothing
+    )
+
+
+def rows_loader(loader: DataLoader[Any], by_sample: Any = None) -> Any:
+    """Return a copy of a loader whose batches are `Fetched`; None if each rank's whole batch is plain (collective).
+
+    `by_sample`: a copy of the loader which seeds generators, to fetch from.
+    """
     here = world()
     collate: Any = loader.collate_fn
     is_torchs, is_known = _is_torchs(loader), False
@@ -220,7 +244,8 @@ def rows_loader(loader: DataLoader[Any]) -> Any:
             kind = type(loader.dataset).__name__
             say_once(f"{kind} is read sample by sample, many times slower than by the batch: {reason}")
     is_stream = isinstance(loader.dataset, torch_data.IterableDataset)
-    found = Found("a stream") if is_stream else probed(loader, collate if is_torchs else list)
+    source = loader if by_sample is None else by_sample
+    found = Found("a stream") if is_stream else probed(source, collate if is_torchs else list)
     told = here.gather((indices_of(loader.dataset), found), f"the DataLoader of {os.path.basename(loader.place)}")
     _check_same_data(loader, told)
     is_torchs = is_torchs and (is_known or not joins_samples(loader.dataset))
@@ -232,15 +257,15 @@ def rows_loader(loader: DataLoader[Any]) -> Any:
     token = here.broadcast(secrets.token_hex(16))
     if is_torchs and not fetches_own and here.world_size > 1:
         _say_how(loader, next(theirs.why for _, theirs in told if theirs.why), is_relayed)
-    made: Any = copy.copy(loader)
+    made: Any = copy.copy(source)
     made.__class__ = _TorchsLoader
     address = Address(token, here.rank, here.local_rank, here.local_world_size) if is_relayed else None
-    batches = Batches(loader, collate, address, fetches_own)
+    batches = Batches(source, collate, address, fetches_own)
     vars(made).update(dataset=batches, collate_fn=_as_it_is, in_order=True, _iterator=None)
     if is_stream:
         vars(made).update(batch_sampler=None)
     elif loader.batch_sampler is not None:
-        vars(made).update(batch_sampler=_OwnRows(loader))
+        vars(made).update(batch_sampler=_OwnRows(source))
     if loader.num_workers:
         vars(made).update(worker_init_fn=batches.start_worker)
     return made
@@ -254,7 +279,8 @@ def _say_how(loader: DataLoader[Any], why: str, is_relayed: bool) -> None:
     how = "one data worker of a node fetches each batch for all its ranks, as in one process"
     if not is_relayed:
         how = "each rank fetches every whole batch and keeps its rows, which makes loading as slow as in one process"
-    say_on_main(f"{name_of(loader.dataset)}: {why}. {how[0].upper()}{how[1:]}")
+    own = "; with DDPSHIM_DRAWS=sample each would fetch its own rows, with other numbers" * (why == DRAWS)
+    say_on_main(f"{name_of(loader.dataset)}: {why}. {how[0].upper()}{how[1:]}{own}")
 
 
 def _is_torchs(loader: DataLoader[Any]) -> bool:

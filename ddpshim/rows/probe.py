@@ -31,6 +31,7 @@ from ddpshim.process.random_streams import digest, seed_globals
 from ddpshim.rows.samples import fetcher
 from ddpshim.rows.tensor import Counts
 
+DRAWS = "it draws random numbers for a sample"
 _DEADLINE_S = 5
 _NUM_COMPARED = 4  # samples, over ranks
 _MOST_SHARED = 1 << 30  # bytes that a child copies, to put them back
@@ -206,7 +207,7 @@ def _compared(loader: Any, join: Callable[[Any], Any]) -> Found:
     if fetched(indices[0])[0] != first[0]:
         return Found("a sample depends on more than its index")
     samples = tuple((repr(index), sums) for index, (_, sums) in zip(indices, [first, *others]))
-    return Found("it draws random numbers for a sample" if has_drawn else "", samples)
+    return Found(DRAWS if has_drawn else "", samples)
 
 
 def facts_of(sample: Any) -> tuple[bytes, list[float]]:

@@ -178,8 +178,8 @@ class Batches:
             raise DataError(
                 f"a sample of {name_of(self.dataset)} draws random numbers, and those before did not. Other ranks do "
                 "not draw them, so they would train with other noise. Draw for each sample"
-                + worker
-                * (torch_data.get_worker_info() is None)
+                + worker * (torch_data.get_worker_info() is None)
+                + ", or set DDPSHIM_DRAWS=sample"
             )
         if lines is None or lines.all(is_alike):
             whole = walked(lambda x: x if isinstance(x, Own) else Own(x), batch)
@@ -234,8 +234,8 @@ class Batches:
 
 
 def _inside(dataset: Any) -> list[Any]:
-    """Return the datasets that one of torch's own holds."""
-    if isinstance(dataset, torch_data.Subset):
+    """Return the datasets that one of torch's own, or of ours, holds."""
+    if isinstance(dataset, torch_data.Subset) or type(dataset).__module__ == "ddpshim.rows.draws":
         return [dataset.dataset]
     held = dataset.datasets if isinstance(dataset, (torch_data.ConcatDataset, torch_data.StackDataset)) else ()
     return [*held.values()] if isinstance(held, dict) else [*held]

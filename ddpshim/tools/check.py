@@ -17,6 +17,7 @@ from typing import Optional
 from ddpshim.errors import LaunchError
 from ddpshim.launch import runner
 from ddpshim.launch.runner import Launch, end_of, make_log_dir, run
+from ddpshim.options import Options
 from ddpshim.process.launch_env import PLACE
 from ddpshim.process.say import count, say
 from ddpshim.tools import new_files, watching
@@ -36,7 +37,7 @@ def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None) 
     logs = make_log_dir(job)
     with tempfile.TemporaryDirectory(prefix="ddpshim-check-") as name:
         folder = Path(name)
-        (folder / watching.SETTINGS).write_text(json.dumps(asdict(settings)))
+        _write(folder, settings)
         say(f"2 runs of {settings.steps} steps; their output goes to {logs}, and files that they make are removed")
         try:
             _run_alone(alone, folder, logs, settings)
@@ -59,9 +60,24 @@ def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None) 
     return proof
 
 
+def _write(folder: Path, settings: ProofSettings) -> None:
+    (folder / watching.SETTINGS).write_text(json.dumps(asdict(settings)))
+
+
 def _run_alone(job: Launch, folder: Path, logs: Path, settings: ProofSettings) -> None:
     """Run it without a launcher's variables; if it makes no step, run it as the only rank of a job."""
-    for how, environ in (("", {}), (" as a single rank of a job", _variables_of_one())):
+    ways: tuple[tuple[str, dict[str, str]], ...] = (("", {}), (" as a single rank of a job", _variables_of_one()))
+    if Options.read().draws == "sample":
+        say("run 1: one rank of `run`, since the plain program does not draw by sample")
+        _write(folder, replace(settings, num_ranks=1))
+        run(replace(job, proof=str(folder), nproc="1", log_dir=str(logs)))
+        _write(folder, settings)
+        new_files.remove(folder)
+        for ended in folder.glob("over_*"):
+            ended.unlink()
+        (folder / "rank_0.jsonl").rename(folder / f"{ONE}.jsonl")
+        said, ways = end_of(logs / "rank_0.log"), ()
+    for how, environ in ways:
         say(f"run 1: one process{how}")
         _run_one(job, folder, logs, environ, settings.timeout_s)
         new_files.remove(folder)  # the ranks must not find the checkpoints of this one
@@ -70,6 +86,8 @@ def _run_alone(job: Launch, folder: Path, logs: Path, settings: ProofSettings) -
         said = end_of(logs / f"{ONE}.log")
         say(f"made no step: {said.rpartition(chr(10))[2]}")
         (folder / f"{ONE}.jsonl").unlink(missing_ok=True)
+    if _num_steps(folder, ONE):
+        return
     raise LaunchError(
         "in one process the trainer made no step, neither plainly nor as a single rank: there is nothing to "
         f"compare. It ended with:\n{said}"

@@ -419,6 +419,8 @@ class _Comparison:
             return None
         begun = next(iter(self.one.all("state")))["tensors"]
         of_rounding = tuple(f".{name}" for name in self._of_rounding if name)  # copies of such weights
+        if any(name.endswith("bias") for name in of_rounding):  # before BatchNorm, which subtracts it; not in its var
+            of_rounding += (".running_mean",)
 
         def parts(name: str, a: Any, b: Any) -> bool:
             is_same = self._allows(("state", name), _moved(begun.get(name, a), a, b), _WEIGHT)

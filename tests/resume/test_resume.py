@@ -361,19 +361,19 @@ def _enters(kind: str, **options: Any) -> list[Any]:
     return [len(whole), rest == whole[3:], again == after, after != whole]
 
 
-def _enters_rows() -> dict[str, list[Any]]:
+def _enters_rows(draws: str) -> dict[str, list[Any]]:
     here = ddpshim.world()
     ddpshim.cleanup()
-    ddpshim.setup(batch="global", seed=1, device="cpu")
+    ddpshim.setup(batch="global", seed=1, device="cpu", options=ddpshim.Options.read(draws=draws))
     entered = {kind: _enters(kind) for kind in LOADERS}
     by_workers = ["drawn at once", "drawn later", "draws", "collates"] if here.world_size > 1 else ["draws"]
     entered["draws, by workers that stay"] = _enters("draws", **WORKERS, persistent_workers=True)
     return {**entered, **{f"{kind}, by workers": _enters(kind, **WORKERS) for kind in by_workers}}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_pass_over_row_tensors_is_entered_with_its_order_and_draws(num_ranks: int) -> None:
-    for entered in run_ranks(_enters_rows, num_ranks):
+@pytest.mark.parametrize(("num_ranks", "draws"), [(1, "one_process"), (3, "one_process"), (3, "sample")])
+def test_a_pass_over_row_tensors_is_entered_with_its_order_and_draws(num_ranks: int, draws: str) -> None:
+    for entered in run_ranks(_enters_rows, num_ranks, draws):
         assert {kind for kind, found in entered.items() if found != [N // B, True, True, True]} == set()
         assert {*LOADERS, "draws, by workers"} <= {*entered}
 

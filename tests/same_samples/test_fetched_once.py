@@ -380,3 +380,61 @@ def test_batches_of_three_ranks_have_the_bits_of_one_process() -> None:
             assert state == state_of_three, kind
             assert len(batches) == len(batches_of_three) > 2, kind
             assert batches == batches_of_three, kind
+
+
+# draws="sample"
+
+
+def _all_draw(data: Any, i: int) -> Any:
+    _VISITS[i] += 1
+    return X[i] + torch.rand(()) + np.random.rand() + random.random(), i
+
+
+def _joined_with_draws(data: Any, indices: Any) -> Any:
+    return list(zip(X[indices] + torch.rand(len(indices), 1), indices))
+
+
+BY_SAMPLE: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "samples that draw": (lambda: Data(_all_draw), {}),
+    "workers that stay": (lambda: Data(_all_draw), {"persistent_workers": True, "shuffle": False}),
+    "a Subset": (lambda: torch.utils.data.Subset(Data(_all_draw), range(3, 47)), {}),
+    "a collate function": (lambda: Data(_all_draw), {"collate_fn": lambda samples: default_collate(samples[::-1])}),
+    "__getitems__": (lambda: type("Joins", (Data,), {"__getitems__": _joined_with_draws})(_all_draw), {}),
+    "no batches": (lambda: Data(_all_draw), {"batch_size": None}),
+}
+
+
+def _drawn_by_sample(kind: str, num_workers: int) -> Any:
+    make, options = BY_SAMPLE[kind]
+    torch.manual_seed(5)
+    _VISITS.clear()
+    workers = {"num_workers": num_workers, "multiprocessing_context": "fork"} if num_workers else {}
+    given = {"batch_size": 11, "shuffle": True, **workers, **options}
+    return _passes(torch.utils.data.DataLoader(make(), **given)), torch.get_rng_state().tolist(), sum(_VISITS.values())
+
+
+def _draw_by_sample() -> Any:
+    cases = [(kind, workers) for kind in BY_SAMPLE for workers in (0, 2) if workers or kind != "workers that stay"]
+    ddpshim.cleanup()
+    alone = {case: _drawn_by_sample(*case) for case in cases}
+    ddpshim.setup(batch="global", seed=1, device="cpu", options=ddpshim.Options.read(draws="sample"))
+    return alone, {case: _drawn_by_sample(*case) for case in cases}
+
+
+def test_samples_draw_the_same_on_any_number_of_ranks_and_workers() -> None:
+    ((plain, one),), three = run_ranks(_draw_by_sample, 1), run_ranks(_draw_by_sample, 3, timeout_s=120)
+    num_fetched = [of_rank["samples that draw", 0][2] for _, of_rank in three]
+    assert (one["samples that draw", 0][2], sum(num_fetched)) == (100, 100)
+    assert max(num_fetched) < 40
+    for _, of_rank in three:
+        assert [case for case in one if of_rank[case][:2] != one[case][:2]] == []
+    for kind in BY_SAMPLE:
+        batches, stream, _ = one[kind, 2]
+        of_plain, stream_of_plain, _ = plain[kind, 2]
+        assert (kind, 0) not in one or batches == one[kind, 0][0], kind
+        assert stream == stream_of_plain, kind  # nothing is drawn from the training's
+        assert [indices for _, indices in batches] == [indices for _, indices in of_plain], kind
+    batches, _, _ = one["workers that stay", 2]
+    first, second = ({i: x for xs, indices in part for x, i in zip(xs, indices)} for part in (batches[:5], batches[5:]))
+    assert first.keys() == second.keys() == {*range(50)}
+    assert [i for i in first if first[i] == second[i]] == []  # each pass has draws of its own

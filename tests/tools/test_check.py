@@ -168,7 +168,7 @@ def test_why_a_loss_differs(
 
 
 def _write_weights(
-    folder: Path, run: str, bias: float, copies: bool = False, begun_with: float = 0.0, dtype: str = "float32"
+    folder: Path, run: str, bias: float, beside: str = "mean", begun_with: float = 0.0, dtype: str = "float32"
 ) -> None:
     """Write a step in which 100 weights move by 1, and a bias in a direction of its own."""
     _write(folder, run, dtype=dtype)
@@ -177,30 +177,31 @@ def _write_weights(
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:
         if line["kind"] == "gradients":
-            line.update(names=["w", "b"], gradients=[watching.sketch(moved[0]), None])
+            line.update(names=["w", "0.bias"], gradients=[watching.sketch(moved[0]), None])
             line.update(weights=[watching.sketch(one) for one in begun])
         elif line["kind"] == "step":
             line.update(weights=[watching.sketch(one) for one in moved])
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    name = "Net~1#1.ema.b" if copies else "Net~1#1.mean"
     for t in range(2) if begun_with else [1]:
-        _add(folder, run, "state", t=t, tensors={name: watching.sketch(moved[1] if t else begun[1])})
+        _add(folder, run, "state", t=t, tensors={f"Net~1#1.{beside}": watching.sketch(moved[1] if t else begun[1])})
 
 
 @pytest.mark.unit
 def test_weights_that_rounding_alone_moves_are_no_difference(tmp_path: Path) -> None:
-    """Adam moves a bias before BatchNorm by full steps at random; its average follows it. A buffer does not."""
-    _write_weights(tmp_path, "one", 1.0, copies=True)
-    for rank in (0, 1):
-        _write_weights(tmp_path, f"rank_{rank}", -1.0, copies=True)
-    assert judging.judge(tmp_path, 2).is_same
-    _write_weights(tmp_path, "rank_1", 1.0, copies=True)
+    """Adam moves a bias before BatchNorm by full steps at random; its average, and the running mean, follow it."""
+    for follows in ("1.running_mean", "ema.0.bias"):
+        _write_weights(tmp_path, "one", 1.0, follows)
+        for rank in (0, 1):
+            _write_weights(tmp_path, f"rank_{rank}", -1.0, follows)
+        assert judging.judge(tmp_path, 2).is_same
+    _write_weights(tmp_path, "rank_1", 1.0, "ema.0.bias")
     assert _parting(tmp_path).what == "weights", "they differ between ranks, which rounding does not"
-    for run, bias in {"one": 1.0, "rank_0": -1.0, "rank_1": -1.0}.items():
-        _write_weights(tmp_path, run, bias)
-    assert (_parting(tmp_path).what, _parting(tmp_path).where) == ("networks", "Net.mean")
+    for buffer in ("mean", "1.running_var"):
+        for run, bias in {"one": 1.0, "rank_0": -1.0, "rank_1": -1.0}.items():
+            _write_weights(tmp_path, run, bias, buffer)
+        assert (_parting(tmp_path).what, _parting(tmp_path).where) == ("networks", f"Net.{buffer}")
     for run, bias in {"one": 1.001, "rank_0": 1.002, "rank_1": 1.002}.items():
-        _write_weights(tmp_path, run, bias, copies=True, begun_with=1.0, dtype="bfloat16")
+        _write_weights(tmp_path, run, bias, "ema.0.bias", begun_with=1.0, dtype="bfloat16")
     assert judging.judge(tmp_path, 2).is_same, "the bias moved by less than one bit of bfloat16"
 
 
@@ -420,9 +421,11 @@ for batch in (batch for epoch in range(4) for batch in loader):
 
 
 @pytest.mark.launch
-def test_images_augmented_in_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("draws", ["one_process", "sample"])
+def test_images_augmented_in_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws: str) -> None:
     """Biases before BatchNorm have gradients of rounding alone; the last batch of a pass has a single sample, for three
-    ranks; and killed workers leave no folders."""
+    ranks; and killed workers leave no folders. With draws by sample one rank of `run` is the reference."""
+    monkeypatch.setenv("DDPSHIM_DRAWS", draws)
     temporary = Path(tempfile.mkdtemp(prefix="t-"))  # sockets need a short path
     monkeypatch.setenv("TMPDIR", str(temporary))
     try:

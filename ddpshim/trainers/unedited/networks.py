@@ -65,8 +65,11 @@ def say_what_was_divided() -> None:
             "differs in each run, also in one process, so the losses of two runs do"
         )
     elif world().options.exact is None:
+        one = (
+            "one process" if world().options.draws == "one_process" else "`run --nproc 1`, which draws by sample, too,"
+        )
         say(
-            "float32 losses equal those of one process in 6 to 8 digits at first and in fewer later, because rounding "
+            f"float32 losses equal those of {one} in 6 to 8 digits at first and in fewer later, because rounding "
             "grows (python -m ddpshim docs same_experiment)"
         )
 
