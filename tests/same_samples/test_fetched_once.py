@@ -374,7 +374,7 @@ def test_a_row_tensor_that_outlives_its_job_is_an_error() -> None:
 
 
 def test_batches_of_three_ranks_have_the_bits_of_one_process() -> None:
-    for alone, three in run_ranks(_of_ranks, 3):
+    for alone, three in run_ranks(_of_ranks, 3, timeout_s=240):
         for kind in KINDS:
             (batches, state), (batches_of_three, state_of_three) = alone[kind], three[kind]
             assert state == state_of_three, kind
