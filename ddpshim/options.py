@@ -190,6 +190,8 @@ class Options:
                     found[name] = (f"variable {key}", text)
                 elif key not in variables.ALL:
                     problems += _unknown(key, names)
+                elif key in variables.ALLOWED and text.strip().lower() not in variables.ALLOWED[key]:
+                    problems.append(f"variable {key}: {text!r:.200}; allowed: {', '.join(variables.ALLOWED[key])}")
         for name, value in arguments.items():
             if name not in names:
                 problems.append(f"argument: no option {name!r}{nearest(name, names)}")

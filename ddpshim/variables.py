@@ -14,5 +14,6 @@ RESUME_FROM = "DDPSHIM_RESUME_FROM"  # a Resumable's file from which a certified
 SEED = "DDPSHIM_SEED"  # of a certified program that sets none; else it is drawn
 UPSTREAM = "DDPSHIM_UPSTREAM"  # source trees for the tests
 FAULT = "DDPSHIM_FAULT"  # for the tests: the fault to cause
+ALLOWED = {UNEDITED: ("on", "off", "auto"), ROWS: ("auto", "all", "off"), TRACEBACK: ("full",)}
 OF_USERS = (LAUNCHER, UNEDITED, ROWS, TRACEBACK)  # set by users; the others are messages, or for the tests
 ALL = (*OF_USERS, RANK_LOGS, RUN_DIR, RANK, CHECK, CERTIFY, RESUME_FROM, SEED, UPSTREAM, FAULT)

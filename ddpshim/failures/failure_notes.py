@@ -100,7 +100,7 @@ def traceback_of(error: BaseException) -> str:
     Also in the text of a data worker's traceback. DDPSHIM_TRACEBACK=full shows them.
     """
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    is_full = os.environ.get(variables.TRACEBACK) == "full"
+    is_full = os.environ.get(variables.TRACEBACK, "").strip().lower() == "full"
     return text if is_full else _WITHOUT_FRAMES.sub("", _OUR_FRAMES.sub("", text))
 
 

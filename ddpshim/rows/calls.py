@@ -20,7 +20,6 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from ddpshim import variables
-from ddpshim.errors import OptionsError
 from ddpshim.model.wrapper import Transparent, is_compiling
 from ddpshim.process.devices import moved
 from ddpshim.process.job import current
@@ -61,11 +60,7 @@ class Calls:
         self.original: Any = None  # torch's nn.Module.__call__, while it is replaced
         # Called before torch.func, torch.jit or torch.compile computes, inside which no call is seen.
         self.before_wholes: Callable[[], None] = lambda: None
-        choice = os.environ.get(variables.ROWS, "auto").strip().lower()
-        if choice not in _LEAST_WORK:
-            raise OptionsError(
-                f"{variables.ROWS}={choice!r}: which calls are divided is unclear. Use auto, all or off."
-            )
+        choice = os.environ.get(variables.ROWS, "").strip().lower() or "auto"
         self.least_work = _LEAST_WORK[choice]  # multiplications of a call that is divided
         world = current().world
         # Of a module, before its calls are captured.

@@ -92,12 +92,14 @@ def test_what_is_refused(name: str) -> None:
 
 def test_all_that_is_wrong_is_told_in_one_message() -> None:
     environ = {"DDPSHIM_TIMEOUT_S": "soon", "DDPSHIM_GAURD": "0", "DDPSHIM_LAUNCHER": "none", "PATH": "/bin"}
+    environ |= {"DDPSHIM_TRACEBACK": "1", "DDPSHIM_ROWS": " All", "DDPSHIM_UNEDITED": ""}
     with pytest.raises(OptionsError) as caught:
         Options.read(environ, lr_rule="cubic", resumes="all")
     *lines, last = str(caught.value).splitlines()
     assert lines == [
-        "4 options are wrong:",
+        "5 options are wrong:",
         "  - variable DDPSHIM_GAURD: no such option; did you mean DDPSHIM_GUARD?",
+        "  - variable DDPSHIM_TRACEBACK: '1'; allowed: full",
         "  - argument: no option 'resumes'; did you mean resume?",
         "  - variable DDPSHIM_TIMEOUT_S: 'soon'; allowed: a number above 0",
         "  - argument lr_rule: 'cubic'; allowed: linear, sqrt or none",

@@ -239,8 +239,8 @@ def is_launched() -> bool:
 
 
 def _wanted() -> str:
-    choice = os.environ.get(variables.UNEDITED, "auto").strip().lower()
-    if choice not in ("on", "off", "auto"):
+    choice = os.environ.get(variables.UNEDITED, "").strip().lower() or "auto"
+    if choice not in variables.ALLOWED[variables.UNEDITED]:
         raise OptionsError(
             f"{variables.UNEDITED}={choice!r}: whether to distribute the program is unclear. Use on or off."
         )
