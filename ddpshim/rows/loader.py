@@ -143,6 +143,9 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
                     if self._of_rows is None
                     else self._with_rows(batch, f"batch {step} of pass {self._num_passes}")
                 )
+            if self._of_rows is not None and counts.is_in_own_thread() and world().world_size > 1:
+                blocks.tell((0, 0), lambda told: None, self._num_waits > 0, f"has read all of its data at {self.place}")
+                blocks.settle()  # raises if another rank takes a batch
         finally:
             batches = None  # ends an abandoned pass now, on every rank: Python up to 3.10 keeps this frame
         if counts.is_in_own_thread() and guard.num_reductions() != num_passes:
@@ -246,6 +249,8 @@ def rows_loader(loader: DataLoader[Any], by_sample: Any = None) -> Any:
     is_stream = isinstance(loader.dataset, torch_data.IterableDataset)
     source = loader if by_sample is None else by_sample
     found = Found("a stream") if is_stream else probed(source, collate if is_torchs else list)
+    with contextlib.suppress(TypeError, NotImplementedError):
+        found = found if is_stream else found._replace(num_samples=len(loader.dataset))  # type: ignore[arg-type]
     told = here.gather((indices_of(loader.dataset), found), f"the DataLoader of {os.path.basename(loader.place)}")
     _check_same_data(loader, told)
     is_torchs = is_torchs and (is_known or not joins_samples(loader.dataset))
@@ -388,8 +393,6 @@ class JoinedLoader(DataLoader[Any]):
                     "rank: its first dimension is not the samples, so it is no block of rows. Change the collate_fn."
                 )
             yield batch if self._of_rows is None else Fetched(self._num_rows, walked(Own, batch))
-        blocks.tell((0, 0), lambda told: None, False, f"has read all of its data at {self.place}")
-        blocks.settle()  # raises if another rank takes a batch
 
     @contextlib.contextmanager
     def _own_streams(self) -> Iterator[None]:

@@ -47,6 +47,7 @@ class Found(NamedTuple):
     why: str  # samples may depend on more than their index; empty: they are functions of it
     samples: tuple[tuple[str, list[float]], ...] = ()  # the first ones that are: index, and sums of what they hold
     is_shared: bool = False  # it holds what processes tell each other by
+    num_samples: int = -1  # of the dataset; -1: it has no length, or is a stream
 
 
 def probed(loader: Any, join: Callable[[Any], Any] = list) -> Found:
@@ -253,6 +254,8 @@ def facts_of(sample: Any) -> tuple[bytes, list[float]]:
 
 def first_difference(one: Found, other: Found) -> str:
     """Return the first sample in which two ranks differ, if both could be probed; empty if there is none. Local."""
+    if one.num_samples != other.num_samples:
+        return f"{one.num_samples} samples here and {other.num_samples} there"
     for (index, sums), (index_of_other, sums_of_other) in zip(one.samples, other.samples):
         if index != index_of_other:
             return f"the first batch has index {index} here and {index_of_other} there"

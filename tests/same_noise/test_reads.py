@@ -149,14 +149,16 @@ def _part(kind: str) -> None:
                 torch.zeros(()).item()
         blocks.settle()
     elif "loader" in kind or "batch" in kind:
-        one = DataLoader(TensorDataset(torch.zeros(12, 2)), 4)
+        one = DataLoader(TensorDataset(torch.zeros(12, 2)), 4, sampler=range(12 - 4 * here.rank))
         other = DataLoader(TensorDataset(torch.zeros(12, 2)), 4)
         if kind == "another loader, later":
             next(iter(one)), next(iter(other))
-        batches = iter(one if here.is_main or kind == "another batch" else other)
+        batches = iter(one if here.is_main or "another batch" in kind else other)
         next(batches)
         if kind == "another batch":
             next(iter(one) if here.is_main else batches)
+        if kind == "another batch or none":
+            list(batches)
     elif here.is_main:
         here.gather(1)
     else:
@@ -185,3 +187,5 @@ def test_ranks_that_take_other_batches_of_one_loader_stop() -> None:
             "batch 1 of pass 2",
             "batch 2 of pass 1",
         ]
+    for text in run_ranks(_error_of, 2, "another batch or none"):
+        assert "(batch 3 of pass 1); rank 1 has read all of its data at " in text

@@ -183,6 +183,9 @@ def test_ranks_with_other_data_are_told_the_sample() -> None:
     assert [probe.first_difference(missing, theirs) for theirs in (missing, one)] == ["", "sample 0 is another"]
     longer = probe.probed(DataLoader([*X, X[0]], 8, shuffle=True))
     assert "the first batch has index" in probe.first_difference(one, longer)
+    assert probe.first_difference(one._replace(num_samples=50), one._replace(num_samples=58)) == (
+        "50 samples here and 58 there"
+    )
 
 
 def test_entries_of_the_program_in_torchs_collate_see_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
