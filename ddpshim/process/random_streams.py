@@ -82,6 +82,11 @@ class _Numpys:
 _numpys = _Numpys()
 
 
+def changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return the names of the states, of two results of `global_states`, that differ, or that `before` lacks. Local."""
+    return [name for name in now if name not in before or not is_same_state(before[name], now[name])]
+
+
 def digest() -> str:
     """Return a hash of `global_states`: it changes with every draw. Local."""
     states = global_states()

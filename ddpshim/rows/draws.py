@@ -88,7 +88,7 @@ def by_sample(loader: Any) -> Any:
     made.__class__ = _TorchsLoader
     seeded = (_SeededByBatch if joins_samples(loader.dataset) else _Seeded)(loader.dataset, loader.worker_init_fn)
     which = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    indices = _Indices(getattr(loader, which), loader.batch_sampler is not None)
+    indices = _Indices(loader._index_sampler, loader.batch_sampler is not None)
     vars(made).update({"dataset": seeded, which: indices, "worker_init_fn": seeded.start_worker, "_iterator": None})
     made.indices = indices
     return made

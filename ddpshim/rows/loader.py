@@ -18,10 +18,10 @@ from ddpshim import adapters
 from ddpshim.errors import DataError
 from ddpshim.failures.failure import abort
 from ddpshim.job.group import world
-from ddpshim.job.passes import Enterable, generator_states, indices_of, restore_generators
+from ddpshim.job.passes import Enterable, generator_states, indices_of, layers, restore_generators
 from ddpshim.model import guard
 from ddpshim.process.job import current, derive_seed
-from ddpshim.process.random_streams import digest, global_states, restore_global_states, seed_globals
+from ddpshim.process.random_streams import changed, global_states, restore_global_states, seed_globals
 from ddpshim.process.say import say_on_main, say_once
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
@@ -35,6 +35,7 @@ T_co = TypeVar("T_co", covariant=True)
 _TorchsLoader = torch_data.DataLoader  # now: `trainers` replaces the name
 
 _END = object()
+_MOST_DRAWS = 1000  # states of a pass, of some kilobytes, that every progress file holds
 
 
 class DataLoader(torch_data.DataLoader[T_co], Enterable):
@@ -83,6 +84,7 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
     def __iter__(self) -> Any:
         (first, self._first), (states, self._begins_with) = (self._first, 0), (self._begins_with, None)
         now, generator, has_seed = global_states(), self.generator, False
+        draws = (states or {}).get("draws", [])
         if states is not None:
             restore_global_states(states)
             restore_generators(self, states["generators"])
@@ -90,7 +92,13 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
         stays = {"generators": generator_states(self), "has seed": has_seed or self._workers_stay()}
         stays["passes"] = self._num_passes
         self._num_passes += current().part(Counts).is_in_lock_step()  # else other ranks would not have counted it
-        self._begun_with = {**global_states(), **stays}
+        self._begun_with = {**global_states(), **stays, "draws": draws}
+        if first and draws is None:
+            say_once(
+                f"{self.place}: {type(_of_program(self)).__name__} draws random numbers during iteration, from the "
+                f"streams of the training, in more than {_MOST_DRAWS} steps: the batches of the pass that is resumed "
+                "may be others than without the interruption"
+            )
         try:
             if has_seed:
                 self.generator = torch.Generator()
@@ -99,6 +107,11 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
             self.generator = generator
             if first:
                 restore_global_states(now)
+
+    @property
+    def _index_sampler(self) -> Any:
+        sampler = super()._index_sampler
+        return sampler if _of_program(self) is None else _Redrawn(self, sampler)
 
     def _pass(self, first: int) -> Any:
         """Begin a pass at step `first`, with all draws for its order."""
@@ -209,15 +222,57 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
 
 def _leave_out(batches: Any, num: int, loader: DataLoader[Any]) -> None:
     """Skip the first `num` batches of a pass; workers fetch them, for the draws in it."""
-    before: Any = None
-    for step in range(num):
+    for _ in range(num):
         next(batches if loader.num_workers else batches._sampler_iter)
-        before = digest() if step == 0 else before
-    if num > 1 and before != digest():
-        say_once(
-            f"{loader.place}: {type(loader.sampler).__name__} draws random numbers during iteration, from the streams "
-            "of the training: the batches of the pass that is resumed may be others than without the interruption"
-        )
+
+
+def _of_program(loader: DataLoader[Any]) -> Any:
+    """Return the loader's sampler that is none of torch's, which draw only when a pass begins; else None."""
+    return next(
+        (
+            one
+            for one in layers(loader.batch_sampler or loader.sampler)
+            if not type(one).__module__.startswith("torch.")
+        ),
+        None,
+    )
+
+
+class _Redrawn:
+    """An index sampler of the program, which draws again in a resumed pass from the states from which it had drawn.
+
+    It draws between the draws of the training, and for workers some batches before the training takes them.
+    """
+
+    def __init__(self, loader: DataLoader[Any], sampler: Any) -> None:
+        self._loader, self._sampler = loader, sampler
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._drawn(iter(self._sampler), self._loader._begun_with)
+
+    def _drawn(self, batches: Iterator[Any], begun_with: Any) -> Iterator[Any]:
+        after: dict[str, Any] = {}
+        for step in itertools.count():
+            now, draws = global_states(), begun_with["draws"]
+            is_known = draws is not None and step < len(draws)
+            if is_known:
+                restore_global_states({**after, **draws[step]})
+            batch = next(batches, _END)
+            drawn = changed(now, then := global_states())
+            if is_known and step:  # the seed of a pass may be that of the state after the first (`draws`)
+                restore_global_states(now)
+            if draws is not None and not is_known:
+                # What goes on from the last draw needs no state.
+                draws.append({name: now[name] for name in changed(after, now) if name in drawn})
+                if draws[-1] and sum(map(bool, draws)) > _MOST_DRAWS:
+                    begun_with["draws"] = None
+            after = then
+            if batch is _END:
+                return
+            yield batch
 
 
 def _draws_by_sample(loader: DataLoader[Any]) -> bool:
@@ -271,6 +326,8 @@ def rows_loader(loader: DataLoader[Any], by_sample: Any = None) -> Any:
         vars(made).update(batch_sampler=None)
     elif loader.batch_sampler is not None:
         vars(made).update(batch_sampler=_OwnRows(source))
+    else:
+        vars(made).update(sampler=source._index_sampler)
     if loader.num_workers:
         vars(made).update(worker_init_fn=batches.start_worker)
     return made
@@ -303,7 +360,7 @@ class _OwnRows:
     """The batches of a loader from step `first` of a pass on, as this rank's indices with those of all ranks."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._batches: Any = loader.batch_sampler
+        self._batches: Any = loader._index_sampler
         self._num_workers, self.first = loader.num_workers, 0
 
     def __iter__(self) -> Iterator[Numbered]:

@@ -16,7 +16,7 @@ import torch
 from torch.utils import data as torch_data
 
 from ddpshim.errors import DataError
-from ddpshim.process.random_streams import global_states, is_same_state, restore_global_states
+from ddpshim.process.random_streams import changed, global_states, restore_global_states
 from ddpshim.rows import blocks
 from ddpshim.rows.relay import Address, Lines
 
@@ -89,8 +89,7 @@ def of_rank(marked: Any, start: int, end: int) -> Any:
 
 def has_drawn(before: dict[str, Any]) -> bool:
     """Whether a generator's state is not that of `before`, an earlier `global_states()`. Local."""
-    now = global_states()
-    return any(name in before and not is_same_state(before[name], state) for name, state in now.items())
+    return any(name in before for name in changed(before, global_states()))
 
 
 class Batches:

@@ -108,7 +108,9 @@ SEAMS = [
     Seam("_global_ _subclasses", "rows/capture.py", CHANGED, "torch/nn/modules/module.py"),
     Seam("_log_api_usage_once", "rows/capture.py", CAPTURED, "torch/csrc/Module.cpp"),
     Seam("_assert_async", "rows/capture.py", CAPTURED, "torch/_dynamo/symbolic_convert.py"),
-    Seam("_sampler_iter", "rows/loader.py", "resume/test_resume.py::test_a_pass_over_row_tensors", LOADER),
+    Seam(
+        "_sampler_iter _index_sampler", "rows/loader.py", "resume/test_resume.py::test_a_pass_over_row_tensors", LOADER
+    ),
     Seam("_get_current_dispatch_mode _python_dispatch", "rows/capture.py", CHANGED, "torch/utils/_python_dispatch.py"),
     Seam("_set_grad_enabled", "rows/capture.py", CHANGED, "torch/autograd/grad_mode.py"),
     Seam("_functorch", "trainers/unedited/networks.py", SEEN, "torch/_functorch/pyfunctorch.py"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
+import itertools
 import os
 import random
 import shutil
@@ -30,6 +32,8 @@ from ddpshim.process import say
 from ddpshim.process.job import current
 from ddpshim.process.launch_env import EXIT_REQUEUE
 from ddpshim.process.random_streams import rank_states, restore_rank_states
+from ddpshim.process.replaced import replaced
+from ddpshim.rows import loader as rows_loader
 from evidence import equivalence, interruptions
 from evidence.equivalence import copy_release
 from tests.ranks import run_ranks
@@ -315,6 +319,16 @@ class _Later(_AtOnce):
         yield from super().__iter__()
 
 
+class _Pool(_AtOnce):
+    """A batch sampler that draws for each batch, by two generators, from what it has not yet drawn."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        left = list(range(N))
+        for batch in range(len(self)):
+            draw = np.random.randint if batch % 2 else lambda num: int(torch.randint(num, ()))
+            yield [left.pop(draw(len(left))) for _ in range(B)]
+
+
 class _Draws(list[int]):
     """Each sample draws in its own way, and every fifth not at all."""
 
@@ -336,11 +350,17 @@ LOADERS: dict[str, Callable[[], dict[str, Any]]] = {
     "batch sampler": lambda: {"batch_sampler": BatchSampler(RandomSampler(NUMBERS), B, True)},
     "drawn at once": lambda: {"batch_sampler": _AtOnce()},
     "drawn later": lambda: {"batch_sampler": _Later()},
+    "drawn as it goes": lambda: {"batch_sampler": _Pool()},
     "in its own order": lambda: {"batch_size": B, "sampler": RandomSampler(NUMBERS, generator=GIVEN)},
     "draws": lambda: {"batch_size": B, "shuffle": True},
     "collates": lambda: {"batch_size": B, "shuffle": True, "collate_fn": _joined},
 }
-WORKERS: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
+WORKERS: dict[str, Any] = {"num_workers": 2, "prefetch_factor": 1, "multiprocessing_context": "fork"}
+
+
+def _trained(batches: Iterator[Any], num: int = N) -> list[Any]:
+    """`num` batches, for each of which the training draws, too."""
+    return [(batch.tolist(), float(torch.rand(()))) for batch in itertools.islice(batches, num)]
 
 
 def _enters(kind: str, **options: Any) -> list[Any]:
@@ -350,14 +370,14 @@ def _enters(kind: str, **options: Any) -> list[Any]:
     here = torch.device("cpu")
     loader.set_epoch(4)
     batches = iter(loader)
-    whole = [next(batches).tolist() for _ in range(3)]
-    order, streams = loader.order_state(), rank_states(here)
-    whole += [batch.tolist() for batch in batches]
-    after = [batch.tolist() for batch in loader]
+    whole = _trained(batches, 3)
+    order, streams = copy.deepcopy(loader.order_state()), rank_states(here)
+    whole += _trained(batches)
+    after = _trained(iter(loader))
     entered.set_epoch(4, start_step=3)
     entered.restore_order(order, is_inside=True)
     restore_rank_states(streams, here)
-    rest, again = ([batch.tolist() for batch in entered] for _ in range(2))
+    rest, again = (_trained(iter(entered)) for _ in range(2))
     return [len(whole), rest == whole[3:], again == after, after != whole]
 
 
@@ -366,8 +386,14 @@ def _enters_rows(draws: str) -> dict[str, list[Any]]:
     ddpshim.cleanup()
     ddpshim.setup(batch="global", seed=1, device="cpu", options=ddpshim.Options.read(draws=draws))
     entered = {kind: _enters(kind) for kind in LOADERS}
-    by_workers = ["drawn at once", "drawn later", "draws", "collates"] if here.world_size > 1 else ["draws"]
-    entered["draws, by workers that stay"] = _enters("draws", **WORKERS, persistent_workers=True)
+    by_workers = (
+        ["drawn at once", "drawn later", "drawn as it goes", "draws", "collates"] if here.world_size > 1 else ["draws"]
+    )
+    for kind in ("draws", "drawn as it goes"):
+        entered[f"{kind}, by workers that stay"] = _enters(kind, **WORKERS, persistent_workers=True)
+    with contextlib.redirect_stderr(io.StringIO()) as said, replaced(rows_loader, "_MOST_DRAWS", 1):
+        assert not all(_enters("drawn as it goes", **WORKERS))
+    assert ("_Pool draws random numbers during iteration" in said.getvalue()) == here.is_main
     return {**entered, **{f"{kind}, by workers": _enters(kind, **WORKERS) for kind in by_workers}}
 
 
@@ -462,6 +488,8 @@ import multiprocessing, os, signal
 import ddpshim
 from ddpshim.failures import preemption
 from ddpshim.process.random_streams import rank_states, restore_rank_states
+from ddpshim.process.replaced import replaced
+from ddpshim.rows import loader as rows_loader
 from ddpshim.job.world import World
 from ddpshim.process.job import current
 from tests.resume.test_resume import NUMBERS
