@@ -94,7 +94,7 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
         self._num_passes += current().part(Counts).is_in_lock_step()  # else other ranks would not have counted it
         self._begun_with = {**global_states(), **stays, "draws": draws}
         if first and draws is None:
-            say_once(
+            say_on_main(
                 f"{self.place}: {type(_of_program(self)).__name__} draws random numbers during iteration, from the "
                 f"streams of the training, in more than {_MOST_DRAWS} steps: the batches of the pass that is resumed "
                 "may be others than without the interruption"
