@@ -15,11 +15,12 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
-from typing import Callable, NamedTuple, Optional, Union
+from typing import Callable, NamedTuple, Union
 
 from ddpshim import variables
 from ddpshim.errors import SyncError
-from ddpshim.failures import failure, preemption
+from ddpshim.failures import claims, preemption
+from ddpshim.failures.signs import LATE, lost_a_peer, meaning_of
 from ddpshim.process.job import current
 from ddpshim.process.job_store import ask_store, is_there
 from ddpshim.process.say import ranks_called, say
@@ -118,7 +119,7 @@ def _explained(error: BaseException) -> BaseException:
     me = f"rank {watched.rank}"
     if lost_a_peer(error) and (left := watched.watch.describe_left()):
         text = f"{me} waits for a rank that has already left the job, and would hang:\n{left}\n{SAME_WAY}."
-    elif lost_a_peer(error) and (silent := failure.silent()):
+    elif lost_a_peer(error) and (silent := claims.silent()):
         text = (
             f"{ranks_called(silent)} ended without an error in the middle of the job (os._exit, exit code 0, killed), "
             f"and {me} would wait forever ({_short(error)}). Let all ranks end together, or raise an error."
@@ -165,7 +166,7 @@ def write(error: BaseException, exit_code: int, *, knows_cause: bool = False) ->
         return
     text = "" if isinstance(error, SystemExit) else traceback_of(error)
     lost = lost_a_peer(error) or str(error.__dict__.get("first_failure", rank)) != rank
-    is_first = failure.claim_first(error) == failure.rank()
+    is_first = claims.claim_first(error) == claims.rank()
     # torch's agent compares when processes ended, in whole seconds: ranks that fail because of this one may end
     # earlier, and then the agent ends this one, perhaps while it writes. So the note appears only when complete.
     try:
@@ -180,37 +181,6 @@ def put(folder: str, rank: Union[int, str], note: Note) -> None:
     partial = Path(folder, f"partial.{rank}")
     partial.write_text(json.dumps(note))
     partial.replace(Path(folder, f"failed.{rank}"))
-
-
-LOST, LATE = "lost", "late"
-# What a text in an error means of another rank, and where the text comes from.
-SIGNS = {
-    "Connection closed by peer": LOST,  # gloo/transport/tcp/pair.cc
-    "onnection reset by peer": LOST,  # the same: the system's text for ECONNRESET
-    "Broken pipe": LOST,  # the same: the system's text for EPIPE
-    "remote process exited or there was a network error": LOST,  # nccl src/init.cc: ncclGetErrorString
-    "a remote process exiting prematurely": LOST,  # torch/csrc/distributed/c10d/NCCLUtils.cpp
-    "Timed out waiting": LATE,  # gloo/transport/tcp/unbound_buffer.cc
-    "Application timeout caused pair closure": LATE,  # the same
-    "Watchdog caught collective operation timeout": LATE,  # torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp
-    "wait timeout after ": LATE,  # torch/csrc/distributed/c10d/TCPStore.cpp: a wait in the store, as new_group's
-    "Socket Timeout": LATE,  # the same, before torch 2.4
-}
-
-
-def meaning_of(text: str) -> Optional[str]:
-    """Return the meaning, LOST or LATE, of the first of `SIGNS` that `text` contains; else None. Local."""
-    return next((meaning for sign, meaning in SIGNS.items() if sign in text), None)
-
-
-def lost_a_peer(error: Optional[BaseException]) -> bool:
-    """Return whether `error`, its cause or its context only says that another process is gone. Local."""
-    while error is not None:
-        is_of_its_own = isinstance(error, BrokenPipeError)  # the program's own pipe
-        if meaning_of(str(error)) == LOST and not is_of_its_own:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 # What to do where ranks wait for each other in different places.

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, NamedTuple, Optional
 
 from ddpshim.errors import SyncError
-from ddpshim.failures import failure
+from ddpshim.failures import claims, failure
 from ddpshim.process.job import Job
 from ddpshim.process.job_store import claim, is_there
 from ddpshim.process.observed import Progress
@@ -229,7 +229,7 @@ class Watch:
 
     def _end_in_vain(self) -> None:
         """End this rank if it waits for one that has failed, or has waited for `timeout_s`."""
-        first = failure.first()
+        first = claims.first()
         if first is not None and first != self._rank:
             self._ended.set()
             failure.abort(failure.caused_by(first, SyncError(f"its GPU waits for messages of rank {first}")))

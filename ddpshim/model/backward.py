@@ -10,8 +10,9 @@ from typing import Any, Callable, Optional
 import torch
 
 from ddpshim.errors import SyncError
-from ddpshim.failures.failure import abort, claim
+from ddpshim.failures.failure import abort
 from ddpshim.process.job import current
+from ddpshim.process.job_store import claim
 from ddpshim.process.observed import Progress
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import described, say

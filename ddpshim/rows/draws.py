@@ -15,7 +15,7 @@ from torch.utils import data as torch_data
 
 from ddpshim.process.job import derive_seed
 from ddpshim.process.random_streams import global_states, restore_global_states, seed_globals
-from ddpshim.rows.samples import joins_samples
+from ddpshim.rows.samples import Around, joins_samples
 
 _TorchsLoader = torch_data.DataLoader  # now: `trainers` replaces the name
 
@@ -28,7 +28,7 @@ class _Index(NamedTuple):
         return repr(self.index)
 
 
-class _Seeded:
+class _Seeded(Around):
     """A dataset for whose samples the global generators are seeded, and put back."""
 
     def __init__(self, dataset: Any, start: Optional[Callable[[int], None]]) -> None:

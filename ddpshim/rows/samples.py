@@ -232,9 +232,15 @@ class Batches:
         return self._part(whole, self._ranks.rank)
 
 
+class Around:
+    """A dataset of ours that holds the program's."""
+
+    dataset: Any
+
+
 def _inside(dataset: Any) -> list[Any]:
     """Return the datasets that one of torch's own, or of ours, holds."""
-    if isinstance(dataset, torch_data.Subset) or type(dataset).__module__ == "ddpshim.rows.draws":
+    if isinstance(dataset, (torch_data.Subset, Around)):
         return [dataset.dataset]
     held = dataset.datasets if isinstance(dataset, (torch_data.ConcatDataset, torch_data.StackDataset)) else ()
     return [*held.values()] if isinstance(held, dict) else [*held]

@@ -232,5 +232,5 @@ def test_the_store_tells_gpus_and_failures_as_text(tmp_path: Path) -> None:
             devices.agree_on_backend(store, 0, 2, torch.device("cpu"))
     assert messages.unpacked(store.get("gpu/0"), 0) is None
     assert not (tmp_path / "ran").exists()
-    assert [ddpshim.failures.failure._rank_in(claimed) for claimed in (b"3", "12", b"\xff", "", "²", "9" * 30)] == [
+    assert [ddpshim.failures.claims._rank_in(claimed) for claimed in (b"3", "12", b"\xff", "", "²", "9" * 30)] == [
         3, 12, None, None, None, None]  # fmt: skip

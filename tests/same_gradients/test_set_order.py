@@ -95,3 +95,19 @@ def test_a_hash_is_a_number_that_lasts() -> None:
     one, other = run_ranks(_hashes, 2)
     assert one == other
     assert len({*one}) == len(one) == 16
+
+
+def _swaps() -> list[bool]:
+    ddpshim.cleanup()
+    ddpshim.setup(batch="global", seed=1, device="cpu")
+    net = nn.Linear(3, 2)
+    before = [(hash(p), id(p)) for p in net.parameters()]
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    net.double()
+    return [before == [(hash(p), id(p)) for p in net.parameters()], net.weight.dtype == torch.float64]
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(not hasattr(torch.utils, "swap_tensors"), reason="torch has it from 2.3 on")
+def test_parameters_whose_memory_is_swapped_keep_their_place_in_sets() -> None:
+    assert run_ranks(_swaps, 2) == [[True, True]] * 2

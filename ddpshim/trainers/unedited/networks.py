@@ -35,7 +35,7 @@ from ddpshim.process.users_line import users_line
 from ddpshim.rows.calls import Calls
 from ddpshim.rows.gradients import plain
 from ddpshim.rows.tensor import Counts
-from ddpshim.trainers.unedited.program import refuse_training
+from ddpshim.trainers.unedited.children import refuse_training
 
 _ROUNDING = 1e-3
 _DEADLINE_S = 600.0

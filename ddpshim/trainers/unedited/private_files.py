@@ -27,9 +27,9 @@ from ddpshim.process.random_streams import rank_states, restore_rank_states
 from ddpshim.process.replaced import after_import, replaced
 from ddpshim.rows.gradients import plain
 from ddpshim.rows.tensor import Counts, on_whole
+from ddpshim.trainers.unedited.children import watch_child
 from ddpshim.trainers.unedited.file_calls import CLibraries, LeftAlone, in_place, seen_by, watched
 from ddpshim.trainers.unedited.main_file_log import MainsChanges, MainsSaves, MainsWrites
-from ddpshim.trainers.unedited.program import watch_child
 
 if TYPE_CHECKING:
     from ddpshim.trainers.unedited.file_overlay import Files

@@ -11,7 +11,7 @@ import functools
 import weakref
 import zlib
 from collections import Counter
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
@@ -34,6 +34,17 @@ def make_alike() -> None:
         for thing in live(kind):
             _note(thing, kind.__hash__(thing))
         kind.__hash__ = _hash
+    if hasattr(torch.utils, "swap_tensors"):  # from torch 2.3 on
+        torch.utils.swap_tensors = functools.partial(_swap, torch.utils.swap_tensors)
+
+
+def _swap(real: Callable[[Any, Any], None], *tensors: Any) -> None:
+    """torch.utils.swap_tensors, which refuses what has a weak reference. Both keep their hashes, as their ids."""
+    numbers = [_known.pop(id(tensor), (None,))[0] for tensor in tensors]
+    real(*tensors)
+    for tensor, number in zip(tensors, numbers):
+        if number is not None:
+            _note(tensor, number)
 
 
 def _hash(self: Any) -> int:
