@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ddpshim
-from ddpshim.failures import failure, failure_notes, hang_detector, signs
+from ddpshim.failures import claims, failure, failure_notes, hang_detector, signs
 from ddpshim.failures.hang_detector import Standing, Waits, Watch, describe, judge, place_of
 from ddpshim.model import guard
 from ddpshim.process.job import Job, current
@@ -237,7 +237,7 @@ def test_where_nccl_gives_no_error_a_rank_that_waits_in_vain_ends(
 ) -> None:
     ended: list[BaseException] = []
     monkeypatch.setattr(failure, "abort", ended.append)
-    monkeypatch.setattr(failure, "first", lambda: failed)
+    monkeypatch.setattr(claims, "first", lambda: failed)
     for is_on_gpu, gets_no_errors, site in ((False, True, "a.py:3"), (True, False, "a.py:3"), (True, True, "a.py:3")):
         job = Job()
         job.store = dist.HashStore()
