@@ -25,7 +25,6 @@ from ddpshim.process.random_streams import changed, global_states, restore_globa
 from ddpshim.process.say import say_on_main, say_once
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
-from ddpshim.rows.draws import by_sample
 from ddpshim.rows.probe import DRAWS, Found, first_difference, probed
 from ddpshim.rows.relay import IS_POSSIBLE, Address
 from ddpshim.rows.samples import Batches, Fetched, Numbered, Own, joins_samples, name_of, walked
@@ -117,6 +116,8 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
         """Begin a pass at step `first`, with all draws for its order."""
         is_plain = blocks.num_pieces() == 1 or not current().part(Counts).is_in_lock_step()
         if self._by_sample is None and _draws_by_sample(self):
+            from ddpshim.rows.draws import by_sample
+
             self._by_sample = by_sample(self)
         if self._by_sample is not None:
             self._by_sample.indices.num_passes = self._num_passes

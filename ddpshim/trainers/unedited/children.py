@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 from ddpshim import variables
 from ddpshim.errors import SyncError
-from ddpshim.failures import failure_notes
 from ddpshim.process.replaced import after_import
 from ddpshim.process.say import say
 from ddpshim.process.users_line import users_line
@@ -33,6 +32,8 @@ def watch_child(rank_process: int) -> None:
 
 def refuse_training(rank_process: int) -> NoReturn:
     """End this child process, which trains, and its rank, which may wait for it for ever. Local."""
+    from ddpshim.failures import failure_notes
+
     error = SyncError(
         f"{users_line()}: a child process of the program trains. Each rank has such a child, which would train alone, "
         "on whole batches, and each would write the same files. Call the function in place of starting a process, one "
