@@ -24,7 +24,7 @@ from ddpshim.job.world import World, world
 from ddpshim.process.job import derive_seed
 from ddpshim.process.replaced import replaced
 from ddpshim.robomimic import calls
-from ddpshim.rows.loader import JoinedLoader
+from ddpshim.rows.joined_loader import JoinedLoader
 
 
 class Epochs(Enterable):

@@ -7,6 +7,7 @@ import copy
 import itertools
 import os
 import secrets
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Optional, TypeVar
@@ -20,14 +21,14 @@ from ddpshim.failures.failure import abort
 from ddpshim.job.group import world
 from ddpshim.job.passes import Enterable, generator_states, indices_of, layers, restore_generators
 from ddpshim.model import guard
-from ddpshim.process.job import current, derive_seed
-from ddpshim.process.random_streams import changed, global_states, restore_global_states, seed_globals
+from ddpshim.process.job import current
+from ddpshim.process.random_streams import changed, global_states, restore_global_states
 from ddpshim.process.say import say_on_main, say_once
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
 from ddpshim.rows.probe import DRAWS, Found, first_difference, probed
 from ddpshim.rows.relay import IS_POSSIBLE, Address
-from ddpshim.rows.samples import Batches, Fetched, Numbered, Own, joins_samples, name_of, walked
+from ddpshim.rows.samples import Batches, Numbered, Own, joins_samples, name_of, walked
 from ddpshim.rows.tensor import Counts, Rows, leaves
 
 T_co = TypeVar("T_co", covariant=True)
@@ -246,13 +247,14 @@ class _Redrawn:
     """
 
     def __init__(self, loader: DataLoader[Any], sampler: Any) -> None:
-        self._loader, self._sampler = loader, sampler
+        self._loader, self._sampler = weakref.ref(loader), sampler  # no cycle, which would keep workers that stay
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._drawn(iter(self._sampler), self._loader._begun_with)
+        loader: Any = self._loader()
+        return self._drawn(iter(self._sampler), loader._begun_with)
 
     def _drawn(self, batches: Iterator[Any], begun_with: Any) -> Iterator[Any]:
         after: dict[str, Any] = {}
@@ -382,86 +384,6 @@ class _OwnRows:
 
 def _kinds(batch: Any) -> list[Any]:
     return [(x.dtype, x.shape[1:]) if isinstance(x, torch.Tensor) else type(x).__name__ for x in leaves(batch)]
-
-
-class JoinedLoader(DataLoader[Any]):
-    """Loads batches of `batch_size` rows, of which each rank reads its block from its own `dataset` (collective).
-
-    10 samples in a batch, 3 ranks: it has 3 samples of rank 0's data, 3 of rank 1's and 4 of rank 2's, in this order.
-    Nothing is read twice or sent. The loss and its gradients are those of one process that holds this batch; but no
-    process reads the data in this order, so the run is not that of one process.
-
-    A pass ends with the last whole batch of the rank that has the fewest; a dataset without `__len__` must end after
-    equally many batches on all ranks, else WorldError says where each is. Random draws of the dataset, its sampler and
-    workers are this rank's own; the training's streams stay equal on all ranks. A pass cannot be entered in the middle.
-
-    Raises DataError if a rank would have fewer than two rows of a batch, or with `drop_last=False`.
-    """
-
-    _num_waited = 0  # a rank whose data has ended must not be waited for
-
-    def __init__(self, dataset: Any, batch_size: int, **options: Any) -> None:
-        here, part = world(), blocks.part_of(batch_size)
-        if part is None:
-            raise DataError(
-                f"Global batch {batch_size} on {here.world_size} ranks leaves a rank fewer than {blocks.LEAST_ROWS} "
-                f"rows, so it could not be divided. Use at least {blocks.LEAST_ROWS * here.world_size}."
-            )
-        if options.pop("drop_last", None) is False:
-            raise DataError(
-                "drop_last=False with data of which each rank reads its own part: the ranks' last batches have any "
-                "sizes, so they make no batch. Leave it out; the samples that are left are not used."
-            )
-        start, end = part.bounds(*blocks.ranks())
-        super().__init__(dataset, end - start, drop_last=True, **options)
-        try:
-            own = super().__len__()
-        except TypeError:
-            own = None
-        known = [num for num in here.gather(own) if num is not None]
-        self._num_steps = min(known) if known else None
-        self._num_own, self._num_rows = end - start, batch_size
-        vars(self)["batch_size"] = batch_size  # which torch forbids to set: the program's batch is the whole one
-        self._of_rows: Any = self if blocks.num_pieces() > 1 else None  # its batches become rows
-        self._own_states = global_states()
-        with self._own_streams():
-            seed_globals(derive_seed(here.seed or 0, "own data", here.rank))
-
-    def __len__(self) -> int:
-        return super().__len__() if self._num_steps is None else self._num_steps
-
-    def _pass(self, first: int) -> Iterator[Any]:
-        return self._batches_of_rows(self._own_batches())
-
-    def _own_batches(self) -> Iterator[Any]:
-        """Yield this rank's rows of each batch; other ranks do the same (collective at the end)."""
-        with self._own_streams():
-            batches = super(DataLoader, self).__iter__()  # torch's own
-        for step in itertools.count():
-            if step == self._num_steps:
-                return
-            with self._own_streams():
-                batch = next(batches, None)
-            if batch is None:
-                break
-            odd = [x.shape for x in leaves(batch) if hasattr(x, "shape") and x.shape[:1] != (self._num_own,)]
-            if odd:
-                raise DataError(
-                    f"{self.place}: a tensor of shape {tuple(odd[0])} in a batch with {self._num_own} samples of this "
-                    "rank: its first dimension is not the samples, so it is no block of rows. Change the collate_fn."
-                )
-            yield batch if self._of_rows is None else Fetched(self._num_rows, walked(Own, batch))
-
-    @contextlib.contextmanager
-    def _own_streams(self) -> Iterator[None]:
-        """Within this block random draws are this rank's own: others fetch other samples. Local."""
-        alike = global_states()
-        restore_global_states(self._own_states)
-        try:
-            yield
-        finally:
-            self._own_states = global_states()
-            restore_global_states(alike)
 
 
 def _check_same_data(loader: DataLoader[Any], told: Sequence[tuple[list[int], Found]]) -> None:

@@ -391,7 +391,7 @@ def _is_of_all_ranks(batch: Any, size: int) -> bool:
     """Whether every rank gets this whole batch, of `size` samples here, and not its rows of it."""
     if current().world is None or current().door.loader is None:
         return False
-    from ddpshim.rows.loader import Fetched
+    from ddpshim.rows.samples import Fetched
 
     return not (isinstance(batch, Fetched) and batch.num_rows != size)
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import ddpshim
-from ddpshim.rows.loader import JoinedLoader
+from ddpshim.rows.joined_loader import JoinedLoader
 from ddpshim.rows.tensor import Rows
 from tests.ranks import errors_of, run_ranks
 

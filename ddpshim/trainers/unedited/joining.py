@@ -40,7 +40,7 @@ from ddpshim.process.replaced import after_import, noted, replaced
 from ddpshim.process.say import say_on_main
 from ddpshim.process.users_line import users_line, warning_at_users_line
 from ddpshim.rows import calls
-from ddpshim.rows.loader import DataLoader, JoinedLoader
+from ddpshim.rows.loader import DataLoader
 from ddpshim.rows.tensor import Counts
 from ddpshim.trainers.unedited.clock import Clock, Commands
 from ddpshim.trainers.unedited.file_calls import Locks, in_place
@@ -52,7 +52,14 @@ from ddpshim.trainers.unedited.set_order import make_alike
 if TYPE_CHECKING:
     from ddpshim.trainers.unedited.program import Start
 
-DOOR = GlobalBatches(wrapper=MeanGradients, loader=DataLoader, joined=JoinedLoader)
+
+def _joined_loader(*args: Any, **options: Any) -> Any:
+    from ddpshim.rows.joined_loader import JoinedLoader
+
+    return JoinedLoader(*args, **options)
+
+
+DOOR = GlobalBatches(wrapper=MeanGradients, loader=DataLoader, joined=_joined_loader)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Classes of diffusion_policy and DP3 that play rollouts: module, name.
 _RUNNERS = (
