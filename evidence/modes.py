@@ -29,7 +29,8 @@ FACTORS = {  # the first value is the plainest
     "workers": ["0", "2", "persistent"],
     "collate": ["no", "mapping", "noise"],
     "sampler": ["shuffle", "order", "weighted", "subset", "generator", "batches", "stream"],
-    "draws": ["no", "torch", "numpy", "python"],  # in the dataset
+    "draws": ["no", "torch", "numpy", "python", "own", "visits"],  # in the dataset; own: a generator of the file
+    "draws_by": ["no", "sample"],  # DDPSHIM_DRAWS, compared with one rank of the same door
     "noise": ["no", "torch", "numpy"],  # in a step
     "net": ["mlp", "batchnorm", "lstm", "transformer", "two"],
     "loss": ["mean", "masked", "contrastive"],
@@ -47,7 +48,7 @@ FACTORS = {  # the first value is the plainest
     "recompute": ["no", "reentrant", "not_reentrant"],
     "tool": ["no", "check", "certificate"],
 }
-OF_THE_JOB = ("door", "ranks", "exact", "tool")  # which the trainer does not know
+OF_THE_JOB = ("door", "ranks", "exact", "tool", "draws_by")  # which the trainer does not know
 # What does not exist together, or what the docs name as different.
 FORBIDDEN = {
     "door=run resume=signal|signal_other": "needs Resumable",
@@ -62,6 +63,7 @@ FORBIDDEN = {
     "exact=6 resume=flag_other|signal_other": "compared with one rank",
     "workers=persistent resume=signal|signal_other draws=torch|numpy|python": "drawn again (docs/same_experiment.md)",
     "workers=persistent resume=signal|signal_other collate=noise": "the same",
+    "draws=own|visits resume=signal|signal_other": "what a dataset remembers is not saved",
 }
 TOLERANCE, NUDGES, DEADLINE_S = {"float64": 1e-9, "float32": 1e-6, "bf16": 1e-3}, 30, 120.0
 FAULTS = ("different", "refused", "crashed", "hung")
@@ -138,6 +140,8 @@ class Run:
         environ = {**environment(), "DDPSHIM_ROWS": "all"}
         if self.num_ranks and self.row["exact"] != "no":
             environ["DDPSHIM_EXACT"] = self.row["exact"]
+        if self.num_ranks and self.row["draws_by"] != "no":
+            environ["DDPSHIM_DRAWS"] = self.row["draws_by"]
         found, said = start_afresh(command, environ, self.folder, DEADLINE_S)
         if found != code:
             raise Ended(found, said)
@@ -180,7 +184,10 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> tuple
 
 def judge(row: Row, folder: Path) -> Outcome:
     """Run a row in an empty `folder`, and return how the ranks' training compares with that of one process."""
-    plain = Run(folder / "plain", row, 0).train()
+    num, plainly = 0, row
+    if row["draws_by"] == "sample":  # which a program alone does not do
+        num, plainly = 1, {**row, "resume": "flag" if "flag" in row["resume"] else "no", "exact": "no"}
+    plain = Run(folder / "plain", plainly, num).train()
     try:
         ranks = Run(folder / "ranks", row, int(row["ranks"]))
         certify = ["--certify", "run.json", "--certify-every", "2"] if row["tool"] == "certificate" else []
@@ -195,7 +202,7 @@ def judge(row: Row, folder: Path) -> Outcome:
     by, where = apart(plain, found)
     if by <= TOLERANCE[row["precision"]]:
         return Outcome("equal", f"{by:.0e}")
-    nudge, _ = apart(plain, Run(folder / "nudged", row, 0, "nudge=yes").train())
+    nudge, _ = apart(plain, Run(folder / "nudged", plainly, num, "nudge=yes").train())
     is_rounding = compare.is_rounding(by, nudge, NUDGES) and row["precision"] != "float64"
     return Outcome("rounding" if is_rounding else "different", f"{where} by {by:.0e}; one process, nudged: {nudge:.0e}")
 

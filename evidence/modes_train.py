@@ -26,10 +26,14 @@ NUM_SAMPLES, NUM_EPOCHS, STOP_AT = 38, 3, 3  # the last batch has two or three r
 FIRST = {"batch": "12", "workers": "0", "sampler": "shuffle", "optimizer": "sgd", "precision": "float64"}
 
 
+GENERATOR = np.random.default_rng(7)
+
+
 class Samples(data.Dataset):
-    """Sequences, their targets and valid steps; `draws` names what adds noise to a sample."""
+    """Sequences, their targets and valid steps; `draws` names what adds noise to a sample, or what it remembers."""
 
     def __init__(self, size: int, draws: str) -> None:
+        self.num_visits = 0
         made, self.draws, dtype = np.random.default_rng(size), draws, torch.get_default_dtype()
         self.x = torch.tensor(made.standard_normal((size, 4, 5)), dtype=dtype)
         self.y = torch.tensor(made.standard_normal((size, 2)), dtype=dtype)
@@ -39,7 +43,9 @@ class Samples(data.Dataset):
         return len(self.x)
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        kinds = {"no": lambda: 0.0, "numpy": np.random.uniform, "python": random.random}
+        self.num_visits += 1
+        kinds = {"no": lambda: 0.0, "numpy": np.random.uniform, "python": random.random, "own": GENERATOR.uniform}
+        kinds["visits"] = lambda: self.num_visits % 7
         return self.x[i] + 0.1 * kinds.get(self.draws, lambda: torch.rand(4, 5))(), self.y[i], self.valid[i]
 
 
