@@ -17,8 +17,6 @@ from ddpshim.process.job import derive_seed
 from ddpshim.process.random_streams import global_states, restore_global_states, seed_globals
 from ddpshim.rows.samples import Around, joins_samples
 
-_TorchsLoader = torch_data.DataLoader  # now: `trainers` replaces the name
-
 
 class _Index(NamedTuple):
     seed: int  # of the pass
@@ -85,7 +83,8 @@ class _Indices:
 def by_sample(loader: Any) -> Any:
     """Return a copy of a loader with torch's methods, for whose samples the generators are seeded. Local."""
     made = copy.copy(loader)
-    made.__class__ = _TorchsLoader
+    torchs = "torch.utils.data.dataloader"  # where another class may stand now
+    made.__class__ = next(kind for kind in type(loader).__mro__ if kind.__module__ == torchs)
     seeded = (_SeededByBatch if joins_samples(loader.dataset) else _Seeded)(loader.dataset, loader.worker_init_fn)
     which = "sampler" if loader.batch_sampler is None else "batch_sampler"
     indices = _Indices(loader._index_sampler, loader.batch_sampler is not None)

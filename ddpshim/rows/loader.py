@@ -233,7 +233,7 @@ def _of_program(loader: DataLoader[Any]) -> Any:
     return next(
         (
             one
-            for one in layers(loader.batch_sampler or loader.sampler)
+            for one in layers(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
             if not type(one).__module__.startswith("torch.")
         ),
         None,

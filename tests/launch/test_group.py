@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 import ddpshim
 from ddpshim import LaunchError, World, WorldError, cleanup, setup
 from ddpshim.errors import OptionsError, RankError
-from ddpshim.failures import failure
+from ddpshim.failures import claims, failure
 from ddpshim.job import process_group
 from ddpshim.job.collectives import main_sets
 from ddpshim.launch import spawning
@@ -638,7 +638,7 @@ def _abort_while_the_launcher_ends_this_rank(folder: str) -> None:
         time.sleep(0.2)
         return "1"
 
-    failure.claim = claim
+    claims.claim = claim
     failure.arm(0, dist.HashStore())
     records.begin(folder, 0)
     ddpshim.abort(RuntimeError("closed by peer"))

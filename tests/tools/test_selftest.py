@@ -150,7 +150,8 @@ def test_secrets_are_left_out_and_names_replaced(monkeypatch: pytest.MonkeyPatch
         "NCCL_DEBUG_FILE": "/tmp/login7.log",
         "MASTER_ADDR": "secretgpu01",
     }
-    monkeypatch.delenv("DDPSHIM_UPSTREAM", raising=False)
+    for name in [name for name in os.environ if name.startswith("DDPSHIM_")]:
+        monkeypatch.delenv(name)
     for name, value in mine.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(socket, "gethostname", lambda: "login7.cluster")

@@ -587,9 +587,15 @@ class View:
         elif place != own and stat.S_ISLNK(info.st_mode):
             posix.symlink(posix.readlink(place), own)
         elif place != own:
-            _copy_file(place, own)
-            posix.utime(own, ns=(info.st_atime_ns, info.st_mtime_ns))
-            posix.chmod(own, stat.S_IMODE(info.st_mode) | stat.S_IRUSR | stat.S_IWUSR)
+            partial = own + PRIVATE
+            _copy_file(place, partial)
+            posix.utime(partial, ns=(info.st_atime_ns, info.st_mtime_ns))
+            posix.chmod(partial, stat.S_IMODE(info.st_mode) | stat.S_IRUSR | stat.S_IWUSR)
+            self._look(path)  # the main rank may have changed it meanwhile, which it has announced before
+            if _exists(own):  # what was there before
+                posix.unlink(partial)
+            else:
+                posix.replace(partial, own)
 
     def _check_target(self, source: str, is_folder: bool, to: str, must_be_new: bool) -> None:
         is_saved = to in self._saves
