@@ -41,6 +41,7 @@ import ddpshim
 from ddpshim.errors import SyncError
 from ddpshim.job.world import World
 from ddpshim.process.job import Job
+from ddpshim.trainers.unedited import file_overlay
 from ddpshim.trainers.unedited import main_file_log as saves
 from ddpshim.trainers.unedited.clock import Clock, Commands
 from ddpshim.trainers.unedited.file_overlay import View
@@ -401,6 +402,29 @@ def test_a_folder_that_the_main_rank_makes_just_after_the_news_is_not_seen(tmp_p
     place = view.place(folder)
     assert (os.path.isdir(folder), os.path.exists(place)) == (True, False)
     assert view.place(folder) == place  # else os.makedirs(exist_ok=True) gets FileExistsError, and then finds no folder
+    view.remove_all()
+
+
+@pytest.mark.parametrize("size", [11, 100_000])
+def test_a_file_that_the_main_rank_changes_while_it_is_copied(tmp_path: Path, size: int) -> None:
+    """For a rank that appends to it: to what was there. The news hold no large file, which it then cannot read."""
+    main, peer = worlds()
+    changes = [MainsChanges(world, time.time() - 1) for world in (main, peer)]
+    view, file, copy_file = View(changes[1], saves.MainsSaves(peer)), tmp_path / "log.txt", file_overlay._copy_file
+    file.write_bytes(b"x" * size)
+
+    def appended_then_copied(source: str, to: str) -> None:
+        changes[0].tell(str(file))
+        with file.open("ab") as writing:
+            writing.write(b"of the main rank")
+        copy_file(source, to)
+
+    with mock.patch.object(file_overlay, "_copy_file", appended_then_copied):
+        own = Path(view.place_to_write(str(file), keeps=True))
+    assert own.read_bytes() == (b"x" if size == 11 else b"\0") * size
+    assert os.listdir(own.parent) == ["log.txt"]
+    with pytest.raises(SyncError, match="is read on this rank after") if size > 11 else contextlib.nullcontext():
+        assert view.place_with_content(str(file)) == str(own)
     view.remove_all()
 
 

@@ -401,7 +401,8 @@ class View:
         if place is not None and not _exists(place) and not self._is_hidden(path):
             self._gone.add(path)  # hides the file that the main rank makes there
         self._saves.forget(path)
-        self._unknown.discard(path)
+        if not keeps:
+            self._unknown.discard(path)
         return own
 
     def names(self, folder: str) -> list[str]:
