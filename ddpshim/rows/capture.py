@@ -26,6 +26,7 @@ from typing import Any, NoReturn, Optional
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from ddpshim.errors import SyncError
@@ -150,6 +151,10 @@ def _asserted(condition: torch.Tensor, message: str) -> None:
     current().part(blocks.State).call(check_assertion, condition, message)
 
 
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 def _blocks(values: Any) -> list[Any]:
     return [x.block if type(x) is Rows else x for x in values]
 
@@ -243,7 +248,8 @@ class _Graph:
             if [*map(_num_writes, (*trained, *region.rows))] != before[2]:
                 raise Refused("it writes into its arguments")
             restore_rank_states(before[0], device)
-            with replaced(state, "num_messages", NoMessages()):
+            # Hooks of the program's, as of an activation checkpoint, see what its Python saves for the backward pass.
+            with replaced(state, "num_messages", NoMessages()), saved_tensors_hooks(_as_it_is, _as_it_is):
                 found = compute(given, inputs, results)
             now = rank_states(device)
             if not all(is_same_state(now[name], one) for name, one in after.items()):
