@@ -69,10 +69,9 @@ class _Indices:
     def __iter__(self) -> Iterator[Any]:
         seed: Optional[int] = None
         for one in self._sampler:
-            if seed is None:  # now that the sampler has drawn; the training's streams are left as they are
-                state = (
-                    torch.default_generator.get_state()
-                )  # not Python's or numpy's, which programs may leave unseeded
+            if seed is None:
+                # Now that the sampler has drawn. Not of Python's or numpy's state, which programs may leave unseeded.
+                state = torch.default_generator.get_state()
                 seed = derive_seed(self.num_passes, "pass", str(state.tolist()))
             yield [_Index(seed, each) for each in one] if self._is_of_batches else _Index(seed, one)
 

@@ -67,7 +67,7 @@ class JoinedLoader(DataLoader[Any]):
         return self._batches_of_rows(self._own_batches())
 
     def _own_batches(self) -> Iterator[Any]:
-        """Yield this rank's rows of each batch; other ranks do the same (collective at the end)."""
+        """Yield this rank's rows of each batch; other ranks do the same."""
         with self._own_streams():
             batches = super(DataLoader, self).__iter__()  # torch's own
         for step in itertools.count():
@@ -76,7 +76,7 @@ class JoinedLoader(DataLoader[Any]):
             with self._own_streams():
                 batch = next(batches, None)
             if batch is None:
-                break
+                return
             odd = [x.shape for x in leaves(batch) if hasattr(x, "shape") and x.shape[:1] != (self._num_own,)]
             if odd:
                 raise DataError(

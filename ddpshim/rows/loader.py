@@ -65,21 +65,17 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
         self._first = start_step
 
     def order_state(self) -> dict[str, Any]:
-        return {
-            "generators": generator_states(self),
-            "workers stay": self._workers_stay(),
-            "passes": self._num_passes,
-            "begun with": self._begun_with,
-        }
+        return {**self._at_a_pass(), "begun with": self._begun_with}
 
     def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
         if state is not None:
-            next_one = {"generators": state["generators"], "has seed": state["workers stay"], "passes": state["passes"]}
-            self._begins_with = state["begun with"] if is_inside else next_one
+            self._begins_with = state["begun with"] if is_inside else state
 
-    def _workers_stay(self) -> bool:
+    def _at_a_pass(self) -> dict[str, Any]:
+        """Return what a pass that begins now begins with, but for the random streams."""
         made = [loader for loader in (self._of_rows, self._by_sample, self) if loader is not None]
-        return made[0]._iterator is not None
+        workers_stay = made[0]._iterator is not None
+        return {"generators": generator_states(self), "has seed": workers_stay, "passes": self._num_passes}
 
     def __iter__(self) -> Any:
         (first, self._first), (states, self._begins_with) = (self._first, 0), (self._begins_with, None)
@@ -89,10 +85,9 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
             restore_global_states(states)
             restore_generators(self, states["generators"])
             has_seed, self._num_passes = states["has seed"], states["passes"]
-        stays = {"generators": generator_states(self), "has seed": has_seed or self._workers_stay()}
-        stays["passes"] = self._num_passes
+        self._begun_with = {**global_states(), **self._at_a_pass(), "draws": draws}
+        self._begun_with["has seed"] |= has_seed
         self._num_passes += current().part(Counts).is_in_lock_step()  # else other ranks would not have counted it
-        self._begun_with = {**global_states(), **stays, "draws": draws}
         if first and draws is None:
             say_on_main(
                 f"{self.place}: {type(_of_program(self)).__name__} draws random numbers during iteration, from the "
@@ -127,12 +122,7 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
         num_left_out = first
         # Now, since torch draws the seed of workers when a pass begins.
         with contextlib.nullcontext() if is_plain else current().part(Counts).fetching():
-            if (is_plain or self._of_rows is None) and self._by_sample is None:
-                batches = super().__iter__()
-            elif is_plain or self._of_rows is None:
-                vars(self._by_sample)["generator"] = self.generator
-                batches = iter(self._by_sample)
-            else:
+            if not is_plain and self._of_rows is not None:
                 vars(self._of_rows)["generator"] = self.generator
                 self._of_rows.dataset.begin_pass()
                 if self.num_workers and isinstance(self._of_rows.batch_sampler, _OwnRows):
@@ -140,6 +130,11 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
                     num_left_out = first % self.num_workers
                     self._of_rows.batch_sampler.first = first - num_left_out
                 batches = iter(self._of_rows)
+            elif self._by_sample is not None:
+                vars(self._by_sample)["generator"] = self.generator
+                batches = iter(self._by_sample)
+            else:
+                batches = super().__iter__()
             _leave_out(batches, num_left_out, self)
         return batches if is_plain else self._batches_of_rows(batches)
 
@@ -153,11 +148,8 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
                     batch = next(batches, _END)
                 if batch is _END:
                     break
-                yield (
-                    batch
-                    if self._of_rows is None
-                    else self._with_rows(batch, f"batch {step} of pass {self._num_passes}")
-                )
+                number = f"batch {step} of pass {self._num_passes}"
+                yield batch if self._of_rows is None else self._with_rows(batch, number)
             if self._of_rows is not None and counts.is_in_own_thread() and world().world_size > 1:
                 blocks.tell((0, 0), lambda told: None, self._num_waits > 0, f"has read all of its data at {self.place}")
                 blocks.settle()  # raises if another rank takes a batch
@@ -230,14 +222,8 @@ def _leave_out(batches: Any, num: int, loader: DataLoader[Any]) -> None:
 
 def _of_program(loader: DataLoader[Any]) -> Any:
     """Return the loader's sampler that is none of torch's, which draw only when a pass begins; else None."""
-    return next(
-        (
-            one
-            for one in layers(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
-            if not type(one).__module__.startswith("torch.")
-        ),
-        None,
-    )
+    samplers = layers(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+    return next((one for one in samplers if not type(one).__module__.startswith("torch.")), None)
 
 
 class _Redrawn:

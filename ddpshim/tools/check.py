@@ -40,7 +40,8 @@ def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None) 
         _write(folder, settings)
         say(f"2 runs of {settings.steps} steps; their output goes to {logs}, and files that they make are removed")
         try:
-            _run_alone(alone, folder, logs, settings)
+            run_one = _run_by_sample if Options.read().draws == "sample" else _run_alone
+            run_one(alone, folder, logs, settings)
             say(f"run 2: the same program on {settings.num_ranks} ranks")
             code = run(replace(job, proof=name, nproc=str(settings.num_ranks), log_dir=str(logs)))
         finally:
@@ -66,18 +67,7 @@ def _write(folder: Path, settings: ProofSettings) -> None:
 
 def _run_alone(job: Launch, folder: Path, logs: Path, settings: ProofSettings) -> None:
     """Run it without a launcher's variables; if it makes no step, run it as the only rank of a job."""
-    ways: tuple[tuple[str, dict[str, str]], ...] = (("", {}), (" as a single rank of a job", _variables_of_one()))
-    if Options.read().draws == "sample":
-        say("run 1: one rank of `run`, since the plain program does not draw by sample")
-        _write(folder, replace(settings, num_ranks=1))
-        run(replace(job, proof=str(folder), nproc="1", log_dir=str(logs)))
-        _write(folder, settings)
-        new_files.remove(folder)
-        for ended in folder.glob("over_*"):
-            ended.unlink()
-        (folder / "rank_0.jsonl").rename(folder / f"{ONE}.jsonl")
-        said, ways = end_of(logs / "rank_0.log"), ()
-    for how, environ in ways:
+    for how, environ in (("", {}), (" as a single rank of a job", _variables_of_one())):
         say(f"run 1: one process{how}")
         _run_one(job, folder, logs, environ, settings.timeout_s)
         new_files.remove(folder)  # the ranks must not find the checkpoints of this one
@@ -86,12 +76,26 @@ def _run_alone(job: Launch, folder: Path, logs: Path, settings: ProofSettings) -
         said = end_of(logs / f"{ONE}.log")
         say(f"made no step: {said.rpartition(chr(10))[2]}")
         (folder / f"{ONE}.jsonl").unlink(missing_ok=True)
-    if _num_steps(folder, ONE):
-        return
     raise LaunchError(
         "in one process the trainer made no step, neither plainly nor as a single rank: there is nothing to "
         f"compare. It ended with:\n{said}"
     )
+
+
+def _run_by_sample(job: Launch, folder: Path, logs: Path, settings: ProofSettings) -> None:
+    """Run it on one rank of `run`, since the plain program does not draw by sample."""
+    say("run 1: one rank of `run`, since the plain program does not draw by sample")
+    _write(folder, replace(settings, num_ranks=1))
+    run(replace(job, proof=str(folder), nproc="1", log_dir=str(logs)))
+    _write(folder, settings)
+    new_files.remove(folder)  # as above
+    (folder / "over_0").unlink(missing_ok=True)
+    if not _num_steps(folder, "rank_0"):
+        raise LaunchError(
+            "on one rank the trainer made no step: there is nothing to compare. It ended with:\n"
+            + end_of(logs / "rank_0.log")
+        )
+    (folder / "rank_0.jsonl").rename(folder / f"{ONE}.jsonl")
 
 
 def _variables_of_one() -> dict[str, str]:

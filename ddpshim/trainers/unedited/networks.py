@@ -111,8 +111,8 @@ class Networks:
             self.num_passes = 1
 
     def _refuse_in_child(self) -> None:
-        is_datasets = current().part(Counts).is_fetching  # also in its workers, which are forked while it fetches
-        if os.getpid() != self._process and not is_datasets:
+        # Not in a dataset's: it may step an optimizer of its own, also in its workers, which are forked as it fetches.
+        if os.getpid() != self._process and not current().part(Counts).is_fetching:
             refuse_training(self._process)
 
     def begin_pass(self, tensors: Any) -> None:
