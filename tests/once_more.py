@@ -32,7 +32,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if reporter is None or _AGAIN in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
         return
     failed = reporter.stats.get("failed", [])
-    again = [one for one in failed if _MARKS & one.keywords.keys() and not _NEVER & one.keywords.keys()]
+    again = [one for one in failed if _MARKS & {*one.keywords} and not _NEVER & {*one.keywords}]
     if not 0 < len(again) <= _MAX_RERUN:
         return
     for report in again:
