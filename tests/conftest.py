@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.once_more import pytest_sessionfinish, pytest_terminal_summary  # noqa: F401
+from tests.once_more import (  # noqa: F401
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    pytest_testnodedown,
+    pytest_xdist_make_scheduler,
+)
 from tests.preloaded_commands import SOCKET
 
 # Otherwise each process of the tests would compile the library again, a second of CPU.
@@ -49,30 +54,6 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.preloaded import preloaded
 
         os.environ[SOCKET] = preloaded().socket  # one for all of xdist's processes
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hand out the files that a process that ended had not finished; pytest-xdist 3.8 hands out those it had, too.
-
-    A process that is given such a file waits for a test of it for ever.
-    """
-    from xdist.scheduler import LoadFileScheduling
-
-    class Unfinished(LoadFileScheduling):
-        def remove_node(self, node: Any) -> Any:
-            files = self.assigned_work[node].items()
-            self.assigned_work[node] = {file: tests for file, tests in files if not all(tests.values())}
-            return super().remove_node(node)
-
-    return Unfinished(config, log) if config.getoption("dist") == "loadfile" else None
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any, error: Any) -> None:
-    """Say how a process of tests ended that should not have."""
-    if error:
-        print(f"\n{node.gateway.id} ended: exit code {node.gateway._io.popen.wait(10)}", flush=True)
 
 
 # The marker of unmarked tests, by file (see `markers` in pyproject.toml); in other files: unit.

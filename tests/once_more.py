@@ -1,5 +1,7 @@
 """A pytest plugin that runs a failed test marked `launch` or `train` once more, alone, after all others.
 
+So it does with one whose process of pytest-xdist was killed.
+
 Real processes and signals may have unexpected races. If the second run passes, so does the session; the first failure
 is shown in full under FLAKY, and counted in the summary. (pytest-rerunfailures repeats a test at once, while others
 run, and does not show the first failure.)
@@ -12,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +28,30 @@ _NEVER = {"unit", "ranks"}  # a folder is a keyword too, as tests/launch is
 _MAX_RERUN = 3  # if more tests fail at once, the cause is not a race
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand out the files that a process that ended had not finished; pytest-xdist 3.8 hands out those it had, too.
+
+    A process that is given such a file waits for a test of it for ever.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    class Unfinished(LoadFileScheduling):
+        def remove_node(self, node: Any) -> Any:
+            files = self.assigned_work[node].items()
+            self.assigned_work[node] = {file: tests for file, tests in files if not all(tests.values())}
+            return super().remove_node(node)
+
+    return Unfinished(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: Any) -> None:
+    """Say how a process of tests ended that should not have."""
+    if error:
+        print(f"\n{node.gateway.id} ended: exit code {node.gateway._io.popen.wait(10)}", flush=True)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Run failed tests once more, in the process that shows the summary, before the summary."""
@@ -32,7 +59,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if reporter is None or _AGAIN in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
         return
     failed = reporter.stats.get("failed", [])
-    again = [one for one in failed if _MARKS & {*one.keywords} and not _NEVER & {*one.keywords}]
+    marks = [(one, {*one.keywords}) for one in failed]  # none: its process ended in the middle of it
+    again = [one for one, theirs in marks if not theirs or (_MARKS & theirs and not _NEVER & theirs)]
     if not 0 < len(again) <= _MAX_RERUN:
         return
     for report in again:

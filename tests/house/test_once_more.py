@@ -64,6 +64,22 @@ def test_what_is_marked_and_passes_alone_is_no_failure(tmp_path: Path, more: str
     assert (counts["flaky"], counts["passed"], counts.get("failed", 0)) == (1, 1, 2 * bool(more))
 
 
+def test_of_a_process_that_is_killed_the_tests_are_run_by_others(tmp_path: Path) -> None:
+    pytest.importorskip("xdist")
+    killed = "    if not there.exists():\n        there.touch()\n        os.kill(os.getpid(), 9)\n"
+    for number in range(20):  # most of them are done, and must not be waited for
+        act = killed if number == 17 else "    there.touch()\n"
+        lines = "import os, pathlib\n\ndef test_it():\n    there = pathlib.Path(__file__).with_suffix('.there')\n" + act
+        (tmp_path / f"test_{number:02}.py").write_text(f"{lines}\ndef test_next():\n    pass\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    command = ["-m", "pytest", "-p", "tests.once_more", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile"]
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST") and name != _AGAIN}
+    said = python(*command, environ={**own, "PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    assert re.search(r"gw\d ended: exit code -9\n", said)
+    assert re.search(r"FLAKY test_17.py::test_it: failed.*\n(.*\n)?.*crashed while running 'test_17.py::test_it'", said)
+    assert re.search(r"40 passed, 1 flaky", said)
+
+
 @pytest.mark.unit
 def test_what_comes_to_no_end_alone_fails(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
     monkeypatch.setattr(subprocess, "run", Mock(side_effect=subprocess.TimeoutExpired("pytest", 600)))
