@@ -17,6 +17,8 @@ from ddpshim.process.users_line import users_line
 
 def watch_child(rank_process: int) -> None:
     """In a child process of a rank, end that rank if an optimizer of torch steps. Local."""
+    if os.getpid() == rank_process:  # the rank copies a process that it has not started
+        return
 
     def watch() -> None:
         data, optimizer = sys.modules["torch.utils.data"], sys.modules["torch.optim.optimizer"]
