@@ -31,7 +31,7 @@ import torch
 
 from ddpshim.errors import CheckpointError
 from ddpshim.failures import failure
-from ddpshim.job.group import on_cleanup, world
+from ddpshim.job.group import world
 from ddpshim.process import observed
 from ddpshim.process.job import current
 from ddpshim.process.observed import outside_steps
@@ -73,7 +73,7 @@ def save_in_background(obj: Any, path: PathLike) -> None:
     if not _is_for_the_background(num_bytes, path):
         save(obj, path)
         return
-    writer, final = _started(), os.path.abspath(path)
+    writer, final = current().part(Background), os.path.abspath(path)
     with outside_steps():
         writer.copy.seek(0)  # and keep the memory of the earlier copy
         torch.save(obj, writer.copy)
@@ -215,66 +215,54 @@ def find_damage(path: PathLike) -> Optional[str]:
 
 
 class Background:
-    """A thread that runs jobs in order, and the memory of the object that it writes. The program ends after its jobs.
+    """A thread that writes what one job of ranks saves, call by call, and the memory of the object that it writes.
 
-    If one fails, the later ones are left out, until `wait` has raised that.
+    `cleanup()` and the end of the program wait for it. If a call fails, later ones are left out, until `wait` has
+    raised that.
     """
 
     def __init__(self) -> None:
-        self.owner, self.thread_id = os.getpid(), 0
-        self.pending: list[tuple[Future[None], str]] = []  # jobs and what they do, until `wait` has seen their ends
+        self._process, self._thread_id = os.getpid(), 0
+        self.pending: list[tuple[Future[None], str]] = []  # calls and what they do, until `wait` has seen their ends
         self._thread = ThreadPoolExecutor(1, "ddpshim-saves", self._begin)
         self.copy = io.BytesIO()
+        current().at_end.callback(_at_cleanup)
 
-    def do(self, job: Callable[[], Any], what: str) -> None:
-        """Submit `job`, which runs after the earlier ones if they all succeed; `what` names it in errors."""
-        self.pending.append((self._thread.submit(self._run, job), what))
+    def is_here(self) -> bool:
+        """Return whether this process made it (a fork has no thread), and this is not its thread."""
+        return self._process == os.getpid() and self._thread_id != threading.get_ident()
+
+    def do(self, call: Callable[[], Any], what: str) -> None:
+        """Submit `call`, which runs after the earlier ones if they all succeed; `what` names it in errors."""
+        self.pending.append((self._thread.submit(self._run, call), what))
+        atexit.unregister(_at_exit)  # so that it runs before the exit handlers that the program has by now
+        atexit.register(_at_exit)
 
     def wait(self, timeout_s: Optional[float] = None) -> None:
-        """Wait for all jobs, at most `timeout_s`. Raises CheckpointError if one failed; no job is pending then."""
-        if wait([job for job, _ in self.pending], timeout_s).not_done:
+        """Wait for all calls, at most `timeout_s`. Raises CheckpointError if one failed; none is pending then."""
+        if wait([call for call, _ in self.pending], timeout_s).not_done:
             return
         ended, self.pending = self.pending, []
-        for number, (job, _) in enumerate(ended):
-            if (error := job.exception()) is not None:
+        for number, (call, _) in enumerate(ended):
+            if (error := call.exception()) is not None:
                 said = str(error) if isinstance(error, CheckpointError) else described(error)
                 left_out = ", ".join(what for _, what in ended[number + 1 :])
                 raise CheckpointError(f"{said} Left out because of it: {left_out}." if left_out else said)
 
     def _begin(self) -> None:
-        self.thread_id = threading.get_ident()
+        self._thread_id = threading.get_ident()
         if sys.platform == "linux":  # elsewhere it would be the whole process's
             os.nice(_NICE)  # training must not wait for a core
 
-    def _run(self, job: Callable[[], Any]) -> None:
+    def _run(self, call: Callable[[], Any]) -> None:
         if not any(earlier.done() and earlier.exception() for earlier, _ in self.pending):
-            job()
-
-
-_writer: Optional[Background] = None
-
-
-def _started() -> Background:
-    """Return the thread that writes; start it if there is none."""
-    global _writer
-    if (writer := _present()) is None:
-        _writer = writer = Background()
-        atexit.unregister(_at_exit)
-        atexit.register(_at_exit)
-        if current().world is not None:
-            on_cleanup(_at_cleanup)
-    return writer
+            call()
 
 
 def _busy() -> Optional[Background]:
     """Return the thread if saves are pending, or one failed and this was not raised yet; else None."""
-    return writer if (writer := _present()) is not None and writer.pending else None
-
-
-def _present() -> Optional[Background]:
-    """Return the thread if this process started it (a fork has none), and this is not that thread; else None."""
-    is_here = _writer is not None and _writer.owner == os.getpid() and _writer.thread_id != threading.get_ident()
-    return _writer if is_here else None
+    writer = current().part(Background)
+    return writer if writer.pending and writer.is_here() else None
 
 
 def _is_for_the_background(num_bytes: int, path: PathLike) -> bool:
@@ -283,9 +271,9 @@ def _is_for_the_background(num_bytes: int, path: PathLike) -> bool:
         return False
     from ddpshim.process import machine
 
-    folder = os.path.dirname(os.path.realpath(path))
-    more = num_bytes - (writer.copy.getbuffer().nbytes if (writer := _present()) is not None else 0)
-    return (
+    writer, folder = current().part(Background), os.path.dirname(os.path.realpath(path))
+    more = num_bytes - writer.copy.getbuffer().nbytes
+    return writer.is_here() and (
         2 * more <= (machine.memory().available_bytes or 0)
         and os.access(folder, os.W_OK)
         and shutil.disk_usage(folder).free > num_bytes
@@ -305,7 +293,6 @@ def _copy(source: PathLike, path: PathLike) -> None:
 
 def _at_cleanup() -> None:
     """Wait for pending saves; at most 5 s if this rank fails, because its launcher then ends it."""
-    global _writer
     failing = failure.on_the_way_out()
     try:
         if (writer := _busy()) is not None:
@@ -314,8 +301,6 @@ def _at_cleanup() -> None:
         if not failing:
             raise
         say(str(error), directly=True)
-    finally:
-        _writer = None
 
 
 def _at_exit() -> None:
