@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -33,21 +34,9 @@ from ddpshim.process.say import count, say, say_on_main
 from ddpshim.shares.streams import draws_alike
 
 _LOOK_EVERY_S = 0.5
-_STEPS_UNTIL_HEARD = 1  # gradients keep ranks within one step of each other: by then all have reported
-_LOCKSTEP_DEADLINE_S = 120.0
 _MAX_STEPS_BETWEEN_LOOKS = 64  # a limit, as steps may become slower
 _MOST_BATCHES_OF_A_STEP = 64  # a limit, as a program may update weights without an optimizer
-# The parts that every file has, with their types.
-_PARTS: dict[str, Any] = {
-    "epoch": int,
-    "step": int,
-    "world_size": int,
-    "objects": dict,
-    "values": dict,
-    "random": list,  # by rank
-    "facts": dict,
-    "order": list,  # by rank: with already_sharded each draws its own
-}
+FORMAT = "progress of a Resumable, 1"  # of the files; changes with their parts
 
 
 class Stateful(Protocol):
@@ -144,17 +133,12 @@ class Resumable:
         self._facts: dict[str, Any] = {}
         self._computes_on = None if chosen.exact is None else computes_on(self._world.device)
         self._loader: Any = None  # of the current epoch
-        self._order: Optional[dict[str, Any]] = None  # from a restored file, for the next loader
         # This rank's random streams after the steps of an epoch: a resumed run repeats the code between two epochs, and
         # must draw the same numbers in it.
         self._streams: Optional[dict[str, Any]] = None
         self._last_save, self._num_unsaved = time.monotonic(), 0
-        # The checks of all ranks together: the step boundary of the next one; boundary and time of the last one.
-        self._num_boundaries = self._next_look = 0
-        self._interval = 1
-        self._last_look = (0, time.monotonic())
-        self._gathering: Optional[Callable[[float], list[list[int]]]] = None  # the reports of all ranks, being sent
-        self._delay = 0 if self._world.world_size == 1 else _STEPS_UNTIL_HEARD
+        # Of the checks of all ranks together: the calls since the last one, and those from it to the next; its time.
+        self._num_calls, self._interval, self._last_look = 0, 1, time.monotonic()
         self._wanted: Optional[str] = None  # the signals for which to save and exit; "": only to save
         # Whether a backward pass followed the last step of an optimizer; at how many boundaries in a row that was so.
         self._accumulates, self._num_accumulated = False, 0
@@ -162,7 +146,8 @@ class Resumable:
         if self._world.is_launched:
             preemption.listen()
             on_cleanup(preemption.leave)
-            observe(current().at_end, backward=lambda _: self._note(True), after_step=lambda *_: self._note(False))
+            until, note = current().at_end, functools.partial(setattr, self, "_accumulates")
+            observe(until, backward=lambda _: note(True), after_step=lambda *_: note(False))
 
     def restore(self, later_than: tuple[int, int] = (-1, 0)) -> bool:
         """Restore the newest file if it is beyond `later_than` (epoch, step); return whether it was (collective).
@@ -176,7 +161,7 @@ class Resumable:
             return False
         for name, stateful in self._objects.items():
             stateful.load_state_dict(found["objects"].pop(name))
-        for name, gradients in found.pop("gradients", {}).items():
+        for name, gradients in found.pop("gradients").items():
             for p, gradient in zip(sharding.parameters(self._objects.get(name)), gradients):
                 if gradient is not None:
                     p.grad = sharding.part(gradient, p).to(p.device)
@@ -185,7 +170,7 @@ class Resumable:
         self._restored = found
         if self._world.is_main:
             ranks = count(found["world_size"], "rank")
-            if found.get("computes_on") not in (None, self._computes_on):
+            if found["computes_on"] not in (None, self._computes_on):
                 was, now = found["computes_on"], self._computes_on
                 say(
                     f"exact={self._world.options.exact}: the run was on {was} and is now on {now}, so results "
@@ -212,7 +197,6 @@ class Resumable:
         total = length if num_steps is None else num_steps
         can_enter = isinstance(loader, Enterable) and loader.can_enter()
         if self._world.is_launched and not can_enter:
-            self._delay = 0  # epochs are long: a signal must not wait for another one
             say_on_main(
                 "Resumable saves, and reacts to signals, only between two epochs, because this loader cannot resume "
                 "in the middle of one: SIGTERM more than 25 s earlier ends the run without a save"
@@ -225,11 +209,8 @@ class Resumable:
             "pieces of a batch (exact)": self._world.options.exact,
             "order": getattr(loader, "order", None),  # of make_loader
         }
-        if self._restored is not None and epoch == self.epoch:
-            self._enter(start, facts, can_enter)
-        self._facts = facts
-        self.epoch, self.step, self._streams = epoch, start, None
-        self._loader, order, self._order = loader, self._order, None
+        order = self._enter(start, facts, can_enter) if epoch == self.epoch else None
+        self.epoch, self.step, self._streams, self._facts, self._loader = epoch, start, None, facts, loader
         if can_enter:
             num_passes, first = divmod(start, length)
             if order is not None and num_passes and not first:  # the end of a pass, where torch's sampler may draw
@@ -246,8 +227,8 @@ class Resumable:
         for step in range(start, total):
             self.step = step
             if can_enter or step == 0:
-                deadline_s = _LOCKSTEP_DEADLINE_S if can_enter else self._world.options.side_timeout_s
-                self._look(deadline_s, may_wait=step > 0)
+                options = self._world.options
+                self._look(options.timeout_s if can_enter else options.side_timeout_s, may_wait=step > 0)
             if step == 0:  # not before: a run that stops in this look draws the epoch's order after resuming
                 batches = iter(loader) if draws_seed else _begun(loader)
             try:
@@ -270,9 +251,7 @@ class Resumable:
         was interrupted, which is repeated. Each counts as an epoch, and as a step for `every_n_steps`. Before each, all
         ranks check together, and wait for those that still play.
         """
-        if self._restored is not None:
-            self._enter(0, {}, can_enter=True)
-        self._delay = 0  # iterations are long: a signal must not wait for another one
+        self._enter(0, {}, can_enter=True)
         numbers = itertools.count(self.epoch) if num is None else range(self.epoch, num)
         for self.epoch in numbers:
             self.step, self._facts, self._loader = 0, {}, None
@@ -289,33 +268,20 @@ class Resumable:
     def look(self) -> None:
         """Save or exit here, if ranks agree that it is time. Collective: call it between two steps.
 
-        In some calls ranks send each other what they want, and act on it in the next call, so that no rank waits for
-        one that is a step behind. They also agree on when to send again.
+        In some calls ranks tell each other what they want, and agree in which call to do so again.
 
         Raises SyncError if a rank does not arrive within `timeout_s`.
         """
         self._look(self._world.options.timeout_s)
 
-    def _note(self, accumulates: bool) -> None:
-        self._accumulates = accumulates
-
     def _look(self, deadline_s: float, may_wait: bool = False) -> None:
         is_off = current().part(ProgressFiles).is_off
         if self._num_unsaved >= (self._every_n_steps or math.inf) or is_off:
             self._wanted = self._wanted or ""
-        here, now = self._num_boundaries, time.monotonic()
-        self._num_boundaries += 1
         self._num_accumulated = self._num_accumulated + 1 if self._accumulates else 0
-        if here == self._next_look:
-            last, then = self._last_look
-            wanted = int(_LOOK_EVERY_S * (here - last) / max(now - then, 1e-6)) if here > last else 1
-            wanted = max(1, min(wanted, 2 * self._interval, _MAX_STEPS_BETWEEN_LOOKS))
-            is_due = self._every_s is not None and now - self._last_save > self._every_s and self._wanted is None
-            signal = 1 + preemption.SIGNALS.index(asked) if (asked := preemption.asked()) is not None else 0
-            gathering = self._world.begin_gather([signal, self._world.is_main and is_due, wanted])
-            self._last_look, self._gathering = (here, now), gathering
-        if self._gathering is not None and here >= self._last_look[0] + self._delay:
-            self._take_reports(self._gathering, here, deadline_s)
+        self._num_calls += 1
+        if self._num_calls == self._interval:
+            self._meet(deadline_s)
         if self._wanted is None:
             return
         # A program that counts the batches of its loop begins to accumulate anew when it is resumed.
@@ -332,19 +298,22 @@ class Resumable:
             )
         self.leave(self._wanted) if self._wanted else self.save()
 
-    def _take_reports(self, gathered: Callable[[float], list[list[int]]], here: int, deadline_s: float) -> None:
-        self._gathering = None
+    def _meet(self, deadline_s: float) -> None:
+        """Learn what any rank wants, and agree when to do so again (collective)."""
+        now = time.monotonic()
+        wanted = int(_LOOK_EVERY_S * self._num_calls / max(now - self._last_look, 1e-6))
+        wanted = max(1, min(wanted, 2 * self._num_calls, _MAX_STEPS_BETWEEN_LOOKS))
+        is_due = self._every_s is not None and now - self._last_save > self._every_s and self._wanted is None
+        signal = 1 + preemption.SIGNALS.index(asked) if (asked := preemption.asked()) is not None else 0
         try:
-            reports = gathered(deadline_s)
+            reports = self._world.gather_numbers([signal, self._world.is_main and is_due, wanted], deadline_s)
         except RuntimeError as error:
             raise SyncError(
-                f"another rank did not reach step {self.step - self._delay} of epoch {self.epoch} within "
-                f"{deadline_s:g} s of rank {self._world.rank}, which is one step ahead; that rank waits for "
-                "gradients that no rank will send, or for its data. Give every rank the same number of batches, and "
-                "skip no step on one rank alone."
+                f"another rank did not reach step {self.step} of epoch {self.epoch} within {deadline_s:g} s of rank "
+                f"{self._world.rank}; that rank waits for gradients that no rank will send, or for its data. Give "
+                "every rank the same number of batches, and skip no step on one rank alone."
             ) from error
-        self._interval = min(interval for _, _, interval in reports)
-        self._next_look = here + self._interval
+        self._num_calls, self._interval, self._last_look = 0, min(each[2] for each in reports), now
         signals = {rank: preemption.SIGNALS[signal - 1] for rank, (signal, _, _) in enumerate(reports) if signal}
         if signals or any(is_due for _, is_due, _ in reports):
             self._wanted = ", ".join(f"{asked} on rank {rank}" for rank, asked in signals.items()) or self._wanted or ""
@@ -384,6 +353,7 @@ class Resumable:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         content = {
+            "format": FORMAT,
             "epoch": self.epoch,
             "step": self.step,
             "world_size": self._world.world_size,
@@ -391,8 +361,8 @@ class Resumable:
             "objects": objects,
             "gradients": gradients,
             "values": self.values,
-            "random": [streams for streams, _ in states],
-            "order": [of_rank for _, of_rank in states],
+            "random": [streams for streams, _ in states],  # by rank
+            "order": [of_rank for _, of_rank in states],  # the same: with already_sharded each draws its own
             "facts": self._facts,
         }
         for left in self.folder.glob(".epoch_*.partial"):
@@ -440,14 +410,11 @@ class Resumable:
         path = progress_folder.find_progress(self.folder)
         if path is None:
             return None
-        found: dict[str, Any] = progress_folder.read_plain(path, self._world.options.trust_progress)
-        there: Any = found if isinstance(found, dict) else {}
-        odd = [name for name, kinds in _PARTS.items() if not isinstance(there.get(name, ...), kinds)]
-        odd += [] if odd or found["random"] else ["random"]
-        if odd:
+        found: Any = progress_folder.read_plain(path, self._world.options.trust_progress)
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise CheckpointError(
-                f"{path} is not a Resumable's progress ({', '.join(odd)} missing or invalid), and was not used. "
-                "Remove it, or use another folder."
+                f"{path} is not a progress file of this ddpshim's Resumable, and was not used. Remove it, or use "
+                "another folder."
             )
         lacking = [name for name in self._objects if name not in found["objects"]]
         if lacking:
@@ -460,9 +427,14 @@ class Resumable:
         current().part(ProgressFiles).restored = path
         return found
 
-    def _enter(self, start: int, facts: dict[str, Any], can_enter: bool) -> None:
-        """Check that the epoch is the one that was interrupted, and restore this rank's random streams."""
-        found, self._restored = self._restored or {}, None
+    def _enter(self, start: int, facts: dict[str, Any], can_enter: bool) -> Optional[dict[str, Any]]:
+        """Check that the epoch is the one that was interrupted, and restore this rank's random streams.
+
+        Returns the state of the order of its loader; None if there is none, or nothing was restored.
+        """
+        found, self._restored = self._restored, None
+        if found is None:
+            return None
         odd = [name for name in facts if found["facts"] and found["facts"][name] != facts[name]]
         if (start or self._world.options.per_rank_batch) and odd:
             was, now = found["facts"][odd[0]], facts[odd[0]]
@@ -478,13 +450,14 @@ class Resumable:
             )
         states, here = found["random"], self._world
         is_same_size = len(states) == here.world_size
-        self._order = found["order"][here.rank if is_same_size else 0]
         are_equal = len({messages.packed(state) for state in states}) == 1
         if draws_alike() or is_same_size or are_equal:  # equal streams stay so: ranks may slice a permutation
             own = states[here.rank if is_same_size and not draws_alike() else 0]
             progress_folder.restore_streams(own, here.device, self.folder)
         else:
             seed_everything(derive_seed(here.seed or 0, "rank", here.rank, "resumed", self.epoch, start))
+        order: Optional[dict[str, Any]] = found["order"][here.rank if is_same_size else 0]
+        return order
 
 
 def _begun(loader: Any) -> Iterator[Any]:

@@ -224,7 +224,7 @@ WAITS = "SIGTERM on rank 0: saving after the optimizer's next step"
 NEVER = "no batch of the last 2 ended with a step of an optimizer: gradients are saved, too. To accumulate them, count"
 ACCUMULATING = {
     **dict.fromkeys(("shares", "own gradients", "exact", "whole batches"), (5, WAITS, "epoch 1, step 3")),
-    "late": (7, NEVER, "epoch 1, step 4"),
+    "late": (7, NEVER, "epoch 1, step 3"),
 }
 
 
