@@ -29,7 +29,6 @@ from ddpshim.process.say import count, ranks_called, say
 from ddpshim.process.users_line import is_torchs_or_ours, is_users, short, shown, users_line
 
 _LOOK_EVERY_S = 1.0
-_QUIET_S = 3.0  # the stack is read only if the rank has made no progress for so long
 _ANSWER_S = 5.0
 _STORE_S = 10.0
 _GPU_AFTER_S = 10.0  # the GPU is not queried during steps: that breaks the capture of a graph
@@ -74,7 +73,7 @@ _WAITS = {
     ("ddpshim/job/collectives.py", "backward"): "a sum of gradients",
     ("ddpshim/rows/blocks.py", "gather_alike"): "a gather of rows",
     ("ddpshim/job/collectives.py", "gather_with_deadline"): "World.gather_with_deadline",
-    ("ddpshim/job/collectives.py", "result"): "a check between two steps",
+    ("ddpshim/job/collectives.py", "gather_numbers"): "a check between two steps",
     ("ddpshim/model/equality.py", "finish"): "the comparison of weights",
     ("ddpshim/job/debugger.py", "_meet"): "a debugger, for the main rank",
 }
@@ -164,8 +163,7 @@ class Watch:
         self._asks_now = False  # although it no longer waits
         self._is_on_gpu = False  # whether the rank's GPU waits
         self._cpu_s = 0.0  # of the watched thread
-        self._counted: Any = None
-        self._counted_at, self._quiet_s = 0.0, min(_QUIET_S, timeout_s / 10)
+        self._counted: Any = None  # its progress
         self._waiting: Optional[Standing] = None  # when it waited last, since it made progress
         self._every_s = max(_LOOK_EVERY_S, world_size / _RANKS_PER_S)
         self._ended = threading.Event()
@@ -241,10 +239,8 @@ class Watch:
         """Look at the rank, and return whether it has waited too long."""
         progress, now = self._job.part(Progress), time.monotonic()
         counted = (progress.num_passes, progress.num_collectives, progress.batch, progress.is_reducing)
-        if counted != self._counted:  # it makes progress: no need to read its stack
-            self._counted, self._waiting, self.verdict, self._counted_at = counted, None, None, now
-        if now - self._counted_at < self._quiet_s:
-            return self._waits.look(now, counted, None)
+        if counted != self._counted:
+            self._counted, self._waiting, self.verdict = counted, None, None
         (mine, frames), cpu_s = self._place(), 0.0
         with contextlib.suppress(AttributeError, OSError):  # not every system says it
             cpu_s = time.clock_gettime(time.pthread_getcpuclockid(self._watched))

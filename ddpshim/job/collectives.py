@@ -100,16 +100,12 @@ class WorldOfRanks(World):
         gathered: torch.Tensor = RowsOfRanks.apply(x, self.rank, group())  # type: ignore[no-untyped-call]
         return gathered
 
-    def begin_gather(self, numbers: list[int]) -> Callable[[float], list[list[int]]]:
+    def gather_numbers(self, numbers: list[int], deadline_s: float) -> list[list[int]]:
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         everyones = [torch.empty_like(mine) for _ in range(self.world_size)]
-        work = dist.all_gather(everyones, mine, group=peers(self), async_op=True)
-
-        def result(deadline_s: float) -> list[list[int]]:
-            work.wait(timedelta(seconds=deadline_s))
-            return [numbers.tolist() for numbers in everyones]
-
-        return result
+        work: Any = dist.all_gather(everyones, mine, group=peers(self), async_op=True)
+        work.wait(timedelta(seconds=deadline_s))
+        return [theirs.tolist() for theirs in everyones]
 
     def gather_with_deadline(self, name: str, value: T, deadline_s: float) -> dict[int, T]:
         job = self._job
@@ -123,16 +119,15 @@ class WorldOfRanks(World):
 
     def run_on_main(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         name = getattr(function, "__qualname__", type(function).__name__)
-        what = f"run_on_main({name})"
         error: Optional[BaseException] = None
-        result: Any = None
+        told: Any = None
         if self.is_main:
             try:
-                result = function(*args, **kwargs)
-                messages.packed(result, self.options.trust_peers)
+                told = function(*args, **kwargs), None
+                messages.packed(told, self.options.trust_peers)
             except BaseException as raised:
-                error = raised
-        message = self._broadcast(None if error is None else described(error), 0, what)
+                told, error = (None, described(raised)), raised
+        result, message = self._broadcast(told, 0, f"run_on_main({name})")
         if error is not None:
             raise error
         if message is not None:
@@ -143,7 +138,7 @@ class WorldOfRanks(World):
                     "result. See the main rank's traceback."
                 ),
             )
-        return cast(T, self._broadcast(result, 0, what))
+        return cast(T, result)
 
 
 def peers(here: World) -> Any:

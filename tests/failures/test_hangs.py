@@ -158,7 +158,7 @@ def _stay_away() -> list[str]:
     net = ddpshim.wrap_parallel(torch.nn.Linear(2, 1))
     net(torch.ones(1, 2)).sum().backward()
     hang_detector.FLOOR_S, hang_detector._LOOK_EVERY_S = 0.2, 0.05
-    _watch()._every_s = _watch()._quiet_s = 0.05
+    _watch()._every_s = 0.05
     if here.rank == 1:
         is_said.wait(patience(20))
     net(torch.ones(1, 2)).sum().backward()
@@ -184,7 +184,7 @@ def _wait_apart(folder: Path) -> None:
     failure.abort = abort  # type: ignore[assignment]
     hang_detector.FLOOR_S, hang_detector._LOOK_EVERY_S = 0.2, 0.05
     hang_detector._ANSWER_S, hang_detector.DEADLOCK_S = 1.0, 0.1
-    _watch()._every_s = _watch()._quiet_s = 0.05
+    _watch()._every_s = 0.05
     net = ddpshim.wrap_parallel(torch.nn.Linear(2, 1))
     net(torch.ones(1, 2)).sum().backward()
     if ddpshim.world().rank == 1:
