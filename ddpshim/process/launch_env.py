@@ -32,8 +32,10 @@ class Names(NamedTuple):
 
 
 class _Launcher(NamedTuple):
+    option: str  # as DDPSHIM_LAUNCHER
     name: str  # as `World.launcher`
     names: Names
+    signs: tuple[str, ...]  # any of them says that this launcher started the process
     job_ids: tuple[tuple[str, ...], ...] = ()  # variables that together name the job; the first complete set is used
     nodelists: tuple[str, ...] = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")  # the first that is set is used
 
@@ -53,28 +55,20 @@ _OF_PMI = (("PMI_JOBID",), ("SLURM_JOB_ID",))
 # mpirun inside a SLURM job starts its remote daemons in a separate step: ranks on the first node and on the others see
 # different SLURM_STEP_* values, so only the job's variables give values that all ranks must share. The tasks of one
 # srun share a step, which may cover only some of the job's nodes, and share them with other steps.
+_OF_SRUN = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 _SRUN = _Launcher(
-    "slurm",
-    _SLURM,
-    (("SLURM_JOB_ID", "SLURM_STEP_ID"),),
-    ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+    *("slurm", "slurm", _SLURM, (*_OF_SRUN, "SLURM_NTASKS", "SLURM_PROCID"), (_OF_SRUN,)),
+    nodelists=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
 )
-_LAUNCHERS = {  # by DDPSHIM_LAUNCHER
-    "torchrun": [_Launcher("torchrun", TORCHRUN)],
-    "mpi": [
-        _Launcher("openmpi", _OPENMPI, (("PMIX_NAMESPACE",), ("OMPI_MCA_ess_base_jobid",), ("SLURM_JOB_ID",))),
-        _Launcher("pmi", _MVAPICH, _OF_PMI),
-        _Launcher("pmi", _PMI, _OF_PMI),
-    ],
-    "submitit": [_Launcher("submitit", _SUBMITIT, (("SUBMITIT_LOCAL_JOB_ID",),))],
-    "slurm": [_SRUN],
-}
-_SIGNS = {
-    "torchrun": TORCHRUN[:3],
-    "mpi": (*_OPENMPI[:2], *_MVAPICH[:2], *_PMI[:2]),
-    "submitit": _SUBMITIT[:1],
-    "slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_PROCID"),
-}
+_OF_OPENMPI = (("PMIX_NAMESPACE",), ("OMPI_MCA_ess_base_jobid",), ("SLURM_JOB_ID",))
+_LAUNCHERS = (  # the first with a sign decides
+    _Launcher("torchrun", "torchrun", TORCHRUN, TORCHRUN[:3]),
+    _Launcher("mpi", "openmpi", _OPENMPI, _OPENMPI[:2], _OF_OPENMPI),
+    _Launcher("mpi", "pmi", _MVAPICH, _MVAPICH[:2], _OF_PMI),
+    _Launcher("mpi", "pmi", _PMI, _PMI[:2], _OF_PMI),
+    _Launcher("submitit", "submitit", _SUBMITIT, _SUBMITIT[:1], (("SUBMITIT_LOCAL_JOB_ID",),)),
+    _SRUN,
+)
 
 
 @dataclass(frozen=True)
@@ -113,19 +107,19 @@ def read_launch_env(environ: Mapping[str, str]) -> LaunchEnv:
 
     Raises LaunchError if variables are missing, are not numbers or contradict each other.
     """
-    forced = f"{LAUNCHER}={environ[LAUNCHER]!r}" if environ.get(LAUNCHER) else ""
-    seen = (launcher for launcher, names in _SIGNS.items() if any(name in environ for name in names))
-    launcher = environ.get(LAUNCHER) or next(seen, "none")
-    if launcher == "none":
+    asked = environ.get(LAUNCHER)
+    forced = f"{LAUNCHER}={asked!r}" if asked else ""
+    known = [one for one in _LAUNCHERS if not asked or one.option == asked]
+    one = next((one for one in known if any(name in environ for name in one.signs)), None)
+    if asked == "none" or (one is None and not asked):
         return LaunchEnv(f"{forced or 'no launcher variable was seen'}, so this is a single process")
-    if launcher not in _LAUNCHERS:
+    if not known:
         raise LaunchError(
             f"{forced} is not a launcher: this process would have to guess its rank, and {HANG}. Set DDPSHIM_LAUNCHER "
             "to torchrun, slurm, mpi, submitit or none, or unset it."
         )
-    variables, known = _Variables(environ), _LAUNCHERS[launcher]
-    one = next((one for one in known if any(name in environ for name in one.names[:2])), None)
-    if one is None and launcher == "mpi":
+    variables = _Variables(environ)
+    if one is None and asked == "mpi":
         variables.missing([f"{_OPENMPI.rank} (or {_MVAPICH.rank}, {_PMI.rank})"], forced)
     one = one or known[0]
     # srun sets PMI_* too, but the local rank only in SLURM_LOCALID. Under mpiexec, SLURM_* number its daemons and not
@@ -140,12 +134,12 @@ def read_launch_env(environ: Mapping[str, str]) -> LaunchEnv:
     found = variables.shown(LAUNCHER, *itertools.chain(*one.job_ids), *one.names)
     rank, world_size = variables.need(one.names[:2], found)
     variables.check_below(rank, one.names.rank, world_size, one.names.world_size)
-    if launcher == "submitit" and world_size == 1 and not forced:
+    if one.option == "submitit" and world_size == 1 and not forced:
         return LaunchEnv(f"one task of submitit ({found})")
     read_local = _local_of_srun if one.names is _SLURM else _local
     local_rank, size, node_rank = read_local(variables, one.names, rank, world_size, found)
     address, port = _master(variables, one, size, world_size, found)
-    agents = launcher == "torchrun" and variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    agents = one.option == "torchrun" and variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True"
     agents = agents and None not in (address, port)
     return LaunchEnv(found, one.name, rank, local_rank, world_size, size, node_rank, address, port, agents)
 
