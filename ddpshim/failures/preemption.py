@@ -6,6 +6,7 @@ A handler cannot contact other ranks: it may interrupt a collective.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -47,8 +48,8 @@ def listen() -> None:
 def unlisten(is_complete: bool = False) -> None:
     """Restore the handlers that `listen` replaced. Local; idempotent.
 
-    If the training `is_complete`, SIGUSR1 is then ignored unless there was another handler: it asks for a save, and by
-    default would kill a process that has nothing left to save, and fail the job.
+    If the training `is_complete`, or this is no rank, SIGUSR1 is then ignored unless there was another handler: it asks
+    for a save, and by default would kill a process that has nothing left to save, and fail the job.
     """
     for number, handler in _previous.items():
         signal.signal(number, handler or signal.SIG_DFL)
@@ -81,16 +82,8 @@ def ignore_in_worker() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _in_child() -> None:
-    """In a forked process, which is not a rank, let SIGTERM end it again."""
-    for number, handler in _previous.items():
-        signal.signal(number, (handler or signal.SIG_DFL) if number == signal.SIGTERM else signal.SIG_IGN)
-    _previous.clear()
-    _state.asked = None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+if hasattr(os, "register_at_fork"):  # a forked process is no rank
+    os.register_at_fork(after_in_child=functools.partial(unlisten, is_complete=True))
 
 
 def _note(number: int, frame: Optional[FrameType]) -> None:

@@ -24,14 +24,7 @@ _NAME_SERVER_S = 5.0  # for a name server that does not answer at once
 _LOOPBACK = "lo"  # Linux's name
 
 
-class _StoreOfJob:
-    """The store of this job, kept after `cleanup()`: its server must outlive its clients."""
-
-    address: Optional[tuple[Any, ...]] = None
-    store: Any = None
-
-
-_state = _StoreOfJob()
+_stores: dict[tuple[Any, ...], Any] = {}  # by address; kept after `cleanup()`: a server must outlive its clients
 
 
 def is_there(store: Any, key: str) -> bool:
@@ -132,7 +125,7 @@ def _root_store(env: LaunchEnv, timeout: timedelta) -> Any:
     if env.world_size == 1 and not env.agent_store:
         return dist.HashStore()  # a single rank needs no port
     address = (env.master_addr, env.master_port, env.rank, env.world_size)
-    if _state.address != address:
+    if address not in _stores:
         check_address(env)
         where = str(env.master_addr), int(env.master_port or 0)
         serves = env.rank == 0 and not env.agent_store
@@ -147,9 +140,9 @@ def _root_store(env: LaunchEnv, timeout: timedelta) -> Any:
                 f"{env.rank} of {env.world_size} must meet the others (waited up to {timeout.total_seconds():g} s; "
                 f"{said}); it cannot train alone. Check that rank 0 started, and that all ranks have its address."
             ) from error
-        _state.address, _state.store = address, _of_this_start(store, env, timeout)
-    _state.store.set_timeout(timeout)
-    return _state.store
+        _stores[address] = _of_this_start(store, env, timeout)
+    _stores[address].set_timeout(timeout)
+    return _stores[address]
 
 
 def _of_this_start(store: Any, env: LaunchEnv, timeout: timedelta) -> Any:

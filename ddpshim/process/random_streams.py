@@ -12,6 +12,9 @@ import torch
 
 from ddpshim.process.job import seed_everything
 
+# Open blocks of `shared_random_streams`, the outermost first: each with the seed of this rank's streams at its end.
+_blocks: list[Optional[int]] = []
+
 
 @contextlib.contextmanager
 def shared_random_streams(seed: int) -> Iterator[None]:
@@ -21,7 +24,7 @@ def shared_random_streams(seed: int) -> Iterator[None]:
     If `split_random_streams` is called in the block, each rank draws from its own new stream afterwards.
     """
     gpus = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    _shared.depth += 1
+    _blocks.append(None)
     outer = global_states()
     try:
         with torch.random.fork_rng(devices=gpus):
@@ -31,26 +34,16 @@ def shared_random_streams(seed: int) -> Iterator[None]:
             yield
     finally:
         restore_global_states(outer)
-        _shared.depth -= 1
-        if not _shared.depth and _shared.own_seed is not None:
-            own_seed, _shared.own_seed = _shared.own_seed, None
+        if (own_seed := _blocks.pop()) is not None:
             seed_everything(own_seed)
 
 
 def seed_own_streams(seed: int) -> None:
     """Seed this rank's own streams now, or at the end of the surrounding `shared_random_streams`. Local."""
-    if _shared.depth:
-        _shared.own_seed = seed
+    if _blocks:
+        _blocks[0] = seed
     else:
         seed_everything(seed)
-
-
-class _Shared:
-    depth = 0  # of open blocks of `shared_random_streams`
-    own_seed: Optional[int] = None  # for this rank's streams at their end
-
-
-_shared = _Shared()
 
 
 def global_states() -> dict[str, Any]:

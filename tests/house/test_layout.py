@@ -177,7 +177,6 @@ def test_public_names() -> None:
 # What a process keeps, and a job does not: `cleanup()` leaves it. All else is in `process.job.Job`.
 OF_THE_PROCESS = {
     "adapters.packages": "what is installed",
-    "checkpoint.files._writer": "a thread, for as long as it may have files to write",
     "tools.watching._signs": "a function of a number",
     "job.process_group._kept": "groups that torch before 2.8 cannot end",
     "job.process_group._worlds": "how many there were: a store keeps the keys of the one before",
@@ -197,9 +196,9 @@ OF_THE_PROCESS = {
     "process.observed._records": "an open file",
     "failures.preemption._state": "of signal handlers: a job that a signal asks to leave keeps them",
     "failures.preemption._previous": "the same",
-    "process.random_streams._shared": "a block of code that draws alike on all ranks",
+    "process.random_streams._blocks": "blocks of code that draw alike on all ranks",
     "observe.records._state": "an open file, in which the end of a run is noted after cleanup()",
-    "process.job_store._state": "the store of a launcher's address: its server must outlive its clients",
+    "process.job_store._stores": "the store of a launcher's address: its server must outlive its clients",
     "rows.blocks._part_of": "numbers, by numbers",
     "rows.blocks._plan": "numbers, by numbers",
     "rows.rules._dense": "numbers, by numbers",

@@ -55,7 +55,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No launcher, and a store of no job; the other tests' after the test."""
     for name in filter(LAUNCHER_VARIABLES.fullmatch, list(os.environ)):
         monkeypatch.delenv(name)
-    monkeypatch.setattr(job_store, "_state", job_store._StoreOfJob())
+    monkeypatch.setattr(job_store, "_stores", {})
     yield
     cleanup()
     assert not dist.is_initialized()
