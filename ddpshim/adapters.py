@@ -20,7 +20,6 @@ from importlib import metadata
 from typing import Any, Callable, Optional, Protocol
 
 GROUP = "ddpshim.trainers"
-_BUILT_IN = {"robomimic": "robomimic"}
 
 
 class Fetcher(Protocol):
@@ -39,8 +38,7 @@ def packages() -> dict[str, str]:
     found: Any = metadata.entry_points()
     # Python 3.9: a dict of groups.
     others = found.select(group=GROUP) if hasattr(found, "select") else found.get(GROUP, ())
-    ours = {package: f"ddpshim.{module}" for package, module in _BUILT_IN.items()}
-    return {**{point.name: point.value for point in others}, **ours}
+    return {**{point.name: point.value for point in others}, "robomimic": "ddpshim.robomimic"}
 
 
 def function(package: str, name: str) -> Optional[Any]:
