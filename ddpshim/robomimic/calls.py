@@ -8,7 +8,6 @@ is imported inside the functions only.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import time
 from collections.abc import Mapping
@@ -31,7 +30,7 @@ from ddpshim.process import observed
 from ddpshim.process.job import current
 from ddpshim.process.observed import outside_steps
 from ddpshim.process.replaced import replaced
-from ddpshim.process.say import say, say_once
+from ddpshim.process.say import say
 from ddpshim.robomimic import batches, node_memory, rollout
 from ddpshim.robomimic.session import FOLDER, algos, session
 from ddpshim.variables import RANK_LOGS
@@ -75,21 +74,14 @@ def load_data_for_training(config: Any, obs_keys: Any, **options: Any) -> tuple[
     import robomimic.utils.dataset as Datasets
     import robomimic.utils.train_utils as TrainUtils
 
-    here, keys = world(), list(obs_keys)
-    load = functools.partial(TrainUtils.load_data_for_training, config, **options)
-    wanted = config.train.hdf5_cache_mode is not None and here.options.node_memory
-    if not (wanted and here.world_size > 1 and node_memory.is_supported()):
-        return load(obs_keys=obs_keys)  # type: ignore[no-any-return]
-    with node_memory.without_cache(Datasets.SequenceDataset) as waiting:
-        datasets = load(obs_keys=obs_keys)
-    problem = node_memory.share(waiting, here)
-    if problem is None:
-        for dataset in filter(None, datasets):  # before the loader, which would allocate its own arrays
-            batches.WindowFetcher(dataset).attach()
-        return datasets  # type: ignore[no-any-return]
-    if here.is_main:
-        say_once(f"{problem}: each rank loads its own copy, as upstream does")
-    return load(obs_keys=keys)  # type: ignore[no-any-return]
+    here, is_cached = world(), config.train.hdf5_cache_mode is not None
+    is_shared = is_cached and here.options.node_memory and here.world_size > 1 and node_memory.is_supported()
+    sharing = node_memory.shared_cache(Datasets.SequenceDataset, here) if is_shared else contextlib.nullcontext()
+    with sharing:
+        datasets: tuple[Any, Any] = TrainUtils.load_data_for_training(config, obs_keys=obs_keys, **options)
+    for dataset in filter(None, datasets) if is_shared else ():  # else the loader would allocate its own arrays
+        batches.WindowFetcher(dataset).attach()
+    return datasets
 
 
 def finish() -> None:
@@ -218,10 +210,8 @@ def _interval(rate: Optional[float], episodes: Optional[int]) -> Optional[tuple[
 
 
 def _restore_counters(model: Any, epoch: int, num_steps: int) -> None:
-    """After `--resume`, restore the counters that upstream's checkpoints lack. Local.
-
-    An EMA that counts from 0 again loses its average in the next step; td3_bc would update its actor in other steps.
-    """
+    """After `--resume`, restore the counters that upstream's checkpoints lack. Local."""
+    # An EMA that counts from 0 again loses its average in the next step; td3_bc would update its actor in other steps.
     for algo in algos(model) if epoch > 1 else ():
         ema = getattr(algo, "ema", None)
         if ema is not None and ema.optimization_step == 0:
@@ -234,10 +224,7 @@ def _restore_counters(model: Any, epoch: int, num_steps: int) -> None:
 
 
 def _wants_to_go_on(is_asked: bool = False) -> bool:
-    """Whether the option `resume` makes this start resume from saved progress, if there is any. Local.
-
-    With resume=auto it does if a launcher or scheduler has restarted the job, or if `is_asked`: the user requested it.
-    """
+    """Whether the option `resume` makes this start resume; auto: if the job was restarted, or `is_asked` by a user."""
     here = world()
     choice = here.options.resume
     return here.is_launched and (choice == "always" or (choice == "auto" and (here.is_restarted or is_asked)))

@@ -32,7 +32,7 @@ from ddpshim.job.group import world as current_world
 from ddpshim.job.world import World
 from ddpshim.process import machine
 from ddpshim.process.replaced import replaced
-from ddpshim.process.say import described, size
+from ddpshim.process.say import described, say_once, size
 
 _ALIGNMENT = 64
 _SHARED_MEMORY = "/dev/shm"
@@ -184,15 +184,16 @@ def _on_each_rank(here: World, function: Callable[[], Any]) -> list[Any]:
         value = function()
     except BaseException as raised:  # raised below, because the other ranks wait in the gather
         error = raised
-    failed = None if error is None else (isinstance(error, DataError), described(error), str(error))
+    failed = None if error is None else (type(error).__name__, described(error), str(error))
     everyones = here.gather((value, failed))
     if error is not None:
         raise error
     for rank, (_, problem) in enumerate(everyones):
         if problem is not None:
-            is_ours, shown, text = problem
+            kind, shown, text = problem
             lost = f"rank {rank} could not make the arrays that a node shares ({shown}); rank {here.rank} would hang."
-            told = DataError(f"on rank {rank}: {text}") if is_ours else WorldError(f"{lost} See that rank's traceback.")
+            ours = {"DataError": DataError, "Unlike": Unlike}.get(kind)
+            told = WorldError(f"{lost} See that rank's traceback.") if ours is None else ours(f"on rank {rank}: {text}")
             raise failure.caused_by(rank, told)
     return [value for value, _ in everyones]
 
@@ -206,44 +207,40 @@ class Unlike(DataError):
     """A demonstration's arrays differ from the first one's in name, type or shape, so they cannot share one array."""
 
 
-class Waiting:
-    """Datasets that were made without their cache, each with a function that loads a demonstration, and its layout."""
-
-    def __init__(self) -> None:
-        self.datasets: list[tuple[Any, _Load, _Shape]] = []
-        self.problem: Optional[str] = None  # why they cannot share
-
-
 @contextlib.contextmanager
-def without_cache(kind: Any) -> Iterator[Waiting]:
-    """In this block, make datasets of this kind (robomimic's SequenceDataset) without a cache, for `share`. Local."""
-    waiting = Waiting()
+def shared_cache(kind: Any, here: World) -> Iterator[None]:
+    """In this block, making a dataset of this kind (robomimic's SequenceDataset) is collective, and it gets its cache.
+
+    Where demonstrations differ, each rank loads its own copy, as upstream does, and a line says so. Raises DataError if
+    the node has no room, and any error of upstream's own loading.
+    """
     init, load = vars(kind)["__init__"], vars(kind)["load_dataset_in_memory"]
-    modes: dict[int, str] = {}
 
     @functools.wraps(load)
-    def load_later(dataset: Any, **options: Any) -> Any:
+    def load_shared(dataset: Any, **options: Any) -> Any:
         if dataset.hdf5_cache_mode is None:  # a fork of robomimic loads the data as a trial, and discards it
             return load(dataset, **options)
-        one = functools.partial(_loaded, load, dataset, options)
+        one, found = functools.partial(_loaded, load, dataset, options), list[_Shape]()
         try:
-            waiting.datasets.append((dataset, one, _Shape(dataset, one)))
+            _on_each_rank(here, lambda: found.append(_Shape(dataset, one)))
+            (shape,) = found
+            arrays = shared_arrays(shape.specs, functools.partial(shape.fill, one), world=here)
         except Unlike as unlike:
-            waiting.problem = str(unlike)
-        # With "all", upstream would now make a list of all windows.
-        modes[id(dataset)], dataset.hdf5_cache_mode = dataset.hdf5_cache_mode, "low_dim"
-        return None
+            if here.is_main:
+                say_once(f"{unlike}: each rank loads its own copy, as upstream does")
+            return load(dataset, **options)
+        if dataset.hdf5_cache_mode == "all":  # upstream would now make a list of all windows
+            dataset.hdf5_cache_mode, dataset.getitem_cache = "low_dim", _Items(dataset)
+        return Demos(arrays, shape)
 
     @functools.wraps(init)
     def init_and_restore(dataset: Any, *args: Any, **options: Any) -> None:
-        try:
-            init(dataset, *args, **options)
-        finally:
-            mode = modes.pop(id(dataset), None)
-        dataset.hdf5_cache_mode = mode or dataset.hdf5_cache_mode
+        init(dataset, *args, **options)
+        if hasattr(dataset, "getitem_cache"):
+            dataset.hdf5_cache_mode = "all"
 
-    with replaced(kind, "__init__", init_and_restore), replaced(kind, "load_dataset_in_memory", load_later):
-        yield waiting
+    with replaced(kind, "__init__", init_and_restore), replaced(kind, "load_dataset_in_memory", load_shared):
+        yield
 
 
 def _loaded(load: Callable[..., Any], dataset: Any, options: dict[str, Any], name: str) -> dict[str, Any]:
@@ -251,39 +248,6 @@ def _loaded(load: Callable[..., Any], dataset: Any, options: dict[str, Any], nam
     with contextlib.redirect_stdout(io.StringIO()):  # it prints for each call
         found = load(dataset, **{**options, "demo_list": [name], "hdf5_file": dataset.hdf5_file})
     return _leaves(found[name])
-
-
-def share(waiting: Waiting, here: World) -> Optional[str]:
-    """Give the waiting datasets one cache per node; else return why it would differ from upstream's (collective).
-
-    Raises:
-        DataError: the node has no room.
-        Exception: any error of upstream's own loading.
-    """
-    # All ranks decide alike: otherwise some would load while others wait in a collective.
-    problem = next(filter(None, here.gather(waiting.problem)), None)
-    if problem is not None or not waiting.datasets:
-        return problem
-    specs = {f"{n}/{name}": it for n, (_, _, shape) in enumerate(waiting.datasets) for name, it in shape.specs.items()}
-
-    def fill(arrays: SharedArrays, part: int, num_parts: int) -> None:
-        nonlocal problem
-        for n, (dataset, one, shape) in enumerate(waiting.datasets):
-            try:
-                shape.fill({name: arrays[f"{n}/{name}"] for name in shape.specs}, one, part, num_parts)
-            except Unlike as unlike:
-                problem = str(unlike)
-                return
-            finally:
-                dataset.close_and_delete_hdf5_handle()
-
-    arrays = shared_arrays(specs, fill, world=here)
-    problem = next(filter(None, here.gather(problem)), None)
-    if problem is not None:
-        return problem
-    for n, (dataset, _, shape) in enumerate(waiting.datasets):
-        _give(dataset, Demos(arrays, f"{n}/", shape))
-    return None
 
 
 def flatten(dataset: Any) -> None:
@@ -299,8 +263,10 @@ def flatten(dataset: Any) -> None:
         one = functools.partial(_loaded, type(dataset).load_dataset_in_memory, dataset, options)
         shape = _Shape(dataset, one)
         arrays = {name: torch.empty(*size, dtype=dtype, device="cpu") for name, (size, dtype) in shape.specs.items()}
-        shape.fill(arrays, one)
-    _give(dataset, Demos(arrays, "", shape))
+        shape.fill(one, arrays)
+    dataset.hdf5_cache = Demos(arrays, shape)
+    if dataset.hdf5_cache_mode == "all":
+        dataset.getitem_cache = _Items(dataset)
 
 
 @contextlib.contextmanager
@@ -312,12 +278,6 @@ def left_as_found(dataset: Any) -> Iterator[None]:
     finally:
         if not was_open:
             dataset.close_and_delete_hdf5_handle()
-
-
-def _give(dataset: Any, cache: Demos) -> None:
-    dataset.hdf5_cache = cache
-    if dataset.hdf5_cache_mode == "all":
-        dataset.getitem_cache = _Items(dataset)
 
 
 class _Shape:
@@ -339,7 +299,7 @@ class _Shape:
         }
         self.check(0, first)
 
-    def fill(self, arrays: Mapping[str, torch.Tensor], one: _Load, part: int = 0, num_parts: int = 1) -> None:
+    def fill(self, one: _Load, arrays: Mapping[str, torch.Tensor], part: int = 0, num_parts: int = 1) -> None:
         """Write each `num_parts`-th demonstration into the arrays."""
         for index in range(part, len(self.names), num_parts):
             found = one(self.names[index])
@@ -384,13 +344,13 @@ class Demos(Mapping[str, Any]):
     that is shared.
     """
 
-    def __init__(self, arrays: Mapping[str, torch.Tensor], prefix: str, shape: _Shape) -> None:
-        self._arrays, self._prefix, self._shape = arrays, prefix, shape
+    def __init__(self, arrays: Mapping[str, torch.Tensor], shape: _Shape) -> None:
+        self._arrays, self._shape = arrays, shape
         self._place = {name: index for index, name in enumerate(shape.names)}
         self.flat: dict[str, Any] = {}  # (T of all demonstrations, ...), by path, such as `obs/eef`
         self._tree: dict[str, Any] = {}
         for path, (dtype, rest) in shape.kinds.items():
-            flat = arrays[prefix + path].numpy().view(dtype).reshape((shape.starts[-1], *rest))
+            flat = arrays[path].numpy().view(dtype).reshape((shape.starts[-1], *rest))
             flat.flags.writeable = False  # a write would be seen by all ranks
             self.flat[path], branch = flat, self._tree
             *groups, name = path.split("/")
@@ -409,7 +369,7 @@ class Demos(Mapping[str, Any]):
         return len(self._place)
 
     def __reduce__(self) -> Any:
-        return Demos, (self._arrays, self._prefix, self._shape)
+        return Demos, (self._arrays, self._shape)
 
 
 def _cut(tree: dict[str, Any], rows: slice) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import importlib
 import os
 import re
@@ -22,7 +21,7 @@ import ddpshim
 from ddpshim.errors import DataError, WorldError
 from ddpshim.job.world import World
 from ddpshim.options import Options
-from ddpshim.process import machine, say
+from ddpshim.process import machine
 from ddpshim.robomimic import batches, calls, node_memory
 from ddpshim.robomimic.node_memory import shared_arrays
 from tests import sequences as demos
@@ -131,12 +130,19 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(node_memory, "say_once", lines.append)
+    return lines
+
+
 def _shared(folder: Path, mode: str, **settings: Any) -> tuple[Any, Any]:
     """A dataset with upstream's cache, and one with the node's."""
     upstream = demos.make(folder, mode, **settings)
-    with node_memory.without_cache(type(upstream)) as waiting:
+    with node_memory.shared_cache(type(upstream), World()):
         shared = demos.make(folder, mode, **settings)
-    assert node_memory.share(waiting, World()) is None
+    assert isinstance(shared.hdf5_cache, node_memory.Demos)
     return upstream, shared
 
 
@@ -185,32 +191,27 @@ def test_batches_and_spawned_workers_have_the_same_copy(folder: Path, mode: str)
         worker.join()
 
 
-def test_demonstrations_that_are_not_alike_stay_upstreams(folder: Path) -> None:
+def test_demonstrations_that_are_not_alike_stay_upstreams(folder: Path, said: list[str]) -> None:
     path = demos.make_file(folder / "odd.hdf5")
     with demos.h5py.File(path, "r+") as file:
         values = file["data/demo_2/obs/eef_pos"][()].astype("float32")
         del file["data/demo_2/obs/eef_pos"]
         file["data/demo_2/obs/eef_pos"] = values
     kind = type(demos.make(folder, "low_dim", file=path.name))
-    with node_memory.without_cache(kind) as waiting:
-        demos.make(folder, "all", file=path.name)
-    problem = node_memory.share(waiting, World())
-    assert problem is not None
-    assert problem.startswith(f"{path}: obs/eef_pos of demo_2 is <f4[7, 3], not <f8[7, 3] as after demo_0")
-
-
-def _shared_by_one(share: Any, waiting: Any, here: World) -> Any:
-    return share(waiting, World())
+    with node_memory.shared_cache(kind, World()):
+        made = demos.make(folder, "all", file=path.name)
+    assert (made.hdf5_cache, type(made.getitem_cache)) == (None, list)
+    assert said[0].startswith(f"{path}: obs/eef_pos of demo_2 is <f4[7, 3], not <f8[7, 3] as after demo_0")
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_a_launched_training_shares_where_it_can(
-    folder: Path, is_shared: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, is_shared: bool, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
-    say.say_once.cache_clear()
     here = World(launcher="torchrun", world_size=2, options=Options(node_memory=is_shared))
     monkeypatch.setattr(calls, "world", lambda: here)
-    monkeypatch.setattr(node_memory, "share", functools.partial(_shared_by_one, node_memory.share))
+    shared_cache = node_memory.shared_cache
+    monkeypatch.setattr(node_memory, "shared_cache", lambda kind, here: shared_cache(kind, World()))
     path = demos.make_file(folder / "demos.hdf5")
     config = SimpleNamespace(train=SimpleNamespace(hdf5_cache_mode="all"))
 
@@ -231,6 +232,7 @@ def test_a_launched_training_shares_where_it_can(
         file["data/demo_3/actions"] = [[0.0] * 3] * 9
     found = calls.load_data_for_training(config, obs_keys=[*demos.LOW_DIM, "lang"])
     assert type(found[0].getitem_cache) is list
-    said = capsys.readouterr().err
-    assert ("actions of demo_3 is <f4[9, 3], not <f4[9, 7]" in said) == is_shared
-    assert ("each rank loads its own copy, as upstream does" in said) == is_shared
+    assert len(said) == 2 * is_shared
+    for line in said:
+        assert "actions of demo_3 is <f4[9, 3], not <f4[9, 7]" in line
+        assert "each rank loads its own copy, as upstream does" in line
