@@ -20,7 +20,7 @@ import random
 import sys
 import tokenize
 from collections.abc import Sequence
-from typing import Any, Callable, NamedTuple, Optional, Union
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 from torch.utils.data import default_collate
@@ -73,14 +73,13 @@ class WindowFetcher(NamedTuple):
             parts, normalizing = getattr(dataset, "datasets", [dataset]), _normalizing(dataset)
             for part in parts:
                 node_memory.flatten(part)
-            windows = [Windows(part, normalizes) for part, normalizes in zip(parts, normalizing)]
-            plan: Plan = Several(dataset, windows) if hasattr(dataset, "datasets") else windows[0]
-            plan.compare()
+            batches = WindowBatches(dataset, [*map(Windows, parts, normalizing)])
+            batches.compare()
         except (Unproven, node_memory.Unlike) as reason:
             return str(reason)
         except Exception as error:  # an unfamiliar file, which the dataset itself may be able to read
             return f"{type(error).__name__}: {error}"
-        dataset.__getitems__ = functools.partial(_Samples, plan)  # which torch's fetcher calls
+        dataset.__getitems__ = functools.partial(_Samples, batches)  # which torch's fetcher calls
         return None
 
     def collate(self) -> Callable[[Any], Any]:
@@ -96,16 +95,16 @@ def collate(samples: Any) -> Any:
 class _Samples(Sequence[Any]):
     """The samples at `indices`: made by the dataset itself when accessed, or collated as one batch."""
 
-    def __init__(self, plan: Plan, indices: Sequence[int]) -> None:
-        self._plan, self._indices = plan, indices
+    def __init__(self, batches: WindowBatches, indices: Sequence[int]) -> None:
+        self._batches, self._indices = batches, indices
 
     def collated(self) -> Any:
-        batch = self._plan.batch(self._indices)
+        batch = self._batches.at(self._indices)
         return default_collate(self._all) if batch is None else batch
 
     @functools.cached_property
     def _all(self) -> list[Any]:
-        return [self._plan.dataset[index] for index in self._indices]
+        return [self._batches.dataset[index] for index in self._indices]
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -176,9 +175,7 @@ class Windows:
             groups = ["obs", *(["next_obs"] if dataset.load_next_obs or dataset.goal_mode is not None else [])]
             of_groups = (f"{group}/{key}" for group in groups for key in dataset.obs_keys)
             for key in dict.fromkeys([*dataset.dataset_keys, *of_groups]):
-                if key in flat:
-                    _refuse_strange_type(key, flat[key].dtype, flat[key].shape[1:])
-                else:
+                if key not in flat:
                     self._map(key, [dataset.hdf5_file[f"data/{demo}"].get(key) for demo in demos])
         if dataset.hdf5_cache_mode == "all":  # its samples were cached with these statistics
             self._stats = copy.deepcopy(self._stats)
@@ -206,17 +203,12 @@ class Windows:
             raise Unproven(f"{key} differs in shape or type from demonstration to demonstration")
         if any(len(data) < length for data, length in zip(found, self._lengths)):
             raise Unproven(f"{key} is shorter than its demonstration")
-        ((shape, dtype),) = kinds
-        _refuse_strange_type(key, dtype, shape)
         self._mapped[key] = _Region(self.dataset.hdf5_path, key, found)
 
-    def batch(self, indices: Sequence[int]) -> Optional[dict[str, Any]]:
-        """Return the collated samples at `indices`; None if only the dataset itself can make them. Local."""
+    def batch(self, at: Any) -> dict[str, Any]:
+        """Return the collated samples at positions in this dataset. Local."""
         import numpy as np
 
-        at = _positions(indices, len(self.dataset))
-        if at is None or (self.dataset.hdf5_cache_mode != "all" and not self._is_current()):
-            return None
         demo = np.searchsorted(self._starts, at, side="right") - 1
         length = self._lengths[demo][:, None]
         time = (at - self._starts[demo] + self._offset)[:, None] + self._window
@@ -268,60 +260,67 @@ class Windows:
                 obs[key] = (obs[key] - stats["mean"][0]) / stats["std"][0]
         return obs
 
-    def _is_current(self) -> bool:
-        """Whether the dataset's settings and statistics have not changed since."""
+    def is_current(self) -> bool:
+        """Whether the dataset's settings and statistics have not changed since, or its samples are cached."""
         stats = _stats(self.dataset)
-        return all(stats[of] is self._stats[of] for of in stats) and _settings(self.dataset) == self._settings
+        is_same = all(stats[of] is self._stats[of] for of in stats) and _settings(self.dataset) == self._settings
+        return is_same or self.dataset.hdf5_cache_mode == "all"
 
-    def compare(self) -> None:
-        """Raise Unproven unless a few samples equal the dataset's own, bit for bit. Local."""
+    def some(self) -> set[int]:
+        """Return a few positions, those at the ends of demonstrations among them."""
         draw, num_demos = random.Random(0), len(self._starts)
         some = {0, num_demos - 1, *draw.sample(range(num_demos), min(num_demos, _NUM_COMPARED_DEMOS))}
         ends = [*self._starts[1:], len(self.dataset)]
         edges = {int(edge) for demo in some for edge in (self._starts[demo], ends[demo] - 1)}
-        indices = sorted({*edges, *(draw.randrange(len(self.dataset)) for _ in some)})
-        _compare(self, indices)
+        return {*edges, *(draw.randrange(len(self.dataset)) for _ in some)}
 
 
-class Several:
-    """A MetaDataset: its datasets one after the other. Its methods are those of `Windows`."""
+class WindowBatches:
+    """The batches of a SequenceDataset, or of those in a MetaDataset, one after the other."""
 
     def __init__(self, dataset: Any, parts: Sequence[Windows]) -> None:
         import numpy as np
 
         self.dataset, self._parts = dataset, parts
-        self._bins = np.asarray(dataset._ds_ind_bins)
-        if list(self._bins) != [0, *np.cumsum([len(part.dataset) for part in parts])]:
+        self._bins = np.cumsum([0, *(len(part.dataset) for part in parts)])
+        if list(getattr(dataset, "_ds_ind_bins", self._bins)) != list(self._bins):
             raise Unproven("its samples do not lie dataset by dataset")
 
-    def batch(self, indices: Sequence[int]) -> Optional[dict[str, Any]]:
+    def at(self, indices: Sequence[int]) -> Optional[dict[str, Any]]:
+        """Return the collated samples at `indices`; None if only the dataset itself can make them. Local."""
         import numpy as np
 
-        at = _positions(indices, self._bins[-1])
-        if at is None:
+        at = np.asarray(indices)
+        is_strange = at.ndim != 1 or at.dtype.kind != "i" or not len(at) or at.min() < 0 or at.max() >= self._bins[-1]
+        if is_strange or not all(part.is_current() for part in self._parts):
             return None
         part_of = np.searchsorted(self._bins, at, side="right") - 1
-        batches, places = [], []
-        for number in np.unique(part_of):
-            where = np.flatnonzero(part_of == number)
-            batch = self._parts[number].batch(at[where] - self._bins[number])
-            if batch is None:
-                return None
-            batches.append(batch)
-            places.append(where)
+        places = [np.flatnonzero(part_of == number) for number in range(len(self._parts))]
+        found = [part.batch(at[of] - start) for part, start, of in zip(self._parts, self._bins, places) if len(of)]
         back = torch.from_numpy(np.argsort(np.concatenate(places)))
-        whole = _each(lambda *values: torch.cat(values)[back], *batches)
-        whole["index"] = torch.from_numpy(at.astype(np.int64))
+        whole = found[0] if len(found) == 1 else _each(lambda *values: torch.cat(values)[back], *found)
+        if hasattr(self.dataset, "datasets"):
+            whole["index"] = torch.from_numpy(at.astype(np.int64))
         return whole
 
     def compare(self) -> None:
-        for part in self._parts:
-            part.compare()
-        edges = {int(edge) for start, end in zip(self._bins, self._bins[1:]) for edge in (start, end - 1)}
-        _compare(self, sorted(edges, key=lambda index: -index))
+        """Raise Unproven unless a few samples equal the dataset's own, bit for bit. Local."""
+        some = (int(start) + index for part, start in zip(self._parts, self._bins) for index in part.some())
+        indices = sorted(some, reverse=True)  # the last dataset first
+        with contextlib.ExitStack() as stack:
+            for part in self._parts:
+                stack.enter_context(left_as_found(part.dataset))
+            try:
+                expected = default_collate([self.dataset[index] for index in indices])
+            except Exception as error:
+                # The training will raise the same error, as without ddpshim.
+                kind = type(self.dataset).__name__
+                raise Unproven(f"{kind} itself fails ({type(error).__name__}: {error})") from error
+        found = self.at(indices)
+        if found is None or not _is_same(found, expected):
+            raise Unproven(f"samples {indices} of {type(self.dataset).__name__} come out different")
 
 
-Plan = Union[Windows, Several]
 _Rows = Callable[[str], Any]  # of a key
 
 
@@ -353,20 +352,6 @@ def _rows_of(file: tuple[str, int, int, int], row_bytes: int) -> Any:
     held = np.memmap(file[0], np.uint8, "r")
     row = np.dtype((np.void, row_bytes))
     return np.ndarray((len(held) - row_bytes + 1,), row, buffer=held, strides=(1,))
-
-
-def _refuse_strange_type(key: str, dtype: Any, shape: Sequence[int]) -> None:
-    if dtype.kind not in "biuf" or not dtype.isnative or 0 in shape:
-        raise Unproven(f"{key} holds {dtype} of shape {shape}")
-
-
-def _positions(indices: Sequence[int], num_samples: int) -> Any:
-    """Return `indices` as an array; None if they are not positions of samples."""
-    import numpy as np
-
-    at = np.asarray(indices)
-    is_strange = at.ndim != 1 or at.dtype.kind != "i" or not len(at) or at.min() < 0 or at.max() >= num_samples
-    return None if is_strange else at
 
 
 def _each(function: Callable[..., Any], *trees: dict[str, Any]) -> dict[str, Any]:
@@ -405,21 +390,6 @@ def _languages(dataset: Any) -> Optional[tuple[str, Any]]:
     module = sys.modules[type(dataset).get_item.__module__]
     name = getattr(module, "LANG_EMB_KEY", None) or module.LangUtils.LANG_EMB_OBS_KEY
     return name, np.stack([np.tile(of_demo[demo], (1, 1))[0] for demo in dataset.demos])
-
-
-def _compare(plan: Plan, indices: list[int]) -> None:
-    dataset = plan.dataset
-    with contextlib.ExitStack() as stack:
-        for part in getattr(dataset, "datasets", [dataset]):
-            stack.enter_context(left_as_found(part))
-        try:
-            expected = default_collate([dataset[index] for index in indices])
-        except Exception as error:
-            # The training will raise the same error, as without ddpshim.
-            raise Unproven(f"{type(dataset).__name__} itself fails ({type(error).__name__}: {error})") from error
-    found = plan.batch(indices)
-    if found is None or not _is_same(found, expected):
-        raise Unproven(f"samples {indices} of {type(dataset).__name__} come out different")
 
 
 def _is_same(found: Any, expected: Any) -> bool:
