@@ -17,7 +17,7 @@ import torch
 from ddpshim import variables
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint.progress_folder import plain_content, read_plain, restore_streams
-from ddpshim.checkpoint.resume import Resumable, Stateful
+from ddpshim.checkpoint.resume import Resumable
 from ddpshim.errors import CheckpointError, DataError
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.model import guard
@@ -70,11 +70,13 @@ class Session:
         if not here.is_launched or self._folder is None or here.options.resume == "never":
             return (start_epoch, *best_so_far)
         self._algo = AlgoState(model)
-        kept: dict[str, Stateful] = {"algo": self._algo, "logger": _LoggerState(logger)}
-        self.progress = Resumable(self._folder, kept, before_exit=logger.close)
+        self.progress = Resumable(self._folder, {"algo": self._algo}, before_exit=logger.close)
         self.progress.epoch = start_epoch - _FIRST_EPOCH
         is_repeated = variables.RESUME_FROM in os.environ  # a part of a certified run
-        if (self.goes_on or is_repeated) and self.progress.restore(later_than=(self.progress.epoch, 0)):
+        is_restored = (self.goes_on or is_repeated) and self.progress.restore(later_than=(self.progress.epoch, 0))
+        if hasattr(logger, "_data"):  # robomimic's logs mean and maximum over all rollouts
+            logger._data = self.progress.values.setdefault("logged", logger._data)
+        if is_restored:
             return (self.progress.epoch + _FIRST_EPOCH, *self.progress.values["best so far"])
         if start_epoch > _FIRST_EPOCH:
             self._restore_streams(start_epoch)
@@ -177,20 +179,6 @@ class Session:
         if self._recorder is not None:
             self._recorder.write_epoch(self._epoch, "validation" if self._validates else "training", log)
         return log
-
-
-class _LoggerState:
-    """Saves the data of a logger with the progress: robomimic's logs mean and maximum over all rollouts."""
-
-    def __init__(self, logger: Any) -> None:
-        self._logger = logger
-
-    def state_dict(self) -> Any:
-        return getattr(self._logger, "_data", None)
-
-    def load_state_dict(self, state: Any) -> None:
-        if state is not None:
-            self._logger._data = state
 
 
 def algos(model: Any) -> Iterator[Any]:

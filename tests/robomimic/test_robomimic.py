@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from ddpshim.job.world import World
 from ddpshim.observe.report import load, verdict
 from ddpshim.options import Options
-from ddpshim.robomimic import calls
+from ddpshim.robomimic import calls, session
 from evidence.equivalence import VALIDATION, Run, copy_release, largest_difference, train
 from tests.ranks import run_ranks
 from tests.robomimic import Trainer, check_weights, require, trainings
@@ -90,6 +91,27 @@ def _rank_counts_reads() -> None:
 def test_a_step_reads_all_norms_at_once_where_upstream_reads_one_for_each_gradient() -> None:
     require(RELEASE)
     run_ranks(_rank_counts_reads, 1)
+
+
+def _rank_logs_in_two_starts(folder: str) -> list[tuple[Any, ...]]:
+    session.AlgoState = lambda model: SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)  # type: ignore[assignment,misc]
+    found = []
+    for _ in range(2):
+        training, logger = session.Session(), SimpleNamespace(_data={}, close=lambda: None)
+        training.goes_on = bool(found)
+        training.open(folder)
+        start = training.resume(None, logger, 1, 0.5)
+        found.append((*start, {**logger._data}))
+        assert training.progress is not None
+        logger._data["Rollout/Return"] = [1.0, 2.0]
+        training.progress.values["best so far"], training.progress.step = (0.7,), 3
+        training.progress.save()
+    return found
+
+
+def test_a_resumed_logger_has_what_was_logged(tmp_path: Path) -> None:
+    expected = [(1, 0.5, {}), (1, 0.7, {"Rollout/Return": [1.0, 2.0]})]
+    assert run_ranks(_rank_logs_in_two_starts, 2, str(tmp_path)) == [expected] * 2
 
 
 def _check_equal(one: Run, many: Run, tolerance: float, is_noisy: bool = False) -> None:
