@@ -22,7 +22,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -45,21 +45,10 @@ class Hunk(NamedTuple):
 
 @dataclass(frozen=True)
 class FileDiff:
-    """All hunks of one patch file for one target file; `path` is without the ``a/`` and ``b/``.
-
-    `is_at_home`: the diff was made from that file; else the lines of each hunk occur there once, at other places.
-    """
+    """All hunks of one patch file for one target file; `path` is without the ``a/`` and ``b/``."""
 
     path: str
     hunks: tuple[Hunk, ...]
-    is_at_home: bool = True
-
-
-class Hashes(NamedTuple):
-    """sha256 of one file."""
-
-    original: str
-    patched: str
 
 
 @dataclass(frozen=True)
@@ -71,7 +60,7 @@ class PatchSet:
     base: str
     package: str
     patches: Mapping[str, tuple[FileDiff, ...]]
-    files: Mapping[str, Hashes]
+    files: Mapping[str, Mapping[str, str]]  # of each, sha256 by state: original, patched
 
 
 def default_patches_root() -> Path:
@@ -110,7 +99,7 @@ def build_manifest(patch_dir: Path, source_root: Path, base: str, borrowed: Sequ
     if not patches:
         no_folder = "" if patch_dir.is_dir() else ", which is not a folder"
         raise TargetError(f"No *.patch in {patch_dir}{no_folder}; the set would change nothing. Put diffs there first.")
-    files: dict[str, Hashes] = {}
+    files: dict[str, dict[str, str]] = {}
     for name in _targets(patches):
         content = read(source_root / name)
         changed, lacking = transform(patches, name, content, "patched")
@@ -119,15 +108,9 @@ def build_manifest(patch_dir: Path, source_root: Path, base: str, borrowed: Sequ
                 f"{lacking[0]}; the hunk would change the wrong code. Nothing was changed; use the content that the "
                 "diff was made from."
             )
-        files[name] = Hashes(sha256(content), sha256(changed))
+        files[name] = {"original": sha256(content), "patched": sha256(changed)}
     codebase, version = patch_dir.resolve().parts[-2:]
-    manifest = {
-        "codebase": codebase,
-        "version": version,
-        "base": base,
-        "patches": [*patches],
-        "files": {name: hashes._asdict() for name, hashes in files.items()},
-    }
+    manifest = {"codebase": codebase, "version": version, "base": base, "patches": [*patches], "files": files}
     where = patch_dir / "manifest.json"
     try:
         where.unlink(missing_ok=True)  # a pipe would wait for a reader
@@ -144,12 +127,14 @@ def transform(
 ) -> tuple[bytes, list[str]]:
     """Return `content` of the file `name` with all its diffs applied (`wanted` patched) or reversed (original). Local.
 
-    And a line for each hunk that was not. `is_moved`: the file is of no release; hunks may be at any place.
+    And a line for each hunk that was not. `is_moved`: the file is of no release; hunks may be at any place, as those of
+    another set's patches always may.
     """
     diffs = [(patch, diff) for patch, held in patches.items() for diff in held if diff.path == name]
     lacking = list[str]()
     for patch, diff in diffs if wanted == "patched" else reversed(diffs):
-        content, odd = apply_diff(diff, content, reverse=wanted == "original", is_moved=is_moved)
+        is_borrowed = "/" in patch
+        content, odd = apply_diff(diff, content, reverse=wanted == "original", is_moved=is_moved or is_borrowed)
         lacking += [f"{name}, {patch}, {problem}" for problem in odd]
     return content, lacking
 
@@ -161,7 +146,7 @@ def _load_set(folder: Path) -> PatchSet:
         manifest = json.loads(read(where))
         patches = _read_patches(folder, [name for name in manifest["patches"] if "/" in name])
         listed, base = manifest["patches"], str(manifest["base"])
-        files = {str(name): Hashes(h["original"], h["patched"]) for name, h in manifest["files"].items()}
+        files = {str(name): {state: h[state] for state in _WORDS} for name, h in manifest["files"].items()}
         codebase, version = str(manifest["codebase"]), str(manifest["version"])
     except (PatchError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise PatchError(f"{where} is not a manifest ({error!r:.200}); the set cannot be trusted. {cure}") from error
@@ -171,7 +156,7 @@ def _load_set(folder: Path) -> PatchSet:
         or set(files) != set(_targets(patches))
         or (codebase, version) != folder.resolve().parts[-2:]
         or len(packages) != 1
-        or any(hashes.original == hashes.patched for hashes in files.values())
+        or any(hashes["original"] == hashes["patched"] for hashes in files.values())
     ):
         raise PatchError(
             f"{where} does not describe the diffs beside it (their names, their target files in one package, "
@@ -181,16 +166,10 @@ def _load_set(folder: Path) -> PatchSet:
 
 
 def _read_patches(folder: Path, borrowed: Sequence[str]) -> dict[str, tuple[FileDiff, ...]]:
-    """Return the diffs of each patch, in the order of file names.
-
-    Keys: the file name, or the relative path for a patch of another set.
-    """
+    """Return the diffs of each patch by its name (of another set: its relative path), in the order of file names."""
     names = [*(path.name for path in folder.glob("*.patch")), *borrowed]
-    patches = {}
-    for name in sorted(names, key=lambda name: name.rpartition("/")[2]):
-        diffs = parse_diff(read(folder / name), str(folder / name))
-        patches[name] = tuple(replace(diff, is_at_home="/" not in name) for diff in diffs)
-    return patches
+    ordered = sorted(names, key=lambda name: name.rpartition("/")[2])
+    return {name: parse_diff(read(folder / name), str(folder / name)) for name in ordered}
 
 
 def _targets(patches: Mapping[str, tuple[FileDiff, ...]]) -> list[str]:
@@ -219,10 +198,9 @@ def apply_diff(
 ) -> tuple[bytes, list[str]]:
     """Return the content after `diff`, or before it with `reverse`, and a line for each hunk that was not found. Local.
 
-    `is_moved`, or the diff of another file: a hunk is found if its old lines occur exactly once, at any place; else
-    only at the diff's own place.
+    `is_moved`: a hunk is found if its old lines occur exactly once, at any place; else only at the diff's own place.
     """
-    lines, odd, shift, is_moved = _split(content), list[str](), 0, is_moved or not diff.is_at_home
+    lines, odd, shift = _split(content), list[str](), 0
     for hunk in diff.hunks:
         old, new = (hunk.new, hunk.old) if reverse else (hunk.old, hunk.new)
         if is_moved and not old:
@@ -434,7 +412,7 @@ def turned(patch_set: PatchSet, file: FileStatus, wanted: str) -> bytes:
     if file.state == wanted:
         return file.content
     content, _ = transform(patch_set.patches, file.name, file.content, wanted)
-    found, expected = sha256(content), getattr(patch_set.files[file.name], wanted)
+    found, expected = sha256(content), patch_set.files[file.name][wanted]
     if found != expected:
         raise PatchError(
             f"The diffs of {patch_set.name} turn {file.name} into {found}, but the manifest says {expected}: the "
@@ -456,7 +434,7 @@ def _look_at(patch_set: PatchSet, directory: Path) -> Status:
             continue
         content = read(path)
         found = sha256(content)
-        state = {hashes.original: "original", hashes.patched: "patched"}.get(found, "unknown")
+        state = next((state for state, digest in hashes.items() if digest == found), "unknown")
         files.append(FileStatus(name, path, state, found, content))
     return Status(patch_set, directory, tuple(files))
 

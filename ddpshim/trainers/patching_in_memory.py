@@ -20,8 +20,7 @@ from typing import NamedTuple, Optional
 from ddpshim import adapters
 from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.say import say
-from ddpshim.reading import read_bytes
-from ddpshim.trainers.patching import PatchSet, Status, load_sets, looks, transform, turned
+from ddpshim.trainers.patching import PatchSet, Status, load_sets, looks, read, transform, turned
 
 
 class Patched(NamedTuple):
@@ -57,7 +56,9 @@ def patch_program(module: str) -> bool:
     folder = Path(next(iter(folders)))
     sets = [found for found in load_sets() if found.package == package]
     files = {folder / name.split("/", 1)[1] for found in sets for name in found.files if _module_of(name) == module}
-    if not files or any(map(imports_ddpshim, files)):  # patched on disk, or a fork into which a set was merged
+    imports = re.compile(rb"^\s*(import|from)\s+ddpshim\b", re.MULTILINE)
+    # Patched on disk, or a fork into which a set was merged.
+    if not files or any(imports.search(read(file)) for file in files if file.is_file()):
         return False
     found = fit(folder, sets)
     is_main = read_launch_env(os.environ).rank == 0
@@ -77,14 +78,6 @@ def patch_program(module: str) -> bool:
     if found.sources:
         sys.meta_path.insert(0, PatchedFiles(found.sources))
     return bool(found.sources)
-
-
-def imports_ddpshim(file: Path) -> bool:
-    """Return whether a line of `file` imports ddpshim; False if it cannot be read. Local."""
-    try:
-        return re.search(rb"^\s*(import|from)\s+ddpshim\b", read_bytes(file), re.MULTILINE) is not None
-    except OSError:
-        return False
 
 
 def fit(folder: Path, sets: Sequence[PatchSet]) -> Patched:

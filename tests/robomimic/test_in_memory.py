@@ -171,18 +171,18 @@ def test_every_hunk_of_a_set_stands_once_in_its_release(patch_set: patching.Patc
         pytest.skip(f"DDPSHIM_UPSTREAM has no {patch_set.name} (see patches/README.md)")
     for name, hashes in patch_set.files.items():
         content = (tree / name).read_bytes()
-        assert patching.sha256(content) == hashes.original
+        assert patching.sha256(content) == hashes["original"]
         moved = content
         for diff in (diff for diffs in patch_set.patches.values() for diff in diffs if diff.path == name):
             moved, odd = patching.apply_diff(diff, moved, is_moved=True)
             assert odd == []
-        assert patching.sha256(moved) == hashes.patched
+        assert patching.sha256(moved) == hashes["patched"]
         assert patching.transform(patch_set.patches, name, moved, "original") == (content, []), "it is reverted"
         assert moved != content
     found = patching_in_memory.fit(tree / "robomimic", [patch_set])
     texts = {name: found.sources[name[: -len(".py")].replace("/", ".")] for name in patch_set.files}
     assert {name: patching.sha256(text) for name, text in texts.items()} == {
-        name: hashes.patched for name, hashes in patch_set.files.items()
+        name: hashes["patched"] for name, hashes in patch_set.files.items()
     }
     assert found.lacking == []
 
