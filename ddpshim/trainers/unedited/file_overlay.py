@@ -277,20 +277,14 @@ class Entry:
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         return os.stat(self._place, follow_symlinks=follow_symlinks)
 
-    def _has(self, kind: Callable[[int], bool], follow_symlinks: bool) -> bool:
-        try:
-            return kind(self.stat(follow_symlinks=follow_symlinks).st_mode)
-        except FileNotFoundError:
-            return False
-
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        return self._has(stat.S_ISDIR, follow_symlinks)
+        return os.path.isdir(self._place) and (follow_symlinks or not self.is_symlink())
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        return self._has(stat.S_ISREG, follow_symlinks)
+        return os.path.isfile(self._place) and (follow_symlinks or not self.is_symlink())
 
     def is_symlink(self) -> bool:
-        return self._has(stat.S_ISLNK, False)
+        return os.path.islink(self._place)
 
     def is_junction(self) -> bool:
         return False
@@ -327,9 +321,9 @@ class View:
         self.top = os.path.realpath(tempfile.mkdtemp(prefix=PRIVATE, dir=os.environ.get(RUN_DIR)))
         self.folder, self._process = posix.getcwd(), os.getpid()
         self._changes, self._saves = changes, saves
-        # Both sets stand for their paths and everything below them.
-        self._gone: set[str] = set()  # removed, or absent when the job began
-        self._shown: set[str] = set()  # made by the main rank for all ranks
+        # Whether paths on disk are hidden, with everything below them: True if this rank has removed them, or they were
+        # absent when the job began; False if the main rank has made them for all ranks.
+        self._hidden: dict[str, bool] = {}
         self._to_be_shown: list[str] = []
         self._unknown: set[str] = set()  # files that the main rank has changed and whose content is too large to send
         self._folders: dict[str, str] = {}
@@ -344,7 +338,11 @@ class View:
     def find(self, path: str, follows: bool = True) -> str:
         """Return the program's `path` as an absolute path without links; `follows`: also resolve its last part."""
         for _ in range(_MOST_LINKS):
-            path = self._in_its_folder(path)
+            path = os.path.normpath(os.path.join(self.folder, path))
+            if f"{path}/".startswith(f"{self.top}/"):  # a private path that the program got from an open file's name
+                path = path[len(self.top) :] or "/"
+            folder, name = os.path.split(path)
+            path = os.path.join(self._without_links(folder), name)
             place = self.place(path) if follows and path not in self._saves else ""
             if not stat.S_ISLNK(_mode(place)):
                 return path
@@ -399,7 +397,7 @@ class View:
         elif place is not None and _is_folder(place) and place != own:
             posix.mkdir(own)
         if place is not None and not _exists(place) and not self._is_hidden(path):
-            self._gone.add(path)  # hides the file that the main rank makes there
+            self._hidden[path] = True  # the file that the main rank makes there
         self._saves.forget(path)
         if not keeps:
             self._unknown.discard(path)
@@ -412,18 +410,17 @@ class View:
             self._look(folder)
         own_names = {*(posix.listdir(own) if _is_folder(own) else ())}
         own_names |= {*self._saves.in_folder(folder)}
-        gone = {os.path.basename(path) for path in self._gone if os.path.dirname(path) == folder}
-        shared = {*found} - gone if not self._is_hidden(folder) else set()
-        shared |= {os.path.basename(path) for path in self._shown if os.path.dirname(path) == folder}
-        return [name for name in found if name in own_names or name in shared] + sorted(own_names.difference(found))
+        hidden, others = self._hidden_in(folder), self._is_hidden(folder)
+        shown = [name for name in found if name in own_names or not hidden.get(name, others)]
+        return shown + sorted(own_names.difference(found))
 
     def has_own(self, folder: str) -> bool:
         """Whether this rank sees `folder` differently from the disk."""
         if self._is_hidden(folder) or _is_folder(self.top + folder):
             return True
         self._look(folder)
-        has_gone = any(os.path.dirname(path) == folder for path in self._gone)
-        return has_gone or _is_folder(self.top + folder) or bool(self._saves.in_folder(folder))
+        is_other = _is_folder(self.top + folder) or bool(self._saves.in_folder(folder))
+        return is_other or any(self._hidden_in(folder).values())
 
     # Changing files
 
@@ -468,7 +465,7 @@ class View:
         self._saves.move(source, to, keeps_source)
         if not keeps_source:
             self._forget(source)
-            self._gone.add(to)  # hides the previous file or folder there
+            self._hidden[to] = True  # the previous file or folder there
         self._folders.clear()
 
     def link_to(self, target: str, path: str) -> None:
@@ -480,8 +477,7 @@ class View:
         """Show what the main rank has made for all ranks so far."""
         self.catch_up()
         for path in self._to_be_shown:
-            self._gone.discard(path)
-            self._shown.add(path)
+            self._hidden[path] = False
             self._saves.forget(path)
             self._unknown.discard(path)
             if not _is_folder(self.top + path):
@@ -502,20 +498,16 @@ class View:
                 self._folders[folder] = known
         return known
 
-    def _in_its_folder(self, path: str) -> str:
-        """Return `path` as an absolute path whose folder contains no links."""
-        path = os.path.normpath(os.path.join(self.folder, path))
-        if f"{path}/".startswith(f"{self.top}/"):  # a private path that the program got from an open file's name
-            path = path[len(self.top) :] or "/"
-        folder, name = os.path.split(path)
-        return os.path.join(self._without_links(folder), name)
-
     def _is_hidden(self, path: str) -> bool:
-        while self._gone and path != os.path.dirname(path):
-            if path in self._gone or path in self._shown:
-                return path in self._gone
+        while self._hidden and path != os.path.dirname(path):
+            if path in self._hidden:
+                return self._hidden[path]
             path = os.path.dirname(path)
         return False
+
+    def _hidden_in(self, folder: str) -> dict[str, bool]:
+        known = self._hidden.items()
+        return {os.path.basename(path): is_so for path, is_so in known if os.path.dirname(path) == folder}
 
     def _look(self, path: str) -> None:
         """Take in the main rank's changes, if it may have changed the file at `path`."""
@@ -529,7 +521,7 @@ class View:
             if before.kind == "shared":
                 self._to_be_shown.append(before.path)  # until `see_what_is_shared`
             elif before.kind == "nothing":
-                self._gone.add(before.path)  # also if this rank has made something there: it stays visible on top
+                self._hidden[before.path] = True  # also if this rank has made something there: it stays visible on top
             elif not (_exists(self.top + before.path) or self._is_hidden(before.path) or before.path in self._saves):
                 self._restore(before)
         return bool(news)
@@ -556,8 +548,7 @@ class View:
     def _forget(self, path: str) -> None:
         self._saves.forget(path)
         self._unknown.discard(path)
-        self._shown.discard(path)
-        self._gone.add(path)
+        self._hidden[path] = True
 
     def _make_folder_of(self, path: str) -> None:
         """Create the folder of `path` below `top`; raises OSError if this rank sees no such folder."""

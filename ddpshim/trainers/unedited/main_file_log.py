@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import PurePath
 from types import FrameType
 from typing import Any, Callable, NamedTuple, Optional
 
@@ -70,8 +71,8 @@ class MainsChanges:
         with self._lock:
             if self._is_apart:
                 before = Before(path, "shared")
-            elif path in self._sent or self._is_new(path):
-                return
+            elif path in self._sent or any(self._sent.get(str(above)) == "nothing" for above in PurePath(path).parents):
+                return  # told already, or in a folder that the main rank has made, which other ranks do not see
             else:
                 before = _before(path)
                 self._sent[path] = before.kind
@@ -130,14 +131,6 @@ class MainsChanges:
                 self._num_read = number + 1
                 message: Any = messages.unpacked(self._world._job.store.get(f"files changed/{number}"), 0)
                 yield Before(*message)
-
-    def _is_new(self, path: str) -> bool:
-        """Whether `path` is in a folder that the main rank has made: other ranks do not see that folder."""
-        while path != os.path.dirname(path):
-            path = os.path.dirname(path)
-            if self._sent.get(path) == "nothing":
-                return True
-        return False
 
 
 def _before(path: str) -> Before:
