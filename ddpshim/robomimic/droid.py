@@ -97,8 +97,7 @@ def make_dataset_from_rlds(name: str, data_dir: str, **options: Any) -> tuple[An
     main rank computes them, or finds octo's file of them, for all ranks. Each rank's own would differ, since octo
     reads in no fixed order, and the last digits of a sum depend on the order.
 
-    Raises:
-        DataError: the split has fewer trajectories than there are ranks.
+    Raises DataError if the split has fewer trajectories than there are ranks, or ranks have different data.
     """
     from octo.data import dataset as octo_data
 
@@ -208,11 +207,7 @@ def _divided(total: int, num_ranks: int) -> int:
 
 
 def _share_of_split(builder: Any, split: Any, here: World) -> Any:
-    """Return this rank's contiguous share of `split`, as a split of the same builder (collective).
-
-    Raises:
-        DataError: fewer examples than ranks, or a different number of examples on another rank.
-    """
+    """Return this rank's contiguous share of `split`, as a split of the same builder (collective)."""
     import tensorflow_datasets as tfds
 
     num_examples = builder.info.splits[split].num_examples

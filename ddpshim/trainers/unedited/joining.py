@@ -197,10 +197,7 @@ def _play_rollouts_on_main(here: World, files: PrivateFiles, until: contextlib.E
 
 @contextlib.contextmanager
 def _gpus_shown(num_gpus: int) -> Iterator[None]:
-    """Within this block, `device_count()` is `num_gpus` for the program, but not for torch. Local.
-
-    Many programs wrap their network only if there are several. Changes of CUDA_VISIBLE_DEVICES are ignored.
-    """
+    """Within this block, the program counts `num_gpus` and CUDA_VISIBLE_DEVICES stays: many wrap only for several."""
     count, kind = torch.cuda.device_count, type(os.environ)
     set_one = kind.__setitem__
 
@@ -221,10 +218,7 @@ def _gpus_shown(num_gpus: int) -> Iterator[None]:
 
 
 def _cores_shared(num_ranks: int) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which the program gets at most a rank's share of the cores for its threads. Local.
-
-    On more, the ranks' threads wait for each other in each operation. (robomimic sets two threads.)
-    """
+    """Return a context in which the program gets at most a rank's share of the cores: on more, threads would wait."""
     original = torch.set_num_threads
 
     @functools.wraps(original)

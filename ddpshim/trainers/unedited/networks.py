@@ -229,10 +229,7 @@ class Networks:
             )
 
     def _watch_copies(self, roots: list[nn.Module]) -> None:
-        """Watch copies: networks with the shapes of a wrapped module, but other parameters (collective).
-
-        Copies that already differ between ranks are reported instead.
-        """
+        """Watch copies, which have a wrapped module's shapes; report those that differ already (collective)."""
         known = {shapes_of(module) for root in self.wrapped for module in root.modules()} - {()}
         owned = {id(p) for root in self.wrapped for p in root.parameters()}
         owned |= current().part(guard.GuardState).owners.keys()
