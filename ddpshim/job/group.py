@@ -11,10 +11,9 @@ import torch
 from ddpshim.errors import WorldError
 from ddpshim.job.world import World, has_group, has_launcher, on_cleanup, single_device, world  # noqa: F401
 from ddpshim.options import Options
-from ddpshim.process.job import Job, current, leave, seed_everything
+from ddpshim.process.job import Door, Job, current, leave, seed_everything
 
 if TYPE_CHECKING:
-    from ddpshim.process.doors import Door
     from ddpshim.process.launch_env import LaunchEnv
 
 
@@ -62,11 +61,9 @@ def join(
         made = World(device=single_device(device), options=options, _job=job)
     else:
         from ddpshim.job import process_group
-        from ddpshim.process.doors import LocalBatches
 
-        door = door or LocalBatches()
-        door.check(options)
-        job.door = door
+        job.door = door or Door()
+        process_group.check_options(job.door, options)
         backend = backend or options.backend
         made = process_group.join(job, env, options, backend, device, timeout_s, side_timeout_s)
         if env is None:

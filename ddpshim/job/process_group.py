@@ -29,7 +29,7 @@ from ddpshim.job.world import World, has_group
 from ddpshim.options import Options
 from ddpshim.process import job_store
 from ddpshim.process.devices import agree_on_backend, backend_of, bind_device
-from ddpshim.process.job import Job, current
+from ddpshim.process.job import Door, Job, current
 from ddpshim.process.job import leave as leave_job
 from ddpshim.process.launch_env import LaunchEnv
 from ddpshim.process.say import count, say
@@ -58,6 +58,23 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_ABOVE_BYTES) and mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT_BYTES))
+
+
+def check_options(door: Door, options: Options) -> None:
+    """Raise OptionsError for options that cannot do behind `door` what they say. Local."""
+    if not door.computes_alike and options.exact is not None:
+        raise OptionsError(
+            f"exact={options.exact} with shares of batches: a mean over a share is rounded by the share's size, so "
+            'bits would depend on the number of ranks. Call ddpshim.setup(batch="global"), or start the program '
+            "for one process, unedited, by `python -m ddpshim run`."
+        )
+    for name in ("per_rank_batch", "lr_rule") if door.computes_alike else ():
+        if name in options.changed():
+            raise OptionsError(
+                f"{name}={getattr(options, name)}: the program holds whole batches, as one process does, so it would "
+                "do nothing. Leave the option out; batches of a size per rank are for ddpshim.setup(), make_loader and "
+                "wrap_parallel (`python -m ddpshim docs MIGRATION`)."
+            )
 
 
 def join(

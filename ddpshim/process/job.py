@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import random
 import sys
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Optional, TypeVar, Union
+from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, Union
 
 if TYPE_CHECKING:
     from ddpshim.failures.failure import Watched
     from ddpshim.job.world import World
-    from ddpshim.process.doors import Door
 
 P = TypeVar("P")
+
+
+@dataclass(frozen=True)
+class Door:
+    """What a program holds of a batch, by the argument of `setup`: its share of it (torch's DDP), or with "global" all.
+
+    With "global", and under `run`, each rank runs the program of one process, and is given these:
+    """
+
+    batch: str = "local"
+    wrapper: Optional[Callable[..., Any]] = None  # reduces a network's gradients; None: DistributedDataParallel does
+    loader: Optional[Callable[..., Any]] = None  # makes that of `make_loader`; None: one of this rank's shares
+    joined: Optional[Callable[..., Any]] = None  # makes that of data of which each rank reads a part of its own
+
+    @property
+    def computes_alike(self) -> bool:
+        """Whether all ranks draw and compute what one process would, also what no wrapper has reduced."""
+        return self.batch == "global"
 
 
 class Job:
@@ -24,6 +41,7 @@ class Job:
     def __init__(self) -> None:
         self.world: Optional[World] = None  # that `setup` made
         self.left: Optional[World] = None  # of the previous job; its rank remains valid
+        self.door = Door()
         self.store: Any = None  # keys and values that all ranks of this world, and no other world, see
         self.second_store: Any = None  # another connection to it, for the thread that watches; None if torch makes none
         self.group: Any = None  # the default process group, if `setup` made it
@@ -37,13 +55,6 @@ class Job:
         self.before_end, self.at_end = contextlib.ExitStack(), contextlib.ExitStack()
         self._numbers: dict[str, int] = {}
         self._parts: dict[type, Any] = {}
-
-    @functools.cached_property
-    def door(self) -> Door:
-        """What ranks hold of a batch, and what follows."""
-        from ddpshim.process.doors import LocalBatches  # here: a process without a launcher asks for none
-
-        return LocalBatches()
 
     def part(self, kind: type[P]) -> P:
         """Return this job's one object of class `kind`, made on first use. It holds a module's state. Local."""

@@ -33,8 +33,7 @@ from ddpshim.job.group import cleanup, world
 from ddpshim.job.world import World
 from ddpshim.model import backward
 from ddpshim.model.mean_gradients import MeanGradients
-from ddpshim.process.doors import GlobalBatches
-from ddpshim.process.job import Job, current
+from ddpshim.process.job import Door, Job, current
 from ddpshim.process.observed import called, observe
 from ddpshim.process.replaced import after_import, noted, replaced
 from ddpshim.process.say import say_on_main
@@ -59,7 +58,7 @@ def _joined_loader(*args: Any, **options: Any) -> Any:
     return JoinedLoader(*args, **options)
 
 
-DOOR = GlobalBatches(wrapper=MeanGradients, loader=DataLoader, joined=_joined_loader)
+DOOR = Door("global", MeanGradients, DataLoader, _joined_loader)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Classes of diffusion_policy and DP3 that play rollouts: module, name.
 _RUNNERS = (
