@@ -180,7 +180,7 @@ class Resumable:
         return True
 
     def steps(self, loader: Any, epoch: int, num_steps: Optional[int] = None) -> Iterator[Any]:
-        """Return the remaining batches of `epoch`: all of them, or those after `step` in the epoch that is resumed.
+        """Yield the remaining batches of `epoch`: all of them, or those after `step` in the epoch that is resumed.
 
         Collective, because all ranks check together. `num_steps` is the length of an epoch (default: that of `loader`);
         a shorter loader is iterated again.
@@ -220,14 +220,10 @@ class Resumable:
         elif order is not None:
             restore_generators(loader, order["generators"])
         draws_seed = can_enter or order is None or not order["workers stay"]
-        return self._left(loader, start, total, can_enter, draws_seed)
-
-    def _left(self, loader: Any, start: int, total: int, can_enter: bool, draws_seed: bool) -> Iterator[Any]:
-        batches = iter(loader) if 0 < start < total else iter(())
+        batches, options = iter(loader) if 0 < start < total else iter(()), self._world.options
         for step in range(start, total):
             self.step = step
             if can_enter or step == 0:
-                options = self._world.options
                 self._look(options.timeout_s if can_enter else options.side_timeout_s, may_wait=step > 0)
             if step == 0:  # not before: a run that stops in this look draws the epoch's order after resuming
                 batches = iter(loader) if draws_seed else _begun(loader)
@@ -304,19 +300,23 @@ class Resumable:
         wanted = int(_LOOK_EVERY_S * self._num_calls / max(now - self._last_look, 1e-6))
         wanted = max(1, min(wanted, 2 * self._num_calls, _MAX_STEPS_BETWEEN_LOOKS))
         is_due = self._every_s is not None and now - self._last_save > self._every_s and self._wanted is None
-        signal = 1 + preemption.SIGNALS.index(asked) if (asked := preemption.asked()) is not None else 0
+        own = int(self._world.is_main and is_due)
+        if (asked := preemption.asked()) is not None:
+            own = 2 + preemption.SIGNALS.index(asked)
         try:
-            reports = self._world.gather_numbers([signal, self._world.is_main and is_due, wanted], deadline_s)
+            reports = self._world.gather_pair((own, wanted), deadline_s)
         except RuntimeError as error:
             raise SyncError(
                 f"another rank did not reach step {self.step} of epoch {self.epoch} within {deadline_s:g} s of rank "
                 f"{self._world.rank}; that rank waits for gradients that no rank will send, or for its data. Give "
                 "every rank the same number of batches, and skip no step on one rank alone."
             ) from error
-        self._num_calls, self._interval, self._last_look = 0, min(each[2] for each in reports), now
-        signals = {rank: preemption.SIGNALS[signal - 1] for rank, (signal, _, _) in enumerate(reports) if signal}
-        if signals or any(is_due for _, is_due, _ in reports):
-            self._wanted = ", ".join(f"{asked} on rank {rank}" for rank, asked in signals.items()) or self._wanted or ""
+        asks, intervals = zip(*reports)
+        self._num_calls, self._interval, self._last_look = 0, min(intervals), now
+        if any(asks):
+            signals = {rank: preemption.SIGNALS[theirs - 2] for rank, theirs in enumerate(asks) if theirs > 1}
+            told = ", ".join(f"{signal} on rank {rank}" for rank, signal in signals.items())
+            self._wanted = told or self._wanted or ""
 
     def save(self) -> None:
         """Save the progress, and remove all but the newest files. Collective; the main rank writes.

@@ -100,12 +100,8 @@ class WorldOfRanks(World):
         gathered: torch.Tensor = RowsOfRanks.apply(x, self.rank, group())  # type: ignore[no-untyped-call]
         return gathered
 
-    def gather_numbers(self, numbers: list[int], deadline_s: float) -> list[list[int]]:
-        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        everyones = [torch.empty_like(mine) for _ in range(self.world_size)]
-        work: Any = dist.all_gather(everyones, mine, group=peers(self), async_op=True)
-        work.wait(timedelta(seconds=deadline_s))
-        return [theirs.tolist() for theirs in everyones]
+    def gather_pair(self, own: tuple[int, int], deadline_s: float) -> list[tuple[int, int]]:
+        return pairs(own, self.world_size, peers(self), timedelta(seconds=deadline_s))
 
     def gather_with_deadline(self, name: str, value: T, deadline_s: float) -> dict[int, T]:
         job = self._job
@@ -192,13 +188,15 @@ def begin_gather(everyones: list[torch.Tensor], own: torch.Tensor, group: Any) -
     return ranks.allgather([everyones], [own])
 
 
-def pairs(own: tuple[int, int], size: int, group: Any) -> list[tuple[int, int]]:
-    """Return two int64 of each of `size` ranks (collective). The second identifies the collective in which a rank is:
-    every message of World's collectives begins with such a pair, so that ranks in different ones detect it.
+def pairs(own: tuple[int, int], size: int, group: Any, deadline: timedelta = timedelta()) -> list[tuple[int, int]]:
+    """Return two int64 of each of `size` ranks (collective). Without a `deadline` that of `group` counts.
+
+    Every message of World's collectives begins with such a pair. The second identifies the collective in which a rank
+    is, so that ranks in different ones detect it.
     """
     everyones = torch.empty((size, 2), dtype=torch.int64, device="cpu")
     mine = torch.tensor(own, dtype=torch.int64, device="cpu")
-    begin_gather([*everyones.unbind()], mine, group).wait()
+    begin_gather([*everyones.unbind()], mine, group).wait(deadline)
     return [tuple(theirs) for theirs in everyones.tolist()]
 
 

@@ -200,9 +200,9 @@ class World:
 
         return int(self._job.store.add(messages.key(f"count/{name}"), by))
 
-    def gather_numbers(self, numbers: list[int], deadline_s: float) -> list[list[int]]:
-        """Return every rank's integers; RuntimeError if a rank does not come within the deadline (collective)."""
-        return [numbers]
+    def gather_pair(self, own: tuple[int, int], deadline_s: float) -> list[tuple[int, int]]:
+        """Return two integers of each rank; RuntimeError if one does not come within the deadline (collective)."""
+        return [own]
 
     def gather_with_deadline(self, name: str, value: T, deadline_s: float) -> dict[int, T]:
         """Return the values of the ranks that call this within the deadline, by rank. Never hangs (collective).
