@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Callable, NamedTuple, Optional
 
 from ddpshim import variables
@@ -28,36 +29,29 @@ class Kind(NamedTuple):
     parse: Callable[[Any], Any]
 
 
-def _one_of(allowed: str, values: Mapping[str, Any]) -> Kind:
-    def parse(raw: Any) -> Any:
-        value = values.get(raw.strip().lower()) if isinstance(raw, str) else raw
-        if not any(value is known for known in values.values()):
-            raise ValueError
-        return value
-
-    return Kind(allowed, parse)
+def _one_of(values: Mapping[str, Any], raw: Any) -> Any:
+    value = values.get(raw.strip().lower()) if isinstance(raw, str) else raw
+    if not any(value is known for known in values.values()):
+        raise ValueError
+    return value
 
 
-def _number(kind: type, allowed: str) -> Kind:
+def _number(kind: type, raw: Any) -> Any:
     """A number above 0; not True, digits of other scripts, or 1_0, which int() would read as ten."""
-
-    def parse(raw: Any) -> Any:
-        is_plain = raw.isascii() and "_" not in raw if isinstance(raw, str) else isinstance(raw, (int, kind))
-        value = kind(raw) if is_plain and not isinstance(raw, bool) else 0
-        if not 0 < value < math.inf:
-            raise ValueError
-        return value
-
-    return Kind(allowed, parse)
+    is_plain = raw.isascii() and "_" not in raw if isinstance(raw, str) else isinstance(raw, (int, kind))
+    value = kind(raw) if is_plain and not isinstance(raw, bool) else 0
+    if not 0 < value < math.inf:
+        raise ValueError
+    return value
 
 
-_FLAG = _one_of("true or false (yes/no, on/off, 1/0)", FLAGS)
-_WHOLE = _number(int, "a whole number of at least 1")
-_POSITIVE = _number(float, "a number above 0")
+_FLAG = Kind("true or false (yes/no, on/off, 1/0)", partial(_one_of, FLAGS))
+_WHOLE = Kind("a whole number of at least 1", partial(_number, int))
+_POSITIVE = Kind("a number above 0", partial(_number, float))
 
 
 def choice(*names: str) -> Kind:
-    return _one_of(", ".join(names[:-1]) + f" or {names[-1]}", {name: name for name in names})
+    return Kind(", ".join(names[:-1]) + f" or {names[-1]}", partial(_one_of, {name: name for name in names}))
 
 
 def _or_none(kind: Kind) -> Kind:

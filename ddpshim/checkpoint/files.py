@@ -148,9 +148,14 @@ def written(path: PathLike, tell: Callable[[str], None] = lambda folder: None) -
         _flush(partial, os.O_RDWR)
         os.replace(partial, os.path.join(folder, name))
     except BaseException as error:
-        if _is_about_the_disk(error):
-            raise CheckpointError(_describe(error, final, folder)) from error
-        raise
+        if not _is_about_the_disk(error):
+            raise
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        has = f"{shutil.disk_usage(folder).free:,} bytes free" if os.path.isdir(folder) else "no such directory"
+        raise CheckpointError(
+            f"{final} could not be written ({said}, {has}); this state would be lost; the previous file is unchanged. "
+            "Make room, or save to a writable directory."
+        ) from error
     finally:
         shutil.rmtree(own, ignore_errors=True)
     # Otherwise a power cut may undo the rename. Some file systems cannot sync a folder; the file is in place anyway.
@@ -331,15 +336,6 @@ def _is_about_the_disk(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return not isinstance(error, CheckpointError)
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OF_TORCHS_WRITER)
-
-
-def _describe(error: BaseException, final: str, folder: str) -> str:
-    said = str(error).splitlines()[0] if str(error) else type(error).__name__
-    has = f"{shutil.disk_usage(folder).free:,} bytes free" if os.path.isdir(folder) else "no such directory"
-    return (
-        f"{final} could not be written ({said}, {has}); this state would be lost; the previous file is unchanged. "
-        "Make room, or save to a writable directory."
-    )
 
 
 def _num_bytes(obj: Any) -> int:

@@ -9,15 +9,22 @@ import traceback
 from collections.abc import Sequence
 
 from ddpshim.errors import DdpShimError
+from ddpshim.process.job import current
 from ddpshim.process.users_line import is_users
 
 _has_open_line = False  # `copy_to_screen` has left a line unfinished
 
 
 def say(text: str, *, directly: bool = False) -> None:
-    """Print "ddpshim: `text`" on stderr, in a new line; `directly`: on the original one, if it was replaced. Local."""
+    """Print "ddpshim: `text`" on stderr, in a new line; `directly`: on the original one, if it was replaced. Local.
+
+    tqdm's bar, or what `run` has copied to the screen, may have left a line unfinished.
+    """
+    global _has_open_line
+    bars = getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ())
+    end_of_line, _has_open_line = "\n" * (_has_open_line or bool(bars)), False
     stream = (sys.__stderr__ or sys.stderr) if directly else sys.stderr
-    print(f"{_new_line()}ddpshim: {text}", file=stream, flush=True)
+    print(f"{end_of_line}ddpshim: {text}", file=stream, flush=True)
 
 
 def copy_to_screen(output: bytes) -> None:
@@ -28,14 +35,6 @@ def copy_to_screen(output: bytes) -> None:
     _has_open_line = not output.endswith(b"\n")
 
 
-def _new_line() -> str:
-    """Return what ends the line that tqdm's bar, or what `run` has copied to the screen, left unfinished. Local."""
-    global _has_open_line
-    bars = getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ())
-    is_open, _has_open_line = _has_open_line or bool(bars), False
-    return "\n" * is_open
-
-
 @functools.cache
 def say_once(text: str) -> None:
     """Print `text` as `say` does, but only once in this process. Local."""
@@ -44,8 +43,6 @@ def say_once(text: str) -> None:
 
 def say_on_main(text: str) -> None:
     """Print `text` once in this job, on the main rank. Local."""
-    from ddpshim.process.job import current
-
     world = current().world
     if world is None or world.is_main:
         say_once(text)
