@@ -20,7 +20,7 @@ from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint import progress_folder
 from ddpshim.errors import CheckpointError, DataError, SyncError
 from ddpshim.failures import preemption
-from ddpshim.job.group import cleanup, on_cleanup, world
+from ddpshim.job.group import cleanup, world
 from ddpshim.job.passes import Enterable, order_of, restore_generators
 from ddpshim.job.running import Running
 from ddpshim.model import guard, sharding
@@ -145,8 +145,8 @@ class Resumable:
         self._in_background = self._world.is_main and self._world.is_launched and chosen.background_save
         if self._world.is_launched:
             preemption.listen()
-            on_cleanup(preemption.leave)
             until, note = current().at_end, functools.partial(setattr, self, "_accumulates")
+            until.callback(preemption.leave)
             observe(until, backward=lambda _: note(True), after_step=lambda *_: note(False))
 
     def restore(self, later_than: tuple[int, int] = (-1, 0)) -> bool:

@@ -17,7 +17,7 @@ import torch
 from ddpshim.errors import RolloutError
 from ddpshim.evaluation import environments
 from ddpshim.evaluation.dealing import Deal, render_on_own_gpu
-from ddpshim.job.group import on_cleanup, world
+from ddpshim.job.group import world
 from ddpshim.job.world import World
 from ddpshim.model.equality import bits_of_rows
 from ddpshim.model.wrapper import unwrap
@@ -207,7 +207,7 @@ class _Player:
     def __init__(self) -> None:
         self._make_env: Any = None
         self._env: Any = None
-        on_cleanup(self._close)
+        current().at_end.callback(self._close)
 
     def play(self, make_env: Callable[[], Any], policy: Any, rules: _Rules, number: int) -> tuple[Any, Any]:
         """Play an episode; return the fields of its `Episode` and `Shown`. Local.

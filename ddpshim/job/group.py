@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 import torch
 
 from ddpshim.errors import WorldError
-from ddpshim.job.world import World, has_group, has_launcher, on_cleanup, single_device, world  # noqa: F401
+from ddpshim.job.world import World, has_group, has_launcher, single_device, world  # noqa: F401
 from ddpshim.options import Options
 from ddpshim.process.job import Door, Job, current, leave, seed_everything
 

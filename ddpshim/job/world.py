@@ -240,11 +240,6 @@ def world() -> World:
     return World(device=single_device())
 
 
-def on_cleanup(callback: Callable[[], None]) -> None:
-    """Make `cleanup()` call this; calls run in reverse order. Local."""
-    current().at_end.callback(callback)
-
-
 def has_launcher() -> bool:
     """Return whether variables of a launcher or a scheduler are set; the process may be no rank. Local."""
     return any(name.startswith(_OF_LAUNCHERS) for name in os.environ)

@@ -14,7 +14,7 @@ from typing import Any, Optional
 import torch
 
 from ddpshim.failures import failure
-from ddpshim.job.group import on_cleanup, world
+from ddpshim.job.group import world
 from ddpshim.job.world import World
 from ddpshim.observe import records
 from ddpshim.process import machine
@@ -79,7 +79,7 @@ class Recorder:
         if here.options.record and records.begin(folder, here.rank, start=start, **_facts(here)):
             self._times = current().part(StepTimes)
             # The last chance to record how the run ended: with the exception that is propagating, if any.
-            on_cleanup(lambda: _note_failure(sys.exc_info()[1]))
+            current().at_end.callback(lambda: _note_failure(sys.exc_info()[1]))
 
     def epoch(
         self, epoch: int, *, loss: Optional[float] = None, valid: Optional[float] = None, **metrics: float

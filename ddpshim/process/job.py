@@ -19,9 +19,9 @@ P = TypeVar("P")
 
 @dataclass(frozen=True)
 class Door:
-    """What a program holds of a batch, by the argument of `setup`: its share of it (torch's DDP), or with "global" all.
+    """What a program holds of a batch, as `setup(batch=...)` says: "local", its share (torch's DDP), or "global", all.
 
-    With "global", and under `run`, each rank runs the program of one process, and is given these:
+    With "global", and so under `run`, each rank runs the program of one process, and gets what these functions make.
     """
 
     batch: str = "local"
@@ -51,7 +51,7 @@ class Job:
         self.is_split = False  # ranks have random streams of their own
         self.watched: Optional[Watched] = None  # set by `failure.arm`
         self.num_collectives: Optional[int] = None  # of the default group when the job began; None if unknown
-        # Callbacks that `end` calls, each stack in reverse order.
+        # Callbacks that `end`, and so `cleanup()`, calls, each stack in reverse order.
         self.before_end, self.at_end = contextlib.ExitStack(), contextlib.ExitStack()
         self._numbers: dict[str, int] = {}
         self._parts: dict[type, Any] = {}

@@ -37,7 +37,6 @@ class _Launcher(NamedTuple):
     names: Names
     signs: tuple[str, ...]  # any of them says that this launcher started the process
     job_ids: tuple[tuple[str, ...], ...] = ()  # variables that together name the job; the first complete set is used
-    nodelists: tuple[str, ...] = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")  # the first that is set is used
 
 
 TORCHRUN = Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -56,10 +55,7 @@ _OF_PMI = (("PMI_JOBID",), ("SLURM_JOB_ID",))
 # different SLURM_STEP_* values, so only the job's variables give values that all ranks must share. The tasks of one
 # srun share a step, which may cover only some of the job's nodes, and share them with other steps.
 _OF_SRUN = ("SLURM_JOB_ID", "SLURM_STEP_ID")
-_SRUN = _Launcher(
-    *("slurm", "slurm", _SLURM, (*_OF_SRUN, "SLURM_NTASKS", "SLURM_PROCID"), (_OF_SRUN,)),
-    nodelists=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
-)
+_SRUN = _Launcher("slurm", "slurm", _SLURM, (*_OF_SRUN, "SLURM_NTASKS", "SLURM_PROCID"), (_OF_SRUN,))
 _OF_OPENMPI = (("PMIX_NAMESPACE",), ("OMPI_MCA_ess_base_jobid",), ("SLURM_JOB_ID",))
 _LAUNCHERS = (  # the first with a sign decides
     _Launcher("torchrun", "torchrun", TORCHRUN, TORCHRUN[:3]),
@@ -279,7 +275,8 @@ def _master(
     if world_size == 1:
         return address, port
     if address is None and one.names is not TORCHRUN:
-        name = next((name for name in one.nodelists if name in variables), "")
+        nodelists = ("SLURM_STEP_NODELIST",) * (one.names is _SLURM) + ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
+        name = next((name for name in nodelists if name in variables), "")
         is_local = local_size == world_size
         address = "127.0.0.1" if is_local else first_host(variables.text(name) or "", name) if name else None
     complete = (names for names in one.job_ids if all(name in variables for name in names))

@@ -19,7 +19,7 @@ from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint.progress_folder import plain_content, read_plain, restore_streams
 from ddpshim.checkpoint.resume import Resumable
 from ddpshim.errors import CheckpointError, DataError
-from ddpshim.job.group import on_cleanup, world
+from ddpshim.job.group import world
 from ddpshim.model import guard
 from ddpshim.observe.recording import Recorder
 from ddpshim.process.job import current
@@ -57,7 +57,7 @@ class Session:
         self._folder = Path(folder, FOLDER)
         if here.is_launched and here.options.record:
             self._recorder = Recorder(folder)
-            on_cleanup(self._recorder.stop_counting)  # if an epoch raises
+            current().at_end.callback(self._recorder.stop_counting)  # if an epoch raises
 
     def resume(self, model: Any, logger: Any, start_epoch: int, *best_so_far: Any) -> tuple[Any, ...]:
         """Return (epoch to start with, *best_so_far) from the progress of an earlier start, else as given (collective).
