@@ -428,10 +428,7 @@ class Resumable:
         return found
 
     def _enter(self, start: int, facts: dict[str, Any], can_enter: bool) -> Optional[dict[str, Any]]:
-        """Check that the epoch is the one that was interrupted, and restore this rank's random streams.
-
-        Returns the state of the order of its loader; None if there is none, or nothing was restored.
-        """
+        """Restore this rank's streams in the epoch that was interrupted, if one was; return the order of its loader."""
         found, self._restored = self._restored, None
         if found is None:
             return None

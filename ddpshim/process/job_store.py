@@ -10,8 +10,6 @@ import time
 from datetime import timedelta
 from typing import Any, Callable, Optional, TypeVar
 
-from packaging.version import Version
-
 from ddpshim.errors import LaunchError
 from ddpshim.process.job import current
 from ddpshim.process.launch_env import LaunchEnv
@@ -39,12 +37,7 @@ def is_there(store: Any, key: str) -> bool:
 
 def claim(store: Any, key: str, value: str) -> str:
     """Set `key` of `store` to `value` unless another process has set it; returns the value it then holds. Local."""
-    import torch  # not at the top: the self-test's ranks import torch while this process imports it
-
-    # torch before 2.4 creates compare_set's result without holding Python's lock (GIL). A result of one character, as
-    # most ranks are, crashes Python 3.10 (segmentation fault); while other threads run, no version of Python is safe.
-    if Version(torch.__version__).release >= (2, 4):
-        return str(store.compare_set(key, "", value).decode(errors="replace"))
+    # Not by compare_set, which torch before 2.4 does without Python's lock (GIL): that crashes Python.
     if store.add(f"{key}/claims", 1) == 1:
         store.set(key, value)
     return str(store.get(key).decode(errors="replace"))  # waits until the first process has set it

@@ -16,10 +16,7 @@ _has_open_line = False  # `copy_to_screen` has left a line unfinished
 
 
 def say(text: str, *, directly: bool = False) -> None:
-    """Print "ddpshim: `text`" on stderr, in a new line; `directly`: on the original one, if it was replaced. Local.
-
-    tqdm's bar, or what `run` has copied to the screen, may have left a line unfinished.
-    """
+    """Print "ddpshim: `text`" on stderr, in a new line; `directly`: on the original one, if it was replaced. Local."""
     global _has_open_line
     bars = getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ())
     end_of_line, _has_open_line = "\n" * (_has_open_line or bool(bars)), False
