@@ -15,7 +15,6 @@ import threading
 import time
 import traceback
 from collections.abc import Hashable, Mapping, Sequence
-from datetime import timedelta
 from traceback import FrameSummary
 from types import FrameType
 from typing import Any, NamedTuple, Optional
@@ -30,7 +29,7 @@ from ddpshim.process.users_line import is_torchs_or_ours, is_users, short, shown
 
 _LOOK_EVERY_S = 1.0
 _ANSWER_S = 5.0
-_STORE_S = 10.0
+STORE_S = 10.0  # for an answer of the store
 _GPU_AFTER_S = 10.0  # the GPU is not queried during steps: that breaks the capture of a graph
 _MOST_PRINT = 8  # in larger worlds only the main rank and the named ranks print
 _RANKS_PER_S = 128  # how many ranks look for questions in the store each second
@@ -175,7 +174,7 @@ class Watch:
         if self._ended.is_set():
             return
         self._ended.set()
-        self.thread.join(_STORE_S)
+        self.thread.join(STORE_S)
         progress, site = self._job.part(Progress), users_line(default="at the end of its program")
         standing: Any = progress.num_passes, progress.batch, None, None, site, [], 0.0, True
         with contextlib.suppress(RuntimeError, ValueError):
@@ -291,16 +290,6 @@ class Watch:
         if verdict is not None and (self._rank in (0, *verdict.named) or len(self._ranks) <= _MOST_PRINT):
             say(verdict.text, directly=True)
         self._waits.postpone()
-
-
-def connect(job: Job) -> None:
-    """Connect to the store once more, if torch can: the rank's own waits do not block this connection. Local.
-
-    Before a collective of `setup`: after it the main rank, which may serve the store, may end.
-    """
-    if hasattr(job.store, "clone"):
-        job.second_store = job.store.clone()
-        job.second_store.set_timeout(timedelta(seconds=_STORE_S))
 
 
 def begin(job: Job, rank: int, world_size: int, timeout_s: float, gets_no_errors: bool = False) -> None:

@@ -112,8 +112,11 @@ def join(
         place = env.local_rank, env.local_world_size, env.node_rank
     made = replace(made, local_rank=place[0], local_world_size=place[1], node_rank=place[2], device=bound)
     keep_freed_memory()
-    if world_size > 1 and options.guard:
-        hang_detector.connect(job)
+    if world_size > 1 and options.guard and hasattr(job.store, "clone"):
+        # For the thread that watches, so that the rank's own waits do not block it. Before a collective: after it the
+        # main rank, which may serve the store, may end.
+        job.second_store = job.store.clone()
+        job.second_store.set_timeout(timedelta(seconds=hang_detector.STORE_S))
     _check_same_options(made)
     return made
 
