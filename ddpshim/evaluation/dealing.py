@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Callable, Optional, TypeVar
 
 from ddpshim.errors import DataError, RolloutError
@@ -122,7 +122,9 @@ class Deal:
             what: called with the number of a failed turn; returns its name: "environment 'Lift', episode 3".
             played: called with the number of turns that all ranks have played so far.
         """
-        for turn in self._turns():
+        dealt = (self._count("dealt", 1) - 1 for _ in itertools.count())
+        fixed = itertools.count(self._here.rank, self._here.world_size)
+        for turn in itertools.takewhile(lambda turn: turn < self._num_turns, fixed if self._is_fixed else dealt):
             if self._count("told to end", is_told_to_end()) or (self._count("failed") and ends_at_failure):
                 break
             try:
@@ -151,11 +153,6 @@ class Deal:
     def is_told_to_end(self) -> bool:
         """Whether any rank was told to end. Local; equal on all ranks after `play`."""
         return bool(self._count("told to end"))
-
-    def _turns(self) -> Iterator[int]:
-        dealt = (self._count("dealt", 1) - 1 for _ in itertools.count())
-        fixed = itertools.count(self._here.rank, self._here.world_size)
-        return itertools.takewhile(lambda turn: turn < self._num_turns, fixed if self._is_fixed else dealt)
 
     def _count(self, what: str, by: int = 0) -> int:
         return self._here.count(f"{self._name}/{what}", by)

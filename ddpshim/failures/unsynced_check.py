@@ -56,22 +56,18 @@ def check_by_hand(tensors: Any) -> None:
     """Raise SyncError if this is one of several ranks, and its weights were changed by hand since the last pass."""
     answer = current().part(Answer)
     if not answer.is_settled and not current().has_networks and answer.num_passes < _MOST_PASSES:
+        from torch.nn import Parameter
+
         answer.num_passes += 1
         if any(not before.equal(_first_numbers(weights)) for weights, before in answer.weights):
             _refuse("weights changed between two backward passes without an optimizer", answer)
-        answer.weights = [(weights, _first_numbers(weights).clone()) for weights in _weights_of(tensors)]
+        held = (getattr(node, "variable", None) for node in itertools.islice(graph_of(tensors), _MOST_NODES))
+        some = itertools.islice((found for found in held if isinstance(found, Parameter)), _MOST_WEIGHTS)
+        answer.weights = [(weights, _first_numbers(weights).clone()) for weights in some]
 
 
 def _first_numbers(weights: Any) -> Any:
     return weights.detach().reshape(-1)[:_MOST_NUMBERS]
-
-
-def _weights_of(tensors: Any) -> list[Any]:
-    """Return some of the parameters on which a loss depends."""
-    from torch.nn import Parameter
-
-    held = (getattr(node, "variable", None) for node in itertools.islice(graph_of(tensors), _MOST_NODES))
-    return [*itertools.islice((found for found in held if isinstance(found, Parameter)), _MOST_WEIGHTS)]
 
 
 def graph_of(tensors: Any) -> Iterator[Any]:

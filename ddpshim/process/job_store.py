@@ -107,7 +107,26 @@ def meet(env: LaunchEnv, prefix: str, timeout_s: float) -> Any:
     import torch.distributed as dist  # in functions: `run` checks addresses without torch
 
     store = dist.PrefixStore(prefix, _root_store(env, timedelta(seconds=timeout_s)))
-    _call_the_roll(store, env, timeout_s)
+    store.set(f"here/{env.rank}", socket.gethostname())
+    num_here, me = store.add("here", 1), f"WORLD_SIZE={env.world_size} on rank {env.rank}"
+    first = claim(store, "first", me)
+    if first.partition(" ")[0] != me.partition(" ")[0]:
+        # All ranks wait for this key, so that those that joined before get the error too.
+        store.set("complete", f"{first}, but {me}: they would wait for different ranks")
+    elif num_here == env.world_size:
+        store.set("complete", "")
+    try:
+        store.wait(["complete"], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        missing = [rank for rank in range(env.world_size) if not is_there(store, f"here/{rank}")]
+        ranks = f"{ranks_called(missing)} {'are' if missing[1:] else 'is'} missing"
+        raise LaunchError(
+            f"{env.world_size - len(missing)} of {env.world_size} ranks joined within {timeout_s:g} s; {ranks}, and "
+            "the others cannot train without them. Check why they did not start, or wait longer (DDPSHIM_TIMEOUT_S)."
+        ) from error
+    wrong = store.get("complete").decode(errors="replace")
+    if wrong:
+        raise LaunchError(f"{wrong}. Start every rank with the same number of ranks.")
     return store
 
 
@@ -124,7 +143,7 @@ def _root_store(env: LaunchEnv, timeout: timedelta) -> Any:
         serves = env.rank == 0 and not env.agent_store
         try:
             # Not torch's "tcp://": under torchrun that makes every rank a client of a port that nobody serves.
-            # The store does not wait for the others: `_call_the_roll` does, and can name the missing ranks.
+            # The store does not wait for the others: `meet` does, and can name the missing ranks.
             store = dist.TCPStore(*where, env.world_size, serves, timeout, wait_for_workers=False)
         except RuntimeError as error:
             said = str(error).splitlines()[0][:160]
@@ -168,27 +187,3 @@ def _of_this_start(store: Any, env: LaunchEnv, timeout: timedelta) -> Any:
                 is_heard = True
         store.delete_key(f"ddpshim/hello/{rank}")  # a rank that starts again says it again
     return PrefixStore(mine, store)
-
-
-def _call_the_roll(store: Any, env: LaunchEnv, timeout_s: float) -> None:
-    """Wait until every rank of the job has joined (collective). Raises LaunchError on all ranks that have, if not."""
-    store.set(f"here/{env.rank}", socket.gethostname())
-    num_here, me = store.add("here", 1), f"WORLD_SIZE={env.world_size} on rank {env.rank}"
-    first = claim(store, "first", me)
-    if first.partition(" ")[0] != me.partition(" ")[0]:
-        # All ranks wait for this key, so that those that joined before get the error too.
-        store.set("complete", f"{first}, but {me}: they would wait for different ranks")
-    elif num_here == env.world_size:
-        store.set("complete", "")
-    try:
-        store.wait(["complete"], timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        missing = [rank for rank in range(env.world_size) if not is_there(store, f"here/{rank}")]
-        ranks = f"{ranks_called(missing)} {'are' if missing[1:] else 'is'} missing"
-        raise LaunchError(
-            f"{env.world_size - len(missing)} of {env.world_size} ranks joined within {timeout_s:g} s; {ranks}, and "
-            "the others cannot train without them. Check why they did not start, or wait longer (DDPSHIM_TIMEOUT_S)."
-        ) from error
-    wrong = store.get("complete").decode(errors="replace")
-    if wrong:
-        raise LaunchError(f"{wrong}. Start every rank with the same number of ranks.")
