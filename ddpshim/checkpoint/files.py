@@ -148,7 +148,8 @@ def written(path: PathLike, tell: Callable[[str], None] = lambda folder: None) -
         _flush(partial, os.O_RDWR)
         os.replace(partial, os.path.join(folder, name))
     except BaseException as error:
-        if not _is_about_the_disk(error):
+        is_of_torch = isinstance(error, RuntimeError) and any(text in str(error) for text in _OF_TORCHS_WRITER)
+        if isinstance(error, CheckpointError) or not (is_of_torch or isinstance(error, OSError)):
             raise
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         has = f"{shutil.disk_usage(folder).free:,} bytes free" if os.path.isdir(folder) else "no such directory"
@@ -330,12 +331,6 @@ def _flush(path: str, flags: int) -> None:
 def _newest_first(folder: PathLike, pattern: str) -> list[Path]:
     found = [p for p in Path(folder).glob(pattern) if p.is_file() and not p.is_symlink()]
     return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path), reverse=True)
-
-
-def _is_about_the_disk(error: BaseException) -> bool:
-    if isinstance(error, OSError):
-        return not isinstance(error, CheckpointError)
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OF_TORCHS_WRITER)
 
 
 def _num_bytes(obj: Any) -> int:
