@@ -19,7 +19,7 @@ from ddpshim.evaluation import environments
 from ddpshim.evaluation.dealing import Deal, render_on_own_gpu
 from ddpshim.job.group import world
 from ddpshim.job.world import World
-from ddpshim.model.equality import bits_of_rows
+from ddpshim.model.equality import hash_of
 from ddpshim.model.wrapper import unwrap
 from ddpshim.process import observed
 from ddpshim.process.job import current, derive_seed
@@ -253,10 +253,9 @@ def _check(here: World, policy: Any, rules: _Rules, num_episodes: int, confidenc
             f"evaluate() with {', '.join(odd)}: the policy could not be evaluated. Give a confidence between 0 and "
             "1, and at least one episode of one step."
         )
-    rows = [list(network.state_dict().items()) for network in networks_of(policy)]
-    bits = bits_of_rows(rows, torch.device("cpu")).tolist() if rows else []
+    hashes = [hash_of({}, network.state_dict()) for network in networks_of(policy)]
     facts = {**numbers, "confidence": confidence, "seed": rules.seed, "ends_at_success": rules.ends_at_success}
-    everyones = here.gather({**facts, "the weights of the policy": bits})
+    everyones = here.gather({**facts, "the weights of the policy": hashes})
     apart = [name for name in everyones[0] if any(facts[name] != everyones[0][name] for facts in everyones)]
     if apart:
         found = [f"{name}: {', '.join(str(facts[name]) for facts in everyones)} (in rank order)" for name in apart]

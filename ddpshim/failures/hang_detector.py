@@ -73,7 +73,7 @@ _WAITS = {
     ("ddpshim/rows/blocks.py", "gather_alike"): "a gather of rows",
     ("ddpshim/job/collectives.py", "gather_with_deadline"): "World.gather_with_deadline",
     ("ddpshim/job/collectives.py", "gather_pair"): "a check between two steps",
-    ("ddpshim/model/equality.py", "finish"): "the comparison of weights",
+    ("ddpshim/model/guard.py", "_compare"): "the comparison of weights",
     ("ddpshim/job/debugger.py", "_meet"): "a debugger, for the main rank",
 }
 

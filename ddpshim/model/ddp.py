@@ -108,7 +108,7 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
         mine["_sent_buffers"] = Buffers(module, is_of_all and sends_buffers)
         self._syncs_in_forward = not is_of_all
         if is_of_all:
-            self._compare_over_ranks(sends_buffers, self._first.device)
+            self._compares_buffers = sends_buffers
         current().part(_Networks).append(self)
         current().at_end.callback(self._leave_job)
 
@@ -140,7 +140,8 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
         if made is None or not is_training or (passes := current().part(backward.Passes)).depth:
             return self.module(*args, **kwargs)
         backward.check(passes)
-        self._check_last_pass()
+        if self._refusal is not None:
+            raise self._refusal
         made.require_forward_param_sync = self._syncs_in_forward
         if made.require_backward_grad_sync:
             self.__dict__["_is_prepared"] = True
@@ -165,7 +166,7 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
 
         Afterwards this network is not compared over ranks any more, because they made different numbers of steps.
         """
-        self.is_uneven, self._equality = True, None
+        self.is_uneven, self._compares_buffers = True, None
         self._is_joining = self._syncs_in_forward = True
         with self._ddp.join(*args, **kwargs):
             yield
@@ -177,18 +178,13 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
 
     def begin_pass(self) -> None:
         """Prepare the reducer, if the backward pass that begins may be reduced. Local."""
-        self._check_last_pass()
+        if self._refusal is not None:
+            raise self._refusal
         self._seen.clear()
         self.__dict__["_is_reducing"] = self._is_prepared or self._ddp.require_backward_grad_sync
         if self._is_reducing and self._reduced:  # none, if all are reduced by `param_to_hook_all_reduce`
             losses = current().part(backward.Passes).losses if self._ddp.find_unused_parameters else []
             self._ddp.reducer.prepare_for_backward([losses] if isinstance(losses, torch.Tensor) else [*losses])
-
-    def _check_last_pass(self) -> None:
-        if self._refusal is not None:
-            raise self._refusal
-        if self._equality is not None:
-            self._equality.finish()  # in a program that steps without an optimizer
 
     def complete_pass(self) -> None:
         """After a pass in which this network took part, complete torch's buckets (collective, does not wait long)."""
@@ -211,17 +207,14 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
             return
         if self._fills and not self._is_joining:  # ranks that have joined answer the buckets' messages only
             self._drop_unused(shares_group)
-        self.num_reductions += 1
-        if self.num_reductions == 1 and not (self._ddp.static_graph or self._is_joining):
+        if self.num_reductions == 0 and not (self._ddp.static_graph or self._is_joining):
             # Else in the second forward, which one rank alone may run, or after a pass of another network began.
             self._ddp.reducer._rebuild_buckets()
         if not self._syncs_in_forward:
             self._sent_buffers.start()
             self._sent_buffers.finish()
-        device = self._first.device
-        current().part(Progress).end_pass(device.type == "cuda")
-        if self._equality is not None and is_milestone(self.num_reductions):
-            self._equality.start(self.num_reductions)
+        current().part(Progress).end_pass(self._first.device.type == "cuda")
+        self._count_reduction()
 
     def _check_pass(self, got: set[int]) -> None:
         """Record why DDP did not reduce the gradients of this pass: an error at the next step or pass. Local."""
@@ -286,8 +279,7 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
 
     def _leave_job(self) -> None:
         """Forget DDP, whose hooks end with it: the module then trains like a bare one. Local."""
-        self.__dict__.update(_ddp=None, _hosts=None, _accumulators=[])
-        self._equality = None
+        self.__dict__.update(_ddp=None, _hosts=None, _accumulators=[], _compares_buffers=None)
 
 
 def _give_zeros(parameters: list[Any]) -> None:

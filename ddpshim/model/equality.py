@@ -1,7 +1,7 @@
-"""Compares across ranks what must be equal (weights, buffers, optimizers, untrained networks, random streams).
+"""Says what must be equal across ranks (weights, buffers, optimizers), and in what it differs.
 
-Checksums are sent while training continues and read at the next step. Only if they differ do ranks exchange, through
-the job's store, what tells the difference (`refuse`).
+Ranks compare hashes (`hash_of`). Only if they differ do ranks exchange, through the job's store, what tells the
+difference (`refuse`).
 """
 
 from __future__ import annotations
@@ -9,19 +9,13 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Callable, Optional, Union
+from typing import Any, Optional
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ddpshim.errors import SyncError
 from ddpshim.job.group import world
-from ddpshim.process import observed
-from ddpshim.process.devices import is_capturing
-from ddpshim.process.random_streams import digest, rank_states, restore_rank_states
-from ddpshim.process.say import say
-from ddpshim.shares.streams import draws_alike
 
 SAME_STATE = (
     "Build, load and change networks and optimizers equally on every rank, step schedulers with numbers of all ranks, "
@@ -33,8 +27,6 @@ Tensors = dict[str, torch.Tensor]  # by what messages call them
 Facts = dict[str, Any]  # settings, and the numbers of tensors, by name
 
 Optimizers = Sequence[torch.optim.Optimizer]
-Named = Sequence[tuple[str, Optional[torch.Tensor]]]
-_ALL_BITS = 2**64
 _DEADLINE_S = 120.0  # after a common step ranks are only seconds apart
 
 
@@ -43,86 +35,21 @@ def is_milestone(number: int) -> bool:
     return number in (1, 2, 10, 100) or (number > 0 and number % 1000 == 0)
 
 
-class Equality:
-    """The comparison of one wrapped network, with its optimizers and the untrained networks.
-
-    `start` sends checksums while training continues, and `finish` reads those of all ranks. So no rank waits, and ranks
-    that reach several wrappers in different orders do not block each other.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        with_buffers: bool,
-        device: torch.device,
-        optimizers: Callable[[], Optimizers],
-        companions: Callable[[], Tensors],
-    ) -> None:
-        self.module, self._with_buffers, self._device = module, with_buffers, device
-        self._optimizers, self.companions = optimizers, companions
-        self.sent: Any = None  # in progress: (work, this rank's numbers and those of each rank, num_reductions)
-
-    def tensors(self) -> Tensors:
-        """Return the tensors that must be equal: of the module, and of its optimizers' state. Local."""
-        found: Tensors = {f"parameter '{name}'": p for name, p in self.module.named_parameters()}
-        if self._with_buffers:
-            # No row tensor: it is each rank's own.
-            buffers = [pair for pair in self.module.named_buffers() if type(pair[1]) is torch.Tensor]
-            found.update((f"buffer '{name}'", buffer) for name, buffer in buffers)
-        return {**found, **_state_of(self._optimizers(), self.module)}
-
-    def settings(self) -> dict[str, str]:
-        """Return learning rates, weight decays and all other settings of parameter groups, by name. Local."""
-        return {
-            f"{key} of group {number} of {type(optimizer).__name__} {i}": repr(_plain(value))
-            for i, optimizer in enumerate(self._optimizers())
-            for number, group in enumerate(optimizer.param_groups)
-            for key, value in group.items()
-            if key not in ("params", "param_names")
-        }
-
-    def start(self, num_reductions: int) -> None:
-        """Send this rank's checksums (collective, does not wait)."""
-        mine = bits_of_rows(
-            [
-                [*self.tensors().items(), *self.companions().items()],
-                zlib.crc32(repr(self.settings()).encode()),
-                int(digest(), 16) if draws_alike() else 0,
-            ],
-            self._device,
-        )
-        everyones = [torch.empty_like(mine) for _ in range(world().world_size)]
-        work = dist.all_gather(everyones, mine, async_op=True)
-        self.sent = (work, [mine, *everyones], num_reductions)  # a GPU may still read `mine`
-
-    def finish(self) -> None:
-        """Wait for the checksums that `start` sent; raise SyncError on all ranks if they show an error."""
-        if self.sent is None or is_capturing(self._device):
-            return
-        (work, (_, *everyones), num_reductions), self.sent = self.sent, None
-        work.wait()
-        facts = {"check": "weights", "network": type(self.module).__name__, "reductions": num_reductions}
-        try:
-            self._compare(torch.stack(everyones).t().tolist(), num_reductions)
-        except SyncError as error:
-            observed.note("guard", passed=False, said=str(error), **facts)
-            raise
-        observed.note("guard", passed=True, **facts)
-
-    def _compare(self, numbers: list[list[int]], num_reductions: int) -> None:
-        """Raise SyncError for numbers that differ between ranks; all get the main rank's RNG state (collective)."""
-        (tensors, settings, streams), here = numbers, world()
-        if len({*streams}) > 1:
-            restore_rank_states(here.broadcast(rank_states(here.device)), here.device)
-            observed.note("mended", what="RNG state", reductions=num_reductions)
-            if here.is_main:
-                say(
-                    f"after {num_reductions} backward passes ranks had drawn different random numbers: something draws "
-                    "on one rank only (a log, a rollout). All ranks continue with the main rank's streams"
-                )
-        if len({*tensors}) > 1 or len({*settings}) > 1:
-            when = f"after {num_reductions} backward passes of {type(self.module).__name__}"
-            refuse(when, self.settings(), {**self.tensors(), **self.companions()})
+def facts_of(module: nn.Module, with_buffers: bool, optimizers: Optimizers) -> tuple[dict[str, str], Tensors]:
+    """Return the settings of optimizers, and the tensors that must be equal: their state, and the network's. Local."""
+    tensors: Tensors = {f"parameter '{name}'": p for name, p in module.named_parameters()}
+    if with_buffers:
+        # No row tensor: it is each rank's own.
+        buffers = [pair for pair in module.named_buffers() if type(pair[1]) is torch.Tensor]
+        tensors.update((f"buffer '{name}'", buffer) for name, buffer in buffers)
+    settings = {
+        f"{key} of group {number} of {type(optimizer).__name__} {i}": repr(_plain(value))
+        for i, optimizer in enumerate(optimizers)
+        for number, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+    return settings, {**tensors, **_state_of(optimizers, module)}
 
 
 def _state_of(optimizers: Optimizers, module: nn.Module) -> Tensors:
@@ -157,37 +84,18 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
 
 
-def _sent(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return `numbers` as int64 on `device`; the host does not wait for the copy. Local."""
-    signed = [(number + _ALL_BITS // 2) % _ALL_BITS - _ALL_BITS // 2 for number in numbers]
-    return _to(torch.tensor(signed, dtype=torch.int64, device="cpu"), device)
-
-
-def _to(here: torch.Tensor, device: torch.device) -> torch.Tensor:
-    is_pinned = device.type == "cuda" and here.device.type == "cpu"
-    return (here.pin_memory() if is_pinned else here).to(device, non_blocking=is_pinned)
-
-
 @torch.no_grad()
-def bits_of_rows(rows: Sequence[Union[int, Named]], device: torch.device) -> torch.Tensor:
-    """Return an int64 on `device` for each row: rows with equal numbers are taken as equal. Local.
+def hash_of(settings: Mapping[str, str], tensors: Mapping[str, Optional[torch.Tensor]]) -> int:
+    """Return a number for settings and tensors; equal numbers are taken for equal ones. Waits for a GPU. Local.
 
-    Different numbers may still mean equal rows, if only the bits of NaNs differ.
+    Different numbers may still mean equal tensors, if only the bits of NaNs differ.
     """
-    constants, parts = [], dict[torch.device, list[tuple[torch.Tensor, int, int]]]()
-    for number, row in enumerate(rows):
-        total, weight = row if isinstance(row, int) else 0, 1
-        for name, tensor in () if isinstance(row, int) else row:
-            total += weight * (zlib.crc32(name.encode()) + _kind_of(tensor))
-            if tensor is not None and _has_bits(tensor):
-                parts.setdefault(tensor.device, []).append((_sum_of_bits(tensor), weight, number))
-            weight = weight * 31 % _ALL_BITS
-        constants.append(total)
-    bits = _sent(constants, device)
-    for part in parts.values():
-        sums, weights, numbers = zip(*part)
-        bits.index_add_(0, _sent(numbers, device), _to(torch.stack(sums), device) * _sent(weights, device))
-    return bits
+    sums: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors.values():
+        if tensor is not None and _has_bits(tensor):
+            sums.setdefault(tensor.device, []).append(_sum_of_bits(tensor))
+    kinds = {name: _kind_of(tensor) for name, tensor in tensors.items()}
+    return zlib.crc32(repr((settings, kinds, [torch.stack(one).tolist() for one in sums.values()])).encode())
 
 
 def _has_bits(tensor: torch.Tensor) -> bool:

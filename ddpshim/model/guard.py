@@ -5,7 +5,6 @@ A failed check raises SyncError. The option `guard` (DDPSHIM_GUARD=0) turns the 
 
 from __future__ import annotations
 
-import functools
 import weakref
 import zlib
 from collections import deque
@@ -22,10 +21,12 @@ from ddpshim.failures import failure
 from ddpshim.job.collectives import pairs, peers
 from ddpshim.job.group import world
 from ddpshim.model import backward
-from ddpshim.model.equality import OPT_OUT, Equality, Tensors, bits_of_rows, refuse
+from ddpshim.model.equality import OPT_OUT, Tensors, facts_of, hash_of, is_milestone, refuse
 from ddpshim.process import observed
+from ddpshim.process.devices import is_capturing
 from ddpshim.process.job import current
 from ddpshim.process.observed import observe
+from ddpshim.process.random_streams import digest, rank_states, restore_rank_states
 from ddpshim.process.say import count, say
 from ddpshim.process.users_line import users_line
 
@@ -47,13 +48,15 @@ class Reduced:
     is_armed = False  # a pass that will be reduced has computed its first gradient and not ended
     is_uneven = False  # ranks rightly make different numbers of passes: it trained in join()
     _refusal: Optional[SyncError] = None
-    _equality: Optional[Equality] = None  # none if each rank holds different weights
+    # Whether comparisons over ranks include its buffers; None: there are none, as each rank holds different weights.
+    _compares_buffers: Optional[bool] = None
 
-    def _compare_over_ranks(self, with_buffers: bool, device: torch.device) -> None:
-        """Compare this network over ranks from now on, unless the guards are off. Local."""
-        if world().options.guard:
-            optimizers = functools.partial(optimizers_of, self)
-            self._equality = Equality(self.module, with_buffers, device, optimizers, companions)
+    def _count_reduction(self) -> None:
+        """Count a pass whose gradients were reduced; compare ranks now and then (collective)."""
+        self.num_reductions, here = self.num_reductions + 1, world()
+        is_compared = self._compares_buffers is not None and here.options.guard
+        if is_compared and is_milestone(self.num_reductions) and not is_capturing(here.device):
+            _compare(self)
 
 
 class GuardState:
@@ -128,6 +131,36 @@ def companions() -> Tensors:
     }
 
 
+def _compare(wrapper: Reduced) -> None:
+    """Raise SyncError on all ranks if they differ; all get the main rank's RNG state if those do (collective)."""
+    here, num, network = world(), wrapper.num_reductions, type(wrapper.module).__name__
+    settings, tensors = _facts_of(wrapper)
+    tensors.update(companions())
+    own = hash_of(settings, tensors), digest() if current().door.computes_alike else ""
+    of_weights, of_streams = zip(*here.gather(own, "the comparison of weights"))
+    if len({*of_streams}) > 1:
+        restore_rank_states(here.broadcast(rank_states(here.device)), here.device)
+        observed.note("mended", what="RNG state", reductions=num)
+        if here.is_main:
+            say(
+                f"after {num} backward passes ranks had drawn different random numbers: something draws on one rank "
+                "only (a log, a rollout). All ranks continue with the main rank's streams"
+            )
+    said = ""
+    try:
+        if len({*of_weights}) > 1:
+            refuse(f"after {num} backward passes of {network}", settings, tensors)
+    except SyncError as error:
+        said = str(error)
+        raise
+    finally:
+        observed.note("guard", check="weights", network=network, reductions=num, passed=not said, said=said)
+
+
+def _facts_of(wrapper: Reduced) -> tuple[dict[str, str], Tensors]:
+    return facts_of(wrapper.module, bool(wrapper._compares_buffers), optimizers_of(wrapper))
+
+
 def check_equal_steps(what: str = "the epoch") -> None:
     """Raise SyncError if ranks made different numbers of backward passes, or hold different weights (collective).
 
@@ -142,7 +175,7 @@ def check_equal_steps(what: str = "the epoch") -> None:
     if here.world_size == 1 or not here.options.guard:
         return
     mine = num_reductions()
-    of_ranks = here.gather_with_deadline("steps", [mine, _hash_of_all()], DEADLINE_S)
+    of_ranks = here.gather_with_deadline("steps", [mine, hash_of(*_everything())], DEADLINE_S)
     counts = ", ".join(f"{number} on rank {rank}" for rank, (number, _) in of_ranks.items())
     cure = (
         "Give every rank the same number of batches (make_loader does), and skip no step on one rank alone "
@@ -175,13 +208,13 @@ def compare_in_the_end() -> None:
 def _compare_in_the_end() -> None:
     """Raise SyncError if ranks that leave the job together hold different weights."""
     here, wrappers = world(), _wrappers()
-    are_sharded = bool(wrappers) and all(wrapped._equality is None for wrapped in wrappers)
+    are_sharded = bool(wrappers) and all(wrapped._compares_buffers is None for wrapped in wrappers)
     if here.world_size == 1 or not here.options.guard or are_sharded:
         return
     if failure.on_the_way_out() or _watched().is_alone:
         here.gather_with_deadline("the end", None, 0.0)  # so that no rank waits for this one
         return
-    of_ranks = here.gather_with_deadline("the end", _hash_of_all(), DEADLINE_S)
+    of_ranks = here.gather_with_deadline("the end", hash_of(*_everything()), DEADLINE_S)
     missing = [rank for rank in range(here.world_size) if rank not in of_ranks]
     if missing and here.is_main:
         say(f"ranks {missing} did not reach cleanup(): the last weights were not compared")
@@ -195,19 +228,14 @@ def _refuse_unequal(hashes: list[int], what: str) -> None:
         refuse(f"at the end of {what}", *_everything())
 
 
-def _hash_of_all() -> int:
-    settings, tensors = _everything()
-    bits = bits_of_rows([[*tensors.items()]], torch.device("cpu"))
-    return zlib.crc32(repr([settings, bits.tolist()]).encode())
-
-
 def _everything() -> tuple[dict[str, str], Tensors]:
     """Return the settings and the tensors that must be equal on all ranks of the job, by name."""
     settings, tensors = dict[str, str](), Tensors()
-    for number, equality in enumerate(w._equality for w in _wrappers() if w._equality is not None):
-        of = f"of network {number} ({type(equality.module).__name__})"
-        settings.update((f"{name} {of}", value) for name, value in equality.settings().items())
-        tensors.update((f"{name} {of}", tensor) for name, tensor in equality.tensors().items())
+    for number, wrapper in enumerate(w for w in _wrappers() if w._compares_buffers is not None):
+        of = f"of network {number} ({type(wrapper.module).__name__})"
+        settings_of_one, tensors_of_one = _facts_of(wrapper)
+        settings.update((f"{name} {of}", value) for name, value in settings_of_one.items())
+        tensors.update((f"{name} {of}", tensor) for name, tensor in tensors_of_one.items())
     return settings, {**tensors, **companions()}
 
 
@@ -314,8 +342,6 @@ def _check_reduced(optimizer: torch.optim.Optimizer, wrapped: Reduced, mine: Ite
             f"{step}: the gradients of {name} never went through a backward pass (torch.autograd.grad, or .grad "
             f"set by hand); ranks would train different models. Call loss.backward() ({OPT_OUT})."
         )
-    if wrapped._equality is not None:
-        wrapped._equality.finish()
 
 
 def _alone(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> SyncError:

@@ -24,7 +24,6 @@ from torch import nn
 from ddpshim.job.collectives import Buffers, broadcast_state
 from ddpshim.job.world import world
 from ddpshim.model import backward, guard
-from ddpshim.model.equality import is_milestone
 from ddpshim.model.wrapper import BareModule
 from ddpshim.process.devices import is_capturing
 from ddpshim.process.job import current
@@ -47,7 +46,7 @@ class MeanGradients(guard.Reduced, BareModule):
         mine["_device"], mine["_sent_buffers"] = reduced[0].device, Buffers(module, broadcast_buffers)
         guard.own(self, reduced)
         current().part(Means).add(self, reduced, int(bucket_cap_mb * 2**20))
-        self._compare_over_ranks(broadcast_buffers, self._device)
+        self._compares_buffers = broadcast_buffers
 
     @property
     def has_unreduced_gradients(self) -> bool:  # type: ignore[override]
@@ -194,10 +193,7 @@ class Means:
         self._sent, self._taken = [], {}
         progress.end_pass(networks[0]._device.type == "cuda" and not is_captured)
         for network in networks:
-            network.num_reductions += 1
-            if network._equality is not None and is_milestone(network.num_reductions) and not is_captured:
-                network._equality.finish()
-                network._equality.start(network.num_reductions)
+            network._count_reduction()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
