@@ -7,8 +7,10 @@ file is left behind, whatever ends. Main processes wait for their own workers on
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
+import pickle
 import socket
 import struct
 import sys
@@ -28,52 +30,50 @@ _UID = struct.Struct("3i")  # what SO_PEERCRED gives: process, user, group
 class Address(NamedTuple):
     """Where the workers of one pass over one loader meet on a node."""
 
-    name: str  # secret, and of this loader and pass
+    name: str  # secret, and of this loader
     rank: int
     local_rank: int
     local_size: int
+    num_passes: int = 0  # that have begun
 
 
 class Lines:
     """A worker's connections to its peers, made with the first message."""
 
     def __init__(self, address: Address, worker: int) -> None:
-        self._address, self._name = address, f"\0{address.name}/{worker}"
+        self._address, self._name = address, f"\0{address.name}/{address.num_passes}/{worker}"
         owner = worker % address.local_size
         self.is_owner = address.local_rank == owner
         self.where = f"in DataLoader worker process {worker}"
         self._owner = f"data worker {worker} of local rank {owner}"
-        self._of_ranks: dict[int, socket.socket] = {}  # on the owner those of its peers, by rank; else the owner's: -1
+        # On the owner those of its peers, by rank; else the owner's: -1.
+        self._of_ranks: dict[int, io.BufferedRWPair] = {}
 
-    def _lines(self) -> dict[int, socket.socket]:
+    def _lines(self) -> dict[int, io.BufferedRWPair]:
         if not self._of_ranks:
             self._of_ranks = self._accepted() if self.is_owner else {-1: self._connected()}
         return self._of_ranks
 
-    def _accepted(self) -> dict[int, socket.socket]:
-        found: dict[int, socket.socket] = {}
+    def _accepted(self) -> dict[int, io.BufferedRWPair]:
+        found: dict[int, io.BufferedRWPair] = {}
         with socket.socket(socket.AF_UNIX) as waiting:
             waiting.bind(self._name)
             waiting.listen(self._address.local_size)
             while len(found) < self._address.local_size - 1:
-                line = waiting.accept()[0]
-                if _is_ours(line):
-                    found[struct.unpack("<q", _read(line, 8))[0]] = line
+                accepted = waiting.accept()[0]
+                if _is_ours(accepted):
+                    line = accepted.makefile("rwb")
+                    found[pickle.load(line)] = line
         return found
 
-    def _connected(self) -> socket.socket:
-        while True:
-            line = socket.socket(socket.AF_UNIX)
-            try:
-                line.connect(self._name)
-            except ConnectionRefusedError:  # it has not started yet
-                line.close()
-                time.sleep(_RETRY_S)
-            else:
-                break
-        if not _is_ours(line):
+    def _connected(self) -> io.BufferedRWPair:
+        owner = socket.socket(socket.AF_UNIX)
+        while owner.connect_ex(self._name) == errno.ECONNREFUSED:  # it has not started yet
+            time.sleep(_RETRY_S)
+        if not _is_ours(owner):
             raise DataError(f"the socket of {self._owner} belongs to another user")
-        line.sendall(struct.pack("<q", self._address.rank))
+        line = owner.makefile("rwb")
+        _write(line, self._address.rank)
         return line
 
     def send(self, of_rank: Callable[[int], Any]) -> None:
@@ -82,21 +82,20 @@ class Lines:
             message = io.BytesIO()
             torch.save(of_rank(rank), message)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended this pass
-                line.sendall(struct.pack("<q", message.tell()))
-                line.sendall(message.getbuffer())
+                _write(line, message.getvalue())
 
     def receive(self) -> Any:
         """Return what the owner has sent."""
         line = self._lines()[-1]
         with self._naming():
-            (size,) = struct.unpack("<q", _read(line, 8))
-            return torch.load(io.BytesIO(_read(line, size)), weights_only=False)
+            message = pickle.load(line)
+        return torch.load(io.BytesIO(message), weights_only=False)
 
     @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:
         try:
             yield
-        except (EOFError, ConnectionResetError, BrokenPipeError):
+        except (EOFError, OSError):
             raise DataError(
                 f"{self._owner}, which fetches batches for all ranks of the node, or one of those that get their rows, "
                 "has ended: it was killed, or its rank failed. Its rank says why"
@@ -107,12 +106,12 @@ class Lines:
         lines = self._lines()
         with self._naming():
             if not self.is_owner:
-                lines[-1].sendall(bytes([answer]))
-                return bool(_read(lines[-1], 1)[0])
-            answers = [answer, *(bool(_read(line, 1)[0]) for line in lines.values())]
+                _write(lines[-1], answer)
+                return bool(pickle.load(lines[-1]))
+            answers = [answer, *map(pickle.load, lines.values())]
         for line in lines.values():
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                line.sendall(bytes([all(answers)]))
+                _write(line, all(answers))
         return all(answers)
 
 
@@ -121,12 +120,6 @@ def _is_ours(line: socket.socket) -> bool:
     return bool(_UID.unpack(line.getsockopt(socket.SOL_SOCKET, option, _UID.size))[1] == os.getuid())
 
 
-def _read(line: socket.socket, num: int) -> bytearray:
-    found = bytearray(num)
-    view = memoryview(found)
-    while view:
-        num_read = line.recv_into(view)
-        if not num_read:
-            raise EOFError
-        view = view[num_read:]
-    return found
+def _write(line: io.BufferedRWPair, value: Any) -> None:
+    pickle.dump(value, line, protocol=5)  # which writes bytes as they are
+    line.flush()

@@ -110,7 +110,7 @@ class Batches:
     def begin_pass(self) -> None:
         """Make the workers of the next pass meet at another address."""
         if self._address is not None:
-            self._address = self._address._replace(name=f"{self._address.name}+")
+            self._address = self._address._replace(num_passes=self._address.num_passes + 1)
 
     def start_worker(self, worker: int) -> None:
         """Initialise a data worker as the program does, where it fetches: torch's info names its dataset."""

@@ -28,6 +28,8 @@ import ddpshim
 from ddpshim.errors import SyncError
 from ddpshim.process.random_streams import digest
 from ddpshim.rows import loader, probe
+from ddpshim.rows.relay import IS_POSSIBLE, Address, Lines
+from ddpshim.rows.samples import Batches
 from ddpshim.rows.tensor import leaves
 from tests.preloaded_commands import patience
 from tests.ranks import run_ranks
@@ -369,6 +371,16 @@ def _outlives() -> list[str]:
             use(out)
         said.append(str(error.value))
     return said
+
+
+@pytest.mark.unit
+@pytest.mark.skipif(not IS_POSSIBLE, reason="data workers of a node do not meet")
+def test_workers_meet_in_the_thousandth_pass() -> None:
+    batches = Batches(DataLoader([*X]), list, Address(32 * "0", 0, 0, 1), False)
+    for _ in range(1000):
+        batches.begin_pass()
+    assert batches._address is not None
+    Lines(batches._address, 0).send(lambda rank: None)  # it has no peers, but listens for them
 
 
 def test_a_row_tensor_that_outlives_its_job_is_an_error() -> None:
