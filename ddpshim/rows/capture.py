@@ -166,22 +166,17 @@ class _Graph:
         self._places: Optional[list[tuple[int, int]]] = None  # (place, which row tensor) of inputs that are stand-ins
         self._run: Optional[Callable[..., Any]] = None
         self._results: Any = None  # how each output of the tape is made a row tensor; None: there is no tape
-        self._num_replays, self._owned = 0, [False]
+        self._num_replays = 0
 
     def __call__(self, *args: Any) -> Any:
         region, given, counts = self._region, [*args], current().part(Counts)
         if self._places is None:
             which = {id(x): i for i, x in enumerate(region.stand_ins)}
             self._places = [(place, which[id(x)]) for place, x in enumerate(args) if id(x) in which]
-            inside = {place for place, _ in self._places}
-            self._leaves = [i for i, x in enumerate(args) if i not in inside and isinstance(x, _T) and x.requires_grad]
         region.has_run = True
         for place, number in self._places:
             given[place] = region.rows[number]
-        owners = current().part(GuardState).owners
-        owned = [id(args[i]) in owners for i in self._leaves]  # whether a wrapper reduces its gradient
-        if self._run is None or owned != self._owned:
-            self._owned, self._num_replays = owned, 0
+        if self._run is None:
             self._beside_python(given, self._recorded)
         self._num_replays += 1
         if self._num_replays in _AUDITED or self._num_replays % max(_AUDITED) == 0:
@@ -425,6 +420,7 @@ def captured(known: Known, call: Callable[..., Any], module: nn.Module, args: An
             x.memory.pull()
     key = (
         torch.is_grad_enabled(),
+        len(current().part(GuardState).owners),  # a wrapper reduces the gradients of these parameters
         *((x.sizes, x.place, x.dtype, x.block.stride(), x.block.requires_grad) for x in rows),
         *(x.block.is_cuda and rules.offset_of_whole(x) for x in rows),  # by which a GPU's kernel of dropout draws
     )
