@@ -9,6 +9,7 @@ copied into the other before the next use.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections import Counter
@@ -45,7 +46,7 @@ class Counts:
         self.refused: dict[str, str] = {}  # why calls were not captured, by the name of the network
         self.gathered: Counter[tuple[str, str]] = Counter()  # number, by line of the program and function
         self.num_bytes: Counter[tuple[str, str]] = Counter()  # of the wholes, in the same way
-        self.is_fetching = self.is_alone = self.is_searching = False  # see the contexts below
+        self.is_fetching = self.is_alone = self.is_searching = False  # within the contexts below
         self.lock: Callable[[], str] = str  # returns the file whose lock this rank holds, for which others wait, or ""
         self._thread, self._process = threading.get_ident(), os.getpid()
 
@@ -57,21 +58,14 @@ class Counts:
         is_backward = torch._C._current_graph_task_id() >= 0  # in autograd's own threads
         return (is_backward or threading.get_ident() == self._thread) and os.getpid() == self._process
 
-    def alone(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which this rank does something that others do not, so it must not gather. Local."""
-        return self._flagged("is_alone")
-
-    def fetching(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which a loader produces a batch. Local."""
-        return self._flagged("is_fetching")
-
-    def searching(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which all modules are walked, in an order that differs between ranks. Local."""
-        return self._flagged("is_searching")
-
     def _flagged(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which a flag is set. Local."""
         # Another thread is in lock step with nobody anyway, and would take the flag from this one, or leave it set.
         return replaced(self, name, True) if threading.get_ident() == self._thread else contextlib.nullcontext()
+
+    alone = functools.partialmethod(_flagged, "is_alone")  # this rank does what others do not, so it must not gather
+    fetching = functools.partialmethod(_flagged, "is_fetching")  # a loader produces a batch
+    searching = functools.partialmethod(_flagged, "is_searching")  # of all modules, in an order that is a rank's own
 
 
 class _Mirror:
@@ -218,18 +212,10 @@ class EndedRows(Rows):
             "before: float(loss), x.tolist(), x.numpy()."
         )
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
-        cls.__torch_function__(func)
+    __torch_dispatch__ = __torch_function__
 
     def as_subclass(self, cls: Any) -> NoReturn:
         type(self).__torch_function__("as_subclass")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        type(self).__torch_function__("pickling")
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        type(self).__torch_function__("copying")
 
 
 def end_rows() -> None:
