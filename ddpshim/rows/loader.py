@@ -47,7 +47,6 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
         super().__init__(*args, **kwargs)
         self.place = users_line()
         self._num_waits = self._num_waited  # how often this rank still waits for the others' news
-        self._known: tuple[Any, int] = (None, 0)  # kinds of a batch, and their hash
         self._by_sample: Any = None  # a copy for whose samples generators are seeded
         self._of_rows: Any = None
         self._is_decided = False  # how batches are fetched
@@ -110,33 +109,40 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
 
     def _pass(self, first: int) -> Any:
         """Begin a pass at step `first`, with all draws for its order."""
-        is_plain = blocks.num_pieces() == 1 or not current().part(Counts).is_in_lock_step()
-        if self._by_sample is None and _draws_by_sample(self):
+        counts, made, num_left_out = current().part(Counts), self._seeded(), first
+        is_plain = blocks.num_pieces() == 1 or not counts.is_in_lock_step()
+        if not is_plain and not self._is_decided:
+            self._is_decided, self._of_rows = True, rows_loader(self, made)
+        if not is_plain and self._of_rows is not None:
+            made = self._of_rows
+            made.dataset.begin_pass()
+            if self.num_workers and made.dataset.fetches_own:
+                num_left_out = first % self.num_workers  # each worker gets the batches that it would have got
+                made.batch_sampler.first = first - num_left_out
+        vars(made)["generator"] = self.generator
+        # Now, since torch draws the seed of workers when a pass begins.
+        with contextlib.nullcontext() if is_plain else counts.fetching():
+            batches: Any = _TorchsLoader.__iter__(made)
+            for _ in range(num_left_out):  # workers fetch them, for the draws in it
+                next(batches if self.num_workers else batches._sampler_iter)
+        return batches if is_plain else self._batches_of_rows(batches)
+
+    def _seeded(self) -> Any:
+        """Return the loader for whose samples generators are seeded, by the option `draws`; else this one. Local."""
+        here = current().world
+        if (
+            here is None
+            or here.options.draws != "sample"
+            or isinstance(self.dataset, torch_data.IterableDataset)  # its samples have no index
+            or adapters.fetcher_of(self.dataset) is not None  # it fetches by the batch, and draws nothing
+        ):
+            return self
+        if self._by_sample is None:
             from ddpshim.rows.draws import by_sample
 
             self._by_sample = by_sample(self)
-        if self._by_sample is not None:
-            self._by_sample.indices.num_passes = self._num_passes
-        if not is_plain and not self._is_decided:
-            self._is_decided, self._of_rows = True, rows_loader(self, self._by_sample)
-        num_left_out = first
-        # Now, since torch draws the seed of workers when a pass begins.
-        with contextlib.nullcontext() if is_plain else current().part(Counts).fetching():
-            if not is_plain and self._of_rows is not None:
-                vars(self._of_rows)["generator"] = self.generator
-                self._of_rows.dataset.begin_pass()
-                if self.num_workers and isinstance(self._of_rows.batch_sampler, _OwnRows):
-                    # Each worker gets the batches that it would have got.
-                    num_left_out = first % self.num_workers
-                    self._of_rows.batch_sampler.first = first - num_left_out
-                batches = iter(self._of_rows)
-            elif self._by_sample is not None:
-                vars(self._by_sample)["generator"] = self.generator
-                batches = iter(self._by_sample)
-            else:
-                batches = super().__iter__()
-            _leave_out(batches, num_left_out, self)
-        return batches if is_plain else self._batches_of_rows(batches)
+        self._by_sample.indices.num_passes = self._num_passes
+        return self._by_sample
 
     def _batches_of_rows(self, batches: Any) -> Iterator[Any]:
         """Yield the batches of one pass (collective)."""
@@ -194,8 +200,6 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
         if world().world_size == 1:
             return
         kinds = num_rows, [kind for kind in _kinds(batch) if kind != "str"]
-        if kinds != self._known[0]:
-            self._known = kinds, zlib.crc32(repr(kinds).encode())
         waits = self._num_waits > 0
         self._num_waits -= waits
 
@@ -211,13 +215,7 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
 
         tag = zlib.crc32(f"{number} {os.path.basename(self.place)}".encode(errors="backslashreplace"))
         place = f"takes a batch of the DataLoader of {self.place} ({number})"
-        blocks.tell((self._known[1], tag), judge, waits, place)
-
-
-def _leave_out(batches: Any, num: int, loader: DataLoader[Any]) -> None:
-    """Skip the first `num` batches of a pass; workers fetch them, for the draws in it."""
-    for _ in range(num):
-        next(batches if loader.num_workers else batches._sampler_iter)
+        blocks.tell((zlib.crc32(repr(kinds).encode()), tag), judge, waits, place)
 
 
 def _of_program(loader: DataLoader[Any]) -> Any:
@@ -264,20 +262,10 @@ class _Redrawn:
             yield batch
 
 
-def _draws_by_sample(loader: DataLoader[Any]) -> bool:
-    here = current().world
-    return (
-        here is not None
-        and here.options.draws == "sample"
-        and not isinstance(loader.dataset, torch_data.IterableDataset)  # its samples have no index
-        and adapters.fetcher_of(loader.dataset) is None  # it fetches by the batch, and draws nothing
-    )
-
-
-def rows_loader(loader: DataLoader[Any], by_sample: Any = None) -> Any:
+def rows_loader(loader: DataLoader[Any], source: Any) -> Any:
     """Return a copy of a loader whose batches are `Fetched`; None if each rank's whole batch is plain (collective).
 
-    `by_sample`: a copy of the loader which seeds generators, to fetch from.
+    `source`: the loader, or a copy of it which seeds generators, to fetch from.
     """
     here = world()
     collate: Any = loader.collate_fn
@@ -291,7 +279,6 @@ def rows_loader(loader: DataLoader[Any], by_sample: Any = None) -> Any:
             kind = type(loader.dataset).__name__
             say_once(f"{kind} is read sample by sample, many times slower than by the batch: {reason}")
     is_stream = isinstance(loader.dataset, torch_data.IterableDataset)
-    source = loader if by_sample is None else by_sample
     found = Found("a stream") if is_stream else probed(source, collate if is_torchs else list)
     with contextlib.suppress(TypeError, NotImplementedError):
         found = found if is_stream else found._replace(num_samples=len(loader.dataset))  # type: ignore[arg-type]
@@ -350,7 +337,7 @@ class _OwnRows:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._batches: Any = loader._index_sampler
-        self._num_workers, self.first = loader.num_workers, 0
+        self.first = 0
 
     def __iter__(self) -> Iterator[Numbered]:
         # Now: a sampler may draw, before torch draws the seed of workers.
@@ -358,14 +345,10 @@ class _OwnRows:
 
     def _parts(self, batches: Iterator[Any], first: int) -> Iterator[Numbered]:
         here = blocks.ranks()
-        before: list[Sequence[Any]] = [[*next(batches)] for _ in range(first)]
-        for step, indices in enumerate(batches, first):
+        for indices in itertools.islice(batches, first, None):
             part = blocks.part_of(len(indices))
             rows = range(len(indices)) if part is None else range(*part.bounds(*here))
-            numbered = Numbered([*indices], rows)
-            if step < first + self._num_workers:
-                numbered.before = before[step % self._num_workers :: self._num_workers]
-            yield numbered
+            yield Numbered([*indices], rows)
 
 
 def _kinds(batch: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -38,7 +38,6 @@ class Numbered(list[Any]):
     def __init__(self, whole: list[Any], rows: range) -> None:
         super().__init__(whole[row] for row in rows)
         self.whole = whole  # of all ranks
-        self.before: list[Sequence[Any]] = []  # batches of the same worker, before the pass was interrupted
 
 
 def walked(of_part: Callable[[Any], Any], batch: Any) -> Any:
@@ -87,11 +86,6 @@ def of_rank(marked: Any, start: int, end: int) -> Any:
     return walked(lambda x: Own(x.rows[start:end].clone()) if isinstance(x, Own) else x, marked)
 
 
-def has_drawn(before: dict[str, Any]) -> bool:
-    """Whether a generator's state is not that of `before`, an earlier `global_states()`. Local."""
-    return any(name in before for name in changed(before, global_states()))
-
-
 class Batches:
     """The batches of a torch loader, in place of its dataset: with indices, or one after the other. Local."""
 
@@ -100,7 +94,8 @@ class Batches:
         self._joins = loader.batch_sampler is not None
         self._size, self._drop_last = loader.batch_size, loader.drop_last
         self._ranks, self._num_pieces = blocks.ranks(), blocks.num_pieces()
-        self._address, self._fetches_own = address, fetches_own
+        self._address = address
+        self.fetches_own = fetches_own  # of each batch this rank's samples; a data worker may find that it cannot
         self._start: Optional[Callable[[int], None]] = loader.worker_init_fn
         self._fetcher: Any = None
         self._error: Any = None  # of what comes before a worker's first batch
@@ -123,7 +118,7 @@ class Batches:
             self._noting_errors(self._start, worker)
 
     def _fetches_here(self) -> bool:
-        return self._lines is None or self._lines.is_owner or self._fetches_own
+        return self._lines is None or self._lines.is_owner or self.fetches_own
 
     def _noting_errors(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function; other ranks raise its error too, with the first batch."""
@@ -158,7 +153,7 @@ class Batches:
         if threading.current_thread() is not threading.main_thread():
             # The program's: what others draw meanwhile would be taken for a sample's, and it may read what it gets.
             return Fetched(0, self._marked(index).batch)
-        if self._fetches_own:
+        if self.fetches_own:
             return self._own(index)
         return self._whole(index) if self._lines is None else self._once(index, self._lines)
 
@@ -171,7 +166,7 @@ class Batches:
         except Exception:
             if lines is None:
                 raise
-        is_alike = batch is not None and not has_drawn(before)
+        is_alike = batch is not None and before.keys().isdisjoint(changed(before, global_states()))
         if lines is None and not is_alike:
             worker = ", or use a data worker (num_workers=1), which fetches for all ranks of a node"
             raise DataError(
@@ -184,13 +179,10 @@ class Batches:
             whole = walked(lambda x: x if isinstance(x, Own) else Own(x), batch)
             return Fetched(len(indices.whole), whole)
         restore_global_states(before)
-        self._fetches_own = False
+        self.fetches_own = False
         return self._once(indices, lines)
 
     def _marked(self, index: Any) -> Fetched:
-        if isinstance(index, Numbered):
-            for indices in index.before:  # for their draws, and what samples remember
-                self._fetcher.fetch(indices)
         batch = self._fetcher.fetch(index.whole if isinstance(index, Numbered) else index)
         if isinstance(index, Numbered):
             num_rows = len(index.whole)

@@ -64,7 +64,8 @@ def test_only_ours_without_entry_points() -> None:
 def test_a_third_partys_dataset_is_fetched_by_the_batch() -> None:
     fetcher = adapters.fetcher_of(Squares())
     assert isinstance(fetcher, Fetcher)
-    rows = loader.rows_loader(loader.DataLoader(fetcher._dataset, batch_size=4))
+    given = loader.DataLoader(fetcher._dataset, batch_size=4)
+    rows = loader.rows_loader(given, given)
     fetched = rows.dataset.__getitems__(Numbered([0, 1, 2, 3], range(4)))
     assert rows.collate_fn(fetched) == (4, ("whole", [0, 1, 4, 9]))
 
