@@ -89,16 +89,14 @@ def test_several_episodes_at_once_are_dealt_to_the_ranks(trainer: Trainer) -> No
 def test_without_a_launcher_rollouts_are_upstreams_function(trainer: Trainer) -> None:
     plain, patched = (_evaluate(trainer, None, patched=p, train__seed=3) for p in (False, True))
     assert [draws[0] for draws in episodes(plain)[0]] == [draws[0] for draws in episodes(patched)[0]]
-    assert "ranks=" not in patched.log
     at_once = _evaluate(trainer, None, **BATCHED)
     assert len(statistics(at_once)) == 2
 
 
 def test_a_failing_episode_ends_its_evaluation_and_no_more(trainer: Trainer) -> None:
     run = _evaluate(trainer, 2, fault="toy_env:1:2")
-    text = "ddpshim: environment 'Toy', episode 3 failed on rank 1 (ValueError: the toy broke on purpose ("
-    assert run.log.count(text) == 2
-    assert run.log.count("As without ddpshim, the statistics are of the 3 before it.") == 2
+    text = "RolloutError: environment 'Toy', episode 3 failed on rank 1 (ValueError: the toy broke on purpose ("
+    assert run.log.count(text) == run.log.count("Rollout exception at episode number 3!") == 2
     assert ", in reset\n" in run.log, "the environment's own traceback is gone"
     check_statistics(_evaluate(trainer, 2, experiment__rollout__n=3), run)
 

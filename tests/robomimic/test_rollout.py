@@ -81,7 +81,7 @@ def test_statistics_and_videos_do_not_depend_on_the_number_of_ranks(evaluate: Ev
     assert 0 < first["Success_Rate"] < 1
     assert _checkpoints(many) == _checkpoints(one)
     assert f"model_epoch_1_Toy_success_{first['Success_Rate']}.pth" in _checkpoints(many)
-    assert many.log.count(f"num_episodes={NUM_EPISODES}, ranks=3") == 2
+    assert many.log.count(f"num_episodes={NUM_EPISODES}\n") == 2
     made = _videos(many)
     assert list(made) == ["Toy_epoch_1.mp4", "Toy_epoch_2.mp4"]
     shown = [int(255 * (sum(draws) / 3)) for draws in alone]
@@ -119,7 +119,6 @@ def test_fewer_episodes_than_ranks(evaluate: Evaluator, num_episodes: int) -> No
 def test_without_a_launcher_it_is_upstreams_function(evaluate: Evaluator) -> None:
     run = evaluate(None)
     assert [len(played) for played in episodes(run)] == [2 * NUM_EPISODES]
-    assert "ranks=" not in run.log
     assert len(statistics(run)) == 2
 
 
@@ -208,10 +207,22 @@ def _rank_evaluates(envs: str) -> tuple[list[float], list[str]]:
         env.reset()
         return {"Return": env.start, "Horizon": 1, "Success_Rate": float(env.start > 0.5)}
 
+    def rollout_with_stats(envs: Any, num_episodes: int, **options: Any) -> tuple[Any, Any]:  # as upstream's
+        from robomimic.utils import train_utils
+
+        logs = {}
+        for name, env in envs.items():
+            found = [
+                train_utils.run_rollout(policy=None, env=env)
+                for _ in train_utils.LogUtils.custom_tqdm(range(num_episodes), total=num_episodes)
+            ]
+            logs[name] = {key: np.mean([one[key] for one in found]) for key in found[0]}
+        return logs, {}
+
     bar = SimpleNamespace(n=0, update=lambda by: None, close=lambda: None)
     for name, held in {
         "log_utils": {"custom_tqdm": lambda **options: bar},
-        "train_utils": {"run_rollout": run_rollout},
+        "train_utils": {"run_rollout": run_rollout, "rollout_with_stats": rollout_with_stats},
     }.items():
         module: Any = ModuleType(f"robomimic.utils.{name}")
         vars(module).update(held)
