@@ -16,6 +16,7 @@ import functools
 import os
 import secrets
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -100,7 +101,8 @@ def join_edited(**given: Any) -> World:
 
 def _leave(job: Job, process: int) -> None:
     """Leave the job at the end of a program that does not call `cleanup()` (collective)."""
-    if job is current() and os.getpid() == process and not job.is_failing():
+    is_aborted = job.is_failing() or threading.current_thread() is not threading.main_thread()  # as `abort` runs this
+    if job is current() and os.getpid() == process and not is_aborted:
         cleanup()
 
 
