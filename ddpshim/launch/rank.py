@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> None:
     elif proof := os.environ.get(variables.CHECK):
         from ddpshim.tools.watching import RankRecorder
 
-        recorder = RankRecorder(Path(proof), f"rank_{os.environ.get('RANK', 0)}")
+        recorder = RankRecorder(Path(proof))
     else:
         unsynced_check.watch()
     with recorder:

@@ -140,14 +140,18 @@ def verify(path: Path, job: Optional[Launch], steps: Optional[tuple[int, int]], 
     first, last = _stretch(found["marks"], steps)
     # Not from `first` itself: whether its checkpoint holds what its mark says shows only in a run that passes it.
     start = max((step for step in saved if step < first), default=0)
-    program = found["program"] if job is None else job.command
-    odd, of_machine = [*_other_facts(found, program)], [*_other_machine(found["facts"]["environment"])]
+    if job is None:
+        is_module = found["program"][0] == "-m"
+        program, *arguments = found["program"][is_module:]
+        job = Launch(program, tuple(arguments), is_module)
+    odd, of_machine = [*_other_facts(found, job.command)], [*_other_machine(found["facts"]["environment"])]
     for text in (*odd, *of_machine):
         say(text)
     if of_machine:
         say(f"so bits cannot agree here: losses are compared up to {_CLOSE:g} of their size, and hashes are not")
     with tempfile.TemporaryDirectory(prefix="ddpshim-check-") as name:
-        again = _again(found, program, Path(name), saved.get(start), start, last, num_ranks)
+        job = replace(job, nproc=str(num_ranks), proof=name, log_dir=str(make_log_dir(job)))
+        again = _again(found, job, Path(name), saved.get(start), start, last)
     parting = _parting(found, again, first, last, is_exact=not of_machine)
     if parting is not None and not odd:
         parting += ". Code, data and arguments are those of the certificate"
@@ -211,7 +215,7 @@ def _other_machine(there: dict[str, Any]) -> Iterator[str]:
 
 
 def _again(
-    found: dict[str, Any], program: list[str], folder: Path, saved: Optional[Path], start: int, last: int, num: int
+    found: dict[str, Any], job: Launch, folder: Path, saved: Optional[Path], start: int, last: int
 ) -> dict[str, Any]:
     """Run the program until step `last`, and return its certificate."""
     from unittest import mock
@@ -219,13 +223,9 @@ def _again(
     file = folder / "again.json"
     marks = [mark["step"] for mark in found["marks"]]
     ends = found["is_complete"] and last == marks[-1]
-    is_module = program[0] == "-m"
-    name, *arguments = program[is_module:]
-    job = Launch(name, tuple(arguments), is_module=is_module, nproc=str(num), proof=str(folder))
-    job = replace(job, log_dir=str(make_log_dir(job)))
     origin = f"the checkpoint of step {start}" if saved is not None else "the beginning"
-    how = f"on {count(num, 'rank')}, from {origin} to step {last}; output: {job.log_dir}"
-    say(f"running {' '.join(program)} {how}")
+    how = f"on {count(int(job.nproc), 'rank')}, from {origin} to step {last}; output: {job.log_dir}"
+    say(f"running {' '.join(job.command)} {how}")
     chosen = found["facts"]["environment"]["variables"]
     with mock.patch.dict(os.environ):
         for name in names_of_variables():
@@ -337,17 +337,15 @@ def folder_of(path: Path) -> Path:
 
 def sha256_of(path: Path) -> str:
     """Return the sha256 of a file; of one above 1 GB, that of its size and of 64 MB spread over it."""
-    made, size = hashlib.sha256(), path.stat().st_size
+    size = path.stat().st_size
+    is_whole = size <= _WHOLE
+    made = hashlib.sha256(b"" if is_whole else str(size).encode())
+    spread = ((size - _BLOCK) * number // (_SAMPLES - 1) for number in range(_SAMPLES))
     with path.open("rb") as file:
-        if size <= _WHOLE:
-            while block := file.read(_BLOCK):
-                made.update(block)
-            return made.hexdigest()
-        made.update(str(size).encode())
-        for number in range(_SAMPLES):
-            file.seek((size - _BLOCK) * number // (_SAMPLES - 1))
+        for start in range(0, size, _BLOCK) if is_whole else spread:
+            file.seek(start)
             made.update(file.read(_BLOCK))
-    return f"{made.hexdigest()} of 64 MB"
+    return f"{made.hexdigest()}{'' if is_whole else ' of 64 MB'}"
 
 
 def packages() -> dict[str, str]:

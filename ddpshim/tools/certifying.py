@@ -42,9 +42,10 @@ class Certifier(StepRecorder):
         self._at = set(chosen["marks"])  # steps of a repetition's marks
         self._marked = 0  # the step of the last mark
         self._program, self._seed = program, int(chosen["seed"])
-        self._num_steps: Optional[int] = None  # None: no step was made yet
+        self._num_steps, self._has_begun = 0, False
         self._first: int = chosen["first"]
-        self._losses: list[list[Any]] = [[]]  # of the backward passes of each step since the last mark, and the next
+        self._losses: list[list[Any]] = []  # of the backward passes of each step since the last mark
+        self._next_losses: list[Any] = []  # of the step that is not made yet
         self._stepped: dict[int, Any] = {}  # optimizers, since the last mark, in the order of their first steps
         self._document: dict[str, Any] = {}
         self._environment: dict[str, Any] = {}
@@ -62,18 +63,20 @@ class Certifier(StepRecorder):
     def _see_loss(self, tensors: Any) -> None:
         # Not a pass inside another one of this thread (a checkpoint's).
         if torch._C._current_graph_task_id() < 0:
-            self._losses[-1] += [plain(loss).detach().clone() for loss in losses_of(tensors)]
+            self._next_losses += [plain(loss).detach().clone() for loss in losses_of(tensors)]
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._num_steps is None:
+        if not self._has_begun:
             self._begin()
         self._stepped.setdefault(id(optimizer), optimizer)
-        self._num_steps = (self._num_steps or 0) + 1
+        self._num_steps += 1
+        self._losses.append(self._next_losses)
+        self._next_losses = []
         if self._num_steps in self._at if self._at else self._num_steps % self._every == 0:
             self._mark()
         if self._num_steps == self._last and not self._ends:
-            self._stop()
-        self._losses.append([])
+            self._end(is_complete=False)  # the program does not continue
+            self._end_with_peers(_DEADLINE_S)
 
     def _begin(self) -> None:
         """Learn the number of the first step; all ranks count alike (collective)."""
@@ -98,6 +101,7 @@ class Certifier(StepRecorder):
                     "none: its certificate would name them as its own. Move the folder and the certificate away."
                 )
         self._num_steps = self._marked = here.gather(self._first)[0]
+        self._has_begun = True
 
     def _continue(self, restored: Path) -> None:
         """Continue the certificate of the start that saved the file `restored`. Local."""
@@ -112,7 +116,7 @@ class Certifier(StepRecorder):
         found = certificate.read(self._path)
         for name in ("marks", "checkpoints"):
             found[name] = [item for item in found[name] if item["step"] <= step]
-        self._document, self._first, self._marked = found, step, step
+        self._document, self._first = found, step
 
     def _keep(self, written: Path) -> tuple[Any, ...]:
         """Return what to call once the file `written` of a Resumable is on disk. Local, on the main rank."""
@@ -128,7 +132,7 @@ class Certifier(StepRecorder):
     def _mark(self) -> None:
         """Record the state after this step, on the main rank. Local."""
         here, steps, self._losses = world(), self._losses, []
-        self._marked = self._num_steps or 0
+        self._marked = self._num_steps
         if not here.is_main:
             return
         losses = [_sum([float(loss) for loss in step]) for step in steps]  # all ranks have the same
@@ -145,10 +149,8 @@ class Certifier(StepRecorder):
 
     def _mark_between(self, is_due: bool) -> None:
         """Record the state between two steps, where a file is saved or the program ends, unless it is there. Local."""
-        if is_due and self._num_steps and self._num_steps != self._marked:
-            following = self._losses.pop()
+        if is_due and self._num_steps != self._marked:
             self._mark()
-            self._losses.append(following)
 
     def _wait(self) -> None:
         """Wait until the last mark is written. Raises CertificateError if it could not be."""
@@ -218,12 +220,6 @@ class Certifier(StepRecorder):
         self._write(is_complete)
         if not self._is_repeating:
             say(f"{self._path} certifies {self._marked} steps; check it with `check --certificate`")
-
-    def _stop(self) -> None:
-        """End this process once its peers have made their last step, so that the program does not continue."""
-        self._end(is_complete=False)
-        (self._folder / f"over_{self._rank}").touch()
-        self._end_with_peers(world().world_size, _DEADLINE_S)
 
 
 def _sum(losses: list[float]) -> float:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 from ddpshim.errors import LaunchError
 from ddpshim.launch import runner
@@ -33,15 +31,15 @@ def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None) 
     Raises LaunchError if one of them cannot run or makes no step.
     """
     runner.check(job, os.environ)
-    alone = alone or job
     logs = make_log_dir(job)
     with tempfile.TemporaryDirectory(prefix="ddpshim-check-") as name:
         folder = Path(name)
-        _write(folder, settings)
+        (folder / watching.SETTINGS).write_text(json.dumps(asdict(settings)))
         say(f"2 runs of {settings.steps} steps; their output goes to {logs}, and files that they make are removed")
         try:
             run_one = _run_by_sample if Options.read().draws == "sample" else _run_alone
-            run_one(alone, folder, logs, settings)
+            run_one(alone or job, folder, logs, settings)
+            new_files.remove(folder)  # the ranks must not find the checkpoints of this one
             say(f"run 2: the same program on {settings.num_ranks} ranks")
             code = run(replace(job, proof=name, nproc=str(settings.num_ranks), log_dir=str(logs)))
         finally:
@@ -61,19 +59,29 @@ def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None) 
     return proof
 
 
-def _write(folder: Path, settings: ProofSettings) -> None:
-    (folder / watching.SETTINGS).write_text(json.dumps(asdict(settings)))
-
-
 def _run_alone(job: Launch, folder: Path, logs: Path, settings: ProofSettings) -> None:
     """Run it without a launcher's variables; if it makes no step, run it as the only rank of a job."""
-    for how, environ in (("", {}), (" as a single rank of a job", _variables_of_one())):
+    kept = {"OMP_NUM_THREADS": "1", **{key: value for key, value in os.environ.items() if key not in PLACE}}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "GROUP_RANK": "0"}
+    place.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})  # as torchrun's
+    log, command = logs / f"{ONE}.log", [sys.executable, "-m", "ddpshim.tools.watching", str(folder), ONE, *job.command]
+    for how, environ in (("", kept), (" as a single rank of a job", {**kept, **place})):
         say(f"run 1: one process{how}")
-        _run_one(job, folder, logs, environ, settings.timeout_s)
-        new_files.remove(folder)  # the ranks must not find the checkpoints of this one
+        with log.open("wb") as out:
+            streams: Any = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
+            try:
+                subprocess.run(command, env=environ, timeout=settings.timeout_s, check=False, **streams)
+            except subprocess.TimeoutExpired:
+                raise LaunchError(
+                    f"the run in one process made {_num_steps(folder, ONE)} steps in {settings.timeout_s:g} s: there "
+                    "is nothing to compare. Give --timeout more seconds, or --steps fewer steps."
+                ) from None
         if _num_steps(folder, ONE):
             return
-        said = end_of(logs / f"{ONE}.log")
+        new_files.remove(folder)
+        said = end_of(log)
         say(f"made no step: {said.rpartition(chr(10))[2]}")
         (folder / f"{ONE}.jsonl").unlink(missing_ok=True)
     raise LaunchError(
@@ -85,44 +93,14 @@ def _run_alone(job: Launch, folder: Path, logs: Path, settings: ProofSettings) -
 def _run_by_sample(job: Launch, folder: Path, logs: Path, settings: ProofSettings) -> None:
     """Run it on one rank of `run`, since the plain program does not draw by sample."""
     say("run 1: one rank of `run`, since the plain program does not draw by sample")
-    _write(folder, replace(settings, num_ranks=1))
     run(replace(job, proof=str(folder), nproc="1", log_dir=str(logs)))
-    _write(folder, settings)
-    new_files.remove(folder)  # as above
-    (folder / "over_0").unlink(missing_ok=True)
+    (folder / "rank_0.over").unlink(missing_ok=True)
     if not _num_steps(folder, "rank_0"):
         raise LaunchError(
             "on one rank the trainer made no step: there is nothing to compare. It ended with:\n"
             + end_of(logs / "rank_0.log")
         )
     (folder / "rank_0.jsonl").rename(folder / f"{ONE}.jsonl")
-
-
-def _variables_of_one() -> dict[str, str]:
-    """Return the variables that torchrun would set for a job of one rank, with a free port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", **at}
-
-
-def _run_one(job: Launch, folder: Path, logs: Path, environ: Mapping[str, str], timeout_s: float) -> None:
-    kept = {key: value for key, value in os.environ.items() if key not in PLACE}
-    with (logs / f"{ONE}.log").open("wb") as out, contextlib.suppress(subprocess.TimeoutExpired):
-        subprocess.run(
-            [sys.executable, "-m", "ddpshim.tools.watching", str(folder), ONE, *job.command],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env={"OMP_NUM_THREADS": "1", **kept, **environ},
-            timeout=timeout_s,
-            check=False,
-        )
-        return
-    raise LaunchError(
-        f"the run in one process made {_num_steps(folder, ONE)} steps in {timeout_s:g} s: there is nothing to "
-        "compare. Give --timeout more seconds, or --steps fewer steps."
-    )
 
 
 def _num_steps(folder: Path, name: str) -> int:

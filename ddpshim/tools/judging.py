@@ -47,7 +47,6 @@ _WHY_LOSS_OF_WHOLES = (
     "with DDPSHIM_CAPTURE=off, and with DDPSHIM_ROWS=off too?"
 )
 _BY_MORE = "by more than 1% of the distance they moved"
-_BEFORE_A_STEP = ("samples", "weights at the start", "loss")  # what a missing seed changes in the first step
 _LOOKS = ("samples", "lengths", "start", "losses", "gradients", "rates", "weights", "networks", "steps")
 # What neither the order of samples nor random numbers change.
 _ALWAYS = ("samples", "start", "gradients", "rates", "steps")
@@ -57,6 +56,7 @@ _OWN_ORDER = (
 )
 _OWN_NOISE = "random numbers (each rank draws its own, as under any DistributedDataParallel)"
 _Found = Optional[tuple[str, str, str, str, str]]  # of a Parting all but the step
+Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -73,44 +73,39 @@ class Parting:
 
 
 class RunRecords:
-    """The records of one process, by step and kind."""
+    """The records of one process.
+
+    Attributes:
+        trained: each batch that a backward pass followed, with the first one's loss.
+        draws: the losses of batches for which this process drew random numbers, which are its own.
+    """
 
     def __init__(self, folder: Path, run: str) -> None:
         self.records = read(folder, run)
         self.num_steps = len(self.all("step"))
         self.is_cut = bool(self.all("cut"))  # ended by the proof, not by the program
         self.error = next((r["error"] for r in self.all("failed")), "")
+        of_passes = [r for r in self.records if r["kind"] in ("batch", "loss")]
+        pairs = zip(of_passes, of_passes[1:])
+        self.trained = [pair for pair in pairs if (pair[0]["kind"], pair[1]["kind"]) == ("batch", "loss")]
+        self.draws = [loss for batch, loss in self.trained if batch["streams"] not in (None, loss["streams"])]
 
-    def all(self, kind: str) -> list[dict[str, Any]]:
+    def all(self, kind: str) -> list[Record]:
         return [r for r in self.records if r["kind"] == kind]
 
-    def same(self, kind: str, step: int, optimizer: int) -> Optional[dict[str, Any]]:
+    def of(self, kind: str, step: int) -> list[Record]:
+        return [r for r in self.all(kind) if r["t"] == step]
+
+    def same(self, kind: str, step: int, optimizer: int) -> Optional[Record]:
         return next((r for r in self.of(kind, step) if r["optimizer"] == optimizer), None)
 
-    def first_step(self, optimizer: int) -> dict[str, Any]:
+    def first_step(self, optimizer: int) -> Record:
         """Return the record of an optimizer's first step, which has its parameters' names and first weights too."""
         return next(r for r in self.all("gradients") if r["optimizer"] == optimizer)
 
-    def of(self, kind: str, step: int) -> list[dict[str, Any]]:
-        return [r for r in self.records if r["kind"] == kind and r["t"] == step]
-
-    def draws(self) -> list[dict[str, Any]]:
-        """Return the backward passes of batches for which this process drew random numbers, which are its own."""
-        return [loss for batch, loss in self.trained() if batch["streams"] not in (None, loss["streams"])]
-
-    def trained_on(self, step: int) -> list[dict[str, Any]]:
+    def trained_on(self, step: int) -> list[Record]:
         """Return the batches of a step that were followed by a backward pass."""
-        return [batch for batch, loss in self.trained() if loss["t"] == step]
-
-    def trained(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield each batch that a backward pass followed, with the first one's loss."""
-        last: Optional[dict[str, Any]] = None
-        for record in self.records:
-            if record["kind"] == "batch":
-                last = record
-            elif record["kind"] == "loss" and last is not None:
-                yield last, record
-                last = None
+        return [batch for batch, loss in self.trained if loss["t"] == step]
 
 
 @dataclass(frozen=True)
@@ -146,22 +141,19 @@ def judge(folder: Path, num_ranks: int) -> Proof:
     parting = _unseeded(one, compared.first()) or _equal_noise(ranks)
     by_design, notes = compared.by_design if parting is None else [], [*_notes(compared)]
     is_same = parting is None and not by_design and num_steps > 0
-    difference = _difference_of_weights(one, ranks[0]) if is_same else None
+    difference = compared.difference_of_weights() if is_same else None
     return Proof(is_same, num_steps, num_ranks, difference, by_design, parting, notes, wrong)
 
 
 def _wrong_in_all(one: RunRecords, main_rank: RunRecords) -> Iterator[Parting]:
     """Yield what is wrong however many ranks there are, so that no comparison shows it."""
-    passes: dict[int, list[dict[str, Any]]] = {}
-    for batch, _ in main_rank.trained():
-        passes.setdefault(batch["pass_number"], []).append(batch)
-    orders: dict[Any, list[Sequence[str]]] = {}
-    for passed in passes.values():
-        about = passed[0]
-        key = about["place"], about["num_samples"], about["shuffles"]
-        if about["sampler"] == "DistributedSampler":
-            orders.setdefault(key, []).append([name for batch in passed for name in batch["samples"] or ()])
-    for (place, _, shuffles), (first, *others) in orders.items():
+    passes: dict[Any, dict[int, list[str]]] = {}  # samples, by loader and number of the pass
+    for batch, _ in main_rank.trained:
+        if batch["sampler"] == "DistributedSampler":
+            of_loader = passes.setdefault((batch["place"], batch["num_samples"], batch["shuffles"]), {})
+            of_loader.setdefault(batch["pass_number"], []).extend(batch["samples"] or ())
+    for (place, _, shuffles), of_loader in passes.items():
+        first, *others = of_loader.values()
         if shuffles is False:
             found, meaning = "training data come in one order in every pass", "DistributedSampler(shuffle=False)"
             yield Parting(1, "order", "", place, found, meaning)
@@ -179,7 +171,7 @@ def _wrong_in_all(one: RunRecords, main_rank: RunRecords) -> Iterator[Parting]:
 
 def _equal_noise(ranks: Sequence[RunRecords]) -> Optional[Parting]:
     """Return a Parting if all ranks draw from generators in one state, so that their samples share random numbers."""
-    firsts, draws = [run.all("batch")[:1] for run in ranks], [record for run in ranks for record in run.draws()]
+    firsts, draws = [run.all("batch")[:1] for run in ranks], [record for run in ranks for record in run.draws]
     streams = {first[0]["streams"] if first else None for first in firsts}
     if len(ranks) < 2 or not draws or None in streams or len(streams) > 1:
         return None
@@ -194,7 +186,7 @@ def _equal_noise(ranks: Sequence[RunRecords]) -> Optional[Parting]:
 def _unseeded(one: RunRecords, found: Optional[Parting]) -> Optional[Parting]:
     """Return `found`; if it is of the first step, and the one process has not seeded torch, a Parting that says so."""
     is_seeded = next((record["is_seeded"] for record in one.all("begun")), True)
-    if found is None or is_seeded or found.step > 1 or found.what not in _BEFORE_A_STEP:
+    if found is None or is_seeded or found.step > 1 or found.what not in ("samples", "weights at the start", "loss"):
         return found
     said = f"the program does not seed torch, so that two runs in one process differ too: {found.what}"
     meaning = (
@@ -212,9 +204,9 @@ class _Comparison:
         self._largest: dict[Any, float] = {}
         self._of_rounding: set[str] = set()  # names of weights that rounding alone moves
         self.dtype = max((r["dtype"] for r in one.all("loss")), key=_eps_of, default="float32")
-        self.eps = _eps_of(self.dtype) if _eps_of(self.dtype) > _SINGLE else 0.0
+        self.eps = _eps_of(self.dtype)
         self.by_design = [_OWN_ORDER] if self._has_own_order() else []
-        self.by_design += [_OWN_NOISE] if any(run.draws() for run in ranks) else []
+        self.by_design += [_OWN_NOISE] if any(run.draws for run in ranks) else []
 
     def first(self) -> Optional[Parting]:
         """Return the first difference; None if there is none."""
@@ -225,6 +217,11 @@ class _Comparison:
                 if found is not None:
                     return Parting(step + 1, *found)
         return None
+
+    def _pairs(self, kind: str, step: int) -> Iterator[tuple[Record, list[Any]]]:
+        """Yield each record of the one process in a step, with each rank's of the same optimizer, or None."""
+        for record in self.one.of(kind, step):
+            yield record, [run.same(kind, step, record["optimizer"]) for run in self.ranks]
 
     def _allows(self, key: Any, apart: float, least: float) -> bool:
         """Whether the difference `apart` counts as rounding. Call it in the order of steps: the limit only grows."""
@@ -310,7 +307,7 @@ class _Comparison:
                     size = max(difference(mine[name], own.get(name)) for name in odd)
                     found = f"rank {rank} begins with other values (relative difference {size:.1e})"
                     meaning = "networks are built from a different seed or in a different order, and not broadcast"
-                    return "weights at the start", _shown(odd), _place(run, step), found, meaning
+                    return "weights at the start", _named(odd), _place(run, step), found, meaning
         return None
 
     def _losses(self, step: int) -> _Found:
@@ -335,27 +332,27 @@ class _Comparison:
 
     def _why_loss(self, step: int) -> str:
         """Return why losses of a step differ: weights may do so by less than what counts, after the step before."""
-        for record, run in itertools.product(self.one.of("step", step), self.ranks):
-            first, theirs = self.one.first_step(record["optimizer"]), run.same("step", step, record["optimizer"])
-            tensors = zip(first["names"], first["weights"], record["weights"], theirs["weights"] if theirs else ())
-            kept = [own for name, *own in tensors if name not in self._of_rounding]
-            apart, moved = (math.hypot(*(distance(own[i], own[1]) for own in kept)) for i in (2, 0))
-            if apart > self._least_limit(_GRADIENT) * moved:
-                return (
-                    f"after the step before, weights differ by {apart / moved if moved else math.inf:.1g} of the "
-                    "distance they moved: the optimizer has another learning rate or other settings"
-                )
+        for record, found in self._pairs("step", step):
+            first = self.one.first_step(record["optimizer"])
+            for theirs in filter(None, found):
+                tensors = zip(first["names"], first["weights"], record["weights"], theirs["weights"])
+                kept = [own for name, *own in tensors if name not in self._of_rounding]
+                apart, moved = (math.hypot(*(distance(own[i], own[1]) for own in kept)) for i in (2, 0))
+                if apart > self._least_limit(_GRADIENT) * moved:
+                    return (
+                        f"after the step before, weights differ by {apart / moved if moved else math.inf:.1g} of the "
+                        "distance they moved: the optimizer has another learning rate or other settings"
+                    )
         if all(own["streams"] is None for run in self.ranks for own in run.of("loss", step)):
             return _WHY_LOSS_OF_WHOLES
         return _WHY_LATER_LOSS if step else _WHY_LOSS
 
     def _gradients(self, step: int) -> _Found:
-        for record in self.one.of("gradients", step):
-            number, mine = record["optimizer"], record["gradients"]
-            every = [own["gradients"] for run in self.ranks if (own := run.same("gradients", step, number))]
-            if len(every) < len(self.ranks):
+        for record, found in self._pairs("gradients", step):
+            if None in found:
                 continue
-            total = math.sqrt(sum(own[0] ** 2 for own in mine if own is not None))
+            number, mine, every = record["optimizer"], record["gradients"], [own["gradients"] for own in found]
+            total = math.hypot(*(own[0] for own in mine if own is not None))
 
             def relative(a: Any, b: Any, total: float = total) -> float:
                 apart, size = distance(a, b), (a or [0.0])[0] + 1e-2 * total  # sums may cancel
@@ -370,17 +367,16 @@ class _Comparison:
                 if not (is_same and is_reduced):
                     odd[i] = apart
             if odd:
-                where = _named(self.one.first_step(number)["names"], sorted(odd, key=lambda i: -odd[i]))
-                found = f"{len(odd)} of {len(mine)} gradients differ (the first by {max(odd.values()):.1e})"
-                near_enough = max(1e-3, _TIMES_EPS[_GRADIENT] * self.eps)
-                more, meaning = _why_gradients(mine, every, [*odd], near_enough)
-                return "gradients", where, record["place"], found + more, meaning
+                names = self.one.first_step(number)["names"]
+                where = _named([names[i] for i in sorted(odd, key=lambda i: -odd[i])])
+                said = f"{len(odd)} of {len(mine)} gradients differ (the first by {max(odd.values()):.1e})"
+                more, meaning = _why_gradients(mine, every, [*odd], max(1e-3, self._least_limit(_GRADIENT)))
+                return "gradients", where, record["place"], said + more, meaning
         return None
 
     def _rates(self, step: int) -> _Found:
-        for record in self.one.of("gradients", step):
-            for rank, run in enumerate(self.ranks):
-                theirs = run.same("gradients", step, record["optimizer"])
+        for record, every in self._pairs("gradients", step):
+            for rank, theirs in enumerate(every):
                 if theirs is None or not any(abs(a - b) > 1e-9 * abs(a) for a, b in zip(record["lr"], theirs["lr"])):
                     continue
                 found = f"{record['lr']} in one process, {theirs['lr']} on rank {rank}"
@@ -389,13 +385,12 @@ class _Comparison:
         return None
 
     def _weights(self, step: int) -> _Found:
-        for record in self.one.of("step", step + 1):
-            number, mine, eps = record["optimizer"], record["weights"], _eps_of(self.dtype)
+        for record, every in self._pairs("step", step + 1):
+            number, mine, found = record["optimizer"], record["weights"], [*filter(None, every)]
             first = self.one.first_step(number)
-            found = [own for run in self.ranks if (own := run.same("step", step + 1, number))]
             for theirs in found:
                 tensors = [*zip(first["weights"], mine, theirs["weights"])]
-                apart = [_moved(*own, eps) for own in tensors]
+                apart = [_moved(*own, self.eps) for own in tensors]
                 odd = [i for i, own in enumerate(apart) if not self._allows(("weights", number, i), own, _WEIGHT)]
                 limit = self._least_limit(_WEIGHT)
                 of_rounding = (i for i, own in enumerate(tensors) if not apart[i] and _moved(*own) > limit)
@@ -409,7 +404,7 @@ class _Comparison:
                     said = f"after the step {len(odd)} of {len(mine)} weights differ, {_BY_MORE}"
                     meaning = "gradients are the same: the optimizer has other settings or another state, or weights "
                     meaning += "are changed beside it on some ranks"
-                    return "weights", _named(first["names"], odd), theirs["place"], said, meaning
+                    return "weights", _named([first["names"][i] for i in odd]), theirs["place"], said, meaning
         return None
 
     def _networks(self, step: int) -> _Found:
@@ -418,7 +413,7 @@ class _Comparison:
         if mine is None or theirs is None:
             return None
         begun = next(iter(self.one.all("state")))["tensors"]
-        of_rounding = tuple(f".{name}" for name in self._of_rounding if name)  # copies of such weights
+        of_rounding = tuple(f".{name}" for name in self._of_rounding)  # copies of such weights
         if any(name.endswith("bias") for name in of_rounding):  # before BatchNorm, which subtracts it; not in its var
             of_rounding += (".running_mean",)
 
@@ -434,7 +429,14 @@ class _Comparison:
             "a copy of the trained weights is not updated correctly on the ranks: an average or a target that holds "
             "another network's weights, is updated on one rank or at other steps, or a buffer of a rank's own samples"
         )
-        return "networks", _shown(odd), _place(self.ranks[0], step), found, meaning
+        return "networks", _named(odd), _place(self.ranks[0], step), found, meaning
+
+    def difference_of_weights(self) -> float:
+        step = min(self.one.num_steps, self.ranks[0].num_steps)
+        both = ((mine["weights"], theirs["weights"]) for mine, (theirs, *_) in self._pairs("step", step) if theirs)
+        pairs = [pair for weights in both for pair in zip(*weights)]
+        apart, size = math.hypot(*(distance(a, b) for a, b in pairs)), math.hypot(*(a[0] for a, _ in pairs))
+        return apart / size if size else apart
 
     def _steps(self, step: int) -> _Found:
         """Look for a process that does not make this step though the proof did not end it, or by another optimizer."""
@@ -536,10 +538,6 @@ def _eps_of(name: str) -> float:
     return float(torch.finfo(getattr(torch, name)).eps)
 
 
-def _shown(names: Sequence[str]) -> str:
-    return _named([re.sub(r"~\w+#\d+", "", name) for name in names], range(len(names)))
-
-
 def _moved(begun: Any, a: Any, b: Any, eps: float = 0.0) -> float:
     """Return the distance of `a` and `b` over the distance `a` moved from `begun` (over `a` if it did not move).
 
@@ -553,9 +551,9 @@ def _place(run: RunRecords, step: int) -> str:
     return next((r["place"] for kind in ("gradients", "loss") for r in run.of(kind, step)), "")
 
 
-def _named(names: Sequence[str], which: Sequence[int]) -> str:
-    shown = [names[i] or f"parameter {i}" for i in which[:3]]
-    return ", ".join(shown) + (f" and {len(which) - 3} more" if len(which) > 3 else "")
+def _named(names: Sequence[str]) -> str:
+    shown = ", ".join(re.sub(r"~\w+#\d+", "", name) for name in names[:3])
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
 
 
 def _range(numbers: Sequence[int]) -> str:
@@ -564,17 +562,9 @@ def _range(numbers: Sequence[int]) -> str:
 
 def _notes(compared: _Comparison) -> Iterator[str]:
     one, ranks = compared.one, compared.ranks
-    if compared.eps:
+    if compared.eps > _SINGLE:
         yield f"computed in {compared.dtype}: rounding is {compared.eps / _SINGLE:,.0f} times larger than in float32"
     if one.num_steps and not one.all("batch"):
         yield "no batch came from a DataLoader: samples were not compared"
     if one.error and not any(run.error for run in ranks):
         yield f"the program failed in one process, after its last step, and not on the ranks: {one.error}"
-
-
-def _difference_of_weights(one: RunRecords, other: RunRecords) -> float:
-    step = min(one.num_steps, other.num_steps)
-    both = ((mine, other.same("step", step, mine["optimizer"])) for mine in one.of("step", step))
-    pairs = [pair for mine, theirs in both if theirs for pair in zip(mine["weights"], theirs["weights"])]
-    apart, size = math.hypot(*(distance(a, b) for a, b in pairs)), math.hypot(*(a[0] for a, _ in pairs))
-    return apart / size if size else apart

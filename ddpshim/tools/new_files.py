@@ -7,7 +7,6 @@ is changed. If they changed something else (a link, a folder), nothing is remove
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import multiprocessing
 import os
@@ -15,7 +14,6 @@ import posix
 import shlex
 import shutil
 import stat
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -25,7 +23,6 @@ from ddpshim.process.say import count
 from ddpshim.trainers.unedited.file_calls import LeftAlone, seen_by, watched
 
 RECORDS = "paths.jsonl"
-_MADE, _EXISTED, _MOVED = "made", "existed", "moved"
 
 
 class NewFiles:
@@ -41,33 +38,19 @@ class NewFiles:
 
     def install(self) -> None:
         """Start recording, until this process ends."""
-        import torch
-
         # Data workers are killed with the run, and would leave their own folders of sockets.
         multiprocessing.current_process()._config["tempdir"] = self._folder  # type: ignore[attr-defined]
         self._until.enter_context(watched(self._see))
         self._until.enter_context(seen_by(self._see).installed())
-        save = torch.save
-
-        @functools.wraps(save)
-        def save_and_record(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-            if isinstance(f, (str, os.PathLike)):
-                self._see(os.path.abspath(os.fsdecode(f)), "open", sys._getframe(1), "")
-            save(obj, f, *args, **kwargs)
-
-        torch.save = save_and_record  # it opens the file in C++
 
     def _see(self, path: str, event: str, frame: FrameType, source: str) -> None:
         """Record that `path` is about to be changed (`file_calls.watched`)."""
         if self._left.takes_note(path, frame) or self._is_left(path):
             return
-        state = _state(path)
-        if state is not None:
-            self._write(_EXISTED, path, state, self._copy(path))
-        if source and not self._is_left(source):  # else it was a temporary file
-            self._write(_MOVED, source, path)
-        elif state is None and (event != "os.rename" or source):
-            self._write(_MADE, path)
+        state, moved = _state(path), "" if self._is_left(source) else source  # "": new, or it was a temporary file
+        if state is not None or source or event != "os.rename":
+            record = {"path": path, "state": state, "copy": state and self._copy(path), "moved": moved}
+            posix.write(self._records, (json.dumps(record) + "\n").encode())
 
     def _is_left(self, path: str) -> bool:
         return path.startswith(self._folder) or "/__pycache__/" in f"{path}/" or self._left.has(path)
@@ -83,9 +66,6 @@ class NewFiles:
         except OSError:  # a full disk: it is then reported
             return ""
         return copy
-
-    def _write(self, *record: Any) -> None:
-        posix.write(self._records, (json.dumps(record) + "\n").encode())
 
 
 def remove(folder: Path) -> list[str]:
@@ -127,20 +107,19 @@ def _found(folder: Path) -> tuple[list[str], list[str], dict[str, str]]:
     path, copies = folder / RECORDS, dict[str, str]()
     before: dict[str, Any] = {}  # None for a path that did not exist
     for line in path.read_text().splitlines() if path.exists() else ():
-        kind, *values = json.loads(line)
-        place = _real(values[0])
-        if kind == _MADE:
-            before.setdefault(place, None)
-        elif kind == _EXISTED:
-            if place not in before and values[2]:
-                copies[place] = values[2]
-            before.setdefault(place, None if _is_in(place, before) else values[1])
-        else:  # what is in a moved folder is now below its new name
-            to = _real(values[1])
-            inside = [known for known in before if known == place or known.startswith(f"{place}/")]
-            for known in inside:
+        record = json.loads(line)
+        place = _real(record["path"])
+        if record["state"] is not None:
+            if place not in before and record["copy"]:
+                copies[place] = record["copy"]
+            before.setdefault(place, None if _is_in(place, before) else record["state"])
+        if record["moved"]:  # what is in a moved folder is now below its new name
+            source = _real(record["moved"])
+            for known in [known for known in before if f"{known}/".startswith(f"{source}/")]:
                 if before[known] is None or known in copies:
-                    before.setdefault(to + known[len(place) :], None)
+                    before.setdefault(place + known[len(source) :], None)
+        elif record["state"] is None:
+            before.setdefault(place, None)
     made = [place for place, state in before.items() if state is None]
     changed = [place for place, state in before.items() if state is not None and _state(place) != state]
     return made, changed, copies

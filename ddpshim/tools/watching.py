@@ -10,6 +10,7 @@ import builtins
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -19,7 +20,8 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, NoReturn, Optional
@@ -43,14 +45,7 @@ SETTINGS = "settings.json"
 ONE = "one"  # name of the run in one process; the ranks' runs are "rank_0", "rank_1", ...
 NUM_SIGNS = 8
 _MAX_BATCHES = 1000
-_NO_PASS = {
-    "sampler": "",
-    "is_share": False,
-    "shuffles": None,
-    "pass_number": 0,
-    "num_batches": None,
-    "num_samples": None,
-}
+_NO_PASS = {"sampler": "", "pass_number": 0, **dict.fromkeys(("is_share", "shuffles", "num_batches", "num_samples"))}
 
 
 @dataclass(frozen=True)
@@ -65,9 +60,10 @@ class ProofSettings:
 class StepRecorder:
     """Sees what this process does in its steps, not what its forked children do; `folder`: of all processes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, run: str = "") -> None:
         self._folder, self._process, self._undo = folder, os.getpid(), contextlib.ExitStack()
-        self._rank = int(os.environ.get("RANK", 0))
+        self._rank, self._num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self._run = run or f"rank_{self._rank}"
 
     def _observe(self, **calls: Callable[..., None]) -> None:
         """Start calling functions: `observed.observe`, in this process."""
@@ -84,11 +80,15 @@ class StepRecorder:
         NewFiles(self._folder).install()
         self._undo.enter_context(replaced(builtins, "input", lambda prompt="": "n"))
 
-    def _end_with_peers(self, num: int, timeout_s: float) -> NoReturn:
-        """End this process and its data workers once `num` ranks have made a file "over_N"."""
-        end = time.monotonic() + timeout_s
+    def _note_end(self) -> None:
+        (self._folder / f"{self._run}.over").touch()
+
+    def _end_with_peers(self, timeout_s: float) -> NoReturn:
+        """End this process and its data workers once all ranks have noted their end."""
+        self._note_end()
+        end, peers = time.monotonic() + timeout_s, f"{self._run.partition('_')[0]}*.over"
         # A peer may still be receiving the last gradients from this one.
-        while len(list(self._folder.glob("over_*"))) < num and time.monotonic() < end:
+        while len(list(self._folder.glob(peers))) < self._num_ranks and time.monotonic() < end:
             time.sleep(0.02)
         with contextlib.suppress(ValueError):  # not in the main thread
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a data worker is killed
@@ -110,15 +110,15 @@ def losses_of(tensors: Any) -> list[torch.Tensor]:
 
 
 class RankRecorder(StepRecorder):
-    """Records the steps of a process of a proof."""
+    """Records the steps of a process of a proof: of the one process, or by default of this rank."""
 
-    def __init__(self, folder: Path, run: str) -> None:
-        super().__init__(folder)
-        self._is_rank = run.startswith("rank")
+    def __init__(self, folder: Path, run: str = "") -> None:
+        super().__init__(folder, run)
+        self._is_rank = self._run != ONE
         self._settings = ProofSettings(**json.loads((folder / SETTINGS).read_text()))
-        self._file = (folder / f"{run}.jsonl").open("a", buffering=1)
+        self._file = (folder / f"{self._run}.jsonl").open("a", buffering=1)
         self._optimizers: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # number, steps
-        self._held: dict[int, list[Any]] = {}  # optimizer number -> its parameters
+        self._trained: list[list[Any]] = []  # parameters, by the number of their optimizer
         self._groups: list[Any] = []  # process groups, which thus stay alive until the program has ended
         self._passes: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         self._num_steps = self._num_batches = self._num_passes = 0
@@ -131,7 +131,7 @@ class RankRecorder(StepRecorder):
 
         def see_pass(loader: Any, batches: Any) -> None:
             self._num_passes += 1
-            self._passes[getattr(batches, "_batches", batches)] = _about_pass(loader, self._num_passes)
+            self._passes[batches] = _about_pass(loader, self._num_passes)
 
         self._undo.enter_context(replaced(DataLoader, "__iter__", called(DataLoader.__iter__, after=see_pass)))
         self._observe(
@@ -151,7 +151,7 @@ class RankRecorder(StepRecorder):
             if is_failure(error):
                 self._write("failed", error=f"{type(error).__name__}: {error}"[:200])
             self._see_state(is_last=True)
-            self._see_over()
+            self._note_end()
         self._undo.close()
 
     def _write(self, kind: str, **values: Any) -> None:
@@ -164,14 +164,14 @@ class RankRecorder(StepRecorder):
             return
         self._num_batches += 1
         size, samples = samples_of(batch)
-        of_pass = self._passes.get(batches) or _NO_PASS
-        about = {"size": size, "samples": samples, "whole": _is_of_all_ranks(batch, size), **of_pass}
-        self._write("batch", streams=self._own_streams(), place=users_line(), **about)
+        about = {"size": size, "samples": samples, **(self._passes.get(batches) or _NO_PASS)}
+        # Of all ranks, in a batch of which each has rows; 0 if it has no rows, and is whole on each.
+        is_whole = _is_alike() and getattr(batch, "num_rows", 0) in (0, size)
+        self._write("batch", **about, whole=is_whole, streams=self._own_streams(), place=users_line())
 
     def _own_streams(self) -> Optional[int]:
         """Return a number for the state of this rank's own random streams; None if they are those of one process."""
-        job = current()
-        if not self._is_rank or (job.world is not None and job.door.computes_alike):
+        if not self._is_rank or _is_alike():
             return None
         states = [torch.default_generator.get_state()]
         states += [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
@@ -181,30 +181,27 @@ class RankRecorder(StepRecorder):
 
     def _see_loss(self, tensors: Any) -> None:
         self._see_state()
-        roots = [tensors] if hasattr(tensors, "numel") else list(tensors)
         if not self._has_begun:  # networks are wrapped and still have their initial weights
             self._has_begun = True
             # No buffers: the forward pass has already changed them.
-            tensors = {name: sketch(t) for name, t in _beside({}) if t.requires_grad}
-            self._write("begun", tensors=tensors, is_seeded=torch.initial_seed() != self._first_seed)
-        dtype = str(of_graph(roots)).partition(".")[2]
-        losses = [float(loss.detach()) for loss in losses_of(roots)]
+            begun = {name: sketch(t) for name, t in _networks() if t.requires_grad}
+            self._write("begun", tensors=begun, is_seeded=torch.initial_seed() != self._first_seed)
+        dtype, losses = str(of_graph(tensors)).partition(".")[2], [float(loss.detach()) for loss in losses_of(tensors)]
         self._write("loss", losses=losses, dtype=dtype, streams=self._own_streams(), place=users_line())
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._stepping is not None:
             return
         self._stepping = optimizer
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        number, step = self._optimizers.setdefault(optimizer, [len(self._optimizers), 0])
-        first = {}
-        if step == 0:
-            self._held[number] = params
-            first = {"names": self._names(params), "weights": _sketches(params)}
+        params, first = [p for group in optimizer.param_groups for p in group["params"]], {}
+        number, _ = self._optimizers.setdefault(optimizer, [len(self._trained), 0])
+        if number == len(self._trained):
+            self._trained.append(params)
+            first = {"names": self._names(params), "weights": [*map(sketch, params)]}
         self._write(
             "gradients",
             optimizer=number,
-            gradients=_sketches([p.grad for p in params]),
+            gradients=[sketch(p.grad) for p in params],
             lr=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             place=users_line(),
             **first,
@@ -212,24 +209,18 @@ class RankRecorder(StepRecorder):
 
     def _names(self, params: list[Any]) -> list[str]:
         """Return the parameters' names: of several the longest, that in the outermost module."""
-        names = {id(p): "" for p in params}
-        for module in live_modules():
-            if isinstance(module, DistributedDataParallel):
-                self._groups.append(module.process_group)
-                continue
-            for name, p in module.named_parameters():
-                if id(p) in names and len(name) >= len(names[id(p)]):
-                    names[id(p)] = name
-        return [_plain(names[id(p)]) for p in params]
+        self._groups += [each.process_group for each in live_modules() if isinstance(each, DistributedDataParallel)]
+        known = sorted(((name.partition(".")[2], tensor) for name, tensor in _networks()), key=lambda own: len(own[0]))
+        names = {id(tensor): name for name, tensor in known}
+        return [names.get(id(p)) or f"parameter {i}" for i, p in enumerate(params)]
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._stepping is not optimizer:
             return
-        self._stepping = None
-        known = self._optimizers[optimizer]
+        self._stepping, known = None, self._optimizers[optimizer]
         known[1] += 1
         self._num_steps += 1
-        self._write("step", optimizer=known[0], weights=_sketches(self._held[known[0]]), place=users_line())
+        self._write("step", optimizer=known[0], weights=[*map(sketch, self._trained[known[0]])], place=users_line())
         self._has_unseen_state = True
         self._is_due = self._is_due or known[1] >= self._settings.steps
 
@@ -237,16 +228,12 @@ class RankRecorder(StepRecorder):
         """Record the networks' other tensors, once per step, late enough that averages (EMA, targets) were updated."""
         if self._has_unseen_state:
             self._has_unseen_state = False
-            self._write("state", tensors={name: sketch(tensor) for name, tensor in _beside(self._held)})
-        if self._is_due and not is_last:
-            self._see_over()
-            self._end_with_peers(self._settings.num_ranks if self._is_rank else 0, self._settings.timeout_s)
-
-    def _see_over(self) -> None:
+            trained = {id(p) for params in self._trained for p in params}
+            self._write("state", tensors={name: sketch(tensor) for name, tensor in _networks(trained)})
         if self._is_due:
             self._write("cut")
-        if self._is_rank:
-            (self._folder / f"over_{self._rank}").touch()
+            if not is_last:
+                self._end_with_peers(self._settings.timeout_s)
 
     def _give_up(self) -> None:
         """End a rank that has not made its steps in time: it may wait for another one forever."""
@@ -270,21 +257,21 @@ def read(folder: Path, run: str) -> list[dict[str, Any]]:
 def _about_pass(loader: Any, number: int) -> dict[str, Any]:
     """Return what is known of a pass over a loader before its first batch; a length that it does not know is None."""
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    lengths: list[Optional[int]] = []
-    # Not the loader's own length: asked for that of an iterable dataset, it warns in later passes.
-    for item in (sampler if loader.batch_sampler is None else loader.batch_sampler, sampler):
-        try:
-            lengths.append(len(item))
-        except (TypeError, NotImplementedError, AttributeError, ValueError):  # the program's own sampler
-            lengths.append(None)
     return {
         "sampler": type(sampler).__name__,
         "is_share": isinstance(loader.batch_sampler, Shares),
         "shuffles": getattr(sampler, "shuffle", None),
         "pass_number": number,
-        "num_batches": lengths[0],
-        "num_samples": lengths[1],
+        # Not the loader's own length: asked for that of an iterable dataset, it warns in later passes.
+        "num_batches": _length(sampler if loader.batch_sampler is None else loader.batch_sampler),
+        "num_samples": _length(sampler),
     }
+
+
+def _length(sampler: Any) -> Optional[int]:
+    with contextlib.suppress(TypeError, NotImplementedError, AttributeError, ValueError):  # the program's own sampler
+        return len(sampler)
+    return None
 
 
 def samples_of(batch: Any) -> tuple[int, Optional[list[str]]]:
@@ -337,23 +324,15 @@ def sketch(tensor: Optional[torch.Tensor]) -> Optional[list[float]]:
         return [float(flat.norm()), *(float(flat.where(signs >> i & 1 > 0, -flat).sum()) for i in range(NUM_SIGNS))]
 
 
-def _sketches(tensors: Sequence[Any]) -> list[Any]:
-    return [sketch(tensor) for tensor in tensors]
-
-
-def of_graph(losses: Sequence[Any]) -> torch.dtype:
+def of_graph(losses: Any) -> torch.dtype:
     """Return the coarsest floating dtype among the results from which `losses` were computed. Local.
 
     With autocast it is bfloat16 or float16, although losses and gradients are float32. Only results that need a
     gradient are looked at: a frozen network in bfloat16 gives every process the same features.
     """
-    coarsest = torch.float32
-    for node in graph_of(losses):
-        for about in getattr(node, "_input_metadata", None) or ():
-            dtype = getattr(about, "dtype", None)
-            if dtype is not None and dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(coarsest).eps:
-                coarsest = dtype
-    return coarsest
+    results = (about for node in graph_of(losses) for about in getattr(node, "_input_metadata", None) or ())
+    dtypes = (dtype for about in results if (dtype := getattr(about, "dtype", None)) and dtype.is_floating_point)
+    return max((torch.float32, *dtypes), key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _plain(name: str) -> str:
@@ -361,39 +340,29 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
 
 
-def _beside(held: Mapping[int, list[Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield the parameters and buffers of all networks that are not in `held`, under names that are equal in all runs.
+def _networks(trained: Container[int] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield the parameters and buffers of all networks but those with ids in `trained`, by names equal in all runs.
 
     The names are "Class~hash#number.name"; the hash is over the names and shapes of the network's tensors. Networks
     with equal hashes are only numbered, and two runs may number them differently.
     """
-    modules = live_modules()
-    wrappers = (DataParallel, DistributedDataParallel)
-    hidden = {id(m) for m in modules if isinstance(m, wrappers) or type(m).__module__.startswith("ddpshim.")}
-    inner = {id(child) for m in modules if id(m) not in hidden for child in vars(m)["_modules"].values()}
-    trained = {id(p) for params in held.values() for p in params}
-    counts: dict[Any, int] = {}
-    for module in modules:
-        if id(module) in hidden or id(module) in inner:
-            continue
-        every = [*module.named_parameters(), *module.named_buffers()]
-        tensors = [(name, tensor) for name, tensor in every if id(tensor) not in trained]
-        if not tensors:
-            continue
-        kind = (type(module).__name__, tuple((_plain(name), tuple(t.shape)) for name, t in tensors))
-        counts[kind] = counts.get(kind, 0) + 1
-        which = f"{type(module).__name__}~{zlib.crc32(repr(kind).encode()):08x}#{counts[kind]}"
-        for name, tensor in tensors:
-            yield f"{which}.{_plain(name)}", tensor
+    modules, wrappers = live_modules(), (DataParallel, DistributedDataParallel)
+    shown = [m for m in modules if not (isinstance(m, wrappers) or type(m).__module__.startswith("ddpshim."))]
+    inner = {id(child) for module in shown for child in vars(module)["_modules"].values()}
+    counts = Counter[Any]()
+    for module in (module for module in shown if id(module) not in inner):
+        every = itertools.chain(module.named_parameters(), module.named_buffers())
+        tensors = [(_plain(name), tensor) for name, tensor in every if id(tensor) not in trained]
+        if tensors:
+            kind = (type(module).__name__, tuple((name, tuple(t.shape)) for name, t in tensors))
+            counts[kind] += 1
+            which = f"{type(module).__name__}~{zlib.crc32(repr(kind).encode()):08x}#{counts[kind]}"
+            yield from ((f"{which}.{name}", tensor) for name, tensor in tensors)
 
 
-def _is_of_all_ranks(batch: Any, size: int) -> bool:
-    """Whether every rank gets this whole batch, of `size` samples here, and not its rows of it."""
-    if current().world is None or current().door.loader is None:
-        return False
-    from ddpshim.rows.samples import Fetched
-
-    return not (isinstance(batch, Fetched) and batch.num_rows != size)
+def _is_alike() -> bool:
+    """Whether ranks compute what one process would."""
+    return current().world is not None and current().door.computes_alike
 
 
 if __name__ == "__main__":  # with a folder, the name of the run, and the program with its arguments

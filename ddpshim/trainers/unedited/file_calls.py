@@ -152,14 +152,14 @@ def is_special(path: str) -> bool:
 class CLibraries:
     """Redirects paths: `reads(path)` and `writes(path, keeps, is_new)` return the path to use. Local."""
 
-    def __init__(self, reads: Callable[[Any], Any], writes: Callable[..., Any]) -> None:
-        self._reads, self._writes = reads, writes
+    def __init__(self, reads: Callable[[Any], Any], writes: Callable[..., Any], *more: Any) -> None:
+        self._reads, self._writes, self._writing = reads, writes, (*_WRITING, *more)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Within this block, redirect libraries, also those that are imported in it."""
         made: list[tuple[str, str, Callable[[Any], Any]]] = []
-        for places, redirect in ((_READING, self._reads), (_WRITING, self._writes)):
+        for places, redirect in ((_READING, self._reads), (self._writing, self._writes)):
             for module, name, position, keyword in places:
                 made.append((module, name, functools.partial(_redirected, redirect, position, keyword)))
         own: tuple[tuple[str, str, Callable[..., Any]], ...] = (
@@ -254,7 +254,7 @@ def seen_by(see: See) -> CLibraries:
         see(os.path.abspath(os.fsdecode(path)), "open", sys._getframe(1), "")
         return path
 
-    return CLibraries(lambda path: path, writes)
+    return CLibraries(lambda path: path, writes, ("torch", "save", 1, "f"))
 
 
 def sqlite_file(database: Any) -> tuple[str, bool]:
