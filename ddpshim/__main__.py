@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         "Move a robot-learning trainer from one GPU or DataParallel to DistributedDataParallel: the same "
         "experiment, faster."
     )
-    parser = Parser(prog=prog, description=text, is_group=True)
+    parser = Parser(prog=prog, description=text)
     parser.epilog = (
         "Exit codes: 0 success; 1 the answer is no (findings, a patch that does not fit, a different experiment); 2 "
         "nothing was done (wrong usage, a missing file, a job that could not start); 130 Ctrl-C. run also "
@@ -355,15 +355,14 @@ class Parser(argparse.ArgumentParser):
     prints the usage of the sub-command and the nearest name. A group without a command prints its help.
     """
 
-    def __init__(self, *args: Any, is_group: bool = False, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
-        self._is_group = is_group
 
     def parse_known_args(self, args: Optional[Sequence[str]] = None, namespace: Any = None) -> Any:  # type: ignore[override]
         options = self._option_string_actions
         for name in [*options]:
             options.setdefault(re.sub(r"(?<=\w)-", "_", name), options[name])
-        if self._is_group and not args:
+        if self.get_default("run") is None and not args:
             self.print_help()
             self.exit()
         found, rest = super().parse_known_args(args, namespace)

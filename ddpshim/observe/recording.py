@@ -34,14 +34,13 @@ def record(folder: records.PathLike) -> Iterator[Recorder]:
     (DDPSHIM_RECORD=no).
     """
     recorder = Recorder(folder)
-    recorder.start_counting()
     try:
         yield recorder
     except BaseException as error:
         _note_failure(error)
         raise
     finally:
-        records.end("finished")  # without effect after a failure: the first end counts
+        records.note("end", how="finished")  # without effect after a failure: the first end counts
 
 
 @contextlib.contextmanager
@@ -73,11 +72,11 @@ class Recorder:
         here = world()
         self._device = here.device
         self._times: Optional[StepTimes] = None  # without records
-        self._begun: Optional[records.Record] = None  # what had been counted when this epoch began
-        self._counted: records.Record = {}
+        self._begun: records.Record = {}  # what had been counted when this epoch began
         start = here.run_on_main(time.time)
         if here.options.record and records.begin(folder, here.rank, start=start, **_facts(here)):
             self._times = current().part(StepTimes)
+            self._begun = self._times.read(leaves_step=True)
             # The last chance to record how the run ended: with the exception that is propagating, if any.
             current().at_end.callback(lambda: _note_failure(sys.exc_info()[1]))
 
@@ -92,24 +91,20 @@ class Recorder:
             valid: this rank's validation loss.
             metrics: any other numbers.
         """
-        self.stop_counting()
-        self.write_epoch(epoch, "training", {**({} if loss is None else {"Loss": loss}), **metrics})
+        own = {**({} if loss is None else {"Loss": loss}), **metrics}
+        self.write_epoch(epoch, "training", own, self.counted())
         if valid is not None:
-            self.write_epoch(epoch, "validation", {"Loss": valid})
-        self.start_counting()
+            self.write_epoch(epoch, "validation", {"Loss": valid}, {})
 
-    def start_counting(self) -> None:
-        """Start measuring time. Local."""
-        self._begun = None if self._times is None else self._times.read(leaves_step=True)
+    def counted(self) -> records.Record:
+        """Return what was counted since the last call; what follows counts to no step until the next batch. Local."""
+        if self._times is None:
+            return {}
+        before, self._begun = self._begun, self._times.read(leaves_step=True)
+        return self._times.read(since=before, leaves_step=True)
 
-    def stop_counting(self) -> None:
-        """Stop measuring, and keep the times for the next `write_epoch`. Local."""
-        if self._times is not None and self._begun is not None:
-            self._counted, self._begun = self._times.read(since=self._begun, leaves_step=True), None
-
-    def write_epoch(self, epoch: int, phase: str, own: Mapping[str, Any]) -> None:
-        """Record a pass over data, with this rank's metrics. Local."""
-        counted, self._counted = self._counted, {}
+    def write_epoch(self, epoch: int, phase: str, own: Mapping[str, Any], counted: records.Record) -> None:
+        """Record a pass over data, with this rank's metrics and what was counted in it. Local."""
         records.note("epoch", epoch=epoch, phase=phase, own=numbers(own), memory=_memory(self._device), **counted)
 
 

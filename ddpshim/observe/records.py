@@ -62,15 +62,11 @@ def is_on() -> bool:
 
 
 def note(kind: str, **values: Any) -> None:
-    """Append a record, if this process writes records. Local."""
+    """Append a record, if this process writes records: after one of the kind "end" no more. Local."""
     if is_on():
         _append(json.dumps({"kind": kind, "time": round(time.time(), 3), **values}, default=str) + "\n")
-
-
-def end(how: str, **values: Any) -> None:
-    """Record how the run ended on this rank. The first call counts; nothing is recorded after it. Local."""
-    note("end", how=how, **values)
-    _close()
+    if kind == "end":
+        _close()
 
 
 def files(folder: PathLike) -> dict[int, Path]:

@@ -18,7 +18,7 @@ _records: Any = None
 
 
 def record_to(records: Any) -> None:
-    """Pass `note` and `end` to `records` (`ddpshim.observe.records`) from now on; None stops recording. Local."""
+    """Pass `note` to `records` (`ddpshim.observe.records`) from now on; None stops recording. Local."""
     global _records
     _records = records
 
@@ -31,8 +31,7 @@ def note(kind: str, **values: Any) -> None:
 
 def end(how: str, **values: Any) -> None:
     """Record how the run ends on this rank, once: the first call counts. Local."""
-    if _records is not None:
-        _records.end(how, **values)
+    note("end", how=how, **values)
 
 
 def observe(

@@ -57,7 +57,6 @@ class Session:
         self._folder = Path(folder, FOLDER)
         if here.is_launched and here.options.record:
             self._recorder = Recorder(folder)
-            current().at_end.callback(self._recorder.stop_counting)  # if an epoch raises
 
     def resume(self, model: Any, logger: Any, start_epoch: int, *best_so_far: Any) -> tuple[Any, ...]:
         """Return (epoch to start with, *best_so_far) from the progress of an earlier start, else as given (collective).
@@ -130,8 +129,6 @@ class Session:
                 )
             here.barrier()
         self._epoch, self._num_steps, self._validates = epoch, num_steps or 0, validates
-        if self._recorder is not None:
-            self._recorder.start_counting()
         if training is None:
             return loader, num_steps
         if validates:
@@ -165,8 +162,7 @@ class Session:
 
         Raises SyncError if ranks made different numbers of steps.
         """
-        if self._recorder is not None:
-            self._recorder.stop_counting()
+        counted = {} if self._recorder is None else self._recorder.counted()
         if not self._validates:
             if self.progress is not None and self._algo is not None:
                 self.progress.end_epoch(self._num_steps)
@@ -177,7 +173,7 @@ class Session:
 
                 log = {**log, **{key: float(numpy.mean(values)) for key, values in self._metrics.items()}}
         if self._recorder is not None:
-            self._recorder.write_epoch(self._epoch, "validation" if self._validates else "training", log)
+            self._recorder.write_epoch(self._epoch, "validation" if self._validates else "training", log, counted)
         return log
 
 

@@ -356,10 +356,9 @@ def packages() -> dict[str, str]:
 
 def version(package: str) -> str:
     """Return the version of an installed package; "" if nothing of its name is."""
-    try:
+    with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
+    return ""
 
 
 def environment(device: Any) -> dict[str, Any]:
@@ -383,8 +382,7 @@ class Reads:
     """The files that this process and its children read: those that Python opens, and those that C libraries hold."""
 
     def __init__(self, before: float) -> None:
-        """`before`: files that were changed later are the run's own."""
-        self._before = before
+        self._before = before  # files that were changed later are the run's own
         self._here = Path.cwd()  # before the program changes it
         self._paths = dict[str, None]()
         self._process = os.getpid()

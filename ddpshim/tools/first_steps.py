@@ -36,17 +36,12 @@ def add(commands: Any) -> None:
 
 
 def _example(arguments: argparse.Namespace) -> int:
-    print(write(arguments.out))
-    return 0
-
-
-def write(folder: Path) -> str:
-    """Write the config, which works from any folder, and its data; return text with the commands that train on them.
+    """Write the config, which works from any folder, and its data; print the commands that train on them.
 
     Raises TargetError, and writes nothing, if a config with other contents exists.
     """
     home = next(path for name in _HOMES if (path := Path(__file__).parent / name).is_dir())
-    folder = folder.expanduser().resolve()
+    folder = arguments.out.expanduser().resolve()
     settings = json.loads((home / CONFIG).read_text(encoding="utf-8"))
     settings["train"].update(data=str(folder / DATA), output_dir=str(folder / "lift_bc"))
     text = json.dumps(settings, indent=4) + "\n"
@@ -62,17 +57,17 @@ def write(folder: Path) -> str:
     train = f"-m robomimic.scripts.train --config {shlex.quote(str(_from_here(config)))}"
     # robomimic writes below the experiment's name, and deletes an earlier run of that name.
     one, ranks = (shlex.quote(str(_from_here(folder / "lift_bc" / name))) for name in ("plain", "lift_bc"))
-    return "\n".join(
-        [
-            f"wrote {_from_here(config)}, a config for robomimic, and {DATA}, 200 demonstrations of its task Lift.",
-            *([] if find_spec("robomimic") else ["Install robomimic first: python -m ddpshim docs start"]),
-            "Train on 2 ranks, then in one process, and compare the two:",
-            f"  python -m ddpshim run --nproc 2 {train}",
-            f"  python {train} --name plain",
-            f"  python -m ddpshim report {one} {ranks} --markdown",  # the page needs plotly
-            f"Checkpoints go into {_from_here(folder / 'lift_bc')}.",
-        ]
+    print(
+        f"wrote {_from_here(config)}, a config for robomimic, and {DATA}, 200 demonstrations of its task Lift.",
+        *([] if find_spec("robomimic") else ["Install robomimic first: python -m ddpshim docs start"]),
+        "Train on 2 ranks, then in one process, and compare the two:",
+        f"  python -m ddpshim run --nproc 2 {train}",
+        f"  python {train} --name plain",
+        f"  python -m ddpshim report {one} {ranks} --markdown",  # the page needs plotly
+        f"Checkpoints go into {_from_here(folder / 'lift_bc')}.",
+        sep="\n",
     )
+    return 0
 
 
 def _from_here(path: Path) -> Path:

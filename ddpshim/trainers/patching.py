@@ -541,7 +541,7 @@ def _stated_version(directory: Path) -> Optional[str]:
 def add(commands: Any) -> None:
     """Add `patch` to the commands of a parser. Local."""
     text = "patch an installed trainer to use ddpshim, or undo that"
-    patch = commands.add_parser("patch", help=text, description=text, is_group=True)
+    patch = commands.add_parser("patch", help=text, description=text)
     actions = patch.add_subparsers(metavar="ACTION", required=True)
     for name, text in (
         ("status", "print which set fits the target, and the state of each file"),

@@ -217,7 +217,7 @@ def test_the_end_of_a_run_says_where_its_report_is(
 ) -> None:
     def train(job: Launch, run_dir: str) -> Any:
         records.begin(tmp_path / "a run", 0)
-        records.end("done")
+        records.note("end", how="done")
         return {}, []
 
     monkeypatch.setattr(runner, "_run_ranks", train)

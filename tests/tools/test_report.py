@@ -275,7 +275,7 @@ def test_records_are_appended_whole_and_not_by_a_fork(tmp_path: Path) -> None:
     records.note("lost")
     assert records.begin(tmp_path, 0, start=1, world_size=1)
     records.note("epoch", epoch=1, own={"Loss": 0.1})
-    records.end("finished")
+    records.note("end", how="finished")
     records.note("lost")
     path = records.files(tmp_path)[0]
     with path.open("a") as file:
@@ -284,7 +284,7 @@ def test_records_are_appended_whole_and_not_by_a_fork(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         records.note("epoch")
-        records.end("finished")
+        records.note("end", how="finished")
         os._exit(0 if not records.is_on() else 1)
     assert os.waitpid(child, 0)[1] == 0
     records.note("mine")
