@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
     if certificate := os.environ.get(variables.CERTIFY):
         from ddpshim.tools.certifying import Certifier
 
-        recorder = Certifier(Path(certificate), list(argv))
+        recorder = Certifier(Path(certificate))
     elif proof := os.environ.get(variables.CHECK):
         from ddpshim.tools.watching import RankRecorder
 

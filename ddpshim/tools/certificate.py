@@ -75,15 +75,16 @@ class Repetition:
     is_exact: bool = True  # False: compared up to rounding
 
 
-def _set_up(folder: Path, **chosen: Any) -> None:
-    """Write what a `Certifier` reads, and set the variables for the ranks.
+def _set_up(folder: Path, file: Path, about: dict[str, Any], **repeats: Any) -> None:
+    """Write what a `Certifier` reads, and set the variables for the ranks. `about`: program, every, seed and first.
 
-    `chosen`: file, every, seed, and of a repetition: first, the step of its checkpoint; marks, their steps; last, of
-    its marks; ends, whether the program goes on from there to its end.
+    `repeats`: at, the steps of a repetition's marks; last, of its last mark; ends, whether the program goes on from
+    there to its end.
     """
-    path = folder / "certificate.json"
-    path.write_text(json.dumps({"first": 0, "marks": [], "last": None, "ends": True, **chosen}))
-    os.environ.update({variables.CERTIFY: str(path), variables.SEED: str(chosen["seed"])})
+    document = {"certificate": SCHEMA, "first": 0, **about, "marks": [], "checkpoints": []}
+    path, chosen = folder / "certificate.json", {"at": [], "last": None, "ends": True, **repeats}
+    path.write_text(json.dumps({"file": str(file), "document": document, **chosen}))
+    os.environ.update({variables.CERTIFY: str(path), variables.SEED: str(about["seed"])})
 
 
 def certify(path: Path, every: int, job: Launch) -> int:
@@ -117,7 +118,7 @@ def certify(path: Path, every: int, job: Launch) -> int:
     os.environ.setdefault(_CAPTURE, "force")
     os.environ.setdefault(_SAVE_EVERY, str(_MARKS_OF_A_STRETCH * every))
     with tempfile.TemporaryDirectory(prefix="ddpshim-certify-") as name:
-        _set_up(Path(name), file=str(path), every=every, seed=seed)
+        _set_up(Path(name), path, {"program": job.command, "every": every, "seed": seed})
         return run(job)
 
 
@@ -235,8 +236,8 @@ def _again(
         os.environ[variables.RESUME_FROM] = THE_BEGINNING if saved is None else str(saved.resolve())
         # The last mark of a program that ended may have been made where it saved or ended, not after its step.
         at = marks[:-1] if ends and last % found["every"] else marks
-        given = {name: found[name] for name in ("every", "seed")}
-        _set_up(folder, file=str(file), **given, first=start, marks=at, last=last, ends=ends)
+        about = {"program": job.command, "every": found["every"], "seed": found["seed"], "first": start}
+        _set_up(folder, file, about, at=at, last=last, ends=ends)
         try:
             code = run(job)
         finally:

@@ -33,29 +33,26 @@ _OLD_PER_NEW = 10  # the whole is written again once a tenth of its marks is new
 class Certifier(StepRecorder):
     """Records the steps of a rank of a certified run, or of its repetition."""
 
-    def __init__(self, settings: Path, program: list[str]) -> None:
+    def __init__(self, settings: Path) -> None:
         super().__init__(settings.parent)
         chosen = json.loads(settings.read_text())
-        self._path, self._every = Path(chosen["file"]), int(chosen["every"])
-        self._last, self._ends = chosen["last"], chosen["ends"]
-        self._is_repeating = self._last is not None
-        self._at = set(chosen["marks"])  # steps of a repetition's marks
-        self._marked = 0  # the step of the last mark
-        self._program, self._seed = program, int(chosen["seed"])
+        self._path, self._last, self._ends = Path(chosen["file"]), chosen["last"], chosen["ends"]
+        self._at = set(chosen["at"])  # steps of a repetition's marks
+        self._document: dict[str, Any] = chosen["document"]
+        self._every: int = self._document["every"]
         self._num_steps, self._has_begun = 0, False
-        self._first: int = chosen["first"]
+        self._marked = 0  # the step of the last mark
         self._losses: list[list[Any]] = []  # of the backward passes of each step since the last mark
         self._next_losses: list[Any] = []  # of the step that is not made yet
         self._stepped: dict[int, Any] = {}  # optimizers, since the last mark, in the order of their first steps
-        self._document: dict[str, Any] = {}
         self._environment: dict[str, Any] = {}
         self._num_new = 0  # marks that the file does not have
         self._reads = certificate.Reads(settings.stat().st_mtime)
         self._writer, self._written = ThreadPoolExecutor(1), list[Future[None]]()  # the last mark's, or empty
 
     def __enter__(self) -> None:
-        seed_everything(self._seed)  # of a program that sets none, or not all
-        if self._is_repeating:
+        seed_everything(self._document["seed"])  # of a program that sets none, or not all
+        if self._last is not None:
             self._leave_no_traces()
         self._reads.install()
         self._observe(backward=self._see_loss, after_step=self._after_step)
@@ -87,24 +84,27 @@ class Certifier(StepRecorder):
                 "the number of ranks, and nobody could check them on another. Set DDPSHIM_EXACT, and do not set "
                 "DDPSHIM_UNEDITED=off."
             )
-        saves = job.part(ProgressFiles)
+        saves, is_repeating, first = job.part(ProgressFiles), self._last is not None, self._document["first"]
         saves.also.append(self._keep)
         # A later start begins at a mark; a repetition has its last one there.
-        saves.before.append(lambda: self._mark_between(not self._is_repeating or self._num_steps == self._last))
+        saves.before.append(lambda: self._mark_between(not is_repeating or self._num_steps == self._last))
         job.before_end.callback(lambda: self._mark_between(not job.is_failing() and not is_failure(sys.exc_info()[1])))
-        if not self._is_repeating and self._rank == 0:
-            if saves.restored is not None:
-                self._continue(saves.restored)
-            elif (folder := certificate.folder_of(self._path)).exists():
+        if here.is_main:
+            self._document.update(exact=here.options.exact, ranks=here.world_size)
+            # In this thread: threads of torch are counted by thread.
+            self._environment = certificate.environment(here.device)
+            if saves.restored is not None and not is_repeating:
+                first = self._continue(saves.restored)
+            elif not is_repeating and (folder := certificate.folder_of(self._path)).exists():
                 raise CertificateError(
                     f"{folder} holds checkpoints of another start, and this one resumes from "
                     "none: its certificate would name them as its own. Move the folder and the certificate away."
                 )
-        self._num_steps = self._marked = here.gather(self._first)[0]
+        self._num_steps = self._marked = here.gather(first)[0]
         self._has_begun = True
 
-    def _continue(self, restored: Path) -> None:
-        """Continue the certificate of the start that saved the file `restored`. Local."""
+    def _continue(self, restored: Path) -> int:
+        """Continue the certificate of the start that saved the file `restored`; return its step. Local."""
         # By their names: a start that was killed has not listed its last one.
         kept = certificate.folder_of(self._path).glob(f"step_*_{restored.name}") if self._path.exists() else ()
         step = max((int(path.name.split("_")[1]) for path in kept), default=None)
@@ -113,10 +113,10 @@ class Certifier(StepRecorder):
                 f"this start resumes from {restored}, which {self._path} does not know: the certificate would not say "
                 "how the run came there. Certify a run from its beginning, with an empty folder of its own."
             )
-        found = certificate.read(self._path)
+        self._document = certificate.read(self._path)
         for name in ("marks", "checkpoints"):
-            found[name] = [item for item in found[name] if item["step"] <= step]
-        self._document, self._first = found, step
+            self._document[name] = [item for item in self._document[name] if item["step"] <= step]
+        return step
 
     def _keep(self, written: Path) -> tuple[Any, ...]:
         """Return what to call once the file `written` of a Resumable is on disk. Local, on the main rank."""
@@ -136,9 +136,7 @@ class Certifier(StepRecorder):
         if not here.is_main:
             return
         losses = [_sum([float(loss) for loss in step]) for step in steps]  # all ranks have the same
-        if not self._environment:
-            # In this thread: threads of torch are counted by thread.
-            self._environment = certificate.environment(here.device)
+        if not self._written:
             self._reads.look()
         groups = [group for optimizer in self._stepped.values() for group in optimizer.param_groups]
         weights = [parameter.detach().to("cpu", copy=True) for group in groups for parameter in group["params"]]
@@ -160,19 +158,8 @@ class Certifier(StepRecorder):
 
     def _add(self, mark: dict[str, Any], weights: list[Any]) -> None:
         """Hash a mark's weights, and write the certificate. In a thread of its own."""
-        if not self._document:
-            self._document = {
-                "certificate": certificate.SCHEMA,
-                "program": self._program,
-                "exact": world().options.exact,
-                "ranks": world().world_size,
-                "every": self._every,
-                "first": self._first,
-                "seed": self._seed,
-                "facts": self._facts(),
-                "marks": [],
-                "checkpoints": [],
-            }
+        if "facts" not in self._document:
+            self._document["facts"] = self._facts()
         made = hashlib.sha256()
         for tensor in weights:
             made.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -214,11 +201,11 @@ class Certifier(StepRecorder):
         except CertificateError as error:
             say(str(error))
             return
-        if not self._is_repeating:
+        if self._last is None:
             self._reads.look()
             self._document["facts"].update(self._facts())
         self._write(is_complete)
-        if not self._is_repeating:
+        if self._last is None:
             say(f"{self._path} certifies {self._marked} steps; check it with `check --certificate`")
 
 
