@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -377,23 +378,14 @@ class Parser(argparse.ArgumentParser):
         super().error(message + ("" if wrong is None else nearest(wrong[1], re.findall(r"[\w-]+", wrong[2]))))
 
 
-def natural(text: str, least: int = 0) -> int:
-    """A whole number from 0 up."""
-    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a whole number of at least {least}")
+def natural(text: str, least: int = 0, most: int = 999_999_999) -> int:
+    """A whole number within these bounds."""
+    if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a whole number of at least {least} and at most {most}")
     return int(text)
 
 
-def positive(text: str) -> int:
-    """A whole number from 1 up."""
-    return natural(text, least=1)
-
-
-def port(text: str) -> int:
-    """The number of a port."""
-    if not 1 <= natural(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text} is not a port; ports are 1 to 65535")
-    return int(text)
+positive, port = functools.partial(natural, least=1), functools.partial(natural, least=1, most=65535)
 
 
 def nproc(text: str) -> str:
