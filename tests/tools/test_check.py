@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -11,7 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
 import pytest
 import torch
@@ -53,10 +54,11 @@ def _write(
     num_batches: Optional[int] = None,
     draws: str = "",
     is_share: bool = False,
+    change: Callable[[dict[str, Any]], object] = lambda line: None,
 ) -> None:
     """Write the records of a run. `draws`: what its own generator is at first, from which it draws for each batch."""
     tensor = watching.sketch(torch.tensor([1.0, 2.0]))
-    lines: list[dict[str, object]] = []
+    lines: list[dict[str, Any]] = []
     for t in range(num_steps):
         if samples:
             of_pass = {"sampler": "RandomSampler", "pass_number": 1, "num_batches": num_batches, "num_samples": 10}
@@ -77,7 +79,14 @@ def _write(
             {"kind": "gradients", "t": t, "gradients": own, "lr": [0.1], "names": ["w"], "weights": [tensor], **about}
         )
         lines.append({"kind": "step", "t": t + 1, "weights": [tensor], **about})
+    for line in lines:
+        change(line)
     (folder / f"{run}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _change(line: dict[str, Any], **of_kinds: dict[str, Any]) -> None:
+    for kind in ("every", line["kind"]):
+        line.update(of_kinds.get(kind, {}))
 
 
 def _add(folder: Path, run: str, kind: str, **values: object) -> None:
@@ -152,16 +161,11 @@ def test_why_a_loss_differs(
     tmp_path: Path, losses: list[float], streams: Optional[int], moved: float, says: str
 ) -> None:
     """What the first step has shown to be right is not named, nor what cannot be where ddpshim computes the batch."""
-    for run in ("one", "rank_0"):
-        is_rank = run == "rank_0"
-        _write(tmp_path, run, loss=losses if is_rank else 1.0, num_steps=2, samples="ab")
-        path = tmp_path / f"{run}.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        for line in lines:
-            line["streams"] = streams if is_rank else None
-            if line["kind"] == "step":
-                line["weights"] = [watching.sketch(torch.tensor([2.0, 2.0 + moved * is_rank]))]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for is_rank, run in enumerate(("one", "rank_0")):
+        weights = {"weights": [watching.sketch(torch.tensor([2.0, 2.0 + moved * is_rank]))]}
+        known = {"streams": streams if is_rank else None}
+        change = functools.partial(_change, every=known, step=weights)
+        _write(tmp_path, run, loss=losses if is_rank else 1.0, num_steps=2, samples="ab", change=change)
     found = _parting(tmp_path, 1)
     assert (found.what, found.step) == ("loss", losses.index(2.0) + 1)
     assert says in found.meaning
@@ -171,19 +175,12 @@ def _write_weights(
     folder: Path, run: str, bias: float, beside: str = "mean", begun_with: float = 0.0, dtype: str = "float32"
 ) -> None:
     """Write a step in which 100 weights move by 1, and a bias in a direction of its own."""
-    _write(folder, run, dtype=dtype)
-    begun, moved = [torch.zeros(100), torch.tensor([begun_with])], [torch.ones(100), torch.tensor([bias])]
-    path = folder / f"{run}.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines:
-        if line["kind"] == "gradients":
-            line.update(names=["w", "0.bias"], gradients=[watching.sketch(moved[0]), None])
-            line.update(weights=[watching.sketch(one) for one in begun])
-        elif line["kind"] == "step":
-            line.update(weights=[watching.sketch(one) for one in moved])
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    begun = [*map(watching.sketch, (torch.zeros(100), torch.tensor([begun_with])))]
+    moved = [*map(watching.sketch, (torch.ones(100), torch.tensor([bias])))]
+    first = {"names": ["w", "0.bias"], "gradients": [moved[0], None], "weights": begun}
+    _write(folder, run, dtype=dtype, change=functools.partial(_change, gradients=first, step={"weights": moved}))
     for t in range(2) if begun_with else [1]:
-        _add(folder, run, "state", t=t, tensors={f"Net~1#1.{beside}": watching.sketch(moved[1] if t else begun[1])})
+        _add(folder, run, "state", t=t, tensors={f"Net~1#1.{beside}": moved[1] if t else begun[1]})
 
 
 @pytest.mark.unit
@@ -278,21 +275,17 @@ def test_other_numbers_of_steps_are_no(tmp_path: Path) -> None:
 def test_optimizers_that_take_turns_otherwise_are_no(tmp_path: Path) -> None:
     """Before, the steps of one had no partner, and were not compared."""
     for run in ("one", "rank_0"):
-        _write(tmp_path, run)
-    path = tmp_path / "rank_0.jsonl"
-    path.write_text(path.read_text().replace('"optimizer": 0', '"optimizer": 1'))
+        other = {"optimizer": int(run == "rank_0")}
+        _write(tmp_path, run, change=functools.partial(_change, gradients=other, step=other))
     assert _parting(tmp_path, 1).found == "optimizer 1 made the step in one process, optimizer 2 on the ranks"
 
 
 @pytest.mark.unit
 def test_the_difference_of_weights_is_that_after_the_last_common_step(tmp_path: Path) -> None:
-    for run in ("one", "rank_0"):
-        _write(tmp_path, run, num_steps=2 if run == "one" else 1)
+    changed = {"weights": [watching.sketch(torch.tensor([1.0, 2.0 + 1e-5]))]}
+    for run, num_steps, step in (("one", 2, {}), ("rank_0", 1, changed)):
+        _write(tmp_path, run, num_steps=num_steps, change=functools.partial(_change, step=step))
         _add(tmp_path, run, "cut")
-    path = tmp_path / "rank_0.jsonl"
-    *lines, step, cut = path.read_text().splitlines()
-    changed = {**json.loads(step), "weights": [watching.sketch(torch.tensor([1.0, 2.0 + 1e-5]))]}
-    path.write_text("\n".join([*lines, json.dumps(changed), cut, ""]))
     proof = judging.judge(tmp_path, 1)
     assert proof.difference == pytest.approx(4.5e-6, rel=0.5)
 
