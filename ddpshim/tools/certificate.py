@@ -82,8 +82,9 @@ def _set_up(folder: Path, file: Path, about: dict[str, Any], **repeats: Any) -> 
     there to its end.
     """
     document = {"certificate": SCHEMA, "first": 0, **about, "marks": [], "checkpoints": []}
-    path, chosen = folder / "certificate.json", {"at": [], "last": None, "ends": True, **repeats}
-    path.write_text(json.dumps({"file": str(file), "document": document, **chosen}))
+    chosen = {"file": str(file), "document": document, "at": [], "last": None, "ends": True, **repeats}
+    path = folder / "certificate.json"
+    path.write_text(json.dumps(chosen))
     os.environ.update({variables.CERTIFY: str(path), variables.SEED: str(about["seed"])})
 
 

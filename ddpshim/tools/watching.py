@@ -193,7 +193,8 @@ class RankRecorder(StepRecorder):
         if self._stepping is not None:
             return
         self._stepping = optimizer
-        params, first = [p for group in optimizer.param_groups for p in group["params"]], {}
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        first: dict[str, Any] = {}
         number, _ = self._optimizers.setdefault(optimizer, [len(self._trained), 0])
         if number == len(self._trained):
             self._trained.append(params)
