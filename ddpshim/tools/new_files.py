@@ -41,7 +41,8 @@ class NewFiles:
         # Data workers are killed with the run, and would leave their own folders of sockets.
         multiprocessing.current_process()._config["tempdir"] = self._folder  # type: ignore[attr-defined]
         self._until.enter_context(watched(self._see))
-        self._until.enter_context(seen_by(self._see).installed())
+        in_c = seen_by(self._see, ("torch", "save", 1, "f"))
+        self._until.enter_context(in_c.installed())
 
     def _see(self, path: str, event: str, frame: FrameType, source: str) -> None:
         """Record that `path` is about to be changed (`file_calls.watched`)."""

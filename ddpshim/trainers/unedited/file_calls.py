@@ -247,14 +247,14 @@ class CLibraries:
         return self._reads(part) if is_a_path and part and os.path.exists(part) else part
 
 
-def seen_by(see: See) -> CLibraries:
-    """Return what calls `see` before a library in C writes a file, and redirects nothing."""
+def seen_by(see: See, *more: Any) -> CLibraries:
+    """Return what calls `see` before a library in C, or a function of `more`, writes a file, and redirects nothing."""
 
     def writes(path: Any, keeps: bool = False, is_new: bool = False) -> Any:
         see(os.path.abspath(os.fsdecode(path)), "open", sys._getframe(1), "")
         return path
 
-    return CLibraries(lambda path: path, writes, ("torch", "save", 1, "f"))
+    return CLibraries(lambda path: path, writes, *more)
 
 
 def sqlite_file(database: Any) -> tuple[str, bool]:
