@@ -333,7 +333,8 @@ def of_graph(losses: Any) -> torch.dtype:
     """
     results = (about for node in graph_of(losses) for about in getattr(node, "_input_metadata", None) or ())
     dtypes = (dtype for about in results if (dtype := getattr(about, "dtype", None)) and dtype.is_floating_point)
-    return max((torch.float32, *dtypes), key=lambda dtype: torch.finfo(dtype).eps)
+    coarsest: torch.dtype = max((torch.float32, *dtypes), key=lambda dtype: torch.finfo(dtype).eps)
+    return coarsest
 
 
 def _plain(name: str) -> str:
