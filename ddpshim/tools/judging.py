@@ -18,8 +18,10 @@ from ddpshim.tools.watching import NUM_SIGNS, ONE, read
 
 # Below these a difference counts as rounding: relative to the loss, to the gradient, to the distance a weight moved.
 _LOSS, _GRADIENT, _WEIGHT = 1e-5, 1e-4, 1e-2
-# Training amplifies rounding from step to step, and a ReLU that it turns on does at once; a mistake does more.
+# Training amplifies rounding from step to step; a mistake does more.
 _GROWS = 100.0
+# A ReLU that rounding turns on changes gradients by up to so much, of one step: a mistake is there in the next, too.
+_TURN = 1e-2
 # Adam moves a weight whose gradient is rounding alone (a bias before BatchNorm, that of attention's keys) at random, by
 # full steps. Weights differ only if those that do have this part of all that moved.
 _PART = 0.3
@@ -202,6 +204,7 @@ class _Comparison:
     def __init__(self, one: RunRecords, ranks: Sequence[RunRecords]) -> None:
         self.one, self.ranks = one, ranks
         self._largest: dict[Any, float] = {}
+        self._turned: dict[Any, int] = {}  # the last step in which a gradient differed by a turn
         self._of_rounding: set[str] = set()  # names of weights that rounding alone moves
         self.dtype = max((r["dtype"] for r in one.all("loss")), key=_eps_of, default="float32")
         self.eps = _eps_of(self.dtype)
@@ -363,7 +366,10 @@ class _Comparison:
                 apart = max(relative(gradient, own[i]) for own in every)
                 # A reduction gives all ranks the same bits, whatever the precision.
                 is_reduced = all(relative(every[0][i], own[i]) <= _GRADIENT for own in every[1:])
-                is_same = bool(self.by_design) or self._allows(("gradients", number, i), apart, _GRADIENT)
+                key = number, i
+                is_same = bool(self.by_design) or self._allows(("gradients", *key), apart, _GRADIENT)
+                if not is_same and apart <= _TURN and step and self._turned.get(key) != step - 1:
+                    is_same, self._turned[key] = True, step
                 if not (is_same and is_reduced):
                     odd[i] = apart
             if odd:

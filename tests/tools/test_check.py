@@ -149,6 +149,24 @@ def test_rounding_grows_from_step_to_step_and_a_mistake_is_there_at_once(
 
 @pytest.mark.unit
 @pytest.mark.parametrize(
+    ("apart", "is_same"),
+    [((0, 5e-3, 0), True), ((0, 5e-3, 5e-3), False), ((5e-3, 0, 0), False), ((0, 5e-2, 0), False)],
+)
+def test_a_gradient_that_is_off_a_little_in_one_step_was_turned_by_rounding(
+    tmp_path: Path, apart: tuple[float, ...], is_same: bool
+) -> None:
+    def turn(line: dict[str, Any]) -> None:
+        if line["kind"] == "gradients":
+            line["gradients"] = [watching.sketch(torch.tensor([1.0, -3.0]) * (1 + apart[line["t"]]))]
+
+    _write(tmp_path, "one", num_steps=3)
+    for run in ("rank_0", "rank_1"):
+        _write(tmp_path, run, num_steps=3, change=turn)
+    assert judging.judge(tmp_path, 2).is_same == is_same
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
     ("losses", "streams", "moved", "says"),
     [
         ([2.0, 1.0], 7, 0.0, "BatchNorm that takes its statistics over a rank's samples"),
