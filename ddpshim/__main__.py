@@ -165,17 +165,12 @@ def _add_selftest(commands: Commands) -> None:
     text = "time limit for each of its jobs, in seconds (120)"
     selftest.add_argument("--timeout", type=positive, default=120, metavar="S", dest="timeout_s", help=text)
     selftest.add_argument("--gpu", action="store_true", help="refuse a machine whose GPUs torch does not see")
-    text = "test nothing, and print what a bug report needs: what torch says of this environment, and three lines"
-    selftest.add_argument("--env", dest="starts_ranks", action="store_false", help=text)
     selftest.set_defaults(run=_selftest, starts_ranks=True)
 
 
 def _selftest(arguments: argparse.Namespace) -> int:
     from ddpshim.tools import selftest
 
-    if not arguments.starts_ranks:  # --env
-        print(selftest.for_bug_report())
-        return 0
     is_good = selftest.selftest(arguments.nproc, arguments.gpu, arguments.timeout_s)
     print(f"selftest {'passed' if is_good else 'failed'}")
     return 0 if is_good else 1
