@@ -100,6 +100,15 @@ def make_old_files(folder: Path) -> None:
         file["data"] = np.arange(4)
     for end, content in database_that_was_not_closed().items():
         (folder / f"wal.db{end}").write_bytes(content)
+    make_study(folder / "study.db", 100_000)
+
+
+def make_study(path: Path, num_bytes: int) -> None:
+    """A database of at least so many bytes, with one trial."""
+    with contextlib.closing(sqlite3.connect(path)) as study:
+        study.execute("create table trials (number integer primary key, note blob)")
+        study.execute("insert into trials (note) values (zeroblob(?))", (num_bytes,))
+        study.commit()
 
 
 @functools.cache
@@ -267,6 +276,11 @@ def by_libraries() -> Any:
         runs.commit()
     with contextlib.closing(sqlite3.connect("runs.db")) as runs:
         seen.append(list(runs.execute("select * from runs")))
+    with contextlib.closing(sqlite3.connect("study.db")) as study:
+        for _ in range(2):
+            seen.append(list(study.execute("select count(*) from trials")))
+            study.execute("insert into trials (note) values ('new')")
+            study.commit()
     with contextlib.closing(sqlite3.connect("wal.db")) as left:
         seen.append(list(left.execute("select * from t")))
     addresses = "file:./runs.db?mode=rw", "file:made%20here.db?mode=rwc&cache=shared", "file:mine?mode=memory"
@@ -461,13 +475,12 @@ def test_all_see_what_the_main_rank_does_for_all(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_known_any_more(tmp_path: Path) -> None:
     make_old_files(tmp_path)
-    with contextlib.closing(sqlite3.connect(tmp_path / "large.db")) as database:
-        database.execute("create table t as select zeroblob(100000)")
+    make_study(tmp_path / "large.db", 5_000_000)
     main, peer = worlds()
     with PrivateFiles(main, time.time()).installed():
         Path(tmp_path, "large.bin").write_bytes(b"new")
         with contextlib.closing(sqlite3.connect(tmp_path / "large.db")) as database:
-            database.execute("drop table t")
+            database.execute("drop table trials")
     with PrivateFiles(peer, time.time()).installed():
         assert Path(tmp_path, "large.bin").stat().st_size == 100_000
         reads: list[Callable[[], Any]] = [
@@ -480,6 +493,30 @@ def test_a_file_that_cannot_be_known_any_more(tmp_path: Path) -> None:
                 read()
         Path(tmp_path, "large.bin").write_bytes(b"of this rank")
         assert Path(tmp_path, "large.bin").read_bytes() == b"of this rank"
+
+
+def test_a_large_file_that_the_main_rank_has_only_opened_or_moved(tmp_path: Path) -> None:
+    make_study(tmp_path / "large.db", 5_000_000)
+    for name in ("log.txt", "old/inner.bin"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x" * 100_000)
+
+    def program() -> list[Any]:
+        with contextlib.closing(sqlite3.connect("large.db")) as database:
+            seen: list[Any] = list(database.execute("select count(*) from trials"))
+        with open("log.txt", "a") as log:
+            os.rename("old", "moved")
+            seen.append(Path("moved/inner.bin").read_bytes())
+            if world.rank:  # the main rank has opened it, and not written to it
+                log.write("of this rank")
+        return [*seen, Path("log.txt").read_text().replace("of this rank", "")]
+
+    found = []
+    for world in worlds():
+        with PrivateFiles(world, time.time()).installed():
+            found.append(in_folder(tmp_path, program))
+            assert Path(tmp_path, "log.txt").stat().st_size == 100_000 + world.rank * len("of this rank")
+    assert found == [[(1,), b"x" * 100_000, "x" * 100_000]] * 2
 
 
 def test_writes_past_it_are_refused(tmp_path: Path) -> None:

@@ -94,7 +94,8 @@ _seeing: list[See] = []
 def watched(see: See) -> Iterator[None]:
     """Within this block, call `see` before Python writes a file. Local.
 
-    It gets the path, the audit event, the caller's frame, and of a move's new path also the old one, else "".
+    It gets the path, the audit event ("kept": a library changes the file in place), the caller's frame, and of a
+    move's new path also the old one, else "".
     """
     _listen()
     _seeing.append(see)
@@ -251,7 +252,7 @@ def seen_by(see: See, *more: Any) -> CLibraries:
     """Return what calls `see` before a library in C, or a function of `more`, writes a file, and redirects nothing."""
 
     def writes(path: Any, keeps: bool = False, is_new: bool = False) -> Any:
-        see(os.path.abspath(os.fsdecode(path)), "open", sys._getframe(1), "")
+        see(os.path.abspath(os.fsdecode(path)), "kept" if keeps else "open", sys._getframe(1), "")
         return path
 
     return CLibraries(lambda path: path, writes, *more)

@@ -24,7 +24,7 @@ from typing import Any, Callable, Optional, TypeVar
 from ddpshim.errors import SyncError
 from ddpshim.process.users_line import users_line
 from ddpshim.trainers.unedited.file_calls import PRIVATE, LeftAlone, is_special, may_write
-from ddpshim.trainers.unedited.main_file_log import Before, MainsChanges, MainsSaves
+from ddpshim.trainers.unedited.main_file_log import Before, MainsChanges, MainsSaves, state_of
 from ddpshim.variables import RANK, RUN_DIR
 
 T = TypeVar("T")
@@ -325,7 +325,7 @@ class View:
         # absent when the job began; False if the main rank has made them for all ranks.
         self._hidden: dict[str, bool] = {}
         self._to_be_shown: list[str] = []
-        self._unknown: set[str] = set()  # files that the main rank has changed and whose content is too large to send
+        self._unknown: dict[str, Before] = {}  # files that the main rank may have changed, with content not sent
         self._folders: dict[str, str] = {}
 
     def remove_all(self) -> None:
@@ -365,7 +365,7 @@ class View:
             # The main rank has removed it again, as this rank will: until then an empty file represents it.
             self._make_own(os.path.dirname(path))
             posix.close(posix.open(own, os.O_WRONLY | os.O_CREAT))
-            self._unknown.add(path)
+            self._unknown[path] = state_of(own)
             return own
         # The disk first: the main rank announces a file before it makes it, so the news cover every file seen here.
         is_there = _exists(path)
@@ -376,10 +376,10 @@ class View:
     def place_with_content(self, path: str) -> str:
         """Return the `place` of a file to be read. Raises SyncError if its earlier content is no longer known."""
         place = self.place(path)
-        if path in self._unknown or self._saves.is_newer(path):
+        if not self._is_known(path) or self._saves.is_newer(path):
             raise SyncError(
                 f"{path} is read on this rank after the main rank changed or removed it; ranks would read different "
-                "files. Read it before the main rank changes it, for example in an earlier training step."
+                "files. Open it in an earlier training step than the one that changes it."
             )
         return place
 
@@ -392,7 +392,7 @@ class View:
             return place
         if is_new and (place is None or _exists(place)):
             raise _error(errno.EEXIST, path)
-        if keeps and path not in self._unknown:
+        if keeps and self._is_known(path):
             self._copy(path, self.place(path), own)
         elif place is not None and _is_folder(place) and place != own:
             posix.mkdir(own)
@@ -400,7 +400,7 @@ class View:
             self._hidden[path] = True  # the file that the main rank makes there
         self._saves.forget(path)
         if not keeps:
-            self._unknown.discard(path)
+            self._unknown.pop(path, None)
         return own
 
     def names(self, folder: str) -> list[str]:
@@ -427,7 +427,7 @@ class View:
     def leave_to_main(self, path: str) -> None:
         """Record that the main rank saves the file at `path`, and drop this rank's own."""
         _remove_quietly(self.top + path)
-        self._unknown.discard(path)
+        self._unknown.pop(path, None)
         self._saves.note(path)
 
     def remove(self, path: str, is_folder: bool) -> None:
@@ -450,6 +450,7 @@ class View:
         if source == to:
             return
         self._make_folder_of(to)
+        self._unknown.pop(to, None)
         if source in self._saves:
             for path in (source, to):
                 _remove_quietly(self.top + path)
@@ -461,7 +462,9 @@ class View:
             if _exists(self.top + to) and stat.S_ISDIR(info.st_mode):
                 posix.rmdir(self.top + to)
             (posix.link if keeps_source else posix.replace)(self.top + source, self.top + to)
-        self._unknown.discard(to)
+            for path in [path for path in self._unknown if f"{path}/".startswith(f"{source}/")]:
+                moved = to + path[len(source) :]
+                self._unknown[moved] = self._unknown[path]._replace(path=moved)
         self._saves.move(source, to, keeps_source)
         if not keeps_source:
             self._forget(source)
@@ -479,7 +482,7 @@ class View:
         for path in self._to_be_shown:
             self._hidden[path] = False
             self._saves.forget(path)
-            self._unknown.discard(path)
+            self._unknown.pop(path, None)
             if not _is_folder(self.top + path):
                 _remove_quietly(self.top + path)
         self._to_be_shown.clear()
@@ -541,13 +544,23 @@ class View:
             posix.truncate(own, before.size)
             posix.utime(own, ns=(before.modified_ns, before.modified_ns))
             if before.content is None:
-                self._unknown.add(before.path)
+                self._unknown[before.path] = before
         if before.kind != "link":
             posix.chmod(own, before.mode | stat.S_IRWXU)
 
+    def _is_known(self, path: str) -> bool:
+        """Whether the content of a file is known. If the main rank has only opened or moved it so far, copies it."""
+        before = self._unknown.get(path)
+        if before is not None and before == state_of(path):
+            _copy_file(path, self.top + path)
+            posix.utime(self.top + path, ns=(before.modified_ns, before.modified_ns))
+            if before == state_of(path):  # not changed meanwhile
+                del self._unknown[path]
+        return path not in self._unknown
+
     def _forget(self, path: str) -> None:
         self._saves.forget(path)
-        self._unknown.discard(path)
+        self._unknown.pop(path, None)
         self._hidden[path] = True
 
     def _make_folder_of(self, path: str) -> None:

@@ -28,6 +28,7 @@ from ddpshim.process.replaced import replaced
 from ddpshim.trainers.unedited.file_calls import LeftAlone
 
 _MOST_BYTES = 64 << 10  # larger files are sent without content: other ranks know only that they existed
+_MOST_BYTES_KEPT = 4 << 20  # of a database, which all ranks open to change it; torch's store takes 8 MB
 _SLACK_S = 60.0  # the clock of a file server may be behind by this
 _TICK_S = 0.05
 _THREADS_S = 10.0  # a save in a thread may end this much later than one that began after it
@@ -64,7 +65,7 @@ class MainsChanges:
         """Return a context in which the main rank's changes are shown to all ranks."""
         return replaced(self, "_is_apart", True)
 
-    def tell(self, path: str) -> None:
+    def tell(self, path: str, most_bytes: int = _MOST_BYTES) -> None:
         """Send the state of `path` (absolute, its folder without links). Call before the main rank changes it."""
         if os.getpid() != self._process:
             return
@@ -74,7 +75,7 @@ class MainsChanges:
             elif path in self._sent or any(self._sent.get(str(above)) == "nothing" for above in PurePath(path).parents):
                 return  # told already, or in a folder that the main rank has made, which other ranks do not see
             else:
-                before = _before(path)
+                before = state_of(path, most_bytes)
                 self._sent[path] = before.kind
             number = self._world.count("files changed")
             self._world._job.store.set(f"files changed/{number}", messages.packed([*before]))
@@ -133,7 +134,8 @@ class MainsChanges:
                 yield Before(*message)
 
 
-def _before(path: str) -> Before:
+def state_of(path: str, most_bytes: int = -1) -> Before:
+    """Return the current state of `path`, with a file's content if that has at most so many bytes. Local."""
     try:
         info = posix.lstat(path)
     except OSError:
@@ -144,9 +146,9 @@ def _before(path: str) -> Before:
     if stat.S_ISLNK(info.st_mode):
         return Before(path, "link", os.fsencode(posix.readlink(path)))
     content = None
-    if info.st_size <= _MOST_BYTES and stat.S_ISREG(info.st_mode):
+    if info.st_size <= most_bytes and stat.S_ISREG(info.st_mode):
         with _io.open(posix.open(path, os.O_RDONLY), "rb") as file:
-            content = file.read(_MOST_BYTES)
+            content = file.read(most_bytes)
     return Before(path, "file", content, info.st_size, info.st_mtime_ns, mode)
 
 
@@ -160,8 +162,8 @@ class MainsWrites:
         """Report what an audit event announces to write (`file_calls.watched`)."""
         if self._left.takes_note(path, frame) or self._left.has(path) or self._left.is_asked_by(frame):
             return
-        found = _real(path, follows=event in ("open", "os.truncate", "sqlite3.connect"))
-        self._changes.tell(found)
+        found = _real(path, follows=event in ("open", "kept", "os.truncate", "sqlite3.connect"))
+        self._changes.tell(found, _MOST_BYTES_KEPT if event == "kept" else _MOST_BYTES)
         if event not in ("os.rename", "os.link"):
             self._saves.forget(found)
 
