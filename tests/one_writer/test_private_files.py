@@ -9,6 +9,7 @@ from __future__ import annotations
 import _sqlite3
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import glob
@@ -24,6 +25,7 @@ import shutil
 import sqlite3
 import subprocess
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any, Callable
@@ -253,6 +255,29 @@ def checkpoints() -> Any:
     return seen, os.path.isfile("models/2.pt"), os.path.exists("models/0.pt")
 
 
+def rotated() -> Any:
+    """Keeps the newest two checkpoints by time of change, which a thread saves."""
+    os.makedirs("run")
+    kept = []
+    for epoch, name in enumerate("07418"):
+
+        def save(path: str = f"run/{name}.pt", epoch: int = epoch) -> None:
+            torch.save({"epoch": "x" * 1000 * (epoch + 1)}, f"{path}.tmp")
+            os.replace(f"{path}.tmp", path)
+
+        thread = threading.Thread(target=save)
+        thread.start()
+        thread.join()
+        time.sleep(0.02)  # the times of two files differ
+        for old in sorted(glob.glob("run/*.pt"), key=os.path.getmtime)[:-2]:
+            os.remove(old)
+        with os.scandir("run") as entries:
+            files = sorted(entries, key=lambda entry: entry.stat().st_mtime_ns)
+        kept.append([(file.name[0], os.path.getsize(file)) for file in files])
+    assert ["".join(name for name, *_ in files) for files in kept] == ["0", "07", "74", "41", "18"]
+    return kept
+
+
 def by_libraries() -> Any:
     """What opens files by itself, past Python."""
     seen: list[Any] = []
@@ -310,7 +335,7 @@ def by_libraries() -> Any:
     return seen, Path("curve.png").stat().st_size > 100
 
 
-PROGRAMS = [numbered_folder, written_files, removed_and_moved, lists, checkpoints]
+PROGRAMS = [numbered_folder, written_files, removed_and_moved, lists, checkpoints, rotated]
 
 
 @pytest.mark.parametrize("program", [*PROGRAMS, pytest.param(by_libraries, marks=pytest.mark.ranks)])
@@ -323,7 +348,7 @@ def test_each_rank_sees_and_the_disk_has_what_one_process_would(tmp_path: Path, 
     before = tree(tmp_path / "ranks")
     assert as_rank(peer, tmp_path / "ranks", program) == alone, "a rank that comes late"
     assert before == tree(tmp_path / "ranks") == tree(tmp_path / "alone")
-    if program is not checkpoints:  # for which a rank waits
+    if program not in (checkpoints, rotated):  # for which a rank waits
         main, peer = worlds()
         early = tree(tmp_path / "early")
         assert as_rank(peer, tmp_path / "early", program) == alone, "a rank that comes first"
@@ -375,6 +400,24 @@ def test_the_main_rank_runs_commands_and_all_have_what_came_of_them(tmp_path: Pa
             assert found == expected
             made = made or tree(folder)
             assert tree(folder) == made
+
+
+def test_a_checkpoint_that_the_main_rank_removes_while_another_looks_at_it(tmp_path: Path) -> None:
+    main, peer = worlds()
+    path, place = tmp_path / "last.pt", View.place
+    as_rank(main, tmp_path, lambda: torch.save({}, path))
+    expected = path.stat()
+
+    def found_then_removed(view: View, name: str) -> str:
+        found = place(view, name)
+        ctypes.CDLL(None).unlink(os.fsencode(path))  # as another process does
+        return found
+
+    with PrivateFiles(peer, time.time()).installed(), mock.patch.object(View, "place", found_then_removed):
+        torch.save({}, path)
+        assert (path.stat().st_size, path.stat().st_mtime_ns) == (expected.st_size, expected.st_mtime_ns)
+        with pytest.raises(FileNotFoundError):
+            os.stat(tmp_path / "none.pt")
 
 
 class Looking:

@@ -258,9 +258,8 @@ class Files:
             try:
                 return call()
             except FileNotFoundError:
-                if not self.view.catch_up():
-                    raise
-                return call()  # the main rank has just removed the file, and this rank knows that now
+                self.view.catch_up()
+                return call()  # the main rank may just have removed the file, and this rank knows that now
         except OSError as error:
             if error.filename is not None:
                 error.filename, error.filename2 = path, to
@@ -362,10 +361,9 @@ class View:
         if path in self._saves:
             if not self._saves.wait_for(path) or _exists(path):
                 return path
-            # The main rank has removed it again, as this rank will: until then an empty file represents it.
-            self._make_own(os.path.dirname(path))
-            posix.close(posix.open(own, os.O_WRONLY | os.O_CREAT))
-            self._unknown[path] = state_of(own)
+            # The main rank has removed it again, as this rank will: until then a file without content represents it,
+            # with its size and time: programs remove their oldest checkpoints.
+            self._restore(self._saves.state(path))
             return own
         # The disk first: the main rank announces a file before it makes it, so the news cover every file seen here.
         is_there = _exists(path)
@@ -463,8 +461,9 @@ class View:
                 posix.rmdir(self.top + to)
             (posix.link if keeps_source else posix.replace)(self.top + source, self.top + to)
             for path in [path for path in self._unknown if f"{path}/".startswith(f"{source}/")]:
+                before = self._unknown[path] if keeps_source else self._unknown.pop(path)
                 moved = to + path[len(source) :]
-                self._unknown[moved] = self._unknown[path]._replace(path=moved)
+                self._unknown[moved] = before._replace(path=moved)
         self._saves.move(source, to, keeps_source)
         if not keeps_source:
             self._forget(source)
@@ -517,17 +516,15 @@ class View:
         if self._changes.may_have_changed(path):
             self.catch_up()
 
-    def catch_up(self) -> bool:
-        """Take in the main rank's changes; return whether there were new ones."""
-        news = [*self._changes.news()]
-        for before in news:
+    def catch_up(self) -> None:
+        """Take in the main rank's changes."""
+        for before in self._changes.news():
             if before.kind == "shared":
                 self._to_be_shown.append(before.path)  # until `see_what_is_shared`
             elif before.kind == "nothing":
                 self._hidden[before.path] = True  # also if this rank has made something there: it stays visible on top
             elif not (_exists(self.top + before.path) or self._is_hidden(before.path) or before.path in self._saves):
                 self._restore(before)
-        return bool(news)
 
     def _restore(self, before: Before) -> None:
         """Recreate, for this rank, what was at a path before the main rank changed it."""

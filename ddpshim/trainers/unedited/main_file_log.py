@@ -223,9 +223,18 @@ class MainsSaves:
         self._num_to[path] = self._num_to.get(path, 0) + 1
         self._there[path] = self._num, self._num_to[path]
         if os.getpid() == self._process and self._world.is_main:
+            self._world._job.store.set(self._key(path), messages.packed([*state_of(path)]))
             # In this order: `wait_for` takes the total as proof that the count of each path is up to date.
             self._world.count(f"saved to {path}", 1)
             self._world.count("saved", 1)
+
+    def _key(self, path: str) -> str:
+        return messages.key(f"save {self._num_to[path]} to {path}")
+
+    def state(self, path: str) -> Before:
+        """Return what the main rank had at `path` after this save. Valid after `wait_for`."""
+        message: Any = messages.unpacked(self._world._job.store.get(self._key(path)), 0)
+        return Before(*message)
 
     def forget(self, path: str) -> None:
         """Drop `path`, which was removed or overwritten."""
@@ -259,6 +268,6 @@ class MainsSaves:
                 f"rank {self._world.rank} is to load {path}, its save number {number}, but of the main rank's "
                 f"{count('saved')} saves none that it waited for (up to {timeout_s:g} s) was to that path; it would "
                 "load a different model, or none. Make file names and decisions equal on all ranks: do not base "
-                "them on a rank's own training loss."
+                "them on a rank's own numbers, or on files that another job makes in this folder meanwhile."
             )
         return True
