@@ -122,8 +122,9 @@ def whole(path: PathLike, tell: Callable[[str], None] = lambda folder: None) -> 
     start, final = time.perf_counter(), os.path.abspath(path)
     with outside_steps(), written(path, tell) as partial:
         yield partial
+        num_bytes = os.stat(partial).st_size  # not of `path`, which another job may replace or remove
     seconds = time.perf_counter() - start
-    observed.note("checkpoint", path=final, bytes=os.stat(final).st_size, seconds=seconds, in_background=False)
+    observed.note("checkpoint", path=final, bytes=num_bytes, seconds=seconds, in_background=False)
 
 
 @contextlib.contextmanager
@@ -131,8 +132,9 @@ def written(path: PathLike, tell: Callable[[str], None] = lambda folder: None) -
     """Yield a temporary file's name, which is moved to `path` after the block, or removed after an error. Local.
 
     It has the name of `path`, which torch.save writes into the file, in a hidden folder `.NAME.*.partial`. `tell` is
-    called with that folder before it exists. A killed process leaves it; the next write of `path` removes it. Raises
-    CheckpointError if this file, or an earlier one in the background, could not be written.
+    called with that folder before it exists. A killed process leaves it; the next write of `path` removes it, but not
+    that of a process which still runs: another job. Raises CheckpointError if this file, or an earlier one in the
+    background, could not be written.
     """
     flush()
     final = os.fspath(path)
@@ -141,7 +143,8 @@ def written(path: PathLike, tell: Callable[[str], None] = lambda folder: None) -
     partial = os.path.join(own, name)
     try:
         for left in glob.glob(os.path.join(glob.escape(folder), f".{glob.escape(name)}.*{_PARTIAL}")):
-            shutil.rmtree(left, ignore_errors=True)
+            if not os.path.exists(f"/proc/{left.rsplit('.', 2)[1].partition('-')[0]}"):
+                shutil.rmtree(left, ignore_errors=True)
         tell(own)
         os.mkdir(own)
         yield partial
@@ -152,6 +155,11 @@ def written(path: PathLike, tell: Callable[[str], None] = lambda folder: None) -
         if isinstance(error, CheckpointError) or not (is_of_torch or isinstance(error, OSError)):
             raise
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if os.path.isdir(folder) and not os.path.isdir(own):
+            raise CheckpointError(
+                f"{final} could not be written ({said}): another job, which saves to the same path, has removed the "
+                "unfinished file; one would overwrite the checkpoints of the other. Give each job a folder of its own."
+            ) from error
         has = f"{shutil.disk_usage(folder).free:,} bytes free" if os.path.isdir(folder) else "no such directory"
         raise CheckpointError(
             f"{final} could not be written ({said}, {has}); this state would be lost; the previous file is unchanged. "

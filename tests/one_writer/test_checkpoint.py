@@ -43,6 +43,20 @@ def test_a_saved_file_is_the_object_and_nothing_is_left_beside_it(tmp_path: Path
     assert _load(path) == 3
 
 
+def test_two_jobs_that_save_to_one_path(tmp_path: Path) -> None:
+    path = tmp_path / "last.pth"
+    with checkpoint.written(path) as first:
+        with checkpoint.written(path) as second:
+            Path(second).write_text("second")
+        assert path.read_text() == "second"
+        Path(first).write_text("first")
+    assert (path.read_text(), os.listdir(tmp_path)) == ("first", ["last.pth"])
+    # of another machine, which does not see that this process runs
+    text = "another job, which saves to the same path, has removed .* Give each job a folder of its own"
+    with pytest.raises(ddpshim.CheckpointError, match=text), checkpoint.written(path) as partial:
+        shutil.rmtree(Path(partial).parent)
+
+
 def test_after_an_error_the_old_file_is_there_and_the_new_one_is_not(tmp_path: Path) -> None:
     path = tmp_path / "last.pth"
     checkpoint.save("old", path)
