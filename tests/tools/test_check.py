@@ -449,6 +449,26 @@ def test_images_augmented_in_workers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "rm -r" not in said
 
 
+_READY = """
+import torch
+from torch.utils.data import DataLoader
+
+torch.manual_seed(0)
+net = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for x, y in DataLoader(torch.randn(12, 2), 4, num_workers=1, collate_fn=lambda own: (torch.stack(own), torch.ones(3))):
+    optimizer.zero_grad()
+    (net(x).sum() * y.sum()).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.launch
+def test_a_batch_whose_tensors_have_no_common_rows_is_one_batch_on_all_ranks(tmp_path: Path) -> None:
+    code, said = _check(tmp_path, _READY, 2, 3)
+    assert code == 0, said
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("name", "trainer"),
