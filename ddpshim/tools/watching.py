@@ -165,9 +165,7 @@ class RankRecorder(StepRecorder):
         self._num_batches += 1
         size, samples = samples_of(batch)
         about = {"size": size, "samples": samples, **(self._passes.get(batches) or _NO_PASS)}
-        # Of all ranks, in a batch of which each has rows; 0 if it has no rows, and is whole on each.
-        is_whole = _is_alike() and getattr(batch, "num_rows", 0) in (0, size)
-        self._write("batch", **about, whole=is_whole, streams=self._own_streams(), place=users_line())
+        self._write("batch", **about, whole=_is_whole(batch), streams=self._own_streams(), place=users_line())
 
     def _own_streams(self) -> Optional[int]:
         """Return a number for the state of this rank's own random streams; None if they are those of one process."""
@@ -360,6 +358,18 @@ def _networks(trained: Container[int] = ()) -> Iterator[tuple[str, Any]]:
             counts[kind] += 1
             which = f"{type(module).__name__}~{zlib.crc32(repr(kind).encode()):08x}#{counts[kind]}"
             yield from ((f"{which}.{name}", tensor) for name, tensor in tensors)
+
+
+def _is_whole(batch: Any) -> bool:
+    """Whether every rank gets this whole batch, and not its rows of it."""
+    if not _is_alike():
+        return False
+    from ddpshim.rows.samples import Fetched, Own, walked
+
+    parts: list[Any] = []
+    if isinstance(batch, Fetched):
+        walked(parts.append, batch.batch)
+    return not any(isinstance(part, Own) for part in parts)
 
 
 def _is_alike() -> bool:

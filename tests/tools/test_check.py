@@ -454,9 +454,9 @@ import torch
 from torch.utils.data import DataLoader
 
 torch.manual_seed(0)
-net = torch.nn.Linear(2, 1)
+net = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(net.parameters(), 0.1)
-for x, y in DataLoader(torch.randn(12, 2), 4, num_workers=1, collate_fn=lambda own: (torch.stack(own), torch.ones(3))):
+for x, y in DataLoader(torch.randn(12, 2), 4, num_workers=1, collate_fn=lambda x: (torch.stack(x, 1), torch.ones(3))):
     optimizer.zero_grad()
     (net(x).sum() * y.sum()).backward()
     optimizer.step()
