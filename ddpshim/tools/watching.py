@@ -165,7 +165,7 @@ class RankRecorder(StepRecorder):
         self._num_batches += 1
         size, samples = samples_of(batch)
         about = {"size": size, "samples": samples, **(self._passes.get(batches) or _NO_PASS)}
-        self._write("batch", **about, whole=_is_whole(batch), streams=self._own_streams(), place=users_line())
+        self._write("batch", **about, whole=_is_whole(batch, size), streams=self._own_streams(), place=users_line())
 
     def _own_streams(self) -> Optional[int]:
         """Return a number for the state of this rank's own random streams; None if they are those of one process."""
@@ -360,14 +360,14 @@ def _networks(trained: Container[int] = ()) -> Iterator[tuple[str, Any]]:
             yield from ((f"{which}.{name}", tensor) for name, tensor in tensors)
 
 
-def _is_whole(batch: Any) -> bool:
-    """Whether every rank gets this whole batch, and not its rows of it."""
+def _is_whole(batch: Any, size: int) -> bool:
+    """Whether every rank gets this whole batch, of `size` samples here, and not its rows of it."""
     if not _is_alike():
         return False
     from ddpshim.rows.samples import Fetched, Own, walked
 
     parts: list[Any] = []
-    if isinstance(batch, Fetched):
+    if isinstance(batch, Fetched) and batch.num_rows != size:  # equal: too few rows for all ranks
         walked(parts.append, batch.batch)
     return not any(isinstance(part, Own) for part in parts)
 
