@@ -337,7 +337,7 @@ class _OwnRows:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._batches: Any = loader._index_sampler
-        self.first = 0
+        self._num_workers, self.first = loader.num_workers, 0
 
     def __iter__(self) -> Iterator[Numbered]:
         # Now: a sampler may draw, before torch draws the seed of workers.
@@ -345,10 +345,14 @@ class _OwnRows:
 
     def _parts(self, batches: Iterator[Any], first: int) -> Iterator[Numbered]:
         here = blocks.ranks()
-        for indices in itertools.islice(batches, first, None):
+        left_out = [[*next(batches)] for _ in range(first)]
+        for step, indices in enumerate(batches):
             part = blocks.part_of(len(indices))
             rows = range(len(indices)) if part is None else range(*part.bounds(*here))
-            yield Numbered([*indices], rows)
+            numbered = Numbered([*indices], rows)
+            if step < self._num_workers:  # `first` is a multiple of the number of workers
+                numbered.left_out = left_out[step :: self._num_workers]
+            yield numbered
 
 
 def _kinds(batch: Any) -> list[Any]:

@@ -68,7 +68,9 @@ class Lines:
 
     def _connected(self) -> io.BufferedRWPair:
         owner = socket.socket(socket.AF_UNIX)
-        while owner.connect_ex(self._name) == errno.ECONNREFUSED:  # it has not started yet
+        while error := owner.connect_ex(self._name):
+            if error != errno.ECONNREFUSED:  # else it has not started yet
+                raise OSError(error, f"{os.strerror(error)}: {self._owner}")
             time.sleep(_RETRY_S)
         if not _is_ours(owner):
             raise DataError(f"the socket of {self._owner} belongs to another user")
@@ -95,7 +97,7 @@ class Lines:
     def _naming(self) -> Iterator[None]:
         try:
             yield
-        except (EOFError, OSError):
+        except (EOFError, pickle.UnpicklingError, ConnectionResetError, BrokenPipeError):
             raise DataError(
                 f"{self._owner}, which fetches batches for all ranks of the node, or one of those that get their rows, "
                 "has ended: it was killed, or its rank failed. Its rank says why"

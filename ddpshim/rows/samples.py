@@ -38,6 +38,7 @@ class Numbered(list[Any]):
     def __init__(self, whole: list[Any], rows: range) -> None:
         super().__init__(whole[row] for row in rows)
         self.whole = whole  # of all ranks
+        self.left_out: list[Any] = []  # earlier batches of the same worker, which a resumed pass leaves out
 
 
 def walked(of_part: Callable[[Any], Any], batch: Any) -> Any:
@@ -101,6 +102,7 @@ class Batches:
         self._error: Any = None  # of what comes before a worker's first batch
         self._lines: Optional[Lines] = None
         self._num_joined = 0  # samples of the last batch
+        self._left_out: list[Any] = []  # batches that are fetched before the first one whose samples draw
 
     def begin_pass(self) -> None:
         """Make the workers of the next pass meet at another address."""
@@ -150,6 +152,7 @@ class Batches:
         """Return a batch as `Fetched`, or the error that each rank raises. Raises StopIteration as torch's fetcher."""
         if self._fetcher is None and self._error is None and self._fetches_here():
             self._begin()
+        self._left_out += getattr(index, "left_out", ())
         if threading.current_thread() is not threading.main_thread():
             # The program's: what others draw meanwhile would be taken for a sample's, and it may read what it gets.
             return Fetched(0, self._marked(index).batch)
@@ -183,6 +186,8 @@ class Batches:
         return self._once(indices, lines)
 
     def _marked(self, index: Any) -> Fetched:
+        while self._left_out:  # for their draws, and what samples remember
+            self._fetcher.fetch(self._left_out.pop(0))
         batch = self._fetcher.fetch(index.whole if isinstance(index, Numbered) else index)
         if isinstance(index, Numbered):
             num_rows = len(index.whole)

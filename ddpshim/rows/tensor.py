@@ -65,7 +65,7 @@ class Counts:
 
     alone = functools.partialmethod(_flagged, "is_alone")  # this rank does what others do not, so it must not gather
     fetching = functools.partialmethod(_flagged, "is_fetching")  # a loader produces a batch
-    searching = functools.partialmethod(_flagged, "is_searching")  # of all modules, in an order that is a rank's own
+    searching = functools.partialmethod(_flagged, "is_searching")  # this rank walks all modules, in its own order
 
 
 class _Mirror:

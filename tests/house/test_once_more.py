@@ -47,15 +47,18 @@ def test_always():
 """
 
 
+def _pytest(folder: Path, *options: str, code: int = 0) -> str:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST") and name != _AGAIN}
+    command = ["-m", "pytest", "-p", "tests.once_more", "-p", "no:cacheprovider", *options]
+    return python(*command, environ={**own, "PYTHONPATH": str(ROOT)}, code=code, cwd=folder)
+
+
 @pytest.mark.parametrize(("more", "options"), [("", ("-n", "1")), (FAIL, ())])
 def test_what_is_marked_and_passes_alone_is_no_failure(tmp_path: Path, more: str, options: tuple[str, ...]) -> None:
     pytest.importorskip("xdist")
     (tmp_path / "test_it.py").write_text(TESTS + more)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = launch: see tests/once_more.py\n")
-    command = ["-m", "pytest", "-p", "tests.once_more", "-p", "no:cacheprovider", "-rs", *options]
-    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST") and name != _AGAIN}
-    environ = {**own, "PYTHONPATH": str(ROOT)}
-    said = python(*command, environ=environ, code=bool(more), cwd=tmp_path)
+    said = _pytest(tmp_path, "-rs", *options, code=bool(more))
     assert "FLAKY test_it.py::test_marked: failed, then passed alone" in said
     assert "ValueError: marked came first" in said.split("FLAKY")[1]
     assert said.count("FLAKY") == 1
@@ -72,9 +75,7 @@ def test_of_a_process_that_is_killed_the_tests_are_run_by_others(tmp_path: Path)
         lines = "import os, pathlib\n\ndef test_it():\n    there = pathlib.Path(__file__).with_suffix('.there')\n" + act
         (tmp_path / f"test_{number:02}.py").write_text(f"{lines}\ndef test_next():\n    pass\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    command = ["-m", "pytest", "-p", "tests.once_more", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile"]
-    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST") and name != _AGAIN}
-    said = python(*command, environ={**own, "PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    said = _pytest(tmp_path, "-n", "2", "--dist", "loadfile")
     assert re.search(r"gw\d ended: exit code -9\n", said)
     assert re.search(r"FLAKY test_17.py::test_it: failed.*\n(.*\n)?.*crashed while running 'test_17.py::test_it'", said)
     assert re.search(r"40 passed, 1 flaky", said)

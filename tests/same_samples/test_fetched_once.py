@@ -12,6 +12,7 @@ import os
 import pickle
 import queue
 import random
+import socket
 import tempfile
 import threading
 import time
@@ -25,7 +26,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 import ddpshim
-from ddpshim.errors import SyncError
+from ddpshim.errors import DataError, SyncError
 from ddpshim.process.random_streams import digest
 from ddpshim.rows import loader, probe
 from ddpshim.rows.relay import IS_POSSIBLE, Address, Lines
@@ -236,6 +237,11 @@ def _replaces_30(data: Any, i: int) -> Any:
     return X[i]
 
 
+def _some_draw(data: Any, i: int) -> Any:
+    """Some samples draw, and none that the probe fetches."""
+    return (X[i] + torch.rand(()) if i % 11 == 5 else X[i]), i
+
+
 def _own_start(worker: int) -> None:
     np.random.seed(torch.initial_seed() % 2**32)
     get_worker_info().dataset.start = worker  # type: ignore[union-attr]
@@ -262,6 +268,18 @@ def _passes(loader: Any, ends: tuple[int, ...] = (99, 99)) -> list[Any]:
                 if step == end:
                     break
                 found.append(_whole(batch))
+    return found
+
+
+def _resumed(loader: Any, step: int = 3) -> list[Any]:
+    """What a pass gives from a step on, as if the steps before it had been made."""
+    torch.manual_seed(7)
+    if hasattr(loader, "set_epoch"):
+        loader.set_epoch(0, step)
+        found = [*map(_whole, loader)]
+    else:
+        found = [*map(_whole, loader)][step:]
+    torch.manual_seed(7)  # a resumed program restores its own streams
     return found
 
 
@@ -303,6 +321,7 @@ KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any], Any]] = {
     "two passes side by side": (OTHERS["torch"], {}, _side_by_side),
     "functions of their index": (FUNCTIONS["dicts and texts"], {}, _passes),
     "a first draw that comes late": (lambda: Data(_replaces_30), {"shuffle": True}, _passes),
+    "a resumed pass": (lambda: Data(_some_draw), {"batch_size": 9}, _resumed),
     "a stream": (Stream, {}, _passes),
     "a spawned worker": (
         Stream,
@@ -381,6 +400,18 @@ def test_workers_meet_in_the_thousandth_pass() -> None:
         batches.begin_pass()
     assert batches._address is not None
     Lines(batches._address, 0).send(lambda rank: None)  # it has no peers, but listens for them
+
+
+@pytest.mark.unit
+@pytest.mark.skipif(not IS_POSSIBLE, reason="data workers of a node do not meet")
+def test_an_owner_that_ends_in_the_middle_of_a_message_is_named() -> None:
+    lines, (ours, theirs) = Lines(Address(32 * "0", 1, 1, 2), 0), socket.socketpair()
+    with theirs:
+        theirs.sendall(pickle.dumps(bytes(1000))[:20])
+    with ours, ours.makefile("rwb") as line:
+        lines._of_ranks[-1] = line
+        with pytest.raises(DataError, match=r"data worker 0 of local rank 0, which fetches .* has ended"):
+            lines.receive()
 
 
 def test_a_row_tensor_that_outlives_its_job_is_an_error() -> None:
