@@ -80,11 +80,11 @@ def changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [name for name in now if name not in before or not is_same_state(before[name], now[name])]
 
 
-def digest() -> str:
-    """Return a hash of `global_states`: it changes with every draw. Local."""
-    states = global_states()
-    torch_state = states.pop("torch").numpy().tobytes() if "numpy" in states else bytes(states.pop("torch").tolist())
-    numpys = states.pop("numpy", ((), b""))
+def digest(*names: str) -> str:
+    """Return a hash of `global_states`, or of those with these names: it changes with every draw. Local."""
+    states = {name: state for name, state in global_states().items() if not names or name in names}
+    torchs, numpys = states.pop("torch", torch.empty(0)), states.pop("numpy", ((), b""))
+    torch_state = torchs.numpy().tobytes() if "numpy" in sys.modules else bytes(torchs.tolist())
     parts = (repr(states).encode(), torch_state, bytes(numpys[1]), repr(numpys[2:]).encode())
     return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
 

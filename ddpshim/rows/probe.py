@@ -19,14 +19,14 @@ import stat
 import sys
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Callable, NamedTuple
 
 import torch
 from torch.utils import data as torch_data
 
 from ddpshim.process.job import current, derive_seed
-from ddpshim.process.random_streams import digest, seed_globals
+from ddpshim.process.random_streams import changed, global_states, seed_globals
 from ddpshim.rows.samples import fetcher
 from ddpshim.rows.tensor import Counts
 
@@ -47,6 +47,7 @@ class Found(NamedTuple):
     samples: tuple[tuple[str, list[float]], ...] = ()  # the first ones that are: index, and sums of what they hold
     is_shared: bool = False  # it holds what processes tell each other by
     num_samples: int = -1  # of the dataset; -1: it has no length, or is a stream
+    draws: tuple[str, ...] = ()  # the global generators that samples draw from, as `global_states` names them
 
 
 def probed(loader: Any, join: Callable[[Any], Any] = list) -> Found:
@@ -177,7 +178,7 @@ def _compared(loader: Any, join: Callable[[Any], Any]) -> Found:
     indices = [*itertools.islice(itertools.chain.from_iterable(batches), _NUM_COMPARED)]
     if not indices:
         return Found("it is empty")
-    has_drawn = False
+    draws = set[str]()
 
     def joined(samples: Any) -> Any:
         # In a worker torch's collate joins in shared memory, which is a file.
@@ -189,18 +190,17 @@ def _compared(loader: Any, join: Callable[[Any], Any]) -> Found:
     torchs = fetcher(loader.dataset, True, joined, False)
 
     def fetched(index: Any) -> tuple[bytes, list[float]]:
-        nonlocal has_drawn
         seed_globals(derive_seed(0, "probe", repr(index)))
-        before = digest()
+        before = global_states()
         sample = torchs.fetch([index])
-        has_drawn = has_drawn or digest() != before
+        draws.update(changed(before, global_states()))
         return facts_of(sample)
 
     first, *others = map(fetched, indices)
     if fetched(indices[0])[0] != first[0]:
         return Found("a sample depends on more than its index")
     samples = tuple((repr(index), sums) for index, (_, sums) in zip(indices, [first, *others]))
-    return Found(DRAWS if has_drawn else "", samples)
+    return Found(DRAWS if draws else "", samples, draws=tuple(draws))
 
 
 def facts_of(sample: Any) -> tuple[bytes, list[float]]:
@@ -251,15 +251,19 @@ def first_difference(one: Found, other: Found) -> str:
     for (index, sums), (index_of_other, sums_of_other) in zip(one.samples, other.samples):
         if index != index_of_other:
             return f"the first batch has index {index} here and {index_of_other} there"
-        is_alike = len(sums) == len(sums_of_other)
-        if not is_alike or not all(_is_near(*pair) for pair in zip(sums, sums_of_other)):
+        if not are_near(sums, sums_of_other):
             return f"sample {index} is another"
     return ""
 
 
-def _is_near(one: float, other: float) -> bool:
-    both = math.isnan(one) and math.isnan(other)
-    return both or math.isclose(one, other, rel_tol=_RELATIVE, abs_tol=_RELATIVE)
+def are_near(sums: Sequence[float], of_other: Sequence[float]) -> bool:
+    """Whether two samples' sums, as `Found` has them, are those of one sample."""
+
+    def is_near(one: float, other: float) -> bool:
+        both = math.isnan(one) and math.isnan(other)
+        return both or math.isclose(one, other, rel_tol=_RELATIVE, abs_tol=_RELATIVE)
+
+    return len(sums) == len(of_other) and all(map(is_near, sums, of_other))
 
 
 def _shared(value: Any, num_levels: int, seen: set[int], tensors: list[torch.Tensor]) -> str:

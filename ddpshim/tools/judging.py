@@ -14,6 +14,7 @@ from typing import Any, Optional
 import torch
 
 from ddpshim.process.say import count
+from ddpshim.rows.probe import are_near
 from ddpshim.tools.watching import NUM_SIGNS, ONE, read
 
 # Below these a difference counts as rounding: relative to the loss, to the gradient, to the distance a weight moved.
@@ -51,10 +52,15 @@ _WHY_LOSS_OF_WHOLES = (
 _BY_MORE = "by more than 1% of the distance they moved"
 _LOOKS = ("samples", "lengths", "start", "losses", "gradients", "rates", "weights", "networks", "steps")
 # What neither the order of samples nor random numbers change.
-_ALWAYS = ("samples", "start", "gradients", "rates", "steps")
+_ALWAYS = ("samples", "start", "noise", "gradients", "rates", "steps")
+_MANY = 3  # steps: a rank whose batches may have nothing to draw for leaves a step out, or two
 _OWN_ORDER = (
     "the order of samples (setup() has one of its own from seed and epoch, as DistributedSampler; the last batch of a "
     "pass may be left out)"
+)
+_OWN_DRAWS = (
+    "what is drawn for a sample, as by augmentation (each rank draws its own: indices are equal, and so are samples "
+    "that are drawn from equal random numbers)"
 )
 _OWN_NOISE = "random numbers (each rank draws its own, as under any DistributedDataParallel)"
 _Found = Optional[tuple[str, str, str, str, str]]  # of a Parting all but the step
@@ -80,6 +86,7 @@ class RunRecords:
     Attributes:
         trained: each batch that a backward pass followed, with the first one's loss.
         draws: the losses of batches for which this process drew random numbers, which are its own.
+        drawn: of each loader whose samples are trained on, the record of some drawn from equal random numbers, or {}.
     """
 
     def __init__(self, folder: Path, run: str) -> None:
@@ -91,6 +98,8 @@ class RunRecords:
         pairs = zip(of_passes, of_passes[1:])
         self.trained = [pair for pair in pairs if (pair[0]["kind"], pair[1]["kind"]) == ("batch", "loss")]
         self.draws = [loss for batch, loss in self.trained if batch["streams"] not in (None, loss["streams"])]
+        loaders = dict.fromkeys(batch["loader"] for batch, _ in self.trained)
+        self.drawn = [next((r for r in self.all("drawn") if r["loader"] == loader), Record()) for loader in loaders]
 
     def all(self, kind: str) -> list[Record]:
         return [r for r in self.records if r["kind"] == kind]
@@ -140,7 +149,7 @@ def judge(folder: Path, num_ranks: int) -> Proof:
     one, ranks = RunRecords(folder, ONE), [RunRecords(folder, f"rank_{rank}") for rank in range(num_ranks)]
     num_steps, wrong = min(run.num_steps for run in (one, *ranks)), [*_wrong_in_all(one, ranks[0])]
     compared = _Comparison(one, ranks)
-    parting = _unseeded(one, compared.first()) or _equal_noise(ranks)
+    parting = _unseeded(one, compared.first()) or _equal_noise(ranks, _OWN_DRAWS in compared.by_design)
     by_design, notes = compared.by_design if parting is None else [], [*_notes(compared)]
     is_same = parting is None and not by_design and num_steps > 0
     difference = compared.difference_of_weights() if is_same else None
@@ -153,7 +162,7 @@ def _wrong_in_all(one: RunRecords, main_rank: RunRecords) -> Iterator[Parting]:
     for batch, _ in main_rank.trained:
         if batch["sampler"] == "DistributedSampler":
             of_loader = passes.setdefault((batch["place"], batch["num_samples"], batch["shuffles"]), {})
-            of_loader.setdefault(batch["pass_number"], []).extend(batch["samples"] or ())
+            of_loader.setdefault(batch["pass_number"], []).extend(batch["indices"] or batch["samples"] or ())
     for (place, _, shuffles), of_loader in passes.items():
         first, *others = of_loader.values()
         if shuffles is False:
@@ -171,18 +180,20 @@ def _wrong_in_all(one: RunRecords, main_rank: RunRecords) -> Iterator[Parting]:
             yield Parting(1, "optimizer", f"optimizer {number + 1}", steps[0]["place"], found, meaning)
 
 
-def _equal_noise(ranks: Sequence[RunRecords]) -> Optional[Parting]:
-    """Return a Parting if all ranks draw from generators in one state, so that their samples share random numbers."""
-    firsts, draws = [run.all("batch")[:1] for run in ranks], [record for run in ranks for record in run.draws]
-    streams = {first[0]["streams"] if first else None for first in firsts}
-    if len(ranks) < 2 or not draws or None in streams or len(streams) > 1:
-        return None
-    found = "before the first batch all ranks' generators are in the same state, and noise is drawn for samples"
-    meaning = (
-        "ranks draw the same noise, each for its own samples: seed them with a hash of seed and rank "
-        "(ddpshim.split_random_streams() does) after networks are built"
-    )
-    return Parting(1, "noise", "", draws[0]["place"], found, meaning)
+def _equal_noise(ranks: Sequence[RunRecords], for_samples: bool) -> Optional[Parting]:
+    """Return a Parting if all ranks draw from generators in one state: for their samples, or for what they compute."""
+    before_samples = [record for run in ranks for record in run.drawn[:1] if for_samples]
+    before_losses = [record for run in ranks for record in run.all("batch")[:1] if any(own.draws for own in ranks)]
+    for firsts in (before_samples, before_losses):
+        states = {record["streams"] for record in firsts}
+        if 1 < len(firsts) == len(ranks) and len(states) == 1 and None not in states:
+            found = "before the first batch all ranks' generators are in the same state, and noise is drawn for samples"
+            meaning = (
+                "ranks draw the same noise, each for its own samples: seed them with a hash of seed and rank "
+                "(ddpshim.split_random_streams() does) after networks are built"
+            )
+            return Parting(1, "noise", "", ranks[0].trained[0][1]["place"], found, meaning)
+    return None
 
 
 def _unseeded(one: RunRecords, found: Optional[Parting]) -> Optional[Parting]:
@@ -208,7 +219,10 @@ class _Comparison:
         self._of_rounding: set[str] = set()  # names of weights that rounding alone moves
         self.dtype = max((r["dtype"] for r in one.all("loss")), key=_eps_of, default="float32")
         self.eps = _eps_of(self.dtype)
+        self._known_by = "samples"
+        self._known_by = "indices" if self._samples_differ_by_draws() else "samples"
         self.by_design = [_OWN_ORDER] if self._has_own_order() else []
+        self.by_design += [_OWN_DRAWS] if self._known_by == "indices" else []
         self.by_design += [_OWN_NOISE] if any(run.draws for run in ranks) else []
 
     def first(self) -> Optional[Parting]:
@@ -237,17 +251,32 @@ class _Comparison:
     def _least_limit(self, least: float) -> float:
         return max(least, _TIMES_EPS[least] * self.eps)
 
-    def _drawn(self, step: int) -> Optional[tuple[Any, Any, Any, list[Counter[str]]]]:
-        """Return the batches of a step in one process and on the ranks, and their samples; None if some are not."""
+    def _drawn(self, step: int, by: str = "") -> Optional[tuple[Any, Any, Any, list[Counter[str]]]]:
+        """Return the batches of a step in one process and on the ranks, and their samples; None if some are not known.
+
+        `by`: "samples", "indices", or what they are compared by.
+        """
+        by = by or self._known_by
         alone, spread = self.one.trained_on(step), [run.trained_on(step) for run in self.ranks]
         if not alone or not all(spread):
             return None
-        mine = Counter(name for batch in alone for name in batch["samples"] or ())
+        mine = Counter(name for batch in alone for name in batch[by] or ())
         of_ranks = [  # of a batch that every rank has whole, the main rank's counts
-            Counter(name for batch in own if not (rank and batch["whole"]) for name in batch["samples"] or ())
+            Counter(name for batch in own if not (rank and batch["whole"]) for name in batch[by] or ())
             for rank, own in enumerate(spread)
         ]
         return (alone, spread, mine, of_ranks) if mine and any(of_ranks) else None
+
+    def _samples_differ_by_draws(self) -> bool:
+        """Whether ranks' samples are others, which equal random numbers would make those of the one process."""
+        runs, steps = (self.one, *self.ranks), (self._drawn(step) for step in range(self.one.num_steps))
+        differ = any(own is not None and own[2] != sum(own[3], Counter[str]()) for own in steps)
+        are_known = all(batch["indices"] for run in runs for batch, _ in run.trained)
+        if not (differ and are_known and all(record for run in runs for record in run.drawn)):
+            return False
+        pairs = [(a["samples"], b["samples"]) for run in self.ranks for a, b in zip(self.one.drawn, run.drawn)]
+        common = [(mine[i], theirs[i]) for mine, theirs in pairs for i in mine if i in theirs]
+        return bool(common) and all(are_near(*own) for own in common)
 
     def _has_own_order(self) -> bool:
         """Whether ranks got shares of make_loader, in batches of the right size, with samples in another order."""
@@ -268,6 +297,7 @@ class _Comparison:
             return None
         size, of_all, common = (sum(names.values()) for names in (mine, together, mine & together))
         of_one, of_main = alone[0]["sampler"], spread[0][0]["sampler"]
+        by_index = self._drawn(step, "indices")
         if all(own == of_ranks[0] for own in of_ranks) and len(of_ranks) > 1:
             meaning = f"every rank reads the same samples: a sampler that divides them is missing{_MAKE_LOADER}"
         elif of_all == len(of_ranks) * size:
@@ -278,11 +308,31 @@ class _Comparison:
             meaning = f"the weights of {of_one} are lost: ranks draw by {of_main}"
         elif alone[0]["pass_number"] > self.one.trained_on(0)[0]["pass_number"]:
             meaning = "passes over the data differ from the second on: set_epoch is not called, or with a wrong number"
+        elif by_index is not None and by_index[2] == sum(by_index[3], Counter[str]()):
+            meaning = (
+                "the same indices give other samples: each rank has other data (normalised or split by itself, files "
+                "in another order), or a sample draws from a generator that the dataset keeps"
+            )
         else:
             meaning = f"a different order of samples ({of_one} in one process, {of_main} on the ranks), or a "
-            meaning += "different seed, or what is drawn for a sample (augmentation) is each rank's own"
+            meaning += "different seed"
+            if by_index is None:
+                meaning += ", or what is drawn for a sample (augmentation) is each rank's own"
         found = f"{size} samples in one process, {of_all} on {len(of_ranks)} ranks, {common} common"
         return "samples", "", spread[0][0]["place"], found, meaning
+
+    def _noise(self, step: int) -> _Found:
+        """Look for a rank that draws no random numbers from this step on, while another one does in every step."""
+        for rank, run in enumerate(self.ranks):
+            drew, trained = ({loss["t"] for loss in losses} for losses in (run.draws, (own for _, own in run.trained)))
+            others = (other for other in self.ranks if len(other.draws) == len(other.trained) > 0)
+            if drew == {t for t in trained if t < step} and len(trained - drew) >= _MANY and any(others):
+                found = f"rank {rank} draws no random numbers from this step on, while other ranks do in each step"
+                meaning = (
+                    "its networks are in eval mode: a validation on this rank alone that is not followed by .train()"
+                )
+                return "noise", "", next(own["place"] for _, own in run.trained if own["t"] >= step), found, meaning
+        return None
 
     def _lengths(self, step: int) -> _Found:
         """Look for equal batches in passes of another length: first, since rates depend on the length of the loader."""

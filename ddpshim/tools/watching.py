@@ -28,14 +28,16 @@ from typing import Any, Callable, NoReturn, Optional
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ddpshim.failures.unsynced_check import graph_of
 from ddpshim.process.job import current
 from ddpshim.process.observed import called, live_modules, observe
+from ddpshim.process.random_streams import digest
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 from ddpshim.process.users_line import users_line
+from ddpshim.rows.probe import DRAWS, probed
 from ddpshim.shares.sharded import Shares
 from ddpshim.tools.new_files import NewFiles
 from ddpshim.trainers.unedited.private_files import switch_loggers_off
@@ -45,7 +47,8 @@ SETTINGS = "settings.json"
 ONE = "one"  # name of the run in one process; the ranks' runs are "rank_0", "rank_1", ...
 NUM_SIGNS = 8
 _MAX_BATCHES = 1000
-_NO_PASS = {"sampler": "", "pass_number": 0, **dict.fromkeys(("is_share", "shuffles", "num_batches", "num_samples"))}
+_UNKNOWN = ("loader", "is_share", "shuffles", "num_batches", "num_samples")
+_NO_PASS = {"sampler": "", "pass_number": 0, **dict.fromkeys(_UNKNOWN)}
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,10 @@ class RankRecorder(StepRecorder):
         self._optimizers: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # number, steps
         self._trained: list[list[Any]] = []  # parameters, by the number of their optimizer
         self._groups: list[Any] = []  # process groups, which thus stay alive until the program has ended
-        self._passes: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+        self._loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # the number of the first pass
+        # Of a pass: what is known of it, and the indices of its batches to come.
+        self._passes: weakref.WeakKeyDictionary[Any, tuple[Any, Iterator[Any]]] = weakref.WeakKeyDictionary()
+        self._drawn: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()  # of a sampler's last pass
         self._num_steps = self._num_batches = self._num_passes = 0
         self._stepping: Any = None
         self._first_seed = torch.initial_seed()
@@ -131,9 +137,22 @@ class RankRecorder(StepRecorder):
 
         def see_pass(loader: Any, batches: Any) -> None:
             self._num_passes += 1
-            self._passes[batches] = _about_pass(loader, self._num_passes)
+            number, sampler = self._loaders.setdefault(loader, self._num_passes), loader.batch_sampler
+            about = {"loader": number, **_about_pass(loader, self._num_passes)}
+            self._passes[batches] = about, self._indices_of_pass(sampler)
+            if number == self._num_passes and isinstance(sampler, BatchSampler):
+                self._probe(loader)
+
+        of_torch = BatchSampler.__iter__
+
+        def see_indices(sampler: Any) -> Iterator[list[Any]]:
+            self._drawn[sampler] = drawn = list[Any]()
+            for indices in of_torch(sampler):
+                drawn.append([*map(repr, indices)])
+                yield indices
 
         self._undo.enter_context(replaced(DataLoader, "__iter__", called(DataLoader.__iter__, after=see_pass)))
+        self._undo.enter_context(replaced(BatchSampler, "__iter__", see_indices))
         self._observe(
             before_batch=lambda batches: self._see_state(),
             batch=self._see_batch,
@@ -164,8 +183,24 @@ class RankRecorder(StepRecorder):
             return
         self._num_batches += 1
         size, samples = samples_of(batch)
-        about = {"size": size, "samples": samples, **(self._passes.get(batches) or _NO_PASS)}
+        known, indices = self._passes.get(batches) or (_NO_PASS, iter(()))
+        about = {"size": size, "samples": samples, "indices": next(indices, None), **known}
         self._write("batch", **about, whole=_is_whole(batch, size), streams=self._own_streams(), place=users_line())
+
+    def _indices_of_pass(self, sampler: Any) -> Iterator[Any]:
+        """Yield the indices of each batch, after torch's loader has drawn them (data workers get some in advance)."""
+        for number in itertools.count():
+            drawn = self._drawn.get(sampler, []) if isinstance(sampler, BatchSampler) else []
+            yield drawn[number] if number < len(drawn) else None
+
+    def _probe(self, loader: Any) -> None:
+        """Record a few samples, drawn from equal random numbers, if that makes them functions of their index."""
+        if not (self._is_rank and _is_alike()) and not isinstance(loader.dataset, IterableDataset):
+            found = probed(loader)
+            if found.why == DRAWS:
+                # From torch's generator torch seeds all those of data workers.
+                streams = digest("torch") if loader.num_workers else digest(*found.draws)
+                self._write("drawn", loader=self._loaders[loader], samples=dict(found.samples), streams=streams)
 
     def _own_streams(self) -> Optional[int]:
         """Return a number for the state of this rank's own random streams; None if they are those of one process."""

@@ -63,6 +63,7 @@ def _write(
         if samples:
             of_pass = {"sampler": "RandomSampler", "pass_number": 1, "num_batches": num_batches, "num_samples": 10}
             batch = {"size": len(samples), "samples": list(samples), "whole": False, "shuffles": None}
+            batch.update(loader=1, indices=None)
             batch.update(is_share=is_share, streams=f"{draws}{t}" if draws else None)
             lines.append({"kind": "batch", "t": t, "place": "train.py:2", **batch, **of_pass})
         streams = f"{draws}{t + 1}" if draws else None
@@ -254,6 +255,56 @@ def test_what_data_parallel_training_changes_is_by_design_and_mistakes_beside_it
 
 
 @pytest.mark.unit
+def test_a_rank_that_stops_drawing_while_others_go_on_is_in_eval_mode(tmp_path: Path) -> None:
+    """Not one whose last two batches have nothing to draw for."""
+
+    def stop(line: dict[str, Any], at: int) -> None:
+        if line["kind"] == "loss" and line["t"] >= at:
+            line["streams"] = f"g{line['t']}"  # as before the batch
+
+    for at, is_found in ((0, True), (2, True), (3, False), (5, False)):
+        _write(tmp_path, "one", samples="abcd", num_steps=5)
+        _write(tmp_path, "rank_0", samples="ab", draws="g", num_steps=5, change=functools.partial(stop, at=at))
+        for rank, own in ((1, "c"), (2, "d")):
+            _write(tmp_path, f"rank_{rank}", samples=own, draws="hi"[rank - 1], num_steps=5)
+        parting = judging.judge(tmp_path, 3).parting
+        assert (parting is not None) == is_found
+        if parting is not None:
+            assert (parting.step, parting.what, parting.place) == (at + 1, "noise", "train.py:3")
+            assert (
+                parting.found == "rank 0 draws no random numbers from this step on, while other ranks do in each step"
+            )
+
+
+@pytest.mark.unit
+def test_samples_that_differ_by_what_they_draw_alone_do_so_by_design(tmp_path: Path) -> None:
+    """One process draws samples a to d at indices 0 to 3, ranks e to h; a few are drawn again from equal numbers."""
+
+    def write(of_ranks: str, sums: float = 1.0, num_common: int = 1, streams: str = "xy") -> Optional[judging.Parting]:
+        ranks = ("rank_0", "ef", of_ranks[:2]), ("rank_1", "gh", of_ranks[2:])
+        for run, samples, indices in (("one", "abcd", "0123"), *ranks):
+            _write(tmp_path, run, samples=samples, change=functools.partial(_change, batch={"indices": [*indices]}))
+            drawn = {i: [1.0, 1.0 if run == "one" else sums] for i in indices[:num_common]}
+            _add(tmp_path, run, "drawn", loader=1, samples=drawn, streams=streams[run == "rank_1"])
+        return judging.judge(tmp_path, 2).parting
+
+    assert write("0213") is None
+    (found,) = judging.judge(tmp_path, 2).by_design
+    assert found.startswith("what is drawn for a sample, as by augmentation")
+    _add(tmp_path, "rank_0", "drawn", loader=2, samples={"0": [7.0]}, streams="z")  # of a loader that trains nothing
+    assert judging.judge(tmp_path, 2).parting is None
+    for parting, what, meaning in (
+        (write("0245"), "samples", "a different order of samples (RandomSampler in one process, RandomSampler on"),
+        (write("0213", sums=1.1), "samples", "the same indices give other samples"),
+        (write("0213", num_common=0), "samples", "the same indices give other samples"),
+        (write("0213", streams="xx"), "noise", "ranks draw the same noise"),
+    ):
+        assert parting is not None
+        assert (parting.what, meaning in parting.meaning) == (what, True)
+        assert "(augmentation)" not in parting.meaning
+
+
+@pytest.mark.unit
 def test_shows_the_answer_on_a_line_of_its_own() -> None:
     proof = judging.Proof(True, 20, 2, 3e-8, notes=["noted"])
     assert check.as_text(proof).splitlines() == [
@@ -388,9 +439,10 @@ def test_a_program_without_a_seed_is_unknown(tmp_path: Path, of_rank: dict[str, 
     assert "call torch.manual_seed, random.seed" in said[3]
 
 
-def _check(folder: Path, program: str, num_ranks: int = 2, steps: int = 20) -> tuple[int, str]:
+def _check(folder: Path, program: str, num_ranks: int = 2, steps: int = 20, *arguments: str) -> tuple[int, str]:
     (folder / "train.py").write_text(program)
-    return bugs.command(["check", "--json", "--nproc", str(num_ranks), "--steps", str(steps), "train.py"], folder)
+    settings = ["--json", "--nproc", str(num_ranks), "--steps", str(steps)]
+    return bugs.command(["check", *settings, "train.py", *arguments], folder)
 
 
 @pytest.mark.launch
@@ -447,6 +499,59 @@ def test_images_augmented_in_workers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     finally:
         shutil.rmtree(temporary)
     assert "rm -r" not in said
+
+
+_AUGMENTED = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+class Shifted(Dataset):
+    x = torch.randn(48, 12, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, i):
+        first = int(torch.randint(4, ()))
+        return self.x[i, first : first + 8], self.x[i, :2].sin()
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    num_workers, offset = map(int, sys.argv[1:])
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    model = DistributedDataParallel(net)
+    sampler = DistributedSampler(Shifted())
+    loader = DataLoader(Shifted(), 12 // dist.get_world_size(), sampler=sampler, num_workers=num_workers)
+    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+    torch.manual_seed(1 + offset * dist.get_rank())
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(("num_workers", "offset"), [(0, 1), (2, 0)])
+def test_a_port_by_hand_with_augmentation(tmp_path: Path, num_workers: int, offset: int) -> None:
+    """With a seed of its own on each rank, or with one seed for the data workers of all."""
+    code, said = _check(tmp_path, _AUGMENTED, 3, 6, f"{num_workers}", f"{offset}")
+    assert code == 1, said
+    proof = json.loads(said[said.index("{\n") :])
+    if offset:
+        (found,) = proof["by_design"]
+        assert found.startswith("what is drawn for a sample, as by augmentation")
+    else:
+        assert (proof["parting"]["what"], proof["by_design"]) == ("noise", [])
+        assert "seed them with a hash of seed and rank" in proof["parting"]["meaning"]
 
 
 _READY = """
