@@ -45,12 +45,12 @@ def test_every_check(device: str, tmp_path: Path) -> None:
 
 SAME = {name: {"losses": [1.0]} for name in ("dropout", "BatchNorm", "data workers")}
 STARTED = {"name": "start", "seconds": 1.0, "detail": "gloo"}
-# What each job writes into its file, its exit code and its last lines, where all is well; the last job has no file.
+STARTED_AND_SUMMED = [STARTED, {**STARTED, "name": "all-reduce"}]
+# What each job writes into its file, its exit code and its last lines, where all is well.
 JOBS = {
-    "ranks": ([STARTED, {**STARTED, "name": "all-reduce"}], 0, ""),
+    "ranks": (STARTED_AND_SUMMED, 137, "rank 1 ended by SIGKILL"),
     "one": ([SAME], 0, ""),
     "several": ([SAME], 0, ""),
-    "selftest": ([], 137, "rank 1 ended by SIGKILL"),
 }
 
 
@@ -62,8 +62,9 @@ JOBS = {
         ("one", ([], 1, "no numbers"), "one process", "no numbers"),
         ("several", ([], 3, "no ranks"), "dropout", "no ranks"),
         ("several", ([{**SAME, "BatchNorm": {"losses": [2.0]}}], 0, ""), "BatchNorm", "losses differ by 1e+00 of the"),
-        ("selftest", ([], 3, "rank 1 ended by SIGKILL"), "killed rank", "exit code 3, where 137 says"),
-        ("selftest", ([], 137, "rank 0 ended by SIGKILL"), "killed rank", "rank 1 was not named"),
+        ("ranks", (STARTED_AND_SUMMED, 3, "rank 1 ended by SIGKILL"), "killed rank", "exit code 3, where 137 says"),
+        ("ranks", (STARTED_AND_SUMMED, 137, "rank 0 ended by SIGKILL"), "killed rank", "rank 1 was not named"),
+        ("ranks", (STARTED_AND_SUMMED, 0, ""), "killed rank", "exit code 0, where 137 says"),
     ],
 )
 def test_a_fault_is_named_and_ends_the_test(
