@@ -33,8 +33,6 @@ from ddpshim.process.job_store import stay_on_this_machine
 from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.say import ranks_called, say_once
 
-_PORT = "port"  # a file that is written when the ranks' store listens
-_LOOK_FOR_PORT_EVERY_S = 0.005
 _LOOK_EVERY_S = 0.5
 _OTHERS_S = 3.0  # for ranks to report that they fail too, and to end after their result
 _STOPPING_S = 30.0
@@ -71,12 +69,13 @@ def spawn(
     """
     _check(nproc)
     context: Any = multiprocessing.get_context("fork")
+    port = context.SimpleQueue()  # of the ranks' store, for each rank once
     with contextlib.ExitStack() as meanwhile:
         private = meanwhile.enter_context(tempfile.TemporaryDirectory(prefix="ddpshim-spawn-"))
 
         def enter(rank: int) -> None:
             _become_rank(rank, nproc, private, deadline_s)
-            report(private, rank, lambda: _result(function, args, Path(private, _PORT)))
+            report(private, rank, lambda: _result(function, args, port.get()))
             if dist.is_initialized():  # the function made this group
                 dist.destroy_process_group()
 
@@ -92,7 +91,8 @@ def spawn(
             timeout = timedelta(seconds=_STORE_S)
             store = dist.TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
             meanwhile.callback(lambda: store)  # keeps it until the ranks have ended
-            _put(Path(private, _PORT), lambda partial: partial.write_text(str(store.port)))
+            for _ in range(nproc):
+                port.put(store.port)
 
         results = collect(start, nproc, private, deadline_s=deadline_s, started=started)
     return results if every_rank else results[0]
@@ -162,7 +162,9 @@ def report(folder: str, rank: int, call: Callable[[], Any]) -> None:
     try:
         result = call()
         try:
-            _put(Path(folder, f"result.{rank}"), lambda partial: torch.save(result, partial))
+            partial = Path(folder, f"partial.{rank}")
+            torch.save(result, partial)
+            partial.rename(Path(folder, f"result.{rank}"))  # complete or absent
         except Exception as error:
             what = f"{type(result).__name__} cannot be sent to the process that waits for it: {error}"
             raise TypeError(f"{what}. Return tensors, numbers, texts, and lists and mappings of them.") from error
@@ -176,13 +178,6 @@ def report(folder: str, rank: int, call: Callable[[], Any]) -> None:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(1)  # without exit handlers, in which a rank could wait for its peers
-
-
-def _put(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file that is complete or absent."""
-    partial = path.with_name(f"partial.{path.name}")
-    write(partial)
-    partial.rename(path)
 
 
 def _check(nproc: int) -> None:
@@ -234,11 +229,9 @@ def _become_rank(rank: int, nproc: int, private: str, deadline_s: Optional[float
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", variables.RUN_DIR: private})
 
 
-def _result(function: Callable[..., Any], args: tuple[Any, ...], port: Path) -> Any:
+def _result(function: Callable[..., Any], args: tuple[Any, ...], port: int) -> Any:
     """Return `function(*args)`, called when the ranks' store listens; None if it exits with code 0."""
-    while not port.exists():
-        time.sleep(_LOOK_FOR_PORT_EVERY_S)
-    os.environ["MASTER_PORT"] = port.read_text()
+    os.environ["MASTER_PORT"] = str(port)
     try:
         return function(*args)
     except SystemExit as error:
