@@ -380,11 +380,11 @@ def _passed_on_by_agent(grace_s: float) -> Iterator[list[int]]:
     Without this, the agent ends in a traceback at SIGTERM, kills ranks after half a minute, and drops their exit codes;
     at SIGUSR1 it dies and leaves them running.
     """
-    from torch.distributed.elastic.multiprocessing import PContext
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    agents_start = PContext.start
-    running: list[PContext] = []  # the ranks of each start; the last are the current ones
+    launch: Any = SubprocessContext._start  # is called when the agent has set its own handlers
+    running: list[SubprocessContext] = []  # the ranks of each start; the last are the current ones
     received: list[int] = []
     too_early: list[int] = []  # received before the ranks started
     before = {signum: signal.getsignal(signum) for signum in (getattr(signal, name) for name in _SIGNALS)}
@@ -416,7 +416,7 @@ def _passed_on_by_agent(grace_s: float) -> Iterator[list[int]]:
             timer.daemon = True
             timer.start()
 
-    def start(context: PContext) -> None:
+    def start(context: SubprocessContext) -> None:
         if running:  # the agent is about to restart the ranks
             ended = running[-1].wait(0)
             failures = ended.failures if ended is not None else {}
@@ -425,28 +425,22 @@ def _passed_on_by_agent(grace_s: float) -> Iterator[list[int]]:
                 raise ChildFailedError(context.name, by_rank)
             for note in Path(os.environ[variables.RUN_DIR]).glob("failed.*"):
                 note.unlink()  # some rank may never write another one
-        launch = context._start
-
-        def listen_and_launch() -> None:
-            running.append(context)
-            for signum, handler in before.items():  # replaces the handlers that the agent has just set
-                # Under nohup, SIGHUP stays ignored: another handler would end the job at the logout.
-                signal.signal(signum, signal.SIG_IGN if handler == signal.SIG_IGN else pass_on)
-            launch()  # a signal during this would make the agent abandon the ranks that it has started
-            for signum in too_early:
-                send(signum)
-
-        context._start = listen_and_launch  # type: ignore[method-assign]
-        agents_start(context)
+        running.append(context)
+        for signum, handler in before.items():
+            # Under nohup, SIGHUP stays ignored: another handler would end the job at the logout.
+            signal.signal(signum, signal.SIG_IGN if handler == signal.SIG_IGN else pass_on)
+        launch(context)  # a signal during this would make the agent abandon the ranks that it has started
+        for signum in too_early:
+            send(signum)
 
     # Until the ranks start: torch waits for other nodes in C++, where Python's own handler of Ctrl-C cannot run.
     if before[signal.SIGINT] == signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    PContext.start = start  # type: ignore[method-assign,assignment]
+    SubprocessContext._start = start  # type: ignore[method-assign]
     try:
         yield received
     finally:
-        PContext.start = agents_start  # type: ignore[method-assign]
+        SubprocessContext._start = launch  # type: ignore[method-assign]
         for signum, handler in before.items():
             signal.signal(signum, handler)
 
