@@ -44,8 +44,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser = _parser()
     try:
         arguments = parser.parse_args(argv)
-        if getattr(arguments, "program", None) == "-m" and arguments.arguments:  # argparse's result after "--"
-            arguments.is_module, (arguments.program, *arguments.arguments) = True, arguments.arguments
         if getattr(arguments, "starts_ranks", False):
             _refuse_without_torch_or_fork()
         return int(arguments.run(arguments))
@@ -297,7 +295,7 @@ def _launch(arguments: argparse.Namespace) -> Launch:
                 "both."
             )
         given["nproc"] = arguments.nproc = arguments.default_nproc
-    return Launch(**{**given, "arguments": tuple(arguments.arguments)})
+    return Launch([*["-m"] * arguments.is_module, arguments.program, *arguments.arguments], **given)
 
 
 def _add_slurm(commands: Commands) -> None:
@@ -329,7 +327,7 @@ def _slurm(arguments: argparse.Namespace) -> int:
 
     job, names = _launch(arguments), ("nodes", "gpus_per_node", "nproc_per_node", "cpus_per_rank", "time", "launcher")
     print(batch_script(job.command, **{name: getattr(arguments, name) for name in names}), end="", flush=True)
-    for problem in problems_of_program(job):
+    for problem in problems_of_program(job.command):
         say(
             f"{problem} (The script was printed anyway: the job may run on another machine. A relative path is "
             "relative to the folder in which you call sbatch.)"

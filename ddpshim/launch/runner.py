@@ -20,7 +20,7 @@ import threading
 import time
 import tokenize
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -49,9 +49,7 @@ _NUM_LINES_OF_WATCHDOG = 200  # nccl's watchdog prints stacks after its message
 class Launch:
     """What to run, and where. None: `run` chooses."""
 
-    program: str  # a file, or with is_module the name of a module
-    arguments: tuple[str, ...] = ()
-    is_module: bool = False
+    command: Sequence[str]  # the program and its arguments, as after `python`: a file, or "-m" and a module
     nproc: str = "auto"  # the number of ranks on this node, or a word of torchrun: gpu, cpu, auto
     nnodes: Optional[int] = None
     node_rank: Optional[int] = None
@@ -62,11 +60,6 @@ class Launch:
     has_logs: bool = True
     grace_s: float = 60.0
     proof: Optional[str] = None  # a folder for the ranks' records, see ddpshim.tools.watching
-
-    @property
-    def command(self) -> list[str]:
-        """The program and its arguments, as after `python`."""
-        return [*(["-m"] if self.is_module else []), self.program, *self.arguments]
 
 
 def run(job: Launch) -> int:
@@ -140,7 +133,7 @@ def _run_ranks(job: Launch, run_dir: str) -> tuple[Mapping[int, Any], list[int]]
         try:
             options = torchrun.parse_args([*how, f"--log-dir={run_dir}", "-m", "ddpshim.launch.rank"])
             # Not through torchrun's parser, which rejects the program's own `--nproc` or `--log` as ambiguous.
-            options.training_script_args = job.command
+            options.training_script_args = [*job.command]
             torchrun.run(options)
         except ChildFailedError as error:
             return error.failures, received
@@ -152,7 +145,7 @@ def check(job: Launch, environ: Mapping[str, str]) -> None:
 
     Raises LaunchError, with a line for each problem.
     """
-    problems = [*_problems_of_environment(environ), *problems_of_program(job), *_problems_of_nodes(job)]
+    problems = [*_problems_of_environment(environ), *problems_of_program(job.command), *_problems_of_nodes(job)]
     if problems:
         raise LaunchError("\n".join(problems))
 
@@ -178,18 +171,20 @@ def _problems_of_environment(environ: Mapping[str, str]) -> Iterator[str]:
         yield str(error)
 
 
-def problems_of_program(job: Launch) -> Iterator[str]:
-    """Yield the reasons why the program of `job` cannot run, a line each. Local; reads files, imports nothing."""
-    source = module_file(job.program) if job.is_module else job.program
-    if not job.is_module and re.fullmatch(r"python[\d.]*", os.path.basename(job.program)):
-        scripts = [word for word in job.arguments if word.endswith(".py")]
+def problems_of_program(command: Sequence[str]) -> Iterator[str]:
+    """Yield the reasons why `python *command` cannot run, a line each. Local; reads files, imports nothing."""
+    is_module = command[0] == "-m" and len(command) > 1
+    program, *arguments = command[is_module:]
+    source = module_file(program) if is_module else program
+    if not is_module and re.fullmatch(r"python[\d.]*", os.path.basename(program)):
+        scripts = [word for word in arguments if word.endswith(".py")]
         yield (
-            f"{job.program} is not a script: each rank would read it as one. `run` starts Python itself: leave "
-            f"{job.program} out, as in `python -m ddpshim run {scripts[0] if scripts else 'train.py'}`."
+            f"{program} is not a script: each rank would read it as one. `run` starts Python itself: leave "
+            f"{program} out, as in `python -m ddpshim run {scripts[0] if scripts else 'train.py'}`."
         )
     elif source is None:
         yield (
-            f"-m {job.program}: no such module, or a package without __main__.py: no rank could start it. Check the "
+            f"-m {program}: no such module, or a package without __main__.py: no rank could start it. Check the "
             "spelling, install it, or set PYTHONPATH."
         )
     elif not os.path.isfile(source):
@@ -207,9 +202,9 @@ def problems_of_program(job: Launch) -> Iterator[str]:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             said = str(error) or type(error).__name__
             yield f"{source} does not compile ({said}): no rank could start it. Correct it."
-    known = adapters.function(job.program.partition(".")[0], "problems") if job.is_module else None
+    known = adapters.function(program.partition(".")[0], "problems") if is_module else None
     if known is not None:
-        yield from known(job.program, job.arguments)
+        yield from known(program, arguments)
 
 
 def _problems_of_nodes(job: Launch) -> Iterator[str]:

@@ -25,7 +25,7 @@ import secrets
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import metadata
 from pathlib import Path
@@ -142,10 +142,7 @@ def verify(path: Path, job: Optional[Launch], steps: Optional[tuple[int, int]], 
     first, last = _stretch(found["marks"], steps)
     # Not from `first` itself: whether its checkpoint holds what its mark says shows only in a run that passes it.
     start = max((step for step in saved if step < first), default=0)
-    if job is None:
-        is_module = found["program"][0] == "-m"
-        program, *arguments = found["program"][is_module:]
-        job = Launch(program, tuple(arguments), is_module)
+    job = job or Launch(found["program"])
     odd, of_machine = [*_other_facts(found, job.command)], [*_other_machine(found["facts"]["environment"])]
     for text in (*odd, *of_machine):
         say(text)
@@ -188,7 +185,7 @@ def _stretch(marks: list[dict[str, Any]], steps: Optional[tuple[int, int]]) -> t
     return max(step for step in known if step <= first), min(step for step in known if step >= last)
 
 
-def _other_facts(found: dict[str, Any], program: list[str]) -> Iterator[str]:
+def _other_facts(found: dict[str, Any], program: Sequence[str]) -> Iterator[str]:
     """Yield which arguments, code and data are other than in the certificate, each with its kind first."""
     if program != found["program"]:
         yield f"arguments: {' '.join(program)} here, and {' '.join(found['program'])} in the certificate"

@@ -227,7 +227,7 @@ def test_the_end_of_a_run_says_where_its_report_is(
     (tmp_path / "train.py").touch()
     for name in (variables.RUN_DIR, variables.RANK_LOGS, "PYTHONHASHSEED", "GLOO_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")  # put back after the test
-    assert runner.run(Launch("train.py", nproc="2", has_logs=False)) == 0
+    assert runner.run(Launch(["train.py"], nproc="2", has_logs=False)) == 0
     assert capsys.readouterr().err.endswith(
         f"build a report of this run: python -m ddpshim report '{tmp_path}/a run'\n"
     )
@@ -543,25 +543,25 @@ NODES = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": 29400}
 
 
 PASS = [
-    Launch("train.py"),
-    Launch("main", is_module=True),
-    Launch("loud.train", is_module=True),  # packages above are found, not imported
-    Launch("loud.bare.train", is_module=True),
-    Launch("train.py", nnodes=1),
-    Launch("train.py", **NODES, node_rank=1),  # type: ignore[arg-type]
+    Launch(["train.py"]),
+    Launch(["-m", "main"]),
+    Launch(["-m", "loud.train"]),  # packages above are found, not imported
+    Launch(["-m", "loud.bare.train"]),
+    Launch(["train.py"], nnodes=1),
+    Launch(["train.py"], **NODES, node_rank=1),  # type: ignore[arg-type]
 ]
 REFUSED = [
-    (Launch("python", ("-u", "a.py")), "python is not a script: each rank would read it as one. `run` starts Python "),
-    (Launch("/bin/python3.11", ("a.py", "b")), "/bin/python3.11 is not a script"),
-    (Launch("broken.py"), "broken.py does not compile (invalid syntax (broken.py, line 1))"),
-    (Launch("main.absent", is_module=True), "-m main.absent: no such module"),
-    (Launch("alone", is_module=True), "-m alone: no such module, or a package without __main__.py"),
-    (Launch("train..x", is_module=True), "-m train..x: no such module"),
-    (Launch("train.py", **NODES, node_rank=2), "--node-rank=2 is not below --nnodes=2"),  # type: ignore[arg-type]
-    (Launch("train.py", nnodes=2), "--nnodes=2 without --node-rank and --master-addr"),
-    (Launch("train.py", node_rank=1), "--node-rank=1 without --nnodes"),
+    (Launch(["python", "-u", "a.py"]), "python is not a script: each rank would read it as one. `run` starts Python "),
+    (Launch(["/bin/python3.11", "a.py", "b"]), "/bin/python3.11 is not a script"),
+    (Launch(["broken.py"]), "broken.py does not compile (invalid syntax (broken.py, line 1))"),
+    (Launch(["-m", "main.absent"]), "-m main.absent: no such module"),
+    (Launch(["-m", "alone"]), "-m alone: no such module, or a package without __main__.py"),
+    (Launch(["-m", "train..x"]), "-m train..x: no such module"),
+    (Launch(["train.py"], **NODES, node_rank=2), "--node-rank=2 is not below --nnodes=2"),  # type: ignore[arg-type]
+    (Launch(["train.py"], nnodes=2), "--nnodes=2 without --node-rank and --master-addr"),
+    (Launch(["train.py"], node_rank=1), "--node-rank=1 without --nnodes"),
     (
-        Launch("train.py", nnodes=2, node_rank=1, master_addr="absent.invalid", master_port=1),
+        Launch(["train.py"], nnodes=2, node_rank=1, master_addr="absent.invalid", master_port=1),
         "MASTER_ADDR='absent.invalid' does not resolve",
     ),
 ]
@@ -620,7 +620,7 @@ def test_ranks_and_gpus(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv(*f"DDPSHIM_{wanted}".split("=") if "=" in wanted else ("UNUSED", ""))
     with pytest.raises(LaunchError, match=message) if message else contextlib.nullcontext():
-        runner._check_gpus(Launch("train.py", nproc=nproc, proof="folder" if wanted == "check" else None))
+        runner._check_gpus(Launch(["train.py"], nproc=nproc, proof="folder" if wanted == "check" else None))
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == ("0,1" if wanted else None)
     if wanted:
         see_one_gpu(2)
@@ -636,14 +636,14 @@ STEP = {
 
 @pytest.mark.unit
 def test_one_run_on_each_node_of_srun_needs_no_options() -> None:
-    job = runner.nodes_of_scheduler(Launch("train.py"), STEP)
+    job = runner.nodes_of_scheduler(Launch(["train.py"]), STEP)
     assert (job.nnodes, job.node_rank, job.master_addr) == (2, 1, "gpu1")
     assert 15000 <= (job.master_port or 0) < 30000
-    by_hand = Launch("train.py", nnodes=3, node_rank=0, master_addr="a")
+    by_hand = Launch(["train.py"], nnodes=3, node_rank=0, master_addr="a")
     assert runner.nodes_of_scheduler(by_hand, STEP).master_port == 29500
     crowded = {**STEP, "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_LOCALID": "1"}
     with pytest.raises(LaunchError, match="2 tasks on this node, and each would start all ranks of the node"):
-        runner.nodes_of_scheduler(Launch("train.py"), crowded)
+        runner.nodes_of_scheduler(Launch(["train.py"]), crowded)
 
 
 @pytest.mark.unit

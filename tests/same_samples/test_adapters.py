@@ -14,7 +14,7 @@ import pytest
 from torch.utils.data import Dataset
 
 from ddpshim import adapters, robomimic
-from ddpshim.launch.runner import Launch, problems_of_program
+from ddpshim.launch.runner import problems_of_program
 from ddpshim.rows import loader
 from ddpshim.rows.samples import Numbered
 
@@ -79,8 +79,8 @@ def test_a_package_knows_why_its_trainer_cannot_start(
     toybot: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     toybot.problems = lambda module, arguments: iter([f"{module} lacks {arguments}"])  # type: ignore[attr-defined]
-    for is_module, known in ((True, ["toybot.train lacks ('a',)"]), (False, [])):
-        assert [*problems_of_program(Launch("toybot.train", ("a",), is_module))][1:] == known
+    for option, known in ((["-m"], ["toybot.train lacks ['a']"]), ([], [])):
+        assert [*problems_of_program([*option, "toybot.train", "a"])][1:] == known
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "robomimic" else 1)

@@ -412,7 +412,7 @@ def test_ranks_that_failed_are_judged(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(check, "_run_alone", run_alone)
     monkeypatch.setattr(check, "run", run)
     of_ranks = ["abcd", "abcd"]
-    job = Launch("train.py", log_dir=str(tmp_path / "logs"))
+    job = Launch(["train.py"], log_dir=str(tmp_path / "logs"))
     proof = check.check(job, watching.ProofSettings())
     assert proof.parting is not None
     assert "ddpshim.make_loader" in proof.parting.meaning

@@ -138,7 +138,7 @@ def test_ranks_behind_the_program(wrong: str, here: Path, capsys: pytest.Capture
     assert "stands after train.py, so it is the program's own argument, and says nothing about ranks" in said
     given = command_line._parser().parse_args(["run", "--nproc", "3", "train.py", "--nproc", "4"])
     job = command_line._launch(given)
-    assert (job.nproc, job.arguments) == ("3", ("--nproc", "4"))
+    assert (job.nproc, job.command) == ("3", ["train.py", "--nproc", "4"])
 
 
 @pytest.mark.parametrize(
