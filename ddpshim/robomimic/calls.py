@@ -21,7 +21,6 @@ from ddpshim.checkpoint.progress_folder import find_progress, last_save, leave_i
 from ddpshim.errors import LaunchError
 from ddpshim.evaluation.dealing import render_on_own_gpu
 from ddpshim.evaluation.evaluating import exact_interval
-from ddpshim.failures import preemption
 from ddpshim.failures.failure import abort
 from ddpshim.job.world import world
 from ddpshim.model import guard
@@ -144,26 +143,19 @@ def run_epoch(
 
 
 def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Optional[Mapping[str, str]]]:
-    """Run upstream's rollout_with_stats on all ranks (`ddpshim.robomimic.rollout`); a signal ends it (collective)."""
-    start, training = time.perf_counter(), session().progress
-    more: dict[str, Any] = {} if training is None else {"is_told_to_end": lambda: preemption.asked() is not None}
-    try:
-        with outside_steps():
-            logs, videos, returns = rollout.rollout_with_stats(**options, **more)
-    except rollout.Interrupted as interrupted:
-        assert training is not None
-        reason = str(interrupted)
-    else:
-        for name, log in logs.items():
-            metrics, episodes = numbers(log), options.get("num_episodes")
-            if metrics.get("Success_Rate") == -1:  # robocasa's: no episode was played
-                del metrics["Success_Rate"]
-            played = {"epoch": options.get("epoch"), "episodes": episodes, "metrics": metrics}
-            played |= {"returns": returns.get(name), "seconds": time.perf_counter() - start}
-            ends = _interval(metrics.get("Success_Rate"), episodes)
-            observed.note("rollout", environment=name, interval=ends, **played)
-        return logs, videos
-    training.leave(reason)  # outside of the handler, since this is not a failure
+    """Run upstream's rollout_with_stats on all ranks (`ddpshim.robomimic.rollout`), and record them (collective)."""
+    start = time.perf_counter()
+    with outside_steps():
+        logs, videos, returns = rollout.rollout_with_stats(**options)
+    for name, log in logs.items():
+        metrics, episodes = numbers(log), options.get("num_episodes")
+        if metrics.get("Success_Rate") == -1:  # robocasa's: no episode was played
+            del metrics["Success_Rate"]
+        played = {"epoch": options.get("epoch"), "episodes": episodes, "metrics": metrics}
+        played |= {"returns": returns.get(name), "seconds": time.perf_counter() - start}
+        ends = _interval(metrics.get("Success_Rate"), episodes)
+        observed.note("rollout", environment=name, interval=ends, **played)
+    return logs, videos
 
 
 def norms_read_at_once() -> contextlib.AbstractContextManager[Any]:

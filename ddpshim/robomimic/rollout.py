@@ -22,6 +22,7 @@ from typing import Any, Callable, Optional, Union
 from ddpshim.errors import RolloutError
 from ddpshim.evaluation import environments
 from ddpshim.evaluation.dealing import Deal
+from ddpshim.failures import preemption
 from ddpshim.job.world import World, world
 from ddpshim.process import messages
 from ddpshim.process.job import current, derive_seed, seed_everything
@@ -61,10 +62,7 @@ def _make_seeded(make: Callable[[], Any], episodes: Iterable[int], seed: int) ->
 
 
 def rollout_with_stats(
-    *,
-    envs: Union[Mapping[str, Any], Iterable[Any]],
-    is_told_to_end: Callable[[], bool] = lambda: False,
-    **options: Any,
+    *, envs: Union[Mapping[str, Any], Iterable[Any]], **options: Any
 ) -> tuple[Mapping[str, Any], Optional[Mapping[str, str]], dict[str, list[float]]]:
     """Run upstream's rollout_with_stats with the episodes of all ranks, the same on every rank (collective).
 
@@ -78,7 +76,7 @@ def rollout_with_stats(
 
     "Time_Episode" is the sum over all episodes, as in upstream: W ranks take about 1/W of it.
 
-    If `is_told_to_end` returns True on a rank, ranks finish their current episodes and raise Interrupted.
+    If a signal asks a rank to end, and progress is saved, ranks finish their current episodes, save and exit.
 
     Raises RolloutError on all ranks if an episode fails on one, naming environment, episode and rank; the others finish
     their current episodes. Without episodes there are no statistics.
@@ -96,7 +94,7 @@ def rollout_with_stats(
     if not (in_turn or options["num_episodes"]):
         return {}, {}, {}
     names = [] if in_turn else list(envs)
-    played = _Rollouts(here, in_turn, is_told_to_end, {**options}, TrainUtils.run_rollout, names)
+    played = _Rollouts(here, in_turn, {**options}, TrainUtils.run_rollout, names)
     envs = played.made(envs) if in_turn else envs
     if not here.is_main:
         options.update(video_dir=None, video_path=None)
@@ -106,10 +104,6 @@ def rollout_with_stats(
         logs, videos = TrainUtils.rollout_with_stats(envs=envs, **options)
         return logs, videos or {}, played.returns
     raise played.error
-
-
-class Interrupted(Exception):
-    """The evaluation ended early because a rank was told to end; raised on all ranks."""
 
 
 class _Ended(BaseException):
@@ -130,7 +124,6 @@ class _Rollouts:
 
     here: World
     in_turn: bool
-    is_told_to_end: Callable[[], bool]
     options: Mapping[str, Any]
     upstreams: Callable[..., dict[str, Any]]
     names: list[Any]  # of environments that are still to be played
@@ -175,7 +168,7 @@ class _Rollouts:
         import numpy
         import robomimic.utils.log_utils as LogUtils
 
-        here, num_at_once = self.here, len(env) if _is_vector(env) else 1
+        here, training, num_at_once = self.here, session().progress, len(env) if _is_vector(env) else 1
         num_turns = math.ceil(self.options["num_episodes"] / num_at_once)
         has_video = bool(self.options.get("video_dir") or self.options.get("video_path"))
         all_shown: list[environments.Shown] = []  # of this rank's episodes
@@ -206,7 +199,7 @@ class _Rollouts:
         deal.play(
             play,
             lambda turn: f"environment {name!r}, episode {turn * num_at_once}",
-            is_told_to_end=self.is_told_to_end,
+            is_told_to_end=lambda: training is not None and preemption.asked() is not None,
             ends_at_failure=not self.in_turn,  # robocasa uses the turns before the one that failed
             played=lambda so_far: bar.update(so_far - bar.n),
         )
@@ -215,8 +208,8 @@ class _Rollouts:
         bar.close()
         if not self.in_turn:
             deal.raise_failure()
-        if deal.is_told_to_end():
-            raise Interrupted(f"a signal during the rollouts in {name!r}")
+        if training is not None and deal.is_told_to_end():
+            training.leave(f"a signal during the rollouts in {name!r}")  # by SystemExit, which upstream does not catch
         if deal.own is not None and not here.is_main:
             # Directly: other ranks' output is that of the main rank, and discarded.
             traceback.print_exception(type(deal.own), deal.own, deal.own.__traceback__, file=sys.__stderr__)

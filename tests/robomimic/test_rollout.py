@@ -6,7 +6,9 @@ import importlib.util
 import json
 import os
 import random
+import signal
 import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Callable
@@ -16,9 +18,12 @@ import numpy as np
 import pytest
 import torch
 
+import ddpshim
+from ddpshim.checkpoint.resume import Resumable
 from ddpshim.evaluation import dealing, environments
 from ddpshim.job.world import World
-from ddpshim.robomimic import rollout
+from ddpshim.robomimic import calls, rollout
+from ddpshim.robomimic.session import session
 from evidence.equivalence import Run, copy_release, make_config, make_data, train
 from tests.ranks import run_ranks
 from tests.robomimic import check_statistics, episodes, require, statistics, trainings
@@ -202,7 +207,7 @@ NAMED = [
 ]
 
 
-def _rank_evaluates(envs: str) -> tuple[list[float], list[str]]:
+def _import_a_small_upstream() -> None:
     def run_rollout(policy: Any, env: Any, **options: Any) -> dict[str, float]:
         env.reset()
         return {"Return": env.start, "Horizon": 1, "Success_Rate": float(env.start > 0.5)}
@@ -230,6 +235,10 @@ def _rank_evaluates(envs: str) -> tuple[list[float], list[str]]:
             sys.modules.setdefault(path, ModuleType(path))
         sys.modules[module.__name__] = module
         setattr(sys.modules["robomimic.utils"], name, module)
+
+
+def _rank_evaluates(envs: str) -> tuple[list[float], list[str]]:
+    _import_a_small_upstream()
     said: list[str] = []
     environments.say_once = said.append  # type: ignore[assignment]
     played = []
@@ -250,6 +259,34 @@ def test_each_episode_has_a_seed_of_its_own_wherever_an_environment_draws() -> N
     (two, said), (again, _) = run_ranks(_rank_evaluates, 2, "seeded")
     assert one == two == again
     assert said == [f"{number}" for number in range(len(SEEDED))]
+
+
+def _rank_gets_a_signal(folder: Path) -> tuple[Any, int, int]:
+    _import_a_small_upstream()
+    here, played = ddpshim.world(), 0
+
+    def draw() -> float:
+        nonlocal played
+        played += 1
+        if here.rank == 1 and played == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.01)
+        return 0.5
+
+    session().progress = training = Resumable(folder, {})
+    training.epoch = 3
+    with pytest.raises(SystemExit) as left:
+        calls.rollout_with_stats(policy=None, envs={"Walk": _Walk(draw)}, horizon=1, num_episodes=1000, epoch=1)
+    ddpshim.setup()
+    again = Resumable(folder, {})
+    assert again.restore()
+    return left.value.code, played, again.epoch
+
+
+def test_a_signal_ends_the_rollouts_of_all_ranks_which_save(tmp_path: Path) -> None:
+    said = run_ranks(_rank_gets_a_signal, 2, tmp_path)
+    assert [(code, epoch) for code, _, epoch in said] == [(75, 3)] * 2
+    assert all(played < 500 for _, played, _ in said)
 
 
 @pytest.mark.unit
