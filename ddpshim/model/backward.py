@@ -19,9 +19,10 @@ from ddpshim.process.say import described, say
 
 
 class Passes:
-    """The backward passes (calls of torch.autograd.backward) of a job, from the first `watch` on."""
+    """The backward passes (calls of torch.autograd.backward) of a job, from when this is made until `cleanup()`."""
 
     def __init__(self) -> None:
+        current().at_end.enter_context(replaced(torch.autograd, "backward", _watching(torch.autograd.backward, self)))
         self.depth = 0  # more than 1 with reentrant checkpoints, whose passes are nested
         self.losses: Any = None  # of the outermost pass that is under way
         self.keeps_graph = False  # whether that pass has create_graph
@@ -33,15 +34,6 @@ class Passes:
         self.left: Optional[str] = None  # the pass that an exception aborted
         self.has_nan = False
         self.has_refused = False
-
-
-def watch() -> Passes:
-    """Watch the backward passes of this job, until `cleanup()`. Local."""
-    passes = current().part(Passes)
-    if current().next_number("watched passes") == 0:
-        stand_in = _watching(torch.autograd.backward, passes)
-        current().at_end.enter_context(replaced(torch.autograd, "backward", stand_in))
-    return passes
 
 
 def _look_for_nan(losses: Any) -> None:

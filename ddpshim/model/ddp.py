@@ -44,7 +44,7 @@ class _Networks(list["DistributedModule"]):
 
     def __init__(self) -> None:
         super().__init__()
-        passes = backward.watch()
+        passes = current().part(backward.Passes)
         passes.before.append(self._begin)
         passes.after.append(self._end)
         passes.unfinished = lambda: next((type(w.module).__name__ for w in self if w.is_armed), None)

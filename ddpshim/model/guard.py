@@ -72,6 +72,7 @@ class GuardState:
         self.steps = weakref.WeakKeyDictionary()
         self.num_steps, self.rates = 0, list[float]()  # of optimizers: steps so far, and the last learning rates
         self.is_alone = False  # a rank missed a meeting
+        current().before_end.callback(_compare_in_the_end)
 
 
 def _watched() -> GuardState:
@@ -92,7 +93,6 @@ def is_owned(parameter: torch.Tensor) -> bool:
 def watch_optimizers() -> None:
     """Check every optimizer step of this process until `cleanup()`. Local; called once in a job."""
     observe(current().at_end, before_step=_check_step, after_step=_check_closure)
-    compare_in_the_end()
 
 
 N = TypeVar("N", bound=nn.Module)
@@ -108,7 +108,6 @@ def watch(module: N) -> N:
     watched = _watched()
     if not any(module is there for there in watched.companions):
         watched.companions.append(module)
-        compare_in_the_end()
     return module
 
 
@@ -199,17 +198,11 @@ def check_equal_steps(what: str = "the epoch") -> None:
     _refuse_unequal([checksum for _, checksum in of_ranks.values()], what)
 
 
-def compare_in_the_end() -> None:
-    """Make `cleanup()` compare the ranks before it ends anything. Local."""
-    if current().next_number("comparison in the end") == 0:
-        current().before_end.callback(_compare_in_the_end)
-
-
 def _compare_in_the_end() -> None:
-    """Raise SyncError if ranks that leave the job together hold different weights."""
-    here, wrappers = world(), _wrappers()
-    are_sharded = bool(wrappers) and all(wrapped._compares_buffers is None for wrapped in wrappers)
-    if here.world_size == 1 or not here.options.guard or are_sharded:
+    """Raise SyncError if ranks that leave the job together hold different weights, before `cleanup()` ends anything."""
+    here, are_whole = world(), [wrapped._compares_buffers is not None for wrapped in _wrappers()]
+    is_compared = any(are_whole) if are_whole else bool(_watched().companions)
+    if here.world_size == 1 or not here.options.guard or not is_compared:
         return
     if failure.on_the_way_out() or _watched().is_alone:
         here.gather_with_deadline("the end", None, 0.0)  # so that no rank waits for this one

@@ -81,7 +81,7 @@ class Means:
         self._next: Optional[Iterator[int]] = None  # of the expected parameters; None if ranks do not compare them
         self._before: tuple[int, ...] = ()  # the last passes
         self._expected: dict[tuple[int, ...], list[int]] = {}  # the parameters of the pass after these
-        passes = backward.watch()
+        passes = current().part(backward.Passes)
         passes.before.append(self._begin)
         passes.after.append(self._finish)
         passes.unfinished = lambda: next((type(network.module).__name__ for network in self.networks_of_pass()), None)

@@ -38,8 +38,8 @@ class _Sharding:
 
     def __init__(self) -> None:
         self.former: dict[int, tuple[weakref.ref[Any], str]] = {}
-        self.known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.networks: list[ShardedModule] = []
+        _watch_optimizers(self)
 
 
 class ShardedModule(guard.Reduced, BareModule):
@@ -71,11 +71,10 @@ class ShardedModule(guard.Reduced, BareModule):
         module.register_state_dict_post_hook(_put_together)
         module.register_load_state_dict_pre_hook(_divide)
         guard.own(self, [p for p in self._parts.values() if p.requires_grad])
-        backward.watch().after.append(self._after_pass)
+        current().part(backward.Passes).after.append(self._after_pass)
         sharding = current().part(_Sharding)
         sharding.networks.append(self)
         sharding.former.update((id(p), (weakref.ref(p), name)) for name, p in before.items())
-        _watch_optimizers(sharding)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -198,8 +197,6 @@ def _after(note: Callable[[], None], method: Callable[..., Any]) -> Callable[...
 
 def _watch_optimizers(sharding: _Sharding) -> None:
     """Make optimizers save whole states, and refuse steps of those made before their network was sharded. Local."""
-    if current().next_number("watched sharding"):
-        return
     save, load = torch.optim.Optimizer.state_dict, torch.optim.Optimizer.load_state_dict
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -211,9 +208,6 @@ def _watch_optimizers(sharding: _Sharding) -> None:
                     "accumulate(is_last=False): its gradients are not reduced yet, so the step would do nothing. "
                     "Use neither for the last backward pass before a step."
                 )
-        if optimizer in sharding.known:
-            return
-        sharding.known.add(optimizer)
         for p in parameters(optimizer):
             reference, name = sharding.former.get(id(p), (lambda: None, ""))
             if reference() is p:

@@ -228,7 +228,6 @@ def _of_whole(hook: Callable[[Any], Any], rows: Rows) -> Callable[[Any], Any]:
 
 def _register_post_hook(original: Any, self: Any, hook: Callable[[Any], Any]) -> Any:
     """Tensor.register_post_accumulate_grad_hook: the hook is called after the reduction."""
-    passes = current().part(Passes)
     if _asks_itself():
         return original(self, hook)
 
@@ -236,7 +235,7 @@ def _register_post_hook(original: Any, self: Any, hook: Callable[[Any], Any]) ->
         if not is_reduced(parameter):
             hook(parameter)
             return
-        passes.once_after.append(functools.partial(hook, parameter))
+        current().part(Passes).once_after.append(functools.partial(hook, parameter))
 
     return original(self, later)
 

@@ -27,6 +27,7 @@ from ddpshim.job.process_group import ENDS_THREADS
 from ddpshim.model import backward, guard
 from ddpshim.model.wrapper import BareModule, new_keys
 from ddpshim.model.wrapping import best_bucket_cap_mb
+from ddpshim.process import job
 from ddpshim.process.devices import moved
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh
 from tests.ranks import errors_of, run_ranks
@@ -1078,7 +1079,9 @@ def test_what_cannot_be_reduced_says_what_to_do() -> None:
 def test_a_program_that_catches_the_refusal_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[BaseException] = []
     monkeypatch.setattr(backward, "abort", ended.append)
+    monkeypatch.setattr(job, "_current", job.Job())
     passes = backward.Passes()
+    job.current().end()
     passes.left = "that of Net ended with MemoryError"
     for _ in range(2):
         with pytest.raises(SyncError, match="never finished: that of Net ended with MemoryError"):

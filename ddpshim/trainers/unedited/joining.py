@@ -32,7 +32,7 @@ from ddpshim.failures import unsynced_check
 from ddpshim.job import group
 from ddpshim.job.group import cleanup, world
 from ddpshim.job.world import World
-from ddpshim.model import backward
+from ddpshim.model.backward import Passes
 from ddpshim.model.mean_gradients import MeanGradients
 from ddpshim.process.job import Door, Job, current
 from ddpshim.process.observed import called, observe
@@ -169,7 +169,7 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
                 undo.enter_context(part.installed())
             _play_rollouts_on_main(here, files, undo)
             current().part(unsynced_check.Answer).is_settled = True
-            backward.watch()  # first, so that a network that is wrapped as its first pass begins takes part in it
+            current().part(Passes)  # first, so that a network that is wrapped as its first pass begins takes part in it
             observe(undo, backward=networks.begin_pass, before_step=networks.note_step)
             undo.enter_context(locks.installed())
             undo.enter_context(equal_reads(here))
