@@ -97,9 +97,7 @@ def wrap_parallel(
         several = not here.is_launched and torch.cuda.is_available() and torch.cuda.device_count() > 1
         wrapped: Any = BareModule(module)
         if several and any(p.is_cuda for p in module.parameters()):
-            from ddpshim.model.wrapping import SpreadModule
-
-            wrapped = SpreadModule(module)
+            wrapped.__dict__["_run"] = DataParallel(module)  # of forward: any other method runs on the first GPU
     else:
         from ddpshim.model import wrapping
 

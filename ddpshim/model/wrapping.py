@@ -10,7 +10,7 @@ from typing import Any, Optional, Union
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from ddpshim.errors import SyncError
 from ddpshim.job.collectives import broadcast_state
@@ -202,14 +202,3 @@ def _check_same_structure(module: nn.Module, here: World) -> None:
             "from, equally on all ranks (ddpshim.setup(seed=...) does), or make copies afterwards.",
             stacklevel=4,
         )
-
-
-class SpreadModule(BareModule):
-    """A wrapper for one process on several GPUs: `forward` is spread over them, any other method runs on the first."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        self.__dict__["spread"] = DataParallel(module)  # no base class: its `dim` or `gather` may be the module's
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["spread"](*args, **kwargs)
