@@ -47,7 +47,7 @@ class _Networks(list["DistributedModule"]):
         passes = current().part(backward.Passes)
         passes.before.append(self._begin)
         passes.after.append(self._end)
-        passes.unfinished = lambda: next((type(w.module).__name__ for w in self if w.is_armed), None)
+        passes.unfinished = lambda: next((type(w.module).__name__ for w in self if w._is_reducing and w._seen), None)
 
     def _begin(self) -> None:
         for wrapped in self:
@@ -78,7 +78,6 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
     _is_reducing = False  # the pass under way is reduced
     _is_joining = False
     _syncs_in_forward = False  # DDP broadcasts buffers in its forward: for join() and for hooks of buffers
-    _refusal: Optional[SyncError] = None  # why the last pass was not reduced
     # Parameters that the pass did not use: the place, and whether there was a gradient of an earlier one.
     _missed: Sequence[tuple[int, Any, bool]] = ()
 
@@ -150,11 +149,6 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
     @property
     def _fills(self) -> bool:
         return self._may_leave_out and not self._ddp.static_graph
-
-    @property
-    def is_armed(self) -> bool:  # type: ignore[override]
-        """Whether a backward pass that will be reduced has computed its first gradient and not ended."""
-        return self._is_reducing and bool(self._seen)
 
     def no_sync(self) -> Any:
         """Return a context in which gradients accumulate on each rank; the next pass outside it reduces the sum."""

@@ -45,9 +45,8 @@ class Reduced:
     module: nn.Module
     num_reductions = 0  # backward passes whose gradients were reduced
     has_unreduced_gradients = False  # a pass ran under no_sync() since
-    is_armed = False  # a pass that will be reduced has computed its first gradient and not ended
     is_uneven = False  # ranks rightly make different numbers of passes: it trained in join()
-    _refusal: Optional[SyncError] = None
+    _refusal: Optional[SyncError] = None  # why the last pass was not reduced
     # Whether comparisons over ranks include its buffers; None: there are none, as each rank holds different weights.
     _compares_buffers: Optional[bool] = None
 
@@ -312,7 +311,8 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 def _check_reduced(optimizer: torch.optim.Optimizer, wrapped: Reduced, mine: Iterable[torch.Tensor]) -> None:
     step, name = f"{type(optimizer).__name__}.step()", type(wrapped.module).__name__
-    if current().part(backward.Passes).depth:
+    passes = current().part(backward.Passes)
+    if passes.depth:
         raise SyncError(
             f"{step} inside a backward pass (an optimizer in backward, or a hook that steps): gradients are not "
             "reduced until the pass ends, so ranks would train different models. Step after loss.backward(), with one "
@@ -320,9 +320,9 @@ def _check_reduced(optimizer: torch.optim.Optimizer, wrapped: Reduced, mine: Ite
         )
     if wrapped._refusal is not None:
         raise wrapped._refusal
-    if wrapped.is_armed:
+    if (unfinished := passes.unfinished()) is not None:
         raise SyncError(
-            f"{step}: a backward pass of {name} never finished (an exception inside it was caught?); other ranks "
+            f"{step}: a backward pass of {unfinished} never finished (an exception inside it was caught?); other ranks "
             "still wait for its gradients. Let the exception end the job."
         )
     if wrapped.has_unreduced_gradients:

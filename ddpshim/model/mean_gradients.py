@@ -52,10 +52,6 @@ class MeanGradients(guard.Reduced, BareModule):
     def has_unreduced_gradients(self) -> bool:  # type: ignore[override]
         return bool(self._postponed)
 
-    @property
-    def is_armed(self) -> bool:  # type: ignore[override]
-        return self in current().part(Means).networks_of_pass()
-
     def no_sync(self) -> Any:
         """Return a context in which gradients accumulate on each rank; the next pass outside it averages the sum."""
         return replaced(self, "_syncs", False)
