@@ -6,7 +6,6 @@ difference (`refuse`).
 
 from __future__ import annotations
 
-import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional
@@ -24,7 +23,7 @@ SAME_STATE = (
 OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 Tensors = dict[str, torch.Tensor]  # by what messages call them
-Facts = dict[str, Any]  # settings, and the numbers of tensors, by name
+Facts = dict[str, str]  # what messages say of settings and tensors, by name: "is 0.1"
 
 Optimizers = Sequence[torch.optim.Optimizer]
 _DEADLINE_S = 120.0  # after a common step ranks are only seconds apart
@@ -94,7 +93,7 @@ def hash_of(settings: Mapping[str, str], tensors: Mapping[str, Optional[torch.Te
     for tensor in tensors.values():
         if tensor is not None and _has_bits(tensor):
             sums.setdefault(tensor.device, []).append(_sum_of_bits(tensor))
-    kinds = {name: _kind_of(tensor) for name, tensor in tensors.items()}
+    kinds = {name: tensor is not None and (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     return zlib.crc32(repr((settings, kinds, [torch.stack(one).tolist() for one in sums.values()])).encode())
 
 
@@ -113,7 +112,8 @@ def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def refuse(when: str, settings: Mapping[str, str], tensors: Tensors) -> None:
     """Raise SyncError on all ranks, which names their first difference, if it is not in bits of NaNs (collective)."""
-    own: Facts = {**settings, **{name: numbers_of(tensor) for name, tensor in tensors.items()}}
+    own: Facts = {name: f"is {value}" for name, value in settings.items()}
+    own.update((name, fact_of(tensor)) for name, tensor in tensors.items())
     found = described(world().gather_with_deadline("facts", own, _DEADLINE_S))
     if found is not None:
         raise SyncError(
@@ -129,38 +129,20 @@ def described(of_ranks: Mapping[int, Facts]) -> Optional[str]:
     if not found:
         return None
     name, values = found[0]
-    is_setting = any(isinstance(value, str) for value in values)
-    on_ranks = (f"{_shown(value)} on rank {rank}" for rank, value in zip(of_ranks, values))
+    on_ranks = (f"{value or 'missing'} on rank {rank}" for rank, value in zip(of_ranks, values))
     more = f" ({len(found) - 1} more differ)" if len(found) > 1 else ""
-    return f"{name} {'is ' if is_setting else ''}{', '.join(on_ranks)}{more}"
+    return f"{name} {', '.join(on_ranks)}{more}"
 
 
-def _shown(fact: Any) -> str:
-    """Return text for a fact: a tensor's sum, with its checksum since sums may be equal; else the value itself."""
-    if fact is None:
-        return "missing"
-    if isinstance(fact, str):
-        return fact
-    checksum, total, _ = fact
-    return f"sums to {struct.unpack('d', struct.pack('q', total))[0]!r} (#{checksum % 65521:04x})"
-
-
-def numbers_of(tensor: torch.Tensor) -> list[int]:
-    """Return a checksum, in which all NaNs are equal, the bits of the float64 sum for messages, and the kind. Local."""
-    t, kind = tensor.detach(), _kind_of(tensor)
+def fact_of(tensor: torch.Tensor) -> str:
+    """Return the sum of a tensor, and its kind and a checksum, since sums may be equal. Local. All NaNs are equal."""
+    t, kind = tensor.detach(), f"{tensor.dtype} {tuple(tensor.shape)}"
     if not _has_bits(t):
-        return [kind, 0, kind]
+        return f"is {kind}"
     if t.is_complex():
         t = torch.view_as_real(t)
     if t.is_floating_point() and t.element_size() > 1:
         t = torch.nan_to_num(t)
     total = (t.to(torch.float64) if t.element_size() == 1 else t).sum(dtype=torch.float64)
     bits = t.view(_INTEGERS[t.element_size()]).sum(dtype=torch.int64)
-    return [int(bits) + kind, int(total.view(torch.int64)), kind]
-
-
-def _kind_of(tensor: Optional[torch.Tensor]) -> int:
-    """Return a number that depends on dtype and shape; 0 for None."""
-    if tensor is None:
-        return 0
-    return (zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode()) + 1) << 24
+    return f"sums to {total.item()!r} ({kind}, #{int(bits) % 2**64:x})"

@@ -178,12 +178,12 @@ def _check_same_structure(module: nn.Module, here: World) -> None:
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())  # by torch's DDP
     parameters = {name: p for name, p in module.named_parameters() if name not in ignored}
     mine = {
-        f"parameter '{name}'": f"{tuple(p.shape)}, {p.dtype}, {'trained' if p.requires_grad else 'frozen'}"
+        f"parameter '{name}'": f"is {tuple(p.shape)}, {p.dtype}, {'trained' if p.requires_grad else 'frozen'}"
         for name, p in parameters.items()
     }
     # A buffer that one rank lacks would end the process without an error, in torch's broadcast.
     buffers = (pair for pair in module.named_buffers() if pair[0] not in ignored)
-    mine.update((f"buffer '{name}'", f"{tuple(b.shape)}, {b.dtype}") for name, b in buffers)
+    mine.update((f"buffer '{name}'", f"is {tuple(b.shape)}, {b.dtype}") for name, b in buffers)
     with torch.no_grad():
         sums = {name: float(p.detach().abs().double().nansum()) for name, p in parameters.items()}
     of_ranks, sums_of_ranks = zip(*here.gather((mine, sums)))

@@ -1057,7 +1057,11 @@ NOT_REDUCED: list[tuple[Callable[[str], None], str, str]] = [
     (_step_on_unreduced, "added", "'adapter.weight' of Policy"),
     (_convert, "float", "of Policy changed its dtype or device after it was wrapped"),
     (_convert, "float and back", "of Policy changed its dtype or device after it was wrapped"),
-    (_build_different, "shape", r"parameter 'weight' is \(3, 3\).* on rank 0, \(4, 3\).* on rank 1 \(1 more differ\)"),
+    (
+        _build_different,
+        "shape",
+        r"parameter 'weight' is \(3, 3\).* on rank 0, is \(4, 3\).* on rank 1 \(1 more differ\)",
+    ),
     (_build_different, "buffer", r"buffer 'extra' is \(2,\), torch\.float32 on rank 0, missing on rank 1"),
     (_keep_the_graph, "", r'setup\(batch="global"\)'),
     (_checkpoint_twice, "one", "got a second gradient in one backward pass.*use_reentrant=False"),
