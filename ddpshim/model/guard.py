@@ -292,24 +292,25 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     rates = [rate for group in optimizer.param_groups if isinstance(rate := group.get("lr"), (int, float))]
     last = watched.steps.setdefault(optimizer, {})
     for wrapped in [wrapped for wrapped in wrappers if wrapped is not None]:
+        _check_passes(optimizer, wrapped)
         mine = list(compress(gradients, map(is_, owners, repeat(wrapped))))
-        _check_reduced(optimizer, wrapped, mine)
         now = wrapped.num_reductions
-        if last.get(id(wrapped)) != (wrapped, now):
+        if last.get(id(wrapped), (wrapped, 0)) != (wrapped, now):
             last[id(wrapped)] = wrapped, now
             watched.num_steps, watched.rates = watched.num_steps + 1, rates
             deque(map(setattr, mine, repeat(REDUCED), repeat(True)), maxlen=0)
         # Nothing was reduced since this optimizer's last step: the same gradients may be used again, others may not.
         elif not all(map(hasattr, mine, repeat(REDUCED))) and not may_be_alone:
             raise SyncError(
-                f"{type(optimizer).__name__}.step(): gradients of {type(wrapped.module).__name__} were replaced "
-                f"since the last step without a backward pass (after {now} of them; torch.autograd.grad, or .grad "
-                "set by hand); they were not reduced, so ranks would train different models. Call loss.backward(). "
-                f"If they were computed from reduced gradients, write them in place: p.grad.copy_(...) ({OPT_OUT})."
+                f"{type(optimizer).__name__}.step(): gradients of {type(wrapped.module).__name__} never went through a "
+                f"backward pass (after {now} of them; torch.autograd.grad, or .grad set by hand); they were not "
+                "reduced, so ranks would train different models. Call loss.backward(). If they were computed from "
+                f"reduced gradients, write them in place: p.grad.copy_(...) ({OPT_OUT})."
             )
 
 
-def _check_reduced(optimizer: torch.optim.Optimizer, wrapped: Reduced, mine: Iterable[torch.Tensor]) -> None:
+def _check_passes(optimizer: torch.optim.Optimizer, wrapped: Reduced) -> None:
+    """Raise SyncError before a step if the last backward pass of `wrapped` was not reduced."""
     step, name = f"{type(optimizer).__name__}.step()", type(wrapped.module).__name__
     passes = current().part(backward.Passes)
     if passes.depth:
@@ -329,11 +330,6 @@ def _check_reduced(optimizer: torch.optim.Optimizer, wrapped: Reduced, mine: Ite
         raise SyncError(
             f"{step} after a backward pass of {name} under no_sync() or accumulate(is_last=False); ranks would step "
             "on different gradients. Use neither for the last backward pass before a step."
-        )
-    if wrapped.num_reductions == 0 and not (current().door.computes_alike or all(map(hasattr, mine, repeat(REDUCED)))):
-        raise SyncError(
-            f"{step}: the gradients of {name} never went through a backward pass (torch.autograd.grad, or .grad "
-            f"set by hand); ranks would train different models. Call loss.backward() ({OPT_OUT})."
         )
 
 
