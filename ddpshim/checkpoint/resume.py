@@ -195,7 +195,8 @@ class Resumable:
                 "a __len__, or iterate through Resumable.iterations()."
             ) from None
         total = length if num_steps is None else num_steps
-        can_enter = isinstance(loader, Enterable) and loader.can_enter()
+        is_enterable = isinstance(loader, Enterable)
+        can_enter = is_enterable and loader.can_enter()
         if self._world.is_launched and not can_enter:
             say_on_main(
                 "Resumable saves, and reacts to signals, only between two epochs, because this loader cannot resume "
@@ -211,15 +212,15 @@ class Resumable:
         }
         order = self._enter(start, facts, can_enter) if epoch == self.epoch else None
         self.epoch, self.step, self._streams, self._facts, self._loader = epoch, start, None, facts, loader
-        if can_enter:
+        if is_enterable:
             num_passes, first = divmod(start, length)
             if order is not None and num_passes and not first:  # the end of a pass, where torch's sampler may draw
                 num_passes, first = num_passes - 1, length
-            loader.set_epoch(epoch * math.ceil(total / length) + num_passes, start_step=first)
-            loader.restore_order(order, is_inside=start < total and first > 0)
+            number = epoch * math.ceil(total / length) + num_passes
+            loader.enter(number, first, order, is_inside=start < total and first > 0)
         elif order is not None:
             restore_generators(loader, order["generators"])
-        draws_seed = can_enter or order is None or not order["workers stay"]
+        draws_seed = is_enterable or order is None or not order["workers stay"]
         batches, options = iter(loader) if 0 < start < total else iter(()), self._world.options
         for step in range(start, total):
             self.step = step

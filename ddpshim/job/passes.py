@@ -17,16 +17,15 @@ class Enterable:
     def can_enter(self) -> bool:
         return True
 
-    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
-        """Make the next `iter()` begin `epoch` at `start_step`, and later ones the following epochs. Local."""
-        raise NotImplementedError
-
     def order_state(self) -> Optional[dict[str, Any]]:
-        """Return the state from which `restore_order` redraws this pass's order; None if none is needed. Local."""
+        """Return the state from which `enter` redraws this pass's order; None if none is needed. Local."""
         raise NotImplementedError
 
-    def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
-        """Make the next `iter()` redraw the order of the pass of `state` if `is_inside`, else the next one. Local."""
+    def enter(self, epoch: int, step: int, order: Optional[dict[str, Any]] = None, is_inside: bool = False) -> None:
+        """Make the next `iter()` begin `epoch` at `step`, and later ones the following epochs. Local.
+
+        It redraws the order of the pass of `order`, an `order_state`, if `is_inside`, else that of the next one.
+        """
         raise NotImplementedError
 
 

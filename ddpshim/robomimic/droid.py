@@ -54,16 +54,13 @@ class Epochs(Enterable):
             raise AttributeError(name)
         return getattr(self._loader, name)
 
-    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
-        wanted = epoch * self._num_steps + start_step
-        if wanted != self._next:
-            self._next, self._batches = wanted, None
-
     def order_state(self) -> Optional[dict[str, Any]]:
         return order_of(self._loader) if isinstance(self._loader, Enterable) else None
 
-    def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
-        self._order = state
+    def enter(self, epoch: int, step: int, order: Optional[dict[str, Any]] = None, is_inside: bool = False) -> None:
+        wanted, self._order = epoch * self._num_steps + step, order
+        if wanted != self._next:
+            self._next, self._batches = wanted, None
 
     def __iter__(self) -> Iterator[Any]:
         if self._batches is None:
@@ -72,8 +69,7 @@ class Epochs(Enterable):
                 number, first = divmod(self._next, length)
                 if order is not None and number and not first:  # enter at a pass's end: torch's sampler may draw there
                     number, first = number - 1, length
-                self._loader.set_epoch(number, first)
-                self._loader.restore_order(order, is_inside=first > 0)
+                self._loader.enter(number, first, order, is_inside=first > 0)
             self._batches = iter(self._loader)
         while True:
             try:

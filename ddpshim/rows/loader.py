@@ -60,15 +60,13 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
         # A class of the program's may count passes in a way of its own.
         return type(self) is DataLoader and not isinstance(self.dataset, torch_data.IterableDataset)
 
-    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
-        self._first = start_step
-
     def order_state(self) -> dict[str, Any]:
         return {**self._at_a_pass(), "begun with": self._begun_with}
 
-    def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
-        if state is not None:
-            self._begins_with = state["begun with"] if is_inside else state
+    def enter(self, epoch: int, step: int, order: Optional[dict[str, Any]] = None, is_inside: bool = False) -> None:
+        self._first = step
+        if order is not None:
+            self._begins_with = order["begun with"] if is_inside else order
 
     def _at_a_pass(self) -> dict[str, Any]:
         """Return what a pass that begins now begins with, but for the random streams."""

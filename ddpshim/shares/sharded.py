@@ -138,14 +138,15 @@ class ShardedLoader(DataLoader[Any], Enterable):
     def can_enter(self) -> bool:
         return bool(getattr(self, "in_order", True))
 
-    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
-        self._shares.set_epoch(epoch, start_step)
+    def set_epoch(self, epoch: int) -> None:
+        self._shares.set_epoch(epoch)
 
     def order_state(self) -> Optional[dict[str, Any]]:
         return self._shares.state()
 
-    def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
-        self._shares.restore(state, is_inside)
+    def enter(self, epoch: int, step: int, order: Optional[dict[str, Any]] = None, is_inside: bool = False) -> None:
+        self._shares.set_epoch(epoch, step)
+        self._shares.restore(order, is_inside)
 
 
 def _start_worker(start: Optional[Callable[[int], None]], worker: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import io
 import itertools
 import os
@@ -368,14 +369,13 @@ def _enters(kind: str, **options: Any) -> list[Any]:
     data = DRAWS if kind in ("draws", "collates") else NUMBERS
     loader, entered = (ddpshim.make_loader(data, **LOADERS[kind](), **options) for _ in range(2))
     here = torch.device("cpu")
-    loader.set_epoch(4)
+    loader.enter(4, 0)
     batches = iter(loader)
     whole = _trained(batches, 3)
     order, streams = copy.deepcopy(loader.order_state()), rank_states(here)
     whole += _trained(batches)
     after = _trained(iter(loader))
-    entered.set_epoch(4, start_step=3)
-    entered.restore_order(order, is_inside=True)
+    entered.enter(4, 3, order, is_inside=True)
     restore_rank_states(streams, here)
     rest, again = (_trained(iter(entered)) for _ in range(2))
     return [len(whole), rest == whole[3:], again == after, after != whole]
@@ -428,6 +428,37 @@ def test_each_rank_resumes_the_order_of_its_own_share(tmp_path: Path) -> None:
         assert sorted(whole) == list(range(100 * rank, 100 * rank + 12))
         assert resumed == whole[4:]
     assert [sample % 100 for sample in ranks[0][0]] != [sample % 100 for sample in ranks[1][0]]
+
+
+def _rank_resumes_between_epochs(folder: str, kind: str) -> list[list[list[int]]]:
+    """The batches of the last of three epochs, and of the same epoch as a resumed run has them."""
+    if kind != "in any order":
+        ddpshim.cleanup()
+        ddpshim.setup(batch="global", seed=1, device="cpu")
+    of_last: list[list[list[int]]] = []
+    for _ in range(2):
+        if kind == "in any order":
+            loader: Any = ddpshim.make_loader(NUMBERS, batch_size=B, shuffle=True, in_order=False)
+        elif kind == "stream":
+            loader = torch.utils.data.DataLoader(_Stream(), batch_size=B)
+        else:
+            loader = type("OfTheProgram", (torch.utils.data.DataLoader,), {})(NUMBERS, batch_size=B, shuffle=True)
+        training = Resumable(folder, {}, every_n_steps=1)
+        assert training.restore() == bool(of_last)
+        for epoch in range(training.epoch, 3):
+            batches = [batch.tolist() for batch in training.steps(loader, epoch)]
+        of_last.append(batches)
+        preemption.unlisten()
+    return of_last
+
+
+@pytest.mark.parametrize("kind", ["stream", "subclass", "in any order"])
+def test_a_loader_that_cannot_be_entered_in_the_middle_is_resumed_between_epochs(kind: str, tmp_path: Path) -> None:
+    if kind == "in any order" and "in_order" not in inspect.signature(DataLoader.__init__).parameters:
+        pytest.skip("this torch has no in_order")
+    for whole, resumed in run_ranks(_rank_resumes_between_epochs, 2, str(tmp_path), kind):
+        assert len(whole) == N // B
+        assert resumed == whole
 
 
 def _rank_enters_a_stream(folder: str) -> None:

@@ -250,8 +250,7 @@ def _epochs() -> tuple[list[list[int]], list[list[int]]]:
     for start in (0, 1):
         epochs = adapter.Epochs(DataLoader(list(range(10)), batch_size=4, shuffle=True, drop_last=True), 3)  # type: ignore[arg-type]
         if start:
-            epochs.set_epoch(start)
-            epochs.restore_order(saved[0], is_inside=True)
+            epochs.enter(start, 0, saved[0], is_inside=True)
             restore_rank_states(saved[1], torch.device("cpu"))
         runs.append([])
         for epoch in range(start, 3):

@@ -274,8 +274,8 @@ def _passes(loader: Any, ends: tuple[int, ...] = (99, 99)) -> list[Any]:
 def _resumed(loader: Any, step: int = 3) -> list[Any]:
     """What a pass gives from a step on, as if the steps before it had been made."""
     torch.manual_seed(7)
-    if hasattr(loader, "set_epoch"):
-        loader.set_epoch(0, step)
+    if hasattr(loader, "enter"):
+        loader.enter(0, step)
         found = [*map(_whole, loader)]
     else:
         found = [*map(_whole, loader)][step:]

@@ -179,8 +179,7 @@ def test_a_pass_is_entered_in_the_middle_on_any_number_of_ranks(given: dict[str,
     assert sorted(sample for one in iterators for sample in next(one).tolist()) == whole[1][0]
     entered = make_loaders(after, torch.arange(96), **options)
     for rank, loader in enumerate(entered):
-        loader.set_epoch(1, start_step=5)
-        loader.restore_order(again[rank].order_state() if rank < 2 else None, is_inside=True)
+        loader.enter(1, 5, again[rank].order_state() if rank < 2 else None, is_inside=True)
     assert [together(entered) for _ in range(2)] == [whole[1][5:], whole[2]]
 
 
