@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import importlib
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, Optional
 
 from ddpshim.errors import ReportError
 from ddpshim.observe import records
-from ddpshim.observe.report import Curve, Rows, find, imported
+from ddpshim.observe.report import Curve, Rows, find
 
 Curves = dict[str, Curve]  # by name
 
@@ -127,7 +128,10 @@ def _read(place: Path, kind: str) -> Curves:
 
 def _events(path: Path) -> Iterator[tuple[str, float, float]]:
     """Yield the scalars of a TensorBoard file: a length of 8 bytes, its checksum, an event, its checksum, and so on."""
-    module = imported("tensorboard.compat.proto.event_pb2", "tensorboardX.proto.event_pb2")
+    module: Any = None
+    for name in ("tensorboard.compat.proto.event_pb2", "tensorboardX.proto.event_pb2"):
+        with contextlib.suppress(ImportError):
+            module = module or importlib.import_module(name)
     if module is None:
         raise ReportError(f"{path} cannot be read without tensorboard or tensorboardX. Run `pip install tensorboard`.")
     data, at = path.read_bytes(), 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib
 import math
 import time
 from collections.abc import Mapping
@@ -67,7 +65,7 @@ class Run:
 
     @functools.cached_property
     def curves(self) -> dict[str, Curve]:
-        """The run's numbers by name and epoch: as the trainer averaged them, else the means over ranks."""
+        """The run's numbers by name and epoch: the means over ranks, and those of episodes."""
         curves: dict[str, Curve] = {}
         for phase in ("training", "validation"):
             for epoch, passes in self.passes(phase).items():
@@ -131,15 +129,12 @@ def find(folder: Path) -> Optional[Run]:
 
 
 def _means(passes: Mapping[int, Record]) -> dict[str, float]:
-    """Return the means of the ranks' numbers: the trainer's own, equal on all ranks, where it computed them."""
+    """Return the means of the ranks' numbers."""
     found: dict[str, list[float]] = {}
     for record in passes.values():
         for name, value in (record.get("own") or {}).items():
             found.setdefault(name, []).append(value)
-    means = {name: sum(values) / len(values) for name, values in found.items()}
-    for record in passes.values():
-        means.update(record.get("mean") or {})
-    return means
+    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def verdict(run: Run) -> str:
@@ -271,14 +266,6 @@ def figure(run: Run) -> Any:
         ms = [1000 * record["seconds"][part] / record["steps"] for record in timed.values()]
         drawn.add_trace(go.Bar(x=[f"rank {rank}" for rank in timed], y=ms, name=part.replace("_", " ")), row=3, col=1)
     return drawn.update_layout(barmode="stack", height=1100)
-
-
-def imported(*names: str) -> Any:
-    """Return the first of the modules that is installed, or None. Local."""
-    for name in names:
-        with contextlib.suppress(ImportError):
-            return importlib.import_module(name)
-    return None
 
 
 def _safe(text: str) -> str:

@@ -86,8 +86,6 @@ def test_two_ranks_their_mean_and_what_to_look_at(tmp_path: Path) -> None:
     assert "| 1 | 3 | | 4, 2 |" in text
     assert "| 1 | Lift | 10 | 90% (56% to 100%) | 2 |" in text
     assert "| 1 | 10 | 100.00 | 10% | 80% | 10% |" in text, "the epoch that warms up is left out"
-    _put(tmp_path / "logged", 0, _start(world_size=1), _epoch(1, 4.0, mean={"Loss": 7.0}), _end())
-    assert load(tmp_path / "logged").losses("training") == {1: 7.0}, "the trainer's own mean counts"
 
 
 def test_a_later_start_on_other_ranks_replaces_what_it_does_again(tmp_path: Path) -> None:
