@@ -12,7 +12,6 @@ import tempfile
 import threading
 import time
 import warnings
-from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -36,7 +35,6 @@ from ddpshim.process.say import ranks_called, say_once
 _LOOK_EVERY_S = 0.5
 _OTHERS_S = 3.0  # for ranks to report that they fail too, and to end after their result
 _STOPPING_S = 30.0
-_STORE_S = 1800.0
 # Variables that a launcher of another job may have set in this process.
 _OF_LAUNCHERS = (variables.LAUNCHER, variables.RANK_LOGS, "TORCHELASTIC_RUN_ID")
 
@@ -88,8 +86,7 @@ def spawn(
 
         def started() -> None:
             # After the forks, so that no rank has its thread. Not in rank 0: the others read who failed if it dies.
-            timeout = timedelta(seconds=_STORE_S)
-            store = dist.TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             meanwhile.callback(lambda: store)  # keeps it until the ranks have ended
             for _ in range(nproc):
                 port.put(store.port)
