@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import shutil
 import sys
@@ -42,8 +41,7 @@ class Certifier(StepRecorder):
         self._every: int = self._document["every"]
         self._num_steps, self._has_begun = 0, False
         self._marked = 0  # the step of the last mark
-        self._losses: list[list[Any]] = []  # of the backward passes of each step since the last mark
-        self._next_losses: list[Any] = []  # of the step that is not made yet
+        self._losses: list[list[Any]] = [[]]  # of each step since the last mark, and of the one that is not made yet
         self._stepped: dict[int, Any] = {}  # optimizers, since the last mark, in the order of their first steps
         self._environment: dict[str, Any] = {}
         self._num_new = 0  # marks that the file does not have
@@ -60,15 +58,14 @@ class Certifier(StepRecorder):
     def _see_loss(self, tensors: Any) -> None:
         # Not a pass inside another one of this thread (a checkpoint's).
         if torch._C._current_graph_task_id() < 0:
-            self._next_losses += [plain(loss).detach().clone() for loss in losses_of(tensors)]
+            self._losses[-1] += [plain(loss).detach().clone() for loss in losses_of(tensors)]
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._has_begun:
             self._begin()
         self._stepped.setdefault(id(optimizer), optimizer)
         self._num_steps += 1
-        self._losses.append(self._next_losses)
-        self._next_losses = []
+        self._losses.append([])
         if self._num_steps in self._at if self._at else self._num_steps % self._every == 0:
             self._mark()
         if self._num_steps == self._last and not self._ends:
@@ -131,11 +128,12 @@ class Certifier(StepRecorder):
 
     def _mark(self) -> None:
         """Record the state after this step, on the main rank. Local."""
-        here, steps, self._losses = world(), self._losses, []
-        self._marked = self._num_steps
+        here, (*steps, not_made) = world(), self._losses
+        self._losses, self._marked = [not_made], self._num_steps
         if not here.is_main:
             return
-        losses = [_sum([float(loss) for loss in step]) for step in steps]  # all ranks have the same
+        # All ranks have the same. Sorted: then the bits of a sum do not depend on the order.
+        losses = [sum(sorted(map(float, step)), 0.0) for step in steps]
         if not self._written:
             self._reads.look()
         groups = [group for optimizer in self._stepped.values() for group in optimizer.param_groups]
@@ -207,11 +205,6 @@ class Certifier(StepRecorder):
         self._write(is_complete)
         if self._last is None:
             say(f"{self._path} certifies {self._marked} steps; check it with `check --certificate`")
-
-
-def _sum(losses: list[float]) -> float:
-    """Return a sum whose bits do not depend on the order."""
-    return math.fsum(losses) if all(map(math.isfinite, losses)) else sum(losses)
 
 
 def _link(written: Path, kept: Path) -> None:
