@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from ddpshim.errors import LaunchError, WorldError
+from ddpshim.launch.runner import end_of
 from ddpshim.process.say import count
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 _RANKS, _TRAININGS = __file__, str(Path(__file__).with_name("selftest_trainings.py"))
 _PACKAGES = ("robomimic", "robosuite", "mujoco", "diffusers", "h5py")
 _LIMIT = 1e-9  # of differences in float64, relative to the largest value
-_NUM_LAST_LINES = 20
 _MOST_RANKS = 8  # where --nproc says nothing
 _SAME = "ranks train as one process does"
 PROVES = {
@@ -118,7 +118,8 @@ class _Jobs:
     def _call(self, command: list[str]) -> tuple[int, float, str]:
         """Run a command to its end; return its exit code (124 at the deadline), seconds, and its last lines."""
         begun = time.monotonic()
-        with tempfile.TemporaryFile("w+", errors="replace") as output:
+        log = self._folder / "output.txt"
+        with log.open("wb") as output:
             streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
             process = subprocess.Popen(command, cwd=self._folder, env=self._environ, **streams)
             try:
@@ -131,11 +132,8 @@ class _Jobs:
                     process.wait(20)
                 process.kill()
                 process.wait()
-            output.seek(0)
-            lines = output.read().strip().splitlines()[-_NUM_LAST_LINES:]
-        if code == 124:
-            lines.append(f"not finished within {self._timeout_s:g} s; a slow machine needs a longer --timeout")
-        return code, time.monotonic() - begun, "\n".join(lines)
+        late = f"\nnot finished within {self._timeout_s:g} s; a slow machine needs a longer --timeout"
+        return code, time.monotonic() - begun, end_of(log) + (late if code == 124 else "")
 
 
 def compared(name: str, found: Mapping[str, Any], expected: Mapping[str, Any], seconds: float) -> Result:
