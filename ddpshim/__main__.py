@@ -182,7 +182,6 @@ def _add_check(commands: Commands) -> None:
         "weights, and print yes, or the first difference (`python -m ddpshim docs check`). The trainer's output "
         "goes to ddpshim-logs, and new files that it makes are removed. Exit code: 0 the same, 1 different or wrong, "
         "2 nothing could be compared.",
-        usage="%(prog)s [options] (script.py | -m package.module) [arguments]",
     )
     text = "repeat a part of a certified run (`run --certify FILE`), and compare its bits; --nproc 1 will do"
     check.add_argument("--certificate", type=Path, metavar="FILE", help=text)
@@ -248,7 +247,6 @@ def _add_run(commands: Commands) -> None:
         description="Launch a trainer through torchrun. The command is checked first; each rank has a log; the "
         "first failure is printed last. Exit code: that of the rank that failed first, 128 + N if signal N "
         "ended it, 2 if nothing could be started.",
-        usage="%(prog)s [options] (script.py | -m package.module) [arguments]",
     )
     text = "ranks on this node; auto: one for each GPU, else for each core"
     run.add_argument(*_NPROC, type=nproc, metavar="N|gpu|cpu|auto", help=text)
@@ -305,7 +303,6 @@ def _add_slurm(commands: Commands) -> None:
         description="Print an sbatch script. SLURM signals the trainer before the time limit; if the trainer saves and "
         "exits with code 75, the job is requeued. Redirect the script into a file, read it, and `sbatch` it. If "
         "the trainer does not exist on this machine, that is only a warning: the job may run elsewhere.",
-        usage="%(prog)s [options] -- (script.py | -m package.module) [arguments]",
     )
     slurm.add_argument("--nodes", "--nnodes", type=positive, default=1, metavar="N", help="nodes (1)")
     text = "GPUs of each node, 0 for the CPU (1)"
@@ -337,6 +334,7 @@ def _slurm(arguments: argparse.Namespace) -> int:
 
 def _add_program(parser: argparse.ArgumentParser, nargs: Optional[str] = None) -> None:
     """Add the trainer and its arguments, which are passed to it unchanged."""
+    parser.usage = "%(prog)s [options] (script.py | -m package.module) [arguments]"
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("program", nargs=nargs, help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -349,11 +347,8 @@ class Parser(argparse.ArgumentParser):
     prints the usage of the sub-command and the nearest name. A group without a command prints its help.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
-
     def parse_known_args(self, args: Optional[Sequence[str]] = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        options = self._option_string_actions
+        self.allow_abbrev, options = False, self._option_string_actions
         for name in [*options]:
             options.setdefault(re.sub(r"(?<=\w)-", "_", name), options[name])
         if self.get_default("run") is None and not args:
