@@ -148,8 +148,6 @@ def _is_part(value: Any) -> bool:
 
 def _meet(what: str) -> None:
     here = world()
-    if here.world_size == 1:
-        return
     of_ranks = here.gather_with_deadline(f"sharded/{what}", None, _DEADLINE_S)
     if missing := [rank for rank in range(here.world_size) if rank not in of_ranks]:
         raise SyncError(
