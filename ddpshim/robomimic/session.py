@@ -112,7 +112,7 @@ class Session:
         completed, and so are its metrics.
 
         Args:
-            validates: this is a pass over validation data; ranks may save and exit between its batches.
+            validates: this is a pass over validation data.
             best_so_far: saved with the progress for `resume`.
 
         Raises DataError if the loader has no batch: upstream would fail with a StopIteration without words.
@@ -129,16 +129,8 @@ class Session:
                 )
             here.barrier()
         self._epoch, self._num_steps, self._validates = epoch, num_steps or 0, validates
-        if training is None:
+        if training is None or validates:
             return loader, num_steps
-        if validates:
-
-            def looked(batch: Any) -> Any:
-                training.look()  # here ranks may save and exit
-                return batch
-
-            # `map` begins the pass now, with its draws, even if no batch is asked for.
-            return Batches(loader, lambda: map(looked, loader)), num_steps
         assert self._algo is not None
         self._algo.release()
         number, total = epoch - _FIRST_EPOCH, self._num_steps
@@ -151,8 +143,10 @@ class Session:
         return Batches(loader, lambda: training.steps(loader, number, total)), total - start
 
     def note_step(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Note the metrics of a step, and return them. Local."""
-        if self.progress is not None and not self._validates:
+        """Note the metrics of a step, and return them; after one of validation ranks may save and exit (collective)."""
+        if self.progress is not None and self._validates:
+            self.progress.look()
+        elif self.progress is not None:
             for key, value in metrics.items():
                 self._metrics.setdefault(key, []).append(float(value))
         return metrics

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import ddpshim
+from ddpshim.checkpoint import resume
 from ddpshim.checkpoint.resume import Resumable
 from ddpshim.evaluation import dealing, environments
 from ddpshim.job.world import World
@@ -287,6 +288,31 @@ def test_a_signal_ends_the_rollouts_of_all_ranks_which_save(tmp_path: Path) -> N
     said = run_ranks(_rank_gets_a_signal, 2, tmp_path)
     assert [(code, epoch) for code, _, epoch in said] == [(75, 3)] * 2
     assert all(played < 500 for _, played, _ in said)
+
+
+def _rank_gets_a_signal_in_validation(folder: Path) -> tuple[Any, int]:
+    resume._LOOK_EVERY_S = 0.0
+    here, training = ddpshim.world(), session()
+    training.progress = Resumable(folder, {})
+    batches, _ = training.begin_epoch([torch.ones(1)] * 50, 1, None, True, ())
+    code = None
+    try:
+        for number, _ in enumerate(batches):
+            if (here.rank, number) == (1, 3):
+                os.kill(os.getpid(), signal.SIGUSR1)
+            assert training.note_step({"Loss": 0.5}) == {"Loss": 0.5}
+    except SystemExit as left:
+        code = left.code
+    ddpshim.setup()
+    assert Resumable(folder, {}).restore()
+    return code, number
+
+
+def test_a_signal_in_a_validation_ends_it_on_all_ranks_in_the_same_step(tmp_path: Path) -> None:
+    one, other = run_ranks(_rank_gets_a_signal_in_validation, 2, tmp_path)
+    assert one == other
+    assert one[0] == 75
+    assert 3 <= one[1] < 49
 
 
 @pytest.mark.unit
