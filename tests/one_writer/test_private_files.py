@@ -252,6 +252,23 @@ def checkpoints() -> Any:
     with Path("models/2.pt").open("rb") as file:
         seen.append(torch.load(file))
     seen += [torch.load("models/latest.pt"), torch.load("best.pt")]
+    os.link("models/latest.pt", "linked.pt")
+    for refused, error in (
+        (lambda: os.link("best.pt", "linked.pt"), FileExistsError),
+        (lambda: os.replace("linked.pt", "models"), IsADirectoryError),
+        (lambda: os.rmdir("linked.pt"), NotADirectoryError),
+    ):
+        with pytest.raises(error):
+            refused()
+    with open("moved.pt", "r+b") as file:
+        start = file.read(2)
+        file.seek(0)
+        file.write(start)
+    seen += [torch.load("linked.pt"), torch.load("moved.pt"), start]
+    os.makedirs("parts/inner")
+    torch.save({"part": 1}, "parts/inner/1.pt")
+    os.rename("parts", "kept")
+    seen += [os.listdir("kept/inner"), torch.load("kept/inner/1.pt"), os.path.exists("parts/inner/1.pt")]
     return seen, os.path.isfile("models/2.pt"), os.path.exists("models/0.pt")
 
 

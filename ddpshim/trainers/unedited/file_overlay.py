@@ -2,7 +2,7 @@
 
 A `View` is one rank's own changes, on top of the files that existed when the job began. Its paths are absolute and
 contain no folder that is a link; `View.find` returns such paths. A file that a rank has made is at the same path below
-the rank's private folder, `View.top`.
+the rank's private folder, `View.top`; for one that the main rank saves, an empty file stands there.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ class View:
                 path = path[len(self.top) :] or "/"
             folder, name = os.path.split(path)
             path = os.path.join(self._without_links(folder), name)
-            place = self.place(path) if follows and path not in self._saves else ""
+            place = self._seen_at(path) if follows else ""
             if not stat.S_ISLNK(_mode(place)):
                 return path
             path = os.path.join(os.path.dirname(path), posix.readlink(place))
@@ -355,15 +355,19 @@ class View:
 
     def place(self, path: str) -> str:
         """Return where to read the file at `path`; a path where nothing exists if this rank sees nothing there."""
-        own = self.top + path
-        if _exists(own):
-            return own
-        if path in self._saves:
+        if path in self._saves and path not in self._unknown:
             if not self._saves.wait_for(path) or _exists(path):
                 return path
-            # The main rank has removed it again, as this rank will: until then a file without content represents it,
-            # with its size and time: programs remove their oldest checkpoints.
+            # The main rank has removed it again, as this rank will: until then its empty file stands for it, with its
+            # size and time: programs remove their oldest checkpoints.
+            _remove_quietly(self.top + path)  # it may be the file of a hard link, too
             self._restore(self._saves.state(path))
+        return self._seen_at(path)
+
+    def _seen_at(self, path: str) -> str:
+        """Return `place(path)` without waiting: for a file in `saves`, that of the empty file that stands for it."""
+        own = self.top + path
+        if _exists(own):
             return own
         # The disk first: the main rank announces a file before it makes it, so the news cover every file seen here.
         is_there = _exists(path)
@@ -385,16 +389,16 @@ class View:
         """Return where to write the file at `path`; `keeps`: with its content; `is_new`: it must not exist yet."""
         own = self.top + path
         self._make_folder_of(path)  # first, because it may take in news
-        place = None if path in self._saves else self.place(path)
-        if place is not None and is_special(place):
+        place = self._seen_at(path)
+        if is_special(place):
             return place
-        if is_new and (place is None or _exists(place)):
+        if is_new and _exists(place):
             raise _error(errno.EEXIST, path)
         if keeps and self._is_known(path):
             self._copy(path, self.place(path), own)
-        elif place is not None and _is_folder(place) and place != own:
+        elif _is_folder(place) and place != own:
             posix.mkdir(own)
-        if place is not None and not _exists(place) and not self._is_hidden(path):
+        if not _exists(place) and not self._is_hidden(path):
             self._hidden[path] = True  # the file that the main rank makes there
         self._saves.forget(path)
         if not keeps:
@@ -407,7 +411,6 @@ class View:
         if not self._is_hidden(folder):
             self._look(folder)
         own_names = {*(posix.listdir(own) if _is_folder(own) else ())}
-        own_names |= {*self._saves.in_folder(folder)}
         hidden, others = self._hidden_in(folder), self._is_hidden(folder)
         shown = [name for name in found if name in own_names or not hidden.get(name, others)]
         return shown + sorted(own_names.difference(found))
@@ -417,53 +420,47 @@ class View:
         if self._is_hidden(folder) or _is_folder(self.top + folder):
             return True
         self._look(folder)
-        is_other = _is_folder(self.top + folder) or bool(self._saves.in_folder(folder))
-        return is_other or any(self._hidden_in(folder).values())
+        return _is_folder(self.top + folder) or any(self._hidden_in(folder).values())
 
     # Changing files
 
     def leave_to_main(self, path: str) -> None:
-        """Record that the main rank saves the file at `path`, and drop this rank's own."""
+        """Record that the main rank saves the file at `path`: an empty file replaces this rank's own."""
         _remove_quietly(self.top + path)
         self._unknown.pop(path, None)
         self._saves.note(path)
+        self._make_own(os.path.dirname(path))
+        posix.close(posix.open(self.top + path, os.O_WRONLY | os.O_CREAT))
 
     def remove(self, path: str, is_folder: bool) -> None:
         """os.rmdir, or os.unlink."""
-        if path in self._saves:
-            _remove_quietly(self.top + path)
-        else:
-            mode = posix.lstat(self.place(path)).st_mode
-            if is_folder and stat.S_ISDIR(mode) and self.names(path):
-                raise _error(errno.ENOTEMPTY, path)
-            if is_folder != stat.S_ISDIR(mode):
-                raise _error(errno.ENOTDIR if is_folder else errno.EISDIR, path)
-            if _exists(self.top + path):  # news may have been taken in since `place`
-                (posix.rmdir if is_folder else posix.unlink)(self.top + path)
-            self._folders.clear()
+        mode = posix.lstat(self._seen_at(path)).st_mode
+        if is_folder and stat.S_ISDIR(mode) and self.names(path):
+            raise _error(errno.ENOTEMPTY, path)
+        if is_folder != stat.S_ISDIR(mode):
+            raise _error(errno.ENOTDIR if is_folder else errno.EISDIR, path)
+        if _exists(self.top + path):  # news may have been taken in since `_seen_at`
+            (posix.rmdir if is_folder else posix.unlink)(self.top + path)
+        self._folders.clear()
         self._forget(path)
 
     def move(self, source: str, to: str, keeps_source: bool = False) -> None:
-        """os.rename, or os.link with `keeps_source`; also of files in `saves`."""
+        """os.rename, or os.link with `keeps_source`; of a file in `saves`, the empty file that stands for it."""
         if source == to:
             return
         self._make_folder_of(to)
         self._unknown.pop(to, None)
-        if source in self._saves:
-            for path in (source, to):
-                _remove_quietly(self.top + path)
-        else:
-            info = posix.lstat(self.place(source))
-            self._check_target(source, stat.S_ISDIR(info.st_mode), to, keeps_source)
-            self._make_folder_of(source)
-            self._copy(source, self.place(source), self.top + source)
-            if _exists(self.top + to) and stat.S_ISDIR(info.st_mode):
-                posix.rmdir(self.top + to)
-            (posix.link if keeps_source else posix.replace)(self.top + source, self.top + to)
-            for path in [path for path in self._unknown if f"{path}/".startswith(f"{source}/")]:
-                before = self._unknown[path] if keeps_source else self._unknown.pop(path)
-                moved = to + path[len(source) :]
-                self._unknown[moved] = before._replace(path=moved)
+        info = posix.lstat(self._seen_at(source))
+        self._check_target(source, stat.S_ISDIR(info.st_mode), to, keeps_source)
+        self._make_folder_of(source)
+        self._copy(source, self._seen_at(source), self.top + source)
+        if _exists(self.top + to) and stat.S_ISDIR(info.st_mode):
+            posix.rmdir(self.top + to)
+        (posix.link if keeps_source else posix.replace)(self.top + source, self.top + to)
+        for path in [path for path in self._unknown if f"{path}/".startswith(f"{source}/")]:
+            before = self._unknown[path] if keeps_source else self._unknown.pop(path)
+            moved = to + path[len(source) :]
+            self._unknown[moved] = before._replace(path=moved)
         self._saves.move(source, to, keeps_source)
         if not keeps_source:
             self._forget(source)
@@ -523,7 +520,7 @@ class View:
                 self._to_be_shown.append(before.path)  # until `see_what_is_shared`
             elif before.kind == "nothing":
                 self._hidden[before.path] = True  # also if this rank has made something there: it stays visible on top
-            elif not (_exists(self.top + before.path) or self._is_hidden(before.path) or before.path in self._saves):
+            elif not (_exists(self.top + before.path) or self._is_hidden(before.path)):
                 self._restore(before)
 
     def _restore(self, before: Before) -> None:
@@ -584,8 +581,7 @@ class View:
                 posix.mkdir(own, stat.S_IMODE(info.st_mode) | stat.S_IRWXU)
             for name in names:
                 inner = os.path.join(path, name)
-                if inner not in self._saves:
-                    self._copy(inner, self.place(inner), self.top + inner)
+                self._copy(inner, self._seen_at(inner), self.top + inner)
         elif place != own and stat.S_ISLNK(info.st_mode):
             posix.symlink(posix.readlink(place), own)
         elif place != own:
@@ -594,16 +590,15 @@ class View:
             posix.utime(partial, ns=(info.st_atime_ns, info.st_mtime_ns))
             posix.chmod(partial, stat.S_IMODE(info.st_mode) | stat.S_IRUSR | stat.S_IWUSR)
             self._look(path)  # the main rank may have changed it meanwhile, which it has announced before
-            if _exists(own):  # what was there before
+            if _exists(own) and path not in self._saves:  # what was there before
                 posix.unlink(partial)
             else:
                 posix.replace(partial, own)
 
     def _check_target(self, source: str, is_folder: bool, to: str, must_be_new: bool) -> None:
-        is_saved = to in self._saves
-        mode = 0 if is_saved else _mode(self.place(to))
+        mode = _mode(self._seen_at(to))
         if must_be_new:
-            number = errno.EEXIST if is_saved or mode else 0
+            number = errno.EEXIST if mode else 0
         elif stat.S_ISDIR(mode):
             number = 0 if is_folder and not self.names(to) else (errno.ENOTEMPTY if is_folder else errno.EISDIR)
         else:

@@ -200,8 +200,7 @@ class MainsSaves:
         self._world, self._process = world, os.getpid()
         self._num = 0
         self._num_to: dict[str, int] = {}
-        self._is_newer: dict[str, bool] = {}
-        self._there: dict[str, tuple[int, int]] = {}  # the number of its last save, among all and among those to it
+        self._there: dict[str, int] = {}  # the number of its last save, among all
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_world": None, "_process": None}  # a child process does not wait
@@ -210,18 +209,15 @@ class MainsSaves:
         return path in self._there
 
     def is_newer(self, path: str) -> bool:
-        """Whether the main rank has saved to `path` more often than this rank. Valid after `wait_for`."""
-        return path in self._there and self._is_newer.get(path, False)
-
-    def in_folder(self, folder: str) -> list[str]:
-        """Return the names of the saved files in `folder`."""
-        return [os.path.basename(path) for path in self._there if os.path.dirname(path) == folder]
+        """Whether the main rank has saved to `path` more often than this rank; False in a child process."""
+        is_known = path in self._there and os.getpid() == self._process
+        return is_known and self._world.count(f"saved to {path}") > self._num_to[path]
 
     def note(self, path: str) -> None:
         """Record a save to `path`. On the main rank, call it after the file is written."""
         self._num += 1
         self._num_to[path] = self._num_to.get(path, 0) + 1
-        self._there[path] = self._num, self._num_to[path]
+        self._there[path] = self._num
         if os.getpid() == self._process and self._world.is_main:
             self._world._job.store.set(self._key(path), messages.packed([*state_of(path)]))
             # In this order: `wait_for` takes the total as proof that the count of each path is up to date.
@@ -256,13 +252,12 @@ class MainsSaves:
         if os.getpid() != self._process:
             return False  # a child shares its parent's connection to the store and must not use it
         count, timeout_s = self._world.count, self._world.options.timeout_s
-        number, number_to_path = self._there[path]
+        number, number_to_path = self._there[path], self._num_to[path]
         end, is_late = time.monotonic() + timeout_s, False
         while (found := count(f"saved to {path}")) < number_to_path and time.monotonic() < end:
             if not is_late and count("saved") >= number:
                 is_late, end = True, min(end, time.monotonic() + _THREADS_S)
             time.sleep(_TICK_S)
-        self._is_newer[path] = found > number_to_path
         if found < number_to_path:
             raise SyncError(
                 f"rank {self._world.rank} is to load {path}, its save number {number}, but of the main rank's "
