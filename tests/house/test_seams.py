@@ -58,6 +58,7 @@ PRECISION = "tools/test_check.py::test_precision_of_a_backward_pass"
 IN_BACKGROUND = "one_writer/test_background.py"
 OF_TORCH = "tools/test_certificate.py::test_code_that_torch_writes"
 SHARED = "same_gradients/test_unshared.py::test_after_setup_gradients_have"
+COMMANDS = "one_writer/test_private_files.py::test_the_main_rank_runs_commands"
 READS = "robomimic/test_robomimic.py::test_a_step_reads_all_norms_at_once"
 AGENT = "torch/distributed/elastic/multiprocessing/api.py"
 WRAPPER = "torch/nn/parallel/distributed.py, DistributedDataParallel.__init__ and _ddp_init_helper"
@@ -119,6 +120,7 @@ SEAMS = [
     Seam("_inheriting", "auto.py", "launch/test_unedited.py::test_auto_starts_a_rank", "Lib/multiprocessing/spawn.py"),
     Seam("_pytree", "checkpoint/files.py", f"{IN_BACKGROUND}::test_an_error_in_the_back", "torch/utils/_pytree.py"),
     Seam("_use_fd_functions", "trainers/unedited/private_files.py", "test_rmtree_compares_inodes", "Lib/shutil.py"),
+    Seam("_wrap_close", "trainers/unedited/clock.py", COMMANDS, "Lib/os.py, os.popen"),
     Seam("_config", "tools/new_files.py", "tools/test_check.py::test_images_augmented", "Lib/multiprocessing"),
     Seam("_instances", "process/say.py", "test_an_open_progress_bar", "tqdm/std.py, tqdm.__new__"),
     Seam("_option_string_actions", "__main__.py", "tools/test_command_line.py::test_torchruns_spellings", "argparse"),

@@ -383,8 +383,9 @@ def commands() -> Any:
         found.append(subprocess.call(["sh", "-c", "echo hash; exit 3"], stdout=file))
     found.append(subprocess.getstatusoutput("cat run/hash; rm run/copy/a.py; false"))
     found.append([subprocess.getoutput("echo z | tee -a log.txt"), os.system("echo z >> log.txt")])
-    with os.popen("mkdir run/popen; exit 2") as stream:
-        found.append([stream.read(), stream.close()])
+    for end in ("exit 2", "kill -9 $$", "true"):
+        with os.popen(f"mkdir -p run/popen; echo a; echo b; {end}") as stream:
+            found.append([stream.readline(), *stream, stream.close()])
     for command, timeout_s, kind in (
         ("echo no >> log.txt; echo why >&2; exit 4", None, subprocess.CalledProcessError),
         ("echo early; sleep 9", 0.2, subprocess.TimeoutExpired),

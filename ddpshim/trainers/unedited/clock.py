@@ -22,7 +22,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, Callable, Optional, TypeVar
 
 from ddpshim.errors import WorldError
@@ -227,19 +227,8 @@ class Commands:
         if mode != "r":
             return _popen(command, mode, buffering)
         done = self._completed(line, command, shell=True, text=True, stdout=subprocess.PIPE)
-        return _Stream(done.stdout, done.returncode)
-
-
-class _Stream(io.StringIO):
-    """The stream that os.popen returns, of a command that has ended."""
-
-    def __init__(self, text: str, code: int) -> None:
-        super().__init__(text)
-        self._code = code
-
-    def close(self) -> Optional[int]:  # type: ignore[override]
-        super().close()
-        return (self._code << 8 if self._code > 0 else self._code) or None
+        pythons: Any = os._wrap_close
+        return pythons(io.StringIO(done.stdout), SimpleNamespace(wait=lambda: done.returncode))
 
 
 def _outcome(args: Any, kwargs: Any) -> list[Any]:
