@@ -7,15 +7,14 @@ file is left behind, whatever ends. Main processes wait for their own workers on
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import os
-import pickle
 import socket
 import struct
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Client, Listener
 from typing import Any, Callable, NamedTuple
 
 import torch
@@ -47,35 +46,31 @@ class Lines:
         self.where = f"in DataLoader worker process {worker}"
         self._owner = f"data worker {worker} of local rank {owner}"
         # On the owner those of its peers, by rank; else the owner's: -1.
-        self._of_ranks: dict[int, io.BufferedRWPair] = {}
+        self._of_ranks: dict[int, Any] = {}
 
-    def _lines(self) -> dict[int, io.BufferedRWPair]:
+    def _lines(self) -> dict[int, Any]:
         if not self._of_ranks:
             self._of_ranks = self._accepted() if self.is_owner else {-1: self._connected()}
         return self._of_ranks
 
-    def _accepted(self) -> dict[int, io.BufferedRWPair]:
-        found: dict[int, io.BufferedRWPair] = {}
-        with socket.socket(socket.AF_UNIX) as waiting:
-            waiting.bind(self._name)
-            waiting.listen(self._address.local_size)
+    def _accepted(self) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+        with Listener(self._name, "AF_UNIX", self._address.local_size) as waiting:
             while len(found) < self._address.local_size - 1:
-                accepted = waiting.accept()[0]
-                if _is_ours(accepted):
-                    line = accepted.makefile("rwb")
-                    found[pickle.load(line)] = line
+                line = waiting.accept()
+                if _is_ours(line):
+                    found[line.recv()] = line
         return found
 
-    def _connected(self) -> io.BufferedRWPair:
-        owner = socket.socket(socket.AF_UNIX)
-        while error := owner.connect_ex(self._name):
-            if error != errno.ECONNREFUSED:  # else it has not started yet
-                raise OSError(error, f"{os.strerror(error)}: {self._owner}")
+    def _connected(self) -> Any:
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):  # it has not started yet
+                line = Client(self._name, "AF_UNIX")
+                break
             time.sleep(_RETRY_S)
-        if not _is_ours(owner):
+        if not _is_ours(line):
             raise DataError(f"the socket of {self._owner} belongs to another user")
-        line = owner.makefile("rwb")
-        _write(line, self._address.rank)
+        line.send(self._address.rank)
         return line
 
     def send(self, of_rank: Callable[[int], Any]) -> None:
@@ -84,44 +79,40 @@ class Lines:
             message = io.BytesIO()
             torch.save(of_rank(rank), message)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended this pass
-                _write(line, message.getvalue())
+                line.send_bytes(message.getbuffer())
 
     def receive(self) -> Any:
         """Return what the owner has sent."""
         line = self._lines()[-1]
         with self._naming():
-            message = pickle.load(line)
+            message = line.recv_bytes()
         return torch.load(io.BytesIO(message), weights_only=False)
 
     @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:
         try:
             yield
-        except (EOFError, pickle.UnpicklingError, ConnectionResetError, BrokenPipeError):
+        except (EOFError, OSError) as error:  # the latter also in the middle of a message
             raise DataError(
                 f"{self._owner}, which fetches batches for all ranks of the node, or one of those that get their rows, "
                 "has ended: it was killed, or its rank failed. Its rank says why"
-            ) from None
+            ) from error
 
     def all(self, answer: bool) -> bool:
         """Return whether `answer` is true on the owner and on all its peers."""
         lines = self._lines()
         with self._naming():
             if not self.is_owner:
-                _write(lines[-1], answer)
-                return bool(pickle.load(lines[-1]))
-            answers = [answer, *map(pickle.load, lines.values())]
+                lines[-1].send(answer)
+                return bool(lines[-1].recv())
+            answers = [answer, *(line.recv() for line in lines.values())]
         for line in lines.values():
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                _write(line, all(answers))
+                line.send(all(answers))
         return all(answers)
 
 
-def _is_ours(line: socket.socket) -> bool:
+def _is_ours(line: Any) -> bool:
     option: int = socket.SO_PEERCRED  # type: ignore[attr-defined, unused-ignore]
-    return bool(_UID.unpack(line.getsockopt(socket.SOL_SOCKET, option, _UID.size))[1] == os.getuid())
-
-
-def _write(line: io.BufferedRWPair, value: Any) -> None:
-    pickle.dump(value, line, protocol=5)  # which writes bytes as they are
-    line.flush()
+    with socket.fromfd(line.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
+        return bool(_UID.unpack(end.getsockopt(socket.SOL_SOCKET, option, _UID.size))[1] == os.getuid())

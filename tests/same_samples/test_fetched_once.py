@@ -12,7 +12,6 @@ import os
 import pickle
 import queue
 import random
-import socket
 import tempfile
 import threading
 import time
@@ -405,11 +404,11 @@ def test_workers_meet_in_the_thousandth_pass() -> None:
 @pytest.mark.unit
 @pytest.mark.skipif(not IS_POSSIBLE, reason="data workers of a node do not meet")
 def test_an_owner_that_ends_in_the_middle_of_a_message_is_named() -> None:
-    lines, (ours, theirs) = Lines(Address(32 * "0", 1, 1, 2), 0), socket.socketpair()
+    lines, (ours, theirs) = Lines(Address(32 * "0", 1, 1, 2), 0), multiprocessing.Pipe()
     with theirs:
-        theirs.sendall(pickle.dumps(bytes(1000))[:20])
-    with ours, ours.makefile("rwb") as line:
-        lines._of_ranks[-1] = line
+        os.write(theirs.fileno(), (1000).to_bytes(4, "big") + bytes(20))  # of 1000
+    with ours:
+        lines._of_ranks[-1] = ours
         with pytest.raises(DataError, match=r"data worker 0 of local rank 0, which fetches .* has ended"):
             lines.receive()
 
