@@ -142,10 +142,10 @@ def copy_tree(patch_set: str, folder: Path, way: str = "patched") -> Path:
             patching.apply(str(tree), set_name=patch_set)
         elif way == "two lines":
             whole = next(each for each in patching.load_sets() if each.name == patch_set)
-            first = {name: diffs for name, diffs in whole.patches.items() if name.endswith("01-two-lines.patch")}
-            for diff in next(iter(first.values())):
-                path = tree / diff.path
-                path.write_bytes(patching.transform(first, diff.path, path.read_bytes(), "patched")[0])
+            first = {name: hunks for name, hunks in whole.patches.items() if name.endswith("01-two-lines.patch")}
+            for name in {hunk.path for hunks in first.values() for hunk in hunks}:
+                path = tree / name
+                path.write_bytes(patching.transform(first, name, path.read_bytes(), "patched")[0])
     return tree
 
 

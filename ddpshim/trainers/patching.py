@@ -36,19 +36,12 @@ _WORDS = {"original": "not applied", "patched": "applied"}
 
 
 class Hunk(NamedTuple):
-    """Replaces the lines `old`, from index `at` (from 0) of the original file, by `new`."""
+    """Replaces the lines `old` of the file `path`, from index `at` (from 0) of the original, by `new`."""
 
+    path: str  # without the ``a/`` and ``b/``
     at: int
     old: tuple[bytes, ...]
     new: tuple[bytes, ...]
-
-
-@dataclass(frozen=True)
-class FileDiff:
-    """All hunks of one patch file for one target file; `path` is without the ``a/`` and ``b/``."""
-
-    path: str
-    hunks: tuple[Hunk, ...]
 
 
 @dataclass(frozen=True)
@@ -59,7 +52,7 @@ class PatchSet:
     version: str
     base: str
     package: str
-    patches: Mapping[str, tuple[FileDiff, ...]]
+    patches: Mapping[str, tuple[Hunk, ...]]
     files: Mapping[str, Mapping[str, str]]  # of each, sha256 by state: original, patched
 
 
@@ -123,20 +116,34 @@ def build_manifest(patch_dir: Path, source_root: Path, base: str, borrowed: Sequ
 
 
 def transform(
-    patches: Mapping[str, tuple[FileDiff, ...]], name: str, content: bytes, wanted: str, *, is_moved: bool = False
+    patches: Mapping[str, tuple[Hunk, ...]], name: str, content: bytes, wanted: str, *, is_moved: bool = False
 ) -> tuple[bytes, list[str]]:
-    """Return `content` of the file `name` with all its diffs applied (`wanted` patched) or reversed (original). Local.
+    """Return `content` of the file `name` with all its hunks applied (`wanted` patched) or reversed (original). Local.
 
-    And a line for each hunk that was not. `is_moved`: the file is of no release; hunks may be at any place, as those of
-    another set's patches always may.
+    And a line for each hunk that was not found at its place. `is_moved`: the file is of no release; a hunk is found if
+    its old lines occur exactly once, at any place, as one of another set's patches always is.
     """
-    diffs = [(patch, diff) for patch, held in patches.items() for diff in held if diff.path == name]
-    lacking = list[str]()
-    for patch, diff in diffs if wanted == "patched" else reversed(diffs):
-        is_borrowed = "/" in patch
-        content, odd = apply_diff(diff, content, reverse=wanted == "original", is_moved=is_moved or is_borrowed)
-        lacking += [f"{name}, {patch}, {problem}" for problem in odd]
-    return content, lacking
+    lines, lacking = _split(content), list[str]()
+    # Of each patch the last hunk first: so none has moved the lines of another.
+    hunks = [(patch, hunk) for patch, held in patches.items() for hunk in reversed(held) if hunk.path == name]
+    for patch, hunk in hunks if wanted == "patched" else reversed(hunks):
+        old, new = (hunk.old, hunk.new) if wanted == "patched" else (hunk.new, hunk.old)
+        is_anywhere = is_moved or "/" in patch
+        asked = range(len(lines) - len(old) + 1) if is_anywhere else [hunk.at][: hunk.at <= len(lines)]
+        places = [place for place in asked if tuple(lines[place : place + len(old)]) == old]
+        if is_anywhere and not old:
+            lacking.append(f"{name}, {patch}, line {hunk.at}: has no unchanged line to find it by; place it by hand")
+        elif len(places) != 1:
+            first = next((line.strip() for line in old if line.strip()), b"")
+            where = f"at lines {', '.join(str(place + 1) for place in places)}" if places else "nowhere"
+            where = where if is_anywhere else f"not there, in a file of {len(lines)} lines"
+            what = f"{_show(first)} and the lines after it occur {where}"
+            lacking.append(f"{name}, {patch}, line {hunk.at + 1}: {what}")
+        else:
+            lines[places[0] : places[0] + len(old)] = new
+    if any(not line.endswith(b"\n") for line in lines[:-1]):
+        lacking.append(f"{name}: a line without a newline is followed by another, which would join the two")
+    return b"".join(lines), lacking
 
 
 def _load_set(folder: Path) -> PatchSet:
@@ -165,15 +172,15 @@ def _load_set(folder: Path) -> PatchSet:
     return PatchSet(f"{codebase}/{version}", version, base, packages.pop(), patches, files)
 
 
-def _read_patches(folder: Path, borrowed: Sequence[str]) -> dict[str, tuple[FileDiff, ...]]:
-    """Return the diffs of each patch by its name (of another set: its relative path), in the order of file names."""
+def _read_patches(folder: Path, borrowed: Sequence[str]) -> dict[str, tuple[Hunk, ...]]:
+    """Return the hunks of each patch by its name (of another set: its relative path), in the order of file names."""
     names = [*(path.name for path in folder.glob("*.patch")), *borrowed]
     ordered = sorted(names, key=lambda name: name.rpartition("/")[2])
     return {name: parse_diff(read(folder / name), str(folder / name)) for name in ordered}
 
 
-def _targets(patches: Mapping[str, tuple[FileDiff, ...]]) -> list[str]:
-    return sorted({diff.path for diffs in patches.values() for diff in diffs})
+def _targets(patches: Mapping[str, tuple[Hunk, ...]]) -> list[str]:
+    return sorted({hunk.path for hunks in patches.values() for hunk in hunks})
 
 
 def read(path: Path) -> bytes:
@@ -193,58 +200,29 @@ def sha256(content: bytes) -> str:
 # Diffs
 
 
-def apply_diff(
-    diff: FileDiff, content: bytes, *, reverse: bool = False, is_moved: bool = False
-) -> tuple[bytes, list[str]]:
-    """Return the content after `diff`, or before it with `reverse`, and a line for each hunk that was not found. Local.
-
-    `is_moved`: a hunk is found if its old lines occur exactly once, at any place; else only at the diff's own place.
-    """
-    lines, odd, shift = _split(content), list[str](), 0
-    for hunk in diff.hunks:
-        old, new = (hunk.new, hunk.old) if reverse else (hunk.old, hunk.new)
-        if is_moved and not old:
-            odd.append(f"line {hunk.at}: has no unchanged line to find it by; place it by hand")
-            continue
-        at = hunk.at + shift
-        asked = range(len(lines) - len(old) + 1) if is_moved else [at][: at <= len(lines)]
-        places = [place for place in asked if tuple(lines[place : place + len(old)]) == old]
-        if len(places) != 1:
-            first = next((line.strip() for line in old if line.strip()), b"")
-            where = f"at lines {', '.join(str(place + 1) for place in places)}" if places else "nowhere"
-            where = where if is_moved else f"not there, in a file of {len(lines)} lines"
-            odd.append(f"line {hunk.at + 1}: {_show(first)} and the lines after it occur {where}")
-            continue
-        lines[places[0] : places[0] + len(old)] = new
-        shift += 0 if reverse else len(new) - len(old)  # reversed, the lines after it are back in their place
-    if any(not line.endswith(b"\n") for line in lines[:-1]):
-        odd.append("a line without a newline is followed by another, which would join the two")
-    return b"".join(lines), odd
-
-
-def parse_diff(text: bytes, name: str) -> tuple[FileDiff, ...]:
-    """Return the file diffs of one patch file in order; free text (a DEP-3 header) may precede the first.
+def parse_diff(text: bytes, name: str) -> tuple[Hunk, ...]:
+    """Return the hunks of one patch file in order; free text (a DEP-3 header) may precede the first.
 
     `name` is for messages. Raises PatchError with the line number if the text is not a well-formed diff of existing
     files: wrong counts, a path that leaves the tree, a rename or mode change. (The manifest's hashes show the rest.)
     """
     lines, at, is_prose = _split(text), 0, True
-    found: list[tuple[str, list[Hunk]]] = []
+    found, paths = list[Hunk](), list[str]()
     try:
         while at < len(lines):
             line, following = lines[at], b"".join(lines[at + 1 : at + 2])
             match = _HUNK.match(line)
             if line.startswith(b"--- ") and following.startswith(b"+++ "):
-                found.append((_path(line + following), []))
+                paths.append(_path(line + following))
                 at += 2
-            elif match is not None and found:
+            elif match is not None and paths:
                 start, num_old, num_new = (1 if number is None else int(number) for number in match.groups())
                 at += 1
                 size, old, new = _counted(lines[at:], num_old, num_new)
                 # With a count of 0, the header names the line *before* the gap, otherwise the first line itself.
-                found[-1][1].append(Hunk(start - (num_old > 0), old, new))
+                found.append(Hunk(paths[-1], start - (num_old > 0), old, new))
                 at += size
-            elif line.startswith((b"diff ", b"index ")) or (is_prose and not found):
+            elif line.startswith((b"diff ", b"index ")) or (is_prose and not paths):
                 is_prose = is_prose and not line.startswith(b"diff ")
                 at += 1
             else:
@@ -252,14 +230,14 @@ def parse_diff(text: bytes, name: str) -> tuple[FileDiff, ...]:
                     f"{_show(line)} is neither a hunk, a file header nor inside a hunk's counts (renames, mode "
                     "changes, new and deleted files are not for patch sets)"
                 )
-        if not all(hunks for _, hunks in found) or not found:
-            raise ValueError("no `--- a/…` and `+++ b/…` pair found, or one without a hunk")
+        if not paths or sorted({hunk.path for hunk in found}) != sorted(paths):
+            raise ValueError("no `--- a/…` and `+++ b/…` pair found, one without a hunk, or two for one file")
     except ValueError as error:
         raise PatchError(
             f"{name} line {at + 1}: {error}; applying it would be a guess. Make the patch again with `diff -u` from "
             "the two files."
         ) from None
-    return tuple(FileDiff(path, tuple(hunks)) for path, hunks in found)
+    return tuple(found)
 
 
 def _path(header: bytes) -> str:

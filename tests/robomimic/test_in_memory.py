@@ -172,10 +172,8 @@ def test_every_hunk_of_a_set_stands_once_in_its_release(patch_set: patching.Patc
     for name, hashes in patch_set.files.items():
         content = (tree / name).read_bytes()
         assert patching.sha256(content) == hashes["original"]
-        moved = content
-        for diff in (diff for diffs in patch_set.patches.values() for diff in diffs if diff.path == name):
-            moved, odd = patching.apply_diff(diff, moved, is_moved=True)
-            assert odd == []
+        moved, odd = patching.transform(patch_set.patches, name, content, "patched", is_moved=True)
+        assert odd == []
         assert patching.sha256(moved) == hashes["patched"]
         assert patching.transform(patch_set.patches, name, moved, "original") == (content, []), "it is reverted"
         assert moved != content

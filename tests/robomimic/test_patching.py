@@ -421,27 +421,29 @@ OF_GIT = b"prose\ndiff --git a/p/f b/p/f\nindex 123..456 100644\n" + HEAD
 )
 def test_hunks_apply_and_reverse(diff: bytes, old: bytes, new: bytes) -> None:
     for head in (HEAD, OF_GIT):
-        (parsed,) = patching.parse_diff(head + diff, "test.patch")
-        assert patching.apply_diff(parsed, old) == (new, [])
-        assert patching.apply_diff(parsed, new, reverse=True) == (old, [])
+        assert _transformed(head + diff, old) == (new, [])
+        assert _transformed(head + diff, new, "original") == (old, [])
+
+
+def _transformed(diff: bytes, content: bytes, wanted: str = "patched", **options: Any) -> tuple[bytes, list[str]]:
+    return patching.transform({"01.patch": patching.parse_diff(diff, "01.patch")}, "p/f", content, wanted, **options)
 
 
 @pytest.mark.parametrize(
     "old", [b"x\na\nb\nc\n", b"a\nB\nc\n", b"a\n", b"", b"a\nb", b"a\nb \nc\n", b"a\r\nb\r\nc\r\n"]
 )
 def test_no_fuzz_and_no_offset(old: bytes) -> None:
-    (diff,) = patching.parse_diff(HEAD + b"@@ -2 +2 @@\n-b\n+B\n", "test.patch")
-    (odd,) = patching.apply_diff(diff, old)[1]
-    assert odd.startswith("line 2: 'b' and the lines after it occur not there, in a file of ")
+    (odd,) = _transformed(HEAD + b"@@ -2 +2 @@\n-b\n+B\n", old)[1]
+    assert odd.startswith("p/f, 01.patch, line 2: 'b' and the lines after it occur not there, in a file of ")
 
 
 def test_an_insertion_beyond_the_end_or_after_a_cut_line_is_refused() -> None:
-    (diff,) = patching.parse_diff(HEAD + b"@@ -3,0 +4 @@\n+x\n", "test.patch")
-    assert "a file of 2 lines" in patching.apply_diff(diff, b"a\nb\n")[1][0]
-    assert "would join the two" in patching.apply_diff(diff, b"a\nb\nc")[1][0]
-    assert patching.apply_diff(diff, b"a\n", is_moved=True) == (
+    diff = HEAD + b"@@ -3,0 +4 @@\n+x\n"
+    assert "a file of 2 lines" in _transformed(diff, b"a\nb\n")[1][0]
+    assert "would join the two" in _transformed(diff, b"a\nb\nc")[1][0]
+    assert _transformed(diff, b"a\n", is_moved=True) == (
         b"a\n",
-        ["line 3: has no unchanged line to find it by; place it by hand"],
+        ["p/f, 01.patch, line 3: has no unchanged line to find it by; place it by hand"],
     )
 
 
@@ -450,6 +452,7 @@ def test_an_insertion_beyond_the_end_or_after_a_cut_line_is_refused() -> None:
     [
         (b"only prose\n", "no `--- a/"),
         (HEAD, "without a hunk"),
+        (2 * (HEAD + b"@@ -1 +1 @@\n-a\n+b\n"), "two for one file"),
         (HEAD + b"@@ -1,2 +1 @@\n-a\n+b\n", "counts 2,1 lines but has 1,1"),
         (HEAD + b"@@ -1 +1 @@\n-a\n+b\n+c\n", "neither a hunk"),
         (HEAD + b"@@ -1,2 +1,2 @@\n-a\n+b\n\n", "counts 2,2"),  # an editor stripped the space
