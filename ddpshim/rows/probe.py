@@ -13,7 +13,6 @@ import itertools
 import math
 import multiprocessing
 import os
-import random
 import signal
 import stat
 import sys
@@ -162,10 +161,7 @@ def _save(*_: Any, **__: Any) -> None:
 
 def _become_first_worker(loader: Any) -> None:
     seed = torch.default_generator.initial_seed() & 0xFFFFFFFF
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+    seed_globals(seed)
     torchs = torch_data._utils.worker
     info = torchs.WorkerInfo(id=0, num_workers=loader.num_workers, seed=seed, dataset=loader.dataset)
     torchs._worker_info = info

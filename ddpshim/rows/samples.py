@@ -145,9 +145,6 @@ class Batches:
         indices = [None] * self._size if self._joins else None
         return iter(lambda: self.__getitem__(indices), None)
 
-    def __getitems__(self, indices: Numbered) -> Any:
-        return self.__getitem__(indices)
-
     def __getitem__(self, index: Any) -> Any:
         """Return a batch as `Fetched`, or the error that each rank raises. Raises StopIteration as torch's fetcher."""
         if self._fetcher is None and self._error is None and self._fetches_here():
@@ -159,6 +156,8 @@ class Batches:
         if self.fetches_own:
             return self._own(index)
         return self._whole(index) if self._lines is None else self._once(index, self._lines)
+
+    __getitems__ = __getitem__
 
     def _own(self, indices: Numbered) -> Any:
         """Fetch this rank's samples; if one draws, or fails, on any rank of the node: as if none had been fetched."""

@@ -111,21 +111,13 @@ class Files:
         self.view.remove(self.view.find(path, follows), is_folder=real is posix.rmdir)
 
     def listdir(self, path: Any = None) -> list[Any]:
-        path = "." if path is None else path
-        found = self._folder(path)
-        if found is None:
-            return posix.listdir(path)
-
-        def names() -> list[str]:
-            folder, place = self.view.locate(found)
-            return self.view.names(folder) if _is_folder(place) else posix.listdir(place)
-
-        made = self._do(names, path)
-        return [os.fsencode(name) for name in made] if isinstance(path, bytes) else made
+        with self.scandir(path) as entries:
+            return [entry.name for entry in entries]
 
     def scandir(self, path: Any = None) -> Any:
         path = "." if path is None else path
-        found = self._folder(path)
+        # The descriptor of an open folder has a path, too.
+        found = self._path(_path_of(path) if isinstance(path, int) else path)
         if found is None:
             return posix.scandir(path)
 
@@ -231,10 +223,6 @@ class Files:
             posix.symlink(src, dst, dir_fd=dir_fd)
             return
         self._do(lambda: self.view.link_to(os.fsdecode(src), self.view.find(found, follows=False)), src, dst)
-
-    def _folder(self, path: Any) -> Optional[str]:
-        """`_path`, also for the descriptor of an open folder."""
-        return self._path(_path_of(path) if isinstance(path, int) else path)
 
     def _path(self, path: Any, dir_fd: Optional[int] = None, is_written: bool = False) -> Optional[str]:
         """Return `path` as an absolute path; None if the view does not handle it."""

@@ -140,7 +140,8 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
         undo.enter_context(replaced(warnings, "formatwarning", warning_at_users_line(warnings.formatwarning)))
         undo.callback(networks.forget)
         optimizer = torch.optim.Optimizer
-        undo.enter_context(replaced(optimizer, "add_param_group", called(optimizer.add_param_group, after=_take_note)))
+        noting = called(optimizer.add_param_group, after=lambda optimizer, _: networks.take_note(optimizer))
+        undo.enter_context(replaced(optimizer, "add_param_group", noting))
         if here.options.exact is None:  # whose number of threads must not depend on the number of ranks
             undo.enter_context(_cores_shared(here.local_world_size))
         hidden = {name: os.environ.pop(name) for name in [*os.environ] if name.startswith(_LAUNCHERS)}
@@ -229,10 +230,6 @@ def _cores_shared(num_ranks: int) -> contextlib.AbstractContextManager[Any]:
         original(num if num < 1 else min(num, max(1, machine.num_cores() // num_ranks)))
 
     return replaced(torch, "set_num_threads", set_num_threads)
-
-
-def _take_note(optimizer: torch.optim.Optimizer, _: None) -> None:
-    current().part(Networks).take_note(optimizer)
 
 
 _LAST_ANSWER_S = 0.2  # time for other ranks to read the last answer of the store, which the main rank hosts
