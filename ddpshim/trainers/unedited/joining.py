@@ -45,7 +45,7 @@ from ddpshim.rows.tensor import Counts
 from ddpshim.trainers.unedited.clock import Clock, Commands
 from ddpshim.trainers.unedited.file_calls import Locks, in_place
 from ddpshim.trainers.unedited.networks import Networks, say_what_was_divided
-from ddpshim.trainers.unedited.private_files import PrivateFiles, Rollouts
+from ddpshim.trainers.unedited.private_files import PrivateFiles, rollouts_on_main
 from ddpshim.trainers.unedited.reads import equal_reads
 from ddpshim.trainers.unedited.set_order import make_alike
 
@@ -190,7 +190,7 @@ def _play_rollouts_on_main(here: World, files: PrivateFiles, until: contextlib.E
 
     def take(module: str, name: str) -> None:
         base = getattr(sys.modules[module], name)
-        until.enter_context(replaced(base, "__init_subclass__", Rollouts(base, here, files).hook()))
+        until.enter_context(replaced(base, "__init_subclass__", rollouts_on_main(base, here, files)))
 
     offers = [adapters.function(package, "rollouts") for package in adapters.packages()]
     for module, name in [*_RUNNERS, *(base for offer in offers if offer is not None for base in offer())]:

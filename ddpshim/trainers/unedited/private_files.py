@@ -211,37 +211,43 @@ def inherited(files: Optional[Files]) -> contextlib.AbstractContextManager[Any]:
     return replaced(BaseProcess, "__init__", init)
 
 
-class Rollouts:
-    """The rollouts of a job by subclasses of `base`: made, and their `run` called, only on the main rank.
+def rollouts_on_main(base: Any, world: World, files: PrivateFiles) -> Any:
+    """Return the `__init_subclass__` of `base` by which the main rank alone makes, and plays, what its subclasses do.
 
-    Other ranks get what it found. Otherwise each rank would need as many simulators as one process, and would decide
-    differently if one of them is not deterministic.
+    Other ranks get what their `run` found there. Otherwise each rank would need as many simulators as one process, and
+    would decide differently if one of them is not deterministic.
     """
+    counts = current().part(Counts)
 
-    def __init__(self, base: Any, world: World, files: PrivateFiles) -> None:
-        self._base, self._world, self._files, self._counts = base, world, files, current().part(Counts)
+    def playing(method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the stand-in for `run`, and what is left of `__init__`."""
 
-    def hook(self) -> Any:
-        """Return the `__init_subclass__` of the base that replaces `__init__` and `run` of each subclass."""
-        base = self._base
+        @functools.wraps(method)
+        def play(runner: Any, *args: Any, **kwargs: Any) -> Any:
+            if not counts.is_in_lock_step():  # this rank alone makes the call, or plays already
+                return method(runner, *args, **kwargs)
+            own, device = [], world.device
 
-        def made(kind: Any, /, **arguments: Any) -> None:
-            super(base, kind).__init_subclass__(**arguments)
-            for name, instead in (("__init__", self._make), ("run", self._play)):
-                method = getattr(kind, name)
-                if not hasattr(method, "is_on_main"):
-                    setattr(kind, name, instead(method))
-                    getattr(kind, name).is_on_main = True
+            def alone() -> Any:
+                with counts.alone():
+                    own.append(method(runner, *args, **kwargs))
+                return _portable(own[0]), rank_states(device)
 
-        return classmethod(made)
+            with files.apart():
+                found, states = world.run_on_main(alone)
+            if not world.is_main:
+                restore_rank_states(states, device)
+            return own[0] if own else found
 
-    def _make(self, method: Callable[..., None]) -> Callable[..., None]:
+        return play
+
+    def making(method: Callable[..., None]) -> Callable[..., None]:
         """Return the stand-in for `__init__`. Other ranks run only that of the base, so they make no environments."""
-        play, base = self._play(method), self._base
+        play = playing(method)
 
         @functools.wraps(method)
         def make(runner: Any, *args: Any, **kwargs: Any) -> None:
-            if self._counts.is_in_lock_step() and not self._world.is_main:
+            if counts.is_in_lock_step() and not world.is_main:
                 given = {**kwargs, **inspect.signature(method).bind(runner, *args, **kwargs).arguments}
                 names = [name for name in [*inspect.signature(base.__init__).parameters][1:] if name in given]
                 base.__init__(runner, **{name: given[name] for name in names})
@@ -249,25 +255,15 @@ class Rollouts:
 
         return make
 
-    def _play(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def play(runner: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._counts.is_in_lock_step():  # this rank alone makes the call, or plays already
-                return method(runner, *args, **kwargs)
-            own, device = [], self._world.device
+    def made(kind: Any, /, **arguments: Any) -> None:
+        super(base, kind).__init_subclass__(**arguments)
+        for name, instead in (("__init__", making), ("run", playing)):
+            method = getattr(kind, name)
+            if not hasattr(method, "is_on_main"):
+                setattr(kind, name, instead(method))
+                getattr(kind, name).is_on_main = True
 
-            def alone() -> Any:
-                with self._counts.alone():
-                    own.append(method(runner, *args, **kwargs))
-                return _portable(own[0]), rank_states(device)
-
-            with self._files.apart():
-                found, states = self._world.run_on_main(alone)
-            if not self._world.is_main:
-                restore_rank_states(states, device)
-            return own[0] if own else found
-
-        return play
+    return classmethod(made)
 
 
 def _portable(value: Any) -> Any:
