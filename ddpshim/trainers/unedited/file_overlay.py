@@ -125,17 +125,14 @@ class Files:
             folder, place = self.view.locate(found)
             if not _is_folder(place):
                 return posix.scandir(place)
-            if isinstance(path, int):  # entries show only their name, but need a path for stat
-                return Listing(Entry(name, os.path.join(found, name), name) for name in self.view.names(folder))
-            if place == folder and self.view.folder == posix.getcwd():
+            if place == folder and self.view.folder == posix.getcwd() and not isinstance(path, int):
                 with posix.scandir(path) as entries:  # before `has_own`, which then knows what main has removed by now
                     listed = [*entries]
                 if not self.view.has_own(folder):
                     return Listing(listed)
-            given = os.fspath(path)
+            given = "" if isinstance(path, int) else os.fspath(path)  # entries of an open folder show only their name
             encoded = os.fsencode if isinstance(given, bytes) else str
-            names = [encoded(name) for name in self.view.names(folder)]
-            return Listing(Entry(name, os.path.join(given, name)) for name in names)
+            return Listing(Entry(encoded(name), given, os.path.join(found, name)) for name in self.view.names(folder))
 
         return self._do(listing, path)
 
@@ -257,9 +254,9 @@ class Files:
 class Entry:
     """Stands in for os.DirEntry."""
 
-    def __init__(self, name: Any, place: Any, path: Any = None) -> None:
-        """`place`: the path for stat; `path`: the path to show, if different."""
-        self.name, self.path, self._place = name, place if path is None else path, place
+    def __init__(self, name: Any, folder: Any, place: str) -> None:
+        """`folder`: as the program gave it; `place`: the path for stat."""
+        self.name, self.path, self._place = name, os.path.join(folder, name), place
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         return os.stat(self._place, follow_symlinks=follow_symlinks)
