@@ -23,6 +23,7 @@ from ddpshim.job.passes import Enterable, generator_states, indices_of, layers, 
 from ddpshim.model import guard
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import changed, global_states, restore_global_states
+from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say_on_main, say_once
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
@@ -76,7 +77,7 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
 
     def __iter__(self) -> Any:
         (first, self._first), (states, self._begins_with) = (self._first, 0), (self._begins_with, None)
-        now, generator, has_seed = global_states(), self.generator, False
+        now, has_seed = global_states(), False
         draws = (states or {}).get("draws", [])
         if states is not None:
             restore_global_states(states)
@@ -91,14 +92,12 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
                 f"streams of the training, in more than {_MOST_DRAWS} steps: the batches of the pass that is resumed "
                 "may be others than without the interruption"
             )
-        try:
-            if has_seed:
-                self.generator = torch.Generator()
-            return self._pass(first)
-        finally:
-            self.generator = generator
+        with contextlib.ExitStack() as until:
             if first:
-                restore_global_states(now)
+                until.callback(restore_global_states, now)
+            if has_seed:
+                until.enter_context(replaced(self, "generator", torch.Generator()))
+            return self._pass(first)
 
     @property
     def _index_sampler(self) -> Any:

@@ -549,6 +549,8 @@ def test_a_file_that_cannot_be_known_any_more(tmp_path: Path) -> None:
             lambda: np.memmap(tmp_path / "large.bin", mode="r+"),
             lambda: sqlite3.connect(tmp_path / "large.db"),
         ]
+        with pytest.raises(FileExistsError):
+            os.link(tmp_path / "state.json", tmp_path / "large.bin")
         for read in reads:
             with pytest.raises(SyncError, match=r"large\.(bin|db) is read on this rank after the main"):
                 read()

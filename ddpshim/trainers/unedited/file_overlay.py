@@ -426,7 +426,6 @@ class View:
             raise _error(errno.ENOTDIR if is_folder else errno.EISDIR, path)
         if _exists(self.top + path):  # news may have been taken in since `_seen_at`
             (posix.rmdir if is_folder else posix.unlink)(self.top + path)
-        self._folders.clear()
         self._forget(path)
 
     def move(self, source: str, to: str, keeps_source: bool = False) -> None:
@@ -434,7 +433,6 @@ class View:
         if source == to:
             return
         self._make_folder_of(to)
-        self._unknown.pop(to, None)
         info = posix.lstat(self._seen_at(source))
         self._check_target(source, stat.S_ISDIR(info.st_mode), to, keeps_source)
         self._make_folder_of(source)
@@ -442,6 +440,7 @@ class View:
         if _exists(self.top + to) and stat.S_ISDIR(info.st_mode):
             posix.rmdir(self.top + to)
         (posix.link if keeps_source else posix.replace)(self.top + source, self.top + to)
+        self._unknown.pop(to, None)
         for path in [path for path in self._unknown if f"{path}/".startswith(f"{source}/")]:
             before = self._unknown[path] if keeps_source else self._unknown.pop(path)
             moved = to + path[len(source) :]
@@ -450,7 +449,6 @@ class View:
         if not keeps_source:
             self._forget(source)
             self._hidden[to] = True  # the previous file or folder there
-        self._folders.clear()
 
     def link_to(self, target: str, path: str) -> None:
         """os.symlink."""
@@ -541,6 +539,7 @@ class View:
         self._saves.forget(path)
         self._unknown.pop(path, None)
         self._hidden[path] = True
+        self._folders.clear()
 
     def _make_folder_of(self, path: str) -> None:
         """Create the folder of `path` below `top`; raises OSError if this rank sees no such folder."""
