@@ -515,7 +515,7 @@ def test_all_see_what_the_main_rank_does_for_all(tmp_path: Path) -> None:
     files = [PrivateFiles(world, time.time()) for world in (main, peer)]
     with files[0].installed():
         in_folder(tmp_path, before)
-        with files[0].apart():
+        with files[0].changes.apart():
             Path(tmp_path, "run/media/video.mp4").write_text("of the main rank")
             Path(tmp_path, "run/media/first.mp4").unlink()
             Path(tmp_path, "run/both.txt").write_text("after")
@@ -523,8 +523,8 @@ def test_all_see_what_the_main_rank_does_for_all(tmp_path: Path) -> None:
             Path(tmp_path, "run/new/inner.txt").write_text("i")
     with files[1].installed():
         in_folder(tmp_path, before)
-        with files[1].apart():
-            assert Path(tmp_path, "run/both.txt").read_text() == "before"
+        assert Path(tmp_path, "run/both.txt").read_text() == "before"
+        files[1].see_what_is_shared()
         assert tree(tmp_path / "run") == {
             **{"both.txt": b"after", "media": False, "media/video.mp4": b"of the main rank"},
             **{"new": False, "new/inner.txt": b"i"},

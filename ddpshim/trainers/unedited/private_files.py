@@ -85,13 +85,6 @@ class PrivateFiles:
             undo.enter_context(in_place(stand_ins))
             yield
 
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """Within this block, only the main rank works (a rollout); afterwards other ranks see the files it wrote."""
-        with self.changes.apart():
-            yield
-        self.see_what_is_shared()
-
     def see_what_is_shared(self) -> None:
         """Show this rank what the main rank has made for all ranks so far."""
         if self._files is not None:
@@ -233,8 +226,9 @@ def rollouts_on_main(base: Any, world: World, files: PrivateFiles) -> Any:
                     own.append(method(runner, *args, **kwargs))
                 return _portable(own[0]), rank_states(device)
 
-            with files.apart():
+            with files.changes.apart():
                 found, states = world.run_on_main(alone)
+            files.see_what_is_shared()
             if not world.is_main:
                 restore_rank_states(states, device)
             return own[0] if own else found
