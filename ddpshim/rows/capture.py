@@ -35,6 +35,7 @@ from ddpshim.model.guard import GuardState
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import is_same_state, rank_states, restore_rank_states
 from ddpshim.process.replaced import replaced
+from ddpshim.process.say import count
 from ddpshim.rows import blocks, calls, rules
 from ddpshim.rows.calls import Calls, Known, met_by_rows
 from ddpshim.rows.tape import NoMessages, Refused, Results, Tape, are_equal, check_assertion, have_equal_graphs
@@ -253,11 +254,14 @@ class _Graph:
                 raise Refused("its replay differs from its Python")
         except Refused as why:
             if self._num_replays > 1:
+                replays = *_AUDITED, self._num_replays - max(_AUDITED)
+                last = max(number for number in replays if number < self._num_replays)
                 raise SyncError(
                     f"a captured call of {region.name} was compared with the program's Python after "
                     f"{self._num_replays} replays: {why}. Something has changed that torch's guards do not see (a "
                     "cache, the environment, what was missing when it was captured), and some steps since the last "
-                    "comparison may be wrong. Go on from an earlier checkpoint, with DDPSHIM_CAPTURE=off."
+                    f"comparison, after {count(last, 'replay')}, may be wrong, and checkpoints saved since. Go on from "
+                    "an earlier checkpoint, with DDPSHIM_CAPTURE=off."
                 ) from None
             region.refused = str(why)
         finally:

@@ -300,6 +300,7 @@ def test_a_replay_that_differs_is_given_up(found: list[Found]) -> None:
 def test_a_change_that_no_guard_sees_ends_the_job_at_the_next_comparison(found: list[Found]) -> None:
     for of_rank in found:
         assert "a captured call of Net was compared with the program's Python after 10 replays" in of_rank.audited
+        assert "the last comparison, after 1 replay, may be wrong, and checkpoints saved since" in of_rank.audited
 
 
 def test_ranks_need_not_agree(found: list[Found]) -> None:

@@ -255,6 +255,19 @@ def test_what_data_parallel_training_changes_is_by_design_and_mistakes_beside_it
 
 
 @pytest.mark.unit
+def test_an_optimizer_has_a_number_of_its_own_also_after_others_were_freed(tmp_path: Path) -> None:
+    (tmp_path / watching.SETTINGS).write_text("{}")
+    recorder, weight = watching.RankRecorder(tmp_path, "one"), torch.ones(2, requires_grad=True)
+    for _ in range(3):
+        optimizer = torch.optim.SGD([weight], 0.1)
+        recorder._before_step(optimizer, (), {})
+        recorder._after_step(optimizer, (), {})
+        del optimizer
+    recorder._file.close()
+    assert [record["optimizer"] for record in watching.read(tmp_path, "one") if record["kind"] == "step"] == [0, 1, 2]
+
+
+@pytest.mark.unit
 def test_a_rank_that_stops_drawing_while_others_go_on_is_in_eval_mode(tmp_path: Path) -> None:
     """Not one whose last two batches have nothing to draw for."""
 
