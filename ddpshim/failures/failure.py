@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn, Optional
 
-from ddpshim.failures.claims import claim_first, rank
-from ddpshim.process import observed
 from ddpshim.process.job import Job, current, num_collectives
 from ddpshim.process.observed import observe
 
@@ -26,18 +24,16 @@ _OTHER_THREAD_DEADLINE_S = 60.0
 class Watched:
     """This rank and the store in which ranks report failures; exists from `arm` on, longer than the process group."""
 
-    rank: int
     store: Any
     previous_hook: Any  # sys.excepthook before `arm`
     watch: Any = None  # ddpshim.failures.hang_detector.Watch, with the option guard
     ending: threading.Lock = field(default_factory=threading.Lock)  # held by the thread that ends this rank
 
 
-def arm(rank: int, store: Any) -> None:
-    """Make an uncaught exception end the job from now on. `store`: the job's own key-value store. Local."""
-    job = current()
+def arm(job: Job) -> None:
+    """Make an uncaught exception end the job from now on. Local."""
     previous = job.watched.previous_hook if job.watched is not None else sys.excepthook
-    job.watched, sys.excepthook = Watched(rank, store, previous), _excepthook
+    job.watched, sys.excepthook = Watched(job.store, previous), _excepthook
 
 
 def disarm(job: Job) -> None:
@@ -67,18 +63,11 @@ def on_the_way_out() -> bool:
     error = sys.exc_info()[1]
     if current().watched is None or error is None or (isinstance(error, SystemExit) and not error.code):
         return False
+    from ddpshim.failures import failure_notes
+
     # Claim it now: peers fail as soon as this rank's connections close, and would claim to be the first.
-    claim_first(error)
+    failure_notes.claim_first(error)
     return True
-
-
-def note(error: BaseException) -> int:
-    """Record in the store and the run's records that `error` ends this rank; returns the first rank to fail. Local."""
-    from ddpshim.failures.signs import lost_a_peer
-
-    first = claim_first(error)
-    observed.end("failed", error=f"{type(error).__name__}: {error}", first=first, lost_a_peer=lost_a_peer(error))
-    return first
 
 
 def caused_by(rank: int, error: Exception) -> Exception:
@@ -98,13 +87,13 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
         error: the error to report, with its traceback.
         exit_code: this process's exit code, not 0.
     """
-    me, watched = rank(), current().watched
+    watched = current().watched
     if watched is not None:  # a thread that is ending this rank reports the reason, and ends this one with it
         watched.ending.acquire(timeout=_OTHER_THREAD_DEADLINE_S)
     try:
         from ddpshim.failures import failure_notes
 
-        failure_notes.report(error, exit_code, me, note)
+        failure_notes.report(error, exit_code)
     except BaseException:  # exit even so: peers would wait for a rank that stays
         traceback.print_exception(type(error), error, error.__traceback__, file=sys.__stderr__)
         traceback.print_exc(file=sys.__stderr__)

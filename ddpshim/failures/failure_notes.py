@@ -1,4 +1,7 @@
-"""Reports how a rank failed: on stderr, to torchrun, and in a note for `run` and `spawn`; loaded when one fails."""
+"""Says which rank failed first, and reports how: on stderr, to torchrun, and in a note for `run` and `spawn`.
+
+Loaded when a rank fails.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,35 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Callable, NamedTuple, Union
+from typing import NamedTuple, Optional, Union
 
 from ddpshim import variables
 from ddpshim.errors import SyncError
-from ddpshim.failures import claims, preemption
-from ddpshim.failures.signs import LATE, lost_a_peer, meaning_of
+from ddpshim.failures import preemption
+from ddpshim.process import observed
 from ddpshim.process.job import current
-from ddpshim.process.job_store import ask_store, is_there
-from ddpshim.process.say import ranks_called, say
+from ddpshim.process.job_store import ask_store, claim, is_there, rank_in
+from ddpshim.process.say import place, ranks_called, say
 from ddpshim.process.users_line import OURS
 
 _EXIT_HANDLERS_DEADLINE_S = _LAUNCHER_DEADLINE_S = 5.0
+LOST, LATE = "lost", "late"
+# What a text in an error means of another rank, and where the text comes from.
+_SIGNS = {
+    "Connection closed by peer": LOST,  # gloo/transport/tcp/pair.cc
+    "onnection reset by peer": LOST,  # the same: the system's text for ECONNRESET
+    "Broken pipe": LOST,  # the same: the system's text for EPIPE
+    "remote process exited or there was a network error": LOST,  # nccl src/init.cc: ncclGetErrorString
+    "a remote process exiting prematurely": LOST,  # torch/csrc/distributed/c10d/NCCLUtils.cpp
+    "Timed out waiting": LATE,  # gloo/transport/tcp/unbound_buffer.cc
+    "Application timeout caused pair closure": LATE,  # the same
+    "Watchdog caught collective operation timeout": LATE,  # torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp
+    "wait timeout after ": LATE,  # torch/csrc/distributed/c10d/TCPStore.cpp: a wait in the store, as new_group's
+    "Socket Timeout": LATE,  # the same, before torch 2.4
+}
 _LONGEST = 300  # characters of an error in the line of a rank that did not fail first
 _REST_OF_FRAME = r".*\n(?:    .*\n|  \[Previous line .*\n)*"
 _OF_DECORATOR = r".*/(?:torch/_dynamo/\w+|torch/utils/_contextlib|contextlib|functools|runpy)\.py|<frozen runpy>"
@@ -49,9 +67,54 @@ class Note(NamedTuple):
     is_first: bool = True  # whether no other rank had claimed to be the first, which is what ranks print
 
 
-def report(error: BaseException, exit_code: int, me: int, note: Callable[[BaseException], int]) -> None:
-    """Report `error` to the job (by `note`), the launcher and stderr, and run exit handlers."""
-    sigterms: list[int] = []
+def meaning_of(text: str) -> Optional[str]:
+    """Return the meaning, LOST or LATE, of the first of `_SIGNS` that `text` contains; else None. Local."""
+    return next((meaning for sign, meaning in _SIGNS.items() if sign in text), None)
+
+
+def lost_a_peer(error: Optional[BaseException]) -> bool:
+    """Return whether `error`, its cause or its context only says that another process is gone. Local."""
+    while error is not None:
+        is_of_its_own = isinstance(error, BrokenPipeError)  # the program's own pipe
+        if meaning_of(str(error)) == LOST and not is_of_its_own:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _rank() -> int:
+    """Return this process's rank; 0 without a job. Local."""
+    last = current().world or current().left
+    return 0 if last is None else last.rank
+
+
+def claim_first(error: BaseException) -> int:
+    """Return the rank that failed first: this one, unless another is named in the store already. Local."""
+    if "first_failure" in error.__dict__:
+        return int(error.__dict__["first_failure"])
+    me, where = _rank(), place(error)
+    raised = f" in {where}" if where else ""  # another thread's error may never have been raised
+    why = f"{type(error).__name__}{raised}".encode(errors="backslashreplace").decode()
+    ask_store(lambda store: store.set(f"why/{me}", why))
+    claimed = ask_store(lambda store: rank_in(claim(store, "first_failure", str(me))))
+    if claimed == me and isinstance(error, SystemExit):
+        ask_store(lambda store: store.set("left", "1"))  # it has no traceback for the others to wait for
+    if claimed is not None:
+        return claimed
+    # If no agent serves the store (torchrun up to 2.2, mpirun), it ends with rank 0, which has then failed first.
+    return 0 if current().watched is not None and lost_a_peer(error) else me
+
+
+def note(error: BaseException) -> int:
+    """Record in the store and the run's records that `error` ends this rank; returns the first rank to fail. Local."""
+    first, said = claim_first(error), f"{type(error).__name__}: {error}"
+    observed.note("end", how="failed", error=said, first=first, lost_a_peer=lost_a_peer(error))
+    return first
+
+
+def report(error: BaseException, exit_code: int) -> None:
+    """Report `error` to the job, the launcher and stderr, and run exit handlers."""
+    me, sigterms = _rank(), list[int]()
     with contextlib.suppress(ValueError):  # not the main thread
         # A launcher that has seen another rank end sends SIGTERM: delay it until the records are written.
         signal.signal(signal.SIGTERM, lambda number, frame: sigterms.append(number))
@@ -113,13 +176,12 @@ def _short(error: BaseException) -> str:
 
 def _explained(error: BaseException) -> BaseException:
     """Return `error`; if it waited for a rank that has left the job, or that did not come, a SyncError that says so."""
-    watched = current().watched
+    watched, me = current().watched, f"rank {_rank()}"
     if watched is None or watched.watch is None:
         return error
-    me = f"rank {watched.rank}"
     if lost_a_peer(error) and (left := watched.watch.describe_left()):
         text = f"{me} waits for a rank that has already left the job, and would hang:\n{left}\n{SAME_WAY}."
-    elif lost_a_peer(error) and (silent := claims.silent()):
+    elif lost_a_peer(error) and (silent := _silent(watched.watch.ranks)):
         text = (
             f"{ranks_called(silent)} ended without an error in the middle of the job (os._exit, exit code 0, killed), "
             f"and {me} would wait forever ({_short(error)}). Let all ranks end together, or raise an error."
@@ -130,6 +192,11 @@ def _explained(error: BaseException) -> BaseException:
     else:
         return error
     return SyncError(text).with_traceback(error.__traceback__)
+
+
+def _silent(ranks: Sequence[int]) -> list[int]:
+    """Return those of `ranks` that have not reported a failure. Local."""
+    return ask_store(lambda store: [rank for rank in ranks if not is_there(store, f"why/{rank}")]) or []
 
 
 def _why(rank: int) -> str:
@@ -166,7 +233,7 @@ def write(error: BaseException, exit_code: int, *, knows_cause: bool = False) ->
         return
     text = "" if isinstance(error, SystemExit) else traceback_of(error)
     lost = lost_a_peer(error) or str(error.__dict__.get("first_failure", rank)) != rank
-    is_first = claims.claim_first(error) == claims.rank()
+    is_first = claim_first(error) == _rank()
     # torch's agent compares when processes ended, in whole seconds: ranks that fail because of this one may end
     # earlier, and then the agent ends this one, perhaps while it writes. So the note appears only when complete.
     try:

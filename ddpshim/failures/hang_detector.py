@@ -20,9 +20,9 @@ from types import FrameType
 from typing import Any, NamedTuple, Optional
 
 from ddpshim.errors import SyncError
-from ddpshim.failures import claims, failure
+from ddpshim.failures import failure
 from ddpshim.process.job import Job
-from ddpshim.process.job_store import claim, is_there
+from ddpshim.process.job_store import claim, first_failure, is_there
 from ddpshim.process.observed import Progress
 from ddpshim.process.say import count, ranks_called, say
 from ddpshim.process.users_line import is_torchs_or_ours, is_users, short, shown, users_line
@@ -155,7 +155,7 @@ class Watch:
 
         store = job.store if job.second_store is None else job.second_store
         self.verdict: Optional[Verdict] = None
-        self._rank, self._ranks, self._store = rank, range(world_size), dist.PrefixStore("watch", store)
+        self._rank, self.ranks, self._store = rank, range(world_size), dist.PrefixStore("watch", store)
         self._job, self._watched = job, threading.get_ident()
         self._waits, self._round = Waits(timeout_s), 0
         self._timeout_s, self._gets_no_errors = timeout_s, gets_no_errors
@@ -189,7 +189,7 @@ class Watch:
 
     def describe_left(self) -> str:
         """Return which ranks have left the job, and after what; empty if none has. Local."""
-        left = {rank: their for rank in self._ranks if (their := self._stored(f"left/{rank}")) is not None}
+        left = {rank: their for rank in self.ranks if (their := self._stored(f"left/{rank}")) is not None}
         mine = f"  rank {self._rank}: {count(self._job.part(Progress).num_passes, 'backward pass', 'es')} so far"
         return f"{mine}\n{describe(left, list(left))}" if left else ""
 
@@ -226,7 +226,7 @@ class Watch:
 
     def _end_in_vain(self) -> None:
         """End this rank if it waits for one that has failed, or has waited for `timeout_s`."""
-        first = claims.first()
+        first = first_failure()
         if first is not None and first != self._rank:
             self._ended.set()
             failure.abort(failure.caused_by(first, SyncError(f"its GPU waits for messages of rank {first}")))
@@ -271,7 +271,7 @@ class Watch:
 
     def _answers(self) -> dict[int, Optional[Standing]]:
         """Return the state of each other rank; None for one that does not answer in time."""
-        states = {rank: self._stored(f"left/{rank}") for rank in self._ranks if rank != self._rank}
+        states = {rank: self._stored(f"left/{rank}") for rank in self.ranks if rank != self._rank}
         end = time.monotonic() + _ANSWER_S + self._every_s
         while (silent := [rank for rank in states if states[rank] is None]) and time.monotonic() < end:
             states.update({rank: self._stored(f"stands/{self._round}/{rank}") for rank in silent})
@@ -287,7 +287,7 @@ class Watch:
         if verdict is not None and verdict.ends_job:
             self._ended.set()
             failure.abort(SyncError(verdict.text))
-        if verdict is not None and (self._rank in (0, *verdict.named) or len(self._ranks) <= _MOST_PRINT):
+        if verdict is not None and (self._rank in (0, *verdict.named) or len(self.ranks) <= _MOST_PRINT):
             say(verdict.text, directly=True)
         self._waits.postpone()
 

@@ -19,11 +19,11 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ddpshim.errors import DataError, WorldError
-from ddpshim.failures import claims, failure
+from ddpshim.failures import failure
 from ddpshim.job.world import N, T, World, as_divisor
 from ddpshim.process import messages
 from ddpshim.process.job import current
-from ddpshim.process.job_store import is_there
+from ddpshim.process.job_store import first_failure, is_there
 from ddpshim.process.observed import Progress
 from ddpshim.process.say import described
 from ddpshim.process.users_line import users_line
@@ -168,7 +168,7 @@ def main_sets(here: World, key: str, end: float) -> bool:
     """Return whether the main rank sets `key` of the store before `end`. Raises WorldError if a rank has failed."""
     store = here._job.store  # torch's own wait would notice neither a failure nor a signal
     while not (came := comes(store, 0, key, min(end, time.monotonic() + 1))):
-        first = claims.first()
+        first = first_failure()
         if first is not None or came is None:
             why = f"rank {first} failed" if first is not None else "it has ended: the job's store does not answer"
             raise failure.caused_by(first or 0, WorldError(f"rank {here.rank} waits for the main rank, and {why}"))

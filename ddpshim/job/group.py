@@ -131,10 +131,10 @@ def cleanup() -> None:
     group stays until the process ends, since its teardown would wait for other ranks.
     """
     ended = current()
-    made, ended.world = ended.world, None
+    made = ended.world
     if made is None:
         return
-    ended.left = made
+    ended.left, ended.world = made, None
     if made.is_launched:
         from ddpshim.job import process_group
 

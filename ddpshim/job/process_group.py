@@ -127,7 +127,7 @@ def begin(job: Job, made: World, timeout_s: float, cleanup: Callable[[], None]) 
         atexit.unregister(_leave)
         atexit.register(_leave, os.getpid(), cleanup)  # before the watch and others register theirs: it runs last
         failure.begin_checks()
-        failure.arm(made.rank, job.store)
+        failure.arm(job)
         shared_pdb.share(job.at_end)
         if made.options.guard:
             hang_detector.begin(job, made.rank, made.world_size, timeout_s, gets_no_errors=made.backend == "nccl")

@@ -28,9 +28,8 @@ from typing import Any, Optional
 
 from ddpshim import adapters, variables
 from ddpshim.errors import LaunchError, OptionsError
-from ddpshim.failures.failure_notes import Note
+from ddpshim.failures.failure_notes import Note, meaning_of
 from ddpshim.failures.preemption import LISTENS, SIGNALS
-from ddpshim.failures.signs import meaning_of
 from ddpshim.observe.records import FOLDER
 from ddpshim.options import Options
 from ddpshim.process.job_store import check_address, stay_on_this_machine

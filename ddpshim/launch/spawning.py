@@ -23,8 +23,7 @@ import torch.distributed as dist
 from ddpshim import variables
 from ddpshim.errors import LaunchError, RankError
 from ddpshim.failures import unsynced_check
-from ddpshim.failures.failure_notes import Note, put, traceback_of
-from ddpshim.failures.signs import lost_a_peer
+from ddpshim.failures.failure_notes import Note, lost_a_peer, put, traceback_of
 from ddpshim.job import group
 from ddpshim.launch.runner import end_of, first_to_fail, notes_in
 from ddpshim.process.job import begin_next

@@ -13,7 +13,6 @@ from typing import Any, Optional
 
 import torch
 
-from ddpshim.failures import failure
 from ddpshim.job.group import world
 from ddpshim.job.world import World
 from ddpshim.observe import records
@@ -191,7 +190,9 @@ def _facts(here: World) -> dict[str, Any]:
 
 def _note_failure(error: Optional[BaseException]) -> None:
     if error is not None and not (isinstance(error, SystemExit) and not error.code):
-        failure.note(error)
+        from ddpshim.failures import failure_notes
+
+        failure_notes.note(error)
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

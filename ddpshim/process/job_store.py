@@ -8,7 +8,7 @@ import secrets
 import socket
 import time
 from datetime import timedelta
-from typing import Any, Callable, Optional, TypeVar
+from typing import Any, Callable, Optional, TypeVar, Union
 
 from ddpshim.errors import LaunchError
 from ddpshim.process.job import current
@@ -50,6 +50,18 @@ def ask_store(ask: Callable[[Any], T]) -> Optional[T]:
             watched.store.set_timeout(timedelta(seconds=_DEADLINE_S))
             return ask(watched.store)
     return None
+
+
+def first_failure() -> Optional[int]:
+    """Return the rank that failed first; None if none has reported a failure. Local; safe in any thread."""
+    claimed = ask_store(lambda store: store.get("first_failure") if is_there(store, "first_failure") else None)
+    return None if claimed is None else rank_in(claimed)
+
+
+def rank_in(claimed: Union[str, bytes]) -> Optional[int]:
+    """Return the rank in `claimed`; None if no rank wrote it: any process that reaches the store can write to it."""
+    text = claimed if isinstance(claimed, str) else claimed.decode(errors="replace")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
 def stay_on_this_machine() -> None:

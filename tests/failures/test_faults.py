@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from ddpshim.errors import SyncError
-from ddpshim.failures import claims, failure, failure_notes, signs
+from ddpshim.failures import failure, failure_notes
 from ddpshim.process.job import current
 from evidence import pages
 from evidence.fault_table import COLUMNS, FAULTS, PAGE, RELEASE, Fault, complaints, inject, rows_of
@@ -46,8 +46,8 @@ def test_the_page_has_a_row_for_each_fault() -> None:
 
 
 def test_a_line_about_another_ranks_failure_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(current(), "watched", failure.Watched(0, dist.HashStore(), None))
-    claims.claim_first(SyncError("made by a thread, and never raised"))
+    monkeypatch.setattr(current(), "watched", failure.Watched(dist.HashStore(), None))
+    failure_notes.claim_first(SyncError("made by a thread, and never raised"))
     assert failure_notes._why(0) == " (SyncError)"
     assert failure_notes._short(ValueError("one\ntwo")) == "ValueError: one"
     assert failure_notes._short(ValueError("a " + 200 * "word ")) == "ValueError: a" + 57 * " word" + " ..."
@@ -55,11 +55,11 @@ def test_a_line_about_another_ranks_failure_is_whole(monkeypatch: pytest.MonkeyP
 
 def test_what_comes_on_top_of_a_lost_peer_is_not_the_first_failure() -> None:
     ended = RuntimeError("DataLoader worker is killed by signal: Terminated")
-    assert not signs.lost_a_peer(ended)
+    assert not failure_notes.lost_a_peer(ended)
     ended.__context__ = RuntimeError("Read error: Connection reset by peer")
-    assert signs.lost_a_peer(ended)
-    assert signs.lost_a_peer(RuntimeError("writev [127.0.0.1]:4: Broken pipe"))
-    assert not signs.lost_a_peer(BrokenPipeError(32, "Broken pipe"))
+    assert failure_notes.lost_a_peer(ended)
+    assert failure_notes.lost_a_peer(RuntimeError("writev [127.0.0.1]:4: Broken pipe"))
+    assert not failure_notes.lost_a_peer(BrokenPipeError(32, "Broken pipe"))
 
 
 @pytest.mark.parametrize(
@@ -81,5 +81,5 @@ def test_what_comes_on_top_of_a_lost_peer_is_not_the_first_failure() -> None:
     ],
 )
 def test_what_gloo_and_nccl_say_of_other_ranks(text: str, meaning: Optional[str]) -> None:
-    assert signs.meaning_of(text) == meaning
-    assert signs.lost_a_peer(RuntimeError(text)) == (meaning == "lost")
+    assert failure_notes.meaning_of(text) == meaning
+    assert failure_notes.lost_a_peer(RuntimeError(text)) == (meaning == "lost")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ddpshim
-from ddpshim.failures import claims, failure, failure_notes, hang_detector, signs
+from ddpshim.failures import failure, failure_notes, hang_detector
 from ddpshim.failures.hang_detector import Standing, Waits, Watch, describe, judge, place_of
 from ddpshim.model import guard
 from ddpshim.process.job import Job, current
@@ -237,7 +237,7 @@ def test_where_nccl_gives_no_error_a_rank_that_waits_in_vain_ends(
 ) -> None:
     ended: list[BaseException] = []
     monkeypatch.setattr(failure, "abort", ended.append)
-    monkeypatch.setattr(claims, "first", lambda: failed)
+    monkeypatch.setattr(hang_detector, "first_failure", lambda: failed)
     for is_on_gpu, gets_no_errors, site in ((False, True, "a.py:3"), (True, False, "a.py:3"), (True, True, "a.py:3")):
         job = Job()
         job.store = dist.HashStore()
@@ -250,5 +250,5 @@ def test_where_nccl_gives_no_error_a_rank_that_waits_in_vain_ends(
         assert not ended or (is_on_gpu and gets_no_errors)
     assert [f"{type(error).__name__}: {error}" for error in ended] == ([] if said is None else [said])
     if ended:
-        is_late = signs.meaning_of(str(ended[0])) == "late"
+        is_late = failure_notes.meaning_of(str(ended[0])) == "late"
         assert (is_late, ended[0].__dict__.get("first_failure")) == (failed is None, failed)

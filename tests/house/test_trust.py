@@ -21,7 +21,7 @@ from ddpshim.checkpoint import progress_folder
 from ddpshim.checkpoint.resume import FORMAT, Resumable
 from ddpshim.errors import CheckpointError, WorldError
 from ddpshim.job.world import World
-from ddpshim.process import devices, messages
+from ddpshim.process import devices, job_store, messages
 from ddpshim.process.job import current
 from ddpshim.robomimic.session import FOLDER, STREAMS, Session
 from tests.ranks import run_ranks
@@ -231,5 +231,5 @@ def test_the_store_tells_gpus_and_failures_as_text(tmp_path: Path) -> None:
             devices.agree_on_backend(store, 0, 2, torch.device("cpu"))
     assert messages.unpacked(store.get("gpu/0"), 0) is None
     assert not (tmp_path / "ran").exists()
-    assert [ddpshim.failures.claims._rank_in(claimed) for claimed in (b"3", "12", b"\xff", "", "²", "9" * 30)] == [
+    assert [job_store.rank_in(claimed) for claimed in (b"3", "12", b"\xff", "", "²", "9" * 30)] == [
         3, 12, None, None, None, None]  # fmt: skip

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 import ddpshim
 from ddpshim import LaunchError, World, WorldError, cleanup, setup
 from ddpshim.errors import OptionsError, RankError
-from ddpshim.failures import claims, failure
+from ddpshim.failures import failure, failure_notes
 from ddpshim.job import process_group
 from ddpshim.job.collectives import main_sets
 from ddpshim.launch import spawning
@@ -636,8 +636,9 @@ def _abort_while_the_launcher_ends_this_rank(folder: str) -> None:
         time.sleep(0.2)
         return "1"
 
-    claims.claim = claim
-    failure.arm(0, dist.HashStore())
+    failure_notes.claim = claim
+    current().store = dist.HashStore()
+    failure.arm(current())
     records.begin(folder, 0)
     ddpshim.abort(RuntimeError("closed by peer"))
 
