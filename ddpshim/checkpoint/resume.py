@@ -10,6 +10,7 @@ import shutil
 import time
 import traceback
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Callable, NoReturn, Optional, Protocol
 
@@ -20,6 +21,7 @@ from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint import progress_folder
 from ddpshim.errors import CheckpointError, DataError, SyncError
 from ddpshim.failures import preemption
+from ddpshim.job.collectives import pairs
 from ddpshim.job.group import cleanup, world
 from ddpshim.job.passes import Enterable, order_of, restore_generators
 from ddpshim.job.running import Running
@@ -305,7 +307,7 @@ class Resumable:
         if (asked := preemption.asked()) is not None:
             own = 2 + preemption.SIGNALS.index(asked)
         try:
-            reports = self._world.gather_pair((own, wanted), deadline_s)
+            reports = pairs((own, wanted), self._world, timedelta(seconds=deadline_s))
         except RuntimeError as error:
             raise SyncError(
                 f"another rank did not reach step {self.step} of epoch {self.epoch} within {deadline_s:g} s of rank "

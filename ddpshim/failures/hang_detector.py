@@ -72,7 +72,7 @@ _WAITS = {
     ("ddpshim/job/collectives.py", "backward"): "a sum of gradients",
     ("ddpshim/rows/blocks.py", "gather_alike"): "a gather of rows",
     ("ddpshim/job/collectives.py", "gather_with_deadline"): "World.gather_with_deadline",
-    ("ddpshim/job/collectives.py", "gather_pair"): "a check between two steps",
+    ("ddpshim/checkpoint/resume.py", "_meet"): "a check between two steps",
     ("ddpshim/model/guard.py", "_compare"): "the comparison of weights",
     ("ddpshim/job/debugger.py", "_meet"): "a debugger, for the main rank",
 }

@@ -39,16 +39,13 @@ class WorldOfRanks(World):
     def only_main(self, obj: T) -> T:
         return obj if self.is_main else cast(T, StandIn())
 
-    def barrier(self) -> None:
-        self.gather(None, "barrier")
-
     def gather(self, value: T, what: str = "gather") -> list[T]:
-        group, trusts = peers(self), self.options.trust_peers
+        trusts = self.options.trust_peers
         own = messages.tensor_of(messages.packed(value, trusts))
-        lengths = self._lengths(own.numel(), group, what)
+        lengths = self._lengths(own.numel(), what)
         longest = max(lengths)
         everyones = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(self.world_size)]
-        dist.all_gather(everyones, torch.cat((own, own.new_zeros(longest - own.numel()))), group=group)
+        dist.all_gather(everyones, torch.cat((own, own.new_zeros(longest - own.numel()))), group=self._job.control)
         of_ranks = (messages.bytes_of(message[:length]) for message, length in zip(everyones, lengths))
         return [messages.unpacked(message, sender, trusts) for sender, message in enumerate(of_ranks)]
 
@@ -57,17 +54,17 @@ class WorldOfRanks(World):
         return self._broadcast(value, src, f"broadcast from rank {src}")
 
     def _broadcast(self, value: T, src: int, what: str) -> T:
-        group, trusts, is_mine = peers(self), self.options.trust_peers, self.rank == src
+        trusts, is_mine = self.options.trust_peers, self.rank == src
         message = messages.tensor_of(messages.packed(value, trusts) if is_mine else b"")
-        length = self._lengths(message.numel(), group, what)[src]
+        length = self._lengths(message.numel(), what)[src]
         message = message if is_mine else torch.empty(length, dtype=torch.uint8, device="cpu")
-        dist.broadcast(message, src, group=group)
+        dist.broadcast(message, src, group=self._job.control)
         return value if is_mine else cast(T, messages.unpacked(messages.bytes_of(message), src, trusts))
 
-    def _lengths(self, own: int, group: Any, what: str) -> list[int]:
+    def _lengths(self, own: int, what: str) -> list[int]:
         """Return the lengths of all ranks' messages. Raises WorldError on all ranks if their `what` differ."""
         place = zlib.crc32(what.encode(errors="backslashreplace"))
-        lengths, places = zip(*pairs((own, place), self.world_size, group))
+        lengths, places = zip(*pairs((own, place), self))
         if len(set(places)) > 1:
             from ddpshim.failures.failure_notes import SAME_WAY
 
@@ -99,9 +96,6 @@ class WorldOfRanks(World):
             )
         gathered: torch.Tensor = RowsOfRanks.apply(x, self.rank, group())  # type: ignore[no-untyped-call]
         return gathered
-
-    def gather_pair(self, own: tuple[int, int], deadline_s: float) -> list[tuple[int, int]]:
-        return pairs(own, self.world_size, peers(self), timedelta(seconds=deadline_s))
 
     def gather_with_deadline(self, name: str, value: T, deadline_s: float) -> dict[int, T]:
         job = self._job
@@ -135,17 +129,6 @@ class WorldOfRanks(World):
                 ),
             )
         return cast(T, result)
-
-
-def peers(here: World) -> Any:
-    """Return the group of World's collectives, for one more of them. Local. Raises WorldError after `cleanup()`."""
-    if here._job.control is None:
-        raise WorldError(
-            f"rank {here.rank} of {here.world_size} has left its job by cleanup(), so a collective would fail. "
-            "Call cleanup() last."
-        )
-    here._job.part(Progress).num_collectives += 1
-    return here._job.control
 
 
 def comes(store: Any, rank: int, key: str, end: float) -> Optional[bool]:
@@ -188,15 +171,25 @@ def begin_gather(everyones: list[torch.Tensor], own: torch.Tensor, group: Any) -
     return ranks.allgather([everyones], [own])
 
 
-def pairs(own: tuple[int, int], size: int, group: Any, deadline: timedelta = timedelta()) -> list[tuple[int, int]]:
-    """Return two int64 of each of `size` ranks (collective). Without a `deadline` that of `group` counts.
+def pairs(own: tuple[int, int], here: World, deadline: timedelta = timedelta()) -> list[tuple[int, int]]:
+    """Return two int64 of each rank (collective). Without a `deadline` that of World's group counts.
 
     Every message of World's collectives begins with such a pair. The second identifies the collective in which a rank
     is, so that ranks in different ones detect it.
+
+    Raises WorldError after `cleanup()`, and RuntimeError if a rank does not come within the deadline.
     """
-    everyones = torch.empty((size, 2), dtype=torch.int64, device="cpu")
+    if here.world_size == 1:
+        return [own]
+    if here._job.control is None:
+        raise WorldError(
+            f"rank {here.rank} of {here.world_size} has left its job by cleanup(), so a collective would fail. "
+            "Call cleanup() last."
+        )
+    here._job.part(Progress).num_collectives += 1
+    everyones = torch.empty((here.world_size, 2), dtype=torch.int64, device="cpu")
     mine = torch.tensor(own, dtype=torch.int64, device="cpu")
-    begin_gather([*everyones.unbind()], mine, group).wait(deadline)
+    begin_gather([*everyones.unbind()], mine, here._job.control).wait(deadline)
     return [tuple(theirs) for theirs in everyones.tolist()]
 
 

@@ -114,6 +114,7 @@ class World:
 
     def barrier(self) -> None:
         """Wait until every rank has called it, for up to `side_timeout_s` (collective)."""
+        self.gather(None, "barrier")
 
     def gather(self, value: T, what: str = "gather") -> list[T]:
         """Return every rank's value, in rank order, on every rank (collective); WorldError if `what` differs.
@@ -199,10 +200,6 @@ class World:
         from ddpshim.process import messages
 
         return int(self._job.store.add(messages.key(f"count/{name}"), by))
-
-    def gather_pair(self, own: tuple[int, int], deadline_s: float) -> list[tuple[int, int]]:
-        """Return two integers of each rank; RuntimeError if one does not come within the deadline (collective)."""
-        return [own]
 
     def gather_with_deadline(self, name: str, value: T, deadline_s: float) -> dict[int, T]:
         """Return the values of the ranks that call this within the deadline, by rank. Never hangs (collective).

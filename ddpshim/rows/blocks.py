@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ddpshim.errors import WorldError
-from ddpshim.job.collectives import CROSSED_DEADLINE_S, begin_gather, group, pairs, peers
+from ddpshim.job.collectives import CROSSED_DEADLINE_S, begin_gather, group, pairs
 from ddpshim.job.group import world
 from ddpshim.process.job import current
 
@@ -89,7 +89,7 @@ def tell(own: tuple[int, int], judge: Callable[[list[Any]], Any], waits: bool, p
     if waits or len(state.news) == _MOST_NEWS:
         settle(place)
     if waits:
-        told = pairs(own, here.world_size, peers(here))
+        told = pairs(own, here)
         if any(theirs != own[1] for _, theirs in told):
             raise are_apart(here.gather_with_deadline("crossed", place, CROSSED_DEADLINE_S))
         return judge(told)
@@ -106,7 +106,7 @@ def settle(place: str = "computes a backward pass, or gathers") -> None:
     numbers = struct.pack(f"<{2 * len(news)}q", *(number for pair, _, _ in news for number in pair))
     digest = int.from_bytes(hashlib.blake2b(numbers, digest_size=8).digest(), "little", signed=True)
     here = world()
-    if len({*pairs((digest, len(news)), here.world_size, peers(here))}) == 1:
+    if len({*pairs((digest, len(news)), here)}) == 1:
         return
     everyones = here.gather([*((*pair, False, where) for pair, _, where in news), (0, 0, True, place)])
     for i, told in enumerate(zip(*everyones)):
