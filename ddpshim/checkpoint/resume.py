@@ -388,7 +388,7 @@ class Resumable:
                 f"{EXIT_REQUEUE}",
                 directly=True,
             )
-        observed.end("left", reason=reason, epoch=self.epoch, step=self.step, exit_code=EXIT_REQUEUE)
+        observed.note("end", how="left", reason=reason, epoch=self.epoch, step=self.step, exit_code=EXIT_REQUEUE)
         if self._before_exit is not None:
             try:
                 self._before_exit()

@@ -24,14 +24,9 @@ def record_to(records: Any) -> None:
 
 
 def note(kind: str, **values: Any) -> None:
-    """Record an event, if this run is recorded. Local."""
+    """Record an event, if this run is recorded; after one of the kind "end" no more. Local."""
     if _records is not None:
         _records.note(kind, **values)
-
-
-def end(how: str, **values: Any) -> None:
-    """Record how the run ends on this rank, once: the first call counts. Local."""
-    note("end", how=how, **values)
 
 
 def observe(

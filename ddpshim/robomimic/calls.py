@@ -87,7 +87,7 @@ def finish() -> None:
     """Wait until the main rank has saved its files, and record that training has finished (collective)."""
     checkpoint.flush()
     world().barrier()
-    observed.end("finished")
+    observed.note("end", how="finished")
     if (progress := session().progress) is not None:
         progress.finish()
 
