@@ -26,14 +26,14 @@ class Watched:
 
     store: Any
     previous_hook: Any  # sys.excepthook before `arm`
-    watch: Any = None  # ddpshim.failures.hang_detector.Watch, with the option guard
+    watch: Any  # ddpshim.failures.hang_detector.Watch, with the option guard
     ending: threading.Lock = field(default_factory=threading.Lock)  # held by the thread that ends this rank
 
 
-def arm(job: Job) -> None:
+def arm(job: Job, watch: Any = None) -> None:
     """Make an uncaught exception end the job from now on. Local."""
     previous = job.watched.previous_hook if job.watched is not None else sys.excepthook
-    job.watched, sys.excepthook = Watched(job.store, previous), _excepthook
+    job.watched, sys.excepthook = Watched(job.store, previous, watch), _excepthook
 
 
 def disarm(job: Job) -> None:

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Hashable, Mapping, Sequence
 from traceback import FrameSummary
 from types import FrameType
-from typing import Any, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 from ddpshim.errors import SyncError
 from ddpshim.failures import failure
@@ -26,6 +26,9 @@ from ddpshim.process.job_store import claim, first_failure, is_there
 from ddpshim.process.observed import Progress
 from ddpshim.process.say import count, ranks_called, say
 from ddpshim.process.users_line import is_torchs_or_ours, is_users, short, shown, users_line
+
+if TYPE_CHECKING:
+    from ddpshim.job.world import World
 
 _LOOK_EVERY_S = 1.0
 _ANSWER_S = 5.0
@@ -146,25 +149,26 @@ class Waits:
 class Watch:
     """The thread, which watches the thread that made this object until `end`, and what it has seen of its rank.
 
-    `gets_no_errors`: as under nccl, where a rank whose GPU waits for a dead rank gets no error, but is killed later,
-    and blamed. `verdict`: the last one, until the rank makes progress; None if nothing was wrong.
+    `verdict`: the last one, until the rank makes progress; None if nothing was wrong.
     """
 
-    def __init__(self, job: Job, rank: int, world_size: int, timeout_s: float, gets_no_errors: bool) -> None:
+    def __init__(self, job: Job, here: World, timeout_s: float) -> None:
         import torch.distributed as dist
 
         store = job.store if job.second_store is None else job.second_store
         self.verdict: Optional[Verdict] = None
-        self._rank, self.ranks, self._store = rank, range(world_size), dist.PrefixStore("watch", store)
+        self._rank, self.ranks, self._store = here.rank, range(here.world_size), dist.PrefixStore("watch", store)
         self._job, self._watched = job, threading.get_ident()
         self._waits, self._round = Waits(timeout_s), 0
-        self._timeout_s, self._gets_no_errors = timeout_s, gets_no_errors
+        self._timeout_s = timeout_s
+        # Under nccl a rank whose GPU waits for a dead rank gets no error, but is killed later, and blamed.
+        self._gets_no_errors = here.backend == "nccl"
         self._asks_now = False  # although it no longer waits
         self._is_on_gpu = False  # whether the rank's GPU waits
         self._cpu_s = 0.0  # of the watched thread
         self._counted: Any = None  # its progress
         self._waiting: Optional[Standing] = None  # when it waited last, since it made progress
-        self._every_s = max(_LOOK_EVERY_S, world_size / _RANKS_PER_S)
+        self._every_s = max(_LOOK_EVERY_S, here.world_size / _RANKS_PER_S)
         self._ended = threading.Event()
         self.thread = threading.Thread(target=self._run, name="ddpshim-watch", daemon=True)
 
@@ -208,15 +212,12 @@ class Watch:
         if not asks and not is_there(self._store, question):
             return
         self._round += 1
-        if asks:
-            standings = {**self._answers(), self._rank: self._standing()}
-            still_waits = self._see() or self._job.is_failing()  # torch may have ended its wait
-            verdict = judge(dict(sorted(standings.items())), self._rank) if still_waits else None
-            self._store.set(f"verdict/{self._round}", json.dumps(verdict))
-            self._take(verdict)
-            return
         self._store.set(f"stands/{self._round}/{self._rank}", json.dumps(self._standing()))
         key, end = f"verdict/{self._round}", time.monotonic() + 2 * _ANSWER_S + self._every_s
+        if asks:
+            standings = self._answers()
+            still_waits = self._see() or self._job.is_failing()  # torch may have ended its wait
+            self._store.set(key, json.dumps(judge(standings, self._rank) if still_waits else None))
         while not is_there(self._store, key):
             if time.monotonic() > end or self._ended.is_set():
                 return
@@ -270,8 +271,8 @@ class Watch:
         return Standing(*json.loads(self._store.get(key))) if is_there(self._store, key) else None
 
     def _answers(self) -> dict[int, Optional[Standing]]:
-        """Return the state of each other rank; None for one that does not answer in time."""
-        states = {rank: self._stored(f"left/{rank}") for rank in self.ranks if rank != self._rank}
+        """Return the state of each rank; None for one that does not answer in time."""
+        states = {rank: self._stored(f"left/{rank}") for rank in self.ranks}
         end = time.monotonic() + _ANSWER_S + self._every_s
         while (silent := [rank for rank in states if states[rank] is None]) and time.monotonic() < end:
             states.update({rank: self._stored(f"stands/{self._round}/{rank}") for rank in silent})
@@ -292,14 +293,13 @@ class Watch:
         self._waits.postpone()
 
 
-def begin(job: Job, rank: int, world_size: int, timeout_s: float, gets_no_errors: bool = False) -> None:
+def begin(job: Job, here: World, timeout_s: float) -> Watch:
     """Watch this rank until the end of its job. Local."""
-    watch = Watch(job, rank, world_size, timeout_s, gets_no_errors)
-    if job.watched is not None:
-        job.watched.watch = watch
+    watch = Watch(job, here, timeout_s)
     job.at_end.callback(watch.end)
     atexit.register(watch.end)  # if Python ends a thread in the middle of a call to the store, the process crashes
     watch.thread.start()
+    return watch
 
 
 def place_of(stack: list[FrameSummary], progress: Progress, waits_on_gpu: bool = False) -> Standing:

@@ -127,10 +127,8 @@ def begin(job: Job, made: World, timeout_s: float, cleanup: Callable[[], None]) 
         atexit.unregister(_leave)
         atexit.register(_leave, os.getpid(), cleanup)  # before the watch and others register theirs: it runs last
         failure.begin_checks()
-        failure.arm(job)
+        failure.arm(job, hang_detector.begin(job, made, timeout_s) if made.options.guard else None)
         shared_pdb.share(job.at_end)
-        if made.options.guard:
-            hang_detector.begin(job, made.rank, made.world_size, timeout_s, gets_no_errors=made.backend == "nccl")
     if made.is_main:
         nodes, odd = divmod(made.world_size, made.local_world_size)
         several = "several machines, not equally many on each" if odd else f"{nodes} machines"

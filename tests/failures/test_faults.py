@@ -46,7 +46,7 @@ def test_the_page_has_a_row_for_each_fault() -> None:
 
 
 def test_a_line_about_another_ranks_failure_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(current(), "watched", failure.Watched(dist.HashStore(), None))
+    monkeypatch.setattr(current(), "watched", failure.Watched(dist.HashStore(), None, None))
     failure_notes.claim_first(SyncError("made by a thread, and never raised"))
     assert failure_notes._why(0) == " (SyncError)"
     assert failure_notes._short(ValueError("one\ntwo")) == "ValueError: one"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import ddpshim
 from ddpshim.failures import failure, failure_notes, hang_detector
 from ddpshim.failures.hang_detector import Standing, Waits, Watch, describe, judge, place_of
+from ddpshim.job.world import World
 from ddpshim.model import guard
 from ddpshim.process.job import Job, current
 from ddpshim.process.observed import Progress
@@ -241,7 +242,7 @@ def test_where_nccl_gives_no_error_a_rank_that_waits_in_vain_ends(
     for is_on_gpu, gets_no_errors, site in ((False, True, "a.py:3"), (True, False, "a.py:3"), (True, True, "a.py:3")):
         job = Job()
         job.store = dist.HashStore()
-        watched = Watch(job, 0, 2, 100.0, gets_no_errors)
+        watched = Watch(job, World(world_size=2, backend="nccl" if gets_no_errors else "gloo"), 100.0)
         watched._is_on_gpu = is_on_gpu
         watched._waits.look(0.0, "state", site)
         watched._waits._last_look = watched._waits._since + waited_s
