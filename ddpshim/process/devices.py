@@ -71,18 +71,16 @@ def bind_device(rank: int, local_rank: int, device: Union[str, torch.device, Non
 
     Raises LaunchError if `device` is a GPU and torch sees none.
     """
-    wanted = torch.device(device) if device is not None else None
-    if wanted is not None and wanted.type != "cuda":
+    has_gpu = torch.cuda.is_available()
+    wanted = torch.device(("cuda" if has_gpu else "cpu") if device is None else device)
+    if wanted.type != "cuda":
         return wanted
-    if not torch.cuda.is_available():
-        if wanted is not None:
-            raise LaunchError(
-                f"device={str(wanted)!r} but torch sees no GPU on rank {rank}; the first tensor would fail. Leave "
-                "device= out to use the CPU, or check the driver and CUDA_VISIBLE_DEVICES."
-            )
-        return torch.device("cpu")
-    asked = None if wanted is None else wanted.index
-    index = asked if asked is not None else local_rank % torch.cuda.device_count()
+    if not has_gpu:
+        raise LaunchError(
+            f"device={str(wanted)!r} but torch sees no GPU on rank {rank}; the first tensor would fail. Leave "
+            "device= out to use the CPU, or check the driver and CUDA_VISIBLE_DEVICES."
+        )
+    index = local_rank % torch.cuda.device_count() if wanted.index is None else wanted.index
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
