@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, Optional
 
 from ddpshim import variables
+from ddpshim.process.job import Job, current
 
 LISTENS = "listens"  # a file in RUN_DIR: a rank saves and stops at SIGTERM, and its training can be resumed
 # SIGTERM: torchrun, kill, the end of a SLURM job. SIGUSR1: the usual choice for `sbatch --signal`, sent before the end.
@@ -25,7 +26,7 @@ _NUMBERS = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
 
 class _Signals:
     asked: Optional[str] = None  # the signal that asked this rank to end
-    is_left = False  # the world has ended: the next `listen` starts afresh
+    job: Optional[Job] = None  # in which `listen` was called: in another one it starts afresh
 
 
 _state = _Signals()
@@ -36,11 +37,11 @@ def listen() -> None:
     """Record SIGTERM and SIGUSR1 from now on, instead of ending at once. Local; main thread only; idempotent."""
     with contextlib.suppress(KeyError, OSError):
         Path(os.environ[variables.RUN_DIR], LISTENS).touch()
-    if _state.is_left:
+    if _state.job is not current():
         unlisten()
     if _previous or threading.current_thread() is not threading.main_thread():
         return
-    _state.asked, _state.is_left = None, False
+    _state.job = current()
     for number in _NUMBERS:
         _previous[number] = signal.signal(number, _note)
 
@@ -65,9 +66,7 @@ def leave() -> None:
     If an error or a signal is about to end this process, they stay until the next `listen`: a launcher's SIGTERM must
     not change the exit code.
     """
-    if _state.asked is not None or sys.exc_info()[1] is not None:
-        _state.is_left = True
-    else:
+    if _state.asked is None and sys.exc_info()[1] is None:
         unlisten()
 
 
