@@ -140,4 +140,4 @@ def cleanup() -> None:
 
         process_group.leave(ended, made)
     else:
-        leave(ended, made)
+        leave(ended)

@@ -144,7 +144,7 @@ def leave(ended: Job, made: World) -> None:
     atexit.unregister(_leave)
     failing = failure.on_the_way_out()
     try:
-        leave_job(ended, made)
+        leave_job(ended)
     except BaseException:
         failing = True
         raise

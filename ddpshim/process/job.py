@@ -38,9 +38,9 @@ class Door:
 class Job:
     """A job, from before `setup()` to `cleanup()`."""
 
-    def __init__(self) -> None:
+    def __init__(self, left: Optional[World] = None) -> None:
         self.world: Optional[World] = None  # that `setup` made
-        self.left: Optional[World] = None  # of the previous job; its rank remains valid
+        self.left = left  # of the previous job; its rank remains valid
         self.door = Door()
         self.store: Any = None  # keys and values that all ranks of this world, and no other world, see
         self.second_store: Any = None  # another connection to it, for the thread that watches; None if torch makes none
@@ -51,7 +51,7 @@ class Job:
         self.is_split = False  # ranks have random streams of their own
         self.watched: Optional[Watched] = None  # set by `failure.arm`
         self.num_collectives: Optional[int] = None  # of the default group when the job began; None if unknown
-        # Callbacks that `end`, and so `cleanup()`, calls, each stack in reverse order.
+        # Callbacks that `leave`, and so `cleanup()`, calls, each stack in reverse order.
         self.before_end, self.at_end = contextlib.ExitStack(), contextlib.ExitStack()
         self._numbers: dict[str, int] = {}
         self._parts: dict[type, Any] = {}
@@ -67,13 +67,6 @@ class Job:
         """Return whether an error is ending this rank. Local."""
         return self.watched is not None and self.watched.ending.locked()
 
-    def end(self) -> None:
-        """Call the callbacks of `before_end`, then of `at_end`, and drop the modules' state. Local."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._parts.clear)
-            stack.callback(self.at_end.close)
-            self.before_end.close()
-
     def next_number(self, name: str) -> int:
         """Return how often this was called for `name` before; equal on ranks that call it equally often. Local."""
         number = self._numbers[name] = self._numbers.get(name, -1) + 1
@@ -88,19 +81,22 @@ def current() -> Job:
     return _current
 
 
-def leave(ended: Job, world: World) -> None:
-    """End the current job; `world` was its world, whose rank remains valid. Local. Raises what a callback raises."""
-    try:
-        ended.end()
-    finally:
-        begin_next()
-        current().left, ended.left = world, None
+def leave(ended: Job) -> None:
+    """Call the callbacks of `before_end`, then of `at_end`, and replace the current job, `ended`, with an empty one.
+
+    Local. Raises what a callback raises.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.callback(begin_next, ended.left)
+        stack.callback(ended._parts.clear)
+        stack.callback(ended.at_end.close)
+        ended.before_end.close()
 
 
-def begin_next() -> None:
-    """Replace the current job with an empty one. Local."""
+def begin_next(left: Optional[World] = None) -> None:
+    """Replace the current job with an empty one; `left` was the last world. Local."""
     global _current
-    _current = Job()
+    _current = Job(left)
 
 
 def seed_everything(seed: int) -> None:

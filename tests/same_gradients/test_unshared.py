@@ -113,8 +113,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     failure.begin_checks()
     job.current().num_collectives = None
     yield
-    job.current().end()
-    job.begin_next()
+    job.leave(job.current())
 
 
 @pytest.mark.unit
