@@ -49,14 +49,11 @@ class WorldOfRanks(World):
         of_ranks = (messages.bytes_of(message[:length]) for message, length in zip(everyones, lengths))
         return [messages.unpacked(message, sender, trusts) for sender, message in enumerate(of_ranks)]
 
-    def broadcast(self, value: T, src: int = 0) -> T:
+    def broadcast(self, value: T, src: int = 0, what: Optional[str] = None) -> T:
         super().broadcast(value, src)  # refuses a rank that does not exist
-        return self._broadcast(value, src, f"broadcast from rank {src}")
-
-    def _broadcast(self, value: T, src: int, what: str) -> T:
         trusts, is_mine = self.options.trust_peers, self.rank == src
         message = messages.tensor_of(messages.packed(value, trusts) if is_mine else b"")
-        length = self._lengths(message.numel(), what)[src]
+        length = self._lengths(message.numel(), what or f"broadcast from rank {src}")[src]
         message = message if is_mine else torch.empty(length, dtype=torch.uint8, device="cpu")
         dist.broadcast(message, src, group=self._job.control)
         return value if is_mine else cast(T, messages.unpacked(messages.bytes_of(message), src, trusts))
@@ -117,7 +114,7 @@ class WorldOfRanks(World):
                 messages.packed(told, self.options.trust_peers)
             except BaseException as raised:
                 told, error = (None, described(raised)), raised
-        result, message = self._broadcast(told, 0, f"run_on_main({name})")
+        result, message = self.broadcast(told, 0, f"run_on_main({name})")
         if error is not None:
             raise error
         if message is not None:

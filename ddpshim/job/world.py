@@ -124,10 +124,10 @@ class World:
         """
         return [value]
 
-    def broadcast(self, value: T, src: int = 0) -> T:
+    def broadcast(self, value: T, src: int = 0, what: Optional[str] = None) -> T:
         """Return the value of rank `src`, on every rank (collective). Other ranks' arguments are ignored.
 
-        Raises WorldError if `src` is not a rank of this world.
+        Raises WorldError if `src` is not a rank of this world, or if `src` or `what` differs.
         """
         if not 0 <= src < self.world_size:
             raise WorldError(
