@@ -97,11 +97,6 @@ class _Lines(io.TextIOBase):
         received = self._receive()
         return "" if received is None else received[2]
 
-    def go_on(self) -> None:
-        """Tell the other ranks that this rank goes on, and does not stop at the next line."""
-        current().part(_Stops).follows = False
-        self._send(_GOES_ON)
-
     def quit(self, is_end: bool) -> None:
         """End the job; `is_end`: standard input has ended."""
         if self._rank == 0:
@@ -169,8 +164,9 @@ class Debugger(pdb.Pdb):
         return not all(map(is_torchs_or_ours, _files(frame)))
 
     def do_continue(self, arg: str) -> Any:
-        """Go on, on all ranks."""
-        self.lines.go_on()
+        """Go on, on all ranks, which then do not stop at the next line."""
+        current().part(_Stops).follows = False
+        self.lines._send(_GOES_ON)
         return super().do_continue(arg)
 
     def do_quit(self, arg: str) -> Any:
