@@ -75,13 +75,19 @@ def check_address(env: LaunchEnv) -> None:
 
     Local: briefly binds a socket on rank 0, if this process must serve the port.
     """
-    error = None if env.master_addr is None else _why_unknown(env.master_addr)
-    if error is not None:
-        raise LaunchError(
-            f"MASTER_ADDR={env.master_addr!r} does not resolve on this machine, {socket.gethostname()} ({error}): "
-            f"rank {env.rank} could not reach the others. Use a name or IP address of rank 0's machine that resolves "
-            "on all nodes."
-        ) from error
+    end = time.monotonic() + _NAME_SERVER_S
+    while env.master_addr is not None:
+        try:
+            socket.getaddrinfo(env.master_addr, None, type=socket.SOCK_STREAM)
+            break
+        except (OSError, UnicodeError) as error:  # the latter: a part of the name is empty or too long
+            if getattr(error, "errno", None) != socket.EAI_AGAIN or time.monotonic() > end:
+                raise LaunchError(  # torch would retry for half an hour
+                    f"MASTER_ADDR={env.master_addr!r} does not resolve on this machine, {socket.gethostname()} "
+                    f"({error}): rank {env.rank} could not reach the others. Use a name or IP address of rank 0's "
+                    "machine that resolves on all nodes."
+                ) from error
+        time.sleep(0.5)
     if env.rank != 0 or env.world_size == 1 or env.agent_store or env.master_port is None:
         return
     try:
@@ -95,19 +101,6 @@ def check_address(env: LaunchEnv) -> None:
             "ranks would fail, or connect to another program and hang. Set MASTER_PORT to a free port (torchrun: "
             "--master-port, or --standalone)."
         ) from taken
-
-
-def _why_unknown(host: str) -> Optional[Exception]:
-    """Return the error for a host that this machine cannot resolve (torch would retry for half an hour), or None."""
-    end = time.monotonic() + _NAME_SERVER_S
-    while True:
-        try:
-            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            return None
-        except (OSError, UnicodeError) as error:  # the latter: a part of the name is empty or too long
-            if getattr(error, "errno", None) != socket.EAI_AGAIN or time.monotonic() > end:
-                return error
-        time.sleep(0.5)
 
 
 def meet(env: LaunchEnv, prefix: str, timeout_s: float) -> Any:
