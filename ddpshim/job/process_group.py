@@ -143,18 +143,11 @@ def leave(ended: Job, made: World) -> None:
     """Leave the job `ended`, whose world was `made`; see `ddpshim.cleanup`. Local."""
     atexit.unregister(_leave)
     failing = failure.on_the_way_out()
-    try:
-        leave_job(ended)
-    except BaseException:
-        failing = True
-        raise
-    finally:
-        if failing:
-            current().watched = ended.watched
-    if failing and made.backend == "nccl":
-        return
+    leave_job(ended)  # where that raises, this process stays armed
     if not failing:
-        failure.disarm(ended)
+        failure.disarm(current())
+    elif made.backend == "nccl":
+        return
     # In an adopted group the control group ends with the user's group, which the user destroys.
     if ended.group is not None and has_group() and dist.group.WORLD is ended.group:
         if not ENDS_THREADS:

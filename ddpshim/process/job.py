@@ -38,7 +38,7 @@ class Door:
 class Job:
     """A job, from before `setup()` to `cleanup()`."""
 
-    def __init__(self, left: Optional[World] = None) -> None:
+    def __init__(self, left: Optional[World] = None, watched: Optional[Watched] = None) -> None:
         self.world: Optional[World] = None  # that `setup` made
         self.left = left  # of the previous job; its rank remains valid
         self.door = Door()
@@ -49,7 +49,7 @@ class Job:
         self.timeout: Optional[timedelta] = None  # how long training collectives wait, if `setup` made the group
         self.has_networks = False  # `wrap_parallel` was called, so that all ranks have the main rank's weights
         self.is_split = False  # ranks have random streams of their own
-        self.watched: Optional[Watched] = None  # set by `failure.arm`
+        self.watched = watched  # set by `failure.arm`; of a job that failed until the next one is armed
         self.num_collectives: Optional[int] = None  # of the default group when the job began; None if unknown
         # Callbacks that `leave`, and so `cleanup()`, calls, each stack in reverse order.
         self.before_end, self.at_end = contextlib.ExitStack(), contextlib.ExitStack()
@@ -87,16 +87,16 @@ def leave(ended: Job) -> None:
     Local. Raises what a callback raises.
     """
     with contextlib.ExitStack() as stack:
-        stack.callback(begin_next, ended.left)
+        stack.callback(begin_next, ended.left, ended.watched)
         stack.callback(ended._parts.clear)
         stack.callback(ended.at_end.close)
         ended.before_end.close()
 
 
-def begin_next(left: Optional[World] = None) -> None:
-    """Replace the current job with an empty one; `left` was the last world. Local."""
+def begin_next(left: Optional[World] = None, watched: Optional[Watched] = None) -> None:
+    """Replace the current job with an empty one, after one whose world was `left`. Local."""
     global _current
-    _current = Job(left)
+    _current = Job(left, watched)
 
 
 def seed_everything(seed: int) -> None:
