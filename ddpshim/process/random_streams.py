@@ -11,6 +11,7 @@ from typing import Any, Optional
 import torch
 
 from ddpshim.process.job import seed_everything
+from ddpshim.process.messages import bytes_of
 
 # Open blocks of `shared_random_streams`, the outermost first: each with the seed of this rank's streams at its end.
 _blocks: list[Optional[int]] = []
@@ -83,8 +84,8 @@ def changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def digest(*names: str) -> str:
     """Return a hash of `global_states`, or of those with these names: it changes with every draw. Local."""
     states = {name: state for name, state in global_states().items() if not names or name in names}
-    torchs, numpys = states.pop("torch", torch.empty(0)), states.pop("numpy", ((), b""))
-    torch_state = torchs.numpy().tobytes() if "numpy" in sys.modules else bytes(torchs.tolist())
+    torchs, numpys = states.pop("torch", None), states.pop("numpy", ((), b""))
+    torch_state = b"" if torchs is None else bytes_of(torchs)
     parts = (repr(states).encode(), torch_state, bytes(numpys[1]), repr(numpys[2:]).encode())
     return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
 
