@@ -6,6 +6,7 @@ As a program it is one of these jobs: it tests how ranks start, meet, add and en
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, Callable, Optional
 
 from ddpshim.errors import LaunchError, WorldError
 from ddpshim.launch.runner import end_of
@@ -72,68 +73,60 @@ def selftest(nproc: Optional[int] = None, gpu: bool = False, timeout_s: float = 
     print(f"ddpshim selftest: {count(nproc, 'rank')}, {device}")
     environ = {**os.environ, **({"DDPSHIM_BACKEND": "gloo"} if is_shared else {})}
     with tempfile.TemporaryDirectory(prefix="ddpshim-selftest-") as folder:
-        for result in _Jobs(nproc, environ, timeout_s, Path(folder)).results():
+        for result in _results(nproc, Path(folder), functools.partial(_call, Path(folder), environ, timeout_s)):
             print(result, flush=True)
             if not result.is_good:
                 return False
     return True
 
 
-class _Jobs:
-    """The jobs of one self-test, each in its own process group with a deadline."""
+def _results(nproc: int, folder: Path, call: Callable[[list[str]], tuple[int, float, str]]) -> Iterator[Result]:
+    """Yield the results in the order of PROVES; a job that fails gives the first result that it has not made."""
+    run = [sys.executable, "-m", "ddpshim", "run", "--no-logs", "--grace", "5", "--nproc", str(nproc)]
+    file = folder / "ranks.jsonl"
+    code, seconds, said = call([*run, _RANKS, str(file)])
+    made = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    for result in made:
+        yield Result(**result, is_good=True)
+    if len(made) < 2:
+        yield Result(list(PROVES)[len(made)], False, seconds, said)
+    named = re.search(r"rank 1\b[^\n]*SIGKILL", said)
+    is_good = code == 128 + signal.SIGKILL and named is not None
+    why = f"exit code {code}, where 137 says that a rank was killed; rank 1 was {'' if named else 'not '}named:"
+    seconds -= sum(result["seconds"] for result in made)
+    killed = Result("killed rank", is_good, seconds, "" if is_good else f"{why}\n{said}")
+    program = str(shutil.copy(_TRAININGS, folder))  # outside of ddpshim: run like a user's own
+    one, several = folder / "one.json", folder / "several.json"
+    code, seconds, said = call([sys.executable, program, str(one)])
+    yield Result("one process", not code, seconds, said if code else "")
+    code, seconds, said = call([*run, program, str(several)])
+    if code:
+        yield Result("dropout", False, seconds, said)
+    found, expected = (json.loads(path.read_text()) for path in (several, one))
+    for name in expected:
+        yield compared(name, found[name], expected[name], seconds / len(expected))
+    yield killed
 
-    def __init__(self, nproc: int, environ: Mapping[str, str], timeout_s: float, folder: Path) -> None:
-        self._nproc, self._environ, self._timeout_s, self._folder = nproc, environ, timeout_s, folder
 
-    def results(self) -> Iterator[Result]:
-        """Yield the results in the order of PROVES; a job that fails gives the first result that it has not made."""
-        file = self._folder / "ranks.jsonl"
-        code, seconds, said = self._run(_RANKS, str(file))
-        made = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        for result in made:
-            yield Result(**result, is_good=True)
-        if len(made) < 2:
-            yield Result(list(PROVES)[len(made)], False, seconds, said)
-        named = re.search(r"rank 1\b[^\n]*SIGKILL", said)
-        is_good = code == 128 + signal.SIGKILL and named is not None
-        why = f"exit code {code}, where 137 says that a rank was killed; rank 1 was {'' if named else 'not '}named:"
-        seconds -= sum(result["seconds"] for result in made)
-        killed = Result("killed rank", is_good, seconds, "" if is_good else f"{why}\n{said}")
-        program = str(shutil.copy(_TRAININGS, self._folder))  # outside of ddpshim: run like a user's own
-        one, several = self._folder / "one.json", self._folder / "several.json"
-        code, seconds, said = self._call([sys.executable, program, str(one)])
-        yield Result("one process", not code, seconds, said if code else "")
-        code, seconds, said = self._run(program, str(several))
-        if code:
-            yield Result("dropout", False, seconds, said)
-        found, expected = (json.loads(path.read_text()) for path in (several, one))
-        for name in expected:
-            yield compared(name, found[name], expected[name], seconds / len(expected))
-        yield killed
-
-    def _run(self, program: str, *arguments: str) -> tuple[int, float, str]:
-        options = ["--no-logs", "--grace", "5", "--nproc", str(self._nproc)]
-        return self._call([sys.executable, "-m", "ddpshim", "run", *options, program, *arguments])
-
-    def _call(self, command: list[str]) -> tuple[int, float, str]:
-        """Run a command to its end; return its exit code (124 at the deadline), seconds, and its last lines."""
-        begun = time.monotonic()
-        log = self._folder / "output.txt"
-        with log.open("wb") as output:
-            streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-            process = subprocess.Popen(command, cwd=self._folder, env=self._environ, **streams)
-            try:
-                code = process.wait(self._timeout_s)
-            except subprocess.TimeoutExpired:
-                code = 124
-            finally:  # if it still runs: `run` ends its ranks when it gets SIGTERM
-                process.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(20)
-                process.kill()
-                process.wait()
-        late = f"\nnot finished within {self._timeout_s:g} s; a slow machine needs a longer --timeout"
-        return code, time.monotonic() - begun, end_of(log) + (late if code == 124 else "")
+def _call(folder: Path, environ: Mapping[str, str], timeout_s: float, command: list[str]) -> tuple[int, float, str]:
+    """Run a command to its end; return its exit code (124 at the deadline), seconds, and its last lines."""
+    begun = time.monotonic()
+    log = folder / "output.txt"
+    with log.open("wb") as output:
+        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, cwd=folder, env=environ, **streams)
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            code = 124
+        finally:  # if it still runs: `run` ends its ranks when it gets SIGTERM
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            process.kill()
+            process.wait()
+    late = f"\nnot finished within {timeout_s:g} s; a slow machine needs a longer --timeout"
+    return code, time.monotonic() - begun, end_of(log) + (late if code == 124 else "")
 
 
 def compared(name: str, found: Mapping[str, Any], expected: Mapping[str, Any], seconds: float) -> Result:

@@ -72,14 +72,14 @@ def test_a_fault_is_named_and_ends_the_test(
 ) -> None:
     answers = JOBS
 
-    def call(_: Any, command: list[str]) -> tuple[int, float, str]:
+    def call(folder: Path, environ: Any, timeout_s: float, command: list[str]) -> tuple[int, float, str]:
         file = Path(command[-1])
         written, code, output = answers[file.stem]
         if written:
             file.write_text("\n".join(map(json.dumps, written)))
         return code, 1.0, output
 
-    monkeypatch.setattr(selftest._Jobs, "_call", call)
+    monkeypatch.setattr(selftest, "_call", call)
     assert selftest.selftest(2)
     capsys.readouterr()
     answers = {**JOBS, job: answer}
@@ -95,9 +95,8 @@ def test_a_job_has_its_code_its_last_lines_and_a_deadline(tmp_path: Path) -> Non
         (patience(60.0), "sys.exit('in vain')", 1, "in vain"),
         (0.5, "time.sleep(1000)", 124, "not finished within 0.5 s; a slow machine needs a longer --timeout"),
     ):
-        jobs = selftest._Jobs(2, os.environ, timeout_s, tmp_path)
         command = [sys.executable, "-I", "-S", "-c", f"import sys, time; print('here', flush=True); {does}"]
-        found, _, said = jobs._call(command)
+        found, _, said = selftest._call(tmp_path, os.environ, timeout_s, command)
         assert (found, said.splitlines()[-1]) == (code, last)
 
 
