@@ -165,7 +165,7 @@ def run_ranks(
             process.start()
             return process
 
-        return spawning.collect(start, num_ranks, folder, deadline_s=timeout_s)
+        return spawning.collect(map(start, range(num_ranks)), num_ranks, folder, deadline_s=timeout_s)
 
 
 def errors_of(cases: Iterable[Callable[[], Any]]) -> list[str]:

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -76,39 +77,30 @@ def spawn(
             if dist.is_initialized():  # the function made this group
                 dist.destroy_process_group()
 
-        def start(rank: int) -> BaseProcess:
-            process = context.Process(target=enter, args=(rank,))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # about other threads, which are not forked
-                process.start()
-            return process  # type: ignore[no-any-return]
-
-        def started() -> None:
+        def start() -> Iterator[BaseProcess]:
+            for rank in range(nproc):
+                process = context.Process(target=enter, args=(rank,))
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", DeprecationWarning)  # about other threads, which are not forked
+                    process.start()
+                yield process
             # After the forks, so that no rank has its thread. Not in rank 0: the others read who failed if it dies.
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             meanwhile.callback(lambda: store)  # keeps it until the ranks have ended
             for _ in range(nproc):
                 port.put(store.port)
 
-        results = collect(start, nproc, private, deadline_s=deadline_s, started=started)
+        results = collect(start(), nproc, private, deadline_s=deadline_s)
     return results if every_rank else results[0]
 
 
-def collect(
-    start: Callable[[int], BaseProcess],
-    num_ranks: int,
-    folder: str,
-    *,
-    deadline_s: Optional[float],
-    started: Callable[[], None] = lambda: None,
-) -> list[Any]:
+def collect(starting: Iterable[BaseProcess], num_ranks: int, folder: str, *, deadline_s: Optional[float]) -> list[Any]:
     """Start a process for each rank, and return what they `report` in `folder`; no process is left. Local.
 
     Args:
-        start: starts the process of a rank, given its number.
+        starting: starts the process of each rank and yields it, in the order of their numbers.
         folder: an empty one, also for `failure_notes`, output of ranks, and stacks of those that were too slow.
         deadline_s: seconds for all ranks together.
-        started: called when all have been started.
 
     Raises RankError with the traceback of the rank that failed first, or the names of those that were too slow.
     """
@@ -116,9 +108,8 @@ def collect(
     results = [Path(folder, f"result.{rank}") for rank in range(num_ranks)]
     pending, failed = list(range(num_ranks)), list[int]()
     try:
-        for rank in pending:
-            processes.append(start(rank))
-        started()
+        for process in starting:
+            processes.append(process)
         end = float("inf") if deadline_s is None else time.monotonic() + deadline_s
         while pending and time.monotonic() < end:
             wait([processes[rank].sentinel for rank in pending], _LOOK_EVERY_S)

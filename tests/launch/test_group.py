@@ -473,7 +473,9 @@ def run_environs(
         return processes[-1]
 
     with pytest.raises(RankError, match="without an error message") if exit_code else contextlib.nullcontext():
-        found = spawning.collect(start, len(environs), str(tmp_path), deadline_s=patience(DEADLINE_S))
+        found = spawning.collect(
+            map(start, range(len(environs))), len(environs), str(tmp_path), deadline_s=patience(DEADLINE_S)
+        )
     assert {process.exitcode for process in processes} == {exit_code}
     return found, "".join((tmp_path / f"stderr{number}").read_text() for number in range(len(environs)))
 
