@@ -57,18 +57,20 @@ class JoinedLoader(DataLoader[Any]):
         vars(self)["batch_size"] = batch_size  # which torch forbids to set: the program's batch is the whole one
         self._of_rows: Any = self if blocks.num_pieces() > 1 else None  # its batches become rows
         self._own_states = global_states()
-        with self._own_streams():
-            seed_globals(derive_seed(here.seed or 0, "own data", here.rank))
 
     def __len__(self) -> int:
         return super().__len__() if self._num_steps is None else self._num_steps
 
     def _pass(self, first: int) -> Iterator[Any]:
-        return self._batches_of_rows(self._own_batches())
+        return self._batches_of_rows(self._own_batches(self._num_passes))
 
-    def _own_batches(self) -> Iterator[Any]:
-        """Yield this rank's rows of each batch; other ranks do the same."""
+    def _own_batches(self, number: int) -> Iterator[Any]:
+        """Yield this rank's rows of each batch of a pass; other ranks do the same."""
+        here = world()
         with self._own_streams():
+            seed_globals(
+                derive_seed(here.seed or 0, "own data", here.rank, number)
+            )  # so that a resumed pass draws alike
             batches = super(DataLoader, self).__iter__()  # torch's own
         for step in itertools.count():
             if step == self._num_steps:

@@ -439,6 +439,9 @@ def _rank_resumes_between_epochs(folder: str, kind: str) -> list[list[list[int]]
     for _ in range(2):
         if kind == "in any order":
             loader: Any = ddpshim.make_loader(NUMBERS, batch_size=B, shuffle=True, in_order=False)
+        elif kind == "own parts":
+            own = [100 * ddpshim.world().rank + number for number in range(N // 2)]
+            loader = ddpshim.make_loader(own, batch_size=B, shuffle=True, already_sharded=True)
         elif kind == "stream":
             loader = torch.utils.data.DataLoader(_Stream(), batch_size=B)
         else:
@@ -452,7 +455,7 @@ def _rank_resumes_between_epochs(folder: str, kind: str) -> list[list[list[int]]
     return of_last
 
 
-@pytest.mark.parametrize("kind", ["stream", "subclass", "in any order"])
+@pytest.mark.parametrize("kind", ["stream", "subclass", "own parts", "in any order"])
 def test_a_loader_that_cannot_be_entered_in_the_middle_is_resumed_between_epochs(kind: str, tmp_path: Path) -> None:
     if kind == "in any order" and "in_order" not in inspect.signature(DataLoader.__init__).parameters:
         pytest.skip("this torch has no in_order")
