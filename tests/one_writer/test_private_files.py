@@ -255,6 +255,8 @@ def checkpoints() -> Any:
     os.link("models/latest.pt", "linked.pt")
     for refused, error in (
         (lambda: os.link("best.pt", "linked.pt"), FileExistsError),
+        (lambda: os.link("best.pt", "best.pt"), FileExistsError),
+        (lambda: os.rename("none.pt", "none.pt"), FileNotFoundError),
         (lambda: os.replace("linked.pt", "models"), IsADirectoryError),
         (lambda: os.rmdir("linked.pt"), NotADirectoryError),
     ):

@@ -430,10 +430,10 @@ class View:
 
     def move(self, source: str, to: str, keeps_source: bool = False) -> None:
         """os.rename, or os.link with `keeps_source`; of a file in `saves`, the empty file that stands for it."""
-        if source == to:
+        info = posix.lstat(self._seen_at(source))
+        if source == to and not keeps_source:
             return
         self._make_folder_of(to)
-        info = posix.lstat(self._seen_at(source))
         self._check_target(source, stat.S_ISDIR(info.st_mode), to, keeps_source)
         self._make_folder_of(source)
         self._copy(source, self._seen_at(source), self.top + source)
