@@ -210,6 +210,10 @@ def removed_and_moved() -> Any:
 
 
 def lists() -> Any:
+    os.symlink("old/inner", "to_inner")
+    with os.scandir("to_inner") as entries:
+        linked = [(entry.path, entry.is_file()) for entry in entries]
+    linked += [(name, os.path.isfile(f"to_inner/{name}")) for name in os.listdir("to_inner")]
     os.makedirs("new/inner")
     Path("new/c.txt").write_text("c")
     Path("old/d.txt").write_text("d")
@@ -227,7 +231,7 @@ def lists() -> Any:
     Path("relative.txt").write_text("r")
     os.chdir("inner")
     Path("../../old/inner/e.txt").write_text("e")
-    return seen, sorted(os.listdir(b"..")), os.path.isfile("../relative.txt")
+    return seen, sorted(os.listdir(b"..")), os.path.isfile("../relative.txt"), linked
 
 
 def checkpoints() -> Any:

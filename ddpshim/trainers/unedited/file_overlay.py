@@ -125,7 +125,7 @@ class Files:
             folder, place = self.view.locate(found)
             if not _is_folder(place):
                 return posix.scandir(place)
-            if place == folder and self.view.folder == posix.getcwd() and not isinstance(path, int):
+            if place == folder and _leads_to(path, folder):
                 with posix.scandir(path) as entries:  # before `has_own`, which then knows what main has removed by now
                     listed = [*entries]
                 if not self.view.has_own(folder):
@@ -613,6 +613,13 @@ def _exists(path: str) -> bool:
 
 def _is_folder(path: str) -> bool:
     return stat.S_ISDIR(_mode(path))
+
+
+def _leads_to(path: Any, folder: str) -> bool:
+    """Whether `path` is `folder` on the disk too: not by a link of this rank, nor from a working folder of its own."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(posix.stat(path), posix.stat(folder))
+    return False
 
 
 def _remove_quietly(path: str) -> None:
