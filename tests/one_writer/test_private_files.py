@@ -206,6 +206,9 @@ def removed_and_moved() -> Any:
     os.replace("link.new", "link")
     seen += [Path("run_1/through.txt").read_text(), os.readlink("latest"), os.path.realpath("latest/..")]
     seen[-1] = os.path.relpath(seen[-1], os.getcwd())
+    shutil.rmtree("run_1")
+    Path("run_1").write_text("a file now")
+    os.rename("run_1", "run_2")
     return seen, raised.value.filename, os.path.exists("old"), os.path.exists("link"), os.path.islink("link")
 
 

@@ -84,7 +84,7 @@ class MainsChanges:
     def tell_all(self, path: str) -> None:
         """`tell` for `path` and, if it is a folder, for everything in it. Call before it is moved."""
         self.tell(path)
-        if self._sent.get(path) == "folder":
+        if self._sent.get(path) == state_of(path).kind == "folder":
             for name in posix.listdir(path):
                 self.tell_all(os.path.join(path, name))
 
