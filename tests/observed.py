@@ -153,6 +153,7 @@ def _with_act() -> None:
     torchvision.models.ResNet18_Weights.get_state_dict = downloaded
     if not torch.cuda.is_available():
         torch.nn.Module.cuda = lambda module, device=None: module  # type: ignore[method-assign]
+        torch.Tensor.cuda = lambda tensor: tensor  # type: ignore[assignment, method-assign]
 
 
 def networks(model: Any) -> dict[str, torch.Tensor]:

@@ -224,7 +224,7 @@ class Trainings:
 
     def whole(self, kind: str) -> Run:
         """The run without a break, and beside it what was left of one whose second rank was killed in epoch 3."""
-        seen_until_then = 2 * (STEPS * BATCH // 2 + 3 * BATCH)  # half of each batch, and validation
+        seen_until_then = 2 * (STEPS + 3) * BATCH // 2  # half of each batch, in training and validation
         self.run(kind, "killed", 2, killed_at=seen_until_then + STEPS * BATCH // 4)
         return self.run(kind, "whole", 2)
 

@@ -182,8 +182,8 @@ def test_a_failing_rank_ends_the_job(trainer: Trainer) -> None:
 
 @pytest.mark.upstream
 def test_a_signal_ends_it_and_it_goes_on_with_the_samples_that_were_left(trainer: Trainer) -> None:
-    # Ranks look up together before the third step however fast they are, and leave before the one after it.
-    how: dict[str, Any] = {**FLOAT64, "experiment__epoch_every_n_steps": 2, "train__num_epochs": 3}
+    # Ranks look up together before the third step however fast they are, and leave there.
+    how: dict[str, Any] = {**FLOAT64, "experiment__epoch_every_n_steps": 3, "train__num_epochs": 2}
     whole = trainer(None, way="plain", **how)
     how["environ"] = {**how["environ"], "SIGNAL_AT": "1:6"}
     left = trainer(2, check=False, **how)
@@ -194,13 +194,13 @@ def test_a_signal_ends_it_and_it_goes_on_with_the_samples_that_were_left(trainer
     config = json.loads((left.folder / "config.json").read_text())
     tree = left.folder.parent / f"{TREES[DROID]}-patched"
     again = droid.train(tree, config, left.folder, 3, {**FLOAT64["environ"], "DDPSHIM_RESUME": "always"})
-    assert "resuming at epoch 1, step 1, of a run on 2 ranks" in again.log
+    assert "resuming at epoch 0, step 2, of a run on 2 ranks" in again.log
     assert len(list((left.folder / "out" / "droid").iterdir())) == 1
-    left_over = whole.observed[0]["samples"][3 * BATCH_SIZE :]
-    assert len(left_over) == 3 * BATCH_SIZE
+    left_over = whole.observed[0]["samples"][2 * BATCH_SIZE :]
+    assert len(left_over) == 4 * BATCH_SIZE
     of_ranks = [[*own["samples"]] for own in again.observed]
     assert [
-        of_ranks[rank].pop(0) for _ in range(3) for rank, num in enumerate((2, 3, 3)) for _ in range(num)
+        of_ranks[rank].pop(0) for _ in range(4) for rank, num in enumerate((2, 3, 3)) for _ in range(num)
     ] == left_over
     for own in again.observed:
         assert largest_difference(own["networks"], whole.observed[0]["networks"]) < 1e-9

@@ -40,8 +40,11 @@ def test_act_with_a_backbone_that_one_rank_loads(trainer: Trainer) -> None:
     assert any("backbone" in key for key in moved)
     # Rounding is all that the gradient of a key's bias is, and Adam scales it up.
     compared = [key for key in alone if not key.endswith("in_proj_bias")]
+    main, other = (observed["initial"] for observed in two.observed)
+    assert largest_difference(main, start) == 0
+    assert all("backbone" in key for key in start if not torch.equal(start[key], other[key])), "until its first step"
+    assert not all(torch.equal(start[key], other[key]) for key in start), "both ranks have loaded it"
     for observed in two.observed:
-        assert largest_difference(observed["initial"], start) == 0
         assert largest_difference(observed["networks"], two.observed[0]["networks"]) == 0
         assert (
             largest_difference({k: observed["networks"][k] for k in compared}, {k: alone[k] for k in compared}) < 1e-5
