@@ -1085,7 +1085,7 @@ def test_a_program_that_catches_the_refusal_is_ended(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(backward, "abort", ended.append)
     monkeypatch.setattr(job, "_current", job.Job())
     passes = backward.Passes()
-    job.current().end()
+    job.leave(job.current())
     passes.left = "that of Net ended with MemoryError"
     for _ in range(2):
         with pytest.raises(SyncError, match="never finished: that of Net ended with MemoryError"):
