@@ -6,11 +6,13 @@ torch's elastic agent takes the earliest failure as the root cause, so ranks tha
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import sys
 import threading
 import traceback
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, NoReturn, Optional
 
@@ -56,6 +58,22 @@ def begin_checks() -> None:
 
     by_hand, step = functools.partial(check, "check_by_hand"), functools.partial(check, "check_step")
     observe(job.at_end, backward=by_hand, before_step=step)
+
+
+def end_with_parent() -> None:
+    """End this process, which another one has started, when that one has ended: nobody waits for it then. Local.
+
+    A process that goes on would keep connections of its parent open, so that other ranks wait for that one.
+    """
+    parent = multiprocessing.parent_process()
+
+    def follow() -> None:
+        assert parent is not None
+        wait([parent.sentinel])
+        os._exit(1)
+
+    if parent is not None:
+        threading.Thread(target=follow, daemon=True).start()
 
 
 def on_the_way_out() -> bool:

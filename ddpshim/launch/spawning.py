@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -23,7 +22,7 @@ import torch.distributed as dist
 
 from ddpshim import variables
 from ddpshim.errors import LaunchError, RankError
-from ddpshim.failures import unsynced_check
+from ddpshim.failures import failure, unsynced_check
 from ddpshim.failures.failure_notes import Note, lost_a_peer, put, traceback_of
 from ddpshim.job import group
 from ddpshim.launch.runner import end_of, first_to_fail, notes_in
@@ -193,7 +192,7 @@ def _become_rank(rank: int, nproc: int, private: str, deadline_s: Optional[float
     os.setsid()  # Ctrl-C reaches the ranks once, through their parent
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    failure.end_with_parent()
     if rank > 0:  # sys.stdout too: a notebook's streams are not file descriptors
         stream = open(os.path.join(private, f"rank_{rank}.log"), "a", buffering=1)  # noqa: SIM115 - as below
         os.dup2(stream.fileno(), 1)
@@ -228,13 +227,6 @@ def _result(function: Callable[..., Any], args: tuple[Any, ...], port: int) -> A
     finally:
         group.cleanup()
         faulthandler.cancel_dump_traceback_later()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)  # the parent was killed, so nobody waits for this rank
 
 
 def _leave_one_thread(num_threads: int) -> None:

@@ -292,7 +292,8 @@ def rows_loader(loader: DataLoader[Any], source: Any) -> Any:
         _say_how(loader, next(theirs.why for _, theirs in told if theirs.why), is_relayed)
     made: Any = copy.copy(source)
     made.__class__ = _TorchsLoader
-    address = Address(token, here.rank, here.local_rank, here.local_world_size) if is_relayed else None
+    name = f"{token}/{here.node_rank}"  # several nodes may be of one machine, as containers are
+    address = Address(name, here.rank, here.local_rank, here.local_world_size) if is_relayed else None
     batches = Batches(source, collate, address, fetches_own)
     vars(made).update(dataset=batches, collate_fn=_as_it_is, in_order=True, _iterator=None)
     if is_stream:

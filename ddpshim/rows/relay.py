@@ -29,7 +29,7 @@ _UID = struct.Struct("3i")  # what SO_PEERCRED gives: process, user, group
 class Address(NamedTuple):
     """Where the workers of one pass over one loader meet on a node."""
 
-    name: str  # secret, and of this loader
+    name: str  # secret, and of this loader and node
     rank: int
     local_rank: int
     local_size: int

@@ -16,6 +16,7 @@ import torch
 from torch.utils import data as torch_data
 
 from ddpshim.errors import DataError
+from ddpshim.failures import failure
 from ddpshim.process.random_streams import changed, global_states, restore_global_states
 from ddpshim.rows import blocks
 from ddpshim.rows.relay import Address, Lines
@@ -115,6 +116,7 @@ class Batches:
         if info is not None:
             object.__setattr__(info, "dataset", self.dataset)
         if self._address is not None:
+            failure.end_with_parent()  # while it waits for a worker of another rank
             self._lines = Lines(self._address, worker)
         if self._start is not None and self._fetches_here():
             self._noting_errors(self._start, worker)

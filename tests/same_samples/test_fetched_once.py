@@ -12,6 +12,9 @@ import os
 import pickle
 import queue
 import random
+import secrets
+import select
+import signal
 import tempfile
 import threading
 import time
@@ -411,6 +414,31 @@ def test_an_owner_that_ends_in_the_middle_of_a_message_is_named() -> None:
         lines._of_ranks[-1] = ours
         with pytest.raises(DataError, match=r"data worker 0 of local rank 0, which fetches .* has ended"):
             lines.receive()
+
+
+@pytest.mark.skipif(not IS_POSSIBLE, reason="data workers of a node do not meet")
+def test_a_worker_that_waits_for_another_rank_ends_with_its_own() -> None:
+    """Else it keeps its rank's connections open, and ranks wait for one that was killed."""
+    (alive, held), fork = os.pipe(), multiprocessing.get_context("fork")  # the worker holds an end of the pipe
+
+    def work() -> None:
+        batches = Batches(DataLoader([*X]), list, Address(secrets.token_hex(16), 0, 0, 2), False)
+        batches.start_worker(0)
+        assert batches._lines is not None
+        batches._lines.all(True)  # its peer never comes
+
+    def rank() -> None:
+        fork.Process(target=work).start()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    process = fork.Process(target=rank)
+    process.start()
+    os.close(held)
+    process.join(patience(20))
+    assert process.exitcode == -signal.SIGKILL
+    assert select.select([alive], [], [], patience(20))[0], "the worker goes on"
+    assert os.read(alive, 1) == b""
+    os.close(alive)
 
 
 def test_a_row_tensor_that_outlives_its_job_is_an_error() -> None:
