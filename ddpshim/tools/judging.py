@@ -474,7 +474,7 @@ class _Comparison:
             of_rounding += (".running_mean",)
 
         def parts(name: str, a: Any, b: Any) -> bool:
-            is_same = self._allows(("state", name), _moved(begun.get(name, a), a, b), _WEIGHT)
+            is_same = self._allows(("state", name), _moved(begun.get(name, a), a, b, self.eps), _WEIGHT)
             return not is_same and not name.endswith(of_rounding)
 
         odd = _differing(mine, theirs, parts)
@@ -597,7 +597,7 @@ def _eps_of(name: str) -> float:
 def _moved(begun: Any, a: Any, b: Any, eps: float = 0.0) -> float:
     """Return the distance of `a` and `b` over the distance `a` moved from `begun` (over `a` if it did not move).
 
-    0 within `eps` of `a`: a bias whose gradient cancels moves by the last bit, or not.
+    0 within `eps` of `a`: a bias whose gradient cancels, and an average of it, moves by the last bit, or not.
     """
     apart, size = distance(a, b), (a or [0.0])[0]
     return 0.0 if apart <= eps * size else apart / (distance(a, begun) or size or 1.0)

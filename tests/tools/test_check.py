@@ -19,7 +19,7 @@ import torch
 from packaging.version import Version
 
 from ddpshim import variables
-from ddpshim.errors import LaunchError
+from ddpshim.errors import LaunchError, SyncError
 from ddpshim.launch.runner import Launch
 from ddpshim.tools import check, judging, new_files, watching
 from ddpshim.trainers.unedited.file_calls import watched
@@ -219,6 +219,19 @@ def test_weights_that_rounding_alone_moves_are_no_difference(tmp_path: Path) -> 
     for run, bias in {"one": 1.001, "rank_0": 1.002, "rank_1": 1.002}.items():
         _write_weights(tmp_path, run, bias, "ema.0.bias", begun_with=1.0, dtype="bfloat16")
     assert judging.judge(tmp_path, 2).is_same, "the bias moved by less than one bit of bfloat16"
+
+
+@pytest.mark.unit
+def test_an_average_may_differ_by_the_last_bit(tmp_path: Path) -> None:
+    """By 0.5% of its size in bfloat16, although that is 20% of the distance that it moved."""
+    for dtype, average, is_same in (("bfloat16", 1.005, True), ("bfloat16", 1.01, False), ("float32", 1.005, False)):
+        for run, own in (("one", 1.0), ("rank_0", average), ("rank_1", average)):
+            _write(tmp_path, run, dtype=dtype)
+            for t, x in enumerate((0.975, own)):
+                _add(tmp_path, run, "state", t=t, tensors={"Net~1#1.ema": watching.sketch(torch.full((100,), x))})
+        assert judging.judge(tmp_path, 2).is_same == is_same
+        if not is_same:
+            assert _parting(tmp_path).what == "networks"
 
 
 @pytest.mark.unit
@@ -634,6 +647,24 @@ def test_nothing_to_compare(tmp_path: Path) -> None:
     assert code == 2
     assert "in one process the trainer made no step, neither plainly nor as a single rank" in said
     assert said.rstrip().endswith("no data")
+
+
+@pytest.mark.unit
+def test_a_file_is_copied_as_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's own `open` raises for a file that the main rank has changed since."""
+    old = tmp_path / "old.bin"
+    old.write_bytes(b"old" * 50_000)
+    old.chmod(0o640)
+    os.utime(old, (1e9, 1e9))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise SyncError("the main rank has changed it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open", refuse)
+        copy = Path(new_files.NewFiles(tmp_path)._copy(str(old)))
+    assert copy.read_bytes() == old.read_bytes()
+    assert (copy.stat().st_mode, copy.stat().st_mtime) == (old.stat().st_mode, 1e9)
 
 
 @pytest.mark.unit
