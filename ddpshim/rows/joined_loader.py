@@ -68,9 +68,8 @@ class JoinedLoader(DataLoader[Any]):
         """Yield this rank's rows of each batch of a pass; other ranks do the same."""
         here = world()
         with self._own_streams():
-            seed_globals(
-                derive_seed(here.seed or 0, "own data", here.rank, number)
-            )  # so that a resumed pass draws alike
+            # Here, so that a resumed pass draws alike.
+            seed_globals(derive_seed(here.seed or 0, "own data", here.rank, number))
             batches = super(DataLoader, self).__iter__()  # torch's own
         for step in itertools.count():
             if step == self._num_steps:

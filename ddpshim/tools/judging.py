@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 
@@ -209,6 +209,19 @@ def _unseeded(one: RunRecords, found: Optional[Parting]) -> Optional[Parting]:
     return replace(found, what=_SEED, where="", found=said, meaning=meaning)
 
 
+class _Drawn(NamedTuple):
+    """The batches of a step in one process and on the ranks, and how often each sample, or index, is in them."""
+
+    alone: list[Record]
+    spread: list[list[Record]]
+    mine: Counter[str]
+    of_ranks: list[Counter[str]]
+
+    @property
+    def together(self) -> Counter[str]:
+        return sum(self.of_ranks, Counter[str]())
+
+
 class _Comparison:
     """Compares ranks with the one process; `by_design`: what is another one there, without a mistake."""
 
@@ -219,7 +232,6 @@ class _Comparison:
         self._of_rounding: set[str] = set()  # names of weights that rounding alone moves
         self.dtype = max((r["dtype"] for r in one.all("loss")), key=_eps_of, default="float32")
         self.eps = _eps_of(self.dtype)
-        self._known_by = "samples"
         self._known_by = "indices" if self._samples_differ_by_draws() else "samples"
         self.by_design = [_OWN_ORDER] if self._has_own_order() else []
         self.by_design += [_OWN_DRAWS] if self._known_by == "indices" else []
@@ -251,12 +263,8 @@ class _Comparison:
     def _least_limit(self, least: float) -> float:
         return max(least, _TIMES_EPS[least] * self.eps)
 
-    def _drawn(self, step: int, by: str = "") -> Optional[tuple[Any, Any, Any, list[Counter[str]]]]:
-        """Return the batches of a step in one process and on the ranks, and their samples; None if some are not known.
-
-        `by`: "samples", "indices", or what they are compared by.
-        """
-        by = by or self._known_by
+    def _drawn(self, step: int, by: str) -> Optional[_Drawn]:
+        """Return what was drawn in a step, `by` "samples" or "indices"; None if some are not known."""
         alone, spread = self.one.trained_on(step), [run.trained_on(step) for run in self.ranks]
         if not alone or not all(spread):
             return None
@@ -265,12 +273,14 @@ class _Comparison:
             Counter(name for batch in own if not (rank and batch["whole"]) for name in batch[by] or ())
             for rank, own in enumerate(spread)
         ]
-        return (alone, spread, mine, of_ranks) if mine and any(of_ranks) else None
+        return _Drawn(alone, spread, mine, of_ranks) if mine and any(of_ranks) else None
+
+    def _all_drawn(self, by: str) -> list[_Drawn]:
+        return [found for step in range(self.one.num_steps) if (found := self._drawn(step, by)) is not None]
 
     def _samples_differ_by_draws(self) -> bool:
         """Whether ranks' samples are others, which equal random numbers would make those of the one process."""
-        runs, steps = (self.one, *self.ranks), (self._drawn(step) for step in range(self.one.num_steps))
-        differ = any(own is not None and own[2] != sum(own[3], Counter[str]()) for own in steps)
+        runs, differ = (self.one, *self.ranks), any(own.mine != own.together for own in self._all_drawn("samples"))
         are_known = all(batch["indices"] for run in runs for batch, _ in run.trained)
         if not (differ and are_known and all(record for run in runs for record in run.drawn)):
             return False
@@ -280,19 +290,17 @@ class _Comparison:
 
     def _has_own_order(self) -> bool:
         """Whether ranks got shares of make_loader, in batches of the right size, with samples in another order."""
-        drawn = [found for step in range(self.one.num_steps) if (found := self._drawn(step)) is not None]
-        if not drawn or not all(batch["is_share"] for _, spread, *_ in drawn for own in spread for batch in own):
+        drawn = self._all_drawn(self._known_by)
+        if not drawn or not all(batch["is_share"] for step in drawn for own in step.spread for batch in own):
             return False
-        counts = [(mine, sum(of_ranks, Counter[str]())) for *_, mine, of_ranks in drawn]
-        sizes = [sum(counted.values()) for counted in counts[0]]
-        return sizes[0] == sizes[1] and any(mine != together for mine, together in counts)
+        sizes = [sum(counted.values()) for counted in (drawn[0].mine, drawn[0].together)]
+        return sizes[0] == sizes[1] and any(own.mine != own.together for own in drawn)
 
     def _samples(self, step: int) -> _Found:
-        drawn = self._drawn(step)
+        drawn = self._drawn(step, self._known_by)
         if drawn is None:
             return None
-        alone, spread, mine, of_ranks = drawn
-        together = sum(of_ranks, Counter[str]())
+        (alone, spread, mine, of_ranks), together = drawn, drawn.together
         if mine == together or _OWN_ORDER in self.by_design:
             return None
         size, of_all, common = (sum(names.values()) for names in (mine, together, mine & together))
@@ -308,7 +316,7 @@ class _Comparison:
             meaning = f"the weights of {of_one} are lost: ranks draw by {of_main}"
         elif alone[0]["pass_number"] > self.one.trained_on(0)[0]["pass_number"]:
             meaning = "passes over the data differ from the second on: set_epoch is not called, or with a wrong number"
-        elif by_index is not None and by_index[2] == sum(by_index[3], Counter[str]()):
+        elif by_index is not None and by_index.mine == by_index.together:
             meaning = (
                 "the same indices give other samples: each rank has other data (normalised or split by itself, files "
                 "in another order), or a sample draws from a generator that the dataset keeps"

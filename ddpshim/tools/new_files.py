@@ -21,6 +21,7 @@ from typing import Any
 
 from ddpshim.process.say import count
 from ddpshim.trainers.unedited.file_calls import LeftAlone, seen_by, watched
+from ddpshim.trainers.unedited.file_overlay import copy_file
 
 RECORDS = "paths.jsonl"
 
@@ -58,28 +59,18 @@ class NewFiles:
 
     def _copy(self, path: str) -> str:
         """Copy a file that is about to be changed for the first time; return where, "" if it cannot be."""
-        if path in self._copied or not stat.S_ISREG(posix.lstat(path).st_mode):
+        info = posix.lstat(path)
+        if path in self._copied or not stat.S_ISREG(info.st_mode):
             return ""
         self._copied.add(path)
         copy = f"{self._folder}before_{os.getpid()}_{len(self._copied)}"
         try:
-            _copy_on_disk(path, copy)
+            copy_file(path, copy)  # not by a rank's view, which refuses what the main rank has changed since
+            posix.chmod(copy, stat.S_IMODE(info.st_mode))
+            posix.utime(copy, ns=(info.st_atime_ns, info.st_mtime_ns))
         except OSError:  # a full disk: it is then reported
             return ""
         return copy
-
-
-def _copy_on_disk(path: str, copy: str) -> None:
-    """shutil.copy2 past a rank's view, in which the main rank may have changed the file already, so it is not read."""
-    info = posix.stat(path)
-    with contextlib.ExitStack() as until:
-        source, to = posix.open(path, os.O_RDONLY), posix.open(copy, os.O_WRONLY | os.O_CREAT)
-        for opened in (source, to):
-            until.callback(posix.close, opened)
-        while posix.sendfile(to, source, None, 1 << 30):
-            pass
-    posix.chmod(copy, stat.S_IMODE(info.st_mode))
-    posix.utime(copy, ns=(info.st_atime_ns, info.st_mtime_ns))
 
 
 def remove(folder: Path) -> list[str]:

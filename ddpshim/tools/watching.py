@@ -139,8 +139,9 @@ class RankRecorder(StepRecorder):
             self._num_passes += 1
             number, sampler = self._loaders.setdefault(loader, self._num_passes), loader.batch_sampler
             about = {"loader": number, **_about_pass(loader, self._num_passes)}
-            self._passes[batches] = about, self._indices_of_pass(sampler)
-            if number == self._num_passes and isinstance(sampler, BatchSampler):
+            is_seen = isinstance(sampler, BatchSampler)
+            self._passes[batches] = about, self._indices_of_pass(sampler) if is_seen else iter(())
+            if number == self._num_passes and is_seen:
                 self._probe(loader)
 
         of_torch = BatchSampler.__iter__
@@ -190,7 +191,7 @@ class RankRecorder(StepRecorder):
     def _indices_of_pass(self, sampler: Any) -> Iterator[Any]:
         """Yield the indices of each batch, after torch's loader has drawn them (data workers get some in advance)."""
         for number in itertools.count():
-            drawn = self._drawn.get(sampler, []) if isinstance(sampler, BatchSampler) else []
+            drawn = self._drawn.get(sampler, [])
             yield drawn[number] if number < len(drawn) else None
 
     def _probe(self, loader: Any) -> None:

@@ -494,7 +494,7 @@ def test_a_file_that_the_main_rank_changes_while_it_is_copied(tmp_path: Path, si
     """For a rank that appends to it: to what was there. The news hold no large file, which it then cannot read."""
     main, peer = worlds()
     changes = [MainsChanges(world, time.time() - 1) for world in (main, peer)]
-    view, file, copy_file = View(changes[1], saves.MainsSaves(peer)), tmp_path / "log.txt", file_overlay._copy_file
+    view, file, copy_file = View(changes[1], saves.MainsSaves(peer)), tmp_path / "log.txt", file_overlay.copy_file
     file.write_bytes(b"x" * size)
 
     def appended_then_copied(source: str, to: str) -> None:
@@ -503,7 +503,7 @@ def test_a_file_that_the_main_rank_changes_while_it_is_copied(tmp_path: Path, si
             writing.write(b"of the main rank")
         copy_file(source, to)
 
-    with mock.patch.object(file_overlay, "_copy_file", appended_then_copied):
+    with mock.patch.object(file_overlay, "copy_file", appended_then_copied):
         own = Path(view.place_to_write(str(file), keeps=True))
     assert own.read_bytes() == (b"x" if size == 11 else b"\0") * size
     assert os.listdir(own.parent) == ["log.txt"]

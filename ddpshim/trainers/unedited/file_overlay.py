@@ -195,7 +195,7 @@ class Files:
             place = src if source is None else self.view.place_with_content(self.view.find(source, follows=False))
             if not stat.S_ISREG(posix.lstat(place).st_mode):
                 raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), src, None, dst)
-            _copy_file(place, dst if to is None else self.view.place_to_write(self.view.find(to), keeps=False))
+            copy_file(place, dst if to is None else self.view.place_to_write(self.view.find(to), keeps=False))
 
         self._do(copy, src, dst)
         if source is None:
@@ -529,7 +529,7 @@ class View:
         """Whether the content of a file is known. If the main rank has only opened or moved it so far, copies it."""
         before = self._unknown.get(path)
         if before is not None and before == state_of(path):
-            _copy_file(path, self.top + path)
+            copy_file(path, self.top + path)
             posix.utime(self.top + path, ns=(before.modified_ns, before.modified_ns))
             if before == state_of(path):  # not changed meanwhile
                 del self._unknown[path]
@@ -570,7 +570,7 @@ class View:
             posix.symlink(posix.readlink(place), own)
         elif place != own:
             partial = own + PRIVATE
-            _copy_file(place, partial)
+            copy_file(place, partial)
             posix.utime(partial, ns=(info.st_atime_ns, info.st_mtime_ns))
             posix.chmod(partial, stat.S_IMODE(info.st_mode) | stat.S_IRUSR | stat.S_IWUSR)
             self._look(path)  # the main rank may have changed it meanwhile, which it has announced before
@@ -591,7 +591,7 @@ class View:
             raise _error(number, source, to)
 
 
-def _copy_file(source: str, to: str) -> None:
+def copy_file(source: str, to: str) -> None:
     """Copy a file's bytes. Calls no function that is replaced in the program."""
     with _io.open(posix.open(source, os.O_RDONLY), "rb") as reading:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
