@@ -318,6 +318,23 @@ if __name__ == "__main__":
         assert ranks.said(rank, "trained on")[-1] == [4, 5, 6, 7]
 
 
+def test_a_rank_may_hold_a_dead_optimizer_for_longer_than_others(tmp_path: Path) -> None:
+    """As a thread does that looks at the frame of a function; garbage is collected at different times, too."""
+    script = """
+kept = []
+for size in (2, 3, 4):
+    latent = torch.ones(size, requires_grad=True)
+    optimizer = torch.optim.SGD([latent], lr=0.25)
+    kept += [optimizer] * (os.environ["DDPSHIM_RANK"] == "1")
+    latent.square().sum().backward()
+    optimizer.step()
+    say("latent", latent.tolist())
+"""
+    ranks = run(tmp_path, script, 2)
+    assert ranks.exit_codes == [0, 0]
+    assert [ranks.said(rank, "latent") for rank in range(2)] == [[[0.5] * size for size in (2, 3, 4)]] * 2
+
+
 def test_the_rank_that_locks_a_shared_cache_first_fills_it_and_waits_for_nobody(tmp_path: Path) -> None:
     """The main rank waits for the lock; the other, which holds it, must not wait for the main rank's clock.
 

@@ -87,17 +87,16 @@ class Networks:
         self.wrapped: list[nn.Module] = []  # the outermost modules
         self.num_passes = 0  # outermost backward passes since an optimizer got parameters; at its first step, 1
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        # The lines of the optimizers, in the order in which these were made.
-        self._places: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
-        self._is_stale = False  # an optimizer got parameters since the last `wrap`
+        self._places = weakref.WeakKeyDictionary[torch.optim.Optimizer, str]()  # their lines
+        # Those that got parameters since the last `wrap`: kept, since ranks drop what is dead at different times.
+        self._new = dict[torch.optim.Optimizer, None]()
         self._before_forward: Any = None
         self._process = os.getpid()
 
     def take_note(self, optimizer: torch.optim.Optimizer) -> None:
         """Record an optimizer that just got parameters, so that its networks are wrapped. Local."""
-        if optimizer not in self._places:
-            self._places[optimizer] = users_line()
-        self._is_stale, self.num_passes = True, 0
+        self._places.setdefault(optimizer, users_line())
+        self._new[optimizer], self.num_passes = None, 0
         if self._before_forward is None:
             self._before_forward = register_module_forward_pre_hook(self._wrap_before_forward)
             warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")  # that one
@@ -159,31 +158,27 @@ class Networks:
         # First ask for torch.compile: it would trace this hook, and compute in parts what it compiles whole otherwise.
         if is_compiling() or not _may_wrap() or not module._parameters:
             return
-        if not self._ids().isdisjoint(map(id, module._parameters.values())):
+        if not _ids(self._new).isdisjoint(map(id, module._parameters.values())):
             self.wrap()
 
     def _wrap_before_wholes(self) -> None:
-        if _may_wrap() and self._is_stale:
+        if _may_wrap() and self._new:
             self.wrap()
 
-    def _ids(self) -> set[int]:
-        """Return the ids of all optimizers' parameters."""
-        return {id(p) for optimizer in [*self._places] for group in optimizer.param_groups for p in group["params"]}
-
     def wrap(self) -> None:
-        """Wrap the networks of all optimizers (collective if one has new parameters)."""
+        """Wrap the networks of new optimizers (collective if one has new parameters)."""
         if lock := current().part(Counts).lock():
             raise SyncError(
                 f"{users_line()}: a network is trained while this rank holds the lock of {lock}, which all ranks "
                 "share; the others would wait for the lock, and this rank for them. Release it before training, or "
                 "lock a file beside the program: of those each rank has its own."
             )
-        if is_compiling() or not self._is_stale or os.getpid() != self._process:
+        if is_compiling() or not self._new or os.getpid() != self._process:
             return
-        self._is_stale = False
         self.forget()
+        new, self._new = self._new, {}
         with torch._C.DisableTorchFunction():  # the program's own modes
-            for optimizer in [*self._places]:
+            for optimizer in new:
                 self._wrap_for(optimizer)
 
     def _wrap_for(self, optimizer: torch.optim.Optimizer) -> None:
@@ -233,7 +228,7 @@ class Networks:
         known = {shapes_of(module) for root in self.wrapped for module in root.modules()} - {()}
         owned = {id(p) for root in self.wrapped for p in root.parameters()}
         owned |= current().part(guard.GuardState).owners.keys()
-        owned |= self._ids()  # a network of a later optimizer is no copy
+        owned |= _ids([*self._places])  # a network of a later optimizer is no copy
         copies = [
             root
             for root in roots
@@ -250,6 +245,11 @@ class Networks:
                 )
             elif counts[0][fact] == 1:  # of equal ones, ranks don't know which is which
                 guard.watch(copy)
+
+
+def _ids(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+    """Return the ids of parameters."""
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
 def choose(roots: Iterable[nn.Module], params: list[Any]) -> list[nn.Module]:
