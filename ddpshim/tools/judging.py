@@ -23,6 +23,8 @@ _LOSS, _GRADIENT, _WEIGHT = 1e-5, 1e-4, 1e-2
 _GROWS = 100.0
 # A ReLU that rounding turns on changes gradients by up to so much, of one step: a mistake is there in the next, too.
 _TURN = 1e-2
+# A gradient that cancels (of a bias before BatchNorm) is rounding alone: so much of all gradients, or less.
+_CANCELS = 1e-5
 # Adam moves a weight whose gradient is rounding alone (a bias before BatchNorm, that of attention's keys) at random, by
 # full steps. Weights differ only if those that do have this part of all that moved.
 _PART = 0.3
@@ -417,6 +419,8 @@ class _Comparison:
 
             def relative(a: Any, b: Any, total: float = total) -> float:
                 apart, size = distance(a, b), (a or [0.0])[0] + 1e-2 * total  # sums may cancel
+                if a and b and max(a[0], b[0]) <= _CANCELS * total:
+                    return 0.0
                 return apart / size if size else (math.inf if apart else 0.0)
 
             odd: dict[int, float] = {}
