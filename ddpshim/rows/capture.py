@@ -162,7 +162,7 @@ class _Graph:
     def __init__(self, region: CapturedCalls, graph: torch.fx.GraphModule, examples: list[Any]) -> None:
         _prepare(graph)
         if any(isinstance(x, Rows) for x in examples):
-            raise Refused("a row tensor of an earlier call is used")
+            raise Refused("it uses a sharded tensor of an earlier call")
         self._region, self._graph = region, graph
         self._places: Optional[list[tuple[int, int]]] = None  # (place, which row tensor) of inputs that are stand-ins
         self._run: Optional[Callable[..., Any]] = None
@@ -217,7 +217,7 @@ class _Graph:
         same = next((i for i, one in enumerate(rows) if one is x), None)
         owner = next((i for i, one in enumerate(rows) if one.memory is x.memory), None)
         if owner is None and x.memory.mirrors:
-            raise Refused("its results are also wholes")
+            raise Refused("its results are also gathered")
         return (x.dimension, x.part, owner, id(x.memory)) if same is None else same
 
     def _beside_python(self, given: list[Any], compute: Callable[..., list[torch.Tensor]]) -> NoReturn:
@@ -236,7 +236,7 @@ class _Graph:
         after, num_before = rank_states(device), counts.on_rows
         try:
             if state.num_messages != before[1]:
-                raise Refused("it gathers wholes")
+                raise Refused("it gathers a tensor")
             if [*map(_num_writes, (*trained, *region.rows))] != before[2]:
                 raise Refused("it writes into its arguments")
             restore_rank_states(before[0], device)
@@ -245,7 +245,7 @@ class _Graph:
                 found = compute(given, inputs, results)
             now = rank_states(device)
             if not all(is_same_state(now[name], one) for name, one in after.items()):
-                raise Refused("its replay draws other random numbers than its Python")
+                raise Refused("its replay uses other random numbers than its Python")
             if not all(are_equal(x, y) for x, y in zip(given, inputs) if x is not y):
                 raise Refused("its replay writes other values than its Python")
             known = {id(x) for x in (*given, *region.rows)}
@@ -257,9 +257,9 @@ class _Graph:
                 replays = *_AUDITED, self._num_replays - max(_AUDITED)
                 last = max(number for number in replays if number < self._num_replays)
                 raise SyncError(
-                    f"a captured call of {region.name} was compared with the program's Python after "
+                    f"the replay of {region.name} was compared with the program's Python after "
                     f"{self._num_replays} replays: {why}. Something has changed that torch's guards do not see (a "
-                    "cache, the environment, what was missing when it was captured), and some steps since the last "
+                    "cache, the environment, what was missing when it was traced), and some steps since the last "
                     f"comparison, after {count(last, 'replay')}, may be wrong, and checkpoints saved since. Go on from "
                     "an earlier checkpoint, with DDPSHIM_CAPTURE=off."
                 ) from None

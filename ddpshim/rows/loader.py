@@ -276,7 +276,7 @@ def rows_loader(loader: DataLoader[Any], source: Any) -> Any:
             kind = type(loader.dataset).__name__
             say_once(f"{kind} is read sample by sample, many times slower than by the batch: {reason}")
     is_stream = isinstance(loader.dataset, torch_data.IterableDataset)
-    found = Found("a stream") if is_stream else probed(source, collate if is_torchs else list)
+    found = Found("it is a stream") if is_stream else probed(source, collate if is_torchs else list)
     with contextlib.suppress(TypeError, NotImplementedError):
         found = found if is_stream else found._replace(num_samples=len(loader.dataset))  # type: ignore[arg-type]
     told = here.gather((indices_of(loader.dataset), found), f"the DataLoader of {os.path.basename(loader.place)}")
@@ -312,11 +312,11 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _say_how(loader: DataLoader[Any], why: str, is_relayed: bool) -> None:
-    how = "one data worker of a node fetches each batch for all its ranks, as in one process"
+    how = "each batch is loaded once per node, by a data worker, as fast as in a single process"
     if not is_relayed:
-        how = "each rank fetches every whole batch and keeps its rows, which makes loading as slow as in one process"
-    own = "; with DDPSHIM_DRAWS=sample each would fetch its own rows, with other numbers" * (why == DRAWS)
-    say_on_main(f"{name_of(loader.dataset)}: {why}. {how[0].upper()}{how[1:]}{own}")
+        how = "each rank loads every whole batch and keeps its local shard: no faster than in a single process"
+    own = ". DDPSHIM_DRAWS=sample loads local shards only, with other random numbers" * (why == DRAWS)
+    say_on_main(f"{name_of(loader.dataset)}: {why}, so {how}{own}")
 
 
 def _is_torchs(loader: DataLoader[Any]) -> bool:

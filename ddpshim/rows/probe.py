@@ -29,7 +29,7 @@ from ddpshim.process.random_streams import changed, global_states, seed_globals
 from ddpshim.rows.samples import fetcher
 from ddpshim.rows.tensor import Counts
 
-DRAWS = "it draws random numbers for a sample"
+DRAWS = "it uses random numbers"
 _DEADLINE_S = 5
 _NUM_COMPARED = 4  # samples, over ranks
 _MOST_SHARED = 1 << 30  # bytes that a child copies, to put them back

@@ -32,7 +32,7 @@ class NoMessages:
     """In place of the number of messages: who would send one is refused."""
 
     def __add__(self, _: int) -> int:
-        raise Refused("it gathers wholes")
+        raise Refused("it gathers a tensor")
 
 
 def check_assertion(condition: torch.Tensor, message: str) -> None:

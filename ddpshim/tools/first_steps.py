@@ -98,7 +98,7 @@ def _docs(arguments: argparse.Namespace) -> int:
         found = _headings(known, [word.lower() for word in words])
         if not found:
             near = nearest(words[0], [*known]) or "."
-            say(f"no page has {' '.join(words)!r}{near} Nothing was printed. Give other words, or none for the list.")
+            say(f"no page matches {' '.join(words)!r}{near} Use other words; `python -m ddpshim docs` lists all pages.")
             return 2
         for page, heading, text in found:
             print(f"{page}: {heading}\n    {text}")

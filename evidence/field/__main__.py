@@ -194,7 +194,7 @@ def compared(trainer: Trainer, one: Left, samples: list[Left], two: Left, num_ra
         sizes = one.files[name].stat().st_size, two.files[name].stat().st_size
         if bool(sizes[0]) != bool(sizes[1]):
             notes.append(f"{name}: {sizes[0]} and {sizes[1]} bytes")
-    shares = re.findall(r"ddpshim: (\d+)% of the operations on batches", two.printed)
+    shares = re.findall(r"ddpshim: (\d+)% of tensor operations", two.printed)
     is_equal = all((by or 0.0) <= TOLERANCE or is_rounding(by or 0.0, rounding[key]) for key, by in differences.items())
     verdict, seconds = "equal" if is_equal and not notes else "differs", (one.seconds, two.seconds)
     return Row(trainer, num_ranks, verdict, differences, notes, shares[-1] if shares else None, rounding, seconds)

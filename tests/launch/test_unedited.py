@@ -458,13 +458,9 @@ def test_orders_and_draws_are_those_of_the_plain_script_on_every_rank(tmp_path: 
     _, ranks = compared(tmp_path, ORDERS_AND_DRAWS, 2, equal=("trained on", "drawn"), close=(), weights=1e-12)
     for said_without_need in ("weights differed between ranks", "Grad strides"):
         assert said_without_need not in "".join(ranks.logs)
-    divided = (
-        r"\d+% of the operations on batches were divided among the ranks\. Whole batches were needed at train.py:\d"
-    )
-    assert [len(re.findall(divided, log)) for log in ranks.logs] == [1, 0]
-    digits = (
-        "in 6 to 8 digits at first and in fewer later, because rounding grows (python -m ddpshim docs same_experiment)"
-    )
+    sharded = r"\d+% of tensor operations ran sharded; gathered at train.py:\d"
+    assert [len(re.findall(sharded, log)) for log in ranks.logs] == [1, 0]
+    digits = "and to fewer later, because rounding differences grow (python -m ddpshim docs same_experiment)"
     assert [log.endswith(f"{digits}\n") for log in ranks.logs] == [True, False]
     assert ranks.logs[0].count(digits) == 1
 
@@ -473,7 +469,7 @@ def test_a_program_without_a_seed_is_promised_no_digits(tmp_path: Path) -> None:
     file = tmp_path / "unseeded.py"
     file.write_text(f"{HEAD}train(network(), DataLoader(Items(), 8), epochs=9)".replace("torch.manual_seed(7)\n", ""))
     log = succeeded(run(tmp_path, str(file), 2)).logs[0]
-    assert log.endswith("differs in each run, also in one process, so the losses of two runs do\n")
+    assert log.endswith("differ in each run, in a single process too, and so do losses\n")
     assert "digits" not in log
 
 

@@ -133,15 +133,15 @@ def _by_a_hidden_object(net: Net, y: Tensor) -> Tensor:
 CAPTURED = (None, _notes_usage, _asserts, _decodes)
 REFUSED: dict[Any, str] = {
     **dict.fromkeys(CAPTURED, ""),
-    _asserts_rows: "it gathers wholes",
+    _asserts_rows: "it gathers a tensor",
     _joins: "a network inside divides a tensor of its own",
-    _gathers: "it gathers wholes",
+    _gathers: "it gathers a tensor",
     _reads: "",  # in Dynamo's words
     _keeps: "",
-    _without_rule: "it gathers wholes",
+    _without_rule: "it gathers a tensor",
     _by_generator: "",
     _counts: "its Python differs from call to call",
-    _draws_once: "its replay draws other random numbers than its Python",
+    _draws_once: "its replay uses other random numbers than its Python",
     _environment: "_environment reads environ, of which nobody sees a change",
     _makes_what_is_missing: "_makes_what_is_missing handles exceptions",
 }
@@ -299,7 +299,7 @@ def test_a_replay_that_differs_is_given_up(found: list[Found]) -> None:
 
 def test_a_change_that_no_guard_sees_ends_the_job_at_the_next_comparison(found: list[Found]) -> None:
     for of_rank in found:
-        assert "a captured call of Net was compared with the program's Python after 10 replays" in of_rank.audited
+        assert "the replay of Net was compared with the program's Python after 10 replays" in of_rank.audited
         assert "the last comparison, after 1 replay, may be wrong, and checkpoints saved since" in of_rank.audited
 
 

@@ -259,7 +259,7 @@ def test_pages_are_listed_printed_and_searched(capsys: pytest.CaptureFixture[str
     assert _call(["docs", "lanch"]) == 2
     assert "did you mean launch?" in capsys.readouterr().err
     assert _call(["docs", "how", "is", "it"]) == 2
-    _check_message(capsys.readouterr().err, "no page has 'how is it'")
+    _check_message(capsys.readouterr().err, "no page matches 'how is it'")
 
 
 def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

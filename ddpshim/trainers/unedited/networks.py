@@ -54,23 +54,21 @@ def say_what_was_divided() -> None:
         for (line, name), times in counts.gathered.most_common(_NUM_PLACES)
     ]
     percent, share = 100 * counts.on_rows / (counts.on_rows + num), counts.replayed / max(1, counts.on_rows)
-    whole = f" Whole batches were needed at {', '.join(most)}" if most else ""
+    gathered = f"; gathered at {', '.join(most)}" if most else ""
     refused = "; ".join(f"{name}: {reason}" for name, reason in [*counts.refused.items()][:_NUM_PLACES])
     why = f" ({refused})" if share < 0.5 and refused else ""
-    captured = f", {100 * share:.0f}% of them captured{why}" if counts.replayed or refused else ""
-    say(f"{percent:.0f}% of the operations on batches were divided among the ranks{captured}.{whole}")
+    replayed = f", {100 * share:.0f}% of them traced and replayed{why}" if counts.replayed or refused else ""
+    say(f"{percent:.0f}% of tensor operations ran sharded{replayed}{gathered}")
     if torch.initial_seed() == current().part(Networks).drawn_seed:
         say(
-            "the program does not seed torch (torch.manual_seed): what it draws (weights, the order of samples, noise) "
-            "differs in each run, also in one process, so the losses of two runs do"
+            "the program does not seed torch (torch.manual_seed): initial weights, sample order and random numbers "
+            "differ in each run, in a single process too, and so do losses"
         )
     elif world().options.exact is None:
-        one = (
-            "one process" if world().options.draws == "one_process" else "`run --nproc 1`, which draws by sample, too,"
-        )
+        one = "a single process" if world().options.draws == "one_process" else "DDPSHIM_DRAWS=sample on one rank"
         say(
-            f"float32 losses equal those of {one} in 6 to 8 digits at first and in fewer later, because rounding "
-            "grows (python -m ddpshim docs same_experiment)"
+            f"float32 losses agree with {one} to 6-8 digits at first, and to fewer later, because rounding differences "
+            "grow (python -m ddpshim docs same_experiment)"
         )
 
 
