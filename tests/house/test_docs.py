@@ -205,6 +205,8 @@ def test_pages_written_by_hand_have_at_most_1850_lines() -> None:
     pages = [page for page in (ROOT / "docs").glob("*.md") if page.name not in others]
     pages += [ROOT / f"{page}.md" for page in ("README", "MIGRATION", "CONTRIBUTING")]
     assert sum(len(page.read_text().splitlines()) for page in pages) <= 1850
+    upstream = [page.read_text() for page in (ROOT / "docs" / "upstream").glob("*.md")]
+    assert max(len(text.splitlines()) for text in upstream) <= 15
 
 
 OTHER_GUIDES = ROOT / "docs" / "from_other_guides.md"
