@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ddpshim
-from docs.site import build
+from docs.site import build, digits, drawing
 from tests.house.test_printed import markdown
 
 
@@ -27,6 +27,11 @@ def test_it_builds_without_a_warning(tmp_path: Path) -> None:
     build.build(tmp_path / "site")
     built = {page.relative_to(tmp_path / "site") for page in (tmp_path / "site").rglob("*.html")}
     assert {Path("index.html"), Path("search.html"), Path("README.html"), Path("docs/check.html")} <= built
+
+
+def test_pictures_are_what_their_commands_draw() -> None:
+    assert drawing.FILE.read_text(encoding="utf-8") == drawing.one_batch()
+    assert digits.FILE.read_text(encoding="utf-8") == digits.report()
 
 
 @pytest.mark.launch
