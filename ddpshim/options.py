@@ -92,20 +92,19 @@ class Options:
     exact: Optional[int] = option(
         None,
         _or_none(_WHOLE),
-        "number of pieces of a batch: any number of ranks that divides it trains the same weights, to the last bit; "
-        "for programs that hold whole batches",
+        "number of virtual ranks: any world size that divides it gives bitwise identical weights; with `run` or "
+        '`setup(batch="global")`',
     )
     capture: str = option(
         "auto",
         choice("auto", "force", "off"),
-        "under `run`: replay networks without Python, once that pays; force: from the second call on",
+        "under `run`: trace networks once, replay them without Python where that pays; force: from the second call on",
     )
     draws: str = option(
         "one_process",
         choice("one_process", "sample"),
-        "under `run`: sample: what a sample draws depends on its pass and its index alone, so that each rank fetches "
-        "its own rows; other numbers than those of the plain program, but equal on any number of ranks, also on one, "
-        "and of data workers",
+        "under `run`: sample: random numbers of a sample depend on its epoch and index alone, so each rank loads only "
+        "its local shard; others than those of the plain program, but equal on any number of ranks and data workers",
     )
     lr_rule: str = option(
         "none",
@@ -118,23 +117,23 @@ class Options:
         "bf16: autocast around robomimic's epochs, in the training forward of what `wrap_parallel` returns, and in "
         "`World.autocast()`; for float16 a program has torch's own autocast and GradScaler",
     )
-    checkpoint_every_n_steps: Optional[int] = option(None, _or_none(_WHOLE), "save training progress every N steps")
-    checkpoint_every_s: Optional[float] = option(600.0, _or_none(_POSITIVE), "save training progress every N seconds")
-    keep_checkpoints: int = option(2, _WHOLE, "number of progress files to keep")
+    checkpoint_every_n_steps: Optional[int] = option(None, _or_none(_WHOLE), "save the training state every N steps")
+    checkpoint_every_s: Optional[float] = option(600.0, _or_none(_POSITIVE), "save the training state every N seconds")
+    keep_checkpoints: int = option(2, _WHOLE, "number of saved training states to keep")
     background_save: bool = option(
-        True, _FLAG, "write progress of 32 MB or more in a thread; ranks wait until they are copied in memory"
+        True, _FLAG, "write training states of 32 MB or more in a thread; ranks wait for the copy in memory"
     )
     resume: str = option(
         "auto",
         choice("auto", "always", "never"),
-        "resume from saved progress: if torchrun or a scheduler has started this job before (auto), always, or "
-        "never (then signals also end a training at once)",
+        "resume from the saved training state: if torchrun or a scheduler has started this job before (auto), always, "
+        "or never (then signals also end a training at once)",
     )
     trust_progress: bool = option(
         False,
         _FLAG,
-        "true: progress files may contain pickled objects; then anyone who can write to their folder can run code "
-        "in the job",
+        "true: saved training states may contain pickled objects; then who can write to their folder can run code in "
+        "the job",
     )
     guard: bool = option(
         True, _FLAG, "compare weights and RNG state, check optimizer steps, name ranks missing in a collective"
