@@ -162,10 +162,10 @@ def test_the_lines_on_bars_and_loggers_run(tmp_path: Path, is_main: bool) -> Non
 
 def test_the_messages_of_the_guide_are_those_of_the_library() -> None:
     page = (ROOT / "MIGRATION.md").read_text()
-    rows = page[page.index("Messages from ddpshim:") : page.index("Messages from torch, NCCL")].splitlines()
+    rows = page[page.index("Messages from ddpshim") : page.index("Messages from torch, NCCL")].splitlines()
     firsts = [row.split(" | ")[0] for row in rows if row.startswith("| `")]
     messages = [message for first in firsts for message in re.findall("`(.+?)`", first) if " " in message]
-    assert len(messages) == 19
+    assert len(messages) == 5
     texts = [text for _, text in all_messages()]
     for message in messages:
         between_values = _VALUE.split(message)
@@ -195,7 +195,8 @@ def test_links_lead_somewhere() -> None:
                 lost.append(f"{page}: {target}")
     assert lost == []
     for page in ("CONTRIBUTING.md", "docs/decisions.md"):  # files that it walks through
-        named = re.findall(r"`([\w/]+/\w+\.py|\w+(?:/\w+)*/)`", (ROOT / page).read_text())
+        files = r"(?<=`)(?:[\w/]+/\w+\.py|\w+(?:/\w+)*/)(?=`)|^[\w/]+/\w+\.py(?=,| {3})"
+        named = re.findall(files, (ROOT / page).read_text(), re.MULTILINE)
         assert len(named) > 8
         assert [path for path in named if not (ROOT / path).exists() and not (ROOT / "ddpshim" / path).exists()] == []
 
