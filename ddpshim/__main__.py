@@ -192,6 +192,10 @@ def _add_check(commands: Commands) -> None:
     check.add_argument("--one", metavar="COMMAND", help=text)
     text = "time limit for a run in one process (300 seconds)"
     check.add_argument("--timeout", type=positive, default=300, metavar="S", help=text)
+    text = "folder for check.md, a page with the answer, and the output of each process (ddpshim-logs/TIME-PID)"
+    check.add_argument("--log-dir", metavar="DIR", help=text)
+    text = 'check the trainer\'s own DDP: leave the trainer alone, and exit with 0 also after "no, by design"'
+    check.add_argument("--own-ddp", action="store_true", help=text)
     check.add_argument("--json", action="store_true", help="for programs")
     _add_program(check, nargs="?")
     check.set_defaults(run=_check, error=check.error, default_nproc=2, starts_ranks=True)
@@ -218,9 +222,11 @@ def _check(arguments: argparse.Namespace) -> int:
         except ValueError as unclosed:
             arguments.error(f"argument --one: {unclosed}: {arguments.one!r}")
         alone = _launch(_parser().parse_args(["run", "--nproc", "1", *words]))
-    proof = check(job, ProofSettings(arguments.steps or 20, arguments.nproc, arguments.timeout), alone)
+    settings = ProofSettings(arguments.steps or 20, arguments.nproc, arguments.timeout)
+    proof = check(job, settings, alone, arguments.own_ddp)
     print(_as_json(proof) if arguments.json else as_text(proof))
-    return 2 if proof.is_unknown else int(not proof.is_same or bool(proof.wrong))
+    is_right = proof.is_same or (arguments.own_ddp and bool(proof.by_design))
+    return 2 if proof.is_unknown else int(not is_right or bool(proof.wrong))
 
 
 def _check_certificate(arguments: argparse.Namespace) -> int:
@@ -230,7 +236,7 @@ def _check_certificate(arguments: argparse.Namespace) -> int:
         arguments.error("argument --steps: with --certificate give the first and the last one, as A:B")
     num_ranks = arguments.nproc or 1
     job = _launch(arguments) if arguments.program else None
-    verdict = verify(arguments.certificate, job, arguments.steps, num_ranks)
+    verdict = verify(arguments.certificate, job, arguments.steps, num_ranks, arguments.log_dir)
     print(_as_json(verdict) if arguments.json else as_text(verdict, num_ranks))
     return 0 if verdict.is_verified else 1
 

@@ -123,7 +123,13 @@ def certify(path: Path, every: int, job: Launch) -> int:
         return run(job)
 
 
-def verify(path: Path, job: Optional[Launch], steps: Optional[tuple[int, int]], num_ranks: int) -> Repetition:
+def verify(
+    path: Path,
+    job: Optional[Launch],
+    steps: Optional[tuple[int, int]],
+    num_ranks: int,
+    log_dir: Optional[str] = None,
+) -> Repetition:
     """Repeat the steps A to B of a certificate, rounded outwards to its marks (default: the last
     ones), and compare.
 
@@ -142,7 +148,7 @@ def verify(path: Path, job: Optional[Launch], steps: Optional[tuple[int, int]], 
     first, last = _stretch(found["marks"], steps)
     # Not from `first` itself: whether its checkpoint holds what its mark says shows only in a run that passes it.
     start = max((step for step in saved if step < first), default=0)
-    job = job or Launch(found["program"])
+    job = job or Launch(found["program"], log_dir=log_dir)
     odd, of_machine = [*_other_facts(found, job.command)], [*_other_machine(found["facts"]["environment"])]
     for text in (*odd, *of_machine):
         say(text)

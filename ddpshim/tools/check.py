@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import shlex
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Optional
 
+import torch
+
+from ddpshim import variables, version
 from ddpshim.errors import LaunchError
 from ddpshim.launch import runner
 from ddpshim.launch.runner import Launch, end_of, make_log_dir, run
@@ -21,15 +27,21 @@ from ddpshim.process.say import count, say
 from ddpshim.tools import new_files, watching
 from ddpshim.tools.judging import Proof, judge
 from ddpshim.tools.watching import ONE, ProofSettings
+from ddpshim.trainers.unedited.program import Sources, file_of
 
 _NEVER_COMPARED = "numbers that the program prints, logs or saves beside its networks; steps after these"
 
 
-def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None) -> Proof:
+def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None, own_ddp: bool = False) -> Proof:
     """Run `job` on ranks and `alone` in one process (default: the same program), and return the comparison.
+
+    Writes the answer into check.md too, beside the logs. With `own_ddp` ddpshim leaves the program alone, and its one
+    process is a single rank of a job, if it can be, so that it has the sampler that ranks have.
 
     Raises LaunchError if one of them cannot run or makes no step.
     """
+    if own_ddp:
+        os.environ[variables.UNEDITED] = "off"
     runner.check(job, os.environ)
     logs = make_log_dir(job)
     with tempfile.TemporaryDirectory(prefix="ddpshim-check-") as name:
@@ -47,6 +59,7 @@ def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None) 
                 say(sentence)
         num_steps = [_num_steps(folder, f"rank_{rank}") for rank in range(settings.num_ranks)]
         proof = judge(folder, settings.num_ranks)
+        proof = replace(proof, notes=[*proof.notes, *_says_whose(job, folder)])
     if (code or not all(num_steps)) and (proof.parting is None or proof.parting.what == "steps"):
         said = "" if code else f" Rank 0 ended with:\n{end_of(logs / 'rank_0.log')}"
         raise LaunchError(
@@ -56,18 +69,21 @@ def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None) 
     if code:
         failed = f"the ranks ended with exit code {code} after {num_steps} steps; their output is in {logs}"
         proof = replace(proof, notes=[*proof.notes, failed])
+    (logs / "check.md").write_text(_page(proof), encoding="utf-8")
     return proof
 
 
 def _run_alone(job: Launch, folder: Path, logs: Path, settings: ProofSettings) -> None:
-    """Run it without a launcher's variables; if it makes no step, run it as the only rank of a job."""
+    """Run it without a launcher's variables; if it makes no step, as the only rank of a job. With DDPSHIM_UNEDITED=off
+    the other way round."""
     kept = {"OMP_NUM_THREADS": "1", **{key: value for key, value in os.environ.items() if key not in PLACE}}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "GROUP_RANK": "0"}
     place.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})  # as torchrun's
     log, command = logs / f"{ONE}.log", [sys.executable, "-m", "ddpshim.tools.watching", str(folder), ONE, *job.command]
-    for how, environ in (("", kept), (" as a single rank of a job", {**kept, **place})):
+    ways = [("", kept), (" as a single rank of a job", {**kept, **place})]
+    for how, environ in reversed(ways) if os.environ.get(variables.UNEDITED) == "off" else ways:
         say(f"run 1: one process{how}")
         with log.open("wb") as out:
             streams: Any = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
@@ -105,6 +121,25 @@ def _run_by_sample(job: Launch, folder: Path, logs: Path, settings: ProofSetting
 
 def _num_steps(folder: Path, name: str) -> int:
     return sum(record["kind"] == "step" for record in watching.read(folder, name))
+
+
+def _says_whose(job: Launch, folder: Path) -> Iterator[str]:
+    """Yield a note if the program can distribute itself, and ddpshim did so in its place, as for a single process."""
+    sources = Sources(file_of(job.command))
+    can = sources.own_way is None and (sources.joins or sources.asks_for_rank or "accelerate" in sources.packages)
+    if can and all(r["streams"] is None for r in watching.read(folder, "rank_0") if r["kind"] == "loss"):
+        yield (
+            "the program can distribute itself; ddpshim did so here, and the answer is about that, as under `run`. "
+            "--own-ddp checks the program's own DDP"
+        )
+
+
+def _page(proof: Proof) -> str:
+    text, versions = as_text(proof), f"torch {torch.__version__}, Python {platform.python_version()}"
+    (verdict,) = (line.split(": ")[1] for line in text.splitlines() if line.startswith("the same experiment: "))
+    command = shlex.join(["python", "-m", "ddpshim", *sys.argv[1:]])
+    where = f"ddpshim {version.__version__}, {versions}. Beside this page: the output of each process."
+    return f"# The same experiment: {verdict}\n\n```\n$ {command}\n{text}\n```\n\n{where}\n"
 
 
 def as_text(proof: Proof) -> str:

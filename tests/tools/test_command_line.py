@@ -70,6 +70,7 @@ MISSING: dict[tuple[Command, str], tuple[list[str], int]] = {
     (("run",), "log_dir"): (["--log-dir", "train.py/absent", "train.py"], 2),
     (("slurm",), "program"): (["absent.py"], 0),  # a warning: the job may find it
     (("check",), "program"): (["absent.py"], 2),
+    (("check",), "log_dir"): (["--log-dir", "train.py/absent", "train.py"], 2),
     (("example",), "out"): (["--out", "train.py/absent"], 2),
     (("report",), "folder"): (["absent"], 2),
     (("report",), "out"): (["run", "--markdown", "--out", "train.py/absent"], 2),

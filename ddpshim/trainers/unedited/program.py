@@ -93,7 +93,7 @@ class Start:
             argv = argv[2:] if argv[:2] == _RANK else argv  # of sys.orig_argv
         else:
             argv = []
-        if not argv or _file_of(argv) != self.file:
+        if not argv or file_of(argv) != self.file:
             raise SyncError(
                 f"{users_line()}: os.exec* replaces the program by {[found, *args[1:]]}; each rank would run that for "
                 "itself, outside of the job, and write the same files. Start another program by subprocess.run, "
@@ -133,7 +133,7 @@ def distributed(argv: Sequence[str]) -> Iterator[Optional[Start]]:
     if not is_launched() or _wanted() == "off":
         yield None
         return
-    file = _file_of(argv)
+    file = file_of(argv)
     sources = Sources(file or None)
     if sources.own_way is not None and _wanted() != "on":
         if not sources.by_ddpshim and read_launch_env(os.environ).rank == 0:
@@ -221,7 +221,7 @@ def _is_this_python(path: str) -> bool:
     return os.path.dirname(ours) == os.path.dirname(path) and os.path.realpath(ours) == os.path.realpath(path)
 
 
-def _file_of(argv: Sequence[str]) -> str:
+def file_of(argv: Sequence[str]) -> str:
     """Return the real path of the file that `python *argv` runs; "" if there is none."""
     file = module_file(argv[1]) if argv[0] == "-m" and argv[1:] else argv[0]
     return os.path.realpath(file) if file else ""
