@@ -160,11 +160,10 @@ def test_what_cannot_be_forked_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_pages_example() -> None:
     page = (ROOT / "docs" / "check.md").read_text()
-    source = re.findall("```python\n(.*?)```", page, re.DOTALL)[0]
+    source = re.findall("```python\n(import torch\n.*?)```", page, re.DOTALL)[0]
     names: dict[str, Any] = {"__name__": "example"}
     exec(compile(source, "docs/check.md", "exec"), names)
     names["test_two_ranks_train_as_one_process_does"]()
-    names["test_each_rank_sees_its_share"]()
 
 
 def _train(spoil: str = "") -> Any:
