@@ -1,0 +1,60 @@
+"""Gives tests the fixture `same_experiment`, which runs `python -m ddpshim check` on a program. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+import pytest
+
+
+@pytest.fixture
+def same_experiment(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
+    """Return a function that fails unless a program is the same experiment on ranks as in one process.
+
+    `same_experiment("train.py", "--epochs", "1", nproc=2)`: the program, or "-m" and a module, and its arguments. It
+    runs in the current folder if it is there, else in pytest's rootdir. `steps`, `one`, `timeout` and `own_ddp`
+    are options of `python -m ddpshim check`.
+    """
+
+    def same_experiment(
+        program: str,
+        *arguments: str,
+        nproc: int = 2,
+        steps: int = 20,
+        one: Optional[str] = None,
+        timeout: int = 300,
+        own_ddp: bool = False,
+    ) -> None:
+        __tracebackhide__ = True
+        logs = tmp_path_factory.mktemp("same_experiment")
+        options: dict[str, Any] = {"nproc": nproc, "steps": steps, "timeout": timeout, "log-dir": logs}
+        command = [sys.executable, "-m", "ddpshim", "check", *(f"--{name}={value}" for name, value in options.items())]
+        command += [*([] if one is None else [f"--one={one}"]), *["--own-ddp"] * own_ddp]
+        file = Path(arguments[0].partition(".")[0] if program == "-m" else program)
+        is_here = file.exists() or file.with_suffix(".py").exists()
+        paths = [*map(str, pytestconfig.getini("pythonpath")), os.environ.get("PYTHONPATH", "")]
+        with subprocess.Popen(
+            [*command, program, *arguments],
+            cwd=None if is_here else pytestconfig.rootpath,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as check:
+            try:
+                answer, said = check.communicate()
+            except BaseException:  # Ctrl-C, or a test's own deadline
+                check.send_signal(signal.SIGINT)  # so that it ends the ranks and removes their files
+                raise
+        if check.returncode:
+            page = logs / "check.md"
+            where = f"page:  {page}" if page.exists() else f"output of each process:  {logs}"
+            pytest.fail(f"{answer or said}{where}", pytrace=False)
+
+    return same_experiment
