@@ -21,7 +21,7 @@ from ddpshim.failures import failure
 from ddpshim.job.collectives import pairs
 from ddpshim.job.group import world
 from ddpshim.model import backward
-from ddpshim.model.equality import OPT_OUT, Tensors, facts_of, hash_of, is_milestone, refuse
+from ddpshim.model.equality import OPT_OUT, Optimizers, Tensors, facts_of, hash_of, is_milestone, refuse
 from ddpshim.process import observed
 from ddpshim.process.devices import is_capturing
 from ddpshim.process.job import current
@@ -69,6 +69,8 @@ class GuardState:
         # The wrappers that an optimizer's last step changed, by id, with their num_reductions.
         self.steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple[Reduced, int]]]
         self.steps = weakref.WeakKeyDictionary()
+        # How many steps of all came before an optimizer's first, its number on all ranks.
+        self.numbers = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         self.num_steps, self.rates = 0, list[float]()  # of optimizers: steps so far, and the last learning rates
         self.is_alone = False  # a rank missed a meeting
         current().before_end.callback(_compare_in_the_end)
@@ -147,7 +149,8 @@ def _compare(wrapper: Reduced) -> None:
     said = ""
     try:
         if len({*of_weights}) > 1:
-            refuse(f"after {num} backward passes of {network}", settings, tensors)
+            settings, tensors = _facts_of(wrapper, _kept())
+            refuse(f"after {num} backward passes of {network}", settings, {**tensors, **companions()})
     except SyncError as error:
         said = str(error)
         raise
@@ -155,8 +158,16 @@ def _compare(wrapper: Reduced) -> None:
         observed.note("guard", check="weights", network=network, reductions=num, passed=not said, said=said)
 
 
-def _facts_of(wrapper: Reduced) -> tuple[dict[str, str], Tensors]:
-    return facts_of(wrapper.module, bool(wrapper._compares_buffers), optimizers_of(wrapper))
+def _facts_of(wrapper: Reduced, kept: Optional[Optimizers] = None) -> tuple[dict[str, str], Tensors]:
+    optimizers = [one for one in optimizers_of(wrapper) if kept is None or one in kept]
+    return facts_of(wrapper.module, bool(wrapper._compares_buffers), optimizers)
+
+
+def _kept() -> Optimizers:
+    """Return the optimizers that all ranks still have: a dead one may live longer on one of them (collective)."""
+    own = {number: optimizer for optimizer, number in _watched().numbers.items()}
+    of_ranks = world().gather_with_deadline("optimizers", [*own], DEADLINE_S)
+    return [own[number] for number in own if all(number in theirs for theirs in of_ranks.values())]
 
 
 def check_equal_steps(what: str = "the epoch") -> None:
@@ -217,15 +228,15 @@ def _compare_in_the_end() -> None:
 def _refuse_unequal(hashes: list[int], what: str) -> None:
     """Raise SyncError on all ranks if these hashes, one per rank, differ."""
     if len(set(hashes)) > 1:
-        refuse(f"at the end of {what}", *_everything())
+        refuse(f"at the end of {what}", *_everything(_kept()))
 
 
-def _everything() -> tuple[dict[str, str], Tensors]:
+def _everything(kept: Optional[Optimizers] = None) -> tuple[dict[str, str], Tensors]:
     """Return the settings and the tensors that must be equal on all ranks of the job, by name."""
     settings, tensors = dict[str, str](), Tensors()
     for number, wrapper in enumerate(w for w in _wrappers() if w._compares_buffers is not None):
         of = f"of network {number} ({type(wrapper.module).__name__})"
-        settings_of_one, tensors_of_one = _facts_of(wrapper)
+        settings_of_one, tensors_of_one = _facts_of(wrapper, kept)
         settings.update((f"{name} {of}", value) for name, value in settings_of_one.items())
         tensors.update((f"{name} {of}", tensor) for name, tensor in tensors_of_one.items())
     return settings, {**tensors, **companions()}
@@ -297,6 +308,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         now = wrapped.num_reductions
         if last.get(id(wrapped), (wrapped, 0)) != (wrapped, now):
             last[id(wrapped)] = wrapped, now
+            watched.numbers.setdefault(optimizer, watched.num_steps)
             watched.num_steps, watched.rates = watched.num_steps + 1, rates
             deque(map(setattr, mine, repeat(REDUCED), repeat(True)), maxlen=0)
         # Nothing was reduced since this optimizer's last step: the same gradients may be used again, others may not.
