@@ -414,7 +414,7 @@ class Reads:
     def code(self) -> dict[str, str]:
         """Return the files of the program with their hashes."""
         # torch writes modules of this prefix into a new folder for each process; 2.8 does when it is imported.
-        modules = [module for name, module in sys.modules.items() if not name.startswith("_remote_module_")]
+        modules = [module for name, module in [*sys.modules.items()] if not name.startswith("_remote_module_")]
         files = (getattr(module, "__file__", None) for module in modules)
         real = {os.path.realpath(file) for file in files if isinstance(file, str) and file.endswith(".py")}
         others = (os.path.realpath(_OURS) + "/", *_PYTHONS)

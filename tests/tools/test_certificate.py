@@ -13,6 +13,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -163,6 +165,18 @@ def test_facts_of_the_run(made: Path) -> None:
     assert {"torch", "numpy", "ddpshim"} <= set(found["facts"]["packages"])
     assert found["facts"]["environment"]["threads"] == 1
     assert [mark["step"] for mark in found["marks"]] == [10, 20, 30, 40, 50, 60, 64]
+
+
+@pytest.mark.unit
+def test_the_program_may_import_while_a_thread_lists_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Name(str):
+        def startswith(self, *args: Any) -> bool:
+            monkeypatch.setitem(sys.modules, "imported_meanwhile", ModuleType("imported_meanwhile"))
+            return super().startswith(*args)
+
+    monkeypatch.setitem(sys.modules, Name("early"), ModuleType("early"))
+    assert certificate.Reads(0).code() is not None
+    assert "imported_meanwhile" in sys.modules
 
 
 @pytest.mark.unit
