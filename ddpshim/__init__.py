@@ -70,6 +70,7 @@ __all__ = [
     *("CheckpointError", "DataError", "DdpShimError", "LaunchError", "OptionsError", "PatchError", "RankError"),
     *("ReportError", "RolloutError", "SyncError", "WorldError", *sorted([*_HOMES, "setup"])),
 ]
+_HOMES["load_ipython_extension"] = "launch.notebook"  # `%load_ext ddpshim` calls it
 
 
 def setup(
