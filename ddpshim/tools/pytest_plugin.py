@@ -54,7 +54,6 @@ def same_experiment(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPa
                 raise
         if check.returncode:
             page = logs / "check.md"
-            where = f"page:  {page}" if page.exists() else f"output of each process:  {logs}"
-            pytest.fail(f"{answer or said}{where}", pytrace=False)
+            pytest.fail((answer or said) + (f"page:  {page}" if page.exists() else ""), pytrace=False)
 
     return same_experiment
