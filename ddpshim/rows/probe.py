@@ -13,6 +13,7 @@ import itertools
 import math
 import multiprocessing
 import os
+import random
 import signal
 import stat
 import sys
@@ -65,7 +66,7 @@ def probed(loader: Any, join: Callable[[Any], Any] = list) -> Found:
 def _by_child(loader: Any, join: Callable[[Any], Any], tensors: list[torch.Tensor]) -> Found:
     if not hasattr(os, "fork"):
         return Found("this system has no fork")
-    places = _places_in_files()
+    places, pythons = _places_in_files(), random.getstate()
     parents, childs = multiprocessing.Pipe(duplex=False)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
@@ -74,6 +75,7 @@ def _by_child(loader: Any, join: Callable[[Any], Any], tensors: list[torch.Tenso
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, which the child does not use
         child = os.fork()
     if child == 0:
+        random.setstate(pythons)  # Python seeds it anew after a fork: a sampler that shuffles by it would differ
         try:
             childs.send(_in_child(loader, join, tensors, childs.fileno()))
         finally:

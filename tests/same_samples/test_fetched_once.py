@@ -25,7 +25,7 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate, get_worker_info
 
 import ddpshim
 from ddpshim.errors import DataError, SyncError
@@ -178,6 +178,20 @@ def test_the_first_workers_dataset_is_probed() -> None:
     assert probe.probed(DataLoader(Data(get), 8, num_workers=2, worker_init_fn=start)).why
     plain: Any = DataLoader(Data(get), 8, num_workers=2)  # torch's collate, which asks whether it is in a worker
     assert probe.probed(plain, plain.collate_fn).why == ""
+
+
+def test_a_sampler_may_draw_from_pythons_generator_which_a_fork_seeds_anew() -> None:
+    class Shuffled(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(random.sample(range(len(X)), len(X)))
+
+        def __len__(self) -> int:
+            return len(X)
+
+    plain = DataLoader(Data(lambda data, i: X[i]), 8, sampler=Shuffled())
+    one, other = probe.probed(plain), probe.probed(plain)
+    assert (one.why, probe.first_difference(one, other)) == ("", "")
+    assert one.samples[0][0] == str(next(iter(Shuffled())))
 
 
 def test_ranks_with_other_data_are_told_the_sample() -> None:
