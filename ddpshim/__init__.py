@@ -113,8 +113,8 @@ def setup(
     version.check_torch()
     if batch not in ("local", "global"):
         raise OptionsError(
-            f"setup(batch={batch!r}): it is unclear what the program holds, and ranks would take a share for a whole "
-            'batch. Use "local" (this rank\'s share) or "global" (the whole batch).'
+            f"setup(batch={batch!r}): it is unclear what the program holds, and ranks would take a local batch for the "
+            'global one. Use "local" (each rank loads its local batch) or "global" (the whole batch).'
         )
     given: dict[str, Any] = {"seed": seed, "device": device, "backend": backend, "options": options}
     given.update(timeout_s=timeout_s, side_timeout_s=side_timeout_s)

@@ -150,6 +150,6 @@ def restore_streams(states: Any, device: torch.device, path: files.PathLike) -> 
         restore_rank_states(states, device)
     except Exception as error:  # generators raise different types for an invalid state
         raise CheckpointError(
-            f"{path} holds no states of random generators ({type(error).__name__}: {str(error)[:160]}); the noise "
+            f"{path} holds no RNG states ({type(error).__name__}: {str(error)[:160]}); random numbers "
             "would differ. Remove it."
         ) from error

@@ -44,7 +44,7 @@ def name_unseeded(name: str, episodes: Iterable[Shown], here: World) -> None:
     starts = {one.start for one in kept if not one.is_known}
     if here.is_main and (len(starts) > 1 or not all(one.is_repeatable for one in kept)):
         say_once(
-            f"{name} draws from an unseeded generator, or remembers earlier episodes: its statistics depend on the "
+            f"{name} uses an unseeded generator, or remembers earlier episodes: its statistics depend on the "
             f"number of ranks, here {here.world_size}. Make its reset take a seed, or give it a method seed(n), or "
             "keep its generator (numpy's, random.Random) in an attribute"
         )

@@ -92,7 +92,7 @@ def _refuse(found: str, answer: Answer) -> None:
     if current().world is None:
         unedited = f"`{variables.UNEDITED}=on python -m ddpshim run --nproc {size}`"
         nothing = "nothing has distributed this program"
-        to_do = f"Start a one-process trainer, unedited, by {unedited}; or wrap"
+        to_do = f"Start an unmodified single-process trainer by {unedited}; or wrap"
     to_do += " its networks with wrap_parallel and its loaders with make_loader (`python -m ddpshim docs MIGRATION`)."
     raise SyncError(
         f"{found}: {nothing}. {size} processes would train {size} separate models, into the same files. {to_do} If "

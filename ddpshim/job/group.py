@@ -38,8 +38,8 @@ def join(
     if job.world is not None:
         if door is not None and job.world.is_launched and job.door.batch != door.batch:
             raise WorldError(
-                'setup(batch="global") after setup(): what was built since holds this rank\'s share of a batch. Give '
-                "batch to the first call."
+                'setup(batch="global") after setup(): what was built since holds local batches. Give batch to the '
+                "first call."
             )
         return _reuse(job, job.world, asked)
     settle_rounding()
@@ -90,8 +90,8 @@ def _reuse(job: Job, made: World, asked: dict[str, Any]) -> World:
     is_new = seed is not None and made.seed is None
     if is_new and job.is_split:
         raise WorldError(
-            f"setup(seed={seed}) after the ranks got their own random streams: networks were built without that "
-            "seed, and every rank would now draw the same noise. Give the seed to the first setup()."
+            f"setup(seed={seed}) after split_random_streams(): networks were built without that seed, and every "
+            "rank would now use the same random numbers. Give the seed to the first setup()."
         )
     _check_same(made, asked)
     if is_new:

@@ -32,7 +32,7 @@ def compute_alike(here: World, exact: int) -> None:
         found = f"{here.world_size} ranks" if here.is_launched else "a process without a launcher"
         sizes = ", ".join(str(size) for size in range(1, exact + 1) if exact % size == 0)
         raise OptionsError(
-            f"exact={exact} in {found}: {exact} pieces of a batch cannot be divided evenly, so bits would depend on "
+            f"exact={exact} in {found}: {exact} virtual ranks do not spread evenly over them, so bits would depend on "
             f"the number of ranks. Start python -m ddpshim run --nproc N PROGRAM, with N one of {sizes}."
         )
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
@@ -49,7 +49,7 @@ def compute_alike(here: World, exact: int) -> None:
     if odd is not None:
         raise LaunchError(
             f"exact={exact} with rank 0 on {kinds[0]} and rank {odd} on {kinds[odd]}: they round differently, so "
-            "sums would depend on where each piece is computed. Give all ranks equal devices and software."
+            "sums would depend on where each virtual rank is computed. Give all ranks equal devices and software."
         )
 
 

@@ -64,15 +64,15 @@ def check_options(door: Door, options: Options) -> None:
     """Raise OptionsError for options that cannot do behind `door` what they say. Local."""
     if not door.computes_alike and options.exact is not None:
         raise OptionsError(
-            f"exact={options.exact} with shares of batches: a mean over a share is rounded by the share's size, so "
-            'bits would depend on the number of ranks. Call ddpshim.setup(batch="global"), or start the program '
-            "for one process, unedited, by `python -m ddpshim run`."
+            f"exact={options.exact} with local batches: a mean over a local batch is rounded by its size, so bits "
+            'would depend on the number of ranks. Call ddpshim.setup(batch="global"), or start the unmodified '
+            "single-process program by `python -m ddpshim run`."
         )
     for name in ("per_rank_batch", "lr_rule") if door.computes_alike else ():
         if name in options.changed():
             raise OptionsError(
-                f"{name}={getattr(options, name)}: the program holds whole batches, as one process does, so it would "
-                "do nothing. Leave the option out; batches of a size per rank are for ddpshim.setup(), make_loader and "
+                f"{name}={getattr(options, name)}: the program holds the global batch, as in a single process, so the "
+                "option would do nothing. Leave it out; batch sizes per rank are for ddpshim.setup(), make_loader and "
                 "wrap_parallel (`python -m ddpshim docs MIGRATION`)."
             )
 

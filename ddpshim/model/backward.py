@@ -149,7 +149,7 @@ def second_gradient(which: str) -> SyncError:
 def second_derivatives(network: str) -> SyncError:
     """Return the error for a pass with create_graph over a share of the batch. Local."""
     return SyncError(
-        f"backward(create_graph=True) of {network} on a share of the batch: second derivatives would differ between "
+        f"backward(create_graph=True) of {network} on a local batch: second derivatives would differ between "
         'ranks. Use setup(batch="global"); a penalty on gradients of inputs only needs '
         "torch.autograd.grad(..., create_graph=True), then backward()."
     )

@@ -143,8 +143,8 @@ def _compare(wrapper: Reduced) -> None:
         observed.note("mended", what="RNG state", reductions=num)
         if here.is_main:
             say(
-                f"after {num} backward passes ranks had drawn different random numbers: something draws on one rank "
-                "only (a log, a rollout). All ranks continue with the main rank's streams"
+                f"after {num} backward passes RNG states differed between ranks: something uses random numbers on one "
+                "rank only (a log, a rollout). All ranks continue with the main rank's RNG state"
             )
     said = ""
     try:

@@ -128,8 +128,8 @@ def make_interleaved_dataset(
     share["shuffle_buffer_size"] = _divided(options["shuffle_buffer_size"], here.world_size)
     if options.get("batch_size") is not None:
         raise DataError(
-            f"make_interleaved_dataset(batch_size={options['batch_size']}): each rank would take a batch of its own "
-            "share for the whole batch. Leave it None, as DROID's train.py does, and give it to rlds_loader."
+            f"make_interleaved_dataset(batch_size={options['batch_size']}): each rank would take a local batch "
+            "for the global one. Leave it None, as DROID's train.py does, and give it to rlds_loader."
         )
     for name in ("traj_transform_threads", "traj_read_threads"):
         if options.get(name) is not None:

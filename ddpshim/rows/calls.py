@@ -96,7 +96,7 @@ def with_rows(call: Callable[..., Any]) -> Callable[..., Any]:
             if found is None:
                 return _of_rows(call, module, args, kwargs)
             if calls.counting is not None and len(_tensors(given)) > len(_tensors((*args, *kwargs.values()))):
-                calls.counting.refused = "a network inside divides a tensor of its own"  # in a container
+                calls.counting.refused = "a module inside shards a tensor of its own"  # in a container
             shared = _shared(given, *found)
             args, kwargs = mapped(lambda x: shared.get(id(x), x), (args, kwargs), copies)
             return _of_rows(call, module, args, kwargs)

@@ -170,7 +170,7 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(rows, Rows):
         return NotImplemented
     if rows.shape != value.shape:
-        raise SyncError(f"{users_line()}: x.data = y of another shape, for a batch divided over the ranks. Use x = y")
+        raise SyncError(f"{users_line()}: x.data = y of another shape, for a sharded batch. Use x = y")
     rows.block.data = _own_of(value, rows).detach()
     rows.memory.wrote()
 
@@ -243,8 +243,8 @@ def _register_post_hook(original: Any, self: Any, hook: Callable[[Any], Any]) ->
 def _refuse_rows(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
     if any(isinstance(x, Rows) for x in tensors):
         raise SyncError(
-            f"{users_line()}: {original.__name__} of a batch that is divided over the ranks: the hook "
-            "would get one rank's gradients. Use x.register_hook(...) for each tensor."
+            f"{users_line()}: {original.__name__} of a sharded batch: the hook would get local "
+            "gradients. Use x.register_hook(...) for each tensor."
         )
     return original(tensors, *args, **kwargs)
 

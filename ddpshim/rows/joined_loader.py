@@ -38,12 +38,12 @@ class JoinedLoader(DataLoader[Any]):
         if part is None:
             raise DataError(
                 f"Global batch {batch_size} on {here.world_size} ranks leaves a rank fewer than {blocks.LEAST_ROWS} "
-                f"rows, so it could not be divided. Use at least {blocks.LEAST_ROWS * here.world_size}."
+                f"samples, so it cannot be sharded. Use at least {blocks.LEAST_ROWS * here.world_size}."
             )
         if options.pop("drop_last", None) is False:
             raise DataError(
-                "drop_last=False with data of which each rank reads its own part: the ranks' last batches have any "
-                "sizes, so they make no batch. Leave it out; the samples that are left are not used."
+                "drop_last=False with already_sharded=True: the last local batches have any sizes, so they make no "
+                "global batch. Leave it out; the remaining samples are not used."
             )
         start, end = part.bounds(*blocks.ranks())
         super().__init__(dataset, end - start, drop_last=True, **options)
@@ -82,7 +82,7 @@ class JoinedLoader(DataLoader[Any]):
             if odd:
                 raise DataError(
                     f"{self.place}: a tensor of shape {tuple(odd[0])} in a batch with {self._num_own} samples of this "
-                    "rank: its first dimension is not the samples, so it is no block of rows. Change the collate_fn."
+                    "rank: its first dimension is not the samples, so it is no local shard. Change the collate_fn."
                 )
             yield batch if self._of_rows is None else Fetched(self._num_rows, walked(Own, batch))
 

@@ -88,9 +88,9 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
         self._num_passes += current().part(Counts).is_in_lock_step()  # else other ranks would not have counted it
         if first and draws is None:
             say_on_main(
-                f"{self.place}: {type(_of_program(self)).__name__} draws random numbers during iteration, from the "
-                f"streams of the training, in more than {_MOST_DRAWS} steps: the batches of the pass that is resumed "
-                "may be others than without the interruption"
+                f"{self.place}: {type(_of_program(self)).__name__} uses random numbers during iteration, from the RNG "
+                f"state of the training, in more than {_MOST_DRAWS} steps: the batches of the resumed epoch may differ "
+                "from those without the interruption"
             )
         with contextlib.ExitStack() as until:
             if first:
@@ -151,7 +151,7 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
                     batch = next(batches, _END)
                 if batch is _END:
                     break
-                number = f"batch {step} of pass {self._num_passes}"
+                number = f"batch {step} of epoch {self._num_passes}"
                 yield batch if self._of_rows is None else self._with_rows(batch, number)
             if self._of_rows is not None and counts.is_in_own_thread() and world().world_size > 1:
                 blocks.tell((0, 0), lambda told: None, self._num_waits > 0, f"has read all of its data at {self.place}")
@@ -159,7 +159,7 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
         finally:
             batches = None  # ends an abandoned pass now, on every rank: Python up to 3.10 keeps this frame
         if counts.is_in_own_thread() and guard.num_reductions() != num_passes:
-            guard.check_equal_steps(f"a pass over the DataLoader of {self.place}")
+            guard.check_equal_steps(f"an epoch of the DataLoader of {self.place}")
 
     def _with_rows(self, fetched: Any, number: str) -> Any:
         """Return the batch with row tensors (collective)."""
@@ -180,8 +180,8 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
                 abort(  # an error would end the thread alone, and the program would wait for it
                     DataError(
                         f"{self.place}: texts of a batch that data workers load, in a thread of the program: each rank "
-                        "has those of its own rows, and would train with them only. Begin the pass in that thread, "
-                        "iter(loader), or set num_workers=0: then each rank loads whole batches."
+                        "has those of its local shard, and would train with them only. Begin the epoch in that thread, "
+                        "iter(loader), or set num_workers=0: then each rank loads the whole batch."
                     )
                 )
             blocks.settle()  # another rank may have no batch

@@ -174,8 +174,8 @@ class Batches:
         if lines is None and not is_alike:
             worker = ", or use a data worker (num_workers=1), which fetches for all ranks of a node"
             raise DataError(
-                f"a sample of {name_of(self.dataset)} draws random numbers, and those before did not. Other ranks do "
-                "not draw them, so they would train with other noise. Draw for each sample"
+                f"a sample of {name_of(self.dataset)} uses random numbers, and those before did not. Other ranks do "
+                "not, so they would train with other random numbers. Use some for each sample"
                 + worker * (torch_data.get_worker_info() is None)
                 + ", or set DDPSHIM_DRAWS=sample"
             )

@@ -193,8 +193,8 @@ class Rows(torch.Tensor):
         found = [x for x in leaves((args, kwargs or {})) if isinstance(x, Rows)]
         if torch.is_grad_enabled() and name not in _DETACHING and any(x.block.requires_grad for x in found):
             raise SyncError(
-                f"{users_line()}: {func} got a batch that is divided over the ranks by a way that ddpshim "
-                "does not see (a C++ extension?), so its gradient would be lost. Give it x.clone() of a tensor "
+                f"{users_line()}: {func} got a sharded batch in a way that ddpshim does not see "
+                " (a C++ extension?), so its gradient would be lost. Give it x.clone() of a tensor "
                 "outside the network, or set DDPSHIM_ROWS=off: every rank then computes whole batches."
             )
         with torch.no_grad():
@@ -207,9 +207,9 @@ class EndedRows(Rows):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any = (), args: Any = (), kwargs: Any = None) -> NoReturn:
         raise SyncError(
-            f"{users_line()}: {getattr(func, '__name__', func)} of a batch that was divided over the ranks, after the "
-            "job has ended (in atexit, a finalizer, or after cleanup()): each rank has its own rows only. Read it "
-            "before: float(loss), x.tolist(), x.numpy()."
+            f"{users_line()}: {getattr(func, '__name__', func)} of a sharded batch, after the job has ended (in "
+            "atexit, a finalizer, or after cleanup()): each rank has only its local shard. Read it before: "
+            "float(loss), x.tolist(), x.numpy()."
         )
 
     __torch_dispatch__ = __torch_function__
@@ -310,8 +310,8 @@ def _note_gather(rows: Rows, why: str) -> None:
     counts = current().part(Counts)
     if not counts.is_in_lock_step():
         raise SyncError(
-            f"{users_line()}: a batch that is divided over the ranks is used in another thread or process, or "
-            "in code that one rank runs alone, at a time that differs between ranks. Read it in the main thread, "
+            f"{users_line()}: a sharded batch is used in another thread or process, or in "
+            "code that one rank runs alone, at a time that differs between ranks. Read it in the main thread, "
             "outside of datasets and rollouts: batch.clone(), float(loss)."
         )
     place = users_line(), why
@@ -348,8 +348,8 @@ def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
         if has_changed:
             if made.shape != rows.shape or made.dtype != rows.dtype:
                 raise SyncError(
-                    f"{users_line()}: {name} changed the shape or type of a batch that is divided over the "
-                    "ranks in place. Use the variant that returns a new tensor"
+                    f"{users_line()}: {name} changed the shape or type of a sharded batch in place. "
+                    " Use the variant that returns a new tensor"
                 )
             written(rows, made)
     if not found:

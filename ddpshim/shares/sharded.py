@@ -33,30 +33,30 @@ def load(
     if door.loader is not None and door.joined is not None:
         if is_per_rank:
             raise DataError(
-                'make_loader(per_rank_batch=True) after setup(batch="global"): every rank would take its share for the '
-                'whole batch. Leave it out, or use batch="local".'
+                'make_loader(per_rank_batch=True) after setup(batch="global"): every rank would take a local batch '
+                'for the global one. Leave it out, or use batch="local".'
             )
         if already_sharded:
             return cast("DataLoader[Any]", door.joined(dataset, **{**given, "drop_last": drop_last}))
         return cast("DataLoader[Any]", door.loader(dataset, **given))
     if is_per_rank and batch_sampler is not None:
         raise DataError(
-            "per_rank_batch=True with a batch_sampler: each of its lists is a batch of all ranks, shared "
-            "all the same. Leave one of the two out."
+            "per_rank_batch=True with a batch_sampler: each of its lists is a global batch, which ranks "
+            "split all the same. Leave one of the two out."
         )
     if batch_sampler is None and batch_size is not None:
         each, left = (batch_size, 0) if is_per_rank else divmod(batch_size, here.world_size)
         if left or (batch_size > 0 and not each):
             raise DataError(
                 f"Global batch {batch_size} does not split over {here.world_size} ranks ({left} left over): they would "
-                f'step on unequal shares. Use a multiple of {here.world_size}, or setup(batch="global").'
+                f'step on unequal local batches. Use a multiple of {here.world_size}, or setup(batch="global").'
             )
         given.update(batch_size=each if already_sharded else each * here.world_size, drop_last=drop_last is not False)
     is_stream = isinstance(dataset, IterableDataset) or (batch_size is None and batch_sampler is None)
     if is_stream and not already_sharded:
         raise DataError(
             f"{type(dataset).__name__} is a stream, or gives ready batches, which every rank would read whole. If it "
-            'gives each rank its own share, pass already_sharded=True; else use setup(batch="global").'
+            'gives each rank its own samples, pass already_sharded=True; else use setup(batch="global").'
         )
     seed = here.seed or 0
     if is_stream:
@@ -91,7 +91,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
                 )
             if getattr(one, "num_replicas", 1) > 1 and here.world_size > 1:
                 raise DataError(
-                    f"{type(one).__name__} takes one share already, and make_loader would split it again: most samples "
+                    f"{type(one).__name__} shards already, and make_loader would shard again: most samples "
                     "would never be seen. Leave it out, and pass shuffle= instead."
                 )
         is_torchs = given["sampler"] is given["batch_sampler"] is given["generator"] is None

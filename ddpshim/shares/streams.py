@@ -86,7 +86,7 @@ class _EqualNoise:
             if len(alike) > 1:
                 stream = {"random": "Python's", "numpy": "numpy's"}.get(name, "torch's")
                 text = (
-                    f"{ranks_called(alike)} draw the same random numbers in each step ({stream}): equal noise and "
+                    f"{ranks_called(alike)} use the same random numbers in each step ({stream}): equal noise and "
                     "dropout masks, as if there were fewer samples. Call ddpshim.split_random_streams() once all "
                     "networks are built; then draw what must be equal, as a permutation that each rank slices, from a "
                     "torch.Generator of your own"

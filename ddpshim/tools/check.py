@@ -149,7 +149,7 @@ def as_text(proof: Proof) -> str:
         lines.append("the same experiment: yes")
         after = f"{count(proof.num_steps, 'step')} on {count(proof.num_ranks, 'rank')}"
         if proof.difference is not None:
-            after += f"; then weights differ from those of one process by {proof.difference:.0e} of their size"
+            after += f"; then weights differ from the single-process ones by {proof.difference:.0e} of their size"
         lines += [f"  {after}", f"  not compared: {_NEVER_COMPARED}"]
     elif proof.by_design:
         lines += [
@@ -158,7 +158,7 @@ def as_text(proof: Proof) -> str:
             f"  {count(proof.num_steps, 'step')} on {count(proof.num_ranks, 'rank')} are right as far as that can be "
             "seen: batch sizes, weights at the start, gradients equal on all ranks, learning rates",
             f"  not compared: losses, weights after a step; {_NEVER_COMPARED}",
-            "  for the numbers of one process: the trainer without its own distribution by `python -m ddpshim run`, or "
+            "  for single-process numbers: the trainer without its own distribution by `python -m ddpshim run`, or "
             'ddpshim.setup(batch="global")',
         ]
     else:

@@ -38,13 +38,12 @@ _MAKE_LOADER = (
 )
 
 _WHY_LOSS = (
-    "samples and weights are the same: BatchNorm that takes its statistics over a rank's samples (SyncBatchNorm), a "
-    "loss that is not a mean over samples (divided by a rank's own count, or comparing samples), or a loss that is "
-    "scaled"
+    "samples and weights are the same: BatchNorm with local statistics (use SyncBatchNorm), a loss that is not a "
+    "mean over samples (divided by a local count, or comparing samples), or a loss that is scaled"
 )
 _WHY_LATER_LOSS = (
     "samples and weights are the same, and losses were equal in the steps before: what has changed on some ranks since "
-    "(eval mode, a buffer, a normaliser), or a loss divided by a rank's own count, which had been equal (masks)"
+    "(eval mode, a buffer, a normaliser), or a loss divided by a local count, which had been equal (masks)"
 )
 _WHY_LOSS_OF_WHOLES = (
     "samples and weights are the same, and ddpshim computes whole batches: a loss that the program scales by the "
@@ -57,14 +56,14 @@ _LOOKS = ("samples", "lengths", "start", "losses", "gradients", "rates", "weight
 _ALWAYS = ("samples", "start", "noise", "gradients", "rates", "steps")
 _MANY = 3  # steps: a rank whose batches may have nothing to draw for leaves a step out, or two
 _OWN_ORDER = (
-    "the order of samples (setup() has one of its own from seed and epoch, as DistributedSampler; the last batch of a "
-    "pass may be left out)"
+    "sample order (setup() has its own, from seed and epoch, like DistributedSampler; the last batch of an epoch may "
+    "be left out)"
 )
 _OWN_DRAWS = (
-    "what is drawn for a sample, as by augmentation (each rank draws its own: indices are equal, and so are samples "
-    "that are drawn from equal random numbers)"
+    "random numbers of samples, as of augmentation (per rank: indices are equal, and so are samples that are made from "
+    "equal random numbers)"
 )
-_OWN_NOISE = "random numbers (each rank draws its own, as under any DistributedDataParallel)"
+_OWN_NOISE = "random numbers (per rank, as under any DistributedDataParallel)"
 _Found = Optional[tuple[str, str, str, str, str]]  # of a Parting all but the step
 Record = dict[str, Any]
 
@@ -168,10 +167,10 @@ def _wrong_in_all(one: RunRecords, main_rank: RunRecords) -> Iterator[Parting]:
     for (place, _, shuffles), of_loader in passes.items():
         first, *others = of_loader.values()
         if shuffles is False:
-            found, meaning = "training data come in one order in every pass", "DistributedSampler(shuffle=False)"
+            found, meaning = "the training data have the same order in every epoch", "DistributedSampler(shuffle=False)"
             yield Parting(1, "order", "", place, found, meaning)
         elif any(min(len(first), len(o)) > 3 and all(a == b for a, b in zip(first, o)) for o in others):
-            found = "a pass over the training data has the order of the first one"
+            found = "an epoch has the sample order of the first one"
             yield Parting(1, "order", "", place, found, "sampler.set_epoch(epoch) is not called")
     for number in sorted({r["optimizer"] for r in one.all("gradients")}):
         steps = [r for r in one.all("gradients") if r["optimizer"] == number]
@@ -189,9 +188,9 @@ def _equal_noise(ranks: Sequence[RunRecords], for_samples: bool) -> Optional[Par
     for firsts in (before_samples, before_losses):
         states = {record["streams"] for record in firsts}
         if 1 < len(firsts) == len(ranks) and len(states) == 1 and None not in states:
-            found = "before the first batch all ranks' generators are in the same state, and noise is drawn for samples"
+            found = "before the first batch all ranks' generators are in the same state, and samples use random numbers"
             meaning = (
-                "ranks draw the same noise, each for its own samples: seed them with a hash of seed and rank "
+                "ranks use the same random numbers for different samples: seed them with a hash of seed and rank "
                 "(ddpshim.split_random_streams() does) after networks are built"
             )
             return Parting(1, "noise", "", ranks[0].trained[0][1]["place"], found, meaning)
@@ -311,23 +310,23 @@ class _Comparison:
         if all(own == of_ranks[0] for own in of_ranks) and len(of_ranks) > 1:
             meaning = f"every rank reads the same samples: a sampler that divides them is missing{_MAKE_LOADER}"
         elif of_all == len(of_ranks) * size:
-            meaning = f"each rank takes a batch as large as the one process's{_MAKE_LOADER}"
+            meaning = f"each rank takes a batch as large as that of the single process{_MAKE_LOADER}"
         elif size != of_all:
             meaning = "the batch of a step has another size"
         elif of_one.startswith("Weighted") and not of_main.startswith("Weighted"):
-            meaning = f"the weights of {of_one} are lost: ranks draw by {of_main}"
+            meaning = f"the weights of {of_one} are lost: ranks use {of_main}"
         elif alone[0]["pass_number"] > self.one.trained_on(0)[0]["pass_number"]:
-            meaning = "passes over the data differ from the second on: set_epoch is not called, or with a wrong number"
+            meaning = "epochs differ from the second on: set_epoch is not called, or with a wrong number"
         elif by_index is not None and by_index.mine == by_index.together:
             meaning = (
                 "the same indices give other samples: each rank has other data (normalised or split by itself, files "
                 "in another order), or a sample draws from a generator that the dataset keeps"
             )
         else:
-            meaning = f"a different order of samples ({of_one} in one process, {of_main} on the ranks), or a "
+            meaning = f"a different sample order ({of_one} in one process, {of_main} on the ranks), or a "
             meaning += "different seed"
             if by_index is None:
-                meaning += ", or what is drawn for a sample (augmentation) is each rank's own"
+                meaning += ", or random numbers of samples (augmentation) are per rank"
         found = f"{size} samples in one process, {of_all} on {len(of_ranks)} ranks, {common} common"
         return "samples", "", spread[0][0]["place"], found, meaning
 
@@ -337,7 +336,7 @@ class _Comparison:
             drew, trained = ({loss["t"] for loss in losses} for losses in (run.draws, (own for _, own in run.trained)))
             others = (other for other in self.ranks if len(other.draws) == len(other.trained) > 0)
             if drew == {t for t in trained if t < step} and len(trained - drew) >= _MANY and any(others):
-                found = f"rank {rank} draws no random numbers from this step on, while other ranks do in each step"
+                found = f"rank {rank} uses no random numbers from this step on, while other ranks do in each step"
                 meaning = (
                     "its networks are in eval mode: a validation on this rank alone that is not followed by .train()"
                 )
@@ -353,7 +352,7 @@ class _Comparison:
         if not length or not all(of_ranks) or set(of_ranks) == {length}:
             return None
         size, num_samples, fewest = alone[0]["size"], alone[0]["num_samples"], min(of_ranks)
-        found = f"a pass over the data has {length} batches in one process, {_range(of_ranks)} on the ranks"
+        found = f"an epoch has {length} batches in one process, {_range(of_ranks)} on the ranks"
         if fewest < length and num_samples and (length - 1) * size < num_samples <= length * size:
             found += f": ranks read {fewest * size} of {num_samples} samples"
         meaning = (
@@ -495,7 +494,7 @@ class _Comparison:
         found = f"{len(odd)} tensors other than the trained weights differ after the step, {_BY_MORE}"
         meaning = (
             "a copy of the trained weights is not updated correctly on the ranks: an average or a target that holds "
-            "another network's weights, is updated on one rank or at other steps, or a buffer of a rank's own samples"
+            "another network's weights, is updated on one rank or at other steps, or a buffer of local samples"
         )
         return "networks", _named(odd), _place(self.ranks[0], step), found, meaning
 
@@ -526,9 +525,8 @@ class _Comparison:
             meaning = f"the program failed in one process: {one.error}"
         else:
             meaning = (
-                "the number of epochs or steps, or an early stop, depends on a number that is another one on the "
-                "ranks: a loss or a count of a rank's own share of samples divided by the number of all, or the length "
-                "of a loader"
+                "the number of epochs or steps, or an early stop, differs by rank: it depends on a local loss, "
+                "on a count of local samples divided by the number of all, or on the length of a loader"
             )
         last = [record for run in missing for record in run.of("step", run.num_steps)]
         return "steps", "", [*last, *made][0]["place"], found, meaning

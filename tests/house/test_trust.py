@@ -159,7 +159,7 @@ def test_a_file_of_progress_runs_nothing_and_is_refused_in_a_sentence(
             with pytest.raises(CheckpointError):
                 session._restore_streams(3)
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(CheckpointError, match="holds no states of random generators"):
+    with pytest.raises(CheckpointError, match="holds no RNG states"):
         progress_folder.restore_streams({"random": "x"}, torch.device("cpu"), "a.pth")
 
 

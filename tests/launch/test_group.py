@@ -139,7 +139,7 @@ def test_seed_is_given_late_but_not_after_the_split() -> None:
     random.seed(5)
     assert drawn == (torch.rand(1).item(), random.random())
     current().world, current().is_split = World(launcher="torchrun"), True
-    with pytest.raises(WorldError, match="every rank would now draw the same noise"):
+    with pytest.raises(WorldError, match="every rank would now use the same random numbers"):
         setup(seed=6)
 
 
@@ -373,11 +373,11 @@ def _whole_batches() -> tuple[Any, ...]:
         setup(batch="global")
     cleanup()
     # Refused before the ranks meet, so that the next call can join.
-    with pytest.raises(OptionsError, match=r"exact=3 with shares.*batch=\"global\""):
+    with pytest.raises(OptionsError, match=r"exact=3 with local batches.*batch=\"global\""):
         setup(options=Options(exact=3))
     for name, value in {"per_rank_batch": True, "lr_rule": "sqrt"}.items():
         asked = Options(**{"per_rank_batch": True, name: value})
-        with pytest.raises(OptionsError, match=r"whole batches.*for ddpshim\.setup\(\), make_loader"):
+        with pytest.raises(OptionsError, match=r"global batch.*for ddpshim\.setup\(\), make_loader"):
             setup(batch="global", options=asked)
     setup(batch="global")
     assert setup(batch="global") is setup() is ddpshim.world()
@@ -409,7 +409,7 @@ def test_setup_for_whole_batches_in_one_process() -> None:
     cleanup()
     assert setup(options=Options(per_rank_batch=True), batch="global").options.per_rank_batch
     cleanup()
-    with pytest.raises(OptionsError, match=r"'whole'.*take a share.*\"local\".* or \"global\""):
+    with pytest.raises(OptionsError, match=r"'whole'.*take a local batch.*\"local\".* or \"global\""):
         setup(batch="whole")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="'sed'"):
         setup(sed=1)  # type: ignore[call-arg]

@@ -538,7 +538,7 @@ SHARES = "train(nn.DataParallel(network()), DataLoader(Items(), 8, shuffle=True)
 REFUSED = {
     "batches of each rank": (
         SHARES,
-        "per_rank_batch=True: the program holds whole batches",
+        "per_rank_batch=True: the program holds the global batch",
         {"DDPSHIM_PER_RANK_BATCH": "yes"},
     ),
     "training while others wait for a lock": (
@@ -571,7 +571,7 @@ REFUSED = {
         "for index, x, y in DataLoader(Items(), 8):\n"
         "    thread = threading.Thread(target=read, args=(x,))\n    thread.start()\n    thread.join()\n    break\n"
         "raise result[0]",
-        "train.py:41: a batch that is divided over the ranks is used in another thread or process",
+        "train.py:41: a sharded batch is used in another thread or process",
         {},
     ),
     "texts in a thread": (

@@ -46,7 +46,7 @@ def test_exact_is_refused_where_bits_would_depend_on_the_number_of_ranks() -> No
     with pytest.raises(OptionsError, match=r"exact=4 in a process without a launcher.*with N one of 1, 2, 4"):
         ddpshim.setup(options=Options(exact=4))
     assert ddpshim.world().world_size == 1  # nothing was set up
-    with pytest.raises(RankError, match="exact=4 in 3 ranks: 4 pieces of a batch cannot be divided evenly"):
+    with pytest.raises(RankError, match="exact=4 in 3 ranks: 4 virtual ranks do not spread evenly"):
         run_ranks(_set_up_for_whole_batches, 3)
-    with pytest.raises(RankError, match=r"exact=4 with shares of batches.*batch=.global.*unedited"):
+    with pytest.raises(RankError, match=r"exact=4 with local batches.*batch=.global.*unmodified"):
         run_ranks(int, 2, environ={"DDPSHIM_EXACT": "4"})

@@ -393,7 +393,7 @@ def _enters_rows(draws: str) -> dict[str, list[Any]]:
         entered[f"{kind}, by workers that stay"] = _enters(kind, **WORKERS, persistent_workers=True)
     with contextlib.redirect_stderr(io.StringIO()) as said, replaced(rows_loader, "_MOST_DRAWS", 1):
         assert not all(_enters("drawn as it goes", **WORKERS))
-    assert ("_Pool draws random numbers during iteration" in said.getvalue()) == here.is_main
+    assert ("_Pool uses random numbers during iteration" in said.getvalue()) == here.is_main
     return {**entered, **{f"{kind}, by workers": _enters(kind, **WORKERS) for kind in by_workers}}
 
 

@@ -332,7 +332,7 @@ def test_an_environment_that_nobody_can_seed_is_named() -> None:
     assert len(said) == 2 * len(NAMED)
     for number, (begins, named) in enumerate(zip(said[::2], said[1::2])):
         assert begins == f"{number}"
-        assert named.startswith("environment 'Walk' draws from an unseeded generator, or remembers"), number
+        assert named.startswith("environment 'Walk' uses an unseeded generator, or remembers"), number
 
 
 @pytest.mark.unit

@@ -144,6 +144,6 @@ def test_parts_that_make_no_batch_are_refused() -> None:
     for unequal, too_small, not_by_sample in run_ranks(_refused, 2):
         assert "WorldError: ranks are at different lines: rank 0 has read all of its data at " in unequal
         assert "; rank 1 takes a batch of the DataLoader of " in unequal
-        assert "Global batch 3 on 2 ranks leaves a rank fewer than 2 rows" in too_small
+        assert "Global batch 3 on 2 ranks leaves a rank fewer than 2 samples" in too_small
         assert "Use at least 4." in too_small
         assert "a tensor of shape (3, 2) in a batch with 4 samples of this rank" in not_by_sample

@@ -134,7 +134,7 @@ CAPTURED = (None, _notes_usage, _asserts, _decodes)
 REFUSED: dict[Any, str] = {
     **dict.fromkeys(CAPTURED, ""),
     _asserts_rows: "it gathers a tensor",
-    _joins: "a network inside divides a tensor of its own",
+    _joins: "a module inside shards a tensor of its own",
     _gathers: "it gathers a tensor",
     _reads: "",  # in Dynamo's words
     _keeps: "",

@@ -263,7 +263,7 @@ def test_equal_noise_is_said_once_and_split_streams_are_the_ranks_own(ported: di
     ranks = ported[3][case]
     first, *others = ([noise for of_step in rank[1] for noise in of_step] for rank in ranks)
     assert [first == other for other in others] == [not case[1]] * 2
-    line = f"ranks 0, 1, 2 draw the same random numbers in each step ({case[0]}'s): equal noise and dropout masks"
+    line = f"ranks 0, 1, 2 use the same random numbers in each step ({case[0]}'s): equal noise and dropout masks"
     assert [rank[3].count(line) for rank in ranks] == [not case[1], 0, 0]
     assert "Call ddpshim.split_random_streams() once all networks are built" in ranks[0][3] or case[1]
 

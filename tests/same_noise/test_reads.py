@@ -184,8 +184,8 @@ def test_ranks_that_read_at_different_lines_stop(kind: str) -> None:
 def test_ranks_that_take_other_batches_of_one_loader_stop() -> None:
     for text in run_ranks(_error_of, 2, "another batch"):
         assert re.findall(r"rank \d takes a batch of .*?test_reads.py:\d+ \((.*?)\)", text) == [
-            "batch 1 of pass 2",
-            "batch 2 of pass 1",
+            "batch 1 of epoch 2",
+            "batch 2 of epoch 1",
         ]
     for text in run_ranks(_error_of, 2, "another batch or none"):
-        assert "(batch 3 of pass 1); rank 1 has read all of its data at " in text
+        assert "(batch 3 of epoch 1); rank 1 has read all of its data at " in text

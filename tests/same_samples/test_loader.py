@@ -283,8 +283,8 @@ IN_ROWS: list[Any] = [  # refused with the call that has no such limit
         (4, 97, {"batch_size": 4, "sampler": [1, 2, 3]}, "3 samples leave 3 for the last batch of 4"),
         (2, 97, {"batch_size": 4, "sampler": iter([1])}, r"has no __len__"),
         (2, 97, {"batch_sampler": [[1, 2]], "per_rank_batch": True}, "per_rank_batch=True with a batch_sampler"),
-        (2, 97, {"batch_size": 8, "sampler": SHARDED}, "DistributedSampler takes one share already.*pass shuffle="),
-        (2, 97, {"batch_sampler": BatchSampler(SHARDED, 8, True)}, "DistributedSampler takes one share already"),
+        (2, 97, {"batch_size": 8, "sampler": SHARDED}, "DistributedSampler shards already.*pass shuffle="),
+        (2, 97, {"batch_sampler": BatchSampler(SHARDED, 8, True)}, "DistributedSampler shards already"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused(num_ranks: int, data: Any, arguments: Any, text: str) -> None:

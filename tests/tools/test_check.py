@@ -170,7 +170,7 @@ def test_a_gradient_that_is_off_a_little_in_one_step_was_turned_by_rounding(
 @pytest.mark.parametrize(
     ("losses", "streams", "moved", "says"),
     [
-        ([2.0, 1.0], 7, 0.0, "BatchNorm that takes its statistics over a rank's samples"),
+        ([2.0, 1.0], 7, 0.0, "BatchNorm with local statistics"),
         ([1.0, 2.0], 7, 0.0, "losses were equal in the steps before"),
         ([1.0, 2.0], None, 0.0, "with DDPSHIM_CAPTURE=off, and with DDPSHIM_ROWS=off"),
         ([1.0, 2.0], 7, 5e-3, "weights differ by 0.005 of the distance they moved: the optimizer has another learn"),
@@ -262,8 +262,8 @@ def test_what_data_parallel_training_changes_is_by_design_and_mistakes_beside_it
     assert (proof.is_same, proof.parting) == (False, None)
     said = check.as_text(proof)
     assert said.startswith("the same experiment: no, by design: data parallel ranks differ from one process in\n")
-    assert "the order of samples (setup() has" in said
-    assert "random numbers (each rank draws its own" in said
+    assert "sample order (setup() has" in said
+    assert "random numbers (per rank" in said
     assert '`python -m ddpshim run`, or ddpshim.setup(batch="global")' in said
     assert "usually" not in said
     write("abcd", draws="gh", is_share=False)
@@ -271,7 +271,7 @@ def test_what_data_parallel_training_changes_is_by_design_and_mistakes_beside_it
     write("acef", gradients=(1.5, 0.5))
     assert (_parting(tmp_path).what, judging.judge(tmp_path, 2).by_design) == ("gradients", [])
     write("acef", draws="gg")
-    assert (_parting(tmp_path).what, "draw the same noise" in _parting(tmp_path).meaning) == ("noise", True)
+    assert (_parting(tmp_path).what, "use the same random numbers" in _parting(tmp_path).meaning) == ("noise", True)
     write("acef", is_share=False)
     assert _parting(tmp_path).what == "samples"
     write("abcd")
@@ -308,9 +308,7 @@ def test_a_rank_that_stops_drawing_while_others_go_on_is_in_eval_mode(tmp_path: 
         assert (parting is not None) == is_found
         if parting is not None:
             assert (parting.step, parting.what, parting.place) == (at + 1, "noise", "train.py:3")
-            assert (
-                parting.found == "rank 0 draws no random numbers from this step on, while other ranks do in each step"
-            )
+            assert parting.found == "rank 0 uses no random numbers from this step on, while other ranks do in each step"
 
 
 @pytest.mark.unit
@@ -327,14 +325,14 @@ def test_samples_that_differ_by_what_they_draw_alone_do_so_by_design(tmp_path: P
 
     assert write("0213") is None
     (found,) = judging.judge(tmp_path, 2).by_design
-    assert found.startswith("what is drawn for a sample, as by augmentation")
+    assert found.startswith("random numbers of samples, as of augmentation")
     _add(tmp_path, "rank_0", "drawn", loader=2, samples={"0": [7.0]}, streams="z")  # of a loader that trains nothing
     assert judging.judge(tmp_path, 2).parting is None
     for parting, what, meaning in (
-        (write("0245"), "samples", "a different order of samples (RandomSampler in one process, RandomSampler on"),
+        (write("0245"), "samples", "a different sample order (RandomSampler in one process, RandomSampler on"),
         (write("0213", sums=1.1), "samples", "the same indices give other samples"),
         (write("0213", num_common=0), "samples", "the same indices give other samples"),
-        (write("0213", streams="xx"), "noise", "ranks draw the same noise"),
+        (write("0213", streams="xx"), "noise", "ranks use the same random numbers"),
     ):
         assert parting is not None
         assert (parting.what, meaning in parting.meaning) == (what, True)
@@ -347,7 +345,7 @@ def test_shows_the_answer_on_a_line_of_its_own() -> None:
     assert check.as_text(proof).splitlines() == [
         "note: noted",
         "the same experiment: yes",
-        "  20 steps on 2 ranks; then weights differ from those of one process by 3e-08 of their size",
+        "  20 steps on 2 ranks; then weights differ from the single-process ones by 3e-08 of their size",
         "  not compared: numbers that the program prints, logs or saves beside its networks; steps after these",
     ]
     assert check.as_text(judging.Proof(False, 0, 2)) == "the same experiment: no"
@@ -403,7 +401,7 @@ def test_the_difference_of_weights_is_that_after_the_last_common_step(tmp_path: 
         (("ab", "cd"), (3, 2), "drop_last=False keeps the last batch"),
         (("ab", "cd"), (9, 3), "the loaders have other data"),
         (("abcd", "abcd"), (3, 3), "every rank reads the same samples"),
-        (("abcd", "efgh"), (3, 2), "a batch as large as the one process's. Build the loader with ddpshim.make_loader"),
+        (("abcd", "efgh"), (3, 2), "as large as that of the single process. Build the loader with ddpshim.make_loader"),
     ],
 )
 def test_samples_of_a_pass(tmp_path: Path, of_ranks: tuple[str, str], num_batches: tuple[int, int], says: str) -> None:
@@ -415,7 +413,7 @@ def test_samples_of_a_pass(tmp_path: Path, of_ranks: tuple[str, str], num_batche
     assert (found.step, found.what, found.place) == (1, "samples", "train.py:2")
     assert says in found.meaning
     if num_batches == (3, 2) and of_ranks[1] == "cd":
-        said = "a pass over the data has 3 batches in one process, 2 on the ranks: ranks read 8 of 10 samples"
+        said = "an epoch has 3 batches in one process, 2 on the ranks: ranks read 8 of 10 samples"
         assert found.found == said
 
 
@@ -585,7 +583,7 @@ def test_a_port_by_hand_with_augmentation(tmp_path: Path, num_workers: int, offs
     proof = json.loads(said[said.index("{\n") :])
     if offset:
         (found,) = proof["by_design"]
-        assert found.startswith("what is drawn for a sample, as by augmentation")
+        assert found.startswith("random numbers of samples, as of augmentation")
     else:
         assert (proof["parting"]["what"], proof["by_design"]) == ("noise", [])
         assert "seed them with a hash of seed and rank" in proof["parting"]["meaning"]
@@ -639,7 +637,7 @@ def test_clean(tmp_path: Path, name: str, trainer: str) -> None:
     [
         ("the network is called past its wrapper", "gradients", "they are not reduced"),
         ("the mean of a masked loss is over each rank's own entries", "loss", "a loss that is not a mean over samples"),
-        ("the weights of a sampler are lost on several ranks", "samples", "ranks draw by DistributedSampler"),
+        ("the weights of a sampler are lost on several ranks", "samples", "ranks use DistributedSampler"),
     ],
 )
 def test_finds(tmp_path: Path, name: str, what: str, says: str) -> None:

@@ -304,7 +304,7 @@ def leave_alone(start: Start, found: str, error: Optional[Exception] = None) -> 
     line = users_line(error=error)
     if current().has_networks:
         raise SyncError(
-            f"{line}: {found}, after ddpshim has distributed it as a program for one process; both "
+            f"{line}: {found}, after ddpshim has distributed it as a single-process program; both "
             f"would reduce gradients. Set {variables.UNEDITED}=off if the program distributes all its training "
             "itself; otherwise remove that call."
         )

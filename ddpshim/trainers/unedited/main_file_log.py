@@ -263,6 +263,6 @@ class MainsSaves:
                 f"rank {self._world.rank} is to load {path}, its save number {number}, but of the main rank's "
                 f"{count('saved')} saves none that it waited for (up to {timeout_s:g} s) was to that path; it would "
                 "load a different model, or none. Make file names and decisions equal on all ranks: do not base "
-                "them on a rank's own numbers, or on files that another job makes in this folder meanwhile."
+                "them on local numbers, or on files that another job makes in this folder meanwhile."
             )
         return True

@@ -140,7 +140,7 @@ def distributed(argv: Sequence[str]) -> Iterator[Optional[Start]]:
             say(
                 f"{sources.own_way}: taken for a program that distributes itself, and left alone. Its batch size is "
                 "then often that of each rank: another experiment than one process (`python -m ddpshim docs "
-                "other_codebases`). DDPSHIM_UNEDITED=on distributes it as a program for one process; off leaves it "
+                "other_codebases`). DDPSHIM_UNEDITED=on distributes it as a single-process program; off leaves it "
                 "alone without this line"
             )
         yield None
