@@ -19,9 +19,10 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
 
-from ddpshim import version
+from ddpshim import variables, version
 from ddpshim.errors import DdpShimError, LaunchError, ReportError
 from ddpshim.lazy import nearest
+from ddpshim.options import Options
 from ddpshim.process.say import say
 from ddpshim.tools import first_steps
 from ddpshim.trainers import patching
@@ -88,11 +89,8 @@ def _refuse_without_torch_or_fork() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     prog = "ddpshim" if Path(sys.argv[0]).stem == "ddpshim" else "python -m ddpshim"
-    text = (
-        "Move a robot-learning trainer from one GPU or DataParallel to DistributedDataParallel: the same "
-        "experiment, faster."
-    )
-    parser = Parser(prog=prog, description=text)
+    text = "Run a single-GPU PyTorch trainer on several GPUs, unmodified, with the same numbers."
+    parser = Parser(prog=prog, description=text, example="run --nproc 2 train.py --epochs 10")
     parser.epilog = (
         "Exit codes: 0 success; 1 the answer is no (findings, a patch that does not fit, a different experiment); 2 "
         "nothing was done (wrong usage, a missing file, a job that could not start); 130 Ctrl-C. run also "
@@ -113,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_report(commands: Commands) -> None:
     report = commands.add_parser(
         "report",
+        example="out/one_gpu out/two_gpus",
         help="build a page about a run: loss, success, time, how it ended; or compare the numbers of any two runs",
         description="With one folder, build a one-page report from the records of a run, as HTML that needs no "
         "network, and print its path. With two, of any trainers, print in how many digits their numbers agree, and "
@@ -158,7 +157,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def _add_selftest(commands: Commands) -> None:
     text = "start ranks, and check that they can communicate and train as one process does"
-    selftest = commands.add_parser("selftest", help=text, description=text)
+    selftest = commands.add_parser("selftest", help=text, description=text, example="--nproc 2")
     selftest.add_argument(*_NPROC, type=positive, metavar="N", help="ranks (default: the number of GPUs, or 2)")
     text = "time limit for each of its jobs, in seconds (120)"
     selftest.add_argument("--timeout", type=positive, default=120, metavar="S", dest="timeout_s", help=text)
@@ -177,6 +176,7 @@ def _selftest(arguments: argparse.Namespace) -> int:
 def _add_check(commands: Commands) -> None:
     check = commands.add_parser(
         "check",
+        example="train.py --epochs 1",
         help="check that a trainer runs the same experiment on several ranks as in one process",
         description="Run a few steps of a trainer in one process and on several ranks, compare batches, losses and "
         "weights, and print yes, or the first difference (`python -m ddpshim docs check`). The trainer's output "
@@ -188,7 +188,7 @@ def _add_check(commands: Commands) -> None:
     check.add_argument(*_NPROC, type=positive, metavar="N", help="ranks on this node (2)")
     text = "optimizer steps (20); with --certificate A:B (the last ones)"
     check.add_argument("--steps", type=steps, metavar="K", help=text)
-    text = "the one-process trainer and its arguments, as one quoted word (default: the same command)"
+    text = "the single-process trainer and its arguments, as one quoted word (default: the same command)"
     check.add_argument("--one", metavar="COMMAND", help=text)
     text = "time limit for a run in one process (300 seconds)"
     check.add_argument("--timeout", type=positive, default=300, metavar="S", help=text)
@@ -196,7 +196,7 @@ def _add_check(commands: Commands) -> None:
     check.add_argument("--log-dir", metavar="DIR", help=text)
     text = 'check the trainer\'s own DDP: leave the trainer alone, and exit with 0 also after "no, by design"'
     check.add_argument("--own-ddp", action="store_true", help=text)
-    check.add_argument("--json", action="store_true", help="for programs")
+    check.add_argument("--json", action="store_true", help="print the answer as JSON, for programs")
     _add_program(check, nargs="?")
     check.set_defaults(run=_check, error=check.error, default_nproc=2, starts_ranks=True)
 
@@ -247,12 +247,16 @@ def _as_json(answer: Any) -> str:
 
 
 def _add_run(commands: Commands) -> None:
+    heeded = [*variables.OF_USERS, *(f"{variables.PREFIX}{name.upper()}" for name in Options.names())]
     run = commands.add_parser(
         "run",
+        example="--nproc 2 train.py --epochs 10",
         help="train on this node's GPUs, or on several nodes",
         description="Launch a trainer through torchrun. The command is checked first; each rank has a log; the "
         "first failure is printed last. Exit code: that of the rank that failed first, 128 + N if signal N "
         "ended it, 2 if nothing could be started.",
+        epilog="Pages: `python -m ddpshim docs run`, and `launch` for several nodes, logs and resuming. Environment "
+        f"variables (`docs options`): {', '.join(heeded)}.",
     )
     text = "ranks on this node; auto: one for each GPU, else for each core"
     run.add_argument(*_NPROC, type=nproc, metavar="N|gpu|cpu|auto", help=text)
@@ -305,6 +309,7 @@ def _launch(arguments: argparse.Namespace) -> Launch:
 def _add_slurm(commands: Commands) -> None:
     slurm = commands.add_parser(
         "slurm",
+        example="--gpus-per-node 4 --time 12:00:00 train.py > job.sh",
         help="print an sbatch script for a trainer",
         description="Print an sbatch script. SLURM signals the trainer before the time limit; if the trainer saves and "
         "exits with code 75, the job is requeued. Redirect the script into a file, read it, and `sbatch` it. If "
@@ -315,9 +320,9 @@ def _add_slurm(commands: Commands) -> None:
     slurm.add_argument("--gpus-per-node", type=natural, default=1, metavar="N", help=text)
     text = "ranks on each node (one for each GPU)"
     slurm.add_argument("--nproc-per-node", "--nproc", type=positive, metavar="N", help=text)
-    text = "cores for each rank: 1, and 1 for each of its data workers"
+    text = "cores for each rank: 1, and 1 for each of its data workers (1 if `run` starts several, else the site's)"
     slurm.add_argument("--cpus-per-rank", type=positive, metavar="N", help=text)
-    slurm.add_argument("--time", metavar="TIME", help="time limit as sbatch takes it: 2-12, 12:00:00, 30")
+    slurm.add_argument("--time", type=time_limit, metavar="TIME", help="time limit for sbatch: 2-12, 12:00:00, 30")
     text = "torchrun: `run` starts the ranks of a node; srun: each rank is a task, of a program that imports ddpshim"
     slurm.add_argument("--launcher", choices=("srun", "torchrun"), default="torchrun", help=f"{text} (torchrun)")
     _add_program(slurm)
@@ -350,8 +355,16 @@ class Parser(argparse.ArgumentParser):
     """An argparse parser with torchrun's spellings and suggestions, for the command and its sub-commands.
 
     Options also work in torchrun's spelling (`--nproc_per_node`); abbreviations do not. A wrong option or command
-    prints the usage of the sub-command and the nearest name. A group without a command prints its help.
+    prints the usage of the sub-command and the nearest name. A group without a command prints its help, which begins
+    with an example.
     """
+
+    def __init__(self, *args: Any, example: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._example = example
+
+    def format_help(self) -> str:
+        return f"example: {self.prog} {self._example}\n\n{super().format_help()}"
 
     def parse_known_args(self, args: Optional[Sequence[str]] = None, namespace: Any = None) -> Any:  # type: ignore[override]
         self.allow_abbrev, options = False, self._option_string_actions
@@ -386,6 +399,15 @@ def nproc(text: str) -> str:
     """A number of ranks, or one of torchrun's words: auto, gpu, cpu, xpu."""
     if not re.fullmatch("auto|gpu|cpu|xpu|[1-9][0-9]{0,8}", text):
         raise argparse.ArgumentTypeError(f"{text!r:.60} is not a whole number of at least 1, nor gpu, cpu or auto")
+    return text
+
+
+def time_limit(text: str) -> str:
+    """A time limit that sbatch takes."""
+    if not re.fullmatch("([0-9]+-[0-9]+|[0-9]+)(:[0-9]+){0,2}|unlimited|infinite", text, re.IGNORECASE):
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.60} is not minutes (30), hours:minutes:seconds or days-hours (2-12)"
+        )
     return text
 
 

@@ -163,7 +163,7 @@ def train(
         stderr=subprocess.STDOUT,
         text=True,
     ) as process:
-        end, epoch, losses = time.monotonic() + RUN_DEADLINE_S, 0, {}
+        end, is_late, epoch, losses = time.monotonic() + RUN_DEADLINE_S, False, 0, {}
         assert process.stdout is not None
         with open(folder / "output.txt", "w") as log:
             for line in process.stdout:
@@ -176,12 +176,17 @@ def train(
                     losses[epoch] = float(line.split(": ")[1].rstrip(",\n"))
                     if is_shown:
                         print(f"  epoch {epoch:2d} of {epochs}: loss {losses[epoch]:.6f}", flush=True)
-                if time.monotonic() > end:
-                    process.kill()
+                if time.monotonic() > end and not is_late:
+                    is_late = True
+                    process.terminate()  # torchrun then ends the ranks
         code = process.wait()
     if code:
-        print((folder / "output.txt").read_text()[-5000:])
-        sys.exit(f"the run '{way}' on {num_ranks} processes ended with exit code {code}")
+        how = f"ended with exit code {code}"
+        if is_late:
+            how = f"was stopped after {RUN_DEADLINE_S // 60} minutes, the limit of this example: is the machine busy?"
+        said = [line for line in (folder / "output.txt").read_text().splitlines() if "%|" not in line]  # no bars
+        print(*said[-30:], sep="\n")
+        sys.exit(f"the run '{way}' on {num_ranks} processes {how} (its output: {folder}/output.txt)")
     weights = {}
     for checkpoint in folder.glob("trained/*/*/models/model_epoch_*.pth"):
         model = torch.load(checkpoint, map_location="cpu", weights_only=False)["model"]

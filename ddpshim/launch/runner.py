@@ -30,6 +30,7 @@ from ddpshim import adapters, variables
 from ddpshim.errors import LaunchError, OptionsError
 from ddpshim.failures.failure_notes import Note, meaning_of
 from ddpshim.failures.preemption import LISTENS, SIGNALS
+from ddpshim.lazy import nearest
 from ddpshim.observe.records import FOLDER
 from ddpshim.options import Options
 from ddpshim.process.job_store import check_address, stay_on_this_machine
@@ -182,15 +183,19 @@ def problems_of_program(command: Sequence[str]) -> Iterator[str]:
             f"{program} out, as in `python -m ddpshim run {scripts[0] if scripts else 'train.py'}`."
         )
     elif source is None:
+        *packages, name = program.split(".")
+        folder = Path(os.getcwd(), *packages)
+        near = nearest(name, [path.stem for path in folder.glob("*.py")]) or "."
         yield (
-            f"-m {program}: no such module, or a package without __main__.py: no rank could start it. Check the "
-            "spelling, install it, or set PYTHONPATH."
+            f"-m {program}: no such module, or a package without __main__.py (searched: {folder}, PYTHONPATH): no rank "
+            f"could start it. Check the spelling, install it, or set PYTHONPATH{near}"
         )
     elif not os.path.isfile(source):
         found = "is a folder" if os.path.isdir(source) else "does not exist"
+        near = nearest(source, [str(path) for path in Path(source).parent.glob("*.py")]) or "."
         yield (
             f"{source} {found} (in {os.getcwd()}): no rank could start it. Give the path of a script, or -m and "
-            "the name of a module."
+            f"the name of a module{near}"
         )
     elif source.endswith(".py"):
         try:
@@ -344,6 +349,8 @@ def _report(rank: int, code: int, log_dir: Optional[Path], traceback: str, is_sh
     said = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     said += " (out of memory? see dmesg)" * (code in (-signal.SIGKILL, 128 + signal.SIGKILL))
     error = _error_in(traceback)
+    if takes_port := "Address already in use" in error and "MASTER_PORT" not in error:
+        error += f". Each rank takes that port: add int(os.environ.get('{variables.RANK}', 0)) to its number"
     if log_dir is None:
         say(f"rank {rank} failed first: {error} (it {said})" if error else f"rank {rank} failed first: it {said}")
         return
@@ -353,7 +360,7 @@ def _report(rank: int, code: int, log_dir: Optional[Path], traceback: str, is_sh
     has_quit = traceback.startswith("bdb.BdbQuit")  # the debugger, and rank 0 has printed it in other words
     if traceback and is_shown and (traceback.rstrip() in end or (rank == 0 and has_quit)):
         # The same error as rank 0's; or its own, the last thing on the screen unless a data worker has spoken since.
-        if rank > 0 or not (has_quit or end.endswith(traceback.rstrip())):
+        if rank > 0 or takes_port or not (has_quit or end.endswith(traceback.rstrip())):
             say(f"rank {rank} failed first: {error} (above, and in {log})")
     elif traceback:
         say(f"rank {rank} failed first: {error} (it {said}; its log is {log}):")

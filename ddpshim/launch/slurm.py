@@ -20,7 +20,8 @@ def batch_script(
     time: Optional[str] = None,
     launcher: str = "torchrun",
 ) -> str:
-    """Return the text of an sbatch script. Local. None: one rank for each GPU, or the site's default.
+    """Return the text of an sbatch script. Local. None: one rank for each GPU; one core for each rank of a task that
+    starts several, else the site's default.
 
     The ranks, not the batch shell, get SIGUSR1 two minutes before the limit and SIGTERM at preemption; if they exit
     with 75 the job is requeued. Raises LaunchError if no rank would be started.
@@ -37,12 +38,12 @@ def batch_script(
         )
     by_torchrun = launcher == "torchrun"
     tasks = 1 if by_torchrun else ranks
-    cores = cpus_per_rank and cpus_per_rank * ranks // tasks
+    cores = (cpus_per_rank or int(ranks > tasks)) * ranks // tasks  # 0: what the site gives to a task
     directives = {
         "nodes": nodes,
         "ntasks-per-node": tasks,
         "gpus-per-node": gpus_per_node or None,
-        "cpus-per-task": cores,
+        "cpus-per-task": cores or None,
         "time": time,
     }
     # srun takes the cores of a task from its own option only (SLURM 22.05 and later).
@@ -70,8 +71,7 @@ _TEMPLATE = """\
 #SBATCH --signal=USR1@120
 #SBATCH --requeue
 # Options of the site (--partition, --account) go here, or on sbatch's command line. Without --time the job gets the
-# partition's limit. Most sites give a task one core: choose with --cpus-per-rank, 1 for the rank and 1 for each of its
-# data workers.
+# partition's limit. A rank needs a core, and one more for each of its data workers: --cpus-per-rank.
 
 # The site's own lines go here: module load ..., source .../bin/activate
 

@@ -116,6 +116,7 @@ def certify(path: Path, every: int, job: Launch) -> int:
             )
         job = nodes_of_scheduler(job, os.environ)
         os.environ[_EXACT] = str(int(job.nproc) * (job.nnodes or 1))
+        say(f"--certify sets {_EXACT}={os.environ[_EXACT]}: numbers are rounded in another order than without it")
     os.environ.setdefault(_CAPTURE, "force")
     os.environ.setdefault(_SAVE_EVERY, str(_MARKS_OF_A_STRETCH * every))
     with tempfile.TemporaryDirectory(prefix="ddpshim-certify-") as name:

@@ -25,11 +25,11 @@ _HOMES = ("lift", "../../examples/data")  # in a wheel, and in a checkout
 def add(commands: Any) -> None:
     """Add the commands `example` and `docs` to a parser. Local."""
     text = "write a config of robomimic and its data, to try ddpshim with"
-    example = commands.add_parser("example", help=text, description=text)
+    example = commands.add_parser("example", help=text, description=text, example="--out try")
     example.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="for the two files (here)")
     example.set_defaults(run=_example)
     text = "print a page of the documentation, or the headings nearest to some words, or list the pages"
-    docs = commands.add_parser("docs", help=text, description=text)
+    docs = commands.add_parser("docs", help=text, description=text, example="out of memory")
     text = "a name from the list, e.g. launch (default: the list), or what you look for, e.g. slow"
     docs.add_argument("words", nargs="*", metavar="WORDS", help=text)
     docs.set_defaults(run=_docs)

@@ -519,7 +519,7 @@ def _stated_version(directory: Path) -> Optional[str]:
 def add(commands: Any) -> None:
     """Add `patch` to the commands of a parser. Local."""
     text = "patch an installed trainer to use ddpshim, or undo that"
-    patch = commands.add_parser("patch", help=text, description=text)
+    patch = commands.add_parser("patch", help=text, description=text, example="status")
     actions = patch.add_subparsers(metavar="ACTION", required=True)
     for name, text in (
         ("status", "print which set fits the target, and the state of each file"),
@@ -527,7 +527,7 @@ def add(commands: Any) -> None:
         ("apply", "patch all files of the target, or none"),
         ("revert", "restore the original files, byte for byte"),
     ):
-        action = actions.add_parser(name, help=text, description=text)
+        action = actions.add_parser(name, help=text, description=text, example="--target robomimic")
         action.add_argument(
             "--target",
             default="robomimic",
@@ -536,7 +536,9 @@ def add(commands: Any) -> None:
         )
         action.add_argument("--set", metavar="NAME", help="use this set, e.g. robomimic/0.3.0")
         action.set_defaults(run=_act, action=name)
-    manifest = actions.add_parser("manifest", help="for maintainers: write manifest.json from an unpatched tree")
+    text = "for maintainers: write manifest.json from an unpatched tree"
+    example = "patches/CODEBASE/VERSION --source CODEBASE-VERSION --base VERSION"
+    manifest = actions.add_parser("manifest", help=text, description=text, example=example)
     manifest.add_argument("directory", type=Path, metavar="DIR", help="patches/CODEBASE/VERSION")
     manifest.add_argument("--source", type=Path, required=True, help="folder that contains the package folder")
     manifest.add_argument("--base", required=True, help="the commit or release of SOURCE")

@@ -260,6 +260,9 @@ def test_the_demo_tells_the_same_experiment_from_a_port_by_hand(
     assert not same_experiment.report("bc", 2, one, by_hand, many)
     assert {path: path.read_bytes() for path in installed.rglob("*") if path.suffix == ".py"} == before
     assert same_experiment.draw("bc", 2, one, many, by_hand, out).stat().st_size > 10_000
+    monkeypatch.setattr(same_experiment, "RUN_DEADLINE_S", 0)
+    with pytest.raises(SystemExit, match="'released' on 1 processes was stopped after 0 minutes, the limit of this"):
+        same_experiment.train("bc", "released", 1, 3, 2, out / "late", environ)
 
 
 def test_a_second_demo_deletes_nothing_and_without_robomimic_it_says_what_to_do(

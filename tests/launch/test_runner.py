@@ -271,6 +271,11 @@ def test_an_error_that_ranks_share_is_shown_once(tmp_path: Path, capsys: pytest.
     log.write_text(shared)
     runner._report(1, 1, tmp_path, shared.replace("no file", "another"), is_shown=True)
     assert capsys.readouterr().err.endswith("ValueError: another\n")
+    taken = shared.replace("ValueError: no file", "OSError: [Errno 98] Address already in use")
+    for first in range(2):
+        log.write_text(taken)
+        runner._report(first, 1, tmp_path, taken, is_shown=True)
+        assert "Each rank takes that port: add int(os.environ.get('DDPSHIM_RANK', 0))" in capsys.readouterr().err
     runner._report(1, 1, None, shared, is_shown=False)  # --no-logs: the traceback may stand above other ranks' output
     assert capsys.readouterr().err == "ddpshim: rank 1 failed first: ValueError: no file (it ended with exit code 1)\n"
 

@@ -167,6 +167,7 @@ def test_under_torchrun_what_the_site_decides_is_left_out(tmp_path: Path, capsys
     asked = ["nodes", "ntasks-per-node", "gpus-per-node"]
     assert (said, names) == ("", ["job-name", *asked, "output", "open-mode", "signal", "requeue"])
     assert "\n# Each rank's output goes to ddpshim-logs/TIME-PID/rank_N.log" in script
+    assert "\n#SBATCH --cpus-per-task=4\n" in batch_script(["train.py"], gpus_per_node=4)  # or four ranks get one core
     script = batch_script(["train.py", "-x"], gpus_per_node=4, cpus_per_rank=8)
     assert "\n#SBATCH --ntasks-per-node=1\n" in script
     assert "\n#SBATCH --cpus-per-task=32\n" in script

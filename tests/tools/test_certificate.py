@@ -132,7 +132,8 @@ def test_what_a_capture_gets_wrong_is_a_difference(tmp_path: Path, made: Path, m
     monkeypatch.setenv("DDPSHIM_ROWS", "all")
     (tmp_path / "train.py").write_text(_CAPTURED)
     certify = ("run", "--nproc", "2", "--certify", "run.json", "--certify-every", "1", "train.py")
-    certificates.ddpshim(tmp_path, *certify)
+    # With an empty DDPSHIM_EXACT, which counts as not set.
+    assert "--certify sets DDPSHIM_EXACT=2: numbers are" in certificates.ddpshim(tmp_path, *certify, DDPSHIM_EXACT="")
     said = certificates.ddpshim(tmp_path, "check", "--certificate", "run.json", "--steps", "3:6", code=1)
     assert "loss: differs first in step 5" in said
 

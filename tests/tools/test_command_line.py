@@ -22,6 +22,7 @@ import pytest
 
 import ddpshim
 import ddpshim.__main__ as command_line
+from ddpshim.options import Options
 from ddpshim.tools import first_steps
 from tests import without_posix
 from tests.preloaded_commands import python
@@ -178,13 +179,24 @@ def test_wrong_usage(command: Command, here: Path, capsys: pytest.CaptureFixture
     wrongs = [[*command, "--no-such-flag", *SAMPLES.get(command, [])]]
     if command not in COMMANDS:
         assert _call([*command]) == 0
-        assert capsys.readouterr().out.startswith("usage: ")
+        assert capsys.readouterr().out.startswith("example: ")
         wrongs = [[*command, "no-such-command"], [*command, "--no-such-flag"]]
     for wrong in wrongs:
         assert _call(wrong) == 2
         out, err = capsys.readouterr()
         assert (out, err[:7]) == ("", "usage: ")
         assert command not in COMMANDS or "error: unrecognized arguments: --no-such-flag" in err
+
+
+@pytest.mark.parametrize("command", PARSERS, ids=_id)
+def test_help_begins_with_an_example_that_the_command_takes(command: Command) -> None:
+    shown = PARSERS[command].format_help()
+    example = shown.partition("\n")[0].replace("example: python -m ddpshim ", "").partition(" > ")[0]
+    parsed = command_line._parser().parse_args(example.split())
+    assert tuple(example.split()[: len(command)]) == command
+    assert callable(parsed.run)
+    if command == ("run",):
+        assert {f"DDPSHIM_{name.upper()}" for name in Options.names()} <= {*re.findall("[A-Z_]+", shown)}
 
 
 def test_every_command_and_every_option_that_takes_a_file_is_tried() -> None:
@@ -220,6 +232,27 @@ def test_a_program_that_cannot_be_run(
     ):
         assert _call([*command, *argv]) == MODULES[command]
         _check_message(capsys.readouterr().err, said)
+
+
+def test_a_near_name_is_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "imitate").mkdir()
+    (here / "imitate" / "train.py").touch()
+    for program, said in (
+        (["trian.py"], "; did you mean train.py?"),
+        (["imitate/trian.py"], "; did you mean imitate/train.py?"),
+        (["-m", "imitate.trian"], f"(searched: {here / 'imitate'}, PYTHONPATH)"),
+        (["-m", "imitate.trian"], "set PYTHONPATH; did you mean train?"),
+    ):
+        assert _call(["run", *program]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("time", ["banana", "1-", "12:00:00:00", "-1", "1.5"])
+def test_a_time_that_sbatch_refuses(time: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _call(["slurm", f"--time={time}", "train.py"]) == 2
+    assert f"{time!r} is not minutes (30)" in capsys.readouterr().err
+    for good in ("30", "30:00", "12:00:00", "2-12", "2-12:30", "2-12:30:00", "UNLIMITED"):
+        assert command_line.time_limit(good) == good
 
 
 def test_files_that_cannot_be_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -311,7 +344,7 @@ def test_without_torch_and_plotly(
     """Help and what needs no torch are as they are with it; what needs it says so at once."""
     for command in PARSERS:
         code, out, err, _ = without_torch[" ".join([*command, "--help"])]
-        assert (code, err, out[:7]) == (0, "", "usage: ")
+        assert (code, err, out[:9]) == (0, "", "example: ")
     monkeypatch.setattr(sys, "stdin", None)  # as Python has it where it is closed: that makes no difference either
     for command in COMMANDS:
         code, out, err, cpu_s = without_torch[" ".join([*command, *SAMPLES[command]])]
