@@ -132,7 +132,8 @@ def _codes(value: Any) -> Optional[list[CodeType]]:
     if isinstance(value, FunctionType):
         return [value.__code__]
     members = [getattr(one, "__func__", getattr(one, "fget", one)) for one in vars(value).values()]
-    codes = [inspect.unwrap(one).__code__ for one in members if isinstance(one, FunctionType)]
+    functions = [inspect.unwrap(one) for one in members if isinstance(one, FunctionType)]
+    codes = [one.__code__ for one in functions if isinstance(one, FunctionType) and one.__module__ == "__main__"]
     return [code for code in codes if not code.co_filename.startswith("<")]  # those that dataclass makes
 
 

@@ -204,7 +204,7 @@ def _given(monkeypatch: pytest.MonkeyPatch, folder: Path, cell: str, *cells: str
 def test_what_a_cell_gets_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = "import os.path\nimport os\nfrom torch import nn\nimport json as js, ast\nscale = 2"
     second = "def f(x):\n    return g(x)\ndef g(x):\n    return nn.ReLU()(x) * scale\n"
-    second += "class A:\n    pass\na = A()\nunused = open"
+    second += "class A:\n    relu = staticmethod(nn.functional.relu)\na = A()\nunused = open"
     got = _given(monkeypatch, tmp_path, "os.getcwd()\nf(a)\nast = 1\njs = lambda js: js", first, second)
     assert got.startswith("import os.path; import os; from torch import nn; __import__('ddpshim.launch.notebook'")
     plan = notebook._load(str(tmp_path), "given", "cpu")
