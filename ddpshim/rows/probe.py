@@ -172,7 +172,8 @@ def _become_first_worker(loader: Any) -> None:
 
 
 def _compared(loader: Any, join: Callable[[Any], Any]) -> Found:
-    batches = loader.batch_sampler or ([index] for index in loader.sampler)
+    own = loader.batch_sampler
+    batches = ([index] for index in loader.sampler) if own is None else own  # which may have no length
     indices = [*itertools.islice(itertools.chain.from_iterable(batches), _NUM_COMPARED)]
     if not indices:
         return Found("it is empty")
