@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shlex
 import textwrap
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -82,10 +84,18 @@ def pages() -> dict[str, Path]:
     return {file.stem: file for file in sorted(found, key=lambda file: file.stem.lower())}
 
 
-# What people look for: a word of the heading that has the answer. Short words say nothing.
-_OF_HEADINGS = {"slow": "faster", "slower": "faster", "speed": "faster", "speedup": "faster", "stuck": "hang"}
-_OF_HEADINGS |= {"deadlock": "hang", "timeout": "hang", "pdb": "debugger", "fsdp": "sharding"}
-_UNSAID = {"a", "and", "does", "how", "i", "in", "is", "it", "my", "not", "of", "on", "the", "to", "what", "why"}
+# What users say: the word of the pages.
+_MEANS = {
+    **dict.fromkeys(("slow", "slower", "speed", "speedup", "utilization"), "faster"),
+    **dict.fromkeys(("stuck", "deadlock", "timeout"), "hang"),
+    **{"correct": "right", "deterministic": "bits", "freeze": "frozen", "fsdp": "sharding", "grad": "gradient"},
+    **{"lr": "rate", "pdb": "debugger"},
+}
+_UNSAID = "a an and are be can do does for get how i in is it low me my no not of on or several the to too use what why"
+_CODE = re.compile(r"(?ms)^```.*?^```\n")
+# A first cell of a table, the bold beginning of a paragraph, and a command with its comment are nearly headings.
+_ROWS = re.compile(r"(?m)^(?:\| (.+?) \|.*|(?:- )?\*\*(.+?)\*\*.*|(?:\$ )?([a-z].*? {2,}# .*))")
+_WEIGHTS = {"your_trainer": 1.3, "from_other_guides": 0.7, "decisions": 0.3}
 
 
 def _docs(arguments: argparse.Namespace) -> int:
@@ -95,7 +105,7 @@ def _docs(arguments: argparse.Namespace) -> int:
     elif " ".join(words) in known:
         print(known[words[0]].read_text(encoding="utf-8"), end="")
     else:
-        found = _headings(known, [word.lower() for word in words])
+        found = _headings(known, [word.strip("?!.,") for word in " ".join(words).lower().split()])
         if not found:
             near = nearest(words[0], [*known]) or "."
             say(f"no page matches {' '.join(words)!r}{near} Use other words; `python -m ddpshim docs` lists all pages.")
@@ -107,25 +117,33 @@ def _docs(arguments: argparse.Namespace) -> int:
 
 
 def _headings(known: dict[str, Path], words: list[str]) -> list[tuple[str, str, str]]:
-    """Return (page, heading, beginning of the text) of the three headings that say most of `words`. Local."""
-    stems = [re.escape(_OF_HEADINGS.get(word, word)[:5].rstrip("s")) for word in words if word not in _UNSAID]
-    patterns = [re.compile(rf"(?<![a-z]){stem}", re.IGNORECASE) for stem in stems]
-    # The first cell of a table's row, and the bold beginning of a paragraph, are nearly headings.
-    begins = r"^(?:\| |(?:- )?\*\*)([^|*]*[^a-z|*])??"
-    of_rows = [re.compile(f"{begins}{stem}.*", re.IGNORECASE | re.MULTILINE) for stem in stems]
-    found = []
-    for page, file in known.items():
-        text = re.sub(r"(?ms)^```.*?^```\n", "", file.read_text(encoding="utf-8"))
-        parts = re.split(r"(?m)^#+ (.+)\n+", text)
-        for heading, body in zip(parts[1::2], parts[2::2]):
-            if not all(pattern.search(f"{heading} {body}") for pattern in patterns):
-                continue
-            by_word = ([*of_row.finditer(body)] for of_row in of_rows)
-            rows = [min(of_word, key=lambda row: len(row[1] or "")) for of_word in by_word if of_word]
-            num_in_heading = sum(pattern.search(heading) is not None for pattern in patterns)
-            num_in_body = sum(min(4, len(pattern.findall(body))) for pattern in patterns)
-            of_page = 9 * bool(rows) if heading == "Glossary" else -4 * (page in ("decisions", "from_other_guides"))
-            points = 9 * num_in_heading + 5 * len(rows) + num_in_body + of_page
-            shown = rows[0][0] if rows and not num_in_heading else body
-            found.append((points, page, heading, textwrap.shorten(shown, 300, placeholder=" ...")))
-    return [one[1:] for one in sorted(found, key=lambda one: -one[0])[:3]] if patterns else []
+    """Return (page, heading, text) of the three sections that say most of `words`, rare ones above all. Local."""
+    said = [re.escape(_MEANS.get(word, word)) for word in words if word not in _UNSAID.split()]
+    # A whole word counts more than one that only begins alike.
+    patterns = [re.compile(rf"(?<![a-z])(?:{one}s?(?![a-z])()|{one[:5].rstrip('s')})", re.IGNORECASE) for one in said]
+    parts = [part for page, file in known.items() for part in _parts(page, file.read_text(encoding="utf-8"))]
+    num_parts = [1 + sum(pattern.search(part[3]) is not None for part in parts) for pattern in patterns]
+    best: dict[tuple[str, str], tuple[float, str]] = {}
+    for page, heading, title, text in parts:
+        points = 0.0
+        for pattern, num in zip(patterns, num_parts):
+            of_title = pattern.search(title)
+            if of_title is not None:
+                num_before = len(title[: of_title.start()].split())
+                points += (4 if of_title[1] is None else 6) / (1 + num_before / 5) * math.log(len(parts) / num)
+            in_text = (pattern.search(heading) is not None) + min(4, len(pattern.findall(text))) / 4
+            points += in_text * math.log(len(parts) / num)
+        points *= _WEIGHTS.get(page, 1)
+        if points > best.get((page, heading), (0.0,))[0]:
+            best[page, heading] = points, textwrap.shorten(_CODE.sub("", text), 300, placeholder=" ...")
+    ranked = sorted(best, key=lambda place: -best[place][0])
+    return [(*place, best[place][1]) for place in ranked[:3]]
+
+
+def _parts(page: str, text: str) -> Iterator[tuple[str, str, str, str]]:
+    """Yield (page, heading, title, text) of each section of a page, and of each row in it."""
+    parts = re.split(r"(?m)^#+ (.+)\n+", _CODE.sub(lambda code: code[0].replace("\n#", "\n #"), text))
+    for heading, body in zip(parts[1::2], parts[2::2]):
+        yield page, heading, heading, body
+        for row in _ROWS.finditer(body):
+            yield page, heading, row[1] or row[2] or row[3], row[0]
