@@ -835,6 +835,28 @@ def test_auto_starts_a_rank_again_as_run_does_and_no_other_process(tmp_path: Pat
     assert "LaunchError: import ddpshim.auto in several processes, in a program without a file" in said
 
 
+def test_a_run_resumed_in_an_epoch_goes_on_in_the_order_of_one_process(tmp_path: Path) -> None:
+    # In huggingface/lerobot#4692 accelerate pads the rest of the epoch anew, and begins with the first epoch's order.
+    script = """
+class Resumable(data.Sampler):
+    def __init__(self, epoch, start):
+        self.epoch, self.start = epoch, start
+    def __len__(self):
+        return 10
+    def __iter__(self):
+        order = torch.randperm(10, generator=torch.Generator().manual_seed(self.epoch)).tolist()[self.start :]
+        self.epoch, self.start = self.epoch + 1, 0
+        return iter(order)
+
+train(network(), DataLoader(Items(10), 2, sampler=Resumable(*json.loads(os.environ["AT"]))))
+"""
+    plain = succeeded(run(tmp_path, script, 1, is_plain=True, AT="[1, 0]"))
+    two = succeeded(run(tmp_path, script, 2, AT="[1, 2]"))
+    order = plain.said(0, "trained on")
+    assert [sorted(i for batch in part for i in batch) for part in (order[:5], order[5:])] == [[*range(10)]] * 2
+    assert two.said(0, "trained on") == two.said(1, "trained on") == order[1:]
+
+
 WANDB = """
 import sys, types
 class Run:
@@ -878,3 +900,30 @@ say("seen", run.seen)
     assert len(expected) == 5 * (1 + 4)
     assert others == []
     assert seen == [pytest.approx(values, rel=1e-9) for values in expected]
+
+
+TRACKIO = """
+import os, types
+def init(project, name=None, space_id=None, resume="never"):
+    space = space_id or os.environ.get("TRACKIO_SPACE_ID")
+    place = space or os.environ.get("TRACKIO_DIR", "~/.cache")
+    return types.SimpleNamespace(name=name or f"{project}-{os.getpid()}", place=place, resume=resume)
+"""
+
+
+def test_trackio_sends_the_run_of_the_main_rank(tmp_path: Path) -> None:
+    (tmp_path / "trackio.py").write_text(TRACKIO)
+    script = f"""
+sys.path.append({str(tmp_path)!r})
+import trackio
+os.environ["TRACKIO_SPACE_ID"] = "my/space"
+for run in trackio.init("lift", space_id="your/space", resume="must"), trackio.init("lift"):
+    say("run", [run.name, run.place, run.resume])
+say("space", os.environ["TRACKIO_SPACE_ID"])
+"""
+    two = succeeded(run(tmp_path, script, 2))
+    (first, second), others = two.said(0, "run"), two.said(1, "run")
+    assert (first[1:], second[1:]) == (["your/space", "must"], ["my/space", "never"])
+    assert [name for name, _, _ in others] == [first[0], second[0]]
+    assert all("/ddpshim-trackio-" in place and resume == "never" for _, place, resume in others)
+    assert two.said(0, "space") == two.said(1, "space") == ["my/space"]

@@ -44,7 +44,7 @@ _NUM_KEPT = 1 << 16
 _LIBRARIES = {
     *("ddpshim", "torch", "torchvision", "numpy", "tqdm", "rich", "wandb", "tensorboard", "tensorboardX", "matplotlib"),
     *("PIL", "requests", "urllib3", "huggingface_hub", "filelock", "fsspec", "tensorflow", "ray", "numba", "triton"),
-    *("h5py", "zarr", "psutil", "pkg_resources", "setuptools", "pluggy", "mlflow", "comet_ml", "clearml"),
+    *("h5py", "zarr", "psutil", "pkg_resources", "setuptools", "pluggy", "mlflow", "comet_ml", "clearml", "trackio"),
 }
 _PASS_ON = {__name__, "uuid", "secrets", "random", "subprocess"}  # call on behalf of their callers
 

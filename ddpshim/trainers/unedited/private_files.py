@@ -13,7 +13,7 @@ import inspect
 import io
 import os
 import shutil
-import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from multiprocessing.process import BaseProcess
@@ -26,7 +26,7 @@ from ddpshim.process.job import current
 from ddpshim.process.random_streams import rank_states, restore_rank_states
 from ddpshim.process.replaced import after_import, replaced
 from ddpshim.rows.gradients import plain
-from ddpshim.rows.tensor import Counts, on_whole
+from ddpshim.rows.tensor import Counts
 from ddpshim.trainers.unedited.children import watch_child
 from ddpshim.trainers.unedited.file_calls import CLibraries, LeftAlone, in_place, seen_by, watched
 from ddpshim.trainers.unedited.main_file_log import MainsChanges, MainsSaves, MainsWrites
@@ -59,7 +59,7 @@ class PrivateFiles:
         """Within this block, the program's calls use the stand-ins; afterwards private files are removed."""
         with contextlib.ExitStack() as undo:
             if self._world.is_main:
-                after_import("wandb", functools.partial(_share_wandb, True))
+                _share_loggers(self._world)
                 writes = MainsWrites(self.changes, self._saves, self._left)
                 libraries, stand_ins = seen_by(writes.see), writes.stand_ins()
                 undo.enter_context(watched(writes.see))
@@ -78,7 +78,7 @@ class PrivateFiles:
                 # a copy with another inode.
                 undo.enter_context(replaced(shutil, "_use_fd_functions", False))
                 undo.enter_context(watched(self._files.refuse))
-                switch_loggers_off()
+                switch_loggers_off(self._world)
             stand_ins |= {id(self._save): self.save, id(self._load): self.load}
             undo.enter_context(inherited(self._files))
             undo.enter_context(libraries.installed())
@@ -147,32 +147,26 @@ class PrivateFiles:
         return None if is_other and path not in self._saves else path
 
 
-def switch_loggers_off() -> None:
-    """Disable loggers that use a server: each rank, and each run of a proof, would create a run there. Local."""
+def switch_loggers_off(world: Optional[World] = None) -> None:
+    """Disable loggers that use a server: each rank, and each run of a proof (no `world`), would create a run there."""
     switches = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "MLFLOW_TRACKING_URI": "file:./mlruns"}
+    switches["TRACKIO_DIR"] = os.path.join(
+        tempfile.gettempdir(), f"ddpshim-trackio-{os.getpid()}"
+    )  # removed afterwards
     os.environ.update({**switches, "CLEARML_OFFLINE_MODE": "1", "SWANLAB_MODE": "disabled"})
-    after_import("wandb", functools.partial(_share_wandb, False))
+    _share_loggers(world)
 
 
-def _share_wandb(is_main: bool) -> None:
-    """Make W&B log on the main rank only what needs all ranks: batches, and gradients, which its hooks read."""
-    wandb: Any = sys.modules["wandb"]
-    init: Any = getattr(wandb, "init", None)
+def _share_loggers(world: Optional[World]) -> None:
+    """Have `loggers` change W&B and Trackio once the program has imported them. Local."""
 
-    def begin(*args: Any, **kwargs: Any) -> Any:
-        run = init(*args, **(kwargs if is_main else {**kwargs, "mode": "disabled"}))  # which overrides WANDB_MODE
-        log = run.log
-        run.log = wandb.log = lambda *given, **options: on_whole(log, given, options)
-        if not is_main and hasattr(getattr(wandb, "sdk", None), "_watch"):
-            vars(run).setdefault("_torch_history", None)  # has the same hooks, which never log
-            run.watch = wandb.watch = lambda models, criterion=None, log="gradients", *_, **__: wandb.sdk._watch(
-                run, models, criterion, log, sys.maxsize
-            )
-            run.unwatch = wandb.unwatch = functools.partial(wandb.sdk._unwatch, run)
-        return run
+    def share(name: str) -> None:
+        from ddpshim.trainers.unedited import loggers
 
-    if init is not None:
-        wandb.init = begin
+        getattr(loggers, f"share_{name}")(world)
+
+    for name in ("wandb", "trackio"):
+        after_import(name, functools.partial(share, name))
 
 
 class _Passed(NamedTuple):
