@@ -201,11 +201,11 @@ def test_links_lead_somewhere() -> None:
         assert [path for path in named if not (ROOT / path).exists() and not (ROOT / "ddpshim" / path).exists()] == []
 
 
-def test_pages_written_by_hand_have_at_most_1850_lines() -> None:
+def test_pages_written_by_hand_have_at_most_1600_lines() -> None:
     others = {"decisions.md", "from_other_guides.md", "options.md", "api.md"}  # appendices; of the site
     pages = [page for page in (ROOT / "docs").glob("*.md") if page.name not in others]
     pages += [ROOT / f"{page}.md" for page in ("README", "MIGRATION", "CONTRIBUTING")]
-    assert sum(len(page.read_text().splitlines()) for page in pages) <= 1850
+    assert sum(len(page.read_text().splitlines()) for page in pages) <= 1600
     upstream = [page.read_text() for page in (ROOT / "docs" / "upstream").glob("*.md")]
     assert max(len(text.splitlines()) for text in upstream) <= 15
 
