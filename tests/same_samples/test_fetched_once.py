@@ -182,6 +182,7 @@ def test_the_first_workers_dataset_is_probed() -> None:
 
 def test_a_sampler_may_draw_from_pythons_generator_which_a_fork_seeds_anew() -> None:
     """It has no length: torch asks for none."""
+
     class Shuffled(Sampler[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(random.sample(range(len(X)), len(X)))
