@@ -906,7 +906,9 @@ TRACKIO = """
 import os, types
 def init(project, name=None, space_id=None, resume="never"):
     space = space_id or os.environ.get("TRACKIO_SPACE_ID")
-    place = space or os.environ.get("TRACKIO_DIR", "~/.cache")
+    place = space or os.environ["TRACKIO_DIR"]
+    if not space:
+        os.makedirs(place, exist_ok=True)
     return types.SimpleNamespace(name=name or f"{project}-{os.getpid()}", place=place, resume=resume)
 """
 
@@ -926,4 +928,5 @@ say("space", os.environ["TRACKIO_SPACE_ID"])
     assert (first[1:], second[1:]) == (["your/space", "must"], ["my/space", "never"])
     assert [name for name, _, _ in others] == [first[0], second[0]]
     assert all("/ddpshim-trackio-" in place and resume == "never" for _, place, resume in others)
+    assert not any(Path(place).exists() for _, place, _ in others)
     assert two.said(0, "space") == two.said(1, "space") == ["my/space"]

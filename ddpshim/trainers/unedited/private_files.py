@@ -150,9 +150,8 @@ class PrivateFiles:
 def switch_loggers_off(world: Optional[World] = None) -> None:
     """Disable loggers that use a server: each rank, and each run of a proof (no `world`), would create a run there."""
     switches = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "MLFLOW_TRACKING_URI": "file:./mlruns"}
-    switches["TRACKIO_DIR"] = os.path.join(
-        tempfile.gettempdir(), f"ddpshim-trackio-{os.getpid()}"
-    )  # removed afterwards
+    switches["TRACKIO_DIR"] = os.path.join(tempfile.gettempdir(), f"ddpshim-trackio-{os.getpid()}")
+    atexit.register(shutil.rmtree, switches["TRACKIO_DIR"], ignore_errors=True)
     os.environ.update({**switches, "CLEARML_OFFLINE_MODE": "1", "SWANLAB_MODE": "disabled"})
     _share_loggers(world)
 
