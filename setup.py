@@ -25,8 +25,7 @@ def lines_of(file: Path) -> list[str]:
 def description() -> str:
     """Return the README for a package index, which has no other file: links to them would lead nowhere."""
     text = (Path(__file__).parent / "README.md").read_text(encoding="utf-8").partition("\n## Files")[0]
-    text = text.replace("```\npython3 bootstrap.py", "In a clone of the repository:\n\n```\npython3 bootstrap.py", 1)
-    text = re.sub(r"git clone .*\npip install \. +# ", "pip install ddpshim          # ", text)
+    text = re.sub(r"pip install \. +# in a clone; ", "pip install ddpshim   # ", text)
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)\n", "", text)
     text = re.sub(r"\[([^\]]+)\]\((?!http)[^)]*\)", r"\1", text)
     return f"{text}\n`python -m ddpshim docs` lists and prints the pages.\n"
