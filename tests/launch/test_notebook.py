@@ -91,7 +91,7 @@ def interrupt():
         time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGINT)
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, where a shell started the tests in the background
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 shell, found = InteractiveShell.instance(), []
 for cell in json.load(open("cells.json")):
     if "ready" in cell:

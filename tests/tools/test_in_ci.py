@@ -101,7 +101,11 @@ def test_a_foreign_repository(tmp_path: Path) -> None:
     assert "\nthe same experiment: no\n  differs first in step 1: gradients of weight, bias, train.py:" in said
     assert "\n  usually: they are not reduced: the network is not wrapped" in said
     (page,) = {*re.findall(r"^page:  (.*)$", said, re.M)}  # also in pytest's summary, if CI is set
-    assert Path(page).read_text().startswith("# The same experiment: no\n\n```\n$ python -m ddpshim check --nproc=2 --steps=2 ")
+    assert (
+        Path(page)
+        .read_text()
+        .startswith("# The same experiment: no\n\n```\n$ python -m ddpshim check --nproc=2 --steps=2 ")
+    )
     assert f"trian.py does not exist (in {tmp_path}): no rank could start it" in said
     assert "pytest_plugin.py:" not in said, "no line of ddpshim stands in the traceback"
 
